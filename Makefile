@@ -1,0 +1,34 @@
+# make install   the virtual environment .venv, every version as in constraints.txt
+# make pretrain  pretrain a small GPT on 8 ranks: pipeline 2 x data 2 x tensor 2, ZeRO-3
+# make test      all tests;  PYTEST_ARGS="tests/topology -x" for some
+# make lint      ruff, mypy and the import layers
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+PYTEST_ARGS ?=
+
+# Recipes find the tools of the environment by name, and so do the ranks that they launch.
+export PATH := $(CURDIR)/.venv/bin:$(PATH)
+INSTALLED := .venv/.installed
+
+.PHONY: install pretrain test lint
+
+install: $(INSTALLED)
+
+# Rebuilt when a requirement or a pinned version changes.
+$(INSTALLED): setup.cfg setup.py constraints.txt
+	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	    { echo "megaspeed needs Python 3.11 or newer: make PYTHON=/path/to/python3.11" >&2; exit 1; }
+	test -x .venv/bin/python || "$(PYTHON)" -m venv .venv
+	.venv/bin/python -m pip install --constraint constraints.txt --editable ".[dev]"
+	@touch $@
+
+pretrain: $(INSTALLED)
+	OMP_NUM_THREADS=1 deepspeed --num_accelerators 8 scripts/pretrain.py --config ds_configs/3d.json
+
+test: $(INSTALLED)
+	python -m pytest $(PYTEST_ARGS)
+
+lint: $(INSTALLED)
+	ruff check .
+	mypy
+	lint-imports

@@ -1,0 +1,1 @@
+"""Runs looked at from outside: the plain-torch reference, and layouts compared with it."""

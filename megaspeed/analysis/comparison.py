@@ -1,0 +1,110 @@
+"""Whether two trainings are the same: losses, gradient norms and the first step's gradients side by side."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """Largest relative differences that count as equal."""
+
+    loss: float
+    grad_norm: float
+    gradient: float
+
+
+# fp32: rounding alone, in another order of summation. bf16 keeps 8 bits, and a sum over tensor ranks is rounded where
+# one process rounds nothing.
+TOLERANCES = {
+    "fp32": Tolerance(loss=1e-6, grad_norm=1e-5, gradient=1e-5),
+    "bf16": Tolerance(loss=1e-3, grad_norm=2e-2, gradient=5e-2),
+}
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One compared number.
+
+    Attributes:
+        name: of what is compared.
+        parallel, reference: the two values (norms, for a gradient).
+        relative: their difference over the reference's size; for a gradient the norm of the difference
+            over the norm.
+        allowed: largest relative difference that counts as equal.
+    """
+
+    name: str
+    parallel: float
+    reference: float
+    relative: float
+    allowed: float
+
+    @property
+    def equal(self) -> bool:
+        """Whether it is within what is allowed; never true of a NaN."""
+        return self.relative <= self.allowed
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """All compared numbers of two trainings."""
+
+    losses: list[Difference]
+    grad_norms: list[Difference]
+    gradients: list[Difference]
+    weights_bitwise_equal: bool
+
+    @property
+    def differences(self) -> list[Difference]:
+        """Every compared number."""
+        return [*self.losses, *self.grad_norms, *self.gradients]
+
+    @property
+    def equal(self) -> bool:
+        """Whether the trainings are the same."""
+        return self.weights_bitwise_equal and all(d.equal for d in self.differences)
+
+    @property
+    def largest(self) -> Difference:
+        """The number furthest out, as a multiple of what is allowed."""
+        return max(
+            self.differences,
+            key=lambda d: d.relative / d.allowed if d.relative == d.relative else float("inf"),
+        )
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain numbers, for a file."""
+        return {**asdict(self), "equal": self.equal, "largest": asdict(self.largest)}
+
+
+def compare_numbers(
+    name: str, parallel: Sequence[float], reference: Sequence[float], allowed: float
+) -> list[Difference]:
+    """One difference for each step."""
+    return [
+        Difference(f"{name} of step {step}", a, b, abs(a - b) / abs(b), allowed)
+        for step, (a, b) in enumerate(zip(parallel, reference, strict=True), start=1)
+    ]
+
+
+def compare_gradients(
+    parallel: Mapping[str, Tensor], reference: Mapping[str, Tensor], allowed: float
+) -> list[Difference]:
+    """One difference for each parameter; a parameter that one side lacks is infinitely different."""
+    differences = []
+    for name in sorted({*parallel, *reference}):
+        if (
+            name not in parallel
+            or name not in reference
+            or parallel[name].shape != reference[name].shape
+        ):
+            differences.append(Difference(name, 0.0, 0.0, float("inf"), allowed))
+            continue
+        a, b = parallel[name].double(), reference[name].double()
+        size = float(b.norm())
+        relative = float((a - b).norm()) / size if size else float(a.norm() != 0.0)
+        differences.append(Difference(name, float(a.norm()), size, relative, allowed))
+    return differences

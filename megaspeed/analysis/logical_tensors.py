@@ -1,0 +1,111 @@
+"""From what each rank holds to one tensor for each logical parameter.
+
+    fragments (ZeRO)  --sum over dp-->  local tensors (tensor shards)  --place rows, columns-->  logical tensors
+
+For models that fit in one process: everything is gathered on rank 0.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megaspeed.config import ModelConfig
+from megaspeed.model import logical_name
+from megaspeed.tensor_parallel import ParameterShard
+from megaspeed.topology import ParallelContext
+from megaspeed.training.worker import Worker
+from megaspeed.zero import GradientFragment, whole_parameters
+
+
+@dataclass(frozen=True)
+class LogicalTensors:
+    """Tensors by logical parameter name, fp32 on the CPU.
+
+    Attributes:
+        tensors: one for each logical parameter, unpadded.
+        copies_differ_by: largest absolute difference between two ranks' copies of the same element.
+    """
+
+    tensors: Mapping[str, Tensor]
+    copies_differ_by: float
+
+
+def gather_gradients(worker: Worker) -> LogicalTensors | None:
+    """The reduced gradients, on rank 0 (None elsewhere). Call from the engine's ``before_step``."""
+    local = _local_gradients(worker)
+    return _gather(local, worker.shards, worker.run.config.model, worker.context)
+
+
+def gather_weights(worker: Worker) -> LogicalTensors | None:
+    """The parameters that the model computes with, on rank 0 (None elsewhere)."""
+    local = {name: value.float().cpu() for name, value in whole_parameters(worker.engine.module)}
+    return _gather(local, worker.shards, worker.run.config.model, worker.context)
+
+
+def _local_gradients(worker: Worker) -> dict[str, Tensor]:
+    """This rank's tensor shards of the gradients, put together from the data axis's fragments."""
+    names = worker.engine.names
+    flat = {name: torch.zeros(_elements(shard)) for name, shard in worker.shards.items()}
+    for fragment in worker.engine.gradient_fragments():
+        _place_fragment(flat[names[fragment.parameter]], fragment)
+    if worker.run.zero_stage > 0:
+        for name in sorted(flat):
+            flat[name] = _sum(flat[name], worker.context)
+    return {name: flat[name].view(shard.local_shape) for name, shard in worker.shards.items()}
+
+
+def _place_fragment(flat: Tensor, fragment: GradientFragment) -> None:
+    flat[fragment.start : fragment.start + fragment.values.numel()] = fragment.values.float().cpu()
+
+
+def _sum(tensor: Tensor, context: ParallelContext) -> Tensor:
+    on_device = tensor.to(context.device)
+    dist.all_reduce(on_device, group=context.dp_group)
+    return on_device.cpu()
+
+
+def _elements(shard: ParameterShard) -> int:
+    elements = 1
+    for size in shard.local_shape:
+        elements *= size
+    return elements
+
+
+def _gather(
+    local: Mapping[str, Tensor],
+    shards: Mapping[str, ParameterShard],
+    config: ModelConfig,
+    context: ParallelContext,
+) -> LogicalTensors | None:
+    mine = [(logical_name(config, name), shards[name], value) for name, value in local.items()]
+    everyones: list[list[tuple[str, ParameterShard, Tensor]]] | None = (
+        [[] for _ in range(context.grid.world_size)] if context.rank == 0 else None
+    )
+    dist.gather_object(mine, everyones, dst=0, group=context.world_group)
+    if everyones is None:
+        return None
+    return merge_shards(part for rank in everyones for part in rank)
+
+
+def merge_shards(parts: Iterable[tuple[str, ParameterShard, Tensor]]) -> LogicalTensors:
+    """Places every shard's logical rows and columns; elements that several shards hold are compared."""
+    merged: dict[str, Tensor] = {}
+    difference = 0.0
+    for name, shard, value in parts:
+        if name not in merged:
+            merged[name] = torch.full(shard.full_shape, torch.nan)
+        start = 0
+        for rows in shard.rows:
+            place = merged[name][rows.start : rows.stop]
+            if shard.columns is not None:
+                place = place[:, shard.columns.start : shard.columns.stop]
+            held = value[start : start + len(rows)]
+            present = ~place.isnan()
+            if bool(present.any()):
+                difference = max(difference, float((place - held)[present].abs().max()))
+            place.copy_(held)
+            start += len(rows)
+    return LogicalTensors(merged, difference)

@@ -1,0 +1,134 @@
+"""The same training in plain torch: one process, one module, no engine, no pipeline, no sharding.
+
+This is what every layout is compared with. It shares with the parallel run only what defines the task: the plain
+model, its initial weights, the samples, the learning rate of each step and which parameters decay.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megaspeed.config import Run
+from megaspeed.data import NOT_COUNTED, MicroBatch
+from megaspeed.model import GPT, initialize
+from megaspeed.training.learning_rate import learning_rate
+from megaspeed.training.optimizer import parameter_groups
+
+
+@dataclass
+class ReferenceRun:
+    """What the plain run did.
+
+    Attributes:
+        losses: mean loss of each step, nats.
+        grad_norms: norm of each step before clipping.
+        initial_weights: by full parameter name, fp32.
+        first_gradients: of step 1 before clipping, by full parameter name, fp32.
+        weights: after the last step, by full parameter name, fp32.
+    """
+
+    losses: list[float] = field(default_factory=list)
+    grad_norms: list[float] = field(default_factory=list)
+    initial_weights: dict[str, Tensor] = field(default_factory=dict)
+    first_gradients: dict[str, Tensor] = field(default_factory=dict)
+    weights: dict[str, Tensor] = field(default_factory=dict)
+
+
+def train_reference(
+    run: Run, batch_of_step: Callable[[int], list[MicroBatch]], steps: int
+) -> ReferenceRun:
+    """Trains the run's model for ``steps`` steps.
+
+    Args:
+        run: only its model, optimizer, precision and batch size are looked at, not its degrees.
+        batch_of_step: step -> that step's samples, in parts of any size that fits in memory.
+        steps: how many.
+    """
+    dtype = torch.bfloat16 if run.precision == "bf16" else torch.float32
+    model = GPT(run.config.model, seed=run.config.training.seed)
+    initialize(model, run.config.model, run.config.training.seed)
+    model.to(dtype)
+    masters = _master_weights(model)
+    params = run.config.optimizer.params
+    optimizer = torch.optim.AdamW(
+        parameter_groups(masters, run.config.optimizer),
+        lr=params.lr,
+        betas=params.betas,
+        eps=params.eps,
+    )
+    record = ReferenceRun(initial_weights=_copies(masters))
+    for step in range(steps):
+        rate = learning_rate(
+            run.config.optimizer,
+            run.config.scheduler,
+            step=step,
+            steps=run.config.training.steps,
+        )
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        record.losses.append(_forward_backward(model, batch_of_step(step), run.tokens_per_step))
+        _hand_over_gradients(model, masters)
+        if step == 0:
+            record.first_gradients = {
+                n: p.grad.clone() for n, p in masters.items() if p.grad is not None
+            }
+        norm = _norm_of_gradients(masters)
+        record.grad_norms.append(float(norm))
+        if run.config.gradient_clipping:
+            nn.utils.clip_grads_with_norm_(masters.values(), run.config.gradient_clipping, norm)
+        optimizer.step()
+        _hand_over_weights(model, masters)
+    record.weights = _copies(masters)
+    return record
+
+
+def _forward_backward(model: GPT, batch: list[MicroBatch], tokens: int) -> float:
+    total = 0.0
+    for part in batch:
+        logits = model(part.tokens, part.samples)  # (B, S, V)
+        loss = F.cross_entropy(
+            logits.flatten(0, 1).float(),
+            part.targets.flatten(),
+            ignore_index=NOT_COUNTED,
+            reduction="sum",
+        )
+        (loss / tokens).backward()
+        total += loss.item()
+    return total / tokens
+
+
+def _norm_of_gradients(masters: dict[str, nn.Parameter]) -> Tensor:
+    """In fp64, because torch's own fp32 norm of a large tensor is off by more than is compared here."""
+    gradients = (p.grad for p in masters.values() if p.grad is not None)
+    return torch.stack([g.double().square().sum() for g in gradients]).sum().sqrt().float()
+
+
+def _master_weights(model: GPT) -> dict[str, nn.Parameter]:
+    """fp32 weights that the optimizer updates: the parameters themselves where they are fp32."""
+    named = dict(model.named_parameters())
+    if all(p.dtype == torch.float32 for p in named.values()):
+        return named
+    for parameter in named.values():
+        parameter.grad_dtype = torch.float32
+    return {name: nn.Parameter(p.detach().float()) for name, p in named.items()}
+
+
+def _hand_over_gradients(model: GPT, masters: dict[str, nn.Parameter]) -> None:
+    for name, parameter in model.named_parameters():
+        gradient, parameter.grad = parameter.grad, None
+        masters[name].grad = gradient
+
+
+@torch.no_grad()
+def _hand_over_weights(model: GPT, masters: dict[str, nn.Parameter]) -> None:
+    for name, parameter in model.named_parameters():
+        if parameter is not masters[name]:
+            parameter.copy_(masters[name])
+        masters[name].grad = None
+
+
+def _copies(named: dict[str, nn.Parameter]) -> dict[str, Tensor]:
+    return {name: parameter.detach().clone() for name, parameter in named.items()}

@@ -1,0 +1,53 @@
+"""A comparison as tables: what the layout computed beside what one process computed."""
+
+from rich.table import Table
+
+from megaspeed.analysis.comparison import Comparison, Difference
+from megaspeed.config import Run
+
+
+def step_table(run: Run, comparison: Comparison) -> Table:
+    """Loss and gradient norm of every step, both ways, with their relative difference."""
+    degrees = run.degrees
+    layout = f"pp {degrees.pp} x dp {degrees.dp} x tp {degrees.tp}, ZeRO-{run.zero_stage}"
+    table = Table(title=f"{layout}, {run.precision}, against one process", title_justify="left")
+    for heading in ("step", "loss", "one process", "difference"):
+        table.add_column(heading, justify="right")
+    for heading in ("gradient norm", "one process", "difference"):
+        table.add_column(heading, justify="right")
+    steps = zip(comparison.losses, comparison.grad_norms, strict=True)
+    for step, (loss, norm) in enumerate(steps, start=1):
+        table.add_row(str(step), *_cells(loss), *_cells(norm))
+    return table
+
+
+def gradient_table(comparison: Comparison) -> Table:
+    """The norm of every parameter's gradient at step 1, both ways, and the norm of their difference."""
+    table = Table(title="gradients of step 1", title_justify="left")
+    table.add_column("parameter")
+    for heading in ("norm", "one process", "difference"):
+        table.add_column(heading, justify="right")
+    for gradient in comparison.gradients:
+        table.add_row(gradient.name, *_cells(gradient))
+    return table
+
+
+def verdict(comparison: Comparison) -> str:
+    """One sentence: equal or not, and the number that is furthest out."""
+    if not comparison.weights_bitwise_equal:
+        return "DIFFERENT: the initial weights are not bitwise equal"
+    largest = comparison.largest
+    word = "EQUAL" if comparison.equal else "DIFFERENT"
+    return (
+        f"{word}: initial weights bitwise equal; largest difference: {largest.name}, relative "
+        f"{largest.relative:.1e} ({largest.allowed:.0e} allowed)"
+    )
+
+
+def _cells(difference: Difference) -> tuple[str, str, str]:
+    mark = "" if difference.equal else " !"
+    return (
+        f"{difference.parallel:.7g}",
+        f"{difference.reference:.7g}",
+        f"{difference.relative:.1e}{mark}",
+    )

@@ -1,0 +1,166 @@
+"""Trains a layout and one process from the same JSON, and compares them.
+
+    run (this layout) --N processes--> losses, norms, weights and gradients, gathered
+    run (plain torch) --this process-> losses, norms, weights and gradients
+                                        \\-> Comparison
+
+The ranks are started on this machine, on the CPU, over gloo.
+"""
+
+import functools
+import os
+import socket
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.multiprocessing as mp
+from torch import Tensor
+
+from megaspeed.analysis.comparison import (
+    TOLERANCES,
+    Comparison,
+    compare_gradients,
+    compare_numbers,
+)
+from megaspeed.analysis.logical_tensors import LogicalTensors, gather_gradients, gather_weights
+from megaspeed.analysis.reference import ReferenceRun, train_reference
+from megaspeed.config import Run
+from megaspeed.data import LoaderShape, MicroBatch, PreparedCorpus, TrainingLoader
+from megaspeed.topology import Grid, LaunchEnvironment, ParallelContext
+from megaspeed.training.learning_rate import learning_rate
+from megaspeed.training.worker import Worker
+
+_TIMEOUT_SECONDS = 300.0
+
+
+@dataclass(frozen=True)
+class ParallelRun:
+    """What the ranks did together; the counterpart of ``ReferenceRun``."""
+
+    losses: list[float]
+    grad_norms: list[float]
+    initial_weights: dict[str, Tensor]
+    first_gradients: dict[str, Tensor]
+    weights: dict[str, Tensor]
+
+
+def verify(run: Run, corpus: PreparedCorpus, steps: int) -> Comparison:
+    """Trains ``steps`` steps both ways and compares."""
+    reference = train_reference(run, functools.partial(whole_batch, run, corpus), steps)
+    return compare(run, train_on_ranks(run, corpus, steps), reference)
+
+
+def compare(run: Run, parallel: ParallelRun, reference: ReferenceRun) -> Comparison:
+    """Every number of the two trainings, with the tolerance of the run's precision."""
+    allowed = TOLERANCES[run.precision]
+    dtype = torch.bfloat16 if run.precision == "bf16" else torch.float32
+    return Comparison(
+        losses=compare_numbers("loss", parallel.losses, reference.losses, allowed.loss),
+        grad_norms=compare_numbers(
+            "gradient norm", parallel.grad_norms, reference.grad_norms, allowed.grad_norm
+        ),
+        gradients=compare_gradients(
+            parallel.first_gradients, reference.first_gradients, allowed.gradient
+        ),
+        weights_bitwise_equal=parallel.initial_weights.keys() == reference.initial_weights.keys()
+        and all(
+            torch.equal(value.to(dtype), reference.initial_weights[name].to(dtype))
+            for name, value in parallel.initial_weights.items()
+        ),
+    )
+
+
+def whole_batch(run: Run, corpus: PreparedCorpus, step: int) -> list[MicroBatch]:
+    """All samples of step ``step`` (from 0), in parts of the run's micro-batch size."""
+    size = run.batch.micro_batch_size
+    parts = run.batch.train_batch_size // size
+    loader = TrainingLoader(corpus, LoaderShape(size, parts, dp_rank=0, dp_size=1))
+    return [loader.micro_batch(step * run.batch.train_batch_size, part) for part in range(parts)]
+
+
+def train_on_ranks(run: Run, corpus: PreparedCorpus, steps: int) -> ParallelRun:
+    """Starts the run's ranks here and trains; raises what the first failing rank raised."""
+    with tempfile.TemporaryDirectory(prefix="megaspeed-verify-") as folder:
+        result = Path(folder) / "rank0.pt"
+        arguments = (run, corpus, steps, _free_port(), result)
+        mp.spawn(_rank_main, args=arguments, nprocs=run.degrees.world_size)
+        parallel: ParallelRun = torch.load(result, weights_only=False)
+    return parallel
+
+
+def _rank_main(
+    rank: int, run: Run, corpus: PreparedCorpus, steps: int, port: int, result: Path
+) -> None:
+    size = run.degrees.world_size
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(size),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        CUDA_VISIBLE_DEVICES="",
+    )
+    torch.set_num_threads(1)
+    launch = LaunchEnvironment(
+        rank=rank, world_size=size, local_rank=rank, local_world_size=size, source="verify"
+    )
+    parallel = train_rank(launch, run, corpus, steps)
+    if parallel is not None:
+        torch.save(parallel, result)
+
+
+def train_rank(
+    launch: LaunchEnvironment, run: Run, corpus: PreparedCorpus, steps: int
+) -> ParallelRun | None:
+    """One rank's part of the training; rank 0 returns the record, the others None."""
+    grid = Grid(pp=run.degrees.pp, dp=run.degrees.dp, tp=run.degrees.tp)
+    with ParallelContext.create(grid, launch, timeout_seconds=_TIMEOUT_SECONDS) as context:
+        worker = Worker(run, context)
+        shape = LoaderShape(
+            run.batch.micro_batch_size,
+            run.batch.gradient_accumulation_steps,
+            context.dp_rank,
+            context.dp_size,
+        )
+        loader = TrainingLoader(corpus, shape, context.device)
+        return _record_steps(worker, loader.micro_batch, steps)
+
+
+def _record_steps(
+    worker: Worker, micro_batch: Callable[[int, int], MicroBatch], steps: int
+) -> ParallelRun | None:
+    run = worker.run
+    initial = gather_weights(worker)
+    gathered: list[LogicalTensors | None] = []
+    worker.engine.before_step = lambda: gathered.append(gather_gradients(worker))
+    losses, grad_norms = [], []
+    for step in range(steps):
+        rate = learning_rate(
+            run.config.optimizer, run.config.scheduler, step=step, steps=run.config.training.steps
+        )
+        load = functools.partial(micro_batch, step * run.batch.train_batch_size)
+        result = worker.train_step(load, rate)
+        worker.engine.before_step = lambda: None
+        losses.append(result.loss)
+        grad_norms.append(result.grad_norm)
+    final = gather_weights(worker)
+    gradients = gathered[0]
+    if initial is None or gradients is None or final is None:
+        return None
+    return ParallelRun(
+        losses=losses,
+        grad_norms=grad_norms,
+        initial_weights=dict(initial.tensors),
+        first_gradients=dict(gradients.tensors),
+        weights=dict(final.tensors),
+    )
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port

@@ -1,0 +1,86 @@
+"""A config file, the files it extends and the overrides, laid over each other into one tree."""
+
+import difflib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megaspeed.config import overrides as override_text
+from megaspeed.config.errors import KeyPath, Problem
+from megaspeed.config.merging import merge, paths_in
+from megaspeed.config.strict_json import JsonSyntaxError, describe_value, read_json_object
+
+
+@dataclass(frozen=True)
+class Document:
+    """The keys of a run before they are checked, and where each came from."""
+
+    values: dict[str, Any]
+    problems: tuple[Problem, ...] = ()
+    origins: Mapping[KeyPath, str] = field(default_factory=dict)
+    """Where a value stands, if not in the config file itself: a path or `--set`."""
+    is_complete: bool = True
+    """False where a file could not be read, so that keys are missing for no fault of their own."""
+
+
+def read_document(path: Path, overrides: Sequence[str] = ()) -> Document:
+    """Read a config file with everything that it extends, and lay the overrides over it."""
+    document = _read_chain(path, chain=(), root=path)
+    values, problems, origins = document.values, list(document.problems), dict(document.origins)
+    for text in overrides:
+        tree, found = override_text.parse_override(text)
+        problems += found
+        values = merge(values, tree)
+        origins |= dict.fromkeys(paths_in(tree), override_text.ORIGIN)
+    return Document(values, tuple(problems), origins, document.is_complete)
+
+
+def _read_chain(path: Path, chain: tuple[Path, ...], root: Path) -> Document:
+    """This file over the file it extends; `chain` holds the files that led here."""
+    if path.resolve() in [earlier.resolve() for earlier in chain]:
+        circle = " -> ".join(str(file) for file in (*chain, path))
+        return _unreadable(f"extends goes in a circle: {circle}; take one of them out")
+    if not path.is_file():
+        return _unreadable(_missing_file(path, chain))
+    try:
+        values, found = read_json_object(path)
+    except JsonSyntaxError as error:
+        return _unreadable(str(error))
+    problems = tuple(_in_file(problem, path, root) for problem in found)
+    values.pop("$schema", None)
+    parent = values.pop("extends", None)
+    own_origins = {} if path == root else dict.fromkeys(paths_in(values), str(path))
+    if parent is None:
+        return Document(values, problems, own_origins)
+    if not isinstance(parent, str):
+        message = f"extends: given {describe_value(parent)}, wanted the path of one file"
+        wrong = _in_file(Problem(("extends",), message), path, root)
+        return Document(values, (*problems, wrong), own_origins, is_complete=False)
+    base = _read_chain(path.parent / parent, (*chain, path), root)
+    inherited = {p: origin for p, origin in base.origins.items() if p not in set(paths_in(values))}
+    return Document(
+        merge(base.values, values),
+        (*base.problems, *problems),
+        {**inherited, **own_origins},
+        base.is_complete,
+    )
+
+
+def _unreadable(message: str) -> Document:
+    return Document({}, (Problem((), message),), is_complete=False)
+
+
+def _in_file(problem: Problem, path: Path, root: Path) -> Problem:
+    """Name the file where it is not the one that the user asked for."""
+    return problem if path == root else Problem(problem.path, f"{problem.message} (in {path})")
+
+
+def _missing_file(path: Path, chain: tuple[Path, ...]) -> str:
+    asked = f", which {chain[-1]} extends," if chain else ""
+    if path.is_dir():
+        return f"{path}{asked} is a folder; name a JSON file in it"
+    siblings = sorted(file.name for file in path.parent.glob("*.json"))
+    nearest = difflib.get_close_matches(path.name, siblings, n=1)
+    hint = f"; did you mean {path.parent / nearest[0]}?" if nearest else ""
+    return f"{path}{asked} does not exist{hint}"

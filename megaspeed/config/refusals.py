@@ -1,0 +1,188 @@
+"""Keys that DeepSpeed 0.19.8 knows and that cannot work here, each with its reason and its mend.
+
+A key that says what happens anyway (`"prescale_gradients": false`) is let pass and not handed on.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Why a key cannot be used and what to do instead."""
+
+    reason: str
+    inert: tuple[Any, ...] = ()
+    """Values that ask for nothing, so that they are let pass."""
+
+
+_OFF = (False, None)
+_NVME_ONLY = Refusal("it belongs to NVMe offload; state moves to host memory only, so remove it")
+_MASTER_WEIGHTS = "master weights and optimizer states are kept in fp32; remove it"
+_REMOVED = "DeepSpeed 0.19 has removed it; remove it"
+_ZERO_PLUS_PLUS = (
+    "DeepSpeed forms its groups from consecutive ranks of the whole world, which is wrong "
+    "beside pipeline or tensor parallelism; remove it"
+)
+_MEAN = "the loss and its gradient are means over the whole batch at every layout; remove it"
+_OWN_CHECKPOINTS = "megaspeed writes its own checkpoints, which fit every layout; remove it"
+_OWN_DATA = "megaspeed reads and orders the data itself, the same at every layout; see `data`"
+
+REFUSED_KEYS: Mapping[str, Refusal] = {
+    "pipeline": Refusal("the pipeline is megaspeed's own; set parallel.pipeline"),
+    "tensor_parallel": Refusal("it would replace megaspeed's process groups; set parallel.tensor"),
+    "sequence_parallel_size": Refusal(
+        "it would replace megaspeed's process groups; set parallel.sequence_parallel"
+    ),
+    "data_parallel_size": Refusal("it would replace megaspeed's process groups; set parallel.data"),
+    "expert_parallel": Refusal("there are no mixture-of-experts models here; remove it"),
+    "use_data_before_expert_parallelism": Refusal(
+        "there are no mixture-of-experts models here; remove it", _OFF
+    ),
+    "activation_checkpointing": Refusal(
+        "it configures deepspeed.checkpointing, which is not used here; set "
+        "parallel.activation_checkpointing"
+    ),
+    "checkpoint": Refusal(_OWN_CHECKPOINTS),
+    "nebula": Refusal(_REMOVED),
+    "datastates": Refusal(_OWN_CHECKPOINTS),
+    "amp": Refusal(f"{_REMOVED} and use bf16"),
+    "torch_autocast": Refusal(
+        "DeepSpeed recognises torch's own linear layers only, not tensor-parallel ones; use bf16"
+    ),
+    "bfloat16": Refusal("it is an old name; write bf16"),
+    "sparse_attention": Refusal(_REMOVED),
+    "sparse_gradients": Refusal(_REMOVED, _OFF),
+    "eigenvalue": Refusal(_REMOVED),
+    "quantize_training": Refusal(_REMOVED),
+    "compression_training": Refusal(_REMOVED),
+    "progressive_layer_drop": Refusal(_REMOVED),
+    "curriculum_learning": Refusal(_REMOVED),
+    "graph_harvesting": Refusal(_REMOVED, _OFF),
+    "elasticity": Refusal(
+        "DeepSpeed 0.19 has removed it; state train_batch_size, which stays the same at every "
+        "world size"
+    ),
+    "weight_quantization": Refusal("it serves inference only; remove it"),
+    "hybrid_engine": Refusal("it serves generation while training; remove it"),
+    "autotuning": Refusal("it launches DeepSpeed's own trials of a layout; remove it"),
+    "compile": Refusal("DeepCompile needs the whole model in one graph on a GPU; remove it"),
+    "aio": _NVME_ONLY,
+    "data_efficiency": Refusal(_OWN_DATA),
+    "dataloader_drop_last": Refusal(_OWN_DATA, _OFF),
+    "vocabulary_size": Refusal("it only makes DeepSpeed warn; set model.vocab_size"),
+    "prescale_gradients": Refusal(_MEAN, _OFF),
+    "gradient_predivide_factor": Refusal(_MEAN, (1, None)),
+    "gradient_allreduce_op": Refusal(_MEAN, ("mean", None)),
+    "managed_gradient_accumulation": Refusal(
+        "the pipeline schedule decides when a step ends; remove it", (True, None)
+    ),
+    "disable_allgather": Refusal("ranks would keep stale parameters; remove it", _OFF),
+    "seq_parallel_communication_data_type": Refusal(
+        "it belongs to another kind of sequence parallelism; see parallel.sequence_parallel"
+    ),
+    "zero_allow_untested_optimizer": Refusal(
+        "Adam and AdamW need no permission; remove it", (True, False, None)
+    ),
+    "zero_force_ds_cpu_optimizer": Refusal(
+        "DeepSpeed's CPU optimizer has to be compiled when a run starts; torch's AdamW is used, "
+        "so remove it",
+        _OFF,
+    ),
+    "timers": Refusal("megaspeed measures the throughput itself; remove it"),
+    "optimizer.legacy_fusion": Refusal("it belongs to fused optimizers; remove it", _OFF),
+    "optimizer.params.adam_w_mode": Refusal(
+        "weight decay is decoupled from the gradient in both Adam and AdamW; remove it",
+        (True, None),
+    ),
+    "optimizer.params.max_grad_norm": Refusal("set gradient_clipping"),
+    "data_types.param_dtype": Refusal("set bf16.enabled or fp16.enabled", (None,)),
+    "data_types.buffer_dtype": Refusal("buffers keep the type of the model; remove it", (None,)),
+    "data_types.keep_in_fp32_modules": Refusal(
+        "every module has the type of the model; remove it", ("auto", None)
+    ),
+    "bf16.immediate_grad_update": Refusal(
+        "gradients are taken over where the pipeline schedule says; remove it", _OFF
+    ),
+    "bf16.bf16_master_weights_and_grads": Refusal(_MASTER_WEIGHTS, _OFF),
+    "bf16.bf16_optimizer_states": Refusal(_MASTER_WEIGHTS, _OFF),
+    "fp16.auto_cast": Refusal("token ids are not cast; remove it", _OFF),
+    "fp16.fp16_master_weights_and_grads": Refusal(_MASTER_WEIGHTS, _OFF),
+    "zero_optimization.compute_grad_norm": Refusal(
+        "every step needs the gradient norm, for clipping and for metrics.jsonl; remove it",
+        (True, None),
+    ),
+    "zero_optimization.enable_sanity_checks": Refusal(
+        "DeepSpeed compares over the whole world, where other pipeline stages wait for "
+        "activations: a deadlock; remove it",
+        _OFF,
+    ),
+    "zero_optimization.round_robin_gradients": Refusal(
+        "it moves parameters within the flat buffers that tied embeddings on two pipeline stages "
+        "exchange gradients from; remove it",
+        _OFF,
+    ),
+    "zero_optimization.parameter_alignment": Refusal(
+        "it pads the flat buffers that tied embeddings on two pipeline stages exchange gradients "
+        "from; remove it",
+        _OFF,
+    ),
+    "zero_optimization.zero_hpz_partition_size": Refusal(_ZERO_PLUS_PLUS, (0, 1, None)),
+    "zero_optimization.zero_quantized_weights": Refusal(
+        "it changes the parameters that the forward pass sees, so that layouts no longer train "
+        "the same model; remove it",
+        _OFF,
+    ),
+    "zero_optimization.zero_quantized_nontrainable_weights": Refusal(
+        "every parameter is trained here; remove it", _OFF
+    ),
+    "zero_optimization.zero_quantized_gradients": Refusal(_ZERO_PLUS_PLUS, _OFF),
+    "zero_optimization.zeropp_loco_param": Refusal(_REMOVED),
+    "zero_optimization.mics_shard_size": Refusal(_REMOVED, (-1, None)),
+    "zero_optimization.mics_hierarchical_params_gather": Refusal(_REMOVED, _OFF),
+    "zero_optimization.zenflow": Refusal(
+        "it delays updates, so that layouts no longer train the same model; remove it", (None,)
+    ),
+    "zero_optimization.legacy_stage1": Refusal("there is one stage 1; remove it", _OFF),
+    "zero_optimization.ignore_unused_parameters": Refusal(
+        "every parameter is used; remove it", (True, False, None)
+    ),
+    "zero_optimization.leaf_module": Refusal("it serves mixture of experts; remove it"),
+    "zero_optimization.override_module_apply": Refusal(
+        "parameters are initialised before DeepSpeed sees them; remove it", (True, None)
+    ),
+    "zero_optimization.load_from_fp32_weights": Refusal(_OWN_CHECKPOINTS, (True, None)),
+    "zero_optimization.elastic_checkpoint": Refusal(_OWN_CHECKPOINTS, _OFF),
+    "zero_optimization.pipeline_loading_checkpoint": Refusal(_OWN_CHECKPOINTS, _OFF),
+    "zero_optimization.stage3_gather_16bit_weights_on_model_save": Refusal(_OWN_CHECKPOINTS, _OFF),
+    "zero_optimization.stage3_gather_fp16_weights_on_model_save": Refusal(_OWN_CHECKPOINTS, _OFF),
+    "zero_optimization.save_muon_momentum_buffer_in_memory": _NVME_ONLY,
+    "zero_optimization.cpu_offload": Refusal(
+        'it is an old name; write "offload_optimizer": {"device": "cpu"}', _OFF
+    ),
+    "zero_optimization.cpu_offload_param": Refusal(
+        'it is an old name; write "offload_param": {"device": "cpu"}', _OFF
+    ),
+    "zero_optimization.cpu_offload_use_pin_memory": Refusal(
+        "it is an old name; set pin_memory in offload_optimizer or offload_param", _OFF
+    ),
+    "zero_optimization.offload_param.nvme_path": _NVME_ONLY,
+    "zero_optimization.offload_param.buffer_count": _NVME_ONLY,
+    "zero_optimization.offload_param.buffer_size": _NVME_ONLY,
+    "zero_optimization.offload_param.max_in_cpu": _NVME_ONLY,
+    "zero_optimization.offload_optimizer.nvme_path": _NVME_ONLY,
+    "zero_optimization.offload_optimizer.buffer_count": _NVME_ONLY,
+    "zero_optimization.offload_optimizer.pipeline_read": _NVME_ONLY,
+    "zero_optimization.offload_optimizer.pipeline_write": _NVME_ONLY,
+    "zero_optimization.offload_optimizer.fast_init": _NVME_ONLY,
+    "zero_optimization.offload_optimizer.ratio": Refusal(
+        "optimizer states are offloaded as a whole or not at all; remove it", (1, None)
+    ),
+    "zero_optimization.offload_optimizer.super_offload": Refusal(
+        "it needs DeepSpeed's compiled optimizer; remove it", _OFF
+    ),
+    "zero_optimization.offload_optimizer.cpuadam_cores_perc": Refusal(
+        "it belongs to super_offload; remove it"
+    ),
+}

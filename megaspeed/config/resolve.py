@@ -1,0 +1,174 @@
+"""A config made definite for one world size: no "auto", no number left to be worked out."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from megaspeed.config.batch import Batch, StatedBatch, solve_batch
+from megaspeed.config.data import DataConfig
+from megaspeed.config.degrees import Degrees, World, degrees_in
+from megaspeed.config.errors import ConfigError, KeyPath, Problem
+from megaspeed.config.model import ModelConfig
+from megaspeed.config.parallel import ParallelConfig
+from megaspeed.config.rules.launch import LAUNCH_RULES
+from megaspeed.config.rules.learning_rate import LEARNING_RATE_RULES
+from megaspeed.config.rules.numerics import NUMERIC_RULES
+from megaspeed.config.rules.rule import Launch, apply_rules
+from megaspeed.config.rules.shape import SHAPE_RULES
+from megaspeed.config.run import RunConfig
+from megaspeed.config.scheduler import SchedulerConfig, WarmupLR, WarmupLRParams
+from megaspeed.config.training import TrainingConfig
+
+GradientReduction = Literal["per_step", "per_micro_batch"]
+Precision = Literal["fp32", "bf16", "fp16"]
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run on one number of processes.
+
+    `config` is definite: `parallel.data` is a number, the batch keys are all stated,
+    `parallel.gradient_reduction` is not "auto", `training.run_dir` is a path, and the scheduler's
+    numbers that follow from other sections are filled in.
+    """
+
+    config: RunConfig
+    name: str
+    degrees: Degrees
+    batch: Batch
+    gradient_reduction: GradientReduction
+    precision: Precision
+
+    def as_json(self) -> dict[str, Any]:
+        """The definite config as JSON values; a file of them gives the same run again."""
+        return self.config.to_json()
+
+    @property
+    def model(self) -> ModelConfig:
+        """The shape of the model."""
+        return self.config.model
+
+    @property
+    def parallel(self) -> ParallelConfig:
+        """How the ranks share the work."""
+        return self.config.parallel
+
+    @property
+    def data(self) -> DataConfig:
+        """The corpus and how it is cut into samples."""
+        return self.config.data
+
+    @property
+    def training(self) -> TrainingConfig:
+        """The length of the run, and what it reports."""
+        return self.config.training
+
+    @property
+    def zero_stage(self) -> int:
+        """0 to 3."""
+        return self.config.zero_optimization.stage
+
+    @property
+    def accumulation_dtype(self) -> Precision:
+        """In what the gradients of successive micro-batches are added up."""
+        return self.config.data_types.grad_accum_dtype or self.precision
+
+    @property
+    def run_dir(self) -> Path:
+        """The folder the run writes to."""
+        return Path(self.config.training.run_dir or default_run_dir(self.name))
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens that one optimizer step trains on, over all ranks."""
+        return self.batch.train_batch_size * self.config.data.sequence_length
+
+
+def default_run_dir(name: str) -> str:
+    """Where a run writes to if the JSON does not say."""
+    return f"runs/{name}"
+
+
+def config_problems(config: RunConfig, broken: frozenset[KeyPath] = frozenset()) -> list[Problem]:
+    """Problems that can be seen without knowing the world."""
+    return apply_rules((*SHAPE_RULES, *NUMERIC_RULES, *LEARNING_RATE_RULES), config, broken)
+
+
+def launch_problems(
+    config: RunConfig, world: World, broken: frozenset[KeyPath] = frozenset()
+) -> list[Problem]:
+    """Problems of this config on this number and kind of processes."""
+    return apply_rules(LAUNCH_RULES, Launch(config, world), broken)
+
+
+def resolve_run(
+    config: RunConfig, *, name: str, world_size: int, world_source: str, device_type: str = "cpu"
+) -> Run:
+    """Work out everything that depends on the number of processes.
+
+    Args:
+        config: a config that may say "auto".
+        name: the run's name, which is the stem of its config file.
+        world_size: number of processes.
+        world_source: where that number comes from, for errors.
+        device_type: "cpu" or "cuda".
+
+    Raises:
+        ConfigError: with all problems, those of the config by itself included.
+    """
+    world = World(world_size, world_source, device_type)
+    problems = [*config_problems(config), *launch_problems(config, world)]
+    if problems:
+        raise ConfigError([problem.message for problem in problems], where=name)
+    return definite_run(config, name, world)
+
+
+def definite_run(config: RunConfig, name: str, world: World) -> Run:
+    """The run of a config that has no problems in this world."""
+    degrees = degrees_in(config.parallel, world)
+    assert degrees is not None, "the launch rules checked that the degrees multiply"
+    batch = solve_batch(StatedBatch.of(config), degrees.dp)
+    assert batch is not None, "the launch rules checked that the batch multiplies"
+    reduction = _gradient_reduction(config)
+    definite = config.model_copy(
+        update={
+            "train_batch_size": batch.train_batch_size,
+            "train_micro_batch_size_per_gpu": batch.micro_batch_size,
+            "gradient_accumulation_steps": batch.gradient_accumulation_steps,
+            "parallel": config.parallel.model_copy(
+                update={"data": degrees.dp, "gradient_reduction": reduction}
+            ),
+            "training": config.training.model_copy(
+                update={"run_dir": config.training.run_dir or default_run_dir(name)}
+            ),
+            "scheduler": _definite_scheduler(config),
+        }
+    )
+    return Run(definite, name, degrees, batch, reduction, _precision(config))
+
+
+def _gradient_reduction(config: RunConfig) -> GradientReduction:
+    """auto keeps the promise of each ZeRO stage: 2 and 3 partition gradients, 0 and 1 do not."""
+    stated = config.parallel.gradient_reduction
+    if stated != "auto":
+        return stated
+    return "per_step" if config.zero_optimization.stage < 2 else "per_micro_batch"
+
+
+def _precision(config: RunConfig) -> Precision:
+    if config.bf16.enabled:
+        return "bf16"
+    return "fp16" if config.fp16.enabled else "fp32"
+
+
+def _definite_scheduler(config: RunConfig) -> SchedulerConfig | None:
+    scheduler = config.scheduler
+    if scheduler is None:
+        return None
+    update: dict[str, object] = {}
+    params = scheduler.params
+    if isinstance(params, WarmupLRParams) and params.warmup_max_lr is None:
+        update["warmup_max_lr"] = config.optimizer.params.lr
+    if not isinstance(scheduler, WarmupLR) and scheduler.params.total_num_steps is None:
+        update["total_num_steps"] = config.training.steps
+    return scheduler.model_copy(update={"params": params.model_copy(update=update)})

@@ -1,0 +1,1 @@
+"""Rules that more than one key, or the number of processes, must satisfy together."""

@@ -1,0 +1,88 @@
+"""Laws that the number and the kind of processes take part in."""
+
+from collections.abc import Iterator, Mapping
+from importlib.util import find_spec
+
+from megaspeed.config.batch import StatedBatch, explain_batch, solve_batch
+from megaspeed.config.degrees import data_degree_equation, degrees_in, divisors
+from megaspeed.config.rules.rule import Launch, Rule, rule
+
+_MONITOR_PACKAGES: Mapping[str, str] = {
+    "tensorboard": "tensorboard",
+    "wandb": "wandb",
+    "comet": "comet_ml",
+}
+
+
+@rule("parallel.tensor", "parallel.pipeline")
+def pipeline_and_tensor_divide_world(launch: Launch) -> Iterator[str]:
+    parallel, world = launch.config.parallel, launch.world
+    product = parallel.pipeline * parallel.tensor
+    if world.size % product:
+        around = world.size // product * product
+        sizes = " or ".join(str(size) for size in (around, around + product) if size > 0)
+        valid = ", ".join(map(str, divisors(world.size)))
+        yield (
+            f"{world} is not divisible by parallel.pipeline {parallel.pipeline} x parallel.tensor "
+            f"{parallel.tensor} = {product}; start {sizes} processes, or choose degrees whose "
+            f"product is one of {valid}"
+        )
+
+
+@rule("parallel.data", "parallel.tensor", "parallel.pipeline")
+def degrees_multiply_to_world(launch: Launch) -> Iterator[str]:
+    parallel, world = launch.config.parallel, launch.world
+    rest, remainder = divmod(world.size, parallel.pipeline * parallel.tensor)
+    if parallel.data != "auto" and not remainder and parallel.data != rest:
+        product = parallel.data * parallel.pipeline * parallel.tensor
+        yield (
+            f"parallel.data {parallel.data} x parallel.pipeline {parallel.pipeline} x "
+            f"parallel.tensor {parallel.tensor} = {product}, and not {world}; set parallel.data to "
+            f'{rest} or "auto", or start {product} processes'
+        )
+
+
+@rule(
+    "train_batch_size",
+    "train_micro_batch_size_per_gpu",
+    "gradient_accumulation_steps",
+    "parallel.data",
+    "parallel.tensor",
+    "parallel.pipeline",
+)
+def batch_multiplies(launch: Launch) -> Iterator[str]:
+    degrees = degrees_in(launch.config.parallel, launch.world)
+    if degrees is not None:
+        stated = StatedBatch.of(launch.config)
+        if solve_batch(stated, degrees.dp) is None:
+            equation = data_degree_equation(degrees, launch.world)
+            yield explain_batch(stated, degrees.dp, equation)
+
+
+@rule("fp16.enabled")
+def fp16_needs_a_gpu(launch: Launch) -> Iterator[str]:
+    if launch.config.fp16.enabled and launch.world.device_type == "cpu":
+        yield (
+            "fp16.enabled is true and this run is on a CPU, which cannot train in fp16; set "
+            "bf16.enabled instead, or neither for fp32"
+        )
+
+
+@rule("tensorboard.enabled", "wandb.enabled", "comet.enabled")
+def monitor_packages_are_installed(launch: Launch) -> Iterator[str]:
+    """DeepSpeed imports them on rank 0 only, where a failure leaves the other ranks waiting."""
+    for key, package in _MONITOR_PACKAGES.items():
+        if getattr(launch.config, key).enabled and find_spec(package) is None:
+            yield (
+                f"{key}.enabled is true and the package {package} is not installed; run "
+                f"`pip install {package}`, or turn it off (csv_monitor needs no package)"
+            )
+
+
+LAUNCH_RULES: tuple[Rule[Launch], ...] = (
+    pipeline_and_tensor_divide_world,
+    degrees_multiply_to_world,
+    batch_multiplies,
+    fp16_needs_a_gpu,
+    monitor_packages_are_installed,
+)

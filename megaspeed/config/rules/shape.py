@@ -1,0 +1,185 @@
+"""Laws of the model's shape, by itself and under the degrees that split it."""
+
+from collections.abc import Iterator
+
+from megaspeed.config.degrees import divisors
+from megaspeed.config.model import ModelConfig
+from megaspeed.config.presets import PRESETS
+from megaspeed.config.rules.rule import Rule, rule
+from megaspeed.config.run import RunConfig
+
+
+@rule("model.num_attention_heads", "model.hidden_size")
+def heads_divide_hidden(config: RunConfig) -> Iterator[str]:
+    heads, hidden = config.model.num_attention_heads, config.model.hidden_size
+    if hidden % heads:
+        yield (
+            f"model.hidden_size {hidden} must be divisible by model.num_attention_heads {heads}; "
+            f"valid num_attention_heads: {_listed(divisors(hidden))}"
+        )
+
+
+@rule("model.num_key_value_heads", "model.num_attention_heads", "model.architecture")
+def key_value_heads_divide_heads(config: RunConfig) -> Iterator[str]:
+    heads, shared = config.model.num_attention_heads, config.model.num_key_value_heads
+    if config.model.architecture == "gpt2" and shared != heads:
+        yield (
+            f"model.num_key_value_heads {shared} must equal model.num_attention_heads {heads} for "
+            "gpt2, which has no grouped-query attention; leave it out, or use architecture llama"
+        )
+    elif heads % shared:
+        yield (
+            f"model.num_attention_heads {heads} must be divisible by model.num_key_value_heads "
+            f"{shared}, because each key/value head serves the same number of query heads; valid "
+            f"num_key_value_heads: {_listed(divisors(heads))}"
+        )
+
+
+@rule("model.architecture", "model.hidden_size", "model.num_attention_heads")
+def rotary_needs_even_heads(config: RunConfig) -> Iterator[str]:
+    model = config.model
+    is_whole = model.hidden_size % model.num_attention_heads == 0
+    if model.architecture == "llama" and is_whole and model.head_dim % 2:
+        yield (
+            f"a llama head must have an even number of elements, because rotary positions turn "
+            f"them in pairs: model.hidden_size {model.hidden_size} / model.num_attention_heads "
+            f"{model.num_attention_heads} = {model.head_dim}; change one of the two"
+        )
+
+
+@rule("model.architecture", "model.preset")
+def preset_has_this_architecture(config: RunConfig) -> Iterator[str]:
+    preset, stated = config.model.preset, config.model.architecture
+    if preset is not None and PRESETS[preset]["architecture"] != stated:
+        yield (
+            f'model.architecture "{stated}" contradicts model.preset "{preset}", which is a '
+            f"{PRESETS[preset]['architecture']}; leave one of them out"
+        )
+
+
+@rule(
+    "model.architecture",
+    "model.rope_theta",
+    "model.rope_scaling",
+    "model.rms_norm_eps",
+    "model.layer_norm_epsilon",
+)
+def fields_belong_to_architecture(config: RunConfig) -> Iterator[str]:
+    foreign = {
+        "gpt2": ("rope_theta", "rope_scaling", "rms_norm_eps"),
+        "llama": ("layer_norm_epsilon",),
+    }[config.model.architecture]
+    for name in foreign:
+        if getattr(config.model, name) != ModelConfig.model_fields[name].default:
+            yield (
+                f"model.{name} has no meaning for architecture {config.model.architecture}; "
+                "leave it out"
+            )
+
+
+@rule("model.rope_scaling")
+def rope_factors_are_ordered(config: RunConfig) -> Iterator[str]:
+    scaling = config.model.rope_scaling
+    if scaling is not None and scaling.low_freq_factor >= scaling.high_freq_factor:
+        yield (
+            f"model.rope_scaling.low_freq_factor {scaling.low_freq_factor} must be less than "
+            f"high_freq_factor {scaling.high_freq_factor}, because the scaling is blended between "
+            "the two (Llama 3.1 has 1.0 and 4.0)"
+        )
+
+
+@rule("parallel.tensor", "model.num_attention_heads", "model.num_key_value_heads")
+def tensor_divides_heads(config: RunConfig) -> Iterator[str]:
+    heads, tp = config.model.num_attention_heads, config.parallel.tensor
+    if heads % tp:
+        yield (
+            f"model.num_attention_heads {heads} must be divisible by parallel.tensor {tp}, because "
+            f"a tensor rank holds whole heads; valid parallel.tensor: {_valid_tensor(config)}"
+        )
+
+
+@rule("parallel.tensor", "model.num_attention_heads", "model.num_key_value_heads")
+def tensor_fits_key_value_heads(config: RunConfig) -> Iterator[str]:
+    model, tp = config.model, config.parallel.tensor
+    already_said = bool(model.num_attention_heads % tp)
+    if not already_said and not _fits_key_value_heads(model, tp):
+        yield (
+            f"model.num_key_value_heads {model.num_key_value_heads} and parallel.tensor {tp}: one "
+            "must be divisible by the other, because a tensor rank holds whole key/value heads or "
+            f"shares one with its neighbours; valid parallel.tensor: {_valid_tensor(config)}"
+        )
+
+
+@rule("parallel.tensor", "model.intermediate_size", "model.hidden_size", "model.architecture")
+def tensor_divides_feed_forward(config: RunConfig) -> Iterator[str]:
+    width, tp = config.model.intermediate_size, config.parallel.tensor
+    if width % tp:
+        above = -(-width // tp) * tp
+        below = width // tp * tp
+        nearest = " or ".join(str(value) for value in (below, above) if value > 0)
+        yield (
+            f"model.intermediate_size {width} must be divisible by parallel.tensor {tp}, because "
+            f"tensor ranks hold equal parts of the feed-forward layer; nearest: {nearest}"
+        )
+
+
+@rule("parallel.pipeline", "model.num_hidden_layers")
+def every_pipeline_stage_has_a_block(config: RunConfig) -> Iterator[str]:
+    layers, pp = config.model.num_hidden_layers, config.parallel.pipeline
+    if layers < pp:
+        yield (
+            f"model.num_hidden_layers {layers} must be at least parallel.pipeline {pp}, because "
+            f"each pipeline stage holds at least one block; valid parallel.pipeline: 1 to {layers}"
+        )
+
+
+@rule("data.sequence_length", "model.max_position_embeddings")
+def sequence_fits_positions(config: RunConfig) -> Iterator[str]:
+    length, positions = config.data.sequence_length, config.model.max_position_embeddings
+    if length > positions:
+        yield (
+            f"data.sequence_length {length} must be at most model.max_position_embeddings "
+            f"{positions}; shorten the one or raise the other"
+        )
+
+
+@rule("parallel.sequence_parallel", "parallel.tensor", "data.sequence_length")
+def tensor_divides_sequence(config: RunConfig) -> Iterator[str]:
+    length, tp = config.data.sequence_length, config.parallel.tensor
+    if config.parallel.sequence_parallel and length % tp:
+        yield (
+            f"data.sequence_length {length} must be divisible by parallel.tensor {tp} where "
+            "parallel.sequence_parallel is true, because tensor ranks hold equal parts of the "
+            f"sequence; nearest: {length // tp * tp} or {-(-length // tp) * tp}"
+        )
+
+
+SHAPE_RULES: tuple[Rule[RunConfig], ...] = (
+    preset_has_this_architecture,
+    fields_belong_to_architecture,
+    heads_divide_hidden,
+    key_value_heads_divide_heads,
+    rotary_needs_even_heads,
+    rope_factors_are_ordered,
+    tensor_divides_heads,
+    tensor_fits_key_value_heads,
+    tensor_divides_feed_forward,
+    every_pipeline_stage_has_a_block,
+    sequence_fits_positions,
+    tensor_divides_sequence,
+)
+
+
+def _fits_key_value_heads(model: ModelConfig, tp: int) -> bool:
+    shared = model.num_key_value_heads
+    return shared % tp == 0 or tp % shared == 0
+
+
+def _valid_tensor(config: RunConfig) -> str:
+    """The tensor degrees that both kinds of heads allow."""
+    degrees = divisors(config.model.num_attention_heads)
+    return _listed([tp for tp in degrees if _fits_key_value_heads(config.model, tp)])
+
+
+def _listed(numbers: list[int]) -> str:
+    return ", ".join(map(str, numbers))

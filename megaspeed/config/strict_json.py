@@ -1,0 +1,137 @@
+"""JSON read to the letter: a syntax error has a line and a column, a key stands once.
+
+Python's own reader keeps the last of two equal keys in silence, and takes NaN for a number.
+"""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NoReturn
+
+from megaspeed.config.errors import KeyPath, Problem, dotted
+
+
+class JsonSyntaxError(ValueError):
+    """The text is not JSON; the message has the line, the column and the mend."""
+
+
+class _Pairs(list[tuple[str, Any]]):
+    """An object as it stands in the text, before duplicate keys are lost."""
+
+
+def parse_json(text: str) -> tuple[Any, list[Problem]]:
+    """Read JSON and find the keys that stand twice, at any depth.
+
+    Returns:
+        The value (of two equal keys the last one counts) and one problem for each duplicate.
+
+    Raises:
+        JsonSyntaxError: the text is not JSON.
+    """
+    try:
+        value = json.loads(text, object_pairs_hook=_Pairs, parse_constant=_refuse_constant)
+    except json.JSONDecodeError as error:
+        raise JsonSyntaxError(_describe_syntax_error(text, error)) from None
+    except RecursionError:
+        raise JsonSyntaxError("it is nested too deeply to be a configuration") from None
+    problems = [
+        Problem(path, f"{dotted(path)} stands twice in one object; keep one of them")
+        for path in _duplicates(value, ())
+    ]
+    return _plain(value), problems
+
+
+def read_json_object(path: Path) -> tuple[dict[str, Any], list[Problem]]:
+    """Read a file that holds one JSON object.
+
+    Raises:
+        JsonSyntaxError: it cannot be read, or is not JSON, or not an object.
+    """
+    try:
+        text = path.read_bytes().decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise JsonSyntaxError(
+            f"{path} is not UTF-8 text: byte {error.start} is {error.object[error.start]:#04x}"
+        ) from None
+    except OSError as error:
+        raise JsonSyntaxError(f"{path} cannot be read: {error.strerror}") from None
+    try:
+        value, problems = parse_json(text)
+    except JsonSyntaxError as error:
+        raise JsonSyntaxError(f"{path} is not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise JsonSyntaxError(
+            f"{path} must hold one JSON object {{...}}, and holds {describe_value(value)}"
+        )
+    return value, problems
+
+
+def describe_value(value: Any) -> str:
+    """A JSON value with its type, as it reads in an error: 16 and "16" must look different."""
+    text = json.dumps(value, default=str)
+    shown = text if len(text) <= 60 else text[:57] + "..."
+    return f"{shown} ({_type_name(value)})"
+
+
+def _type_name(value: Any) -> str:
+    if value is None:
+        return "null"
+    for kind, name in (
+        (bool, "a boolean"),
+        (int, "a whole number"),
+        (float, "a decimal number"),
+        (str, "a string"),
+        (list, "a list"),
+        (dict, "an object"),
+    ):
+        if isinstance(value, kind):
+            return name
+    return type(value).__name__
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise JsonSyntaxError(f"{name} is not a JSON number; write a finite number")
+
+
+def _duplicates(value: Any, path: KeyPath) -> Iterator[KeyPath]:
+    if isinstance(value, _Pairs):
+        seen: set[str] = set()
+        for key, inner in value:
+            if key in seen:
+                yield (*path, key)
+            seen.add(key)
+            yield from _duplicates(inner, (*path, key))
+    elif isinstance(value, list):
+        for index, inner in enumerate(value):
+            yield from _duplicates(inner, (*path, index))
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, _Pairs):
+        return {key: _plain(inner) for key, inner in value}
+    if isinstance(value, list):
+        return [_plain(inner) for inner in value]
+    return value
+
+
+def _describe_syntax_error(text: str, error: json.JSONDecodeError) -> str:
+    lines = text.splitlines()
+    line = lines[error.lineno - 1].strip() if error.lineno <= len(lines) else ""
+    shown = f", in `{line[:70]}`" if line else ""
+    return f"line {error.lineno}, column {error.colno}: {error.msg}{shown}{_mend(text, error.pos)}"
+
+
+def _mend(text: str, position: int) -> str:
+    """What people who come from DeepSpeed's hjson or from Python trip over."""
+    if not text.strip():
+        return " (the text is empty)"
+    here = text[position:].lstrip()
+    if here.startswith(("//", "/*", "#")):
+        return " (JSON has no comments)"
+    if here.startswith(("}", "]")) and text[:position].rstrip().endswith(","):
+        return " (JSON has no comma after the last entry)"
+    if here.startswith(("True", "False", "None")):
+        return " (JSON writes true, false and null)"
+    if here.startswith("'"):
+        return ' (JSON strings stand in double quotes: ")'
+    return ""

@@ -1,0 +1,34 @@
+"""The `training` section: how long, how often to look."""
+
+from pydantic import Field
+
+from megaspeed.config.section import Section
+
+
+class TrainingConfig(Section):
+    """The length of the run, and what it reports."""
+
+    steps: int = Field(gt=0, description="Number of optimizer steps.")
+    seed: int = Field(
+        default=1234, ge=0, lt=2**63, description="Seed of initial weights and of dropout."
+    )
+    run_dir: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Folder the run writes to. Left out: runs/<name of the config file>.",
+    )
+    log_interval: int = Field(default=10, gt=0, description="Steps between two console lines.")
+    eval_interval: int = Field(
+        default=0, ge=0, description="Steps between two validations; 0: only at the end."
+    )
+    eval_batches: int = Field(
+        default=8,
+        gt=0,
+        description="Number of batches, each of train_batch_size samples, of one validation.",
+    )
+    max_skipped_steps: int = Field(
+        default=20,
+        gt=0,
+        description="Steps in a row that may be skipped for a loss or gradient norm that is "
+        "not finite before the run stops.",
+    )

@@ -1,0 +1,114 @@
+"""DeepSpeed's `zero_optimization`: the fields of 0.19.8's DeepSpeedZeroConfig that work here."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from megaspeed.config.section import ElementCount, NoBoolean, Section
+
+
+class OffloadConfig(Section):
+    """Where a part of the state lives between uses."""
+
+    device: Literal["none", "cpu"] = Field(
+        default="none", description="none: on the accelerator; cpu: in the host's memory."
+    )
+    pin_memory: bool = Field(
+        default=True,
+        description="Page-locked host memory, for transfers at full speed. Turn off only where "
+        "`ulimit -l` is tight.",
+    )
+
+
+class ZeroConfig(Section):
+    """What is partitioned over the data-parallel axis, and in which portions it travels."""
+
+    stage: Annotated[Literal[0, 1, 2, 3], NoBoolean] = Field(
+        default=0,
+        description="0: nothing; 1: optimizer states; 2: and gradients; 3: and parameters.",
+    )
+    contiguous_gradients: bool = Field(
+        default=True, description="Copy gradients to one buffer as they are produced."
+    )
+    reduce_scatter: bool = Field(
+        default=True, description="Average gradients with reduce-scatter instead of all-reduce."
+    )
+    reduce_bucket_size: ElementCount = Field(
+        default=500_000_000, gt=0, description="Elements reduced at a time."
+    )
+    use_multi_rank_bucket_allreduce: bool = Field(
+        default=True,
+        description="Stages 1 and 2: one all-reduce for a bucket instead of one reduce for each "
+        "owner.",
+    )
+    allgather_partitions: bool = Field(
+        default=True,
+        description="Gather updated parameters with all-gather instead of broadcasts.",
+    )
+    allgather_bucket_size: ElementCount = Field(
+        default=500_000_000, gt=0, description="Elements gathered at a time."
+    )
+    overlap_comm: bool | None = Field(
+        default=None,
+        description="Reduce gradients while the backward pass goes on. Left out: on for "
+        "stage 3 only.",
+    )
+    offload_param: OffloadConfig | None = Field(
+        default=None, description="Stage 3: where partitioned parameters live."
+    )
+    offload_optimizer: OffloadConfig | None = Field(
+        default=None, description="Stages 1 to 3: where optimizer states live."
+    )
+    sub_group_size: ElementCount = Field(
+        default=1_000_000_000,
+        gt=0,
+        description="Stage 3: elements the optimizer steps at a time.",
+    )
+    stage3_prefetch_bucket_size: ElementCount = Field(
+        default=50_000_000, ge=0, description="Elements fetched ahead of use; 0 for none."
+    )
+    stage3_param_persistence_threshold: ElementCount = Field(
+        default=100_000,
+        ge=0,
+        description="Parameters with fewer elements than this are not partitioned.",
+    )
+    stage3_model_persistence_threshold: ElementCount | None = Field(
+        default=None,
+        ge=0,
+        description="Most elements that may stay unpartitioned in all. Left out: no bound.",
+    )
+    stage3_max_live_parameters: ElementCount = Field(
+        default=1_000_000_000, ge=0, description="Most gathered elements a rank keeps at a time."
+    )
+    stage3_max_reuse_distance: ElementCount = Field(
+        default=1_000_000_000,
+        ge=0,
+        description="Keep a gathered parameter that is needed again within this many elements.",
+    )
+    stage3_module_granularity_threshold: ElementCount = Field(
+        default=0,
+        ge=0,
+        description="Fetch modules with fewer elements a submodule than this as a whole.",
+    )
+    stage3_use_all_reduce_for_fetch_params: bool = Field(
+        default=False, description="Fetch parameters with all-reduce instead of all-gather."
+    )
+    stage3_allgather_sequential: bool = Field(
+        default=False, description="Gather parameters one by one: slower, with less memory."
+    )
+    memory_efficient_linear: bool = Field(
+        default=True, description="Stage 3: a linear layer that keeps no gathered weight."
+    )
+    log_trace_cache_warnings: bool = Field(
+        default=False, description="Stage 3: log when the order of modules changed."
+    )
+
+    @property
+    def offloads_optimizer(self) -> bool:
+        """Whether optimizer states live in host memory."""
+        return self.offload_optimizer is not None and self.offload_optimizer.device != "none"
+
+    @property
+    def offloads_parameters(self) -> bool:
+        """Whether partitioned parameters live in host memory."""
+        return self.offload_param is not None and self.offload_param.device != "none"

@@ -1,0 +1,165 @@
+"""The cache on disk: files that are either whole and sealed, or rebuilt.
+
+    payload    written under a temporary name, flushed to the disk, renamed
+    index      a small JSON beside it, written the same way and only afterwards, with the payload's
+               size and checksum, facts about it, and a hash of itself
+
+A process may die at any point: a payload without its index, or one that its index does not
+describe, is built again. What a running job has mapped stays valid, because renaming replaces the
+name and not the file.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from filelock import FileLock
+
+from megaspeed.data.errors import DataError
+
+CACHE_VARIABLE = "MEGASPEED_CACHE"
+_TEMPORARY = ".writing"
+_BLOCK_BYTES = 1 << 20
+_BLOCKS_CHECKED = 64
+
+Facts = dict[str, Any]  # what an index says: plain JSON values
+
+
+def default_cache_dir(environ: Mapping[str, str]) -> Path:
+    """$MEGASPEED_CACHE, else ~/.cache/megaspeed."""
+    chosen = environ.get(CACHE_VARIABLE)
+    return Path(chosen).expanduser() if chosen else Path.home() / ".cache" / "megaspeed"
+
+
+def cache_key(*parts: Any) -> str:
+    """32 hexadecimal digits that name an entry by everything it was made from (JSON values)."""
+    return hashlib.sha256(json.dumps(parts).encode("utf-8")).hexdigest()[:32]
+
+
+@dataclass(frozen=True)
+class Cache:
+    """A folder of sealed files, shared by the processes of a machine."""
+
+    root: Path
+
+    @contextmanager
+    def lock(self) -> Iterator[None]:
+        """One process at a time writes; the kernel frees the lock of a process that died.
+
+        Raises:
+            DataError: the folder cannot be made or written to.
+        """
+        try:
+            self.root.mkdir(parents=True, exist_ok=True)
+            lock = FileLock(self.root / "write.lock")
+            lock.acquire()
+        except OSError as error:
+            raise _cannot_write(self.root, error) from error
+        try:
+            self._remove_leftovers()
+            yield
+        finally:
+            lock.release()
+
+    def write(self, path: Path, fill: Callable[[BinaryIO], Facts]) -> Facts:
+        """Writes the payload `path` with `fill`, then its index; returns what the index says.
+
+        Only under `lock`. `fill` writes to the open file and returns the facts of the index.
+        """
+        try:
+            facts = _replace(path, fill)
+            facts |= {"bytes": path.stat().st_size, "checksum": _checksum(path)}
+        except OSError as error:
+            raise _cannot_write(path, error) from error
+        self.write_index(index_path(path), facts)
+        return facts
+
+    def write_index(self, path: Path, facts: Facts) -> None:
+        """Writes facts alone, with a hash of themselves. Only under `lock`."""
+        sealed = json.dumps(facts | {"index_hash": _hash_of(facts)}, indent=1).encode("utf-8")
+
+        def fill(stream: BinaryIO) -> Facts:
+            stream.write(sealed)
+            return {}
+
+        try:
+            _replace(path, fill)
+        except OSError as error:
+            raise _cannot_write(path, error) from error
+
+    def read(self, path: Path) -> Facts | None:
+        """The facts of a payload that is whole, else None."""
+        facts = self.read_index(index_path(path))
+        try:
+            if facts is None or path.stat().st_size != facts["bytes"]:
+                return None
+            return facts if _checksum(path) == facts["checksum"] else None
+        except (OSError, KeyError):
+            return None
+
+    def read_index(self, path: Path) -> Facts | None:
+        """The facts at `path` if they are whole, else None."""
+        try:
+            facts = json.loads(path.read_bytes())
+        except (OSError, ValueError):
+            return None
+        if not isinstance(facts, dict) or facts.pop("index_hash", None) != _hash_of(facts):
+            return None
+        return facts
+
+    def _remove_leftovers(self) -> None:
+        for leftover in self.root.glob(f"*/*{_TEMPORARY}"):
+            leftover.unlink(missing_ok=True)
+
+
+def index_path(path: Path) -> Path:
+    """Where the index of a payload is."""
+    return path.with_name(path.name + ".index.json")
+
+
+def _replace(path: Path, fill: Callable[[BinaryIO], Facts]) -> Facts:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(path.name + _TEMPORARY)
+    with temporary.open("wb") as stream:
+        facts = fill(stream)
+        stream.flush()
+        # Without this a machine that loses power may keep the new name and lose the bytes.
+        os.fsync(stream.fileno())
+    temporary.replace(path)
+    return facts
+
+
+def _checksum(path: Path) -> str:
+    """sha256 over a file of up to 64 MiB, or over 64 evenly spaced MiB (first and last) of more.
+
+    Bounded, so that thousands of ranks can check a file of any size as they start; the size itself
+    is checked apart.
+    """
+    digest = hashlib.sha256()
+    size = path.stat().st_size
+    with path.open("rb") as stream:
+        if size <= _BLOCKS_CHECKED * _BLOCK_BYTES:
+            digest.update(stream.read())
+        else:
+            for block in range(_BLOCKS_CHECKED):
+                stream.seek((size - _BLOCK_BYTES) * block // (_BLOCKS_CHECKED - 1))
+                digest.update(stream.read(_BLOCK_BYTES))
+    return digest.hexdigest()
+
+
+def _hash_of(facts: Facts) -> str:
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode("utf-8")).hexdigest()
+
+
+def _cannot_write(path: Path, error: OSError) -> DataError:
+    return DataError(
+        f"prepared data must be kept on disk, and {path} cannot be written ({error.strerror}); "
+        f"set {CACHE_VARIABLE} to a folder with room"
+    )

@@ -1,0 +1,20 @@
+"""The one error of bad data: what is wrong, in numbers, and how to mend it."""
+
+from __future__ import annotations
+
+
+class DataError(ValueError):
+    """The corpus, the tokenizer or the token files cannot be trained on.
+
+    Attributes:
+        problems: one sentence a problem; each states the law, the numbers and the mend.
+    """
+
+    def __init__(self, *problems: str) -> None:
+        super().__init__(*problems)
+        self.problems: tuple[str, ...] = problems
+
+    def __str__(self) -> str:
+        if len(self.problems) == 1:
+            return self.problems[0]
+        return "\n".join(f"{i}. {problem}" for i, problem in enumerate(self.problems, start=1))

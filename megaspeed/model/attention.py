@@ -1,0 +1,73 @@
+"""Causal self-attention with a fused query/key/value projection and grouped key/value heads.
+
+    x (B, S, D) -> qkv (B, S, (H + 2 H_kv) K) -> softmax(q k^T / sqrt(K)) v -> output (B, S, D)
+
+The rows of ``qkv.weight`` are all query heads, then all key heads, then all value heads, so that a
+tensor split takes a contiguous run of heads from each of the three sections. With H_kv < H, H /
+H_kv query heads share one key/value head (Ainslie et al. 2023, GQA).
+"""
+
+import math
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megaspeed.config import ModelConfig
+from megaspeed.model.dropout import SampleDropout
+from megaspeed.model.rotary import inverse_frequencies, rotate
+
+
+class Attention(nn.Module):
+    """Multi-head attention; ``query_heads`` and ``key_value_heads`` are those of this rank.
+
+    A tensor-parallel plan replaces ``qkv`` and ``output`` by column- and row-parallel layers and
+    sets the two head counts to the local ones; the forward pass does not change.
+    """
+
+    def __init__(self, config: ModelConfig, *, name: str, seed: int) -> None:
+        super().__init__()
+        self.query_heads = config.num_attention_heads
+        self.key_value_heads = config.num_key_value_heads
+        self.head_dim = config.head_dim
+        rows = (self.query_heads + 2 * self.key_value_heads) * self.head_dim
+        width = self.query_heads * self.head_dim
+        self.qkv = nn.Linear(config.hidden_size, rows, bias=config.architecture == "gpt2")
+        self.output = nn.Linear(width, config.hidden_size, bias=config.architecture == "gpt2")
+        self.dropout = SampleDropout(
+            config.attention_dropout, name=f"{name}.attention.dropout", seed=seed
+        )
+        # A plain attribute, not a buffer: a dtype cast of the module must not touch it.
+        self.frequencies = None if config.architecture == "gpt2" else inverse_frequencies(config)
+
+    def forward(self, x: Tensor, samples: Sequence[int]) -> Tensor:
+        """Attends over ``x`` (B, S, D), returns (B, S, D)."""
+        qkv = self.qkv(x)  # (B, S, (H + 2 H_kv) K)
+        batch, sequence, _ = qkv.shape
+        kv_width = self.key_value_heads * self.head_dim
+        q, k, v = qkv.split([self.query_heads * self.head_dim, kv_width, kv_width], dim=-1)
+        q = q.view(batch, sequence, self.query_heads, self.head_dim)
+        k = k.view(batch, sequence, self.key_value_heads, self.head_dim)
+        v = v.view(batch, sequence, self.key_value_heads, self.head_dim)
+        if self.frequencies is not None:
+            self.frequencies = self.frequencies.to(x.device)
+            q, k = rotate(q, self.frequencies), rotate(k, self.frequencies)
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, heads, S, K)
+        if self.dropout.active:
+            mixed = self._attend_with_dropout(q, k, v, samples)
+        else:
+            grouped = self.query_heads != self.key_value_heads
+            mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
+        return self.output(mixed.transpose(1, 2).reshape(batch, sequence, -1))
+
+    def _attend_with_dropout(
+        self, q: Tensor, k: Tensor, v: Tensor, samples: Sequence[int]
+    ) -> Tensor:
+        """The same attention written out: the fused kernel would draw its own mask, by layout."""
+        group = self.query_heads // self.key_value_heads
+        k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
+        scores = q @ k.transpose(-2, -1) / math.sqrt(self.head_dim)  # (B, H, S, S)
+        future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
+        weights = scores.masked_fill(future, float("-inf")).softmax(dim=-1, dtype=torch.float32)
+        return self.dropout(weights.to(q.dtype), samples) @ v

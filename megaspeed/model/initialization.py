@@ -1,0 +1,113 @@
+"""Initial weights as a function of (seed, full parameter name, full shape), in parts of any size.
+
+GPT-2's initialisation (Radford et al. 2019, section 2.3, and the released ``model.py``), with
+``initializer_range`` = 0.02 there:
+
+    parameter                                       normal with standard deviation
+    matrices, token embedding, head                 initializer_range
+    the two projections into the residual stream    initializer_range / sqrt(2 x layers)
+    learned positions                               initializer_range / 2
+
+and biases 0, norm weights 1.
+
+The rows of a matrix are drawn in blocks of about a million elements, each by its own generator
+seeded from (seed, name, block). A rank therefore draws only the blocks that its shard touches,
+holds one block at a time beside the shard, and gets the same bits as a rank that draws the whole.
+"""
+
+import hashlib
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from megaspeed.config import ModelConfig
+
+_BLOCK_ELEMENTS = 1 << 20
+_RESIDUAL_PROJECTIONS = ("attention.output.weight", "mlp.down.weight")
+_POSITIONS = "embedding.positions.weight"
+
+
+def initial_slice(
+    config: ModelConfig,
+    seed: int,
+    name: str,
+    shape: torch.Size,
+    *,
+    rows: Sequence[range] | None = None,
+    columns: range | None = None,
+) -> Tensor:
+    """A part of a parameter's initial value, fp32 on the CPU.
+
+    Args:
+        config: the whole model's shape.
+        seed: the run's seed.
+        name: the parameter's full name (of a tied head: the token embedding's).
+        shape: the parameter's full, unpadded shape.
+        rows: ranges of dim 0 to take, one below the other; all rows where left out.
+        columns: range of dim 1 to take; all columns where left out.
+
+    Returns:
+        The rows and columns asked for, stacked in the order given.
+    """
+    row_ranges = [range(shape[0])] if rows is None else list(rows)
+    taken = sum(len(r) for r in row_ranges)
+    if len(shape) == 1:
+        return torch.full((taken,), _constant(name))
+    width = shape[1] if columns is None else len(columns)
+    value = torch.empty(taken, width)
+    scale = _standard_deviation(config, name)
+    start = 0
+    for wanted in row_ranges:
+        _fill_rows(value[start : start + len(wanted)], seed, name, shape, scale, wanted, columns)
+        start += len(wanted)
+    return value
+
+
+def initialize(model: nn.Module, config: ModelConfig, seed: int) -> None:
+    """Gives every parameter of a plain, whole or partial, ``GPT`` its initial value, in place."""
+    for name, parameter in model.named_parameters():
+        with torch.no_grad():
+            parameter.copy_(initial_slice(config, seed, name, parameter.shape))
+
+
+def _constant(name: str) -> float:
+    return 0.0 if name.endswith("bias") else 1.0
+
+
+def _standard_deviation(config: ModelConfig, name: str) -> float:
+    if name.endswith(_RESIDUAL_PROJECTIONS):
+        return config.initializer_range / math.sqrt(2 * config.num_hidden_layers)
+    if name.endswith(_POSITIONS):
+        return config.initializer_range / 2
+    return config.initializer_range
+
+
+def _fill_rows(
+    out: Tensor,
+    seed: int,
+    name: str,
+    shape: torch.Size,
+    scale: float,
+    wanted: range,
+    columns: range | None,
+) -> None:
+    """Fills ``out`` with the rows ``wanted``, drawing only the blocks they lie in."""
+    block_rows = max(1, _BLOCK_ELEMENTS // shape[1])
+    if not wanted:
+        return
+    for block in range(wanted.start // block_rows, (wanted.stop - 1) // block_rows + 1):
+        first = block * block_rows
+        drawn = _draw_block(seed, name, block, min(block_rows, shape[0] - first), shape[1], scale)
+        lowest, highest = max(wanted.start, first), min(wanted.stop, first + len(drawn))
+        part = drawn[lowest - first : highest - first]
+        if columns is not None:
+            part = part[:, columns.start : columns.stop]
+        out[lowest - wanted.start : highest - wanted.start] = part
+
+
+def _draw_block(seed: int, name: str, block: int, rows: int, width: int, scale: float) -> Tensor:
+    key = hashlib.sha256(f"weights/{seed}/{name}/{block}".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(key[:8], "little") >> 1)
+    return torch.empty(rows, width).normal_(0.0, scale, generator=generator)

@@ -1,0 +1,79 @@
+"""The three kinds of layer that a GPT is a list of: embedding, block, head.
+
+Embedding   tokens (B, S)    -> hidden (B, S, D)
+Block       hidden (B, S, D) -> hidden (B, S, D)
+Head        hidden (B, S, D) -> logits (B, S, V)
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from megaspeed.config import ModelConfig
+from megaspeed.model.attention import Attention
+from megaspeed.model.dropout import SampleDropout
+from megaspeed.model.mlp import GeluMlp, SwiGluMlp
+
+
+def make_norm(config: ModelConfig) -> nn.Module:
+    """The normalisation over D: LayerNorm (gpt2) or RMSNorm (llama; Zhang & Sennrich 2019)."""
+    if config.architecture == "gpt2":
+        return nn.LayerNorm(config.hidden_size, eps=config.layer_norm_epsilon)
+    return nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+
+
+class Embedding(nn.Module):
+    """Token embedding, plus learned positions in gpt2 (llama turns queries and keys instead)."""
+
+    def __init__(self, config: ModelConfig, *, seed: int) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.positions = (
+            nn.Embedding(config.max_position_embeddings, config.hidden_size)
+            if config.architecture == "gpt2"
+            else None
+        )
+        self.dropout = SampleDropout(config.embedding_dropout, name="embedding.dropout", seed=seed)
+
+    def forward(self, tokens: Tensor, samples: Sequence[int]) -> Tensor:
+        """Embeds ``tokens`` (B, S) as (B, S, D)."""
+        x = self.tokens(tokens)
+        if self.positions is not None:
+            x = x + self.positions(torch.arange(tokens.shape[1], device=tokens.device))
+        return self.dropout(x, samples)
+
+
+class Block(nn.Module):
+    """A pre-norm transformer block: x + attention(norm(x)), then x + mlp(norm(x))."""
+
+    def __init__(self, config: ModelConfig, *, name: str, seed: int) -> None:
+        super().__init__()
+        self.attention_norm = make_norm(config)
+        self.attention = Attention(config, name=name, seed=seed)
+        self.attention_dropout = SampleDropout(
+            config.residual_dropout, name=f"{name}.attention_dropout", seed=seed
+        )
+        self.mlp_norm = make_norm(config)
+        self.mlp = GeluMlp(config) if config.architecture == "gpt2" else SwiGluMlp(config)
+        self.mlp_dropout = SampleDropout(
+            config.residual_dropout, name=f"{name}.mlp_dropout", seed=seed
+        )
+
+    def forward(self, x: Tensor, samples: Sequence[int]) -> Tensor:
+        """Maps ``x`` (B, S, D) to (B, S, D)."""
+        x = x + self.attention_dropout(self.attention(self.attention_norm(x), samples), samples)
+        return x + self.mlp_dropout(self.mlp(self.mlp_norm(x)), samples)
+
+
+class Head(nn.Module):
+    """Final normalisation and the projection onto the vocabulary, without a bias."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.norm = make_norm(config)
+        self.output = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Maps ``x`` (B, S, D) to logits (B, S, V)."""
+        return self.output(self.norm(x))

@@ -1,0 +1,31 @@
+"""The pipeline axis: schedules as data, their check, the partition of layers, the executor."""
+
+from megaspeed.pipeline.executor import Executor, Neighbours, StageEngine
+from megaspeed.pipeline.p2p import Channel, PipelineProtocolError
+from megaspeed.pipeline.partition import PartitionError, partition_layers
+from megaspeed.pipeline.schedules import (
+    SCHEDULES,
+    Schedule,
+    ScheduleError,
+    forward_only,
+    peak_micro_batches_in_flight,
+)
+from megaspeed.pipeline.simulation import bubble_fraction, check_schedule, format_grid
+
+__all__ = [
+    "SCHEDULES",
+    "Channel",
+    "Executor",
+    "Neighbours",
+    "PartitionError",
+    "PipelineProtocolError",
+    "Schedule",
+    "ScheduleError",
+    "StageEngine",
+    "bubble_fraction",
+    "check_schedule",
+    "format_grid",
+    "forward_only",
+    "partition_layers",
+    "peak_micro_batches_in_flight",
+]

@@ -1,0 +1,107 @@
+"""Which layers each pipeline stage holds: the exact best split of a chain into consecutive parts.
+
+A pipeline is as fast as its slowest stage, so the largest stage cost is made as small as any
+split can make it. Many splits reach that bottleneck; of those
+
+1. the most even one is taken: the smallest sum of squared stage costs;
+2. and of equally even ones, that with the fewest layers in the earliest stages, since under 1f1b
+   the earliest stages keep the most micro-batches.
+
+So 9 equal layers on 4 stages are split 2 2 2 3. Both steps are dynamic programs over (number of
+stages, number of layers).
+"""
+
+import math
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+
+
+class PartitionError(ValueError):
+    """These layers cannot be split over these pipeline stages."""
+
+
+def partition_layers(costs: Sequence[float], pipeline_stages: int) -> list[range]:
+    """The range of layer indices of each pipeline stage, in order; none is empty.
+
+    `costs` has one number for each layer, [embedding, blocks..., head], in any unit of work
+    (FLOPs, seconds): finite and not negative. Raises `PartitionError` where that is not so and
+    where there are fewer layers than stages. Sums are exact: no rounding decides a split.
+    """
+    _check(costs, pipeline_stages)
+    # cumulative[i] is the cost of the first i layers.
+    cumulative = list(accumulate(_as_integers(costs), initial=0))
+    bottleneck = _smallest_bottleneck(cumulative, pipeline_stages)
+    ends = _most_even_ends(cumulative, pipeline_stages, bottleneck)
+    return [range(start, end) for start, end in pairwise([0, *ends])]
+
+
+def _check(costs: Sequence[float], pipeline_stages: int) -> None:
+    if pipeline_stages < 1:
+        raise PartitionError(f"There must be at least 1 pipeline stage, not {pipeline_stages}.")
+    if len(costs) < pipeline_stages:
+        raise PartitionError(
+            f"Every pipeline stage holds at least one layer, but there are {len(costs)} layers "
+            f"for {pipeline_stages} stages. Lower parallel.pipeline to {len(costs)} or less, or "
+            f"raise model.num_hidden_layers by {pipeline_stages - len(costs)} or more."
+        )
+    for layer, cost in enumerate(costs):
+        if not (math.isfinite(cost) and cost >= 0):
+            raise PartitionError(
+                f"A layer's cost is finite and not negative: layer {layer}: {cost}"
+            )
+
+
+def _as_integers(costs: Sequence[float]) -> list[int]:
+    """The costs times one common power of two, which makes each of them a whole number."""
+    ratios = [float(cost).as_integer_ratio() for cost in costs]
+    common = max(denominator for _, denominator in ratios)
+    return [numerator * (common // denominator) for numerator, denominator in ratios]
+
+
+def _smallest_bottleneck(cumulative: Sequence[int], pipeline_stages: int) -> int:
+    """The least possible cost of the most expensive stage.
+
+    best(s, n), for the first n layers on s stages, is the least over the start k of the last stage
+    of max(best(s - 1, k), cost of layers k..n). As k grows the first term never falls and the
+    second never rises; as n grows the best k never moves left. So one sweep of k serves all n.
+    """
+    layers = len(cumulative) - 1
+    best = list(cumulative)  # one stage; best[n] has a meaning where n >= number of stages
+    for stages in range(2, pipeline_stages + 1):
+        fewer, best = best, [0] * (layers + 1)
+        start = stages - 1
+        for end in range(stages, layers + 1):
+            reached = max(fewer[start], cumulative[end] - cumulative[start])
+            while start + 1 < end:
+                moved = max(fewer[start + 1], cumulative[end] - cumulative[start + 1])
+                if moved > reached:
+                    break
+                start, reached = start + 1, moved
+            best[end] = reached
+    return best[layers]
+
+
+def _most_even_ends(cumulative: Sequence[int], pipeline_stages: int, bottleneck: int) -> list[int]:
+    """Where each stage ends in the most even split with no stage above the bottleneck."""
+    layers = len(cumulative) - 1
+    # squares[k]: least sum of squared stage costs for layers k.. on the stages so far, counted
+    # from the last stage; None where no split keeps to the bottleneck.
+    squares: list[int | None] = [None] * layers + [0]
+    choices: list[list[int]] = []  # for each stage, last one first: start -> best end
+    for following in range(pipeline_stages):
+        later, squares = squares, [None] * (layers + 1)
+        choice = [0] * layers
+        for start in range(layers - following):
+            for end in range(start + 1, layers + 1):
+                cost = cumulative[end] - cumulative[start]
+                if cost > bottleneck:
+                    break
+                rest, known = later[end], squares[start]
+                if rest is not None and (known is None or cost**2 + rest < known):
+                    squares[start], choice[start] = cost**2 + rest, end
+        choices.append(choice)
+
+    ends = [0]
+    for choice in reversed(choices):
+        ends.append(choice[ends[-1]])
+    return ends[1:]

@@ -1,0 +1,146 @@
+"""Pipeline schedules: in which order a stage runs its micro-batches.
+
+A schedule is a pure generator: given how many pipeline stages there are, which one this is, and
+how many micro-batches one optimizer step has, it yields this stage's instructions. All stages run
+the same generator at the same time; a receive waits, a send does not.
+
+Every stage loads every micro-batch: the first needs its tokens, the last its targets, and those
+between its sample indices, from which dropout draws its masks.
+
+To add a schedule, write one more generator, name it in `SCHEDULES`, and let `check_schedule`
+judge it. An interleaved schedule (Narayanan et al. 2021, section 2.2.2) gives a stage several
+chunks of layers: it belongs here as a generator whose instructions also name the chunk.
+"""
+
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
+from typing import Protocol
+
+from megaspeed.pipeline.instructions import (
+    Backward,
+    Forward,
+    Instruction,
+    LoadMicroBatch,
+    MicroBatchInstruction,
+    OptimizerStep,
+    ReceiveActivation,
+    ReceiveGradient,
+    ReduceGradients,
+    ReduceTiedGradients,
+    SendActivation,
+    SendGradient,
+)
+
+
+class ScheduleError(ValueError):
+    """A schedule breaks a law of pipelines and must not be run."""
+
+
+class Schedule(Protocol):
+    """Yields the instructions of one pipeline stage for one step."""
+
+    def __call__(
+        self, pipeline_stages: int, pipeline_stage: int, micro_batches: int
+    ) -> Iterator[Instruction]: ...
+
+
+def gpipe(pipeline_stages: int, pipeline_stage: int, micro_batches: int) -> Iterator[Instruction]:
+    """All forwards, then all backwards (GPipe, Huang et al. 2019, section 2.2).
+
+    A stage keeps all `micro_batches` activations at once. Backwards run in the order of the
+    forwards, so that gradients are added up in the same order as with one process.
+    """
+    for micro_batch in range(micro_batches):
+        yield from _forward(pipeline_stages, pipeline_stage, micro_batch)
+    for micro_batch in range(micro_batches):
+        yield from _backward(pipeline_stages, pipeline_stage, micro_batch)
+    yield from _finish_step()
+
+
+def one_forward_one_backward(
+    pipeline_stages: int, pipeline_stage: int, micro_batches: int
+) -> Iterator[Instruction]:
+    """Warmup, then one forward and one backward in turn, then cooldown.
+
+    PipeDream-Flush (Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on GPU
+    Clusters", section 2.2.1). The bubble is GPipe's; the gain is memory: a stage keeps at most
+    `pipeline_stages - pipeline_stage` activations however many micro-batches there are.
+    """
+    # Just as many forwards as it takes the first micro-batch to reach the last stage, so that
+    # its gradient is what this stage waits for next.
+    warmup = min(pipeline_stages - 1 - pipeline_stage, micro_batches)
+    steady = micro_batches - warmup
+
+    for micro_batch in range(warmup):
+        yield from _forward(pipeline_stages, pipeline_stage, micro_batch)
+    for micro_batch in range(steady):
+        yield from _forward(pipeline_stages, pipeline_stage, warmup + micro_batch)
+        yield from _backward(pipeline_stages, pipeline_stage, micro_batch)
+    for micro_batch in range(steady, micro_batches):
+        yield from _backward(pipeline_stages, pipeline_stage, micro_batch)
+    yield from _finish_step()
+
+
+def forward_only(
+    pipeline_stages: int, pipeline_stage: int, micro_batches: int
+) -> Iterator[Instruction]:
+    """Evaluation: every micro-batch forward once, nothing kept and no step taken."""
+    for micro_batch in range(micro_batches):
+        yield from _forward(pipeline_stages, pipeline_stage, micro_batch)
+
+
+# The training schedules by their name in the JSON (`parallel.schedule`).
+SCHEDULES: Mapping[str, Schedule] = MappingProxyType(
+    {"gpipe": gpipe, "1f1b": one_forward_one_backward}
+)
+
+
+def peak_micro_batches_in_flight(
+    schedule: Schedule, pipeline_stages: int, pipeline_stage: int, micro_batches: int
+) -> int:
+    """The most micro-batches whose activations one stage holds at the same time.
+
+    A micro-batch is in flight from its forward to the last instruction of this stage that names
+    it: its backward (and the gradient's send), or its activation's send where there is no
+    backward. Found by walking the instructions, so it holds for any schedule: `micro_batches`
+    for gpipe, `min(micro_batches, pipeline_stages - pipeline_stage)` for 1f1b, 1 for evaluation.
+    """
+    program = list(schedule(pipeline_stages, pipeline_stage, micro_batches))
+    last_use = {
+        instruction.micro_batch: position
+        for position, instruction in enumerate(program)
+        if isinstance(instruction, MicroBatchInstruction)
+    }
+    in_flight = peak = 0
+    for position, instruction in enumerate(program):
+        if not isinstance(instruction, MicroBatchInstruction):
+            continue
+        if isinstance(instruction, Forward):
+            in_flight += 1
+            peak = max(peak, in_flight)
+        if last_use[instruction.micro_batch] == position:
+            in_flight -= 1
+    return peak
+
+
+def _forward(pipeline_stages: int, pipeline_stage: int, micro_batch: int) -> Iterator[Instruction]:
+    yield LoadMicroBatch(micro_batch)
+    if pipeline_stage > 0:
+        yield ReceiveActivation(micro_batch)
+    yield Forward(micro_batch)
+    if pipeline_stage < pipeline_stages - 1:
+        yield SendActivation(micro_batch)
+
+
+def _backward(pipeline_stages: int, pipeline_stage: int, micro_batch: int) -> Iterator[Instruction]:
+    if pipeline_stage < pipeline_stages - 1:
+        yield ReceiveGradient(micro_batch)
+    yield Backward(micro_batch)
+    if pipeline_stage > 0:
+        yield SendGradient(micro_batch)
+
+
+def _finish_step() -> Iterator[Instruction]:
+    yield ReduceGradients()
+    yield ReduceTiedGradients()
+    yield OptimizerStep()

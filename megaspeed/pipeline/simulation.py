@@ -1,0 +1,147 @@
+"""All pipeline stages of a schedule run together, without a process: is it right, how long is it?
+
+Forward and backward take whole clock ticks, everything else takes none; `simulated_stage` says what
+sends and receives do.
+"""
+
+from collections.abc import Sequence
+
+from megaspeed.pipeline.instructions import Instruction, MicroBatchInstruction
+from megaspeed.pipeline.schedules import Schedule, ScheduleError, peak_micro_batches_in_flight
+from megaspeed.pipeline.simulated_stage import SimulatedStage, Span, Wire, peer
+from megaspeed.pipeline.stage_rules import check_stage, trains
+
+# A backward computes the gradients of inputs and of weights: twice the matrix products of a
+# forward.
+BACKWARD_TICKS = 2
+
+
+def check_schedule(schedule: Schedule, pipeline_stages: int, micro_batches: int) -> None:
+    """Raise `ScheduleError` unless all stages together can run this schedule to its end.
+
+    The laws: every stage does with each micro-batch what `stage_rules` says, in an order in which
+    nothing is used before it is there; two neighbours send and receive in the same order; no
+    stages wait for each other for ever.
+    """
+    simulate(schedule, pipeline_stages, micro_batches)
+
+
+def simulate(
+    schedule: Schedule,
+    pipeline_stages: int,
+    micro_batches: int,
+    *,
+    backward_ticks: int = BACKWARD_TICKS,
+) -> list[list[Span]]:
+    """Check a schedule and say when each stage computes: one list of spans for each stage.
+
+    A forward takes one tick, a backward `backward_ticks`. Raises `ScheduleError`.
+    """
+    if pipeline_stages < 1 or micro_batches < 1:
+        raise ScheduleError(
+            "A schedule needs at least one pipeline stage and one micro-batch, not "
+            f"{pipeline_stages} and {micro_batches}."
+        )
+    programs = [
+        list(schedule(pipeline_stages, stage, micro_batches)) for stage in range(pipeline_stages)
+    ]
+    training = trains(programs)
+    for stage, program in enumerate(programs):
+        check_stage(
+            program,
+            pipeline_stages=pipeline_stages,
+            pipeline_stage=stage,
+            micro_batches=micro_batches,
+            training=training,
+        )
+    capacities = [
+        peak_micro_batches_in_flight(schedule, pipeline_stages, stage, micro_batches)
+        for stage in range(pipeline_stages)
+    ]
+    return _run_together(programs, capacities, backward_ticks)
+
+
+def bubble_fraction(
+    schedule: Schedule,
+    pipeline_stages: int,
+    micro_batches: int,
+    *,
+    backward_ticks: int = BACKWARD_TICKS,
+) -> float:
+    """The share of all stages' time in which a stage computes nothing, with equal stages.
+
+    For gpipe and 1f1b this is (P - 1) / (M + P - 1) with P pipeline stages and M micro-batches
+    (Huang et al. 2019, section 2.3), whatever a backward costs.
+    """
+    timeline = simulate(schedule, pipeline_stages, micro_batches, backward_ticks=backward_ticks)
+    available = pipeline_stages * _ticks(timeline)
+    busy = sum(span.end - span.start for spans in timeline for span in spans)
+    return (available - busy) / available
+
+
+def format_grid(
+    schedule: Schedule,
+    pipeline_stages: int,
+    micro_batches: int,
+    *,
+    backward_ticks: int = BACKWARD_TICKS,
+) -> str:
+    """Draw a schedule: a row for each pipeline stage, a column for each clock tick.
+
+    `F3` is the forward of micro-batch 3, `B3` its backward, repeated for each tick it takes, and
+    a dot is a tick in which the stage waits. Two stages, three micro-batches, 1f1b:
+
+        tick              0  1  2  3  4  5  6  7  8  9  10 11
+        pipeline stage 0  F0 F1 .  .  B0 B0 F2 B1 B1 .  B2 B2
+        pipeline stage 1  .  F0 B0 B0 F1 B1 B1 F2 B2 B2 .  .
+    """
+    timeline = simulate(schedule, pipeline_stages, micro_batches, backward_ticks=backward_ticks)
+    ticks = _ticks(timeline)
+    rows = [("tick", [str(tick) for tick in range(ticks)])]
+    for stage, spans in enumerate(timeline):
+        cells = ["."] * ticks
+        for span in spans:
+            cells[span.start : span.end] = [str(span.instruction)] * (span.end - span.start)
+        rows.append((f"pipeline stage {stage}", cells))
+
+    label_width = max(len(label) for label, _ in rows)
+    cell_width = max(len(cell) for _, cells in rows for cell in cells)
+    return "\n".join(
+        f"{label:<{label_width}}  {' '.join(f'{cell:<{cell_width}}' for cell in cells)}".rstrip()
+        for label, cells in rows
+    )
+
+
+def _ticks(timeline: Sequence[Sequence[Span]]) -> int:
+    return max(spans[-1].end for spans in timeline)
+
+
+def _run_together(
+    programs: Sequence[Sequence[Instruction]], capacities: Sequence[int], backward_ticks: int
+) -> list[list[Span]]:
+    wires = {
+        (sender, receiver): Wire(capacity)
+        for sender, capacity in enumerate(capacities)
+        for receiver in (sender - 1, sender + 1)
+    }
+    stages = [
+        SimulatedStage(number, program, wires, backward_ticks)
+        for number, program in enumerate(programs)
+    ]
+    while any(stage.next_instruction for stage in stages):
+        # A list, not a generator: every stage gets its turn in each round.
+        if not any([stage.advance() for stage in stages]):
+            raise ScheduleError(_deadlock(stages))
+    return [stage.spans for stage in stages]
+
+
+def _deadlock(stages: Sequence[SimulatedStage]) -> str:
+    lines = ["Deadlock: no pipeline stage can go on."]
+    for stage in stages:
+        blocked = stage.next_instruction
+        if isinstance(blocked, MicroBatchInstruction):
+            lines.append(
+                f"pipeline stage {stage.number} waits at instruction {stage.position}, "
+                f"{blocked!r}, for pipeline stage {peer(stage.number, blocked)}"
+            )
+    return "\n  ".join(lines)

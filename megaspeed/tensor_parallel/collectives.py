@@ -1,0 +1,152 @@
+"""Conjugate collectives: each one's backward is the other's forward.
+
+Column- and row-parallel layers come in pairs (Shoeybi et al. 2019, Megatron-LM, section 3):
+
+    f = copy_to_tensor_axis      forward identity              backward all-reduce
+    g = reduce_from_tensor_axis  forward all-reduce            backward identity
+
+With sequence parallelism (Korthikanti et al. 2022, section 4.2.2) activations between the pairs are
+split along the sequence, and f and g become
+
+    gather_sequence              forward all-gather            backward reduce-scatter
+    reduce_scatter_sequence      forward reduce-scatter        backward all-gather
+
+``split_sequence`` enters that regime from an activation that every rank holds whole, and
+``sum_gradients`` is f for parameters: it lets a replicated parameter that saw only a part of the
+tokens receive the whole gradient. Hidden states are (B, S, D), the sequence is dim 1. Every
+function is the identity on an axis of one rank.
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megaspeed.tensor_parallel.axis import TensorAxis
+
+_SEQUENCE_DIM = 1
+
+
+def copy_to_tensor_axis(x: Tensor, axis: TensorAxis) -> Tensor:
+    """Identity; the gradient is summed over the axis. Enters a column-parallel layer."""
+    return x if axis.size == 1 else _Copy.apply(x, axis)
+
+
+def reduce_from_tensor_axis(x: Tensor, axis: TensorAxis) -> Tensor:
+    """Sum over the axis; the gradient passes unchanged. Leaves a row-parallel layer."""
+    return x if axis.size == 1 else _Reduce.apply(x, axis)
+
+
+def gather_sequence(x: Tensor, axis: TensorAxis) -> Tensor:
+    """(B, S/tp, D) -> (B, S, D); the gradient is summed over the axis and split again."""
+    return x if axis.size == 1 else _GatherSequence.apply(x, axis)
+
+
+def reduce_scatter_sequence(x: Tensor, axis: TensorAxis) -> Tensor:
+    """Sum over the axis, of which each rank keeps its (B, S/tp, D); the gradient is gathered."""
+    return x if axis.size == 1 else _ReduceScatterSequence.apply(x, axis)
+
+
+def split_sequence(x: Tensor, axis: TensorAxis) -> Tensor:
+    """This rank's (B, S/tp, D) of ``x`` (B, S, D), whole everywhere; the gradient is gathered."""
+    return x if axis.size == 1 else _SplitSequence.apply(x, axis)
+
+
+def sum_gradients(axis: TensorAxis, *parameters: Tensor) -> tuple[Tensor, ...]:
+    """The same tensors; their gradients are summed over the axis, in one collective."""
+    return parameters if axis.size == 1 else _SumGradients.apply(axis, *parameters)
+
+
+def all_reduce(x: Tensor, axis: TensorAxis) -> Tensor:
+    """A new tensor with the sum of ``x`` over the axis."""
+    total = x.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(total, group=axis.group)
+    return total
+
+
+def _all_gather(x: Tensor, axis: TensorAxis) -> Tensor:
+    # The collective stacks ranks along dim 0, so the sequence goes there and back.
+    part = x.transpose(0, _SEQUENCE_DIM).contiguous()
+    whole = part.new_empty((part.shape[0] * axis.size, *part.shape[1:]))
+    dist.all_gather_single(whole, part, group=axis.group)
+    return whole.transpose(0, _SEQUENCE_DIM).contiguous()
+
+
+def _reduce_scatter(x: Tensor, axis: TensorAxis) -> Tensor:
+    whole = x.transpose(0, _SEQUENCE_DIM).contiguous()
+    part = whole.new_empty((whole.shape[0] // axis.size, *whole.shape[1:]))
+    dist.reduce_scatter_single(part, whole, group=axis.group)
+    return part.transpose(0, _SEQUENCE_DIM).contiguous()
+
+
+def _own_chunk(x: Tensor, axis: TensorAxis) -> Tensor:
+    return x.chunk(axis.size, dim=_SEQUENCE_DIM)[axis.rank].contiguous()
+
+
+class _Copy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: TensorAxis) -> Tensor:
+        ctx.axis = axis
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return all_reduce(gradient, ctx.axis), None
+
+
+class _Reduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: TensorAxis) -> Tensor:
+        return all_reduce(x, axis)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
+
+
+class _GatherSequence(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: TensorAxis) -> Tensor:
+        ctx.axis = axis
+        return _all_gather(x, axis)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return _reduce_scatter(gradient, ctx.axis), None
+
+
+class _ReduceScatterSequence(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: TensorAxis) -> Tensor:
+        ctx.axis = axis
+        return _reduce_scatter(x, axis)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return _all_gather(gradient, ctx.axis), None
+
+
+class _SplitSequence(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: TensorAxis) -> Tensor:
+        ctx.axis = axis
+        return _own_chunk(x, axis)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return _all_gather(gradient, ctx.axis), None
+
+
+class _SumGradients(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, axis: TensorAxis, *parameters: Tensor) -> tuple[Tensor, ...]:
+        ctx.axis = axis
+        return tuple(p.view_as(p) for p in parameters)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        flat = torch.cat([g.reshape(-1) for g in gradients])
+        dist.all_reduce(flat, group=ctx.axis.group)
+        parts = flat.split([g.numel() for g in gradients])
+        return None, *(part.view_as(g) for part, g in zip(parts, gradients, strict=True))

@@ -1,0 +1,80 @@
+"""Cross-entropy over a vocabulary split along the tensor axis; the logits are never gathered.
+
+With z_j the logits and t the target, loss = log(sum_j exp(z_j - m)) - (z_t - m), m = max_j z_j.
+Each rank reduces over its own columns first, so three numbers a token cross the axis: m, and
+together the sum and z_t - m (Shoeybi et al. 2019, section 3). The gradient, softmax - one-hot, is
+local.
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megaspeed.data import NOT_COUNTED
+from megaspeed.tensor_parallel.axis import TensorAxis
+
+
+def vocab_parallel_cross_entropy(
+    logits: Tensor, targets: Tensor, vocabulary: range, axis: TensorAxis
+) -> Tensor:
+    """The loss of every token, in fp32.
+
+    Args:
+        logits: (B, S, columns), this rank's columns; those past ``len(vocabulary)`` are padding and
+            have no part in the loss.
+        targets: (B, S) token ids over the whole vocabulary, or ``NOT_COUNTED``.
+        vocabulary: the token ids of this rank's columns.
+        axis: the tensor axis.
+
+    Returns:
+        (B, S) losses in nats, the same on every rank of the axis; zero where the target is ignored.
+    """
+    return _VocabParallelCrossEntropy.apply(logits, targets, vocabulary, axis)
+
+
+class _VocabParallelCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, logits: Tensor, targets: Tensor, vocabulary: range, axis: TensorAxis
+    ) -> Tensor:
+        z = logits[..., : len(vocabulary)].float()
+        maximum = _row_maximum(z, axis)
+        shifted = z - maximum.unsqueeze(-1)
+        local = targets - vocabulary.start
+        here = (local >= 0) & (local < len(vocabulary))
+        local = local.masked_fill(~here, 0).unsqueeze(-1)
+        target_logit = (
+            shifted.gather(-1, local).squeeze(-1).masked_fill(~here, 0.0)
+            if len(vocabulary)
+            else torch.zeros_like(maximum)
+        )
+        exponentials = shifted.exp_()
+        sums = torch.stack((exponentials.sum(dim=-1), target_logit))
+        if axis.size > 1:
+            dist.all_reduce(sums, group=axis.group)
+        counted = targets != NOT_COUNTED
+        softmax = exponentials.div_(sums[0].unsqueeze(-1))
+        ctx.save_for_backward(softmax, local, here, counted)
+        ctx.columns, ctx.dtype = logits.shape[-1], logits.dtype
+        return (sums[0].log() - sums[1]).masked_fill(~counted, 0.0)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        softmax, local, here, counted = ctx.saved_tensors
+        scale = gradient.masked_fill(~counted, 0.0).unsqueeze(-1)
+        z_gradient = softmax.new_zeros((*softmax.shape[:-1], ctx.columns))
+        width = softmax.shape[-1]
+        torch.mul(softmax, scale, out=z_gradient[..., :width])
+        if width:
+            z_gradient.scatter_add_(-1, local, -scale * here.unsqueeze(-1))
+        return z_gradient.to(ctx.dtype), None, None, None
+
+
+def _row_maximum(z: Tensor, axis: TensorAxis) -> Tensor:
+    """max_j z_j over all ranks' columns; a rank whose columns are all padding has -inf."""
+    maximum = z.amax(dim=-1) if z.shape[-1] else z.new_full(z.shape[:-1], float("-inf"))
+    if axis.size > 1:
+        dist.all_reduce(maximum, op=dist.ReduceOp.MAX, group=axis.group)
+    return maximum

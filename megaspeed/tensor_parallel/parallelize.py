@@ -1,0 +1,162 @@
+"""Applies the plan to a plain GPT, from outside: modules are replaced, the forward pass is its own.
+
+    plain GPT on the meta device --parallelize--> the same GPT with parallel layers, still on meta
+    --materialize--> this rank's shards, each with the bits of its part of the full initial weights
+
+No rank ever holds the full model: a shard is made without its full parameter (see
+``model.initialization``).
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from megaspeed.config import ModelConfig
+from megaspeed.model import GPT, MaskShard, initial_slice, logical_name
+from megaspeed.model.layers import Block
+from megaspeed.tensor_parallel.axis import TensorAxis
+from megaspeed.tensor_parallel.collectives import split_sequence
+from megaspeed.tensor_parallel.layers import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    SequenceParallelLayerNorm,
+    SequenceParallelRMSNorm,
+    VocabParallelEmbedding,
+)
+from megaspeed.tensor_parallel.plan import (
+    ParameterShard,
+    Split,
+    key_value_replicas,
+    shard_of,
+    split_of,
+)
+from megaspeed.tensor_parallel.shared_rows import SharedRows
+
+
+def parallelize(model: GPT, config: ModelConfig, axis: TensorAxis) -> dict[str, ParameterShard]:
+    """Replaces ``model``'s layers by their tensor-parallel counterparts, in place.
+
+    Args:
+        model: a plain GPT (whole or one pipeline stage) on the meta device.
+        config: the whole model's shape.
+        axis: the tensor axis.
+
+    Returns:
+        The shard that this rank holds of each parameter, by full name (a tied head of the same
+        stage stands under the token embedding's name).
+    """
+    shards = {
+        name: shard_of(config, name, tuple(parameter.shape), rank=axis.rank, size=axis.size)
+        for name, parameter in model.named_parameters()
+    }
+    for name, module in list(model.named_modules()):
+        replacement = _parallel_module(name, module, config, axis)
+        if replacement is not None:
+            parent, _, child = name.rpartition(".")
+            setattr(model.get_submodule(parent), child, replacement)
+    for block in model.blocks.values():
+        assert isinstance(block, Block)
+        _localize_block(block, config, axis)
+    if axis.sequence_parallel and model.embedding is not None:
+        model.embedding.register_forward_hook(lambda _m, _args, x: split_sequence(x, axis))
+    if model.embedding is not None and model.head is not None and config.tie_word_embeddings:
+        model.head.output.weight = model.embedding.tokens.weight
+    return shards
+
+
+def initial_shard(config: ModelConfig, seed: int, name: str, shard: ParameterShard) -> Tensor:
+    """This rank's shard of parameter ``name``'s initial value: fp32, on the CPU, zero padding."""
+    value = initial_slice(
+        config,
+        seed,
+        logical_name(config, name),
+        torch.Size(shard.full_shape),
+        rows=shard.rows,
+        columns=shard.columns,
+    )
+    if not shard.padding_rows:
+        return value
+    return torch.cat((value, value.new_zeros((shard.padding_rows, *value.shape[1:]))))
+
+
+def materialize(
+    model: GPT,
+    value_of: Callable[[str], Tensor],
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    on_layer_ready: Callable[[nn.Module], None] = lambda layer: None,
+) -> None:
+    """Gives every parameter of a model on the meta device its value, layer by layer, in place.
+
+    Args:
+        model: a parallelized GPT on the meta device; tied parameters stay tied.
+        value_of: full parameter name -> this rank's shard; called once for each distinct parameter.
+        device: where the parameters go.
+        dtype: their dtype.
+        on_layer_ready: called with each layer as soon as it has its values and before the next one
+            is made, so that ZeRO-3 can partition it and no rank holds more than one whole layer.
+    """
+    placeholders = {id(p): (name, p) for name, p in model.named_parameters()}
+    made: dict[int, nn.Parameter] = {}
+    for layer in model.layer_modules():
+        for owner in layer.modules():
+            for attribute, placeholder in list(owner.named_parameters(recurse=False)):
+                key = id(placeholder)
+                if key not in made:
+                    value = value_of(placeholders[key][0]).to(device=device, dtype=dtype)
+                    made[key] = nn.Parameter(value)
+                setattr(owner, attribute, made[key])
+        on_layer_ready(layer)
+
+
+def _parallel_module(
+    name: str, module: nn.Module, config: ModelConfig, axis: TensorAxis
+) -> nn.Module | None:
+    """The counterpart of ``module``, or None where it stays as it is."""
+    if isinstance(module, nn.LayerNorm | nn.RMSNorm):
+        return _sequence_parallel_norm(module, axis) if axis.sequence_parallel else None
+    if not isinstance(module, nn.Linear | nn.Embedding):
+        return None
+    split: Split = split_of(f"{name}.weight")
+    if split == "replicated":
+        return None
+    full_shape = tuple(module.weight.shape)
+    shard = shard_of(config, f"{name}.weight", full_shape, rank=axis.rank, size=axis.size)
+    rows, columns = shard.local_shape
+    if isinstance(module, nn.Embedding):
+        return VocabParallelEmbedding(rows, columns, vocabulary=shard.rows[0], axis=axis)
+    bias = module.bias is not None
+    if split == "columns":
+        return RowParallelLinear(columns, rows, bias=bias, axis=axis)
+    shared = _shared_rows(config, shard, axis) if split == "heads" else None
+    return ColumnParallelLinear(columns, rows, bias=bias, axis=axis, shared_rows=shared)
+
+
+def _shared_rows(config: ModelConfig, shard: ParameterShard, axis: TensorAxis) -> SharedRows | None:
+    replicas = key_value_replicas(config, axis.size)
+    if replicas == 1:
+        return None
+    return SharedRows(
+        first=len(shard.rows[0]), index=axis.rank // replicas, count=axis.size // replicas
+    )
+
+
+def _sequence_parallel_norm(norm: nn.LayerNorm | nn.RMSNorm, axis: TensorAxis) -> nn.Module:
+    kind = SequenceParallelLayerNorm if isinstance(norm, nn.LayerNorm) else SequenceParallelRMSNorm
+    parallel = kind(norm.normalized_shape, eps=norm.eps, device="meta")  # type: ignore[arg-type]
+    parallel.axis = axis
+    return parallel
+
+
+def _localize_block(block: Block, config: ModelConfig, axis: TensorAxis) -> None:
+    """Head counts and dropout masks of this rank's part of a block."""
+    attention = block.attention
+    attention.query_heads = config.num_attention_heads // axis.size
+    attention.key_value_heads = max(1, config.num_key_value_heads // axis.size)
+    attention.dropout.shard = MaskShard(dim=0, index=axis.rank, count=axis.size)
+    if axis.sequence_parallel:
+        sequence_shard = MaskShard(dim=0, index=axis.rank, count=axis.size)
+        block.attention_dropout.shard = sequence_shard
+        block.mlp_dropout.shard = sequence_shard

@@ -1,0 +1,176 @@
+"""ParallelContext: where this rank stands, and the process groups that it shares with others.
+
+Rank 5 of pp 2 x dp 2 x tp 2 (drawn in `grid.py`) belongs to
+
+    world_group       0 .. 7     all ranks
+    tp_group          4 5        shares every matrix of pipeline stage 1
+    dp_group          5 7        holds the same weights, sees other samples
+    model_group       0 1 4 5    holds one whole model
+    tied_group        1 5        holds a tied embedding: first and last pipeline stage
+    self_group        5          stands for an axis of one rank
+    activation_group  1 5        along pp, for activations on their way forward
+    gradient_group    1 5        along pp, for gradients on their way back
+
+The context is passed to whoever communicates. Nothing outside this folder creates a process group,
+and nothing keeps one in a module global.
+"""
+
+from dataclasses import dataclass
+from datetime import timedelta
+from types import TracebackType
+from typing import Self
+
+import torch
+import torch.distributed as dist
+
+from megaspeed.topology.grid import Coordinates, Grid, TopologyError
+from megaspeed.topology.groups import create_groups, shake_hands, start_default_group, stop
+from megaspeed.topology.launch import LaunchEnvironment
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelContext:
+    """This rank's coordinates, device and process groups. Made by `create`, ended by `close`.
+
+    At most one is open in a process at a time, because torch has one default group. As a context
+    manager it closes itself.
+    """
+
+    grid: Grid
+    rank: int
+    coordinates: Coordinates
+    device: torch.device
+    world_group: dist.ProcessGroup
+    tp_group: dist.ProcessGroup
+    dp_group: dist.ProcessGroup
+    model_group: dist.ProcessGroup  # the tp x pp ranks of one data index
+    # On a stage between the first and the last: this rank alone, where a sum is the identity.
+    tied_group: dist.ProcessGroup
+    self_group: dist.ProcessGroup
+    # Neither is ever used by other traffic, so a message can only meet its own receive.
+    activation_group: dist.ProcessGroup
+    gradient_group: dist.ProcessGroup
+
+    @classmethod
+    def create(cls, grid: Grid, launch: LaunchEnvironment, *, timeout_seconds: float) -> Self:
+        """Start torch.distributed and make every group; all ranks call this together.
+
+        A GPU means NCCL, its absence gloo. Several ranks meet at MASTER_ADDR and MASTER_PORT. Each
+        group is tried once before this returns. Whatever waits longer than `timeout_seconds` for
+        other ranks, now or in a later collective, fails.
+
+        Raises TopologyError where `grid` has not as many ranks as were launched or a rank finds no
+        GPU of its own, and GroupError, which names the group and its ranks, where a rank does not
+        come.
+        """
+        if grid.world_size != launch.world_size:
+            raise TopologyError(
+                f"{grid} makes {grid.world_size} ranks, but {launch.world_size} were launched "
+                f"(from {launch.source}): change the degrees or the number of processes"
+            )
+        if dist.is_initialized():
+            raise TopologyError(
+                "torch.distributed is in use in this process: close the earlier ParallelContext"
+            )
+        device = _take_device(launch)
+        timeout = timedelta(seconds=timeout_seconds)
+        try:
+            world_group = start_default_group(launch, device, timeout)
+            groups = create_groups(grid, launch.rank, world_group, timeout)
+            for name, group in groups.items():
+                shake_hands(name, group, launch.rank, device)
+        except BaseException:
+            stop()
+            raise
+        return cls(
+            grid=grid,
+            rank=launch.rank,
+            coordinates=grid.coordinates_of(launch.rank),
+            device=device,
+            world_group=world_group,
+            tp_group=groups["tp"],
+            dp_group=groups["dp"],
+            model_group=groups["model"],
+            tied_group=groups["tied"],
+            self_group=groups["self"],
+            activation_group=groups["activation"],
+            gradient_group=groups["gradient"],
+        )
+
+    def close(self) -> None:
+        """Destroy every group. Afterwards a new context, of any size, can be created."""
+        stop()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    @property
+    def pp_rank(self) -> int:
+        return self.coordinates.pp
+
+    @property
+    def dp_rank(self) -> int:
+        return self.coordinates.dp
+
+    @property
+    def tp_rank(self) -> int:
+        return self.coordinates.tp
+
+    @property
+    def pp_size(self) -> int:
+        return self.grid.pp
+
+    @property
+    def dp_size(self) -> int:
+        return self.grid.dp
+
+    @property
+    def tp_size(self) -> int:
+        return self.grid.tp
+
+    @property
+    def is_first_pipeline_stage(self) -> bool:
+        return self.pp_rank == 0
+
+    @property
+    def is_last_pipeline_stage(self) -> bool:
+        return self.pp_rank == self.pp_size - 1
+
+    @property
+    def previous_rank(self) -> int | None:
+        """The global rank of the pipeline stage before; None on the first."""
+        return None if self.is_first_pipeline_stage else self._rank_at_stage(self.pp_rank - 1)
+
+    @property
+    def next_rank(self) -> int | None:
+        """The global rank of the pipeline stage after; None on the last."""
+        return None if self.is_last_pipeline_stage else self._rank_at_stage(self.pp_rank + 1)
+
+    def _rank_at_stage(self, pipeline_stage: int) -> int:
+        return self.grid.rank_of(self.coordinates._replace(pp=pipeline_stage))
+
+
+def _take_device(launch: LaunchEnvironment) -> torch.device:
+    """The GPU of this rank, made the current one, or the CPU where no GPU is visible."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    visible = torch.cuda.device_count()
+    # One visible GPU: the launcher gave each process its own. (NCCL refuses two ranks on one GPU.)
+    index = 0 if visible == 1 else launch.local_rank
+    if index >= visible:
+        raise TopologyError(
+            f"each rank takes a GPU of its own, but local rank {launch.local_rank} finds only "
+            f"{visible} on this machine: start at most {visible} ranks here, or set "
+            'CUDA_VISIBLE_DEVICES="" to run on the CPU'
+        )
+    device = torch.device("cuda", index)
+    torch.cuda.set_device(device)
+    return device

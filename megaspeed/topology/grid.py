@@ -1,0 +1,139 @@
+"""Rank arithmetic: which rank stands where on the three axes, and who forms a group with whom.
+
+Ranks are counted with `pp` outermost and `tp` innermost, so that tensor-parallel ranks, which talk
+most, are neighbours on one machine, and pipeline ranks, which talk least, are furthest apart. This
+is the order of DeepSpeed's `PipeModelDataParallelTopology`:
+
+    rank = (pp_rank * dp_size + dp_rank) * tp_size + tp_rank
+
+Eight ranks as pp 2 x dp 2 x tp 2:
+
+                      dp_rank 0           dp_rank 1
+                   tp 0     tp 1       tp 0     tp 1
+      pp_rank 0      0        1          2        3
+      pp_rank 1      4        5          6        7
+
+    >>> grid = Grid(pp=2, dp=2, tp=2)
+    >>> grid.rank_of(Coordinates(pp=1, dp=0, tp=1))
+    5
+    >>> grid.coordinates_of(6)
+    Coordinates(pp=1, dp=1, tp=0)
+    >>> grid.groups_along("tp")  # share each matrix of one pipeline stage
+    [[0, 1], [2, 3], [4, 5], [6, 7]]
+    >>> grid.groups_along("dp")  # hold the same weights, see different samples
+    [[0, 2], [1, 3], [4, 6], [5, 7]]
+    >>> grid.groups_along("pp")  # hand activations on
+    [[0, 4], [1, 5], [2, 6], [3, 7]]
+    >>> grid.model_groups()  # hold one whole model between them, one group for each data index
+    [[0, 1, 4, 5], [2, 3, 6, 7]]
+    >>> grid.tied_groups()  # share the embedding: the first and the last pipeline stage
+    [[0, 4], [1, 5], [2, 6], [3, 7]]
+
+Plain integers only: nothing here needs torch, a process or a GPU.
+"""
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+Axis = Literal["pp", "dp", "tp"]
+AXES: tuple[Axis, ...] = ("pp", "dp", "tp")
+
+
+class TopologyError(ValueError):
+    """A grid, a rank or coordinates that cannot exist."""
+
+
+class Coordinates(NamedTuple):
+    """Where a rank stands: its index on each axis, counted from 0."""
+
+    pp: int
+    dp: int
+    tp: int
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The sizes of the three axes. See the module's docstring for the order of ranks.
+
+    Every list of groups is in the order of each group's first rank, and each group in the order of
+    its ranks, so that all ranks can create the same groups in the same order.
+    """
+
+    pp: int  # pipeline stages
+    dp: int  # replicas of the model, each fed with its own samples
+    tp: int  # ranks that share each matrix
+
+    def __post_init__(self) -> None:
+        for axis in AXES:
+            size = getattr(self, axis)
+            if size < 1:
+                raise TopologyError(f"every axis has at least 1 rank, but {axis} is {size}")
+
+    def __str__(self) -> str:
+        return f"pp {self.pp} x dp {self.dp} x tp {self.tp}"
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks, pp * dp * tp."""
+        return self.pp * self.dp * self.tp
+
+    def rank_of(self, coordinates: Coordinates) -> int:
+        """The rank at `coordinates`; TopologyError where an index lies beyond its axis."""
+        for axis, index, size in zip(AXES, coordinates, self._sizes, strict=True):
+            if not 0 <= index < size:
+                raise TopologyError(
+                    f"{axis} index {index} does not exist: "
+                    f"{self} counts {axis} from 0 to {size - 1}"
+                )
+        return (coordinates.pp * self.dp + coordinates.dp) * self.tp + coordinates.tp
+
+    def coordinates_of(self, rank: int) -> Coordinates:
+        """The inverse of `rank_of`; TopologyError where there is no such rank."""
+        if not 0 <= rank < self.world_size:
+            raise TopologyError(
+                f"rank {rank} does not exist: {self} counts ranks from 0 to {self.world_size - 1}"
+            )
+        replica, tp_rank = divmod(rank, self.tp)
+        pp_rank, dp_rank = divmod(replica, self.dp)
+        return Coordinates(pp=pp_rank, dp=dp_rank, tp=tp_rank)
+
+    def groups_along(self, axis: Axis) -> list[list[int]]:
+        """The ranks that differ in `axis` alone: world_size / size groups of that axis's size."""
+        size, stride = self._sizes[AXES.index(axis)], self._stride(axis)
+        span = size * stride  # ranks between one set of interleaved groups and the next
+        return [
+            list(range(first, first + span, stride))
+            for block in range(0, self.world_size, span)
+            for first in range(block, block + stride)
+        ]
+
+    def model_groups(self) -> list[list[int]]:
+        """The tp x pp ranks of each data index: dp groups, each holding one whole model.
+
+        A rank's place in its group is pp_rank * tp_size + tp_rank.
+        """
+        return [
+            [
+                stage * self.dp * self.tp + dp_rank * self.tp + tp_rank
+                for stage in range(self.pp)
+                for tp_rank in range(self.tp)
+            ]
+            for dp_rank in range(self.dp)
+        ]
+
+    def tied_groups(self) -> list[list[int]]:
+        """The first and the last pipeline rank of each (dp, tp), which hold a tied embedding.
+
+        One rank a group where pp is 1. The stages between belong to none.
+        """
+        last = (self.pp - 1) * self.dp * self.tp
+        firsts = range(self.dp * self.tp)
+        return [[first, first + last] if last else [first] for first in firsts]
+
+    @property
+    def _sizes(self) -> tuple[int, int, int]:
+        return (self.pp, self.dp, self.tp)
+
+    def _stride(self, axis: Axis) -> int:
+        """How far apart two ranks are that are neighbours on `axis`."""
+        return {"pp": self.dp * self.tp, "dp": self.tp, "tp": 1}[axis]

@@ -1,0 +1,207 @@
+"""Who started this process: its rank and the number of ranks, read from the launcher's variables.
+
+    launcher                  rank                      world size
+    torchrun, deepspeed       RANK                      WORLD_SIZE
+    mpirun (Open MPI)         OMPI_COMM_WORLD_RANK      OMPI_COMM_WORLD_SIZE
+    srun                      SLURM_PROCID              SLURM_NTASKS
+    plain python              0                         1
+
+Where several are set, the first of the table counts. That is right where a launcher was started
+once for each task of another (srun starts one torchrun on every node, torchrun starts the ranks),
+and then its world size is a multiple of the other's number of tasks. Anything else is a mistake and
+refused: sixteen processes that each believe they are alone would train sixteen models in silence.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+class LaunchError(ValueError):
+    """The launcher's variables are incomplete, contradict each other, or make no sense."""
+
+
+@dataclass(frozen=True)
+class LaunchEnvironment:
+    """This process's place among all ranks, and who said so."""
+
+    rank: int  # 0 .. world_size - 1
+    world_size: int  # processes of the whole run
+    local_rank: int  # place among the processes of this machine, which is the GPU to take
+    local_world_size: int  # processes of this machine
+    source: str  # the variables that gave the world size, for messages
+
+    def __post_init__(self) -> None:
+        for name, index, size in (
+            ("rank", self.rank, self.world_size),
+            ("local rank", self.local_rank, self.local_world_size),
+        ):
+            if not 0 <= index < size:
+                raise LaunchError(
+                    f"{name} {index} does not exist among {size} processes (from {self.source})"
+                )
+
+
+@dataclass(frozen=True)
+class _Launcher:
+    """The names under which one launcher passes on the four numbers."""
+
+    source: str
+    rank: str
+    world_size: str
+    local_rank: str
+    local_world_sizes: tuple[str, ...]  # the first that is set
+
+
+# In order of precedence: the innermost launcher first.
+_LAUNCHERS = (
+    _Launcher(
+        source="RANK/WORLD_SIZE",
+        rank="RANK",
+        world_size="WORLD_SIZE",
+        local_rank="LOCAL_RANK",
+        local_world_sizes=("LOCAL_WORLD_SIZE", "LOCAL_SIZE"),  # torchrun's name, DeepSpeed's name
+    ),
+    _Launcher(
+        source="OMPI_*",
+        rank="OMPI_COMM_WORLD_RANK",
+        world_size="OMPI_COMM_WORLD_SIZE",
+        local_rank="OMPI_COMM_WORLD_LOCAL_RANK",
+        local_world_sizes=("OMPI_COMM_WORLD_LOCAL_SIZE",),
+    ),
+    _Launcher(
+        source="SLURM_*",
+        rank="SLURM_PROCID",
+        world_size="SLURM_NTASKS",
+        local_rank="SLURM_LOCALID",
+        local_world_sizes=(),  # SLURM gives a list of all machines instead
+    ),
+)
+
+_SINGLE_PROCESS = LaunchEnvironment(
+    rank=0, world_size=1, local_rank=0, local_world_size=1, source="single process"
+)
+
+
+def read_launch_environment(environ: Mapping[str, str]) -> LaunchEnvironment:
+    """This process's place in the run, from `environ` (usually `os.environ`).
+
+    Raises LaunchError where a variable is missing or is no integer, where two launchers contradict
+    each other, and where several ranks have no MASTER_ADDR and MASTER_PORT to meet at.
+    """
+    launchers = [launcher for launcher in _LAUNCHERS if _started_by(launcher, environ)]
+    if not launchers:
+        return _SINGLE_PROCESS
+    launch = _read(launchers[0], environ)
+    for outer in launchers[1:]:
+        _check_agreement(launch, outer, environ)
+    if launch.world_size > 1:
+        _check_meeting_point(launch, environ)
+    return launch
+
+
+def _started_by(launcher: _Launcher, environ: Mapping[str, str]) -> bool:
+    if launcher.source == "SLURM_*":
+        # A shell or a batch script inside an allocation of one task knows SLURM_NTASKS too; it is
+        # an ordinary single process. With more tasks, python was meant to run once in each.
+        return _integer(environ, launcher.world_size, default=1) > 1 or "SLURM_STEP_ID" in environ
+    return launcher.rank in environ or launcher.world_size in environ
+
+
+def _read(launcher: _Launcher, environ: Mapping[str, str]) -> LaunchEnvironment:
+    if launcher.source == "SLURM_*":
+        _check_started_by_srun(environ)
+    world_size = _integer(environ, launcher.world_size)
+    alone = 0 if world_size == 1 else None  # a single process needs no local rank to be told apart
+    local_rank = _integer(environ, launcher.local_rank, default=alone)
+    return LaunchEnvironment(
+        rank=_integer(environ, launcher.rank),
+        world_size=world_size,
+        local_rank=local_rank,
+        local_world_size=_local_world_size(launcher, environ, world_size),
+        source=launcher.source,
+    )
+
+
+def _local_world_size(launcher: _Launcher, environ: Mapping[str, str], world_size: int) -> int:
+    for name in launcher.local_world_sizes:
+        if name in environ:
+            return _integer(environ, name)
+    if launcher.source == "SLURM_*" and "SLURM_STEP_TASKS_PER_NODE" in environ:
+        counts = _slurm_tasks_per_node(environ["SLURM_STEP_TASKS_PER_NODE"])
+        node = _integer(environ, "SLURM_NODEID", default=0)
+        if node < len(counts):
+            return counts[node]
+    return world_size  # nobody spoke of several machines
+
+
+def _slurm_tasks_per_node(text: str) -> list[int]:
+    """SLURM's short form, one number a machine: "4(x2),3" is [4, 4, 3]."""
+    counts: list[int] = []
+    for part in text.split(","):
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())
+        if match is None:
+            raise LaunchError(
+                f"SLURM_STEP_TASKS_PER_NODE is {text!r}; expected a list such as 4(x2),3"
+            )
+        counts += [int(match[1])] * int(match[2] or 1)
+    return counts
+
+
+def _integer(environ: Mapping[str, str], name: str, default: int | None = None) -> int:
+    text = environ.get(name)
+    if text is None:
+        if default is not None:
+            return default
+        present = [other for other in _known_names() if other in environ]
+        raise LaunchError(
+            f"{name} is not set, but {', '.join(present)} say that a launcher started this "
+            f"process: set {name} too, or unset the others to run a single process"
+        )
+    try:
+        return int(text)
+    except ValueError:
+        raise LaunchError(f"{name} must be an integer, but is {text!r}") from None
+
+
+def _known_names() -> list[str]:
+    return [
+        name
+        for launcher in _LAUNCHERS
+        for name in (launcher.rank, launcher.world_size, launcher.local_rank)
+    ]
+
+
+def _check_started_by_srun(environ: Mapping[str, str]) -> None:
+    # Only srun sets SLURM_STEP_ID. A batch script has SLURM_PROCID=0 too, but is one process.
+    if "SLURM_STEP_ID" not in environ:
+        raise LaunchError(
+            f"SLURM_NTASKS={environ['SLURM_NTASKS']}, but this process was not started by srun "
+            "(SLURM_STEP_ID is not set), so its world size would be 1: "
+            "start it with srun or torchrun, or unset SLURM_NTASKS to run a single process"
+        )
+
+
+def _check_agreement(
+    launch: LaunchEnvironment, outer: _Launcher, environ: Mapping[str, str]
+) -> None:
+    tasks = _integer(environ, outer.world_size, default=1)
+    if tasks < 1 or launch.world_size % tasks != 0:
+        raise LaunchError(
+            f"two launchers disagree: the world size is {launch.world_size} from {launch.source}, "
+            f"but {outer.world_size}={tasks}; it must be that number, or a multiple of it where "
+            f"each of those tasks starts its own ranks: correct or unset one of them"
+        )
+
+
+def _check_meeting_point(launch: LaunchEnvironment, environ: Mapping[str, str]) -> None:
+    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not environ.get(name)]
+    if missing:
+        raise LaunchError(
+            f"{launch.world_size} ranks (from {launch.source}) need a meeting point, but "
+            f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not set. "
+            "torchrun and deepspeed set both; elsewhere export, the same for all ranks, "
+            "MASTER_ADDR=<host of rank 0> (under SLURM: "
+            '"$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)") '
+            "and MASTER_PORT=<a free port of that host, such as 29500>"
+        )

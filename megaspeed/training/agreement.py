@@ -1,0 +1,46 @@
+"""What every rank must have alike before training starts, compared once.
+
+Each node reads its own files. Where they differ, ranks would train on different text, or hang in a collective
+that the others do not call; both are found here by name.
+"""
+
+import hashlib
+
+import torch.distributed as dist
+
+from megaspeed.config import Run
+from megaspeed.data import PreparedCorpus
+from megaspeed.topology import ParallelContext
+
+
+class RanksDisagree(RuntimeError):
+    """Two ranks were started with different inputs."""
+
+
+def check_agreement(run: Run, corpus: PreparedCorpus, context: ParallelContext) -> None:
+    """Compares configuration, corpus and tokenizer with rank 0's; a collective over all ranks.
+
+    Raises:
+        RanksDisagree: on every rank, naming what differs and on which ranks.
+    """
+    own = {
+        "the configuration": _hash(run.config.model_dump_json()),
+        "the training text (data.train)": corpus.fingerprint,
+        "the tokenizer (data.tokenizer)": corpus.train.index.tokenizer_fingerprint,
+    }
+    everyones: list[dict[str, str]] = [{} for _ in range(context.grid.world_size)]
+    dist.all_gather_object(everyones, own, context.world_group)
+    differing = [
+        f"{what} of rank 0 and of ranks {ranks}"
+        for what in own
+        if (ranks := [r for r, other in enumerate(everyones) if other[what] != everyones[0][what]])
+    ]
+    if differing:
+        raise RanksDisagree(
+            f"All ranks must train on the same input, but {'; '.join(differing)} are not the same. "
+            "Give every node the same files, byte for byte."
+        )
+
+
+def _hash(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()

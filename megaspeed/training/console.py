@@ -1,0 +1,145 @@
+"""What rank 0 prints: the plan before the run, one line a log interval, a progress bar, a summary."""
+
+import math
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from megaspeed.config import Run
+from megaspeed.model import layer_count
+from megaspeed.training.metrics import MetricsFile, StepMetrics, ValidationMetrics
+from megaspeed.training.trainer import TrainingSummary
+
+
+class NullObserver:
+    """Listens to nothing: every rank but 0."""
+
+    def step(self, metrics: StepMetrics) -> None:
+        """Ignored."""
+
+    def validation(self, metrics: ValidationMetrics) -> None:
+        """Ignored."""
+
+
+class ConsoleObserver:
+    """Writes every step to ``metrics.jsonl`` and every ``log_interval``-th to the console."""
+
+    def __init__(self, run: Run, console: Console, metrics_file: MetricsFile) -> None:
+        self._log_interval = run.config.training.log_interval
+        self._console = console
+        self._metrics_file = metrics_file
+        self._progress = Progress(
+            TextColumn("training"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("steps"),
+            TimeRemainingColumn(),
+            console=console,
+            transient=True,
+        )
+        self._task = self._progress.add_task("training", total=run.config.training.steps)
+
+    def __enter__(self) -> Self:
+        self._progress.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._progress.stop()
+
+    def step(self, metrics: StepMetrics) -> None:
+        """Records the step and moves the bar."""
+        self._metrics_file.write(metrics)
+        self._progress.update(self._task, completed=metrics.step)
+        if metrics.skipped or metrics.step == 1 or metrics.step % self._log_interval == 0:
+            self._console.print(describe_step(metrics), highlight=False, soft_wrap=True)
+
+    def validation(self, metrics: ValidationMetrics) -> None:
+        """Records and prints an evaluation."""
+        self._metrics_file.write(metrics)
+        self._console.print(
+            f"step {metrics.step:>6}  validation loss {metrics.validation_loss:.4f}  "
+            f"perplexity {metrics.validation_perplexity:.2f}",
+            highlight=False,
+            soft_wrap=True,
+        )
+
+
+def describe_step(metrics: StepMetrics) -> str:
+    """One console line."""
+    mfu = "n/a" if metrics.mfu is None else f"{metrics.mfu:.1%}"
+    skipped = "  SKIPPED: loss or gradient norm is not finite" if metrics.skipped else ""
+    return (
+        f"step {metrics.step:>6}  loss {metrics.loss:.4f}  lr {metrics.learning_rate:.3e}  "
+        f"grad norm {metrics.grad_norm:.3f}  {metrics.tokens_per_second:,.0f} tokens/s  "
+        f"{metrics.tflops_per_rank:.3g} TFLOP/s/rank  MFU {mfu}{skipped}"
+    )
+
+
+def plan_table(run: Run, stages: Sequence[range], parameters: Sequence[int]) -> Table:
+    """Layers and parameters of each pipeline stage, under a line that names the layout.
+
+    Args:
+        run: the resolved run.
+        stages: flat layers of each pipeline stage.
+        parameters: logical parameters of each pipeline stage.
+    """
+    degrees, batch = run.degrees, run.batch
+    table = Table(
+        title=f"{run.name}: pp {degrees.pp} x dp {degrees.dp} x tp {degrees.tp} = "
+        f"{degrees.world_size} ranks, ZeRO-{run.zero_stage}, {run.precision}, "
+        f"{batch.train_batch_size} samples a step in {batch.gradient_accumulation_steps} "
+        f"micro-batches of {batch.micro_batch_size}",
+        title_justify="left",
+    )
+    for heading in ("pipeline stage", "layers", "parameters"):
+        table.add_column(heading, justify="right")
+    for index, (layers, count) in enumerate(zip(stages, parameters, strict=True)):
+        table.add_row(
+            str(index), _describe_layers(layers, layer_count(run.config.model)), f"{count:,}"
+        )
+    return table
+
+
+def summary_table(run: Run, summary: TrainingSummary) -> Table:
+    """The run's last figures."""
+    last = summary.last_step
+    table = Table(title=f"{run.name}: {last.step} steps", title_justify="left", show_header=False)
+    table.add_row("training loss (last step)", f"{last.loss:.4f}")
+    if summary.last_validation is not None:
+        table.add_row("validation loss", f"{summary.last_validation.validation_loss:.4f}")
+        perplexity = summary.last_validation.validation_perplexity
+        table.add_row("validation perplexity", f"{perplexity:.2f}")
+        vocabulary = run.config.model.vocab_size
+        table.add_row(
+            "perplexity of guessing evenly", f"{vocabulary:,} (loss {math.log(vocabulary):.4f})"
+        )
+    table.add_row("tokens", f"{last.tokens:,}")
+    table.add_row("time", f"{summary.seconds:.1f} s")
+    table.add_row("tokens/s", f"{last.tokens / summary.seconds:,.0f}")
+    table.add_row("skipped steps", str(summary.skipped_steps))
+    peaks = ", ".join(f"{peak / 2**20:,.0f}" for peak in last.peak_memory_bytes)
+    table.add_row("peak memory by pipeline stage", f"{peaks} MiB")
+    return table
+
+
+def _describe_layers(layers: range, count: int) -> str:
+    names = []
+    if 0 in layers:
+        names.append("embedding")
+    blocks = [index - 1 for index in layers if 0 < index < count - 1]
+    if blocks:
+        names.append(
+            f"blocks {blocks[0]}-{blocks[-1]}" if len(blocks) > 1 else f"block {blocks[0]}"
+        )
+    if count - 1 in layers:
+        names.append("head")
+    return ", ".join(names)

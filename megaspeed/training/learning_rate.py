@@ -1,0 +1,75 @@
+"""The learning rate of each step, as DeepSpeed's schedulers of the same names compute it.
+
+DeepSpeed 0.19.8 (runtime/lr_schedules.py) counts iterations from -1, which is the first optimizer step's, so step s
+(counted from 0) has iteration s - 1. Warmup goes over W = max(2, warmup_num_steps) iterations along
+
+    linear   i / W            log   ln(i + 1) / ln(W)
+
+The rate is a function of the number of steps taken, so a resumed run needs no state.
+"""
+
+import math
+
+from megaspeed.config import OptimizerConfig, SchedulerConfig
+from megaspeed.config.scheduler import (
+    WarmupCosineLR,
+    WarmupCosineLRParams,
+    WarmupDecayLR,
+    WarmupParams,
+)
+
+
+def learning_rate(
+    optimizer: OptimizerConfig, scheduler: SchedulerConfig | None, *, step: int, steps: int
+) -> float:
+    """The learning rate of optimizer step ``step``.
+
+    Args:
+        optimizer: its ``lr`` is the rate without a scheduler, and what ratios refer to.
+        scheduler: one of DeepSpeed's, or None for a constant rate.
+        step: number of optimizer steps taken before this one.
+        steps: length of the run, for schedulers whose ``total_num_steps`` is left out.
+    """
+    base = optimizer.params.lr
+    if scheduler is None:
+        return base
+    iteration = step - 1
+    if isinstance(scheduler, WarmupCosineLR):
+        return base * _cosine_ratio(scheduler.params, iteration, steps)
+    low = scheduler.params.warmup_min_lr
+    high = base if scheduler.params.warmup_max_lr is None else scheduler.params.warmup_max_lr
+    if iteration < 0:
+        return low
+    warmup = _warmup_steps(scheduler.params)
+    if iteration < warmup:
+        fraction = _warmup_fraction(scheduler.params, iteration)
+    elif isinstance(scheduler, WarmupDecayLR):
+        total = scheduler.params.total_num_steps or steps
+        fraction = max(0.0, (total - iteration) / max(1.0, total - warmup))
+    else:
+        fraction = 1.0
+    return low + (high - low) * fraction
+
+
+def _cosine_ratio(params: WarmupCosineLRParams, iteration: int, steps: int) -> float:
+    if iteration < 0:
+        return 0.0
+    warmup = _warmup_steps(params)
+    if iteration < warmup:
+        span = 1.0 - params.warmup_min_ratio
+        return params.warmup_min_ratio + _warmup_fraction(params, iteration) * span
+    total = params.total_num_steps or steps
+    progress = min(1.0, (iteration - warmup + 1) / max(1, total - warmup))
+    cosine = (1 + math.cos(math.pi * progress)) / 2
+    return max(0.0, params.cos_min_ratio + (1.0 - params.cos_min_ratio) * cosine)
+
+
+def _warmup_steps(params: WarmupParams) -> int:
+    return max(2, params.warmup_num_steps)
+
+
+def _warmup_fraction(params: WarmupParams, iteration: int) -> float:
+    warmup = _warmup_steps(params)
+    if params.warmup_type == "linear":
+        return iteration / warmup
+    return math.log(iteration + 1) / math.log(warmup)

@@ -1,0 +1,29 @@
+"""The loss of a step: the sum over predicted tokens divided by their global number (law 3)."""
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from megaspeed.config import Run
+from megaspeed.tensor_parallel import (
+    TensorAxis,
+    vocab_parallel_cross_entropy,
+    vocabulary_rows_per_rank,
+)
+
+
+def make_loss_function(run: Run, axis: TensorAxis) -> Callable[[Tensor, Tensor], Tensor]:
+    """(this rank's logits, targets (B, S)) -> losses (B, S) in nats, the same on every tensor rank."""
+    vocab_size = run.config.model.vocab_size
+    rows = vocabulary_rows_per_rank(vocab_size, axis.size)
+    start = axis.rank * rows
+    vocabulary = range(min(start, vocab_size), min(start + rows, vocab_size))
+    return lambda logits, targets: vocab_parallel_cross_entropy(logits, targets, vocabulary, axis)
+
+
+def backward_scale(run: Run) -> float:
+    """What a rank's sum of losses is multiplied by before its backward pass.
+
+    ZeRO averages gradients over the data axis, so the mean over all tokens is dp / tokens times the local sum.
+    """
+    return run.degrees.dp / run.tokens_per_step

@@ -1,0 +1,86 @@
+"""What a run records: one JSON object for each optimizer step, with the same keys at every layout."""
+
+import dataclasses
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepMetrics:
+    """One optimizer step, in full precision.
+
+    Attributes:
+        step: counted from 1.
+        loss: mean over the step's predicted tokens, nats.
+        grad_norm: before clipping, over all logical parameters.
+        learning_rate: that the step was taken with.
+        tokens: predicted tokens so far, this step included.
+        step_time_seconds: wall time of the step.
+        tokens_per_second: of this step, over all ranks.
+        tflops_per_rank: useful matrix operations of this step, in 10^12 a second and rank.
+        mfu: that as a fraction of the device's dense peak; None where the peak is not known.
+        peak_memory_bytes: so far, by pipeline stage, the maximum over its ranks.
+        skipped: the step was not taken because loss or gradient norm was not finite.
+    """
+
+    step: int
+    loss: float
+    grad_norm: float
+    learning_rate: float
+    tokens: int
+    step_time_seconds: float
+    tokens_per_second: float
+    tflops_per_rank: float
+    mfu: float | None
+    peak_memory_bytes: list[int]
+    skipped: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class ValidationMetrics:
+    """One evaluation: after which step, the mean loss in nats, and e to its power."""
+
+    step: int
+    validation_loss: float
+    validation_perplexity: float
+
+    @classmethod
+    def of(cls, step: int, loss: float) -> Self:
+        """From the mean loss; a perplexity too large for a float is infinite."""
+        perplexity = math.exp(loss) if loss < 700 else math.inf
+        return cls(step=step, validation_loss=loss, validation_perplexity=perplexity)
+
+
+class MetricsFile:
+    """``metrics.jsonl`` of a run, one line an object, flushed at once so that it can be followed.
+
+    JSON has no infinity and no NaN: they are written as null.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("w", encoding="utf-8")
+
+    def write(self, metrics: StepMetrics | ValidationMetrics) -> None:
+        """Appends one object."""
+        record = {key: _finite(value) for key, value in dataclasses.asdict(metrics).items()}
+        self._file.write(json.dumps(record) + "\n")
+        self._file.flush()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._file.close()
+
+
+def _finite(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,35 @@
+"""AdamW over two groups: matrices and embeddings decay, biases and norms do not (law 4)."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from megaspeed.config import OptimizerConfig
+
+
+def decays(name: str) -> bool:
+    """Whether the parameter ``name`` is subject to weight decay: matrices and embeddings are."""
+    return name.endswith(".weight") and "norm" not in name
+
+
+def parameter_groups(
+    parameters: Mapping[str, nn.Parameter], optimizer: OptimizerConfig
+) -> list[dict[str, Any]]:
+    """Groups for ``torch.optim``: those that decay, then those that do not; empty ones left out."""
+    decaying = [p for name, p in parameters.items() if decays(name)]
+    others = [p for name, p in parameters.items() if not decays(name)]
+    groups = [
+        {"params": decaying, "weight_decay": optimizer.params.weight_decay},
+        {"params": others, "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]
+
+
+def make_optimizer(
+    groups: list[dict[str, Any]], optimizer: OptimizerConfig
+) -> torch.optim.Optimizer:
+    """torch's AdamW in its fused form: one kernel for each group, on the CPU and on the GPU, nothing compiled."""
+    params = optimizer.params
+    return torch.optim.AdamW(groups, lr=params.lr, betas=params.betas, eps=params.eps, fused=True)

@@ -1,0 +1,143 @@
+"""The main job: one JSON file in, a trained model's metrics and loss curve out.
+
+    arguments -> launch environment -> run (checked) -> corpus -> process groups -> training -> summary, curve
+
+All input is checked before any process group exists, so a mistake is a message and not a hang.
+"""
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from rich.console import Console
+
+from megaspeed.config import ConfigError, Run, load_run
+from megaspeed.data import DataError, PreparedCorpus, prepare_corpus
+from megaspeed.topology import (
+    Grid,
+    LaunchEnvironment,
+    LaunchError,
+    ParallelContext,
+    read_launch_environment,
+)
+from megaspeed.training.agreement import RanksDisagree, check_agreement
+from megaspeed.training.console import ConsoleObserver, NullObserver, plan_table, summary_table
+from megaspeed.training.loss_curve import draw_loss_curve
+from megaspeed.training.metrics import MetricsFile
+from megaspeed.training.trainer import Trainer, TrainingDiverged, TrainingSummary
+from megaspeed.training.worker import layers_of_stages, parameters_of_stages
+
+EXIT_DONE, EXIT_FAILED, EXIT_WRONG_INPUT = 0, 1, 2
+
+# Launchers end the whole job when one process ends badly; rank 0 speaks for all, so it gets this head start.
+_SECONDS_FOR_RANK_0_TO_SPEAK = 5.0
+_COLLECTIVE_TIMEOUT_SECONDS = 1800.0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Trains as the command line says; returns the exit code."""
+    options = _parse(arguments)
+    try:
+        launch = read_launch_environment(os.environ)
+    except LaunchError as error:
+        sys.stderr.write(f"{error}\n")
+        return EXIT_WRONG_INPUT
+    console = Console(stderr=False, quiet=launch.rank != 0)
+    try:
+        run, corpus = _check_input(options, launch, console)
+    except (ConfigError, DataError) as error:
+        return _refuse(error, launch)
+    return _train(run, corpus, launch, console)
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Pretrain a GPT as a JSON file says.")
+    parser.add_argument("--config", required=True, type=Path, help="the run's JSON file")
+    parser.add_argument(
+        "--set",
+        dest="overrides",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="key.path=value",
+        help="replace single values of the file",
+    )
+    # The deepspeed launcher passes it to every process; the environment says the same.
+    parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
+    return parser.parse_args(arguments)
+
+
+def _check_input(
+    options: argparse.Namespace, launch: LaunchEnvironment, console: Console
+) -> tuple[Run, PreparedCorpus]:
+    run = load_run(
+        options.config,
+        options.overrides,
+        world_size=launch.world_size,
+        world_source=launch.source,
+        device_type="cuda" if torch.cuda.is_available() else "cpu",
+    )
+    start = time.perf_counter()
+    with console.status("preparing the corpus"):
+        corpus = prepare_corpus(run.config.data, run.config.model.vocab_size)
+    console.print(
+        f"corpus: {corpus.train.index.tokens:,} training tokens, "
+        f"{corpus.training_sequences:,} sequences, ready in {time.perf_counter() - start:.1f} s",
+        highlight=False,
+    )
+    return run, corpus
+
+
+def _refuse(error: Exception, launch: LaunchEnvironment) -> int:
+    if launch.rank != 0:
+        time.sleep(_SECONDS_FOR_RANK_0_TO_SPEAK)
+    speaker = f"[rank {launch.rank}] " if launch.rank else ""
+    sys.stderr.write(f"{speaker}{error}\n")
+    sys.stderr.flush()
+    return EXIT_WRONG_INPUT
+
+
+def _train(run: Run, corpus: PreparedCorpus, launch: LaunchEnvironment, console: Console) -> int:
+    run_dir = run.run_dir
+    if launch.rank == 0:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        text = run.config.model_dump_json(indent=2, exclude_none=True) + "\n"
+        (run_dir / "config.json").write_text(text, encoding="utf-8")
+    degrees = run.degrees
+    context = ParallelContext.create(
+        Grid(pp=degrees.pp, dp=degrees.dp, tp=degrees.tp),
+        launch,
+        timeout_seconds=_COLLECTIVE_TIMEOUT_SECONDS,
+    )
+    with context:
+        console.print(plan_table(run, layers_of_stages(run), parameters_of_stages(run)))
+        try:
+            check_agreement(run, corpus, context)
+            summary = _run_trainer(run, context, corpus, run_dir, console)
+        except (RanksDisagree, TrainingDiverged) as error:
+            console.print(f"[red]training stopped:[/red] {error}", highlight=False)
+            return EXIT_FAILED
+    if launch.rank == 0:
+        picture = run_dir / "loss.png"
+        draw_loss_curve(run_dir / "metrics.jsonl", picture, title=run.name)
+        console.print(summary_table(run, summary))
+        console.print(
+            f"metrics: {run_dir / 'metrics.jsonl'}   loss curve: {picture}", highlight=False
+        )
+    return EXIT_DONE
+
+
+def _run_trainer(
+    run: Run, context: ParallelContext, corpus: PreparedCorpus, run_dir: Path, console: Console
+) -> TrainingSummary:
+    if context.rank != 0:
+        return Trainer(run, context, corpus, NullObserver()).train()
+    with (
+        MetricsFile(run_dir / "metrics.jsonl") as metrics_file,
+        ConsoleObserver(run, console, metrics_file) as observer,
+    ):
+        return Trainer(run, context, corpus, observer).train()

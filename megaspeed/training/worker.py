@@ -1,0 +1,175 @@
+"""One rank of a run: its pipeline stage's engine, its neighbours, its schedule.
+
+    learning rate, micro-batches -> [schedule -> executor -> engine] -> loss, gradient norm, skipped
+
+The worker knows how one step and one evaluation are computed; when and on what is the trainer's business.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megaspeed.config import Run
+from megaspeed.data import MicroBatch
+from megaspeed.model import GPT, forward_flops_per_token, logical_name
+from megaspeed.pipeline import (
+    SCHEDULES,
+    Channel,
+    Executor,
+    Neighbours,
+    check_schedule,
+    forward_only,
+    partition_layers,
+    peak_micro_batches_in_flight,
+)
+from megaspeed.tensor_parallel import ParameterShard, TensorAxis
+from megaspeed.topology import ParallelContext
+from megaspeed.training.loss import backward_scale, make_loss_function
+from megaspeed.training.optimizer import make_optimizer, parameter_groups
+from megaspeed.zero import DTYPES, ZeroEngine, build_engine
+
+Load = Callable[[int], MicroBatch]
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one optimizer step did, the same on every rank.
+
+    Attributes:
+        loss: mean over all predicted tokens of the step, in nats.
+        grad_norm: before clipping, over all logical parameters; not finite where that is why it was skipped.
+        skipped: whether the step was not taken because loss or norm was not finite.
+    """
+
+    loss: float
+    grad_norm: float
+    skipped: bool
+
+
+def layers_of_stages(run: Run) -> list[range]:
+    """The flat layers of each pipeline stage: the largest stage's forward operations are least."""
+    costs = forward_flops_per_token(run.config.model, run.config.data.sequence_length)
+    return partition_layers(costs, run.degrees.pp)
+
+
+def parameters_of_stages(run: Run) -> list[int]:
+    """Logical parameters of each pipeline stage; a tied embedding counts where it is first used."""
+    counts = []
+    for layers in layers_of_stages(run):
+        with torch.device("meta"):
+            stage = GPT(run.config.model, layers=layers)
+        counts.append(
+            sum(
+                parameter.numel()
+                for name, parameter in stage.named_parameters()
+                if 0 in layers or logical_name(run.config.model, name) == name
+            )
+        )
+    return counts
+
+
+class Worker:
+    """Builds this rank's part of the run and computes steps and evaluations with the other ranks.
+
+    Every method is a collective: all ranks call it together.
+    """
+
+    def __init__(self, run: Run, context: ParallelContext) -> None:
+        self.run = run
+        self.context = context
+        self.engine: ZeroEngine
+        self.shards: dict[str, ParameterShard]
+        self.engine, self.shards = build_engine(
+            run,
+            context,
+            layers=layers_of_stages(run)[context.pp_rank],
+            parameter_groups=lambda named: parameter_groups(named, run.config.optimizer),
+            make_optimizer=lambda groups: make_optimizer(groups, run.config.optimizer),
+        )
+        self._schedule = SCHEDULES[run.config.parallel.schedule]
+        check_schedule(self._schedule, run.degrees.pp, run.batch.gradient_accumulation_steps)
+        self._neighbours = self._connect()
+        axis = TensorAxis(group=context.tp_group, rank=context.tp_rank, size=context.tp_size)
+        self._loss_function = make_loss_function(run, axis)
+
+    def train_step(self, load: Load, learning_rate: float) -> StepResult:
+        """One optimizer step on the micro-batches that ``load`` gives."""
+        micro_batches = self.run.batch.gradient_accumulation_steps
+        executor = self._executor(load, micro_batches, scale=backward_scale(self.run))
+        self.engine.train(True)
+        executor.run(self._schedule(self.context.pp_size, self.context.pp_rank, micro_batches))
+        outcome = self.engine.step(executor.loss_sum, learning_rate)
+        loss = self._sum_over_ranks(executor.loss_sum) / self.run.tokens_per_step
+        return StepResult(loss, outcome.grad_norm, outcome.skipped)
+
+    @torch.no_grad()
+    def evaluate(self, load: Load, micro_batches: int, predicted_tokens: int) -> float:
+        """Mean loss over ``predicted_tokens`` targets, without dropout and without a step."""
+        executor = self._executor(load, micro_batches, scale=1.0)
+        self.engine.train(False)
+        executor.run(forward_only(self.context.pp_size, self.context.pp_rank, micro_batches))
+        return self._sum_over_ranks(executor.loss_sum) / predicted_tokens
+
+    def first_non_finite_parameter(self) -> str | None:
+        """ "<name> on rank <r>" of the lowest rank that has a non-finite gradient in the last step."""
+        found: list[str | None] = [None] * self.context.grid.world_size
+        dist.all_gather_object(found, self.engine.non_finite_parameter, self.context.world_group)
+        named = (f"{name} on rank {rank}" for rank, name in enumerate(found) if name is not None)
+        return next(named, None)
+
+    def _executor(self, load: Load, micro_batches: int, *, scale: float) -> Executor:
+        return Executor(
+            self.engine,
+            self._neighbours,
+            load=load,
+            loss_function=self._loss_function,
+            loss_scale=scale,
+            micro_batches=micro_batches,
+        )
+
+    def _sum_over_ranks(self, loss_sum: Tensor | None) -> float:
+        """The last stage's sums over the data axis, on every rank; tensor ranks hold copies, one counts."""
+        total = torch.zeros((), dtype=torch.float64, device=self.context.device)
+        if loss_sum is not None and self.context.tp_rank == 0:
+            total += loss_sum
+        dist.all_reduce(total, group=self.context.world_group)
+        return float(total)
+
+    def _connect(self) -> Neighbours:
+        context, run = self.context, self.run
+        sequence = run.config.data.sequence_length
+        if run.config.parallel.sequence_parallel:
+            sequence //= context.tp_size
+        shape = (run.batch.micro_batch_size, sequence, run.config.model.hidden_size)
+        in_flight = peak_micro_batches_in_flight(
+            self._schedule,
+            context.pp_size,
+            context.pp_rank,
+            run.batch.gradient_accumulation_steps,
+        )
+
+        def channel(
+            group: dist.ProcessGroup, receive_from: int | None, send_to: int | None
+        ) -> Channel:
+            return Channel(
+                group,
+                receive_from=receive_from,
+                send_to=send_to,
+                shape=shape,
+                dtype=DTYPES[run.precision],
+                device=context.device,
+                max_sends_in_flight=in_flight,
+            )
+
+        before, after = context.previous_rank, context.next_rank
+        activations = channel(context.activation_group, before, after)
+        gradients = channel(context.gradient_group, after, before)
+        return Neighbours(
+            activations_in=None if before is None else activations,
+            activations_out=None if after is None else activations,
+            gradients_in=None if after is None else gradients,
+            gradients_out=None if before is None else gradients,
+        )

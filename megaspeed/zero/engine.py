@@ -1,0 +1,204 @@
+"""One pipeline stage's DeepSpeed engine, driven by a schedule instead of by itself.
+
+The order of calls in one optimizer step, whatever the schedule:
+
+    forward(m) ... backward(m) ...        for every micro-batch, in any valid order
+    reduce_gradients()                    over the data axis
+    reduce_tied_gradients()               over the two pipeline stages that share the embedding
+    step()                                norm, clip, optimizer
+
+When ZeRO communicates is ``gradient_reduction``: ``per_micro_batch`` lets DeepSpeed's hooks reduce
+during every backward; ``per_step`` holds them back (``coalesce_grad_reduction``) and reduces the
+sum of all micro-batches once.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megaspeed.config import Run
+from megaspeed.topology import ParallelContext
+from megaspeed.zero.fragments import GradientFragment, gradient_fragments
+from megaspeed.zero.global_norm import first_non_finite, global_norm
+from megaspeed.zero.reductions import average_over_replicas, sum_tied_gradients
+from megaspeed.zero.workarounds.own_norm import INVALID_NORM, use_norm
+from megaspeed.zero.workarounds.partitioned_gradients import keep_only_own_partition
+from megaspeed.zero.workarounds.reduction_dtype import reduce_in
+from megaspeed.zero.workarounds.stage3_in_flight import InFlightCounters
+
+
+@dataclass(frozen=True)
+class StepOutcome:
+    """What one optimizer step did.
+
+    Attributes:
+        grad_norm: norm before clipping over all logical parameters; not finite where the step was
+            skipped because of it.
+        skipped: whether the step was not taken.
+    """
+
+    grad_norm: float
+    skipped: bool
+
+
+class ZeroEngine:
+    """Forward, backward and step of one rank's part of the model.
+
+    Args:
+        engine: the ``DeepSpeedEngine`` (stage 1, 2 or 3) of this rank's module.
+        run: the resolved run.
+        context: this rank's groups.
+        owned_elements: how many leading elements of each parameter this rank counts.
+        tied: this rank's copy of a weight that another pipeline stage holds too, if it has one.
+    """
+
+    def __init__(
+        self,
+        engine: Any,
+        run: Run,
+        context: ParallelContext,
+        *,
+        owned_elements: Mapping[nn.Parameter, int],
+        tied: nn.Parameter | None,
+    ) -> None:
+        self._engine = engine
+        self._optimizer = engine.optimizer
+        self._context = context
+        self._owned_elements = owned_elements
+        self._tied = tied
+        self._per_step = run.gradient_reduction == "per_step"
+        self._replicated = run.zero_stage == 0
+        self.names = {parameter: name for name, parameter in engine.module.named_parameters()}
+        """Full name of each of this rank's parameters."""
+        self._in_flight = InFlightCounters(engine.module) if run.zero_stage == 3 else None
+        self._coalescing: AbstractContextManager[None] | None = None
+        self._loss: Tensor | None = None
+        self._norm = math.nan
+        self.non_finite_parameter: str | None = None
+        """This rank's first parameter with a non-finite gradient in the last step, if there was
+        one."""
+        self.before_step: Callable[[], None] = lambda: None
+        """Called in ``step`` once all gradients are reduced and none is clipped: a place to look at
+        them."""
+        use_norm(self._optimizer, self._measure_norm)
+        if run.zero_stage < 3:
+            reduce_in(self._optimizer, self._optimizer.gradient_accumulation_dtype)
+            if not self._optimizer.cpu_offload:
+                keep_only_own_partition(self._optimizer)
+
+    @property
+    def module(self) -> nn.Module:
+        """This rank's part of the model."""
+        module: nn.Module = self._engine.module
+        return module
+
+    @property
+    def optimizer(self) -> Any:
+        """DeepSpeed's ZeRO optimizer."""
+        return self._optimizer
+
+    def forward(self, micro_batch: int, x: Tensor, samples: tuple[int, ...]) -> Tensor:
+        """Runs the module on ``x``: tokens (B, S) or hidden states (B, S, D)."""
+        output: Tensor = self._engine(x, samples)
+        if self._in_flight is not None and torch.is_grad_enabled():
+            self._in_flight.save(micro_batch)
+        return output
+
+    def backward(
+        self, micro_batch: int, output: Tensor, gradient: Tensor | None, *, last: bool
+    ) -> None:
+        """Back-propagates one micro-batch.
+
+        Args:
+            micro_batch: which one.
+            output: the scalar loss on the last pipeline stage, what ``forward`` returned on the
+                others.
+            gradient: with respect to ``output``; None for the loss.
+            last: whether this is the step's last micro-batch.
+        """
+        # DeepSpeed 0.19.8 resets what belongs to one backward in its forward (engine.py:2991-2992).
+        # With several forwards before a backward, hooks would not be queued (stages 1, 2) or only
+        # the last micro-batch's gradient would survive (stage3.py:2394-2410), silently.
+        self._optimizer.clear_backward_seen_flag()
+        if self._per_step:
+            self._hold_back_reduction()
+        else:
+            self._engine.set_gradient_accumulation_boundary(last)
+        if self._in_flight is not None:
+            self._in_flight.restore(micro_batch)
+        if gradient is None:
+            self._engine.backward(output)
+            return
+        # The gradient received carries the loss scale already; DeepSpeed asks to be told
+        # (engine.py:3205-3211).
+        self._engine._manual_backward_expected = True
+        output.backward(gradient)
+
+    def reduce_gradients(self) -> None:
+        """Completes the reduction over the data axis."""
+        if self._coalescing is not None:
+            self._coalescing.__exit__(None, None, None)
+            self._coalescing = None
+        if self._replicated:
+            average_over_replicas(
+                self.gradient_fragments(), self._context.dp_group, self._context.device
+            )
+
+    def reduce_tied_gradients(self) -> None:
+        """Sums the gradients of a weight that the first and the last pipeline stage share."""
+        sum_tied_gradients(
+            self.gradient_fragments(), self._tied, self._context.tied_group, self._context.device
+        )
+
+    def step(self, loss: Tensor | None, learning_rate: float) -> StepOutcome:
+        """Clips by the global norm and takes an optimizer step, on all ranks or on none.
+
+        Args:
+            loss: this rank's share of the loss (None where it has none): a non-finite one skips the
+                step.
+            learning_rate: of this step, for all parameter groups.
+        """
+        self._loss = loss
+        for group in self._optimizer.param_groups:
+            group["lr"] = learning_rate
+        self.before_step()
+        self._engine.set_gradient_accumulation_boundary(True)
+        self._engine.step()
+        return StepOutcome(self._norm, bool(self._optimizer.overflow))
+
+    def gradient_fragments(self) -> Iterator[GradientFragment]:
+        """This rank's reduced gradients, from ``reduce_gradients`` to ``step``."""
+        return gradient_fragments(self._optimizer)
+
+    def train(self, mode: bool) -> None:
+        """Switches dropout on (True) or off (False)."""
+        self._engine.train(mode)
+
+    def _hold_back_reduction(self) -> None:
+        if self._coalescing is None:
+            self._coalescing = self._engine.coalesce_grad_reduction()
+            self._coalescing.__enter__()
+
+    def _measure_norm(self) -> Tensor:
+        """The norm as DeepSpeed wants it: still multiplied by the loss scale, negative where it is
+        not finite."""
+        context = self._context
+        norm = global_norm(
+            self.gradient_fragments(),
+            self._owned_elements,
+            # Replicated gradients are counted by one data index, partitioned ones by all together.
+            group=context.model_group if self._replicated else context.world_group,
+            device=context.device,
+            loss=self._loss,
+        )
+        self._norm = float(norm) / float(self._optimizer.loss_scale)
+        finite = math.isfinite(self._norm)
+        self.non_finite_parameter = (
+            None if finite else first_non_finite(self.gradient_fragments(), self.names)
+        )
+        return norm if finite else torch.full_like(norm, INVALID_NORM)

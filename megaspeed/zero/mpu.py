@@ -1,0 +1,54 @@
+"""What DeepSpeed asks a "model parallel unit": the data-parallel group, and nothing else.
+
+DeepSpeed partitions over the data axis. Everything that spans the model axes - the norm, tied
+weights, the agreement to skip a step - is done by this package, so the model-parallel group that
+DeepSpeed sees is this rank alone.
+"""
+
+import torch.distributed as dist
+
+from megaspeed.topology import ParallelContext
+
+
+class DataAxis:
+    """DeepSpeed's ``mpu`` for one engine.
+
+    Args:
+        context: this rank's groups.
+        replicate: ZeRO-0: partition over this rank alone, so that every rank holds everything.
+    """
+
+    def __init__(self, context: ParallelContext, *, replicate: bool) -> None:
+        self._partition_group = context.self_group if replicate else context.dp_group
+        self._self_group = context.self_group
+
+    def get_data_parallel_group(self) -> dist.ProcessGroup:
+        """The group over which ZeRO partitions."""
+        return self._partition_group
+
+    def get_data_parallel_world_size(self) -> int:
+        """Its size."""
+        return dist.get_world_size(self._partition_group)
+
+    def get_data_parallel_rank(self) -> int:
+        """This rank's place in it."""
+        return dist.get_rank(self._partition_group)
+
+    def get_model_parallel_group(self) -> dist.ProcessGroup:
+        """This rank alone."""
+        return self._self_group
+
+    def get_model_parallel_world_size(self) -> int:
+        """One."""
+        return 1
+
+    def get_model_parallel_rank(self) -> int:
+        """Zero."""
+        return 0
+
+    get_tensor_model_parallel_group = get_model_parallel_group
+    get_tensor_model_parallel_world_size = get_model_parallel_world_size
+    get_tensor_model_parallel_rank = get_model_parallel_rank
+    get_pipeline_model_parallel_group = get_model_parallel_group
+    get_pipeline_model_parallel_world_size = get_model_parallel_world_size
+    get_pipeline_model_parallel_rank = get_model_parallel_rank

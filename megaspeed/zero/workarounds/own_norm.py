@@ -1,0 +1,27 @@
+"""DeepSpeed 0.19.8, runtime/zero/stage_1_and_2.py:2648-2701, 2943-2960 and
+runtime/zero/stage3.py:2419-2486, 2573-2584: the gradient norm is all-reduced over the
+model-parallel group once for each parameter group, which hangs where pipeline stages have different
+numbers of groups; stage 3 ignores the mark of tied copies; and which parameters count is
+all-or-nothing, where key/value heads on several ranks need a part of one counted.
+
+Both optimizers ask one method for the norm and then skip the step themselves where it is invalid
+(negative), in every dtype. That method is replaced; the separate overflow check, whose verdict
+spans fewer ranks than the norm's, says nothing.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+INVALID_NORM = -1.0
+"""What DeepSpeed takes for "not finite": the step is skipped and the gradients are dropped."""
+
+
+def use_norm(optimizer: Any, norm: Callable[[], Tensor]) -> None:
+    """Makes a ZeRO optimizer clip by, report, and skip on ``norm()``, a scalar or invalid."""
+    optimizer.check_overflow = lambda *args, **kwargs: None
+    if hasattr(optimizer, "scaled_global_norm"):
+        optimizer.scaled_global_norm = norm
+    else:
+        optimizer._get_norm_groups = lambda: [norm()]

@@ -1,0 +1,11 @@
+"""Pretrains a GPT: ``deepspeed scripts/pretrain.py --config ds_configs/zero3.json``.
+
+Runs the same under ``deepspeed``, ``torchrun``, ``srun`` and plain ``python`` (one process).
+"""
+
+import sys
+
+from megaspeed.training.pretrain import main
+
+if __name__ == "__main__":
+    sys.exit(main())

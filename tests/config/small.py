@@ -1,0 +1,71 @@
+"""A small config as JSON values, and the shortest ways to get its problems."""
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+from megaspeed.config import Run, load_run
+from megaspeed.config.degrees import World
+from megaspeed.config.document import Document
+from megaspeed.config.loading import find_problems
+from megaspeed.config.merging import merge
+from megaspeed.config.overrides import parse_override
+
+_SMALL: dict[str, Any] = {
+    "model": {
+        "architecture": "gpt2",
+        "vocab_size": 301,
+        "hidden_size": 96,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 12,
+        "max_position_embeddings": 64,
+    },
+    "data": {"sequence_length": 32},
+    "training": {"steps": 100},
+    "train_batch_size": 16,
+    "train_micro_batch_size_per_gpu": 2,
+}
+
+
+def small(**keys: Any) -> dict[str, Any]:
+    """A valid config of 12 heads and 4 blocks, with these keys merged over it."""
+    return merge(copy.deepcopy(_SMALL), keys)
+
+
+def patch(*overrides: str) -> dict[str, Any]:
+    """A patch in the words of the command line: `patch("parallel.tensor=2")`."""
+    trees = [parse_override(text)[0] for text in overrides]
+    merged: dict[str, Any] = {}
+    for tree in trees:
+        merged = merge(merged, tree)
+    return merged
+
+
+def problems(
+    *overrides: str, world_size: int | None = None, device_type: str = "cpu", **keys: Any
+) -> list[str]:
+    """Everything wrong with the small config under overrides, or keys given as values."""
+    world = None if world_size is None else World(world_size, "WORLD_SIZE", device_type)
+    values = small(**{**patch(*overrides), **keys})
+    return list(find_problems(Document(values), world))
+
+
+def only_problem(
+    *overrides: str, world_size: int | None = None, device_type: str = "cpu", **keys: Any
+) -> str:
+    """The one thing that is wrong."""
+    found = problems(*overrides, world_size=world_size, device_type=device_type, **keys)
+    assert len(found) == 1, found
+    return found[0]
+
+
+def write(file: Path, values: dict[str, Any]) -> Path:
+    """Put JSON values into a file."""
+    file.write_text(json.dumps(values))
+    return file
+
+
+def load(file: Path, *overrides: str, world_size: int = 1) -> Run:
+    """The run of a file."""
+    return load_run(file, overrides, world_size=world_size, world_source="WORLD_SIZE")

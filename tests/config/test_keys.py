@@ -1,0 +1,70 @@
+"""A key that nothing reads is an error that names the key that was probably meant."""
+
+import pytest
+
+from megaspeed.config.keys import OTHER_NAMES, all_key_paths, keys_at
+from tests.config.small import only_problem, problems
+
+
+@pytest.mark.parametrize(
+    ("override", "nearest"),
+    [
+        ("gradient_clipp1ng=1.0", "gradient_clipping"),
+        ("zero_optimisation.stage=1", "zero_optimization"),
+        ("model.hiden_size=4", "model.hidden_size"),
+        ("optimizer.params.beta=[0.9, 0.9]", "optimizer.params.betas"),
+        (
+            "zero_optimization.offload_optimizer.devise=cpu",
+            "zero_optimization.offload_optimizer.device",
+        ),
+        ("hidden_size=4", "model.hidden_size"),
+        ("training.sequence_length=4", "data.sequence_length"),
+        ("model.n_layer=4", "model.num_hidden_layers"),
+        ("parallel.tp=4", "parallel.tensor"),
+        ("parallel.tensor_parallel=4", "parallel.tensor"),
+    ],
+)
+def test_an_unknown_key_names_the_nearest(override: str, nearest: str) -> None:
+    unknown = override.partition("=")[0].replace("zero_optimisation.stage", "zero_optimisation")
+    assert only_problem(override) == (
+        f"{unknown} is an unknown key; the nearest known key is {nearest}"
+    )
+
+
+def test_a_rule_is_silent_about_the_key_that_was_meant() -> None:
+    """Else the default of 1000 warmup steps, which nobody asked for, would be a second problem."""
+    scheduler = {"type": "WarmupLR", "params": {"warmup_steps": 4}}
+    assert only_problem(scheduler=scheduler).endswith("is scheduler.params.warmup_num_steps")
+
+
+def test_a_key_like_no_other_gets_the_list_of_its_section() -> None:
+    assert only_problem(data={"zzz": 1}) == (
+        "data.zzz is an unknown key; data knows seed, sequence_length, tokenizer, train, "
+        "validation, validation_fraction"
+    )
+
+
+def test_a_key_of_another_scheduler_says_so() -> None:
+    scheduler = {"type": "WarmupLR", "params": {"warmup_num_steps": 5, "cos_min_ratio": 0.1}}
+    assert "belongs to another scheduler.type" in only_problem(scheduler=scheduler)
+
+
+def test_unknown_keys_are_told_all_at_once() -> None:
+    found = problems(aa=1, model={"bb": 1, "cc": 1}, optimizer={"params": {"dd": 1}})
+    assert len(found) == 4
+
+
+def test_other_names_lead_to_keys_that_exist_and_are_no_keys_themselves() -> None:
+    assert set(OTHER_NAMES.values()) <= set(all_key_paths())
+    leaves = {path.rpartition(".")[2] for path in all_key_paths()}
+    assert not leaves & set(OTHER_NAMES)
+
+
+def test_keys_of_a_scheduler_are_those_of_its_type() -> None:
+    values = {"scheduler": {"type": "WarmupLR", "params": {}}}
+    assert keys_at(("scheduler", "params"), values) == [
+        "warmup_max_lr",
+        "warmup_min_lr",
+        "warmup_num_steps",
+        "warmup_type",
+    ]

@@ -1,0 +1,64 @@
+"""Laws of the number and kind of processes, with where the number came from."""
+
+import pytest
+
+from megaspeed.config import ConfigError, World
+from megaspeed.config.degrees import Degrees, data_degree_equation, degrees_in, divisors
+from megaspeed.config.parallel import ParallelConfig
+from tests.config.small import only_problem, problems
+
+
+def test_pipeline_and_tensor_divide_the_world() -> None:
+    assert only_problem("parallel.pipeline=2", "parallel.tensor=4", world_size=12) == (
+        "world size 12 (from WORLD_SIZE) is not divisible by parallel.pipeline 2 x parallel.tensor "
+        "4 = 8; start 8 or 16 processes, or choose degrees whose product is one of 1, 2, 3, 4, 6, "
+        "12"
+    )
+
+
+def test_a_world_smaller_than_the_degrees_is_not_told_to_start_none() -> None:
+    assert "; start 8 processes, or" in only_problem(
+        "parallel.pipeline=2", "parallel.tensor=4", world_size=2
+    )
+
+
+def test_stated_degrees_multiply_to_the_world() -> None:
+    overrides = ("parallel.data=4", "parallel.pipeline=2", "parallel.tensor=2")
+    assert only_problem(*overrides, world_size=8) == (
+        "parallel.data 4 x parallel.pipeline 2 x parallel.tensor 2 = 16, and not world size 8 "
+        '(from WORLD_SIZE); set parallel.data to 2 or "auto", or start 16 processes'
+    )
+    assert problems(*overrides, world_size=16, train_micro_batch_size_per_gpu=1) == []
+
+
+def test_auto_data_degree_is_what_remains() -> None:
+    parallel = ParallelConfig(pipeline=2, tensor=4)
+    assert degrees_in(parallel, World(24, "x")) == Degrees(pp=2, dp=3, tp=4)
+    assert degrees_in(parallel, World(20, "x")) is None
+
+
+def test_the_equation_tells_how_dp_came_about() -> None:
+    degrees = Degrees(pp=1, dp=8, tp=2)
+    assert data_degree_equation(degrees, World(16, "SLURM_NTASKS")) == (
+        "dp 8 = world 16 / (pipeline 1 x tensor 2), world from SLURM_NTASKS"
+    )
+
+
+def test_a_world_has_at_least_one_process() -> None:
+    with pytest.raises(ConfigError, match=r"world size 0 \(from --world-size\)"):
+        World(0, "--world-size")
+
+
+def test_fp16_needs_a_gpu() -> None:
+    assert "set bf16.enabled instead" in only_problem("fp16.enabled=true", world_size=1)
+    assert problems("fp16.enabled=true", world_size=1, device_type="cuda") == []
+    assert problems("fp16.enabled=true") == [], "without a world the device is not known"
+
+
+def test_the_batch_is_not_judged_by_degrees_that_are_wrong() -> None:
+    assert "is not divisible by" in only_problem("parallel.pipeline=3", world_size=8)
+
+
+def test_divisors_are_all_and_ascending() -> None:
+    for number in range(1, 200):
+        assert divisors(number) == [d for d in range(1, number + 1) if number % d == 0]

@@ -1,0 +1,120 @@
+"""A run is definite: nothing in it is left to be worked out."""
+
+import time
+from pathlib import Path
+
+import pytest
+
+from megaspeed.config import ConfigError, Run, check_config, parse_config, read_config, resolve_run
+from tests.config.small import load, patch, small, write
+
+
+def resolve(*overrides: str, world_size: int = 1, device_type: str = "cpu") -> Run:
+    config = parse_config(small(**patch(*overrides)))
+    return resolve_run(
+        config,
+        name="small",
+        world_size=world_size,
+        world_source="WORLD_SIZE",
+        device_type=device_type,
+    )
+
+
+def test_auto_becomes_numbers() -> None:
+    run = resolve("parallel.pipeline=2", "parallel.tensor=2", world_size=8)
+    assert (run.degrees.pp, run.degrees.dp, run.degrees.tp) == (2, 2, 2)
+    assert run.degrees.world_size == 8
+    assert run.parallel.data == 2
+    assert run.config.gradient_accumulation_steps == run.batch.gradient_accumulation_steps == 4
+    assert run.run_dir == Path("runs/small")
+    assert run.tokens_per_step == 16 * 32
+
+
+@pytest.mark.parametrize(
+    ("stage", "reduction"),
+    [(0, "per_step"), (1, "per_step"), (2, "per_micro_batch"), (3, "per_micro_batch")],
+)
+def test_gradients_are_reduced_so_that_the_stage_keeps_its_promise(
+    stage: int, reduction: str
+) -> None:
+    run = resolve(f"zero_optimization.stage={stage}")
+    assert run.gradient_reduction == run.parallel.gradient_reduction == reduction
+    stated = resolve(f"zero_optimization.stage={stage}", "parallel.gradient_reduction=per_step")
+    assert stated.gradient_reduction == "per_step"
+
+
+def test_precision_is_one_word() -> None:
+    assert resolve().precision == "fp32"
+    assert resolve("bf16.enabled=true").precision == "bf16"
+    assert resolve("fp16.enabled=true", device_type="cuda").precision == "fp16"
+
+
+def test_the_scheduler_takes_its_length_and_height_from_other_sections() -> None:
+    scheduler = ("scheduler.type=WarmupDecayLR", "scheduler.params.warmup_num_steps=5")
+    definite = resolve(*scheduler).config.scheduler
+    assert definite is not None
+    params = definite.params.model_dump()
+    assert (params["total_num_steps"], params["warmup_max_lr"]) == (100, 1e-3)
+
+
+def test_a_resolved_config_resolves_to_itself() -> None:
+    run = resolve(
+        "scheduler.type=WarmupCosineLR", "scheduler.params.warmup_num_steps=5", world_size=4
+    )
+    again = resolve_run(parse_config(run.as_json()), name="small", world_size=4, world_source="x")
+    assert again == run
+
+
+def test_deepspeed_gets_its_own_keys_and_none_of_ours() -> None:
+    keys = resolve("zero_optimization.stage=1").config.deepspeed_json()
+    assert {"model", "parallel", "data", "training"}.isdisjoint(keys)
+    assert keys["zero_optimization"]["stage"] == 1
+    assert keys["train_batch_size"] == 16 and keys["gradient_accumulation_steps"] == 8
+
+
+def test_loading_tells_problems_of_keys_rules_and_world_together(tmp_path: Path) -> None:
+    file = write(tmp_path / "a.json", small(zzz=1, parallel={"tensor": 5}))
+    found = check_config(file, ["training.steps=0"], world_size=8, world_source="SLURM_NTASKS")
+    assert [message.split(" ")[0] for message in found] == [
+        "training.steps:",
+        "zzz",
+        "model.num_attention_heads",
+        "model.intermediate_size",
+        "world",
+    ]
+    with pytest.raises(ConfigError) as caught:
+        load(file, "training.steps=0", world_size=8)
+    assert len(caught.value.problems) == len(found)
+    assert str(caught.value).startswith(f"5 problems in {file}:\n  1. training.steps")
+
+
+def test_a_good_file_has_no_problems(tmp_path: Path) -> None:
+    file = write(tmp_path / "a.json", small())
+    assert check_config(file) == ()
+    assert check_config(file, world_size=8) == ()
+    assert load(file, world_size=8).name == "a"
+    assert read_config(file) == parse_config(small())
+
+
+def test_resolving_tells_the_problems_of_the_config_as_well() -> None:
+    config = parse_config(small())
+    data = config.data.model_copy(update={"sequence_length": 99})
+    broken = config.model_copy(update={"data": data})
+    with pytest.raises(ConfigError) as caught:
+        resolve_run(broken, name="x", world_size=7, world_source="WORLD_SIZE")
+    assert len(caught.value.problems) == 2
+
+
+@pytest.mark.parametrize(("world_size", "pp", "tp"), [(4096, 8, 8), (4480, 35, 8)])
+def test_thousands_of_ranks_resolve_in_milliseconds(world_size: int, pp: int, tp: int) -> None:
+    config = parse_config(
+        small(
+            model={"num_hidden_layers": 96, "num_attention_heads": 8},
+            parallel={"pipeline": pp, "tensor": tp},
+            train_batch_size=world_size * 2,
+        )
+    )
+    start = time.perf_counter()
+    run = resolve_run(config, name="big", world_size=world_size, world_source="SLURM_NTASKS")
+    assert time.perf_counter() - start < 0.1
+    assert run.degrees.dp == world_size // (pp * tp)

@@ -1,0 +1,197 @@
+"""Laws over several keys: each message has the law, the numbers and the valid values."""
+
+import pytest
+
+from megaspeed.config import parse_config
+from tests.config.small import only_problem, problems, small
+
+LLAMA = ("model.architecture=llama", "model.intermediate_size=384")
+
+
+def test_the_small_config_has_no_problems() -> None:
+    assert problems(world_size=1) == []
+
+
+def test_heads_divide_the_hidden_size() -> None:
+    assert only_problem("model.hidden_size=100", "model.num_attention_heads=12") == (
+        "model.hidden_size 100 must be divisible by model.num_attention_heads 12; valid "
+        "num_attention_heads: 1, 2, 4, 5, 10, 20, 25, 50, 100"
+    )
+
+
+def test_tensor_divides_the_heads_and_valid_degrees_are_listed() -> None:
+    message = only_problem(
+        "model.num_attention_heads=28", "model.hidden_size=224", "parallel.tensor=8"
+    )
+    assert message == (
+        "model.num_attention_heads 28 must be divisible by parallel.tensor 8, because a tensor "
+        "rank holds whole heads; valid parallel.tensor: 1, 2, 4, 7, 14, 28"
+    )
+
+
+def test_valid_tensor_degrees_are_those_that_pass() -> None:
+    """12 heads that share 4 key/value heads: every degree is tried and compared with the list."""
+    shape = (*LLAMA, "model.num_key_value_heads=4")
+    passing = [tp for tp in range(1, 13) if not problems(*shape, f"parallel.tensor={tp}")]
+    assert passing == [1, 2, 4, 12]
+    message = next(m for m in problems(*shape, "parallel.tensor=6") if "key_value" in m)
+    assert message.endswith("valid parallel.tensor: 1, 2, 4, 12")
+
+
+@pytest.mark.parametrize(
+    ("shared", "tp", "is_valid"),
+    [(4, 2, True), (4, 4, True), (2, 4, True), (1, 12, True), (3, 6, True), (3, 2, False)],
+)
+def test_key_value_heads_divide_by_tensor_or_tensor_by_them(
+    shared: int, tp: int, is_valid: bool
+) -> None:
+    found = problems(*LLAMA, f"model.num_key_value_heads={shared}", f"parallel.tensor={tp}")
+    assert (found == []) == is_valid
+
+
+def test_key_value_heads_divide_the_heads() -> None:
+    assert "valid num_key_value_heads: 1, 2, 3, 4, 6, 12" in only_problem(
+        *LLAMA, "model.num_key_value_heads=5"
+    )
+
+
+def test_gpt2_has_no_grouped_query_attention() -> None:
+    assert "must equal model.num_attention_heads 12 for gpt2" in only_problem(
+        "model.num_key_value_heads=4"
+    )
+
+
+def test_tensor_divides_the_feed_forward() -> None:
+    message = only_problem("model.intermediate_size=100", "parallel.tensor=3")
+    assert "100 must be divisible by parallel.tensor 3" in message
+    assert message.endswith("nearest: 99 or 102")
+
+
+def test_a_pipeline_stage_has_at_least_one_block() -> None:
+    message = only_problem("parallel.pipeline=5")
+    assert "model.num_hidden_layers 4 must be at least parallel.pipeline 5" in message
+    assert message.endswith("valid parallel.pipeline: 1 to 4")
+
+
+def test_layers_need_not_divide_by_the_pipeline_nor_vocabulary_by_tensor() -> None:
+    assert problems("parallel.pipeline=3", "parallel.tensor=4", "model.vocab_size=303") == []
+
+
+def test_a_sequence_is_no_longer_than_the_positions() -> None:
+    assert problems("data.sequence_length=64") == []
+    assert only_problem("data.sequence_length=65") == (
+        "data.sequence_length 65 must be at most model.max_position_embeddings 64; shorten the "
+        "one or raise the other"
+    )
+
+
+def test_sequence_parallel_splits_the_sequence_evenly() -> None:
+    split = ("parallel.sequence_parallel=true", "parallel.tensor=3")
+    assert only_problem(*split).endswith("nearest: 30 or 33")
+    assert problems(*split, "data.sequence_length=33") == []
+    assert problems("parallel.tensor=3") == [], "without sequence_parallel any length will do"
+
+
+def test_a_rotary_head_is_even() -> None:
+    assert "96 / model.num_attention_heads 32 = 3" in only_problem(
+        *LLAMA, "model.num_attention_heads=32"
+    )
+    assert problems("model.num_attention_heads=32") == [], "gpt2 has no rotary positions"
+
+
+def test_fields_of_the_other_architecture_have_no_meaning() -> None:
+    assert only_problem("model.rope_theta=5e5") == (
+        "model.rope_theta has no meaning for architecture gpt2; leave it out"
+    )
+    assert only_problem(*LLAMA, "model.layer_norm_epsilon=1e-6").startswith(
+        "model.layer_norm_epsilon has no meaning for architecture llama"
+    )
+
+
+def test_a_preset_keeps_its_architecture() -> None:
+    found = problems("model.preset=gpt2", "model.architecture=llama", "model.intermediate_size=384")
+    assert any('model.architecture "llama" contradicts model.preset "gpt2"' in m for m in found)
+
+
+def test_rope_factors_are_ordered() -> None:
+    scaling = (
+        '{"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 4.0, "high_freq_factor": 4.0, '
+        '"original_max_position_embeddings": 32}'
+    )
+    assert "low_freq_factor 4.0 must be less than high_freq_factor 4.0" in only_problem(
+        *LLAMA, f"model.rope_scaling={scaling}"
+    )
+
+
+def test_a_model_has_one_precision() -> None:
+    message = only_problem("bf16.enabled=true", "fp16.enabled=true")
+    assert "both true" in message
+
+
+@pytest.mark.parametrize(
+    ("overrides", "is_valid"),
+    [
+        (["data_types.grad_accum_dtype=bf16", "bf16.enabled=true"], True),
+        (["data_types.grad_accum_dtype=fp32", "bf16.enabled=true"], True),
+        (["data_types.grad_accum_dtype=fp32"], True),
+        (["data_types.grad_accum_dtype=bf16"], False),
+        (["data_types.grad_accum_dtype=bf16", "fp16.enabled=true"], False),
+    ],
+)
+def test_gradients_are_added_as_precisely_as_they_are_computed(
+    overrides: list[str], is_valid: bool
+) -> None:
+    assert (problems(*overrides) == []) == is_valid
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_offload_needs_what_the_zero_stage_partitions(stage: int) -> None:
+    zero = f"zero_optimization.stage={stage}"
+    parameters = problems(zero, "zero_optimization.offload_param.device=cpu")
+    optimizer = problems(zero, "zero_optimization.offload_optimizer.device=cpu")
+    assert (parameters == []) == (stage == 3)
+    assert (optimizer == []) == (stage >= 1)
+    assert problems(zero, "zero_optimization.offload_param.device=none") == []
+
+
+def test_warmup_is_shorter_than_the_run(kind: str) -> None:
+    scheduler = f"scheduler.type={kind}"
+    assert problems(scheduler, "scheduler.params.warmup_num_steps=99") == []
+    message = only_problem(scheduler, "scheduler.params.warmup_num_steps=100")
+    assert "warmup_num_steps 100 must be less than training.steps 100" in message
+
+
+def test_warmup_is_shorter_than_the_stated_schedule() -> None:
+    message = only_problem(
+        "scheduler.type=WarmupCosineLR",
+        "scheduler.params.warmup_num_steps=50",
+        "scheduler.params.total_num_steps=40",
+    )
+    assert "50 must be less than scheduler.params.total_num_steps 40" in message
+
+
+@pytest.mark.parametrize(
+    ("kind", "floor", "is_valid"),
+    [("WarmupDecayLR", None, False), ("WarmupCosineLR", 0, False), ("WarmupCosineLR", 0.1, True)],
+)
+def test_no_step_has_a_learning_rate_of_zero(
+    kind: str, floor: float | None, is_valid: bool
+) -> None:
+    params: dict[str, float] = {"warmup_num_steps": 5, "total_num_steps": 80}
+    if floor is not None:
+        params["cos_min_ratio"] = floor
+    found = problems(scheduler={"type": kind, "params": params})
+    assert (found == []) == is_valid
+    if not is_valid:
+        assert "the last 20 steps have a learning rate of 0" in found[0]
+
+
+def test_warmup_rises() -> None:
+    params = {"warmup_num_steps": 5, "warmup_min_lr": 0.01}
+    message = only_problem(scheduler={"type": "WarmupLR", "params": params})
+    assert "warmup_min_lr 0.01 must be at most optimizer.params.lr 0.001" in message
+
+
+def test_the_pure_config_is_checked_without_a_world() -> None:
+    parse_config(small(train_batch_size=17))  # 17 is odd and the micro-batch 2: a law of the world
+    assert len(problems(train_batch_size=17, world_size=1)) == 1

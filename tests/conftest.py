@@ -1,0 +1,21 @@
+"""What every test may ask for."""
+
+import os
+from collections.abc import Iterator
+
+import pytest
+
+from tests.rank_pool import RankPool
+
+
+def pytest_configure() -> None:
+    # torch looks up the name of every address that it connects to, for its logs, and waits 5 s for
+    # a name server that does not answer. One second is enough, and then torch gives up on names.
+    os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
+
+
+@pytest.fixture(scope="session")
+def pool() -> Iterator[RankPool]:
+    """Eight rank processes for the whole session; see `tests/rank_pool.py`."""
+    with RankPool(size=8) as ranks:
+        yield ranks

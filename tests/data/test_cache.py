@@ -1,0 +1,99 @@
+"""What is in the cache is whole, or it is not there."""
+
+from pathlib import Path
+from typing import BinaryIO
+
+import pytest
+
+from megaspeed.data import DataError
+from megaspeed.data.cache import Cache, Facts, default_cache_dir, index_path
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> Cache:
+    return Cache(tmp_path / "cache")
+
+
+def write(cache: Cache, size_bytes: int = 10_000) -> Path:
+    path = cache.root / "things" / "thing.bin"
+
+    def fill(stream: BinaryIO) -> Facts:
+        stream.write(bytes(range(250)) * (size_bytes // 250))
+        return {"answer": 42}
+
+    with cache.lock():
+        cache.write(path, fill)
+    return path
+
+
+def test_a_whole_entry_is_read_with_its_facts(cache: Cache) -> None:
+    facts = cache.read(write(cache))
+    assert facts is not None
+    assert (facts["answer"], facts["bytes"]) == (42, 10_000)
+
+
+@pytest.mark.parametrize("size_bytes", [10_000, 100_000_000])
+def test_a_payload_that_is_cut_short_or_longer_is_not_trusted(
+    cache: Cache, size_bytes: int
+) -> None:
+    path = write(cache, size_bytes)
+    whole = path.read_bytes()
+    for broken in (whole[:-1], whole + b"x", b"", b"\xff" + whole[1:], whole[:-1] + b"\x00"):
+        path.write_bytes(broken)
+        assert cache.read(path) is None
+    path.write_bytes(whole)
+    assert cache.read(path) is not None
+
+
+def test_an_index_that_is_missing_cut_or_altered_is_not_trusted(cache: Cache) -> None:
+    path = write(cache)
+    index = index_path(path)
+    whole = index.read_bytes()
+    for broken in (
+        b"",
+        whole[: len(whole) // 2],
+        whole.replace(b"42", b"43"),
+        b"[]",
+        b"{}",
+        b"\xff",
+    ):
+        index.write_bytes(broken)
+        assert cache.read(path) is None
+    index.unlink()
+    assert cache.read(path) is None
+
+
+def test_a_failed_write_leaves_no_entry_and_the_next_lock_clears_its_rest(cache: Cache) -> None:
+    path = cache.root / "things" / "thing.bin"
+
+    def fill(stream: BinaryIO) -> Facts:
+        stream.write(b"half")
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt), cache.lock():
+        cache.write(path, fill)
+    assert not path.exists()
+    assert len(list(path.parent.iterdir())) == 1
+    with cache.lock():
+        assert list(path.parent.iterdir()) == []
+
+
+def test_a_map_of_an_entry_outlives_its_replacement(cache: Cache) -> None:
+    path = write(cache)
+    with path.open("rb") as before:
+        write(cache, size_bytes=500)
+        assert len(before.read()) == 10_000
+    assert path.stat().st_size == 500
+
+
+def test_a_folder_that_cannot_be_written_is_named_with_its_mend(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("not a folder")
+    lock = Cache(tmp_path / "file" / "cache").lock()
+    message = r"file/cache cannot be written .*set MEGASPEED_CACHE"
+    with pytest.raises(DataError, match=message), lock:
+        pass
+
+
+def test_the_environment_chooses_the_folder() -> None:
+    assert default_cache_dir({"MEGASPEED_CACHE": "/data/cache"}) == Path("/data/cache")
+    assert default_cache_dir({}) == Path.home() / ".cache" / "megaspeed"

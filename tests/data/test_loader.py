@@ -1,0 +1,157 @@
+"""Every layout trains on the same samples, and an evaluation sees the same rows at every layout."""
+
+from itertools import product
+
+import pytest
+import torch
+
+from megaspeed.data import (
+    NOT_COUNTED,
+    LoaderShape,
+    PreparedCorpus,
+    TrainingLoader,
+    ValidationLoader,
+)
+from megaspeed.data.prefetch import OneAhead
+from megaspeed.data.sampler import Sampler
+from tests.data.numbered_corpus import numbered_corpus
+
+S = 6
+TRAIN_BATCH = 48  # dp 1, 2, 3, 4 and micro-batches 1, 2, 4 all divide it
+SEQUENCES = 37  # does not divide anything
+LAYOUTS = list(product((1, 2, 3, 4), (1, 2, 4)))
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> PreparedCorpus:
+    return numbered_corpus(
+        tmp_path_factory.mktemp("corpus"),
+        train_tokens=SEQUENCES * S + 4,  # a rest of 3 tokens that fills no sequence
+        validation_tokens=21 * S + 1,
+        sequence_length=S,
+    )
+
+
+def shape(dp_rank: int, dp_size: int, micro_batch_size: int) -> LoaderShape:
+    steps = TRAIN_BATCH // (dp_size * micro_batch_size)
+    return LoaderShape(micro_batch_size, steps, dp_rank, dp_size)
+
+
+def one_step(
+    corpus: PreparedCorpus, samples_consumed: int, dp_size: int, micro_batch_size: int
+) -> dict[int, list[int]]:
+    """{sample: its row of S tokens and the last target}, gathered over the dp ranks."""
+    rows: dict[int, list[int]] = {}
+    for dp_rank in range(dp_size):
+        cut = shape(dp_rank, dp_size, micro_batch_size)
+        loader = TrainingLoader(corpus, cut)
+        for micro_batch in range(cut.gradient_accumulation_steps):
+            batch = loader.micro_batch(samples_consumed, micro_batch)
+            assert batch.tokens.shape == batch.targets.shape == (micro_batch_size, S)
+            assert batch.tokens.dtype == batch.targets.dtype == torch.int64
+            assert torch.equal(batch.tokens[:, 1:], batch.targets[:, :-1])
+            for sample, tokens, targets in zip(
+                batch.samples, batch.tokens.tolist(), batch.targets.tolist(), strict=True
+            ):
+                assert sample not in rows
+                rows[sample] = [*tokens, targets[-1]]
+    return rows
+
+
+@pytest.mark.parametrize(("dp_size", "micro_batch_size"), LAYOUTS)
+def test_three_epochs_have_the_same_samples_at_every_layout(
+    corpus: PreparedCorpus, dp_size: int, micro_batch_size: int
+) -> None:
+    sampler = Sampler(corpus.seed, corpus.fingerprint, SEQUENCES)
+    for samples_consumed in range(0, 3 * SEQUENCES, TRAIN_BATCH):
+        rows = one_step(corpus, samples_consumed, dp_size, micro_batch_size)
+        assert sorted(rows) == list(range(samples_consumed, samples_consumed + TRAIN_BATCH))
+        for sample, row in rows.items():
+            start = sampler.sequence_of(sample) * S
+            assert row == list(range(start, start + S + 1))
+
+
+@pytest.mark.parametrize("samples_consumed", [1, 17, 48, 50, 96, 1000])
+def test_a_run_resumed_anywhere_at_another_layout_continues_the_stream(
+    corpus: PreparedCorpus, samples_consumed: int
+) -> None:
+    through = {
+        **one_step(corpus, samples_consumed // TRAIN_BATCH * TRAIN_BATCH, 1, 1),
+        **one_step(corpus, samples_consumed // TRAIN_BATCH * TRAIN_BATCH + TRAIN_BATCH, 1, 1),
+    }
+    resumed = one_step(corpus, samples_consumed, dp_size=3, micro_batch_size=4)
+    assert resumed == {sample: through[sample] for sample in resumed}
+
+
+def test_an_epoch_predicts_every_token_once(corpus: PreparedCorpus) -> None:
+    loader = TrainingLoader(corpus, LoaderShape(1, 1, dp_rank=0, dp_size=1))
+    targets = [loader.micro_batch(sample, 0).targets for sample in range(SEQUENCES)]
+    assert sorted(torch.cat(targets).flatten().tolist()) == list(range(1, SEQUENCES * S + 1))
+
+
+def test_the_drawing_of_rows_in_the_loaders_docstring() -> None:
+    def rows(dp_rank: int, micro_batch: int) -> list[int]:
+        return list(LoaderShape(2, 2, dp_rank, dp_size=2).rows(micro_batch))
+
+    assert [rows(0, 0), rows(0, 1)] == [[0, 1], [4, 5]]
+    assert [rows(1, 0), rows(1, 1)] == [[2, 3], [6, 7]]
+
+
+@pytest.mark.parametrize("eval_batches", [1, 2])
+@pytest.mark.parametrize(("dp_size", "micro_batch_size"), LAYOUTS)
+def test_an_evaluation_counts_the_same_rows_at_every_layout(
+    corpus: PreparedCorpus, dp_size: int, micro_batch_size: int, eval_batches: int
+) -> None:
+    steps = 16 // (dp_size * micro_batch_size) or 1
+    shapes = [LoaderShape(micro_batch_size, steps, rank, dp_size) for rank in range(dp_size)]
+    counted = min(21, eval_batches * shapes[0].train_batch_size)
+    seen: list[int] = []
+    targets: list[int] = []
+    lengths = set()
+    for cut in shapes:
+        loader = ValidationLoader(corpus, cut, eval_batches=eval_batches)
+        lengths.add(len(loader))
+        assert loader.predicted_tokens == counted * S
+        batches = list(loader)
+        assert len(batches) == len(loader)
+        for batch in batches:
+            assert batch.tokens.shape == (micro_batch_size, S)
+            padding = torch.tensor([sample < 0 for sample in batch.samples])
+            assert torch.all(batch.targets[padding] == NOT_COUNTED)
+            seen += [sample for sample in batch.samples if sample >= 0]
+            targets += batch.targets[~padding].flatten().tolist()
+    assert len(lengths) == 1
+    assert sorted(seen) == list(range(counted))
+    assert sorted(targets) == list(range(1, counted * S + 1))
+
+
+def test_without_held_out_documents_an_evaluation_is_empty(corpus: PreparedCorpus) -> None:
+    alone = PreparedCorpus(corpus.train, None, corpus.tokenizer, S, corpus.seed)
+    loader = ValidationLoader(alone, LoaderShape(2, 1, 0, 1), eval_batches=3)
+    assert (len(loader), loader.predicted_tokens, list(loader)) == (0, 0, [])
+
+
+def test_reading_ahead_changes_no_row(corpus: PreparedCorpus) -> None:
+    cut = shape(dp_rank=1, dp_size=2, micro_batch_size=4)
+    direct, behind = TrainingLoader(corpus, cut), TrainingLoader(corpus, cut)
+    # What a loader does on a GPU, but for the pinning: its own read, and its own guess of the next.
+    ahead = OneAhead(behind._read, behind._following)
+    for samples_consumed in (0, 48, 96, 7):  # the last is a resumption that no guess foresees
+        for micro_batch in range(cut.gradient_accumulation_steps):
+            expected = direct.micro_batch(samples_consumed, micro_batch)
+            actual = ahead.get((samples_consumed, micro_batch))
+            assert actual.samples == expected.samples
+            assert torch.equal(actual.tokens, expected.tokens)
+    ahead.close()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_rows_on_a_gpu_are_those_on_the_cpu(corpus: PreparedCorpus) -> None:
+    cut = shape(dp_rank=0, dp_size=1, micro_batch_size=4)
+    on_cpu, on_gpu = TrainingLoader(corpus, cut), TrainingLoader(corpus, cut, "cuda")
+    for micro_batch in range(cut.gradient_accumulation_steps):
+        expected, actual = on_cpu.micro_batch(0, micro_batch), on_gpu.micro_batch(0, micro_batch)
+        assert actual.tokens.is_cuda
+        assert torch.equal(actual.tokens.cpu(), expected.tokens)
+        assert torch.equal(actual.targets.cpu(), expected.targets)
+    on_gpu.close()

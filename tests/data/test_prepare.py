@@ -1,0 +1,265 @@
+"""A corpus is prepared once for each machine, whoever asks at the same time or dies over it."""
+
+import hashlib
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import sysconfig
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megaspeed.config.data import DataConfig
+from megaspeed.data import DataError, PreparedCorpus, find_problems, load_tokenizer, prepare_corpus
+from megaspeed.data.selection import select_files
+
+STDLIB = Path(sysconfig.get_path("stdlib"))
+# Real files that were installed long ago, so that recipes of them are kept.
+SMALL = [f"{STDLIB}/json/*.py", f"{STDLIB}/email/*.py"]
+LARGE = [f"{STDLIB}/[a-m]*.py"]
+
+PREPARE = """
+import json, logging, sys
+from pathlib import Path
+from megaspeed.config.data import DataConfig
+from megaspeed.data import prepare_corpus
+logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(message)s")
+opened = []
+sys.addaudithook(lambda event, args: opened.append(str(args[0])) if event == "open" else None)
+data = DataConfig.model_validate_json(sys.argv[1])
+corpus = prepare_corpus(data, 512, cache_dir=Path(sys.argv[2]))
+sources = [name for name in opened if name.endswith(".py") and "/json/" in name]
+print(json.dumps([repr(corpus), len(sources)]))
+"""
+
+
+def config(**fields: Any) -> DataConfig:
+    return DataConfig(**{"train": SMALL, "sequence_length": 32, "seed": 3, **fields})
+
+
+def start(data: DataConfig, cache_dir: Path) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", PREPARE, data.model_dump_json(), str(cache_dir)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+
+
+def fingerprint_of(folder: Path) -> dict[str, str]:
+    return {
+        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
+
+
+def write_texts(folder: Path, **texts: str) -> list[str]:
+    for name, text in texts.items():
+        (folder / f"{name}.txt").write_text(text)
+    return [f"{folder}/*.txt"]
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, PreparedCorpus]:
+    cache_dir = tmp_path_factory.mktemp("cache")
+    return cache_dir, prepare_corpus(config(), 512, cache_dir=cache_dir)
+
+
+def test_the_tokens_are_the_documents_text(prepared: tuple[Path, PreparedCorpus]) -> None:
+    _, corpus = prepared
+    assert corpus.validation is not None
+    tokenizer = load_tokenizer(str(corpus.tokenizer))
+    texts: list[str] = []
+    for file in (corpus.train, corpus.validation):
+        text = tokenizer.tokenizer.decode(file.map().tolist(), skip_special_tokens=False)
+        documents = text.split("<|endoftext|>")
+        assert documents.pop() == ""
+        assert len(documents) == file.index.documents
+        texts += documents
+    sources = [path.read_text("utf-8") for path in STDLIB.glob("json/*.py")]
+    sources += [path.read_text("utf-8") for path in STDLIB.glob("email/*.py")]
+    assert sorted(texts) == sorted(source for source in sources if source)
+
+
+def test_a_warm_start_opens_no_text_and_gives_the_same(
+    prepared: tuple[Path, PreparedCorpus],
+) -> None:
+    cache_dir, corpus = prepared
+    before = fingerprint_of(cache_dir)
+    process = start(config(), cache_dir)
+    out, err = process.communicate(timeout=50)
+    assert process.returncode == 0, err
+    assert "tokenizing" not in err
+    assert out.strip().endswith(", 0]")
+    assert str(corpus.train.path) in out
+    assert fingerprint_of(cache_dir) == before
+
+
+def test_a_cold_start_does_open_the_text(tmp_path: Path) -> None:
+    # Without this the test above could not fail.
+    process = start(config(), tmp_path)
+    out, err = process.communicate(timeout=50)
+    assert not out.strip().endswith(", 0]"), err
+    assert err.count("tokenizing") == 2
+
+
+def test_four_processes_at_once_build_one_cache(
+    tmp_path: Path, prepared: tuple[Path, PreparedCorpus]
+) -> None:
+    processes = [start(config(), tmp_path) for _ in range(4)]
+    results = [process.communicate(timeout=50) for process in processes]
+    assert [process.returncode for process in processes] == [0] * 4, results
+    assert len({out.split('", ')[0] for out, _ in results}) == 1
+    log = "".join(err for _, err in results)
+    assert log.count("training a byte-level BPE") == 1
+    assert log.count("tokenizing") == 2
+    assert fingerprint_of(tmp_path) == fingerprint_of(prepared[0])
+
+
+def test_a_process_killed_while_it_builds_leaves_a_cache_that_builds_again(tmp_path: Path) -> None:
+    killed, whole = tmp_path / "killed", tmp_path / "whole"
+    data = config(train=LARGE)
+    process = start(data, killed)
+    deadline = time.monotonic() + 40
+    while not list(killed.glob("tokens/*.writing")):
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.002)
+    process.send_signal(signal.SIGKILL)
+    process.communicate(timeout=10)
+    assert len(list(killed.glob("tokens/*.writing"))) == 1
+    assert not list(killed.glob("recipes/*"))
+    prepare_corpus(data, 512, cache_dir=killed)
+    prepare_corpus(data, 512, cache_dir=whole)
+    assert fingerprint_of(killed) == fingerprint_of(whole)
+
+
+@pytest.mark.parametrize("suffix", ["bin", "bin.index.json", "json", "json.index.json"])
+@pytest.mark.parametrize("damage", ["cut", "altered", "deleted"])
+def test_a_damaged_entry_is_built_again(
+    tmp_path: Path, prepared: tuple[Path, PreparedCorpus], suffix: str, damage: str
+) -> None:
+    prepare_corpus(config(), 512, cache_dir=tmp_path)
+    whole = fingerprint_of(prepared[0])
+    for path in tmp_path.rglob("*"):
+        if path.name.split(".", 1)[-1] != suffix:
+            continue
+        content = path.read_bytes()
+        if damage == "deleted":
+            path.unlink()
+        else:
+            half = len(content) // 2
+            path.write_bytes(content[:half] if damage == "cut" else content[:half] + b"\0" * half)
+    prepare_corpus(config(), 512, cache_dir=tmp_path)
+    assert fingerprint_of(tmp_path) == whole
+
+
+def test_a_changed_file_changes_the_corpus_even_with_its_size_and_time_kept(tmp_path: Path) -> None:
+    sources = write_texts(tmp_path, a="one two three " * 50, b="four five " * 50)
+    data = config(train=sources, sequence_length=4)
+    first = prepare_corpus(data, 512, cache_dir=tmp_path / "cache")
+    stat = (tmp_path / "a.txt").stat()
+    (tmp_path / "a.txt").write_text("two one three " * 50)
+    os.utime(tmp_path / "a.txt", ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    second = prepare_corpus(data, 512, cache_dir=tmp_path / "cache")
+    assert {first.fingerprint, first.train.path} & {second.fingerprint, second.train.path} == set()
+
+
+def test_no_recipe_is_kept_for_files_that_may_still_change_unseen(tmp_path: Path) -> None:
+    sources = write_texts(tmp_path, a="one two three " * 50, b="four five " * 50)
+    young = config(train=sources, sequence_length=4)
+    assert not select_files(young).is_settled()
+    assert select_files(config()).is_settled()
+    prepare_corpus(young, 512, cache_dir=tmp_path / "cache")
+    assert not list((tmp_path / "cache").glob("recipes/*"))
+
+
+def test_seed_fraction_and_vocabulary_each_have_entries_of_their_own(
+    tmp_path: Path, prepared: tuple[Path, PreparedCorpus]
+) -> None:
+    def paths(vocab_size: int = 512, **fields: Any) -> tuple[Path, ...]:
+        corpus = prepare_corpus(config(**fields), vocab_size, cache_dir=tmp_path)
+        return (corpus.train.path, corpus.tokenizer)
+
+    kinds = [paths(), paths(seed=4), paths(validation_fraction=0.3), paths(vocab_size=300)]
+    assert len({path for kind in kinds for path in kind}) == 8
+    assert paths(sequence_length=64) == paths()
+
+
+def test_explicit_validation_sources_are_the_validation_set(tmp_path: Path) -> None:
+    data = config(train=SMALL[:1], validation=SMALL[1:])
+    corpus = prepare_corpus(data, 512, cache_dir=tmp_path)
+    assert corpus.validation is not None
+    assert corpus.train.index.documents == len(list(STDLIB.glob("json/*.py")))
+    nonempty = [path for path in STDLIB.glob("email/*.py") if path.stat().st_size]
+    assert corpus.validation.index.documents == len(nonempty)
+
+
+def test_a_fraction_of_zero_prepares_no_validation(tmp_path: Path) -> None:
+    corpus = prepare_corpus(config(validation_fraction=0.0), 512, cache_dir=tmp_path)
+    assert corpus.validation is None
+    assert corpus.validation_sequences == 0
+    assert prepare_corpus(config(validation_fraction=0.0), 512, cache_dir=tmp_path) == corpus
+
+
+def test_a_tokenizer_on_disk_is_used_and_its_change_is_seen(
+    tmp_path: Path, prepared: tuple[Path, PreparedCorpus]
+) -> None:
+    _, corpus = prepared
+    (tmp_path / "tokenizer.json").write_bytes(corpus.tokenizer.read_bytes())
+    data = config(tokenizer=str(tmp_path))
+    again = prepare_corpus(data, 512, cache_dir=tmp_path / "cache")
+    assert again.train.index == corpus.train.index
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "self"}')
+    other_end = prepare_corpus(data, 512, cache_dir=tmp_path / "cache")
+    assert other_end.train.path != again.train.path
+    with pytest.raises(DataError, match=r"has 512 entries while model\.vocab_size is 500"):
+        prepare_corpus(data, 500, cache_dir=tmp_path / "cache")
+
+
+def test_a_prepared_corpus_travels_between_processes_as_a_few_bytes(
+    prepared: tuple[Path, PreparedCorpus],
+) -> None:
+    _, corpus = prepared
+    assert len(pickle.dumps(corpus)) < 3000
+    assert pickle.loads(pickle.dumps(corpus)) == corpus
+
+
+def test_every_problem_is_named_at_once_without_reading_text(tmp_path: Path) -> None:
+    data = config(
+        train=[f"{tmp_path}/missing.txt", *SMALL],
+        validation=[f"{tmp_path}/*.none"],
+        tokenizer=f"{tmp_path}/no-tokenizer",
+    )
+    problems = find_problems(data, 512)
+    assert [problem.split()[0] for problem in problems] == [
+        "data.train:", "data.validation:", "data.tokenizer",
+    ]  # fmt: skip
+    with pytest.raises(DataError) as caught:
+        prepare_corpus(data, 512, cache_dir=tmp_path / "cache")
+    assert caught.value.problems == problems
+    assert not (tmp_path / "cache").exists()
+    assert find_problems(config(), 512) == ()
+
+
+def test_validation_files_that_are_trained_on_are_refused(tmp_path: Path) -> None:
+    sources = write_texts(tmp_path, a="one", b="two")
+    (problem,) = find_problems(config(train=sources, validation=[f"{tmp_path}/b.txt"]), 512)
+    assert "must not be trained on, and 1 of 1 files" in problem
+    assert f"{tmp_path}/b.txt" in problem
+
+
+def test_a_corpus_shorter_than_a_sequence_names_both_lengths(tmp_path: Path) -> None:
+    sources = write_texts(tmp_path, a="one two three", b="four")
+    with pytest.raises(DataError) as caught:
+        prepare_corpus(config(train=sources, sequence_length=100), 512, cache_dir=tmp_path / "c")
+    train, validation = caught.value.problems
+    assert train.startswith("data.train must fill at least one sequence")
+    assert "= 101 tokens, and has" in train
+    assert validation.startswith("data.validation")
+    assert "raise data.validation_fraction" in validation

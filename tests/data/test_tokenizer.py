@@ -1,0 +1,137 @@
+"""The tokenizer: trained to the size asked for, deterministic, lossless; or read from disk."""
+
+import json
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+from megaspeed.data import DataError, load_tokenizer
+from megaspeed.data.corpus import Document, read_documents
+from megaspeed.data.sources import SourceFile, list_files
+from megaspeed.data.tokenizer import (
+    END_OF_TEXT,
+    TextTokenizer,
+    check_vocabulary,
+    tokenizer_files,
+    train_tokenizer,
+)
+
+
+@pytest.fixture(scope="module")
+def documents() -> list[Document]:
+    return read_documents(list_files([f"{sysconfig.get_path('stdlib')}/json/*.py"], "data.train"))
+
+
+@pytest.fixture(scope="module")
+def trained(documents: list[Document]) -> TextTokenizer:
+    return train_tokenizer(documents, 600)
+
+
+def test_a_trained_vocabulary_has_the_size_of_the_models(trained: TextTokenizer) -> None:
+    assert trained.vocab_size == trained.tokenizer.get_vocab_size() == 600
+    assert trained.tokenizer.token_to_id(END_OF_TEXT) == trained.end_of_text
+
+
+def test_a_corpus_too_small_for_the_vocabulary_gives_a_smaller_one(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("abab")
+    small = train_tokenizer(read_documents([SourceFile("a.txt", tmp_path / "a.txt")]), 50_000)
+    assert 257 < small.vocab_size < 270
+
+
+def test_training_is_deterministic_and_does_not_see_the_order_of_documents(
+    documents: list[Document], trained: TextTokenizer
+) -> None:
+    assert train_tokenizer(documents[::-1], 600).to_json() == trained.to_json()
+
+
+def test_any_text_comes_back_from_its_ids(trained: TextTokenizer) -> None:
+    texts = ["", " two  spaces\r\n\ttab", "Grüße 漢字 🙂 \u0000", f"a {END_OF_TEXT} in the text"]
+    for text, ids in zip(texts, trained.encode(texts), strict=True):
+        assert trained.tokenizer.decode(ids, skip_special_tokens=False) == text
+
+
+def test_text_that_spells_the_end_of_text_token_does_not_become_one(trained: TextTokenizer) -> None:
+    (ids,) = trained.encode([f"before{END_OF_TEXT}after"])
+    assert trained.end_of_text not in ids
+
+
+def test_a_vocabulary_without_room_for_the_bytes_is_refused(documents: list[Document]) -> None:
+    with pytest.raises(DataError, match=r"at least 257 entries.*model\.vocab_size is 256"):
+        train_tokenizer(documents, 256)
+
+
+def test_a_tokenizer_larger_than_the_model_names_both_sizes() -> None:
+    check_vocabulary(600, "my/tokenizer", 600)
+    with pytest.raises(DataError, match=r"'my/tokenizer' has 601 entries.*vocab_size is 600.*601"):
+        check_vocabulary(601, "my/tokenizer", 600)
+
+
+def test_a_file_and_its_folder_are_the_same_tokenizer(
+    tmp_path: Path, trained: TextTokenizer
+) -> None:
+    (tmp_path / "tokenizer.json").write_bytes(trained.to_json())
+    for source in (tmp_path, tmp_path / "tokenizer.json"):
+        loaded = load_tokenizer(str(source))
+        assert loaded.fingerprint == trained.fingerprint
+        assert loaded.end_of_text == trained.end_of_text
+
+
+def test_limits_stored_in_a_tokenizer_file_do_not_cut_documents(
+    tmp_path: Path, trained: TextTokenizer
+) -> None:
+    limited = json.loads(trained.to_json())
+    limited["truncation"] = {
+        "direction": "Right", "max_length": 4, "strategy": "LongestFirst", "stride": 0,
+    }  # fmt: skip
+    (tmp_path / "tokenizer.json").write_text(json.dumps(limited))
+    text = "a document of more than four tokens"
+    assert load_tokenizer(str(tmp_path)).encode([text]) == trained.encode([text])
+
+
+@pytest.mark.parametrize("eos", ["ing", {"content": "ing", "special": True}])
+def test_the_configured_end_of_text_token_is_preferred(
+    tmp_path: Path, trained: TextTokenizer, eos: object
+) -> None:
+    (tmp_path / "tokenizer.json").write_bytes(trained.to_json())
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": eos}))
+    assert load_tokenizer(str(tmp_path)).end_of_text == trained.tokenizer.token_to_id("ing")
+    assert tokenizer_files(str(tmp_path)) == sorted(tmp_path.iterdir())
+    assert tokenizer_files(str(tmp_path / "tokenizer.json")) == sorted(tmp_path.iterdir())
+
+
+def test_a_configured_end_of_text_token_that_does_not_exist_is_not_replaced(
+    tmp_path: Path, trained: TextTokenizer
+) -> None:
+    (tmp_path / "tokenizer.json").write_bytes(trained.to_json())
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<end>"}')
+    with pytest.raises(DataError, match=r"has none of <end>; name its eos_token"):
+        load_tokenizer(str(tmp_path))
+
+
+def test_a_folder_in_the_older_format_goes_through_transformers(
+    tmp_path: Path, trained: TextTokenizer
+) -> None:
+    model = json.loads(trained.to_json())["model"]
+    (tmp_path / "vocab.json").write_text(json.dumps(model["vocab"]))
+    merges = "\n".join(" ".join(pair) for pair in model["merges"])
+    (tmp_path / "merges.txt").write_text(f"#version: 0.2\n{merges}\n")
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "GPT2Tokenizer"}')
+    loaded = load_tokenizer(str(tmp_path))
+    text = "def loads(s, *, cls=None):\n    return 1\n"
+    assert loaded.encode([text]) == trained.encode([text])
+    assert loaded.end_of_text == trained.end_of_text
+
+
+def test_what_is_no_tokenizer_is_refused_with_its_mend(
+    tmp_path: Path, trained: TextTokenizer
+) -> None:
+    with pytest.raises(DataError, match=r"there is no .*/missing; correct the path"):
+        load_tokenizer(str(tmp_path / "missing"))
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(DataError, match=r"cannot be read as such.*save_pretrained"):
+        load_tokenizer(str(tmp_path))
+    nameless = trained.to_json().replace(END_OF_TEXT.encode(), b"<|nothing|>")
+    (tmp_path / "tokenizer.json").write_bytes(nameless)
+    with pytest.raises(DataError, match=r"must end with a token of its own.*eos_token"):
+        load_tokenizer(str(tmp_path))

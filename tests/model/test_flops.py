@@ -1,0 +1,75 @@
+"""The FLOPs counted from the shapes are those that torch counts while it runs."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from megaspeed.config import ModelConfig
+from megaspeed.model import GPT, forward_flops_per_token, layer_count, training_flops_per_token
+from tests.model.tiny_gpt import gpt2, llama, random_tokens
+
+BATCH, SEQUENCE = 3, 24
+CONFIGS = {
+    "gpt2": gpt2(),
+    "gpt2 with a feed-forward of its own": gpt2(intermediate_size=80),
+    "llama": llama(),
+    "llama ungrouped": llama(num_key_value_heads=4, num_hidden_layers=3),
+    "llama tied": llama(tie_word_embeddings=True),
+}
+every_config = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
+
+
+def counted(run: Callable[[], Tensor]) -> float:
+    """Operations a token of the matrix products that `run` runs."""
+    # The fused attention of the CPU is not counted by torch 2.13; written out, it is two products.
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        run()
+    return counter.get_total_flops() / (BATCH * SEQUENCE)
+
+
+@every_config
+def test_a_training_step_costs_what_torch_counts(config: ModelConfig) -> None:
+    model, tokens = GPT(config), random_tokens(config, BATCH, SEQUENCE)
+    measured = counted(lambda: model(tokens).sum().backward())
+    assert training_flops_per_token(config, SEQUENCE) == pytest.approx(measured, rel=0.01)
+
+
+@every_config
+def test_each_layer_costs_what_torch_counts(config: ModelConfig) -> None:
+    tokens, hidden = random_tokens(config, BATCH, SEQUENCE), torch.zeros(BATCH, SEQUENCE, 32)
+    predicted = forward_flops_per_token(config, SEQUENCE)
+    assert len(predicted) == layer_count(config)
+    for layer in range(1, layer_count(config)):
+        part = GPT(config, layers=range(layer, layer + 1))
+        assert predicted[layer] == pytest.approx(counted(lambda p=part: p(hidden)), rel=0.01)
+    embedding = GPT(config, layers=range(1))
+    assert counted(lambda: embedding(tokens)) == 0  # it has a cost, but no products
+    assert 0 < predicted[0] < predicted[1] / 10
+
+
+def test_recomputation_is_not_counted_as_useful_work() -> None:
+    config, tokens = gpt2(), random_tokens(gpt2(), BATCH, SEQUENCE)
+    recomputing = GPT(config, recompute_blocks=True)
+    measured = counted(lambda: recomputing(tokens).sum().backward())
+    blocks = sum(forward_flops_per_token(config, SEQUENCE)[1:-1])
+    useful = training_flops_per_token(config, SEQUENCE)
+    assert measured == pytest.approx(useful + blocks, rel=0.01)
+
+
+def test_gpt3_costs_six_operations_a_parameter_and_token() -> None:
+    """The rule of thumb 6 N (Kaplan et al. 2020), for the matrices of a large model."""
+    config = ModelConfig(preset="llama-2-70b")
+    matrices = 68_976_648_192 - config.vocab_size * config.hidden_size  # all but the look-up
+    assert training_flops_per_token(config, 1) == pytest.approx(6 * matrices, rel=1e-3)
+
+
+def test_longer_sequences_cost_more_only_in_attention() -> None:
+    config = gpt2()
+    short, long = (training_flops_per_token(config, s) for s in (100, 300))
+    # scores and mix: 2 blocks x 3 (forward and backward) x 4 S D operations a token
+    assert long - short == 2 * 3 * 4 * 200 * config.hidden_size
+    assert torch.tensor(long) > 0

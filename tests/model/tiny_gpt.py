@@ -1,0 +1,42 @@
+"""Tiny plain models."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megaspeed.config import ModelConfig
+from megaspeed.model import GPT, initialize
+from tests.parallel.tiny import GPT2, LLAMA
+
+DROPOUTS = {"embedding_dropout": 0.1, "attention_dropout": 0.2, "residual_dropout": 0.3}
+
+
+def gpt2(**changes: Any) -> ModelConfig:
+    """Two blocks of 4 heads, width 32, vocabulary 301."""
+    return ModelConfig(**{**GPT2, "num_hidden_layers": 2, **changes})
+
+
+def llama(**changes: Any) -> ModelConfig:
+    """Two blocks of 4 query heads on 2 key/value heads, width 32, vocabulary 301."""
+    return ModelConfig(**{**LLAMA, "num_hidden_layers": 2, **changes})
+
+
+def initialized(config: ModelConfig, **options: Any) -> GPT:
+    """The plain model (or a part of it) with the initial weights of seed 3, in training mode."""
+    model = GPT(config, **options)
+    initialize(model, config, seed=3)
+    return model
+
+
+def random_tokens(config: ModelConfig, batch: int, sequence: int) -> Tensor:
+    """(B, S) token ids."""
+    generator = torch.Generator().manual_seed(11)
+    return torch.randint(config.vocab_size, (batch, sequence), generator=generator)
+
+
+def gradients(model: GPT) -> dict[str, Tensor]:
+    """Every parameter's gradient by name."""
+    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    assert len(found) == len(list(model.parameters())), "a parameter has no gradient"
+    return found

@@ -1,0 +1,166 @@
+"""Any layout trains the same model as one process of plain torch (laws 1 to 4 of the design).
+
+The reference has no engine, no pipeline and no sharding. Compared over ten AdamW steps with clipping
+active, in fp32: loss within 1e-6, gradient norm within 1e-5, every parameter's gradient of step 1
+within 1e-5 of its norm, initial weights bitwise.
+"""
+
+import functools
+from pathlib import Path
+
+import pytest
+
+from megaspeed.analysis.comparison import TOLERANCES, Comparison, Tolerance
+from megaspeed.analysis.reference import ReferenceRun, train_reference
+from megaspeed.analysis.verify import compare, train_rank, whole_batch
+from megaspeed.config import Run
+from tests.parallel.covering import SETTINGS, Row, covering_rows, pairs_of, possible_pairs
+from tests.parallel.tiny import GPT2, LLAMA, tiny_corpus, tiny_run
+from tests.rank_pool import RankPool
+
+STEPS = 10
+TEXT = Path(__file__).parent.parent.parent / "LICENSE"
+
+
+def test_the_fp32_tolerances_are_the_promised_ones() -> None:
+    assert TOLERANCES["fp32"] == Tolerance(loss=1e-6, grad_norm=1e-5, gradient=1e-5)
+
+
+def test_every_possible_pair_of_settings_is_covered() -> None:
+    covered = set().union(*(pairs_of(row) for row in covering_rows()))
+    assert possible_pairs() - covered == set()
+    assert len(SETTINGS["layout"]) == 17
+
+
+@pytest.fixture(scope="session")
+def references(tmp_path_factory: pytest.TempPathFactory) -> "References":
+    return References(tmp_path_factory.mktemp("cache"))
+
+
+class References:
+    """One-process runs, trained once for each model and batch."""
+
+    def __init__(self, cache: Path) -> None:
+        self.cache = cache
+        self._known: dict[str, ReferenceRun] = {}
+
+    def of(self, run: Run) -> ReferenceRun:
+        corpus = tiny_corpus(run, self.cache)
+        key = f"{run.config.model!r} {run.precision} {run.config.gradient_clipping}"
+        if key not in self._known:
+            batches = functools.partial(whole_batch, run, corpus)
+            self._known[key] = train_reference(run, batches, STEPS)
+        return self._known[key]
+
+
+def train_and_compare(pool: RankPool, references: References, run: Run) -> Comparison:
+    corpus = tiny_corpus(run, references.cache)
+    reference = references.of(run)
+    results = pool.run(run.degrees.world_size, train_rank, run, corpus, STEPS)
+    assert results[0] is not None
+    return compare(run, results[0], reference)
+
+
+def run_of(row: Row) -> Run:
+    pp, dp, tp = row["layout"]
+    dropout = row["dropout"]
+    return tiny_run(
+        TEXT,
+        pp=pp,
+        dp=dp,
+        tp=tp,
+        model={
+            **(GPT2 if row["architecture"] == "gpt2" else LLAMA),
+            "tie_word_embeddings": row["tied"],
+            "embedding_dropout": dropout,
+            "attention_dropout": dropout,
+            "residual_dropout": dropout,
+        },
+        parallel={
+            name: row[name]
+            for name in (
+                "schedule",
+                "gradient_reduction",
+                "sequence_parallel",
+                "activation_checkpointing",
+            )
+        },
+        train_micro_batch_size_per_gpu=row["micro_batch_size"],
+        zero_optimization={"stage": row["zero_stage"]},
+    )
+
+
+def name_of(row: Row) -> str:
+    (pp, dp, tp), rest = row["layout"], list(row.items())[2:]
+    values = [str(value) for _, value in rest]
+    return f"pp{pp}-dp{dp}-tp{tp}-zero{row['zero_stage']}-{'-'.join(values)}"
+
+
+@pytest.mark.parametrize("row", covering_rows(), ids=name_of)
+def test_layout_equals_one_process(row: Row, pool: RankPool, references: References) -> None:
+    run = run_of(row)
+    assert run.config.model.vocab_size % 2 == 1, "an odd vocabulary, so that it is padded"
+    assert run.config.model.num_hidden_layers % 2 == 1, "stages of unequal length"
+    comparison = train_and_compare(pool, references, run)
+    assert comparison.weights_bitwise_equal
+    assert comparison.equal, comparison.largest
+    assert all(norm.reference > run.config.gradient_clipping for norm in comparison.grad_norms), (
+        "clipping must be active"
+    )
+
+
+@pytest.mark.parametrize("gradient_reduction", ["per_step", "per_micro_batch"])
+@pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
+def test_bf16_stays_within_its_bound(
+    zero_stage: int, gradient_reduction: str, pool: RankPool, references: References
+) -> None:
+    run = tiny_run(
+        TEXT,
+        pp=2,
+        dp=2,
+        tp=2 if gradient_reduction == "per_step" else 1,
+        bf16={"enabled": True},
+        data_types={"grad_accum_dtype": "fp32"},
+        parallel={"gradient_reduction": gradient_reduction},
+        zero_optimization={"stage": zero_stage},
+    )
+    comparison = train_and_compare(pool, references, run)
+    assert comparison.equal, comparison.largest
+
+
+OPTIONS = [
+    {"reduce_scatter": False},
+    {"contiguous_gradients": False},
+    {"use_multi_rank_bucket_allreduce": False},
+    {"overlap_comm": True},
+    {"reduce_bucket_size": 3000},
+    {"offload_optimizer": {"device": "cpu"}},
+]
+STAGE_3_OPTIONS = [
+    {"sub_group_size": 3000},
+    {"stage3_param_persistence_threshold": 1000},
+    {"stage3_prefetch_bucket_size": 0, "stage3_max_reuse_distance": 0},
+    {"memory_efficient_linear": False},
+    {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}},
+]
+
+
+@pytest.mark.parametrize("option", OPTIONS, ids=lambda option: "-".join(option))
+@pytest.mark.parametrize("zero_stage", [1, 2])
+def test_zero_option_changes_nothing(
+    zero_stage: int, option: dict[str, object], pool: RankPool, references: References
+) -> None:
+    run = tiny_run(TEXT, pp=2, dp=2, zero_optimization={"stage": zero_stage, **option})
+    comparison = train_and_compare(pool, references, run)
+    assert comparison.equal, comparison.largest
+
+
+@pytest.mark.parametrize(
+    "option", [*OPTIONS, *STAGE_3_OPTIONS], ids=lambda option: "-".join(option)
+)
+def test_zero_3_option_changes_nothing(
+    option: dict[str, object], pool: RankPool, references: References
+) -> None:
+    run = tiny_run(TEXT, pp=2, dp=2, zero_optimization={"stage": 3, **option})
+    comparison = train_and_compare(pool, references, run)
+    assert comparison.equal, comparison.largest

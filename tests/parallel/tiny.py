@@ -1,0 +1,57 @@
+"""Tiny runs for comparing layouts with one process."""
+
+from pathlib import Path
+from typing import Any
+
+from megaspeed.config import Run, parse_config, resolve_run
+from megaspeed.data import PreparedCorpus, prepare_corpus
+
+GPT2 = {
+    "architecture": "gpt2",
+    "vocab_size": 301,
+    "hidden_size": 32,
+    "num_hidden_layers": 5,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 24,
+}
+LLAMA = {
+    "architecture": "llama",
+    "vocab_size": 301,
+    "hidden_size": 32,
+    "num_hidden_layers": 5,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 48,
+    "max_position_embeddings": 24,
+}
+
+
+def merge(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    """`base` with `changes` laid over it, section by section."""
+    merged = dict(base)
+    for key, value in changes.items():
+        old = merged.get(key)
+        merged[key] = merge(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
+    return merged
+
+
+def tiny_run(text: Path, *, pp: int = 1, dp: int = 1, tp: int = 1, **changes: Any) -> Run:
+    """A run of 12 samples a step on `text`; `changes` are top-level keys of the JSON."""
+    values = {
+        "model": GPT2,
+        "parallel": {"pipeline": pp, "tensor": tp},
+        "data": {"train": [str(text)], "validation_fraction": 0.0, "sequence_length": 16},
+        "training": {"steps": 10},
+        "train_batch_size": 12,
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_clipping": 0.5,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "betas": [0.9, 0.95], "weight_decay": 0.1}},
+        "zero_optimization": {"stage": 0, "stage3_param_persistence_threshold": 0},
+    }
+    config = parse_config(merge(values, changes))
+    return resolve_run(config, name="tiny", world_size=pp * dp * tp, world_source="test")
+
+
+def tiny_corpus(run: Run, cache: Path) -> PreparedCorpus:
+    """The run's corpus, prepared."""
+    return prepare_corpus(run.config.data, run.config.model.vocab_size, cache_dir=cache)

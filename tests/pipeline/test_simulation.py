@@ -1,0 +1,251 @@
+"""check_schedule passes the schedules we have and refuses each way to break one."""
+
+import re
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from megaspeed.pipeline.instructions import (
+    Backward,
+    Forward,
+    Instruction,
+    LoadMicroBatch,
+    OptimizerStep,
+    ReceiveActivation,
+    ReceiveGradient,
+    ReduceGradients,
+    SendActivation,
+    SendGradient,
+)
+from megaspeed.pipeline.schedules import (
+    SCHEDULES,
+    Schedule,
+    ScheduleError,
+    forward_only,
+    gpipe,
+    one_forward_one_backward,
+)
+from megaspeed.pipeline.simulation import check_schedule, format_grid
+
+Edit = Callable[[list[Instruction]], list[Instruction]]
+
+
+def edited(schedule: Schedule, stage: int, *edits: Edit) -> Schedule:
+    """`schedule` with the instructions of one stage changed."""
+
+    def changed(
+        pipeline_stages: int, pipeline_stage: int, micro_batches: int
+    ) -> Iterator[Instruction]:
+        program = list(schedule(pipeline_stages, pipeline_stage, micro_batches))
+        for edit in edits if pipeline_stage == stage else ():
+            program = edit(program)
+        yield from program
+
+    return changed
+
+
+def without(*dropped: Instruction) -> Edit:
+    return lambda program: [one for one in program if one not in dropped]
+
+
+def swapped(first: Instruction, second: Instruction) -> Edit:
+    exchange = {first: second, second: first}
+    return lambda program: [exchange.get(one, one) for one in program]
+
+
+def moved(what: Instruction, *, before: Instruction) -> Edit:
+    def edit(program: list[Instruction]) -> list[Instruction]:
+        rest = [one for one in program if one != what]
+        at = rest.index(before)
+        return [*rest[:at], what, *rest[at:]]
+
+    return edit
+
+
+def inserted(what: Instruction, *, before: Instruction) -> Edit:
+    def edit(program: list[Instruction]) -> list[Instruction]:
+        at = program.index(before)
+        return [*program[:at], what, *program[at:]]
+
+    return edit
+
+
+@pytest.mark.parametrize("name", [*SCHEDULES, "evaluation"])
+@pytest.mark.parametrize("pipeline_stages", range(1, 9))
+def test_every_schedule_of_ours_passes(name: str, pipeline_stages: int) -> None:
+    schedule = forward_only if name == "evaluation" else SCHEDULES[name]
+    for micro_batches in range(1, 17):
+        check_schedule(schedule, pipeline_stages, micro_batches)
+
+
+@pytest.mark.parametrize(
+    ("edit", "law"),
+    [
+        pytest.param(
+            moved(Backward(2), before=Forward(2)),
+            "Backward(micro_batch=2) comes before Forward(micro_batch=2)",
+            id="backward before forward",
+        ),
+        pytest.param(
+            moved(ReceiveGradient(1), before=SendGradient(1)),
+            "Backward(micro_batch=1) comes before ReceiveGradient(micro_batch=1)",
+            id="backward before its gradient",
+        ),
+        pytest.param(
+            moved(LoadMicroBatch(1), before=SendActivation(1)),
+            "Forward(micro_batch=1) comes before LoadMicroBatch(micro_batch=1)",
+            id="forward of what is not loaded",
+        ),
+        pytest.param(
+            moved(SendActivation(1), before=Forward(1)),
+            "SendActivation(micro_batch=1) comes before Forward(micro_batch=1)",
+            id="send of what is not computed",
+        ),
+        pytest.param(
+            moved(SendGradient(1), before=Backward(1)),
+            "SendGradient(micro_batch=1) comes before Backward(micro_batch=1)",
+            id="send of a gradient that is not computed",
+        ),
+        pytest.param(
+            lambda program: [one for one in program if getattr(one, "micro_batch", None) != 3],
+            "never runs LoadMicroBatch(micro_batch=3)",
+            id="missing micro-batch",
+        ),
+        pytest.param(
+            inserted(Forward(0), before=Forward(1)),
+            "Forward(micro_batch=0) is there twice",
+            id="duplicated micro-batch",
+        ),
+        pytest.param(
+            inserted(LoadMicroBatch(4), before=Forward(1)),
+            "names micro-batch 4, but the step has 4",
+            id="micro-batch out of range",
+        ),
+        pytest.param(
+            without(SendActivation(2)),
+            "never runs SendActivation(micro_batch=2)",
+            id="dropped send",
+        ),
+        pytest.param(
+            without(ReceiveActivation(2)),
+            "Forward(micro_batch=2) comes before ReceiveActivation(micro_batch=2)",
+            id="send without receive",
+        ),
+        pytest.param(
+            without(Backward(2), SendGradient(2)),
+            "never frees the activations of micro-batch 2",
+            id="activations never freed",
+        ),
+        pytest.param(
+            swapped(ReduceGradients(), OptimizerStep()),
+            "ends with ReduceGradients",
+            id="step not last",
+        ),
+        pytest.param(
+            moved(OptimizerStep(), before=Backward(3)),
+            "Backward(micro_batch=3) comes after OptimizerStep()",
+            id="step before the last backward",
+        ),
+        pytest.param(
+            without(OptimizerStep()),
+            "runs OptimizerStep 0 times",
+            id="no step",
+        ),
+        pytest.param(
+            inserted(ReduceGradients(), before=OptimizerStep()),
+            "runs ReduceGradients 2 times",
+            id="reduced twice",
+        ),
+    ],
+)
+@pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES)
+def test_a_stage_that_breaks_a_law_is_refused(schedule: Schedule, edit: Edit, law: str) -> None:
+    with pytest.raises(ScheduleError, match=f"pipeline stage 1 of 3.*{re.escape(law)}"):
+        check_schedule(edited(schedule, 1, edit), 3, 4)
+
+
+@pytest.mark.parametrize(
+    ("pipeline_stage", "instruction"),
+    [
+        (0, ReceiveActivation(0)),
+        (0, SendGradient(0)),
+        (2, SendActivation(0)),
+        (2, ReceiveGradient(0)),
+    ],
+)
+def test_an_end_of_the_pipeline_has_no_neighbour_beyond(
+    pipeline_stage: int, instruction: Instruction
+) -> None:
+    schedule = edited(gpipe, pipeline_stage, inserted(instruction, before=Backward(0)))
+    with pytest.raises(ScheduleError, match=re.escape(f"{instruction!r} has no meaning here")):
+        check_schedule(schedule, 3, 4)
+
+
+def test_activations_sent_in_another_order_than_received_are_refused() -> None:
+    # The first stage has computed both before it sends either, so alone it is right.
+    second_first = edited(gpipe, 0, moved(SendActivation(0), before=LoadMicroBatch(2)))
+    with pytest.raises(
+        ScheduleError,
+        match=r"pipeline stage 1, .* would get micro-batch 1, which pipeline stage 0 sends first",
+    ):
+        check_schedule(second_first, 3, 4)
+
+
+def test_gradients_sent_in_another_order_than_received_are_refused() -> None:
+    second_first = edited(
+        gpipe,
+        2,
+        swapped(Backward(0), Backward(1)),
+        swapped(SendGradient(0), SendGradient(1)),
+    )
+    with pytest.raises(
+        ScheduleError,
+        match=r"pipeline stage 1, .* would get micro-batch 1, which pipeline stage 2 sends first",
+    ):
+        check_schedule(second_first, 3, 4)
+
+
+def test_a_deadlock_names_what_each_stage_waits_for() -> None:
+    # The first stage wants a gradient before it has sent the activation this gradient is of.
+    impatient = edited(gpipe, 0, moved(ReceiveGradient(0), before=SendActivation(0)))
+    with pytest.raises(ScheduleError) as error:
+        check_schedule(impatient, 3, 4)
+    assert str(error.value).splitlines() == [
+        "Deadlock: no pipeline stage can go on.",
+        "  pipeline stage 0 waits at instruction 2, ReceiveGradient(micro_batch=0), "
+        "for pipeline stage 1",
+        "  pipeline stage 1 waits at instruction 1, ReceiveActivation(micro_batch=0), "
+        "for pipeline stage 0",
+        "  pipeline stage 2 waits at instruction 1, ReceiveActivation(micro_batch=0), "
+        "for pipeline stage 1",
+    ]
+
+
+def test_stages_that_each_wait_for_a_later_message_of_the_other_deadlock() -> None:
+    # The last stage wants all activations before its first backward; the first stage wants the
+    # first gradient before it sends the last activation. Alone, each is right.
+    eager = edited(gpipe, 0, moved(ReceiveGradient(0), before=LoadMicroBatch(3)))
+    with pytest.raises(ScheduleError, match=r"stage 1 waits at .* ReceiveActivation\(.*=3\)"):
+        check_schedule(eager, 2, 4)
+
+
+def test_a_send_waits_for_room_on_the_wire() -> None:
+    # The last stage runs 1f1b and so has one micro-batch in flight: one gradient of its own may be
+    # under way. The first stage runs gpipe and takes the gradient of 0 only at tick 8. So from
+    # tick 7 on the last stage holds the gradient of 1 and waits.
+    def mixed(
+        pipeline_stages: int, pipeline_stage: int, micro_batches: int
+    ) -> Iterator[Instruction]:
+        schedule = gpipe if pipeline_stage == 0 else one_forward_one_backward
+        return schedule(pipeline_stages, pipeline_stage, micro_batches)
+
+    tick, first, last = format_grid(mixed, 2, 8).splitlines()
+    assert tick[:46] == "tick              0  1  2  3  4  5  6  7  8  9"
+    assert first[:46] == "pipeline stage 0  F0 F1 F2 F3 F4 F5 F6 F7 B0 B0"[:46]
+    assert last[:46] == "pipeline stage 1  .  F0 B0 B0 F1 B1 B1 .  F2 B2"[:46]
+
+
+@pytest.mark.parametrize(("pipeline_stages", "micro_batches"), [(0, 4), (2, 0)])
+def test_an_empty_pipeline_is_refused(pipeline_stages: int, micro_batches: int) -> None:
+    with pytest.raises(ScheduleError, match="at least one pipeline stage and one micro-batch"):
+        check_schedule(gpipe, pipeline_stages, micro_batches)

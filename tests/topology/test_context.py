@@ -1,0 +1,216 @@
+"""ParallelContext: each rank's groups hold the ranks they should, and carry data."""
+
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megaspeed.topology import (
+    Coordinates,
+    Grid,
+    GroupError,
+    LaunchEnvironment,
+    ParallelContext,
+    TopologyError,
+)
+from tests.rank_pool import RankFailure, RankPool
+
+GROUPS = ("world", "tp", "dp", "model", "tied", "self", "activation", "gradient")
+
+
+def _group(context: ParallelContext, name: str) -> dist.ProcessGroup:
+    group: dist.ProcessGroup = getattr(context, f"{name}_group")
+    return group
+
+
+def _members(launch: LaunchEnvironment, grid: Grid) -> dict[str, list[int]]:
+    with ParallelContext.create(grid, launch, timeout_seconds=30) as context:
+        return {name: dist.get_process_group_ranks(_group(context, name)) for name in GROUPS}
+
+
+def _sums(launch: LaunchEnvironment, grid: Grid) -> dict[str, int]:
+    """The sum over each group of 2 ** rank, which tells exactly who took part."""
+    with ParallelContext.create(grid, launch, timeout_seconds=30) as context:
+        sums = {}
+        for name in GROUPS:
+            mine = torch.tensor(2**context.rank)
+            dist.all_reduce(mine, group=_group(context, name))
+            sums[name] = int(mine)
+        return sums
+
+
+def _place(launch: LaunchEnvironment, grid: Grid) -> dict[str, Any]:
+    with ParallelContext.create(grid, launch, timeout_seconds=30) as context:
+        return {
+            "coordinates": context.coordinates,
+            "ranks": (context.pp_rank, context.dp_rank, context.tp_rank),
+            "sizes": (context.pp_size, context.dp_size, context.tp_size),
+            "ends": (context.is_first_pipeline_stage, context.is_last_pipeline_stage),
+            "neighbours": (context.previous_rank, context.next_rank),
+            "device": str(context.device),
+        }
+
+
+def _cross_messages(launch: LaunchEnvironment) -> float:
+    """Both stages send first and receive afterwards, each direction on its own group."""
+    with ParallelContext.create(Grid(pp=2, dp=1, tp=1), launch, timeout_seconds=30) as context:
+        forward, back = context.activation_group, context.gradient_group
+        outgoing = forward if context.is_first_pipeline_stage else back
+        incoming = back if context.is_first_pipeline_stage else forward
+        peer = 1 - context.rank
+        sent = dist.isend(torch.tensor(float(context.rank)), dst=peer, group=outgoing)
+        received = torch.empty(())
+        dist.recv(received, src=peer, group=incoming)
+        assert sent is not None and sent.wait()
+        return received.item()
+
+
+def _three_contexts_in_a_row(launch: LaunchEnvironment) -> list[float]:
+    sums = []
+    for grid in (Grid(pp=1, dp=4, tp=1), Grid(pp=2, dp=1, tp=2), Grid(pp=1, dp=4, tp=1)):
+        with ParallelContext.create(grid, launch, timeout_seconds=30) as context:
+            mine = torch.tensor(float(context.rank))
+            dist.all_reduce(mine, group=context.dp_group)
+            sums.append(mine.item())
+    return sums
+
+
+def _a_world_after_a_single_process(launch: LaunchEnvironment) -> int:
+    alone = LaunchEnvironment(
+        rank=0, world_size=1, local_rank=0, local_world_size=1, source="single process"
+    )
+    with ParallelContext.create(Grid(pp=1, dp=1, tp=1), alone, timeout_seconds=30) as context:
+        assert context.world_group.size() == 1
+    assert not dist.is_initialized()
+    with ParallelContext.create(Grid(pp=1, dp=2, tp=1), launch, timeout_seconds=30) as context:
+        return context.world_group.size()
+
+
+def _come_without_rank_1(launch: LaunchEnvironment) -> str:
+    if launch.rank == 1:
+        return "did not come"
+    with pytest.raises(GroupError) as refusal:
+        ParallelContext.create(Grid(pp=1, dp=1, tp=2), launch, timeout_seconds=1)
+    assert not dist.is_initialized()
+    return str(refusal.value)
+
+
+def _create_twice(launch: LaunchEnvironment) -> None:
+    grid = Grid(pp=1, dp=1, tp=1)
+    with ParallelContext.create(grid, launch, timeout_seconds=30):
+        ParallelContext.create(grid, launch, timeout_seconds=30)
+
+
+def test_rank_5_of_eight_has_the_groups_of_the_docstring(pool: RankPool) -> None:
+    assert pool.run(8, _members, Grid(pp=2, dp=2, tp=2))[5] == {
+        "world": [0, 1, 2, 3, 4, 5, 6, 7],
+        "tp": [4, 5],
+        "dp": [5, 7],
+        "model": [0, 1, 4, 5],
+        "tied": [1, 5],
+        "self": [5],
+        "activation": [1, 5],
+        "gradient": [1, 5],
+    }
+
+
+@pytest.mark.parametrize(
+    "grid",
+    [
+        Grid(pp=2, dp=2, tp=2),
+        Grid(pp=4, dp=1, tp=2),
+        Grid(pp=1, dp=3, tp=2),
+        Grid(pp=3, dp=1, tp=1),
+    ],
+    ids=str,
+)
+def test_a_sum_over_a_group_is_the_sum_over_its_ranks(pool: RankPool, grid: Grid) -> None:
+    along = {axis: grid.groups_along(axis) for axis in ("pp", "dp", "tp")}
+    between = [[rank] for rank in range(grid.world_size)]  # tied to nobody
+    lists = {
+        "world": [list(range(grid.world_size))],
+        "tp": along["tp"],
+        "dp": along["dp"],
+        "model": grid.model_groups(),
+        "tied": grid.tied_groups() + between,
+        "self": between,
+        "activation": along["pp"],
+        "gradient": along["pp"],
+    }
+    for rank, sums in enumerate(pool.run(grid.world_size, _sums, grid)):
+        mine = {name: next(g for g in groups if rank in g) for name, groups in lists.items()}
+        assert sums == {name: sum(2**r for r in ranks) for name, ranks in mine.items()}
+
+
+def test_the_middle_of_a_pipeline_knows_its_place_and_neighbours(pool: RankPool) -> None:
+    places = pool.run(6, _place, Grid(pp=3, dp=1, tp=2))
+    assert places[3] == {
+        "coordinates": Coordinates(pp=1, dp=0, tp=1),
+        "ranks": (1, 0, 1),
+        "sizes": (3, 1, 2),
+        "ends": (False, False),
+        "neighbours": (1, 5),
+        "device": "cpu",
+    }
+    assert [place["neighbours"] for place in places] == [
+        (None, 2), (None, 3), (0, 4), (1, 5), (2, None), (3, None),
+    ]  # fmt: skip
+    assert [place["ends"] for place in places[::2]] == [
+        (True, False),
+        (False, False),
+        (False, True),
+    ]
+
+
+def test_a_single_stage_is_first_and_last_and_has_no_neighbours(pool: RankPool) -> None:
+    (place,) = pool.run(1, _place, Grid(pp=1, dp=1, tp=1))
+    assert place["ends"] == (True, True)
+    assert place["neighbours"] == (None, None)
+
+
+def test_messages_of_both_directions_do_not_meet(pool: RankPool) -> None:
+    assert pool.run(2, _cross_messages) == [1.0, 0.0]
+
+
+def test_contexts_of_other_shapes_follow_each_other_in_one_process(pool: RankPool) -> None:
+    # dp 4 sums all ranks; with dp 1 each keeps its own
+    expected = [[6.0, float(rank), 6.0] for rank in range(4)]
+    assert pool.run(4, _three_contexts_in_a_row) == expected
+
+
+def test_a_world_of_two_follows_a_world_of_one_in_one_process(pool: RankPool) -> None:
+    assert pool.run(2, _a_world_after_a_single_process) == [2, 2]
+
+
+def test_a_rank_that_does_not_come_is_reported_with_its_group(pool: RankPool) -> None:
+    report, _ = pool.run(2, _come_without_rank_1)
+    assert "rank 0 could not join the world group (ranks 0, 1)" in report
+
+
+def test_a_grid_of_another_size_than_the_launch_is_refused_with_its_source() -> None:
+    launch = LaunchEnvironment(
+        rank=0, world_size=4, local_rank=0, local_world_size=4, source="RANK/WORLD_SIZE"
+    )
+    with pytest.raises(TopologyError, match=r"8 ranks, but 4 were launched \(from RANK/WORLD_SIZE"):
+        ParallelContext.create(Grid(pp=2, dp=2, tp=2), launch, timeout_seconds=30)
+
+
+def test_a_second_open_context_is_refused(pool: RankPool) -> None:
+    with pytest.raises(RankFailure, match="close the earlier ParallelContext"):
+        pool.run(1, _create_twice)
+
+
+def test_plain_python_needs_no_variables_at_all() -> None:
+    code = (
+        "import os\n"
+        "from megaspeed.topology import Grid, ParallelContext, read_launch_environment\n"
+        "launch = read_launch_environment(os.environ)\n"
+        "with ParallelContext.create(Grid(1, 1, 1), launch, timeout_seconds=30) as context:\n"
+        "    assert context.world_group.size() == 1\n"
+    )
+    bare = {"PATH": os.environ["PATH"], "CUDA_VISIBLE_DEVICES": ""}
+    subprocess.run([sys.executable, "-c", code], env=bare, check=True)

@@ -1,0 +1,124 @@
+"""Rank arithmetic: the order of ranks, and that the groups of every axis partition the world."""
+
+import doctest
+import itertools
+import subprocess
+import sys
+import time
+
+import pytest
+from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
+
+from megaspeed.topology import AXES, Axis, Coordinates, Grid, TopologyError, grid
+
+SHAPES = [(1, 1, 1), (2, 2, 2), (4, 1, 2), (1, 3, 1), (3, 2, 4), (2, 3, 1), (1, 1, 8), (35, 2, 8)]
+DEEPSPEED_NAMES: dict[Axis, str] = {"pp": "pipe", "dp": "data", "tp": "model"}
+
+every_shape = pytest.mark.parametrize(("pp", "dp", "tp"), SHAPES)
+
+
+def _all_groups(grid: Grid) -> list[list[list[int]]]:
+    return [
+        *(grid.groups_along(axis) for axis in AXES),
+        grid.model_groups(),
+        grid.tied_groups(),
+    ]
+
+
+def test_the_worked_example_of_eight_ranks_holds() -> None:
+    result = doctest.testmod(grid)
+    assert result.attempted >= 8
+    assert result.failed == 0
+
+
+@every_shape
+def test_ranks_and_groups_are_those_of_deepspeed(pp: int, dp: int, tp: int) -> None:
+    ours = Grid(pp=pp, dp=dp, tp=tp)
+    theirs = PipeModelDataParallelTopology(num_pp=pp, num_mp=tp, num_dp=dp)
+    assert ours.world_size == theirs.world_size()
+    for at in itertools.product(range(pp), range(dp), range(tp)):
+        place = Coordinates(*at)
+        assert ours.rank_of(place) == theirs.get_rank(pipe=place.pp, data=place.dp, model=place.tp)
+    for axis, name in DEEPSPEED_NAMES.items():
+        # DeepSpeed keeps no list for an axis of one rank
+        if getattr(ours, axis) > 1:
+            assert ours.groups_along(axis) == theirs.get_axis_comm_lists(name)
+    assert ours.model_groups() == [sorted(theirs.filter_match(data=index)) for index in range(dp)]
+
+
+@every_shape
+def test_coordinates_of_a_rank_lead_back_to_it(pp: int, dp: int, tp: int) -> None:
+    grid = Grid(pp=pp, dp=dp, tp=tp)
+    places = [grid.coordinates_of(rank) for rank in range(grid.world_size)]
+    assert [grid.rank_of(place) for place in places] == list(range(grid.world_size))
+
+
+@every_shape
+def test_the_groups_along_an_axis_hold_every_rank_once(pp: int, dp: int, tp: int) -> None:
+    grid = Grid(pp=pp, dp=dp, tp=tp)
+    for groups in (*(grid.groups_along(axis) for axis in AXES), grid.model_groups()):
+        assert sorted(itertools.chain(*groups)) == list(range(grid.world_size))
+
+
+@every_shape
+def test_groups_and_their_ranks_are_in_ascending_order(pp: int, dp: int, tp: int) -> None:
+    for groups in _all_groups(Grid(pp=pp, dp=dp, tp=tp)):
+        assert groups == sorted(groups)
+        assert all(group == sorted(group) for group in groups)
+
+
+@every_shape
+def test_a_tied_group_is_the_first_and_the_last_stage(pp: int, dp: int, tp: int) -> None:
+    grid = Grid(pp=pp, dp=dp, tp=tp)
+    ends = [sorted({column[0], column[-1]}) for column in grid.groups_along("pp")]
+    assert grid.tied_groups() == ends
+
+
+def test_a_rank_of_a_model_group_stands_at_its_stage_times_tp_plus_its_tensor_index() -> None:
+    grid = Grid(pp=3, dp=2, tp=4)
+    for dp_rank, group in enumerate(grid.model_groups()):
+        for place, rank in enumerate(group):
+            assert grid.coordinates_of(rank) == (place // 4, dp_rank, place % 4)
+
+
+@pytest.mark.parametrize(("pp", "dp", "tp", "ranks"), [(8, 64, 8, 4096), (35, 16, 8, 4480)])
+def test_thousands_of_ranks_are_grouped_in_less_than_a_second(
+    pp: int, dp: int, tp: int, ranks: int
+) -> None:
+    start = time.process_time()
+    grid = Grid(pp=pp, dp=dp, tp=tp)
+    groups = _all_groups(grid)
+    places = {grid.coordinates_of(rank) for rank in range(grid.world_size)}
+    assert time.process_time() - start < 0.5
+    assert grid.world_size == len(places) == ranks
+    assert [len(each) for each in groups] == [dp * tp, pp * tp, pp * dp, dp, dp * tp]
+
+
+@pytest.mark.parametrize("axis", AXES)
+def test_an_axis_without_ranks_is_refused_by_name(axis: Axis) -> None:
+    with pytest.raises(TopologyError, match=f"at least 1 rank, but {axis} is 0"):
+        Grid(**{**dict.fromkeys(AXES, 2), axis: 0})
+
+
+@pytest.mark.parametrize("rank", [-1, 8])
+def test_a_rank_beyond_the_world_is_refused_with_the_range(rank: int) -> None:
+    with pytest.raises(TopologyError, match=rf"rank {rank} does not exist: .* from 0 to 7"):
+        Grid(pp=2, dp=2, tp=2).coordinates_of(rank)
+
+
+@pytest.mark.parametrize(
+    ("place", "axis"), [((2, 0, 0), "pp"), ((0, -1, 0), "dp"), ((0, 0, 9), "tp")]
+)
+def test_coordinates_beyond_an_axis_are_refused_by_its_name(
+    place: tuple[int, int, int], axis: str
+) -> None:
+    with pytest.raises(TopologyError, match=f"{axis} index"):
+        Grid(pp=2, dp=2, tp=2).rank_of(Coordinates(*place))
+
+
+def test_rank_arithmetic_does_not_load_torch() -> None:
+    code = (
+        "import sys, megaspeed.topology.grid, megaspeed.topology.launch; "
+        "sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0

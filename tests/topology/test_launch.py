@@ -1,0 +1,135 @@
+"""Every launcher's variables give the rank and world size, and contradictions are refused."""
+
+import pytest
+
+from megaspeed.topology import LaunchEnvironment, LaunchError, read_launch_environment
+
+MEETING_POINT = {"MASTER_ADDR": "node0", "MASTER_PORT": "29500"}
+
+
+def _torchrun(**changes: str) -> dict[str, str]:
+    names = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
+    return {**names, **MEETING_POINT, **changes}
+
+
+def _srun(**changes: str) -> dict[str, str]:
+    names = {
+        "SLURM_STEP_ID": "0",
+        "SLURM_PROCID": "9",
+        "SLURM_NTASKS": "11",
+        "SLURM_LOCALID": "1",
+        "SLURM_NODEID": "2",
+        "SLURM_STEP_TASKS_PER_NODE": "4(x2),3",
+    }
+    return {**names, **MEETING_POINT, **changes}
+
+
+def _mpirun(**changes: str) -> dict[str, str]:
+    names = {
+        "OMPI_COMM_WORLD_RANK": "3",
+        "OMPI_COMM_WORLD_SIZE": "4",
+        "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+        "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+    }
+    return {**names, **MEETING_POINT, **changes}
+
+
+def _without(environ: dict[str, str], *names: str) -> dict[str, str]:
+    return {name: value for name, value in environ.items() if name not in names}
+
+
+def test_torchrun_is_read() -> None:
+    assert read_launch_environment(_torchrun()) == LaunchEnvironment(
+        rank=5, world_size=8, local_rank=1, local_world_size=4, source="RANK/WORLD_SIZE"
+    )
+
+
+def test_deepspeed_calls_the_local_world_size_local_size() -> None:
+    environ = _without(_torchrun(LOCAL_SIZE="2"), "LOCAL_WORLD_SIZE")
+    assert read_launch_environment(environ).local_world_size == 2
+
+
+def test_srun_is_read_with_its_short_list_of_tasks_per_node() -> None:
+    assert read_launch_environment(_srun()) == LaunchEnvironment(
+        rank=9, world_size=11, local_rank=1, local_world_size=3, source="SLURM_*"
+    )
+
+
+def test_mpirun_is_read() -> None:
+    assert read_launch_environment(_mpirun()) == LaunchEnvironment(
+        rank=3, world_size=4, local_rank=1, local_world_size=2, source="OMPI_*"
+    )
+
+
+def test_plain_python_is_one_process() -> None:
+    assert read_launch_environment({"PATH": "/usr/bin"}) == LaunchEnvironment(
+        rank=0, world_size=1, local_rank=0, local_world_size=1, source="single process"
+    )
+
+
+def test_one_process_needs_neither_a_local_rank_nor_a_meeting_point() -> None:
+    launch = read_launch_environment({"RANK": "0", "WORLD_SIZE": "1"})
+    assert (launch.rank, launch.world_size, launch.local_rank) == (0, 1, 0)
+
+
+@pytest.mark.parametrize("tasks", ["16", "3"])
+def test_a_world_size_beside_other_slurm_tasks_is_refused_naming_both(tasks: str) -> None:
+    environ = {"RANK": "0", "WORLD_SIZE": "1", "SLURM_NTASKS": tasks}
+    with pytest.raises(LaunchError, match=rf"1 from RANK/WORLD_SIZE, but SLURM_NTASKS={tasks}"):
+        read_launch_environment(environ)
+
+
+def test_ranks_beside_other_mpi_ranks_are_refused_naming_both() -> None:
+    environ = _torchrun(OMPI_COMM_WORLD_SIZE="3", OMPI_COMM_WORLD_RANK="0")
+    with pytest.raises(LaunchError, match=r"8 from RANK/WORLD_SIZE, but OMPI_COMM_WORLD_SIZE=3"):
+        read_launch_environment(environ)
+
+
+@pytest.mark.parametrize("nodes", ["1", "2", "8"])
+def test_one_torchrun_in_each_slurm_task_is_right(nodes: str) -> None:
+    environ = _torchrun(SLURM_NTASKS=nodes, SLURM_PROCID="0", SLURM_STEP_ID="0")
+    assert read_launch_environment(environ).source == "RANK/WORLD_SIZE"
+
+
+def test_plain_python_in_an_allocation_of_many_tasks_is_refused() -> None:
+    batch_script = {"SLURM_NTASKS": "16", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
+    with pytest.raises(LaunchError, match=r"SLURM_NTASKS=16, but .* world size would be 1"):
+        read_launch_environment(batch_script)
+
+
+def test_plain_python_in_an_allocation_of_one_task_is_one_process() -> None:
+    batch_script = {"SLURM_NTASKS": "1", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
+    assert read_launch_environment(batch_script).source == "single process"
+
+
+@pytest.mark.parametrize("missing", ["RANK", "WORLD_SIZE", "LOCAL_RANK"])
+def test_a_missing_number_is_named(missing: str) -> None:
+    with pytest.raises(LaunchError, match=rf"^{missing} is not set, but .*: set {missing} too"):
+        read_launch_environment(_without(_torchrun(), missing))
+
+
+@pytest.mark.parametrize("missing", ["MASTER_ADDR", "MASTER_PORT"])
+@pytest.mark.parametrize("environ", [_torchrun(), _srun(), _mpirun()])
+def test_several_ranks_without_a_meeting_point_are_told_what_to_export(
+    environ: dict[str, str], missing: str
+) -> None:
+    with pytest.raises(
+        LaunchError, match=rf"need a meeting point, but {missing} is not set.*expor"
+    ):
+        read_launch_environment(_without(environ, missing))
+
+
+def test_a_rank_that_is_no_number_is_refused_with_its_text() -> None:
+    with pytest.raises(LaunchError, match="RANK must be an integer, but is 'first'"):
+        read_launch_environment(_torchrun(RANK="first"))
+
+
+def test_tasks_per_node_that_make_no_list_are_refused_with_their_text() -> None:
+    with pytest.raises(LaunchError, match=r"SLURM_STEP_TASKS_PER_NODE is '4\(y2\)'"):
+        read_launch_environment(_srun(SLURM_STEP_TASKS_PER_NODE="4(y2)"))
+
+
+@pytest.mark.parametrize("changes", [{"RANK": "8"}, {"LOCAL_RANK": "4"}, {"RANK": "-1"}])
+def test_a_rank_beyond_its_world_is_refused(changes: dict[str, str]) -> None:
+    with pytest.raises(LaunchError, match="does not exist among"):
+        read_launch_environment(_torchrun(**changes))

@@ -1,0 +1,21 @@
+"""Text for tiny runs."""
+
+import inspect
+from pathlib import Path
+
+import argparse
+import pytest
+
+
+@pytest.fixture(scope="session")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Real text: the source of one module of the standard library."""
+    file = tmp_path_factory.mktemp("text") / "argparse.txt"
+    file.write_text(inspect.getsource(argparse))
+    return file
+
+
+@pytest.fixture(scope="session")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder for prepared corpora, shared by all tests of the session."""
+    return tmp_path_factory.mktemp("cache")

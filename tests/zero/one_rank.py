@@ -1,0 +1,75 @@
+"""One rank of a tiny run, stepped by hand inside a job of the rank pool."""
+
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megaspeed.config import Run
+from megaspeed.data import LoaderShape, PreparedCorpus, TrainingLoader
+from megaspeed.topology import Grid, LaunchEnvironment, ParallelContext
+from megaspeed.training.worker import StepResult, Worker
+from megaspeed.zero import ZeroEngine, whole_parameters
+
+LEARNING_RATE = 1e-3
+
+OFFLOAD = {"offload_optimizer": {"device": "cpu", "pin_memory": False}}
+OFFLOAD_ALL = {**OFFLOAD, "offload_param": {"device": "cpu", "pin_memory": False}}
+
+
+@dataclass(frozen=True)
+class OneRank:
+    """A worker and the samples that it trains on."""
+
+    worker: Worker
+    loader: TrainingLoader
+
+    @property
+    def engine(self) -> ZeroEngine:
+        return self.worker.engine
+
+    @property
+    def optimizer(self) -> Any:
+        """DeepSpeed's ZeRO optimizer."""
+        return self.engine.optimizer
+
+    @property
+    def context(self) -> ParallelContext:
+        return self.worker.context
+
+    def train_step(self, step: int, rate: float = LEARNING_RATE) -> StepResult:
+        """Trains on the samples of step `step`, counted from 0."""
+        samples_consumed = step * self.worker.run.batch.train_batch_size
+        load = functools.partial(self.loader.micro_batch, samples_consumed)
+        return self.worker.train_step(load, rate)
+
+    def weights(self) -> dict[str, Tensor]:
+        """What the rank computes with, by full parameter name."""
+        return dict(whole_parameters(self.engine.module))
+
+    def sum_over_ranks(self, value: float) -> float:
+        """The same number on every rank."""
+        total = torch.tensor(float(value), dtype=torch.float64)
+        dist.all_reduce(total, group=self.context.world_group)
+        return float(total)
+
+
+@contextmanager
+def one_rank(launch: LaunchEnvironment, run: Run, corpus: PreparedCorpus) -> Iterator[OneRank]:
+    """This rank of `run`, built and ready to train."""
+    grid = Grid(pp=run.degrees.pp, dp=run.degrees.dp, tp=run.degrees.tp)
+    with ParallelContext.create(grid, launch, timeout_seconds=60) as context:
+        worker = Worker(run, context)
+        batch = run.batch
+        shape = LoaderShape(
+            batch.micro_batch_size,
+            batch.gradient_accumulation_steps,
+            context.dp_rank,
+            context.dp_size,
+        )
+        yield OneRank(worker, TrainingLoader(corpus, shape, context.device))

@@ -1,0 +1,139 @@
+"""The gradient norm counts every logical parameter once, at every layout.
+
+With every element of the gradient 1, the norm is the square root of their number, which the tests
+work out from the shape of the model alone. What exists for the layout's sake alone (rows of
+vocabulary padding) gets 1000, and nothing of it may be seen.
+"""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megaspeed.config import ModelConfig, Run
+from megaspeed.data import PreparedCorpus
+from megaspeed.topology import LaunchEnvironment
+from tests.parallel.tiny import merge, tiny_corpus, tiny_run
+from tests.rank_pool import RankPool
+from tests.zero.one_rank import OFFLOAD, OFFLOAD_ALL, OneRank, one_rank
+
+# 12 heads, which 1, 2, 3 and 4 tensor ranks divide, and a vocabulary that none of them does.
+GPT2 = {
+    "architecture": "gpt2",
+    "vocab_size": 301,
+    "hidden_size": 24,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 12,
+    "max_position_embeddings": 8,
+}
+LLAMA = {
+    "architecture": "llama",
+    "vocab_size": 301,
+    "hidden_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 2,
+    "intermediate_size": 60,
+    "max_position_embeddings": 8,
+}
+UNTIED = {**GPT2, "tie_word_embeddings": False}
+TIED_LLAMA = {**LLAMA, "tie_word_embeddings": True}
+ONE_KEY_VALUE_HEAD = {**LLAMA, "num_key_value_heads": 1}
+
+BF16 = {"bf16": {"enabled": True}}
+BF16_IN_FP32 = {**BF16, "data_types": {"grad_accum_dtype": "fp32"}}
+KEEP_SMALL_PARAMETERS = {"stage3_param_persistence_threshold": 500}
+PER_MICRO_BATCH = {"parallel": {"gradient_reduction": "per_micro_batch"}}
+PER_STEP = {"parallel": {"gradient_reduction": "per_step"}}
+SEQUENCE_PARALLEL = {"parallel": {"sequence_parallel": True}}
+
+# (pp, dp, tp), model, ZeRO stage, more of zero_optimization, more of the JSON
+CASES: list[tuple[tuple[int, int, int], dict[str, Any], int, dict[str, Any], dict[str, Any]]] = [
+    ((1, 1, 1), GPT2, 0, {}, {}),
+    ((2, 1, 1), GPT2, 0, {}, {}),
+    ((1, 2, 1), GPT2, 0, {}, PER_MICRO_BATCH),
+    ((1, 1, 2), GPT2, 0, {}, {}),
+    ((2, 2, 2), GPT2, 0, {}, {}),
+    ((2, 1, 4), LLAMA, 0, {}, {}),
+    ((4, 2, 1), UNTIED, 0, {}, BF16_IN_FP32),
+    ((1, 1, 3), GPT2, 1, {}, SEQUENCE_PARALLEL | {"data": {"sequence_length": 6}}),
+    ((2, 3, 1), GPT2, 1, {}, {}),
+    ((2, 2, 2), TIED_LLAMA, 1, {}, BF16_IN_FP32),
+    ((1, 2, 4), ONE_KEY_VALUE_HEAD, 1, {}, PER_MICRO_BATCH),
+    ((4, 1, 2), UNTIED, 1, OFFLOAD, {}),
+    ((1, 3, 2), GPT2, 2, {}, {}),
+    ((2, 2, 2), GPT2, 2, {}, {}),
+    ((2, 4, 1), GPT2, 2, {}, BF16),
+    ((3, 2, 1), TIED_LLAMA, 2, {}, PER_STEP),
+    ((2, 2, 2), GPT2, 2, OFFLOAD, {}),
+    ((1, 4, 2), LLAMA, 3, {}, {}),
+    ((2, 2, 2), GPT2, 3, {}, {}),
+    ((2, 1, 3), ONE_KEY_VALUE_HEAD, 3, {}, {}),
+    ((2, 3, 1), GPT2, 3, KEEP_SMALL_PARAMETERS, PER_STEP),
+    ((1, 2, 4), TIED_LLAMA, 3, OFFLOAD_ALL, {}),
+    ((4, 2, 1), GPT2, 3, OFFLOAD, BF16_IN_FP32),
+]
+
+
+def describe(case: tuple[Any, ...]) -> str:
+    (pp, dp, tp), model, stage, zero, more = case
+    tied = model.get("tie_word_embeddings", model["architecture"] == "gpt2")
+    words = [f"zero{stage}", f"pp{pp}", f"dp{dp}", f"tp{tp}", model["architecture"]]
+    words += ["tied"] * tied + sorted(zero) + sorted(more)
+    return "-".join(words)
+
+
+def logical_parameters(config: ModelConfig) -> int:
+    """How many numbers the model is, from its shape alone."""
+    d, f, v = config.hidden_size, config.intermediate_size, config.vocab_size
+    head = 0 if config.tie_word_embeddings else v * d
+    if config.architecture == "gpt2":
+        attention = 3 * (d * d + d) + (d * d + d)
+        mlp = (d * f + f) + (f * d + d)
+        norms, final_norm = 2 * (d + d), d + d
+        positions = config.max_position_embeddings * d
+    else:
+        key_value = config.num_key_value_heads * config.head_dim
+        attention = d * d + 2 * key_value * d + d * d
+        mlp = 3 * d * f
+        norms, final_norm = 2 * d, d
+        positions = 0
+    block = attention + mlp + norms
+    return v * d + positions + config.num_hidden_layers * block + final_norm + head
+
+
+def write_ones(rank: OneRank) -> None:
+    """1 in every logical element of this rank's gradient, 1000 in vocabulary padding."""
+    for fragment in rank.engine.gradient_fragments():
+        shard = rank.worker.shards[rank.engine.names[fragment.parameter]]
+        width = shard.local_shape[1] if len(shard.local_shape) == 2 else 1
+        logical = max(0, shard.logical_rows * width - fragment.start)
+        fragment.values[:logical] = 1.0
+        fragment.values[logical:] = 1000.0
+
+
+def norm_of_ones(launch: LaunchEnvironment, run: Run, corpus: PreparedCorpus) -> float:
+    with one_rank(launch, run, corpus) as rank:
+        rank.engine.before_step = lambda: write_ones(rank)
+        result = rank.train_step(0)
+        assert not result.skipped
+        return result.grad_norm
+
+
+@pytest.mark.parametrize("case", CASES, ids=describe)
+def test_a_gradient_of_ones_has_the_square_root_of_the_number_of_parameters_as_norm(
+    pool: RankPool, text: Path, cache: Path, case: tuple[Any, ...]
+) -> None:
+    (pp, dp, tp), model, stage, zero, more = case
+    small = {
+        "model": model,
+        "data": {"sequence_length": 8},
+        "zero_optimization": {"stage": stage, **zero},
+        "train_micro_batch_size_per_gpu": 12 // dp // 3 if dp < 4 else 3,
+    }
+    run = tiny_run(text, pp=pp, dp=dp, tp=tp, **merge(small, more))
+    norms = pool.run(pp * dp * tp, norm_of_ones, run, tiny_corpus(run, cache))
+    expected = math.sqrt(logical_parameters(run.model))
+    assert norms == pytest.approx([expected] * len(norms), rel=1e-6)
+    assert len(set(norms)) == 1, "every rank clips by the very same number"

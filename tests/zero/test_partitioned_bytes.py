@@ -1,0 +1,248 @@
+"""ZeRO's promise, in bytes: what each stage holds 1/dp of, a rank really holds 1/dp of.
+
+    between ...          parameters    gradients         optimizer state
+    steps                stage 3       -                 stages 1, 2, 3
+    micro-batches        stage 3       stages 2, 3       stages 1, 2, 3
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+from torch import Tensor, nn
+
+from megaspeed.config import Run
+from megaspeed.data import PreparedCorpus
+from megaspeed.topology import LaunchEnvironment
+from tests.parallel.tiny import tiny_corpus, tiny_run
+from tests.rank_pool import RankPool
+from tests.zero.one_rank import OneRank, one_rank
+
+FP32_BYTES = 4
+
+# Gathered parameters are let go of at once: no prefetch, none kept because it is used again soon.
+LET_GO = {"stage3_prefetch_bucket_size": 0, "stage3_max_reuse_distance": 0}
+
+
+def bytes_of(tensors: Iterable[Tensor | None]) -> int:
+    """Bytes of memory behind these tensors; what two of them share counts once."""
+    memory = {}
+    for tensor in tensors:
+        if tensor is not None:
+            storage = tensor.untyped_storage()
+            memory[storage.data_ptr()] = storage.nbytes()
+    return sum(memory.values())
+
+
+def gradient_tensors(rank: OneRank) -> Iterable[Tensor | None]:
+    """Wherever DeepSpeed keeps a gradient from one micro-batch to the next."""
+    for parameter in rank.engine.module.parameters():
+        yield parameter.grad
+        yield getattr(parameter, "grad_accum", None)
+    optimizer = rank.optimizer
+    yield getattr(optimizer, "grad_partitions_flat_buffer", None)
+    for store in (optimizer.averaged_gradients, getattr(optimizer, "all_grad_tensors", {})):
+        for group in store.values():
+            yield from [] if group is None else group
+
+
+def state_tensors(rank: OneRank) -> list[Tensor]:
+    """AdamW's two moments."""
+    states = rank.optimizer.optimizer.state.values()
+    return [state[name] for state in states for name in ("exp_avg", "exp_avg_sq")]
+
+
+def is_gathered(parameter: Any) -> bool:
+    return parameter.ds_status == ZeroParamStatus.AVAILABLE or parameter.data.numel() > 0
+
+
+def partition_elements(parameters: Iterable[nn.Parameter], dp: int) -> int:
+    """Elements of one rank's share where each parameter is cut into dp equal parts, rounded up."""
+    return sum(-(-getattr(p, "ds_numel", p.numel()) // dp) for p in parameters)
+
+
+# --- parameters -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Held:
+    """Of one rank; `whole` is what it would hold with a data degree of 1."""
+
+    part_bytes: int
+    whole_bytes: int
+    rounded_up_bytes: int
+    gathered: int
+
+
+def parameters_between_steps(
+    launch: LaunchEnvironment, run: Run, corpus: PreparedCorpus
+) -> list[Held]:
+    held = []
+    with one_rank(launch, run, corpus) as rank:
+        for step in range(3):
+            parameters: list[Any] = list(rank.engine.module.parameters())
+            held.append(
+                Held(
+                    part_bytes=bytes_of(p.ds_tensor for p in parameters),
+                    whole_bytes=sum(p.ds_numel * p.element_size() for p in parameters),
+                    rounded_up_bytes=FP32_BYTES * partition_elements(parameters, run.degrees.dp),
+                    gathered=sum(map(is_gathered, parameters)),
+                )
+            )
+            rank.train_step(step)
+    return held
+
+
+@pytest.mark.parametrize("reduction", ["per_step", "per_micro_batch"])
+@pytest.mark.parametrize(("pp", "dp", "tp"), [(1, 2, 1), (1, 3, 2), (2, 2, 2)])
+def test_zero3_holds_its_share_of_the_parameters_between_steps_and_no_more(
+    pool: RankPool, text: Path, cache: Path, pp: int, dp: int, tp: int, reduction: str
+) -> None:
+    run = tiny_run(
+        text,
+        pp=pp,
+        dp=dp,
+        tp=tp,
+        zero_optimization={"stage": 3},
+        parallel={"gradient_reduction": reduction},
+    )
+    for ranks_steps in pool.run(
+        pp * dp * tp, parameters_between_steps, run, tiny_corpus(run, cache)
+    ):
+        for held in ranks_steps:
+            assert held.gathered == 0
+            assert held.part_bytes == held.rounded_up_bytes
+            assert held.part_bytes == pytest.approx(held.whole_bytes / dp, rel=0.01)
+
+
+def most_gathered_parameters_during_backward(
+    launch: LaunchEnvironment, run: Run, corpus: PreparedCorpus
+) -> tuple[int, int, int]:
+    """(most at any module's backward, most after any forward or backward, all of them)."""
+    with one_rank(launch, run, corpus) as rank:
+        parameters = list(rank.engine.module.parameters())
+        during: list[int] = []
+        between: list[int] = []
+
+        def look(into: list[int]) -> None:
+            into.append(sum(map(is_gathered, parameters)))
+
+        def look_at_backward(_module: nn.Module, _inputs: Any, output: Tensor) -> None:
+            if output.requires_grad:
+                output.register_hook(lambda _gradient: look(during))
+
+        for module in rank.engine.module.modules():
+            module.register_forward_hook(look_at_backward)
+        forward, backward = rank.engine.forward, rank.engine.backward
+
+        def watched_forward(*args: Any) -> Tensor:
+            output = forward(*args)
+            look(between)
+            return output
+
+        def watched_backward(*args: Any, **kwargs: Any) -> None:
+            backward(*args, **kwargs)
+            look(between)
+
+        rank.engine.forward = watched_forward  # type: ignore[method-assign]
+        rank.engine.backward = watched_backward  # type: ignore[method-assign]
+        rank.train_step(0)
+        return max(during), max(between), len(parameters)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_zero3_gathers_one_block_at_a_time_however_many_micro_batches_are_in_flight(
+    pool: RankPool, text: Path, cache: Path, schedule: str
+) -> None:
+    run = tiny_run(
+        text,
+        pp=2,
+        dp=2,
+        zero_optimization={"stage": 3, **LET_GO},
+        parallel={"schedule": schedule},
+        model={"num_hidden_layers": 8},
+    )
+    for during, between, all_parameters in pool.run(
+        4, most_gathered_parameters_during_backward, run, tiny_corpus(run, cache)
+    ):
+        print(during, between, all_parameters)
+        assert between == 0
+        assert during <= 12 < all_parameters / 3, "a block of GPT-2 has 12 parameters"
+
+
+# --- gradients ------------------------------------------------------------------------------------
+
+
+def gradient_bytes_between_micro_batches(
+    launch: LaunchEnvironment, run: Run, corpus: PreparedCorpus
+) -> tuple[list[int], int, int]:
+    """(bytes held after each backward but the last, elements of this rank's module, groups)."""
+    with one_rank(launch, run, corpus) as rank:
+        elements = sum(
+            getattr(p, "ds_numel", p.numel()) for p in rank.engine.module.parameters()
+        )
+        backward, held = rank.engine.backward, []
+
+        def watched(*args: Any, last: bool) -> None:
+            backward(*args, last=last)
+            if not last:
+                held.append(bytes_of(gradient_tensors(rank)))
+
+        rank.engine.backward = watched  # type: ignore[method-assign, assignment]
+        rank.train_step(0)
+        rank.train_step(1)
+        return held, elements, len(rank.optimizer.param_groups)
+
+
+@pytest.mark.parametrize(
+    ("stage", "precision"),
+    [(0, "fp32"), (1, "fp32"), (2, "fp32"), (3, "fp32"), (1, "bf16"), (2, "bf16"), (3, "bf16")],
+)
+def test_zero2_and_3_hold_their_share_of_the_gradient_between_micro_batches(
+    pool: RankPool, text: Path, cache: Path, stage: int, precision: str
+) -> None:
+    dp = 3
+    run = tiny_run(
+        text,
+        pp=2,
+        dp=dp,
+        zero_optimization={"stage": stage},
+        parallel={"gradient_reduction": "per_micro_batch"},
+        bf16={"enabled": precision == "bf16"},
+        data_types={"grad_accum_dtype": "fp32"},
+    )
+    for held, elements, _ in pool.run(
+        2 * dp, gradient_bytes_between_micro_batches, run, tiny_corpus(run, cache)
+    ):
+        assert len(held) == 2, "two micro-batches a step, of which the first is looked at"
+        share = elements / dp if stage >= 2 else elements
+        print(stage, held, share * 4)
+        assert held == pytest.approx([FP32_BYTES * share] * 2, rel=0.01)
+
+
+# --- optimizer state ------------------------------------------------------------------------------
+
+
+def optimizer_bytes(
+    launch: LaunchEnvironment, run: Run, corpus: PreparedCorpus
+) -> tuple[int, int]:
+    with one_rank(launch, run, corpus) as rank:
+        rank.train_step(0)
+        parameters = rank.engine.module.parameters()
+        elements = sum(getattr(p, "ds_numel", p.numel()) for p in parameters)
+        return bytes_of(state_tensors(rank)), elements
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_zero1_2_and_3_hold_their_share_of_the_optimizer_state(
+    pool: RankPool, text: Path, cache: Path, stage: int
+) -> None:
+    dp = 3
+    run = tiny_run(text, dp=dp, tp=2, zero_optimization={"stage": stage})
+    for held, elements in pool.run(2 * dp, optimizer_bytes, run, tiny_corpus(run, cache)):
+        share = elements / dp if stage >= 1 else elements
+        assert held == pytest.approx(2 * FP32_BYTES * share, rel=0.01)
