@@ -17,7 +17,8 @@ from typing import Any
 from rich.console import Console
 
 from megaspeed.config import ConfigError, Run, check_config, load_run
-from megaspeed.data import DataError, find_problems, prepare_corpus
+from megaspeed.data import DataError, prepare_corpus
+from megaspeed.data.config_problems import find_problems_in_file
 
 EXIT_DONE, EXIT_FAILED, EXIT_WRONG_INPUT = 0, 1, 2
 
@@ -35,28 +36,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _check(options: argparse.Namespace) -> int:
     """Reports every problem, those of the data section included, without reading the corpus."""
-    problems = list(
-        check_config(
+    problems = [
+        *check_config(
             options.config,
             options.overrides,
             world_size=options.world_size,
             device_type=options.device,
-        )
-    )
-    if not problems:
-        run = (
-            load_run(
-                options.config,
-                options.overrides,
-                world_size=options.world_size or 1,
-                world_source="--world-size",
-                device_type=options.device,
-            )
-            if options.world_size
-            else None
-        )
-        if run is not None:
-            problems += find_problems(run.config.data, run.config.model.vocab_size)
+        ),
+        *find_problems_in_file(options.config, options.overrides),
+    ]
     _write_json(options, {"config": str(options.config), "problems": problems})
     if problems:
         raise ConfigError(problems, where=str(options.config))
@@ -97,13 +85,17 @@ def _schedule(options: argparse.Namespace) -> int:
 
 
 def _load(options: argparse.Namespace) -> Run:
-    return load_run(
-        options.config,
-        options.overrides,
-        world_size=options.world_size,
-        world_source="--world-size",
-        device_type="cpu",
-    )
+    try:
+        return load_run(
+            options.config,
+            options.overrides,
+            world_size=options.world_size,
+            world_source="--world-size",
+            device_type="cpu",
+        )
+    except ConfigError as error:
+        others = find_problems_in_file(options.config, options.overrides)
+        raise ConfigError([*error.problems, *others], error.where) from error
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -140,7 +132,9 @@ def _command(commands: Any, name: str, function: Any, text: str) -> argparse.Arg
         metavar="key.path=value",
         help="replace single values of the file",
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too")
+    parser.add_argument(
+        "--json", type=_new_file, metavar="FILE", help="write the figures there too"
+    )
     return parser
 
 
@@ -149,6 +143,13 @@ def _positive(text: str) -> int:
     if number < 1:
         raise argparse.ArgumentTypeError(f"{number} must be at least 1")
     return number
+
+
+def _new_file(text: str) -> Path:
+    file = Path(text)
+    if not file.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"{file.parent} is not a folder; create it first")
+    return file
 
 
 def _say(text: str, *, error: bool = False) -> None:

@@ -1,5 +1,6 @@
-"""Whether two trainings are the same: losses, gradient norms and the first step's gradients side by side."""
+"""Whether two trainings are the same: losses, gradient norms, the first step's gradients."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -16,8 +17,8 @@ class Tolerance:
     gradient: float
 
 
-# fp32: rounding alone, in another order of summation. bf16 keeps 8 bits, and a sum over tensor ranks is rounded where
-# one process rounds nothing.
+# fp32: rounding alone, in another order of summation. bf16 keeps 8 bits, and a sum over tensor
+# ranks is rounded where one process rounds nothing.
 TOLERANCES = {
     "fp32": Tolerance(loss=1e-6, grad_norm=1e-5, gradient=1e-5),
     "bf16": Tolerance(loss=1e-3, grad_norm=2e-2, gradient=5e-2),
@@ -31,8 +32,8 @@ class Difference:
     Attributes:
         name: of what is compared.
         parallel, reference: the two values (norms, for a gradient).
-        relative: their difference over the reference's size; for a gradient the norm of the difference
-            over the norm.
+        relative: their difference over the reference's size; for a gradient the norm of the
+            difference over the norm.
         allowed: largest relative difference that counts as equal.
     """
 
@@ -72,12 +73,19 @@ class Comparison:
         """The number furthest out, as a multiple of what is allowed."""
         return max(
             self.differences,
-            key=lambda d: d.relative / d.allowed if d.relative == d.relative else float("inf"),
+            key=lambda d: math.inf if math.isnan(d.relative) else d.relative / d.allowed,
         )
 
     def as_json(self) -> dict[str, Any]:
-        """Plain numbers, for a file."""
-        return {**asdict(self), "equal": self.equal, "largest": asdict(self.largest)}
+        """Plain numbers, for a file; null for what JSON has no number for."""
+        return {
+            "equal": self.equal,
+            "weights_bitwise_equal": self.weights_bitwise_equal,
+            "largest": _as_json(self.largest),
+            "losses": [_as_json(difference) for difference in self.losses],
+            "grad_norms": [_as_json(difference) for difference in self.grad_norms],
+            "gradients": [_as_json(difference) for difference in self.gradients],
+        }
 
 
 def compare_numbers(
@@ -85,7 +93,7 @@ def compare_numbers(
 ) -> list[Difference]:
     """One difference for each step."""
     return [
-        Difference(f"{name} of step {step}", a, b, abs(a - b) / abs(b), allowed)
+        Difference(f"{name} of step {step}", a, b, _relative(abs(a - b), abs(b)), allowed)
         for step, (a, b) in enumerate(zip(parallel, reference, strict=True), start=1)
     ]
 
@@ -93,7 +101,7 @@ def compare_numbers(
 def compare_gradients(
     parallel: Mapping[str, Tensor], reference: Mapping[str, Tensor], allowed: float
 ) -> list[Difference]:
-    """One difference for each parameter; a parameter that one side lacks is infinitely different."""
+    """One difference for each parameter; one that a side lacks is infinitely different."""
     differences = []
     for name in sorted({*parallel, *reference}):
         if (
@@ -101,10 +109,24 @@ def compare_gradients(
             or name not in reference
             or parallel[name].shape != reference[name].shape
         ):
-            differences.append(Difference(name, 0.0, 0.0, float("inf"), allowed))
+            differences.append(Difference(name, 0.0, 0.0, math.inf, allowed))
             continue
         a, b = parallel[name].double(), reference[name].double()
         size = float(b.norm())
-        relative = float((a - b).norm()) / size if size else float(a.norm() != 0.0)
+        relative = _relative(float((a - b).norm()), size)
         differences.append(Difference(name, float(a.norm()), size, relative, allowed))
     return differences
+
+
+def _relative(difference: float, size: float) -> float:
+    """Nothing but nothing itself equals nothing."""
+    if size == 0.0:
+        return 0.0 if difference == 0.0 else math.inf
+    return difference / size
+
+
+def _as_json(difference: Difference) -> dict[str, Any]:
+    return {
+        key: None if isinstance(value, float) and not math.isfinite(value) else value
+        for key, value in asdict(difference).items()
+    }

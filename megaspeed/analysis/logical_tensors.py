@@ -1,6 +1,7 @@
 """From what each rank holds to one tensor for each logical parameter.
 
-    fragments (ZeRO)  --sum over dp-->  local tensors (tensor shards)  --place rows, columns-->  logical tensors
+    fragments (ZeRO)  --sum over dp-->          local tensors (tensor shards)
+                      --place rows, columns-->  logical tensors
 
 For models that fit in one process: everything is gathered on rank 0.
 """
@@ -91,7 +92,7 @@ def _gather(
 
 
 def merge_shards(parts: Iterable[tuple[str, ParameterShard, Tensor]]) -> LogicalTensors:
-    """Places every shard's logical rows and columns; elements that several shards hold are compared."""
+    """Places every shard's logical rows and columns; elements that several hold are compared."""
     merged: dict[str, Tensor] = {}
     difference = 0.0
     for name, shard, value in parts:

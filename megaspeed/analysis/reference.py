@@ -1,7 +1,8 @@
 """The same training in plain torch: one process, one module, no engine, no pipeline, no sharding.
 
-This is what every layout is compared with. It shares with the parallel run only what defines the task: the plain
-model, its initial weights, the samples, the learning rate of each step and which parameters decay.
+This is what every layout is compared with. It shares with the parallel run only what defines the
+task: the plain model, its initial weights, the samples, the learning rate of each step and which
+parameters decay.
 """
 
 from collections.abc import Callable
@@ -101,7 +102,7 @@ def _forward_backward(model: GPT, batch: list[MicroBatch], tokens: int) -> float
 
 
 def _norm_of_gradients(masters: dict[str, nn.Parameter]) -> Tensor:
-    """In fp64, because torch's own fp32 norm of a large tensor is off by more than is compared here."""
+    """In fp64: torch's own fp32 norm of a large tensor is off by more than is compared here."""
     gradients = (p.grad for p in masters.values() if p.grad is not None)
     return torch.stack([g.double().square().sum() for g in gradients]).sum().sqrt().float()
 

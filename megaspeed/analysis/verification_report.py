@@ -22,7 +22,7 @@ def step_table(run: Run, comparison: Comparison) -> Table:
 
 
 def gradient_table(comparison: Comparison) -> Table:
-    """The norm of every parameter's gradient at step 1, both ways, and the norm of their difference."""
+    """The norm of every parameter's gradient at step 1, both ways, and of their difference."""
     table = Table(title="gradients of step 1", title_justify="left")
     table.add_column("parameter")
     for heading in ("norm", "one process", "difference"):

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from megaspeed.config import ModelConfig
+from megaspeed.model.gpt import logical_name
 
 _BLOCK_ELEMENTS = 1 << 20
 _RESIDUAL_PROJECTIONS = ("attention.output.weight", "mlp.down.weight")
@@ -69,7 +70,8 @@ def initialize(model: nn.Module, config: ModelConfig, seed: int) -> None:
     """Gives every parameter of a plain, whole or partial, ``GPT`` its initial value, in place."""
     for name, parameter in model.named_parameters():
         with torch.no_grad():
-            parameter.copy_(initial_slice(config, seed, name, parameter.shape))
+            full_name = logical_name(config, name)
+            parameter.copy_(initial_slice(config, seed, full_name, parameter.shape))
 
 
 def _constant(name: str) -> float:

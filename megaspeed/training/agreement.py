@@ -1,7 +1,7 @@
 """What every rank must have alike before training starts, compared once.
 
-Each node reads its own files. Where they differ, ranks would train on different text, or hang in a collective
-that the others do not call; both are found here by name.
+Each node reads its own files. Where they differ, ranks would train on different text, or hang in a
+collective that the others do not call; both are found here by name.
 """
 
 import hashlib

@@ -1,4 +1,4 @@
-"""What rank 0 prints: the plan before the run, one line a log interval, a progress bar, a summary."""
+"""What rank 0 prints: the plan before the run, a line a log interval, a progress bar, a summary."""
 
 import math
 from collections.abc import Sequence

@@ -1,7 +1,8 @@
 """The learning rate of each step, as DeepSpeed's schedulers of the same names compute it.
 
-DeepSpeed 0.19.8 (runtime/lr_schedules.py) counts iterations from -1, which is the first optimizer step's, so step s
-(counted from 0) has iteration s - 1. Warmup goes over W = max(2, warmup_num_steps) iterations along
+DeepSpeed 0.19.8 (runtime/lr_schedules.py) counts iterations from -1, which is the first optimizer
+step's, so step s (counted from 0) has iteration s - 1. Warmup goes over
+W = max(2, warmup_num_steps) iterations along
 
     linear   i / W            log   ln(i + 1) / ln(W)
 

@@ -13,7 +13,7 @@ from megaspeed.tensor_parallel import (
 
 
 def make_loss_function(run: Run, axis: TensorAxis) -> Callable[[Tensor, Tensor], Tensor]:
-    """(this rank's logits, targets (B, S)) -> losses (B, S) in nats, the same on every tensor rank."""
+    """(this rank's logits, targets (B, S)) -> losses (B, S), nats, the same on all tensor ranks."""
     vocab_size = run.config.model.vocab_size
     rows = vocabulary_rows_per_rank(vocab_size, axis.size)
     start = axis.rank * rows
@@ -24,6 +24,7 @@ def make_loss_function(run: Run, axis: TensorAxis) -> Callable[[Tensor, Tensor],
 def backward_scale(run: Run) -> float:
     """What a rank's sum of losses is multiplied by before its backward pass.
 
-    ZeRO averages gradients over the data axis, so the mean over all tokens is dp / tokens times the local sum.
+    ZeRO averages gradients over the data axis, so the mean over all tokens is dp / tokens times the
+    local sum.
     """
     return run.degrees.dp / run.tokens_per_step

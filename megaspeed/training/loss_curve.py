@@ -17,9 +17,9 @@ def draw_loss_curve(metrics_file: Path, picture: Path, *, title: str) -> None:
     from matplotlib.figure import Figure
 
     records = [json.loads(line) for line in metrics_file.read_text(encoding="utf-8").splitlines()]
-    steps = [r for r in records if "loss" in r and r["loss"] is not None]
+    tokens_of_step = {r["step"]: r["tokens"] for r in records if "tokens" in r}
+    steps = [r for r in records if r.get("loss") is not None]
     validations = [r for r in records if r.get("validation_loss") is not None]
-    tokens_of_step = {r["step"]: r["tokens"] for r in steps}
 
     figure = Figure(figsize=(7, 4), layout="constrained")
     FigureCanvasAgg(figure)

@@ -13,8 +13,8 @@ _BYTES_PER_UNIT_OF_MAXRSS = 1024  # Linux counts in KiB
 def peak_memory_by_pipeline_stage(context: ParallelContext) -> list[int]:
     """Bytes, one number for each pipeline stage: the maximum over its ranks.
 
-    On a GPU what torch's allocator held at its peak, on a CPU the process's peak resident set, libraries
-    included. A collective over all ranks.
+    On a GPU what torch's allocator held at its peak, on a CPU the process's peak resident set,
+    libraries included. A collective over all ranks.
     """
     peaks = torch.zeros(context.pp_size, dtype=torch.float64, device=context.device)
     peaks[context.pp_rank] = _own_peak(context.device)

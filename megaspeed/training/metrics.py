@@ -1,4 +1,4 @@
-"""What a run records: one JSON object for each optimizer step, with the same keys at every layout."""
+"""What a run records: one JSON object for each optimizer step, the same keys at every layout."""
 
 import dataclasses
 import json

@@ -30,6 +30,6 @@ def parameter_groups(
 def make_optimizer(
     groups: list[dict[str, Any]], optimizer: OptimizerConfig
 ) -> torch.optim.Optimizer:
-    """torch's AdamW in its fused form: one kernel for each group, on the CPU and on the GPU, nothing compiled."""
+    """torch's AdamW in its fused form: one kernel a group, on CPU and GPU, nothing compiled."""
     params = optimizer.params
     return torch.optim.AdamW(groups, lr=params.lr, betas=params.betas, eps=params.eps, fused=True)

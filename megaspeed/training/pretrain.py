@@ -1,6 +1,7 @@
 """The main job: one JSON file in, a trained model's metrics and loss curve out.
 
-    arguments -> launch environment -> run (checked) -> corpus -> process groups -> training -> summary, curve
+    arguments -> launch environment -> run (checked) -> corpus
+        -> process groups -> training -> summary, curve
 
 All input is checked before any process group exists, so a mistake is a message and not a hang.
 """
@@ -17,6 +18,7 @@ from rich.console import Console
 
 from megaspeed.config import ConfigError, Run, load_run
 from megaspeed.data import DataError, PreparedCorpus, prepare_corpus
+from megaspeed.data.config_problems import find_problems_in_file
 from megaspeed.topology import (
     Grid,
     LaunchEnvironment,
@@ -33,7 +35,8 @@ from megaspeed.training.worker import layers_of_stages, parameters_of_stages
 
 EXIT_DONE, EXIT_FAILED, EXIT_WRONG_INPUT = 0, 1, 2
 
-# Launchers end the whole job when one process ends badly; rank 0 speaks for all, so it gets this head start.
+# Launchers end the whole job when one process ends badly; rank 0 speaks for all, so it gets this
+# head start.
 _SECONDS_FOR_RANK_0_TO_SPEAK = 5.0
 _COLLECTIVE_TIMEOUT_SECONDS = 1800.0
 
@@ -74,13 +77,17 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 def _check_input(
     options: argparse.Namespace, launch: LaunchEnvironment, console: Console
 ) -> tuple[Run, PreparedCorpus]:
-    run = load_run(
-        options.config,
-        options.overrides,
-        world_size=launch.world_size,
-        world_source=launch.source,
-        device_type="cuda" if torch.cuda.is_available() else "cpu",
-    )
+    try:
+        run = load_run(
+            options.config,
+            options.overrides,
+            world_size=launch.world_size,
+            world_source=launch.source,
+            device_type="cuda" if torch.cuda.is_available() else "cpu",
+        )
+    except ConfigError as error:
+        others = find_problems_in_file(options.config, options.overrides)
+        raise ConfigError([*error.problems, *others], error.where) from error
     start = time.perf_counter()
     with console.status("preparing the corpus"):
         corpus = prepare_corpus(run.config.data, run.config.model.vocab_size)

@@ -1,10 +1,10 @@
 """The training loop.
 
-    for each step:  learning rate(steps taken) -> micro-batches(samples consumed) -> worker -> metrics
+    for each step:  learning rate(steps taken), micro-batches(samples consumed) -> worker -> metrics
                     now and then: validation
 
-Every rank runs the same loop; what they must agree on (loss, norm, whether the step was skipped) the worker returns alike
-on all of them. Rank 0's observer reports.
+Every rank runs the same loop; what they must agree on (loss, norm, whether the step was skipped)
+the worker returns alike on all of them. Rank 0's observer reports.
 """
 
 import functools

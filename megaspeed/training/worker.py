@@ -2,7 +2,8 @@
 
     learning rate, micro-batches -> [schedule -> executor -> engine] -> loss, gradient norm, skipped
 
-The worker knows how one step and one evaluation are computed; when and on what is the trainer's business.
+The worker knows how one step and one evaluation are computed; when and on what is the trainer's
+business.
 """
 
 from collections.abc import Callable
@@ -40,7 +41,8 @@ class StepResult:
 
     Attributes:
         loss: mean over all predicted tokens of the step, in nats.
-        grad_norm: before clipping, over all logical parameters; not finite where that is why it was skipped.
+        grad_norm: before clipping, over all logical parameters; not finite where that is why it was
+            skipped.
         skipped: whether the step was not taken because loss or norm was not finite.
     """
 
@@ -114,7 +116,7 @@ class Worker:
         return self._sum_over_ranks(executor.loss_sum) / predicted_tokens
 
     def first_non_finite_parameter(self) -> str | None:
-        """ "<name> on rank <r>" of the lowest rank that has a non-finite gradient in the last step."""
+        """The last step's first non-finite gradient, as "<name> on rank <r>" of the lowest rank."""
         found: list[str | None] = [None] * self.context.grid.world_size
         dist.all_gather_object(found, self.engine.non_finite_parameter, self.context.world_group)
         named = (f"{name} on rank {rank}" for rank, name in enumerate(found) if name is not None)
@@ -131,7 +133,10 @@ class Worker:
         )
 
     def _sum_over_ranks(self, loss_sum: Tensor | None) -> float:
-        """The last stage's sums over the data axis, on every rank; tensor ranks hold copies, one counts."""
+        """The last stage's sums over the data axis, on every rank.
+
+        Tensor ranks hold copies, of which one counts.
+        """
         total = torch.zeros((), dtype=torch.float64, device=self.context.device)
         if loss_sum is not None and self.context.tp_rank == 0:
             total += loss_sum

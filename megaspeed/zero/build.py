@@ -29,7 +29,7 @@ from megaspeed.zero.engine import ZeroEngine
 from megaspeed.zero.mpu import DataAxis
 from megaspeed.zero.workarounds.no_compilation import declare_no_compiled_ops
 from megaspeed.zero.workarounds.process_environment import name_the_local_rank
-from megaspeed.zero.workarounds.quiet_import import log_warnings_only
+from megaspeed.zero.workarounds.quiet_import import hide_announced_renames
 from megaspeed.zero.workarounds.stage1_fp32_accumulation import always_the_zero_optimizer
 from megaspeed.zero.workarounds.stage3_world_check import skip_world_wide_module_check
 
@@ -90,7 +90,7 @@ def build_engine(
 
 
 def _prepare_deepspeed(context: ParallelContext) -> None:
-    log_warnings_only()
+    hide_announced_renames()
     name_the_local_rank(context.device)
     declare_no_compiled_ops()
     skip_world_wide_module_check()

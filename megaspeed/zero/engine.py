@@ -191,8 +191,8 @@ class ZeroEngine:
         norm = global_norm(
             self.gradient_fragments(),
             self._owned_elements,
-            # Replicated gradients are counted by one data index, partitioned ones by all together.
-            group=context.model_group if self._replicated else context.world_group,
+            group=context.world_group,
+            copies=context.dp_size if self._replicated else 1,
             device=context.device,
             loss=self._loss,
         )
@@ -201,4 +201,6 @@ class ZeroEngine:
         self.non_finite_parameter = (
             None if finite else first_non_finite(self.gradient_fragments(), self.names)
         )
-        return norm if finite else torch.full_like(norm, INVALID_NORM)
+        answer = norm if finite else torch.full_like(norm, INVALID_NORM)
+        # DeepSpeed multiplies the gradients by it where they are: in host memory if offloaded.
+        return answer.to(self._optimizer.device)

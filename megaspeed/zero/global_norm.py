@@ -23,6 +23,7 @@ def global_norm(
     owned_elements: Mapping[nn.Parameter, int],
     *,
     group: dist.ProcessGroup,
+    copies: int,
     device: torch.device,
     loss: Tensor | None = None,
 ) -> Tensor:
@@ -32,27 +33,31 @@ def global_norm(
     Args:
         fragments: this rank's reduced gradients.
         owned_elements: how many leading elements of each local parameter this rank counts.
-        group: the ranks whose fragments together are the whole gradient, once.
+        group: all ranks, so that they agree on one number.
+        copies: how many times their fragments together are the whole gradient.
         device: where the collective runs.
         loss: this rank's share of the step's loss, taken in so that all ranks agree on whether it
             is finite.
     """
     squares = torch.zeros((), dtype=torch.float64, device=device)
     for fragment in fragments:
-        length = owned_elements[fragment.parameter] - fragment.start
-        if length > 0:
-            squares += sum_of_squares(fragment.values[:length]).to(device)
+        length = max(0, owned_elements[fragment.parameter] - fragment.start)
+        owned, others = fragment.values[:length], fragment.values[length:]
+        if owned.numel():
+            squares += sum_of_squares(owned).to(device)
+        if others.numel():  # counted elsewhere, but they must be finite here too
+            squares += sum_of_squares(others).to(device) * 0.0
     if loss is not None:
         squares += loss.detach().to(device, torch.float64) * 0.0
     dist.all_reduce(squares, group=group)
-    return squares.sqrt().float()
+    return (squares / copies).sqrt().float()
 
 
 def sum_of_squares(values: Tensor) -> Tensor:
     """Sum of the squares of a flat tensor, a scalar in fp64, to fp32's precision at any length.
 
-    torch's vector_norm adds up one by one on a CPU: of 67 million fp32 elements it loses half a percent.
-    Sums add up in a tree; they are taken in parts so that the squares need little memory.
+    torch's vector_norm adds up one by one on a CPU: of 67 million fp32 elements it loses half a
+    percent. Sums add up in a tree; they are taken in parts so that the squares need little memory.
     """
     parts = [part.float().square().sum() for part in values.split(_ELEMENTS_AT_ONCE)]
     return torch.stack(parts).sum(dtype=torch.float64)

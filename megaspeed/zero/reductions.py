@@ -16,7 +16,7 @@ from megaspeed.zero.fragments import GradientFragment
 def average_over_replicas(
     fragments: Iterable[GradientFragment], group: dist.ProcessGroup, device: torch.device
 ) -> None:
-    """ZeRO-0, where every rank holds whole gradients: averages them over the data axis, in place."""
+    """ZeRO-0, where every rank holds all gradients: averages them over the data axis, in place."""
     size = dist.get_world_size(group)
     if size == 1:
         return

@@ -93,7 +93,7 @@ def loss_and_gradients(
     weights = torch.linspace(-1, 1, model(tokens, samples).shape[-1])
     loss = (model(tokens, samples) * weights).sum()
     loss.backward()
-    return float(loss), {name: gradient.clone() for name, gradient in gradients(model).items()}
+    return loss.item(), {name: gradient.clone() for name, gradient in gradients(model).items()}
 
 
 @every_config

@@ -55,12 +55,13 @@ def test_recomputation_is_not_counted_as_useful_work() -> None:
     config, tokens = gpt2(), random_tokens(gpt2(), BATCH, SEQUENCE)
     recomputing = GPT(config, recompute_blocks=True)
     measured = counted(lambda: recomputing(tokens).sum().backward())
-    blocks = sum(forward_flops_per_token(config, SEQUENCE)[1:-1])
-    useful = training_flops_per_token(config, SEQUENCE)
-    assert measured == pytest.approx(useful + blocks, rel=0.01)
+    # torch stops a recomputation when it has all that the backward needs: before the last product.
+    last_product = 2 * config.intermediate_size * config.hidden_size
+    again = sum(block - last_product for block in forward_flops_per_token(config, SEQUENCE)[1:-1])
+    assert measured == pytest.approx(training_flops_per_token(config, SEQUENCE) + again, rel=0.01)
 
 
-def test_gpt3_costs_six_operations_a_parameter_and_token() -> None:
+def test_a_large_model_costs_six_operations_a_parameter_and_token() -> None:
     """The rule of thumb 6 N (Kaplan et al. 2020), for the matrices of a large model."""
     config = ModelConfig(preset="llama-2-70b")
     matrices = 68_976_648_192 - config.vocab_size * config.hidden_size  # all but the look-up
@@ -72,4 +73,3 @@ def test_longer_sequences_cost_more_only_in_attention() -> None:
     short, long = (training_flops_per_token(config, s) for s in (100, 300))
     # scores and mix: 2 blocks x 3 (forward and backward) x 4 S D operations a token
     assert long - short == 2 * 3 * 4 * 200 * config.hidden_size
-    assert torch.tensor(long) > 0

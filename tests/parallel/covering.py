@@ -3,7 +3,8 @@ every pair of values of any two settings at least once (pairwise covering, Cohen
 """
 
 import itertools
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 
 Row = dict[str, object]
 Pair = tuple[tuple[str, object], tuple[str, object]]
@@ -24,7 +25,7 @@ SETTINGS: Mapping[str, tuple[object, ...]] = {
     "sequence_parallel": (False, True),
     "activation_checkpointing": ("none", "full"),
     "dropout": (0.0, 0.1),
-    "micro_batch_size": (1, 2),
+    "micro_batches": (2, 4),
 }
 
 
@@ -55,20 +56,23 @@ def covering_rows() -> list[Row]:
     rows: list[Row] = []
     starts = itertools.product(SETTINGS["layout"], SETTINGS["zero_stage"])
     for layout, zero_stage in starts:
-        rows.append(_filled({"layout": layout, "zero_stage": zero_stage}, missing))
+        rows.append(_filled({"layout": layout, "zero_stage": zero_stage}, missing, rows))
         missing -= pairs_of(rows[-1])
     while missing:
-        rows.append(_filled(dict(min(missing, key=repr)), missing))
+        rows.append(_filled(dict(min(missing, key=repr)), missing, rows))
         missing -= pairs_of(rows[-1])
     return rows
 
 
-def _filled(row: Row, missing: set[Pair]) -> Row:
-    """The row with each open setting at the value that covers most of the missing pairs."""
+def _filled(row: Row, missing: set[Pair], rows: Sequence[Row]) -> Row:
+    """The row with each open setting at the value that covers most of the missing pairs; among
+    equals, the value that fewest rows have had.
+    """
     for name in SETTINGS:
         if name in row:
             continue
         values = [value for value in SETTINGS[name] if is_possible({**row, name: value})]
-        best = max(values, key=lambda value: len(pairs_of({**row, name: value}) & missing))
-        row = {**row, name: best}
+        used = Counter(other[name] for other in rows)
+        new = {value: len(pairs_of({**row, name: value}) & missing) for value in values}
+        row = {**row, name: max(values, key=lambda value: (new[value], -used[value]))}
     return row

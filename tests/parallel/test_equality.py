@@ -1,8 +1,8 @@
 """Any layout trains the same model as one process of plain torch (laws 1 to 4 of the design).
 
-The reference has no engine, no pipeline and no sharding. Compared over ten AdamW steps with clipping
-active, in fp32: loss within 1e-6, gradient norm within 1e-5, every parameter's gradient of step 1
-within 1e-5 of its norm, initial weights bitwise.
+The reference has no engine, no pipeline and no sharding. Compared over ten AdamW steps with
+clipping active, in fp32: loss within 1e-6, gradient norm within 1e-5, every parameter's gradient
+of step 1 within 1e-5 of its norm, initial weights bitwise.
 """
 
 import functools
@@ -85,7 +85,7 @@ def run_of(row: Row) -> Run:
                 "activation_checkpointing",
             )
         },
-        train_micro_batch_size_per_gpu=row["micro_batch_size"],
+        gradient_accumulation_steps=row["micro_batches"],
         zero_optimization={"stage": row["zero_stage"]},
     )
 
@@ -101,6 +101,7 @@ def test_layout_equals_one_process(row: Row, pool: RankPool, references: Referen
     run = run_of(row)
     assert run.config.model.vocab_size % 2 == 1, "an odd vocabulary, so that it is padded"
     assert run.config.model.num_hidden_layers % 2 == 1, "stages of unequal length"
+    assert run.batch.micro_batch_size > 1
     comparison = train_and_compare(pool, references, run)
     assert comparison.weights_bitwise_equal
     assert comparison.equal, comparison.largest

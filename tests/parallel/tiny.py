@@ -31,21 +31,26 @@ def merge(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
     merged = dict(base)
     for key, value in changes.items():
         old = merged.get(key)
-        merged[key] = merge(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
+        merged[key] = (
+            merge(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
+        )
     return merged
 
 
 def tiny_run(text: Path, *, pp: int = 1, dp: int = 1, tp: int = 1, **changes: Any) -> Run:
-    """A run of 12 samples a step on `text`; `changes` are top-level keys of the JSON."""
+    """A run of 24 samples a step on `text`; `changes` are top-level keys of the JSON."""
     values = {
         "model": GPT2,
         "parallel": {"pipeline": pp, "tensor": tp},
         "data": {"train": [str(text)], "validation_fraction": 0.0, "sequence_length": 16},
         "training": {"steps": 10},
-        "train_batch_size": 12,
-        "train_micro_batch_size_per_gpu": 2,
+        "train_batch_size": 24,
+        "gradient_accumulation_steps": 4,
         "gradient_clipping": 0.5,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "betas": [0.9, 0.95], "weight_decay": 0.1}},
+        "optimizer": {
+            "type": "AdamW",
+            "params": {"lr": 1e-3, "betas": [0.9, 0.95], "weight_decay": 0.1},
+        },
         "zero_optimization": {"stage": 0, "stage3_param_persistence_threshold": 0},
     }
     config = parse_config(merge(values, changes))

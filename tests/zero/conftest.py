@@ -1,9 +1,9 @@
 """Text for tiny runs."""
 
+import argparse
 import inspect
 from pathlib import Path
 
-import argparse
 import pytest
 
 

@@ -130,7 +130,7 @@ def test_a_gradient_of_ones_has_the_square_root_of_the_number_of_parameters_as_n
         "model": model,
         "data": {"sequence_length": 8},
         "zero_optimization": {"stage": stage, **zero},
-        "train_micro_batch_size_per_gpu": 12 // dp // 3 if dp < 4 else 3,
+        "gradient_accumulation_steps": 2,
     }
     run = tiny_run(text, pp=pp, dp=dp, tp=tp, **merge(small, more))
     norms = pool.run(pp * dp * tp, norm_of_ones, run, tiny_corpus(run, cache))

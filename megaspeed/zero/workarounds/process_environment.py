@@ -1,8 +1,8 @@
-"""DeepSpeed 0.19.8 reads its surroundings from the environment, where a plain process has said nothing.
+"""DeepSpeed 0.19.8 reads its surroundings from the environment, where a plain process says nothing.
 
-accelerator/real_accelerator.py:213 looks for accelerators when the package is first imported and warns
-where it ends with the CPU; runtime/zero/partition_parameters.py:1138 takes the device of partitioned
-parameters from LOCAL_RANK, which only launchers set.
+accelerator/real_accelerator.py:213 looks for accelerators when the package is first imported, and
+warns where it ends with the CPU; runtime/zero/partition_parameters.py:1138 takes the device of
+partitioned parameters from LOCAL_RANK, which only launchers set.
 """
 
 import os

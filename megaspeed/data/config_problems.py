@@ -1,0 +1,40 @@
+"""What is wrong with the files that a configuration names, even where its other keys are wrong."""
+
+import sys
+from collections.abc import Mapping, Sequence
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from megaspeed.config.data import DataConfig
+from megaspeed.config.document import read_document
+from megaspeed.config.model import ModelConfig
+from megaspeed.data.selection import find_problems
+
+
+def find_problems_in_file(path: str | PathLike[str], overrides: Sequence[str] = ()) -> list[str]:
+    """Every problem with the corpus and the tokenizer that shows without reading the corpus.
+
+    So that they are told together with the problems of the JSON, only its `data` and `model` are
+    looked at; nothing is found where `data` cannot be understood.
+
+    Args:
+        path: the config file.
+        overrides: `key.path=value` texts.
+    """
+    values = read_document(Path(path), overrides).values
+    try:
+        data = DataConfig.model_validate(values.get("data"))
+    except ValidationError:
+        return []
+    return list(find_problems(data, _vocab_size(values)))
+
+
+def _vocab_size(values: Mapping[str, Any]) -> int:
+    """`model.vocab_size`, or, where the model is wrong, a number that no tokenizer exceeds."""
+    try:
+        return ModelConfig.model_validate(values.get("model")).vocab_size
+    except ValidationError:
+        return sys.maxsize

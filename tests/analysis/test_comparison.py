@@ -1,0 +1,145 @@
+"""The arithmetic of "equal": relative to the reference, and never true of what is not a number."""
+
+import json
+import math
+
+import pytest
+import torch
+
+from megaspeed.analysis.comparison import (
+    Comparison,
+    Difference,
+    compare_gradients,
+    compare_numbers,
+)
+from megaspeed.analysis.verification_report import gradient_table, step_table, verdict
+from tests.analysis.printing import TEXT, printed
+from tests.parallel.tiny import tiny_run
+
+
+def difference(
+    relative: float, *, name: str = "loss of step 1", allowed: float = 1e-6
+) -> Difference:
+    return Difference(name, parallel=1.0, reference=1.0, relative=relative, allowed=allowed)
+
+
+def comparison(*losses: Difference, weights_bitwise_equal: bool = True) -> Comparison:
+    return Comparison(
+        losses=list(losses),
+        grad_norms=[difference(0.0, name="gradient norm of step 1", allowed=1e-5)],
+        gradients=[],
+        weights_bitwise_equal=weights_bitwise_equal,
+    )
+
+
+def test_a_number_differs_relative_to_the_reference() -> None:
+    first, second = compare_numbers("loss", [4.5, 2.0], [4.0, 2.0], allowed=0.1)
+    assert (first.name, first.parallel, first.reference) == ("loss of step 1", 4.5, 4.0)
+    assert first.relative == 0.5 / 4.0 and not first.equal
+    assert second.relative == 0.0 and second.equal
+
+
+def test_what_is_allowed_is_equal_and_the_next_float_is_not() -> None:
+    assert difference(1e-6).equal
+    assert not difference(math.nextafter(1e-6, 1.0)).equal
+
+
+@pytest.mark.parametrize(
+    ("parallel", "reference"),
+    [(math.nan, 1.0), (1.0, math.nan), (math.nan, math.nan), (math.inf, math.inf), (1.0, 0.0)],
+)
+def test_numbers_that_cannot_be_compared_are_different(parallel: float, reference: float) -> None:
+    (only,) = compare_numbers("loss", [parallel], [reference], allowed=1e9)
+    assert not only.equal
+    assert not comparison(only).equal
+
+
+def test_nothing_equals_nothing() -> None:
+    (only,) = compare_numbers("gradient norm", [0.0], [0.0], allowed=0.0)
+    assert only.equal
+
+
+def test_runs_of_different_length_cannot_be_compared() -> None:
+    with pytest.raises(ValueError, match="shorter"):
+        compare_numbers("loss", [1.0], [1.0, 2.0], allowed=1.0)
+
+
+def test_a_gradients_difference_is_a_norm_over_a_norm() -> None:
+    reference = {"w": torch.tensor([[3.0, 0.0], [0.0, 4.0]])}
+    parallel = {"w": torch.tensor([[3.0, 0.0], [0.3, 4.4]])}
+    (only,) = compare_gradients(parallel, reference, allowed=0.1 + 1e-6)
+    assert only.reference == 5.0
+    assert only.relative == pytest.approx(0.5 / 5.0, rel=1e-6) and only.equal
+
+
+def test_one_element_that_is_not_a_number_makes_a_gradient_different() -> None:
+    reference = {"w": torch.ones(1000)}
+    parallel = {"w": torch.ones(1000)}
+    parallel["w"][7] = math.nan
+    (only,) = compare_gradients(parallel, reference, allowed=1e9)
+    assert not only.equal
+
+
+@pytest.mark.parametrize(
+    ("parallel", "reference"),
+    [
+        ({}, {"w": torch.ones(2)}),
+        ({"w": torch.ones(2)}, {}),
+        ({"w": torch.ones(2)}, {"w": torch.ones(2, 1)}),
+        ({"w": torch.full((2,), 1e-30)}, {"w": torch.zeros(2)}),
+    ],
+    ids=["missing", "too many", "another shape", "should be zero"],
+)
+def test_a_gradient_without_its_like_is_infinitely_different(
+    parallel: dict[str, torch.Tensor], reference: dict[str, torch.Tensor]
+) -> None:
+    (only,) = compare_gradients(parallel, reference, allowed=1e9)
+    assert only.relative == math.inf
+
+
+def test_gradients_that_are_zero_on_both_sides_are_equal() -> None:
+    (only,) = compare_gradients({"b": torch.zeros(3)}, {"b": torch.zeros(3)}, allowed=0.0)
+    assert only.equal
+
+
+def test_weights_must_be_equal_bit_by_bit() -> None:
+    assert comparison(difference(0.0)).equal
+    unequal = comparison(difference(0.0), weights_bitwise_equal=False)
+    assert not unequal.equal
+    assert verdict(unequal) == "DIFFERENT: the initial weights are not bitwise equal"
+
+
+def test_the_largest_difference_is_measured_by_what_is_allowed() -> None:
+    near = difference(9e-7, name="near its limit", allowed=1e-6)
+    far = difference(5e-6, name="larger, but allowed more", allowed=1e-5)
+    assert comparison(far, near).largest is near
+    assert verdict(comparison(far, near)) == (
+        "EQUAL: initial weights bitwise equal; largest difference: near its limit, relative "
+        "9.0e-07 (1e-06 allowed)"
+    )
+
+
+def test_a_nan_is_the_largest_difference() -> None:
+    nan = difference(math.nan, name="not a number")
+    assert comparison(difference(1.0), nan, difference(2.0)).largest is nan
+    assert verdict(comparison(nan)).startswith("DIFFERENT: ")
+
+
+def test_the_json_of_a_diverged_run_has_no_number_that_json_lacks() -> None:
+    result = comparison(difference(math.nan), difference(math.inf)).as_json()
+    text = json.dumps(result, allow_nan=False)
+    assert json.loads(text)["equal"] is False
+    assert [loss["relative"] for loss in result["losses"]] == [None, None]
+
+
+def test_the_tables_mark_what_is_beyond_its_limit() -> None:
+    result = Comparison(
+        losses=compare_numbers("loss", [4.5], [4.0], allowed=0.1),
+        grad_norms=compare_numbers("gradient norm", [1.0], [1.0], allowed=0.1),
+        gradients=compare_gradients({"w": torch.ones(4)}, {"w": torch.ones(4)}, allowed=0.1),
+        weights_bitwise_equal=True,
+    )
+    (steps,) = [line for line in printed(step_table(tiny_run(TEXT), result)) if "4.5" in line]
+    assert steps.split() == ["1", "4.5", "4", "1.2e-01", "!", "1", "1", "0.0e+00"]
+    (row,) = [line for line in printed(gradient_table(result)) if line.split()[:1] == ["w"]]
+    assert row.split() == ["w", "2", "2", "0.0e+00"]

@@ -1,0 +1,91 @@
+"""`megaspeed verify`, from the command line to the exit code, on two real ranks."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.parallel.tiny import GPT2
+
+TEXT = Path(__file__).parents[2] / "LICENSE"
+MEGASPEED = Path(sys.executable).with_name("megaspeed")
+WRONG_BUILD = Path(__file__).with_name("verify_without_tied_sum.py")
+STEPS = 3
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    file = tmp_path / "tiny.json"
+    values = {
+        "model": GPT2,
+        "parallel": {"pipeline": 2},
+        "data": {"train": [str(TEXT)], "validation_fraction": 0.0, "sequence_length": 16},
+        "training": {"steps": 10},
+        "train_batch_size": 12,
+        "train_micro_batch_size_per_gpu": 3,
+        "gradient_clipping": 0.5,
+        "zero_optimization": {"stage": 1},
+    }
+    file.write_text(json.dumps(values))
+    return file
+
+
+def run_to_the_end(program: list[str], config: Path) -> tuple[int, str, dict[str, Any]]:
+    """(exit code, what was printed, what was written as JSON)."""
+    figures = config.with_name("figures.json")
+    command = [
+        *program,
+        *("--config", str(config)),
+        *("--world-size", "2"),
+        *("--steps", str(STEPS)),
+        *("--json", str(figures)),
+    ]
+    environment = {
+        **os.environ,
+        "MEGASPEED_CACHE": str(config.with_name("cache")),
+        "CUDA_VISIBLE_DEVICES": "",
+        "OMP_NUM_THREADS": "1",
+        "COLUMNS": "200",
+    }
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert figures.exists(), done.stderr
+    return done.returncode, done.stdout, json.loads(figures.read_text())
+
+
+@pytest.mark.timeout(300)
+def test_a_layout_that_trains_the_same_model_exits_with_0(config: Path) -> None:
+    code, printed, figures = run_to_the_end([str(MEGASPEED), "verify"], config)
+    assert code == 0, printed
+    assert "pp 2 x dp 1 x tp 1, ZeRO-1, fp32, against one process" in printed
+    assert "EQUAL: initial weights bitwise equal; largest difference: " in printed
+    assert figures["equal"] is True and figures["weights_bitwise_equal"] is True
+    assert [loss["name"] for loss in figures["losses"]] == [
+        f"loss of step {step}" for step in range(1, STEPS + 1)
+    ]
+    assert len(figures["grad_norms"]) == STEPS
+    gradients = {gradient["name"]: gradient for gradient in figures["gradients"]}
+    assert {"embedding.tokens.weight", "blocks.4.mlp.down.weight"} <= gradients.keys()
+    assert "head.output.weight" not in gradients, "it is tied: one logical parameter"
+    for numbers in (*figures["losses"], *figures["grad_norms"], *gradients.values()):
+        assert 0.0 <= numbers["relative"] <= numbers["allowed"] <= 1e-5
+        assert numbers["reference"] > 0.0
+
+
+@pytest.mark.timeout(300)
+def test_a_layout_that_trains_another_model_exits_with_1(config: Path) -> None:
+    code, printed, figures = run_to_the_end([sys.executable, str(WRONG_BUILD)], config)
+    assert code == 1, printed
+    assert "DIFFERENT: " in printed and " !" in printed
+    assert figures["equal"] is False
+    wrong = [
+        gradient["name"]
+        for gradient in figures["gradients"]
+        if gradient["relative"] > gradient["allowed"]
+    ]
+    assert wrong == ["embedding.tokens.weight"]
+    assert figures["losses"][0]["relative"] <= 1e-6, "the first forward pass is still right"
+    assert figures["losses"][-1]["relative"] > 1e-6

@@ -1,0 +1,21 @@
+"""`megaspeed verify` of a build with one mistake: the two pipeline stages that share the embedding
+do not add up their gradients.
+
+The ranks import this file too, as every program's main file, so the mistake is theirs; the plain
+process has no engine that could make it.
+"""
+
+import sys
+
+from megaspeed.cli import main
+from megaspeed.zero import ZeroEngine
+
+
+def keep_to_oneself(engine: ZeroEngine) -> None:
+    """What a pipeline stage does with its share of the embedding's gradient."""
+
+
+ZeroEngine.reduce_tied_gradients = keep_to_oneself  # type: ignore[method-assign]
+
+if __name__ == "__main__":
+    sys.exit(main(["verify", *sys.argv[1:]]))

@@ -1,0 +1,90 @@
+"""Errors that are easily made in tensor parallelism, each as a patch of the code in a rank."""
+
+from importlib import import_module
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megaspeed.model import MaskShard, SampleDropout
+from megaspeed.tensor_parallel import RowParallelLinear, TensorAxis, collectives, layers
+from megaspeed.tensor_parallel.collectives import all_reduce
+
+# By name, because the package has a function of the module's name.
+_PARALLELIZE = import_module("megaspeed.tensor_parallel.parallelize")
+
+
+def bias_before_the_sum(patch: pytest.MonkeyPatch, axis: TensorAxis) -> None:
+    """Every rank adds the row-parallel bias, so that it counts tp times."""
+
+    def forward(layer: RowParallelLinear, x: Tensor) -> Tensor:
+        partial = F.linear(x, layer.weight, layer.bias)
+        if axis.sequence_parallel:
+            return collectives.reduce_scatter_sequence(partial, axis)
+        return collectives.reduce_from_tensor_axis(partial, axis)
+
+    patch.setattr(RowParallelLinear, "forward", forward)
+
+
+def gradient_not_summed_on_entry(patch: pytest.MonkeyPatch, axis: TensorAxis) -> None:
+    """The backward of f, or of the gather, passes on what this rank alone has."""
+    own_chunk = collectives._own_chunk
+    patch.setattr(collectives._Copy, "backward", staticmethod(lambda ctx, g: (g, None)))
+    patch.setattr(
+        collectives._GatherSequence,
+        "backward",
+        staticmethod(lambda ctx, g: (own_chunk(g, ctx.axis), None)),
+    )
+
+
+def gradient_summed_on_leaving(patch: pytest.MonkeyPatch, axis: TensorAxis) -> None:
+    """The backward of g sums gradients that are whole on every rank already."""
+    backward = staticmethod(lambda ctx, g: (all_reduce(g, axis), None))
+    patch.setattr(collectives._Reduce, "backward", backward)
+
+
+def gradient_not_gathered_at_the_split(patch: pytest.MonkeyPatch, axis: TensorAxis) -> None:
+    """The embedding gets the gradient of this rank's part of the sequence only."""
+
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        parts = [torch.zeros_like(gradient) for _ in range(axis.size)]
+        parts[axis.rank] = gradient
+        return torch.cat(parts, dim=1), None
+
+    patch.setattr(collectives._SplitSequence, "backward", staticmethod(backward))
+
+
+def key_value_gradients_not_summed(patch: pytest.MonkeyPatch, axis: TensorAxis) -> None:
+    """Each copy of a key/value head learns from its own rank's query heads only."""
+    patch.setattr(layers, "sum_shared_rows", lambda parameter, shared, axis: parameter)
+
+
+def replicated_gradients_not_summed(patch: pytest.MonkeyPatch, axis: TensorAxis) -> None:
+    """Norms and row-parallel biases learn from their own part of the sequence only."""
+    patch.setattr(layers, "sum_gradients", lambda axis, *parameters: parameters)
+
+
+def first_mask_shard_everywhere(patch: pytest.MonkeyPatch, axis: TensorAxis) -> None:
+    """Every rank takes the part of the mask that belongs to the first."""
+    patch.setattr(
+        _PARALLELIZE,
+        "MaskShard",
+        lambda dim, index, count: MaskShard(dim=dim, index=0, count=count),
+    )
+
+
+def mask_of_the_local_shape(patch: pytest.MonkeyPatch, axis: TensorAxis) -> None:
+    """Every rank draws a mask of its local shape, as if it were the whole."""
+    patch.setattr(_PARALLELIZE, "MaskShard", lambda dim, index, count: MaskShard())
+
+
+def another_mask_on_each_rank(patch: pytest.MonkeyPatch, axis: TensorAxis) -> None:
+    """Each rank drops other elements, of replicated activations too."""
+    forward = SampleDropout.forward
+
+    def with_the_ranks_samples(layer: SampleDropout, x: Tensor, samples: tuple[int, ...]) -> Tensor:
+        return forward(layer, x, [sample + 1000 * axis.rank for sample in samples])
+
+    patch.setattr(SampleDropout, "forward", with_the_ranks_samples)

@@ -1,0 +1,196 @@
+"""One step of the plain GPT beside the same step over tensor ranks, from the same weights.
+
+    plain_step(config)                   -> the reference: one process, torch's own cross-entropy
+    pool.run(tp, steps_on_rank, cases)   -> what each rank has, of each case
+    differences(plain, ranks)            -> the tensors that are not the same, and by how much
+
+The shards are put together here by the ranges of the plan alone, so that nothing of the code under
+test takes part in judging it.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megaspeed.config import ModelConfig
+from megaspeed.data import NOT_COUNTED
+from megaspeed.model import EMBEDDING_WEIGHT, GPT, HEAD_WEIGHT
+from megaspeed.tensor_parallel import (
+    ParameterShard,
+    TensorAxis,
+    materialize,
+    parallelize,
+    vocab_parallel_cross_entropy,
+)
+from megaspeed.topology import Grid, LaunchEnvironment, ParallelContext
+
+Mutation = Callable[[pytest.MonkeyPatch, TensorAxis], None]
+
+TOLERANCE = 1e-5  # of a tensor's norm
+SAMPLES = (4, 9, 1)
+SEQUENCE = 8
+SEED = 2
+
+# Rows of padding hold this, not zero: what is never visible may be anything.
+_PADDING_VALUE = 3.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """How the tensor axis is used, and what is broken there: a mutation is a top-level function."""
+
+    config: ModelConfig
+    sequence_parallel: bool = False
+    recompute_blocks: bool = False
+    mutation: Mutation | None = None
+
+
+@dataclass(frozen=True)
+class Step:
+    """Results of a forward and backward pass; on a rank, of its own part."""
+
+    logits: Tensor
+    losses: Tensor
+    gradients: dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class RankStep:
+    """A rank's part of a step, and which part of each parameter that is."""
+
+    step: Step
+    shards: dict[str, ParameterShard]
+    vocabulary: range
+
+
+def weights(config: ModelConfig) -> dict[str, Tensor]:
+    """Every logical parameter, random, so that no bias is zero and no norm weights are equal."""
+    with torch.device("meta"):
+        shapes = {name: p.shape for name, p in GPT(config).named_parameters()}
+    generator = torch.Generator().manual_seed(5)
+    return {
+        name: 0.2 * torch.randn(shape, generator=generator) + float(name.endswith("norm.weight"))
+        for name, shape in shapes.items()
+    }
+
+
+def batch(config: ModelConfig) -> tuple[Tensor, Tensor]:
+    """Tokens (B, S), the first and the last of the vocabulary among them, and targets."""
+    generator = torch.Generator().manual_seed(6)
+    shape = (len(SAMPLES), SEQUENCE)
+    tokens = torch.randint(config.vocab_size, shape, generator=generator)
+    targets = torch.randint(config.vocab_size, shape, generator=generator)
+    tokens[0, :2] = targets[1, :2] = torch.tensor([0, config.vocab_size - 1])
+    targets[0, 3:5] = targets[2, -1] = NOT_COUNTED
+    return tokens, targets
+
+
+def plain_step(config: ModelConfig) -> Step:
+    """The step of the plain model in this process."""
+    model = GPT(config, seed=SEED)
+    full = weights(config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(full[name])
+    tokens, targets = batch(config)
+    logits = model(tokens, SAMPLES)
+    losses = F.cross_entropy(
+        logits.flatten(0, 1), targets.flatten(), ignore_index=NOT_COUNTED, reduction="none"
+    ).view_as(targets)
+    return _backward(model, logits, losses, targets)
+
+
+def steps_on_rank(launch: LaunchEnvironment, cases: Sequence[Case]) -> list[RankStep]:
+    """Each case's step of one tensor rank, of as many as were launched; runs in a rank process."""
+    grid = Grid(pp=1, dp=1, tp=launch.world_size)
+    with ParallelContext.create(grid, launch, timeout_seconds=30) as context:
+        return [_step_on_rank(context, case) for case in cases]
+
+
+def differences(plain: Step, ranks: Sequence[RankStep]) -> dict[str, float]:
+    """By what share of its norm each of loss, logits and gradients is off, where beyond rounding.
+
+    An entry "copies of <name>" says that ranks hold copies of an element that differ by any bit.
+    """
+    gradients = {name: _Merged(plain.gradients[name]) for name in plain.gradients}
+    logits = torch.cat([r.step.logits[..., : len(r.vocabulary)] for r in ranks], dim=-1)
+    errors = {"logits": _error(logits, plain.logits)}
+    for rank in ranks:
+        errors["losses"] = max(errors.get("losses", 0), _error(rank.step.losses, plain.losses))
+        assert rank.step.gradients.keys() == gradients.keys()
+        for name, gradient in rank.step.gradients.items():
+            gradients[name].add(gradient, rank.shards[name])
+    for name, merged in gradients.items():
+        errors[name] = _error(merged.value, plain.gradients[name])
+        errors[f"copies of {name}"] = 1.0 if merged.copies_differ else 0.0
+    return {what: error for what, error in errors.items() if not error <= TOLERANCE}
+
+
+class _Merged:
+    """A tensor put together from shards; an element that no shard holds stays NaN."""
+
+    def __init__(self, like: Tensor) -> None:
+        self.value = torch.full_like(like, torch.nan)
+        self.copies_differ = False
+
+    def add(self, local: Tensor, shard: ParameterShard) -> None:
+        rows = [row for run in shard.rows for row in run]
+        columns = slice(None)
+        if shard.columns is not None:
+            columns = slice(shard.columns.start, shard.columns.stop)
+        whole = self.value if self.value.ndim == 2 else self.value.unsqueeze(1)
+        mine = local if local.ndim == 2 else local.unsqueeze(1)
+        place = whole[rows, columns]
+        there = ~place.isnan()
+        self.copies_differ |= not torch.equal(place[there], mine[: len(rows)][there])
+        whole[rows, columns] = torch.where(there, place, mine[: len(rows)])
+
+
+def _step_on_rank(context: ParallelContext, case: Case) -> RankStep:
+    axis = TensorAxis(context.tp_group, context.tp_rank, context.tp_size, case.sequence_parallel)
+    with pytest.MonkeyPatch.context() as patch:
+        if case.mutation is not None:
+            case.mutation(patch, axis)
+        model, shards = _parallel_model(case, axis)
+        vocabulary = shards.get(HEAD_WEIGHT, shards[EMBEDDING_WEIGHT]).rows[0]
+        tokens, targets = batch(case.config)
+        logits = model(tokens, SAMPLES)
+        losses = vocab_parallel_cross_entropy(logits, targets, vocabulary, axis)
+        return RankStep(_backward(model, logits, losses, targets), shards, vocabulary)
+
+
+def _parallel_model(case: Case, axis: TensorAxis) -> tuple[GPT, dict[str, ParameterShard]]:
+    with torch.device("meta"):
+        model = GPT(case.config, seed=SEED, recompute_blocks=case.recompute_blocks)
+    shards = parallelize(model, case.config, axis)
+    full = weights(case.config)
+    materialize(
+        model,
+        lambda name: _cut(full[name], shards[name]),
+        device=torch.device("cpu"),
+        dtype=torch.float32,
+    )
+    return model, shards
+
+
+def _cut(full: Tensor, shard: ParameterShard) -> Tensor:
+    part = torch.cat([full[run.start : run.stop] for run in shard.rows])
+    if shard.columns is not None:
+        part = part[:, shard.columns.start : shard.columns.stop]
+    padding = part.new_full((shard.padding_rows, *part.shape[1:]), _PADDING_VALUE)
+    return torch.cat((part, padding))
+
+
+def _backward(model: GPT, logits: Tensor, losses: Tensor, targets: Tensor) -> Step:
+    (losses.sum() / (targets != NOT_COUNTED).sum()).backward()
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    assert len(gradients) == len(list(model.parameters())), "a parameter has no gradient"
+    return Step(logits.detach(), losses.detach(), gradients)
+
+
+def _error(value: Tensor, reference: Tensor) -> float:
+    return float((value - reference).norm() / reference.norm())

@@ -1,0 +1,159 @@
+"""Each collective does what its name says, and its backward is the forward of its conjugate."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from megaspeed.tensor_parallel import TensorAxis
+from megaspeed.tensor_parallel.collectives import (
+    copy_to_tensor_axis,
+    gather_sequence,
+    reduce_from_tensor_axis,
+    reduce_scatter_sequence,
+    split_sequence,
+    sum_gradients,
+)
+from megaspeed.tensor_parallel.shared_rows import SharedRows, sum_shared_rows
+from megaspeed.topology import Grid, LaunchEnvironment, ParallelContext
+from tests.rank_pool import RankPool
+
+Collective = Callable[[Tensor, TensorAxis], Tensor]
+
+B, S, D = 2, 8, 3
+
+
+def of_rank(rank: int, *shape: int) -> Tensor:
+    """Another tensor on each rank; whole numbers, so that sums are exact in any order."""
+    generator = torch.Generator().manual_seed(rank)
+    return torch.randint(-99, 100, shape, generator=generator).float()
+
+
+COLLECTIVES: dict[str, Collective] = {
+    "copy": copy_to_tensor_axis,
+    "reduce": reduce_from_tensor_axis,
+    "gather": gather_sequence,
+    "reduce-scatter": reduce_scatter_sequence,
+    "split": split_sequence,
+}
+
+
+@dataclass(frozen=True)
+class Both:
+    """What a collective makes of `of_rank`: as its input, and as the gradient of its output."""
+
+    forward: Tensor
+    backward: Tensor
+
+
+def both_of_each(launch: LaunchEnvironment) -> dict[str, Both]:
+    grid = Grid(pp=1, dp=1, tp=launch.world_size)
+    with ParallelContext.create(grid, launch, timeout_seconds=30) as context:
+        axis = TensorAxis(context.tp_group, context.tp_rank, context.tp_size)
+        return {name: _both(collective, axis) for name, collective in COLLECTIVES.items()}
+
+
+def _both(collective: Collective, axis: TensorAxis) -> Both:
+    given = of_rank(axis.rank, B, S, D)
+    sequence = {"gather": S // axis.size, "reduce-scatter": S * axis.size, "split": S * axis.size}
+    name = next(name for name, known in COLLECTIVES.items() if known is collective)
+    x = torch.zeros(B, sequence.get(name, S), D, requires_grad=True)
+    # A gradient often comes with strides of its own.
+    gradient = given.transpose(0, 2).contiguous().transpose(0, 2)
+    collective(x, axis).backward(gradient)
+    assert x.grad is not None
+    both = Both(collective(given, axis).clone(), x.grad)
+    unchanged = of_rank(axis.rank, B, S, D)
+    assert torch.equal(given, unchanged) and torch.equal(gradient, unchanged), name
+    return both
+
+
+@pytest.fixture(scope="module", params=[2, 4])
+def results(pool: RankPool, request: pytest.FixtureRequest) -> list[dict[str, Both]]:
+    """By rank, then by the collective's name."""
+    return pool.run(request.param, both_of_each)
+
+
+def test_each_forward_is_worked_out_from_all_inputs(results: list[dict[str, Both]]) -> None:
+    size = len(results)
+    inputs = [of_rank(rank, B, S, D) for rank in range(size)]
+    total = torch.stack(inputs).sum(dim=0)
+    for rank, of in enumerate(results):
+        own = slice(rank * S // size, (rank + 1) * S // size)
+        assert torch.equal(of["copy"].forward, inputs[rank])
+        assert torch.equal(of["reduce"].forward, total)
+        assert torch.equal(of["gather"].forward, torch.cat(inputs, dim=1))
+        assert torch.equal(of["reduce-scatter"].forward, total[:, own])
+        assert torch.equal(of["split"].forward, inputs[rank][:, own])
+
+
+@pytest.mark.parametrize(
+    ("collective", "conjugate"),
+    [
+        ("copy", "reduce"),
+        ("reduce", "copy"),
+        ("gather", "reduce-scatter"),
+        ("reduce-scatter", "gather"),
+        ("split", "gather"),
+    ],
+)
+def test_the_backward_is_the_forward_of_the_conjugate(
+    results: list[dict[str, Both]], collective: str, conjugate: str
+) -> None:
+    for of in results:
+        assert torch.equal(of[collective].backward, of[conjugate].forward)
+
+
+def sum_two(launch: LaunchEnvironment) -> tuple[Tensor, Tensor]:
+    with ParallelContext.create(Grid(1, 1, launch.world_size), launch, timeout_seconds=30) as c:
+        axis = TensorAxis(c.tp_group, c.tp_rank, c.tp_size)
+        weight = torch.randn(4, 3, requires_grad=True)
+        bias = torch.randn(4, requires_grad=True)
+        same_weight, same_bias = sum_gradients(axis, weight, bias)
+        assert torch.equal(same_weight, weight) and torch.equal(same_bias, bias)
+        torch.autograd.backward(
+            [same_weight, same_bias], [of_rank(axis.rank, 3, 4).T, of_rank(axis.rank, 4)]
+        )
+        assert weight.grad is not None and bias.grad is not None
+        return weight.grad, bias.grad
+
+
+def test_the_gradients_of_several_parameters_are_summed_each_by_itself(pool: RankPool) -> None:
+    for weight, bias in pool.run(4, sum_two):
+        assert torch.equal(weight, sum(of_rank(r, 3, 4).T for r in range(4)))
+        assert torch.equal(bias, sum(of_rank(r, 4) for r in range(4)))
+
+
+def sum_shared(launch: LaunchEnvironment, replicas: int) -> Tensor:
+    size = launch.world_size
+    with ParallelContext.create(Grid(1, 1, size), launch, timeout_seconds=30) as context:
+        axis = TensorAxis(context.tp_group, context.tp_rank, size)
+        shared = SharedRows(first=3, index=axis.rank // replicas, count=size // replicas)
+        parameter = torch.randn(5, 2, requires_grad=True)
+        same = sum_shared_rows(parameter, shared, axis)
+        assert torch.equal(same, parameter)
+        same.backward(of_rank(axis.rank, 5, 2))
+        assert parameter.grad is not None
+        return parameter.grad
+
+
+@pytest.mark.parametrize(("replicas", "neighbours"), [(2, [[0, 1], [2, 3]]), (4, [[0, 1, 2, 3]])])
+def test_shared_rows_are_summed_over_the_ranks_that_hold_them_alone(
+    pool: RankPool, replicas: int, neighbours: list[list[int]]
+) -> None:
+    gradients = pool.run(4, sum_shared, replicas)
+    for ranks in neighbours:
+        total = sum(of_rank(rank, 5, 2)[3:] for rank in ranks)
+        for rank in ranks:
+            assert torch.equal(gradients[rank][:3], of_rank(rank, 5, 2)[:3])
+            assert torch.equal(gradients[rank][3:], total)
+
+
+@pytest.mark.parametrize(
+    "collective", [*COLLECTIVES.values(), lambda x, axis: sum_gradients(axis, x)[0]]
+)
+def test_on_an_axis_of_one_rank_every_collective_is_the_identity(collective: Collective) -> None:
+    x = of_rank(0, B, S, D)
+    assert collective(x, TensorAxis(None, 0, 1)) is x

@@ -1,0 +1,120 @@
+"""Applying the plan: each rank gets the bits of its part of the initial weights, layer by layer."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from megaspeed.config import ModelConfig
+from megaspeed.model import GPT, layer_count
+from megaspeed.tensor_parallel import (
+    ParameterShard,
+    TensorAxis,
+    initial_shard,
+    materialize,
+    parallelize,
+)
+from tests.model.tiny_gpt import gpt2, initialized, llama
+
+CONFIGS = {
+    "gpt2": gpt2(),
+    "gpt2 untied": gpt2(tie_word_embeddings=False),
+    "llama": llama(),
+    "llama tied": llama(tie_word_embeddings=True, num_key_value_heads=1),
+}
+every_config = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
+
+
+def on_meta(
+    config: ModelConfig, rank: int, size: int, layers: range | None = None
+) -> tuple[GPT, dict[str, ParameterShard]]:
+    with torch.device("meta"):
+        model = GPT(config, layers=layers)
+    return model, parallelize(model, config, TensorAxis(None, rank, size))
+
+
+def materialized(
+    config: ModelConfig, rank: int, size: int, layers: range | None = None
+) -> tuple[GPT, dict[str, ParameterShard]]:
+    model, shards = on_meta(config, rank, size, layers)
+    materialize(
+        model,
+        lambda name: initial_shard(config, 3, name, shards[name]),
+        device=torch.device("cpu"),
+        dtype=torch.float32,
+    )
+    return model, shards
+
+
+def part_of(full: Tensor, shard: ParameterShard) -> Tensor:
+    rows = full[[row for run in shard.rows for row in run]]
+    return rows if shard.columns is None else rows[:, list(shard.columns)]
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+@every_config
+def test_a_rank_starts_with_the_bits_of_its_part_of_the_plain_model(
+    config: ModelConfig, size: int
+) -> None:
+    plain = dict(initialized(config).named_parameters())
+    for rank in range(size):
+        model, shards = materialized(config, rank, size)
+        parameters = dict(model.named_parameters())
+        assert parameters.keys() == shards.keys() == plain.keys()
+        for name, parameter in parameters.items():
+            assert tuple(parameter.shape) == shards[name].local_shape, name
+            rows = shards[name].logical_rows
+            assert torch.equal(parameter[:rows], part_of(plain[name], shards[name])), name
+            assert not parameter[rows:].any(), name
+
+
+@every_config
+def test_the_stage_with_the_head_starts_with_the_same_bits(config: ModelConfig) -> None:
+    """A tied head of another pipeline stage than the embedding's is the embedding's copy."""
+    plain = initialized(config)
+    assert plain.head is not None
+    stage, shards = materialized(config, 1, 2, range(2, layer_count(config)))
+    assert stage.head is not None and stage.embedding is None
+    shard = shards["head.output.weight"]
+    expected = part_of(plain.head.output.weight, shard)
+    assert torch.equal(stage.head.output.weight[: shard.logical_rows], expected)
+
+
+@every_config
+def test_a_tied_head_stays_tied(config: ModelConfig) -> None:
+    model, _ = materialized(config, 0, 2)
+    assert model.head is not None and model.embedding is not None
+    one = model.head.output.weight is model.embedding.tokens.weight
+    assert one == config.tie_word_embeddings
+
+
+@every_config
+def test_layers_are_made_one_after_the_other_and_each_value_once(config: ModelConfig) -> None:
+    model, shards = on_meta(config, 1, 2)
+    asked: list[str] = []
+    on_meta_when_ready: list[int] = []
+
+    def value_of(name: str) -> Tensor:
+        asked.append(name)
+        return initial_shard(config, 3, name, shards[name])
+
+    def count(layer: nn.Module) -> None:
+        assert not any(p.is_meta for p in layer.parameters())
+        on_meta_when_ready.append(sum(p.is_meta for p in model.parameters()))
+
+    materialize(
+        model, value_of, device=torch.device("cpu"), dtype=torch.bfloat16, on_layer_ready=count
+    )
+    assert sorted(asked) == sorted(shards)
+    assert len(on_meta_when_ready) == layer_count(config)
+    strictly_falling = sorted(set(on_meta_when_ready), reverse=True)
+    assert on_meta_when_ready == strictly_falling and strictly_falling[-1] == 0
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+
+
+@every_config
+def test_an_axis_of_one_rank_is_the_plain_model_bit_for_bit(config: ModelConfig) -> None:
+    """No collective is called: there is no process group."""
+    model, _ = materialized(config, 0, 1)
+    tokens = torch.arange(24).view(2, 12)
+    logits = model(tokens)[..., : config.vocab_size]
+    assert torch.equal(logits, initialized(config)(tokens))

@@ -1,0 +1,41 @@
+"""Steps as a run records them, for tests of what is done with the records."""
+
+from typing import Any
+
+from megaspeed.training.metrics import StepMetrics
+
+STEP_KEYS = [
+    "step",
+    "loss",
+    "grad_norm",
+    "learning_rate",
+    "tokens",
+    "step_time_seconds",
+    "tokens_per_second",
+    "tflops_per_rank",
+    "mfu",
+    "peak_memory_bytes",
+    "skipped",
+]
+"""The keys of every step's record, in their order."""
+
+VALIDATION_KEYS = ["step", "validation_loss", "validation_perplexity"]
+"""The keys of every evaluation's record, in their order."""
+
+
+def step_metrics(**values: Any) -> StepMetrics:
+    """A step of ordinary numbers, with some replaced."""
+    ordinary: dict[str, Any] = {
+        "step": 7,
+        "loss": 3.25,
+        "grad_norm": 0.5,
+        "learning_rate": 1e-3,
+        "tokens": 1344,
+        "step_time_seconds": 0.125,
+        "tokens_per_second": 1536.0,
+        "tflops_per_rank": 0.002,
+        "mfu": None,
+        "peak_memory_bytes": [2**20, 3 * 2**20],
+        "skipped": False,
+    }
+    return StepMetrics(**{**ordinary, **values})

@@ -1,0 +1,79 @@
+"""Ranks that were given different inputs say so, each of them, before they train."""
+
+from pathlib import Path
+
+import pytest
+
+from megaspeed.config import Run
+from megaspeed.data import PreparedCorpus
+from megaspeed.topology import Grid, LaunchEnvironment, ParallelContext
+from megaspeed.training.agreement import RanksDisagree, check_agreement
+from tests.parallel.tiny import tiny_corpus, tiny_run
+from tests.rank_pool import RankPool
+
+TEXT = Path(__file__).parents[2] / "LICENSE"
+RANKS = 3
+
+Input = tuple[Run, PreparedCorpus]
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture(scope="module")
+def alike(cache: Path) -> Input:
+    run = tiny_run(TEXT, dp=RANKS)
+    return run, tiny_corpus(run, cache)
+
+
+def complaint(launch: LaunchEnvironment, inputs: list[Input]) -> str | None:
+    """What this rank says, each being given its own input."""
+    run, corpus = inputs[launch.rank]
+    with ParallelContext.create(Grid(pp=1, dp=RANKS, tp=1), launch, timeout_seconds=30) as context:
+        try:
+            check_agreement(run, corpus, context)
+        except RanksDisagree as error:
+            return str(error)
+    return None
+
+
+def only_complaint(pool: RankPool, inputs: list[Input]) -> str:
+    everyones = pool.run(RANKS, complaint, inputs)
+    assert everyones[0] is not None and set(everyones) == {everyones[0]}
+    return everyones[0]
+
+
+def test_the_same_input_is_agreed_on(pool: RankPool, alike: Input) -> None:
+    assert pool.run(RANKS, complaint, [alike] * RANKS) == [None] * RANKS
+
+
+def test_a_config_that_differs_in_one_number_is_named(pool: RankPool, alike: Input) -> None:
+    other = tiny_run(TEXT, dp=RANKS, training={"steps": 10, "seed": 4321})
+    said = only_complaint(pool, [alike, (other, alike[1]), alike])
+    assert "the configuration of rank 0 and of ranks [1]" in said
+    assert "training text" not in said and "tokenizer" not in said
+
+
+def test_training_text_that_differs_in_one_letter_is_named(
+    pool: RankPool, alike: Input, cache: Path, tmp_path: Path
+) -> None:
+    text = TEXT.read_text()
+    changed = tmp_path / "LICENSE"
+    changed.write_text(text.replace("Apache", "apache", 1))
+    other = tiny_corpus(tiny_run(changed, dp=RANKS), cache)
+    run, _ = alike
+    said = only_complaint(pool, [alike, (run, other), (run, other)])
+    assert "the training text (data.train) of rank 0 and of ranks [1, 2]" in said
+    assert "the configuration" not in said
+    assert "Give every node the same files" in said
+
+
+def test_another_tokenizer_of_the_same_text_is_named(
+    pool: RankPool, alike: Input, cache: Path
+) -> None:
+    smaller = tiny_corpus(tiny_run(TEXT, dp=RANKS, model={"vocab_size": 290}), cache)
+    said = only_complaint(pool, [alike, alike, (alike[0], smaller)])
+    assert "the tokenizer (data.tokenizer) of rank 0 and of ranks [2]" in said
+    assert "training text" not in said

@@ -1,0 +1,113 @@
+"""What rank 0 prints, word for word."""
+
+import json
+import math
+from io import StringIO
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from megaspeed.training.console import (
+    ConsoleObserver,
+    describe_step,
+    plan_table,
+    summary_table,
+)
+from megaspeed.training.metrics import MetricsFile, ValidationMetrics
+from megaspeed.training.trainer import TrainingSummary
+from megaspeed.training.worker import layers_of_stages, parameters_of_stages
+from tests.parallel.tiny import tiny_run
+from tests.training.metrics_of_steps import step_metrics
+
+TEXT = Path(__file__).parents[2] / "LICENSE"
+
+
+def printed(table: Table) -> str:
+    console = Console(file=StringIO(), width=200)
+    console.print(table)
+    assert isinstance(console.file, StringIO)
+    return console.file.getvalue()
+
+
+def test_one_line_tells_a_step() -> None:
+    assert describe_step(step_metrics(tokens_per_second=15360.4)) == (
+        "step      7  loss 3.2500  lr 1.000e-03  grad norm 0.500  15,360 tokens/s  "
+        "0.002 TFLOP/s/rank  MFU n/a"
+    )
+
+
+def test_a_known_peak_gives_an_mfu() -> None:
+    line = describe_step(step_metrics(mfu=0.4217, tflops_per_rank=417.2))
+    assert line.endswith("417 TFLOP/s/rank  MFU 42.2%")
+
+
+def test_a_skipped_step_says_why() -> None:
+    line = describe_step(step_metrics(loss=math.nan, grad_norm=math.inf, skipped=True))
+    assert "loss nan" in line and "grad norm inf" in line
+    assert line.endswith("SKIPPED: loss or gradient norm is not finite")
+
+
+def test_every_step_is_recorded_and_each_log_interval_printed(tmp_path: Path) -> None:
+    run = tiny_run(TEXT, training={"steps": 10, "log_interval": 4})
+    output = StringIO()
+    with (
+        MetricsFile(tmp_path / "metrics.jsonl") as file,
+        ConsoleObserver(run, Console(file=output, width=200), file) as observer,
+    ):
+        for step in range(1, 11):
+            observer.step(step_metrics(step=step, skipped=step == 7))
+        observer.validation(ValidationMetrics.of(10, 2.0))
+    lines = [line.split()[:2] for line in output.getvalue().splitlines() if "loss" in line]
+    assert lines == [["step", str(step)] for step in (1, 4, 7, 8, 10)]
+    assert "step     10  validation loss 2.0000  perplexity 7.39" in output.getvalue()
+    records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [record["step"] for record in records] == [*range(1, 11), 10]
+
+
+def test_the_plan_names_the_layout_and_each_stages_layers() -> None:
+    run = tiny_run(
+        TEXT,
+        pp=2,
+        tp=2,
+        dp=2,
+        train_batch_size=12,
+        gradient_accumulation_steps=3,
+        zero_optimization={"stage": 3},
+    )
+    table = plan_table(run, layers_of_stages(run), parameters_of_stages(run))
+    text = " ".join(printed(table).split())  # the title is as narrow as the table
+    assert "tiny: pp 2 x dp 2 x tp 2 = 8 ranks, ZeRO-3, fp32" in text
+    assert "12 samples a step in 3 micro-batches of 2" in text
+    assert "embedding, blocks 0-" in text and "head" in text
+
+
+def test_the_stages_parameters_add_up_to_the_model_whatever_the_layout() -> None:
+    for changes in ({}, {"model": {"tie_word_embeddings": False}}):
+        (whole,) = parameters_of_stages(tiny_run(TEXT, **changes))
+        assert sum(parameters_of_stages(tiny_run(TEXT, pp=4, **changes))) == whole
+
+
+def test_the_summary_gives_the_last_figures() -> None:
+    run = tiny_run(TEXT)
+    summary = TrainingSummary(
+        last_step=step_metrics(step=10, tokens=1920, loss=2.5),
+        last_validation=ValidationMetrics.of(10, 3.0),
+        skipped_steps=2,
+        seconds=4.0,
+    )
+    rows = [
+        line.strip(" │|┃").split("│") for line in printed(summary_table(run, summary)).splitlines()
+    ]
+    figures = {row[0].strip(): row[1].strip() for row in rows if len(row) == 2}
+    assert figures == {
+        "training loss (last step)": "2.5000",
+        "validation loss": "3.0000",
+        "validation perplexity": "20.09",
+        "perplexity of guessing evenly": "301 (loss 5.7071)",
+        "tokens": "1,920",
+        "time": "4.0 s",
+        "tokens/s": "480",
+        "skipped steps": "2",
+        "peak memory by pipeline stage": "1, 3 MiB",
+    }

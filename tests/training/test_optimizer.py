@@ -1,0 +1,75 @@
+"""AdamW decays matrices and embeddings only, and its fused form is torch's plain AdamW."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from megaspeed.config import ModelConfig, OptimizerConfig
+from megaspeed.model import GPT
+from megaspeed.training.optimizer import decays, make_optimizer, parameter_groups
+from tests.parallel.tiny import GPT2, LLAMA
+
+OPTIMIZER = OptimizerConfig.model_validate(
+    {
+        "type": "AdamW",
+        "params": {"lr": 1e-2, "betas": [0.8, 0.95], "eps": 1e-6, "weight_decay": 0.3},
+    }
+)
+
+
+def parameters_of(shape: dict[str, Any], *, tied: bool) -> dict[str, nn.Parameter]:
+    config = ModelConfig.model_validate({**shape, "tie_word_embeddings": tied})
+    with torch.device("meta"):
+        return dict(GPT(config).named_parameters())
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("shape", [GPT2, LLAMA], ids=["gpt2", "llama"])
+def test_exactly_the_matrices_and_embeddings_decay(shape: dict[str, Any], tied: bool) -> None:
+    parameters = parameters_of(shape, tied=tied)
+    matrices = {name for name, parameter in parameters.items() if parameter.dim() == 2}
+    assert {name for name in parameters if decays(name)} == matrices
+    assert {"embedding.tokens.weight", "blocks.0.mlp.down.weight"} <= matrices
+    assert ("head.output.weight" in matrices) is not tied
+
+
+@pytest.mark.parametrize("shape", [GPT2, LLAMA], ids=["gpt2", "llama"])
+def test_every_parameter_is_in_one_group(shape: dict[str, Any]) -> None:
+    parameters = parameters_of(shape, tied=True)
+    decaying, others = parameter_groups(parameters, OPTIMIZER)
+    assert (decaying["weight_decay"], others["weight_decay"]) == (0.3, 0.0)
+    grouped = [id(p) for group in (decaying, others) for p in group["params"]]
+    assert sorted(grouped) == sorted(id(p) for p in parameters.values())
+
+
+def test_a_group_that_would_be_empty_is_left_out() -> None:
+    parameters = {"blocks.0.mlp.down.weight": nn.Parameter(torch.zeros(2, 2))}
+    assert [g["weight_decay"] for g in parameter_groups(parameters, OPTIMIZER)] == [0.3]
+
+
+def test_fused_adamw_is_plain_adamw() -> None:
+    torch.manual_seed(0)
+    values = {"up.weight": torch.randn(33, 17), "up.bias": torch.randn(33)}
+    fused_parameters = {name: nn.Parameter(value.clone()) for name, value in values.items()}
+    plain_parameters = copy.deepcopy(fused_parameters)
+    fused = make_optimizer(parameter_groups(fused_parameters, OPTIMIZER), OPTIMIZER)
+    plain = torch.optim.AdamW(
+        parameter_groups(plain_parameters, OPTIMIZER),
+        lr=1e-2,
+        betas=(0.8, 0.95),
+        eps=1e-6,
+        fused=False,
+        foreach=False,
+    )
+    for _ in range(20):
+        for name, parameter in fused_parameters.items():
+            parameter.grad = torch.randn_like(parameter)
+            plain_parameters[name].grad = parameter.grad.clone()
+        fused.step()
+        plain.step()
+    for name, parameter in fused_parameters.items():
+        torch.testing.assert_close(parameter, plain_parameters[name], rtol=1e-6, atol=1e-6)
+        assert not torch.equal(parameter, values[name])

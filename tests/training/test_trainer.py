@@ -1,0 +1,296 @@
+"""The training loop records the same run at every layout, and stops a run that has diverged."""
+
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from megaspeed.analysis.reference import train_reference
+from megaspeed.analysis.verify import whole_batch
+from megaspeed.config import Run
+from megaspeed.data import PreparedCorpus
+from megaspeed.model import GPT
+from megaspeed.topology import Grid, LaunchEnvironment, ParallelContext
+from megaspeed.training.metrics import StepMetrics, ValidationMetrics
+from megaspeed.training.trainer import Trainer, TrainingDiverged, TrainingSummary
+from megaspeed.zero import whole_parameters
+from tests.parallel.tiny import tiny_corpus, tiny_run
+from tests.rank_pool import RankPool
+
+TEXT = Path(__file__).parents[2] / "LICENSE"
+STEPS = 6
+SERIAL = (1, 1, 1)
+ZERO_STAGES = {SERIAL: 0, (2, 1, 2): 1, (1, 2, 1): 3}  # by (pp, dp, tp)
+WARMUP = {
+    "type": "WarmupLR",
+    "params": {"warmup_num_steps": 4, "warmup_min_lr": 5e-4, "warmup_type": "linear"},
+}
+
+
+@dataclass
+class Record:
+    """What one rank saw of a run."""
+
+    steps: list[StepMetrics] = field(default_factory=list)
+    validations: list[ValidationMetrics] = field(default_factory=list)
+    summary: TrainingSummary | None = None
+    diverged: str | None = None
+    weights: list[dict[str, Tensor]] = field(default_factory=list)  # before each step, if watched
+
+    def step(self, metrics: StepMetrics) -> None:
+        self.steps.append(metrics)
+
+    def validation(self, metrics: ValidationMetrics) -> None:
+        self.validations.append(metrics)
+
+
+Prepare = Callable[[Trainer, Record], None]
+
+
+def train(
+    launch: LaunchEnvironment, run: Run, corpus: PreparedCorpus, prepare: Prepare | None = None
+) -> Record:
+    """One rank's training; `prepare` may lay hands on the trainer before it starts."""
+    record = Record()
+    grid = Grid(pp=run.degrees.pp, dp=run.degrees.dp, tp=run.degrees.tp)
+    with ParallelContext.create(grid, launch, timeout_seconds=30) as context:
+        trainer = Trainer(run, context, corpus, record)
+        if prepare is not None:
+            prepare(trainer, record)
+        try:
+            record.summary = trainer.train()
+        except TrainingDiverged as error:
+            record.diverged = str(error)
+    return record
+
+
+@pytest.fixture(scope="module")
+def validation_text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Too little text for `eval_batches`, so that all of it is evaluated."""
+    file = tmp_path_factory.mktemp("validation") / "validation.txt"
+    file.write_text(TEXT.read_text()[2000:3000])
+    return file
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cache")
+
+
+class Runs:
+    """One run at several layouts, each trained once."""
+
+    def __init__(self, pool: RankPool, validation_text: Path, cache: Path) -> None:
+        self._pool = pool
+        self._validation_text = validation_text
+        self._cache = cache
+        self._known: dict[tuple[int, int, int], list[Record]] = {}
+
+    def configured(self, layout: tuple[int, int, int]) -> tuple[Run, PreparedCorpus]:
+        pp, dp, tp = layout
+        run = tiny_run(
+            TEXT,
+            pp=pp,
+            dp=dp,
+            tp=tp,
+            data={"validation": [str(self._validation_text)]},
+            training={"steps": STEPS, "eval_interval": 2},
+            scheduler=WARMUP,
+            zero_optimization={"stage": ZERO_STAGES[layout]},
+        )
+        return run, tiny_corpus(run, self._cache)
+
+    def trained(self, layout: tuple[int, int, int]) -> list[Record]:
+        """Every rank's record."""
+        if layout not in self._known:
+            run, corpus = self.configured(layout)
+            self._known[layout] = self._pool.run(run.degrees.world_size, train, run, corpus)
+        return self._known[layout]
+
+
+@pytest.fixture(scope="module")
+def runs(pool: RankPool, validation_text: Path, cache: Path) -> Runs:
+    return Runs(pool, validation_text, cache)
+
+
+@pytest.mark.parametrize("layout", list(ZERO_STAGES), ids=str)
+def test_every_steps_metrics_are_those_of_one_process(
+    layout: tuple[int, int, int], runs: Runs
+) -> None:
+    serial, records = runs.trained(SERIAL)[0], runs.trained(layout)
+    assert [step.step for step in serial.steps] == list(range(1, STEPS + 1))
+    for record in records:
+        for step, alone in zip(record.steps, serial.steps, strict=True):
+            assert step.loss == pytest.approx(alone.loss, rel=1e-6)
+            assert step.grad_norm == pytest.approx(alone.grad_norm, rel=1e-5)
+            assert step.learning_rate == alone.learning_rate
+            assert step.tokens == alone.tokens == step.step * 24 * 16
+            assert not step.skipped and step.mfu is None
+            assert len(step.peak_memory_bytes) == layout[0]
+            assert min(step.peak_memory_bytes) > 50 * 2**20, "bytes, not pages or KiB"
+            rate = step.tokens_per_second * step.step_time_seconds
+            assert rate == pytest.approx(24 * 16), "tokens of one step over all ranks"
+
+
+@pytest.mark.parametrize("layout", list(ZERO_STAGES), ids=str)
+def test_validation_loss_is_that_of_one_process_though_rows_do_not_divide(
+    layout: tuple[int, int, int], runs: Runs
+) -> None:
+    run, corpus = runs.configured(layout)
+    assert corpus.validation_sequences % run.batch.micro_batch_size != 0
+    assert corpus.validation_sequences < run.training.eval_batches * run.batch.train_batch_size
+    serial, records = runs.trained(SERIAL)[0], runs.trained(layout)
+    assert [validation.step for validation in serial.validations] == [2, 4, 6]
+    for record in records:
+        for validation, alone in zip(record.validations, serial.validations, strict=True):
+            assert validation.step == alone.step
+            assert validation.validation_loss == pytest.approx(alone.validation_loss, rel=1e-6)
+            perplexity = math.exp(validation.validation_loss)
+            assert validation.validation_perplexity == perplexity
+
+
+@pytest.mark.parametrize("layout", list(ZERO_STAGES), ids=str)
+def test_all_ranks_return_the_same_numbers(layout: tuple[int, int, int], runs: Runs) -> None:
+    first, *others = runs.trained(layout)
+    for other in others:
+        assert [(s.loss, s.grad_norm, s.skipped) for s in other.steps] == [
+            (s.loss, s.grad_norm, s.skipped) for s in first.steps
+        ]
+        assert other.validations == first.validations
+
+
+@pytest.mark.parametrize("layout", list(ZERO_STAGES), ids=str)
+def test_evaluations_between_the_steps_leave_the_training_as_it_is(
+    layout: tuple[int, int, int], runs: Runs
+) -> None:
+    run, corpus = runs.configured(layout)
+    reference = train_reference(run, functools.partial(whole_batch, run, corpus), STEPS)
+    losses = [step.loss for step in runs.trained(layout)[0].steps]
+    assert losses == pytest.approx(reference.losses, rel=1e-6)
+
+
+def test_the_validation_loss_is_the_mean_over_all_held_out_tokens(runs: Runs) -> None:
+    """Worked out in plain torch, with the weights that plain training ends with."""
+    run, corpus = runs.configured(SERIAL)
+    reference = train_reference(run, functools.partial(whole_batch, run, corpus), STEPS)
+    model = GPT(run.model)
+    model.load_state_dict(reference.weights, strict=False)
+    assert corpus.validation is not None
+    counted = corpus.validation_sequences * 16
+    tokens = torch.from_numpy(corpus.validation.map()[: counted + 1].astype("int64"))
+    with torch.no_grad():
+        logits = model(tokens[:-1].view(-1, 16))
+    loss = float(functional.cross_entropy(logits.flatten(0, 1), tokens[1:]))
+    assert runs.trained(SERIAL)[0].validations[-1].validation_loss == pytest.approx(loss, rel=1e-6)
+
+
+def test_the_summary_is_that_of_the_last_step(runs: Runs) -> None:
+    record = runs.trained(SERIAL)[0]
+    assert record.summary is not None
+    assert record.summary.last_step == record.steps[-1]
+    assert record.summary.last_validation == record.validations[-1]
+    assert record.summary.skipped_steps == 0
+    assert record.summary.seconds >= sum(step.step_time_seconds for step in record.steps)
+
+
+def poison(
+    trainer: Trainer, record: Record, *, rank: int, name: str, steps: tuple[int, ...]
+) -> None:
+    """Puts an infinity into one parameter's reduced gradient, on one rank, in some steps."""
+    engine = trainer.worker.engine
+    step = 0
+
+    def before_step() -> None:
+        nonlocal step
+        step += 1
+        if step in steps and trainer.worker.context.rank == rank:
+            for fragment in engine.gradient_fragments():
+                if engine.names[fragment.parameter] == name:
+                    fragment.values[0] = math.inf
+
+    engine.before_step = before_step
+
+
+@pytest.mark.parametrize("precision", [{}, {"bf16": {"enabled": True}}], ids=["fp32", "bf16"])
+def test_an_infinity_on_one_rank_skips_the_step_on_all_and_is_traced_to_it(
+    precision: dict[str, Any], pool: RankPool, cache: Path
+) -> None:
+    name, rank = "blocks.4.mlp.down.weight", 3
+    run = tiny_run(
+        TEXT,
+        pp=2,
+        tp=2,
+        training={"steps": 20, "max_skipped_steps": 3},
+        zero_optimization={"stage": 1},
+        **precision,
+    )
+    prepare = functools.partial(poison, rank=rank, name=name, steps=tuple(range(3, 21)))
+    records = pool.run(4, train, run, tiny_corpus(run, cache), prepare)
+    for record in records:
+        assert [step.skipped for step in record.steps] == [False] * 2 + [True] * 3
+        assert record.diverged == records[0].diverged is not None
+        assert f"First non-finite gradient: {name} on rank {rank}." in record.diverged
+        assert "3 steps in a row (up to step 5)" in record.diverged
+        assert "training.max_skipped_steps (3)" in record.diverged
+
+
+def test_a_learning_rate_that_is_far_too_large_ends_the_run(pool: RankPool, cache: Path) -> None:
+    run = tiny_run(
+        TEXT,
+        dp=2,
+        training={"steps": 50, "max_skipped_steps": 2},
+        optimizer={"params": {"lr": 1e25}},
+        zero_optimization={"stage": 2},
+    )
+    records = pool.run(2, train, run, tiny_corpus(run, cache))
+    for record in records:
+        assert record.diverged is not None and "on rank 0" in record.diverged
+        assert len(record.steps) < 50
+        assert [step.skipped for step in record.steps[-2:]] == [True, True]
+        assert not math.isfinite(record.steps[-1].grad_norm)
+
+
+def poison_and_watch(trainer: Trainer, record: Record, *, steps: tuple[int, ...]) -> None:
+    """Makes `steps` skipped steps, and keeps the weights that every step starts from."""
+    poison(trainer, record, rank=0, name="blocks.0.mlp.up.bias", steps=steps)
+    engine = trainer.worker.engine
+    then = engine.before_step
+
+    def before_step() -> None:
+        record.weights.append(dict(whole_parameters(engine.module)))
+        then()
+
+    engine.before_step = before_step
+
+
+def test_a_skipped_step_changes_no_weight_and_does_not_advance_the_learning_rate(
+    pool: RankPool, cache: Path
+) -> None:
+    run = tiny_run(
+        TEXT,
+        dp=2,
+        training={"steps": 7, "max_skipped_steps": 2},
+        scheduler=WARMUP,
+        zero_optimization={"stage": 1},
+    )
+    prepare = functools.partial(poison_and_watch, steps=(3, 5))
+    for record in pool.run(2, train, run, tiny_corpus(run, cache), prepare):
+        assert record.diverged is None, "two steps were skipped, but not in a row"
+        assert [step.step for step in record.steps if step.skipped] == [3, 5]
+        assert record.summary is not None and record.summary.skipped_steps == 2
+        # Steps 1 and 2 start DeepSpeed's warmup, both at its lowest; then a quarter a step taken.
+        rates = [step.learning_rate for step in record.steps]
+        expected = [5.0e-4, 5.0e-4, 6.25e-4, 6.25e-4, 7.5e-4, 7.5e-4, 8.75e-4]
+        assert rates == pytest.approx(expected, rel=1e-12)
+        assert [step.tokens for step in record.steps] == [24 * 16 * step for step in range(1, 8)]
+        for step in range(1, 7):
+            before, after = record.weights[step - 1], record.weights[step]
+            same = all(torch.equal(before[name], after[name]) for name in before)
+            assert same is (step in (3, 5)), f"weights after step {step}"

@@ -1,0 +1,93 @@
+"""What one rank holds: bytes, and parameters that are whole."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+from torch import Tensor, nn
+
+from tests.zero.one_rank import OneRank
+
+# ZeRO-3 lets go of parameters at once: no prefetch, none kept because it is used again soon.
+LET_GO = {"stage3_prefetch_bucket_size": 0, "stage3_max_reuse_distance": 0}
+
+
+def bytes_of(tensors: Iterable[Tensor | None]) -> int:
+    """Bytes of memory behind these tensors; what two of them share counts once."""
+    memory = {}
+    for tensor in tensors:
+        if tensor is not None:
+            storage = tensor.untyped_storage()
+            memory[storage.data_ptr()] = storage.nbytes()
+    return sum(memory.values())
+
+
+def gradient_tensors(rank: OneRank) -> Iterable[Tensor | None]:
+    """Wherever DeepSpeed keeps a gradient from one micro-batch to the next."""
+    for parameter in rank.engine.module.parameters():
+        yield parameter.grad
+        yield getattr(parameter, "grad_accum", None)
+    optimizer = rank.optimizer
+    yield getattr(optimizer, "grad_partitions_flat_buffer", None)
+    for store in (optimizer.averaged_gradients, getattr(optimizer, "all_grad_tensors", {})):
+        for group in store.values():
+            yield from [] if group is None else group
+
+
+def state_tensors(rank: OneRank) -> list[Tensor]:
+    """AdamW's two moments."""
+    states = rank.optimizer.optimizer.state.values()
+    return [state[name] for state in states for name in ("exp_avg", "exp_avg_sq")]
+
+
+def is_gathered(parameter: Any) -> bool:
+    return parameter.ds_status == ZeroParamStatus.AVAILABLE or parameter.data.numel() > 0
+
+
+def most_gathered_in_a_step(rank: OneRank) -> tuple[int, int, int]:
+    """ZeRO-3: (most whole parameters in a backward, most between forwards and backwards, all)."""
+    parameters = list(rank.engine.module.parameters())
+    during: list[int] = []
+    between: list[int] = []
+
+    def look(into: list[int]) -> None:
+        into.append(sum(map(is_gathered, parameters)))
+
+    coordinator = rank.optimizer.parameter_offload.get_param_coordinator()
+    fetch = coordinator.fetch_sub_module
+
+    def watched_fetch(module: nn.Module, forward: bool) -> None:
+        fetch(module, forward=forward)
+        if not forward:
+            look(during)
+
+    coordinator.fetch_sub_module = watched_fetch
+    forward, backward = rank.engine.forward, rank.engine.backward
+
+    def watched_forward(*args: Any) -> Tensor:
+        output = forward(*args)
+        look(between)
+        return output
+
+    def watched_backward(*args: Any, **kwargs: Any) -> None:
+        backward(*args, **kwargs)
+        look(between)
+
+    rank.engine.forward = watched_forward  # type: ignore[method-assign]
+    rank.engine.backward = watched_backward  # type: ignore[method-assign]
+    rank.train_step(0)
+    return max(during), max(between), len(parameters)
+
+
+def gradient_bytes_between_micro_batches(rank: OneRank) -> list[int]:
+    """A list to which each backward but a step's last will add how many bytes are then held."""
+    held: list[int] = []
+    backward = rank.engine.backward
+
+    def watched(*args: Any, last: bool) -> None:
+        backward(*args, last=last)
+        if not last:
+            held.append(bytes_of(gradient_tensors(rank)))
+
+    rank.engine.backward = watched  # type: ignore[method-assign, assignment]
+    return held

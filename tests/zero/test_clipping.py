@@ -1,0 +1,72 @@
+"""Gradients are clipped by the norm over all axes, and the norm before clipping is reported.
+
+AdamW hardly notices how long its gradients are. With an epsilon of 1, far above their size, its
+update is proportional to them, so that weights tell by how much they were clipped.
+"""
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from megaspeed.analysis.reference import ReferenceRun, train_reference
+from megaspeed.analysis.verify import train_rank, whole_batch
+from megaspeed.config import Run
+from tests.parallel.tiny import merge, tiny_corpus, tiny_run
+from tests.rank_pool import RankPool
+from tests.zero.one_rank import OFFLOAD, OFFLOAD_ALL
+
+STEPS = 3
+LIMIT = 0.05
+
+
+def proportional_run(text: Path, limit: float, **changes: Any) -> Run:
+    proportional = {
+        "gradient_clipping": limit,
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.1, "eps": 1.0, "weight_decay": 0.0}},
+    }
+    return tiny_run(text, **merge(proportional, changes))
+
+
+def reference_of(run: Run, cache: Path) -> ReferenceRun:
+    corpus = tiny_corpus(run, cache)
+    return train_reference(run, functools.partial(whole_batch, run, corpus), STEPS)
+
+
+def change(run: Any) -> dict[str, Tensor]:
+    """By how much training moved each weight."""
+    return {name: run.weights[name] - run.initial_weights[name] for name in run.weights}
+
+
+def norm(tensors: dict[str, Tensor]) -> float:
+    return sum(float(t.double().square().sum()) for t in tensors.values()) ** 0.5
+
+
+def difference(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
+    """Relative, over all weights."""
+    return norm({name: a[name] - b[name] for name in b}) / norm(b)
+
+
+def test_the_reference_moves_further_without_a_limit(text: Path, cache: Path) -> None:
+    clipped = reference_of(proportional_run(text, LIMIT), cache)
+    free = reference_of(proportional_run(text, 0.0), cache)
+    assert clipped.grad_norms[0] == free.grad_norms[0] > 10 * LIMIT
+    assert norm(change(free)) > 10 * norm(change(clipped))
+
+
+@pytest.mark.parametrize("limit", [LIMIT, 0.0])
+@pytest.mark.parametrize(
+    ("stage", "offload"), [(0, {}), (1, {}), (2, OFFLOAD), (3, {}), (3, OFFLOAD_ALL)]
+)
+def test_the_update_is_the_clipped_one_of_one_process(
+    pool: RankPool, text: Path, cache: Path, stage: int, offload: dict[str, Any], limit: float
+) -> None:
+    zero = {"zero_optimization": {"stage": stage, **offload}}
+    run = proportional_run(text, limit, pp=2, dp=2, **zero)
+    parallel = pool.run(4, train_rank, run, tiny_corpus(run, cache), STEPS)[0]
+    assert parallel is not None
+    reference = reference_of(run, cache)
+    assert parallel.grad_norms == pytest.approx(reference.grad_norms, rel=1e-5)
+    assert difference(change(parallel), change(reference)) < 1e-4

@@ -1,0 +1,101 @@
+"""What DeepSpeed is told, and what it is not."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megaspeed.config import Run
+from megaspeed.zero.deepspeed_json import deepspeed_json
+from tests.parallel.tiny import tiny_run
+
+LOCAL_ELEMENTS = 1234
+
+
+def json_of(run: Run) -> dict[str, Any]:
+    return deepspeed_json(run, local_elements=LOCAL_ELEMENTS)
+
+
+def some_run(**changes: Any) -> Run:
+    return tiny_run(Path("never read.txt"), **changes)
+
+
+@pytest.mark.parametrize(("stage", "told"), [(0, 1), (1, 1), (2, 2), (3, 3)])
+def test_zero0_is_told_as_stage_1_and_the_others_as_they_are(stage: int, told: int) -> None:
+    run = some_run(dp=2, zero_optimization={"stage": stage})
+    assert json_of(run)["zero_optimization"]["stage"] == told
+
+
+@pytest.mark.parametrize(("stage", "samples"), [(0, 2), (1, 6), (2, 6), (3, 6)])
+def test_a_batch_is_one_micro_batch_of_every_rank_that_shares_the_partition(
+    stage: int, samples: int
+) -> None:
+    json = json_of(some_run(pp=2, dp=3, zero_optimization={"stage": stage}))
+    assert json["gradient_accumulation_steps"] == 1
+    assert json["train_micro_batch_size_per_gpu"] == 2
+    assert json["train_batch_size"] == samples
+
+
+def test_our_sections_and_the_optimizer_are_kept_from_deepspeed() -> None:
+    run = some_run(scheduler={"type": "WarmupLR", "params": {"warmup_num_steps": 3}})
+    ours = {"model", "parallel", "data", "training", "optimizer", "scheduler"}
+    assert ours <= set(run.as_json())
+    assert ours & set(json_of(run)) == set()
+
+
+@pytest.mark.parametrize("limit", [0.0, 0.5])
+def test_clipping_is_always_stated_because_deepspeeds_default_is_1(limit: float) -> None:
+    assert json_of(some_run(gradient_clipping=limit))["gradient_clipping"] == limit
+
+
+def test_clipping_that_the_run_leaves_out_is_stated_too() -> None:
+    run = some_run()
+    config = run.config.model_copy()
+    config.model_fields_set.discard("gradient_clipping")
+    assert "gradient_clipping" in json_of(run)
+
+
+@pytest.mark.parametrize(
+    ("stated", "told"), [({}, LOCAL_ELEMENTS), ({"reduce_bucket_size": 100}, 100)]
+)
+def test_the_bucket_is_no_larger_than_what_the_rank_holds(
+    stated: dict[str, int], told: int
+) -> None:
+    json = json_of(some_run(zero_optimization={"stage": 2, **stated}))
+    assert json["zero_optimization"]["reduce_bucket_size"] == told
+
+
+def test_keys_that_the_run_does_not_state_are_left_to_deepspeed() -> None:
+    stated = {"stage": 3, "stage3_max_reuse_distance": 7}
+    zero = json_of(some_run(zero_optimization=stated))["zero_optimization"]
+    assert zero["stage3_max_reuse_distance"] == 7
+    assert "overlap_comm" not in zero and "stage3_max_live_parameters" not in zero
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({}, None),
+        ({"bf16": {"enabled": True}}, None),
+        ({"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}, "fp32"),
+        (
+            {
+                "bf16": {"enabled": True},
+                "data_types": {"grad_accum_dtype": "fp32"},
+                "communication_data_type": "bf16",
+            },
+            "bf16",
+        ),
+    ],
+)
+def test_sums_in_fp32_are_averaged_in_fp32_unless_the_run_says_otherwise(
+    changes: dict[str, Any], told: str | None
+) -> None:
+    assert json_of(some_run(**changes)).get("communication_data_type") == told
+
+
+def test_offload_keeps_torchs_optimizer_which_needs_no_compiler() -> None:
+    offload = {"device": "cpu", "pin_memory": False}
+    json = json_of(some_run(zero_optimization={"stage": 2, "offload_optimizer": offload}))
+    assert json["zero_force_ds_cpu_optimizer"] is False
+    assert json["zero_optimization"]["offload_optimizer"] == offload

@@ -1,0 +1,141 @@
+"""One infinity anywhere, and no rank takes the step; the next one is as if it had not been."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megaspeed.config import Run
+from megaspeed.data import PreparedCorpus
+from megaspeed.topology import LaunchEnvironment
+from megaspeed.training.worker import StepResult, Worker
+from tests.parallel.tiny import merge, tiny_corpus, tiny_run
+from tests.rank_pool import RankPool
+from tests.zero.one_rank import OFFLOAD, OFFLOAD_ALL, OneRank, one_rank
+
+BAD_RANK = 1  # first pipeline stage, second data index
+
+BF16 = {"bf16": {"enabled": True}}
+BF16_IN_FP32 = {**BF16, "data_types": {"grad_accum_dtype": "fp32"}}
+PER_STEP = {"parallel": {"gradient_reduction": "per_step"}}
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """A step with something wrong in it, as one rank saw it."""
+
+    result: StepResult
+    weights_changed: bool
+    blamed: str | None
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Steps 0 to 2 of one rank, and step 3, which nothing is wrong with."""
+
+    infinite_gradient: Skipped
+    poisoned: str  # the parameter that got the infinity, on the bad rank
+    nan_loss_alone: Skipped
+    nan_everywhere: Skipped
+    good: StepResult
+    good_if_it_were_the_first: StepResult
+    weights_equal: bool
+
+
+def skip(rank: OneRank, step: int) -> Skipped:
+    before = rank.weights()
+    result = rank.train_step(step)
+    changed = any(not torch.equal(before[name], w) for name, w in rank.weights().items())
+    return Skipped(result, changed, rank.worker.first_non_finite_parameter())
+
+
+def put_an_infinity(rank: OneRank) -> str:
+    """Into the last gradient that this rank holds; returns the parameter's name."""
+    fragment = [f for f in rank.engine.gradient_fragments() if f.values.numel()][-1]
+    fragment.values[-1] = math.inf
+    return rank.engine.names[fragment.parameter]
+
+
+def change_losses(rank: OneRank, change: Callable[[Tensor], Tensor]) -> None:
+    """Of the second data index alone."""
+    function = rank.worker._loss_function
+    if rank.context.dp_rank == 1:
+        rank.worker._loss_function = lambda logits, targets: change(function(logits, targets))
+
+
+def three_bad_steps_and_a_good_one(
+    launch: LaunchEnvironment, run: Run, corpus: PreparedCorpus
+) -> Outcome:
+    with one_rank(launch, run, corpus) as rank:
+        loss_function = rank.worker._loss_function
+        poisoned: list[str] = []
+        if launch.rank == BAD_RANK:
+            rank.engine.before_step = lambda: poisoned.append(put_an_infinity(rank))
+        infinite_gradient = skip(rank, 0)
+        rank.engine.before_step = lambda: None
+
+        change_losses(rank, lambda losses: losses + math.nan)  # its gradient is finite
+        nan_loss_alone = skip(rank, 1)
+        rank.worker._loss_function = loss_function
+
+        change_losses(rank, lambda losses: losses * math.nan)
+        nan_everywhere = skip(rank, 2)
+        rank.worker._loss_function = loss_function
+
+        good = rank.train_step(3)
+        fresh = OneRank(Worker(run, rank.context), rank.loader)
+        first = fresh.train_step(3)
+        expected = fresh.weights()
+        return Outcome(
+            infinite_gradient=infinite_gradient,
+            poisoned="".join(poisoned),
+            nan_loss_alone=nan_loss_alone,
+            nan_everywhere=nan_everywhere,
+            good=good,
+            good_if_it_were_the_first=first,
+            weights_equal=all(torch.equal(expected[n], w) for n, w in rank.weights().items()),
+        )
+
+
+@pytest.mark.parametrize(
+    ("stage", "changes"),
+    [
+        (0, {}),
+        (0, BF16_IN_FP32),
+        (1, {}),
+        (1, BF16),
+        (1, {"zero_optimization": OFFLOAD}),
+        (2, PER_STEP),
+        (2, BF16_IN_FP32),
+        (2, {"zero_optimization": OFFLOAD}),
+        (3, {}),
+        (3, BF16),
+        (3, {"zero_optimization": OFFLOAD_ALL} | BF16_IN_FP32),
+    ],
+)
+def test_a_step_that_is_not_finite_on_one_rank_is_skipped_on_all_and_leaves_nothing_behind(
+    pool: RankPool, text: Path, cache: Path, stage: int, changes: dict[str, Any]
+) -> None:
+    zero = {"zero_optimization": {"stage": stage}}
+    run = tiny_run(text, pp=2, dp=2, **merge(zero, changes))
+    outcomes = pool.run(4, three_bad_steps_and_a_good_one, run, tiny_corpus(run, cache))
+
+    poisoned = outcomes[BAD_RANK].poisoned
+    for outcome in outcomes:
+        for bad in (outcome.infinite_gradient, outcome.nan_loss_alone, outcome.nan_everywhere):
+            assert bad.result.skipped and not bad.weights_changed
+            assert not math.isfinite(bad.result.grad_norm)
+        assert outcome.infinite_gradient.blamed == f"{poisoned} on rank {BAD_RANK}"
+        assert math.isfinite(outcome.infinite_gradient.result.loss)
+        assert outcome.nan_loss_alone.blamed is None
+        assert math.isnan(outcome.nan_loss_alone.result.loss)
+        assert outcome.nan_everywhere.blamed is not None
+        assert outcome.nan_everywhere.blamed.endswith("on rank 0")
+        assert not outcome.good.skipped
+        assert outcome.good == outcome.good_if_it_were_the_first
+        assert outcome.weights_equal

@@ -1,0 +1,63 @@
+"""A tied embedding exists on the first and on the last pipeline stage, and stays one weight."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megaspeed.config import Run
+from megaspeed.data import PreparedCorpus
+from megaspeed.topology import LaunchEnvironment
+from tests.parallel.tiny import merge, tiny_corpus, tiny_run
+from tests.rank_pool import RankPool
+from tests.zero.one_rank import OFFLOAD, OneRank, one_rank
+
+BF16_IN_FP32 = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
+
+
+def own_copy(rank: OneRank) -> Tensor | None:
+    weights = rank.weights()
+    return weights.get("embedding.tokens.weight", weights.get("head.output.weight"))
+
+
+def copies_before_and_after(
+    launch: LaunchEnvironment, run: Run, corpus: PreparedCorpus
+) -> tuple[Tensor | None, Tensor | None]:
+    with one_rank(launch, run, corpus) as rank:
+        before = own_copy(rank)
+        for step in range(4):
+            assert not rank.train_step(step).skipped
+        return before, own_copy(rank)
+
+
+@pytest.mark.parametrize(
+    ("layout", "stage", "changes"),
+    [
+        ((2, 2, 1), 0, {}),
+        ((3, 1, 2), 1, BF16_IN_FP32),
+        ((2, 3, 1), 2, {}),
+        ((2, 2, 1), 2, {"zero_optimization": OFFLOAD}),
+        ((3, 2, 1), 3, {"parallel": {"gradient_reduction": "per_step"}}),
+    ],
+)
+def test_both_copies_of_a_tied_weight_are_bitwise_equal_after_training(
+    pool: RankPool,
+    text: Path,
+    cache: Path,
+    layout: tuple[int, int, int],
+    stage: int,
+    changes: dict[str, Any],
+) -> None:
+    pp, dp, tp = layout
+    zero = {"zero_optimization": {"stage": stage}}
+    run = tiny_run(text, pp=pp, dp=dp, tp=tp, **merge(zero, changes))
+    copies = pool.run(pp * dp * tp, copies_before_and_after, run, tiny_corpus(run, cache))
+    stage_ranks = dp * tp
+    first, last = copies[:stage_ranks], copies[-stage_ranks:]
+    assert all(after is None for _, after in copies[stage_ranks:-stage_ranks])
+    for (before, on_first), (_, on_last) in zip(first, last, strict=True):
+        assert before is not None and on_first is not None and on_last is not None
+        assert torch.equal(on_first, on_last)
+        assert not torch.equal(on_first, before), "it was trained"

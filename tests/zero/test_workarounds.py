@@ -1,0 +1,513 @@
+"""What DeepSpeed 0.19.8 does where a work-around is left out, and that it does right with it.
+
+Where a test of a "without" fails, DeepSpeed may no longer need that work-around.
+"""
+
+import functools
+import math
+import os
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
+from pathlib import Path
+from typing import Any, TypeVar
+
+import deepspeed.ops
+import pytest
+import torch
+import torch.distributed as dist
+from deepspeed.accelerator import real_accelerator
+from deepspeed.ops.op_builder.builder import OpBuilder
+from deepspeed.runtime.zero import partitioned_param_coordinator
+from deepspeed.runtime.zero import utils as zero_functions
+from torch import Tensor
+
+from megaspeed.analysis.comparison import TOLERANCES, compare_gradients
+from megaspeed.analysis.logical_tensors import gather_gradients
+from megaspeed.analysis.reference import ReferenceRun, train_reference
+from megaspeed.analysis.verify import whole_batch
+from megaspeed.config import Run
+from megaspeed.data import PreparedCorpus
+from megaspeed.topology import Grid, LaunchEnvironment, ParallelContext
+from megaspeed.zero import build, engine
+from megaspeed.zero.mpu import DataAxis
+from megaspeed.zero.workarounds.process_environment import name_the_accelerator
+from megaspeed.zero.workarounds.stage3_in_flight import InFlightCounters
+from tests.parallel.tiny import LLAMA, tiny_corpus, tiny_run
+from tests.rank_pool import RankFailure, RankPool
+from tests.zero.held import LET_GO, gradient_bytes_between_micro_batches, most_gathered_in_a_step
+from tests.zero.one_rank import OneRank, one_rank
+
+# A call that waits this long waits for ever.
+HANG_SECONDS = 4.0
+
+T = TypeVar("T")
+
+BF16 = {"bf16": {"enabled": True}}
+BF16_IN_FP32 = {**BF16, "data_types": {"grad_accum_dtype": "fp32"}}
+
+
+def nothing(*_args: object) -> None:
+    """Stands where a work-around was."""
+
+
+@contextmanager
+def left_out(*names: str) -> Iterator[None]:
+    """Within the block the named work-arounds of `build` and `engine` are not applied."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in names:
+            patch.setattr(engine if hasattr(engine, name) else build, name, nothing)
+        yield
+
+
+def ends_the_rank_where_it_hangs(name: str, function: Callable[..., T]) -> Callable[..., T]:
+    """`function`, on which the rank dies, saying so, where it does not return.
+
+    The clock starts at the call, so that a slow machine gets there first.
+    """
+
+    def give_up() -> None:
+        os.write(1, f"{name} hangs\n".encode())
+        os._exit(1)
+
+    def watched(*args: Any, **kwargs: Any) -> T:
+        timer = threading.Timer(HANG_SECONDS, give_up)
+        timer.start()
+        try:
+            return function(*args, **kwargs)
+        finally:
+            timer.cancel()
+
+    return watched
+
+
+def reference_of(run: Run, corpus: PreparedCorpus) -> ReferenceRun:
+    return train_reference(run, functools.partial(whole_batch, run, corpus), steps=1)
+
+
+def first_step(rank: OneRank) -> tuple[dict[str, Tensor], float]:
+    """(logical gradients of step 1 on rank 0, the norm that the step reports)."""
+    gathered: list[Any] = []
+    rank.engine.before_step = lambda: gathered.append(gather_gradients(rank.worker))
+    result = rank.train_step(0)
+    return ({} if gathered[0] is None else dict(gathered[0].tensors)), result.grad_norm
+
+
+def are_equal(gradients: dict[str, Tensor], reference: ReferenceRun) -> bool:
+    allowed = TOLERANCES["fp32"].gradient
+    return all(d.equal for d in compare_gradients(gradients, reference.first_gradients, allowed))
+
+
+# --- engine.py: clear_backward_seen_flag before every backward ------------------------------------
+
+
+class NotClearing:
+    """DeepSpeed's optimizer, but what the engine asks for before a backward is not done."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self._optimizer = optimizer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._optimizer, name)
+
+    def clear_backward_seen_flag(self) -> None:
+        pass
+
+
+def several_forwards_before_a_backward(
+    launch: LaunchEnvironment, run: Run, corpus: PreparedCorpus, clearing: bool
+) -> dict[str, Tensor]:
+    with one_rank(launch, run, corpus) as rank:
+        if not clearing:
+            rank.engine._optimizer = NotClearing(rank.engine._optimizer)
+        return first_step(rank)[0]
+
+
+def gpipe_run(text: Path, stage: int, pp: int = 2) -> Run:
+    return tiny_run(
+        text,
+        pp=pp,
+        zero_optimization={"stage": stage},
+        parallel={"schedule": "gpipe", "gradient_reduction": "per_micro_batch"},
+    )
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_backward_that_does_not_follow_its_forward_counts_too(
+    pool: RankPool, text: Path, cache: Path, stage: int
+) -> None:
+    run = gpipe_run(text, stage)
+    corpus = tiny_corpus(run, cache)
+    gradients = pool.run(2, several_forwards_before_a_backward, run, corpus, True)[0]
+    assert are_equal(gradients, reference_of(run, corpus))
+
+
+@pytest.mark.parametrize(
+    ("stage", "complaint"),
+    [
+        (1, "KeyError: 0"),
+        (2, "has already been reduced"),
+        (3, "'NoneType' object has no attribute 'numel'"),
+    ],
+)
+def test_without_clearing_a_stage_that_passes_gradients_back_fails(
+    pool: RankPool, text: Path, cache: Path, stage: int, complaint: str
+) -> None:
+    run = gpipe_run(text, stage)
+    with pytest.raises(RankFailure, match=complaint):
+        pool.run(2, several_forwards_before_a_backward, run, tiny_corpus(run, cache), False)
+
+
+def test_without_clearing_zero3_silently_keeps_the_last_micro_batch_alone(
+    pool: RankPool, text: Path, cache: Path
+) -> None:
+    run = gpipe_run(text, 3, pp=1)
+    corpus = tiny_corpus(run, cache)
+    reference = reference_of(run, corpus)
+    gradients = pool.run(1, several_forwards_before_a_backward, run, corpus, False)[0]
+    assert not are_equal(gradients, reference)
+    gradients = pool.run(1, several_forwards_before_a_backward, run, corpus, True)[0]
+    assert are_equal(gradients, reference)
+
+
+# --- stage3_world_check ---------------------------------------------------------------------------
+
+
+def two_zero3_stages(launch: LaunchEnvironment, run: Run, corpus: PreparedCorpus) -> float:
+    check = ends_the_rank_where_it_hangs(
+        "the check", zero_functions.assert_ints_same_as_other_ranks
+    )
+    with left_out("skip_world_wide_module_check"), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(partitioned_param_coordinator, "assert_ints_same_as_other_ranks", check)
+        with one_rank(launch, run, corpus) as rank:
+            return rank.train_step(0).loss
+
+
+def test_without_skipping_the_world_wide_check_zero3_hangs_in_a_pipeline(
+    pool: RankPool, text: Path, cache: Path
+) -> None:
+    run = tiny_run(text, pp=2, zero_optimization={"stage": 3})
+    with pytest.raises(RankFailure, match="the check hangs"):
+        pool.run(2, two_zero3_stages, run, tiny_corpus(run, cache))
+
+
+# --- stage3_in_flight -----------------------------------------------------------------------------
+
+
+def gathered_in_a_step(
+    launch: LaunchEnvironment, run: Run, corpus: PreparedCorpus, counting: bool
+) -> tuple[int, int]:
+    with pytest.MonkeyPatch.context() as patch:
+        if not counting:
+            patch.setattr(InFlightCounters, "restore", nothing)
+        with one_rank(launch, run, corpus) as rank:
+            during, _, all_parameters = most_gathered_in_a_step(rank)
+            return during, all_parameters
+
+
+def test_without_counters_for_each_micro_batch_zero3_keeps_a_whole_pipeline_stage_gathered(
+    pool: RankPool, text: Path, cache: Path
+) -> None:
+    run = tiny_run(
+        text, dp=2, zero_optimization={"stage": 3, **LET_GO}, parallel={"schedule": "gpipe"}
+    )
+    corpus = tiny_corpus(run, cache)
+    for during, all_parameters in pool.run(2, gathered_in_a_step, run, corpus, False):
+        assert during > 0.9 * all_parameters
+    for during, _ in pool.run(2, gathered_in_a_step, run, corpus, True):
+        assert during <= 2, "a linear layer's weight and bias"
+
+
+# --- no_compilation -------------------------------------------------------------------------------
+
+
+def extensions_wanted(launch: LaunchEnvironment, declared: bool) -> list[str]:
+    """Names of the extensions that DeepSpeed asks for when its communication starts."""
+    wanted: list[str] = []
+    with (
+        ParallelContext.create(Grid(pp=1, dp=1, tp=1), launch, timeout_seconds=30) as context,
+        pytest.MonkeyPatch.context() as patch,
+        nullcontext() if declared else left_out("declare_no_compiled_ops"),
+    ):
+        patch.setattr(OpBuilder, "load", lambda builder, **_: wanted.append(builder.name))
+        # What a fresh process finds where there is a compiler.
+        compatible = {"deepspeed_shm_comm": True}
+        patch.setattr(deepspeed.ops, "__compatible_ops__", compatible, raising=False)
+        # The loaded extension is asked for functions, which the one that was not built lacks.
+        with suppress(AttributeError):
+            build._prepare_deepspeed(context)
+    return wanted
+
+
+def test_without_declaring_that_nothing_is_compiled_an_extension_is_built(pool: RankPool) -> None:
+    assert pool.run(1, extensions_wanted, False) == [["deepspeed_shm_comm"]]
+    assert pool.run(1, extensions_wanted, True) == [[]]
+
+
+# --- own_norm -------------------------------------------------------------------------------------
+
+
+class AllAxes(DataAxis):
+    """An mpu that tells DeepSpeed of the tensor and pipeline axes, which its own norm needs."""
+
+    def __init__(self, context: ParallelContext, *, replicate: bool) -> None:
+        super().__init__(context, replicate=replicate)
+        self._context = context
+
+    def get_model_parallel_group(self) -> dist.ProcessGroup:
+        return self._context.model_group
+
+    def get_model_parallel_world_size(self) -> int:
+        return dist.get_world_size(self._context.model_group)
+
+    def get_model_parallel_rank(self) -> int:
+        return dist.get_rank(self._context.model_group)
+
+    def get_tensor_model_parallel_group(self) -> dist.ProcessGroup:
+        return self._context.tp_group
+
+    def get_tensor_model_parallel_world_size(self) -> int:
+        return self._context.tp_size
+
+    def get_tensor_model_parallel_rank(self) -> int:
+        return self._context.tp_rank
+
+
+def norm_by_deepspeed(launch: LaunchEnvironment, run: Run, corpus: PreparedCorpus) -> float:
+    """What DeepSpeed clips by, told as well as it can be which parameters a rank counts."""
+    with left_out("use_norm"), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(build, "DataAxis", AllAxes)
+        with one_rank(launch, run, corpus) as rank:
+            if run.zero_stage < 3:
+                norm = ends_the_rank_where_it_hangs("the norm", rank.optimizer.scaled_global_norm)
+                rank.optimizer.scaled_global_norm = norm
+            for parameter, owned in rank.engine._owned_elements.items():
+                parameter.model_parallel = owned > 0  # type: ignore[attr-defined]
+            rank.train_step(0)
+            return float(rank.optimizer._global_grad_norm)
+
+
+def norm_of_step_1(launch: LaunchEnvironment, run: Run, corpus: PreparedCorpus) -> float:
+    with one_rank(launch, run, corpus) as rank:
+        return rank.train_step(0).grad_norm
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_deepspeeds_own_norm_counts_replicated_key_value_heads_more_than_once(
+    pool: RankPool, text: Path, cache: Path, stage: int
+) -> None:
+    run = tiny_run(text, tp=4, model=LLAMA, zero_optimization={"stage": stage})
+    corpus = tiny_corpus(run, cache)
+    expected = reference_of(run, corpus).grad_norms[0]
+    assert pool.run(4, norm_by_deepspeed, run, corpus)[0] > 1.01 * expected
+    assert pool.run(4, norm_of_step_1, run, corpus) == pytest.approx([expected] * 4, rel=1e-5)
+
+
+def test_deepspeeds_own_norm_hangs_where_pipeline_stages_differ_in_their_parameter_groups(
+    pool: RankPool, text: Path, cache: Path
+) -> None:
+    # The tied embedding is a group of its own on the first and last of three pipeline stages.
+    run = tiny_run(text, pp=3, zero_optimization={"stage": 1})
+    corpus = tiny_corpus(run, cache)
+    # The last norm may also meet another collective of the same ranks, over which gloo aborts.
+    with pytest.raises(RankFailure, match=r"the norm hangs|in scaled_global_norm"):
+        pool.run(3, norm_by_deepspeed, run, corpus)
+    expected = reference_of(run, corpus).grad_norms[0]
+    assert pool.run(3, norm_of_step_1, run, corpus) == pytest.approx([expected] * 3, rel=1e-5)
+
+
+def skip_where_rank_1_has_an_infinity(
+    launch: LaunchEnvironment, run: Run, corpus: PreparedCorpus, own_check: bool
+) -> bool:
+    """Whether the step is skipped."""
+    with one_rank(launch, run, corpus) as rank:
+        if own_check:
+            del rank.optimizer.check_overflow  # of the instance: the class's own comes back
+        if launch.rank == 1:
+            rank.engine.before_step = lambda: make_infinite(rank)
+        return ends_the_rank_where_it_hangs("the step", rank.train_step)(0).skipped
+
+
+def make_infinite(rank: OneRank) -> None:
+    next(rank.engine.gradient_fragments()).values[0] = math.inf
+
+
+def test_deepspeeds_own_overflow_check_skips_the_norm_on_one_pipeline_stage_alone(
+    pool: RankPool, text: Path, cache: Path
+) -> None:
+    run = tiny_run(text, pp=2, zero_optimization={"stage": 1}, **BF16)
+    corpus = tiny_corpus(run, cache)
+    with pytest.raises(RankFailure, match="the step hangs"):
+        pool.run(2, skip_where_rank_1_has_an_infinity, run, corpus, True)
+    assert pool.run(2, skip_where_rank_1_has_an_infinity, run, corpus, False) == [True, True]
+
+
+# --- partitioned_gradients ------------------------------------------------------------------------
+
+
+def gradient_bytes_per_element(
+    launch: LaunchEnvironment, run: Run, corpus: PreparedCorpus, partitioned: bool
+) -> float:
+    """Held after the first micro-batch, over the elements of the model."""
+    omitted = nullcontext() if partitioned else left_out("keep_only_own_partition")
+    with omitted, one_rank(launch, run, corpus) as rank:
+        held = gradient_bytes_between_micro_batches(rank)
+        with suppress(AttributeError):  # the fragments are not where they should be
+            rank.train_step(0)
+        return held[0] / sum(p.numel() for p in rank.engine.module.parameters())
+
+
+def test_without_the_flat_partition_zero2_holds_whole_gradients_between_micro_batches(
+    pool: RankPool, text: Path, cache: Path
+) -> None:
+    # A wide embedding, which crosses the border between the two partitions.
+    run = tiny_run(
+        text,
+        dp=2,
+        model={"vocab_size": 3000, "num_hidden_layers": 1},
+        zero_optimization={"stage": 2},
+    )
+    corpus = tiny_corpus(run, cache)
+    assert max(pool.run(2, gradient_bytes_per_element, run, corpus, False)) > 0.85 * 4
+    assert max(pool.run(2, gradient_bytes_per_element, run, corpus, True)) < 0.51 * 4
+
+
+# --- reduction_dtype ------------------------------------------------------------------------------
+
+
+def share_of_rounded_elements(
+    launch: LaunchEnvironment, run: Run, corpus: PreparedCorpus, own_dtype: bool
+) -> float:
+    """How many of the reduced gradient's elements are bf16 numbers."""
+    rounded: list[Tensor] = []
+
+    def look() -> None:
+        for fragment in rank.engine.gradient_fragments():
+            assert fragment.values.dtype == torch.float32
+            rounded.append(fragment.values.bfloat16().float() == fragment.values)
+
+    with (
+        nullcontext() if own_dtype else left_out("reduce_in"),
+        one_rank(launch, run, corpus) as rank,
+    ):
+        rank.engine.before_step = look
+        rank.train_step(0)
+    return float(torch.cat(rounded).float().mean())
+
+
+def test_without_a_bucket_in_fp32_zero2_rounds_the_sum_of_micro_batches_to_bf16(
+    pool: RankPool, text: Path, cache: Path
+) -> None:
+    run = tiny_run(
+        text,
+        zero_optimization={"stage": 2},
+        parallel={"gradient_reduction": "per_step"},
+        **BF16_IN_FP32,
+    )
+    corpus = tiny_corpus(run, cache)
+    assert pool.run(1, share_of_rounded_elements, run, corpus, False) == [1.0]
+    assert pool.run(1, share_of_rounded_elements, run, corpus, True)[0] < 0.2
+
+
+# --- stage1_fp32_accumulation ---------------------------------------------------------------------
+
+
+def optimizer_of_zero1(
+    launch: LaunchEnvironment, run: Run, corpus: PreparedCorpus, overruled: bool
+) -> str:
+    chosen: list[str] = []
+
+    def remember(optimizer: Any, _norm: object) -> None:
+        chosen.append(type(optimizer).__name__)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine, "use_norm", remember)
+        if not overruled:
+            patch.setattr(build, "always_the_zero_optimizer", nullcontext)
+        with suppress(AttributeError), one_rank(launch, run, corpus):
+            pass
+    return chosen[0]
+
+
+def test_without_overruling_bf16_with_fp32_gradients_takes_another_optimizer_at_zero1(
+    pool: RankPool, text: Path, cache: Path
+) -> None:
+    run = tiny_run(text, zero_optimization={"stage": 1}, **BF16_IN_FP32)
+    corpus = tiny_corpus(run, cache)
+    assert pool.run(1, optimizer_of_zero1, run, corpus, False) == ["BF16_Optimizer"]
+    assert pool.run(1, optimizer_of_zero1, run, corpus, True) == ["DeepSpeedZeroOptimizer"]
+
+
+# --- quiet_import ---------------------------------------------------------------------------------
+
+
+def future_warnings(
+    launch: LaunchEnvironment, run: Run, corpus: PreparedCorpus, hidden: bool
+) -> list[str]:
+    """What torch announces during a step of ZeRO-3."""
+    with (
+        warnings.catch_warnings(record=True) as caught,
+        nullcontext() if hidden else left_out("hide_announced_renames"),
+    ):
+        warnings.simplefilter("always")
+        with one_rank(launch, run, corpus) as rank:
+            rank.train_step(0)
+    return [str(w.message) for w in caught if issubclass(w.category, FutureWarning)]
+
+
+def test_without_hiding_them_torch_announces_the_renames_of_collectives(
+    pool: RankPool, text: Path, cache: Path
+) -> None:
+    run = tiny_run(text, dp=2, zero_optimization={"stage": 3})
+    corpus = tiny_corpus(run, cache)
+    announced = pool.run(2, future_warnings, run, corpus, False)[0]
+    assert any("torch.distributed" in text for text in announced)
+    assert pool.run(2, future_warnings, run, corpus, True) == [[], []]
+
+
+# --- process_environment --------------------------------------------------------------------------
+
+
+def zero3_without_a_launcher(
+    launch: LaunchEnvironment, run: Run, corpus: PreparedCorpus, named: bool
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("LOCAL_RANK")
+        with (
+            nullcontext() if named else left_out("name_the_local_rank"),
+            one_rank(launch, run, corpus) as rank,
+        ):
+            rank.train_step(0)
+
+
+def test_without_a_local_rank_zero3_cannot_partition(
+    pool: RankPool, text: Path, cache: Path
+) -> None:
+    run = tiny_run(text, zero_optimization={"stage": 3})
+    corpus = tiny_corpus(run, cache)
+    with pytest.raises(RankFailure, match="KeyError: 'LOCAL_RANK'"):
+        pool.run(1, zero3_without_a_launcher, run, corpus, False)
+    pool.run(1, zero3_without_a_launcher, run, corpus, True)
+
+
+def warnings_of_the_accelerator(_launch: LaunchEnvironment, named: bool) -> list[str]:
+    """What DeepSpeed says when it looks for accelerators and finds none."""
+    said: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("DS_ACCELERATOR", raising=False)
+        patch.setattr(real_accelerator, "ds_accelerator", None)
+        patch.setattr(real_accelerator.accel_logger, "warning", said.append)
+        if named:
+            name_the_accelerator()
+        assert real_accelerator.get_accelerator().device_name() == "cpu"
+    return said
+
+
+def test_without_a_named_accelerator_deepspeed_warns_of_the_cpu(pool: RankPool) -> None:
+    without, named = (
+        pool.run(1, warnings_of_the_accelerator, False)[0],
+        pool.run(1, warnings_of_the_accelerator, True)[0],
+    )
+    assert without and "Setting accelerator to CPU" in without[0]
+    assert named == []
