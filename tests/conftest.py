@@ -4,6 +4,7 @@ import os
 from collections.abc import Iterator
 
 import pytest
+import torch
 
 from tests.rank_pool import RankPool
 
@@ -19,3 +20,9 @@ def pool() -> Iterator[RankPool]:
     """Eight rank processes for the whole session; see `tests/rank_pool.py`."""
     with RankPool(size=8) as ranks:
         yield ranks
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_thread() -> None:
+    """Ranks share the cores with this process; threads that wait for each other would spin."""
+    torch.set_num_threads(1)

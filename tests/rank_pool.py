@@ -11,7 +11,7 @@
 
 The function stands at the top level of its module, so that the ranks can import it. A rank that
 raises fails the test at once with that rank's own traceback, and a hang fails it with every rank's
-stack. After either, the ranks of the job are killed, and the next job starts new ones.
+stack. Every job has fresh processes, forked in milliseconds from one that has imported everything.
 """
 
 import multiprocessing
@@ -38,7 +38,7 @@ from tests.rank_worker import STACK_SIGNAL, Job, Outcome, serve
 T = TypeVar("T")
 
 # Every rank is forked from one process that has imported these, which takes seconds, once.
-_IMPORTED_ONCE = ["torch", "torch._dynamo", "deepspeed", "tests.rank_worker"]
+_IMPORTED_ONCE = ["tests.rank_worker", "torch._dynamo", "megaspeed.analysis.verify"]
 
 # Ranks share the machine's few cores, and see no GPU, so that a test is the same on every machine.
 _RANK_VARIABLES = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
@@ -109,11 +109,16 @@ class RankPool:
         except BaseException as error:
             if not isinstance(error, RankFailure):  # say, the time limit of the whole test
                 error.add_note(_stacks(ranks))
-            self._kill(range(world_size))
             raise
-        for rank in ranks:
-            rank.connection.send_bytes(b"every rank has an outcome")
+        finally:
+            self._renew(range(world_size))
         return [pickle.loads(outcome.value or b"") for outcome in outcomes]
+
+    def _renew(self, numbers: Iterable[int]) -> None:
+        """Kills ranks that have run, and starts their successors while the test looks at results."""
+        self._kill(numbers)
+        for number in numbers:
+            self._started(number)
 
     def _started(self, number: int) -> _Rank:
         known = self._ranks.get(number)

@@ -2,8 +2,9 @@
 
 from megaspeed.zero.workarounds.process_environment import name_the_accelerator
 
-name_the_accelerator()  # before the first import of deepspeed, below
+name_the_accelerator()
 
+# ruff: noqa: E402  these import deepspeed, which looks for its accelerator as it is imported
 from megaspeed.zero.build import DTYPES, build_engine
 from megaspeed.zero.engine import StepOutcome, ZeroEngine
 from megaspeed.zero.fragments import GradientFragment

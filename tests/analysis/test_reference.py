@@ -46,7 +46,7 @@ def by_hand(run: Run, corpus: PreparedCorpus) -> tuple[list[float], dict[str, to
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), run.config.gradient_clipping)
         optimizer.step()
-        losses.append(float(loss))
+        losses.append(loss.item())
     return losses, {name: value.detach() for name, value in model.named_parameters()}
 
 

@@ -1,0 +1,54 @@
+"""Files that are missing are told beside keys that are wrong, not after them."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megaspeed.data.config_problems import find_problems_in_file
+
+MISSING = "/no/such/place/text.txt"
+SHAPE = {"preset": "gpt2-nano"}
+
+
+def problems(folder: Path, *overrides: str, **sections: Any) -> list[str]:
+    file = folder / "run.json"
+    values = {"model": SHAPE, "data": {"sequence_length": 16}, "training": {"steps": 1}}
+    file.write_text(json.dumps({**values, **sections}))
+    return find_problems_in_file(file, overrides)
+
+
+def test_the_default_corpus_is_no_problem(tmp_path: Path) -> None:
+    assert problems(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    "wrong_elsewhere",
+    [{}, {"model": {"preset": "gpt3"}}, {"model": 5}, {"training": {"stepps": 1}}, {"zzz": 1}],
+    ids=str,
+)
+def test_missing_text_is_found_whatever_else_is_wrong(
+    tmp_path: Path, wrong_elsewhere: dict[str, Any]
+) -> None:
+    data = {"sequence_length": 16, "train": [MISSING]}
+    (problem,) = problems(tmp_path, data=data, **wrong_elsewhere)
+    assert problem.startswith("data.train: ") and MISSING in problem
+
+
+def test_overrides_are_looked_at(tmp_path: Path) -> None:
+    (problem,) = problems(tmp_path, f'data.validation=["{MISSING}"]')
+    assert problem.startswith("data.validation: ")
+
+
+@pytest.mark.parametrize("data", [{"sequence_length": "16", "train": [MISSING]}, 7, None], ids=str)
+def test_a_data_section_that_cannot_be_understood_is_left_to_the_check_of_the_keys(
+    tmp_path: Path, data: Any
+) -> None:
+    assert problems(tmp_path, data=data) == []
+
+
+def test_a_file_that_is_no_json_is_left_to_the_check_of_the_keys(tmp_path: Path) -> None:
+    file = tmp_path / "run.json"
+    file.write_text('{"data": ')
+    assert find_problems_in_file(file) == []

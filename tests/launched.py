@@ -1,0 +1,123 @@
+"""Training runs started as a user starts them, watched until their end."""
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+_POLL_SECONDS = 0.05
+_TIMEOUT_SECONDS = 240.0
+_TRIPWIRES = ("cc", "c++", "gcc", "g++", "clang", "clang++", "nvcc", "hipcc", "ninja", "make")
+_LAUNCHERS_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+
+
+@dataclass(frozen=True)
+class Launched:
+    """A launch that has ended.
+
+    Attributes:
+        code: exit code of the launcher.
+        out, err: all that its processes wrote.
+        seconds_to_first_step: from its start to the first line of metrics.jsonl; None if it never
+            came.
+        compilers_called: programs of a compiler's kind that any of its processes started.
+        compiled: files in the folder where torch keeps what it compiles while a run goes on.
+    """
+
+    code: int
+    out: str
+    err: str
+    seconds_to_first_step: float | None
+    compilers_called: list[str]
+    compiled: list[str]
+
+
+def launch(command: Sequence[str | Path], folder: Path, run_dir: Path) -> Launched:
+    """Runs `command` to its end, with no program of a compiler's kind within its reach.
+
+    Args:
+        command: whose first word is a whole path, because PATH holds nothing but tripwires.
+        folder: an empty folder for what is written on the way; also where the command runs.
+        run_dir: where the run will write metrics.jsonl.
+    """
+    tripwires, extensions = folder / "bin", folder / "extensions"
+    tripped = _lay_tripwires(tripwires)
+    extensions.mkdir()
+    environment = _environment(
+        PATH=str(tripwires),
+        TORCH_EXTENSIONS_DIR=str(extensions),
+        MEGASPEED_CACHE=str(folder / "cache"),
+        CUDA_VISIBLE_DEVICES="",
+        OMP_NUM_THREADS="1",
+    )
+    with (folder / "out").open("w") as out, (folder / "err").open("w") as err:
+        start = time.monotonic()
+        process = subprocess.Popen(
+            list(map(str, command)),
+            cwd=folder,
+            env=environment,
+            stdout=out,
+            stderr=err,
+            start_new_session=True,
+        )
+        try:
+            first_step = _watch(process, run_dir / "metrics.jsonl", start)
+        finally:
+            _end_all(process)
+    return Launched(
+        process.returncode,
+        (folder / "out").read_text(),
+        (folder / "err").read_text(),
+        first_step,
+        tripped.read_text().split() if tripped.exists() else [],
+        [file.name for file in extensions.rglob("*")],
+    )
+
+
+def free_port() -> int:
+    """A port that nobody listens on, so that launches on one machine do not meet."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def _lay_tripwires(folder: Path) -> Path:
+    folder.mkdir()
+    tripped = folder.with_name("tripped")
+    shell = shutil.which("sh")
+    for name in _TRIPWIRES:
+        program = folder / name
+        program.write_text(f"#!{shell}\necho {name} >> {tripped}\nexit 1\n")
+        program.chmod(0o755)
+    return tripped
+
+
+def _environment(**variables: str) -> Mapping[str, str]:
+    inherited = {k: v for k, v in os.environ.items() if k not in _LAUNCHERS_VARIABLES}
+    return {**inherited, **variables}
+
+
+def _watch(process: subprocess.Popen[bytes], metrics: Path, start: float) -> float | None:
+    first_step = None
+    while process.poll() is None:
+        now = time.monotonic()
+        if first_step is None and metrics.exists() and metrics.stat().st_size > 0:
+            first_step = now - start
+        if now - start > _TIMEOUT_SECONDS:
+            raise TimeoutError(f"{process.args} did not end within {_TIMEOUT_SECONDS} s")
+        time.sleep(_POLL_SECONDS)
+    return first_step
+
+
+def _end_all(process: subprocess.Popen[bytes]) -> None:
+    """Ends what a launcher may have left behind."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()

@@ -1,0 +1,215 @@
+"""The comparison with one process fails when the parallel run is wrong.
+
+Each mutation is a mistake that such code is known for. It is made in every rank for one training,
+which must then differ from one process where the mistake shows, while the same training without
+it does not.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from megaspeed.analysis.comparison import Comparison, Difference
+from megaspeed.analysis.reference import ReferenceRun, train_reference
+from megaspeed.analysis.verify import ParallelRun, compare, train_rank, whole_batch
+from megaspeed.config import Run
+from megaspeed.data import PreparedCorpus
+from megaspeed.model.dropout import MaskShard, SampleDropout
+from megaspeed.tensor_parallel import collectives
+from megaspeed.tensor_parallel.collectives import reduce_from_tensor_axis
+from megaspeed.tensor_parallel.layers import RowParallelLinear
+from megaspeed.topology import LaunchEnvironment
+from megaspeed.training import worker
+from megaspeed.zero import ZeroEngine, build, engine
+from tests.parallel.tiny import tiny_corpus, tiny_run
+from tests.rank_pool import RankPool
+
+STEPS = 3
+TEXT = Path(__file__).parent.parent.parent / "LICENSE"
+
+
+# --- the mistakes ---------------------------------------------------------------------------------
+
+
+@contextmanager
+def replaced(owner: object, name: str, make: Callable[[Any], object]) -> Iterator[None]:
+    """Within the block `owner.name` is what `make` makes of it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(owner, name, make(getattr(owner, name)))
+        yield
+
+
+def the_norm_counts_both_copies_of_a_tied_weight() -> AbstractContextManager[None]:
+    return replaced(
+        build,
+        "_owned_elements",
+        lambda owned: (
+            lambda parameters, shards, _tied, context: owned(parameters, shards, None, context)
+        ),
+    )
+
+
+def the_norm_is_of_one_pipeline_stage() -> AbstractContextManager[None]:
+    def alone(measure: Callable[[ZeroEngine], Tensor]) -> Callable[[ZeroEngine], Tensor]:
+        def of_this_stage(self: ZeroEngine) -> Tensor:
+            context = self._context
+            self._context = dataclasses.replace(context, world_group=context.dp_group)
+            try:
+                return measure(self)
+            finally:
+                self._context = context
+
+        return of_this_stage
+
+    return replaced(ZeroEngine, "_measure_norm", alone)
+
+
+def only_the_last_micro_batch_survives() -> AbstractContextManager[None]:
+    def forgetful(backward: Callable[..., None]) -> Callable[..., None]:
+        def forget_then_go(self: ZeroEngine, *args: Any, **kwargs: Any) -> None:
+            for parameter in self.module.parameters():
+                parameter.grad = None
+            backward(self, *args, **kwargs)
+
+        return forget_then_go
+
+    return replaced(ZeroEngine, "backward", forgetful)
+
+
+def nothing_is_averaged_over_the_data_axis() -> AbstractContextManager[None]:
+    return replaced(engine, "average_over_replicas", lambda _: lambda *_: None)
+
+
+def tied_gradients_are_not_summed() -> AbstractContextManager[None]:
+    return replaced(engine, "sum_tied_gradients", lambda _: lambda *_: None)
+
+
+def gradients_are_not_summed_over_the_tensor_axis() -> AbstractContextManager[None]:
+    # What enters a column-parallel layer is then told of this rank's columns alone.
+    return replaced(
+        collectives._Copy,
+        "backward",
+        lambda _: staticmethod(lambda _ctx, gradient: (gradient, None)),
+    )
+
+
+def every_rank_averages_over_its_own_tokens() -> AbstractContextManager[None]:
+    def own(_scale: Callable[[Run], float]) -> Callable[[Run], float]:
+        return lambda run: 1.0 / run.tokens_per_step
+
+    return replaced(worker, "backward_scale", own)
+
+
+def every_tensor_rank_reports_its_loss() -> AbstractContextManager[None]:
+    def eager(total: Callable[..., float]) -> Callable[..., float]:
+        def of_all(self: worker.Worker, loss_sum: Tensor | None) -> float:
+            return total(self, None if loss_sum is None else loss_sum * self.context.tp_size)
+
+        return of_all
+
+    return replaced(worker.Worker, "_sum_over_ranks", eager)
+
+
+def a_bias_is_added_on_every_tensor_rank() -> AbstractContextManager[None]:
+    def add_then_sum(self: RowParallelLinear, x: Tensor) -> Tensor:
+        return reduce_from_tensor_axis(x @ self.weight.T + self.bias, self.axis)
+
+    return replaced(RowParallelLinear, "forward", lambda _: add_then_sum)
+
+
+def every_tensor_rank_drops_the_same_part() -> AbstractContextManager[None]:
+    # Each takes the first part of the full mask.
+    def first(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def drop(self: SampleDropout, x: Tensor, samples: tuple[int, ...]) -> Tensor:
+            self.shard = MaskShard(dim=self.shard.dim, index=0, count=self.shard.count)
+            return forward(self, x, samples)
+
+        return drop
+
+    return replaced(SampleDropout, "forward", first)
+
+
+# --- where each shows -----------------------------------------------------------------------------
+
+Shows = Callable[[Comparison], list[Difference]]
+
+
+def in_losses(comparison: Comparison) -> list[Difference]:
+    return comparison.losses[:1]  # before any step, so that nothing else can show
+
+
+def in_later_losses(comparison: Comparison) -> list[Difference]:
+    return comparison.losses[1:]  # biases begin as zero
+
+
+def in_norms(comparison: Comparison) -> list[Difference]:
+    return comparison.grad_norms[:1]
+
+
+def in_gradients(comparison: Comparison) -> list[Difference]:
+    return comparison.gradients
+
+
+ZERO1 = {"zero_optimization": {"stage": 1}}
+ZERO3 = {"zero_optimization": {"stage": 3}}
+DROPOUT = {"model": {"attention_dropout": 0.2}}
+
+MUTATIONS: dict[Callable[[], AbstractContextManager[None]], tuple[dict[str, Any], Shows]] = {
+    the_norm_counts_both_copies_of_a_tied_weight: ({"pp": 2, **ZERO3}, in_norms),
+    the_norm_is_of_one_pipeline_stage: ({"pp": 2, "dp": 2, **ZERO1}, in_norms),
+    only_the_last_micro_batch_survives: ({"pp": 2}, in_gradients),
+    nothing_is_averaged_over_the_data_axis: ({"pp": 2, "dp": 2}, in_gradients),
+    tied_gradients_are_not_summed: ({"pp": 2, **ZERO1}, in_gradients),
+    gradients_are_not_summed_over_the_tensor_axis: ({"tp": 2}, in_gradients),
+    every_rank_averages_over_its_own_tokens: ({"dp": 2, **ZERO3}, in_gradients),
+    every_tensor_rank_reports_its_loss: ({"tp": 2}, in_losses),
+    a_bias_is_added_on_every_tensor_rank: ({"tp": 2}, in_later_losses),
+    every_tensor_rank_drops_the_same_part: ({"tp": 2, **DROPOUT}, in_losses),
+}
+
+
+def train_mutated(
+    launch: LaunchEnvironment, run: Run, corpus: PreparedCorpus, mutation: str | None
+) -> ParallelRun | None:
+    mistake = nullcontext() if mutation is None else globals()[mutation]()
+    with mistake:
+        return train_rank(launch, run, corpus, STEPS)
+
+
+@functools.cache
+def reference_of(cache: Path, dropout: bool) -> ReferenceRun:
+    run = tiny_run(TEXT, **(DROPOUT if dropout else {}))
+    corpus = tiny_corpus(run, cache)
+    return train_reference(run, functools.partial(whole_batch, run, corpus), STEPS)
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.__name__)
+def test_the_comparison_fails_when(
+    mutation: Callable[[], AbstractContextManager[None]], pool: RankPool, cache: Path
+) -> None:
+    changes, shows = MUTATIONS[mutation]
+    run = tiny_run(TEXT, **changes)
+    corpus = tiny_corpus(run, cache)
+    reference = reference_of(cache, "model" in changes)
+
+    def comparison(name: str | None) -> Comparison:
+        parallel = pool.run(run.degrees.world_size, train_mutated, run, corpus, name)[0]
+        assert parallel is not None
+        return compare(run, parallel, reference)
+
+    right, wrong = comparison(None), comparison(mutation.__name__)
+    assert right.equal, right.largest
+    assert not wrong.equal
+    furthest = max(shows(wrong), key=lambda difference: difference.relative)
+    assert furthest.relative > 10 * furthest.allowed, "not a matter of rounding"

@@ -1,0 +1,246 @@
+"""The executor over real pipelines of gloo ranks: what it computes, and what it holds meanwhile.
+
+The stages are plain modules with plain autograd, so that an expected number is a plain number too.
+"""
+
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from megaspeed.data import MicroBatch
+from megaspeed.pipeline import (
+    SCHEDULES,
+    Channel,
+    Executor,
+    Neighbours,
+    forward_only,
+    peak_micro_batches_in_flight,
+)
+from megaspeed.pipeline.instructions import Backward, Instruction, ReduceGradients, SendActivation
+from megaspeed.topology import Grid, LaunchEnvironment, ParallelContext
+from tests.rank_pool import RankPool
+
+ROWS, WIDTH = 2, 3
+LOSS_SCALE = 0.25
+
+
+def make_stage(pipeline_stage: int) -> nn.Module:
+    """(ROWS, WIDTH) -> (ROWS, WIDTH), with a tensor in its middle that only the graph holds."""
+    torch.manual_seed(pipeline_stage)
+    return nn.Sequential(nn.Linear(WIDTH, 5), nn.Tanh(), nn.Linear(5, WIDTH))
+
+
+def load(micro_batch: int) -> MicroBatch:
+    """Inputs instead of tokens; a target of 0 is not counted."""
+    generator = torch.Generator().manual_seed(micro_batch)
+    x = torch.randn(ROWS, WIDTH, generator=generator)
+    counted = torch.randint(0, 2, (ROWS, WIDTH), generator=generator)
+    return MicroBatch(tokens=x, targets=counted, samples=(2 * micro_batch, 2 * micro_batch + 1))
+
+
+def loss_function(output: Tensor, counted: Tensor) -> Tensor:
+    return output.square() * counted
+
+
+class PlainEngine:
+    """A stage that torch alone runs. It remembers, weakly, every tensor of each forward."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.tensors: dict[int, list[weakref.ref[Tensor]]] = {}
+        self.samples: list[tuple[int, ...]] = []
+        self.last_flags: list[bool] = []
+        self.reductions: list[str] = []
+
+    def forward(self, micro_batch: int, x: Tensor, samples: tuple[int, ...]) -> Tensor:
+        seen: list[Tensor] = [x]
+        hooks = [
+            layer.register_forward_hook(lambda _layer, _inputs, output: seen.append(output))
+            for layer in self.module.children()
+        ]
+        output: Tensor = self.module(x)
+        for hook in hooks:
+            hook.remove()
+        self.samples.append(samples)
+        self.tensors[micro_batch] = [weakref.ref(tensor) for tensor in seen]
+        return output
+
+    def backward(
+        self, micro_batch: int, output: Tensor, gradient: Tensor | None, *, last: bool
+    ) -> None:
+        self.last_flags.append(last)
+        output.backward(gradient)
+
+    def reduce_gradients(self) -> None:
+        self.reductions.append("data axis")
+
+    def reduce_tied_gradients(self) -> None:
+        self.reductions.append("tied")
+
+    def alive(self) -> set[int]:
+        """Micro-batches of which any tensor still exists."""
+        return {m for m, tensors in self.tensors.items() if any(t() is not None for t in tensors)}
+
+
+@dataclass(frozen=True)
+class Held:
+    """After one instruction: whose tensors exist, and how many sent activations are kept."""
+
+    instruction: Instruction
+    alive: set[int]
+    sends_in_flight: int
+
+
+@dataclass(frozen=True)
+class StageRecord:
+    """What one stage did."""
+
+    loss_sum: Tensor | None
+    gradients: list[Tensor | None]
+    held: list[Held]
+    samples: list[tuple[int, ...]]
+    last_flags: list[bool]
+    reductions: list[str]
+
+
+def run_stage(launch: LaunchEnvironment, schedule: str | None, micro_batches: int) -> StageRecord:
+    """One step of the named schedule; an evaluation where there is none."""
+    grid = Grid(pp=launch.world_size, dp=1, tp=1)
+    with ParallelContext.create(grid, launch, timeout_seconds=30) as context:
+        stage, stages = context.pp_rank, context.pp_size
+        run: Callable[..., Any] = forward_only if schedule is None else SCHEDULES[schedule]
+        in_flight = peak_micro_batches_in_flight(run, stages, stage, micro_batches)
+        neighbours = connect(context, in_flight)
+        engine = PlainEngine(make_stage(stage))
+        executor = Executor(
+            engine,
+            neighbours,
+            load=load,
+            loss_function=loss_function,
+            loss_scale=LOSS_SCALE,
+            micro_batches=micro_batches,
+        )
+        held: list[Held] = []
+        out = neighbours.activations_out
+
+        def watched() -> Iterator[Instruction]:
+            for instruction in run(stages, stage, micro_batches):
+                yield instruction
+                sends = 0 if out is None else out.sends_in_flight
+                held.append(Held(instruction, engine.alive(), sends))
+
+        with torch.set_grad_enabled(schedule is not None):
+            executor.run(watched())
+        assert engine.alive() == set()
+        return StageRecord(
+            loss_sum=executor.loss_sum,
+            gradients=[p.grad for p in engine.module.parameters()],
+            held=held,
+            samples=engine.samples,
+            last_flags=engine.last_flags,
+            reductions=engine.reductions,
+        )
+
+
+def connect(context: ParallelContext, in_flight: int) -> Neighbours:
+    before, after = context.previous_rank, context.next_rank
+    common: dict[str, Any] = {
+        "shape": (ROWS, WIDTH),
+        "dtype": torch.float32,
+        "device": context.device,
+        "max_sends_in_flight": in_flight,
+    }
+    activations = Channel(context.activation_group, receive_from=before, send_to=after, **common)
+    gradients = Channel(context.gradient_group, receive_from=after, send_to=before, **common)
+    return Neighbours(
+        activations_in=None if before is None else activations,
+        activations_out=None if after is None else activations,
+        gradients_in=None if after is None else gradients,
+        gradients_out=None if before is None else gradients,
+    )
+
+
+def one_process(stages: int, micro_batches: int) -> tuple[Tensor, list[Tensor | None]]:
+    """(sum of the losses, gradients of all parameters) of the stages one behind the other."""
+    model = nn.Sequential(*map(make_stage, range(stages)))
+    batches = [load(m) for m in range(micro_batches)]
+    losses = [loss_function(model(batch.tokens), batch.targets).sum() for batch in batches]
+    total = torch.stack(losses).sum()
+    (total * LOSS_SCALE).backward()
+    return total.detach(), [p.grad for p in model.parameters()]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(("stages", "micro_batches"), [(1, 3), (2, 1), (3, 5)])
+def test_a_step_has_the_loss_and_the_gradients_of_one_process(
+    pool: RankPool, schedule: str, stages: int, micro_batches: int
+) -> None:
+    records = pool.run(stages, run_stage, schedule, micro_batches)
+    loss, gradients = one_process(stages, micro_batches)
+    assert [r.loss_sum is None for r in records] == [True] * (stages - 1) + [False]
+    torch.testing.assert_close(records[-1].loss_sum, loss)
+    torch.testing.assert_close([g for r in records for g in r.gradients], gradients)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_every_stage_is_told_the_samples_the_last_micro_batch_and_when_to_reduce(
+    pool: RankPool, schedule: str
+) -> None:
+    for record in pool.run(2, run_stage, schedule, 3):
+        assert record.samples == [(0, 1), (2, 3), (4, 5)]
+        assert record.last_flags == [False, False, True]
+        assert record.reductions == ["data axis", "tied"]
+
+
+@pytest.mark.parametrize(("schedule", "peaks"), [("gpipe", [6, 6, 6]), ("1f1b", [3, 2, 1])])
+def test_a_stage_holds_as_many_micro_batches_as_its_schedule_says_and_no_more(
+    pool: RankPool, schedule: str, peaks: list[int]
+) -> None:
+    records = pool.run(3, run_stage, schedule, 6)
+    assert [max(len(held.alive) for held in record.held) for record in records] == peaks
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_everything_of_a_micro_batch_is_freed_by_its_backward(
+    pool: RankPool, schedule: str
+) -> None:
+    for record in pool.run(3, run_stage, schedule, 6):
+        done: set[int] = set()
+        for held in record.held:
+            if isinstance(held.instruction, Backward):
+                done.add(held.instruction.micro_batch)
+            assert held.alive & done == set(), held.instruction
+        assert done == set(range(6))
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_sent_activation_is_let_go_of_when_its_gradient_has_come_back(
+    pool: RankPool, schedule: str
+) -> None:
+    for record in pool.run(3, run_stage, schedule, 6)[:-1]:
+        sent = returned = 0
+        for held in record.held:
+            sent += isinstance(held.instruction, SendActivation)
+            returned += isinstance(held.instruction, Backward)
+            if isinstance(held.instruction, Backward | ReduceGradients):
+                assert held.sends_in_flight <= sent - returned
+        assert sent == returned == 6
+
+
+def test_an_evaluation_sums_the_losses_and_keeps_nothing(pool: RankPool) -> None:
+    records = pool.run(3, run_stage, None, 6)
+    loss, _ = one_process(3, 6)
+    torch.testing.assert_close(records[-1].loss_sum, loss)
+    for record in records:
+        assert record.gradients == [None] * 4
+        assert record.last_flags == record.reductions == []
+        assert max(len(held.alive) for held in record.held) <= 1
+        for held, following in pairwise(record.held):
+            if type(following.instruction) is not SendActivation:
+                assert held.alive == set(), held.instruction

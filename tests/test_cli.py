@@ -1,0 +1,177 @@
+"""The `megaspeed` command: exit codes 0, 1 and 2, every problem at once, figures as JSON.
+
+`megaspeed verify` is run in full in `analysis/test_verify.py`.
+"""
+
+import json
+import resource
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megaspeed.cli import main
+from megaspeed.pipeline import SCHEDULES, bubble_fraction, format_grid
+
+FOLDER = Path(__file__).parents[1] / "ds_configs"
+RUNS_ON_ANY_DATA_DEGREE = ("base", "zero0", "zero1", "zero2", "zero3", "zero3_offload")
+
+WRONG = {
+    "model": {"preset": "gpt2-nano", "hiden_size": 3},
+    "parallel": {"tensor": 3},
+    "data": {"train": ["/no/such/place/*.txt"], "sequence_length": 16},
+    "training": {"steps": 3},
+    "train_batch_size": 8,
+    "train_micro_batch_size_per_gpu": 2,
+    "fp16": {"enabled": True},
+}
+PROBLEMS = (
+    "model.hiden_size is an unknown key; the nearest known key is model.hidden_size",
+    "model.num_attention_heads 4 must be divisible by parallel.tensor 3",
+    "world size 4 (from --world-size) is not divisible by",
+    "fp16.enabled is true and this run is on a CPU",
+    "data.train: a glob must match at least one file, and '/no/such/place/*.txt' matches 0",
+)
+
+
+@pytest.fixture
+def wrong(tmp_path: Path) -> Path:
+    file = tmp_path / "wrong.json"
+    file.write_text(json.dumps(WRONG))
+    return file
+
+
+def check(file: Path, *options: str) -> int:
+    return main(["check", "--config", str(file), *options])
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("name", RUNS_ON_ANY_DATA_DEGREE)
+def test_every_file_of_ds_configs_is_right_at_1_2_and_4_processes(
+    name: str, world_size: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = FOLDER / f"{name}.json"
+    assert check(file, "--world-size", str(world_size), "--device", "cpu") == 0
+    assert capsys.readouterr() == (f"{file}: no problem found\n", "")
+
+
+@pytest.mark.parametrize(
+    ("name", "world_size", "device"),
+    [("3d", 8, "cpu"), ("3d", 4, "cpu"), ("gpt2_1.5b", 8, "cuda"), ("gpt2_1.5b", 64, "cuda")],
+)
+def test_the_larger_files_are_right_at_their_sizes(name: str, world_size: int, device: str) -> None:
+    options = ("--world-size", str(world_size), "--device", device)
+    assert check(FOLDER / f"{name}.json", *options) == 0
+
+
+def test_a_file_can_be_checked_without_saying_how_many_processes() -> None:
+    assert check(FOLDER / "3d.json") == 0
+
+
+def test_all_problems_are_told_at_once(
+    wrong: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    figures = tmp_path / "problems.json"
+    options = ("--world-size", "4", "--device", "cpu", "--json", str(figures))
+    assert check(wrong, *options) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.startswith(f"{len(PROBLEMS)} problems in {wrong}:\n  1. ")
+    for problem in PROBLEMS:
+        assert printed.err.count(problem) == 1, problem
+    written = json.loads(figures.read_text())
+    assert written["config"] == str(wrong)
+    assert len(written["problems"]) == len(PROBLEMS)
+    assert all(problem in printed.err for problem in written["problems"])
+
+
+def test_without_a_number_of_processes_what_needs_it_is_left_out(
+    wrong: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert check(wrong) == 2
+    err = capsys.readouterr().err
+    assert "hiden_size" in err and "/no/such/place" in err
+    assert "world size" not in err and "fp16" not in err
+
+
+@pytest.mark.parametrize("command", ["schedule", "verify"])
+def test_every_command_refuses_wrong_input_with_all_problems(
+    command: str, wrong: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([command, "--config", str(wrong), "--world-size", "4"]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert all(printed.err.count(problem) == 1 for problem in PROBLEMS)
+
+
+def test_a_problem_is_mended_with_set(wrong: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    mended = ("parallel.tensor=2", "fp16.enabled=false", 'data.train=["python-stdlib"]')
+    options = ("--world-size", "4", "--device", "cpu", "--set", *mended)
+    assert check(wrong, *options) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("1 problem in") and "hiden_size" in err
+
+
+def test_a_file_that_does_not_exist_is_wrong_input(capsys: pytest.CaptureFixture[str]) -> None:
+    assert check(FOLDER / "zero33.json") == 2
+    err = capsys.readouterr().err
+    assert "zero33.json does not exist; did you mean" in err and "zero3.json?" in err
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [],
+        ["train"],
+        ["check"],
+        ["check", "--config", "x.json", "--world-size", "0"],
+        ["schedule", "--config", str(FOLDER / "3d.json")],
+        ["check", "--config", "x.json", "--json", "/no/such/place/figures.json"],
+    ],
+    ids=" ".join,
+)
+def test_a_wrong_command_line_is_wrong_input(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(arguments)
+    assert stop.value.code == 2
+    assert capsys.readouterr().err.startswith("usage: megaspeed")
+
+
+@pytest.mark.parametrize("schedule", sorted(SCHEDULES))
+def test_schedule_prints_the_grid_and_writes_the_bubble(
+    schedule: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    figures = tmp_path / "schedule.json"
+    changes = [f"parallel.schedule={schedule}", "parallel.pipeline=4", "parallel.tensor=1"]
+    options = ["--config", str(FOLDER / "3d.json"), "--world-size", "8", "--json", str(figures)]
+    assert main(["schedule", *options, "--set", *changes]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith(format_grid(SCHEDULES[schedule], 4, 4))
+    bubble = bubble_fraction(SCHEDULES[schedule], 4, 4)
+    assert f"ideal bubble: {bubble:.1%} of the step" in out
+    assert json.loads(figures.read_text()) == {"bubble_fraction": bubble}
+
+
+def test_check_loads_no_torch() -> None:
+    code = (
+        "import sys; from megaspeed.cli import main; "
+        "code = main(['check', '--config', sys.argv[1], '--world-size', '8']); "
+        "sys.exit(code or ' '.join({'torch', 'deepspeed', 'datasets'} & set(sys.modules)) or None)"
+    )
+    command = [sys.executable, "-c", code, str(FOLDER / "3d.json")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_check_takes_less_than_2_seconds() -> None:
+    """Of a processor, so that it holds on a busy machine too."""
+    command: list[Any] = [Path(sys.executable).with_name("megaspeed"), "check"]
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = subprocess.run([*command, "--config", FOLDER / "3d.json"], check=False)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert done.returncode == 0
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 2.0

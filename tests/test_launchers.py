@@ -1,0 +1,187 @@
+"""The main job under each launcher: the same run, from its first second to what it leaves."""
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megaspeed.config import read_config
+from megaspeed.training import pretrain
+from tests.launched import Launched, free_port, launch
+from tests.parallel.tiny import GPT2
+from tests.training.metrics_of_steps import STEP_KEYS, VALIDATION_KEYS
+
+SCRIPT = Path(__file__).parents[1] / "scripts" / "pretrain.py"
+TEXT = Path(__file__).parents[1] / "LICENSE"
+STEPS = 4
+FIRST_STEP_SECONDS = 15.0
+
+TINY = {
+    "model": GPT2,
+    "data": {"train": [str(TEXT)], "validation": [str(SCRIPT)], "sequence_length": 16},
+    "training": {"steps": STEPS, "log_interval": 1},
+    "train_batch_size": 12,
+    "train_micro_batch_size_per_gpu": 3,
+    "zero_optimization": {"stage": 3},
+}
+
+WRONG = {**TINY, "lerning_rate": 1e-3, "parallel": {"tensor": 4}, "fp16": {"enabled": True}}
+PROBLEMS = (
+    "lerning_rate is an unknown key",
+    "world size 2 (from RANK/WORLD_SIZE) is not divisible by parallel.pipeline 1 x parallel.tensor",
+    "fp16.enabled is true and this run is on a CPU, which cannot train in fp16",
+)
+
+pytestmark = pytest.mark.timeout(500)
+
+Command = Callable[[], list[str | Path]]
+
+
+def deepspeed() -> list[str | Path]:
+    program = Path(sys.executable).with_name("deepspeed")
+    return [program, "--num_accelerators", "2", "--master_port", str(free_port()), SCRIPT]
+
+
+def torchrun() -> list[str | Path]:
+    options = ["--nproc-per-node", "2", "--master-port", str(free_port())]
+    return [sys.executable, "-m", "torch.distributed.run", *options, SCRIPT]
+
+
+def python() -> list[str | Path]:
+    return [sys.executable, SCRIPT]
+
+
+LAUNCHES: dict[str, tuple[Command, list[str]]] = {
+    "python": (python, []),
+    "deepspeed": (deepspeed, []),
+    "torchrun": (torchrun, ["--set", "parallel.pipeline=2"]),
+}
+"""How each run is started, and what it changes on the command line: 1 rank, dp 2, pp 2."""
+
+
+class Runs:
+    """One run under every launcher, each launched once."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._known: dict[str, Launched] = {}
+
+    def run_dir(self, launcher: str) -> Path:
+        return self._folder / launcher / "run"
+
+    def launched(self, launcher: str) -> Launched:
+        if launcher not in self._known:
+            folder = self._folder / launcher
+            folder.mkdir()
+            config = folder / "tiny.json"
+            training = {**TINY["training"], "run_dir": str(self.run_dir(launcher))}
+            config.write_text(json.dumps({**TINY, "training": training}))
+            command, changes = LAUNCHES[launcher]
+            self._known[launcher] = launch(
+                [*command(), "--config", config, *changes], folder, self.run_dir(launcher)
+            )
+        return self._known[launcher]
+
+    def records(self, launcher: str) -> list[dict[str, Any]]:
+        """What the run wrote to metrics.jsonl."""
+        launched = self.launched(launcher)
+        assert launched.code == 0, launched.out + launched.err
+        lines = (self.run_dir(launcher) / "metrics.jsonl").read_text().splitlines()
+        return [json.loads(line) for line in lines]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    return Runs(tmp_path_factory.mktemp("runs"))
+
+
+@pytest.mark.parametrize("launcher", LAUNCHES)
+def test_the_run_ends_well_and_leaves_its_files(launcher: str, runs: Runs) -> None:
+    launched = runs.launched(launcher)
+    assert launched.code == 0, launched.out + launched.err
+    run_dir = runs.run_dir(launcher)
+    assert {file.name for file in run_dir.iterdir()} == {"config.json", "metrics.jsonl", "loss.png"}
+    assert (run_dir / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert [list(record) for record in runs.records(launcher)] == [
+        *[STEP_KEYS] * STEPS,
+        VALIDATION_KEYS,
+    ]
+
+
+@pytest.mark.parametrize("launcher", LAUNCHES)
+def test_rank_0_alone_speaks(launcher: str, runs: Runs) -> None:
+    launched = runs.launched(launcher)
+    said = [line for line in launched.out.splitlines() if line.startswith("step ")]
+    assert len([line for line in said if "grad norm" in line]) == STEPS
+    assert len([line for line in said if "validation loss" in line]) == 1
+    assert "Traceback" not in launched.err
+
+
+@pytest.mark.parametrize("launcher", ["deepspeed", "torchrun"])
+def test_two_processes_train_the_model_of_one(launcher: str, runs: Runs) -> None:
+    alone, together = runs.records("python"), runs.records(launcher)
+    for one, two in zip(alone[:STEPS], together[:STEPS], strict=True):
+        assert two["loss"] == pytest.approx(one["loss"], rel=1e-6)
+        assert two["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-5)
+    assert together[-1]["validation_loss"] == pytest.approx(alone[-1]["validation_loss"], rel=1e-6)
+
+
+def test_config_json_is_the_run_with_every_number_worked_out(runs: Runs) -> None:
+    runs.launched("torchrun")
+    written = read_config(runs.run_dir("torchrun") / "config.json")
+    assert (written.parallel.data, written.parallel.pipeline) == (1, 2)
+    assert written.gradient_accumulation_steps == 4
+    assert written.parallel.gradient_reduction == "per_micro_batch"
+    assert written.training.run_dir == str(runs.run_dir("torchrun"))
+
+
+@pytest.mark.parametrize("launcher", LAUNCHES)
+def test_nothing_is_compiled_when_a_run_starts(launcher: str, runs: Runs) -> None:
+    launched = runs.launched(launcher)
+    assert launched.compilers_called == []
+    assert launched.compiled == []
+
+
+def test_the_first_step_of_two_ranks_is_done_within_15_seconds(runs: Runs) -> None:
+    """The better of two launches counts, and none on a machine that has no processor to spare."""
+    seconds = [
+        runs.launched(launcher).seconds_to_first_step for launcher in ("deepspeed", "torchrun")
+    ]
+    best = min(second for second in seconds if second is not None)
+    waiting = os.getloadavg()[0] / (os.cpu_count() or 1)
+    if best >= FIRST_STEP_SECONDS and waiting > 2.0:
+        pytest.skip(f"{best:.0f} s, with {waiting:.1f} processes waiting for each processor")
+    assert best < FIRST_STEP_SECONDS
+
+
+def test_wrong_input_is_refused_by_a_rank_that_has_met_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Rank 0 of 2, where rank 1 never comes: with a process group it would wait."""
+    config = tmp_path / "wrong.json"
+    config.write_text(json.dumps(WRONG))
+    for name, value in {"RANK": 0, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 2}.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(free_port()))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert pretrain.main(["--config", str(config)]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    for problem in PROBLEMS:
+        assert printed.err.count(problem) == 1
+
+
+def test_wrong_input_is_told_once_under_a_launcher_and_without_a_traceback(tmp_path: Path) -> None:
+    config = tmp_path / "wrong.json"
+    config.write_text(json.dumps(WRONG))
+    launched = launch([*deepspeed(), "--config", config], tmp_path, tmp_path / "runs")
+    assert launched.code == 2
+    for problem in PROBLEMS:
+        assert launched.err.count(problem) == 1, launched.err
+    assert "Traceback" not in launched.err + launched.out
+    assert not (tmp_path / "runs").exists()
