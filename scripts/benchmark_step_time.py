@@ -4,8 +4,8 @@
 
 Both models, their ZeRO engines and their batches live in the same processes and take turns, a few
 steps each, so that a drift of the machine's speed touches both. The ZeRO stage, the data degree,
-bf16, the micro-batches, torch's fused AdamW and the gradient clipping are the same. What is printed is
-the median time of a step of each, and the median of the ratios of neighbouring turns.
+bf16, the micro-batches, torch's fused AdamW and the gradient clipping are the same. What is printed
+is the median time of a step of each, and the median of the ratios of neighbouring turns.
 """
 
 import argparse
@@ -41,7 +41,9 @@ class Timing:
     @property
     def ratio(self) -> float:
         """Median over the turns of our time over theirs; below 1 is faster."""
-        return statistics.median(a / b for a, b in zip(self.megaspeed, self.hugging_face, strict=True))
+        return statistics.median(
+            a / b for a, b in zip(self.megaspeed, self.hugging_face, strict=True)
+        )
 
 
 def main() -> int:
@@ -184,9 +186,7 @@ def synchronize(context: ParallelContext) -> None:
     dist.barrier(context.world_group)
 
 
-def print_table(
-    rows: list[tuple[int, Timing]], run: Run, options: argparse.Namespace
-) -> None:
+def print_table(rows: list[tuple[int, Timing]], run: Run, options: argparse.Namespace) -> None:
     print(
         f"GPT-2 shape {options.layers} x {options.hidden_size}, vocabulary {options.vocab_size}, "
         f"{options.sequence_length} tokens, {run.batch.micro_batch_size} samples x "

@@ -3,9 +3,8 @@
 Runs the same under ``deepspeed``, ``torchrun``, ``srun`` and plain ``python`` (one process).
 """
 
-import sys
-
+from megaspeed.topology.process_exit import end_process
 from megaspeed.training.pretrain import main
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end_process(main())

@@ -38,7 +38,14 @@ from tests.rank_worker import STACK_SIGNAL, Job, Outcome, serve
 T = TypeVar("T")
 
 # Every rank is forked from one process that has imported these, which takes seconds, once.
-_IMPORTED_ONCE = ["tests.rank_worker", "torch._dynamo", "megaspeed.analysis.verify"]
+_IMPORTED_ONCE = [
+    "tests.rank_worker",
+    "torch._dynamo",
+    "megaspeed.analysis.verify",
+    # DeepSpeed imports these at its first engine, and through them torch's compiler.
+    "deepspeed.runtime.zero.muon.muon_optimizer",
+    "deepspeed.runtime.superoffload.superoffload_stage3",
+]
 
 # Ranks share the machine's few cores, and see no GPU, so that a test is the same on every machine.
 _RANK_VARIABLES = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
@@ -115,7 +122,7 @@ class RankPool:
         return [pickle.loads(outcome.value or b"") for outcome in outcomes]
 
     def _renew(self, numbers: Iterable[int]) -> None:
-        """Kills ranks that have run, and starts their successors while the test looks at results."""
+        """Kill ranks that have run, and start their successors while the test goes on."""
         self._kill(numbers)
         for number in numbers:
             self._started(number)

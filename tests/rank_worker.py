@@ -1,7 +1,7 @@
 """One rank process of the pool: it runs one job, says how it ended, and is gone.
 
-A process is not used twice. What a job leaves behind (threads of process groups that something still
-refers to, DeepSpeed's module globals, patched functions) would slow down or change the next one.
+A process is not used twice. What a job leaves behind (threads of process groups that something
+still refers to, DeepSpeed's module globals, patched functions) would slow down or change the next.
 
 What a rank writes, its stacks included, goes to one log file of its own, which the pool shows when
 a job fails.
@@ -28,6 +28,7 @@ from megaspeed.topology import LaunchEnvironment
 
 # On this signal a rank writes the Python stacks of its threads, even from inside a collective.
 STACK_SIGNAL = signal.SIGUSR1
+
 
 @dataclass(frozen=True)
 class Job:

@@ -145,10 +145,18 @@ def test_a_wrong_command_line_is_wrong_input(
 def test_schedule_prints_the_grid_and_writes_the_bubble(
     schedule: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    figures = tmp_path / "schedule.json"
-    changes = [f"parallel.schedule={schedule}", "parallel.pipeline=4", "parallel.tensor=1"]
-    options = ["--config", str(FOLDER / "3d.json"), "--world-size", "8", "--json", str(figures)]
-    assert main(["schedule", *options, "--set", *changes]) == 0
+    config, figures = tmp_path / "pipeline.json", tmp_path / "schedule.json"
+    values = {
+        "model": {"preset": "gpt2-tiny"},
+        "parallel": {"pipeline": 4, "schedule": schedule},
+        "data": {"sequence_length": 16},
+        "training": {"steps": 3},
+        "train_batch_size": 16,
+        "gradient_accumulation_steps": 4,
+    }
+    config.write_text(json.dumps(values))
+    options = ["--config", str(config), "--world-size", "8", "--json", str(figures)]
+    assert main(["schedule", *options]) == 0
     out = capsys.readouterr().out
     assert out.startswith(format_grid(SCHEDULES[schedule], 4, 4))
     bubble = bubble_fraction(SCHEDULES[schedule], 4, 4)

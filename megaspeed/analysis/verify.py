@@ -30,6 +30,7 @@ from megaspeed.analysis.reference import ReferenceRun, train_reference
 from megaspeed.config import Run
 from megaspeed.data import LoaderShape, MicroBatch, PreparedCorpus, TrainingLoader
 from megaspeed.topology import Grid, LaunchEnvironment, ParallelContext
+from megaspeed.topology.process_exit import end_process
 from megaspeed.training.learning_rate import learning_rate
 from megaspeed.training.worker import Worker
 
@@ -110,6 +111,7 @@ def _rank_main(
     parallel = train_rank(launch, run, corpus, steps)
     if parallel is not None:
         torch.save(parallel, result)
+    end_process(0)
 
 
 def train_rank(

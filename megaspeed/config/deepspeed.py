@@ -55,7 +55,8 @@ class DeepSpeedKeys(Section):
     )
     communication_data_type: Literal["fp32", "bf16", "fp16"] | None = Field(
         default=None,
-        description="Type in which gradients are reduced. Left out: the type in which they are added up.",
+        description="Type in which gradients are reduced. Left out: the type in which they are "
+        "added up.",
     )
     optimizer: OptimizerConfig = Field(
         default_factory=OptimizerConfig, description="The optimizer."

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 from rich.console import Console
+from rich.markup import escape
 
 from megaspeed.config import ConfigError, Run, load_run
 from megaspeed.data import DataError, PreparedCorpus, prepare_corpus
@@ -126,15 +127,16 @@ def _train(run: Run, corpus: PreparedCorpus, launch: LaunchEnvironment, console:
             check_agreement(run, corpus, context)
             summary = _run_trainer(run, context, corpus, run_dir, console)
         except (RanksDisagree, TrainingDiverged) as error:
-            console.print(f"[red]training stopped:[/red] {error}", highlight=False)
+            console.print(
+                "[red]training stopped:[/red]", escape(str(error)), highlight=False, soft_wrap=True
+            )
             return EXIT_FAILED
     if launch.rank == 0:
         picture = run_dir / "loss.png"
         draw_loss_curve(run_dir / "metrics.jsonl", picture, title=run.name)
         console.print(summary_table(run, summary))
-        console.print(
-            f"metrics: {run_dir / 'metrics.jsonl'}   loss curve: {picture}", highlight=False
-        )
+        files = f"metrics: {run_dir / 'metrics.jsonl'}   loss curve: {picture}"
+        console.print(files, highlight=False, markup=False, soft_wrap=True)
     return EXIT_DONE
 
 

@@ -71,6 +71,8 @@ def run_of(row: Row) -> Run:
         tp=tp,
         model={
             **(GPT2 if row["architecture"] == "gpt2" else LLAMA),
+            # An odd number, so that pipeline stages are of unequal length.
+            "num_hidden_layers": 5 if pp == 4 else 3,
             "tie_word_embeddings": row["tied"],
             "embedding_dropout": dropout,
             "attention_dropout": dropout,

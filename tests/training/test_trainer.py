@@ -100,6 +100,7 @@ class Runs:
             pp=pp,
             dp=dp,
             tp=tp,
+            model={"embedding_dropout": 0.1, "residual_dropout": 0.1},  # not while evaluating
             data={"validation": [str(self._validation_text)]},
             training={"steps": STEPS, "eval_interval": 2},
             scheduler=WARMUP,
@@ -180,7 +181,7 @@ def test_the_validation_loss_is_the_mean_over_all_held_out_tokens(runs: Runs) ->
     """Worked out in plain torch, with the weights that plain training ends with."""
     run, corpus = runs.configured(SERIAL)
     reference = train_reference(run, functools.partial(whole_batch, run, corpus), STEPS)
-    model = GPT(run.model)
+    model = GPT(run.model).eval()
     model.load_state_dict(reference.weights, strict=False)
     assert corpus.validation is not None
     counted = corpus.validation_sequences * 16
@@ -285,6 +286,7 @@ def test_a_skipped_step_changes_no_weight_and_does_not_advance_the_learning_rate
         assert record.diverged is None, "two steps were skipped, but not in a row"
         assert [step.step for step in record.steps if step.skipped] == [3, 5]
         assert record.summary is not None and record.summary.skipped_steps == 2
+        assert record.summary.last_validation is None, "there is no validation text"
         # Steps 1 and 2 start DeepSpeed's warmup, both at its lowest; then a quarter a step taken.
         rates = [step.learning_rate for step in record.steps]
         expected = [5.0e-4, 5.0e-4, 6.25e-4, 6.25e-4, 7.5e-4, 7.5e-4, 8.75e-4]

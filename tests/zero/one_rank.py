@@ -4,6 +4,7 @@ import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from megaspeed.data import LoaderShape, PreparedCorpus, TrainingLoader
 from megaspeed.topology import Grid, LaunchEnvironment, ParallelContext
 from megaspeed.training.worker import StepResult, Worker
 from megaspeed.zero import ZeroEngine, whole_parameters
+from tests.parallel.tiny import merge, tiny_run
 
 LEARNING_RATE = 1e-3
 
@@ -57,6 +59,12 @@ class OneRank:
         total = torch.tensor(float(value), dtype=torch.float64)
         dist.all_reduce(total, group=self.context.world_group)
         return float(total)
+
+
+def small_run(text: Path, **changes: Any) -> Run:
+    """A tiny run of 3 blocks and 2 micro-batches a step, for what needs no more."""
+    small = {"model": {"num_hidden_layers": 3}, "gradient_accumulation_steps": 2}
+    return tiny_run(text, **merge(small, changes))
 
 
 @contextmanager

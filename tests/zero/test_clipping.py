@@ -14,9 +14,9 @@ from torch import Tensor
 from megaspeed.analysis.reference import ReferenceRun, train_reference
 from megaspeed.analysis.verify import train_rank, whole_batch
 from megaspeed.config import Run
-from tests.parallel.tiny import merge, tiny_corpus, tiny_run
+from tests.parallel.tiny import merge, tiny_corpus
 from tests.rank_pool import RankPool
-from tests.zero.one_rank import OFFLOAD, OFFLOAD_ALL
+from tests.zero.one_rank import OFFLOAD, OFFLOAD_ALL, small_run
 
 STEPS = 3
 LIMIT = 0.05
@@ -27,7 +27,7 @@ def proportional_run(text: Path, limit: float, **changes: Any) -> Run:
         "gradient_clipping": limit,
         "optimizer": {"type": "AdamW", "params": {"lr": 0.1, "eps": 1.0, "weight_decay": 0.0}},
     }
-    return tiny_run(text, **merge(proportional, changes))
+    return small_run(text, **merge(proportional, changes))
 
 
 def reference_of(run: Run, cache: Path) -> ReferenceRun:
@@ -56,9 +56,16 @@ def test_the_reference_moves_further_without_a_limit(text: Path, cache: Path) ->
     assert norm(change(free)) > 10 * norm(change(clipped))
 
 
-@pytest.mark.parametrize("limit", [LIMIT, 0.0])
 @pytest.mark.parametrize(
-    ("stage", "offload"), [(0, {}), (1, {}), (2, OFFLOAD), (3, {}), (3, OFFLOAD_ALL)]
+    ("stage", "offload", "limit"),
+    [
+        (0, {}, LIMIT),
+        (1, {}, LIMIT),
+        (1, {}, 0.0),
+        (2, OFFLOAD, LIMIT),
+        (3, {}, LIMIT),
+        (3, OFFLOAD_ALL, 0.0),
+    ],
 )
 def test_the_update_is_the_clipped_one_of_one_process(
     pool: RankPool, text: Path, cache: Path, stage: int, offload: dict[str, Any], limit: float

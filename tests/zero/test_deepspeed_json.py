@@ -26,13 +26,21 @@ def test_zero0_is_told_as_stage_1_and_the_others_as_they_are(stage: int, told: i
     assert json_of(run)["zero_optimization"]["stage"] == told
 
 
-@pytest.mark.parametrize(("stage", "samples"), [(0, 2), (1, 6), (2, 6), (3, 6)])
+@pytest.mark.parametrize(("stage", "samples"), [(0, 4), (1, 12), (2, 12), (3, 12)])
 def test_a_batch_is_one_micro_batch_of_every_rank_that_shares_the_partition(
     stage: int, samples: int
 ) -> None:
-    json = json_of(some_run(pp=2, dp=3, zero_optimization={"stage": stage}))
+    json = json_of(
+        some_run(
+            pp=2,
+            dp=3,
+            train_batch_size=24,
+            gradient_accumulation_steps=2,
+            zero_optimization={"stage": stage},
+        )
+    )
     assert json["gradient_accumulation_steps"] == 1
-    assert json["train_micro_batch_size_per_gpu"] == 2
+    assert json["train_micro_batch_size_per_gpu"] == 4
     assert json["train_batch_size"] == samples
 
 

@@ -16,7 +16,7 @@ from megaspeed.topology import LaunchEnvironment
 from megaspeed.zero import build
 from tests.parallel.tiny import LLAMA, merge, tiny_corpus, tiny_run
 from tests.rank_pool import RankPool
-from tests.zero.one_rank import OFFLOAD_ALL, one_rank
+from tests.zero.one_rank import OFFLOAD_ALL, one_rank, small_run
 
 BF16 = {"bf16": {"enabled": True}}
 UNTIED = {"tie_word_embeddings": False}
@@ -102,7 +102,7 @@ def test_initial_weights_are_those_of_the_plain_model_bit_for_bit(
 ) -> None:
     pp, dp, tp = layout
     zero = {"zero_optimization": {"stage": stage}}
-    run = tiny_run(text, pp=pp, dp=dp, tp=tp, **merge(zero, changes))
+    run = small_run(text, pp=pp, dp=dp, tp=tp, **merge(zero, changes))
     gathered = pool.run(pp * dp * tp, initial_weights, run, tiny_corpus(run, cache))[0]
     assert gathered is not None
 

@@ -16,7 +16,7 @@ from torch import nn
 from megaspeed.config import Run
 from megaspeed.data import PreparedCorpus
 from megaspeed.topology import LaunchEnvironment
-from tests.parallel.tiny import tiny_corpus, tiny_run
+from tests.parallel.tiny import tiny_corpus
 from tests.rank_pool import RankPool
 from tests.zero.held import (
     LET_GO,
@@ -26,7 +26,7 @@ from tests.zero.held import (
     most_gathered_in_a_step,
     state_tensors,
 )
-from tests.zero.one_rank import one_rank
+from tests.zero.one_rank import one_rank, small_run
 
 FP32_BYTES = 4
 
@@ -68,12 +68,14 @@ def parameters_between_steps(
     return held
 
 
-@pytest.mark.parametrize("reduction", ["per_step", "per_micro_batch"])
-@pytest.mark.parametrize(("pp", "dp", "tp"), [(1, 2, 1), (1, 3, 2), (2, 2, 2)])
+@pytest.mark.parametrize(
+    ("pp", "dp", "tp", "reduction"),
+    [(1, 2, 1, "per_step"), (1, 3, 2, "per_micro_batch"), (2, 2, 2, "per_micro_batch")],
+)
 def test_zero3_holds_its_share_of_the_parameters_between_steps_and_no_more(
     pool: RankPool, text: Path, cache: Path, pp: int, dp: int, tp: int, reduction: str
 ) -> None:
-    run = tiny_run(
+    run = small_run(
         text,
         pp=pp,
         dp=dp,
@@ -101,7 +103,7 @@ def gathered_by_a_step(
 def test_zero3_gathers_one_module_at_a_time_however_many_micro_batches_are_in_flight(
     pool: RankPool, text: Path, cache: Path, schedule: str
 ) -> None:
-    run = tiny_run(
+    run = small_run(
         text,
         pp=2,
         dp=2,
@@ -134,13 +136,13 @@ def gradient_bytes_of_two_steps(
 
 @pytest.mark.parametrize(
     ("stage", "precision"),
-    [(0, "fp32"), (1, "fp32"), (2, "fp32"), (3, "fp32"), (1, "bf16"), (2, "bf16"), (3, "bf16")],
+    [(0, "fp32"), (1, "fp32"), (2, "fp32"), (3, "fp32"), (2, "bf16")],
 )
 def test_zero2_and_3_hold_their_share_of_the_gradient_between_micro_batches(
     pool: RankPool, text: Path, cache: Path, stage: int, precision: str
 ) -> None:
     dp = 3
-    run = tiny_run(
+    run = small_run(
         text,
         pp=2,
         dp=dp,
@@ -152,7 +154,7 @@ def test_zero2_and_3_hold_their_share_of_the_gradient_between_micro_batches(
     for held, elements in pool.run(
         2 * dp, gradient_bytes_of_two_steps, run, tiny_corpus(run, cache)
     ):
-        assert len(held) == 2, "two micro-batches a step, of which the first is looked at"
+        assert len(held) == 2, "two steps of two micro-batches, of which the first is looked at"
         share = elements / dp if stage >= 2 else elements
         assert held == pytest.approx([FP32_BYTES * share] * 2, rel=0.01)
 
@@ -173,7 +175,7 @@ def test_zero1_2_and_3_hold_their_share_of_the_optimizer_state(
     pool: RankPool, text: Path, cache: Path, stage: int
 ) -> None:
     dp = 3
-    run = tiny_run(text, dp=dp, tp=2, zero_optimization={"stage": stage})
+    run = small_run(text, dp=dp, tp=2, zero_optimization={"stage": stage})
     for held, elements in pool.run(2 * dp, optimizer_bytes, run, tiny_corpus(run, cache)):
         share = elements / dp if stage >= 1 else elements
         assert held == pytest.approx(2 * FP32_BYTES * share, rel=0.01)

@@ -10,9 +10,9 @@ from torch import Tensor
 from megaspeed.config import Run
 from megaspeed.data import PreparedCorpus
 from megaspeed.topology import LaunchEnvironment
-from tests.parallel.tiny import merge, tiny_corpus, tiny_run
+from tests.parallel.tiny import merge, tiny_corpus
 from tests.rank_pool import RankPool
-from tests.zero.one_rank import OFFLOAD, OneRank, one_rank
+from tests.zero.one_rank import OFFLOAD, OneRank, one_rank, small_run
 
 BF16_IN_FP32 = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
 
@@ -52,7 +52,7 @@ def test_both_copies_of_a_tied_weight_are_bitwise_equal_after_training(
 ) -> None:
     pp, dp, tp = layout
     zero = {"zero_optimization": {"stage": stage}}
-    run = tiny_run(text, pp=pp, dp=dp, tp=tp, **merge(zero, changes))
+    run = small_run(text, pp=pp, dp=dp, tp=tp, **merge(zero, changes))
     copies = pool.run(pp * dp * tp, copies_before_and_after, run, tiny_corpus(run, cache))
     stage_ranks = dp * tp
     first, last = copies[:stage_ranks], copies[-stage_ranks:]

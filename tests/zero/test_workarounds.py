@@ -34,10 +34,10 @@ from megaspeed.zero import build, engine
 from megaspeed.zero.mpu import DataAxis
 from megaspeed.zero.workarounds.process_environment import name_the_accelerator
 from megaspeed.zero.workarounds.stage3_in_flight import InFlightCounters
-from tests.parallel.tiny import LLAMA, tiny_corpus, tiny_run
+from tests.parallel.tiny import LLAMA, tiny_corpus
 from tests.rank_pool import RankFailure, RankPool
 from tests.zero.held import LET_GO, gradient_bytes_between_micro_batches, most_gathered_in_a_step
-from tests.zero.one_rank import OneRank, one_rank
+from tests.zero.one_rank import OneRank, one_rank, small_run
 
 # A call that waits this long waits for ever.
 HANG_SECONDS = 4.0
@@ -125,22 +125,13 @@ def several_forwards_before_a_backward(
 
 
 def gpipe_run(text: Path, stage: int, pp: int = 2) -> Run:
-    return tiny_run(
+    return small_run(
         text,
         pp=pp,
+        gradient_accumulation_steps=4,
         zero_optimization={"stage": stage},
         parallel={"schedule": "gpipe", "gradient_reduction": "per_micro_batch"},
     )
-
-
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_a_backward_that_does_not_follow_its_forward_counts_too(
-    pool: RankPool, text: Path, cache: Path, stage: int
-) -> None:
-    run = gpipe_run(text, stage)
-    corpus = tiny_corpus(run, cache)
-    gradients = pool.run(2, several_forwards_before_a_backward, run, corpus, True)[0]
-    assert are_equal(gradients, reference_of(run, corpus))
 
 
 @pytest.mark.parametrize(
@@ -155,8 +146,11 @@ def test_without_clearing_a_stage_that_passes_gradients_back_fails(
     pool: RankPool, text: Path, cache: Path, stage: int, complaint: str
 ) -> None:
     run = gpipe_run(text, stage)
+    corpus = tiny_corpus(run, cache)
     with pytest.raises(RankFailure, match=complaint):
-        pool.run(2, several_forwards_before_a_backward, run, tiny_corpus(run, cache), False)
+        pool.run(2, several_forwards_before_a_backward, run, corpus, False)
+    gradients = pool.run(2, several_forwards_before_a_backward, run, corpus, True)[0]
+    assert are_equal(gradients, reference_of(run, corpus))
 
 
 def test_without_clearing_zero3_silently_keeps_the_last_micro_batch_alone(
@@ -187,7 +181,7 @@ def two_zero3_stages(launch: LaunchEnvironment, run: Run, corpus: PreparedCorpus
 def test_without_skipping_the_world_wide_check_zero3_hangs_in_a_pipeline(
     pool: RankPool, text: Path, cache: Path
 ) -> None:
-    run = tiny_run(text, pp=2, zero_optimization={"stage": 3})
+    run = small_run(text, pp=2, zero_optimization={"stage": 3})
     with pytest.raises(RankFailure, match="the check hangs"):
         pool.run(2, two_zero3_stages, run, tiny_corpus(run, cache))
 
@@ -209,7 +203,7 @@ def gathered_in_a_step(
 def test_without_counters_for_each_micro_batch_zero3_keeps_a_whole_pipeline_stage_gathered(
     pool: RankPool, text: Path, cache: Path
 ) -> None:
-    run = tiny_run(
+    run = small_run(
         text, dp=2, zero_optimization={"stage": 3, **LET_GO}, parallel={"schedule": "gpipe"}
     )
     corpus = tiny_corpus(run, cache)
@@ -297,7 +291,7 @@ def norm_of_step_1(launch: LaunchEnvironment, run: Run, corpus: PreparedCorpus) 
 def test_deepspeeds_own_norm_counts_replicated_key_value_heads_more_than_once(
     pool: RankPool, text: Path, cache: Path, stage: int
 ) -> None:
-    run = tiny_run(text, tp=4, model=LLAMA, zero_optimization={"stage": stage})
+    run = small_run(text, tp=4, model=LLAMA, zero_optimization={"stage": stage})
     corpus = tiny_corpus(run, cache)
     expected = reference_of(run, corpus).grad_norms[0]
     assert pool.run(4, norm_by_deepspeed, run, corpus)[0] > 1.01 * expected
@@ -308,7 +302,7 @@ def test_deepspeeds_own_norm_hangs_where_pipeline_stages_differ_in_their_paramet
     pool: RankPool, text: Path, cache: Path
 ) -> None:
     # The tied embedding is a group of its own on the first and last of three pipeline stages.
-    run = tiny_run(text, pp=3, zero_optimization={"stage": 1})
+    run = small_run(text, pp=3, zero_optimization={"stage": 1})
     corpus = tiny_corpus(run, cache)
     # The last norm may also meet another collective of the same ranks, over which gloo aborts.
     with pytest.raises(RankFailure, match=r"the norm hangs|in scaled_global_norm"):
@@ -336,7 +330,7 @@ def make_infinite(rank: OneRank) -> None:
 def test_deepspeeds_own_overflow_check_skips_the_norm_on_one_pipeline_stage_alone(
     pool: RankPool, text: Path, cache: Path
 ) -> None:
-    run = tiny_run(text, pp=2, zero_optimization={"stage": 1}, **BF16)
+    run = small_run(text, pp=2, zero_optimization={"stage": 1}, **BF16)
     corpus = tiny_corpus(run, cache)
     with pytest.raises(RankFailure, match="the step hangs"):
         pool.run(2, skip_where_rank_1_has_an_infinity, run, corpus, True)
@@ -362,7 +356,7 @@ def test_without_the_flat_partition_zero2_holds_whole_gradients_between_micro_ba
     pool: RankPool, text: Path, cache: Path
 ) -> None:
     # A wide embedding, which crosses the border between the two partitions.
-    run = tiny_run(
+    run = small_run(
         text,
         dp=2,
         model={"vocab_size": 3000, "num_hidden_layers": 1},
@@ -399,7 +393,7 @@ def share_of_rounded_elements(
 def test_without_a_bucket_in_fp32_zero2_rounds_the_sum_of_micro_batches_to_bf16(
     pool: RankPool, text: Path, cache: Path
 ) -> None:
-    run = tiny_run(
+    run = small_run(
         text,
         zero_optimization={"stage": 2},
         parallel={"gradient_reduction": "per_step"},
@@ -407,7 +401,7 @@ def test_without_a_bucket_in_fp32_zero2_rounds_the_sum_of_micro_batches_to_bf16(
     )
     corpus = tiny_corpus(run, cache)
     assert pool.run(1, share_of_rounded_elements, run, corpus, False) == [1.0]
-    assert pool.run(1, share_of_rounded_elements, run, corpus, True)[0] < 0.2
+    assert pool.run(1, share_of_rounded_elements, run, corpus, True)[0] < 0.5
 
 
 # --- stage1_fp32_accumulation ---------------------------------------------------------------------
@@ -433,7 +427,7 @@ def optimizer_of_zero1(
 def test_without_overruling_bf16_with_fp32_gradients_takes_another_optimizer_at_zero1(
     pool: RankPool, text: Path, cache: Path
 ) -> None:
-    run = tiny_run(text, zero_optimization={"stage": 1}, **BF16_IN_FP32)
+    run = small_run(text, zero_optimization={"stage": 1}, **BF16_IN_FP32)
     corpus = tiny_corpus(run, cache)
     assert pool.run(1, optimizer_of_zero1, run, corpus, False) == ["BF16_Optimizer"]
     assert pool.run(1, optimizer_of_zero1, run, corpus, True) == ["DeepSpeedZeroOptimizer"]
@@ -459,10 +453,10 @@ def future_warnings(
 def test_without_hiding_them_torch_announces_the_renames_of_collectives(
     pool: RankPool, text: Path, cache: Path
 ) -> None:
-    run = tiny_run(text, dp=2, zero_optimization={"stage": 3})
+    run = small_run(text, dp=2, zero_optimization={"stage": 3})
     corpus = tiny_corpus(run, cache)
     announced = pool.run(2, future_warnings, run, corpus, False)[0]
-    assert any("torch.distributed" in text for text in announced)
+    assert any("torch.distributed" in message for message in announced)
     assert pool.run(2, future_warnings, run, corpus, True) == [[], []]
 
 
@@ -484,7 +478,7 @@ def zero3_without_a_launcher(
 def test_without_a_local_rank_zero3_cannot_partition(
     pool: RankPool, text: Path, cache: Path
 ) -> None:
-    run = tiny_run(text, zero_optimization={"stage": 3})
+    run = small_run(text, zero_optimization={"stage": 3})
     corpus = tiny_corpus(run, cache)
     with pytest.raises(RankFailure, match="KeyError: 'LOCAL_RANK'"):
         pool.run(1, zero3_without_a_launcher, run, corpus, False)
