@@ -1,7 +1,6 @@
 """The main job under each launcher: the same run, from its first second to what it leaves."""
 
 import json
-import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -147,15 +146,11 @@ def test_nothing_is_compiled_when_a_run_starts(launcher: str, runs: Runs) -> Non
 
 
 def test_the_first_step_of_two_ranks_is_done_within_15_seconds(runs: Runs) -> None:
-    """The better of two launches counts, and none on a machine that has no processor to spare."""
+    """The better of two launches counts, so that one hiccup of the machine does not."""
     seconds = [
         runs.launched(launcher).seconds_to_first_step for launcher in ("deepspeed", "torchrun")
     ]
-    best = min(second for second in seconds if second is not None)
-    waiting = os.getloadavg()[0] / (os.cpu_count() or 1)
-    if best >= FIRST_STEP_SECONDS and waiting > 2.0:
-        pytest.skip(f"{best:.0f} s, with {waiting:.1f} processes waiting for each processor")
-    assert best < FIRST_STEP_SECONDS
+    assert min(second for second in seconds if second is not None) < FIRST_STEP_SECONDS
 
 
 def test_wrong_input_is_refused_by_a_rank_that_has_met_no_other(

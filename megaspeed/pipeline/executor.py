@@ -107,8 +107,7 @@ class Executor:
         self._output_gradients: dict[int, Tensor] = {}
         self._input_gradients: dict[int, Tensor] = {}
         self.loss_sum: Tensor | None = None
-        """Sum of the losses of this rank's tokens so far (fp32 scalar); None but on the last
-        stage."""
+        """Sum of this rank's losses so far (fp32 scalar); None but on the last stage."""
 
     def run(self, instructions: Iterable[Instruction]) -> None:
         """Executes the instructions in order; ``OptimizerStep`` is left to the caller."""

@@ -80,11 +80,9 @@ class ZeroEngine:
         self._loss: Tensor | None = None
         self._norm = math.nan
         self.non_finite_parameter: str | None = None
-        """This rank's first parameter with a non-finite gradient in the last step, if there was
-        one."""
+        """This rank's first parameter with a non-finite gradient in the last step, if any."""
         self.before_step: Callable[[], None] = lambda: None
-        """Called in ``step`` once all gradients are reduced and none is clipped: a place to look at
-        them."""
+        """Called in ``step`` once all gradients are reduced, before any is clipped."""
         use_norm(self._optimizer, self._measure_norm)
         if run.zero_stage < 3:
             reduce_in(self._optimizer, self._optimizer.gradient_accumulation_dtype)
@@ -185,8 +183,7 @@ class ZeroEngine:
             self._coalescing.__enter__()
 
     def _measure_norm(self) -> Tensor:
-        """The norm as DeepSpeed wants it: still multiplied by the loss scale, negative where it is
-        not finite."""
+        """As DeepSpeed wants it: still multiplied by the loss scale, negative if not finite."""
         context = self._context
         norm = global_norm(
             self.gradient_fragments(),

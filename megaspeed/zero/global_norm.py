@@ -27,8 +27,9 @@ def global_norm(
     device: torch.device,
     loss: Tensor | None = None,
 ) -> Tensor:
-    """The norm before clipping, the same scalar (fp32, on ``device``) on every rank; not finite
-    where any gradient or any rank's loss is not.
+    """The norm before clipping, the same scalar (fp32, on ``device``) on every rank.
+
+    It is not finite where any gradient, counted here or not, or any rank's loss is not.
 
     Args:
         fragments: this rank's reduced gradients.
@@ -66,8 +67,7 @@ def sum_of_squares(values: Tensor) -> Tensor:
 def first_non_finite(
     fragments: Iterable[GradientFragment], names: Mapping[nn.Parameter, str]
 ) -> str | None:
-    """Full name of this rank's first parameter whose gradient has an infinity or a NaN, if there is
-    one."""
+    """Full name of this rank's first parameter whose gradient is not finite, if there is one."""
     for fragment in fragments:
         if not bool(torch.isfinite(fragment.values).all()):
             return names[fragment.parameter]
