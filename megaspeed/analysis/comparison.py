@@ -51,12 +51,21 @@ class Difference:
 
 @dataclass(frozen=True)
 class Comparison:
-    """All compared numbers of two trainings."""
+    """All compared numbers of two trainings.
+
+    Attributes:
+        losses, grad_norms: one for each step.
+        gradients: of the first step, one for each parameter.
+        weights_bitwise_equal: whether the initial weights are.
+        copies_differ_by: largest absolute difference between the copies that several ranks hold of
+            the same element (tied, replicated), over gradients and weights; they must be equal.
+    """
 
     losses: list[Difference]
     grad_norms: list[Difference]
     gradients: list[Difference]
     weights_bitwise_equal: bool
+    copies_differ_by: float
 
     @property
     def differences(self) -> list[Difference]:
@@ -66,7 +75,10 @@ class Comparison:
     @property
     def equal(self) -> bool:
         """Whether the trainings are the same."""
-        return self.weights_bitwise_equal and all(d.equal for d in self.differences)
+        copies_equal = self.copies_differ_by == 0.0
+        return (
+            self.weights_bitwise_equal and copies_equal and all(d.equal for d in self.differences)
+        )
 
     @property
     def largest(self) -> Difference:
@@ -81,6 +93,7 @@ class Comparison:
         return {
             "equal": self.equal,
             "weights_bitwise_equal": self.weights_bitwise_equal,
+            "copies_equal": self.copies_differ_by == 0.0,
             "largest": _as_json(self.largest),
             "losses": [_as_json(difference) for difference in self.losses],
             "grad_norms": [_as_json(difference) for difference in self.grad_norms],

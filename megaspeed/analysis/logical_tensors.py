@@ -6,6 +6,7 @@
 For models that fit in one process: everything is gathered on rank 0.
 """
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -27,7 +28,8 @@ class LogicalTensors:
 
     Attributes:
         tensors: one for each logical parameter, unpadded.
-        copies_differ_by: largest absolute difference between two ranks' copies of the same element.
+        copies_differ_by: largest absolute difference between two ranks' copies of the same element;
+            infinite where one of them is not a number.
     """
 
     tensors: Mapping[str, Tensor]
@@ -92,21 +94,33 @@ def _gather(
 
 
 def merge_shards(parts: Iterable[tuple[str, ParameterShard, Tensor]]) -> LogicalTensors:
-    """Places every shard's logical rows and columns; elements that several hold are compared."""
+    """Places every shard's logical rows and columns; of an element that several hold the first
+    counts, and the others are compared with it.
+    """
     merged: dict[str, Tensor] = {}
+    placed: dict[str, Tensor] = {}
     difference = 0.0
     for name, shard, value in parts:
         if name not in merged:
-            merged[name] = torch.full(shard.full_shape, torch.nan)
-        start = 0
-        for rows in shard.rows:
-            place = merged[name][rows.start : rows.stop]
-            if shard.columns is not None:
-                place = place[:, shard.columns.start : shard.columns.stop]
-            held = value[start : start + len(rows)]
-            present = ~place.isnan()
-            if bool(present.any()):
-                difference = max(difference, float((place - held)[present].abs().max()))
-            place.copy_(held)
-            start += len(rows)
+            merged[name] = torch.zeros(shard.full_shape)
+            placed[name] = torch.zeros(shard.full_shape, dtype=torch.bool)
+        held = value.split([*(len(rows) for rows in shard.rows), shard.padding_rows])
+        for rows, part in zip(shard.rows, held, strict=False):
+            there, known = _part(merged[name], rows, shard), _part(placed[name], rows, shard)
+            difference = max(difference, _largest_difference(there[known], part[known]))
+            there.copy_(torch.where(known, there, part))
+            known.fill_(True)
     return LogicalTensors(merged, difference)
+
+
+def _part(tensor: Tensor, rows: range, shard: ParameterShard) -> Tensor:
+    """A view of the logical tensor: these rows, and the shard's columns."""
+    part = tensor[rows.start : rows.stop]
+    return part if shard.columns is None else part[:, shard.columns.start : shard.columns.stop]
+
+
+def _largest_difference(a: Tensor, b: Tensor) -> float:
+    if not a.numel():
+        return 0.0
+    largest = float((a - b).abs().max())
+    return math.inf if math.isnan(largest) else largest

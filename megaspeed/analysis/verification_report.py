@@ -36,6 +36,11 @@ def verdict(comparison: Comparison) -> str:
     """One sentence: equal or not, and the number that is furthest out."""
     if not comparison.weights_bitwise_equal:
         return "DIFFERENT: the initial weights are not bitwise equal"
+    if comparison.copies_differ_by != 0.0:
+        return (
+            "DIFFERENT: ranks that hold copies of the same weights differ by up to "
+            f"{comparison.copies_differ_by:.1e}, and must be equal"
+        )
     largest = comparison.largest
     word = "EQUAL" if comparison.equal else "DIFFERENT"
     return (

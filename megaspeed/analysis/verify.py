@@ -11,7 +11,8 @@ import functools
 import os
 import socket
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -45,7 +46,7 @@ class ParallelRun:
     grad_norms: list[float]
     initial_weights: dict[str, Tensor]
     first_gradients: dict[str, Tensor]
-    weights: dict[str, Tensor]
+    copies_differ_by: float
 
 
 def verify(run: Run, corpus: PreparedCorpus, steps: int) -> Comparison:
@@ -71,6 +72,7 @@ def compare(run: Run, parallel: ParallelRun, reference: ReferenceRun) -> Compari
             torch.equal(value.to(dtype), reference.initial_weights[name].to(dtype))
             for name, value in parallel.initial_weights.items()
         ),
+        copies_differ_by=parallel.copies_differ_by,
     )
 
 
@@ -87,9 +89,26 @@ def train_on_ranks(run: Run, corpus: PreparedCorpus, steps: int) -> ParallelRun:
     with tempfile.TemporaryDirectory(prefix="megaspeed-verify-") as folder:
         result = Path(folder) / "rank0.pt"
         arguments = (run, corpus, steps, _free_port(), result)
-        mp.spawn(_rank_main, args=arguments, nprocs=run.degrees.world_size)
+        with _cpu_only_children():
+            mp.spawn(_rank_main, args=arguments, nprocs=run.degrees.world_size)
         parallel: ParallelRun = torch.load(result, weights_only=False)
     return parallel
+
+
+@contextmanager
+def _cpu_only_children() -> Iterator[None]:
+    """Children look for GPUs as they import, before their first line runs."""
+    changed = {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
+    before = {name: os.environ.get(name) for name in changed}
+    os.environ.update(changed)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 def _rank_main(
@@ -102,7 +121,6 @@ def _rank_main(
         WORLD_SIZE=str(size),
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port),
-        CUDA_VISIBLE_DEVICES="",
     )
     torch.set_num_threads(1)
     launch = LaunchEnvironment(
@@ -157,7 +175,7 @@ def _record_steps(
         grad_norms=grad_norms,
         initial_weights=dict(initial.tensors),
         first_gradients=dict(gradients.tensors),
-        weights=dict(final.tensors),
+        copies_differ_by=max(g.copies_differ_by for g in (initial, gradients, final)),
     )
 
 

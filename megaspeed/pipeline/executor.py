@@ -100,7 +100,7 @@ class Executor:
         self._load = load
         self._loss_function = loss_function
         self._loss_scale = loss_scale
-        self._last_micro_batch = micro_batches - 1
+        self._backwards_left = micro_batches
         self._batches: dict[int, MicroBatch] = {}
         self._inputs: dict[int, Tensor] = {}
         self._outputs: dict[int, Tensor] = {}
@@ -169,7 +169,8 @@ class Executor:
 
     def _backward(self, m: int) -> None:
         output, gradient = self._outputs.pop(m), self._output_gradients.pop(m, None)
-        self._engine.backward(m, output, gradient, last=m == self._last_micro_batch)
+        self._backwards_left -= 1
+        self._engine.backward(m, output, gradient, last=self._backwards_left == 0)
         x = self._inputs.pop(m, None)
         if x is not None:
             assert x.grad is not None

@@ -8,7 +8,7 @@ Column- and row-parallel layers come in pairs (Shoeybi et al. 2019, Megatron-LM,
 With sequence parallelism (Korthikanti et al. 2022, section 4.2.2) activations between the pairs are
 split along the sequence, and f and g become
 
-    gather_sequence              forward all-gather            backward reduce-scatter
+    gathered_linear (its input)  forward all-gather            backward reduce-scatter
     reduce_scatter_sequence      forward reduce-scatter        backward all-gather
 
 ``split_sequence`` enters that regime from an activation that every rank holds whole, and
@@ -38,11 +38,6 @@ def reduce_from_tensor_axis(x: Tensor, axis: TensorAxis) -> Tensor:
     return x if axis.size == 1 else _Reduce.apply(x, axis)
 
 
-def gather_sequence(x: Tensor, axis: TensorAxis) -> Tensor:
-    """(B, S/tp, D) -> (B, S, D); the gradient is summed over the axis and split again."""
-    return x if axis.size == 1 else _GatherSequence.apply(x, axis)
-
-
 def reduce_scatter_sequence(x: Tensor, axis: TensorAxis) -> Tensor:
     """Sum over the axis, of which each rank keeps its (B, S/tp, D); the gradient is gathered."""
     return x if axis.size == 1 else _ReduceScatterSequence.apply(x, axis)
@@ -65,7 +60,8 @@ def all_reduce(x: Tensor, axis: TensorAxis) -> Tensor:
     return total
 
 
-def _all_gather(x: Tensor, axis: TensorAxis) -> Tensor:
+def all_gather_sequence(x: Tensor, axis: TensorAxis) -> Tensor:
+    """The ranks' parts (B, S/tp, ...) as one (B, S, ...); no gradient."""
     # The collective stacks ranks along dim 0, so the sequence goes there and back.
     part = x.transpose(0, _SEQUENCE_DIM).contiguous()
     whole = part.new_empty((part.shape[0] * axis.size, *part.shape[1:]))
@@ -73,7 +69,8 @@ def _all_gather(x: Tensor, axis: TensorAxis) -> Tensor:
     return whole.transpose(0, _SEQUENCE_DIM).contiguous()
 
 
-def _reduce_scatter(x: Tensor, axis: TensorAxis) -> Tensor:
+def reduce_scatter_sum(x: Tensor, axis: TensorAxis) -> Tensor:
+    """This rank's (B, S/tp, ...) of the sum over the axis of ``x`` (B, S, ...); no gradient."""
     whole = x.transpose(0, _SEQUENCE_DIM).contiguous()
     part = whole.new_empty((whole.shape[0] // axis.size, *whole.shape[1:]))
     dist.reduce_scatter_single(part, whole, group=axis.group)
@@ -105,26 +102,15 @@ class _Reduce(torch.autograd.Function):
         return gradient, None
 
 
-class _GatherSequence(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: TensorAxis) -> Tensor:
-        ctx.axis = axis
-        return _all_gather(x, axis)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return _reduce_scatter(gradient, ctx.axis), None
-
-
 class _ReduceScatterSequence(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: TensorAxis) -> Tensor:
         ctx.axis = axis
-        return _reduce_scatter(x, axis)
+        return reduce_scatter_sum(x, axis)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return _all_gather(gradient, ctx.axis), None
+        return all_gather_sequence(gradient, ctx.axis), None
 
 
 class _SplitSequence(torch.autograd.Function):
@@ -135,7 +121,7 @@ class _SplitSequence(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return _all_gather(gradient, ctx.axis), None
+        return all_gather_sequence(gradient, ctx.axis), None
 
 
 class _SumGradients(torch.autograd.Function):

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 from megaspeed.data import NOT_COUNTED
@@ -39,9 +40,9 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
     def forward(
         ctx: Any, logits: Tensor, targets: Tensor, vocabulary: range, axis: TensorAxis
     ) -> Tensor:
-        z = logits[..., : len(vocabulary)].float()
-        maximum = _row_maximum(z, axis)
-        shifted = z - maximum.unsqueeze(-1)
+        z = logits[..., : len(vocabulary)]
+        maximum = _row_maximum(z, axis).float()
+        shifted = z - maximum.unsqueeze(-1)  # fp32, the one large tensor that is kept
         local = targets - vocabulary.start
         here = (local >= 0) & (local < len(vocabulary))
         local = local.masked_fill(~here, 0).unsqueeze(-1)
@@ -64,12 +65,12 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
         softmax, local, here, counted = ctx.saved_tensors
         scale = gradient.masked_fill(~counted, 0.0).unsqueeze(-1)
-        z_gradient = softmax.new_zeros((*softmax.shape[:-1], ctx.columns))
+        z_gradient = softmax.mul_(scale)  # nobody needs the softmax after this
         width = softmax.shape[-1]
-        torch.mul(softmax, scale, out=z_gradient[..., :width])
         if width:
             z_gradient.scatter_add_(-1, local, -scale * here.unsqueeze(-1))
-        return z_gradient.to(ctx.dtype), None, None, None
+        padded = F.pad(z_gradient.to(ctx.dtype), (0, ctx.columns - width))
+        return padded, None, None, None
 
 
 def _row_maximum(z: Tensor, axis: TensorAxis) -> Tensor:

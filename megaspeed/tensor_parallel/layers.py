@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from megaspeed.tensor_parallel.axis import TensorAxis
 from megaspeed.tensor_parallel.collectives import (
     copy_to_tensor_axis,
-    gather_sequence,
     reduce_from_tensor_axis,
     reduce_scatter_sequence,
     sum_gradients,
 )
+from megaspeed.tensor_parallel.gathered_linear import gathered_linear
 from megaspeed.tensor_parallel.shared_rows import SharedRows, sum_shared_rows
 
 _META = torch.device("meta")
@@ -53,13 +53,14 @@ class ColumnParallelLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Applies this rank's rows to ``x``."""
-        enter = gather_sequence if self.axis.sequence_parallel else copy_to_tensor_axis
         weight: Tensor = self.weight
         bias: Tensor | None = self.bias
         if self.shared_rows is not None:
             weight = sum_shared_rows(weight, self.shared_rows, self.axis)
             bias = None if bias is None else sum_shared_rows(bias, self.shared_rows, self.axis)
-        return F.linear(enter(x, self.axis), weight, bias)
+        if self.axis.sequence_parallel:
+            return gathered_linear(x, weight, bias, self.axis)
+        return F.linear(copy_to_tensor_axis(x, self.axis), weight, bias)
 
 
 class RowParallelLinear(nn.Module):

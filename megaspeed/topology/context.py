@@ -38,6 +38,7 @@ class ParallelContext:
 
     grid: Grid
     rank: int
+    local_rank: int
     coordinates: Coordinates
     device: torch.device
     world_group: dist.ProcessGroup
@@ -85,6 +86,7 @@ class ParallelContext:
         return cls(
             grid=grid,
             rank=launch.rank,
+            local_rank=launch.local_rank,
             coordinates=grid.coordinates_of(launch.rank),
             device=device,
             world_group=world_group,

@@ -91,7 +91,7 @@ def build_engine(
 
 def _prepare_deepspeed(context: ParallelContext) -> None:
     hide_announced_renames()
-    name_the_local_rank(context.device)
+    name_the_local_rank(context.device, context.local_rank)
     declare_no_compiled_ops()
     skip_world_wide_module_check()
     deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False)

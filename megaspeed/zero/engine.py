@@ -29,6 +29,7 @@ from megaspeed.zero.reductions import average_over_replicas, sum_tied_gradients
 from megaspeed.zero.workarounds.own_norm import INVALID_NORM, use_norm
 from megaspeed.zero.workarounds.partitioned_gradients import keep_only_own_partition
 from megaspeed.zero.workarounds.reduction_dtype import reduce_in
+from megaspeed.zero.workarounds.smallest_loss_scale import stay_at_the_smallest_scale
 from megaspeed.zero.workarounds.stage3_in_flight import InFlightCounters
 
 
@@ -84,6 +85,7 @@ class ZeroEngine:
         self.before_step: Callable[[], None] = lambda: None
         """Called in ``step`` once all gradients are reduced, before any is clipped."""
         use_norm(self._optimizer, self._measure_norm)
+        stay_at_the_smallest_scale(self._optimizer)
         if run.zero_stage < 3:
             reduce_in(self._optimizer, self._optimizer.gradient_accumulation_dtype)
             if not self._optimizer.cpu_offload:

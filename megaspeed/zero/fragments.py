@@ -50,6 +50,8 @@ def _flat_partition_fragments(optimizer: Any) -> Iterator[GradientFragment]:
 
 
 def _offloaded_fragments(optimizer: Any) -> Iterator[GradientFragment]:
+    # DeepSpeed copies to host memory without waiting, and waits only in its own step.
+    optimizer._wait_for_offload_copies()
     for group, parameters in enumerate(optimizer.params_in_partition):
         partition = optimizer.single_partition_of_fp32_groups[group].grad.view(-1)
         for parameter in parameters:

@@ -4,13 +4,15 @@ Both run on the fragments, after ZeRO's own reduction: ranks that are compared h
 ranges of the same parameters, so a sum of fragments is the fragment of the sum.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from megaspeed.zero.fragments import GradientFragment
+
+_BUCKET_ELEMENTS = 1 << 26
 
 
 def average_over_replicas(
@@ -44,11 +46,28 @@ def sum_tied_gradients(
 def _all_reduce_in_place(
     tensors: Sequence[Tensor], group: dist.ProcessGroup, device: torch.device
 ) -> None:
-    """Sums each tensor over the group; offloaded ones travel through ``device``."""
-    for dtype in sorted({tensor.dtype for tensor in tensors}, key=str):
-        same = [tensor for tensor in tensors if tensor.dtype == dtype]
-        flat = torch.cat([tensor.reshape(-1) for tensor in same]).to(device)
+    """Sums each tensor over the group, a bucket at a time; offloaded ones travel through
+    ``device``.
+    """
+    for bucket in _buckets(tensors):
+        flat = torch.cat(bucket).to(device)
         dist.all_reduce(flat, group=group)
-        parts = flat.split([tensor.numel() for tensor in same])
-        for tensor, part in zip(same, parts, strict=True):
-            tensor.copy_(part.view_as(tensor))
+        parts = flat.split([part.numel() for part in bucket])
+        for tensor, part in zip(bucket, parts, strict=True):
+            tensor.copy_(part)
+
+
+def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """The tensors as flat pieces, in lists of one dtype and at most ``_BUCKET_ELEMENTS``."""
+    bucket: list[Tensor] = []
+    elements = 0
+    for tensor in tensors:
+        for piece in tensor.view(-1).split(_BUCKET_ELEMENTS):
+            full = elements + piece.numel() > _BUCKET_ELEMENTS
+            if bucket and (full or bucket[0].dtype != piece.dtype):
+                yield bucket
+                bucket, elements = [], 0
+            bucket.append(piece)
+            elements += piece.numel()
+    if bucket:
+        yield bucket

@@ -23,12 +23,15 @@ def difference(
     return Difference(name, parallel=1.0, reference=1.0, relative=relative, allowed=allowed)
 
 
-def comparison(*losses: Difference, weights_bitwise_equal: bool = True) -> Comparison:
+def comparison(
+    *losses: Difference, weights_bitwise_equal: bool = True, copies_differ_by: float = 0.0
+) -> Comparison:
     return Comparison(
         losses=list(losses),
         grad_norms=[difference(0.0, name="gradient norm of step 1", allowed=1e-5)],
         gradients=[],
         weights_bitwise_equal=weights_bitwise_equal,
+        copies_differ_by=copies_differ_by,
     )
 
 
@@ -102,6 +105,12 @@ def test_gradients_that_are_zero_on_both_sides_are_equal() -> None:
     assert only.equal
 
 
+def test_copies_of_the_same_weight_must_be_equal() -> None:
+    assert comparison(difference(0.0)).equal
+    assert not comparison(difference(0.0), copies_differ_by=1e-9).equal
+    assert not comparison(difference(0.0), copies_differ_by=math.inf).equal
+
+
 def test_weights_must_be_equal_bit_by_bit() -> None:
     assert comparison(difference(0.0)).equal
     unequal = comparison(difference(0.0), weights_bitwise_equal=False)
@@ -138,6 +147,7 @@ def test_the_tables_mark_what_is_beyond_its_limit() -> None:
         grad_norms=compare_numbers("gradient norm", [1.0], [1.0], allowed=0.1),
         gradients=compare_gradients({"w": torch.ones(4)}, {"w": torch.ones(4)}, allowed=0.1),
         weights_bitwise_equal=True,
+        copies_differ_by=0.0,
     )
     (steps,) = [line for line in printed(step_table(tiny_run(TEXT), result)) if "4.5" in line]
     assert steps.split() == ["1", "4.5", "4", "1.2e-01", "!", "1", "1", "0.0e+00"]

@@ -9,7 +9,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megaspeed.model import MaskShard, SampleDropout
-from megaspeed.tensor_parallel import RowParallelLinear, TensorAxis, collectives, layers
+from megaspeed.tensor_parallel import (
+    RowParallelLinear,
+    TensorAxis,
+    collectives,
+    gathered_linear,
+    layers,
+)
 from megaspeed.tensor_parallel.collectives import all_reduce
 
 # By name, because the package has a function of the module's name.
@@ -32,11 +38,7 @@ def gradient_not_summed_on_entry(patch: pytest.MonkeyPatch, axis: TensorAxis) ->
     """The backward of f, or of the gather, passes on what this rank alone has."""
     own_chunk = collectives._own_chunk
     patch.setattr(collectives._Copy, "backward", staticmethod(lambda ctx, g: (g, None)))
-    patch.setattr(
-        collectives._GatherSequence,
-        "backward",
-        staticmethod(lambda ctx, g: (own_chunk(g, ctx.axis), None)),
-    )
+    patch.setattr(gathered_linear, "reduce_scatter_sum", own_chunk)
 
 
 def gradient_summed_on_leaving(patch: pytest.MonkeyPatch, axis: TensorAxis) -> None:

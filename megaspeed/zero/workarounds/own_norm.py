@@ -21,6 +21,8 @@ INVALID_NORM = -1.0
 def use_norm(optimizer: Any, norm: Callable[[], Tensor]) -> None:
     """Makes a ZeRO optimizer clip by, report, and skip on ``norm()``, a scalar or invalid."""
     optimizer.check_overflow = lambda *args, **kwargs: None
+    # stage_1_and_2.py:3044 skips on an invalid norm in bf16 only where this is true.
+    optimizer.check_grad_overflow = True
     if hasattr(optimizer, "scaled_global_norm"):
         optimizer.scaled_global_norm = norm
     else:
