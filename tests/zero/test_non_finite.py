@@ -111,6 +111,7 @@ def three_bad_steps_and_a_good_one(
         (1, {"zero_optimization": OFFLOAD}),
         (2, PER_STEP),
         (2, BF16_IN_FP32),
+        (2, {"bf16": {"enabled": True, "check_grad_overflow": False}}),
         (2, {"zero_optimization": OFFLOAD}),
         (3, {}),
         (3, {"zero_optimization": OFFLOAD_ALL} | BF16_IN_FP32),

@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import deepspeed.ops
@@ -19,6 +20,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.accelerator import real_accelerator
 from deepspeed.ops.op_builder.builder import OpBuilder
+from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
 from deepspeed.runtime.zero import partitioned_param_coordinator
 from deepspeed.runtime.zero import utils as zero_functions
 from torch import Tensor
@@ -33,6 +35,7 @@ from megaspeed.topology import Grid, LaunchEnvironment, ParallelContext
 from megaspeed.zero import build, engine
 from megaspeed.zero.mpu import DataAxis
 from megaspeed.zero.workarounds.process_environment import name_the_accelerator
+from megaspeed.zero.workarounds.smallest_loss_scale import stay_at_the_smallest_scale
 from megaspeed.zero.workarounds.stage3_in_flight import InFlightCounters
 from tests.parallel.tiny import LLAMA, tiny_corpus
 from tests.rank_pool import RankFailure, RankPool
@@ -505,3 +508,52 @@ def test_without_a_named_accelerator_deepspeed_warns_of_the_cpu(pool: RankPool) 
     )
     assert without and "Setting accelerator to CPU" in without[0]
     assert named == []
+
+
+def local_ranks_under_open_mpi(launch: LaunchEnvironment, run: Run, corpus: PreparedCorpus) -> None:
+    """mpirun sets its own variables and no LOCAL_RANK; DeepSpeed compares the two."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("LOCAL_RANK")
+        patch.setenv("OMPI_COMM_WORLD_LOCAL_RANK", str(launch.local_rank))
+        with one_rank(launch, run, corpus) as rank:
+            rank.train_step(0)
+
+
+def test_every_rank_of_mpirun_finds_its_own_local_rank(
+    pool: RankPool, text: Path, cache: Path
+) -> None:
+    run = small_run(text, dp=2, zero_optimization={"stage": 1})
+    pool.run(2, local_ranks_under_open_mpi, run, tiny_corpus(run, cache))
+
+
+# --- smallest_loss_scale --------------------------------------------------------------------------
+
+
+def overflow_at_the_minimum(
+    launch: LaunchEnvironment, run: Run, corpus: PreparedCorpus, mended: bool
+) -> float:
+    """fp16 needs a GPU; its scaler does not."""
+    with one_rank(launch, run, corpus):
+        scaler = DynamicLossScaler(
+            init_scale=1,
+            scale_window=10,
+            min_scale=1,
+            delayed_shift=1,
+            consecutive_hysteresis=False,
+            raise_error_at_min_scale=True,
+            dtype=torch.half,
+        )
+        if mended:
+            stay_at_the_smallest_scale(SimpleNamespace(loss_scaler=scaler))
+        scaler.update_scale(overflow=True)
+        return scaler.cur_scale
+
+
+def test_without_it_the_loss_scaler_raises_once_it_is_at_its_minimum(
+    pool: RankPool, text: Path, cache: Path
+) -> None:
+    run = small_run(text, zero_optimization={"stage": 1})
+    corpus = tiny_corpus(run, cache)
+    with pytest.raises(RankFailure, match="already at minimum"):
+        pool.run(1, overflow_at_the_minimum, run, corpus, False)
+    assert pool.run(1, overflow_at_the_minimum, run, corpus, True) == [1]
