@@ -147,6 +147,8 @@ def _positive(text: str) -> int:
 
 def _new_file(text: str) -> Path:
     file = Path(text)
+    if file.is_dir():
+        raise argparse.ArgumentTypeError(f"{file} is a folder; name a file in it")
     if not file.parent.is_dir():
         raise argparse.ArgumentTypeError(f"{file.parent} is not a folder; create it first")
     return file

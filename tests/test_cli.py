@@ -114,6 +114,25 @@ def test_a_problem_is_mended_with_set(wrong: Path, capsys: pytest.CaptureFixture
     assert err.startswith("1 problem in") and "hiden_size" in err
 
 
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ('data.train=["~nosuchuser/x.txt"]', "data.train: there is no file "),
+        ("data.tokenizer=~nosuchuser/t", "data.tokenizer is "),
+        (f"training.steps={'1' * 5000}", "training.steps: given "),
+        ("model.vocab_size=256", "a byte-level BPE has at least 257 entries"),
+    ],
+    ids=["text of nobody", "tokenizer of nobody", "5,000 digits", "vocabulary"],
+)
+def test_what_cannot_be_used_is_one_problem_and_no_traceback(
+    change: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert check(FOLDER / "base.json", "--set", change) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("1 problem in") and said in err
+    assert len(err) < 600
+
+
 def test_a_file_that_does_not_exist_is_wrong_input(capsys: pytest.CaptureFixture[str]) -> None:
     assert check(FOLDER / "zero33.json") == 2
     err = capsys.readouterr().err
@@ -129,6 +148,7 @@ def test_a_file_that_does_not_exist_is_wrong_input(capsys: pytest.CaptureFixture
         ["check", "--config", "x.json", "--world-size", "0"],
         ["schedule", "--config", str(FOLDER / "3d.json")],
         ["check", "--config", "x.json", "--json", "/no/such/place/figures.json"],
+        ["check", "--config", "x.json", "--json", "/tmp"],
     ],
     ids=" ".join,
 )

@@ -4,14 +4,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from megaspeed.config.observation import (
-    CometConfig,
-    CommsLoggerConfig,
-    CsvMonitorConfig,
-    FlopsProfilerConfig,
-    TensorBoardConfig,
-    WandbConfig,
-)
+from megaspeed.config.observation import CommsLoggerConfig, FlopsProfilerConfig
 from megaspeed.config.optimizer import OptimizerConfig
 from megaspeed.config.precision import Bf16Config, DataTypesConfig, Fp16Config
 from megaspeed.config.scheduler import SchedulerConfig
@@ -85,11 +78,3 @@ class DeepSpeedKeys(Section):
     flops_profiler: FlopsProfilerConfig = Field(
         default_factory=FlopsProfilerConfig, description="DeepSpeed's FLOPs profiler."
     )
-    tensorboard: TensorBoardConfig = Field(
-        default_factory=TensorBoardConfig, description="TensorBoard monitor."
-    )
-    csv_monitor: CsvMonitorConfig = Field(
-        default_factory=CsvMonitorConfig, description="CSV monitor."
-    )
-    wandb: WandbConfig = Field(default_factory=WandbConfig, description="Weights & Biases monitor.")
-    comet: CometConfig = Field(default_factory=CometConfig, description="Comet monitor.")

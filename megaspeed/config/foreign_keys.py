@@ -41,7 +41,7 @@ def _refused_keys(values: Mapping[str, Any]) -> Iterator[Problem]:
     for name, refusal in REFUSED_KEYS.items():
         path = tuple(name.split("."))
         held = _value_at(values, path)
-        if held is not _ABSENT and held not in refusal.inert:
+        if held is not _ABSENT and not refusal.lets_pass(held):
             yield Problem(path, f"{name} cannot be used here: {refusal.reason}")
 
 

@@ -51,6 +51,8 @@ def _simplify(field: dict[str, Any]) -> None:
     if field.get("default", ...) is None:
         field.pop("default", None)
     for choice in field.get("anyOf", []):
+        if "ge" in choice:  # pydantic's word, where a validator stands before the bound
+            choice["minimum"] = choice.pop("ge")
         # A file may change one number of a scheduler whose type stands in the file it extends, so
         # that more than one type can fit.
         if "oneOf" in choice:

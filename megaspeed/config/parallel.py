@@ -15,7 +15,9 @@ class ParallelConfig(Section):
         description='Data-parallel degree (dp); "auto" = world size / (pipeline x tensor).',
     )
     pipeline: int = Field(
-        default=1, gt=0, description="Number of pipeline stages (pp); at most one a block."
+        default=1,
+        gt=0,
+        description="Number of pipeline stages (pp); at most as many as there are blocks.",
     )
     tensor: int = Field(
         default=1,

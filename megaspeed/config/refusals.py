@@ -15,6 +15,14 @@ class Refusal:
     reason: str
     inert: tuple[Any, ...] = ()
     """Values that ask for nothing, so that they are let pass."""
+    is_off_unless_enabled: bool = False
+    """Whether the key is a section that asks for nothing while its `enabled` is not set."""
+
+    def lets_pass(self, value: Any) -> bool:
+        """Whether this value asks for nothing."""
+        if self.is_off_unless_enabled and isinstance(value, dict):
+            return value.get("enabled") in _OFF
+        return value in self.inert
 
 
 _OFF = (False, None)
@@ -27,6 +35,12 @@ _ZERO_PLUS_PLUS = (
 )
 _MEAN = "the loss and its gradient are means over the whole batch at every layout; remove it"
 _OWN_CHECKPOINTS = "megaspeed writes its own checkpoints, which fit every layout; remove it"
+_MONITOR = Refusal(
+    "DeepSpeed's monitors would get the learning rate alone, against a number of samples that is "
+    "not the run's; remove it and read metrics.jsonl, which has every number of every step",
+    (None,),
+    is_off_unless_enabled=True,
+)
 _OWN_DATA = "megaspeed reads and orders the data itself, the same at every layout; see `data`"
 
 REFUSED_KEYS: Mapping[str, Refusal] = {
@@ -90,6 +104,10 @@ REFUSED_KEYS: Mapping[str, Refusal] = {
         "so remove it",
         _OFF,
     ),
+    "tensorboard": _MONITOR,
+    "csv_monitor": _MONITOR,
+    "wandb": _MONITOR,
+    "comet": _MONITOR,
     "timers": Refusal("megaspeed measures the throughput itself; remove it"),
     "optimizer.legacy_fusion": Refusal("it belongs to fused optimizers; remove it", _OFF),
     "optimizer.params.adam_w_mode": Refusal(

@@ -5,11 +5,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megaspeed.config.batch import Batch, StatedBatch, solve_batch
-from megaspeed.config.data import DataConfig
 from megaspeed.config.degrees import Degrees, World, degrees_in
 from megaspeed.config.errors import ConfigError, KeyPath, Problem
-from megaspeed.config.model import ModelConfig
-from megaspeed.config.parallel import ParallelConfig
 from megaspeed.config.rules.launch import LAUNCH_RULES
 from megaspeed.config.rules.learning_rate import LEARNING_RATE_RULES
 from megaspeed.config.rules.numerics import NUMERIC_RULES
@@ -17,7 +14,6 @@ from megaspeed.config.rules.rule import Launch, apply_rules
 from megaspeed.config.rules.shape import SHAPE_RULES
 from megaspeed.config.run import RunConfig
 from megaspeed.config.scheduler import SchedulerConfig, WarmupLR, WarmupLRParams
-from megaspeed.config.training import TrainingConfig
 
 GradientReduction = Literal["per_step", "per_micro_batch"]
 Precision = Literal["fp32", "bf16", "fp16"]
@@ -42,26 +38,6 @@ class Run:
     def as_json(self) -> dict[str, Any]:
         """The definite config as JSON values; a file of them gives the same run again."""
         return self.config.to_json()
-
-    @property
-    def model(self) -> ModelConfig:
-        """The shape of the model."""
-        return self.config.model
-
-    @property
-    def parallel(self) -> ParallelConfig:
-        """How the ranks share the work."""
-        return self.config.parallel
-
-    @property
-    def data(self) -> DataConfig:
-        """The corpus and how it is cut into samples."""
-        return self.config.data
-
-    @property
-    def training(self) -> TrainingConfig:
-        """The length of the run, and what it reports."""
-        return self.config.training
 
     @property
     def zero_stage(self) -> int:

@@ -32,6 +32,10 @@ def parse_json(text: str) -> tuple[Any, list[Problem]]:
         value = json.loads(text, object_pairs_hook=_Pairs, parse_constant=_refuse_constant)
     except json.JSONDecodeError as error:
         raise JsonSyntaxError(_describe_syntax_error(text, error)) from None
+    except JsonSyntaxError:
+        raise
+    except ValueError:  # Python reads no integer of more than 4,300 digits
+        raise JsonSyntaxError("it has a number of thousands of digits") from None
     except RecursionError:
         raise JsonSyntaxError("it is nested too deeply to be a configuration") from None
     problems = [

@@ -72,9 +72,8 @@ class ZeroConfig(Section):
         ge=0,
         description="Parameters with fewer elements than this are not partitioned.",
     )
-    stage3_model_persistence_threshold: ElementCount | None = Field(
+    stage3_model_persistence_threshold: Annotated[ElementCount, Field(ge=0)] | None = Field(
         default=None,
-        ge=0,
         description="Most elements that may stay unpartitioned in all. Left out: no bound.",
     )
     stage3_max_live_parameters: ElementCount = Field(

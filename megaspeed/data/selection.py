@@ -8,7 +8,13 @@ from dataclasses import dataclass
 from megaspeed.config.data import DataConfig
 from megaspeed.data.errors import DataError
 from megaspeed.data.sources import SourceFile, list_files
-from megaspeed.data.tokenizer import TRAIN, check_vocabulary, load_tokenizer, tokenizer_files
+from megaspeed.data.tokenizer import (
+    TRAIN,
+    check_trainable,
+    check_vocabulary,
+    load_tokenizer,
+    tokenizer_files,
+)
 
 _YOUNG_FILE_SECONDS = 2.0
 
@@ -62,7 +68,9 @@ def find_problems(data: DataConfig, vocab_size: int) -> tuple[str, ...]:
     except DataError as error:
         problems.extend(error.problems)
     try:
-        if data.tokenizer != TRAIN:
+        if data.tokenizer == TRAIN:
+            check_trainable(vocab_size)
+        else:
             tokenizer = load_tokenizer(data.tokenizer)
             check_vocabulary(tokenizer.vocab_size, data.tokenizer, vocab_size)
     except DataError as error:

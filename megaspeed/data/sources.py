@@ -89,7 +89,7 @@ def list_files(sources: Sequence[str], setting: str) -> list[SourceFile]:
 def _files_of(source: str) -> list[SourceFile]:
     if source == BUNDLED_CORPUS:
         return sorted(_stdlib_files(), key=lambda file: file.name)
-    path = Path(source).expanduser()
+    path = expand_home(source)
     if path.is_file():
         return [SourceFile(path.name, path.absolute())]
     root = _fixed_part(path)
@@ -100,6 +100,14 @@ def _files_of(source: str) -> list[SourceFile]:
         if match.is_file()
     ]
     return sorted(files, key=lambda file: file.name)
+
+
+def expand_home(source: str) -> Path:
+    """The path with a leading ~ replaced; where there is no such user, the path as it is."""
+    try:
+        return Path(source).expanduser()
+    except RuntimeError:
+        return Path(source)
 
 
 def _stdlib_files() -> Iterator[SourceFile]:
@@ -133,7 +141,7 @@ def _nothing_found(source: str, setting: str) -> str:
             f'{setting}: "{BUNDLED_CORPUS}" needs the standard library as .py files and {folder} '
             "has none; name text files instead"
         )
-    path = Path(source).expanduser()
+    path = expand_home(source)
     if path.is_dir():
         return (
             f"{setting}: a source is a file or a glob, and {source!r} is a folder; "

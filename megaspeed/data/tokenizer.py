@@ -18,6 +18,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from megaspeed.data.corpus import Document, read_pieces
 from megaspeed.data.errors import DataError
+from megaspeed.data.sources import expand_home
 
 TRAIN = "train"
 END_OF_TEXT = "<|endoftext|>"
@@ -65,6 +66,16 @@ class TextTokenizer:
         return [encoding.ids for encoding in encodings]
 
 
+def check_trainable(vocab_size: int) -> None:
+    """Raises DataError where `vocab_size` has no room for the bytes and the end-of-text token."""
+    if vocab_size < _SMALLEST_VOCABULARY:
+        raise DataError(
+            f"a byte-level BPE has at least {_SMALLEST_VOCABULARY} entries (256 bytes and "
+            f"{END_OF_TEXT}), and model.vocab_size is {vocab_size}; raise it, "
+            "or name a tokenizer that exists in data.tokenizer"
+        )
+
+
 def train_tokenizer(documents: Sequence[Document], vocab_size: int) -> TextTokenizer:
     """A byte-level BPE of at most `vocab_size` entries, the first of them `<|endoftext|>`.
 
@@ -74,12 +85,7 @@ def train_tokenizer(documents: Sequence[Document], vocab_size: int) -> TextToken
     Raises:
         DataError: `vocab_size` has no room for the 256 bytes and the end-of-text token.
     """
-    if vocab_size < _SMALLEST_VOCABULARY:
-        raise DataError(
-            f"a byte-level BPE has at least {_SMALLEST_VOCABULARY} entries (256 bytes and "
-            f"{END_OF_TEXT}), and model.vocab_size is {vocab_size}; raise it, "
-            "or name a tokenizer that exists in data.tokenizer"
-        )
+    check_trainable(vocab_size)
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -104,7 +110,7 @@ def load_tokenizer(source: str) -> TextTokenizer:
     Raises:
         DataError: no such path, not a tokenizer, or no token known to end a document.
     """
-    path = Path(source).expanduser()
+    path = expand_home(source)
     file = path / "tokenizer.json" if path.is_dir() else path
     if not path.exists():
         raise DataError(
@@ -123,7 +129,7 @@ def load_tokenizer(source: str) -> TextTokenizer:
 
 def tokenizer_files(source: str) -> list[Path]:
     """Every file that `load_tokenizer(source)` may read, sorted."""
-    path = Path(source).expanduser().absolute()
+    path = expand_home(source).absolute()
     if path.is_dir():
         files = {file for pattern in _TOKENIZER_FILES for file in path.glob(pattern)}
     else:

@@ -2,12 +2,12 @@
 
 An ordinary dropout mask depends on the state of a random generator, hence on the number of ranks,
 on the micro-batch size and on whether the forward pass is run again for activation checkpointing.
-Here the mask of one sample is a function of (seed, name of the dropout, sample index) and nothing
-else:
+Here the mask of one sample is a function of (seed, name of the dropout, sample index) and, because
+CPUs and GPUs have different generators, of the kind of device:
 
     mask(sample) = Bernoulli(1 - p) drawn by a generator seeded with sha256(seed, name, sample)
 
-so every layout drops the same elements, a recomputed forward drops them again, and no random state
+So every layout drops the same elements, a recomputed forward drops them again, and no random state
 has to be saved or switched between tensor ranks. Where an activation is replicated over the tensor
 axis every rank draws the same mask; where it is split (heads, or the sequence under sequence
 parallelism) each rank keeps its own part of the same full mask.

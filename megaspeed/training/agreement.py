@@ -18,7 +18,7 @@ class RanksDisagree(RuntimeError):
 
 
 def check_agreement(run: Run, corpus: PreparedCorpus, context: ParallelContext) -> None:
-    """Compares configuration, corpus and tokenizer with rank 0's; a collective over all ranks.
+    """Compares configuration, texts and tokenizer with rank 0's; a collective over all ranks.
 
     Raises:
         RanksDisagree: on every rank, naming what differs and on which ranks.
@@ -26,6 +26,7 @@ def check_agreement(run: Run, corpus: PreparedCorpus, context: ParallelContext) 
     own = {
         "the configuration": _hash(run.config.model_dump_json()),
         "the training text (data.train)": corpus.fingerprint,
+        "the validation text (data.validation)": _validation_fingerprint(corpus),
         "the tokenizer (data.tokenizer)": corpus.train.index.tokenizer_fingerprint,
     }
     everyones: list[dict[str, str]] = [{} for _ in range(context.grid.world_size)]
@@ -40,6 +41,10 @@ def check_agreement(run: Run, corpus: PreparedCorpus, context: ParallelContext) 
             f"All ranks must train on the same input, but {'; '.join(differing)} are not the same. "
             "Give every node the same files, byte for byte."
         )
+
+
+def _validation_fingerprint(corpus: PreparedCorpus) -> str:
+    return "none" if corpus.validation is None else corpus.validation.index.corpus_fingerprint
 
 
 def _hash(text: str) -> str:

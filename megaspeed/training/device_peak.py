@@ -4,6 +4,8 @@ import re
 
 import torch
 
+from megaspeed.config.resolve import Precision
+
 # Dense tensor-core TFLOP/s in bf16 (fp16 is the same), without 2:4 sparsity, from NVIDIA's data
 # sheets; of the SXM part where the name does not say. The first whose words stand in the device's
 # name counts, so longer names stand first. A $ ends the name: an RTX 4090 Laptop GPU is another.
@@ -31,12 +33,15 @@ _BF16_TFLOPS = {
 }
 
 
-def peak_flops_per_second(device: torch.device) -> float | None:
-    """The device's dense bf16/fp16 peak.
+def peak_flops_per_second(device: torch.device, precision: Precision) -> float | None:
+    """The device's dense peak in a run's precision.
 
-    None where it is not known, which makes the MFU "n/a" and never a guess.
+    None where it is not known (in fp32 it depends on whether TF32 is used), which makes the MFU
+    "n/a" and never a guess.
     """
-    return peak_by_name(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+    if device.type != "cuda" or precision == "fp32":
+        return None
+    return peak_by_name(torch.cuda.get_device_name(device))
 
 
 def peak_by_name(device_name: str) -> float | None:

@@ -22,15 +22,23 @@ from megaspeed.data import DataError, PreparedCorpus, prepare_corpus
 from megaspeed.data.config_problems import find_problems_in_file
 from megaspeed.topology import (
     Grid,
+    GroupError,
     LaunchEnvironment,
     LaunchError,
     ParallelContext,
+    TopologyError,
     read_launch_environment,
 )
 from megaspeed.training.agreement import RanksDisagree, check_agreement
 from megaspeed.training.console import ConsoleObserver, NullObserver, plan_table, summary_table
 from megaspeed.training.loss_curve import draw_loss_curve
 from megaspeed.training.metrics import MetricsFile
+from megaspeed.training.run_folder import (
+    LOSS_CURVE,
+    METRICS,
+    check_run_folder,
+    open_run_folder,
+)
 from megaspeed.training.trainer import Trainer, TrainingDiverged, TrainingSummary
 from megaspeed.training.worker import layers_of_stages, parameters_of_stages
 
@@ -89,6 +97,7 @@ def _check_input(
     except ConfigError as error:
         others = find_problems_in_file(options.config, options.overrides)
         raise ConfigError([*error.problems, *others], error.where) from error
+    check_run_folder(run)
     start = time.perf_counter()
     with console.status("preparing the corpus"):
         corpus = prepare_corpus(run.config.data, run.config.model.vocab_size)
@@ -103,24 +112,30 @@ def _check_input(
 def _refuse(error: Exception, launch: LaunchEnvironment) -> int:
     if launch.rank != 0:
         time.sleep(_SECONDS_FOR_RANK_0_TO_SPEAK)
-    speaker = f"[rank {launch.rank}] " if launch.rank else ""
-    sys.stderr.write(f"{speaker}{error}\n")
-    sys.stderr.flush()
+    _say(error, launch)
     return EXIT_WRONG_INPUT
 
 
+def _say(error: Exception, launch: LaunchEnvironment) -> None:
+    speaker = f"[rank {launch.rank}] " if launch.rank else ""
+    sys.stderr.write(f"{speaker}{error}\n")
+    sys.stderr.flush()
+
+
 def _train(run: Run, corpus: PreparedCorpus, launch: LaunchEnvironment, console: Console) -> int:
-    run_dir = run.run_dir
+    try:
+        context = _start_process_groups(run, launch)
+    except TopologyError as error:
+        return _refuse(error, launch)
+    except GroupError as error:
+        _say(error, launch)
+        return EXIT_FAILED
     if launch.rank == 0:
-        run_dir.mkdir(parents=True, exist_ok=True)
-        text = run.config.model_dump_json(indent=2, exclude_none=True) + "\n"
-        (run_dir / "config.json").write_text(text, encoding="utf-8")
-    degrees = run.degrees
-    context = ParallelContext.create(
-        Grid(pp=degrees.pp, dp=degrees.dp, tp=degrees.tp),
-        launch,
-        timeout_seconds=_COLLECTIVE_TIMEOUT_SECONDS,
-    )
+        moved = open_run_folder(run)
+        if moved is not None:
+            line = f"an earlier run's files are now in {moved}"
+            console.print(line, highlight=False, markup=False, soft_wrap=True)
+    run_dir = run.run_dir
     with context:
         console.print(plan_table(run, layers_of_stages(run), parameters_of_stages(run)))
         try:
@@ -132,12 +147,18 @@ def _train(run: Run, corpus: PreparedCorpus, launch: LaunchEnvironment, console:
             )
             return EXIT_FAILED
     if launch.rank == 0:
-        picture = run_dir / "loss.png"
-        draw_loss_curve(run_dir / "metrics.jsonl", picture, title=run.name)
+        picture = run_dir / LOSS_CURVE
+        draw_loss_curve(run_dir / METRICS, picture, title=run.name)
         console.print(summary_table(run, summary))
-        files = f"metrics: {run_dir / 'metrics.jsonl'}   loss curve: {picture}"
+        files = f"metrics: {run_dir / METRICS}   loss curve: {picture}"
         console.print(files, highlight=False, markup=False, soft_wrap=True)
     return EXIT_DONE
+
+
+def _start_process_groups(run: Run, launch: LaunchEnvironment) -> ParallelContext:
+    degrees = run.degrees
+    grid = Grid(pp=degrees.pp, dp=degrees.dp, tp=degrees.tp)
+    return ParallelContext.create(grid, launch, timeout_seconds=_COLLECTIVE_TIMEOUT_SECONDS)
 
 
 def _run_trainer(
@@ -146,7 +167,7 @@ def _run_trainer(
     if context.rank != 0:
         return Trainer(run, context, corpus, NullObserver()).train()
     with (
-        MetricsFile(run_dir / "metrics.jsonl") as metrics_file,
+        MetricsFile(run_dir / METRICS) as metrics_file,
         ConsoleObserver(run, console, metrics_file) as observer,
     ):
         return Trainer(run, context, corpus, observer).train()

@@ -77,7 +77,7 @@ class Trainer:
         self._flops_per_token = training_flops_per_token(
             run.config.model, run.config.data.sequence_length
         )
-        self._peak = peak_flops_per_second(context.device)
+        self._peak = peak_flops_per_second(context.device, run.precision)
         self._skipped_in_a_row = 0
 
     def train(self) -> TrainingSummary:

@@ -26,8 +26,8 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def by_hand(run: Run, corpus: PreparedCorpus) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Losses and final weights, in the fewest words that torch allows; no micro-batches."""
-    model = GPT(run.model)
-    initialize(model, run.model, run.training.seed)
+    model = GPT(run.config.model)
+    initialize(model, run.config.model, run.config.training.seed)
     matrices = [p for p in model.parameters() if p.dim() == 2]
     vectors = [p for p in model.parameters() if p.dim() == 1]
     optimizer = torch.optim.AdamW(

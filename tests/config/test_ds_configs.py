@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import jsonschema
 import pytest
@@ -75,6 +76,35 @@ def test_the_schema_refuses_what_a_run_refuses() -> None:
     for wrong in ({"zzz": 1}, {"model": {"hiden_size": 1}}, {"zero_optimization": {"stage": 4}}):
         with pytest.raises(jsonschema.ValidationError):
             jsonschema.validate({**small(), **wrong}, json_schema())
+
+
+def test_the_schema_knows_a_bound_that_stands_behind_a_validator() -> None:
+    negative = {"zero_optimization": {"stage3_model_persistence_threshold": -1}}
+    with pytest.raises(jsonschema.ValidationError, match="-1"):
+        jsonschema.validate(negative, json_schema())
+
+
+def test_the_schema_uses_no_word_that_json_schema_does_not_know() -> None:
+    """A validator passes over a word it does not know, and with it over the bound it stands for."""
+    annotations = {"$schema", "$defs", "title", "description", "default"}
+    known = annotations | set(jsonschema.Draft202012Validator.VALIDATORS)
+    assert keywords_in(json_schema()) <= known
+    assert not keywords_in({"properties": {"a": {"anyOf": [{"ge": 0}]}}}) <= known
+
+
+def keywords_in(schema: Any) -> set[str]:
+    """Every word of a schema and of those within it; names of properties are not words."""
+    if isinstance(schema, list):
+        return set().union(*map(keywords_in, schema))
+    if not isinstance(schema, dict):
+        return set()
+    words = set(schema)
+    for word, inner in schema.items():
+        if word in ("properties", "$defs"):
+            words |= keywords_in(list(inner.values()))
+        elif word not in ("default", "enum", "const"):
+            words |= keywords_in(inner)
+    return words
 
 
 def test_every_key_says_what_it_means() -> None:

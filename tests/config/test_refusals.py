@@ -51,10 +51,6 @@ def json_names(file: str, class_name: str) -> Iterator[str]:
         ("bf16", "runtime/precision_config.py", "DeepSpeedBF16Config"),
         ("fp16", "runtime/precision_config.py", "DeepSpeedFP16Config"),
         ("comms_logger", "comm/config.py", "CommsLoggerConfig"),
-        ("tensorboard", "monitor/config.py", "TensorBoardConfig"),
-        ("csv_monitor", "monitor/config.py", "CSVConfig"),
-        ("wandb", "monitor/config.py", "WandbConfig"),
-        ("comet", "monitor/config.py", "CometConfig"),
     ],
 )
 def test_every_key_of_a_deepspeed_section_is_known_or_refused(
@@ -129,6 +125,34 @@ def test_a_refused_key_that_asks_for_nothing_is_let_pass_and_not_handed_on() -> 
         )
     )
     assert config == parse_config(small())
+
+
+MONITORS = ("tensorboard", "csv_monitor", "wandb", "comet")
+
+
+def test_every_monitor_of_deepspeeds_is_refused() -> None:
+    (monitors,) = (
+        node
+        for node in deepspeed_source("monitor/config.py").body
+        if isinstance(node, ast.ClassDef) and node.name == "DeepSpeedMonitorConfig"
+    )
+    theirs = {
+        field.target.id
+        for field in monitors.body
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
+    }
+    assert theirs == set(MONITORS) <= set(REFUSED_KEYS)
+
+
+@pytest.mark.parametrize("monitor", MONITORS)
+def test_a_monitor_is_refused_where_it_is_enabled_and_harmless_where_it_is_not(
+    monitor: str,
+) -> None:
+    message = only_problem(**{monitor: {"enabled": True, "project": "x"}})
+    assert message.startswith(f"{monitor} cannot be used here: ") and "metrics.jsonl" in message
+    assert only_problem(f"{monitor}.enabled=true") == message
+    for off in ({"enabled": False, "project": "x"}, {"project": "x"}, {}, None):
+        assert parse_config(small(**{monitor: off})) == parse_config(small())
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ def test_auto_becomes_numbers() -> None:
     run = resolve("parallel.pipeline=2", "parallel.tensor=2", world_size=8)
     assert (run.degrees.pp, run.degrees.dp, run.degrees.tp) == (2, 2, 2)
     assert run.degrees.world_size == 8
-    assert run.parallel.data == 2
+    assert run.config.parallel.data == 2
     assert run.config.gradient_accumulation_steps == run.batch.gradient_accumulation_steps == 4
     assert run.run_dir == Path("runs/small")
     assert run.tokens_per_step == 16 * 32
@@ -38,7 +38,7 @@ def test_gradients_are_reduced_so_that_the_stage_keeps_its_promise(
     stage: int, reduction: str
 ) -> None:
     run = resolve(f"zero_optimization.stage={stage}")
-    assert run.gradient_reduction == run.parallel.gradient_reduction == reduction
+    assert run.gradient_reduction == run.config.parallel.gradient_reduction == reduction
     stated = resolve(f"zero_optimization.stage={stage}", "parallel.gradient_reduction=per_step")
     assert stated.gradient_reduction == "per_step"
 

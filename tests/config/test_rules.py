@@ -154,6 +154,7 @@ def test_offload_needs_what_the_zero_stage_partitions(stage: int) -> None:
     assert problems(zero, "zero_optimization.offload_param.device=none") == []
 
 
+@pytest.mark.parametrize("kind", ["WarmupDecayLR", "WarmupCosineLR"])
 def test_warmup_is_shorter_than_the_run(kind: str) -> None:
     scheduler = f"scheduler.type={kind}"
     assert problems(scheduler, "scheduler.params.warmup_num_steps=99") == []

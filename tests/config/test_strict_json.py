@@ -69,3 +69,10 @@ def test_a_byte_order_mark_does_no_harm(tmp_path: Path) -> None:
 def test_nesting_without_end_is_refused() -> None:
     with pytest.raises(JsonSyntaxError, match="nested too deeply"):
         parse_json("[" * 100_000)
+
+
+def test_a_number_of_5000_digits_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "long.json"
+    file.write_text(f'{{"a": {"1" * 5000}}}')
+    with pytest.raises(JsonSyntaxError, match="a number of thousands of digits"):
+        read_json_object(file)

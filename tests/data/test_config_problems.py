@@ -52,3 +52,13 @@ def test_a_file_that_is_no_json_is_left_to_the_check_of_the_keys(tmp_path: Path)
     file = tmp_path / "run.json"
     file.write_text('{"data": ')
     assert find_problems_in_file(file) == []
+
+
+def test_a_vocabulary_that_no_tokenizer_can_be_trained_for_is_told_with_the_others(
+    tmp_path: Path,
+) -> None:
+    data = {"sequence_length": 16, "train": [MISSING]}
+    text, vocabulary = problems(tmp_path, "model.vocab_size=256", data=data)
+    assert text.startswith("data.train: ")
+    assert "at least 257 entries" in vocabulary and "model.vocab_size is 256" in vocabulary
+    assert problems(tmp_path, "model.vocab_size=257") == []

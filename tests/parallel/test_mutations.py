@@ -202,7 +202,7 @@ def train(pool: RankPool, cache: Path) -> Callable[[str | None, Run], Comparison
         corpus = tiny_corpus(run, cache)
         parallel = pool.run(run.degrees.world_size, train_mutated, run, corpus, mutation)[0]
         assert parallel is not None
-        return compare(run, parallel, reference_of(cache, run.model.attention_dropout > 0.0))
+        return compare(run, parallel, reference_of(cache, run.config.model.attention_dropout > 0.0))
 
     unharmed: dict[str, Comparison] = {}
 

@@ -77,3 +77,16 @@ def test_another_tokenizer_of_the_same_text_is_named(
     said = only_complaint(pool, [alike, alike, (alike[0], smaller)])
     assert "the tokenizer (data.tokenizer) of rank 0 and of ranks [2]" in said
     assert "training text" not in said
+
+
+def test_validation_text_that_differs_is_named(
+    pool: RankPool, alike: Input, cache: Path, tmp_path: Path
+) -> None:
+    """Ranks with validation sets of different lengths would wait for each other in evaluation."""
+    held_out = tmp_path / "held_out.txt"
+    held_out.write_text("Another text, of which another node has no copy. " * 20)
+    data = {"validation": [str(held_out)]}
+    other = tiny_corpus(tiny_run(TEXT, dp=RANKS, data=data), cache)
+    said = only_complaint(pool, [alike, (alike[0], other), alike])
+    assert "the validation text (data.validation) of rank 0 and of ranks [1]" in said
+    assert "training text" not in said

@@ -47,4 +47,8 @@ def test_a_name_that_only_resembles_a_known_one_has_no_peak(name: str) -> None:
 
 
 def test_a_cpu_has_no_peak() -> None:
-    assert peak_flops_per_second(torch.device("cpu")) is None
+    assert peak_flops_per_second(torch.device("cpu"), "bf16") is None
+
+
+def test_an_fp32_run_has_no_peak_because_it_may_use_tf32_or_not() -> None:
+    assert peak_flops_per_second(torch.device("cuda"), "fp32") is None

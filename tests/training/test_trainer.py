@@ -146,7 +146,9 @@ def test_validation_loss_is_that_of_one_process_though_rows_do_not_divide(
 ) -> None:
     run, corpus = runs.configured(layout)
     assert corpus.validation_sequences % run.batch.micro_batch_size != 0
-    assert corpus.validation_sequences < run.training.eval_batches * run.batch.train_batch_size
+    assert (
+        corpus.validation_sequences < run.config.training.eval_batches * run.batch.train_batch_size
+    )
     serial, records = runs.trained(SERIAL)[0], runs.trained(layout)
     assert [validation.step for validation in serial.validations] == [2, 4, 6]
     for record in records:
@@ -181,7 +183,7 @@ def test_the_validation_loss_is_the_mean_over_all_held_out_tokens(runs: Runs) ->
     """Worked out in plain torch, with the weights that plain training ends with."""
     run, corpus = runs.configured(SERIAL)
     reference = train_reference(run, functools.partial(whole_batch, run, corpus), STEPS)
-    model = GPT(run.model).eval()
+    model = GPT(run.config.model).eval()
     model.load_state_dict(reference.weights, strict=False)
     assert corpus.validation is not None
     counted = corpus.validation_sequences * 16

@@ -130,6 +130,6 @@ def test_a_gradient_of_ones_has_the_square_root_of_the_number_of_parameters_as_n
     }
     run = tiny_run(text, pp=pp, dp=dp, tp=tp, **merge(small, more))
     norms = pool.run(pp * dp * tp, norm_of_ones, run, tiny_corpus(run, cache))
-    expected = math.sqrt(logical_parameters(run.model))
+    expected = math.sqrt(logical_parameters(run.config.model))
     assert norms == pytest.approx([expected] * len(norms), rel=1e-6)
     assert len(set(norms)) == 1, "every rank clips by the very same number"

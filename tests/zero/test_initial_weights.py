@@ -106,8 +106,8 @@ def test_initial_weights_are_those_of_the_plain_model_bit_for_bit(
     gathered = pool.run(pp * dp * tp, initial_weights, run, tiny_corpus(run, cache))[0]
     assert gathered is not None
 
-    plain = GPT(run.model)
-    initialize(plain, run.model, run.training.seed)
+    plain = GPT(run.config.model)
+    initialize(plain, run.config.model, run.config.training.seed)
     expected = {name: parameter.detach() for name, parameter in plain.named_parameters()}
     assert gathered.tensors.keys() == expected.keys()
     assert gathered.copies_differ_by == 0.0

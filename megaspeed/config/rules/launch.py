@@ -1,17 +1,10 @@
 """Laws that the number and the kind of processes take part in."""
 
-from collections.abc import Iterator, Mapping
-from importlib.util import find_spec
+from collections.abc import Iterator
 
 from megaspeed.config.batch import StatedBatch, explain_batch, solve_batch
 from megaspeed.config.degrees import data_degree_equation, degrees_in, divisors
 from megaspeed.config.rules.rule import Launch, Rule, rule
-
-_MONITOR_PACKAGES: Mapping[str, str] = {
-    "tensorboard": "tensorboard",
-    "wandb": "wandb",
-    "comet": "comet_ml",
-}
 
 
 @rule("parallel.tensor", "parallel.pipeline")
@@ -68,21 +61,9 @@ def fp16_needs_a_gpu(launch: Launch) -> Iterator[str]:
         )
 
 
-@rule("tensorboard.enabled", "wandb.enabled", "comet.enabled")
-def monitor_packages_are_installed(launch: Launch) -> Iterator[str]:
-    """DeepSpeed imports them on rank 0 only, where a failure leaves the other ranks waiting."""
-    for key, package in _MONITOR_PACKAGES.items():
-        if getattr(launch.config, key).enabled and find_spec(package) is None:
-            yield (
-                f"{key}.enabled is true and the package {package} is not installed; run "
-                f"`pip install {package}`, or turn it off (csv_monitor needs no package)"
-            )
-
-
 LAUNCH_RULES: tuple[Rule[Launch], ...] = (
     pipeline_and_tensor_divide_world,
     degrees_multiply_to_world,
     batch_multiplies,
     fp16_needs_a_gpu,
-    monitor_packages_are_installed,
 )

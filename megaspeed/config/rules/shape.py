@@ -124,12 +124,13 @@ def tensor_divides_feed_forward(config: RunConfig) -> Iterator[str]:
 
 
 @rule("parallel.pipeline", "model.num_hidden_layers")
-def every_pipeline_stage_has_a_block(config: RunConfig) -> Iterator[str]:
+def at_most_one_pipeline_stage_a_block(config: RunConfig) -> Iterator[str]:
     layers, pp = config.model.num_hidden_layers, config.parallel.pipeline
     if layers < pp:
         yield (
             f"model.num_hidden_layers {layers} must be at least parallel.pipeline {pp}, because "
-            f"each pipeline stage holds at least one block; valid parallel.pipeline: 1 to {layers}"
+            f"there are at most as many pipeline stages as blocks; valid parallel.pipeline: 1 to "
+            f"{layers}"
         )
 
 
@@ -164,7 +165,7 @@ SHAPE_RULES: tuple[Rule[RunConfig], ...] = (
     tensor_divides_heads,
     tensor_fits_key_value_heads,
     tensor_divides_feed_forward,
-    every_pipeline_stage_has_a_block,
+    at_most_one_pipeline_stage_a_block,
     sequence_fits_positions,
     tensor_divides_sequence,
 )

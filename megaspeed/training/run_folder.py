@@ -1,0 +1,50 @@
+"""The folder that a run writes to: found usable before anything starts, and never overwritten."""
+
+import json
+import os
+from pathlib import Path
+
+from megaspeed.config import ConfigError, Run
+
+CONFIG, METRICS, LOSS_CURVE = "config.json", "metrics.jsonl", "loss.png"
+
+
+def check_run_folder(run: Run) -> None:
+    """Raises ConfigError where ``training.run_dir`` is no folder or cannot be written to."""
+    folder = run.run_dir.absolute()
+    # os.path.exists: Path.exists raises below a folder that this user may not enter.
+    existing = next(path for path in (folder, *folder.parents) if os.path.exists(path))
+    if not existing.is_dir():
+        problem = f"training.run_dir {run.run_dir} cannot be a folder, because {existing} is a file"
+    elif not os.access(existing, os.W_OK | os.X_OK):
+        problem = f"training.run_dir {run.run_dir} cannot be written to: {existing} forbids it"
+    else:
+        return
+    raise ConfigError([f"{problem}; name another folder"], where=run.name)
+
+
+def open_run_folder(run: Run) -> Path | None:
+    """Makes the folder and writes the resolved configuration; for one rank.
+
+    Returns:
+        Where an earlier run's files were moved, a folder inside this one; None if there were none.
+    """
+    run.run_dir.mkdir(parents=True, exist_ok=True)
+    moved = _move_earlier_run(run.run_dir)
+    text = json.dumps(run.as_json(), indent=2) + "\n"
+    (run.run_dir / CONFIG).write_text(text, encoding="utf-8")
+    return moved
+
+
+def _move_earlier_run(folder: Path) -> Path | None:
+    earlier = [folder / name for name in (CONFIG, METRICS, LOSS_CURVE) if (folder / name).exists()]
+    if not earlier:
+        return None
+    number = 1
+    while (folder / f"earlier-{number}").exists():
+        number += 1
+    target = folder / f"earlier-{number}"
+    target.mkdir()
+    for file in earlier:
+        file.rename(target / file.name)
+    return target
