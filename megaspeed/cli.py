@@ -140,8 +140,8 @@ def _command(commands: Any, name: str, function: Any, text: str) -> argparse.Arg
 
 def _positive(text: str) -> int:
     number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{number} must be at least 1")
+    if not 1 <= number <= 10**9:
+        raise argparse.ArgumentTypeError("it must be at least 1 and at most 10^9")
     return number
 
 

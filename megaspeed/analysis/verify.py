@@ -46,6 +46,7 @@ class ParallelRun:
     grad_norms: list[float]
     initial_weights: dict[str, Tensor]
     first_gradients: dict[str, Tensor]
+    weights: dict[str, Tensor]
     copies_differ_by: float
 
 
@@ -175,6 +176,7 @@ def _record_steps(
         grad_norms=grad_norms,
         initial_weights=dict(initial.tensors),
         first_gradients=dict(gradients.tensors),
+        weights=dict(final.tensors),
         copies_differ_by=max(g.copies_differ_by for g in (initial, gradients, final)),
     )
 

@@ -5,7 +5,7 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from megaspeed.config.presets import PRESETS
-from megaspeed.config.section import Section
+from megaspeed.config.section import LARGEST_COUNT, Section
 
 PresetName = Literal[
     "gpt2-nano",
@@ -63,27 +63,34 @@ class ModelConfig(Section):
     )
     vocab_size: int = Field(
         gt=0,
+        le=LARGEST_COUNT,
         description="Number of token ids. It need not divide by parallel.tensor: it is padded "
         "inside and the padding is never visible.",
     )
-    hidden_size: int = Field(gt=0, description="Width of the residual stream, in elements.")
-    num_hidden_layers: int = Field(gt=0, description="Number of transformer blocks.")
-    num_attention_heads: int = Field(gt=0, description="Number of query heads.")
+    hidden_size: int = Field(
+        gt=0, le=LARGEST_COUNT, description="Width of the residual stream, in elements."
+    )
+    num_hidden_layers: int = Field(
+        gt=0, le=LARGEST_COUNT, description="Number of transformer blocks."
+    )
+    num_attention_heads: int = Field(gt=0, le=LARGEST_COUNT, description="Number of query heads.")
     num_key_value_heads: int = Field(
         default=None,
         validate_default=True,
         gt=0,
+        le=LARGEST_COUNT,
         description="Number of key and value heads. Left out: num_attention_heads.",
     )
     intermediate_size: int = Field(
         default=None,
         validate_default=True,
         gt=0,
+        le=LARGEST_COUNT,
         description="Width of the feed-forward layer, in elements. Left out: 4 x hidden_size "
         "for gpt2; llama must state it.",
     )
     max_position_embeddings: int = Field(
-        gt=0, description="Longest sequence the model can take, in tokens."
+        gt=0, le=LARGEST_COUNT, description="Longest sequence the model can take, in tokens."
     )
     tie_word_embeddings: bool = Field(
         default=None,

@@ -30,5 +30,8 @@ def _no_boolean(value: Any) -> Any:
 ElementCount = Annotated[int, BeforeValidator(_whole_number)]
 """A number of tensor elements; 5e8 may be written for 500000000."""
 
+LARGEST_COUNT = 10**9
+"""Of layers, heads, widths, ranks: beyond it, messages that list divisors would take for ever."""
+
 NoBoolean = BeforeValidator(_no_boolean)
 """Marks a field that lists allowed numbers, so that a boolean is refused."""
