@@ -27,9 +27,9 @@ from megaspeed.topology import ParallelContext
 from megaspeed.zero.deepspeed_json import deepspeed_json
 from megaspeed.zero.engine import ZeroEngine
 from megaspeed.zero.mpu import DataAxis
+from megaspeed.zero.workarounds.announced_renames import hide_announced_renames
 from megaspeed.zero.workarounds.no_compilation import declare_no_compiled_ops
 from megaspeed.zero.workarounds.process_environment import name_the_local_rank
-from megaspeed.zero.workarounds.quiet_import import hide_announced_renames
 from megaspeed.zero.workarounds.stage1_fp32_accumulation import always_the_zero_optimizer
 from megaspeed.zero.workarounds.stage3_world_check import skip_world_wide_module_check
 

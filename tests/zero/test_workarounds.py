@@ -436,7 +436,7 @@ def test_without_overruling_bf16_with_fp32_gradients_takes_another_optimizer_at_
     assert pool.run(1, optimizer_of_zero1, run, corpus, True) == ["DeepSpeedZeroOptimizer"]
 
 
-# --- quiet_import ---------------------------------------------------------------------------------
+# --- announced_renames ----------------------------------------------------------------------------
 
 
 def future_warnings(
