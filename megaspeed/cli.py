@@ -55,8 +55,8 @@ def _check(options: argparse.Namespace) -> int:
 def _verify(options: argparse.Namespace) -> int:
     """Trains the layout and one plain process, and prints their numbers side by side."""
     # Imported here: torch and DeepSpeed take seconds, which `check` need not wait for.
-    from megaspeed.analysis.verification_report import gradient_table, step_table, verdict
-    from megaspeed.analysis.verify import verify
+    from megaspeed.analysis.verification.report import gradient_table, step_table, verdict
+    from megaspeed.analysis.verification.verify import verify
 
     run = _load(options)
     corpus = prepare_corpus(run.config.data, run.config.model.vocab_size)

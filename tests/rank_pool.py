@@ -41,7 +41,7 @@ T = TypeVar("T")
 _IMPORTED_ONCE = [
     "tests.rank_worker",
     "torch._dynamo",
-    "megaspeed.analysis.verify",
+    "megaspeed.analysis.verification.verify",
     # DeepSpeed imports these at its first engine, and through them torch's compiler.
     "deepspeed.runtime.zero.muon.muon_optimizer",
     "deepspeed.runtime.superoffload.superoffload_stage3",

@@ -1,1 +1,1 @@
-"""Runs looked at from outside: the plain-torch reference, and layouts compared with it."""
+"""Runs looked at from outside: compared with one process, measured, predicted."""

@@ -3,15 +3,16 @@
 from megaspeed.model.attention import Attention
 from megaspeed.model.dropout import MaskShard, SampleDropout
 from megaspeed.model.flops import forward_flops_per_token, training_flops_per_token
-from megaspeed.model.gpt import (
+from megaspeed.model.gpt import GPT
+from megaspeed.model.initialization import initial_slice, initialize
+from megaspeed.model.layers import Block, Embedding, Head
+from megaspeed.model.parameters import (
     EMBEDDING_WEIGHT,
-    GPT,
     HEAD_WEIGHT,
     layer_count,
     logical_name,
+    parameter_shapes,
 )
-from megaspeed.model.initialization import initial_slice, initialize
-from megaspeed.model.layers import Block, Embedding, Head
 
 __all__ = [
     "EMBEDDING_WEIGHT",
@@ -28,5 +29,6 @@ __all__ = [
     "initialize",
     "layer_count",
     "logical_name",
+    "parameter_shapes",
     "training_flops_per_token",
 ]

@@ -15,19 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megaspeed.config import ModelConfig
 from megaspeed.model.layers import Block, Embedding, Head
-
-EMBEDDING_WEIGHT = "embedding.tokens.weight"
-HEAD_WEIGHT = "head.output.weight"
-
-
-def layer_count(config: ModelConfig) -> int:
-    """Length of the flat list of layers: the blocks, the embedding and the head."""
-    return config.num_hidden_layers + 2
-
-
-def logical_name(config: ModelConfig, name: str) -> str:
-    """The name under which a parameter exists once: a tied head is the token embedding."""
-    return EMBEDDING_WEIGHT if config.tie_word_embeddings and name == HEAD_WEIGHT else name
+from megaspeed.model.parameters import layer_count
 
 
 class GPT(nn.Module):

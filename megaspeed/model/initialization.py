@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from megaspeed.config import ModelConfig
-from megaspeed.model.gpt import logical_name
+from megaspeed.model.parameters import logical_name
 
 _BLOCK_ELEMENTS = 1 << 20
 _RESIDUAL_PROJECTIONS = ("attention.output.weight", "mlp.down.weight")

@@ -11,6 +11,7 @@ from megaspeed.pipeline.schedules import (
     peak_micro_batches_in_flight,
 )
 from megaspeed.pipeline.simulation import bubble_fraction, check_schedule, format_grid
+from megaspeed.pipeline.stages import layers_of_stages, parameters_of_stages
 
 __all__ = [
     "SCHEDULES",
@@ -26,6 +27,8 @@ __all__ = [
     "check_schedule",
     "format_grid",
     "forward_only",
+    "layers_of_stages",
+    "parameters_of_stages",
     "partition_layers",
     "peak_micro_batches_in_flight",
 ]

@@ -20,6 +20,7 @@ from rich.markup import escape
 from megaspeed.config import ConfigError, Run, load_run
 from megaspeed.data import DataError, PreparedCorpus, prepare_corpus
 from megaspeed.data.config_problems import find_problems_in_file
+from megaspeed.pipeline import layers_of_stages, parameters_of_stages
 from megaspeed.topology import (
     Grid,
     GroupError,
@@ -40,7 +41,6 @@ from megaspeed.training.run_folder import (
     open_run_folder,
 )
 from megaspeed.training.trainer import Trainer, TrainingDiverged, TrainingSummary
-from megaspeed.training.worker import layers_of_stages, parameters_of_stages
 
 EXIT_DONE, EXIT_FAILED, EXIT_WRONG_INPUT = 0, 1, 2
 

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from megaspeed.config import Run
 from megaspeed.data import MicroBatch
-from megaspeed.model import GPT, forward_flops_per_token, logical_name
 from megaspeed.pipeline import (
     SCHEDULES,
     Channel,
@@ -23,7 +22,7 @@ from megaspeed.pipeline import (
     Neighbours,
     check_schedule,
     forward_only,
-    partition_layers,
+    layers_of_stages,
     peak_micro_batches_in_flight,
 )
 from megaspeed.tensor_parallel import ParameterShard, TensorAxis
@@ -49,28 +48,6 @@ class StepResult:
     loss: float
     grad_norm: float
     skipped: bool
-
-
-def layers_of_stages(run: Run) -> list[range]:
-    """The flat layers of each pipeline stage: the largest stage's forward operations are least."""
-    costs = forward_flops_per_token(run.config.model, run.config.data.sequence_length)
-    return partition_layers(costs, run.degrees.pp)
-
-
-def parameters_of_stages(run: Run) -> list[int]:
-    """Logical parameters of each pipeline stage; a tied embedding counts where it is first used."""
-    counts = []
-    for layers in layers_of_stages(run):
-        with torch.device("meta"):
-            stage = GPT(run.config.model, layers=layers)
-        counts.append(
-            sum(
-                parameter.numel()
-                for name, parameter in stage.named_parameters()
-                if 0 in layers or logical_name(run.config.model, name) == name
-            )
-        )
-    return counts
 
 
 class Worker:

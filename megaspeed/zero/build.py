@@ -14,8 +14,7 @@ import torch
 from torch import nn
 
 from megaspeed.config import Run
-from megaspeed.model import GPT, HEAD_WEIGHT
-from megaspeed.model.gpt import EMBEDDING_WEIGHT
+from megaspeed.model import EMBEDDING_WEIGHT, GPT, HEAD_WEIGHT
 from megaspeed.tensor_parallel import (
     ParameterShard,
     TensorAxis,

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from megaspeed.analysis.comparison import TOLERANCES, Comparison, Tolerance
-from megaspeed.analysis.reference import ReferenceRun, train_reference
-from megaspeed.analysis.verify import compare, train_rank, whole_batch
+from megaspeed.analysis.verification.comparison import TOLERANCES, Comparison, Tolerance
+from megaspeed.analysis.verification.reference import ReferenceRun, train_reference
+from megaspeed.analysis.verification.verify import compare, train_rank, whole_batch
 from megaspeed.config import Run
 from tests.parallel.covering import SETTINGS, Row, covering_rows, pairs_of, possible_pairs
 from tests.parallel.tiny import GPT2, LLAMA, tiny_corpus, tiny_run

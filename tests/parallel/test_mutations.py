@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from megaspeed.analysis.comparison import Comparison, Difference
-from megaspeed.analysis.reference import ReferenceRun, train_reference
-from megaspeed.analysis.verify import ParallelRun, compare, train_rank, whole_batch
+from megaspeed.analysis.verification.comparison import Comparison, Difference
+from megaspeed.analysis.verification.reference import ReferenceRun, train_reference
+from megaspeed.analysis.verification.verify import ParallelRun, compare, train_rank, whole_batch
 from megaspeed.config import Run
 from megaspeed.data import PreparedCorpus
 from megaspeed.model.dropout import MaskShard, SampleDropout

@@ -8,6 +8,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from megaspeed.pipeline import layers_of_stages, parameters_of_stages
 from megaspeed.training.console import (
     ConsoleObserver,
     describe_step,
@@ -16,7 +17,6 @@ from megaspeed.training.console import (
 )
 from megaspeed.training.metrics import MetricsFile, ValidationMetrics
 from megaspeed.training.trainer import TrainingSummary
-from megaspeed.training.worker import layers_of_stages, parameters_of_stages
 from tests.parallel.tiny import tiny_run
 from tests.training.metrics_of_steps import step_metrics
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from megaspeed.analysis.reference import train_reference
-from megaspeed.analysis.verify import whole_batch
+from megaspeed.analysis.verification.reference import train_reference
+from megaspeed.analysis.verification.verify import whole_batch
 from megaspeed.config import Run
 from megaspeed.data import PreparedCorpus
 from megaspeed.model import GPT

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from megaspeed.analysis.reference import ReferenceRun, train_reference
-from megaspeed.analysis.verify import train_rank, whole_batch
+from megaspeed.analysis.verification.reference import ReferenceRun, train_reference
+from megaspeed.analysis.verification.verify import train_rank, whole_batch
 from megaspeed.config import Run
 from tests.parallel.tiny import merge, tiny_corpus
 from tests.rank_pool import RankPool

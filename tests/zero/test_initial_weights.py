@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megaspeed.analysis.logical_tensors import LogicalTensors, gather_weights
+from megaspeed.analysis.verification.logical_tensors import LogicalTensors, gather_weights
 from megaspeed.config import Run
 from megaspeed.data import PreparedCorpus
 from megaspeed.model import GPT, initialize

@@ -25,10 +25,10 @@ from deepspeed.runtime.zero import partitioned_param_coordinator
 from deepspeed.runtime.zero import utils as zero_functions
 from torch import Tensor
 
-from megaspeed.analysis.comparison import TOLERANCES, compare_gradients
-from megaspeed.analysis.logical_tensors import gather_gradients
-from megaspeed.analysis.reference import ReferenceRun, train_reference
-from megaspeed.analysis.verify import whole_batch
+from megaspeed.analysis.verification.comparison import TOLERANCES, compare_gradients
+from megaspeed.analysis.verification.logical_tensors import gather_gradients
+from megaspeed.analysis.verification.reference import ReferenceRun, train_reference
+from megaspeed.analysis.verification.verify import whole_batch
 from megaspeed.config import Run
 from megaspeed.data import PreparedCorpus
 from megaspeed.topology import Grid, LaunchEnvironment, ParallelContext

@@ -20,14 +20,18 @@ import torch
 import torch.multiprocessing as mp
 from torch import Tensor
 
-from megaspeed.analysis.comparison import (
+from megaspeed.analysis.verification.comparison import (
     TOLERANCES,
     Comparison,
     compare_gradients,
     compare_numbers,
 )
-from megaspeed.analysis.logical_tensors import LogicalTensors, gather_gradients, gather_weights
-from megaspeed.analysis.reference import ReferenceRun, train_reference
+from megaspeed.analysis.verification.logical_tensors import (
+    LogicalTensors,
+    gather_gradients,
+    gather_weights,
+)
+from megaspeed.analysis.verification.reference import ReferenceRun, train_reference
 from megaspeed.config import Run
 from megaspeed.data import LoaderShape, MicroBatch, PreparedCorpus, TrainingLoader
 from megaspeed.topology import Grid, LaunchEnvironment, ParallelContext

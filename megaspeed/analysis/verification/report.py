@@ -2,7 +2,7 @@
 
 from rich.table import Table
 
-from megaspeed.analysis.comparison import Comparison, Difference
+from megaspeed.analysis.verification.comparison import Comparison, Difference
 from megaspeed.config import Run
 
 

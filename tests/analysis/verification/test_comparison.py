@@ -6,14 +6,14 @@ import math
 import pytest
 import torch
 
-from megaspeed.analysis.comparison import (
+from megaspeed.analysis.verification.comparison import (
     Comparison,
     Difference,
     compare_gradients,
     compare_numbers,
 )
-from megaspeed.analysis.verification_report import gradient_table, step_table, verdict
-from tests.analysis.printing import TEXT, printed
+from megaspeed.analysis.verification.report import gradient_table, step_table, verdict
+from tests.analysis.verification.printing import TEXT, printed
 from tests.parallel.tiny import tiny_run
 
 

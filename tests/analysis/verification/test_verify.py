@@ -11,7 +11,7 @@ import pytest
 
 from tests.parallel.tiny import GPT2
 
-TEXT = Path(__file__).parents[2] / "LICENSE"
+TEXT = Path(__file__).parents[3] / "LICENSE"
 MEGASPEED = Path(sys.executable).with_name("megaspeed")
 WRONG_BUILD = Path(__file__).with_name("verify_without_tied_sum.py")
 STEPS = 3

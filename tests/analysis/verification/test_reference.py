@@ -8,14 +8,14 @@ import pytest
 import torch
 from torch.nn import functional
 
-from megaspeed.analysis.reference import train_reference
-from megaspeed.analysis.verify import whole_batch
+from megaspeed.analysis.verification.reference import train_reference
+from megaspeed.analysis.verification.verify import whole_batch
 from megaspeed.config import Run
 from megaspeed.data import PreparedCorpus
 from megaspeed.model import GPT, initialize
 from tests.parallel.tiny import GPT2, LLAMA, tiny_corpus, tiny_run
 
-TEXT = Path(__file__).parents[2] / "LICENSE"
+TEXT = Path(__file__).parents[3] / "LICENSE"
 STEPS = 12
 
 

@@ -1,0 +1,1 @@
+"""One layout against one process of plain torch: `megaspeed verify`."""

@@ -1,0 +1,26 @@
+"""What each pipeline stage of a run holds. Pure arithmetic, no torch."""
+
+import math
+
+from megaspeed.config import Run
+from megaspeed.model import forward_flops_per_token, logical_name, parameter_shapes
+from megaspeed.pipeline.partition import partition_layers
+
+
+def layers_of_stages(run: Run) -> list[range]:
+    """The flat layers of each pipeline stage: the largest stage's forward operations are least."""
+    costs = forward_flops_per_token(run.config.model, run.config.data.sequence_length)
+    return partition_layers(costs, run.degrees.pp)
+
+
+def parameters_of_stages(run: Run) -> list[int]:
+    """Logical parameters of each pipeline stage; a tied embedding counts where it is first used."""
+    model = run.config.model
+    return [
+        sum(
+            math.prod(shape)
+            for name, shape in parameter_shapes(model, layers).items()
+            if 0 in layers or logical_name(model, name) == name
+        )
+        for layers in layers_of_stages(run)
+    ]

@@ -1,0 +1,33 @@
+"""The shapes that are worked out are those of the model that torch builds."""
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+
+from megaspeed.config import PRESETS, ModelConfig
+from megaspeed.model import GPT, layer_count, parameter_shapes
+from tests.parallel.tiny import GPT2, LLAMA
+
+
+def built_shapes(config: ModelConfig, layers: range) -> list[tuple[str, tuple[int, ...]]]:
+    with torch.device("meta"):
+        model = GPT(config, layers=layers)
+    return [(name, tuple(p.shape)) for name, p in model.named_parameters()]
+
+
+@pytest.mark.parametrize("preset", sorted(PRESETS))
+def test_a_whole_model_has_these_shapes_in_this_order(preset: str) -> None:
+    config = ModelConfig.model_validate({"preset": preset, "num_hidden_layers": 3})
+    layers = range(layer_count(config))
+    assert list(parameter_shapes(config, layers).items()) == built_shapes(config, layers)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("shape", [GPT2, LLAMA], ids=["gpt2", "llama"])
+def test_every_contiguous_part_has_these_shapes(shape: dict[str, Any], tied: bool) -> None:
+    config = ModelConfig.model_validate({**shape, "tie_word_embeddings": tied})
+    for start, stop in itertools.combinations(range(layer_count(config) + 1), 2):
+        layers = range(start, stop)
+        assert list(parameter_shapes(config, layers).items()) == built_shapes(config, layers)
