@@ -13,7 +13,7 @@ ranks trains the same model as one process. Each folder imports only from the fo
     training/         optimizer groups, learning rate, the loop, metrics
     checkpoint/       checkpoints that know nothing of the layout
     analysis/         memory, traffic and pipeline bubble, predicted and measured
-    cli.py            the `megaspeed` command
+    cli/              the `megaspeed` command, a file for each subcommand
 """
 
 __version__ = "0.1.0"

@@ -1,0 +1,41 @@
+"""The ``megaspeed`` command.
+
+    megaspeed check    --config FILE [--world-size N]     every mistake in a configuration, at once
+    megaspeed verify   --config FILE --world-size N       these degrees against one plain process
+    megaspeed schedule --config FILE --world-size N       the pipeline's timetable, as a grid
+
+Each command is a file of this folder with ``add_to`` (its arguments) and ``run`` (what it does).
+Exit codes: 0 done, 1 the run or the check failed, 2 the input is wrong.
+"""
+
+import argparse
+from collections.abc import Sequence
+
+from megaspeed.cli import check, schedule, verify
+from megaspeed.cli.common_options import EXIT_WRONG_INPUT
+from megaspeed.cli.output import say
+from megaspeed.config import ConfigError
+from megaspeed.data import DataError
+
+_COMMANDS = (check, verify, schedule)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one command; returns the exit code."""
+    options = _parse(arguments)
+    try:
+        code: int = options.run(options)
+    except (ConfigError, DataError) as error:
+        say(str(error), error=True)
+        return EXIT_WRONG_INPUT
+    return code
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="megaspeed", description="3D-parallel GPT pretraining on DeepSpeed."
+    )
+    commands = parser.add_subparsers(required=True, metavar="command")
+    for command in _COMMANDS:
+        command.add_to(commands)
+    return parser.parse_args(arguments)

@@ -1,0 +1,79 @@
+"""Options that every command takes, and the run that they name."""
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from megaspeed.config import ConfigError, Run, load_run
+from megaspeed.data.config_problems import find_problems_in_file
+
+EXIT_DONE, EXIT_FAILED, EXIT_WRONG_INPUT = 0, 1, 2
+
+
+def add_command(
+    commands: Any,
+    name: str,
+    run: Callable[[argparse.Namespace], int],
+    text: str,
+    *,
+    needs_world_size: bool = True,
+) -> argparse.ArgumentParser:
+    """A subcommand with ``--config``, ``--world-size``, ``--set`` and ``--json``."""
+    parser: argparse.ArgumentParser = commands.add_parser(name, help=text, description=text)
+    parser.set_defaults(run=run)
+    parser.add_argument("--config", required=True, type=Path, help="the run's JSON file")
+    parser.add_argument(
+        "--world-size",
+        type=positive,
+        required=needs_world_size,
+        help="number of processes of the run",
+    )
+    parser.add_argument(
+        "--set",
+        dest="overrides",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="key.path=value",
+        help="replace single values of the file",
+    )
+    parser.add_argument("--json", type=new_file, metavar="FILE", help="write the figures there too")
+    return parser
+
+
+def load(options: argparse.Namespace, device_type: str = "cpu") -> Run:
+    """The run of ``--config``, ``--set`` and ``--world-size``.
+
+    Raises:
+        ConfigError: with every problem, those of the data section included.
+    """
+    try:
+        return load_run(
+            options.config,
+            options.overrides,
+            world_size=options.world_size,
+            world_source="--world-size",
+            device_type=device_type,
+        )
+    except ConfigError as error:
+        others = find_problems_in_file(options.config, options.overrides)
+        raise ConfigError([*error.problems, *others], error.where) from error
+
+
+def positive(text: str) -> int:
+    """A count on the command line."""
+    number = int(text)
+    if not 1 <= number <= 10**9:
+        raise argparse.ArgumentTypeError("it must be at least 1 and at most 10^9")
+    return number
+
+
+def new_file(text: str) -> Path:
+    """A file on the command line that can be written."""
+    file = Path(text)
+    if file.is_dir():
+        raise argparse.ArgumentTypeError(f"{file} is a folder; name a file in it")
+    if not file.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"{file.parent} is not a folder; create it first")
+    return file
