@@ -3,6 +3,8 @@
     megaspeed check    --config FILE [--world-size N]     every mistake in a configuration, at once
     megaspeed verify   --config FILE --world-size N       these degrees against one plain process
     megaspeed schedule --config FILE --world-size N       the pipeline's timetable, as a grid
+    megaspeed compare  --config FILE --world-size N       the ZeRO stages, trained side by side
+    megaspeed plan     --config FILE --world-size N       memory, traffic and rank map, worked out
 
 Each command is a file of this folder with ``add_to`` (its arguments) and ``run`` (what it does).
 Exit codes: 0 done, 1 the run or the check failed, 2 the input is wrong.
@@ -11,13 +13,13 @@ Exit codes: 0 done, 1 the run or the check failed, 2 the input is wrong.
 import argparse
 from collections.abc import Sequence
 
-from megaspeed.cli import check, schedule, verify
+from megaspeed.cli import check, compare, plan, schedule, verify
 from megaspeed.cli.common_options import EXIT_WRONG_INPUT
 from megaspeed.cli.output import say
 from megaspeed.config import ConfigError
 from megaspeed.data import DataError
 
-_COMMANDS = (check, verify, schedule)
+_COMMANDS = (check, verify, schedule, compare, plan)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -22,6 +22,10 @@ _FILE_KEYS = {
 }
 
 
+# pydantic's words, where a validator stands before the bound, and JSON schema's.
+_BOUNDS = {"ge": "minimum", "gt": "exclusiveMinimum"}
+
+
 def json_schema() -> dict[str, Any]:
     """The schema of a config file.
 
@@ -51,8 +55,9 @@ def _simplify(field: dict[str, Any]) -> None:
     if field.get("default", ...) is None:
         field.pop("default", None)
     for choice in field.get("anyOf", []):
-        if "ge" in choice:  # pydantic's word, where a validator stands before the bound
-            choice["minimum"] = choice.pop("ge")
+        for pydantics, ours in _BOUNDS.items():
+            if pydantics in choice:
+                choice[ours] = choice.pop(pydantics)
         # A file may change one number of a scheduler whose type stands in the file it extends, so
         # that more than one type can fit.
         if "oneOf" in choice:

@@ -3,6 +3,14 @@
 Sources: the `config.json` of each model as published. GPT-2 is named by the sizes of its
 parameters: gpt2 124M, gpt2-medium 355M, gpt2-large 774M, gpt2-xl 1.5B. The nano and tiny models
 are ours: nano trains in seconds in a test, tiny learns something from a megabyte of text.
+
+Three shapes are known from papers alone, with GPT-2's vocabulary and learned positions:
+
+    gpt3-175b    Brown et al. 2020, "Language Models are Few-Shot Learners", Table 2.1
+    mt-nlg-530b  Smith et al. 2022, "Using DeepSpeed and Megatron to Train Megatron-Turing NLG
+                 530B", the section on the model and its training
+    gpt-7.5b     Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on GPU
+                 Clusters", Table 1: the size of which the ZeRO paper's Table 1 speaks
 """
 
 from collections.abc import Mapping
@@ -56,6 +64,30 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
         "num_hidden_layers": 48,
         "num_attention_heads": 25,
         "max_position_embeddings": 1024,
+    },
+    "gpt-7.5b": {
+        "architecture": "gpt2",
+        "vocab_size": 50257,
+        "hidden_size": 4096,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "max_position_embeddings": 2048,
+    },
+    "gpt3-175b": {
+        "architecture": "gpt2",
+        "vocab_size": 50257,
+        "hidden_size": 12288,
+        "num_hidden_layers": 96,
+        "num_attention_heads": 96,
+        "max_position_embeddings": 2048,
+    },
+    "mt-nlg-530b": {
+        "architecture": "gpt2",
+        "vocab_size": 50257,
+        "hidden_size": 20480,
+        "num_hidden_layers": 105,
+        "num_attention_heads": 128,
+        "max_position_embeddings": 2048,
     },
     "llama-nano": {
         "architecture": "llama",

@@ -14,6 +14,7 @@ from megaspeed.config.rules.rule import Launch, apply_rules
 from megaspeed.config.rules.shape import SHAPE_RULES
 from megaspeed.config.run import RunConfig
 from megaspeed.config.scheduler import SchedulerConfig, WarmupLR, WarmupLRParams
+from megaspeed.config.zero_portions import definite_zero
 
 GradientReduction = Literal["per_step", "per_micro_batch"]
 Precision = Literal["fp32", "bf16", "fp16"]
@@ -24,8 +25,8 @@ class Run:
     """One run on one number of processes.
 
     `config` is definite: `parallel.data` is a number, the batch keys are all stated,
-    `parallel.gradient_reduction` is not "auto", `training.run_dir` is a path, and the scheduler's
-    numbers that follow from other sections are filled in.
+    `parallel.gradient_reduction` is not "auto", `training.run_dir` is a path, and ZeRO's portions
+    and the scheduler's numbers that follow from other sections are filled in.
     """
 
     config: RunConfig
@@ -118,6 +119,7 @@ def definite_run(config: RunConfig, name: str, world: World) -> Run:
                 update={"run_dir": config.training.run_dir or default_run_dir(name)}
             ),
             "scheduler": _definite_scheduler(config),
+            "zero_optimization": definite_zero(config.zero_optimization, config.model, degrees.tp),
         }
     )
     return Run(definite, name, degrees, batch, reduction, _precision(config))

@@ -1,7 +1,9 @@
 """pydantic's errors in our words: the full path, what was given, what is wanted."""
 
+import re
 from collections import defaultdict
 from collections.abc import Mapping
+from difflib import get_close_matches
 from math import isfinite
 from typing import Any
 
@@ -141,6 +143,10 @@ def _mend(given: Any, details: list[ErrorDetails]) -> str:
         return f"; write {given.lower()} without quotes"
     if "string_type" in kinds and isinstance(given, int | float):
         return f'; write "{given}" in quotes'
+    if isinstance(given, str) and kinds == {"literal_error"}:
+        choices = re.findall(r"'([^']*)'", str(details[0]["ctx"]["expected"]))
+        nearest = get_close_matches(given, choices, n=1)
+        return f'; the nearest is "{nearest[0]}"' if nearest else ""
     return ""
 
 

@@ -33,13 +33,16 @@ class ZeroConfig(Section):
     reduce_scatter: bool = Field(
         default=True, description="Average gradients with reduce-scatter instead of all-reduce."
     )
-    reduce_bucket_size: ElementCount = Field(
-        default=500_000_000, gt=0, description="Elements reduced at a time."
+    reduce_bucket_size: Annotated[ElementCount, Field(gt=0)] | None = Field(
+        default=None,
+        description="Elements reduced at a time. Left out: those of one block on one rank.",
     )
     use_multi_rank_bucket_allreduce: bool = Field(
-        default=True,
-        description="Stages 1 and 2: one all-reduce for a bucket instead of one reduce for each "
-        "owner.",
+        default=False,
+        description="Stages 1 and 2: all-reduce each bucket of gradients, instead of reducing "
+        "each part of it to the rank that owns it. DeepSpeed's own default is true: fewer "
+        "messages, which may be faster where buckets are small and owners many, but twice the "
+        "bytes, so that a step moves 3 x the parameters in place of ZeRO's 2 x.",
     )
     allgather_partitions: bool = Field(
         default=True,
@@ -64,25 +67,31 @@ class ZeroConfig(Section):
         gt=0,
         description="Stage 3: elements the optimizer steps at a time.",
     )
-    stage3_prefetch_bucket_size: ElementCount = Field(
-        default=50_000_000, ge=0, description="Elements fetched ahead of use; 0 for none."
+    stage3_prefetch_bucket_size: Annotated[ElementCount, Field(ge=0)] | None = Field(
+        default=None,
+        description="Elements fetched ahead of use; 0 for none. Left out: those of one block on "
+        "one rank.",
     )
-    stage3_param_persistence_threshold: ElementCount = Field(
-        default=100_000,
-        ge=0,
-        description="Parameters with fewer elements than this are not partitioned.",
+    stage3_param_persistence_threshold: Annotated[ElementCount, Field(ge=0)] | None = Field(
+        default=None,
+        description="Parameters with up to this many elements are kept whole. Left out: 10 x "
+        "model.hidden_size.",
     )
     stage3_model_persistence_threshold: Annotated[ElementCount, Field(ge=0)] | None = Field(
         default=None,
         description="Most elements that may stay unpartitioned in all. Left out: no bound.",
     )
-    stage3_max_live_parameters: ElementCount = Field(
-        default=1_000_000_000, ge=0, description="Most gathered elements a rank keeps at a time."
+    stage3_max_live_parameters: Annotated[ElementCount, Field(ge=0)] | None = Field(
+        default=None,
+        description="Elements gathered at a time, beyond which nothing is fetched ahead. Left "
+        "out: those of two blocks on one rank.",
     )
     stage3_max_reuse_distance: ElementCount = Field(
-        default=1_000_000_000,
+        default=0,
         ge=0,
-        description="Keep a gathered parameter that is needed again within this many elements.",
+        description="Keep a gathered parameter that is needed again within this many elements. "
+        "DeepSpeed's own default, 1e9, keeps a whole small model gathered from forward to "
+        "backward: less traffic, but no memory is saved.",
     )
     stage3_module_granularity_threshold: ElementCount = Field(
         default=0,

@@ -9,6 +9,7 @@ from megaspeed.model.layers import Block, Embedding, Head
 from megaspeed.model.parameters import (
     EMBEDDING_WEIGHT,
     HEAD_WEIGHT,
+    decays,
     layer_count,
     logical_name,
     parameter_shapes,
@@ -24,6 +25,7 @@ __all__ = [
     "Head",
     "MaskShard",
     "SampleDropout",
+    "decays",
     "forward_flops_per_token",
     "initial_slice",
     "initialize",

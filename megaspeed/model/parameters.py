@@ -23,6 +23,11 @@ def logical_name(config: ModelConfig, name: str) -> str:
     return EMBEDDING_WEIGHT if config.tie_word_embeddings and name == HEAD_WEIGHT else name
 
 
+def decays(name: str) -> bool:
+    """Whether the parameter ``name`` is subject to weight decay: matrices and embeddings are."""
+    return name.endswith(".weight") and "norm" not in name
+
+
 def parameter_shapes(config: ModelConfig, layers: range) -> dict[str, Shape]:
     """Full name -> full shape of each parameter of the flat layers ``layers``.
 

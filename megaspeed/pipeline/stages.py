@@ -1,6 +1,7 @@
 """What each pipeline stage of a run holds. Pure arithmetic, no torch."""
 
 import math
+from functools import lru_cache
 
 from megaspeed.config import Run
 from megaspeed.model import forward_flops_per_token, logical_name, parameter_shapes
@@ -10,7 +11,13 @@ from megaspeed.pipeline.partition import partition_layers
 def layers_of_stages(run: Run) -> list[range]:
     """The flat layers of each pipeline stage: the largest stage's forward operations are least."""
     costs = forward_flops_per_token(run.config.model, run.config.data.sequence_length)
-    return partition_layers(costs, run.degrees.pp)
+    return list(_partition(tuple(costs), run.degrees.pp))
+
+
+@lru_cache(maxsize=1024)
+def _partition(costs: tuple[float, ...], pipeline_stages: int) -> tuple[range, ...]:
+    """A plan asks for the same split hundreds of times."""
+    return tuple(partition_layers(costs, pipeline_stages))
 
 
 def parameters_of_stages(run: Run) -> list[int]:

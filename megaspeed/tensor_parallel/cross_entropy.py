@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 
 from megaspeed.data import NOT_COUNTED
@@ -69,7 +68,10 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         width = softmax.shape[-1]
         if width:
             z_gradient.scatter_add_(-1, local, -scale * here.unsqueeze(-1))
-        padded = F.pad(z_gradient.to(ctx.dtype), (0, ctx.columns - width))
+        # One tensor, whatever the dtype and the padding: nothing is larger than the logits.
+        padded = z_gradient.new_empty((*z_gradient.shape[:-1], ctx.columns), dtype=ctx.dtype)
+        padded[..., :width] = z_gradient
+        padded[..., width:] = 0.0
         return padded, None, None, None
 
 

@@ -7,11 +7,7 @@ import torch
 from torch import nn
 
 from megaspeed.config import OptimizerConfig
-
-
-def decays(name: str) -> bool:
-    """Whether the parameter ``name`` is subject to weight decay: matrices and embeddings are."""
-    return name.endswith(".weight") and "norm" not in name
+from megaspeed.model import decays
 
 
 def parameter_groups(

@@ -11,16 +11,23 @@ CONFIG, METRICS, LOSS_CURVE = "config.json", "metrics.jsonl", "loss.png"
 
 def check_run_folder(run: Run) -> None:
     """Raises ConfigError where ``training.run_dir`` is no folder or cannot be written to."""
-    folder = run.run_dir.absolute()
+    problem = folder_problem("training.run_dir", run.run_dir)
+    if problem is not None:
+        raise ConfigError([problem], where=run.name)
+
+
+def folder_problem(name: str, folder: Path) -> str | None:
+    """Why ``folder``, given as ``name``, cannot be made or written to; None where it can."""
     # os.path.exists: Path.exists raises below a folder that this user may not enter.
-    existing = next(path for path in (folder, *folder.parents) if os.path.exists(path))
+    whole = folder.absolute()
+    existing = next(path for path in (whole, *whole.parents) if os.path.exists(path))
     if not existing.is_dir():
-        problem = f"training.run_dir {run.run_dir} cannot be a folder, because {existing} is a file"
+        problem = f"{name} {folder} cannot be a folder, because {existing} is a file"
     elif not os.access(existing, os.W_OK | os.X_OK):
-        problem = f"training.run_dir {run.run_dir} cannot be written to: {existing} forbids it"
+        problem = f"{name} {folder} cannot be written to: {existing} forbids it"
     else:
-        return
-    raise ConfigError([f"{problem}; name another folder"], where=run.name)
+        return None
+    return f"{problem}; name another folder"
 
 
 def open_run_folder(run: Run) -> Path | None:

@@ -1,25 +1,24 @@
 """The training loop.
 
-    for each step:  learning rate(steps taken), micro-batches(samples consumed) -> worker -> metrics
+    for each step:  learning rate(steps taken), micro-batches(step) -> worker -> metrics
                     now and then: validation
 
 Every rank runs the same loop; what they must agree on (loss, norm, whether the step was skipped)
 the worker returns alike on all of them. Rank 0's observer reports.
 """
 
-import functools
 import time
 from dataclasses import dataclass
 from typing import Protocol
 
 from megaspeed.config import Run
-from megaspeed.data import LoaderShape, PreparedCorpus, TrainingLoader, ValidationLoader
+from megaspeed.data import PreparedCorpus, ValidationLoader
 from megaspeed.model import training_flops_per_token
 from megaspeed.topology import ParallelContext
 from megaspeed.training.device_peak import peak_flops_per_second
-from megaspeed.training.learning_rate import learning_rate
 from megaspeed.training.memory import peak_memory_by_pipeline_stage
 from megaspeed.training.metrics import StepMetrics, ValidationMetrics
+from megaspeed.training.step_inputs import StepInputs
 from megaspeed.training.worker import StepResult, Worker
 
 
@@ -64,15 +63,12 @@ class Trainer:
         self._context = context
         self._observer = observer
         self.worker = Worker(run, context)
-        shape = LoaderShape(
-            micro_batch_size=run.batch.micro_batch_size,
-            gradient_accumulation_steps=run.batch.gradient_accumulation_steps,
-            dp_rank=context.dp_rank,
-            dp_size=context.dp_size,
-        )
-        self._loader = TrainingLoader(corpus, shape, context.device)
+        self._inputs = StepInputs(run, corpus, context)
         self._validation = ValidationLoader(
-            corpus, shape, eval_batches=run.config.training.eval_batches, device=context.device
+            corpus,
+            self._inputs.shape,
+            eval_batches=run.config.training.eval_batches,
+            device=context.device,
         )
         self._flops_per_token = training_flops_per_token(
             run.config.model, run.config.data.sequence_length
@@ -83,27 +79,20 @@ class Trainer:
     def train(self) -> TrainingSummary:
         """Runs all steps; raises ``TrainingDiverged`` where the loss or norm stays non-finite."""
         training = self._run.config.training
-        samples_consumed = steps_taken = 0
+        steps_taken = 0
         validation: ValidationMetrics | None = None
         start = time.perf_counter()
         for step in range(1, training.steps + 1):
             step_start = time.perf_counter()
-            rate = learning_rate(
-                self._run.config.optimizer,
-                self._run.config.scheduler,
-                step=steps_taken,
-                steps=training.steps,
-            )
-            load = functools.partial(self._loader.micro_batch, samples_consumed)
-            result = self.worker.train_step(load, rate)
-            samples_consumed += self._run.batch.train_batch_size
+            rate = self._inputs.learning_rate(steps_taken)
+            result = self.worker.train_step(self._inputs.load(step - 1), rate)
             steps_taken += not result.skipped
             metrics = self._measure(step, result, rate, time.perf_counter() - step_start)
             self._observer.step(metrics)
             self._watch_skipped_steps(metrics)
             if self._is_time_to_validate(step):
                 validation = self._validate(step)
-        self._loader.close()
+        self._inputs.close()
         return TrainingSummary(
             metrics, validation, training.steps - steps_taken, time.perf_counter() - start
         )

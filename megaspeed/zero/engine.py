@@ -26,6 +26,7 @@ from megaspeed.topology import ParallelContext
 from megaspeed.zero.fragments import GradientFragment, gradient_fragments
 from megaspeed.zero.global_norm import first_non_finite, global_norm
 from megaspeed.zero.reductions import average_over_replicas, sum_tied_gradients
+from megaspeed.zero.workarounds.one_copy_of_gradients import add_up_in_place
 from megaspeed.zero.workarounds.own_norm import INVALID_NORM, use_norm
 from megaspeed.zero.workarounds.partitioned_gradients import keep_only_own_partition
 from megaspeed.zero.workarounds.reduction_dtype import reduce_in
@@ -84,10 +85,13 @@ class ZeroEngine:
         """This rank's first parameter with a non-finite gradient in the last step, if any."""
         self.before_step: Callable[[], None] = lambda: None
         """Called in ``step`` once all gradients are reduced, before any is clipped."""
+        self.after_backward: Callable[[], None] = lambda: None
+        """Called after each micro-batch's backward."""
         use_norm(self._optimizer, self._measure_norm)
         stay_at_the_smallest_scale(self._optimizer)
         if run.zero_stage < 3:
             reduce_in(self._optimizer, self._optimizer.gradient_accumulation_dtype)
+            add_up_in_place(self._optimizer)
             if not self._optimizer.cpu_offload:
                 keep_only_own_partition(self._optimizer)
 
@@ -133,11 +137,12 @@ class ZeroEngine:
             self._in_flight.restore(micro_batch)
         if gradient is None:
             self._engine.backward(output)
-            return
-        # The gradient received carries the loss scale already; DeepSpeed asks to be told
-        # (engine.py:3205-3211).
-        self._engine._manual_backward_expected = True
-        output.backward(gradient)
+        else:
+            # The gradient received carries the loss scale already; DeepSpeed asks to be told
+            # (engine.py:3205-3211).
+            self._engine._manual_backward_expected = True
+            output.backward(gradient)
+        self.after_backward()
 
     def reduce_gradients(self) -> None:
         """Completes the reduction over the data axis."""

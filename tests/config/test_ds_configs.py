@@ -18,9 +18,9 @@ FILES = sorted(file for file in FOLDER.glob("*.json") if not file.name.endswith(
 
 
 def test_the_files_are_there() -> None:
-    assert {"base", "zero0", "zero1", "zero2", "zero3", "zero3_offload", "3d", "gpt2_1.5b"} <= {
-        file.stem for file in FILES
-    }
+    small = {"base", "zero0", "zero1", "zero2", "zero3", "zero3_offload", "3d"}
+    large = {"gpt2_1.5b", "zero_7.5b", "llama2_70b", "llama2_70b_64", "gpt3_175b", "mt_nlg_530b"}
+    assert small | large <= {file.stem for file in FILES}
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
@@ -37,6 +37,50 @@ def test_3d_is_two_by_two_by_two() -> None:
     assert (run.degrees.pp, run.degrees.dp, run.degrees.tp, run.zero_stage) == (2, 2, 2, 3)
     assert run.batch.gradient_accumulation_steps == 4
     assert run.config.zero_optimization.stage3_param_persistence_threshold == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "world_size", "degrees", "micro_batches"),
+    [
+        ("zero_7.5b", 64, (1, 64, 1), 1),
+        ("llama2_70b_64", 64, (1, 64, 1), 4),
+        ("llama2_70b", 2048, (1, 256, 8), 1),
+        ("gpt3_175b", 4096, (8, 64, 8), 24),
+        ("mt_nlg_530b", 4480, (35, 16, 8), 120),
+    ],
+)
+def test_the_large_files_have_their_published_layouts(
+    name: str, world_size: int, degrees: tuple[int, int, int], micro_batches: int
+) -> None:
+    run = load(FOLDER / f"{name}.json", world_size=world_size)
+    assert (run.degrees.pp, run.degrees.dp, run.degrees.tp) == degrees
+    assert run.batch.gradient_accumulation_steps == micro_batches
+
+
+@pytest.mark.parametrize(
+    ("name", "tokens_a_step", "tokens"),
+    [
+        ("gpt3_175b", 1536 * 2048, 300e9),
+        ("mt_nlg_530b", 1920 * 2048, 270e9),
+        ("llama2_70b", 4 * 2**20, 2e12),
+    ],
+)
+def test_the_large_files_train_on_the_published_number_of_tokens(
+    name: str, tokens_a_step: int, tokens: float
+) -> None:
+    run = load(FOLDER / f"{name}.json", "parallel.pipeline=1", "parallel.tensor=1")
+    assert run.tokens_per_step == tokens_a_step
+    steps = run.config.training.steps
+    assert (steps - 1) * tokens_a_step < tokens <= steps * tokens_a_step
+
+
+def test_the_readme_names_every_file() -> None:
+    text = (FOLDER / "README.md").read_text()
+    assert [file.name for file in FILES if f"`{file.name}`" not in text] == [
+        "zero1.json",
+        "zero2.json",
+    ]
+    assert "`zero0.json` ... `zero3.json`" in text
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])

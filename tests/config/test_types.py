@@ -177,3 +177,8 @@ def test_no_input_gets_anything_but_our_own_words() -> None:
         assert not any("pydantic" in message or "Input should" in message for message in found)
         told += len(found)
     assert told > 500
+
+
+def test_a_word_that_is_nearly_one_of_the_choices_is_told_which() -> None:
+    with pytest.raises(ConfigError, match='the nearest is "gpt3-175b"'):
+        parse_config(small(model={"preset": "gpt3-175"}))

@@ -23,3 +23,24 @@ def test_a_preset_has_the_published_number_of_parameters(preset: str, parameters
     with torch.device("meta"):
         model = GPT(ModelConfig(preset=preset))
     assert sum(p.numel() for p in model.parameters()) == parameters
+
+
+@pytest.mark.parametrize(
+    ("preset", "billions"), [("gpt-7.5b", 7.5), ("gpt3-175b", 175), ("mt-nlg-530b", 530)]
+)
+def test_a_shape_from_a_paper_has_as_many_parameters_as_the_papers_equation(
+    preset: str, billions: float
+) -> None:
+    """Narayanan et al. 2021, equation 2, for l layers of h, V words and s positions:
+
+    P = 12 l h^2 (1 + 13 / (12 h) + (V + s) / (12 l h)), and 2 h of the last norm, left out there.
+    """
+    config = ModelConfig(preset=preset)
+    with torch.device("meta"):
+        model = GPT(config)
+    parameters = sum(p.numel() for p in model.parameters())
+    layers, hidden = config.num_hidden_layers, config.hidden_size
+    words, positions = config.vocab_size, config.max_position_embeddings
+    equation = 12 * layers * hidden**2 + 13 * layers * hidden + (words + positions) * hidden
+    assert parameters == equation + 2 * hidden
+    assert parameters == pytest.approx(billions * 1e9, rel=0.005)

@@ -134,7 +134,7 @@ def test_bf16_stays_within_its_bound(
 OPTIONS = [
     {"reduce_scatter": False},
     {"contiguous_gradients": False},
-    {"use_multi_rank_bucket_allreduce": False},
+    {"use_multi_rank_bucket_allreduce": True},
     {"overlap_comm": True},
     {"reduce_bucket_size": 3000},
     {"offload_optimizer": {"device": "cpu"}},

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from megaspeed.config import ModelConfig, OptimizerConfig
-from megaspeed.model import GPT
-from megaspeed.training.optimizer import decays, make_optimizer, parameter_groups
+from megaspeed.model import GPT, decays
+from megaspeed.training.optimizer import make_optimizer, parameter_groups
 from tests.parallel.tiny import GPT2, LLAMA
 
 OPTIMIZER = OptimizerConfig.model_validate(

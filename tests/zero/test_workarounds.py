@@ -25,6 +25,7 @@ from deepspeed.runtime.zero import partitioned_param_coordinator
 from deepspeed.runtime.zero import utils as zero_functions
 from torch import Tensor
 
+from megaspeed.analysis.measurement.measured_step import measure_step
 from megaspeed.analysis.verification.comparison import TOLERANCES, compare_gradients
 from megaspeed.analysis.verification.logical_tensors import gather_gradients
 from megaspeed.analysis.verification.reference import ReferenceRun, train_reference
@@ -40,7 +41,7 @@ from megaspeed.zero.workarounds.stage3_in_flight import InFlightCounters
 from tests.parallel.tiny import LLAMA, tiny_corpus
 from tests.rank_pool import RankFailure, RankPool
 from tests.zero.held import LET_GO, gradient_bytes_between_micro_batches, most_gathered_in_a_step
-from tests.zero.one_rank import OneRank, one_rank, small_run
+from tests.zero.one_rank import LEARNING_RATE, OneRank, one_rank, small_run
 
 # A call that waits this long waits for ever.
 HANG_SECONDS = 4.0
@@ -132,7 +133,8 @@ def gpipe_run(text: Path, stage: int, pp: int = 2) -> Run:
         text,
         pp=pp,
         gradient_accumulation_steps=4,
-        zero_optimization={"stage": stage},
+        # No bucket is full before a backward ends, so that what is missing then is the same.
+        zero_optimization={"stage": stage, "reduce_bucket_size": 1_000_000},
         parallel={"schedule": "gpipe", "gradient_reduction": "per_micro_batch"},
     )
 
@@ -405,6 +407,40 @@ def test_without_a_bucket_in_fp32_zero2_rounds_the_sum_of_micro_batches_to_bf16(
     corpus = tiny_corpus(run, cache)
     assert pool.run(1, share_of_rounded_elements, run, corpus, False) == [1.0]
     assert pool.run(1, share_of_rounded_elements, run, corpus, True)[0] < 0.5
+
+
+# --- one_copy_of_gradients ------------------------------------------------------------------------
+
+
+def most_gradient_bytes_per_element(
+    launch: LaunchEnvironment, run: Run, corpus: PreparedCorpus, in_place: bool
+) -> float:
+    """At the step's highest moment, over the elements of the model."""
+    omitted = nullcontext() if in_place else left_out("add_up_in_place")
+    with omitted, one_rank(launch, run, corpus) as rank:
+        rank.train_step(0)
+        load = functools.partial(rank.loader.micro_batch, run.batch.train_batch_size)
+        _, measured = measure_step(rank.worker, load, LEARNING_RATE)
+        elements = sum(p.numel() for p in rank.engine.module.parameters())
+        return measured.peak.gradients / elements
+
+
+def test_without_adding_up_in_place_zero1_holds_two_fp32_gradients_of_every_parameter(
+    pool: RankPool, text: Path, cache: Path
+) -> None:
+    # Few tokens and many parameters, so that gradients are what most is held of.
+    run = small_run(
+        text,
+        dp=2,
+        model={"hidden_size": 128},
+        train_batch_size=4,
+        zero_optimization={"stage": 1},
+        **BF16_IN_FP32,
+    )
+    corpus = tiny_corpus(run, cache)
+    assert max(pool.run(2, most_gradient_bytes_per_element, run, corpus, False)) > 0.9 * (4 + 4)
+    # Whole gradients, and the partition that the reduction fills.
+    assert max(pool.run(2, most_gradient_bytes_per_element, run, corpus, True)) < 1.1 * (4 + 4 / 2)
 
 
 # --- stage1_fp32_accumulation ---------------------------------------------------------------------

@@ -9,9 +9,8 @@ The ranks are started on this machine, on the CPU, over gloo.
 
 import functools
 import os
-import socket
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,8 +34,9 @@ from megaspeed.analysis.verification.reference import ReferenceRun, train_refere
 from megaspeed.config import Run
 from megaspeed.data import LoaderShape, MicroBatch, PreparedCorpus, TrainingLoader
 from megaspeed.topology import Grid, LaunchEnvironment, ParallelContext
+from megaspeed.topology.free_port import free_port
 from megaspeed.topology.process_exit import end_process
-from megaspeed.training.learning_rate import learning_rate
+from megaspeed.training.step_inputs import StepInputs
 from megaspeed.training.worker import Worker
 
 _TIMEOUT_SECONDS = 300.0
@@ -93,7 +93,7 @@ def train_on_ranks(run: Run, corpus: PreparedCorpus, steps: int) -> ParallelRun:
     """Starts the run's ranks here and trains; raises what the first failing rank raised."""
     with tempfile.TemporaryDirectory(prefix="megaspeed-verify-") as folder:
         result = Path(folder) / "rank0.pt"
-        arguments = (run, corpus, steps, _free_port(), result)
+        arguments = (run, corpus, steps, free_port(), result)
         with _cpu_only_children():
             mp.spawn(_rank_main, args=arguments, nprocs=run.degrees.world_size)
         parallel: ParallelRun = torch.load(result, weights_only=False)
@@ -144,30 +144,16 @@ def train_rank(
     grid = Grid(pp=run.degrees.pp, dp=run.degrees.dp, tp=run.degrees.tp)
     with ParallelContext.create(grid, launch, timeout_seconds=_TIMEOUT_SECONDS) as context:
         worker = Worker(run, context)
-        shape = LoaderShape(
-            run.batch.micro_batch_size,
-            run.batch.gradient_accumulation_steps,
-            context.dp_rank,
-            context.dp_size,
-        )
-        loader = TrainingLoader(corpus, shape, context.device)
-        return _record_steps(worker, loader.micro_batch, steps)
+        return _record_steps(worker, StepInputs(run, corpus, context), steps)
 
 
-def _record_steps(
-    worker: Worker, micro_batch: Callable[[int, int], MicroBatch], steps: int
-) -> ParallelRun | None:
-    run = worker.run
+def _record_steps(worker: Worker, inputs: StepInputs, steps: int) -> ParallelRun | None:
     initial = gather_weights(worker)
     gathered: list[LogicalTensors | None] = []
     worker.engine.before_step = lambda: gathered.append(gather_gradients(worker))
     losses, grad_norms = [], []
     for step in range(steps):
-        rate = learning_rate(
-            run.config.optimizer, run.config.scheduler, step=step, steps=run.config.training.steps
-        )
-        load = functools.partial(micro_batch, step * run.batch.train_batch_size)
-        result = worker.train_step(load, rate)
+        result = worker.train_step(inputs.load(step), inputs.learning_rate(step))
         worker.engine.before_step = lambda: None
         losses.append(result.loss)
         grad_norms.append(result.grad_norm)
@@ -183,10 +169,3 @@ def _record_steps(
         weights=dict(final.tensors),
         copies_differ_by=max(g.copies_differ_by for g in (initial, gradients, final)),
     )
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port

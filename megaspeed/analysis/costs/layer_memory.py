@@ -1,0 +1,211 @@
+"""Activations of each kind of layer: what a micro-batch keeps for its backward, and working memory.
+
+With n = B S tokens of a micro-batch, m of them on this rank where the sequence is split (n / T with
+sequence parallelism, else n), T tensor ranks, Q = (H + 2 H_kv) K query, key and value features, a
+bytes an element, a block keeps (Korthikanti et al. 2022, "Reducing Activation Recomputation in
+Large Transformer Models", section 4.1 and equations 1 to 4, here with a fused attention kernel,
+which keeps no S x S matrix, and without dropout)
+
+    gpt2     a (4 m D + n (Q + D + 2 F) / T)          their 10 s b h + 24 s b h / t less two masks
+    llama    a (4 m D + n (Q + 2 D + 4 F) / T)        gate and up, silu(gate), and their product
+
+plus the statistics of norms and softmax. The input of a block is counted where it is made: as the
+output of the layer before it. With full recomputation a block keeps only its output, and its
+backward first makes the rest again (their section 5, "full recomputation": 2 s b h a layer).
+"""
+
+from dataclasses import dataclass
+
+from megaspeed.analysis.costs.number_bytes import BYTES_OF
+from megaspeed.config import Run
+from megaspeed.tensor_parallel import vocabulary_rows_per_rank
+
+_FP32, _INT64 = 4, 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerMemory:
+    """Activation bytes of one layer for one micro-batch on one rank.
+
+    Attributes:
+        kept: from the layer's forward to its backward, its output included.
+        forward_working: beyond ``kept``, at the forward's highest moment.
+        backward_working: beyond ``kept``, at the backward's highest moment; gradients of parameters
+            are not in it.
+        kept_until_loss: the part of ``kept`` that is gone once the loss is differentiated: the
+            softmax, in the head.
+    """
+
+    kept: int
+    forward_working: int
+    backward_working: int
+    kept_until_loss: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shapes:
+    """The numbers of the module's docstring for one run.
+
+    Attributes:
+        whole_tokens: n, tokens of a micro-batch.
+        split_tokens: m, those on one rank where the sequence is split.
+        element_bytes: a, of the model's precision.
+        fused_norm: whether RMSNorm is one kernel, as on a GPU; on a CPU torch writes it out.
+    """
+
+    whole_tokens: int
+    split_tokens: int
+    element_bytes: int
+    fused_norm: bool
+
+    @classmethod
+    def of(cls, run: Run, device_type: str) -> "Shapes":
+        """Of a run on a kind of device."""
+        tokens = run.batch.micro_batch_size * run.config.data.sequence_length
+        split = run.config.parallel.sequence_parallel
+        return cls(
+            whole_tokens=tokens,
+            split_tokens=tokens // run.degrees.tp if split else tokens,
+            element_bytes=BYTES_OF[run.precision],
+            fused_norm=device_type == "cuda" or run.config.model.architecture == "gpt2",
+        )
+
+
+def hidden_bytes(run: Run, shapes: Shapes) -> int:
+    """One hidden state (m, D): what travels between layers and between pipeline stages."""
+    return shapes.split_tokens * run.config.model.hidden_size * shapes.element_bytes
+
+
+def embedding_memory(run: Run, shapes: Shapes) -> LayerMemory:
+    """Token ids, and the hidden states that they become."""
+    hidden = run.config.model.hidden_size
+    ids = shapes.whole_tokens * _INT64
+    masks = shapes.whole_tokens * (_INT64 + 1) if run.degrees.tp > 1 else 0
+    dropped = _residual_masks(run, shapes, run.config.model.embedding_dropout, 1)
+    whole = shapes.whole_tokens * hidden * shapes.element_bytes
+    return LayerMemory(
+        kept=ids + masks + dropped + hidden_bytes(run, shapes),
+        forward_working=whole * (2 if run.degrees.tp > 1 else 1),
+        backward_working=whole,
+    )
+
+
+def block_memory(run: Run, shapes: Shapes) -> LayerMemory:
+    """One transformer block, recomputed or not."""
+    output = hidden_bytes(run, shapes)
+    kept = _block_kept(run, shapes)
+    forward = _block_forward_working(run, shapes)
+    backward = _block_backward_working(run, shapes)
+    if run.config.parallel.activation_checkpointing == "none":
+        return LayerMemory(kept=kept, forward_working=forward, backward_working=backward)
+    # The forward under recomputation keeps nothing inside, so all of it is working memory. At its
+    # highest only the MLP's part lives; the recomputed one keeps everything but the output.
+    return LayerMemory(
+        kept=output,
+        forward_working=forward + _mlp_kept(run, shapes),
+        backward_working=kept - output + max(forward, backward),
+    )
+
+
+def head_memory(run: Run, shapes: Shapes) -> LayerMemory:
+    """The final norm, logits (n, V/T) and the cross-entropy over them, whose softmax is fp32."""
+    columns = vocabulary_rows_per_rank(run.config.model.vocab_size, run.degrees.tp)
+    logits = shapes.whole_tokens * columns * shapes.element_bytes
+    softmax = shapes.whole_tokens * columns * _FP32
+    gathered = _gathered_sequence(run, shapes)
+    targets = shapes.whole_tokens * (_INT64 + 2)  # positions, and whether here and counted
+    return LayerMemory(
+        kept=_norm_kept(run, shapes) + softmax + targets,
+        forward_working=max(logits, gathered),
+        backward_working=logits,
+        kept_until_loss=softmax,
+    )
+
+
+def _block_kept(run: Run, shapes: Shapes) -> int:
+    model = run.config.model
+    state = hidden_bytes(run, shapes)
+    attention = _norm_kept(run, shapes) + _attention_kept(run, shapes) + state
+    if not shapes.fused_norm and shapes.element_bytes < _FP32:
+        attention -= state  # a norm that is written out keeps its input in fp32 instead
+    masks = _residual_masks(run, shapes, model.residual_dropout, 2)
+    mlp = _norm_kept(run, shapes) + _mlp_kept(run, shapes) + state
+    return attention + mlp + masks
+
+
+def _norm_kept(run: Run, shapes: Shapes) -> int:
+    """The output, and a row's statistics; where RMSNorm is written out also its fp32 steps."""
+    state = hidden_bytes(run, shapes)
+    if run.config.model.architecture == "gpt2":
+        return state + 2 * shapes.split_tokens * shapes.element_bytes
+    statistics = shapes.split_tokens * _FP32
+    if shapes.fused_norm:
+        return state + statistics
+    # x / rms, and in bf16 x in fp32 before it and the product after it.
+    steps = 2 * _FP32 if shapes.element_bytes < _FP32 else _FP32
+    return state + statistics + shapes.split_tokens * run.config.model.hidden_size * steps
+
+
+def _attention_kept(run: Run, shapes: Shapes) -> int:
+    model, tp = run.config.model, run.degrees.tp
+    heads = model.num_attention_heads // tp
+    key_value_heads = max(1, model.num_key_value_heads // tp)
+    features = (heads + 2 * key_value_heads) * model.head_dim
+    mixed = heads * model.head_dim
+    rotated = 0 if model.architecture == "gpt2" else features - key_value_heads * model.head_dim
+    elements = shapes.whole_tokens * (features + rotated + mixed)
+    row_statistics = shapes.whole_tokens * heads * _FP32
+    if model.attention_dropout == 0.0:
+        return elements * shapes.element_bytes + row_statistics
+    # Written out (model/attention.py): copies of queries and repeated keys and values, the output,
+    # the fp32 softmax, its copy in the model's precision, the mask, and the product of both.
+    square = shapes.whole_tokens * run.config.data.sequence_length * heads
+    cast = shapes.element_bytes if shapes.element_bytes < _FP32 else 0
+    return 4 * shapes.whole_tokens * mixed * shapes.element_bytes + square * (
+        _FP32 + cast + 2 * shapes.element_bytes
+    )
+
+
+def _mlp_kept(run: Run, shapes: Shapes) -> int:
+    """gpt2: before and after GELU. llama: gate and up, silu(gate), and the product."""
+    widths = 2 if run.config.model.architecture == "gpt2" else 4
+    return widths * _wide(run, shapes)
+
+
+def _wide(run: Run, shapes: Shapes) -> int:
+    """One activation (n, F/T) inside the MLP."""
+    width = run.config.model.intermediate_size // run.degrees.tp
+    return shapes.whole_tokens * width * shapes.element_bytes
+
+
+def _residual_masks(run: Run, shapes: Shapes, probability: float, count: int) -> int:
+    return count * hidden_bytes(run, shapes) if probability > 0.0 else 0
+
+
+def _gathered_sequence(run: Run, shapes: Shapes) -> int:
+    """Sequence parallelism gathers a layer's input, and lays the gathered ranks side by side."""
+    if not run.config.parallel.sequence_parallel or run.degrees.tp == 1:
+        return 0
+    return 2 * shapes.whole_tokens * run.config.model.hidden_size * shapes.element_bytes
+
+
+def _block_forward_working(run: Run, shapes: Shapes) -> int:
+    """The output of a row-parallel layer before and after the sum over the tensor axis, and after
+    dropout, whose mask is drawn in fp32.
+    """
+    hidden = run.config.model.hidden_size
+    whole = shapes.whole_tokens * hidden * shapes.element_bytes
+    dropped = 0
+    if run.config.model.residual_dropout > 0.0:
+        dropped = shapes.split_tokens * hidden * (_FP32 + shapes.element_bytes)
+    return dropped + max(whole * (2 if run.degrees.tp > 1 else 1), _gathered_sequence(run, shapes))
+
+
+def _block_backward_working(run: Run, shapes: Shapes) -> int:
+    """Gradients inside the MLP while what it kept is still there, or a norm's written-out steps."""
+    wide = _wide(run, shapes)
+    mlp = wide if run.config.model.architecture == "gpt2" else 2 * wide
+    if shapes.fused_norm:
+        return mlp + _gathered_sequence(run, shapes)
+    norm = 4 * shapes.split_tokens * run.config.model.hidden_size * _FP32
+    return max(mlp, norm - _mlp_kept(run, shapes)) + _gathered_sequence(run, shapes)

@@ -1,0 +1,243 @@
+"""The most memory that a rank of one pipeline stage holds in an optimizer step, and of what.
+
+The step is walked layer by layer on paper; its highest moment is one of
+
+    forward       of a micro-batch while others are in flight
+    backward      of the first micro-batch, while gradients appear; and of a later one
+    reduction     of the summed gradients, where they are reduced once a step
+    optimizer     the step itself
+
+How many micro-batches are in flight the schedule says: up to P - s for 1f1b at pipeline stage s of
+P, all of them for gpipe (Narayanan et al. 2021, section 2.2; Korthikanti et al. 2022, section 4.2.3
+for the activations of the first stage).
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from megaspeed.analysis.costs.gathered_parameters import GatheredParameters
+from megaspeed.analysis.costs.layer_memory import (
+    LayerMemory,
+    Shapes,
+    block_memory,
+    embedding_memory,
+    head_memory,
+    hidden_bytes,
+)
+from megaspeed.analysis.costs.ledger import Ledger
+from megaspeed.analysis.costs.local_parameters import (
+    LocalParameter,
+    elements_of,
+    local_parameters,
+)
+from megaspeed.analysis.costs.memory import MemoryBytes
+from megaspeed.analysis.costs.model_states import (
+    bucket_elements,
+    gradient_partition_bytes,
+    keeps_whole_gradients,
+    model_states,
+)
+from megaspeed.analysis.costs.number_bytes import BYTES_OF
+from megaspeed.config import Run
+from megaspeed.model import layer_count
+from megaspeed.pipeline import SCHEDULES, layers_of_stages, peak_micro_batches_in_flight
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageMemory:
+    """Bytes of the rank of a pipeline stage.
+
+    Attributes:
+        states: between two micro-batches of a step, activations left out.
+        peak: at the step's highest moment.
+        moment: when that is.
+    """
+
+    states: MemoryBytes
+    peak: MemoryBytes
+    moment: str
+
+
+def predict_memory(run: Run, pipeline_stage: int, *, device_type: str = "cuda") -> StageMemory:
+    """Memory of one pipeline stage's ranks; data and tensor ranks hold the same.
+
+    Args:
+        run: the resolved run.
+        pipeline_stage: from 0.
+        device_type: a GPU's kernels keep less than a CPU's for RMSNorm.
+    """
+    step = _Step(run, pipeline_stage, device_type)
+    moments = {name: ledger.peak for name, ledger in step.moments()}
+    moment = max(moments, key=lambda name: moments[name].total)
+    return StageMemory(states=step.states, peak=moments[moment], moment=moment)
+
+
+class _Step:
+    """One optimizer step of a pipeline stage, walked on paper."""
+
+    def __init__(self, run: Run, pipeline_stage: int, device_type: str) -> None:
+        self._run = run
+        self._first_stage = pipeline_stage == 0
+        self._last_stage = pipeline_stage == run.degrees.pp - 1
+        self._parameters = local_parameters(run, pipeline_stage)
+        self.states = model_states(run, self._parameters)
+        shapes = Shapes.of(run, device_type)
+        self._layers = _layers(run, shapes, pipeline_stage, self._parameters)
+        self._hidden = hidden_bytes(run, shapes)
+        self._gathered = GatheredParameters(run, self._parameters)
+        self._element = BYTES_OF[run.precision]
+        self._gradient = BYTES_OF[run.accumulation_dtype]
+        self._bucket = bucket_elements(run, self._parameters) * self._gradient
+        self._partition = gradient_partition_bytes(run, self._parameters)
+        self._in_flight = peak_micro_batches_in_flight(
+            SCHEDULES[run.config.parallel.schedule],
+            run.degrees.pp,
+            pipeline_stage,
+            run.batch.gradient_accumulation_steps,
+        )
+
+    def moments(self) -> Iterator[tuple[str, Ledger]]:
+        """Name and ledger of every moment that can be the highest."""
+        in_flight, micro_batches = self._in_flight, self._run.batch.gradient_accumulation_steps
+        goes_on = micro_batches > in_flight
+        yield "forward", self._forward(others=in_flight - 1, gradients=goes_on)
+        yield "first backward", self._backward(others=in_flight - 1, first=True)
+        if micro_batches > 1:
+            others = in_flight - 1 if goes_on else in_flight - 2
+            yield "backward", self._backward(others=others, first=False)
+        yield "reduction", self._reduction()
+        yield "optimizer", self._optimizer()
+
+    def _start(self, *, others: int, gradients: bool) -> Ledger:
+        """With ``others`` micro-batches in flight, with or without gradients added up so far."""
+        ledger = Ledger()
+        ledger.hold("parameters", self.states.parameters)
+        ledger.hold("optimizer_states", self.states.optimizer_states)
+        ledger.hold("activations", others * self._kept_in_flight)
+        if self._run.zero_stage == 3:  # the bucket and the partition stand from step to step
+            ledger.hold("communication_buffers", self._bucket)
+        if gradients:
+            ledger.hold("gradients", self.states.gradients)
+        elif self._run.zero_stage == 3:
+            ledger.hold("gradients", min(self._partition, self.states.gradients))
+        return ledger
+
+    @property
+    def _kept_in_flight(self) -> int:
+        received = 0 if self._first_stage else self._hidden
+        return received + sum(layer.memory.kept for layer in self._layers)
+
+    def _forward(self, *, others: int, gradients: bool) -> Ledger:
+        ledger = self._start(others=others, gradients=gradients)
+        if not self._first_stage:
+            ledger.hold("activations", self._hidden)
+        for layer in self._layers:
+            memory, parameters = layer.memory, layer.parameters
+            with ledger.briefly("communication_buffers", self._gathered.live(parameters)):
+                ledger.touch("communication_buffers", self._gathered.arriving())
+                if memory.kept_until_loss:  # the head's weight goes before the loss comes
+                    ledger.touch("activations", memory.forward_working)
+                    parameters = []
+            with ledger.briefly("communication_buffers", self._gathered.live(parameters)):
+                ledger.hold("activations", memory.kept)
+                ledger.touch("activations", memory.forward_working)
+        return ledger
+
+    def _backward(self, *, others: int, first: bool) -> Ledger:
+        ledger = self._start(others=others, gradients=not first)
+        ledger.hold("activations", self._kept_in_flight)
+        if not self._last_stage:
+            ledger.hold("activations", self._hidden)  # the gradient received
+        if not (self._first_stage or first):
+            ledger.hold("activations", self._hidden)  # the last one sent may not have arrived
+        reduces = not keeps_whole_gradients(self._run)
+        copy_in_flight = 0
+        for layer in reversed(self._layers):
+            memory = layer.memory
+            if memory.kept_until_loss:
+                ledger.touch("activations", memory.backward_working)
+                ledger.free("activations", memory.kept_until_loss)
+            if reduces and self._run.zero_stage == 2 and layer is self._layers[-1]:
+                ledger.hold("communication_buffers", self._bucket)
+            with (
+                ledger.briefly("communication_buffers", self._gathered_in_backward(layer)),
+                ledger.briefly("activations", memory.backward_working),
+                ledger.briefly("gradients", self._fresh_gradient(layer)),
+            ):
+                ledger.touch("communication_buffers", copy_in_flight)
+            if reduces:  # the first layer's gradients fill the bucket, which is then sent
+                copy_in_flight = self._bucket
+                missing = self.states.gradients - ledger.held("gradients")
+                ledger.hold("gradients", missing)
+            elif first:
+                ledger.hold("gradients", elements_of(layer.parameters) * self._gradient)
+            ledger.free("activations", memory.kept - memory.kept_until_loss)
+        return ledger
+
+    def _gathered_in_backward(self, layer: "_Layer") -> int:
+        """DeepSpeed fetches ahead where it has seen the order of modules: not in the backwards of
+        a pipeline, whose forwards have run on meanwhile.
+        """
+        if self._run.degrees.pp == 1 and self._in_flight == 1:
+            return self._gathered.live(layer.parameters) + self._gathered.arriving()
+        return self._gathered.one_matrix(layer.parameters)
+
+    def _fresh_gradient(self, layer: "_Layer") -> int:
+        """The largest gradient of the layer as the backward pass makes it, and its cast."""
+        largest = max(parameter.elements for parameter in layer.parameters)
+        cast = self._gradient if self._gradient != self._element else 0
+        return largest * (self._element + cast)
+
+    def _reduction(self) -> Ledger:
+        """Whole gradients, a bucket of them and its copy on their way, the partition filling up."""
+        ledger = self._start(others=0, gradients=True)
+        if not keeps_whole_gradients(self._run):
+            return ledger
+        if self._run.zero_stage == 3:
+            ledger.hold("communication_buffers", self._bucket)
+            return ledger
+        ledger.free("gradients", self._bucket)  # those in the bucket have left their parameters
+        ledger.hold("gradients", self._partition)
+        ledger.hold("communication_buffers", 2 * self._bucket)
+        return ledger
+
+    def _optimizer(self) -> Ledger:
+        """The partition's gradients, in fp32 too where they were not."""
+        ledger = self._start(others=0, gradients=False)
+        if self._run.zero_stage < 3:
+            ledger.hold("gradients", self._partition)
+        if self._gradient < BYTES_OF["fp32"]:
+            ledger.hold("gradients", 2 * self._partition)
+        return ledger
+
+
+@dataclass(frozen=True)
+class _Layer:
+    memory: LayerMemory
+    parameters: Sequence[LocalParameter]
+
+
+def _layers(
+    run: Run, shapes: Shapes, pipeline_stage: int, parameters: Sequence[LocalParameter]
+) -> list[_Layer]:
+    """The pipeline stage's layers, each with its parameters (a tied head's are the embedding's)."""
+    count = layer_count(run.config.model)
+    own: dict[str, list[LocalParameter]] = {}
+    for parameter in parameters:
+        own.setdefault(_layer_name(parameter.name), []).append(parameter)
+    block = block_memory(run, shapes)
+    layers = []
+    for layer in layers_of_stages(run)[pipeline_stage]:
+        if layer == 0:
+            layers.append(_Layer(embedding_memory(run, shapes), own["embedding"]))
+        elif layer < count - 1:
+            layers.append(_Layer(block, own[f"blocks.{layer - 1}"]))
+        else:
+            layers.append(_Layer(head_memory(run, shapes), own["head"]))
+    return layers
+
+
+def _layer_name(parameter: str) -> str:
+    """ "blocks.3.mlp.up.weight" -> "blocks.3"; "head.norm.bias" -> "head"."""
+    first, second, *_ = parameter.split(".")
+    return f"{first}.{second}" if first == "blocks" else first

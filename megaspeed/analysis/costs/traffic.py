@@ -1,0 +1,46 @@
+"""Bytes that one rank sends in one optimizer step, by axis and collective.
+
+    dp      gradients and parameters, as ZeRO partitions them          traffic_data, traffic_gathers
+    tp      activations within a layer, and the loss                   traffic_tensor
+    pp      activations and their gradients, a tied weight's gradient  traffic_pipeline
+    world   gradient norm and loss: one fp64 number each
+
+Message sizes are exact, from shapes; ``collective_cost`` says what a message costs a rank.
+"""
+
+from megaspeed.analysis.costs.collective_cost import (
+    Collective,
+    Messages,
+    Traffic,
+    TrafficAxis,
+    bytes_sent,
+)
+from megaspeed.analysis.costs.traffic_data import add_data_axis
+from megaspeed.analysis.costs.traffic_pipeline import add_pipeline_axis
+from megaspeed.analysis.costs.traffic_tensor import add_tensor_axis
+from megaspeed.config import Run
+
+__all__ = ["Collective", "Traffic", "TrafficAxis", "bytes_sent", "predict_traffic"]
+
+_NUMBERS_ALL_RANKS_AGREE_ON = 2  # zero.global_norm, training.worker
+_FP64_BYTES = 8
+
+
+def predict_traffic(run: Run, pipeline_stage: int) -> Traffic:
+    """Of a rank of ``pipeline_stage``, in bytes, for one step after the first.
+
+    In the first step each direction of the pipeline also sends a header of 80 bytes, and ZeRO-3
+    learns the order of its modules. Ranks of one pipeline stage send alike, but for a tied weight
+    at ZeRO-1 to 3, whose last partition may be shorter: this is the longest.
+    """
+    messages = Messages()
+    add_data_axis(messages, run, pipeline_stage)
+    add_tensor_axis(messages, run, pipeline_stage)
+    add_pipeline_axis(messages, run, pipeline_stage)
+    messages.add(
+        "world",
+        "all_reduce",
+        _NUMBERS_ALL_RANKS_AGREE_ON * _FP64_BYTES,
+        ranks=run.degrees.world_size,
+    )
+    return messages.traffic()

@@ -1,0 +1,120 @@
+"""What tensor parallelism sends, one micro-batch after another.
+
+h = (B, S, D) in the parameters' type. Column- and row-parallel layers come in pairs, one in the
+attention and one in the MLP of each block (Shoeybi et al. 2019, section 3), whose conjugate
+collectives f and g (``tensor_parallel.collectives``) send
+
+                          forward                       backward
+    block                 2 all-reduce h (g)            2 all-reduce h (f)
+    embedding             1 all-reduce h (g)
+    head                                                1 all-reduce h (f)
+    loss                  all-reduce 3 numbers a token  (Shoeybi et al. 2019, section 3)
+
+with sequence parallelism (Korthikanti et al. 2022, section 4.2.2)
+
+    block                 2 all-gather, 2 reduce-       4 all-gather (2 of them gather inputs once
+                          scatter h                     more, for dA), 2 reduce-scatter h
+    embedding             1 all-reduce h                1 all-gather h
+    head                  1 all-gather h                1 all-gather, 1 reduce-scatter h
+    norms, biases                                       all-reduce of their gradients
+
+and where key/value heads stand on several ranks, an all-reduce of their gradients.
+
+Recomputation runs a block's forward again, up to the last tensor that its backward needs: what the
+row-parallel layer of the MLP multiplies. Its g is left out, unless dropout after it draws a mask.
+"""
+
+from megaspeed.analysis.costs.collective_cost import Collective, Messages
+from megaspeed.analysis.costs.number_bytes import BYTES_OF
+from megaspeed.config import Run
+from megaspeed.model import layer_count
+from megaspeed.pipeline import layers_of_stages
+from megaspeed.tensor_parallel.plan import key_value_replicas
+
+_FP32_BYTES = 4
+
+
+def add_tensor_axis(messages: Messages, run: Run, pipeline_stage: int) -> None:
+    """Adds one step's messages of a rank of ``pipeline_stage``."""
+    tp = run.degrees.tp
+    if tp == 1:
+        return
+    layers = layers_of_stages(run)[pipeline_stage]
+    last = layer_count(run.config.model) - 1
+    blocks = sum(0 < layer < last for layer in layers)
+    sequence_parallel = run.config.parallel.sequence_parallel
+    hidden = _sequence_collectives if sequence_parallel else _whole_collectives
+    micro_batches = run.batch.gradient_accumulation_steps
+
+    def add(collective: Collective, message_bytes: int) -> None:
+        messages.add("tp", collective, micro_batches * message_bytes, ranks=tp)
+
+    for collective, count in hidden(run, blocks, 0 in layers, last in layers).items():
+        add(collective, count * _hidden_bytes(run))
+    if last in layers:
+        add("all_reduce", _loss_bytes(run))
+    if sequence_parallel:
+        add("all_reduce", _replicated_gradient_bytes(run, blocks, has_head=last in layers))
+    add("all_reduce", blocks * _shared_head_gradient_bytes(run))
+
+
+def _whole_collectives(
+    run: Run, blocks: int, has_embedding: bool, has_head: bool
+) -> dict[Collective, int]:
+    """How many messages of h there are in one micro-batch."""
+    return {"all_reduce": blocks * (4 + _recomputed_g(run)) + has_embedding + has_head}
+
+
+def _sequence_collectives(
+    run: Run, blocks: int, has_embedding: bool, has_head: bool
+) -> dict[Collective, int]:
+    """The same where activations between the pairs are split along the sequence."""
+    recomputed_gathers = 2 if _recomputes(run) else 0
+    return {
+        "all_reduce": int(has_embedding),
+        "all_gather": blocks * (6 + recomputed_gathers) + has_embedding + 2 * has_head,
+        "reduce_scatter": blocks * (4 + _recomputed_g(run)) + has_head,
+    }
+
+
+def _recomputes(run: Run) -> bool:
+    return run.config.parallel.activation_checkpointing == "full"
+
+
+def _recomputed_g(run: Run) -> int:
+    """g's of a block that recomputation runs once more."""
+    if not _recomputes(run):
+        return 0
+    return 2 if run.config.model.residual_dropout > 0 else 1
+
+
+def _tokens(run: Run) -> int:
+    return run.batch.micro_batch_size * run.config.data.sequence_length
+
+
+def _hidden_bytes(run: Run) -> int:
+    return _tokens(run) * run.config.model.hidden_size * BYTES_OF[run.precision]
+
+
+def _loss_bytes(run: Run) -> int:
+    """Maximum in the logits' type; sum of exponentials and target's logit in fp32."""
+    return _tokens(run) * (BYTES_OF[run.precision] + 2 * _FP32_BYTES)
+
+
+def _replicated_gradient_bytes(run: Run, blocks: int, *, has_head: bool) -> int:
+    """Norms and row-parallel biases, which see a part of the tokens on each rank."""
+    model = run.config.model
+    has_biases = model.architecture == "gpt2"
+    norm = 2 if has_biases else 1
+    vectors = blocks * (2 * norm + (2 if has_biases else 0)) + has_head * norm
+    return vectors * model.hidden_size * BYTES_OF[run.precision]
+
+
+def _shared_head_gradient_bytes(run: Run) -> int:
+    """Of one block: each rank's part lies at its head's place among zeros (``shared_rows``)."""
+    model, tp = run.config.model, run.degrees.tp
+    replicas = key_value_replicas(model, tp)
+    if replicas == 1:
+        return 0
+    rows = tp // replicas * 2 * model.head_dim  # a key and a value head of each part
+    return rows * model.hidden_size * BYTES_OF[run.precision]

@@ -1,0 +1,1 @@
+"""What a run really holds and sends, counted while it trains."""

@@ -1,0 +1,179 @@
+r"""Every piece of tensor memory that a block of code makes and frees, and what it was for.
+
+    with AllocationLog(device) as log:        bytes
+        ...                                     |      /\     /\    <- peak
+    log.claim("gradients", tensors)             |  /\_/  \___/  \
+    log.peak() -> MemoryBytes                   |_/______________\___ time (allocations and frees)
+
+What is counted is torch storages, as operations make them: not the process's resident set, which
+holds libraries and what an allocator keeps. Memory that an operation uses inside itself is not
+seen. A storage belongs to one category for all of its life. Which one may become known late (a
+gradient is recognised when it is complete), so the log is replayed at the end.
+
+torch's own memory tracker (``torch.distributed._tools``) does the same for FSDP's categories.
+"""
+
+import gc
+import sys
+import weakref
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from types import FrameType, TracebackType
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from megaspeed.analysis.costs.memory import Category, MemoryBytes
+
+@dataclass(slots=True)
+class Allocation:
+    """One storage's life, in ticks of the log's clock; ``died`` is None while it lives."""
+
+    size_bytes: int
+    born: int
+    category: Category
+    died: int | None = None
+
+
+class AllocationLog(TorchDispatchMode):
+    """Records the storages on one kind of device; see the module's docstring.
+
+    Args:
+        device: where memory is counted. With states offloaded from a GPU to the host, the host's
+            is left out.
+        category_of: module name of the code that allocates -> the category of what it allocates,
+            or None where another frame up the stack decides. Where none does: activations.
+    """
+
+    def __init__(
+        self, device: torch.device, category_of: Callable[[str], Category | None] = lambda _: None
+    ) -> None:
+        super().__init__()
+        self._device_type = device.type
+        self._category_of = category_of
+        self._live: dict[int, Allocation] = {}
+        self._references: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._log: list[Allocation] = []
+        self._clock = 0
+
+    def claim(self, category: Category, tensors: Iterable[Tensor | None]) -> None:
+        """Says what the storages behind these tensors are for; those not known yet are added."""
+        for tensor in tensors:
+            if tensor is not None:
+                allocation = self._record(tensor, category)
+                if allocation is not None:
+                    allocation.category = category
+
+    def claim_everything_else_alive(self, category: Category) -> None:
+        """Adds every tensor that Python can reach and that nobody has claimed."""
+        for thing in gc.get_objects():
+            # Asking a proxy for its class may run code that fails; a tensor's type is plain.
+            if issubclass(type(thing), Tensor):
+                self._record(thing, category)
+
+    def live(self) -> MemoryBytes:
+        """What is held now."""
+        return self._at(self._clock)
+
+    def peak(self) -> MemoryBytes:
+        """What was held when most was held."""
+        return self._at(self._peak_time())
+
+    def __enter__(self) -> Self:
+        self._resize = torch.UntypedStorage.resize_
+        log = self
+
+        def resize(storage: torch.UntypedStorage, size: int) -> Any:
+            result = log._resize(storage, size)
+            log._resized(storage)
+            return result
+
+        torch.UntypedStorage.resize_ = resize  # type: ignore[assignment, method-assign]
+        super().__enter__()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        super().__exit__(kind, error, traceback)
+        torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        result = function(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor):
+                self._record(leaf, None)
+        return result
+
+    def _record(self, tensor: Tensor, category: Category | None) -> Allocation | None:
+        if tensor.device.type != self._device_type:
+            return None
+        storage = tensor.untyped_storage()
+        known = self._live.get(storage._cdata)
+        if known is not None or storage.nbytes() == 0:
+            return known
+        return self._add(storage, category or self._category_of_caller())
+
+    def _add(self, storage: torch.UntypedStorage, category: Category) -> Allocation:
+        self._clock += 1
+        allocation = Allocation(storage.nbytes(), self._clock, category)
+        key = storage._cdata
+        self._live[key] = allocation
+        self._log.append(allocation)
+        self._references[key] = weakref.ref(storage, lambda _: self._end(key))
+        return allocation
+
+    def _end(self, key: int) -> Allocation | None:
+        self._references.pop(key, None)
+        allocation = self._live.pop(key, None)
+        if allocation is not None:
+            self._clock += 1
+            allocation.died = self._clock
+        return allocation
+
+    def _resized(self, storage: torch.UntypedStorage) -> None:
+        """A storage that changes its size is another one of the same category."""
+        if storage.device.type != self._device_type:
+            return
+        before = self._end(storage._cdata)
+        if storage.nbytes():
+            self._add(storage, before.category if before else self._category_of_caller())
+
+    def _category_of_caller(self) -> Category:
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None:
+            category = self._category_of(frame.f_globals.get("__name__", ""))
+            if category is not None:
+                return category
+            frame = frame.f_back
+        return "activations"
+
+    def _peak_time(self) -> int:
+        changes = [0] * (self._clock + 1)
+        for allocation in self._log:
+            changes[allocation.born] += allocation.size_bytes
+            if allocation.died is not None:
+                changes[allocation.died] -= allocation.size_bytes
+        held = most = moment = 0
+        for time, change in enumerate(changes):
+            held += change
+            if held > most:
+                held, most, moment = held, held, time
+        return moment
+
+    def _at(self, time: int) -> MemoryBytes:
+        totals: dict[str, int] = {}
+        for allocation in self._log:
+            if allocation.born <= time and (allocation.died is None or allocation.died > time):
+                totals[allocation.category] = (
+                    totals.get(allocation.category, 0) + allocation.size_bytes
+                )
+        return MemoryBytes(**totals)

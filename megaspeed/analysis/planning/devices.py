@@ -1,0 +1,99 @@
+"""Accelerators by name, and how much of their memory a run may count on.
+
+    usable_bytes = USABLE_FRACTION x memory_bytes
+
+The number in a name is the vendor's, from the data sheet ("80 GB"), and is neither GB nor GiB: it
+is the GiB of the memory chips before error correction and firmware take their part. `memory_bytes`
+is what is left, the total that the driver reports (`nvidia-smi` in MiB, `rocm-smi` in bytes): an
+"80 GB" H100 has 81,559 MiB = 79.6 GiB = 85.5 GB, a "48 GB" L40S, whose error correction lies in the
+memory itself, 46,068 MiB = 45.0 GiB = 48.3 GB. Where driver releases differ, the smaller total
+stands here.
+
+Sources: the vendors' data sheets (NVIDIA H100, H200, GH200, DGX B200, A100, V100, L40S, A10, L4,
+T4, GeForce RTX; AMD Instinct MI300X) for the names, and the driver's own report for the totals.
+"""
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+MEBIBYTE = 2**20
+
+USABLE_FRACTION = 0.92
+"""The part of a device's memory that a plan may fill.
+
+The rest goes to what no prediction of tensors counts: the CUDA context and loaded kernels (about
+0.5 GiB), the matrix library's workspaces, NCCL's own buffers (some hundred MiB for each of the
+communicators of pp, dp, tp and the world), and holes between blocks of torch's caching allocator
+(a few percent of what is allocated).
+"""
+
+GPUS_PER_NODE = 8
+"""Of a node, unless it is said otherwise: what DGX and HGX machines have."""
+
+
+class DeviceError(ValueError):
+    """There is no such accelerator in the table."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Device:
+    """One kind of accelerator.
+
+    Attributes:
+        name: as it is written on the command line.
+        memory_bytes: total of one device as its driver reports it.
+    """
+
+    name: str
+    memory_bytes: int
+
+    @property
+    def usable_bytes(self) -> int:
+        """What tensors of a run may take of it."""
+        return int(USABLE_FRACTION * self.memory_bytes)
+
+
+_MEMORY_MIB = {
+    "b200-180gb": 183_359,
+    "gh200-96gb": 97_871,
+    "h200-141gb": 143_771,
+    "h100-80gb": 81_559,
+    "h100-94gb": 95_830,
+    "a100-40gb": 40_536,
+    "a100-80gb": 81_251,
+    "v100-16gb": 16_160,
+    "v100-32gb": 32_510,
+    "l40s-48gb": 46_068,
+    "a10-24gb": 23_028,
+    "l4-24gb": 23_034,
+    "t4-16gb": 15_360,
+    "rtx-5090-32gb": 32_607,
+    "rtx-4090-24gb": 24_564,
+    "rtx-3090-24gb": 24_576,
+    "mi300x-192gb": 196_592,
+}
+
+DEVICES: Mapping[str, Device] = MappingProxyType(
+    {
+        name: Device(name=name, memory_bytes=mebibytes * MEBIBYTE)
+        for name, mebibytes in _MEMORY_MIB.items()
+    }
+)
+
+
+def device_named(name: str) -> Device:
+    """The accelerator of that name, in small or capital letters.
+
+    Raises:
+        DeviceError: with the nearest name and all that there are.
+    """
+    device = DEVICES.get(name.lower())
+    if device is None:
+        close = difflib.get_close_matches(name.lower(), DEVICES, n=1, cutoff=0.3)
+        nearest = f"the nearest is {close[0]}; " if close else ""
+        raise DeviceError(
+            f"there is no device called {name!r}; {nearest}there are {', '.join(DEVICES)}"
+        )
+    return device

@@ -1,0 +1,218 @@
+"""One run worked out: its ranks, its pipeline stages, memory and traffic at each ZeRO stage.
+
+Run --> rank map            where each axis stands
+    --> pipeline stages     layers, parameters
+    --> ZeRO 0, 1, 2, 3     memory, traffic   (costs.stage_memory, costs.traffic)
+    --> bubble
+    --> fits the device?    if not: the cheapest change
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from megaspeed.analysis.costs.local_parameters import elements_of, local_parameters
+from megaspeed.analysis.planning.cheapest_change import CheapestChange, cheapest_change
+from megaspeed.analysis.planning.devices import USABLE_FRACTION, Device
+from megaspeed.analysis.planning.prediction import (
+    AlikeStages,
+    Prediction,
+    StagePrediction,
+    alike_stages,
+    ideal_bubble,
+    predict,
+)
+from megaspeed.analysis.planning.rank_map import RankMap, map_ranks
+from megaspeed.analysis.planning.variants import Training
+from megaspeed.config import ConfigError, Run
+from megaspeed.pipeline import layers_of_stages, parameters_of_stages
+from megaspeed.topology.grid import Grid
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedStage:
+    """One pipeline stage.
+
+    Attributes:
+        pipeline_stage: counted from 0.
+        layers: flat layers: 0 is the embedding, then the blocks, then the head.
+        parameters: logical ones; a tied embedding counts on the first pipeline stage alone.
+        parameters_per_rank: elements of one rank's tensors before ZeRO, tensor-parallel padding and
+            the second copy of a tied embedding included.
+    """
+
+    pipeline_stage: int
+    layers: range
+    parameters: int
+    parameters_per_rank: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedZero:
+    """The run's layout at one ZeRO stage: a prediction, or why the configuration refuses it."""
+
+    zero_stage: int
+    prediction: Prediction | None
+    refusals: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What is known of a run before it starts.
+
+    Attributes:
+        run: the run.
+        device: what each rank has; None where none was named, and then nothing is said of fitting.
+        ranks: where the axes stand.
+        stages: all pipeline stages.
+        zero_stages: ZeRO 0 to 3 at this layout.
+        bubble: the ideal pipeline bubble, a share of the step.
+        change: what to do where the run does not fit.
+    """
+
+    run: Run
+    device: Device | None
+    ranks: RankMap
+    stages: tuple[PlannedStage, ...]
+    zero_stages: tuple[PlannedZero, ...]
+    bubble: float
+    change: CheapestChange | None
+
+    @property
+    def prediction(self) -> Prediction:
+        """Of the run as it is configured."""
+        own = self.zero_stages[self.run.zero_stage].prediction
+        assert own is not None, "the run itself was accepted"
+        return own
+
+    @property
+    def parameters(self) -> int:
+        """Logical parameters of the whole model."""
+        return sum(stage.parameters for stage in self.stages)
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether the run as configured fits the device; None where none was named."""
+        return self.fits_at(self.run.zero_stage)
+
+    def fits_at(self, zero_stage: int) -> bool | None:
+        """Whether the layout fits at this ZeRO stage; None where that cannot be said."""
+        prediction = self.zero_stages[zero_stage].prediction
+        if self.device is None or prediction is None:
+            return None
+        return prediction.fullest.peak_bytes <= self.device.usable_bytes
+
+    def as_json(self) -> dict[str, Any]:
+        """Every figure as JSON values; sizes in bytes, traffic in bytes a step."""
+        degrees = self.run.degrees
+        return {
+            "name": self.run.name,
+            "world_size": degrees.world_size,
+            "degrees": {"pp": degrees.pp, "dp": degrees.dp, "tp": degrees.tp},
+            "zero_stage": self.run.zero_stage,
+            "precision": self.run.precision,
+            "batch": asdict(self.run.batch),
+            "parameters": self.parameters,
+            "device": None if self.device is None else _device_as_json(self.device),
+            "rank_map": self.ranks.as_json(),
+            "pipeline_stages": [
+                {
+                    "pipeline_stage": stage.pipeline_stage,
+                    "layers": [stage.layers.start, stage.layers.stop],
+                    "parameters": stage.parameters,
+                    "parameters_per_rank": stage.parameters_per_rank,
+                }
+                for stage in self.stages
+            ],
+            "bubble_fraction": self.bubble,
+            "zero_stages": [
+                {**_zero_as_json(planned), "fits": self.fits_at(planned.zero_stage)}
+                for planned in self.zero_stages
+            ],
+            "fits": self.fits,
+            "cheapest_change": None if self.change is None else self.change.as_json(),
+        }
+
+
+def plan(training: Training, device: Device | None, gpus_per_node: int) -> Plan:
+    """Works a training out, on nodes of ``gpus_per_node`` GPUs, ``device`` where it is named."""
+    run, degrees = training.run, training.run.degrees
+    planned = Plan(
+        run=run,
+        device=device,
+        ranks=map_ranks(Grid(degrees.pp, degrees.dp, degrees.tp), gpus_per_node),
+        stages=_stages(run),
+        zero_stages=tuple(_at_zero_stage(training, zero_stage) for zero_stage in range(4)),
+        bubble=ideal_bubble(run),
+        change=None,
+    )
+    if device is None or planned.fits:
+        return planned
+    return replace(planned, change=cheapest_change(training, device.usable_bytes, gpus_per_node))
+
+
+def _stages(run: Run) -> tuple[PlannedStage, ...]:
+    layers, parameters = layers_of_stages(run), parameters_of_stages(run)
+    return tuple(
+        PlannedStage(
+            pipeline_stage=stage,
+            layers=layers[stage],
+            parameters=parameters[stage],
+            parameters_per_rank=per_rank,
+        )
+        for alike, per_rank in _parameters_per_rank(run)
+        for stage in alike.pipeline_stages
+    )
+
+
+def _parameters_per_rank(run: Run) -> Iterator[tuple[AlikeStages, int]]:
+    """Alike pipeline stages hold tensors of the same shapes, so the first's are counted."""
+    for alike in alike_stages(run):
+        yield alike, elements_of(local_parameters(run, alike.pipeline_stages.start))
+
+
+def _at_zero_stage(training: Training, zero_stage: int) -> PlannedZero:
+    try:
+        variant = training.under(replace(training.settings, zero_stage=zero_stage))
+    except ConfigError as error:
+        return PlannedZero(zero_stage=zero_stage, prediction=None, refusals=error.problems)
+    return PlannedZero(zero_stage=zero_stage, prediction=predict(variant))
+
+
+def _device_as_json(device: Device) -> dict[str, Any]:
+    return {
+        "name": device.name,
+        "memory_bytes": device.memory_bytes,
+        "usable_bytes": device.usable_bytes,
+        "usable_fraction": USABLE_FRACTION,
+    }
+
+
+def _zero_as_json(planned: PlannedZero) -> dict[str, Any]:
+    prediction = planned.prediction
+    if prediction is None:
+        return {"zero_stage": planned.zero_stage, "refused": list(planned.refusals)}
+    return {
+        "zero_stage": planned.zero_stage,
+        "gradient_reduction": prediction.run.gradient_reduction,
+        "model_state_bytes": prediction.heaviest.state_bytes,
+        "peak_bytes": prediction.fullest.peak_bytes,
+        "sent_bytes": prediction.busiest.sent_bytes,
+        "pipeline_stages": [_stage_as_json(stage) for stage in prediction.stages],
+    }
+
+
+def _stage_as_json(stage: StagePrediction) -> dict[str, Any]:
+    return {
+        "pipeline_stage": stage.pipeline_stage,
+        "states": asdict(stage.memory.states),
+        "peak": asdict(stage.memory.peak),
+        "traffic": _by_axis(stage.traffic),
+    }
+
+
+def _by_axis(traffic: Mapping[tuple[Any, Any], int]) -> dict[str, dict[str, int]]:
+    axes: dict[str, dict[str, int]] = {}
+    for (axis, collective), sent in traffic.items():
+        axes.setdefault(axis, {})[collective] = sent
+    return axes

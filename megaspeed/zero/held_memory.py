@@ -1,0 +1,63 @@
+"""What DeepSpeed's ZeRO optimizers hold, by what it is for.
+
+    stage      parameters              gradients                 optimizer states
+    0, 1, 2    flat buffer, of which   flat partition; and       master partition, two moments
+               parameters are views    ``parameter.grad``
+    3          flat partitions, and    flat partitions; and      the same
+               parameters kept whole   ``parameter.grad``
+
+For measurement only: which tensors these are, DeepSpeed 0.19.8 says nowhere.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor
+
+from megaspeed.zero.engine import ZeroEngine
+
+
+def held_parameters(engine: ZeroEngine) -> Iterator[Tensor | None]:
+    """What the model computes with, and at ZeRO-3 the partitions it is gathered from."""
+    for parameter in engine.module.parameters():
+        yield parameter.data
+        yield getattr(parameter, "ds_tensor", None)
+
+
+def held_gradients(engine: ZeroEngine) -> Iterator[Tensor | None]:
+    """Gradients of parameters, whole and partitioned, added up or about to be."""
+    for parameter in engine.module.parameters():
+        yield parameter.grad
+        yield getattr(parameter, "grad_accum", None)
+    optimizer = engine.optimizer
+    yield getattr(optimizer, "grad_partitions_flat_buffer", None)
+    for group in optimizer.averaged_gradients.values():
+        yield getattr(group, "flat_partition", None)
+    for master in _master_partitions(optimizer):
+        yield master.grad
+
+
+def held_optimizer_states(engine: ZeroEngine) -> Iterator[Tensor | None]:
+    """fp32 master weights and AdamW's moments."""
+    optimizer = engine.optimizer
+    yield from _master_partitions(optimizer)
+    for state in optimizer.optimizer.state.values():
+        yield from (value for value in state.values() if isinstance(value, Tensor))
+
+
+def allocates_for_communication(module: str) -> bool | None:
+    """Whether tensors made by code of this Python module serve communication.
+
+    None where the module does not decide: its caller does.
+    """
+    if module == "deepspeed.runtime.zero.linear":  # a linear layer's forward and backward
+        return False
+    if module.startswith(("deepspeed.runtime.zero.", "deepspeed.runtime.comm.")):
+        return True
+    return True if module == "megaspeed.zero.reductions" else None
+
+
+def _master_partitions(optimizer: Any) -> list[Tensor]:
+    if hasattr(optimizer, "fp32_partitioned_groups_flat"):
+        return list(optimizer.fp32_partitioned_groups_flat)
+    return list(optimizer.single_partition_of_fp32_groups)

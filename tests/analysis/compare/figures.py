@@ -1,0 +1,89 @@
+"""A comparison of round numbers, as a person would work it out: pp 2, dp 2, in MiB."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from megaspeed.analysis.compare.rank_record import RankRecord
+from megaspeed.analysis.compare.result import (
+    ComparisonResult,
+    Row,
+    StagePrediction,
+    finished_row,
+)
+from megaspeed.analysis.compare.variants import Variant, zero_variants
+from megaspeed.analysis.costs.memory import MemoryBytes
+from megaspeed.config import Run
+from tests.parallel.tiny import tiny_run
+
+MIB = 2**20
+TEXT = Path(__file__).parents[3] / "LICENSE"
+
+
+def run() -> Run:
+    """24 samples of 16 tokens a step."""
+    return tiny_run(TEXT, pp=2, dp=2)
+
+
+def record(rank: int, *, activations: int, sent: int, loss: float = 2.5) -> RankRecord:
+    """A rank with 10 MiB of states, and these many MiB beside them and on the way."""
+    states = MemoryBytes(parameters=2 * MIB, gradients=2 * MIB, optimizer_states=6 * MIB)
+    return RankRecord(
+        rank=rank,
+        pipeline_stage=rank // 2,
+        losses=[3.0, 2.75, loss],
+        grad_norm=1.5,
+        skipped_steps=0,
+        step_times_seconds=[9.0, 0.25 + 0.01 * rank, 0.125 + 0.01 * rank, 0.5 + 0.01 * rank],
+        states=states,
+        peak=states + MemoryBytes(activations=activations * MIB),
+        allocator_peak_bytes=None,
+        traffic={
+            ("dp", "all_gather"): sent * MIB,
+            ("pp", "send"): MIB,
+            ("world", "all_reduce"): 24,
+        },
+    )
+
+
+def records(loss: float = 2.5) -> list[RankRecord]:
+    """Rank 1 is the fullest of pipeline stage 0, rank 2 of pipeline stage 1."""
+    return [
+        record(0, activations=5, sent=3, loss=loss),
+        record(1, activations=6, sent=2, loss=loss),
+        record(2, activations=2, sent=1, loss=loss),
+        record(3, activations=1, sent=1, loss=loss),
+    ]
+
+
+def predictions() -> list[StagePrediction]:
+    """12 + 8 MiB where 10 + 6 are measured, then 10 + 2 as measured; traffic is right."""
+    states = MemoryBytes(parameters=2 * MIB, gradients=2 * MIB, optimizer_states=6 * MIB)
+    more = states + MemoryBytes(gradients=2 * MIB)
+    return [
+        StagePrediction(
+            states=more,
+            peak=more + MemoryBytes(activations=8 * MIB),
+            traffic={("dp", "all_gather"): 3 * MIB, ("pp", "send"): MIB},
+        ),
+        StagePrediction(
+            states=states,
+            peak=states + MemoryBytes(activations=2 * MIB),
+            traffic={("dp", "all_gather"): MIB, ("pp", "send"): MIB},
+        ),
+    ]
+
+
+def zero_0() -> Variant:
+    """ZeRO-0, which has one setting of gradient_reduction."""
+    return zero_variants(run(), [0], "cpu")[0]
+
+
+def zero_2() -> list[Variant]:
+    """ZeRO-2, which has two."""
+    return zero_variants(run(), [2], "cpu")
+
+
+def result(*others: Row) -> ComparisonResult:
+    """ZeRO-0 and these rows."""
+    rows: Sequence[Row] = [finished_row(zero_0(), records(), predictions()), *others]
+    return ComparisonResult(run=run(), device="CPU", steps=4, rows=rows)

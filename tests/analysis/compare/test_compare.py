@@ -1,0 +1,179 @@
+"""`megaspeed compare`, from the command line to the exit code, through the real launcher."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from megaspeed.cli import main
+from tests.parallel.tiny import GPT2, merge
+
+TEXT = Path(__file__).parents[3] / "LICENSE"
+MEGASPEED = Path(sys.executable).with_name("megaspeed")
+FILES = {"compare.json", "compare.md", "memory.png", "tradeoff.png", "logs"}
+_SECONDS_TO_START, _SECONDS_TO_END = 120.0, 30.0
+
+VALUES: dict[str, Any] = {
+    "model": GPT2,
+    "data": {"train": [str(TEXT)], "validation_fraction": 0.0, "sequence_length": 16},
+    "training": {"steps": 10},
+    "train_batch_size": 12,
+    "gradient_accumulation_steps": 1,
+}
+
+
+def write_config(folder: Path, **changes: Any) -> Path:
+    file = folder / "tiny.json"
+    file.write_text(json.dumps(merge(VALUES, changes)))
+    return file
+
+
+def command(config: Path, *options: str) -> list[str]:
+    out = config.with_name("out")
+    return [
+        *(str(MEGASPEED), "compare", "--config", str(config), "--world-size", "2"),
+        *("--steps", "2", "--out", str(out)),
+        *options,
+    ]
+
+
+def environment(folder: Path) -> dict[str, str]:
+    """As a user's, whose PATH knows nothing of the virtual environment."""
+    return {
+        "PATH": "/usr/bin:/bin",
+        "HOME": str(folder),
+        "MEGASPEED_CACHE": str(folder / "cache"),
+        "CUDA_VISIBLE_DEVICES": "",
+        "RES_OPTIONS": "timeout:1 attempts:1",
+    }
+
+
+def processes_that_mention(text: str) -> list[int]:
+    """Processes with this in their command line or working for one of them."""
+    found = []
+    for process in psutil.process_iter(["pid", "cmdline"]):
+        if any(text in word for word in process.info["cmdline"] or []):
+            found.append(process.info["pid"])
+    return found
+
+
+@pytest.mark.timeout(400)
+def test_stages_and_a_baseline_side_by_side(tmp_path: Path) -> None:
+    config = write_config(tmp_path)
+    done = subprocess.run(
+        command(config, "--stages", "0", "3", "--baselines", "ddp", "--json", f"{tmp_path}/f.json"),
+        env=environment(tmp_path),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert {file.name for file in (tmp_path / "out").iterdir()} == FILES
+    figures = json.loads((tmp_path / "out" / "compare.json").read_text())
+    assert json.loads((tmp_path / "f.json").read_text()) == figures
+    assert figures["losses_agree"] is True
+    rows = {row["label"]: row for row in figures["rows"]}
+    assert list(rows) == ["ZeRO-0", "ZeRO-3", "DDP"]
+    for row in rows.values():
+        assert row["status"] == "done" and row["label"] in done.stdout
+        assert [rank["rank"] for rank in row["ranks"]] == [0, 1]
+        assert len(row["ranks"][0]["losses"]) == 3, "two whose time is taken, one is watched"
+        assert row["step_time_seconds"] == max(r["step_times_seconds"][1] for r in row["ranks"])
+        assert row["ranks"][0]["losses"] == pytest.approx(
+            rows["ZeRO-0"]["ranks"][0]["losses"], rel=1e-6
+        )
+    states = {label: row["pipeline_stages"][0]["states_bytes"] for label, row in rows.items()}
+    assert states["DDP"]["predicted"] is None
+    for label in ("ZeRO-0", "ZeRO-3"):
+        assert states[label]["predicted_over_measured"]["total"] == pytest.approx(1.0, rel=0.02)
+    # ZeRO's paper, section 5.3: on two ranks each holds half of the optimizer states.
+    whole, halved = (
+        states[label]["measured"]["optimizer_states"] for label in ("ZeRO-0", "ZeRO-3")
+    )
+    assert halved / whole == pytest.approx(0.5, rel=0.02)
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda n: n.name)
+def test_ctrl_c_leaves_no_process_behind(number: signal.Signals, tmp_path: Path) -> None:
+    config = write_config(tmp_path)
+    process = subprocess.Popen(
+        command(config, "--stages", "1"),
+        env={**environment(tmp_path), "TMPDIR": str(tmp_path)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    started = time.monotonic()
+    ranks = f"{tmp_path}/megaspeed-compare-"
+    while len(processes_that_mention(ranks)) < 4:  # runner, launch and two ranks
+        assert process.poll() is None and time.monotonic() - started < _SECONDS_TO_START
+        time.sleep(0.1)
+    process.send_signal(number)
+    out, err = process.communicate(timeout=_SECONDS_TO_END)
+    assert process.returncode == 1, out + err
+    assert "stopped after 0 of 1 rows" in err and "Traceback" not in err
+    assert processes_that_mention(ranks) == []
+
+
+WRONG: dict[str, tuple[dict[str, Any], Sequence[str], str]] = {
+    "a baseline with a pipeline": (
+        {"parallel": {"pipeline": 2}},
+        ["--baselines", "fsdp"],
+        "parallel.pipeline 2 and parallel.tensor 1; set both to 1, or leave --baselines out",
+    ),
+    "a world that does not divide": (
+        {"parallel": {"tensor": 4}},
+        [],
+        "world size 2 (from --world-size) is not divisible by parallel.pipeline 1 x parallel.",
+    ),
+    "no stage that the configuration allows": (
+        {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}},
+        ["--stages", "0"],
+        "zero_optimization.stage is 0; raise it",
+    ),
+    "a text that is not there": (
+        {"data": {"train": ["/no/such/text.txt"]}},
+        [],
+        "/no/such/text.txt",
+    ),
+    "a folder that is a file": ({}, ["--out", str(TEXT)], "is a file; name another folder"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_input_is_refused_with_the_mend(
+    name: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setenv("MEGASPEED_CACHE", str(tmp_path / "cache"))
+    changes, options, said = WRONG[name]
+    config = write_config(tmp_path, **changes)
+    assert main([*command(config)[1:], *options]) == 2
+    err = capsys.readouterr().err
+    assert said in err and "Traceback" not in err
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [["--steps", "1"], ["--stages", "4"], ["--baselines", "horovod"], ["--timeout", "0"]],
+    ids=" ".join,
+)
+def test_a_wrong_option_is_wrong_input(
+    options: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main([*command(write_config(tmp_path))[1:], *options])
+    assert stop.value.code == 2
+    assert f"argument {options[0]}: " in capsys.readouterr().err

@@ -1,0 +1,84 @@
+"""A row that fails is a row that says so, and the next one runs."""
+
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from megaspeed.analysis.compare.comparing import run_variants
+from megaspeed.analysis.compare.result import Row
+from megaspeed.analysis.compare.variants import Variant, zero_variants
+from megaspeed.config import Run
+from tests.parallel.tiny import tiny_corpus, tiny_run
+
+TEXT = Path(__file__).parents[3] / "LICENSE"
+HUGE = {"vocab_size": 10**9, "hidden_size": 2**15}
+REFUSED = Variant(label="ZeRO-3", engine="zero", run=None, refused="It may not.")
+
+
+def rows_of(run: Run, folder: Path, timeout_seconds: float = 200.0) -> list[Row]:
+    """ZeRO-1 of ``run``, and a variant that is refused."""
+    variants = [*zero_variants(run, [1], "cpu"), REFUSED]
+    return list(
+        run_variants(
+            variants,
+            tiny_corpus(tiny_run(TEXT), folder / "cache"),
+            steps=2,
+            device_type="cpu",
+            folder=folder,
+            timeout_seconds=timeout_seconds,
+        )
+    )
+
+
+@pytest.mark.timeout(300)
+def test_too_little_memory_is_recognised(tmp_path: Path) -> None:
+    """The token embedding alone has 10^9 x 2^15 elements: 119 TiB."""
+    failed, refused = rows_of(tiny_run(TEXT, dp=2, model=HUGE), tmp_path)
+    assert failed.status == "failed" and failed.reason is not None
+    assert failed.reason.startswith("out of memory: RuntimeError: ")
+    assert "DefaultCPUAllocator: can't allocate memory" in failed.reason
+    log = tmp_path / "logs" / "zero-1.log"
+    assert failed.reason.endswith(f"see {log}")
+    assert "Traceback" in log.read_text(), "where it happened is in the log"
+    assert refused.status == "refused"
+
+
+@pytest.mark.timeout(300)
+def test_a_rank_that_is_killed_is_told_apart_from_one_that_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    killer = threading.Thread(target=kill_a_rank, args=(str(tmp_path),))
+    killer.start()
+    killed, refused = rows_of(tiny_run(TEXT, dp=2), tmp_path)
+    killer.join()
+    assert killed.status == "failed" and killed.reason is not None
+    assert killed.reason.startswith(
+        "a rank was killed by SIGKILL, as the system does when memory runs out; see "
+    )
+    assert refused.status == "refused"
+
+
+def kill_a_rank(folder: str) -> None:
+    """As soon as there is one whose task lies in ``folder``."""
+    while True:
+        for process in psutil.process_iter(["cmdline"]):
+            words = process.info["cmdline"] or []
+            if words[2:4] == ["-m", "megaspeed.analysis.compare.rank_program"] and any(
+                word.startswith(folder) for word in words
+            ):
+                process.kill()
+                return
+        time.sleep(0.1)
+
+
+@pytest.mark.timeout(300)
+def test_a_row_that_takes_too_long_is_ended(tmp_path: Path) -> None:
+    late, refused = rows_of(tiny_run(TEXT), tmp_path, timeout_seconds=1.0)
+    assert late.status == "failed" and late.reason is not None
+    assert late.reason.startswith("not done after 1 s; --timeout sets how long a row may take")
+    assert refused.status == "refused"

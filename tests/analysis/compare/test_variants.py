@@ -1,0 +1,90 @@
+"""Which rows a comparison has, and which it refuses."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megaspeed.analysis.compare.variants import baseline_variants, zero_variants
+from megaspeed.config import ConfigError, Run
+from tests.parallel.tiny import tiny_run
+
+TEXT = Path(__file__).parents[3] / "LICENSE"
+
+
+def run(**changes: Any) -> Run:
+    """24 samples a step, in 4 micro-batches unless ``changes`` say otherwise."""
+    return tiny_run(TEXT, **changes)
+
+
+def labels(run: Run, *stages: int) -> list[str]:
+    return [variant.label for variant in zero_variants(run, stages, "cpu")]
+
+
+def test_stages_2_and_3_have_a_row_for_each_time_to_reduce() -> None:
+    assert labels(run(dp=2), 0, 1, 2, 3) == [
+        "ZeRO-0",
+        "ZeRO-1",
+        "ZeRO-2 per_micro_batch",
+        "ZeRO-2 per_step",
+        "ZeRO-3 per_micro_batch",
+        "ZeRO-3 per_step",
+    ]
+
+
+def test_one_micro_batch_is_reduced_once_in_any_case() -> None:
+    one = run(dp=2, gradient_accumulation_steps=1)
+    assert labels(one, 2, 3) == ["ZeRO-2", "ZeRO-3"]
+
+
+def test_one_data_rank_has_nobody_to_reduce_with() -> None:
+    assert labels(run(pp=2), 2, 3) == ["ZeRO-2", "ZeRO-3"]
+
+
+def test_rows_stand_in_order_and_once() -> None:
+    assert labels(run(), 1, 0, 1) == ["ZeRO-0", "ZeRO-1"]
+
+
+def test_a_row_differs_from_the_run_in_stage_and_reduction_alone() -> None:
+    asked = run(pp=2, dp=2, parallel={"schedule": "gpipe"}, zero_optimization={"stage": 1})
+    for variant, stage, reduction in zip(
+        zero_variants(asked, [1, 3], "cpu"),
+        (1, 3, 3),
+        ("per_step", "per_micro_batch", "per_step"),
+        strict=True,
+    ):
+        assert variant.run is not None
+        assert (variant.run.zero_stage, variant.run.gradient_reduction) == (stage, reduction)
+        assert variant.run.degrees == asked.degrees and variant.run.batch == asked.batch
+        before, after = asked.as_json(), variant.run.as_json()
+        for json in (before, after):
+            del json["zero_optimization"]["stage"], json["parallel"]["gradient_reduction"]
+        assert after == before
+
+
+def test_a_stage_that_breaks_a_rule_is_a_row_that_says_why() -> None:
+    offloaded = run(dp=2, zero_optimization={"stage": 1, "offload_optimizer": {"device": "cpu"}})
+    refused, allowed = zero_variants(offloaded, [0, 1], "cpu")
+    assert refused.run is None and refused.refused is not None
+    assert "zero_optimization.stage is 0; raise it" in refused.refused
+    assert allowed.run is not None and allowed.refused is None
+
+
+def test_baselines_reduce_as_their_memory_allows() -> None:
+    variants = baseline_variants(run(dp=2), ["fsdp", "ddp"], "cpu")
+    assert [(v.label, v.engine) for v in variants] == [
+        ("DDP", "ddp"),
+        ("FSDP2 per_micro_batch", "fsdp"),
+        ("FSDP2 per_step", "fsdp"),
+    ]
+    reductions = [v.run.gradient_reduction for v in variants if v.run is not None]
+    assert reductions == ["per_step", "per_micro_batch", "per_step"]
+
+
+@pytest.mark.parametrize("degrees", [{"pp": 2}, {"tp": 2}, {"pp": 2, "tp": 2}])
+def test_baselines_know_no_axis_but_data(degrees: dict[str, int]) -> None:
+    pp, tp = degrees.get("pp", 1), degrees.get("tp", 1)
+    law = f"parallel.pipeline {pp} and parallel.tensor {tp}; set both to 1"
+    with pytest.raises(ConfigError, match=law):
+        baseline_variants(run(dp=2, **degrees), ["ddp"], "cpu")
+    assert baseline_variants(run(dp=2, **degrees), [], "cpu") == []

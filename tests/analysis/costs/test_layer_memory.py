@@ -1,0 +1,95 @@
+"""What a layer keeps, against the paper's formula and against the layer itself."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megaspeed.analysis.costs.layer_memory import Shapes, block_memory, hidden_bytes
+from megaspeed.analysis.measurement.allocations import AllocationLog
+from megaspeed.config import Run
+from megaspeed.model import Block
+from tests.parallel.tiny import GPT2, LLAMA, tiny_run
+
+TEXT = Path(__file__)
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+BF16 = {"bf16": {"enabled": True}}
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_a_gpt2_block_keeps_what_korthikanti_et_al_count(tp: int, sequence_parallel: bool) -> None:
+    """s b h (10 + 24 / t) bytes in 16 bits, divided by t whole with sequence parallelism, less the
+    attention matrix, which the fused kernel does not keep, and two dropout masks of one byte.
+    """
+    run = tiny_run(TEXT, tp=tp, parallel={"sequence_parallel": sequence_parallel}, **BF16)
+    shapes = Shapes.of(run, "cuda")
+    sbh = shapes.whole_tokens * run.config.model.hidden_size
+    split = tp if sequence_parallel else 1
+    of_the_paper = sbh * ((10 - 2) / split + 24 / tp)
+    statistics = block_memory(run, shapes).kept - of_the_paper
+    per_token = shapes.whole_tokens * (2 * 2 * 2 / split + 4 * 4 / tp)
+    assert statistics == per_token, "mean and deviation of two norms, fp32 row sums of softmax"
+
+
+def test_with_full_recomputation_a_block_keeps_2_sbh_bytes() -> None:
+    run = tiny_run(TEXT, parallel={"activation_checkpointing": "full"}, **BF16)
+    shapes = Shapes.of(run, "cuda")
+    sbh = shapes.whole_tokens * run.config.model.hidden_size
+    assert block_memory(run, shapes).kept == 2 * sbh == hidden_bytes(run, shapes)
+
+
+def run_block(run: Run, precision: str) -> tuple[int, int, int]:
+    """(kept, most in the forward, most in both) of one block on this CPU; gradients left out."""
+    model = run.config.model
+    block = Block(model, name="blocks.0", seed=0).to(DTYPES[precision])
+    shape = (run.batch.micro_batch_size, run.config.data.sequence_length, model.hidden_size)
+    x = torch.randn(shape, dtype=DTYPES[precision], requires_grad=True)
+    samples = tuple(range(shape[0]))
+    y = block(x, samples)
+    y.backward(gradient := torch.randn_like(y))  # first uses make constants, such as frequencies
+    for parameter in block.parameters():
+        parameter.grad = None
+    x.grad = None
+    log = AllocationLog(x.device)
+    log.claim("parameters", [*block.parameters(), x, gradient])
+    log.claim_everything_else_alive("parameters")
+    for parameter in block.parameters():
+        parameter.register_hook(lambda g: log.claim("gradients", [g]))
+    with log:
+        y = block(x, samples)
+        kept, forward = log.live().activations, log.peak().activations
+        y.backward(gradient)
+    return kept, forward, log.peak().activations
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(
+    ("shape", "changes"),
+    [
+        (GPT2, {}),
+        (GPT2, {"residual_dropout": 0.1}),
+        (LLAMA, {}),
+        (LLAMA, {"num_key_value_heads": 4}),
+    ],
+    ids=["gpt2", "gpt2 dropout", "llama", "llama without groups"],
+)
+def test_a_block_really_keeps_this(
+    shape: dict[str, Any], changes: dict[str, Any], precision: str
+) -> None:
+    bf16 = {"bf16": {"enabled": precision == "bf16"}}
+    run = tiny_run(TEXT, model={**shape, **changes}, **bf16)
+    predicted = block_memory(run, Shapes.of(run, "cpu"))
+    kept, forward, both = run_block(run, precision)
+    assert predicted.kept == pytest.approx(kept, rel=0.01)
+    assert predicted.kept + predicted.forward_working == pytest.approx(forward, rel=0.1)
+    highest = max(predicted.forward_working, predicted.backward_working)
+    assert predicted.kept + highest == pytest.approx(both, rel=0.1)
+
+
+def test_attention_dropout_keeps_square_matrices() -> None:
+    run = tiny_run(TEXT, model={"attention_dropout": 0.1})
+    predicted = block_memory(run, Shapes.of(run, "cpu"))
+    kept, _, _ = run_block(run, "fp32")
+    assert predicted.kept == pytest.approx(kept, rel=0.1)

@@ -1,0 +1,105 @@
+"""Model states by hand, and those of the ZeRO paper."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megaspeed.analysis.costs.local_parameters import elements_of, local_parameters
+from megaspeed.analysis.costs.memory import MemoryBytes
+from megaspeed.analysis.costs.model_states import model_states
+from megaspeed.config import Run, parse_config, resolve_run
+from tests.parallel.tiny import merge, tiny_run
+
+TEXT = Path(__file__)
+
+# 12 x 36 x 4096^2 parameters of matrices and 50257 x 4096 of tokens: 7.5 billion.
+SEVEN_AND_A_HALF_BILLION = {
+    "model": {
+        "architecture": "gpt2",
+        "vocab_size": 50257,
+        "hidden_size": 4096,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "max_position_embeddings": 1024,
+    },
+    "data": {"train": [str(TEXT)], "sequence_length": 1024},
+    "training": {"steps": 1},
+    "train_batch_size": 512,
+    "train_micro_batch_size_per_gpu": 4,
+    "bf16": {"enabled": True},
+}
+
+
+def run_of(changes: dict[str, Any], world_size: int) -> Run:
+    config = parse_config(merge(SEVEN_AND_A_HALF_BILLION, changes))
+    return resolve_run(config, name="paper", world_size=world_size, world_source="test")
+
+
+@pytest.mark.parametrize(("stage", "gigabytes"), [(0, 120), (1, 31.4), (2, 16.6), (3, 1.88)])
+def test_table_1_of_the_zero_paper(stage: int, gigabytes: float) -> None:
+    """Rajbhandari et al. 2020, Figure 1 and Table 1: 7.5 billion parameters on 64 devices."""
+    run = run_of({"zero_optimization": {"stage": stage}}, 64)
+    parameters = local_parameters(run, 0)
+    assert elements_of(parameters) == pytest.approx(7.5e9, rel=0.01)
+    states = model_states(run, parameters)
+    # Theirs is for 7.5 billion sharp.
+    scaled = states.total * 7.5e9 / elements_of(parameters)
+    assert scaled / 1e9 == pytest.approx(gigabytes, rel=0.005)
+
+
+def states_of(**changes: Any) -> tuple[MemoryBytes, int]:
+    run = tiny_run(TEXT, **changes)
+    parameters = local_parameters(run, 0)
+    return model_states(run, parameters), elements_of(parameters)
+
+
+BF16 = {"bf16": {"enabled": True}}
+
+
+@pytest.mark.parametrize(
+    ("stage", "changes", "parameter", "gradient", "state"),
+    [
+        (0, {}, 4, 4, 12),
+        (1, {}, 4, 4, 12 / 2),
+        (2, {}, 4, 4 / 2, 12 / 2),
+        (3, {}, 4 / 2, 4 / 2, 12 / 2),
+        (0, BF16, 2, 2, 12),
+        (1, BF16, 2, 2, 12 / 2),
+        (2, BF16, 2, 2 / 2, 12 / 2),
+        (3, BF16, 2 / 2, 2 / 2, 12 / 2),
+        (2, {**BF16, "data_types": {"grad_accum_dtype": "fp32"}}, 2, 4 / 2, 12 / 2),
+        (2, {"parallel": {"gradient_reduction": "per_step"}}, 4, 4, 12 / 2),
+        (3, {"parallel": {"gradient_reduction": "per_step"}}, 4 / 2, 4 + 4 / 2, 12 / 2),
+    ],
+)
+def test_bytes_a_parameter(
+    stage: int, changes: dict[str, Any], parameter: float, gradient: float, state: float
+) -> None:
+    states, elements = states_of(dp=2, zero_optimization={"stage": stage}, **changes)
+    # Padding: at most 4 elements a group, or half an element a parameter.
+    assert states.parameters == pytest.approx(parameter * elements, abs=200)
+    assert states.gradients == pytest.approx(gradient * elements, abs=200)
+    assert states.optimizer_states == pytest.approx(state * elements, abs=1000)
+
+
+def test_parameters_below_the_threshold_stay_whole_beside_their_partitions() -> None:
+    threshold = {"stage": 3, "stage3_param_persistence_threshold": 100}
+    states, elements = states_of(dp=2, zero_optimization=threshold)
+    none, _ = states_of(
+        dp=2, zero_optimization={**threshold, **{"stage3_param_persistence_threshold": 0}}
+    )
+    # GPT2 of 5 blocks and width 32: two norms a block and the last one, and the biases of
+    # attention's qkv (96) and output (32) and of the MLP's down (32); up's 128 are above it.
+    small = 5 * (4 * 32 + 96 + 32 + 32) + 2 * 32
+    assert states.parameters - none.parameters == 4 * small
+    assert states.optimizer_states == none.optimizer_states
+    assert elements > small
+
+
+def test_offloaded_states_do_not_count_where_the_device_holds_none() -> None:
+    states, _ = states_of(
+        dp=2, zero_optimization={"stage": 2, "offload_optimizer": {"device": "cpu"}}
+    )
+    assert states.optimizer_states == states.gradients == 0
+    assert states.parameters > 0

@@ -1,0 +1,324 @@
+"""Predicted traffic is what ranks really send in a step, to the byte."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+from torch import nn
+
+from megaspeed.analysis.costs.collective_cost import Traffic
+from megaspeed.analysis.costs.local_parameters import (
+    elements_of,
+    flat_group_elements,
+    local_parameters,
+)
+from megaspeed.analysis.costs.traffic import predict_traffic
+from megaspeed.analysis.costs.traffic_gathers import gathers_of_a_step
+from megaspeed.analysis.measurement.traffic import TrafficLog
+from megaspeed.config import Run
+from megaspeed.data import PreparedCorpus
+from megaspeed.pipeline import layers_of_stages
+from megaspeed.topology import LaunchEnvironment
+from tests.parallel.tiny import LLAMA, tiny_corpus
+from tests.rank_pool import RankPool
+from tests.zero.held import LET_GO
+from tests.zero.one_rank import one_rank, small_run
+
+TEXT = Path(__file__).parents[3] / "LICENSE"
+
+FP32_BYTES = 4
+Layout = tuple[int, int, int]
+
+BF16_IN_FP32 = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
+UNTIED = {"tie_word_embeddings": False}
+SHARED_HEADS = {"num_key_value_heads": 1}
+
+
+def sent_in_second_step(
+    launch: LaunchEnvironment, run: Run, corpus: PreparedCorpus
+) -> tuple[int, Traffic]:
+    """(this rank's pipeline stage, what it sends once the pipeline's headers have gone)."""
+    with one_rank(launch, run, corpus) as rank:
+        rank.train_step(0)
+        with TrafficLog(rank.context) as log:
+            rank.train_step(1)
+        return rank.context.pp_rank, log.traffic
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cache")
+
+
+def run_of(layout: Layout, changes: Mapping[str, Any]) -> Run:
+    pp, dp, tp = layout
+    return small_run(TEXT, pp=pp, dp=dp, tp=tp, **changes)
+
+
+def most_sent(pool: RankPool, cache: Path, run: Run) -> list[dict[Any, int]]:
+    """Of the ranks of each pipeline stage, the most in each axis and collective."""
+    stages: list[dict[Any, int]] = [{} for _ in range(run.degrees.pp)]
+    corpus = tiny_corpus(run, cache)
+    for stage, traffic in pool.run(run.degrees.world_size, sent_in_second_step, run, corpus):
+        for key, sent in traffic.items():
+            stages[stage][key] = max(sent, stages[stage].get(key, 0))
+    return stages
+
+
+def assert_predicted(pool: RankPool, cache: Path, run: Run) -> None:
+    sent = most_sent(pool, cache, run)
+    assert sent == [predict_traffic(run, stage) for stage in range(run.degrees.pp)]
+
+
+# --- data axis ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("pp", [1, 2])
+@pytest.mark.parametrize("gradient_reduction", ["per_step", "per_micro_batch"])
+@pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
+def test_every_zero_stage_and_reduction(
+    pool: RankPool, cache: Path, zero_stage: int, gradient_reduction: str, pp: int
+) -> None:
+    run = run_of(
+        (pp, 2, 1),
+        {
+            "zero_optimization": {"stage": zero_stage},
+            "parallel": {"gradient_reduction": gradient_reduction},
+            "model": {} if gradient_reduction == "per_step" else UNTIED,
+        },
+    )
+    assert_predicted(pool, cache, run)
+
+
+DATA_AXIS: dict[str, tuple[Layout, dict[str, Any]]] = {
+    "three data ranks, which divide nothing": (
+        (2, 3, 1),
+        {"zero_optimization": {"stage": 2}},
+    ),
+    "bf16 gradients added up in fp32": (
+        (2, 2, 1),
+        {"zero_optimization": {"stage": 1}, **BF16_IN_FP32},
+    ),
+    "fp32 gradients that travel in bf16": (
+        (1, 2, 1),
+        {"zero_optimization": {"stage": 2}, "communication_data_type": "bf16"},
+    ),
+    "three uneven pipeline stages, llama": (
+        (3, 2, 1),
+        {"zero_optimization": {"stage": 1}, "model": {**LLAMA, "num_hidden_layers": 4}},
+    ),
+    "offloaded": (
+        (2, 2, 1),
+        {
+            "zero_optimization": {
+                "stage": 2,
+                "offload_optimizer": {"device": "cpu", "pin_memory": False},
+            },
+            **BF16_IN_FP32,
+        },
+    ),
+    "each bucket all-reduced": (
+        (1, 2, 1),
+        {"zero_optimization": {"stage": 1, "use_multi_rank_bucket_allreduce": True}},
+    ),
+    "no reduce-scatter": (
+        (1, 2, 1),
+        {"zero_optimization": {"stage": 2, "reduce_scatter": False, "reduce_bucket_size": 3000}},
+    ),
+}
+
+
+@pytest.mark.parametrize(("layout", "changes"), DATA_AXIS.values(), ids=DATA_AXIS)
+def test_data_axis(pool: RankPool, cache: Path, layout: Layout, changes: dict[str, Any]) -> None:
+    assert_predicted(pool, cache, run_of(layout, changes))
+
+
+@pytest.mark.parametrize(("all_reduces", "times"), [(False, 2), (True, 3)])
+def test_zero1_with_a_pipeline_moves_its_parameters_twice(
+    pool: RankPool, cache: Path, all_reduces: bool, times: int
+) -> None:
+    """Rajbhandari et al. 2020, section 7.2.1; three times by DeepSpeed's own default."""
+    dp = 4
+    zero = {"stage": 1}
+    if all_reduces:
+        zero["use_multi_rank_bucket_allreduce"] = True
+    run = run_of((2, dp, 1), {"zero_optimization": zero, "train_batch_size": 16})
+    for stage, sent in enumerate(most_sent(pool, cache, run)):
+        parameters = local_parameters(run, stage)
+        whole = elements_of(parameters) * FP32_BYTES
+        padding = sum(flat_group_elements(parameters, dp).values()) * FP32_BYTES - whole
+        moved = sum(size for (axis, _), size in sent.items() if axis == "dp")
+        assert moved == times * (dp - 1) * whole // dp + (dp - 1) * padding // dp
+        assert padding < 0.01 * whole
+
+
+# --- ZeRO-3's parameters --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("pp", [1, 2])
+def test_zero3_that_keeps_nothing_gathers_twice_a_micro_batch(
+    pool: RankPool, cache: Path, pp: int
+) -> None:
+    """Rajbhandari et al. 2020, section 7.2.2: with the gradients 3 x, here for each micro-batch."""
+    run = run_of((pp, 2, 1), {"zero_optimization": {"stage": 3, **LET_GO}, "model": UNTIED})
+    micro_batches = run.batch.gradient_accumulation_steps
+    for stage, sent in enumerate(most_sent(pool, cache, run)):
+        parameters = local_parameters(run, stage)
+        half = elements_of(parameters) * FP32_BYTES // 2  # every parameter is even
+        assert sent["dp", "all_gather"] == 2 * micro_batches * half
+        assert sent["dp", "reduce_scatter"] == micro_batches * half
+
+
+KEPT = {"stage": 3, "stage3_param_persistence_threshold": 320}
+AHEAD = {"stage3_prefetch_bucket_size": 4000, "stage3_max_live_parameters": 9000}
+ZERO_3: dict[str, tuple[Layout, dict[str, Any]]] = {
+    "as it stands, one stage": ((1, 2, 1), {"zero_optimization": KEPT}),
+    "gpipe": ((2, 2, 1), {"zero_optimization": KEPT, "parallel": {"schedule": "gpipe"}}),
+    "1f1b, three uneven stages": (
+        (3, 2, 1),
+        {
+            "zero_optimization": KEPT,
+            "model": {"num_hidden_layers": 4},
+            "gradient_accumulation_steps": 4,
+        },
+    ),
+    "a little ahead": ((2, 2, 1), {"zero_optimization": {**KEPT, **AHEAD}}),
+    "kept for reuse": (
+        (1, 2, 1),
+        {"zero_optimization": {**KEPT, **AHEAD, "stage3_max_reuse_distance": 30_000}},
+    ),
+    "recomputation": (
+        (1, 2, 1),
+        {"zero_optimization": KEPT, "parallel": {"activation_checkpointing": "full"}},
+    ),
+    "recomputation, nothing kept": (
+        (2, 2, 1),
+        {
+            "zero_optimization": {"stage": 3, **LET_GO},
+            "parallel": {"activation_checkpointing": "full"},
+            "model": {"residual_dropout": 0.1, "attention_dropout": 0.1},
+        },
+    ),
+    "three data ranks, llama, bf16": (
+        (1, 3, 1),
+        {"zero_optimization": {**KEPT, **LET_GO}, "model": LLAMA, **BF16_IN_FP32},
+    ),
+    "all-reduced": (
+        (1, 2, 1),
+        {
+            "zero_optimization": {
+                **KEPT,
+                "stage3_use_all_reduce_for_fetch_params": True,
+                "reduce_scatter": False,
+                "reduce_bucket_size": 5000,
+            }
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize(("layout", "changes"), ZERO_3.values(), ids=ZERO_3)
+def test_zero3(pool: RankPool, cache: Path, layout: Layout, changes: dict[str, Any]) -> None:
+    assert_predicted(pool, cache, run_of(layout, changes))
+
+
+def most_whole_in_second_step(
+    launch: LaunchEnvironment, run: Run, corpus: PreparedCorpus
+) -> tuple[int, int]:
+    """(this rank's pipeline stage, the most elements that were whole as a module was entered)."""
+    with one_rank(launch, run, corpus) as rank:
+        rank.train_step(0)
+        coordinator = rank.optimizer.parameter_offload.get_param_coordinator()
+        fetch, whole = coordinator.fetch_sub_module, []
+
+        def watched(module: nn.Module, forward: bool) -> None:
+            fetch(module, forward=forward)
+            there: list[Any] = [p for p in rank.engine.module.parameters() if is_fetched(p)]
+            whole.append(sum(parameter.ds_numel for parameter in there))
+
+        coordinator.fetch_sub_module = watched
+        rank.train_step(1)
+        return rank.context.pp_rank, max(whole)
+
+
+def is_fetched(parameter: Any) -> bool:
+    return parameter.ds_status != ZeroParamStatus.NOT_AVAILABLE
+
+
+@pytest.mark.parametrize("ahead", [LET_GO, AHEAD], ids=["nothing ahead", "a little ahead"])
+def test_the_most_that_zero3_has_whole_at_a_time(
+    pool: RankPool, cache: Path, ahead: dict[str, int]
+) -> None:
+    run = run_of((2, 2, 1), {"zero_optimization": {**KEPT, **ahead}})
+    for stage, whole in pool.run(4, most_whole_in_second_step, run, tiny_corpus(run, cache)):
+        assert whole == gathers_of_a_step(run, stage).most_whole
+
+
+# --- tensor and pipeline axes ---------------------------------------------------------------------
+
+SEQUENCE = {"sequence_parallel": True}
+RECOMPUTE = {"activation_checkpointing": "full"}
+MODEL_AXES: dict[str, tuple[Layout, dict[str, Any]]] = {
+    "gpt2": ((1, 1, 2), {}),
+    "llama, sequence parallel": ((1, 1, 2), {"model": LLAMA, "parallel": SEQUENCE}),
+    "recomputation": ((1, 1, 2), {"parallel": RECOMPUTE}),
+    "recomputation with dropout": (
+        (1, 1, 2),
+        {"parallel": RECOMPUTE, "model": {"residual_dropout": 0.1}},
+    ),
+    "sequence parallel, recomputation with dropout": (
+        (1, 1, 2),
+        {"parallel": {**SEQUENCE, **RECOMPUTE}, "model": {"residual_dropout": 0.1}},
+    ),
+    "shared heads": ((1, 1, 4), {"model": {**LLAMA, **SHARED_HEADS}}),
+    "shared heads, sequence parallel": (
+        (1, 1, 4),
+        {"model": {**LLAMA, **SHARED_HEADS}, "parallel": SEQUENCE},
+    ),
+    "with a pipeline, bf16": ((2, 1, 2), {"bf16": {"enabled": True}}),
+    "with a pipeline, sequence parallel, gpipe": (
+        (3, 1, 2),
+        {"parallel": {**SEQUENCE, "schedule": "gpipe"}, "gradient_accumulation_steps": 4},
+    ),
+    "with everything": (
+        (2, 2, 2),
+        {
+            "parallel": {**SEQUENCE, **RECOMPUTE},
+            "zero_optimization": KEPT,
+            **BF16_IN_FP32,
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize(("layout", "changes"), MODEL_AXES.values(), ids=MODEL_AXES)
+def test_model_axes(pool: RankPool, cache: Path, layout: Layout, changes: dict[str, Any]) -> None:
+    assert_predicted(pool, cache, run_of(layout, changes))
+
+
+def test_tensor_and_pipeline_traffic_worked_by_hand() -> None:
+    """Embedding and two blocks on one stage, the head on the other; 2 micro-batches of 12 x 16."""
+    run = run_of((2, 1, 2), {"model": {**LLAMA, "num_hidden_layers": 2}})
+    assert layers_of_stages(run) == [range(3), range(3, 4)]
+    tokens = 12 * 16
+    hidden = tokens * 32 * FP32_BYTES
+    first, last = predict_traffic(run, 0), predict_traffic(run, 1)
+    # On two ranks an all-reduce sends its message once: 1 for the embedding, 4 for each block;
+    # 1 for the head, and for the loss 3 numbers a token.
+    assert first["tp", "all_reduce"] == 2 * 9 * hidden
+    assert last["tp", "all_reduce"] == 2 * (hidden + 3 * tokens * FP32_BYTES)
+    assert first["pp", "send"] == last["pp", "send"] == 2 * hidden
+    # Norm and loss, 8 bytes each, on four ranks.
+    assert first["world", "all_reduce"] == 2 * 3 * 16 // 4
+
+
+def test_a_tied_weights_gradient_worked_by_hand() -> None:
+    """301 x 32 on two tensor ranks: 151 rows, padded to 152; at ZeRO-1 half of it on each of two
+    data ranks.
+    """
+    for zero_stage, dp in ((0, 1), (1, 2)):
+        run = run_of((2, dp, 2), {"zero_optimization": {"stage": zero_stage}})
+        for stage in (0, 1):
+            assert predict_traffic(run, stage)["pp", "all_reduce"] == 152 * 32 * FP32_BYTES // dp

@@ -1,0 +1,45 @@
+"""Devices: what a driver reports, less a reserve, in bytes."""
+
+import re
+
+import pytest
+
+from megaspeed.analysis.planning.devices import (
+    DEVICES,
+    USABLE_FRACTION,
+    DeviceError,
+    device_named,
+)
+
+
+def test_an_80_gb_h100_has_81559_mebibytes() -> None:
+    device = device_named("h100-80gb")
+    assert device.memory_bytes == 81_559 * 1_048_576 == 85_520_809_984
+    assert device.usable_bytes == int(0.92 * 85_520_809_984)
+
+
+@pytest.mark.parametrize("name", DEVICES)
+def test_no_device_has_more_than_its_name_says_in_gib_nor_less_in_gb(name: str) -> None:
+    """A data sheet's number is GiB before error correction, so bytes lie between GB and GiB."""
+    stated = re.search(r"-(\d+)gb$", name)
+    assert stated is not None
+    lowest, highest = int(stated[1]) * 10**9, int(stated[1]) * 2**30
+    assert lowest < DEVICES[name].memory_bytes <= highest
+    assert DEVICES[name].name == name
+
+
+def test_a_reserve_is_left_for_what_no_tensor_holds() -> None:
+    assert 0.9 <= USABLE_FRACTION < 1
+
+
+def test_capital_letters_do_not_matter() -> None:
+    assert device_named("H100-80GB") is DEVICES["h100-80gb"]
+
+
+def test_an_unknown_device_names_the_nearest_and_lists_all() -> None:
+    with pytest.raises(DeviceError, match="no device called 'a100-80'; the nearest is a100-80gb;"):
+        device_named("a100-80")
+    with pytest.raises(DeviceError) as error:
+        device_named("?")
+    assert all(name in str(error.value) for name in DEVICES)
+    assert "nearest" not in str(error.value)

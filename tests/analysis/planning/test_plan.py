@@ -1,0 +1,118 @@
+"""Plans: the ZeRO paper's table, every file of ds_configs, what the configuration refuses."""
+
+import pytest
+
+from megaspeed.analysis.planning.devices import Device, device_named
+from megaspeed.analysis.planning.plan import plan
+from megaspeed.cli import main
+from tests.analysis.planning.tiny_runs import FOLDER, WORLD_SIZES, from_file, tiny
+
+GB = 10**9
+
+
+def test_the_zero_papers_table_1() -> None:
+    """Rajbhandari et al. 2020, Table 1, DP 64, 7.5B: 120, 31.4, 16.6 and 1.9 GB of model states.
+
+    16, 4 + 12/64, 2 + 14/64 and 16/64 bytes a parameter (figure 1); the model has 7.46B.
+    """
+    planned = plan(from_file(FOLDER / "zero_7.5b.json", world_size=64), None, 8)
+    psi = 7.5
+    paper = (16 * psi, (4 + 12 / 64) * psi, (2 + 14 / 64) * psi, 16 / 64 * psi)
+    assert [f"{gigabytes:.1f}" for gigabytes in paper] == ["120.0", "31.4", "16.6", "1.9"]
+    for zero, gigabytes in zip(planned.zero_stages, paper, strict=True):
+        assert zero.prediction is not None
+        assert zero.prediction.heaviest.state_bytes / GB == pytest.approx(gigabytes, rel=0.01)
+
+
+def test_a_file_stands_in_the_list_with_its_world_size() -> None:
+    files = {file.stem for file in FOLDER.glob("*.json")} - {"megaspeed.schema"}
+    assert files == set(WORLD_SIZES)
+
+
+@pytest.mark.parametrize("name", WORLD_SIZES)
+def test_every_file_plans_and_checks_at_its_world_size(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, world_size = FOLDER / f"{name}.json", WORLD_SIZES[name]
+    assert main(["check", "--config", str(file), "--world-size", str(world_size)]) == 0
+    assert "no problem found" in capsys.readouterr().out
+    planned = plan(from_file(file, world_size=world_size), device_named("a100-80gb"), 8)
+    assert planned.run.degrees.world_size == world_size
+    assert planned.fits is True and planned.change is None
+
+
+@pytest.mark.parametrize(
+    ("name", "degrees", "zero_stage", "parameters"),
+    [
+        ("gpt3_175b", (8, 64, 8), 1, 174.6e9),
+        ("mt_nlg_530b", (35, 16, 8), 1, 529.6e9),
+        ("llama2_70b", (1, 256, 8), 3, 68.98e9),
+        ("llama2_70b_64", (1, 64, 1), 3, 68.98e9),
+        ("zero_7.5b", (1, 64, 1), 2, 7.464e9),
+        ("gpt2_1.5b", (1, 8, 1), 1, 1.5576e9),
+    ],
+)
+def test_the_large_files_are_what_they_are_called(
+    name: str, degrees: tuple[int, int, int], zero_stage: int, parameters: float
+) -> None:
+    planned = plan(from_file(FOLDER / f"{name}.json", world_size=WORLD_SIZES[name]), None, 8)
+    run = planned.run
+    assert (run.degrees.pp, run.degrees.dp, run.degrees.tp) == degrees
+    assert run.zero_stage == zero_stage
+    assert planned.parameters == pytest.approx(parameters, rel=1e-3)
+    assert planned.ranks.axes_across_nodes.isdisjoint({"tp"})
+
+
+def test_pipeline_stages_cover_the_layers_and_the_parameters() -> None:
+    planned = plan(from_file(FOLDER / "mt_nlg_530b.json", world_size=4480), None, 8)
+    assert [stage.pipeline_stage for stage in planned.stages] == list(range(35))
+    layers = [layer for stage in planned.stages for layer in stage.layers]
+    assert layers == list(range(107))
+    # 12 D^2 + 13 D a block, all but 9 D of it split over 8 (biases of two row-parallel layers, two
+    # norms of two vectors, are whole): 3 blocks.
+    hidden = 20480
+    block = 12 * hidden**2 + 13 * hidden
+    whole = 6 * hidden
+    assert planned.stages[1].parameters == 3 * block
+    assert planned.stages[1].parameters_per_rank == 3 * ((block - whole) // 8 + whole)
+
+
+def test_a_zero_stage_that_the_configuration_refuses_says_why() -> None:
+    planned = plan(from_file(FOLDER / "zero3_offload.json", world_size=4), None, 8)
+    reasons = {zero.zero_stage: " ".join(zero.refusals) for zero in planned.zero_stages}
+    assert "offload_param moves partitioned parameters, which only stage 3 has" in reasons[1]
+    assert "offload_optimizer moves partitioned optimizer states" in reasons[0]
+    assert reasons[3] == ""
+    assert planned.zero_stages[2].prediction is None
+    assert planned.zero_stages[3].prediction is not None
+    figures = planned.as_json()["zero_stages"]
+    assert figures[2]["refused"] and figures[2]["fits"] is None
+
+
+def test_nothing_is_said_of_fitting_without_a_device() -> None:
+    planned = plan(tiny(world_size=4), None, 8)
+    assert planned.fits is None and planned.change is None
+    assert planned.as_json()["fits"] is None
+    assert all(zero["fits"] is None for zero in planned.as_json()["zero_stages"])
+
+
+def test_a_run_fits_up_to_the_usable_bytes_and_not_one_beyond() -> None:
+    training = tiny(world_size=4)
+    peak = plan(training, None, 8).prediction.fullest.peak_bytes
+    for usable, fits in ((peak, True), (peak - 1, False)):
+        planned = plan(training, exactly(usable), 8)
+        assert planned.fits is fits
+        assert (planned.change is None) is fits
+
+
+def test_an_fp16_run_is_planned_without_a_gpu() -> None:
+    assert plan(tiny("fp16.enabled=true", world_size=2), None, 8).run.precision == "fp16"
+
+
+def exactly(usable_bytes: int) -> Device:
+    """A device of which so many bytes can be used."""
+    for memory_bytes in range(int(usable_bytes / 0.92) - 2, int(usable_bytes / 0.92) + 3):
+        device = Device(name="tiny", memory_bytes=memory_bytes)
+        if device.usable_bytes == usable_bytes:
+            return device
+    raise AssertionError("rounding leaves out less than every second number")

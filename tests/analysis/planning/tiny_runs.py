@@ -1,0 +1,44 @@
+"""Small trainings for plans, of 12 heads and 4 blocks, and those of ds_configs."""
+
+from pathlib import Path
+from typing import Any
+
+from megaspeed.analysis.planning.variants import Training
+from megaspeed.config import parse_config, read_config
+from tests.config.small import patch, small, write
+
+FOLDER = Path(__file__).parents[3] / "ds_configs"
+
+WORLD_SIZES = {
+    "base": 4,
+    "zero0": 4,
+    "zero1": 4,
+    "zero2": 4,
+    "zero3": 4,
+    "zero3_offload": 4,
+    "3d": 8,
+    "gpt2_1.5b": 8,
+    "zero_7.5b": 64,
+    "llama2_70b_64": 64,
+    "llama2_70b": 2048,
+    "gpt3_175b": 4096,
+    "mt_nlg_530b": 4480,
+}
+"""The file of ds_configs -> the world size that it is made for."""
+
+
+def tiny(*overrides: str, world_size: int = 1, **keys: Any) -> Training:
+    """A tiny training of 16 samples a step, with these changes."""
+    stated = parse_config(small(**{**patch(*overrides), **keys}))
+    return Training.of(stated, name="tiny", world_size=world_size)
+
+
+def from_file(path: Path, *overrides: str, world_size: int) -> Training:
+    """The training of a file."""
+    stated = read_config(path, overrides)
+    return Training.of(stated, name=path.stem, world_size=world_size)
+
+
+def tiny_file(folder: Path, *overrides: str) -> Path:
+    """The tiny run as a file."""
+    return write(folder / "tiny.json", small(**patch(*overrides)))
