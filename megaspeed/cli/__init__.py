@@ -14,7 +14,7 @@ import argparse
 from collections.abc import Sequence
 
 from megaspeed.cli import check, compare, plan, schedule, verify
-from megaspeed.cli.common_options import EXIT_WRONG_INPUT
+from megaspeed.cli.common_options import EXIT_FAILED, EXIT_WRONG_INPUT
 from megaspeed.cli.output import say
 from megaspeed.config import ConfigError
 from megaspeed.data import DataError
@@ -30,6 +30,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (ConfigError, DataError) as error:
         say(str(error), error=True)
         return EXIT_WRONG_INPUT
+    except OSError as error:  # a full disk, a folder that has gone
+        say(f"megaspeed {options.command}: {error}", error=True)
+        return EXIT_FAILED
+    except KeyboardInterrupt:
+        say(f"megaspeed {options.command}: stopped", error=True)
+        return EXIT_FAILED
     return code
 
 
@@ -37,7 +43,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="megaspeed", description="3D-parallel GPT pretraining on DeepSpeed."
     )
-    commands = parser.add_subparsers(required=True, metavar="command")
+    commands = parser.add_subparsers(required=True, metavar="command", dest="command")
     for command in _COMMANDS:
         command.add_to(commands)
     return parser.parse_args(arguments)

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from megaspeed.config import ConfigError, Run, load_run
+from megaspeed.config.overrides import add_config_options
 from megaspeed.data.config_problems import find_problems_in_file
 
 EXIT_DONE, EXIT_FAILED, EXIT_WRONG_INPUT = 0, 1, 2
@@ -22,21 +23,12 @@ def add_command(
     """A subcommand with ``--config``, ``--world-size``, ``--set`` and ``--json``."""
     parser: argparse.ArgumentParser = commands.add_parser(name, help=text, description=text)
     parser.set_defaults(run=run)
-    parser.add_argument("--config", required=True, type=Path, help="the run's JSON file")
+    add_config_options(parser)
     parser.add_argument(
         "--world-size",
         type=positive,
         required=needs_world_size,
         help="number of processes of the run",
-    )
-    parser.add_argument(
-        "--set",
-        dest="overrides",
-        nargs="+",
-        action="extend",
-        default=[],
-        metavar="key.path=value",
-        help="replace single values of the file",
     )
     parser.add_argument("--json", type=new_file, metavar="FILE", help="write the figures there too")
     return parser
@@ -63,7 +55,10 @@ def load(options: argparse.Namespace, device_type: str = "cpu") -> Run:
 
 def positive(text: str) -> int:
     """A count on the command line."""
-    number = int(text)
+    try:
+        number = int(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"it must be a whole number, not {text!r}") from error
     if not 1 <= number <= 10**9:
         raise argparse.ArgumentTypeError("it must be at least 1 and at most 10^9")
     return number

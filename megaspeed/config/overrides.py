@@ -1,5 +1,7 @@
 """`--set key.path=value`: one change to the JSON from the command line."""
 
+from argparse import ArgumentParser
+from pathlib import Path
 from typing import Any
 
 from megaspeed.config.errors import Problem
@@ -7,6 +9,20 @@ from megaspeed.config.strict_json import JsonSyntaxError, parse_json
 
 ORIGIN = "--set"
 """How an override is named where an error tells which source a value came from."""
+
+
+def add_config_options(parser: ArgumentParser) -> None:
+    """`--config` and `--set`, alike in every program: `options.config`, `options.overrides`."""
+    parser.add_argument("--config", required=True, type=Path, help="the run's JSON file")
+    parser.add_argument(
+        "--set",
+        dest="overrides",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="key.path=value",
+        help="replace single values of the file",
+    )
 
 
 def parse_override(text: str) -> tuple[dict[str, Any], list[Problem]]:

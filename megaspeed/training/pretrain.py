@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from megaspeed.config import ConfigError, Run, load_run
+from megaspeed.config.overrides import add_config_options
 from megaspeed.data import DataError, PreparedCorpus, prepare_corpus
 from megaspeed.data.config_problems import find_problems_in_file
 from megaspeed.pipeline import layers_of_stages, parameters_of_stages
@@ -68,16 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Pretrain a GPT as a JSON file says.")
-    parser.add_argument("--config", required=True, type=Path, help="the run's JSON file")
-    parser.add_argument(
-        "--set",
-        dest="overrides",
-        nargs="+",
-        action="extend",
-        default=[],
-        metavar="key.path=value",
-        help="replace single values of the file",
-    )
+    add_config_options(parser)
     # The deepspeed launcher passes it to every process; the environment says the same.
     parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
     return parser.parse_args(arguments)

@@ -9,21 +9,18 @@
 FSDP2 says nowhere which tensors these are; what is read here is torch 2.13's.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
 from megaspeed.analysis.compare.baselines import BaselineWorker
 from megaspeed.analysis.compare.data_parallel import Ddp, local
-from megaspeed.analysis.costs.memory import Category, MemoryBytes
+from megaspeed.analysis.costs.memory import Category
 from megaspeed.analysis.measurement.allocations import Allocation, AllocationLog
-from megaspeed.analysis.measurement.measured_step import RankMeasurement
-from megaspeed.analysis.measurement.traffic import TrafficLog
+from megaspeed.analysis.measurement.watched_step import RankMeasurement, measure
 from megaspeed.training.worker import Load, StepResult
 
 
@@ -34,26 +31,45 @@ def measure_baseline_step(
 
     The optimizer's states must exist, so a step must have been taken before.
     """
-    device = worker.context.device
-    on_gpu = device.type == "cuda"
-    if on_gpu:
-        torch.cuda.reset_peak_memory_stats(device)
-    log = _LocalAllocationLog(device, _category_of)
-    _claim_states(log, worker)
-    if isinstance(worker.engine, Ddp):
-        log.claim("communication_buffers", worker.engine.buckets.values())
-    log.claim_everything_else_alive("communication_buffers")
-    traffic = TrafficLog(worker.context)
-    with _watched(worker, log) as states, traffic, log:
-        result = worker.train_step(load, learning_rate)
-    return result, RankMeasurement(
-        rank=worker.context.rank,
-        pipeline_stage=worker.context.pp_rank,
-        states=states[0],
-        peak=log.peak(),
-        allocator_peak_bytes=torch.cuda.max_memory_allocated(device) if on_gpu else None,
-        traffic=traffic.traffic,
-    )
+    return measure(_WatchedBaseline(worker), load, learning_rate)
+
+
+class _WatchedBaseline:
+    """A baseline whose engine is looked into."""
+
+    def __init__(self, worker: BaselineWorker) -> None:
+        self.context = worker.context
+        self.train_step = worker.train_step
+        self._worker = worker
+        self._model = worker.engine.model
+
+    def new_log(self) -> AllocationLog:
+        return _LocalAllocationLog(self.context.device, _category_of)
+
+    def parameters(self) -> Iterable[Tensor | None]:
+        return (local(p) for p in self._model.parameters())
+
+    def gradients(self) -> Iterator[Tensor | None]:
+        for parameter in self._model.parameters():
+            yield None if parameter.grad is None else local(parameter.grad)
+        for unsharded in _unsharded_parameters(self._model):
+            yield unsharded.unsharded_accumulated_grad
+            yield unsharded.unsharded_param.grad
+
+    def optimizer_states(self) -> Iterator[Tensor]:
+        for state in self._worker.optimizer.state.values():
+            yield from (local(value) for value in state.values() if isinstance(value, Tensor))
+
+    def communication_buffers(self) -> Iterable[Tensor | None]:
+        engine = self._worker.engine
+        return engine.buckets.values() if isinstance(engine, Ddp) else ()
+
+    def differentiated(self) -> Iterable[Tensor]:
+        gathered = [unsharded.unsharded_param for unsharded in _unsharded_parameters(self._model)]
+        return gathered or self._model.parameters()
+
+    def call_after_backward(self, function: Callable[[], None]) -> None:
+        self._worker.after_backward = function
 
 
 class _LocalAllocationLog(AllocationLog):
@@ -78,25 +94,6 @@ def _category_of(module: str) -> Category | None:
     return None
 
 
-def _claim_states(log: AllocationLog, worker: BaselineWorker) -> None:
-    log.claim("parameters", (local(p) for p in worker.engine.model.parameters()))
-    log.claim("gradients", _held_gradients(worker))
-    log.claim("optimizer_states", _held_optimizer_states(worker))
-
-
-def _held_gradients(worker: BaselineWorker) -> Iterator[Tensor | None]:
-    for parameter in worker.engine.model.parameters():
-        yield None if parameter.grad is None else local(parameter.grad)
-    for unsharded in _unsharded_parameters(worker.engine.model):
-        yield unsharded.unsharded_accumulated_grad
-        yield unsharded.unsharded_param.grad
-
-
-def _held_optimizer_states(worker: BaselineWorker) -> Iterator[Tensor]:
-    for state in worker.optimizer.state.values():
-        yield from (local(value) for value in state.values() if isinstance(value, Tensor))
-
-
 def _unsharded_parameters(model: nn.Module) -> list[Any]:
     """FSDP2's record of each parameter while it is gathered; none for DDP."""
     states: list[Any] = [
@@ -111,30 +108,3 @@ def _unsharded_parameters(model: nn.Module) -> list[Any]:
         for parameter in group.fsdp_params
         if hasattr(parameter, "_unsharded_param")
     ]
-
-
-@contextmanager
-def _watched(worker: BaselineWorker, log: AllocationLog) -> Iterator[list[MemoryBytes]]:
-    """Claims gradients as they appear; the list receives the states after the first backward."""
-    states: list[MemoryBytes] = []
-
-    def claim_gradient(gradient: Tensor) -> None:
-        log.claim("gradients", [gradient])
-
-    def after_backward() -> None:
-        log.claim("gradients", _held_gradients(worker))
-        if not states:
-            held = _LocalAllocationLog(worker.context.device)
-            _claim_states(held, worker)
-            states.append(held.live())
-
-    model = worker.engine.model
-    gathered = [unsharded.unsharded_param for unsharded in _unsharded_parameters(model)]
-    hooks = [p.register_hook(claim_gradient) for p in gathered or model.parameters()]
-    worker.after_backward = after_backward
-    try:
-        yield states
-    finally:
-        worker.after_backward = lambda: None
-        for hook in hooks:
-            hook.remove()

@@ -1,24 +1,14 @@
 """What stands round the grids: the layout and the model above, what went wrong below."""
 
 import math
-import textwrap
 
 from megaspeed.analysis.compare.result import ComparisonResult
 from megaspeed.model import layer_count, parameter_shapes
 
-_CHART_COLUMNS = 108
-
 
 def layout_line(result: ComparisonResult) -> str:
     """Degrees, precision and batch."""
-    run = result.run
-    degrees, batch = run.degrees, run.batch
-    return (
-        f"{run.name}: pp {degrees.pp} x dp {degrees.dp} x tp {degrees.tp} = "
-        f"{degrees.world_size} ranks ({result.device}), {run.precision}, {batch.train_batch_size} "
-        f"samples of {run.config.data.sequence_length:,} tokens a step in "
-        f"{batch.gradient_accumulation_steps} micro-batches of {batch.micro_batch_size}"
-    )
+    return f"{_ranks(result)}, {_batch(result)}"
 
 
 def model_line(result: ComparisonResult) -> str:
@@ -34,9 +24,8 @@ def model_line(result: ComparisonResult) -> str:
 
 
 def chart_title(result: ComparisonResult) -> str:
-    """Both in lines that fit above a picture."""
-    lines = (layout_line(result), model_line(result))
-    return "\n".join(textwrap.fill(line, _CHART_COLUMNS) for line in lines)
+    """All of it in lines short enough to stand above a picture."""
+    return "\n".join((_ranks(result), _batch(result), model_line(result)))
 
 
 def notes(result: ComparisonResult) -> list[str]:
@@ -54,3 +43,19 @@ def notes(result: ComparisonResult) -> list[str]:
                 "loss or the gradient norm was not finite"
             )
     return lines
+
+
+def _ranks(result: ComparisonResult) -> str:
+    degrees = result.run.degrees
+    return (
+        f"{result.run.name}: pp {degrees.pp} x dp {degrees.dp} x tp {degrees.tp} = "
+        f"{degrees.world_size} ranks ({result.device}), {result.run.precision}"
+    )
+
+
+def _batch(result: ComparisonResult) -> str:
+    batch = result.run.batch
+    return (
+        f"{batch.train_batch_size} samples of {result.run.config.data.sequence_length:,} tokens a "
+        f"step in {batch.gradient_accumulation_steps} micro-batches of {batch.micro_batch_size}"
+    )

@@ -30,7 +30,7 @@ _KILLED = re.compile(r"exits with return code = -(\d+)")
 # What an outer launcher told this process is not true of the ranks that are started here.
 _OTHER_LAUNCHERS = re.compile(
     r"RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|LOCAL_SIZE|MASTER_ADDR|MASTER_PORT"
-    r"|OMPI_COMM_WORLD_\w+|SLURM_NTASKS|SLURM_PROCID|SLURM_LOCALID|SLURM_STEP_ID"
+    r"|TORCHELASTIC_\w+|OMPI_COMM_WORLD_\w+|SLURM_NTASKS|SLURM_PROCID|SLURM_LOCALID|SLURM_STEP_ID"
 )
 
 
@@ -114,12 +114,14 @@ def _wait(process: subprocess.Popen[bytes], timeout_seconds: float) -> bool:
 
 def _end_all(process: subprocess.Popen[bytes]) -> None:
     """Ends the launcher, if it still runs, and whatever it has left behind."""
-    if process.poll() is None:
-        os.killpg(process.pid, signal.SIGTERM)
-        _wait(process, _SECONDS_TO_END_IN_PEACE)
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+    try:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGTERM)
+            _wait(process, _SECONDS_TO_END_IN_PEACE)
+    finally:  # a second Ctrl-C cuts the wait short, and spares nobody
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 @contextmanager

@@ -53,7 +53,8 @@ def draw_memory_chart(result: ComparisonResult, picture: Path) -> None:
         range(len(rows)), [row.variant.label.replace(" ", "\n") for row in rows], fontsize=7.5
     )
     axes.set_ylabel(f"peak of the fullest rank ({unit.name})")
-    axes.set_title(chart_title(result), fontsize=7.5, loc="left")
+    # A "$" in the run's name is no formula.
+    axes.set_title(chart_title(result), fontsize=7.5, loc="left", parse_math=False)
     axes.margins(x=0.02)
     axes.set_ylim(top=axes.get_ylim()[1] * 1.04)  # room for the numbers above the bars
     axes.spines[["top", "right"]].set_visible(False)

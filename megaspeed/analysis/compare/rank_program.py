@@ -24,7 +24,7 @@ from megaspeed.analysis.compare.rank_record import (
 )
 
 if TYPE_CHECKING:
-    from megaspeed.analysis.measurement.measured_step import RankMeasurement
+    from megaspeed.analysis.measurement.watched_step import RankMeasurement
     from megaspeed.topology import ParallelContext
     from megaspeed.training.step_inputs import StepInputs
     from megaspeed.training.worker import Load, StepResult

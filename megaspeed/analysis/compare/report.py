@@ -33,10 +33,10 @@ def show(result: ComparisonResult, console: Console) -> None:
 def write(result: ComparisonResult, folder: Path) -> list[Path]:
     """Writes the files to ``folder`` and returns them; pictures only where there are figures."""
     pictures = [MEMORY, TRADE_OFF] if result.done else []
-    if pictures:
-        draw_memory_chart(result, folder / MEMORY)
-        draw_trade_off_chart(result, folder / TRADE_OFF)
     text = json.dumps(result_as_json(result), indent=2) + "\n"
     (folder / RESULT).write_text(text, encoding="utf-8")
     (folder / MARKDOWN).write_text(as_markdown(result, pictures), encoding="utf-8")
+    if pictures:  # after the figures, which must be safe by then
+        draw_memory_chart(result, folder / MEMORY)
+        draw_trade_off_chart(result, folder / TRADE_OFF)
     return [folder / name for name in (RESULT, MARKDOWN, *pictures)]

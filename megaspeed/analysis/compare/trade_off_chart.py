@@ -52,7 +52,8 @@ def draw_trade_off_chart(result: ComparisonResult, picture: Path) -> None:
         shown.add(engine)
     axes.set_xlabel(f"sent by the busiest rank in one step ({traffic.name})")
     axes.set_ylabel(f"peak of the fullest rank ({memory.name})")
-    axes.set_title(chart_title(result), fontsize=7.5, loc="left")
+    # A "$" in the run's name is no formula.
+    axes.set_title(chart_title(result), fontsize=7.5, loc="left", parse_math=False)
     axes.margins(0.2)
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(alpha=0.3)

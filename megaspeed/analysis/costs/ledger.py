@@ -5,6 +5,7 @@ from contextlib import contextmanager
 
 from megaspeed.analysis.costs.memory import Category, MemoryBytes
 
+
 class Ledger:
     """Bytes held now, by category, and what was held when most was held."""
 

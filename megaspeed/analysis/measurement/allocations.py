@@ -28,6 +28,7 @@ from torch.utils._pytree import tree_leaves
 
 from megaspeed.analysis.costs.memory import Category, MemoryBytes
 
+
 @dataclass(slots=True)
 class Allocation:
     """One storage's life, in ticks of the log's clock; ``died`` is None while it lives."""
@@ -118,6 +119,9 @@ class AllocationLog(TorchDispatchMode):
             return None
         storage = tensor.untyped_storage()
         known = self._live.get(storage._cdata)
+        if known is not None and known.size_bytes != storage.nbytes():
+            self._resized(storage)  # by an operation: ``Tensor.resize_``, ``out=``
+            return self._live.get(storage._cdata)
         if known is not None or storage.nbytes() == 0:
             return known
         return self._add(storage, category or self._category_of_caller())

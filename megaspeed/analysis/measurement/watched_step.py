@@ -1,0 +1,134 @@
+"""One optimizer step, watched: the memory that a rank holds in it and the bytes that it sends.
+
+    what is held before    parameters, gradients, optimizer states, buffers: as ``Watched`` tells
+    what the step makes    gradients as autograd finishes them; the rest by who allocates it
+
+Watching slows a step, so it is not a step to take the time of.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from megaspeed.analysis.costs.memory import MemoryBytes
+from megaspeed.analysis.costs.traffic import Traffic
+from megaspeed.analysis.measurement.allocations import AllocationLog
+from megaspeed.analysis.measurement.traffic import TrafficLog
+from megaspeed.topology import ParallelContext
+from megaspeed.training.worker import Load, StepResult
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankMeasurement:
+    """What one rank held and sent in one step.
+
+    Attributes:
+        rank: counted over all ranks.
+        pipeline_stage: of this rank.
+        states: parameters, accumulated gradients and optimizer states, between two micro-batches
+            (after the last one where the step has only one); activations are left out.
+        peak: what was held at the step's highest moment.
+        allocator_peak_bytes: the most that torch's CUDA allocator had handed out in this step; None
+            on a CPU.
+        traffic: bytes sent, by axis and collective.
+    """
+
+    rank: int
+    pipeline_stage: int
+    states: MemoryBytes
+    peak: MemoryBytes
+    allocator_peak_bytes: int | None
+    traffic: Traffic
+
+
+class Watched(Protocol):
+    """One rank's training, and where it keeps what: each list is made anew when it is asked for."""
+
+    context: ParallelContext
+
+    def new_log(self) -> AllocationLog:
+        """A log that knows which code allocates for communication."""
+
+    def parameters(self) -> Iterable[Tensor | None]:
+        """What the model computes with and keeps between steps."""
+
+    def gradients(self) -> Iterable[Tensor | None]:
+        """Whole and partitioned, added up or about to be."""
+
+    def optimizer_states(self) -> Iterable[Tensor | None]:
+        """Master weights and moments."""
+
+    def communication_buffers(self) -> Iterable[Tensor | None]:
+        """Buffers that stay from step to step and that Python cannot reach otherwise."""
+
+    def differentiated(self) -> Iterable[Tensor]:
+        """The tensors whose gradients autograd makes."""
+
+    def call_after_backward(self, function: Callable[[], None]) -> None:
+        """Calls it after each micro-batch's backward from now on."""
+
+    def train_step(self, load: Load, learning_rate: float) -> StepResult:
+        """One optimizer step."""
+
+
+def measure(
+    watched: Watched, load: Load, learning_rate: float
+) -> tuple[StepResult, RankMeasurement]:
+    """Takes one step under observation; a collective, like the step itself.
+
+    The optimizer's states must exist, so a step must have been taken before.
+    """
+    context = watched.context
+    on_gpu = context.device.type == "cuda"
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats(context.device)
+    log = watched.new_log()
+    _claim_states(log, watched)
+    log.claim("communication_buffers", watched.communication_buffers())
+    log.claim_everything_else_alive("communication_buffers")
+    traffic = TrafficLog(context)
+    with _gradients_claimed(watched, log) as states, traffic, log:
+        result = watched.train_step(load, learning_rate)
+    return result, RankMeasurement(
+        rank=context.rank,
+        pipeline_stage=context.pp_rank,
+        states=states[0],
+        peak=log.peak(),
+        allocator_peak_bytes=torch.cuda.max_memory_allocated(context.device) if on_gpu else None,
+        traffic=traffic.traffic,
+    )
+
+
+def _claim_states(log: AllocationLog, watched: Watched) -> None:
+    log.claim("parameters", watched.parameters())
+    log.claim("gradients", watched.gradients())
+    log.claim("optimizer_states", watched.optimizer_states())
+
+
+@contextmanager
+def _gradients_claimed(watched: Watched, log: AllocationLog) -> Iterator[list[MemoryBytes]]:
+    """Claims gradients as they appear; the list receives the states after the first backward."""
+    states: list[MemoryBytes] = []
+
+    def claim_gradient(gradient: Tensor) -> None:
+        log.claim("gradients", [gradient])
+
+    def after_backward() -> None:
+        log.claim("gradients", watched.gradients())
+        if not states:
+            held = watched.new_log()
+            _claim_states(held, watched)
+            states.append(held.live())
+
+    hooks = [tensor.register_hook(claim_gradient) for tensor in watched.differentiated()]
+    watched.call_after_backward(after_backward)
+    try:
+        yield states
+    finally:
+        watched.call_after_backward(lambda: None)
+        for hook in hooks:
+            hook.remove()
