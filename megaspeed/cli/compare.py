@@ -1,6 +1,7 @@
 """``megaspeed compare``: the ZeRO stages side by side, predicted and measured."""
 
 import argparse
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from megaspeed.data import PreparedCorpus
 
 _COLUMNS_OF_THE_TABLES = 120
+_RANKS_A_PROCESSOR = 16
 
 
 def add_to(commands: Any) -> None:
@@ -70,7 +72,9 @@ def run(options: argparse.Namespace) -> int:
     corpus = prepare_corpus(run.config.data, run.config.model.vocab_size)
     folder.mkdir(parents=True, exist_ok=True)
     console = Console()
-    rows, stopped = _run_rows(variants, corpus, options, device_type, folder, console)
+    # The bar goes to standard error, so that a file or a pipe gets the tables alone.
+    bar = Console(stderr=True)
+    rows, stopped = _run_rows(variants, corpus, options, device_type, folder, bar)
     device = torch.cuda.get_device_name() if device_type == "cuda" else "CPU"
     result = ComparisonResult(run=run, device=device, steps=options.steps, rows=rows)
     # A narrow terminal breaks lines, a file has no width; neither is to cut a figure off.
@@ -87,8 +91,6 @@ def _variants(
     run: Run, options: argparse.Namespace, folder: Path, device_type: str
 ) -> "list[Variant]":
     """The rows; ConfigError where nothing could be run or nowhere be written."""
-    import torch
-
     from megaspeed.analysis.compare.variants import baseline_variants, zero_variants
     from megaspeed.training.run_folder import folder_problem
 
@@ -100,15 +102,27 @@ def _variants(
     problem = folder_problem("--out", folder)
     if problem is not None:
         problems.append(problem)
-    if device_type == "cuda" and run.degrees.world_size > torch.cuda.device_count():
-        problems.append(
-            f"--world-size {run.degrees.world_size} needs as many GPUs on this machine, which has "
-            f"{torch.cuda.device_count()}; start fewer, set CUDA_VISIBLE_DEVICES to nothing to run "
-            "on the CPU, or ask megaspeed plan, which runs nothing"
-        )
+    problems += _too_many_ranks(run.degrees.world_size, device_type)
     if problems:
         raise ConfigError(problems, where=f"the comparison of {options.config}")
     return variants
+
+
+def _too_many_ranks(world_size: int, device_type: str) -> list[str]:
+    """All ranks are started on this machine, a GPU for each; processors may be shared."""
+    import torch
+
+    if device_type == "cuda":
+        most, have = torch.cuda.device_count(), f"{torch.cuda.device_count()} GPUs"
+    else:
+        processors = os.cpu_count() or 1
+        most, have = processors * _RANKS_A_PROCESSOR, f"{processors} processors"
+    if world_size <= most:
+        return []
+    return [
+        f"--world-size {world_size} is more than the {most} ranks that this machine with {have} "
+        "takes; start fewer, or ask megaspeed plan, which runs nothing"
+    ]
 
 
 def _run_rows(

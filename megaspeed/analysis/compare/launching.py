@@ -54,7 +54,7 @@ def run_task(task: Task, folder: Path, log: Path, *, timeout_seconds: float) -> 
         RowFailed: a rank failed, died, or all together took too long.
     """
     write_task(folder, task)
-    with log.open("w") as output, _ended_on_termination():
+    with log.open("w") as output, ended_on_termination():
         process = subprocess.Popen(
             _command(task, folder),
             env=_environment(task.device_type),
@@ -125,7 +125,7 @@ def _end_all(process: subprocess.Popen[bytes]) -> None:
 
 
 @contextmanager
-def _ended_on_termination() -> Iterator[None]:
+def ended_on_termination() -> Iterator[None]:
     """SIGTERM and a closed terminal end this process as Ctrl-C does: with what it has started."""
 
     def stop(number: int, frame: FrameType | None) -> None:

@@ -134,11 +134,19 @@ class ComparisonResult:
 
     @property
     def disagreements(self) -> list[str]:
-        """Rows whose last loss is not the first row's, each with both numbers."""
+        """Rows whose last loss is not the first row's, each with both numbers.
+
+        A first row that diverged is told alone: its loss is no number to agree with.
+        """
         if not self.done:
             return []
         first = self.done[0]
         allowed = allowed_loss_difference(self.run)
+        if not math.isfinite(first.loss):
+            return [
+                f"{first.variant.label} has the loss {first.loss:.9g}, with which none can agree; "
+                "lower the learning rate or lengthen its warmup"
+            ]
         # Written so that a loss that is not a number never agrees.
         return [
             f"{row.variant.label}: loss {row.loss:.9g}, but {first.variant.label} has "

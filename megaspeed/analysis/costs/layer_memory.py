@@ -34,12 +34,14 @@ class LayerMemory:
             are not in it.
         kept_until_loss: the part of ``kept`` that is gone once the loss is differentiated: the
             softmax, in the head.
+        loss_backward_working: beyond ``kept``, while the loss is differentiated.
     """
 
     kept: int
     forward_working: int
     backward_working: int
     kept_until_loss: int = 0
+    loss_backward_working: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,12 +53,14 @@ class Shapes:
         split_tokens: m, those on one rank where the sequence is split.
         element_bytes: a, of the model's precision.
         fused_norm: whether RMSNorm is one kernel, as on a GPU; on a CPU torch writes it out.
+        on_gpu: NCCL's collectives copy nothing, gloo's reduce-scatter does.
     """
 
     whole_tokens: int
     split_tokens: int
     element_bytes: int
     fused_norm: bool
+    on_gpu: bool
 
     @classmethod
     def of(cls, run: Run, device_type: str) -> "Shapes":
@@ -67,6 +71,7 @@ class Shapes:
             whole_tokens=tokens,
             split_tokens=tokens // run.degrees.tp if split else tokens,
             element_bytes=BYTES_OF[run.precision],
+            on_gpu=device_type == "cuda",
             fused_norm=device_type == "cuda" or run.config.model.architecture == "gpt2",
         )
 
@@ -78,11 +83,10 @@ def hidden_bytes(run: Run, shapes: Shapes) -> int:
 
 def embedding_memory(run: Run, shapes: Shapes) -> LayerMemory:
     """Token ids, and the hidden states that they become."""
-    hidden = run.config.model.hidden_size
     ids = shapes.whole_tokens * _INT64
     masks = shapes.whole_tokens * (_INT64 + 1) if run.degrees.tp > 1 else 0
     dropped = _residual_masks(run, shapes, run.config.model.embedding_dropout, 1)
-    whole = shapes.whole_tokens * hidden * shapes.element_bytes
+    whole = _whole_hidden_bytes(run, shapes)
     return LayerMemory(
         kept=ids + masks + dropped + hidden_bytes(run, shapes),
         forward_working=whole * (2 if run.degrees.tp > 1 else 1),
@@ -99,11 +103,13 @@ def block_memory(run: Run, shapes: Shapes) -> LayerMemory:
     if run.config.parallel.activation_checkpointing == "none":
         return LayerMemory(kept=kept, forward_working=forward, backward_working=backward)
     # The forward under recomputation keeps nothing inside, so all of it is working memory. At its
-    # highest only the MLP's part lives; the recomputed one keeps everything but the output.
+    # highest only the MLP's part lives; the recomputed one keeps everything but the output, and is
+    # highest at the attention's output or in the backward that follows.
+    mlp = _mlp_kept(run, shapes)
     return LayerMemory(
         kept=output,
-        forward_working=forward + _mlp_kept(run, shapes),
-        backward_working=kept - output + max(forward, backward),
+        forward_working=forward + mlp,
+        backward_working=kept - output + max(forward - mlp, backward),
     )
 
 
@@ -113,12 +119,14 @@ def head_memory(run: Run, shapes: Shapes) -> LayerMemory:
     logits = shapes.whole_tokens * columns * shapes.element_bytes
     softmax = shapes.whole_tokens * columns * _FP32
     gathered = _gathered_sequence(run, shapes)
+    inner = _column_parallel_backward(run, shapes)
     targets = shapes.whole_tokens * (_INT64 + 2)  # positions, and whether here and counted
     return LayerMemory(
         kept=_norm_kept(run, shapes) + softmax + targets,
         forward_working=max(logits, gathered),
-        backward_working=logits,
+        backward_working=logits + inner,
         kept_until_loss=softmax,
+        loss_backward_working=logits,
     )
 
 
@@ -186,7 +194,30 @@ def _gathered_sequence(run: Run, shapes: Shapes) -> int:
     """Sequence parallelism gathers a layer's input, and lays the gathered ranks side by side."""
     if not run.config.parallel.sequence_parallel or run.degrees.tp == 1:
         return 0
-    return 2 * shapes.whole_tokens * run.config.model.hidden_size * shapes.element_bytes
+    return _layouts_of_a_sequence(run) * _whole_hidden_bytes(run, shapes)
+
+
+def _column_parallel_backward(run: Run, shapes: Shapes) -> int:
+    """The gradient of a column-parallel layer's input before and after the sum over the tensor
+    axis; with sequence parallelism also the input, gathered once more.
+    """
+    whole = _whole_hidden_bytes(run, shapes)
+    if run.degrees.tp == 1:
+        return whole
+    if not run.config.parallel.sequence_parallel:
+        return 2 * whole
+    gloo_copy = 0 if shapes.on_gpu else whole  # of what it reduce-scatters
+    return (1 + _layouts_of_a_sequence(run)) * whole + gloo_copy
+
+
+def _layouts_of_a_sequence(run: Run) -> int:
+    """A collective wants the sequence outermost, which one sample alone has already."""
+    return 2 if run.batch.micro_batch_size > 1 else 1
+
+
+def _whole_hidden_bytes(run: Run, shapes: Shapes) -> int:
+    """Hidden states (n, D) of the whole sequence."""
+    return shapes.whole_tokens * run.config.model.hidden_size * shapes.element_bytes
 
 
 def _block_forward_working(run: Run, shapes: Shapes) -> int:
@@ -194,7 +225,7 @@ def _block_forward_working(run: Run, shapes: Shapes) -> int:
     dropout, whose mask is drawn in fp32.
     """
     hidden = run.config.model.hidden_size
-    whole = shapes.whole_tokens * hidden * shapes.element_bytes
+    whole = _whole_hidden_bytes(run, shapes)
     dropped = 0
     if run.config.model.residual_dropout > 0.0:
         dropped = shapes.split_tokens * hidden * (_FP32 + shapes.element_bytes)
@@ -202,10 +233,13 @@ def _block_forward_working(run: Run, shapes: Shapes) -> int:
 
 
 def _block_backward_working(run: Run, shapes: Shapes) -> int:
-    """Gradients inside the MLP while what it kept is still there, or a norm's written-out steps."""
-    wide = _wide(run, shapes)
+    """Gradients inside the MLP while what it kept is still there; where that is gone, the gradient
+    of its input; or a norm's written-out steps.
+    """
+    wide, mlp_kept = _wide(run, shapes), _mlp_kept(run, shapes)
     mlp = wide if run.config.model.architecture == "gpt2" else 2 * wide
+    up = mlp - mlp_kept + _column_parallel_backward(run, shapes)
     if shapes.fused_norm:
-        return mlp + _gathered_sequence(run, shapes)
+        return max(mlp + _gathered_sequence(run, shapes), up)
     norm = 4 * shapes.split_tokens * run.config.model.hidden_size * _FP32
-    return max(mlp, norm - _mlp_kept(run, shapes)) + _gathered_sequence(run, shapes)
+    return max(mlp + _gathered_sequence(run, shapes), up, norm - mlp_kept)

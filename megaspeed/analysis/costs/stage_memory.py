@@ -39,7 +39,7 @@ from megaspeed.analysis.costs.model_states import (
 )
 from megaspeed.analysis.costs.number_bytes import BYTES_OF
 from megaspeed.config import Run
-from megaspeed.model import layer_count
+from megaspeed.model import EMBEDDING_WEIGHT, HEAD_WEIGHT, layer_count
 from megaspeed.pipeline import SCHEDULES, layers_of_stages, peak_micro_batches_in_flight
 
 
@@ -152,26 +152,34 @@ class _Step:
             ledger.hold("activations", self._hidden)  # the last one sent may not have arrived
         reduces = not keeps_whole_gradients(self._run)
         copy_in_flight = 0
+        waiting = self._tied_gradient()
+        filled = 0
         for layer in reversed(self._layers):
             memory = layer.memory
             if memory.kept_until_loss:
-                ledger.touch("activations", memory.backward_working)
+                ledger.touch("activations", memory.loss_backward_working)
                 ledger.free("activations", memory.kept_until_loss)
+                ledger.hold("gradients", waiting)
             if reduces and self._run.zero_stage == 2 and layer is self._layers[-1]:
                 ledger.hold("communication_buffers", self._bucket)
             with (
                 ledger.briefly("communication_buffers", self._gathered_in_backward(layer)),
                 ledger.briefly("activations", memory.backward_working),
                 ledger.briefly("gradients", self._fresh_gradient(layer)),
+                # The embedding's part of a tied gradient, and the sum of both.
+                ledger.briefly("gradients", waiting if layer is self._layers[0] else 0),
             ):
                 ledger.touch("communication_buffers", copy_in_flight)
-            if reduces:  # the first layer's gradients fill the bucket, which is then sent
-                copy_in_flight = self._bucket
-                missing = self.states.gradients - ledger.held("gradients")
+            if reduces:  # a full bucket is sent while the next one fills
+                filled += elements_of(layer.parameters) * self._gradient
+                is_full = filled >= self._bucket or self._run.zero_stage == 3
+                copy_in_flight = self._bucket if is_full else 0
+                missing = self.states.gradients + waiting - ledger.held("gradients")
                 ledger.hold("gradients", missing)
             elif first:
                 ledger.hold("gradients", elements_of(layer.parameters) * self._gradient)
             ledger.free("activations", memory.kept - memory.kept_until_loss)
+        ledger.touch("communication_buffers", copy_in_flight)
         return ledger
 
     def _gathered_in_backward(self, layer: "_Layer") -> int:
@@ -179,6 +187,8 @@ class _Step:
         a pipeline, whose forwards have run on meanwhile.
         """
         if self._run.degrees.pp == 1 and self._in_flight == 1:
+            if layer is self._layers[0]:  # nothing comes after it
+                return self._gathered.live(layer.parameters)
             return self._gathered.live(layer.parameters) + self._gathered.arriving()
         return self._gathered.one_matrix(layer.parameters)
 
@@ -187,6 +197,16 @@ class _Step:
         largest = max(parameter.elements for parameter in layer.parameters)
         cast = self._gradient if self._gradient != self._element else 0
         return largest * (self._element + cast)
+
+    def _tied_gradient(self) -> int:
+        """Of a weight that head and embedding share: what the head gave it, which autograd keeps
+        until the embedding gives its part.
+        """
+        names = {parameter.name for parameter in self._parameters}
+        if EMBEDDING_WEIGHT not in names or HEAD_WEIGHT in names or not self._last_stage:
+            return 0
+        tied = next(p for p in self._parameters if p.name == EMBEDDING_WEIGHT)
+        return tied.elements * self._element
 
     def _reduction(self) -> Ledger:
         """Whole gradients, a bucket of them and its copy on their way, the partition filling up."""

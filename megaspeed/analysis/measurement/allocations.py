@@ -70,6 +70,7 @@ class AllocationLog(TorchDispatchMode):
 
     def claim_everything_else_alive(self, category: Category) -> None:
         """Adds every tensor that Python can reach and that nobody has claimed."""
+        gc.collect()  # what only refers to itself is not reached
         for thing in gc.get_objects():
             # Asking a proxy for its class may run code that fails; a tensor's type is plain.
             if issubclass(type(thing), Tensor):

@@ -34,6 +34,9 @@ def rows_of(run: Run, folder: Path, timeout_seconds: float = 200.0) -> list[Row]
     )
 
 
+_SECONDS_TO_START = 60.0
+
+
 @pytest.mark.timeout(300)
 def test_too_little_memory_is_recognised(tmp_path: Path) -> None:
     """The token embedding alone has 10^9 x 2^15 elements: 119 TiB."""
@@ -52,7 +55,7 @@ def test_a_rank_that_is_killed_is_told_apart_from_one_that_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    killer = threading.Thread(target=kill_a_rank, args=(str(tmp_path),))
+    killer = threading.Thread(target=kill_a_rank, args=(str(tmp_path),), daemon=True)
     killer.start()
     killed, refused = rows_of(tiny_run(TEXT, dp=2), tmp_path)
     killer.join()
@@ -65,7 +68,8 @@ def test_a_rank_that_is_killed_is_told_apart_from_one_that_fails(
 
 def kill_a_rank(folder: str) -> None:
     """As soon as there is one whose task lies in ``folder``."""
-    while True:
+    give_up = time.monotonic() + _SECONDS_TO_START
+    while time.monotonic() < give_up:
         for process in psutil.process_iter(["cmdline"]):
             words = process.info["cmdline"] or []
             if words[2:4] == ["-m", "megaspeed.analysis.compare.rank_program"] and any(

@@ -48,6 +48,14 @@ def test_another_loss_is_told_with_both_numbers(loss: float) -> None:
     assert told.endswith("1e-06 allowed in fp32")
 
 
+def test_a_first_row_that_diverged_agrees_with_nothing() -> None:
+    diverged = finished_row(zero_0(), records(loss=math.nan), predictions())
+    compared = replace(result(), rows=[diverged, diverged])
+    assert not compared.succeeded
+    (told,) = compared.disagreements
+    assert told.startswith("ZeRO-0 has the loss nan, with which none can agree; lower the learning")
+
+
 def test_a_failed_row_fails_the_comparison_and_a_refused_one_does_not() -> None:
     refused = Row(variant=Variant(label="ZeRO-3", engine="zero", run=None, refused="no."))
     failed = Row(variant=zero_2()[1], reason="out of memory")

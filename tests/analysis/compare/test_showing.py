@@ -1,6 +1,7 @@
 """The same figures in the terminal, in Markdown and as pictures."""
 
 import io
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -115,6 +116,12 @@ def test_files_and_pictures_are_left_in_the_folder(tmp_path: Path) -> None:
     ]
     for file in written[2:]:
         assert file.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_name_that_looks_like_a_formula_is_drawn_as_it_is(tmp_path: Path) -> None:
+    compared = result()
+    named = replace(compared, run=replace(compared.run, name=r"cost $\x$ [bold]"))
+    assert len(write(named, tmp_path)) == 4
 
 
 def test_without_figures_there_are_no_pictures(tmp_path: Path) -> None:

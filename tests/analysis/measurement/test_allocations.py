@@ -79,6 +79,13 @@ def test_a_storage_that_is_resized_changes_its_bytes_and_keeps_its_category() ->
     assert log.peak().total == 4 * KIB
 
 
+def test_an_operation_that_resizes_its_tensor_is_seen() -> None:
+    with AllocationLog(CPU) as log:
+        working = kib(1)
+        working.resize_(3 * KIB // 4)
+    assert log.live() == MemoryBytes(activations=3 * KIB)
+
+
 def test_memory_of_the_backward_pass_is_seen() -> None:
     x = torch.ones(KIB, requires_grad=True)
     with AllocationLog(CPU) as log:
