@@ -102,9 +102,20 @@ def peak_micro_batches_in_flight(
 
     A micro-batch is in flight from its forward to the last instruction of this stage that names
     it: its backward (and the gradient's send), or its activation's send where there is no
-    backward. Found by walking the instructions, so it holds for any schedule: `micro_batches`
-    for gpipe, `min(micro_batches, pipeline_stages - pipeline_stage)` for 1f1b, 1 for evaluation.
+    backward. All `micro_batches` for gpipe, `min(micro_batches, pipeline_stages - pipeline_stage)`
+    for 1f1b; for any other schedule it is found by walking the instructions.
     """
+    if schedule is gpipe:
+        return micro_batches
+    if schedule is one_forward_one_backward:
+        return min(micro_batches, pipeline_stages - pipeline_stage)
+    return walked_peak_in_flight(schedule, pipeline_stages, pipeline_stage, micro_batches)
+
+
+def walked_peak_in_flight(
+    schedule: Schedule, pipeline_stages: int, pipeline_stage: int, micro_batches: int
+) -> int:
+    """The same by walking the instructions, which takes as long as there are micro-batches."""
     program = list(schedule(pipeline_stages, pipeline_stage, micro_batches))
     last_use = {
         instruction.micro_batch: position

@@ -1,5 +1,6 @@
 """Schedules as drawings that a person can check, and as the instructions behind them."""
 
+import itertools
 from textwrap import dedent
 
 import pytest
@@ -23,6 +24,7 @@ from megaspeed.pipeline.schedules import (
     gpipe,
     one_forward_one_backward,
     peak_micro_batches_in_flight,
+    walked_peak_in_flight,
 )
 from megaspeed.pipeline.simulation import bubble_fraction, format_grid
 
@@ -143,3 +145,13 @@ def test_peak_in_flight_and_bubble(pipeline_stages: int, micro_batches: int) -> 
 
 def test_a_json_name_for_each_training_schedule() -> None:
     assert dict(SCHEDULES) == {"gpipe": gpipe, "1f1b": one_forward_one_backward}
+
+
+@pytest.mark.parametrize("schedule", [gpipe, one_forward_one_backward])
+def test_the_closed_forms_of_micro_batches_in_flight_are_what_walking_finds(
+    schedule: Schedule,
+) -> None:
+    for stages, micro_batches in itertools.product(range(1, 6), range(1, 9)):
+        for stage in range(stages):
+            walked = walked_peak_in_flight(schedule, stages, stage, micro_batches)
+            assert peak_micro_batches_in_flight(schedule, stages, stage, micro_batches) == walked

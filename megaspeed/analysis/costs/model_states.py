@@ -33,23 +33,28 @@ from megaspeed.config import Run
 _OPTIMIZER_BYTES_OF = 12  # fp32 master weight and AdamW's two fp32 moments
 
 
-def model_states(run: Run, parameters: Sequence[LocalParameter]) -> MemoryBytes:
+def model_states(
+    run: Run, parameters: Sequence[LocalParameter], *, on_host: bool = False
+) -> MemoryBytes:
     """What a rank with these parameters holds between two micro-batches of a step.
 
     Gradients are those added up so far; at ZeRO-2 and 3 with one reduction a step, whole ones.
+    ``on_host``: the device is the host's processor, whose memory holds offloaded states too.
     """
     gradient = BYTES_OF[run.accumulation_dtype]
     whole = elements_of(parameters) * gradient if keeps_whole_gradients(run) else 0
     partition = gradient_partition_bytes(run, parameters)
     # ZeRO-3's partition stays from step to step; that of the others is made by the reduction.
     partitioned = partition if run.zero_stage == 3 or not keeps_whole_gradients(run) else 0
-    zero = run.config.zero_optimization
+    states = partitioned_elements(run, parameters) * _OPTIMIZER_BYTES_OF
+    offloads = run.config.zero_optimization.offloads_optimizer
+    elsewhere = offloads and not on_host
+    if offloads and on_host and run.zero_stage != 2:  # DeepSpeed's fp32 copy beside the partition
+        whole += partitioned_elements(run, parameters) * BYTES_OF["fp32"]
     return MemoryBytes(
-        parameters=parameter_bytes(run, parameters),
-        gradients=whole + (0 if zero.offloads_optimizer else partitioned),
-        optimizer_states=0
-        if zero.offloads_optimizer
-        else partitioned_elements(run, parameters) * _OPTIMIZER_BYTES_OF,
+        parameters=parameter_bytes(run, parameters, on_host=on_host),
+        gradients=whole + (0 if elsewhere else partitioned),
+        optimizer_states=0 if elsewhere else states,
     )
 
 
@@ -72,14 +77,16 @@ def gradient_partition_bytes(run: Run, parameters: Sequence[LocalParameter]) -> 
     return partitioned_elements(run, parameters) * BYTES_OF[run.accumulation_dtype]
 
 
-def parameter_bytes(run: Run, parameters: Sequence[LocalParameter]) -> int:
+def parameter_bytes(
+    run: Run, parameters: Sequence[LocalParameter], *, on_host: bool = False
+) -> int:
     """What the model computes with, and at ZeRO-3 keeps between steps."""
     element = BYTES_OF[run.precision]
     if run.zero_stage < 3:
         owners = 1 if run.zero_stage == 0 else run.degrees.dp
         return element * sum(flat_group_elements(parameters, owners).values())
     whole = element * elements_of(stay_whole(run, parameters))
-    if run.config.zero_optimization.offloads_parameters:
+    if run.config.zero_optimization.offloads_parameters and not on_host:
         return whole
     return whole + element * partitioned_elements(run, parameters)
 

@@ -80,7 +80,7 @@ class _Step:
         self._first_stage = pipeline_stage == 0
         self._last_stage = pipeline_stage == run.degrees.pp - 1
         self._parameters = local_parameters(run, pipeline_stage)
-        self.states = model_states(run, self._parameters)
+        self.states = model_states(run, self._parameters, on_host=device_type == "cpu")
         shapes = Shapes.of(run, device_type)
         self._layers = _layers(run, shapes, pipeline_stage, self._parameters)
         self._hidden = hidden_bytes(run, shapes)

@@ -26,6 +26,7 @@ from megaspeed.config import Run
 from megaspeed.pipeline import SCHEDULES
 from megaspeed.pipeline.instructions import Backward, Forward
 
+_REPLAYED_MICRO_BATCHES = 64
 _MOST_STEPS = 8  # two or three are enough
 
 
@@ -56,9 +57,26 @@ def gathers_of_a_step(run: Run, pipeline_stage: int) -> Gathers:
 
     That is from the second or third step on: DeepSpeed records the order of modules first.
     """
+    micro_batches = run.batch.gradient_accumulation_steps
+    replayed = _REPLAYED_MICRO_BATCHES + 2 * run.degrees.pp
+    if micro_batches <= replayed:
+        return _replay(run, pipeline_stage, micro_batches)
+    # The schedule repeats itself long before: each further micro-batch gathers as much as the last.
+    fewer = _replay(run, pipeline_stage, replayed)
+    last = _replay(run, pipeline_stage, replayed + 1)
+    further = micro_batches - replayed
+    return Gathers(
+        together=fewer.together + further * (last.together - fewer.together),
+        alone=fewer.alone + further * (last.alone - fewer.alone),
+        after_step=fewer.after_step,
+        most_whole=fewer.most_whole,
+    )
+
+
+def _replay(run: Run, pipeline_stage: int, micro_batches: int) -> Gathers:
     parameters = local_parameters(run, pipeline_stage)
     coordinator = Coordinator(_settings(run, parameters), visits_of_passes(run, pipeline_stage))
-    passes = _passes(run, pipeline_stage)
+    passes = _passes(run, pipeline_stage, micro_batches)
     for _ in range(_MOST_STEPS):
         before = coordinator.state()
         counts = coordinator.run(passes)
@@ -75,9 +93,8 @@ def gathers_of_a_step(run: Run, pipeline_stage: int) -> Gathers:
     )
 
 
-def _passes(run: Run, pipeline_stage: int) -> list[Pass]:
+def _passes(run: Run, pipeline_stage: int, micro_batches: int) -> list[Pass]:
     schedule = SCHEDULES[run.config.parallel.schedule]
-    micro_batches = run.batch.gradient_accumulation_steps
     passes: list[Pass] = []
     for instruction in schedule(run.degrees.pp, pipeline_stage, micro_batches):
         if isinstance(instruction, Forward):
