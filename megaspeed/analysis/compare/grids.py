@@ -8,10 +8,10 @@ traffic    what is sent in a step, by axis and collective; likewise
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from megaspeed.analysis.compare.byte_units import unit_for
 from megaspeed.analysis.compare.result import ComparisonResult, Row, StageFigures, ratio
 from megaspeed.analysis.costs.memory import MemoryBytes
 from megaspeed.analysis.costs.traffic import Traffic
+from megaspeed.analysis.units import memory_unit
 
 NOTHING = "-"
 _SCALARS = "world"  # gradient norm and loss: a few bytes, counted in the total alone
@@ -37,8 +37,8 @@ class Grid:
 def summary_grid(result: ComparisonResult) -> Grid:
     """One line for each row, those without figures too."""
     done = result.done
-    memory = unit_for(row.highest.peak_bytes for row in done)
-    traffic = unit_for(row.busiest.traffic_bytes for row in done)
+    memory = memory_unit(row.highest.peak_bytes for row in done)
+    traffic = memory_unit(row.busiest.traffic_bytes for row in done)
     return Grid(
         title="summary: the fullest rank's peak, and what the busiest rank sends in a step",
         headings=(
@@ -63,7 +63,7 @@ def memory_grid(result: ComparisonResult) -> Grid:
 
     On a GPU the peak's parts are the tensors' and its sum the allocator's.
     """
-    unit = unit_for(row.highest.peak_bytes for row in result.done)
+    unit = memory_unit(row.highest.peak_bytes for row in result.done)
 
     def cells(memory: MemoryBytes, peak: int, states: int) -> list[str]:
         parts = (
@@ -106,7 +106,7 @@ def memory_grid(result: ComparisonResult) -> Grid:
 
 def traffic_grid(result: ComparisonResult) -> Grid:
     """By axis and collective; the total includes what all ranks agree on, a few numbers."""
-    unit = unit_for(row.busiest.traffic_bytes for row in result.done)
+    unit = memory_unit(row.busiest.traffic_bytes for row in result.done)
     found = {key for row in result.done for stage in row.stages for key in stage.traffic}
     kinds = sorted(key for key in found if key[0] != _SCALARS)
 

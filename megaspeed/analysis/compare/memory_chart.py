@@ -2,10 +2,10 @@
 
 from pathlib import Path
 
-from megaspeed.analysis.compare.byte_units import unit_for
 from megaspeed.analysis.compare.heading import chart_title
 from megaspeed.analysis.compare.result import ComparisonResult
 from megaspeed.analysis.costs.memory import MemoryBytes
+from megaspeed.analysis.units import memory_unit
 
 # Okabe & Ito's palette, told apart by every kind of eye and in print.
 _COLOURS = {
@@ -30,7 +30,7 @@ def draw_memory_chart(result: ComparisonResult, picture: Path) -> None:
     from matplotlib.patches import Patch
 
     rows = result.done
-    unit = unit_for(row.highest.peak_bytes for row in rows)
+    unit = memory_unit(row.highest.peak_bytes for row in rows)
     figure = Figure(
         figsize=(max(_LEAST_INCHES, _MARGIN_INCHES + _ROW_INCHES * len(rows)), _HEIGHT_INCHES),
         layout="constrained",

@@ -6,6 +6,7 @@ from typing import Any
 
 from megaspeed.analysis.compare.rank_record import RankRecord
 from megaspeed.analysis.compare.result import ComparisonResult, Row, StageFigures, ratio
+from megaspeed.analysis.costs.collective_cost import by_axis
 from megaspeed.analysis.costs.memory import MemoryBytes
 from megaspeed.analysis.costs.traffic import Traffic
 
@@ -84,10 +85,7 @@ def _traffic_compared(counted: Traffic, predicted: Traffic | None) -> dict[str, 
 
 def _traffic_as_json(traffic: Traffic) -> dict[str, Any]:
     """axis -> collective -> bytes, and the total."""
-    axes: dict[str, dict[str, int]] = {}
-    for (axis, collective), size in sorted(traffic.items()):
-        axes.setdefault(axis, {})[collective] = size
-    return {**axes, "total": sum(traffic.values())}
+    return {**by_axis(traffic), "total": sum(traffic.values())}
 
 
 def _rank_as_json(record: RankRecord) -> dict[str, Any]:

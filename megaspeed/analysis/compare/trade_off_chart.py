@@ -3,10 +3,10 @@
 from pathlib import Path
 from typing import Any
 
-from megaspeed.analysis.compare.byte_units import unit_for
 from megaspeed.analysis.compare.heading import chart_title
 from megaspeed.analysis.compare.result import ComparisonResult
 from megaspeed.analysis.compare.variants import Engine
+from megaspeed.analysis.units import memory_unit
 
 _STYLES: dict[Engine, tuple[str, str, str]] = {
     "zero": ("o", "#0072B2", "megaspeed"),
@@ -35,8 +35,8 @@ def draw_trade_off_chart(result: ComparisonResult, picture: Path) -> None:
     from matplotlib.figure import Figure
 
     rows = result.done
-    memory = unit_for(row.highest.peak_bytes for row in rows)
-    traffic = unit_for(row.busiest.traffic_bytes for row in rows)
+    memory = memory_unit(row.highest.peak_bytes for row in rows)
+    traffic = memory_unit(row.busiest.traffic_bytes for row in rows)
     figure = Figure(figsize=(7, 4.6), layout="constrained")
     canvas = FigureCanvasAgg(figure)
     axes = figure.add_subplot()

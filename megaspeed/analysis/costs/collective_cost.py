@@ -40,6 +40,14 @@ def bytes_sent(collective: Collective, message_bytes: int, ranks: int) -> int:
     return rounds * (ranks - 1) * message_bytes // ranks
 
 
+def by_axis(traffic: Traffic) -> dict[str, dict[str, int]]:
+    """The same as axis -> collective -> bytes, in the order of their names."""
+    axes: dict[str, dict[str, int]] = {}
+    for (axis, collective), sent in sorted(traffic.items()):
+        axes.setdefault(axis, {})[collective] = sent
+    return axes
+
+
 class Messages:
     """Messages of a step by axis, collective and size of the group, before the convention.
 

@@ -16,6 +16,12 @@ backward first makes the rest again (their section 5, "full recomputation": 2 s 
 
 from dataclasses import dataclass
 
+from megaspeed.analysis.costs.hidden_states import (
+    hidden_bytes,
+    split_tokens,
+    whole_hidden_bytes,
+    whole_tokens,
+)
 from megaspeed.analysis.costs.number_bytes import BYTES_OF
 from megaspeed.config import Run
 from megaspeed.tensor_parallel import vocabulary_rows_per_rank
@@ -65,20 +71,13 @@ class Shapes:
     @classmethod
     def of(cls, run: Run, device_type: str) -> "Shapes":
         """Of a run on a kind of device."""
-        tokens = run.batch.micro_batch_size * run.config.data.sequence_length
-        split = run.config.parallel.sequence_parallel
         return cls(
-            whole_tokens=tokens,
-            split_tokens=tokens // run.degrees.tp if split else tokens,
+            whole_tokens=whole_tokens(run),
+            split_tokens=split_tokens(run),
             element_bytes=BYTES_OF[run.precision],
             on_gpu=device_type == "cuda",
             fused_norm=device_type == "cuda" or run.config.model.architecture == "gpt2",
         )
-
-
-def hidden_bytes(run: Run, shapes: Shapes) -> int:
-    """One hidden state (m, D): what travels between layers and between pipeline stages."""
-    return shapes.split_tokens * run.config.model.hidden_size * shapes.element_bytes
 
 
 def embedding_memory(run: Run, shapes: Shapes) -> LayerMemory:
@@ -86,9 +85,9 @@ def embedding_memory(run: Run, shapes: Shapes) -> LayerMemory:
     ids = shapes.whole_tokens * _INT64
     masks = shapes.whole_tokens * (_INT64 + 1) if run.degrees.tp > 1 else 0
     dropped = _residual_masks(run, shapes, run.config.model.embedding_dropout, 1)
-    whole = _whole_hidden_bytes(run, shapes)
+    whole = whole_hidden_bytes(run)
     return LayerMemory(
-        kept=ids + masks + dropped + hidden_bytes(run, shapes),
+        kept=ids + masks + dropped + hidden_bytes(run),
         forward_working=whole * (2 if run.degrees.tp > 1 else 1),
         backward_working=whole,
     )
@@ -96,7 +95,7 @@ def embedding_memory(run: Run, shapes: Shapes) -> LayerMemory:
 
 def block_memory(run: Run, shapes: Shapes) -> LayerMemory:
     """One transformer block, recomputed or not."""
-    output = hidden_bytes(run, shapes)
+    output = hidden_bytes(run)
     kept = _block_kept(run, shapes)
     forward = _block_forward_working(run, shapes)
     backward = _block_backward_working(run, shapes)
@@ -132,7 +131,7 @@ def head_memory(run: Run, shapes: Shapes) -> LayerMemory:
 
 def _block_kept(run: Run, shapes: Shapes) -> int:
     model = run.config.model
-    state = hidden_bytes(run, shapes)
+    state = hidden_bytes(run)
     attention = _norm_kept(run, shapes) + _attention_kept(run, shapes) + state
     if not shapes.fused_norm and shapes.element_bytes < _FP32:
         attention -= state  # a norm that is written out keeps its input in fp32 instead
@@ -143,7 +142,7 @@ def _block_kept(run: Run, shapes: Shapes) -> int:
 
 def _norm_kept(run: Run, shapes: Shapes) -> int:
     """The output, and a row's statistics; where RMSNorm is written out also its fp32 steps."""
-    state = hidden_bytes(run, shapes)
+    state = hidden_bytes(run)
     if run.config.model.architecture == "gpt2":
         return state + 2 * shapes.split_tokens * shapes.element_bytes
     statistics = shapes.split_tokens * _FP32
@@ -187,21 +186,21 @@ def _wide(run: Run, shapes: Shapes) -> int:
 
 
 def _residual_masks(run: Run, shapes: Shapes, probability: float, count: int) -> int:
-    return count * hidden_bytes(run, shapes) if probability > 0.0 else 0
+    return count * hidden_bytes(run) if probability > 0.0 else 0
 
 
 def _gathered_sequence(run: Run, shapes: Shapes) -> int:
     """Sequence parallelism gathers a layer's input, and lays the gathered ranks side by side."""
     if not run.config.parallel.sequence_parallel or run.degrees.tp == 1:
         return 0
-    return _layouts_of_a_sequence(run) * _whole_hidden_bytes(run, shapes)
+    return _layouts_of_a_sequence(run) * whole_hidden_bytes(run)
 
 
 def _column_parallel_backward(run: Run, shapes: Shapes) -> int:
     """The gradient of a column-parallel layer's input before and after the sum over the tensor
     axis; with sequence parallelism also the input, gathered once more.
     """
-    whole = _whole_hidden_bytes(run, shapes)
+    whole = whole_hidden_bytes(run)
     if run.degrees.tp == 1:
         return whole
     if not run.config.parallel.sequence_parallel:
@@ -215,17 +214,12 @@ def _layouts_of_a_sequence(run: Run) -> int:
     return 2 if run.batch.micro_batch_size > 1 else 1
 
 
-def _whole_hidden_bytes(run: Run, shapes: Shapes) -> int:
-    """Hidden states (n, D) of the whole sequence."""
-    return shapes.whole_tokens * run.config.model.hidden_size * shapes.element_bytes
-
-
 def _block_forward_working(run: Run, shapes: Shapes) -> int:
     """The output of a row-parallel layer before and after the sum over the tensor axis, and after
     dropout, whose mask is drawn in fp32.
     """
     hidden = run.config.model.hidden_size
-    whole = _whole_hidden_bytes(run, shapes)
+    whole = whole_hidden_bytes(run)
     dropped = 0
     if run.config.model.residual_dropout > 0.0:
         dropped = shapes.split_tokens * hidden * (_FP32 + shapes.element_bytes)

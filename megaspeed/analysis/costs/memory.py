@@ -1,6 +1,6 @@
 """Bytes of one rank by what they are for: the words in which memory is predicted and measured."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Literal
 
 Category = Literal[
@@ -38,9 +38,4 @@ class MemoryBytes:
             + self.optimizer_states
             + self.activations
             + self.communication_buffers
-        )
-
-    def __add__(self, other: "MemoryBytes") -> "MemoryBytes":
-        return MemoryBytes(
-            **{name: value + getattr(other, name) for name, value in asdict(self).items()}
         )

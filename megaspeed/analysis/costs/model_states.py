@@ -30,7 +30,7 @@ from megaspeed.analysis.costs.memory import MemoryBytes
 from megaspeed.analysis.costs.number_bytes import BYTES_OF
 from megaspeed.config import Run
 
-_OPTIMIZER_BYTES_OF = 12  # fp32 master weight and AdamW's two fp32 moments
+_OPTIMIZER_BYTES_PER_ELEMENT = 12  # fp32 master weight and AdamW's two fp32 moments
 
 
 def model_states(
@@ -46,7 +46,7 @@ def model_states(
     partition = gradient_partition_bytes(run, parameters)
     # ZeRO-3's partition stays from step to step; that of the others is made by the reduction.
     partitioned = partition if run.zero_stage == 3 or not keeps_whole_gradients(run) else 0
-    states = partitioned_elements(run, parameters) * _OPTIMIZER_BYTES_OF
+    states = partitioned_elements(run, parameters) * _OPTIMIZER_BYTES_PER_ELEMENT
     offloads = run.config.zero_optimization.offloads_optimizer
     elsewhere = offloads and not on_host
     if offloads and on_host and run.zero_stage != 2:  # DeepSpeed's fp32 copy beside the partition

@@ -16,13 +16,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from megaspeed.analysis.costs.gathered_parameters import GatheredParameters
+from megaspeed.analysis.costs.hidden_states import hidden_bytes
 from megaspeed.analysis.costs.layer_memory import (
     LayerMemory,
     Shapes,
     block_memory,
     embedding_memory,
     head_memory,
-    hidden_bytes,
 )
 from megaspeed.analysis.costs.ledger import Ledger
 from megaspeed.analysis.costs.local_parameters import (
@@ -83,7 +83,7 @@ class _Step:
         self.states = model_states(run, self._parameters, on_host=device_type == "cpu")
         shapes = Shapes.of(run, device_type)
         self._layers = _layers(run, shapes, pipeline_stage, self._parameters)
-        self._hidden = hidden_bytes(run, shapes)
+        self._hidden = hidden_bytes(run)
         self._gathered = GatheredParameters(run, self._parameters)
         self._element = BYTES_OF[run.precision]
         self._gradient = BYTES_OF[run.accumulation_dtype]

@@ -8,6 +8,7 @@ With sequence parallelism both messages are (B, S/tp, D), as each tensor rank se
 """
 
 from megaspeed.analysis.costs.collective_cost import Messages
+from megaspeed.analysis.costs.hidden_states import hidden_bytes
 from megaspeed.analysis.costs.local_parameters import (
     elements_of,
     flat_group_elements,
@@ -25,19 +26,10 @@ def add_pipeline_axis(messages: Messages, run: Run, pipeline_stage: int) -> None
     neighbours = (pipeline_stage > 0) + (pipeline_stage < stages - 1)
     if neighbours:
         sends = neighbours * run.batch.gradient_accumulation_steps
-        messages.add("pp", "send", sends * boundary_bytes(run), ranks=stages)
+        messages.add("pp", "send", sends * hidden_bytes(run), ranks=stages)
     tied = tied_gradient_bytes(run, pipeline_stage)
     if tied:
         messages.add("pp", "all_reduce", tied, ranks=_STAGES_WITH_A_COPY)
-
-
-def boundary_bytes(run: Run) -> int:
-    """One message between two pipeline stages: a micro-batch's hidden states on one rank."""
-    sequence = run.config.data.sequence_length
-    if run.config.parallel.sequence_parallel:
-        sequence //= run.degrees.tp
-    elements = run.batch.micro_batch_size * sequence * run.config.model.hidden_size
-    return elements * BYTES_OF[run.precision]
 
 
 def tied_gradient_bytes(run: Run, pipeline_stage: int) -> int:

@@ -25,13 +25,12 @@ row-parallel layer of the MLP multiplies. Its g is left out, unless dropout afte
 """
 
 from megaspeed.analysis.costs.collective_cost import Collective, Messages
+from megaspeed.analysis.costs.hidden_states import whole_hidden_bytes, whole_tokens
 from megaspeed.analysis.costs.number_bytes import BYTES_OF
 from megaspeed.config import Run
 from megaspeed.model import layer_count
 from megaspeed.pipeline import layers_of_stages
 from megaspeed.tensor_parallel.plan import key_value_replicas
-
-_FP32_BYTES = 4
 
 
 def add_tensor_axis(messages: Messages, run: Run, pipeline_stage: int) -> None:
@@ -50,7 +49,7 @@ def add_tensor_axis(messages: Messages, run: Run, pipeline_stage: int) -> None:
         messages.add("tp", collective, micro_batches * message_bytes, ranks=tp)
 
     for collective, count in hidden(run, blocks, 0 in layers, last in layers).items():
-        add(collective, count * _hidden_bytes(run))
+        add(collective, count * whole_hidden_bytes(run))
     if last in layers:
         add("all_reduce", _loss_bytes(run))
     if sequence_parallel:
@@ -88,17 +87,9 @@ def _recomputed_g(run: Run) -> int:
     return 2 if run.config.model.residual_dropout > 0 else 1
 
 
-def _tokens(run: Run) -> int:
-    return run.batch.micro_batch_size * run.config.data.sequence_length
-
-
-def _hidden_bytes(run: Run) -> int:
-    return _tokens(run) * run.config.model.hidden_size * BYTES_OF[run.precision]
-
-
 def _loss_bytes(run: Run) -> int:
     """Maximum in the logits' type; sum of exponentials and target's logit in fp32."""
-    return _tokens(run) * (BYTES_OF[run.precision] + 2 * _FP32_BYTES)
+    return whole_tokens(run) * (BYTES_OF[run.precision] + 2 * BYTES_OF["fp32"])
 
 
 def _replicated_gradient_bytes(run: Run, blocks: int, *, has_head: bool) -> int:

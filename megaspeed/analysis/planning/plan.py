@@ -7,10 +7,11 @@ Run --> rank map            where each axis stands
     --> fits the device?    if not: the cheapest change
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from megaspeed.analysis.costs.collective_cost import by_axis
 from megaspeed.analysis.costs.local_parameters import elements_of, local_parameters
 from megaspeed.analysis.planning.cheapest_change import CheapestChange, cheapest_change
 from megaspeed.analysis.planning.devices import USABLE_FRACTION, Device
@@ -207,12 +208,5 @@ def _stage_as_json(stage: StagePrediction) -> dict[str, Any]:
         "pipeline_stage": stage.pipeline_stage,
         "states": asdict(stage.memory.states),
         "peak": asdict(stage.memory.peak),
-        "traffic": _by_axis(stage.traffic),
+        "traffic": by_axis(stage.traffic),
     }
-
-
-def _by_axis(traffic: Mapping[tuple[Any, Any], int]) -> dict[str, dict[str, int]]:
-    axes: dict[str, dict[str, int]] = {}
-    for (axis, collective), sent in traffic.items():
-        axes.setdefault(axis, {})[collective] = sent
-    return axes

@@ -14,7 +14,7 @@ from megaspeed.analysis.planning.prediction import (
 )
 from megaspeed.analysis.planning.rank_map import AxisMap
 from megaspeed.analysis.planning.tables import table_of
-from megaspeed.analysis.planning.units import (
+from megaspeed.analysis.units import (
     GIB,
     Unit,
     counted,

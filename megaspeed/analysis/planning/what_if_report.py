@@ -6,8 +6,8 @@ from rich.table import Table
 
 from megaspeed.analysis.planning.plan import Plan
 from megaspeed.analysis.planning.tables import table_of
-from megaspeed.analysis.planning.units import memory_unit, readable_memory, traffic_unit
 from megaspeed.analysis.planning.what_if import Layout, WhatIf
+from megaspeed.analysis.units import memory_unit, readable_memory, traffic_unit
 
 SHOWN_LAYOUTS = 12
 """Rows of each ranking of a what-if; the JSON has all."""

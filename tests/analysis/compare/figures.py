@@ -1,6 +1,7 @@
 """A comparison of round numbers, as a person would work it out: pp 2, dp 2, in MiB."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from megaspeed.analysis.compare.rank_record import RankRecord
@@ -35,7 +36,7 @@ def record(rank: int, *, activations: int, sent: int, loss: float = 2.5) -> Rank
         skipped_steps=0,
         step_times_seconds=[9.0, 0.25 + 0.01 * rank, 0.125 + 0.01 * rank, 0.5 + 0.01 * rank],
         states=states,
-        peak=states + MemoryBytes(activations=activations * MIB),
+        peak=replace(states, activations=activations * MIB),
         allocator_peak_bytes=None,
         traffic={
             ("dp", "all_gather"): sent * MIB,
@@ -58,16 +59,16 @@ def records(loss: float = 2.5) -> list[RankRecord]:
 def predictions() -> list[StagePrediction]:
     """12 + 8 MiB where 10 + 6 are measured, then 10 + 2 as measured; traffic is right."""
     states = MemoryBytes(parameters=2 * MIB, gradients=2 * MIB, optimizer_states=6 * MIB)
-    more = states + MemoryBytes(gradients=2 * MIB)
+    more = replace(states, gradients=4 * MIB)
     return [
         StagePrediction(
             states=more,
-            peak=more + MemoryBytes(activations=8 * MIB),
+            peak=replace(more, activations=8 * MIB),
             traffic={("dp", "all_gather"): 3 * MIB, ("pp", "send"): MIB},
         ),
         StagePrediction(
             states=states,
-            peak=states + MemoryBytes(activations=2 * MIB),
+            peak=replace(states, activations=2 * MIB),
             traffic={("dp", "all_gather"): MIB, ("pp", "send"): MIB},
         ),
     ]

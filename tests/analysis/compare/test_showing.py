@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from megaspeed.analysis.compare.byte_units import unit_for
 from megaspeed.analysis.compare.grids import memory_grid, summary_grid, traffic_grid
 from megaspeed.analysis.compare.markdown import as_markdown
 from megaspeed.analysis.compare.report import show, write
 from megaspeed.analysis.compare.result import ComparisonResult, Row, finished_row
 from megaspeed.analysis.compare.variants import Variant
+from megaspeed.analysis.units import memory_unit
 from tests.analysis.compare.figures import predictions, records, result, run, zero_2
 
 REFUSED = Row(variant=Variant(label="ZeRO-3", engine="zero", run=None, refused="It may not."))
@@ -32,7 +32,7 @@ BASELINE = finished_row(Variant(label="DDP", engine="ddp", run=run()), records()
 def test_the_unit_is_the_largest_that_leaves_no_fraction_of_one(
     sizes: list[int], unit: str, first: str | None
 ) -> None:
-    chosen = unit_for(sizes)
+    chosen = memory_unit(sizes)
     assert chosen.name == unit
     assert [chosen.text(size) for size in sizes[:1]] == ([] if first is None else [first])
 

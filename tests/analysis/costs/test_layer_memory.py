@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from megaspeed.analysis.costs.layer_memory import Shapes, block_memory, hidden_bytes
+from megaspeed.analysis.costs.hidden_states import hidden_bytes
+from megaspeed.analysis.costs.layer_memory import Shapes, block_memory
 from megaspeed.analysis.measurement.allocations import AllocationLog
 from megaspeed.config import Run
 from megaspeed.model import Block
@@ -37,7 +38,7 @@ def test_with_full_recomputation_a_block_keeps_2_sbh_bytes() -> None:
     run = tiny_run(TEXT, parallel={"activation_checkpointing": "full"}, **BF16)
     shapes = Shapes.of(run, "cuda")
     sbh = shapes.whole_tokens * run.config.model.hidden_size
-    assert block_memory(run, shapes).kept == 2 * sbh == hidden_bytes(run, shapes)
+    assert block_memory(run, shapes).kept == 2 * sbh == hidden_bytes(run)
 
 
 def run_block(run: Run, precision: str) -> tuple[int, int, int]:

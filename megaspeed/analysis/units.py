@@ -15,14 +15,22 @@ class Unit:
     name: str
     size: int
 
+    def text(self, number: int) -> str:
+        """``number`` bytes in this unit with two decimals, without its name.
+
+        >>> MIB.text(3 * 2**20 // 2)
+        '1.50'
+        """
+        return f"{number / self.size:,.2f}"
+
     def of(self, number: int) -> str:
-        """``number`` bytes in this unit, without its name.
+        """``number`` bytes in this unit, from 1,000 on without decimals; without its name.
 
         >>> GIB.of(3 * 2**29)
         '1.50'
         """
         value = number / self.size
-        return f"{value:,.2f}" if value < 1000 else f"{value:,.0f}"
+        return self.text(number) if value < 1000 else f"{value:,.0f}"
 
     def named(self, number: int) -> str:
         """``number`` bytes in this unit, with its name."""

@@ -1,6 +1,6 @@
 """Bytes and counts as they are printed."""
 
-from megaspeed.analysis.planning.units import (
+from megaspeed.analysis.units import (
     GB,
     GIB,
     KIB,
