@@ -6,7 +6,7 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +24,7 @@ class Launched:
     Attributes:
         code: exit code of the launcher.
         out, err: all that its processes wrote.
-        seconds_to_first_step: from its start to the first line of metrics.jsonl; None if it never
+        seconds_to_first_step: from its start to its first line of metrics.jsonl; None if it never
             came.
         compilers_called: programs of a compiler's kind that any of its processes started.
         compiled: files in the folder where torch keeps what it compiles while a run goes on.
@@ -38,13 +38,22 @@ class Launched:
     compiled: list[str]
 
 
-def launch(command: Sequence[str | Path], folder: Path, run_dir: Path) -> Launched:
+def launch(
+    command: Sequence[str | Path],
+    folder: Path,
+    run_dir: Path,
+    *,
+    after_first_step: Callable[[int], None] = lambda launcher: None,
+) -> Launched:
     """Runs `command` to its end, with no program of a compiler's kind within its reach.
 
     Args:
         command: whose first word is a whole path, because PATH holds nothing but tripwires.
         folder: an empty folder for what is written on the way; also where the command runs.
         run_dir: where the run will write metrics.jsonl.
+        after_first_step: called once while the run goes on, with the process id of the launcher.
+
+    A run_dir may hold the metrics of an earlier run, to which this one appends.
     """
     tripwires, extensions = folder / "bin", folder / "extensions"
     tripped = _lay_tripwires(tripwires)
@@ -67,7 +76,7 @@ def launch(command: Sequence[str | Path], folder: Path, run_dir: Path) -> Launch
             start_new_session=True,
         )
         try:
-            first_step = _watch(process, run_dir / "metrics.jsonl", start)
+            first_step = _watch(process, run_dir / "metrics.jsonl", start, after_first_step)
         finally:
             _end_all(process)
     return Launched(
@@ -104,16 +113,27 @@ def _environment(**variables: str) -> Mapping[str, str]:
     return {**inherited, **variables}
 
 
-def _watch(process: subprocess.Popen[bytes], metrics: Path, start: float) -> float | None:
+def _watch(
+    process: subprocess.Popen[bytes],
+    metrics: Path,
+    start: float,
+    after_first_step: Callable[[int], None],
+) -> float | None:
     first_step = None
+    before = _size(metrics)
     while process.poll() is None:
         now = time.monotonic()
-        if first_step is None and metrics.exists() and metrics.stat().st_size > 0:
+        if first_step is None and _size(metrics) > before:
             first_step = now - start
+            after_first_step(process.pid)
         if now - start > _TIMEOUT_SECONDS:
             raise TimeoutError(f"{process.args} did not end within {_TIMEOUT_SECONDS} s")
         time.sleep(_POLL_SECONDS)
     return first_step
+
+
+def _size(file: Path) -> int:
+    return file.stat().st_size if file.exists() else 0
 
 
 def _end_all(process: subprocess.Popen[bytes]) -> None:

@@ -45,6 +45,10 @@ _IMPORTED_ONCE = [
     # DeepSpeed imports these at its first engine, and through them torch's compiler.
     "deepspeed.runtime.zero.muon.muon_optimizer",
     "deepspeed.runtime.superoffload.superoffload_stage3",
+    "deepspeed.module_inject.auto_ep_layer",
+    "torch.distributed.checkpoint",
+    "torch.utils.serialization.config",
+    "tests.frozen_imports",
 ]
 
 # Ranks share the machine's few cores, and see no GPU, so that a test is the same on every machine.

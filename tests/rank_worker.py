@@ -27,7 +27,8 @@ import torch
 from megaspeed.topology import LaunchEnvironment
 
 # On this signal a rank writes the Python stacks of its threads, even from inside a collective.
-STACK_SIGNAL = signal.SIGUSR1
+# (SIGTERM and SIGUSR1 tell a training run to stop.)
+STACK_SIGNAL = signal.SIGUSR2
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,15 @@
 """The main job under each launcher: the same run, from its first second to what it leaves."""
 
+import functools
 import json
+import os
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from megaspeed.config import read_config
@@ -103,7 +107,13 @@ def test_the_run_ends_well_and_leaves_its_files(launcher: str, runs: Runs) -> No
     launched = runs.launched(launcher)
     assert launched.code == 0, launched.out + launched.err
     run_dir = runs.run_dir(launcher)
-    assert {file.name for file in run_dir.iterdir()} == {"config.json", "metrics.jsonl", "loss.png"}
+    assert {file.name for file in run_dir.iterdir()} == {
+        "config.json",
+        "metrics.jsonl",
+        "loss.png",
+        "checkpoints",
+    }
+    assert (run_dir / "checkpoints" / f"step-{STEPS:08d}").is_dir()
     assert (run_dir / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert [list(record) for record in runs.records(launcher)] == [
         *[STEP_KEYS] * STEPS,
@@ -151,6 +161,53 @@ def test_the_first_step_of_two_ranks_is_done_within_15_seconds(runs: Runs) -> No
         runs.launched(launcher).seconds_to_first_step for launcher in ("deepspeed", "torchrun")
     ]
     assert min(second for second in seconds if second is not None) < FIRST_STEP_SECONDS
+
+
+def send(number: signal.Signals, rank: int, launcher: int) -> None:
+    """To one rank of all that `launcher` has started."""
+    for process in psutil.Process(launcher).children(recursive=True):
+        if process.environ().get("RANK") == str(rank) and str(SCRIPT) in process.cmdline():
+            os.kill(process.pid, number)
+            return
+    raise AssertionError(f"rank {rank} is not there")
+
+
+def test_a_run_that_is_told_to_stop_goes_on_at_another_layout(tmp_path: Path) -> None:
+    """dp 2 at ZeRO-3 goes on as pp 2 at ZeRO-1; each is stopped by a signal to one of its ranks."""
+    run_dir = tmp_path / "run"
+    config = tmp_path / "tiny.json"
+    # So many steps that the run cannot be over before the signal is there.
+    training = {**TINY["training"], "steps": 100_000, "run_dir": str(run_dir)}
+    config.write_text(json.dumps({**TINY, "training": training}))
+
+    def launched(name: str, number: signal.Signals, *changes: str) -> Launched:
+        (tmp_path / name).mkdir()
+        command = [*deepspeed(), "--config", config, "--set", "training.log_interval=5", *changes]
+        stop = functools.partial(send, number, 1)
+        ended = launch(command, tmp_path / name, run_dir, after_first_step=stop)
+        assert ended.code == 0, ended.out + ended.err
+        assert "Traceback" not in ended.err
+        assert f"told to stop by {number.name}, after {last_step(run_dir)} of" in ended.out
+        return ended
+
+    launched("first", signal.SIGUSR1)
+    steps = last_step(run_dir)
+    saved = run_dir / "checkpoints" / f"step-{steps:08d}"
+    assert [path.name for path in saved.parent.glob("step-*")] == [saved.name]
+    layout = ["parallel.pipeline=2", "zero_optimization.stage=1"]
+    resumed = launched("second", signal.SIGTERM, *layout)
+    assert f"resuming from {saved}" in resumed.out
+    assert f"resumed at step {steps + 1}: loss " in resumed.out
+    assert last_step(run_dir) > steps
+    assert not list(run_dir.glob("earlier-*")), "nothing was lost, nothing had to be moved"
+
+
+def last_step(run_dir: Path) -> int:
+    """Of the steps in metrics.jsonl, which are all there, each once."""
+    lines = (run_dir / "metrics.jsonl").read_text().splitlines()
+    steps = [record["step"] for record in map(json.loads, lines) if "loss" in record]
+    assert steps == list(range(1, len(steps) + 1))
+    return len(steps)
 
 
 def test_wrong_input_is_refused_by_a_rank_that_has_met_no_other(

@@ -5,6 +5,7 @@
     megaspeed schedule --config FILE --world-size N       the pipeline's timetable, as a grid
     megaspeed compare  --config FILE --world-size N       the ZeRO stages, trained side by side
     megaspeed plan     --config FILE --world-size N       memory, traffic and rank map, worked out
+    megaspeed checkpoint show|verify DIR                  what checkpoints hold; are they whole
 
 Each command is a file of this folder with ``add_to`` (its arguments) and ``run`` (what it does).
 Exit codes: 0 done, 1 the run or the check failed, 2 the input is wrong.
@@ -13,13 +14,13 @@ Exit codes: 0 done, 1 the run or the check failed, 2 the input is wrong.
 import argparse
 from collections.abc import Sequence
 
-from megaspeed.cli import check, compare, plan, schedule, verify
+from megaspeed.cli import check, checkpoint, compare, plan, schedule, verify
 from megaspeed.cli.common_options import EXIT_FAILED, EXIT_WRONG_INPUT
 from megaspeed.cli.output import say
 from megaspeed.config import ConfigError
 from megaspeed.data import DataError
 
-_COMMANDS = (check, verify, schedule, compare, plan)
+_COMMANDS = (check, verify, schedule, compare, plan, checkpoint)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -19,7 +19,9 @@ class RunConfig(DeepSpeedKeys):
         default_factory=ParallelConfig, description="How the ranks share the work."
     )
     data: DataConfig = Field(description="The corpus and how it is cut into samples.")
-    training: TrainingConfig = Field(description="The length of the run, and what it reports.")
+    training: TrainingConfig = Field(
+        description="The length of the run, what it reports and what it keeps."
+    )
 
     def to_json(self) -> dict[str, Any]:
         """The config as JSON values, every default written out; it loads back to an equal one."""

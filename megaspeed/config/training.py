@@ -1,4 +1,4 @@
-"""The `training` section: how long, how often to look."""
+"""The `training` section: how long, how often to look, how often to save."""
 
 from pydantic import Field
 
@@ -6,7 +6,7 @@ from megaspeed.config.section import Section
 
 
 class TrainingConfig(Section):
-    """The length of the run, and what it reports."""
+    """The length of the run, what it reports and what it keeps."""
 
     steps: int = Field(gt=0, description="Number of optimizer steps.")
     seed: int = Field(
@@ -31,4 +31,16 @@ class TrainingConfig(Section):
         gt=0,
         description="Steps in a row that may be skipped for a loss or gradient norm that is "
         "not finite before the run stops.",
+    )
+    save_interval: int = Field(
+        default=1000,
+        ge=0,
+        description="Steps between two checkpoints; 0: only at the end and when told to stop.",
+    )
+    keep_last: int = Field(
+        default=3, gt=0, description="Number of checkpoints kept; older ones are deleted."
+    )
+    async_save: bool = Field(
+        default=False,
+        description="Copy a checkpoint to host memory and write it while training goes on.",
     )

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,13 +22,14 @@ from typing import Any, BinaryIO
 from filelock import FileLock
 
 from megaspeed.data.errors import DataError
+from megaspeed.files.durable import TEMPORARY, write_whole
+from megaspeed.files.sealed_json import Facts, read_sealed, write_sealed
+
+__all__ = ["CACHE_VARIABLE", "Cache", "Facts", "cache_key", "default_cache_dir", "index_path"]
 
 CACHE_VARIABLE = "MEGASPEED_CACHE"
-_TEMPORARY = ".writing"
 _BLOCK_BYTES = 1 << 20
 _BLOCKS_CHECKED = 64
-
-Facts = dict[str, Any]  # what an index says: plain JSON values
 
 
 def default_cache_dir(environ: Mapping[str, str]) -> Path:
@@ -74,7 +74,8 @@ class Cache:
         Only under `lock`. `fill` writes to the open file and returns the facts of the index.
         """
         try:
-            facts = _replace(path, fill)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            facts = write_whole(path, fill)
             facts |= {"bytes": path.stat().st_size, "checksum": _checksum(path)}
         except OSError as error:
             raise _cannot_write(path, error) from error
@@ -83,14 +84,9 @@ class Cache:
 
     def write_index(self, path: Path, facts: Facts) -> None:
         """Writes facts alone, with a hash of themselves. Only under `lock`."""
-        sealed = json.dumps(facts | {"index_hash": _hash_of(facts)}, indent=1).encode("utf-8")
-
-        def fill(stream: BinaryIO) -> Facts:
-            stream.write(sealed)
-            return {}
-
         try:
-            _replace(path, fill)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_sealed(path, facts)
         except OSError as error:
             raise _cannot_write(path, error) from error
 
@@ -106,34 +102,16 @@ class Cache:
 
     def read_index(self, path: Path) -> Facts | None:
         """The facts at `path` if they are whole, else None."""
-        try:
-            facts = json.loads(path.read_bytes())
-        except (OSError, ValueError):
-            return None
-        if not isinstance(facts, dict) or facts.pop("index_hash", None) != _hash_of(facts):
-            return None
-        return facts
+        return read_sealed(path)
 
     def _remove_leftovers(self) -> None:
-        for leftover in self.root.glob(f"*/*{_TEMPORARY}"):
+        for leftover in self.root.glob(f"*/*{TEMPORARY}"):
             leftover.unlink(missing_ok=True)
 
 
 def index_path(path: Path) -> Path:
     """Where the index of a payload is."""
     return path.with_name(path.name + ".index.json")
-
-
-def _replace(path: Path, fill: Callable[[BinaryIO], Facts]) -> Facts:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(path.name + _TEMPORARY)
-    with temporary.open("wb") as stream:
-        facts = fill(stream)
-        stream.flush()
-        # Without this a machine that loses power may keep the new name and lose the bytes.
-        os.fsync(stream.fileno())
-    temporary.replace(path)
-    return facts
 
 
 def _checksum(path: Path) -> str:
@@ -152,10 +130,6 @@ def _checksum(path: Path) -> str:
                 stream.seek((size - _BLOCK_BYTES) * block // (_BLOCKS_CHECKED - 1))
                 digest.update(stream.read(_BLOCK_BYTES))
     return digest.hexdigest()
-
-
-def _hash_of(facts: Facts) -> str:
-    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode("utf-8")).hexdigest()
 
 
 def _cannot_write(path: Path, error: OSError) -> DataError:

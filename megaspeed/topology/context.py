@@ -10,6 +10,7 @@ Rank 5 of pp 2 x dp 2 x tp 2 (drawn in `grid.py`) belongs to
     self_group        5          stands for an axis of one rank
     activation_group  1 5        along pp, for activations on their way forward
     gradient_group    1 5        along pp, for gradients on their way back
+    checkpoint_group  0 .. 7     all ranks, over gloo, for saves beside the training
 
 The context is passed to whoever communicates. Nothing outside this folder creates a process group,
 and nothing keeps one in a module global.
@@ -51,6 +52,7 @@ class ParallelContext:
     # Neither is ever used by other traffic, so a message can only meet its own receive.
     activation_group: dist.ProcessGroup
     gradient_group: dist.ProcessGroup
+    checkpoint_group: dist.ProcessGroup  # used by one thread at a time, which need not be the main
 
     @classmethod
     def create(cls, grid: Grid, launch: LaunchEnvironment, *, timeout_seconds: float) -> Self:
@@ -79,7 +81,8 @@ class ParallelContext:
             world_group = start_default_group(launch, device, timeout)
             groups = create_groups(grid, launch.rank, world_group, timeout)
             for name, group in groups.items():
-                shake_hands(name, group, launch.rank, device)
+                on_host = name == "checkpoint"
+                shake_hands(name, group, launch.rank, torch.device("cpu") if on_host else device)
         except BaseException:
             stop()
             raise
@@ -97,6 +100,7 @@ class ParallelContext:
             self_group=groups["self"],
             activation_group=groups["activation"],
             gradient_group=groups["gradient"],
+            checkpoint_group=groups["checkpoint"],
         )
 
     def close(self) -> None:

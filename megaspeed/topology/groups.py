@@ -1,8 +1,8 @@
 """Creating the process groups of a grid, and naming the group that cannot be created.
 
 torch's rule is that all ranks create all groups, also those they are no member of, in the same
-order. Here that order is fixed: tp, dp, model, tied, self, activation, gradient, and within each
-the order in which `Grid` lists the groups.
+order. Here that order is fixed: tp, dp, model, tied, self, activation, gradient, checkpoint, and
+within each the order in which `Grid` lists the groups.
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,6 +14,8 @@ import torch.distributed as dist
 
 from megaspeed.topology.grid import Grid
 from megaspeed.topology.launch import LaunchEnvironment
+
+_DISKS_ARE_SLOWER = 4  # than networks: how much longer a rank may wait for another's
 
 
 class GroupError(RuntimeError):
@@ -70,6 +72,11 @@ def create_groups(
             group = known[tuple(ranks)] if alone else _new_group(name, ranks, rank, timeout)
             if rank in ranks:
                 mine[name] = group
+    # Checkpoints are written from host memory, by a thread of their own: never over NCCL, and never
+    # between the collectives of the training. A rank that waits there mostly waits for a disk.
+    everyone = list(range(grid.world_size))
+    patience = timeout * _DISKS_ARE_SLOWER
+    mine["checkpoint"] = _new_group("checkpoint", everyone, rank, patience, backend="gloo")
     return mine
 
 
@@ -109,9 +116,13 @@ def _tied_or_alone(grid: Grid) -> list[list[int]]:
     return tied + [[rank] for rank in range(grid.world_size) if rank not in in_a_group]
 
 
-def _new_group(name: str, ranks: list[int], rank: int, timeout: timedelta) -> dist.ProcessGroup:
+def _new_group(
+    name: str, ranks: list[int], rank: int, timeout: timedelta, *, backend: str | None = None
+) -> dist.ProcessGroup:
     with _naming_the_group(name, ranks, rank):
-        group: dist.ProcessGroup = dist.new_group(ranks, timeout=timeout, group_desc=name)
+        group: dist.ProcessGroup = dist.new_group(
+            ranks, timeout=timeout, backend=backend, group_desc=name
+        )
     return group
 
 

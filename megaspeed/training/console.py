@@ -1,16 +1,26 @@
-"""What rank 0 prints: the plan before the run, a line a log interval, a progress bar, a summary."""
+"""What rank 0 prints: where the run starts, its plan, a line a log interval, a summary."""
 
 import math
+import signal
 from collections.abc import Sequence
 from types import TracebackType
 from typing import Self
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    TextColumn,
+    TimeRemainingColumn,
+)
+from rich.progress import Progress as ProgressBar
 from rich.table import Table
 
+from megaspeed.checkpoint.run_state import Progress
+from megaspeed.checkpoint.saving import SaveReport
 from megaspeed.config import Run
 from megaspeed.model import layer_count
+from megaspeed.training.console_lines import describe_resumed, describe_save, describe_step
 from megaspeed.training.metrics import MetricsFile, StepMetrics, ValidationMetrics
 from megaspeed.training.trainer import TrainingSummary
 
@@ -24,15 +34,32 @@ class NullObserver:
     def validation(self, metrics: ValidationMetrics) -> None:
         """Ignored."""
 
+    def stopping(self, told_by: signal.Signals, step: int) -> None:
+        """Ignored."""
+
+    def saved(self, report: SaveReport) -> None:
+        """Ignored."""
+
 
 class ConsoleObserver:
-    """Writes every step to ``metrics.jsonl`` and every ``log_interval``-th to the console."""
+    """Writes every step to ``metrics.jsonl`` and every ``log_interval``-th to the console.
 
-    def __init__(self, run: Run, console: Console, metrics_file: MetricsFile) -> None:
+    Args:
+        run: the resolved run.
+        console: to print to.
+        metrics_file: to write to.
+        begin: where the run starts or goes on.
+    """
+
+    def __init__(
+        self, run: Run, console: Console, metrics_file: MetricsFile, begin: Progress
+    ) -> None:
         self._log_interval = run.config.training.log_interval
+        self._steps = run.config.training.steps
+        self._begin = begin
         self._console = console
         self._metrics_file = metrics_file
-        self._progress = Progress(
+        self._progress = ProgressBar(
             TextColumn("training"),
             BarColumn(),
             MofNCompleteColumn(),
@@ -41,7 +68,7 @@ class ConsoleObserver:
             console=console,
             transient=True,
         )
-        self._task = self._progress.add_task("training", total=run.config.training.steps)
+        self._task = self._progress.add_task("training", total=self._steps, completed=begin.step)
 
     def __enter__(self) -> Self:
         self._progress.start()
@@ -59,29 +86,32 @@ class ConsoleObserver:
         """Records the step and moves the bar."""
         self._metrics_file.write(metrics)
         self._progress.update(self._task, completed=metrics.step)
-        if metrics.skipped or metrics.step == 1 or metrics.step % self._log_interval == 0:
-            self._console.print(describe_step(metrics), highlight=False, soft_wrap=True)
+        is_first = metrics.step == self._begin.step + 1
+        if metrics.skipped or is_first or metrics.step % self._log_interval == 0:
+            self._say(describe_step(metrics))
+        if is_first and self._begin.step > 0:
+            self._say(describe_resumed(self._begin, metrics))
 
     def validation(self, metrics: ValidationMetrics) -> None:
         """Records and prints an evaluation."""
         self._metrics_file.write(metrics)
-        self._console.print(
+        self._say(
             f"step {metrics.step:>6}  validation loss {metrics.validation_loss:.4f}  "
-            f"perplexity {metrics.validation_perplexity:.2f}",
-            highlight=False,
-            soft_wrap=True,
+            f"perplexity {metrics.validation_perplexity:.2f}"
         )
 
+    def stopping(self, told_by: signal.Signals, step: int) -> None:
+        """Says why the run ends early."""
+        self._say(
+            f"step {step:>6}  told to stop by {told_by.name}, after {step} of {self._steps} steps"
+        )
 
-def describe_step(metrics: StepMetrics) -> str:
-    """One console line."""
-    mfu = "n/a" if metrics.mfu is None else f"{metrics.mfu:.1%}"
-    skipped = "  SKIPPED: loss or gradient norm is not finite" if metrics.skipped else ""
-    return (
-        f"step {metrics.step:>6}  loss {metrics.loss:.4f}  lr {metrics.learning_rate:.3e}  "
-        f"grad norm {metrics.grad_norm:.3f}  {metrics.tokens_per_second:,.0f} tokens/s  "
-        f"{metrics.tflops_per_rank:.3g} TFLOP/s/rank  MFU {mfu}{skipped}"
-    )
+    def saved(self, report: SaveReport) -> None:
+        """Prints where a checkpoint is, or why it is not."""
+        self._say(describe_save(report))
+
+    def _say(self, line: str) -> None:
+        self._console.print(line, highlight=False, soft_wrap=True)
 
 
 def plan_table(run: Run, stages: Sequence[range], parameters: Sequence[int]) -> Table:
@@ -124,7 +154,7 @@ def summary_table(run: Run, summary: TrainingSummary) -> Table:
         )
     table.add_row("tokens", f"{last.tokens:,}")
     table.add_row("time", f"{summary.seconds:.1f} s")
-    table.add_row("tokens/s", f"{last.tokens / summary.seconds:,.0f}")
+    table.add_row("tokens/s", f"{summary.tokens / summary.seconds:,.0f}")
     table.add_row("skipped steps", str(summary.skipped_steps))
     peaks = ", ".join(f"{peak / 2**20:,.0f}" for peak in last.peak_memory_bytes)
     table.add_row("peak memory by pipeline stage", f"{peaks} MiB")

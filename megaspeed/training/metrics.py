@@ -1,5 +1,6 @@
 """What a run records: one JSON object for each optimizer step, the same keys at every layout."""
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -57,19 +58,23 @@ class ValidationMetrics:
 
 
 class MetricsFile:
-    """``metrics.jsonl`` of a run, one line an object, flushed at once so that it can be followed.
+    """``metrics.jsonl`` of a run, one line an object, written at once so that it can be followed.
 
-    JSON has no infinity and no NaN: they are written as null.
+    What it holds already stays. JSON has no infinity and no NaN: they are written as null. Where
+    the disk is full, training goes on: what could not be written is tried again with each object,
+    and the last time when the file is closed.
     """
 
     def __init__(self, path: Path) -> None:
-        self._file = path.open("w", encoding="utf-8")
+        self._file = path.open("ab", buffering=0)
+        self._unwritten = b""
 
     def write(self, metrics: StepMetrics | ValidationMetrics) -> None:
         """Appends one object."""
         record = {key: _finite(value) for key, value in dataclasses.asdict(metrics).items()}
-        self._file.write(json.dumps(record) + "\n")
-        self._file.flush()
+        self._unwritten += json.dumps(record).encode() + b"\n"
+        with contextlib.suppress(OSError):
+            self._write()
 
     def __enter__(self) -> Self:
         return self
@@ -80,7 +85,31 @@ class MetricsFile:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self._file.close()
+        with self._file:
+            if kind is None:
+                self._write()
+
+    def _write(self) -> None:
+        while self._unwritten:  # a full disk takes a part before it refuses
+            self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
+
+
+def records_up_to(step: int, lines: bytes) -> bytes:
+    """The lines of a metrics file that are of step ``step`` or an earlier one.
+
+    A line that its writer did not live to finish is none.
+    """
+    kept = [line for line in lines.splitlines() if 0 <= _step_of(line) <= step]
+    return b"".join(line + b"\n" for line in kept)
+
+
+def _step_of(line: bytes) -> int:
+    """Of a record; -1 where the line is none."""
+    try:
+        step = json.loads(line)["step"]
+    except (ValueError, TypeError, KeyError):
+        return -1
+    return step if isinstance(step, int) else -1
 
 
 def _finite(value: Any) -> Any:

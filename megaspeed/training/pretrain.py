@@ -1,7 +1,7 @@
 """The main job: one JSON file in, a trained model's metrics and loss curve out.
 
     arguments -> launch environment -> run (checked) -> corpus
-        -> process groups -> training -> summary, curve
+        -> process groups -> the job of all ranks (job.py) -> exit code
 
 All input is checked before any process group exists, so a mistake is a message and not a hang.
 """
@@ -11,17 +11,16 @@ import os
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 from rich.console import Console
 from rich.markup import escape
 
+from megaspeed.checkpoint.errors import CheckpointError
 from megaspeed.config import ConfigError, Run, load_run
 from megaspeed.config.overrides import add_config_options
 from megaspeed.data import DataError, PreparedCorpus, prepare_corpus
 from megaspeed.data.config_problems import find_problems_in_file
-from megaspeed.pipeline import layers_of_stages, parameters_of_stages
 from megaspeed.topology import (
     Grid,
     GroupError,
@@ -31,17 +30,12 @@ from megaspeed.topology import (
     TopologyError,
     read_launch_environment,
 )
-from megaspeed.training.agreement import RanksDisagree, check_agreement
-from megaspeed.training.console import ConsoleObserver, NullObserver, plan_table, summary_table
-from megaspeed.training.loss_curve import draw_loss_curve
-from megaspeed.training.metrics import MetricsFile
-from megaspeed.training.run_folder import (
-    LOSS_CURVE,
-    METRICS,
-    check_run_folder,
-    open_run_folder,
-)
-from megaspeed.training.trainer import Trainer, TrainingDiverged, TrainingSummary
+from megaspeed.training.agreement import RanksDisagree
+from megaspeed.training.job import run_job, tell_ending
+from megaspeed.training.resume import ResumeOptions, check_resume
+from megaspeed.training.run_folder import check_run_folder
+from megaspeed.training.stop_signal import StopSignal
+from megaspeed.training.trainer import TrainingDiverged
 
 EXIT_DONE, EXIT_FAILED, EXIT_WRONG_INPUT = 0, 1, 2
 
@@ -62,14 +56,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console = Console(stderr=False, quiet=launch.rank != 0)
     try:
         run, corpus = _check_input(options, launch, console)
-    except (ConfigError, DataError) as error:
+    except (ConfigError, DataError, CheckpointError) as error:
         return _refuse(error, launch)
-    return _train(run, corpus, launch, console)
+    return _train(run, corpus, ResumeOptions.of(options), launch, console)
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Pretrain a GPT as a JSON file says.")
     add_config_options(parser)
+    ResumeOptions.add_to(parser)
     # The deepspeed launcher passes it to every process; the environment says the same.
     parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
     return parser.parse_args(arguments)
@@ -90,6 +85,7 @@ def _check_input(
         others = find_problems_in_file(options.config, options.overrides)
         raise ConfigError([*error.problems, *others], error.where) from error
     check_run_folder(run)
+    check_resume(ResumeOptions.of(options), run)
     start = time.perf_counter()
     with console.status("preparing the corpus"):
         corpus = prepare_corpus(run.config.data, run.config.model.vocab_size)
@@ -114,52 +110,42 @@ def _say(error: Exception, launch: LaunchEnvironment) -> None:
     sys.stderr.flush()
 
 
-def _train(run: Run, corpus: PreparedCorpus, launch: LaunchEnvironment, console: Console) -> int:
-    try:
-        context = _start_process_groups(run, launch)
-    except TopologyError as error:
-        return _refuse(error, launch)
-    except GroupError as error:
-        _say(error, launch)
-        return EXIT_FAILED
-    if launch.rank == 0:
-        moved = open_run_folder(run)
-        if moved is not None:
-            line = f"an earlier run's files are now in {moved}"
-            console.print(line, highlight=False, markup=False, soft_wrap=True)
-    run_dir = run.run_dir
-    with context:
-        console.print(plan_table(run, layers_of_stages(run), parameters_of_stages(run)))
+def _train(
+    run: Run,
+    corpus: PreparedCorpus,
+    resume: ResumeOptions,
+    launch: LaunchEnvironment,
+    console: Console,
+) -> int:
+    # A signal that comes while the run starts ends it after its first step.
+    with StopSignal() as stop:
         try:
-            check_agreement(run, corpus, context)
-            summary = _run_trainer(run, context, corpus, run_dir, console)
+            context = _start_process_groups(run, launch)
+        except TopologyError as error:
+            return _refuse(error, launch)
+        except GroupError as error:
+            _say(error, launch)
+            return EXIT_FAILED
+        try:
+            with context:
+                summary = run_job(run, corpus, resume, context, stop, console)
+        except CheckpointError as error:  # of all ranks alike
+            if launch.rank == 0:
+                _say(error, launch)
+            return EXIT_WRONG_INPUT
         except (RanksDisagree, TrainingDiverged) as error:
             console.print(
                 "[red]training stopped:[/red]", escape(str(error)), highlight=False, soft_wrap=True
             )
             return EXIT_FAILED
-    if launch.rank == 0:
-        picture = run_dir / LOSS_CURVE
-        draw_loss_curve(run_dir / METRICS, picture, title=run.name)
-        console.print(summary_table(run, summary))
-        files = f"metrics: {run_dir / METRICS}   loss curve: {picture}"
-        console.print(files, highlight=False, markup=False, soft_wrap=True)
-    return EXIT_DONE
+        if summary is None:
+            return EXIT_DONE
+        if launch.rank == 0:
+            tell_ending(run, summary, console)
+        return EXIT_DONE if summary.last_save.error is None else EXIT_FAILED
 
 
 def _start_process_groups(run: Run, launch: LaunchEnvironment) -> ParallelContext:
     degrees = run.degrees
     grid = Grid(pp=degrees.pp, dp=degrees.dp, tp=degrees.tp)
     return ParallelContext.create(grid, launch, timeout_seconds=_COLLECTIVE_TIMEOUT_SECONDS)
-
-
-def _run_trainer(
-    run: Run, context: ParallelContext, corpus: PreparedCorpus, run_dir: Path, console: Console
-) -> TrainingSummary:
-    if context.rank != 0:
-        return Trainer(run, context, corpus, NullObserver()).train()
-    with (
-        MetricsFile(run_dir / METRICS) as metrics_file,
-        ConsoleObserver(run, console, metrics_file) as observer,
-    ):
-        return Trainer(run, context, corpus, observer).train()

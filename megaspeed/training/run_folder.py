@@ -1,10 +1,25 @@
-"""The folder that a run writes to: found usable before anything starts, and never overwritten."""
+"""The folder that a run writes to: found usable before anything starts, and never overwritten.
+
+    config.json  metrics.jsonl  loss.png  checkpoints/     of this run
+    earlier-1/   earlier-2/  ...                           what made way for it, with the same names
+
+A run that starts anew moves all that is there; one that goes on from a step, what came after it.
+"""
 
 import json
 import os
 from pathlib import Path
 
+from megaspeed.checkpoint.folders import (
+    CHECKPOINTS,
+    LATEST,
+    CheckpointFolder,
+    checkpoint_name,
+    step_named,
+)
 from megaspeed.config import ConfigError, Run
+from megaspeed.files.durable import flush_folder, write_whole
+from megaspeed.training.metrics import records_up_to
 
 CONFIG, METRICS, LOSS_CURVE = "config.json", "metrics.jsonl", "loss.png"
 
@@ -30,28 +45,85 @@ def folder_problem(name: str, folder: Path) -> str | None:
     return f"{problem}; name another folder"
 
 
-def open_run_folder(run: Run) -> Path | None:
+def checkpoint_folder(run: Run) -> CheckpointFolder:
+    """Where the run's checkpoints are."""
+    return CheckpointFolder(run.run_dir / CHECKPOINTS)
+
+
+def start_run_folder(run: Run) -> Path | None:
     """Makes the folder and writes the resolved configuration; for one rank.
 
     Returns:
         Where an earlier run's files were moved, a folder inside this one; None if there were none.
     """
     run.run_dir.mkdir(parents=True, exist_ok=True)
-    moved = _move_earlier_run(run.run_dir)
-    text = json.dumps(run.as_json(), indent=2) + "\n"
-    (run.run_dir / CONFIG).write_text(text, encoding="utf-8")
-    return moved
+    earlier = _next_earlier(run.run_dir)
+    # Checkpoints first: without them what is left is no run that somebody could go on with.
+    for name in (CHECKPOINTS, METRICS, CONFIG, LOSS_CURVE):
+        _move(run.run_dir / name, run.run_dir, earlier)
+    _write_config(run)
+    return _existing(earlier)
 
 
-def _move_earlier_run(folder: Path) -> Path | None:
-    earlier = [folder / name for name in (CONFIG, METRICS, LOSS_CURVE) if (folder / name).exists()]
-    if not earlier:
-        return None
+def continue_run_folder(run: Run, step: int) -> Path | None:
+    """Brings the folder back to what it was after ``step``; for one rank.
+
+    Checkpoints of later steps are moved away, or a later start would find what this run abandons,
+    and records of later steps are cut from the metrics. The configuration is written anew.
+
+    Returns:
+        Where the checkpoints are now, and the metrics as they were; None if nothing was later.
+    """
+    earlier = _next_earlier(run.run_dir)
+    _move_later_checkpoints(run, step, earlier)
+    _cut_metrics(run.run_dir / METRICS, step, earlier / METRICS)
+    _write_config(run)
+    return _existing(earlier)
+
+
+def _next_earlier(folder: Path) -> Path:
+    """The first name of its kind that is not in use; not made yet."""
     number = 1
     while (folder / f"earlier-{number}").exists():
         number += 1
-    target = folder / f"earlier-{number}"
-    target.mkdir()
-    for file in earlier:
-        file.rename(target / file.name)
-    return target
+    return folder / f"earlier-{number}"
+
+
+def _existing(folder: Path) -> Path | None:
+    return folder if folder.exists() else None
+
+
+def _move(path: Path, folder: Path, target: Path) -> None:
+    """To the place below ``target`` that it has below ``folder``, if it is there."""
+    if path.exists():
+        destination = target / path.relative_to(folder)
+        destination.parent.mkdir(parents=True, exist_ok=True)
+        path.rename(destination)
+
+
+def _move_later_checkpoints(run: Run, step: int, target: Path) -> None:
+    folder = checkpoint_folder(run)
+    later = [path for path in folder.newest_first() if (step_named(path.name) or 0) > step]
+    for checkpoint in later:
+        _move(checkpoint, run.run_dir, target)
+    if later:
+        flush_folder(folder.root)
+        write_whole(
+            folder.root / LATEST, lambda file: file.write(f"{checkpoint_name(step)}\n".encode())
+        )
+
+
+def _cut_metrics(file: Path, step: int, copy: Path) -> None:
+    if not file.exists():
+        return
+    lines = file.read_bytes()
+    kept = records_up_to(step, lines)
+    if kept != lines:
+        copy.parent.mkdir(exist_ok=True)
+        write_whole(copy, lambda stream: stream.write(lines))
+        write_whole(file, lambda stream: stream.write(kept))
+
+
+def _write_config(run: Run) -> None:
+    text = json.dumps(run.as_json(), indent=2) + "\n"
+    write_whole(run.run_dir / CONFIG, lambda stream: stream.write(text.encode()))

@@ -35,9 +35,12 @@ class StepInputs:
         """How the rows of a step are cut."""
         self._loader = TrainingLoader(corpus, self.shape, context.device)
 
-    def load(self, step: int) -> Load:
-        """Step ``step``'s micro-batches by their number; steps count from 0, skipped ones too."""
-        return functools.partial(self._loader.micro_batch, step * self._run.batch.train_batch_size)
+    def load(self, samples: int) -> Load:
+        """The micro-batches, by their number, of the step that follows ``samples`` samples.
+
+        Those of skipped steps are counted too.
+        """
+        return functools.partial(self._loader.micro_batch, samples)
 
     def learning_rate(self, steps_taken: int) -> float:
         """The rate of the step that follows ``steps_taken`` others, skipped ones not counted."""

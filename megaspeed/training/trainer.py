@@ -1,24 +1,30 @@
 """The training loop.
 
-    for each step:  learning rate(steps taken), micro-batches(step) -> worker -> metrics
+    for each step:  learning rate(steps taken), micro-batches(samples) -> worker -> metrics
                     now and then: validation
+                    now and then, at the end, when told to stop: checkpoint
 
 Every rank runs the same loop; what they must agree on (loss, norm, whether the step was skipped)
-the worker returns alike on all of them. Rank 0's observer reports.
+the worker returns alike on all of them, and whether to stop they ask each other after each step.
+Rank 0's observer reports.
 """
 
+import math
+import signal
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NoReturn, Protocol
 
-from megaspeed.config import Run
+from megaspeed.checkpoint.run_state import Progress
+from megaspeed.checkpoint.saving import SaveReport
 from megaspeed.data import PreparedCorpus, ValidationLoader
 from megaspeed.model import training_flops_per_token
-from megaspeed.topology import ParallelContext
 from megaspeed.training.device_peak import peak_flops_per_second
 from megaspeed.training.memory import peak_memory_by_pipeline_stage
 from megaspeed.training.metrics import StepMetrics, ValidationMetrics
 from megaspeed.training.step_inputs import StepInputs
+from megaspeed.training.stop_signal import StopSignal
 from megaspeed.training.worker import StepResult, Worker
 
 
@@ -35,34 +41,75 @@ class Observer(Protocol):
     def validation(self, metrics: ValidationMetrics) -> None:
         """An evaluation is over."""
 
+    def stopping(self, told_by: signal.Signals, step: int) -> None:
+        """The run ends with this step, before its time."""
+
+    def saved(self, report: SaveReport) -> None:
+        """A checkpoint is written, or could not be."""
+
+
+class Saver(Protocol):
+    """Who writes checkpoints; all ranks call ``save`` and ``close`` together."""
+
+    def save(self, progress: Progress) -> None:
+        """Saves the run as it stands between two steps."""
+
+    def finished(self) -> list[SaveReport]:
+        """Saves that ended since this was last asked; waits for nothing."""
+
+    def close(self) -> list[SaveReport]:
+        """Those that ended, after waiting for the one under way."""
+
 
 @dataclass(frozen=True)
 class TrainingSummary:
-    """How the run ended."""
+    """How the run ended.
+
+    Attributes:
+        last_step: that was trained.
+        last_validation: of this process; None where it evaluated nothing.
+        skipped_steps: of the whole run, those before it was resumed included.
+        tokens: that this process predicted.
+        seconds: that this process trained.
+        stopped_by: the signal that ended it; None where it went to its end.
+        last_save: of the last step.
+    """
 
     last_step: StepMetrics
     last_validation: ValidationMetrics | None
     skipped_steps: int
+    tokens: int
     seconds: float
+    stopped_by: signal.Signals | None
+    last_save: SaveReport
 
 
 class Trainer:
-    """Trains a run from its first step to its last.
+    """Trains a run to its last step, or until it is told to stop.
 
     Args:
-        run: the resolved run.
-        context: this rank's groups.
+        worker: this rank of the run.
         corpus: the prepared data.
-        observer: told of each step and evaluation.
+        saver: writes checkpoints.
+        stop: what this process was told.
+        observer: told of each step, evaluation and checkpoint.
     """
 
     def __init__(
-        self, run: Run, context: ParallelContext, corpus: PreparedCorpus, observer: Observer
+        self,
+        worker: Worker,
+        corpus: PreparedCorpus,
+        saver: Saver,
+        stop: StopSignal,
+        observer: Observer,
     ) -> None:
+        run, context = worker.run, worker.context
         self._run = run
         self._context = context
+        self._saver = saver
+        self._stop = stop
         self._observer = observer
-        self.worker = Worker(run, context)
+        self.worker = worker
         self._inputs = StepInputs(run, corpus, context)
         self._validation = ValidationLoader(
             corpus,
@@ -74,38 +121,70 @@ class Trainer:
             run.config.model, run.config.data.sequence_length
         )
         self._peak = peak_flops_per_second(context.device, run.precision)
-        self._skipped_in_a_row = 0
+        self._last_save: SaveReport | None = None
 
-    def train(self) -> TrainingSummary:
-        """Runs all steps; raises ``TrainingDiverged`` where the loss or norm stays non-finite."""
-        training = self._run.config.training
-        steps_taken = 0
-        validation: ValidationMetrics | None = None
+    def train(self, begin: Progress) -> TrainingSummary:
+        """Runs the steps that follow ``begin``, which is before the run's end.
+
+        Raises:
+            TrainingDiverged: loss or gradient norm stay non-finite. Nothing is saved then.
+        """
+        assert begin.step < self._run.config.training.steps, "nothing is left to train"
         start = time.perf_counter()
-        for step in range(1, training.steps + 1):
-            step_start = time.perf_counter()
-            rate = self._inputs.learning_rate(steps_taken)
-            result = self.worker.train_step(self._inputs.load(step - 1), rate)
-            steps_taken += not result.skipped
-            metrics = self._measure(step, result, rate, time.perf_counter() - step_start)
-            self._observer.step(metrics)
-            self._watch_skipped_steps(metrics)
-            if self._is_time_to_validate(step):
-                validation = self._validate(step)
+        validation: ValidationMetrics | None = None
+        stopped_by: signal.Signals | None = None
+        progress = begin
+        while progress.step < self._run.config.training.steps and stopped_by is None:
+            progress, metrics = self._train_step(progress)
+            if self._is_time_to_validate(progress.step):
+                validation = self._validate(progress.step)
+            stopped_by = self._stop.agreed(self._context)
+            self._save(progress, stopped_by)
         self._inputs.close()
+        self._report(self._saver.close())
+        assert self._last_save is not None, "the last step is always saved"
         return TrainingSummary(
-            metrics, validation, training.steps - steps_taken, time.perf_counter() - start
+            last_step=metrics,
+            last_validation=validation,
+            skipped_steps=progress.step - progress.steps_taken,
+            tokens=progress.tokens - begin.tokens,
+            seconds=time.perf_counter() - start,
+            stopped_by=stopped_by,
+            last_save=self._last_save,
         )
 
-    def _measure(self, step: int, result: StepResult, rate: float, seconds: float) -> StepMetrics:
+    def _train_step(self, before: Progress) -> tuple[Progress, StepMetrics]:
+        start = time.perf_counter()
+        rate = self._inputs.learning_rate(before.steps_taken)
+        result = self.worker.train_step(self._inputs.load(before.samples), rate)
+        progress = self._after(before, result)
+        metrics = self._measure(progress, result, rate, time.perf_counter() - start)
+        self._observer.step(metrics)
+        if progress.skipped_in_a_row >= self._run.config.training.max_skipped_steps:
+            self._give_up(metrics, progress.skipped_in_a_row)
+        return progress, metrics
+
+    def _after(self, before: Progress, result: StepResult) -> Progress:
+        return Progress(
+            step=before.step + 1,
+            steps_taken=before.steps_taken + (not result.skipped),
+            skipped_in_a_row=before.skipped_in_a_row + 1 if result.skipped else 0,
+            samples=before.samples + self._run.batch.train_batch_size,
+            tokens=before.tokens + self._run.tokens_per_step,
+            loss=result.loss if math.isfinite(result.loss) else None,
+        )
+
+    def _measure(
+        self, progress: Progress, result: StepResult, rate: float, seconds: float
+    ) -> StepMetrics:
         tokens = self._run.tokens_per_step
         flops_per_rank = self._flops_per_token * tokens / seconds / self._run.degrees.world_size
         return StepMetrics(
-            step=step,
+            step=progress.step,
             loss=result.loss,
             grad_norm=result.grad_norm,
             learning_rate=rate,
-            tokens=step * tokens,
+            tokens=progress.tokens,
             step_time_seconds=seconds,
             tokens_per_second=tokens / seconds,
             tflops_per_rank=flops_per_rank / 1e12,
@@ -114,19 +193,32 @@ class Trainer:
             skipped=result.skipped,
         )
 
-    def _watch_skipped_steps(self, metrics: StepMetrics) -> None:
-        self._skipped_in_a_row = self._skipped_in_a_row + 1 if metrics.skipped else 0
-        limit = self._run.config.training.max_skipped_steps
-        if self._skipped_in_a_row < limit:
-            return
+    def _give_up(self, metrics: StepMetrics, skipped: int) -> NoReturn:
         culprit = self.worker.first_non_finite_parameter()
+        # A save under way is of an earlier step.
+        self._report(self._saver.close())
         raise TrainingDiverged(
-            f"{limit} steps in a row (up to step {metrics.step}) were skipped because the loss "
+            f"{skipped} steps in a row (up to step {metrics.step}) were skipped because the loss "
             f"({metrics.loss}) or the gradient norm ({metrics.grad_norm}) is not finite. First "
             f"non-finite gradient: {culprit or 'none, the loss itself is not finite'}. Lower the "
             "learning rate, lengthen its warmup, or set gradient_clipping; "
-            f"training.max_skipped_steps ({limit}) says how many are borne."
+            f"training.max_skipped_steps ({self._run.config.training.max_skipped_steps}) says how "
+            "many are borne."
         )
+
+    def _save(self, progress: Progress, stopped_by: signal.Signals | None) -> None:
+        training = self._run.config.training
+        if stopped_by is not None:
+            self._observer.stopping(stopped_by, progress.step)
+        regular = training.save_interval > 0 and progress.step % training.save_interval == 0
+        if regular or stopped_by is not None or progress.step == training.steps:
+            self._saver.save(progress)
+        self._report(self._saver.finished())
+
+    def _report(self, reports: Iterable[SaveReport]) -> None:
+        for report in reports:
+            self._observer.saved(report)
+            self._last_save = report
 
     def _is_time_to_validate(self, step: int) -> bool:
         if len(self._validation) == 0:

@@ -21,10 +21,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megaspeed.checkpoint.run_state import LossScale
 from megaspeed.config import Run
 from megaspeed.topology import ParallelContext
 from megaspeed.zero.fragments import GradientFragment, gradient_fragments
 from megaspeed.zero.global_norm import first_non_finite, global_norm
+from megaspeed.zero.loss_scale import read_loss_scale, take_loss_scale
+from megaspeed.zero.optimizer_state import StateFragment, state_fragments, take_state
 from megaspeed.zero.reductions import average_over_replicas, sum_tied_gradients
 from megaspeed.zero.workarounds.one_copy_of_gradients import add_up_in_place
 from megaspeed.zero.workarounds.own_norm import INVALID_NORM, use_norm
@@ -179,6 +182,26 @@ class ZeroEngine:
     def gradient_fragments(self) -> Iterator[GradientFragment]:
         """This rank's reduced gradients, from ``reduce_gradients`` to ``step``."""
         return gradient_fragments(self._optimizer)
+
+    def state_fragments(self) -> Iterator[StateFragment]:
+        """This rank's master weights and moments, to be read or written between two steps."""
+        return state_fragments(self._optimizer)
+
+    def take_state(self, steps_taken: int) -> None:
+        """Goes on from state fragments that were written to; a collective over the data axis."""
+        take_state(self._optimizer, steps_taken)
+
+    def loss_scale(self) -> LossScale | None:
+        """fp16's dynamic loss scale; None where there is none."""
+        return read_loss_scale(self._optimizer.loss_scaler)
+
+    def take_loss_scale(self, saved: LossScale) -> None:
+        """Goes on with a saved loss scale; nothing happens where this run has none."""
+        take_loss_scale(self._optimizer.loss_scaler, saved)
+
+    def owned_elements(self, parameter: nn.Parameter) -> int:
+        """How many leading elements of its local tensor this rank counts, copies left out."""
+        return self._owned_elements[parameter]
 
     def train(self, mode: bool) -> None:
         """Switches dropout on (True) or off (False)."""

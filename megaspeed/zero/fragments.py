@@ -27,45 +27,80 @@ class GradientFragment:
     values: Tensor
 
 
+@dataclass(frozen=True)
+class HeldRange:
+    """Where in this rank's flat partitions a part of a parameter lies.
+
+    Attributes:
+        parameter: whose.
+        start: first element of the part, in the parameter's flattened local tensor.
+        group: which flat partition: one for each parameter group (ZeRO-3: sub-group).
+        offset: first element of the part in that partition.
+        length: elements, padding left out; may be 0 at stage 3.
+    """
+
+    parameter: nn.Parameter
+    start: int
+    group: int
+    offset: int
+    length: int
+
+
+def held_ranges(optimizer: Any) -> Iterator[HeldRange]:
+    """Every part of a parameter whose gradient and optimizer state this rank holds."""
+    if hasattr(optimizer, "fp16_groups"):
+        yield from _stage3_ranges(optimizer)
+    else:
+        yield from _flat_partition_ranges(optimizer)
+
+
 def gradient_fragments(optimizer: Any) -> Iterator[GradientFragment]:
     """This rank's fragments, padding left out. Valid after the reduction and before the step."""
     if hasattr(optimizer, "fp16_groups"):
         yield from _stage3_fragments(optimizer)
-    elif optimizer.cpu_offload:
-        yield from _offloaded_fragments(optimizer)
-    else:
-        yield from _flat_partition_fragments(optimizer)
+        return
+    if optimizer.cpu_offload:
+        # DeepSpeed copies to host memory without waiting, and waits only in its own step.
+        optimizer._wait_for_offload_copies()
+    for held in held_ranges(optimizer):
+        partition = _gradient_partition(optimizer, held.group)
+        values = partition.narrow(0, held.offset, held.length)
+        yield GradientFragment(held.parameter, held.start, values)
 
 
-def _flat_partition_fragments(optimizer: Any) -> Iterator[GradientFragment]:
+def _gradient_partition(optimizer: Any, group: int) -> Tensor:
+    if optimizer.cpu_offload:
+        gradient: Tensor = optimizer.single_partition_of_fp32_groups[group].grad
+        return gradient.view(-1)
+    partition: Tensor = optimizer.averaged_gradients[group].flat_partition
+    return partition
+
+
+def _stage3_fragments(optimizer: Any) -> Iterator[GradientFragment]:
+    for held in held_ranges(optimizer):
+        values, _ = optimizer._get_fp32_grad_state_partition(
+            held.parameter, release_swap_buffers=True
+        )
+        values = values.view(-1).narrow(0, 0, held.length)
+        yield GradientFragment(held.parameter, held.start, values)
+
+
+def _flat_partition_ranges(optimizer: Any) -> Iterator[HeldRange]:
     for group, parameters in enumerate(optimizer.params_in_partition):
-        partition = optimizer.averaged_gradients[group].flat_partition
+        size = optimizer.single_partition_of_fp32_groups[group].numel()
         rank = dist.get_rank(optimizer.real_dp_process_group[group])
         for parameter in parameters:
             key = optimizer.get_param_id(parameter)
             start = int(optimizer.grad_start_offset[group][rank][key])
             offset = int(optimizer.grad_partition_insertion_offset[group][rank][key])
-            length = min(parameter.numel() - start, partition.numel() - offset)
-            yield GradientFragment(parameter, start, partition.narrow(0, offset, length))
+            length = min(parameter.numel() - start, size - offset)
+            yield HeldRange(parameter, start, group, offset, length)
 
 
-def _offloaded_fragments(optimizer: Any) -> Iterator[GradientFragment]:
-    # DeepSpeed copies to host memory without waiting, and waits only in its own step.
-    optimizer._wait_for_offload_copies()
-    for group, parameters in enumerate(optimizer.params_in_partition):
-        partition = optimizer.single_partition_of_fp32_groups[group].grad.view(-1)
-        for parameter in parameters:
-            position = optimizer.grad_position[optimizer.get_param_id(parameter)]
-            _, start, offset, length = (int(number) for number in position)
-            yield GradientFragment(parameter, start, partition.narrow(0, offset, length))
-
-
-def _stage3_fragments(optimizer: Any) -> Iterator[GradientFragment]:
+def _stage3_ranges(optimizer: Any) -> Iterator[HeldRange]:
     for parameters in optimizer.fp16_groups:
         for parameter in parameters:
-            values, _ = optimizer._get_fp32_grad_state_partition(
-                parameter, release_swap_buffers=True
-            )
+            group, offset, _ = optimizer.grad_position[optimizer.get_param_id(parameter)]
             start = optimizer._get_param_partition_rank(parameter) * parameter.partition_numel()
             length = max(0, min(parameter.partition_numel(), parameter.ds_numel - start))
-            yield GradientFragment(parameter, start, values.view(-1).narrow(0, 0, length))
+            yield HeldRange(parameter, start, int(group), int(offset), length)

@@ -1,20 +1,18 @@
 """What rank 0 prints, word for word."""
 
 import json
-import math
+import signal
 from io import StringIO
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
+from megaspeed.checkpoint.run_state import Progress
+from megaspeed.checkpoint.saving import SaveReport
 from megaspeed.pipeline import layers_of_stages, parameters_of_stages
-from megaspeed.training.console import (
-    ConsoleObserver,
-    describe_step,
-    plan_table,
-    summary_table,
-)
+from megaspeed.training.console import ConsoleObserver, plan_table, summary_table
+from megaspeed.training.console_lines import describe_save, describe_step
 from megaspeed.training.metrics import MetricsFile, ValidationMetrics
 from megaspeed.training.trainer import TrainingSummary
 from tests.parallel.tiny import tiny_run
@@ -30,30 +28,12 @@ def printed(table: Table) -> str:
     return console.file.getvalue()
 
 
-def test_one_line_tells_a_step() -> None:
-    assert describe_step(step_metrics(tokens_per_second=15360.4)) == (
-        "step      7  loss 3.2500  lr 1.000e-03  grad norm 0.500  15,360 tokens/s  "
-        "0.002 TFLOP/s/rank  MFU n/a"
-    )
-
-
-def test_a_known_peak_gives_an_mfu() -> None:
-    line = describe_step(step_metrics(mfu=0.4217, tflops_per_rank=417.2))
-    assert line.endswith("417 TFLOP/s/rank  MFU 42.2%")
-
-
-def test_a_skipped_step_says_why() -> None:
-    line = describe_step(step_metrics(loss=math.nan, grad_norm=math.inf, skipped=True))
-    assert "loss nan" in line and "grad norm inf" in line
-    assert line.endswith("SKIPPED: loss or gradient norm is not finite")
-
-
 def test_every_step_is_recorded_and_each_log_interval_printed(tmp_path: Path) -> None:
     run = tiny_run(TEXT, training={"steps": 10, "log_interval": 4})
     output = StringIO()
     with (
         MetricsFile(tmp_path / "metrics.jsonl") as file,
-        ConsoleObserver(run, Console(file=output, width=200), file) as observer,
+        ConsoleObserver(run, Console(file=output, width=200), file, Progress()) as observer,
     ):
         for step in range(1, 11):
             observer.step(step_metrics(step=step, skipped=step == 7))
@@ -63,6 +43,40 @@ def test_every_step_is_recorded_and_each_log_interval_printed(tmp_path: Path) ->
     assert "step     10  validation loss 2.0000  perplexity 7.39" in output.getvalue()
     records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [record["step"] for record in records] == [*range(1, 11), 10]
+
+
+SAVE = SaveReport(
+    step=8,
+    checkpoint=Path("run/checkpoints/step-00000008"),
+    size_bytes=1_234_567,
+    seconds=2.5,
+    stall_seconds=0.25,
+    error=None,
+    deleted=(),
+)
+
+
+def test_a_resumed_run_prints_its_first_step_and_the_loss_beside_the_saved_one(
+    tmp_path: Path,
+) -> None:
+    run = tiny_run(TEXT, training={"steps": 10, "log_interval": 100})
+    output = StringIO()
+    begin = Progress(step=6, steps_taken=6, loss=3.5)
+    with (
+        MetricsFile(tmp_path / "metrics.jsonl") as file,
+        ConsoleObserver(run, Console(file=output, width=200), file, begin) as observer,
+    ):
+        for step in (7, 8):
+            observer.step(step_metrics(step=step))
+        observer.stopping(signal.SIGTERM, 8)
+        observer.saved(SAVE)
+    said = [line.strip() for line in output.getvalue().splitlines() if "step" in line]
+    assert [line for line in said if "training" not in line] == [
+        describe_step(step_metrics(step=7)),
+        "resumed at step 7: loss 3.2500; 3.5000 when saved (step 6)",
+        "step      8  told to stop by SIGTERM, after 8 of 10 steps",
+    ]
+    assert describe_save(SAVE) in said
 
 
 def test_the_plan_names_the_layout_and_each_stages_layers() -> None:
@@ -94,7 +108,10 @@ def test_the_summary_gives_the_last_figures() -> None:
         last_step=step_metrics(step=10, tokens=1920, loss=2.5),
         last_validation=ValidationMetrics.of(10, 3.0),
         skipped_steps=2,
+        tokens=960,
         seconds=4.0,
+        stopped_by=None,
+        last_save=SAVE,
     )
     rows = [
         line.strip(" │|┃").split("│") for line in printed(summary_table(run, summary)).splitlines()
@@ -107,7 +124,7 @@ def test_the_summary_gives_the_last_figures() -> None:
         "perplexity of guessing evenly": "301 (loss 5.7071)",
         "tokens": "1,920",
         "time": "4.0 s",
-        "tokens/s": "480",
+        "tokens/s": "240",  # of the second half of the run, which this process trained
         "skipped steps": "2",
         "peak memory by pipeline stage": "1, 3 MiB",
     }

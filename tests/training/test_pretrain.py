@@ -2,9 +2,14 @@
 
 import json
 import os
+import resource
+import signal
+import threading
+import time
 from contextlib import redirect_stderr, redirect_stdout
 from io import StringIO
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -71,12 +76,12 @@ def ending_alone(launch: LaunchEnvironment, config: Path) -> Ending:
     return ending(config)
 
 
-def ending_without_the_other(launch: LaunchEnvironment, config: Path) -> Ending:
+def ending_without_the_other(launch: LaunchEnvironment, config: Path, *changes: str) -> Ending:
     """As rank 0 of two, of which the other is not there: process groups would wait for it."""
     os.environ |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     # The meeting point of the pool is in use, so that this rank fails to open it as its own.
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
-    return ending(config)
+    return ending(config, *changes)
 
 
 def ending_beside_another_context(launch: LaunchEnvironment, config: Path) -> Ending:
@@ -110,14 +115,221 @@ def test_a_layout_that_these_processes_cannot_take_ends_with_2(
     assert err.startswith("torch.distributed is in use in this process")
 
 
-def test_a_second_run_says_where_the_first_ones_files_are(pool: RankPool, config: Path) -> None:
-    (first,) = pool.run(1, ending_alone, config)
-    (second,) = pool.run(1, ending_alone, config)
+def endings(launch: LaunchEnvironment, config: Path, commands: list[list[str]]) -> list[Ending]:
+    """Of one run after the other."""
+    return [ending(config, *command) for command in commands]
+
+
+def run_dir_of(config: Path) -> Path:
+    return config.with_name("run")
+
+
+def records(config: Path) -> list[dict[str, Any]]:
+    lines = (run_dir_of(config) / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def files_in(folder: Path) -> dict[str, bytes]:
+    """Name -> content of all files below."""
+    return {
+        str(file.relative_to(folder)): file.read_bytes()
+        for file in folder.rglob("*")
+        if file.is_file()
+    }
+
+
+def steps(number: int) -> str:
+    return f"training.steps={number}"
+
+
+EACH_STEP = ["training.save_interval=1", "training.log_interval=1"]
+
+
+def test_a_run_that_is_started_again_goes_on_as_if_it_had_not_ended(
+    pool: RankPool, config: Path, tmp_path: Path
+) -> None:
+    through = tmp_path / "through"
+    commands = [
+        [steps(2), *EACH_STEP],
+        [steps(4), *EACH_STEP],
+        [steps(4), *EACH_STEP, f"training.run_dir={through}"],
+    ]
+    ((first, second, whole),) = pool.run(1, endings, config, commands)
+    assert first[0] == second[0] == whole[0] == 0
+    lines = (through / "metrics.jsonl").read_text().splitlines()
+    for record, uninterrupted in zip(records(config), map(json.loads, lines), strict=True):
+        for key in ("step", "loss", "grad_norm", "learning_rate", "tokens"):
+            assert record[key] == uninterrupted[key], "to the last bit"
+    loss, saved_loss = records(config)[2]["loss"], records(config)[1]["loss"]
+    newest = run_dir_of(config) / "checkpoints" / "step-00000002"
+    assert f"resuming from {newest}" in second[1].splitlines()
+    assert f"resumed at step 3: loss {loss:.4f}; {saved_loss:.4f} when saved (step 2)" in second[1]
+    assert "resum" not in first[1] and "earlier" not in first[1] + second[1]
+    kept = sorted(path.name for path in newest.parent.iterdir())
+    assert kept == ["latest", "step-00000002", "step-00000003", "step-00000004"], "keep_last is 3"
+
+
+def test_a_run_that_is_complete_says_so_and_changes_nothing(pool: RankPool, config: Path) -> None:
+    ((first,),) = pool.run(1, endings, config, [[]])
+    before = files_in(run_dir_of(config))
+    ((second,),) = pool.run(1, endings, config, [[]])
     assert first[0] == second[0] == 0
-    kept = config.with_name("run") / "earlier-1"
+    assert "nothing is left to train" in second[1]
+    assert "training.steps is 1" in second[1] and "--fresh" in second[1]
+    assert files_in(run_dir_of(config)) == before
+
+
+def test_a_fresh_run_says_where_the_first_ones_files_are(pool: RankPool, config: Path) -> None:
+    ((first, second),) = pool.run(1, endings, config, [[], ["--fresh"]])
+    assert first[0] == second[0] == 0
+    kept = run_dir_of(config) / "earlier-1"
     assert f"an earlier run's files are now in {kept}" in second[1].splitlines()
-    assert "earlier" not in first[1]
-    assert {file.name for file in kept.iterdir()} == {"config.json", "metrics.jsonl", "loss.png"}
+    assert {file.name for file in kept.iterdir()} == {
+        "config.json",
+        "metrics.jsonl",
+        "loss.png",
+        "checkpoints",
+    }
+    assert (kept / "checkpoints" / "step-00000001").is_dir()
+    assert [record["loss"] for record in records(config)] == [
+        json.loads(line)["loss"] for line in (kept / "metrics.jsonl").read_text().splitlines()
+    ], "the same seed from step 0"
+
+
+def test_never_is_refused_before_ranks_meet(pool: RankPool, config: Path) -> None:
+    """The second launch is rank 0 of two; were it not refused, it would wait for the other."""
+    ((code, _, _),) = pool.run(1, ending_alone, config)
+    assert code == 0
+    before = files_in(run_dir_of(config))
+    ((code, _, err),) = pool.run(1, ending_without_the_other, config, "--resume", "never")
+    assert code == 2 and "Traceback" not in err
+    assert "--resume never would start over a run" in err and "--fresh" in err
+    assert files_in(run_dir_of(config)) == before
+
+
+def test_going_back_to_an_older_checkpoint_leaves_no_trace_of_the_abandoned_branch(
+    pool: RankPool, config: Path
+) -> None:
+    """Of four steps two are abandoned; `auto` then finds the new third, not the old fourth."""
+    checkpoints = run_dir_of(config) / "checkpoints"
+    older = str(checkpoints / "step-00000002")
+    commands = [
+        [steps(4), *EACH_STEP],
+        [steps(3), *EACH_STEP, "training.seed=1", "--resume", older],
+        [steps(5), *EACH_STEP],
+    ]
+    ((_, back, on),) = pool.run(1, endings, config, commands)
+    assert back[0] == on[0] == 0
+    earlier = run_dir_of(config) / "earlier-1"
+    assert f"what came after step 2 is now in {earlier}" in back[1].splitlines()
+    assert sorted(path.name for path in (earlier / "checkpoints").iterdir()) == [
+        "step-00000003",
+        "step-00000004",
+    ]
+    abandoned = (earlier / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in abandoned] == [1, 2, 3, 4]
+    assert f"resuming from {checkpoints / 'step-00000003'}" in on[1]
+    assert [record["step"] for record in records(config)] == [1, 2, 3, 4, 5]
+
+
+def test_a_broken_checkpoint_is_passed_over_and_moved_away(pool: RankPool, config: Path) -> None:
+    pool.run(1, endings, config, [[steps(2), *EACH_STEP]])
+    broken = run_dir_of(config) / "checkpoints" / "step-00000002"
+    (broken / "run_state.json").write_bytes(b"")
+    ((ending,),) = pool.run(1, endings, config, [[steps(2), *EACH_STEP]])
+    assert ending[0] == 0
+    assert f"passed over {broken}: run_state.json is cut short" in ending[1]
+    assert "resumed at step 2" in ending[1]
+    assert (run_dir_of(config) / "earlier-1" / "checkpoints" / "step-00000002").is_dir()
+    assert (broken / "run_state.json").stat().st_size > 0, "step 2 was trained and saved again"
+
+
+def test_a_run_without_a_whole_checkpoint_is_refused_and_left_as_it_is(
+    pool: RankPool, config: Path
+) -> None:
+    pool.run(1, ending_alone, config)
+    broken = run_dir_of(config) / "checkpoints" / "step-00000001"
+    (broken / "manifest.json").unlink()
+    before = files_in(run_dir_of(config))
+    ((code, _, err),) = pool.run(1, ending_alone, config)
+    assert code == 2 and "Traceback" not in err
+    assert f"{broken}: manifest.json is missing" in err and "--fresh" in err
+    assert files_in(run_dir_of(config)) == before
+
+
+def test_other_data_is_refused_by_name_unless_allowed(pool: RankPool, config: Path) -> None:
+    pool.run(1, ending_alone, config)
+    before = files_in(run_dir_of(config))
+    changed = [steps(2), "data.seed=77"]
+    (((code, _, err),),) = pool.run(1, endings, config, [changed])
+    assert code == 2 and "Traceback" not in err
+    assert "data.seed was" in err and "--allow-data-change" in err
+    assert files_in(run_dir_of(config)) == before
+    allowed = [*changed, "--allow-data-change"]
+    (((code, out, _),),) = pool.run(1, endings, config, [allowed])
+    assert code == 0 and "resumed at step 2" in out
+
+
+def test_a_run_goes_on_in_a_folder_of_its_own_from_anothers_checkpoint(
+    pool: RankPool, config: Path, tmp_path: Path
+) -> None:
+    pool.run(1, ending_alone, config)
+    before = files_in(run_dir_of(config))
+    branch = tmp_path / "branch"
+    command = [steps(2), f"training.run_dir={branch}", "--resume", str(run_dir_of(config))]
+    ((ending,),) = pool.run(1, endings, config, [command])
+    assert ending[0] == 0 and "resumed at step 2" in ending[1]
+    lines = (branch / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [2]
+    assert files_in(run_dir_of(config)) == before
+
+
+def test_fresh_takes_along_the_state_of_a_checkpoint_that_it_moves_away(
+    pool: RankPool, config: Path
+) -> None:
+    folder = run_dir_of(config)
+    commands = [[steps(1)], [steps(2), "--fresh", "--resume", str(folder)]]
+    ((_, second),) = pool.run(1, endings, config, commands)
+    assert second[0] == 0 and "resumed at step 2" in second[1]
+    assert [record["step"] for record in records(config)] == [2]
+    assert (folder / "earlier-1" / "checkpoints" / "step-00000001").is_dir()
+    assert not (folder / "checkpoints" / "step-00000001").exists()
+
+
+def ending_told_at_once(launch: LaunchEnvironment, config: Path) -> Ending:
+    """The signal comes as soon as it is not deadly any more, long before the first step."""
+
+    def tell() -> None:
+        while signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+            time.sleep(0.001)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=tell).start()
+    return ending(config, steps(50))
+
+
+def test_a_signal_while_the_run_starts_is_not_lost(pool: RankPool, config: Path) -> None:
+    ((code, out, _),) = pool.run(1, ending_told_at_once, config)
+    assert code == 0
+    assert "told to stop by SIGTERM, after 1 of 50 steps" in out
+    assert [record["step"] for record in records(config)] == [1]
+    assert (run_dir_of(config) / "checkpoints" / "step-00000001").is_dir()
+
+
+def ending_without_room(launch: LaunchEnvironment, config: Path) -> Ending:
+    """Where no file can be as large as the tensors of a checkpoint."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+    return ending(config)
+
+
+def test_a_last_checkpoint_that_cannot_be_written_ends_the_run_with_1(
+    pool: RankPool, config: Path
+) -> None:
+    ((code, out, err),) = pool.run(1, ending_without_room, config)
+    assert code == 1 and "Traceback" not in err
+    assert "step      1  no checkpoint: " in out
+    assert (run_dir_of(config) / "loss.png").exists(), "all else was done"
+    assert list((run_dir_of(config) / "checkpoints").iterdir()) == []
 
 
 def test_a_command_line_without_a_config_is_wrong_input(capsys: pytest.CaptureFixture[str]) -> None:

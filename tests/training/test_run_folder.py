@@ -1,4 +1,4 @@
-"""A run's folder is found unusable before the run, and an earlier run in it is kept."""
+"""A run's folder is found unusable before the run, and nothing of an earlier run is lost."""
 
 import json
 import os
@@ -8,16 +8,16 @@ import pytest
 
 from megaspeed.config import ConfigError, Run, parse_config, resolve_run
 from megaspeed.topology import LaunchEnvironment
-from megaspeed.training.run_folder import check_run_folder, open_run_folder
+from megaspeed.training.run_folder import check_run_folder, continue_run_folder, start_run_folder
 from tests.rank_pool import RankPool
 
 
-def run_in(folder: Path) -> Run:
+def run_in(folder: Path, steps: int = 1) -> Run:
     config = parse_config(
         {
             "model": {"preset": "gpt2-nano"},
             "data": {"sequence_length": 16},
-            "training": {"steps": 1, "run_dir": str(folder)},
+            "training": {"steps": steps, "run_dir": str(folder)},
             "train_batch_size": 1,
         }
     )
@@ -53,16 +53,82 @@ def test_a_folder_that_this_user_may_not_write_to_is_refused(
 
 def test_the_resolved_configuration_is_written(tmp_path: Path) -> None:
     run = run_in(tmp_path / "run")
-    assert open_run_folder(run) is None
+    assert start_run_folder(run) is None
     assert json.loads((tmp_path / "run" / "config.json").read_text()) == run.as_json()
 
 
-def test_the_files_of_earlier_runs_are_moved_and_not_lost(tmp_path: Path) -> None:
+def checkpoint(folder: Path, step: int) -> Path:
+    """What stands for one: only names count here."""
+    made = folder / "checkpoints" / f"step-{step:08d}"
+    made.mkdir(parents=True)
+    (made / "of").write_text(folder.name)
+    (made.parent / "latest").write_text(f"{made.name}\n")
+    return made
+
+
+def names(folder: Path) -> set[str]:
+    return {file.name for file in folder.iterdir()}
+
+
+def test_a_run_that_starts_anew_moves_what_is_there_and_loses_nothing(tmp_path: Path) -> None:
     run = run_in(tmp_path)
     for number in (1, 2):
-        open_run_folder(run)
+        start_run_folder(run)
         (tmp_path / "metrics.jsonl").write_text(f"run {number}")
-    assert open_run_folder(run) == tmp_path / "earlier-2"
-    assert (tmp_path / "earlier-1" / "metrics.jsonl").read_text() == "run 1"
-    assert (tmp_path / "earlier-2" / "metrics.jsonl").read_text() == "run 2"
-    assert not (tmp_path / "metrics.jsonl").exists()
+        checkpoint(tmp_path, number)
+    (tmp_path / "notes.txt").write_text("of the user")
+    assert start_run_folder(run) == tmp_path / "earlier-2"
+    for number in (1, 2):
+        earlier = tmp_path / f"earlier-{number}"
+        assert names(earlier) == {"config.json", "metrics.jsonl", "checkpoints"}
+        assert (earlier / "metrics.jsonl").read_text() == f"run {number}"
+        assert names(earlier / "checkpoints") == {f"step-0000000{number}", "latest"}
+    assert names(tmp_path) == {"config.json", "notes.txt", "earlier-1", "earlier-2"}
+
+
+def record(step: int, **values: float) -> str:
+    return json.dumps({"step": step, "loss": 0.1 * step, **values}) + "\n"
+
+
+def test_a_run_that_goes_on_from_its_last_step_leaves_all_as_it_is(tmp_path: Path) -> None:
+    run = run_in(tmp_path)
+    start_run_folder(run)
+    lines = record(1) + record(2) + json.dumps({"step": 2, "validation_loss": 3.0}) + "\n"
+    (tmp_path / "metrics.jsonl").write_text(lines)
+    kept = checkpoint(tmp_path, 2)
+    assert continue_run_folder(run, 2) is None
+    assert (tmp_path / "metrics.jsonl").read_text() == lines and kept.is_dir()
+    assert names(tmp_path) == {"config.json", "metrics.jsonl", "checkpoints"}
+
+
+def test_the_configuration_of_a_run_that_goes_on_is_its_new_one(tmp_path: Path) -> None:
+    start_run_folder(run_in(tmp_path))
+    changed = run_in(tmp_path, steps=50)
+    continue_run_folder(changed, 1)
+    assert json.loads((tmp_path / "config.json").read_text()) == changed.as_json()
+
+
+def test_what_came_after_the_step_is_moved_and_cut(tmp_path: Path) -> None:
+    """The run was killed in step 5, while it wrote that record; step 4 was saved but is broken."""
+    run = run_in(tmp_path)
+    start_run_folder(run)
+    lines = [record(step) for step in range(1, 5)]
+    torn = record(5)[:-9]
+    (tmp_path / "metrics.jsonl").write_text("".join(lines) + torn)
+    for step in (1, 2, 4):
+        checkpoint(tmp_path, step)
+    earlier = tmp_path / "earlier-1"
+    assert continue_run_folder(run, 2) == earlier
+    assert (tmp_path / "metrics.jsonl").read_text() == "".join(lines[:2])
+    assert (earlier / "metrics.jsonl").read_text() == "".join(lines) + torn
+    assert names(tmp_path / "checkpoints") == {"step-00000001", "step-00000002", "latest"}
+    assert names(earlier / "checkpoints") == {"step-00000004"}
+    assert (tmp_path / "checkpoints" / "latest").read_text() == "step-00000002\n"
+
+
+def test_a_torn_line_alone_is_cut_too(tmp_path: Path) -> None:
+    run = run_in(tmp_path)
+    start_run_folder(run)
+    (tmp_path / "metrics.jsonl").write_text(record(1) + '{"step": 1, "valid')
+    assert continue_run_folder(run, 7) == tmp_path / "earlier-1"
+    assert (tmp_path / "metrics.jsonl").read_text() == record(1)

@@ -1,7 +1,9 @@
-"""The training loop records the same run at every layout, and stops a run that has diverged."""
+"""The training loop records the same run at every layout, saves it, and knows when to stop."""
 
 import functools
 import math
+import os
+import signal
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,12 +16,17 @@ from torch.nn import functional
 
 from megaspeed.analysis.verification.reference import train_reference
 from megaspeed.analysis.verification.verify import whole_batch
+from megaspeed.checkpoint.run_state import Progress
+from megaspeed.checkpoint.saving import SaveReport
 from megaspeed.config import Run
 from megaspeed.data import PreparedCorpus
 from megaspeed.model import GPT
 from megaspeed.topology import Grid, LaunchEnvironment, ParallelContext
+from megaspeed.training.checkpointing import Checkpointing
 from megaspeed.training.metrics import StepMetrics, ValidationMetrics
+from megaspeed.training.stop_signal import STOP_SIGNALS, StopSignal
 from megaspeed.training.trainer import Trainer, TrainingDiverged, TrainingSummary
+from megaspeed.training.worker import Worker
 from megaspeed.zero import whole_parameters
 from tests.parallel.tiny import tiny_corpus, tiny_run
 from tests.rank_pool import RankPool
@@ -40,32 +47,53 @@ class Record:
 
     steps: list[StepMetrics] = field(default_factory=list)
     validations: list[ValidationMetrics] = field(default_factory=list)
+    saves: list[SaveReport] = field(default_factory=list)
+    events: list[tuple[str, int]] = field(default_factory=list)  # what and at which step, in order
     summary: TrainingSummary | None = None
     diverged: str | None = None
     weights: list[dict[str, Tensor]] = field(default_factory=list)  # before each step, if watched
 
     def step(self, metrics: StepMetrics) -> None:
         self.steps.append(metrics)
+        self.events.append(("step", metrics.step))
 
     def validation(self, metrics: ValidationMetrics) -> None:
         self.validations.append(metrics)
+        self.events.append(("validation", metrics.step))
+
+    def stopping(self, told_by: signal.Signals, step: int) -> None:
+        self.events.append((told_by.name, step))
+
+    def saved(self, report: SaveReport) -> None:
+        self.saves.append(report)
+        self.events.append(("checkpoint", report.step))
 
 
 Prepare = Callable[[Trainer, Record], None]
 
 
 def train(
-    launch: LaunchEnvironment, run: Run, corpus: PreparedCorpus, prepare: Prepare | None = None
+    launch: LaunchEnvironment,
+    run: Run,
+    corpus: PreparedCorpus,
+    prepare: Prepare | None = None,
+    checkpoint: Path | None = None,
 ) -> Record:
-    """One rank's training; `prepare` may lay hands on the trainer before it starts."""
+    """One rank's training from the start or a checkpoint.
+
+    `prepare` may lay hands on the trainer before it starts.
+    """
     record = Record()
     grid = Grid(pp=run.degrees.pp, dp=run.degrees.dp, tp=run.degrees.tp)
-    with ParallelContext.create(grid, launch, timeout_seconds=30) as context:
-        trainer = Trainer(run, context, corpus, record)
+    with StopSignal() as stop, ParallelContext.create(grid, launch, timeout_seconds=30) as context:
+        worker = Worker(run, context)
+        checkpointing = Checkpointing(worker, corpus)
+        begin = Progress() if checkpoint is None else checkpointing.load(checkpoint)
+        trainer = Trainer(worker, corpus, checkpointing, stop, record)
         if prepare is not None:
             prepare(trainer, record)
         try:
-            record.summary = trainer.train()
+            record.summary = trainer.train(begin)
         except TrainingDiverged as error:
             record.diverged = str(error)
     return record
@@ -102,7 +130,12 @@ class Runs:
             tp=tp,
             model={"embedding_dropout": 0.1, "residual_dropout": 0.1},  # not while evaluating
             data={"validation": [str(self._validation_text)]},
-            training={"steps": STEPS, "eval_interval": 2},
+            training={
+                "steps": STEPS,
+                "eval_interval": 2,
+                "save_interval": 4,
+                "run_dir": str(self._cache.with_name(f"run-{pp}-{dp}-{tp}")),
+            },
             scheduler=WARMUP,
             zero_optimization={"stage": ZERO_STAGES[layout]},
         )
@@ -194,12 +227,37 @@ def test_the_validation_loss_is_the_mean_over_all_held_out_tokens(runs: Runs) ->
     assert runs.trained(SERIAL)[0].validations[-1].validation_loss == pytest.approx(loss, rel=1e-6)
 
 
+@pytest.mark.parametrize("layout", list(ZERO_STAGES), ids=str)
+def test_a_step_is_recorded_then_validated_then_saved_and_the_last_one_always(
+    layout: tuple[int, int, int], runs: Runs
+) -> None:
+    for record in runs.trained(layout):
+        assert record.events == [
+            ("step", 1),
+            ("step", 2),
+            ("validation", 2),
+            ("step", 3),
+            ("step", 4),
+            ("validation", 4),
+            ("checkpoint", 4),
+            ("step", 5),
+            ("step", 6),
+            ("validation", 6),
+            ("checkpoint", 6),
+        ]
+        assert [save.error for save in record.saves] == [None, None]
+        assert all(save.checkpoint.is_dir() for save in record.saves)
+
+
 def test_the_summary_is_that_of_the_last_step(runs: Runs) -> None:
     record = runs.trained(SERIAL)[0]
     assert record.summary is not None
     assert record.summary.last_step == record.steps[-1]
     assert record.summary.last_validation == record.validations[-1]
     assert record.summary.skipped_steps == 0
+    assert record.summary.tokens == STEPS * 24 * 16
+    assert record.summary.stopped_by is None
+    assert record.summary.last_save == record.saves[-1]
     assert record.summary.seconds >= sum(step.step_time_seconds for step in record.steps)
 
 
@@ -223,14 +281,20 @@ def poison(
 
 @pytest.mark.parametrize("precision", [{}, {"bf16": {"enabled": True}}], ids=["fp32", "bf16"])
 def test_an_infinity_on_one_rank_skips_the_step_on_all_and_is_traced_to_it(
-    precision: dict[str, Any], pool: RankPool, cache: Path
+    precision: dict[str, Any], pool: RankPool, cache: Path, tmp_path: Path
 ) -> None:
     name, rank = "blocks.4.mlp.down.weight", 3
     run = tiny_run(
         TEXT,
         pp=2,
         tp=2,
-        training={"steps": 20, "max_skipped_steps": 3},
+        training={
+            "steps": 20,
+            "max_skipped_steps": 3,
+            "save_interval": 1,
+            "keep_last": 20,
+            "run_dir": str(tmp_path),
+        },
         zero_optimization={"stage": 1},
         **precision,
     )
@@ -242,13 +306,16 @@ def test_an_infinity_on_one_rank_skips_the_step_on_all_and_is_traced_to_it(
         assert f"First non-finite gradient: {name} on rank {rank}." in record.diverged
         assert "3 steps in a row (up to step 5)" in record.diverged
         assert "training.max_skipped_steps (3)" in record.diverged
+        assert [save.step for save in record.saves] == [1, 2, 3, 4], "what diverged is not saved"
 
 
-def test_a_learning_rate_that_is_far_too_large_ends_the_run(pool: RankPool, cache: Path) -> None:
+def test_a_learning_rate_that_is_far_too_large_ends_the_run(
+    pool: RankPool, cache: Path, tmp_path: Path
+) -> None:
     run = tiny_run(
         TEXT,
         dp=2,
-        training={"steps": 50, "max_skipped_steps": 2},
+        training={"steps": 50, "max_skipped_steps": 2, "run_dir": str(tmp_path)},
         optimizer={"params": {"lr": 1e25}},
         zero_optimization={"stage": 2},
     )
@@ -274,12 +341,12 @@ def poison_and_watch(trainer: Trainer, record: Record, *, steps: tuple[int, ...]
 
 
 def test_a_skipped_step_changes_no_weight_and_does_not_advance_the_learning_rate(
-    pool: RankPool, cache: Path
+    pool: RankPool, cache: Path, tmp_path: Path
 ) -> None:
     run = tiny_run(
         TEXT,
         dp=2,
-        training={"steps": 7, "max_skipped_steps": 2},
+        training={"steps": 7, "max_skipped_steps": 2, "run_dir": str(tmp_path)},
         scheduler=WARMUP,
         zero_optimization={"stage": 1},
     )
@@ -298,3 +365,84 @@ def test_a_skipped_step_changes_no_weight_and_does_not_advance_the_learning_rate
             before, after = record.weights[step - 1], record.weights[step]
             same = all(torch.equal(before[name], after[name]) for name in before)
             assert same is (step in (3, 5)), f"weights after step {step}"
+
+
+def test_a_resumed_run_counts_on_where_the_saved_one_was(
+    pool: RankPool, cache: Path, tmp_path: Path
+) -> None:
+    """Step 3 is skipped, step 4 is saved: the rate of step 5 follows 3 steps taken, not 4."""
+    run = tiny_run(
+        TEXT,
+        dp=2,
+        training={"steps": 7, "save_interval": 4, "run_dir": str(tmp_path)},
+        scheduler=WARMUP,
+        zero_optimization={"stage": 1},
+    )
+    corpus = tiny_corpus(run, cache)
+    skip = functools.partial(poison, rank=0, name="blocks.0.mlp.up.bias", steps=(3,))
+    through = pool.run(2, train, run, corpus, skip)
+    saved = through[0].saves[0].checkpoint
+    resumed = pool.run(2, train, run, corpus, None, saved)
+    for before, after in zip(through, resumed, strict=True):
+        assert [step.step for step in after.steps] == [5, 6, 7]
+        for name in ("loss", "grad_norm", "learning_rate", "tokens", "skipped"):
+            uninterrupted = [getattr(step, name) for step in before.steps[4:]]
+            assert [getattr(step, name) for step in after.steps] == uninterrupted, name
+        assert after.summary is not None and before.summary is not None
+        assert after.summary.skipped_steps == before.summary.skipped_steps == 1
+        assert after.summary.tokens == 3 * 24 * 16
+
+
+def test_skipped_steps_before_a_resume_count_towards_the_limit(
+    pool: RankPool, cache: Path, tmp_path: Path
+) -> None:
+    run = tiny_run(
+        TEXT,
+        training={"steps": 9, "max_skipped_steps": 3, "save_interval": 4, "run_dir": str(tmp_path)},
+    )
+    corpus = tiny_corpus(run, cache)
+    skip = functools.partial(poison, rank=0, name="blocks.0.mlp.up.bias")
+    (before,) = pool.run(1, train, run, corpus, functools.partial(skip, steps=(3, 4)))
+    saved = before.saves[0].checkpoint
+    (after,) = pool.run(1, train, run, corpus, functools.partial(skip, steps=(1,)), saved)
+    assert before.diverged is None, "two steps in a row are borne"
+    assert after.diverged is not None and "3 steps in a row (up to step 5)" in after.diverged
+
+
+def receive(trainer: Trainer, record: Record, *, number: signal.Signals, rank: int) -> None:
+    """One rank is sent a signal in the midst of its third step."""
+
+    def before_step() -> None:
+        if len(record.steps) == 2 and trainer.worker.context.rank == rank:
+            os.kill(os.getpid(), number)
+
+    trainer.worker.engine.before_step = before_step
+
+
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["blocking", "asynchronous"])
+@pytest.mark.parametrize("number", STOP_SIGNALS)
+def test_a_signal_to_one_rank_stops_all_after_the_step_and_saves_it(
+    number: signal.Signals, asynchronous: bool, pool: RankPool, cache: Path, tmp_path: Path
+) -> None:
+    training = {"save_interval": 0, "async_save": asynchronous, "run_dir": str(tmp_path)}
+    run = tiny_run(TEXT, pp=2, training=training)
+    prepare = functools.partial(receive, number=number, rank=1)
+    for record in pool.run(2, train, run, tiny_corpus(run, cache), prepare):
+        stop, save = (number.name, 3), ("checkpoint", 3)
+        assert record.events == [("step", 1), ("step", 2), ("step", 3), stop, save]
+        assert record.summary is not None and record.summary.stopped_by is number
+        assert record.summary.last_save.error is None
+        assert record.summary.last_save.checkpoint == tmp_path / "checkpoints" / "step-00000003"
+
+
+def test_a_checkpoint_that_cannot_be_written_is_told_and_the_run_goes_on(
+    pool: RankPool, cache: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "checkpoints").write_text("a file where the folder should be")
+    training = {"steps": 4, "save_interval": 2, "run_dir": str(tmp_path)}
+    run = tiny_run(TEXT, dp=2, training=training)
+    for record in pool.run(2, train, run, tiny_corpus(run, cache)):
+        assert [step.step for step in record.steps] == [1, 2, 3, 4]
+        assert [save.step for save in record.saves] == [2, 4]
+        assert all("File exists" in str(save.error) for save in record.saves)
+        assert record.summary is not None and record.summary.last_save == record.saves[-1]

@@ -90,14 +90,16 @@ def _train(
     step: "Step", watched_step: "WatchedStep", inputs: "StepInputs", steps: int
 ) -> RankRecord:
     losses, seconds, skipped = [], [], 0
+    samples = inputs.shape.train_batch_size
     for number in range(steps):
         start = time.perf_counter()
         # It returns the loss as a number, so a GPU has done all of the step by then.
-        result = step(inputs.load(number), inputs.learning_rate(number - skipped))
+        result = step(inputs.load(number * samples), inputs.learning_rate(number - skipped))
         seconds.append(time.perf_counter() - start)
         losses.append(result.loss)
         skipped += result.skipped
-    result, measured = watched_step(inputs.load(steps), inputs.learning_rate(steps - skipped))
+    rate = inputs.learning_rate(steps - skipped)
+    result, measured = watched_step(inputs.load(steps * samples), rate)
     return RankRecord(
         rank=measured.rank,
         pipeline_stage=measured.pipeline_stage,

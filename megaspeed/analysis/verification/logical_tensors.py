@@ -9,17 +9,23 @@ For models that fit in one process: everything is gathered on rank 0.
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from megaspeed.config import ModelConfig
 from megaspeed.model import logical_name
 from megaspeed.tensor_parallel import ParameterShard
 from megaspeed.topology import ParallelContext
 from megaspeed.training.worker import Worker
-from megaspeed.zero import GradientFragment, whole_parameters
+from megaspeed.zero import whole_parameters
+
+Fragment = tuple[nn.Parameter, int, Tensor]
+"""Whose it is, its first element in the flattened local tensor, and its elements."""
+
+StateKind = Literal["weights", "exp_avg", "exp_avg_sq"]
 
 
 @dataclass(frozen=True)
@@ -38,7 +44,8 @@ class LogicalTensors:
 
 def gather_gradients(worker: Worker) -> LogicalTensors | None:
     """The reduced gradients, on rank 0 (None elsewhere). Call from the engine's ``before_step``."""
-    local = _local_gradients(worker)
+    fragments = worker.engine.gradient_fragments()
+    local = _whole_shards(worker, ((f.parameter, f.start, f.values) for f in fragments))
     return _gather(local, worker.shards, worker.run.config.model, worker.context)
 
 
@@ -48,20 +55,23 @@ def gather_weights(worker: Worker) -> LogicalTensors | None:
     return _gather(local, worker.shards, worker.run.config.model, worker.context)
 
 
-def _local_gradients(worker: Worker) -> dict[str, Tensor]:
-    """This rank's tensor shards of the gradients, put together from the data axis's fragments."""
+def gather_state(worker: Worker, kind: StateKind) -> LogicalTensors | None:
+    """The master weights or one of AdamW's moments, on rank 0 (None elsewhere)."""
+    fragments = worker.engine.state_fragments()
+    local = _whole_shards(worker, ((f.parameter, f.start, getattr(f, kind)) for f in fragments))
+    return _gather(local, worker.shards, worker.run.config.model, worker.context)
+
+
+def _whole_shards(worker: Worker, fragments: Iterable[Fragment]) -> dict[str, Tensor]:
+    """This rank's tensor shards, put together from the data axis's fragments."""
     names = worker.engine.names
     flat = {name: torch.zeros(_elements(shard)) for name, shard in worker.shards.items()}
-    for fragment in worker.engine.gradient_fragments():
-        _place_fragment(flat[names[fragment.parameter]], fragment)
+    for parameter, start, values in fragments:
+        flat[names[parameter]][start : start + values.numel()] = values.float().cpu()
     if worker.run.zero_stage > 0:
         for name in sorted(flat):
             flat[name] = _sum(flat[name], worker.context)
     return {name: flat[name].view(shard.local_shape) for name, shard in worker.shards.items()}
-
-
-def _place_fragment(flat: Tensor, fragment: GradientFragment) -> None:
-    flat[fragment.start : fragment.start + fragment.values.numel()] = fragment.values.float().cpu()
 
 
 def _sum(tensor: Tensor, context: ParallelContext) -> Tensor:

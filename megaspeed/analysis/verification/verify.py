@@ -153,7 +153,8 @@ def _record_steps(worker: Worker, inputs: StepInputs, steps: int) -> ParallelRun
     worker.engine.before_step = lambda: gathered.append(gather_gradients(worker))
     losses, grad_norms = [], []
     for step in range(steps):
-        result = worker.train_step(inputs.load(step), inputs.learning_rate(step))
+        samples = step * worker.run.batch.train_batch_size
+        result = worker.train_step(inputs.load(samples), inputs.learning_rate(step))
         worker.engine.before_step = lambda: None
         losses.append(result.loss)
         grad_norms.append(result.grad_norm)

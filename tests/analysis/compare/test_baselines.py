@@ -30,6 +30,7 @@ from tests.rank_pool import RankPool
 TEXT = Path(__file__).parents[3] / "LICENSE"
 STEPS = 4
 DP = 2
+SAMPLES = 24  # of a step
 
 pytestmark = pytest.mark.timeout(200)
 
@@ -62,7 +63,7 @@ def train_baseline(launch: LaunchEnvironment, variant: Variant, corpus: Prepared
         results = [_step(worker, inputs, step) for step in range(STEPS - 1)]
         last = STEPS - 1
         result, measured = measure_baseline_step(
-            worker, inputs.load(last), inputs.learning_rate(last)
+            worker, inputs.load(last * SAMPLES), inputs.learning_rate(last)
         )
         weights = {name: _whole(p) for name, p in worker.engine.model.named_parameters()}
         return _trained(
@@ -80,7 +81,7 @@ def _context(launch: LaunchEnvironment, run: Run) -> ParallelContext:
 
 
 def _step(worker: Worker | BaselineWorker, inputs: StepInputs, step: int) -> StepResult:
-    return worker.train_step(inputs.load(step), inputs.learning_rate(step))
+    return worker.train_step(inputs.load(step * SAMPLES), inputs.learning_rate(step))
 
 
 def _trained(results: list[StepResult], weights: Mapping[str, Tensor], **rest: Any) -> Trained:

@@ -1,0 +1,5 @@
+"""The one error of checkpoints: what does not fit or is not whole, and how to mend it."""
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint cannot be written, found, read or taken."""

@@ -1,0 +1,42 @@
+"""From a checkpoint's folder into every rank's pieces, whatever layout wrote it.
+
+Each rank reads the rectangles that its pieces overlap, and nothing else.
+"""
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import torch.distributed as dist
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from megaspeed.checkpoint.errors import CheckpointError
+from megaspeed.checkpoint.pieces import Piece
+from megaspeed.checkpoint.planners import LoadPieces
+from megaspeed.checkpoint.reader import CheckpointReader
+from megaspeed.checkpoint.saving import first_failure
+
+
+def saved_shapes(folder: Path) -> Mapping[str, tuple[int, ...]]:
+    """Name -> full shape of each tensor of a checkpoint whose checksums are right."""
+    index = CheckpointReader(folder).read_metadata().state_dict_metadata
+    return {
+        name: tuple(tensor.size)
+        for name, tensor in index.items()
+        if isinstance(tensor, TensorStorageMetadata)
+    }
+
+
+def read_pieces(folder: Path, pieces: Iterable[Piece], group: dist.ProcessGroup) -> None:
+    """Fills every rank's pieces; all ranks of ``group`` call it together.
+
+    Raises:
+        CheckpointError: on every rank, where a rank could not read or found a part of a tensor
+            missing.
+    """
+    reader = CheckpointReader(folder)
+    try:
+        dcp.load({}, storage_reader=reader, planner=LoadPieces(pieces), process_group=group)
+    except CheckpointException as error:
+        raise CheckpointError(f"{folder}: {first_failure(error)}") from error

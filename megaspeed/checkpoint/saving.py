@@ -1,0 +1,165 @@
+"""One save, from every rank's pieces to a folder that is whole or not there.
+
+    rank 0      room on the disk? -> step-N.writing/
+    all ranks   pieces -> their own files, hashed, flushed to the disk
+    rank 0      index, run state, manifest -> rename to step-N -> latest -> older ones deleted
+
+A process may die at any point: what is called step-N is whole. An error of any rank fails the save
+on all of them, and nothing but the save.
+"""
+
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch.distributed as dist
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.serialization import get_crc32_options, set_crc32_options
+
+from megaspeed.checkpoint.errors import CheckpointError
+from megaspeed.checkpoint.folders import CheckpointFolder
+from megaspeed.checkpoint.hashed_files import HashedFiles
+from megaspeed.checkpoint.manifest import FileSeal, write_manifest
+from megaspeed.checkpoint.pieces import Piece
+from megaspeed.checkpoint.planners import SavePieces
+from megaspeed.checkpoint.run_state import RUN_STATE, RunState
+from megaspeed.checkpoint.together import from_rank_0, gathered, told
+
+
+@dataclass(frozen=True)
+class SaveReport:
+    """How one save ended.
+
+    Attributes:
+        step: that it is of.
+        checkpoint: the folder that it made, or was to make.
+        size_bytes: of all its files; 0 where it failed.
+        seconds: from its beginning to the end on this rank.
+        stall_seconds: of these, those in which the training stood still.
+        error: why it failed; None where it did not.
+        deleted: older checkpoints that made way.
+    """
+
+    step: int
+    checkpoint: Path
+    size_bytes: int
+    seconds: float
+    stall_seconds: float
+    error: str | None
+    deleted: tuple[Path, ...]
+
+
+@dataclass(frozen=True)
+class Saver:
+    """Writes checkpoints into one folder. Every rank of ``group`` calls ``save`` together.
+
+    Attributes:
+        folder: where checkpoints go, on a file system that all ranks share.
+        group: all ranks, over gloo.
+        keep_last: how many checkpoints stay.
+        tensor_bytes: what all tensors of a checkpoint take.
+    """
+
+    folder: CheckpointFolder
+    group: dist.ProcessGroup
+    keep_last: int
+    tensor_bytes: int
+
+    def save(self, pieces: Sequence[Piece], state: RunState) -> SaveReport:
+        """Writes one checkpoint; never raises for what the disk or another rank's disk does."""
+        start = time.perf_counter()
+        step = state.progress.step
+        error: str | None = None
+        size_bytes, deleted = 0, tuple[Path, ...]()
+        try:
+            size_bytes, deleted = self._write(step, pieces, state)
+        except CheckpointError as failure:
+            error = str(failure)
+        seconds = time.perf_counter() - start
+        path = self.folder.path(step)
+        return SaveReport(step, path, size_bytes, seconds, seconds, error, deleted)
+
+    def _write(
+        self, step: int, pieces: Sequence[Piece], state: RunState
+    ) -> tuple[int, tuple[Path, ...]]:
+        writing = from_rank_0(self.group, lambda: self._begin(step))
+        try:
+            own = write_pieces(writing, pieces, self.group)
+            seals = {
+                name: seal for rank in gathered(self.group, own) for name, seal in rank.items()
+            }
+            return from_rank_0(self.group, lambda: self._finish(writing, seals, state))
+        except CheckpointError:
+            if self.group.rank() == 0:
+                self.folder.discard(writing)
+            raise
+
+    def _begin(self, step: int) -> Path:
+        self.folder.root.mkdir(parents=True, exist_ok=True)
+        free = self.folder.free_bytes()
+        if free < self.tensor_bytes:
+            raise CheckpointError(
+                f"a checkpoint takes {self.tensor_bytes:,} bytes, and {self.folder.root} has "
+                f"{free:,} free; make room, or lower training.keep_last ({self.keep_last})"
+            )
+        return self.folder.begin(step)
+
+    def _finish(
+        self, writing: Path, seals: dict[str, FileSeal], state: RunState
+    ) -> tuple[int, tuple[Path, ...]]:
+        seals = seals | _write_run_state(writing, state)
+        write_manifest(writing, seals)
+        self.folder.commit(writing)
+        deleted = tuple(self.folder.prune(self.keep_last))
+        return sum(seal.size_bytes for seal in seals.values()), deleted
+
+
+def write_pieces(
+    folder: Path, pieces: Iterable[Piece], group: dist.ProcessGroup
+) -> dict[str, FileSeal]:
+    """Writes every rank's pieces and the index into ``folder``; returns this rank's files.
+
+    Raises:
+        CheckpointError: on every rank, where a rank could not write, or where the pieces of all
+            ranks are not every tensor once.
+    """
+    files = HashedFiles()
+    # HashedFiles flushes to the disk itself, so the writer need not.
+    writer = dcp.FileSystemWriter(folder, sync_files=False)
+    writer.fs = files
+    try:
+        with _one_checksum():
+            dcp.save({}, storage_writer=writer, planner=SavePieces(pieces), process_group=group)
+    except CheckpointException as error:
+        # It is raised on all ranks together, so that all come here.
+        refusals = gathered(group, None if files.failure is None else told(files.failure))
+        refused = [f"rank {rank}: {why}" for rank, why in enumerate(refusals) if why is not None]
+        raise CheckpointError(refused[0] if refused else first_failure(error)) from error
+    return files.seals
+
+
+@contextmanager
+def _one_checksum() -> Iterator[None]:
+    """Lets torch leave its own checksum out of the archives: the manifest has one of every byte."""
+    before = get_crc32_options()
+    set_crc32_options(False)
+    try:
+        yield
+    finally:
+        set_crc32_options(before)
+
+
+def first_failure(error: CheckpointException) -> str:
+    """What went wrong on the lowest rank that failed."""
+    rank, (failure, _) = min(error.failures.items(), key=lambda item: item[0])
+    return f"rank {rank}: {told(failure)}"
+
+
+def _write_run_state(folder: Path, state: RunState) -> dict[str, FileSeal]:
+    files = HashedFiles()
+    with files.create_stream(folder / RUN_STATE, "wb") as stream:
+        stream.write(state.to_bytes())
+    return files.seals

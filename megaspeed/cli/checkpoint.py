@@ -1,0 +1,137 @@
+"""``megaspeed checkpoint``: what checkpoints hold, and whether they are whole.
+
+    megaspeed checkpoint show   DIR    the newest one: its run, its layout, its tensors
+    megaspeed checkpoint verify DIR    every one, to the last byte; exit code 1 if any is broken
+
+DIR is a checkpoint, a folder of them, or the folder of a run.
+"""
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megaspeed.cli.common_options import EXIT_DONE, EXIT_FAILED, EXIT_WRONG_INPUT, new_file
+from megaspeed.cli.output import say, write_json
+
+if TYPE_CHECKING:
+    from megaspeed.checkpoint.soundness import Inspection
+
+_WIDTH = 120
+"""Columns of the table where it does not go to a terminal."""
+
+
+def add_to(commands: Any) -> None:
+    """Adds the command and its two actions."""
+    text = "look into checkpoints"
+    parser = commands.add_parser("checkpoint", help=text, description=text)
+    actions = parser.add_subparsers(required=True, metavar="action", dest="action")
+    _add_action(actions, "show", _show, "show what the newest checkpoint holds")
+    _add_action(actions, "verify", _verify, "check every byte of every checkpoint")
+
+
+def _add_action(
+    actions: Any, name: str, action: Callable[[argparse.Namespace], int], text: str
+) -> None:
+    parser = actions.add_parser(name, help=text, description=text)
+    parser.set_defaults(run=run, act=action)
+    parser.add_argument(
+        "place", type=Path, metavar="DIR", help="a checkpoint, a folder of them, or of a run"
+    )
+    parser.add_argument("--json", type=new_file, metavar="FILE", help="write the figures there too")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Does what was asked, where DIR is a place for checkpoints."""
+    from megaspeed.checkpoint.errors import CheckpointError
+
+    try:
+        code: int = options.act(options)
+    except CheckpointError as error:
+        say(str(error), error=True)
+        return EXIT_WRONG_INPUT
+    return code
+
+
+def _show(options: argparse.Namespace) -> int:
+    """Shows the newest checkpoint that has no problems at a glance."""
+    # Imported here: torch takes seconds, which `check` need not wait for.
+    from rich.console import Console
+
+    from megaspeed.analysis.checkpoints import report, show_as_json
+    from megaspeed.checkpoint.folders import locate
+    from megaspeed.checkpoint.soundness import glance
+
+    checkpoints = locate(options.place)
+    shown = None
+    for inspection in map(glance, checkpoints):
+        if not inspection.problems:
+            shown = inspection
+            break
+        say(_complaint(inspection), error=True)
+    if shown is None:
+        say(f"{options.place} holds no checkpoint that is whole", error=True)
+        return EXIT_FAILED
+    console = Console(width=None if sys.stdout.isatty() else _WIDTH, highlight=False, markup=False)
+    for part in report(shown):
+        console.print(part, soft_wrap=isinstance(part, str))
+    others = [path for path in checkpoints if path != shown.checkpoint]
+    if others:
+        say("others here: " + ", ".join(path.name for path in others))
+    write_json(options, {**show_as_json(shown), "others": [str(path) for path in others]})
+    return EXIT_DONE
+
+
+def _verify(options: argparse.Namespace) -> int:
+    """Checks all checkpoints, newest first, and tells of each as soon as it is read."""
+    from megaspeed.analysis.checkpoints import verify_as_json
+    from megaspeed.checkpoint.folders import folder_of_checkpoints, is_checkpoint, locate
+
+    checkpoints = locate(options.place)
+    leftovers = []
+    if not is_checkpoint(options.place):
+        leftovers = folder_of_checkpoints(options.place).leftovers()
+    found = []
+    for inspection in _inspected(checkpoints):
+        found.append(inspection)
+        say(_complaint(inspection) if inspection.problems else _praise(inspection))
+        for stray in inspection.strays:
+            say(f"  note: {stray} does not belong to it; no harm")
+    for leftover in leftovers:
+        say(f"{leftover.name}  no checkpoint: left by a save or a removal that died, or under way")
+    whole = bool(found) and not any(inspection.problems for inspection in found)
+    if not found:
+        say(f"{options.place} holds no checkpoint", error=True)
+    figures = {
+        "whole": whole,
+        "checkpoints": [verify_as_json(inspection) for inspection in found],
+        "leftovers": [str(leftover) for leftover in leftovers],
+    }
+    write_json(options, figures)
+    return EXIT_DONE if whole else EXIT_FAILED
+
+
+def _inspected(checkpoints: "Sequence[Path]") -> "Iterator[Inspection]":
+    """Each, but for those that a run which goes on deletes meanwhile."""
+    from megaspeed.checkpoint.soundness import inspect
+
+    for checkpoint in checkpoints:
+        inspection = inspect(checkpoint)
+        if checkpoint.is_dir():
+            yield inspection
+
+
+def _praise(inspection: "Inspection") -> str:
+    from megaspeed.analysis.checkpoints import size_text
+
+    return f"{_name(inspection)}  whole ({size_text(inspection)})"
+
+
+def _complaint(inspection: "Inspection") -> str:
+    problems = "".join(f"\n  {problem}" for problem in inspection.problems)
+    return f"{_name(inspection)}  BROKEN{problems}"
+
+
+def _name(inspection: "Inspection") -> str:
+    return inspection.checkpoint.resolve().name

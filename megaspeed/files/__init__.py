@@ -1,0 +1,1 @@
+"""Files that are whole or absent, whatever a process or a machine dies of."""

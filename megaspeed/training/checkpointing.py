@@ -1,0 +1,203 @@
+"""A run's checkpoints: what of this rank goes into one, and how the run goes on from one.
+
+    engine's state fragments --owned parts--> pieces --Saver--> files
+    files --every part, copies too--> pieces (views of the engine's state) --> the engine goes on
+
+Written once, by its owner: a copy that another tensor rank, the other end of a tied embedding or
+another data rank (ZeRO-0) counts is left out. Read by everyone who holds it.
+"""
+
+import dataclasses
+import importlib.metadata
+import math
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+from megaspeed import __version__
+from megaspeed.checkpoint.errors import CheckpointError
+from megaspeed.checkpoint.folders import CHECKPOINTS, CheckpointFolder
+from megaspeed.checkpoint.loading import read_pieces, saved_shapes
+from megaspeed.checkpoint.pieces import HostCopy, Piece, pieces_of
+from megaspeed.checkpoint.run_state import DataIdentity, Layout, Progress, RunState
+from megaspeed.checkpoint.saving import Saver, SaveReport
+from megaspeed.checkpoint.tensors import KINDS, expected_tensors, key, mismatches
+from megaspeed.checkpoint.together import from_rank_0
+from megaspeed.config import Run
+from megaspeed.data import PreparedCorpus
+from megaspeed.model import logical_name
+from megaspeed.training.resumed_run import data_changes, go_on, model_changes
+from megaspeed.training.worker import Worker
+
+_PACKAGES = ("torch", "deepspeed")
+_BYTES_PER_ELEMENT = 4  # fp32
+
+
+class Checkpointing:
+    """Saves and loads one run. All ranks call every method but ``finished`` together.
+
+    Args:
+        worker: this rank of the run.
+        corpus: the run's data, which a later run is compared with.
+    """
+
+    def __init__(self, worker: Worker, corpus: PreparedCorpus) -> None:
+        self._worker = worker
+        self._run: Run = worker.run
+        self._data = data_identity(corpus)
+        self._group = worker.context.checkpoint_group
+        self._expected = expected_tensors(self._run.config.model)
+        training = self._run.config.training
+        self._saver = Saver(
+            CheckpointFolder(self._run.run_dir / CHECKPOINTS),
+            self._group,
+            keep_last=training.keep_last,
+            tensor_bytes=sum(map(math.prod, self._expected.values())) * _BYTES_PER_ELEMENT,
+        )
+        self._host_copy = HostCopy()
+        self._background = ThreadPoolExecutor(1, "checkpoint") if training.async_save else None
+        self._in_flight: Future[SaveReport] | None = None
+        self._finished: list[SaveReport] = []
+
+    def save(self, progress: Progress) -> None:
+        """Saves the run as it stands between two steps.
+
+        With ``training.async_save`` it returns as soon as the state is copied to host memory, after
+        waiting for an earlier save that is still under way.
+        """
+        start = time.perf_counter()
+        state = self._state(progress)
+        pieces = list(self._owned_pieces())
+        if self._background is None:
+            self._finished.append(self._saver.save(pieces, state))
+            return
+        self._wait()
+        copies = self._host_copy.take(pieces)
+        stall = time.perf_counter() - start
+        self._in_flight = self._background.submit(self._save_copies, copies, state, stall)
+
+    def finished(self) -> list[SaveReport]:
+        """Saves that have ended since this was last asked; waits for nothing."""
+        if self._in_flight is not None and self._in_flight.done():
+            self._wait()
+        finished, self._finished = self._finished, []
+        return finished
+
+    def close(self) -> list[SaveReport]:
+        """Waits for a save that is under way; what ``finished`` would return then."""
+        self._wait()
+        if self._background is not None:
+            self._background.shutdown()
+        return self.finished()
+
+    def load(self, checkpoint: Path, *, allow_data_change: bool = False) -> Progress:
+        """Makes this run go on from a checkpoint that is whole.
+
+        Args:
+            checkpoint: its folder.
+            allow_data_change: take it although it was trained on other data.
+
+        Raises:
+            CheckpointError: on every rank, with everything in which the run does not fit.
+        """
+        saved = from_rank_0(self._group, lambda: self._fitting_state(checkpoint, allow_data_change))
+        read_pieces(checkpoint, self._all_pieces(), self._group)
+        self._worker.engine.take_state(saved.progress.steps_taken)
+        if saved.loss_scale is not None:
+            self._worker.engine.take_loss_scale(saved.loss_scale)
+        return go_on(saved, self._data)
+
+    def _save_copies(self, copies: list[Piece], state: RunState, stall: float) -> SaveReport:
+        report = self._saver.save(copies, state)
+        return dataclasses.replace(report, seconds=report.seconds + stall, stall_seconds=stall)
+
+    def _wait(self) -> None:
+        if self._in_flight is not None:
+            self._finished.append(self._in_flight.result())
+            self._in_flight = None
+
+    def _fitting_state(self, checkpoint: Path, allow_data_change: bool) -> RunState:
+        saved = RunState.read(checkpoint)
+        problems = model_changes(saved, self._run)
+        problems += mismatches(self._expected, saved_shapes(checkpoint))
+        if not allow_data_change:
+            problems += data_changes(saved.data, self._data)
+        if problems:
+            listed = "\n".join(f"  {i}. {problem}" for i, problem in enumerate(problems, start=1))
+            raise CheckpointError(
+                f"{checkpoint} (saved at {saved.layout}) is not of this run (at "
+                f"{layout_of(self._run)}):\n{listed}"
+            )
+        return saved
+
+    def _state(self, progress: Progress) -> RunState:
+        return RunState(
+            progress=progress,
+            data=self._data,
+            training_seed=self._run.config.training.seed,
+            layout=layout_of(self._run),
+            loss_scale=self._worker.engine.loss_scale(),
+            config=self._run.as_json(),
+            software={
+                "megaspeed": __version__,
+                **{name: importlib.metadata.version(name) for name in _PACKAGES},
+            },
+        )
+
+    def _owned_pieces(self) -> Iterator[Piece]:
+        """What this rank writes."""
+        return self._pieces(owned=True)
+
+    def _all_pieces(self) -> Iterator[Piece]:
+        """What this rank reads: everything it holds."""
+        return self._pieces(owned=False)
+
+    def _pieces(self, *, owned: bool) -> Iterator[Piece]:
+        worker = self._worker
+        engine = worker.engine
+        for fragment in engine.state_fragments():
+            name = engine.names[fragment.parameter]
+            shard = worker.shards[name]
+            part = self._written_part(engine.owned_elements(fragment.parameter)) if owned else None
+            for kind in KINDS:
+                yield from pieces_of(
+                    key(kind, logical_name(self._run.config.model, name)),
+                    shard,
+                    fragment.start,
+                    getattr(fragment, kind),
+                    part=part,
+                )
+
+    def _written_part(self, owned_elements: int) -> range:
+        """Of the leading elements that this rank counts, those that it writes.
+
+        At ZeRO-0 every data rank holds all of them, and each writes its share.
+        """
+        if self._run.zero_stage > 0:
+            return range(owned_elements)
+        rank, ranks = self._worker.context.dp_rank, self._worker.context.dp_size
+        return range(owned_elements * rank // ranks, owned_elements * (rank + 1) // ranks)
+
+
+def data_identity(corpus: PreparedCorpus) -> DataIdentity:
+    """What of the prepared data decides which tokens a sample is."""
+    return DataIdentity(
+        corpus=corpus.fingerprint,
+        tokenizer=corpus.train.index.tokenizer_fingerprint,
+        sequence_length=corpus.sequence_length,
+        seed=corpus.seed,
+    )
+
+
+def layout_of(run: Run) -> Layout:
+    """The layout of a run, as a checkpoint remembers it."""
+    return Layout(
+        pp=run.degrees.pp,
+        dp=run.degrees.dp,
+        tp=run.degrees.tp,
+        zero_stage=run.zero_stage,
+        schedule=run.config.parallel.schedule,
+        sequence_parallel=run.config.parallel.sequence_parallel,
+        precision=run.precision,
+    )

@@ -1,0 +1,99 @@
+"""What all ranks of a run do together, from their meeting to the last figures.
+
+    same inputs? one folder? -> where to start -> model and its state -> run folder -> training
+
+The run folder is touched only once this run has all that it needs to go on.
+"""
+
+from rich.console import Console
+
+from megaspeed.checkpoint.run_state import Progress
+from megaspeed.config import Run
+from megaspeed.data import PreparedCorpus
+from megaspeed.pipeline import layers_of_stages, parameters_of_stages
+from megaspeed.topology import ParallelContext
+from megaspeed.training.agreement import check_agreement
+from megaspeed.training.checkpointing import Checkpointing
+from megaspeed.training.console import (
+    ConsoleObserver,
+    NullObserver,
+    plan_table,
+    summary_table,
+)
+from megaspeed.training.console_lines import describe_start
+from megaspeed.training.loss_curve import draw_loss_curve
+from megaspeed.training.metrics import MetricsFile
+from megaspeed.training.resume import ResumeOptions, Start, find_start
+from megaspeed.training.run_folder import (
+    LOSS_CURVE,
+    METRICS,
+    continue_run_folder,
+    start_run_folder,
+)
+from megaspeed.training.run_lock import sole_use
+from megaspeed.training.shared_folder import check_shared_folder
+from megaspeed.training.stop_signal import StopSignal
+from megaspeed.training.trainer import Trainer, TrainingSummary
+from megaspeed.training.worker import Worker
+
+
+def run_job(
+    run: Run,
+    corpus: PreparedCorpus,
+    options: ResumeOptions,
+    context: ParallelContext,
+    stop: StopSignal,
+    console: Console,
+) -> TrainingSummary | None:
+    """Trains the run from where it starts; a collective over all ranks.
+
+    Returns:
+        How it ended; None where nothing was left to train, and nothing was changed.
+
+    Raises:
+        RanksDisagree: the ranks were given different inputs, or folders.
+        CheckpointError: what is to be resumed from cannot be.
+        TrainingDiverged: loss or gradient norm stay non-finite.
+    """
+    check_agreement(run, corpus, context)
+    check_shared_folder(run.run_dir, context)
+    with sole_use(run.run_dir, context):
+        start = find_start(options, run, context)
+        for line in describe_start(start, run):
+            console.print(line, highlight=False, soft_wrap=True)
+        if start.is_end_of(run):
+            return None
+        console.print(plan_table(run, layers_of_stages(run), parameters_of_stages(run)))
+        worker = Worker(run, context)
+        checkpointing = Checkpointing(worker, corpus)
+        begin = Progress()
+        if start.checkpoint is not None:
+            allowed = options.allow_data_change
+            begin = checkpointing.load(start.checkpoint, allow_data_change=allowed)
+        if context.rank != 0:
+            return Trainer(worker, corpus, checkpointing, stop, NullObserver()).train(begin)
+        _open_run_folder(run, start, console)
+        with (
+            MetricsFile(run.run_dir / METRICS) as metrics_file,
+            ConsoleObserver(run, console, metrics_file, begin) as observer,
+        ):
+            return Trainer(worker, corpus, checkpointing, stop, observer).train(begin)
+
+
+def tell_ending(run: Run, summary: TrainingSummary, console: Console) -> None:
+    """Draws the loss curve and prints the last figures; for rank 0."""
+    picture = run.run_dir / LOSS_CURVE
+    draw_loss_curve(run.run_dir / METRICS, picture, title=run.name)
+    console.print(summary_table(run, summary))
+    files = f"metrics: {run.run_dir / METRICS}   loss curve: {picture}"
+    console.print(files, highlight=False, markup=False, soft_wrap=True)
+
+
+def _open_run_folder(run: Run, start: Start, console: Console) -> None:
+    if start.in_place:
+        moved, what = continue_run_folder(run, start.step), f"what came after step {start.step}"
+    else:
+        moved, what = start_run_folder(run), "an earlier run's files"
+    if moved is not None:
+        line = f"{what} {'is' if start.in_place else 'are'} now in {moved}"
+        console.print(line, highlight=False, markup=False, soft_wrap=True)

@@ -1,0 +1,169 @@
+"""Where a run starts: at step 0, or at a checkpoint.
+
+    --resume auto     the newest whole checkpoint of training.run_dir; step 0 if it has none at all
+    --resume never    step 0, and refused if training.run_dir has checkpoints
+    --resume DIR      DIR, or the newest whole checkpoint in it
+    --fresh           what training.run_dir has is moved out of the way, so nothing is refused
+
+Nothing is changed before the start is known and the run has taken the checkpoint's state.
+"""
+
+from argparse import ArgumentParser, Namespace
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+from megaspeed.checkpoint.errors import CheckpointError
+from megaspeed.checkpoint.finding import Found, newest_whole
+from megaspeed.checkpoint.folders import locate
+from megaspeed.checkpoint.run_state import RunState
+from megaspeed.checkpoint.together import from_rank_0
+from megaspeed.config import Run
+from megaspeed.topology import ParallelContext
+from megaspeed.training.resumed_run import config_changes
+from megaspeed.training.run_folder import checkpoint_folder
+
+AUTO, NEVER = "auto", "never"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResumeOptions:
+    """What the command line says.
+
+    Attributes:
+        source: ``auto``, ``never``, or a path.
+        fresh: what the run folder has makes way.
+        allow_data_change: a checkpoint of other data is taken.
+    """
+
+    source: str = AUTO
+    fresh: bool = False
+    allow_data_change: bool = False
+
+    @staticmethod
+    def add_to(parser: ArgumentParser) -> None:
+        """``--resume``, ``--fresh`` and ``--allow-data-change``."""
+        parser.add_argument(
+            "--resume",
+            default=AUTO,
+            metavar="auto|never|DIR",
+            help="auto: from the newest whole checkpoint of training.run_dir, if it has any; "
+            "never: at step 0; DIR: from this checkpoint, or the newest whole one in this folder",
+        )
+        parser.add_argument(
+            "--fresh",
+            action="store_true",
+            help="move what training.run_dir has to earlier-N/ in it, and start it anew; at step 0 "
+            "unless --resume DIR names a checkpoint",
+        )
+        parser.add_argument(
+            "--allow-data-change",
+            action="store_true",
+            help="resume although corpus, tokenizer, sequence length or data.seed are others",
+        )
+
+    @classmethod
+    def of(cls, options: Namespace) -> Self:
+        """From a command line that was parsed."""
+        return cls(
+            source=options.resume,
+            fresh=options.fresh,
+            allow_data_change=options.allow_data_change,
+        )
+
+    @property
+    def path(self) -> Path | None:
+        """What is to be resumed from, where it was named."""
+        return None if self.source in (AUTO, NEVER) else Path(self.source)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Start:
+    """Where a run starts.
+
+    Attributes:
+        checkpoint: whose state it takes; None: the initial weights.
+        step: of the checkpoint; 0 without one.
+        in_place: the run folder goes on; else it starts anew.
+        passed_over: newer checkpoints that are not whole, each with what is wrong with it.
+        changes: in the configuration since it was saved, as "key: before -> now".
+    """
+
+    checkpoint: Path | None = None
+    step: int = 0
+    in_place: bool = False
+    passed_over: tuple[tuple[Path, str], ...] = ()
+    changes: tuple[str, ...] = ()
+
+    def is_end_of(self, run: Run) -> bool:
+        """Whether nothing is left to train."""
+        return self.step >= run.config.training.steps
+
+
+def check_resume(options: ResumeOptions, run: Run) -> None:
+    """What can be refused before ranks meet.
+
+    Raises:
+        CheckpointError: the run folder's checkpoints are in the way, or ``--resume`` names none.
+    """
+    named = None if options.path is None else locate(options.path)
+    if named == []:
+        raise CheckpointError(f"--resume {options.path} has no checkpoint; name another folder")
+    goes_on = options.source == AUTO or (named is not None and _is_of(run, named[0]))
+    present = checkpoint_folder(run).newest_first()
+    if present and not goes_on and not options.fresh:
+        raise CheckpointError(
+            f"--resume {options.source} would start over a run that has {len(present)} "
+            f"checkpoints, the newest {present[0]}. Go on from it with --resume {AUTO}, start anew "
+            "with --fresh (which moves what is there to earlier-N/ and deletes nothing), or set "
+            "another training.run_dir."
+        )
+
+
+def find_start(options: ResumeOptions, run: Run, context: ParallelContext) -> Start:
+    """Finds the checkpoint to start from, the same on every rank; a collective.
+
+    Raises:
+        CheckpointError: on every rank, where there are checkpoints and none is whole.
+    """
+    group = context.checkpoint_group
+    candidates = from_rank_0(group, lambda: _candidates(options, run))
+    if not candidates:
+        return Start()
+    found = newest_whole(candidates, group)
+    if found.checkpoint is None:
+        raise CheckpointError(_none_is_whole(found))
+    saved = RunState.read(found.checkpoint)
+    return Start(
+        checkpoint=found.checkpoint,
+        step=saved.progress.step,
+        in_place=not options.fresh and _is_of(run, found.checkpoint),
+        passed_over=found.passed_over,
+        changes=tuple(config_changes(saved, run)),
+    )
+
+
+def _candidates(options: ResumeOptions, run: Run) -> list[Path]:
+    """Newest first; what saves that died have left goes before."""
+    own = checkpoint_folder(run)
+    own.clear_leftovers()
+    if options.path is not None:
+        return locate(options.path)
+    return own.newest_first() if options.source == AUTO and not options.fresh else []
+
+
+def _is_of(run: Run, checkpoint: Path) -> bool:
+    """Whether it is in the folder of this run's checkpoints, by whatever name that was reached."""
+    return checkpoint.resolve().parent == checkpoint_folder(run).root.resolve()
+
+
+def _none_is_whole(found: Found) -> str:
+    lines = [f"  {checkpoint}: {why}" for checkpoint, why in found.passed_over]
+    return "\n".join(
+        [
+            "There are checkpoints to resume from, and none is whole:",
+            *lines,
+            "Name another with --resume DIR, or start at step 0 with --fresh, which moves them to "
+            "earlier-N/ and deletes nothing.",
+        ]
+    )

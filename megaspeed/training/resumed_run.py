@@ -1,0 +1,105 @@
+"""In what a run may differ from the one whose checkpoint it goes on from.
+
+Layout, ZeRO stage, schedule, precision, batch, optimizer and dropout may change. The model's
+function may not, and the data only where the user says so: a loss would go on falling, and mean
+something else.
+"""
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from megaspeed.checkpoint.run_state import DataIdentity, Progress, RunState
+from megaspeed.config import Run
+
+_DATA_KEYS = {
+    "corpus": "the training text (data.train)",
+    "tokenizer": "the tokenizer (data.tokenizer)",
+    "sequence_length": "data.sequence_length",
+    "seed": "data.seed",
+}
+
+# They follow from other keys and change no number that is trained.
+_FOLLOWING_KEYS = {
+    "training.run_dir",
+    "zero_optimization.reduce_bucket_size",
+    "zero_optimization.stage3_prefetch_bucket_size",
+    "zero_optimization.stage3_max_live_parameters",
+}
+
+# Regularisation may be changed in mid-training. Where positions are learnt, their number shows in a
+# shape; where they are turned, it is a limit and no more.
+_FREE_MODEL_KEYS = {
+    "preset",
+    "embedding_dropout",
+    "attention_dropout",
+    "residual_dropout",
+    "max_position_embeddings",
+}
+
+
+def model_changes(saved: RunState, run: Run) -> list[str]:
+    """In what the model differs from the saved one, a sentence each.
+
+    Shapes alone would not tell: 4 heads of 8 hold the same matrices as 8 heads of 4.
+    """
+    before = saved.config.get("model", {})
+    now = run.as_json()["model"]
+    return [
+        f"model.{name} was {before.get(name)} and is {now.get(name)}; set it back, or start a new "
+        "run"
+        for name in sorted(before.keys() | now.keys())
+        if name not in _FREE_MODEL_KEYS and before.get(name) != now.get(name)
+    ]
+
+
+def config_changes(saved: RunState, run: Run) -> list[str]:
+    """What the configuration says now and what it said, as "key: before -> now", for people."""
+    before = dict(_leaves(saved.config))
+    now = dict(_leaves(run.as_json()))
+    return [
+        f"{name}: {_told(before, name)} -> {_told(now, name)}"
+        for name in sorted(before.keys() | now.keys())
+        if name not in _FOLLOWING_KEYS and before.get(name) != now.get(name)
+    ]
+
+
+def data_changes(saved: DataIdentity, own: DataIdentity) -> list[str]:
+    """In what the training stream differs from the saved run's, a sentence each."""
+    before, now = saved.model_dump(), own.model_dump()
+    return [
+        f"{described} was {_short(before[name])} and is {_short(now[name])}; set it back, or go on "
+        "with --allow-data-change"
+        for name, described in _DATA_KEYS.items()
+        if before[name] != now[name]
+    ]
+
+
+def go_on(saved: RunState, own: DataIdentity) -> Progress:
+    """Where in this run's data training goes on.
+
+    Samples of another length are counted so that as many tokens are behind them.
+    """
+    progress = saved.progress
+    if saved.data.sequence_length == own.sequence_length:
+        return progress
+    samples = math.ceil(progress.samples * saved.data.sequence_length / own.sequence_length)
+    return progress.model_copy(update={"samples": samples})
+
+
+def _leaves(tree: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in tree.items():
+        if isinstance(value, Mapping):
+            yield from _leaves(value, f"{path}{name}.")
+        else:
+            yield f"{path}{name}", value
+
+
+def _told(values: Mapping[str, Any], name: str) -> str:
+    return json.dumps(values[name]) if name in values else "none"
+
+
+def _short(value: object) -> str:
+    text = str(value)
+    return text if len(text) <= 16 else f"{text[:16]}..."

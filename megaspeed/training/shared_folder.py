@@ -1,0 +1,55 @@
+"""Whether all ranks see the run folder of rank 0: every rank writes its part of a checkpoint there.
+
+    rank 0   writes .seen-by-all-ranks-<random>      removes it
+    all                                         look
+
+A folder of the same name on each node's own disk would hold a part of each checkpoint, and none
+would be whole.
+"""
+
+import secrets
+import time
+from pathlib import Path
+
+import torch.distributed as dist
+
+from megaspeed.topology import ParallelContext
+from megaspeed.training.agreement import RanksDisagree
+
+# A network file system may show a new file to other nodes a little later.
+_SECONDS_TO_BE_SEEN = 10.0
+_POLL_SECONDS = 0.1
+
+
+def check_shared_folder(run_dir: Path, context: ParallelContext) -> None:
+    """Makes the folder and lets all ranks look for a file of rank 0's in it; a collective.
+
+    Raises:
+        RanksDisagree: on every rank, naming the ranks that do not see it.
+    """
+    name = f".seen-by-all-ranks-{secrets.token_hex(8)}"
+    if context.rank == 0:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        (run_dir / name).touch()
+    names = [name]
+    dist.broadcast_object_list(names, src=0, group=context.world_group)
+    sees: list[bool] = [False] * context.grid.world_size
+    dist.all_gather_object(sees, _appears(run_dir / names[0]), context.world_group)
+    if context.rank == 0:
+        (run_dir / name).unlink(missing_ok=True)
+    blind = [rank for rank, seen in enumerate(sees) if not seen]
+    if blind:
+        raise RanksDisagree(
+            f"All ranks write their parts of a checkpoint to one folder, but ranks {blind} do not "
+            f"see what rank 0 writes to {run_dir}. training.run_dir must be on a file "
+            "system that all nodes share."
+        )
+
+
+def _appears(file: Path) -> bool:
+    deadline = time.monotonic() + _SECONDS_TO_BE_SEEN
+    while not file.exists():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(_POLL_SECONDS)
+    return True

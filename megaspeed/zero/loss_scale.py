@@ -1,0 +1,27 @@
+"""fp16's dynamic loss scale, read and taken up again as DeepSpeed's scaler counts it."""
+
+from typing import Any
+
+from megaspeed.checkpoint.run_state import LossScale
+
+
+def read_loss_scale(scaler: Any) -> LossScale | None:
+    """The state of DeepSpeed's scaler; None where the scale is a constant."""
+    if not scaler.dynamic:
+        return None
+    return LossScale(
+        scale=float(scaler.cur_scale),
+        iteration=scaler.cur_iter,
+        last_overflow_iteration=scaler.last_overflow_iter,
+        hysteresis=scaler.cur_hysteresis,
+    )
+
+
+def take_loss_scale(scaler: Any, saved: LossScale) -> None:
+    """Lets a dynamic scaler go on from a saved state; a constant one stays as it is."""
+    if not scaler.dynamic:
+        return
+    scaler.cur_scale = saved.scale
+    scaler.cur_iter = saved.iteration
+    scaler.last_overflow_iter = saved.last_overflow_iteration
+    scaler.cur_hysteresis = saved.hysteresis

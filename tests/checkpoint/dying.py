@@ -1,0 +1,59 @@
+"""A process that dies before each change it makes to the file system, one after the other.
+
+    python -m tests.checkpoint.dying ROOT FIRST... -- STEP KEEP_LAST
+
+For death 0, 1, 2, ... it writes the checkpoints FIRST into ROOT/<death>, then begins, writes,
+commits and prunes STEP and dies before that change; until a process lives to the end.
+"""
+
+import os
+import sys
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from megaspeed.checkpoint.folders import CheckpointFolder
+from megaspeed.checkpoint.manifest import FileSeal, write_manifest
+
+CHANGES = {"os.mkdir", "os.rename", "os.remove", "os.rmdir"}
+
+
+def save(folder: CheckpointFolder, step: int, content: bytes) -> None:
+    """One file and the manifest."""
+    writing = folder.begin(step)
+    (writing / "tensors").write_bytes(content)
+    write_manifest(writing, {"tensors": FileSeal.of(content)})
+    folder.commit(writing)
+
+
+def die_at(change: int) -> None:
+    """Ends this process, as kill -9 does, before its change of that number."""
+    changes = count()
+
+    def watch(event: str, arguments: tuple[Any, ...]) -> None:
+        writes = event == "open" and isinstance(arguments[2], int) and arguments[2] & os.O_CREAT
+        if (event in CHANGES or writes) and next(changes) == change:
+            os._exit(9)
+
+    sys.addaudithook(watch)
+
+
+def _die_everywhere(root: Path, first: list[int], step: int, keep_last: int) -> None:
+    for death in count():
+        folder = CheckpointFolder(root / str(death))
+        for earlier in first:
+            save(folder, earlier, b"first")
+        process = os.fork()
+        if process == 0:
+            die_at(death)
+            save(folder, step, b"second")
+            folder.prune(keep_last)
+            os._exit(0)
+        if os.waitpid(process, 0)[1] == 0:
+            return
+
+
+if __name__ == "__main__":
+    before, after = sys.argv.index("--"), sys.argv.index("--") + 1
+    steps = [int(step) for step in sys.argv[2:before]]
+    _die_everywhere(Path(sys.argv[1]), steps, int(sys.argv[after]), int(sys.argv[after + 1]))

@@ -1,0 +1,143 @@
+"""Ranks that save a tiny run, and ranks that go on from it."""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megaspeed.analysis.verification.logical_tensors import StateKind, gather_state, gather_weights
+from megaspeed.checkpoint.run_state import Progress
+from megaspeed.config import Run
+from megaspeed.data import PreparedCorpus
+from megaspeed.topology import Grid, LaunchEnvironment, ParallelContext
+from megaspeed.training.checkpointing import Checkpointing
+from megaspeed.training.step_inputs import StepInputs
+from megaspeed.training.worker import Worker
+
+KINDS: tuple[StateKind, ...] = ("weights", "exp_avg", "exp_avg_sq")
+
+
+@dataclass
+class Stretch:
+    """A few steps of a run, and the whole state before them.
+
+    Attributes:
+        state: kind -> logical name -> tensor; on rank 0, else empty.
+        computed: the weights that the model computes with; on rank 0, else empty.
+        copies_differ_by: largest difference between two ranks' copies of an element.
+        losses, rates, samples: of each step; samples is the first of each.
+    """
+
+    state: dict[str, dict[str, Tensor]] = field(default_factory=dict)
+    computed: dict[str, Tensor] = field(default_factory=dict)
+    copies_differ_by: float = 0.0
+    losses: list[float] = field(default_factory=list)
+    rates: list[float] = field(default_factory=list)
+    samples: list[int] = field(default_factory=list)
+
+
+@dataclass
+class SavedRun:
+    """One rank of a run: built, stepped, saved and loaded by hand."""
+
+    worker: Worker
+    inputs: StepInputs
+    checkpointing: Checkpointing
+    progress: Progress
+
+    @classmethod
+    def start(cls, run: Run, corpus: PreparedCorpus, context: ParallelContext) -> "SavedRun":
+        """The rank before its first step."""
+        worker = Worker(run, context)
+        return cls(
+            worker, StepInputs(run, corpus, context), Checkpointing(worker, corpus), Progress()
+        )
+
+    def train_step(self, stretch: Stretch | None = None) -> float:
+        """One step; its loss."""
+        run, progress = self.worker.run, self.progress
+        rate = self.inputs.learning_rate(progress.steps_taken)
+        result = self.worker.train_step(self.inputs.load(progress.samples), rate)
+        if stretch is not None:
+            stretch.losses.append(result.loss)
+            stretch.rates.append(rate)
+            stretch.samples.append(progress.samples)
+        self.progress = Progress(
+            step=progress.step + 1,
+            steps_taken=progress.steps_taken + 1,
+            samples=progress.samples + run.batch.train_batch_size,
+            tokens=progress.tokens + run.tokens_per_step,
+            loss=result.loss,
+        )
+        return result.loss
+
+    def stretch(self, steps: int) -> Stretch:
+        """The state now, and `steps` steps from here."""
+        stretch = Stretch()
+        for kind in KINDS:
+            gathered = gather_state(self.worker, kind)
+            if gathered is not None:
+                stretch.state[kind] = dict(gathered.tensors)
+                stretch.copies_differ_by = max(stretch.copies_differ_by, gathered.copies_differ_by)
+        computed = gather_weights(self.worker)
+        stretch.computed = {} if computed is None else dict(computed.tensors)
+        for _ in range(steps):
+            self.train_step(stretch)
+        return stretch
+
+
+def started(launch: LaunchEnvironment, run: Run) -> ParallelContext:
+    """The process groups of one rank."""
+    torch.set_num_threads(1)
+    grid = Grid(pp=run.degrees.pp, dp=run.degrees.dp, tp=run.degrees.tp)
+    return ParallelContext.create(grid, launch, timeout_seconds=60)
+
+
+def save_only(launch: LaunchEnvironment, run: Run, corpus: PreparedCorpus) -> None:
+    """Trains a step and saves it."""
+    with started(launch, run) as context:
+        rank = SavedRun.start(run, corpus, context)
+        rank.train_step()
+        rank.checkpointing.save(rank.progress)
+        (report,) = rank.checkpointing.close()
+        assert report.error is None, report.error
+
+
+def save_and_go_on(
+    launch: LaunchEnvironment, run: Run, corpus: PreparedCorpus, before: int, after: int
+) -> Stretch:
+    """Trains `before` steps, saves into the run's folder, and trains on, uninterrupted."""
+    with started(launch, run) as context:
+        rank = SavedRun.start(run, corpus, context)
+        for _ in range(before):
+            rank.train_step()
+        rank.checkpointing.save(rank.progress)
+        (report,) = rank.checkpointing.close()
+        assert report.error is None, report.error
+        return rank.stretch(after)
+
+
+def go_on_from(
+    launch: LaunchEnvironment,
+    run: Run,
+    corpus: PreparedCorpus,
+    checkpoints: Sequence[Path],
+    steps: int,
+) -> list[Stretch]:
+    """Loads one checkpoint after the other into the same engine, and trains on from each."""
+    with started(launch, run) as context:
+        rank = SavedRun.start(run, corpus, context)
+        stretches = []
+        for checkpoint in checkpoints:
+            rank.progress = rank.checkpointing.load(checkpoint)
+            stretches.append(rank.stretch(steps))
+        return stretches
+
+
+def only_checkpoint(folder: Path) -> Path:
+    """The one checkpoint in a run's folder."""
+    (name,) = (entry for entry in os.listdir(folder / "checkpoints") if entry != "latest")
+    return folder / "checkpoints" / name

@@ -1,0 +1,173 @@
+"""``megaspeed checkpoint``: what it shows, what it finds, and its exit codes."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megaspeed.checkpoint.folders import CheckpointFolder
+from megaspeed.cli import main
+from tests.checkpoint.written import write_checkpoint
+
+TENSORS = "__0_0.distcp"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> CheckpointFolder:
+    """Checkpoints 100 and 200 of a run."""
+    folder = CheckpointFolder(tmp_path / "run" / "checkpoints")
+    for step in (100, 200):
+        write_checkpoint(folder, step)
+    return folder
+
+
+class Told:
+    """What a command printed, wrote and returned."""
+
+    def __init__(self, capsys: pytest.CaptureFixture[str], tmp_path: Path, *arguments: Any) -> None:
+        file = tmp_path / "figures.json"
+        file.unlink(missing_ok=True)
+        self.code = main(["checkpoint", *map(str, arguments), "--json", str(file)])
+        self.out, self.err = capsys.readouterr()
+        self.figures = json.loads(file.read_text()) if file.exists() else None
+
+
+def test_show_tells_the_newest_ones_run_and_tensors(
+    folder: CheckpointFolder, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told = Told(capsys, tmp_path, "show", tmp_path / "run")
+    assert (told.code, told.err) == (0, "")
+    for text in (
+        f"{folder.path(200)}: 368.",
+        "step 200, 1 of them skipped: 3,200 samples, 51,200 tokens, loss 4.2500",
+        "saved at pp 2 x dp 1 x tp 2, ZeRO-1, bf16, schedule 1f1b",
+        "data: corpus c0ffee, tokenizer 70ce, sequences of 16 tokens",
+        "seeds: data 5, training 7",
+        "software: torch ",
+        "23.17K parameters (23,168) in 16 tensors",
+        "float32; with exp_avg and exp_avg_sq of each",
+        "others here: step-00000100",
+    ):
+        assert text in told.out
+    rows = [line.split() for line in told.out.splitlines()]
+    assert ["│", "blocks.0.mlp.up.weight", "│", "128", "x", "32", "│", "4,096", "│"] in rows
+
+
+def test_show_writes_the_same_figures(
+    folder: CheckpointFolder, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    figures = Told(capsys, tmp_path, "show", folder.root).figures
+    assert figures["checkpoint"] == str(folder.path(200))
+    assert figures["others"] == [str(folder.path(100))]
+    assert figures["parameters"] == 23_168
+    assert figures["shapes"]["blocks.0.mlp.up.weight"] == [128, 32]
+    assert figures["run_state"]["layout"]["tp"] == 2
+    assert figures["run_state"]["progress"]["samples"] == 3_200
+
+
+def test_show_takes_the_one_that_is_named(
+    folder: CheckpointFolder, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told = Told(capsys, tmp_path, "show", folder.path(100))
+    assert told.figures["run_state"]["progress"]["step"] == 100
+    assert "others" not in told.out and told.figures["others"] == []
+
+
+def test_show_passes_over_what_is_broken_and_says_why(
+    folder: CheckpointFolder, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    os.truncate(folder.path(200) / TENSORS, 5)
+    told = Told(capsys, tmp_path, "show", folder.root)
+    assert told.code == 0 and told.out.startswith(f"{folder.path(100)}: ")
+    assert told.err.startswith(f"step-00000200  BROKEN\n  {TENSORS} is cut short: 5 bytes of the")
+    told = Told(capsys, tmp_path, "show", folder.path(200))
+    assert (told.code, told.out, told.figures) == (1, "", None)
+    assert told.err.endswith("holds no checkpoint that is whole\n")
+
+
+def test_verify_says_of_each_that_it_is_whole(
+    folder: CheckpointFolder, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told = Told(capsys, tmp_path, "verify", tmp_path / "run")
+    assert (told.code, told.err) == (0, "")
+    newest, older = told.out.splitlines()
+    assert newest.startswith("step-00000200  whole (368.") and newest.endswith(" kB, 3 files)")
+    assert older.startswith("step-00000100  whole (")
+    assert told.figures["whole"] and len(told.figures["checkpoints"]) == 2
+
+
+def test_verify_names_every_problem_stray_and_leftover(
+    folder: CheckpointFolder, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder.path(200) / TENSORS).unlink()
+    (folder.path(200) / ".metadata").write_bytes(os.urandom(1_000))
+    (folder.path(100) / "notes.txt").touch()
+    folder.begin(300)
+    told = Told(capsys, tmp_path, "verify", folder.root)
+    assert (told.code, told.err) == (1, "")
+    lines = told.out.splitlines()
+    assert lines[0] == "step-00000200  BROKEN"
+    # The manifest's order: by name.
+    assert lines[1].startswith("  .metadata is cut short: 1,000 bytes of the ")
+    assert lines[2] == f"  {TENSORS} is missing"
+    assert lines[3].startswith("step-00000100  whole (")
+    assert lines[4] == "  note: notes.txt does not belong to it; no harm"
+    assert lines[5].startswith("step-00000300.writing  no checkpoint: ")
+    newest, older = told.figures["checkpoints"]
+    assert (newest["whole"], len(newest["problems"])) == (False, 2)
+    assert (older["whole"], older["strays"]) == (True, ["notes.txt"])
+    assert told.figures["leftovers"] == [str(folder.root / "step-00000300.writing")]
+
+
+def test_verify_of_one_checkpoint_looks_at_no_other(
+    folder: CheckpointFolder, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder.path(200) / TENSORS).unlink()
+    folder.begin(300)
+    told = Told(capsys, tmp_path, "verify", folder.path(100))
+    assert told.code == 0 and len(told.out.splitlines()) == 1
+
+
+def test_a_run_that_has_saved_nothing_yet_has_failed_to(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    for action in ("show", "verify"):
+        told = Told(capsys, tmp_path, action, tmp_path / "run")
+        assert (told.code, told.out) == (1, "")
+        assert told.err.startswith(f"{tmp_path / 'run'} holds no checkpoint")
+
+
+@pytest.mark.parametrize("action", ["show", "verify"])
+def test_what_is_no_place_for_checkpoints_is_wrong_input(
+    action: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for place in (tmp_path, tmp_path / "nowhere"):
+        told = Told(capsys, tmp_path, action, place)
+        assert (told.code, told.out, told.figures) == (2, "", None)
+        assert str(place) in told.err and "Traceback" not in told.err
+
+
+@pytest.mark.parametrize("arguments", [[], ["show"], ["mend", "."], ["show", ".", "--config", "x"]])
+def test_a_wrong_command_line_is_wrong_input(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(["checkpoint", *arguments])
+    assert stop.value.code == 2
+    assert capsys.readouterr().err.startswith("usage: megaspeed")
+
+
+def test_neither_action_loads_deepspeed(folder: CheckpointFolder) -> None:
+    code = (
+        "import sys; from megaspeed.cli import main; "
+        "codes = [main(['checkpoint', action, sys.argv[1]]) for action in ('show', 'verify')]; "
+        "sys.exit(' '.join({'deepspeed', 'datasets'} & set(sys.modules)) or max(codes) or None)"
+    )
+    command = [sys.executable, "-c", code, str(folder.root)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")

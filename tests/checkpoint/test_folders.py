@@ -1,0 +1,249 @@
+"""Names that checkpoints go through, and what they are when a process dies on the way."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megaspeed.checkpoint.errors import CheckpointError
+from megaspeed.checkpoint.folders import CheckpointFolder, locate
+from megaspeed.checkpoint.manifest import MANIFEST, file_problems, read_manifest
+from megaspeed.topology import LaunchEnvironment
+from tests.checkpoint import dying
+from tests.rank_pool import RankPool
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> CheckpointFolder:
+    return CheckpointFolder(tmp_path / "run" / "checkpoints")
+
+
+def save(folder: CheckpointFolder, *steps: int, content: bytes = b"tensors") -> list[Path]:
+    for step in steps:
+        dying.save(folder, step, content)
+    return [folder.path(step) for step in steps]
+
+
+def names(folder: CheckpointFolder) -> set[str]:
+    return {path.name for path in folder.root.iterdir()}
+
+
+def test_a_save_bears_another_name_until_it_is_committed(folder: CheckpointFolder) -> None:
+    writing = folder.begin(100)
+    assert names(folder) == {"step-00000100.writing"} and folder.newest_first() == []
+    assert folder.commit(writing) == folder.path(100)
+    assert names(folder) == {"step-00000100", "latest"}
+    assert (folder.root / "latest").read_text() == "step-00000100\n"
+
+
+def test_a_save_begins_empty_whatever_an_earlier_one_left(folder: CheckpointFolder) -> None:
+    (folder.begin(5) / "old").write_text("half")
+    writing = folder.begin(5)
+    assert list(writing.iterdir()) == []
+    writing.rmdir()
+    writing.write_text("a file of that name")
+    assert list(folder.begin(5).iterdir()) == []
+
+
+def test_a_save_that_failed_is_discarded_and_can_be_discarded_again(
+    folder: CheckpointFolder,
+) -> None:
+    save(folder, 1)
+    writing = folder.begin(2)
+    (writing / "tensors").write_text("half")
+    folder.discard(writing)
+    folder.discard(writing)
+    assert names(folder) == {"step-00000001", "latest"}
+
+
+def test_saving_a_step_again_replaces_it(folder: CheckpointFolder) -> None:
+    save(folder, 1, content=b"old")
+    (checkpoint,) = save(folder, 1, content=b"new")
+    assert (checkpoint / "tensors").read_bytes() == b"new"
+    assert names(folder) == {"step-00000001", "latest"}
+
+
+def test_checkpoints_are_ordered_by_number(folder: CheckpointFolder) -> None:
+    """As text, step-100000000 would come before step-99999999."""
+    saved = save(folder, 9, 10, 99_999_999, 100_000_000)
+    assert folder.newest_first() == saved[::-1]
+
+
+def test_what_only_looks_like_a_checkpoint_is_passed_by(
+    folder: CheckpointFolder, tmp_path: Path
+) -> None:
+    (checkpoint,) = save(folder, 7)
+    elsewhere = shutil.copytree(checkpoint, tmp_path / "elsewhere")
+    for name in ("step-00000008.writing", "step-00000009.deleting", "best", "step-x", "step-12"):
+        (folder.root / name).mkdir()
+    (folder.root / "step-000000011").mkdir()  # nine digits where eight do
+    (folder.root / "step-00000020").write_text("a file")
+    (folder.root / "step-00000021").symlink_to(elsewhere)
+    (folder.root / "step-00000022").symlink_to(tmp_path / "nowhere")
+    (folder.root / "step-٠٠٠٠٠٠٠٩").mkdir()  # digits, but not ours
+    assert folder.newest_first() == [checkpoint]
+    assert folder.prune(1) == []
+    cleared = folder.clear_leftovers()
+    assert [path.name for path in cleared] == ["step-00000008.writing", "step-00000009.deleting"]
+    assert (elsewhere / "tensors").exists()
+    assert {"best", "step-12", "step-00000020", "step-00000021"} <= names(folder)
+
+
+def test_a_link_in_the_way_of_a_checkpoint_goes_and_not_what_it_points_to(
+    folder: CheckpointFolder, tmp_path: Path
+) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "file").write_text("kept")
+    folder.root.mkdir(parents=True)
+    folder.path(3).symlink_to(tmp_path / "elsewhere")
+    (folder.root / "step-00000003.writing").symlink_to(tmp_path / "elsewhere")
+    save(folder, 3)
+    assert not folder.path(3).is_symlink() and (folder.path(3) / "tensors").is_file()
+    assert (tmp_path / "elsewhere" / "file").read_text() == "kept"
+
+
+def test_the_newest_few_stay(folder: CheckpointFolder) -> None:
+    saved = save(folder, 1, 2, 3, 4)
+    assert folder.prune(2) == [saved[1], saved[0]]
+    assert folder.newest_first() == [saved[3], saved[2]]
+    assert folder.prune(2) == []
+
+
+def test_the_checkpoint_just_saved_stays_where_broken_ones_of_higher_steps_are(
+    folder: CheckpointFolder,
+) -> None:
+    """A run found 200 and 300 broken, went on from 100 and saved 150: none of these may push it
+    out."""
+    save(folder, 100, 200, 300)
+    for step in (200, 300):
+        (folder.path(step) / "tensors").write_bytes(b"")
+    save(folder, 150)
+    assert folder.prune(1) == [folder.path(100)]
+    assert folder.newest_first() == [folder.path(step) for step in (300, 200, 150)]
+
+
+def prune_as_a_plain_user(launch: LaunchEnvironment, folder: CheckpointFolder) -> list[Path]:
+    """Root may remove everything, and a plain user not enter the folders above."""
+    os.chdir(folder.root)
+    if os.getuid() == 0:
+        os.setuid(65534)
+    return CheckpointFolder(Path()).prune(1)
+
+
+def test_a_checkpoint_that_cannot_be_removed_fails_nothing(
+    pool: RankPool, folder: CheckpointFolder
+) -> None:
+    saved = save(folder, 1, 2)
+    folder.root.chmod(0o555)
+    try:
+        assert pool.run(1, prune_as_a_plain_user, folder) == [[]]
+    finally:
+        folder.root.chmod(0o755)
+    assert folder.newest_first() == saved[::-1]
+    assert folder.prune(1) == saved[:1]
+
+
+def test_what_died_is_cleared(folder: CheckpointFolder) -> None:
+    save(folder, 1)
+    folder.begin(2)
+    (folder.root / "step-00000000.deleting").mkdir()
+    (folder.root / "latest.writing").write_text("step-0")
+    cleared = [path.name for path in folder.clear_leftovers()]
+    assert cleared == ["latest.writing", "step-00000000.deleting", "step-00000002.writing"]
+    assert names(folder) == {"step-00000001", "latest"}
+
+
+def test_a_replacement_that_was_cut_in_two_is_ended(folder: CheckpointFolder) -> None:
+    save(folder, 1, content=b"old")
+    folder.path(1).rename(folder.root / "step-00000001.deleting")
+    other = CheckpointFolder(folder.root.parent / "other")
+    save(other, 1, content=b"new")
+    other.path(1).rename(folder.root / "step-00000001.writing")
+    assert folder.newest_first() == []
+    folder.clear_leftovers()
+    assert (folder.path(1) / "tensors").read_bytes() == b"new"
+    assert names(folder) == {"step-00000001", "latest"}
+
+
+@pytest.mark.parametrize(
+    ("first", "step", "keep_last"),
+    [([], 1, 1), ([1], 2, 1), ([1, 2, 3], 4, 2), ([1], 1, 1), ([1, 2], 2, 1)],
+    ids=["first", "next", "third", "only one replaced", "newest replaced"],
+)
+def test_wherever_a_process_dies_a_whole_checkpoint_is_found(
+    tmp_path: Path, first: list[int], step: int, keep_last: int
+) -> None:
+    steps = [*map(str, first), "--", str(step), str(keep_last)]
+    subprocess.run([sys.executable, "-m", "tests.checkpoint.dying", tmp_path, *steps], check=True)
+    deaths = sorted(tmp_path.iterdir(), key=lambda path: int(path.name))
+    assert len(deaths) >= 8
+    for death in deaths:
+        folder = CheckpointFolder(death)
+        folder.clear_leftovers()
+        assert folder.leftovers() == []
+        found = folder.newest_first()
+        assert found or not first, death.name
+        for checkpoint in found:
+            assert file_problems(checkpoint, read_manifest(checkpoint)) == []
+        assert {path.name for path in death.iterdir()} - {"latest"} == {p.name for p in found}
+    assert folder.newest_first()[0] == folder.path(step)
+    assert len(folder.newest_first()) == min(keep_last, len({*first, step}))
+    assert (folder.path(step) / "tensors").read_bytes() == b"second"
+
+
+def test_free_bytes_are_those_of_the_disk_even_before_the_folder_is_made(
+    folder: CheckpointFolder, tmp_path: Path
+) -> None:
+    assert folder.free_bytes() == pytest.approx(shutil.disk_usage(tmp_path).free, rel=0.05)
+
+
+def test_a_user_may_name_a_checkpoint_its_folder_or_the_run(
+    folder: CheckpointFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = save(folder, 1, 2)
+    assert locate(first) == [first]
+    assert locate(folder.root) == locate(folder.root.parent) == [second, first]
+    monkeypatch.chdir(folder.root)
+    assert [path.resolve() for path in locate(Path("."))] == [second, first]
+    monkeypatch.chdir(first)
+    assert locate(Path(".")) == [Path(".")]
+
+
+def test_a_checkpoint_is_found_under_another_name_and_a_broken_one_under_its_own(
+    folder: CheckpointFolder,
+) -> None:
+    first, second = save(folder, 1, 2)
+    renamed = first.rename(folder.root / "best")
+    assert locate(renamed) == [renamed]
+    (second / MANIFEST).unlink()
+    assert locate(second) == locate(folder.root) == [second]
+
+
+def test_links_that_a_user_names_are_followed(folder: CheckpointFolder, tmp_path: Path) -> None:
+    (checkpoint,) = save(folder, 1)
+    (tmp_path / "a checkpoint").symlink_to(checkpoint)
+    (tmp_path / "checkpoints").symlink_to(folder.root)
+    assert locate(tmp_path / "a checkpoint") == [tmp_path / "a checkpoint"]
+    assert locate(tmp_path) == [tmp_path / "checkpoints" / checkpoint.name]
+
+
+def test_a_folder_for_checkpoints_may_hold_none(folder: CheckpointFolder) -> None:
+    folder.root.mkdir(parents=True)
+    assert locate(folder.root) == locate(folder.root.parent) == []
+    folder.begin(1)
+    moved = folder.root.rename(folder.root.with_name("moved"))
+    assert locate(moved) == []
+
+
+@pytest.mark.parametrize("name", ["nothing", "file", "folder", "folder/step-00000001.writing"])
+def test_any_other_place_is_refused_by_its_name(tmp_path: Path, name: str) -> None:
+    (tmp_path / "file").write_text("text")
+    (tmp_path / "folder").mkdir()
+    if name.endswith(".writing"):
+        (tmp_path / name).mkdir()
+    with pytest.raises(CheckpointError) as refusal:
+        locate(tmp_path / name)
+    assert str(tmp_path / name) in str(refusal.value)

@@ -1,0 +1,129 @@
+"""A run saved at any layout goes on at any other as if nothing had happened.
+
+Seven layouts save and seven load. In the first round each loads from all seven: 49 changes of
+layout, in which every ZeRO stage follows every other. The rounds after it repeat a part with other
+models, another precision and other stages.
+"""
+
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megaspeed.analysis.verification.comparison import TOLERANCES
+from megaspeed.config import Run
+from megaspeed.data import PreparedCorpus
+from tests.checkpoint.saved_runs import (
+    KINDS,
+    Stretch,
+    go_on_from,
+    only_checkpoint,
+    save_and_go_on,
+)
+from tests.parallel.tiny import LLAMA, tiny_corpus
+from tests.rank_pool import RankPool
+from tests.zero.one_rank import small_run
+
+TEXT = Path(__file__).parents[2] / "LICENSE"
+LAYOUTS = ((1, 1, 1), (2, 1, 1), (1, 3, 1), (1, 1, 2), (2, 2, 1), (1, 2, 2), (2, 2, 2))
+BEFORE, AFTER = 3, 5
+BF16 = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
+WARMUP = {"type": "WarmupLR", "params": {"warmup_num_steps": 6, "warmup_type": "linear"}}
+
+# 301 tokens, and embedding, 3 blocks and head divide by no degree. One key/value head stands on
+# both tensor ranks.
+ROUNDS: dict[str, dict[str, Any]] = {
+    "gpt2-tied": {"scheduler": WARMUP},
+    "llama-untied": {
+        "model": {
+            **LLAMA,
+            "num_hidden_layers": 3,
+            "num_key_value_heads": 1,
+            "tie_word_embeddings": False,
+        },
+        "parallel": {"schedule": "gpipe"},
+    },
+    "gpt2-untied-bf16": {"model": {"tie_word_embeddings": False, "residual_dropout": 0.1}, **BF16},
+}
+
+
+def stages(round_number: int, layout: int) -> tuple[int, int]:
+    """(ZeRO stage that saves, ZeRO stage that loads) of a layout in a round."""
+    return (layout + round_number) % 4, (3 * layout + 2 * round_number + layout // 4) % 4
+
+
+def sources(round_number: int, layout: int) -> list[int]:
+    """From which layouts a layout loads in a round."""
+    everyone = range(len(LAYOUTS))
+    return [i for i in everyone if round_number == 0 or (i - layout) % len(LAYOUTS) in (0, 2, 3)]
+
+
+def test_every_zero_stage_follows_every_other() -> None:
+    for number in range(len(ROUNDS)):
+        pairs = {
+            (stages(number, source)[0], stages(number, layout)[1])
+            for layout in range(len(LAYOUTS))
+            for source in sources(number, layout)
+        }
+        assert pairs >= set(product(range(4), range(4))) or number > 0
+        assert {load for _, load in pairs} == {save for save, _ in pairs} == set(range(4))
+
+
+def run_at(layout: int, zero_stage: int, folder: Path, changes: dict[str, Any]) -> Run:
+    pp, dp, tp = LAYOUTS[layout]
+    parallel = {"sequence_parallel": tp > 1 and zero_stage % 2 == 1, **changes.get("parallel", {})}
+    return small_run(
+        TEXT,
+        pp=pp,
+        dp=dp,
+        tp=tp,
+        **{
+            **changes,
+            "parallel": parallel,
+            "zero_optimization": {"stage": zero_stage},
+            "training": {"run_dir": str(folder)},
+        },
+    )
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> PreparedCorpus:
+    run = run_at(0, 0, Path("unused"), {})
+    return tiny_corpus(run, tmp_path_factory.mktemp("cache"))
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("name", ROUNDS)
+def test_a_run_goes_on_at_every_layout(
+    pool: RankPool, tmp_path: Path, corpus: PreparedCorpus, name: str
+) -> None:
+    number, changes = list(ROUNDS).index(name), ROUNDS[name]
+    saved: dict[Path, Stretch] = {}
+    for layout in range(len(LAYOUTS)):
+        run = run_at(layout, stages(number, layout)[0], tmp_path / f"{layout}", changes)
+        world_size = run.degrees.world_size
+        stretch = pool.run(world_size, save_and_go_on, run, corpus, BEFORE, AFTER)[0]
+        saved[only_checkpoint(run.run_dir)] = stretch
+    for layout in range(len(LAYOUTS)):
+        run = run_at(layout, stages(number, layout)[1], tmp_path / "unused", changes)
+        checkpoints = [list(saved)[source] for source in sources(number, layout)]
+        resumed = pool.run(run.degrees.world_size, go_on_from, run, corpus, checkpoints, AFTER)[0]
+        for checkpoint, after in zip(checkpoints, resumed, strict=True):
+            assert_goes_on(saved[checkpoint], after, run, str(checkpoint))
+
+
+def assert_goes_on(before: Stretch, after: Stretch, run: Run, checkpoint: str) -> None:
+    where = f"{checkpoint} at {run.degrees}, ZeRO-{run.zero_stage}"
+    assert after.copies_differ_by == 0.0, where
+    for kind in KINDS:
+        assert before.state[kind].keys() == after.state[kind].keys(), where
+        for tensor_name, value in before.state[kind].items():
+            assert torch.equal(value, after.state[kind][tensor_name]), (where, kind, tensor_name)
+    for tensor_name, value in before.computed.items():
+        assert torch.equal(value, after.computed[tensor_name]), (where, "computed", tensor_name)
+    allowed = TOLERANCES[run.precision].loss
+    for uninterrupted, resumed in zip(before.losses, after.losses, strict=True):
+        assert abs(resumed - uninterrupted) <= allowed * abs(uninterrupted), where
+    assert after.rates == before.rates and after.samples == before.samples, where

@@ -1,0 +1,140 @@
+"""The manifest tells every damage of every file, in a sentence."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from megaspeed.checkpoint.errors import CheckpointError
+from megaspeed.checkpoint.manifest import (
+    MANIFEST,
+    Checksum,
+    FileSeal,
+    file_problems,
+    read_manifest,
+    size_problems,
+    write_manifest,
+)
+from megaspeed.files.sealed_json import write_sealed
+
+CONTENT = bytes(range(256)) * 40_000  # more than two of the blocks that are read at once
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Two files and their manifest."""
+    (tmp_path / "large").write_bytes(CONTENT)
+    (tmp_path / "small").write_bytes(b"abc")
+    write_manifest(tmp_path, {"small": FileSeal.of(b"abc"), "large": FileSeal.of(CONTENT)})
+    return tmp_path
+
+
+def problems(folder: Path) -> list[str]:
+    return file_problems(folder, read_manifest(folder))
+
+
+def test_the_checksum_is_xxh3_of_128_bits() -> None:
+    """The empty input's, as the author of the hash publishes it."""
+    assert Checksum().hexdigest() == "99aa06d3014798d86001c324468d497f"
+
+
+def test_a_checksum_is_of_the_bytes_and_not_of_how_they_come(folder: Path) -> None:
+    pieces = Checksum()
+    for start in range(0, len(CONTENT), 999_983):
+        pieces.update(memoryview(CONTENT)[start : start + 999_983])
+    whole = FileSeal.of(CONTENT)
+    assert pieces.hexdigest() == whole.checksum
+    assert FileSeal.of_file(folder / "large") == whole
+
+
+def test_a_manifest_is_read_as_it_was_written_and_whole_files_have_no_problem(folder: Path) -> None:
+    assert read_manifest(folder) == {"large": FileSeal.of(CONTENT), "small": FileSeal.of(b"abc")}
+    assert problems(folder) == []
+
+
+def test_a_missing_file_is_named(folder: Path) -> None:
+    (folder / "large").unlink()
+    assert problems(folder) == ["large is missing"]
+
+
+def test_a_file_that_is_cut_short_is_named_with_both_sizes(folder: Path) -> None:
+    os.truncate(folder / "large", 1_234_567)
+    assert problems(folder) == ["large is cut short: 1,234,567 bytes of the 10,240,000 written"]
+    assert list(size_problems(folder, read_manifest(folder))) == ["large"]
+
+
+def test_a_file_that_has_grown_is_named_with_both_sizes(folder: Path) -> None:
+    (folder / "small").write_bytes(b"abcd")
+    assert problems(folder) == ["small has grown: 4 bytes where 3 were written"]
+
+
+@pytest.mark.parametrize("position", [0, 5_000_000, len(CONTENT) - 1])
+def test_one_flipped_bit_is_found_wherever_it_is(folder: Path, position: int) -> None:
+    damaged = bytearray(CONTENT)
+    damaged[position] ^= 0x10
+    (folder / "large").write_bytes(damaged)
+    (problem,) = problems(folder)
+    assert problem.startswith("large has other bytes than were written: checksum ")
+    assert FileSeal.of(CONTENT).checksum in problem
+    assert size_problems(folder, read_manifest(folder)) == {}
+
+
+def test_every_broken_file_is_told_at_once(folder: Path) -> None:
+    (folder / "large").unlink()
+    (folder / "small").write_bytes(b"abd")
+    assert [problem.split()[0] for problem in problems(folder)] == ["large", "small"]
+
+
+def test_a_pipe_or_a_folder_of_that_name_is_no_file_and_nobody_waits_for_it(folder: Path) -> None:
+    for name in ("large", "small"):
+        (folder / name).unlink()
+    os.mkfifo(folder / "large")
+    (folder / "small").mkdir()
+    assert problems(folder) == ["large is not a file", "small is not a file"]
+
+
+def test_without_a_manifest_the_save_did_not_end(folder: Path) -> None:
+    (folder / MANIFEST).unlink()
+    with pytest.raises(CheckpointError, match=r"manifest.json is missing.* save did not end"):
+        read_manifest(folder)
+
+
+def test_a_manifest_that_is_cut_or_altered_is_not_believed(folder: Path) -> None:
+    whole = (folder / MANIFEST).read_bytes()
+    for broken in (b"", whole[:-2], whole.replace(b'"size_bytes": 3', b'"size_bytes": 4')):
+        assert broken != whole
+        (folder / MANIFEST).write_bytes(broken)
+        with pytest.raises(CheckpointError, match="is not as it was written"):
+            read_manifest(folder)
+
+
+def test_a_manifest_that_is_a_folder_is_told(folder: Path) -> None:
+    (folder / MANIFEST).unlink()
+    (folder / MANIFEST).mkdir()
+    with pytest.raises(CheckpointError, match=r"cannot be read \(Is a directory\)"):
+        read_manifest(folder)
+
+
+def test_a_manifest_of_a_later_format_names_the_mend(folder: Path) -> None:
+    write_sealed(folder / MANIFEST, {"format": 2, "files": {}})
+    with pytest.raises(CheckpointError, match="of format 2, and this version reads 1; take the"):
+        read_manifest(folder)
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        None,
+        [],
+        {"a": 3},
+        {"a": {"size_bytes": 3}},
+        {"a": {"size_bytes": "3", "checksum": "x"}},
+        {"../a": {"size_bytes": 3, "checksum": "x"}},
+        {"/etc/passwd": {"size_bytes": 3, "checksum": "x"}},
+    ],
+    ids=str,
+)
+def test_a_manifest_that_says_something_else_is_refused(folder: Path, files: object) -> None:
+    write_sealed(folder / MANIFEST, {"format": 1, "files": files})
+    with pytest.raises(CheckpointError, match="does not name files, sizes and checksums"):
+        read_manifest(folder)

@@ -1,0 +1,85 @@
+"""No rank gathers the model: what a save and a load add to a rank's memory is at most its share.
+
+Together with the state itself, which a CPU holds in the same memory, that is twice the share.
+"""
+
+import gc
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from megaspeed.checkpoint.tensors import expected_tensors
+from megaspeed.config import Run
+from megaspeed.data import PreparedCorpus
+from megaspeed.topology import LaunchEnvironment
+from tests.checkpoint.saved_runs import SavedRun, only_checkpoint, save_only, started
+from tests.parallel.tiny import tiny_corpus
+from tests.rank_pool import RankPool
+from tests.zero.one_rank import small_run
+
+TEXT = Path(__file__).parents[2] / "LICENSE"
+MODEL = {"hidden_size": 256, "num_hidden_layers": 14, "vocab_size": 4000}
+RANKS = 4
+# What else a process gets for the first time: its index, its plan, the allocator's pages.
+SLACK_BYTES = 12 << 20
+
+
+def run_of(folder: Path, **changes: object) -> Run:
+    return small_run(TEXT, model=MODEL, training={"run_dir": str(folder)}, **changes)
+
+
+def added(action: Callable[[], object]) -> int:
+    """By how many bytes the process was larger than before, at its largest, during `action`."""
+    gc.collect()
+    Path("/proc/self/clear_refs").write_text("5")  # sets the peak to what is held now
+    before = memory("VmRSS")
+    action()
+    return memory("VmHWM") - before
+
+
+def memory(name: str) -> int:
+    """Bytes, as the kernel counts them for this process."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    (line,) = (line for line in lines if line.startswith(f"{name}:"))
+    return int(line.split()[1]) << 10
+
+
+def save_and_load(
+    launch: LaunchEnvironment, run: Run, corpus: PreparedCorpus, other: Path
+) -> dict[str, int]:
+    """What a save adds, and a load of a checkpoint that one rank wrote alone."""
+    with started(launch, run) as context:
+        rank = SavedRun.start(run, corpus, context)
+        rank.train_step()
+        save = added(lambda: rank.checkpointing.save(rank.progress))
+        (report,) = rank.checkpointing.close()
+        assert report.error is None
+        load = added(lambda: rank.checkpointing.load(other))
+        return {"save": save, "load": load}
+
+
+@pytest.fixture(scope="module")
+def written_by_one(pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run folder of one rank that saved the whole model by itself."""
+    folder = tmp_path_factory.mktemp("alone")
+    run = run_of(folder)
+    pool.run(1, save_only, run, tiny_corpus(run, folder / "cache"))
+    return folder
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="Linux counts the peak")
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_save_and_a_load_add_no_more_than_the_share(
+    pool: RankPool, tmp_path: Path, written_by_one: Path, stage: int
+) -> None:
+    run = run_of(tmp_path, dp=RANKS, zero_optimization={"stage": stage})
+    corpus = tiny_corpus(run, written_by_one / "cache")
+    all_bytes = 4 * sum(map(math.prod, expected_tensors(run.config.model).values()))
+    share = all_bytes // RANKS
+    assert share > 2 * SLACK_BYTES, "the model is too small to show anything"
+    checkpoint = only_checkpoint(written_by_one)
+    for figures in pool.run(RANKS, save_and_load, run, corpus, checkpoint):
+        for what, more in figures.items():
+            assert more <= share + SLACK_BYTES, f"{what} added {more:,} bytes to {share:,}"

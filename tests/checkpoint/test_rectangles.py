@@ -1,0 +1,111 @@
+"""Flat ranges of tensor shards as rectangles: drawn by hand, and put together again."""
+
+import itertools
+import random
+
+import pytest
+import torch
+from torch import Tensor
+
+from megaspeed.checkpoint.rectangles import Rectangle, rectangles_of
+from megaspeed.config import ModelConfig, parse_config
+from megaspeed.model import layer_count
+from megaspeed.model.parameters import parameter_shapes
+from megaspeed.tensor_parallel import ParameterShard
+from megaspeed.tensor_parallel.plan import shard_of
+from tests.parallel.tiny import GPT2, LLAMA
+
+MANY = 10**9
+
+
+def test_a_flat_range_of_a_matrix_is_three_rectangles() -> None:
+    """The drawing in the module's docstring."""
+    whole = ParameterShard(full_shape=(4, 4), rows=(range(4),), owned_rows=4)
+    assert list(rectangles_of(whole, 2, 14, largest=MANY)) == [
+        Rectangle((0, 2), (1, 2), 2),
+        Rectangle((1, 0), (2, 4), 4),
+        Rectangle((3, 0), (1, 2), 12),
+    ]
+
+
+def test_rows_and_columns_are_shifted_to_where_they_stand() -> None:
+    """Rows 2-3 and 6-7 of 8, columns 5-7 of 10: two sections, as of query and key heads."""
+    shard = ParameterShard(
+        full_shape=(8, 10), rows=(range(2, 4), range(6, 8)), columns=range(5, 8), owned_rows=4
+    )
+    assert list(rectangles_of(shard, 0, 12, largest=MANY)) == [
+        Rectangle((2, 5), (2, 3), 0),
+        Rectangle((6, 5), (2, 3), 6),
+    ]
+
+
+def test_padding_rows_are_nowhere() -> None:
+    shard = ParameterShard(full_shape=(5, 2), rows=(range(3, 5),), padding_rows=6, owned_rows=2)
+    assert list(rectangles_of(shard, 0, 16, largest=MANY)) == [Rectangle((3, 0), (2, 2), 0)]
+    assert list(rectangles_of(shard, 4, 16, largest=MANY)) == []
+
+
+def test_a_vector_is_one_rectangle_and_long_ones_are_cut() -> None:
+    shard = ParameterShard(full_shape=(9,), rows=(range(2, 9),), owned_rows=7)
+    assert list(rectangles_of(shard, 1, 7, largest=4)) == [
+        Rectangle((3,), (4,), 1),
+        Rectangle((7,), (2,), 5),
+    ]
+
+
+def test_a_rectangle_has_no_more_than_the_largest_but_for_a_long_row() -> None:
+    shard = ParameterShard(full_shape=(7, 6), rows=(range(7),), owned_rows=7)
+    sizes = [r.sizes for r in rectangles_of(shard, 0, 42, largest=13)]
+    assert sizes == [(2, 6), (2, 6), (2, 6), (1, 6)]
+    assert {r.sizes for r in rectangles_of(shard, 0, 42, largest=2)} == {(1, 6)}
+
+
+def model(values: dict[str, object]) -> ModelConfig:
+    return parse_config(
+        {
+            "model": values,
+            "data": {"sequence_length": 16},
+            "training": {"steps": 1},
+            "train_batch_size": 1,
+        }
+    ).model
+
+
+@pytest.mark.parametrize("architecture", [GPT2, {**LLAMA, "num_key_value_heads": 1}], ids=str)
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_fragments_of_all_ranks_put_together_are_the_logical_tensor(
+    architecture: dict[str, object], tp: int
+) -> None:
+    """Every parameter of both architectures, each shard cut at random as ZeRO may cut it."""
+    config = model(architecture)
+    for name, shape in parameter_shapes(config, range(layer_count(config))).items():
+        logical = torch.randn(shape)
+        rebuilt = torch.full(shape, torch.nan)
+        for rank in range(tp):
+            shard = shard_of(config, name, shape, rank=rank, size=tp)
+            for start, fragment in cut(local_tensor(logical, shard).flatten(), random.Random(name)):
+                place(rebuilt, shard, start, fragment)
+        assert torch.equal(rebuilt, logical), name
+
+
+def local_tensor(logical: Tensor, shard: ParameterShard) -> Tensor:
+    held = torch.cat([logical[rows.start : rows.stop] for rows in shard.rows])
+    if shard.columns is not None:
+        held = held[:, shard.columns.start : shard.columns.stop]
+    padding = held.new_full((shard.padding_rows, *held.shape[1:]), 1e9)
+    return torch.cat((held, padding))
+
+
+def cut(flat: Tensor, chance: random.Random) -> list[tuple[int, Tensor]]:
+    """Into four fragments anywhere."""
+    cuts = sorted([0, *(chance.randint(0, len(flat)) for _ in range(3)), len(flat)])
+    return [(a, flat[a:b]) for a, b in itertools.pairwise(cuts)]
+
+
+def place(rebuilt: Tensor, shard: ParameterShard, start: int, fragment: Tensor) -> None:
+    for rectangle in rectangles_of(shard, start, start + len(fragment), largest=50):
+        there = rebuilt
+        for dim, (offset, size) in enumerate(zip(rectangle.offsets, rectangle.sizes, strict=True)):
+            there = there.narrow(dim, offset, size)
+        first = rectangle.start - start
+        there.copy_(fragment[first : first + rectangle.elements].view(rectangle.sizes))

@@ -1,0 +1,316 @@
+"""What ranks write together, who writes what of it, and what happens where the disk refuses."""
+
+import dataclasses
+import os
+import resource
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed import checkpoint as dcp
+
+from megaspeed.checkpoint.finding import Found, newest_whole
+from megaspeed.checkpoint.folders import CheckpointFolder
+from megaspeed.checkpoint.saving import SaveReport
+from megaspeed.checkpoint.tensors import expected_tensors
+from megaspeed.config import Run
+from megaspeed.data import PreparedCorpus
+from megaspeed.topology import LaunchEnvironment
+from tests.checkpoint.saved_runs import (
+    SavedRun,
+    Stretch,
+    go_on_from,
+    only_checkpoint,
+    save_and_go_on,
+    started,
+)
+from tests.parallel.tiny import tiny_corpus
+from tests.rank_pool import RankPool
+from tests.zero.one_rank import OFFLOAD, OFFLOAD_ALL, small_run
+
+TEXT = Path(__file__).parents[2] / "LICENSE"
+AFTER = 5
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> PreparedCorpus:
+    return tiny_corpus(small_run(TEXT), tmp_path_factory.mktemp("cache"))
+
+
+def run_in(
+    folder: Path, layout: tuple[int, int, int] = (1, 1, 1), stage: int = 1, **training: object
+) -> Run:
+    pp, dp, tp = layout
+    return small_run(
+        TEXT,
+        pp=pp,
+        dp=dp,
+        tp=tp,
+        zero_optimization={"stage": stage},
+        training={"run_dir": str(folder), **training},
+    )
+
+
+@pytest.mark.parametrize(
+    ("layout", "stage"), [((1, 1, 1), 0), ((2, 2, 1), 1), ((1, 2, 2), 2), ((1, 3, 1), 3)]
+)
+def test_the_same_layout_goes_on_to_the_last_bit(
+    pool: RankPool, tmp_path: Path, corpus: PreparedCorpus, layout: tuple[int, int, int], stage: int
+) -> None:
+    """In other processes than those that saved, in fp32."""
+    run = run_in(tmp_path, layout, stage)
+    ranks = run.degrees.world_size
+    uninterrupted = pool.run(ranks, save_and_go_on, run, corpus, 3, AFTER)[0]
+    checkpoint = only_checkpoint(tmp_path)
+    (resumed,) = pool.run(ranks, go_on_from, run, corpus, [checkpoint], AFTER)[0]
+    assert len(uninterrupted.losses) == AFTER
+    assert resumed.losses == uninterrupted.losses
+    assert resumed.rates == uninterrupted.rates and resumed.samples == uninterrupted.samples
+
+
+@pytest.mark.parametrize(
+    ("saved", "loaded"),
+    [
+        ({"stage": 3, **OFFLOAD_ALL}, {"stage": 1}),
+        ({"stage": 1}, {"stage": 3, **OFFLOAD_ALL}),
+        ({"stage": 2, **OFFLOAD}, {"stage": 3, "stage3_param_persistence_threshold": 10**5}),
+        ({"stage": 3, "sub_group_size": 20_000}, {"stage": 2, **OFFLOAD}),
+    ],
+    ids=["offloaded", "to-offload", "to-parameters-kept-whole", "sub-groups"],
+)
+def test_offloaded_and_kept_states_take_part(
+    pool: RankPool,
+    tmp_path: Path,
+    corpus: PreparedCorpus,
+    saved: dict[str, object],
+    loaded: dict[str, object],
+) -> None:
+    training = {"run_dir": str(tmp_path)}
+    first = small_run(TEXT, dp=2, zero_optimization=saved, training=training)
+    second = small_run(TEXT, dp=2, zero_optimization=loaded, training=training)
+    before = pool.run(2, save_and_go_on, first, corpus, 3, AFTER)[0]
+    (after,) = pool.run(2, go_on_from, second, corpus, [only_checkpoint(tmp_path)], AFTER)[0]
+    assert_same_state(before, after)
+    assert after.losses == pytest.approx(before.losses, rel=1e-6)
+
+
+def assert_same_state(one: Stretch, other: Stretch) -> None:
+    for kind, tensors in one.state.items():
+        for name, value in tensors.items():
+            assert torch.equal(value, other.state[kind][name]), (kind, name)
+    for name, value in one.computed.items():
+        assert torch.equal(value, other.computed[name]), ("computed", name)
+
+
+def test_torch_alone_reads_every_tensor_whole(
+    pool: RankPool, tmp_path: Path, corpus: PreparedCorpus
+) -> None:
+    """Its own reader, planner and process: the format is torch.distributed.checkpoint's."""
+    run = run_in(tmp_path, (2, 2, 2), 3)
+    saved = pool.run(8, save_and_go_on, run, corpus, 2, 0)[0]
+    expected = expected_tensors(run.config.model)
+    tensors: dict[str, Tensor] = {name: torch.zeros(shape) for name, shape in expected.items()}
+    dcp.load(tensors, checkpoint_id=only_checkpoint(tmp_path), no_dist=True)
+    for kind, by_name in saved.state.items():
+        for name, value in by_name.items():
+            assert torch.equal(tensors[f"{kind}.{name}"], value), (kind, name)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_each_rank_writes_its_share_and_all_write_every_element_once(
+    pool: RankPool, tmp_path: Path, corpus: PreparedCorpus, stage: int
+) -> None:
+    run = run_in(tmp_path, (1, 2, 2), stage)
+    pool.run(4, save_and_go_on, run, corpus, 1, 0)
+    checkpoint = only_checkpoint(tmp_path)
+    index = dcp.FileSystemReader(checkpoint).read_metadata()
+    written = [0] * 4
+    for place, stored in index.storage_data.items():
+        chunks = index.state_dict_metadata[place.fqn].chunks
+        (size,) = (chunk.sizes.numel() for chunk in chunks if chunk.offsets == place.offset)
+        written[int(stored.relative_path.split("_")[2])] += size
+    expected = expected_tensors(run.config.model).values()
+    elements = sum(torch.Size(shape).numel() for shape in expected)
+    assert sum(written) == elements
+    # Replicated parameters are the first tensor rank's; at ZeRO-0 data ranks share the work too.
+    assert max(written) < 0.3 * elements
+
+
+@contextmanager
+def disk_that_refuses(after_bytes: int) -> Iterator[None]:
+    """Makes the kernel refuse this process more than so many bytes in a file (EFBIG)."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (after_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def save_and_wait(rank: SavedRun) -> SaveReport:
+    """One save until it has ended, in the background or not."""
+    rank.checkpointing.save(rank.progress)
+    while not (reports := rank.checkpointing.finished()):
+        time.sleep(0.01)
+    (report,) = reports
+    return report
+
+
+Outcome = tuple[SaveReport, list[str], float]
+"""Of a save: its report, what is in the folder then, and the loss of the step after it."""
+
+
+def save_thrice(launch: LaunchEnvironment, run: Run, corpus: PreparedCorpus) -> list[Outcome]:
+    """At the second save the disk refuses the last rank's file."""
+    outcomes = []
+    with started(launch, run) as context:
+        rank = SavedRun.start(run, corpus, context)
+        for number in (1, 2, 3):
+            rank.train_step()
+            refused = number == 2 and launch.rank == launch.world_size - 1
+            with disk_that_refuses(5000) if refused else nullcontext():
+                report = save_and_wait(rank)
+            present = sorted(os.listdir(run.run_dir / "checkpoints"))
+            outcomes.append((report, present, rank.train_step()))
+    return outcomes
+
+
+@pytest.mark.parametrize("in_background", [False, True], ids=["blocking", "async"])
+def test_a_full_disk_of_one_rank_fails_the_save_and_not_the_run(
+    pool: RankPool, tmp_path: Path, corpus: PreparedCorpus, in_background: bool
+) -> None:
+    run = run_in(tmp_path, (2, 2, 1), async_save=in_background)
+    ranks = pool.run(4, save_thrice, run, corpus)
+    for outcomes in ranks:
+        first, second, third = (report for report, _, _ in outcomes)
+        assert first.error is None and third.error is None
+        assert second.error is not None and second.error.startswith("rank 3: ")
+        assert "File too large" in second.error
+        assert second.size_bytes == 0 and second.deleted == ()
+        assert all(loss > 0 for _, _, loss in outcomes)
+    present = [names for _, names, _ in ranks[0]]
+    assert present[0] == present[1] == ["latest", "step-00000001"]
+    assert present[2] == ["latest", "step-00000001", "step-00000005"]
+
+
+def save_without_room(
+    launch: LaunchEnvironment, run: Run, corpus: PreparedCorpus
+) -> tuple[SaveReport, int]:
+    with started(launch, run) as context:
+        rank = SavedRun.start(run, corpus, context)
+        saver = rank.checkpointing._saver
+        free = saver.folder.free_bytes()
+        rank.checkpointing._saver = dataclasses.replace(saver, tensor_bytes=2 * free)
+        return save_and_wait(rank), 2 * free
+
+
+def test_a_checkpoint_that_does_not_fit_is_refused_before_a_byte_is_written(
+    pool: RankPool, tmp_path: Path, corpus: PreparedCorpus
+) -> None:
+    run = run_in(tmp_path, (1, 2, 1))
+    report, needed = pool.run(2, save_without_room, run, corpus)[0]
+    assert report.error is not None
+    assert report.error.startswith(f"a checkpoint takes {needed:,} bytes, and ")
+    assert "make room, or lower training.keep_last (3)" in report.error
+    assert list((tmp_path / "checkpoints").iterdir()) == []
+
+
+def save_in_background(
+    launch: LaunchEnvironment, run: Run, corpus: PreparedCorpus
+) -> tuple[list[Stretch], list[SaveReport]]:
+    """Three saves with a step between; none is waited for but by the next one."""
+    stretches, reports = [], []
+    with started(launch, run) as context:
+        rank = SavedRun.start(run, corpus, context)
+        for _ in range(3):
+            rank.train_step()
+            rank.checkpointing.save(rank.progress)
+            stretches.append(rank.stretch(0))
+            reports += rank.checkpointing.finished()
+        rank.train_step()  # overwrites the state while the last save may still be under way
+        return stretches, reports + rank.checkpointing.close()
+
+
+def test_a_background_save_has_the_state_of_when_it_was_asked_for(
+    pool: RankPool, tmp_path: Path, corpus: PreparedCorpus
+) -> None:
+    run = run_in(tmp_path, (1, 2, 2), 2, async_save=True)
+    stretches, reports = pool.run(4, save_in_background, run, corpus)[0]
+    assert [(report.step, report.error) for report in reports] == [(1, None), (2, None), (3, None)]
+    assert all(0 < report.stall_seconds < report.seconds for report in reports)
+    checkpoints = [report.checkpoint for report in reports]
+    again = pool.run(4, go_on_from, run, corpus, checkpoints, 0)[0]
+    for asked, loaded in zip(stretches, again, strict=True):
+        assert_same_state(asked, loaded)
+
+
+def test_the_last_ones_stay(pool: RankPool, tmp_path: Path, corpus: PreparedCorpus) -> None:
+    run = run_in(tmp_path, keep_last=2)
+    outcomes = pool.run(1, save_thrice_in_peace, run, corpus)[0]
+    assert [report.deleted for report in outcomes] == [
+        (),
+        (),
+        (tmp_path / "checkpoints" / "step-00000001",),
+    ]
+    assert sorted(os.listdir(tmp_path / "checkpoints")) == [
+        "latest",
+        "step-00000002",
+        "step-00000003",
+    ]
+    assert (tmp_path / "checkpoints" / "latest").read_text() == "step-00000003\n"
+
+
+def save_thrice_in_peace(
+    launch: LaunchEnvironment, run: Run, corpus: PreparedCorpus
+) -> list[SaveReport]:
+    with started(launch, run) as context:
+        rank = SavedRun.start(run, corpus, context)
+        reports = []
+        for _ in range(3):
+            rank.train_step()
+            reports.append(save_and_wait(rank))
+        return reports
+
+
+def search(launch: LaunchEnvironment, run: Run) -> Found:
+    with started(launch, run) as context:
+        folder = CheckpointFolder(run.run_dir / "checkpoints")
+        return newest_whole(folder.newest_first(), context.checkpoint_group)
+
+
+def test_damaged_checkpoints_are_passed_over_and_named(
+    pool: RankPool, tmp_path: Path, corpus: PreparedCorpus
+) -> None:
+    """Every rank reads a share of the files, and all come to the same."""
+    run = run_in(tmp_path, (1, 2, 1), keep_last=5)
+    pool.run(2, save_thrice, run, corpus)  # of which the second fails
+    folder = CheckpointFolder(tmp_path / "checkpoints")
+    newest, oldest = folder.newest_first()
+    flip_a_bit(newest / "__1_0.distcp")
+    for step, name in ((6, "__0_0.distcp"), (7, "__1_0.distcp"), (8, "run_state.json")):
+        shutil.copytree(oldest, folder.path(step))
+        file = folder.path(step) / name
+        file.write_bytes(file.read_bytes()[:-1])
+    shutil.copytree(oldest, folder.path(9))
+    (folder.path(9) / "manifest.json").unlink()
+    found = pool.run(2, search, run)
+    assert found[0] == found[1]
+    assert found[0].checkpoint == oldest
+    told = {checkpoint.name: why for checkpoint, why in found[0].passed_over}
+    assert list(told) == [f"step-0000000{step}" for step in (9, 8, 7, 6, 5)]
+    assert "manifest.json is missing" in told["step-00000009"]
+    assert "run_state.json is cut short" in told["step-00000008"]
+    assert "__1_0.distcp is cut short" in told["step-00000007"]
+    assert "__0_0.distcp is cut short" in told["step-00000006"]
+    assert "__1_0.distcp has other bytes than were written" in told["step-00000005"]
+
+
+def flip_a_bit(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)

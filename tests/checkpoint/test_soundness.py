@@ -1,0 +1,211 @@
+"""A checkpoint is whole, or every reason why it is not is named."""
+
+import os
+import pickle
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+)
+
+from megaspeed.checkpoint.folders import CheckpointFolder
+from megaspeed.checkpoint.manifest import MANIFEST, read_manifest, write_manifest
+from megaspeed.checkpoint.run_state import RUN_STATE
+from megaspeed.checkpoint.soundness import INDEX, glance, inspect, problems_of
+from tests.checkpoint.written import CONFIG, change_index, run_state, seal, write_checkpoint
+
+TENSORS = "__0_0.distcp"
+UP = "exp_avg.blocks.0.mlp.up.weight"  # 128 x 32
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(CheckpointFolder(tmp_path_factory.mktemp("checkpoints")), 100)
+
+
+@pytest.fixture
+def checkpoint(written: Path, tmp_path: Path) -> Path:
+    """A whole one, to break."""
+    return shutil.copytree(written, tmp_path / written.name)
+
+
+def flip(file: Path, position: int) -> None:
+    content = bytearray(file.read_bytes())
+    content[position] ^= 0x04
+    file.write_bytes(content)
+
+
+def only_problem(checkpoint: Path) -> str:
+    (problem,) = problems_of(checkpoint)
+    return problem
+
+
+def test_a_whole_checkpoint_has_no_problem_and_tells_what_it_holds(checkpoint: Path) -> None:
+    found = inspect(checkpoint)
+    assert (found.problems, found.strays, found.model) == ((), (), CONFIG.model)
+    assert found.state == run_state(100)
+    assert set(found.files) == {TENSORS, INDEX, RUN_STATE}
+    assert found.size_bytes == sum(
+        path.stat().st_size for path in checkpoint.iterdir() if path.name != MANIFEST
+    )
+    assert glance(checkpoint) == found
+
+
+@pytest.mark.parametrize("name", [TENSORS, INDEX, RUN_STATE])
+@pytest.mark.parametrize(
+    ("damage", "told"),
+    [
+        (Path.unlink, "is missing"),
+        (lambda file: os.truncate(file, file.stat().st_size - 1), "is cut short: "),
+        (lambda file: os.truncate(file, 0), "is cut short: 0 bytes of the "),
+        (lambda file: flip(file, file.stat().st_size // 2), "has other bytes than were written"),
+    ],
+    ids=["missing", "cut", "empty", "flipped"],
+)
+def test_a_damaged_file_is_the_one_problem(
+    checkpoint: Path, name: str, damage: Callable[[Path], None], told: str
+) -> None:
+    damage(checkpoint / name)
+    assert only_problem(checkpoint).startswith(f"{name} {told}")
+
+
+def test_at_a_glance_sizes_and_small_files_are_checked_and_large_ones_not_read(
+    checkpoint: Path,
+) -> None:
+    flip(checkpoint / TENSORS, 100_000)
+    assert glance(checkpoint).problems == ()
+    flip(checkpoint / INDEX, 100)
+    os.truncate(checkpoint / TENSORS, 100_000)
+    assert [problem.split()[0] for problem in glance(checkpoint).problems] == [TENSORS, INDEX]
+
+
+def test_a_damaged_index_is_never_unpickled(checkpoint: Path, tmp_path: Path) -> None:
+    """A pickle may run anything; this one would write a file."""
+    trace = tmp_path / "unpickled"
+
+    class Trap:
+        def __reduce__(self) -> tuple[Callable[[str], None], tuple[str]]:
+            return os.mkdir, (str(trace),)
+
+    (checkpoint / INDEX).write_bytes(pickle.dumps(Trap()))
+    assert len(problems_of(checkpoint)) == len(glance(checkpoint).problems) == 1
+    assert not trace.exists()
+
+
+def test_a_save_that_did_not_end_has_no_manifest(checkpoint: Path) -> None:
+    (checkpoint / MANIFEST).unlink()
+    assert only_problem(checkpoint).startswith("manifest.json is missing; it is written last")
+    assert problems_of(checkpoint / "nowhere")[0].startswith("manifest.json is missing")
+
+
+def test_a_file_that_belongs_to_nobody_is_noted_and_no_problem(checkpoint: Path) -> None:
+    (checkpoint / "notes.txt").write_text("good one")
+    found = inspect(checkpoint)
+    assert (found.problems, found.strays) == ((), ("notes.txt",))
+
+
+@pytest.mark.parametrize("name", [INDEX, RUN_STATE])
+def test_a_manifest_without_a_file_that_must_be_is_told(checkpoint: Path, name: str) -> None:
+    files = read_manifest(checkpoint)
+    del files[name]
+    write_manifest(checkpoint, files)
+    assert only_problem(checkpoint) == f"manifest.json does not list {name}"
+
+
+def test_a_renamed_step_is_told_and_any_other_name_is_free(checkpoint: Path) -> None:
+    renamed = checkpoint.rename(checkpoint.with_name("step-00000200"))
+    assert only_problem(renamed).startswith("its name says step 200 and its run_state.json step")
+    assert problems_of(renamed.rename(renamed.with_name("best"))) == []
+
+
+def test_tensors_of_another_model_than_the_configuration_are_told(checkpoint: Path) -> None:
+    config = CONFIG.model_copy(update={"model": CONFIG.model.model_copy(update={"vocab_size": 7})})
+    state = run_state(100, config=config.to_json())
+    (checkpoint / RUN_STATE).write_bytes(state.to_bytes())
+    seal(checkpoint)
+    assert only_problem(checkpoint) == (
+        "embedding.tokens.weight is 301 x 32 in the checkpoint and 7 x 32 in the model"
+    )
+
+
+@pytest.mark.parametrize(
+    ("config", "told"),
+    [
+        ({}, "run_state.json names no model: config.model: "),
+        ({"model": {"preset": "gpt2", "hidden_size": "x"}}, "config.model.hidden_size: "),
+    ],
+)
+def test_a_configuration_without_a_model_is_told(
+    checkpoint: Path, config: dict[str, object], told: str
+) -> None:
+    (checkpoint / RUN_STATE).write_bytes(run_state(100, config=config).to_bytes())
+    seal(checkpoint)
+    assert told in only_problem(checkpoint)
+
+
+@pytest.mark.parametrize("content", [b"", b"no pickle", pickle.dumps({"a": 1})])
+def test_an_index_that_is_none_is_told(checkpoint: Path, content: bytes) -> None:
+    (checkpoint / INDEX).write_bytes(content)
+    seal(checkpoint)
+    assert ".metadata is not an index of tensors" in only_problem(checkpoint)
+
+
+def test_a_tensor_that_is_missing_in_the_index_is_told(checkpoint: Path) -> None:
+    change_index(checkpoint, lambda index: index.state_dict_metadata.pop(UP))
+    assert only_problem(checkpoint) == f"{UP} (128 x 32) is missing in the checkpoint"
+
+
+def test_elements_that_no_rank_wrote_are_told(checkpoint: Path) -> None:
+    def shorten(index: Metadata) -> None:
+        chunks = index.state_dict_metadata[UP].chunks
+        chunks[0] = replace(chunks[0], sizes=torch.Size((100, 32)))
+
+    change_index(checkpoint, shorten)
+    assert only_problem(checkpoint) == f"{UP}: 896 of its 4,096 elements are in no file"
+
+
+def test_elements_that_two_ranks_wrote_and_pieces_without_a_place_are_told(
+    checkpoint: Path,
+) -> None:
+    def double(index: Metadata) -> None:
+        piece = ChunkStorageMetadata(torch.Size((127, 0)), torch.Size((1, 32)))
+        index.state_dict_metadata[UP].chunks.append(piece)
+
+    change_index(checkpoint, double)
+    assert problems_of(checkpoint) == [
+        f"{UP}: [0:128, 0:32] and [127:128, 0:32] both hold some of its elements",
+        f"{UP}: no file of the checkpoint holds its [127:128, 0:32]",
+    ]
+
+
+def test_a_tensor_in_half_precision_is_told(checkpoint: Path) -> None:
+    def halve(index: Metadata) -> None:
+        index.state_dict_metadata[UP].properties.dtype = torch.bfloat16
+
+    change_index(checkpoint, halve)
+    assert "it is torch.bfloat16, and every tensor" in only_problem(checkpoint)
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"relative_path": "__9_0.distcp"}, "no file of the checkpoint holds its [0:128, 0:32]"),
+        ({"length": 10**9}, "its [0:128, 0:32] is said to stand behind the end of __0_0.distcp"),
+    ],
+)
+def test_a_place_that_is_in_no_file_is_told(
+    checkpoint: Path, change: dict[str, object], told: str
+) -> None:
+    def move(index: Metadata) -> None:
+        place = MetadataIndex(UP, (0, 0))
+        index.storage_data[place] = replace(index.storage_data[place], **change)
+
+    change_index(checkpoint, move)
+    assert only_problem(checkpoint) == f"{UP}: {told}"

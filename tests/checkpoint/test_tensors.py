@@ -1,0 +1,70 @@
+"""Which tensors a checkpoint holds, and how those of another model are told."""
+
+import pytest
+
+from megaspeed.checkpoint.tensors import KINDS, expected_shapes, expected_tensors, key, mismatches
+from megaspeed.config import ModelConfig
+from tests.model.tiny_gpt import gpt2, initialized, llama
+
+
+@pytest.mark.parametrize(
+    "model",
+    [gpt2(), gpt2(tie_word_embeddings=False), llama(), llama(tie_word_embeddings=True)],
+    ids=["gpt2", "gpt2 untied", "llama", "llama tied"],
+)
+def test_every_parameter_of_the_model_is_there_once(model: ModelConfig) -> None:
+    parameters = initialized(model).named_parameters()
+    assert expected_shapes(model) == {name: tuple(values.shape) for name, values in parameters}
+    assert ("head.output.weight" in expected_shapes(model)) != model.tie_word_embeddings
+
+
+def test_each_parameter_comes_with_its_two_moments() -> None:
+    names = expected_shapes(gpt2())
+    assert set(expected_tensors(gpt2())) == {key(kind, name) for kind in KINDS for name in names}
+    assert expected_tensors(gpt2())["exp_avg_sq.embedding.tokens.weight"] == (301, 32)
+
+
+def test_the_same_model_matches() -> None:
+    assert mismatches(expected_tensors(gpt2()), expected_tensors(gpt2())) == []
+    assert mismatches(expected_shapes(llama()), expected_shapes(llama())) == []
+
+
+def test_another_shape_is_told_once_with_both() -> None:
+    small, large = expected_tensors(gpt2()), expected_tensors(gpt2(vocab_size=512))
+    assert mismatches(large, small) == [
+        "embedding.tokens.weight is 301 x 32 in the checkpoint and 512 x 32 in the model"
+    ]
+
+
+def test_tied_and_untied_are_told_apart_both_ways() -> None:
+    tied, untied = expected_tensors(gpt2()), expected_tensors(gpt2(tie_word_embeddings=False))
+    assert mismatches(untied, tied) == [
+        "head.output.weight (301 x 32) is missing in the checkpoint"
+    ]
+    assert mismatches(tied, untied) == [
+        "head.output.weight (301 x 32) is in the checkpoint and not in the model"
+    ]
+
+
+def test_one_moment_alone_is_told_by_its_full_name() -> None:
+    expected = expected_tensors(gpt2())
+    saved = {name: shape for name, shape in expected.items() if name != "exp_avg.head.norm.bias"}
+    assert mismatches(expected, saved) == [
+        "exp_avg.head.norm.bias (32) is missing in the checkpoint"
+    ]
+
+
+def test_parameters_can_be_compared_without_kinds() -> None:
+    assert mismatches({"a": (2,), "b": (3,)}, {"a": (2, 1), "c": (4, 4)}) == [
+        "a is 2 x 1 in the checkpoint and 2 in the model",
+        "b (3) is missing in the checkpoint",
+        "c (4 x 4) is in the checkpoint and not in the model",
+    ]
+
+
+def test_after_ten_sentences_the_rest_is_counted() -> None:
+    """Two blocks more are 24 parameters."""
+    told = mismatches(expected_tensors(gpt2(num_hidden_layers=4)), expected_tensors(gpt2()))
+    assert len(told) == 11
+    assert told[0] == "blocks.2.attention_norm.weight (32) is missing in the checkpoint"
+    assert told[-1] == "and 14 more"

@@ -1,0 +1,44 @@
+"""A file is there whole, or not at all."""
+
+from pathlib import Path
+from typing import BinaryIO
+
+import pytest
+
+from megaspeed.files.durable import flush_folder, write_whole
+
+
+def test_a_file_is_written_and_its_filler_answers(tmp_path: Path) -> None:
+    assert write_whole(tmp_path / "file", lambda stream: stream.write(b"four")) == 4
+    assert [(path.name, path.read_bytes()) for path in tmp_path.iterdir()] == [("file", b"four")]
+
+
+def test_a_write_that_fails_leaves_the_old_file_and_the_next_one_succeeds(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(b"old")
+
+    def fill(stream: BinaryIO) -> None:
+        stream.write(b"half of the n")
+        raise OSError("no room")
+
+    with pytest.raises(OSError, match="no room"):
+        write_whole(path, fill)
+    assert path.read_bytes() == b"old"
+    write_whole(path, lambda stream: stream.write(b"new"))
+    assert path.read_bytes() == b"new"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_who_has_the_old_file_open_keeps_it(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    write_whole(path, lambda stream: stream.write(b"old"))
+    with path.open("rb") as old:
+        write_whole(path, lambda stream: stream.write(b"new"))
+        assert old.read() == b"old"
+
+
+def test_only_a_folder_can_be_flushed_as_one(tmp_path: Path) -> None:
+    flush_folder(tmp_path)
+    (tmp_path / "file").touch()
+    with pytest.raises(NotADirectoryError):
+        flush_folder(tmp_path / "file")

@@ -1,0 +1,54 @@
+"""The benchmark of saving and loading runs, and leaves nothing behind."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parents[1] / "scripts" / "benchmark_checkpoint.py"
+TINY = ["--layers", "1", "--hidden-size", "64", "--vocab-size", "512", "--sequence-length", "16"]
+
+TABLES = {"Save and load": 8, "Asynchronous saves": 5, "Host memory that a rank adds": 6}
+"""Title of each table, and how many figures it has for a ZeRO stage."""
+
+# Where there is no /proc, memory alone is not measured.
+FIGURE = r"\d+(\.\d+)?" if sys.platform == "linux" else r"\d+(\.\d+)?|n/a"
+
+
+@pytest.mark.timeout(120)
+def test_every_figure_is_measured_and_no_file_is_left(tmp_path: Path) -> None:
+    options = [*TINY, "--turns", "1", "--steps-per-turn", "1", "--zero-stages", "1"]
+    alone = {
+        name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")
+    }
+    ended = subprocess.run(
+        [sys.executable, SCRIPT, *options, "--folder", tmp_path],
+        env={**alone, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    tables = figures_by_title(ended.stdout)
+    assert {title: len(figures) for title, figures in tables.items()} == TABLES
+    for figures in tables.values():
+        assert all(re.fullmatch(FIGURE, figure) for figure in figures), figures
+    on_disk = [float(figure) for figure in tables["Save and load"][-2:]]
+    share = float(tables["Host memory that a rank adds"][0])
+    # Both hold 12 bytes for each element; DeepSpeed's bf16 weights come on top.
+    assert share <= on_disk[0] < on_disk[1]
+    assert list(tmp_path.iterdir()) == []
+
+
+def figures_by_title(printed: str) -> dict[str, list[str]]:
+    """Of each Markdown table its one row, without the ZeRO stage."""
+    found = {}
+    for title, table in re.findall(r"^(.+):\n\n((?:\|.*\n)+)", printed, re.MULTILINE):
+        _, _, row = table.splitlines()
+        zero_stage, *figures = row.strip("| ").split(" | ")
+        assert zero_stage == "1"
+        found[title] = figures
+    return found

@@ -1,0 +1,212 @@
+"""What a run may go on from, what it is told where it may not, and where its data goes on."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler
+
+from megaspeed.checkpoint.errors import CheckpointError
+from megaspeed.checkpoint.run_state import LossScale, Progress, RunState
+from megaspeed.config import Run
+from megaspeed.topology import LaunchEnvironment
+from megaspeed.training.resumed_run import config_changes, go_on
+from megaspeed.training.worker import Worker
+from megaspeed.zero.loss_scale import read_loss_scale, take_loss_scale
+from tests.checkpoint.saved_runs import SavedRun, only_checkpoint, save_only, started
+from tests.parallel.tiny import tiny_corpus
+from tests.rank_pool import RankPool
+from tests.zero.one_rank import small_run
+
+TEXT = Path(__file__).parents[2] / "LICENSE"
+OTHER_TEXT = Path(__file__)
+WARMUP = {"type": "WarmupLR", "params": {"warmup_num_steps": 6}}
+
+
+def load(
+    launch: LaunchEnvironment, run: Run, cache: Path, checkpoint: Path, allow_data_change: bool
+) -> Progress | str:
+    """Where the run would go on, or why it cannot."""
+    with started(launch, run) as context:
+        rank = SavedRun.start(run, tiny_corpus(run, cache), context)
+        try:
+            return rank.checkpointing.load(checkpoint, allow_data_change=allow_data_change)
+        except CheckpointError as error:
+            return str(error)
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture(scope="module")
+def saved(pool: RankPool, tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Path:
+    folder = tmp_path_factory.mktemp("run")
+    run = small_run(TEXT, dp=2, training={"run_dir": str(folder)})
+    pool.run(2, save_only, run, tiny_corpus(run, cache))
+    return only_checkpoint(folder)
+
+
+REFUSED = {
+    "heads": (
+        {"model": {"num_attention_heads": 2}},
+        ["model.num_attention_heads was 4 and is 2; set it back, or start a new run"],
+    ),
+    "width": (
+        {"model": {"intermediate_size": 64}},
+        [
+            "blocks.0.mlp.up.weight is 128 x 32 in the checkpoint and 64 x 32 in the model",
+            "(saved at pp 1 x dp 2 x tp 1, ZeRO-0, fp32) is not of this run (at pp 1 x dp 1 x tp 2",
+        ],
+    ),
+    "depth": (
+        {"model": {"num_hidden_layers": 4}},
+        [
+            "model.num_hidden_layers was 3 and is 4",
+            "blocks.3.mlp.up.weight (128 x 32) is missing in the checkpoint",
+        ],
+    ),
+    "untied": (
+        {"model": {"tie_word_embeddings": False}},
+        ["head.output.weight (301 x 32) is missing in the checkpoint"],
+    ),
+    "text": (
+        {"data": {"train": [str(OTHER_TEXT)]}},
+        ["the training text (data.train) was ", "go on with --allow-data-change"],
+    ),
+    "sequence length": (
+        {"data": {"sequence_length": 8}},
+        ["data.sequence_length was 16 and is 8; set it back, or go on with --allow-data-change"],
+    ),
+    "seed": ({"data": {"seed": 5}}, ["data.seed was 1234 and is 5"]),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_does_not_match_is_refused_by_name(
+    pool: RankPool, saved: Path, cache: Path, name: str
+) -> None:
+    changes, told = REFUSED[name]
+    run = small_run(TEXT, tp=2, **changes)
+    answers = pool.run(2, load, run, cache, saved, False)
+    assert answers[0] == answers[1] and isinstance(answers[0], str)
+    for part in told:
+        assert part in answers[0]
+
+
+def test_other_data_is_taken_where_the_user_says_so(
+    pool: RankPool, saved: Path, cache: Path
+) -> None:
+    """24 samples of 16 tokens are behind the run: as many tokens as 48 samples of 8."""
+    changes: dict[str, Any] = {"data": {"sequence_length": 8, "train": [str(OTHER_TEXT)]}}
+    (progress,) = pool.run(1, load, small_run(TEXT, **changes), cache, saved, True)
+    assert isinstance(progress, Progress)
+    assert (progress.step, progress.samples, progress.tokens) == (1, 48, 24 * 16)
+
+
+@pytest.mark.parametrize(("length", "samples"), [(16, 24), (32, 12), (24, 16), (23, 17), (7, 55)])
+def test_samples_of_another_length_are_counted_by_their_tokens(
+    pool: RankPool, saved: Path, length: int, samples: int
+) -> None:
+    state = RunState.read(saved)
+    data = state.data.model_copy(update={"sequence_length": length})
+    assert go_on(state, data).samples == samples
+
+
+def test_layout_precision_dropout_optimizer_and_batch_may_change(
+    pool: RankPool, saved: Path, cache: Path
+) -> None:
+    changes: dict[str, Any] = {
+        "model": {"residual_dropout": 0.1},
+        "bf16": {"enabled": True},
+        "optimizer": {"params": {"lr": 5e-4}},
+        "train_batch_size": 12,
+        "zero_optimization": {"stage": 3},
+    }
+    (progress,) = pool.run(1, load, small_run(TEXT, **changes), cache, saved, False)
+    assert isinstance(progress, Progress) and progress.samples == 24
+
+
+def test_what_the_configuration_says_otherwise_is_told(saved: Path) -> None:
+    run = small_run(TEXT, tp=2, optimizer={"params": {"lr": 5e-4}}, train_batch_size=12)
+    assert config_changes(RunState.read(saved), run) == [
+        "optimizer.params.lr: 0.001 -> 0.0005",
+        "parallel.data: 2 -> 1",
+        "parallel.tensor: 1 -> 2",
+        "train_batch_size: 24 -> 12",
+    ]
+    scheduled = small_run(TEXT, dp=2, scheduler=WARMUP)
+    told = config_changes(RunState.read(saved), scheduled)
+    assert 'scheduler.type: none -> "WarmupLR"' in told
+
+
+def test_what_is_no_checkpoint_is_told_and_not_thrown(
+    pool: RankPool, tmp_path: Path, cache: Path
+) -> None:
+    answers = pool.run(2, load, small_run(TEXT, dp=2), cache, tmp_path, False)
+    assert answers[0] == answers[1]
+    assert answers[0] == f"{tmp_path}/run_state.json cannot be read (No such file or directory)"
+
+
+def test_the_run_state_says_what_a_person_wants_to_know(saved: Path) -> None:
+    state = RunState.read(saved)
+    assert str(state.layout) == "pp 1 x dp 2 x tp 1, ZeRO-0, fp32"
+    assert (state.progress.step, state.progress.steps_taken, state.progress.samples) == (1, 1, 24)
+    assert state.progress.tokens == 24 * 16 and state.progress.loss is not None
+    assert state.config["train_batch_size"] == 24 and state.loss_scale is None
+    assert state.software.keys() == {"megaspeed", "torch", "deepspeed"}
+
+
+def scaler() -> Any:
+    """DeepSpeed's own, as fp16 runs have it."""
+    return CreateLossScaler(
+        dtype=torch.half,
+        static_loss_scale=0,
+        dynamic_scaling=True,
+        dynamic_loss_args={
+            "init_scale": 2**16,
+            "scale_window": 4,
+            "min_scale": 1,
+            "delayed_shift": 1,
+            "consecutive_hysteresis": False,
+        },
+    )
+
+
+def scales(scaler: Any, steps: range) -> list[float]:
+    """The scale after each step, of which 2 and 9 overflow."""
+    found = []
+    for step in steps:
+        scaler.update_scale(step in (2, 9))
+        found.append(float(scaler.cur_scale))
+    return found
+
+
+def scales_of_both(launch: LaunchEnvironment) -> tuple[list[float], list[float]]:
+    """Steps 6 to 30 of a scaler that saw the steps before, and of one that was told of them."""
+    run = small_run(TEXT)
+    with started(launch, run) as context:
+        Worker(run, context)  # DeepSpeed's scaler asks for the rank, to log
+        uninterrupted, resumed = scaler(), scaler()
+        scales(uninterrupted, range(6))
+        state = read_loss_scale(uninterrupted)
+        assert state is not None
+        take_loss_scale(resumed, LossScale.model_validate_json(state.model_dump_json()))
+        return scales(uninterrupted, range(6, 30)), scales(resumed, range(6, 30))
+
+
+def test_a_dynamic_loss_scale_goes_on_where_it_was(pool: RankPool) -> None:
+    ((uninterrupted, resumed),) = pool.run(1, scales_of_both)
+    assert resumed == uninterrupted
+    assert len(set(resumed)) > 3
+
+
+def test_a_constant_loss_scale_has_no_state() -> None:
+    constant = CreateLossScaler(torch.float, 1.0, dynamic_scaling=False, dynamic_loss_args=None)
+    assert read_loss_scale(constant) is None
+    take_loss_scale(
+        constant, LossScale(scale=8, iteration=1, last_overflow_iteration=0, hysteresis=1)
+    )
+    assert constant.cur_scale == 1.0

@@ -1,0 +1,123 @@
+"""The lines that rank 0 prints, word for word."""
+
+import dataclasses
+import math
+from pathlib import Path
+
+import pytest
+from rich.text import Text
+
+from megaspeed.checkpoint.run_state import Progress
+from megaspeed.checkpoint.saving import SaveReport
+from megaspeed.training.console_lines import (
+    describe_resumed,
+    describe_save,
+    describe_start,
+    describe_step,
+)
+from megaspeed.training.resume import Start
+from tests.parallel.tiny import tiny_run
+from tests.training.metrics_of_steps import step_metrics
+
+TEXT = Path(__file__).parents[2] / "LICENSE"
+FOLDER = Path("run [a]/checkpoints")
+"""As rich's markup, the brackets would be a style that nobody knows."""
+
+
+def shown(line: str) -> str:
+    """Without markup, as it stands on the screen."""
+    return Text.from_markup(line).plain
+
+
+def test_one_line_tells_a_step() -> None:
+    assert describe_step(step_metrics(tokens_per_second=15360.4)) == (
+        "step      7  loss 3.2500  lr 1.000e-03  grad norm 0.500  15,360 tokens/s  "
+        "0.002 TFLOP/s/rank  MFU n/a"
+    )
+
+
+def test_a_known_peak_gives_an_mfu() -> None:
+    line = describe_step(step_metrics(mfu=0.4217, tflops_per_rank=417.2))
+    assert line.endswith("417 TFLOP/s/rank  MFU 42.2%")
+
+
+def test_a_skipped_step_says_why() -> None:
+    line = describe_step(step_metrics(loss=math.nan, grad_norm=math.inf, skipped=True))
+    assert "loss nan" in line and "grad norm inf" in line
+    assert line.endswith("SKIPPED: loss or gradient norm is not finite")
+
+
+def test_a_run_that_starts_at_step_0_says_nothing_of_it() -> None:
+    assert describe_start(Start(), tiny_run(TEXT)) == []
+
+
+def test_a_resumed_run_says_from_where_and_what_it_passed_over() -> None:
+    start = Start(
+        checkpoint=FOLDER / "step-00000005",
+        step=5,
+        in_place=True,
+        passed_over=((FOLDER / "step-00000008", "__0_0.distcp is missing"),),
+    )
+    assert [shown(line) for line in describe_start(start, tiny_run(TEXT))] == [
+        "passed over run [a]/checkpoints/step-00000008: __0_0.distcp is missing",
+        "resuming from run [a]/checkpoints/step-00000005",
+    ]
+
+
+def test_a_run_that_is_over_says_how_to_go_on() -> None:
+    start = Start(checkpoint=FOLDER / "step-00000010", step=10, in_place=True)
+    (line,) = describe_start(start, tiny_run(TEXT, training={"steps": 10}))
+    assert shown(line) == (
+        "nothing is left to train: run [a]/checkpoints/step-00000010 is of step 10, and "
+        "training.steps is 10. Raise training.steps to go on, or start at step 0 with --fresh and "
+        "without --resume DIR."
+    )
+
+
+def test_the_first_loss_stands_beside_the_saved_one() -> None:
+    begin = Progress(step=100, steps_taken=100, loss=4.33071)
+    assert describe_resumed(begin, step_metrics(step=101, loss=4.32104)) == (
+        "resumed at step 101: loss 4.3210; 4.3307 when saved (step 100)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("loss", "warned"), [(3.0, False), (4.5, False), (4.51, True), (math.nan, True)]
+)
+def test_a_loss_that_is_half_a_nat_worse_is_warned_of(loss: float, warned: bool) -> None:
+    line = describe_resumed(Progress(step=6, loss=4.0), step_metrics(loss=loss))
+    assert line.startswith("[yellow]") is warned
+    assert ("more than 0.5 nats higher" in line) is warned
+
+
+def test_a_saved_loss_that_was_not_finite_is_no_reason_to_warn() -> None:
+    line = describe_resumed(Progress(step=6, loss=None), step_metrics())
+    assert line == "resumed at step 7: loss 3.2500; not finite when saved (step 6)"
+
+
+SAVE = SaveReport(
+    step=8,
+    checkpoint=FOLDER / "step-00000008",
+    size_bytes=1_234_567_890,
+    seconds=2.54,
+    stall_seconds=0.25,
+    error=None,
+    deleted=(),
+)
+
+
+def test_a_save_says_what_it_cost() -> None:
+    assert describe_save(SAVE) == (
+        "step      8  checkpoint 1,234.6 MB in 2.5 s, training stood still for 0.2 s"
+    )
+    gone = tuple(FOLDER / name for name in ("step-00000002", "step-00000004"))
+    line = describe_save(dataclasses.replace(SAVE, deleted=gone))
+    assert line.endswith("for 0.2 s; deleted step-00000002, step-00000004")
+
+
+def test_a_save_that_failed_says_why() -> None:
+    failed = dataclasses.replace(SAVE, error="No space left on device: /disk [b]/x")
+    assert shown(describe_save(failed)) == (
+        "step      8  no checkpoint: No space left on device: /disk [b]/x"
+    )
+    assert describe_save(failed).startswith("[red]")

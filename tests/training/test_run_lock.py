@@ -1,0 +1,50 @@
+"""Two runs in one folder: the second is told, and leaves it alone."""
+
+import os
+from pathlib import Path
+
+import pytest
+from filelock import FileLock
+
+from megaspeed.checkpoint.errors import CheckpointError
+from megaspeed.topology import Grid, LaunchEnvironment, ParallelContext
+from megaspeed.training.run_lock import LOCK, sole_use
+from tests.rank_pool import RankFailure, RankPool
+
+
+def use(launch: LaunchEnvironment, run_dir: Path) -> str | None:
+    """What this rank of two is told."""
+    with ParallelContext.create(Grid(pp=1, dp=2, tp=1), launch, timeout_seconds=30) as context:
+        try:
+            with sole_use(run_dir, context):
+                return None
+        except CheckpointError as error:
+            return str(error)
+
+
+def test_one_run_at_a_time(pool: RankPool, tmp_path: Path) -> None:
+    assert pool.run(2, use, tmp_path) == [None, None]
+    with FileLock(tmp_path / LOCK):
+        told = pool.run(2, use, tmp_path)
+    assert (
+        told
+        == [
+            f"another run writes to {tmp_path}; wait until it has ended, or set another "
+            "training.run_dir"
+        ]
+        * 2
+    )
+    assert pool.run(2, use, tmp_path) == [None, None]
+
+
+def die_with_it(launch: LaunchEnvironment, run_dir: Path) -> None:
+    grid = Grid(pp=1, dp=1, tp=1)
+    context = ParallelContext.create(grid, launch, timeout_seconds=30)
+    with sole_use(run_dir, context):
+        os._exit(9)
+
+
+def test_the_lock_of_a_run_that_died_is_free(pool: RankPool, tmp_path: Path) -> None:
+    with pytest.raises(RankFailure, match="exit code 9"):
+        pool.run(1, die_with_it, tmp_path)
+    assert pool.run(2, use, tmp_path) == [None, None]
