@@ -109,6 +109,7 @@ def test_the_run_ends_well_and_leaves_its_files(launcher: str, runs: Runs) -> No
     run_dir = runs.run_dir(launcher)
     assert {file.name for file in run_dir.iterdir()} == {
         "config.json",
+        ".lock",
         "metrics.jsonl",
         "loss.png",
         "checkpoints",

@@ -15,6 +15,8 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
+import torch
+
 from megaspeed import __version__
 from megaspeed.checkpoint.errors import CheckpointError
 from megaspeed.checkpoint.folders import CHECKPOINTS, CheckpointFolder
@@ -56,7 +58,12 @@ class Checkpointing:
             tensor_bytes=sum(map(math.prod, self._expected.values())) * _BYTES_PER_ELEMENT,
         )
         self._host_copy = HostCopy()
-        self._background = ThreadPoolExecutor(1, "checkpoint") if training.async_save else None
+        self._background: ThreadPoolExecutor | None = None
+        if training.async_save:
+            device = worker.context.device
+            self._background = ThreadPoolExecutor(
+                1, "checkpoint", initializer=_work_for, initargs=(device,)
+            )
         self._in_flight: Future[SaveReport] | None = None
         self._finished: list[SaveReport] = []
 
@@ -178,6 +185,12 @@ class Checkpointing:
             return range(owned_elements)
         rank, ranks = self._worker.context.dp_rank, self._worker.context.dp_size
         return range(owned_elements * rank // ranks, owned_elements * (rank + 1) // ranks)
+
+
+def _work_for(device: torch.device) -> None:
+    """A new thread is on GPU 0 of those that the process sees, which may be another rank's."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
 
 
 def data_identity(corpus: PreparedCorpus) -> DataIdentity:

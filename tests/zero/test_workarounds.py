@@ -6,6 +6,7 @@ Where a test of a "without" fails, DeepSpeed may no longer need that work-around
 import functools
 import math
 import os
+import subprocess
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -560,6 +561,37 @@ def test_every_rank_of_mpirun_finds_its_own_local_rank(
 ) -> None:
     run = small_run(text, dp=2, zero_optimization={"stage": 1})
     pool.run(2, local_ranks_under_open_mpi, run, tiny_corpus(run, cache))
+
+
+# --- numa_nodes_once ------------------------------------------------------------------------------
+
+
+def calls_of_numactl(
+    launch: LaunchEnvironment, run: Run, corpus: PreparedCorpus, *names: str
+) -> int:
+    """By this rank, in the second of two steps."""
+    calls = 0
+
+    def count(*_args: object, **_options: object) -> bytes:
+        nonlocal calls
+        calls += 1
+        raise FileNotFoundError("numactl")
+
+    with left_out(*names), one_rank(launch, run, corpus) as rank:
+        rank.train_step(0)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(subprocess, "check_output", count)
+            rank.train_step(1)
+    return calls
+
+
+def test_without_it_every_step_starts_numactl_again(
+    pool: RankPool, text: Path, cache: Path
+) -> None:
+    run = small_run(text, zero_optimization={"stage": 3})
+    corpus = tiny_corpus(run, cache)
+    assert pool.run(1, calls_of_numactl, run, corpus, "count_numa_nodes_once")[0] > 0
+    assert pool.run(1, calls_of_numactl, run, corpus) == [0]
 
 
 # --- smallest_loss_scale --------------------------------------------------------------------------
