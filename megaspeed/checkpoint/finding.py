@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from megaspeed.checkpoint.errors import CheckpointError
 from megaspeed.checkpoint.manifest import file_problems, read_manifest
-from megaspeed.checkpoint.run_state import RunState
+from megaspeed.checkpoint.soundness import glance
 from megaspeed.checkpoint.together import from_rank_0, gathered
 
 
@@ -47,7 +47,7 @@ def _problems_of_share(checkpoint: Path, rank: int, ranks: int) -> str | None:
         names = sorted(seals)[rank::ranks]
         problems = file_problems(checkpoint, {name: seals[name] for name in names})
         if not problems and rank == 0:
-            RunState.read(checkpoint)
+            problems = list(glance(checkpoint).problems)
     except CheckpointError as error:
         return str(error)
     return "; ".join(problems) or None

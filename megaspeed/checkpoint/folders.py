@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megaspeed.checkpoint.errors import CheckpointError
-from megaspeed.checkpoint.manifest import MANIFEST
+from megaspeed.checkpoint.manifest import MANIFEST, read_manifest, size_problems
 from megaspeed.files.durable import TEMPORARY, flush_folder, write_whole
 
 CHECKPOINTS = "checkpoints"
@@ -54,7 +54,8 @@ def step_named(name: str) -> int | None:
 class CheckpointFolder:
     """The checkpoints of one run. One process changes them; any number may look.
 
-    Only real folders with such names count: files and symbolic links are passed by.
+    Folders with such names count, and links to folders: where a disk was full, one was moved. Files
+    with such names are passed by.
     """
 
     root: Path
@@ -66,9 +67,9 @@ class CheckpointFolder:
     def begin(self, step: int) -> Path:
         """An empty folder for the save of ``step``; what an earlier try left of it is removed."""
         self.root.mkdir(parents=True, exist_ok=True)
+        flush_folder(self.root.parent)
         writing = self.root / (checkpoint_name(step) + TEMPORARY)
         _remove(writing)
-        # See clear_leftovers: the two together mean a replacement that was cut in two.
         _remove(self.root / (checkpoint_name(step) + _DELETING))
         writing.mkdir()
         return writing
@@ -82,7 +83,7 @@ class CheckpointFolder:
             The checkpoint.
 
         Raises:
-            OSError: it has not got its name, or `latest` could not be written.
+            OSError: it has not got its name.
         """
         checkpoint = _without(TEMPORARY, writing)
         flush_folder(writing)
@@ -94,8 +95,12 @@ class CheckpointFolder:
                 replaced.rename(checkpoint)
             raise
         flush_folder(self.root)
-        write_whole(self.root / LATEST, lambda file: file.write(f"{checkpoint.name}\n".encode()))
-        flush_folder(self.root)
+        # The checkpoint is there, whether or not there is room for its name in another file.
+        with contextlib.suppress(OSError):
+            write_whole(
+                self.root / LATEST, lambda file: file.write(f"{checkpoint.name}\n".encode())
+            )
+            flush_folder(self.root)
         if replaced is not None:
             _remove_if_possible(replaced)
         return checkpoint
@@ -135,15 +140,15 @@ class CheckpointFolder:
 
     def leftovers(self) -> list[Path]:
         """What saves and removals that died have left, and one that is under way."""
-        folders = (path for path in self._folders() if _is_leftover(path.name))
+        folders = (path for path in self._folders() if is_leftover(path.name))
         pointer = self.root / (LATEST + TEMPORARY)
         return sorted([*folders, *([pointer] if pointer.is_file() else [])])
 
     def clear_leftovers(self) -> list[Path]:
         """Removes what saves and removals that died have left; while none is under way.
 
-        To be called before `newest_first`, because it ends a replacement that was cut in two:
-        the older checkpoint of a step was set aside, and the newer one had not got the name.
+        To be called before `newest_first`, because a save that was whole and died before it got
+        its name gets it here.
 
         Returns:
             What went.
@@ -157,6 +162,15 @@ class CheckpointFolder:
             _remove_if_possible(leftover)
         return went
 
+    def remains(self) -> list[str]:
+        """Names that speak of checkpoints, for where there is none that could be taken."""
+        if self.root.is_symlink() and not self.root.exists():
+            return [str(self.root)]
+        if not self.root.is_dir():
+            return []
+        names = (path.name for path in self.root.iterdir())
+        return sorted(name for name in names if name == LATEST or name.startswith("step-"))
+
     def free_bytes(self) -> int:
         """Room for files here, in bytes."""
         whole = self.root.absolute()
@@ -166,7 +180,7 @@ class CheckpointFolder:
     def _folders(self) -> list[Path]:
         if not self.root.is_dir():
             return []
-        return [path for path in self.root.iterdir() if path.is_dir() and not path.is_symlink()]
+        return [path for path in self.root.iterdir() if path.is_dir()]
 
     def _latest(self) -> Path | None:
         try:
@@ -184,10 +198,13 @@ class CheckpointFolder:
         return aside
 
     def _lacks_only_its_name(self, writing: Path) -> bool:
-        """Only `commit` sets a checkpoint aside while its step is being written."""
-        checkpoint = _without(TEMPORARY, writing)
-        aside = checkpoint.with_name(checkpoint.name + _DELETING)
-        return aside.is_dir() and not checkpoint.exists() and (writing / MANIFEST).is_file()
+        """The manifest is written last, when every other file is on the disk."""
+        if _without(TEMPORARY, writing).exists():
+            return False
+        try:
+            return not size_problems(writing, read_manifest(writing))
+        except CheckpointError:
+            return False
 
 
 def locate(path: Path) -> list[Path]:
@@ -203,9 +220,10 @@ def locate(path: Path) -> list[Path]:
     Raises:
         CheckpointError: it is none of the three.
     """
-    if is_checkpoint(path):
-        return [path]
-    return folder_of_checkpoints(path).newest_first()
+    try:
+        return [path] if is_checkpoint(path) else folder_of_checkpoints(path).newest_first()
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be looked into ({error.strerror})") from error
 
 
 def is_checkpoint(path: Path) -> bool:
@@ -239,7 +257,8 @@ def folder_of_checkpoints(path: Path) -> CheckpointFolder:
     )
 
 
-def _is_leftover(name: str) -> bool:
+def is_leftover(name: str) -> bool:
+    """Whether a folder of this name is a save or a removal that did not end."""
     stem = name.removesuffix(TEMPORARY).removesuffix(_DELETING)
     return stem != name and step_named(stem) is not None
 

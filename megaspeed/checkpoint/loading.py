@@ -3,29 +3,18 @@
 Each rank reads the rectangles that its pieces overlap, and nothing else.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch.distributed as dist
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from megaspeed.checkpoint.errors import CheckpointError
 from megaspeed.checkpoint.pieces import Piece
 from megaspeed.checkpoint.planners import LoadPieces
 from megaspeed.checkpoint.reader import CheckpointReader
-from megaspeed.checkpoint.saving import first_failure
-
-
-def saved_shapes(folder: Path) -> Mapping[str, tuple[int, ...]]:
-    """Name -> full shape of each tensor of a checkpoint whose checksums are right."""
-    index = CheckpointReader(folder).read_metadata().state_dict_metadata
-    return {
-        name: tuple(tensor.size)
-        for name, tensor in index.items()
-        if isinstance(tensor, TensorStorageMetadata)
-    }
+from megaspeed.checkpoint.together import first_failure
 
 
 def read_pieces(folder: Path, pieces: Iterable[Piece], group: dist.ProcessGroup) -> None:

@@ -13,6 +13,7 @@ whole and copies a part of it.
 
 import pickle
 from collections import defaultdict
+from collections.abc import Mapping
 from io import FileIO
 from pathlib import Path
 from typing import Any
@@ -47,7 +48,8 @@ _PARTS_OF_AN_INDEX = {
 _ELEMENTS = "data/0"
 """The record of an archive that holds the elements of its only tensor, uncompressed."""
 
-_BYTES_PER_ELEMENT = 4  # all tensors are fp32
+BYTES_PER_ELEMENT = 4
+"""Every tensor is fp32."""
 
 
 class CheckpointReader(FileSystemReader):
@@ -84,7 +86,8 @@ class CheckpointReader(FileSystemReader):
         """Copies every part that the plan names to where the planner wants it."""
         by_file: dict[str, list[ReadItem]] = defaultdict(list)
         for item in plan.items:
-            by_file[self.storage_data[item.storage_index].relative_path].append(item)
+            # The name alone: an index cannot point out of its folder.
+            by_file[Path(self.storage_data[item.storage_index].relative_path).name].append(item)
         for name, items in by_file.items():
             self._read_file(Path(self.path) / name, items, planner)
         done: Future[None] = Future()
@@ -106,7 +109,7 @@ class CheckpointReader(FileSystemReader):
         first_row, rows = item.storage_offsets[0], item.lengths[0]
         archive: Any = torch._C.PyTorchFileReader(self._slice_file(file, place))
         start = place.offset + archive.get_record_offset(_ELEMENTS)  # as torch.load(mmap=True) does
-        file.seek(start + first_row * row_elements * _BYTES_PER_ELEMENT)
+        file.seek(start + first_row * row_elements * BYTES_PER_ELEMENT)
         if item.lengths[1:] == sizes[1:] and target.is_cpu and target.is_contiguous():
             _fill(target, file)
         else:
@@ -115,6 +118,16 @@ class CheckpointReader(FileSystemReader):
             for dim in range(1, whole.dim()):
                 whole = whole.narrow(dim, item.storage_offsets[dim], item.lengths[dim])
             target.copy_(whole)
+
+
+def saved_shapes(folder: Path) -> Mapping[str, tuple[int, ...]]:
+    """Name -> full shape of each tensor of a checkpoint whose checksums are right."""
+    index = CheckpointReader(folder).read_metadata().state_dict_metadata
+    return {
+        name: tuple(tensor.size)
+        for name, tensor in index.items()
+        if isinstance(tensor, TensorStorageMetadata)
+    }
 
 
 class _IndexUnpickler(pickle.Unpickler):

@@ -8,8 +8,9 @@ A process may die at any point: what is called step-N is whole. An error of any 
 on all of them, and nothing but the save.
 """
 
+import math
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,11 +23,13 @@ from torch.serialization import get_crc32_options, set_crc32_options
 from megaspeed.checkpoint.errors import CheckpointError
 from megaspeed.checkpoint.folders import CheckpointFolder
 from megaspeed.checkpoint.hashed_files import HashedFiles
-from megaspeed.checkpoint.manifest import FileSeal, write_manifest
+from megaspeed.checkpoint.manifest import FileSeal, size_problems, write_manifest
 from megaspeed.checkpoint.pieces import Piece
 from megaspeed.checkpoint.planners import SavePieces
+from megaspeed.checkpoint.reader import BYTES_PER_ELEMENT, saved_shapes
 from megaspeed.checkpoint.run_state import RUN_STATE, RunState
-from megaspeed.checkpoint.together import from_rank_0, gathered, told
+from megaspeed.checkpoint.tensors import mismatches
+from megaspeed.checkpoint.together import first_failure, from_rank_0, gathered, told
 
 
 @dataclass(frozen=True)
@@ -60,13 +63,13 @@ class Saver:
         folder: where checkpoints go, on a file system that all ranks share.
         group: all ranks, over gloo.
         keep_last: how many checkpoints stay.
-        tensor_bytes: what all tensors of a checkpoint take.
+        expected: name -> shape of every tensor of a checkpoint.
     """
 
     folder: CheckpointFolder
     group: dist.ProcessGroup
     keep_last: int
-    tensor_bytes: int
+    expected: Mapping[str, tuple[int, ...]]
 
     def save(self, pieces: Sequence[Piece], state: RunState) -> SaveReport:
         """Writes one checkpoint; never raises for what the disk or another rank's disk does."""
@@ -87,30 +90,34 @@ class Saver:
     ) -> tuple[int, tuple[Path, ...]]:
         writing = from_rank_0(self.group, lambda: self._begin(step))
         try:
-            own = write_pieces(writing, pieces, self.group)
-            seals = {
-                name: seal for rank in gathered(self.group, own) for name, seal in rank.items()
-            }
-            return from_rank_0(self.group, lambda: self._finish(writing, seals, state))
+            everyones = gathered(self.group, write_pieces(writing, pieces, self.group))
+            return from_rank_0(self.group, lambda: self._finish(writing, everyones, state))
         except CheckpointError:
             if self.group.rank() == 0:
                 self.folder.discard(writing)
             raise
 
     def _begin(self, step: int) -> Path:
-        self.folder.root.mkdir(parents=True, exist_ok=True)
+        needed = sum(map(math.prod, self.expected.values())) * BYTES_PER_ELEMENT
         free = self.folder.free_bytes()
-        if free < self.tensor_bytes:
+        if free < needed:
             raise CheckpointError(
-                f"a checkpoint takes {self.tensor_bytes:,} bytes, and {self.folder.root} has "
-                f"{free:,} free; make room, or lower training.keep_last ({self.keep_last})"
+                f"a checkpoint takes {needed:,} bytes, and {self.folder.root} has {free:,} free; "
+                f"make room, or lower training.keep_last ({self.keep_last})"
             )
         return self.folder.begin(step)
 
     def _finish(
-        self, writing: Path, seals: dict[str, FileSeal], state: RunState
+        self, writing: Path, everyones: Sequence[Mapping[str, FileSeal]], state: RunState
     ) -> tuple[int, tuple[Path, ...]]:
-        seals = seals | _write_run_state(writing, state)
+        seals = _one_writer_each([*everyones, _write_run_state(writing, state)])
+        # torch has checked that each tensor it was given is there once, but not that it was all.
+        problems = [
+            *size_problems(writing, seals).values(),
+            *mismatches(self.expected, saved_shapes(writing)),
+        ]
+        if problems:
+            raise CheckpointError("; ".join(problems))
         write_manifest(writing, seals)
         self.folder.commit(writing)
         deleted = tuple(self.folder.prune(self.keep_last))
@@ -126,6 +133,9 @@ def write_pieces(
         CheckpointError: on every rank, where a rank could not write, or where the pieces of all
             ranks are not every tensor once.
     """
+    if not dist.is_initialized():
+        # torch would take this rank for the only one, and let it write the index of its own part.
+        raise CheckpointError("the process groups have ended before the save")
     files = HashedFiles()
     # HashedFiles flushes to the disk itself, so the writer need not.
     writer = dcp.FileSystemWriter(folder, sync_files=False)
@@ -136,6 +146,9 @@ def write_pieces(
     except CheckpointException as error:
         # It is raised on all ranks together, so that all come here.
         refusals = gathered(group, None if files.failure is None else told(files.failure))
+        own, _ = error.failures.get(group.rank(), (None, None))
+        if own is not None and not isinstance(own, Exception):
+            raise own from error  # Ctrl-C, which torch has caught
         refused = [f"rank {rank}: {why}" for rank, why in enumerate(refusals) if why is not None]
         raise CheckpointError(refused[0] if refused else first_failure(error)) from error
     return files.seals
@@ -152,10 +165,14 @@ def _one_checksum() -> Iterator[None]:
         set_crc32_options(before)
 
 
-def first_failure(error: CheckpointException) -> str:
-    """What went wrong on the lowest rank that failed."""
-    rank, (failure, _) = min(error.failures.items(), key=lambda item: item[0])
-    return f"rank {rank}: {told(failure)}"
+def _one_writer_each(everyones: Iterable[Mapping[str, FileSeal]]) -> dict[str, FileSeal]:
+    seals: dict[str, FileSeal] = {}
+    for written in everyones:
+        twice = seals.keys() & written.keys()
+        if twice:
+            raise CheckpointError(f"two ranks wrote {', '.join(sorted(twice))}")
+        seals |= written
+    return seals
 
 
 def _write_run_state(folder: Path, state: RunState) -> dict[str, FileSeal]:

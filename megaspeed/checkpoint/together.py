@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
 
 from megaspeed.checkpoint.errors import CheckpointError
 
@@ -39,6 +40,12 @@ def gathered(group: dist.ProcessGroup, own: Result) -> list[Result]:
     everyones: list[Result] = [own] * group.size()
     dist.all_gather_object(everyones, own, group=group)
     return everyones
+
+
+def first_failure(error: CheckpointException) -> str:
+    """What went wrong on the lowest rank that failed."""
+    rank, (failure, _) = min(error.failures.items(), key=lambda item: item[0])
+    return f"rank {rank}: {told(failure)}"
 
 
 def told(error: BaseException) -> str:

@@ -12,10 +12,12 @@ Exit codes: 0 done, 1 the run or the check failed, 2 the input is wrong.
 """
 
 import argparse
+import os
+import sys
 from collections.abc import Sequence
 
 from megaspeed.cli import check, checkpoint, compare, plan, schedule, verify
-from megaspeed.cli.common_options import EXIT_FAILED, EXIT_WRONG_INPUT
+from megaspeed.cli.common_options import EXIT_DONE, EXIT_FAILED, EXIT_WRONG_INPUT
 from megaspeed.cli.output import say
 from megaspeed.config import ConfigError
 from megaspeed.data import DataError
@@ -31,6 +33,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (ConfigError, DataError) as error:
         say(str(error), error=True)
         return EXIT_WRONG_INPUT
+    except BrokenPipeError:  # the reader, such as head, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_DONE
     except OSError as error:  # a full disk, a folder that has gone
         say(f"megaspeed {options.command}: {error}", error=True)
         return EXIT_FAILED

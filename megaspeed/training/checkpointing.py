@@ -9,19 +9,21 @@ another data rank (ZeRO-0) counts is left out. Read by everyone who holds it.
 
 import dataclasses
 import importlib.metadata
-import math
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from types import TracebackType
+from typing import Self
 
 import torch
 
 from megaspeed import __version__
 from megaspeed.checkpoint.errors import CheckpointError
 from megaspeed.checkpoint.folders import CHECKPOINTS, CheckpointFolder
-from megaspeed.checkpoint.loading import read_pieces, saved_shapes
+from megaspeed.checkpoint.loading import read_pieces
 from megaspeed.checkpoint.pieces import HostCopy, Piece, pieces_of
+from megaspeed.checkpoint.reader import saved_shapes
 from megaspeed.checkpoint.run_state import DataIdentity, Layout, Progress, RunState
 from megaspeed.checkpoint.saving import Saver, SaveReport
 from megaspeed.checkpoint.tensors import KINDS, expected_tensors, key, mismatches
@@ -33,7 +35,6 @@ from megaspeed.training.resumed_run import data_changes, go_on, model_changes
 from megaspeed.training.worker import Worker
 
 _PACKAGES = ("torch", "deepspeed")
-_BYTES_PER_ELEMENT = 4  # fp32
 
 
 class Checkpointing:
@@ -55,7 +56,7 @@ class Checkpointing:
             CheckpointFolder(self._run.run_dir / CHECKPOINTS),
             self._group,
             keep_last=training.keep_last,
-            tensor_bytes=sum(map(math.prod, self._expected.values())) * _BYTES_PER_ELEMENT,
+            expected=self._expected,
         )
         self._host_copy = HostCopy()
         self._background: ThreadPoolExecutor | None = None
@@ -66,6 +67,25 @@ class Checkpointing:
             )
         self._in_flight: Future[SaveReport] | None = None
         self._finished: list[SaveReport] = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Waits for a save that is under way, however the run ends.
+
+        While it lasts the other ranks' threads wait for this one's, and process groups must stand.
+        """
+        try:
+            self.close()
+        except Exception:
+            if error is None:  # else it is what the save failed of, too
+                raise
 
     def save(self, progress: Progress) -> None:
         """Saves the run as it stands between two steps.
@@ -94,8 +114,6 @@ class Checkpointing:
     def close(self) -> list[SaveReport]:
         """Waits for a save that is under way; what ``finished`` would return then."""
         self._wait()
-        if self._background is not None:
-            self._background.shutdown()
         return self.finished()
 
     def load(self, checkpoint: Path, *, allow_data_change: bool = False) -> Progress:

@@ -8,6 +8,7 @@ The run folder is touched only once this run has all that it needs to go on.
 from rich.console import Console
 
 from megaspeed.checkpoint.run_state import Progress
+from megaspeed.checkpoint.together import from_rank_0
 from megaspeed.config import Run
 from megaspeed.data import PreparedCorpus
 from megaspeed.pipeline import layers_of_stages, parameters_of_stages
@@ -65,19 +66,22 @@ def run_job(
             return None
         console.print(plan_table(run, layers_of_stages(run), parameters_of_stages(run)))
         worker = Worker(run, context)
-        checkpointing = Checkpointing(worker, corpus)
-        begin = Progress()
-        if start.checkpoint is not None:
-            allowed = options.allow_data_change
-            begin = checkpointing.load(start.checkpoint, allow_data_change=allowed)
-        if context.rank != 0:
-            return Trainer(worker, corpus, checkpointing, stop, NullObserver()).train(begin)
-        _open_run_folder(run, start, console)
-        with (
-            MetricsFile(run.run_dir / METRICS) as metrics_file,
-            ConsoleObserver(run, console, metrics_file, begin) as observer,
-        ):
-            return Trainer(worker, corpus, checkpointing, stop, observer).train(begin)
+        with Checkpointing(worker, corpus) as checkpointing:
+            begin = Progress()
+            if start.checkpoint is not None:
+                allowed = options.allow_data_change
+                begin = checkpointing.load(start.checkpoint, allow_data_change=allowed)
+            from_rank_0(context.checkpoint_group, lambda: _open_run_folder(run, start, console))
+            if start.checkpoint is not None and not start.in_place:
+                # Else a run that died before its first save would start at step 0 the next time.
+                checkpointing.save(begin)
+            if context.rank != 0:
+                return Trainer(worker, corpus, checkpointing, stop, NullObserver()).train(begin)
+            with (
+                MetricsFile(run.run_dir / METRICS) as metrics_file,
+                ConsoleObserver(run, console, metrics_file, begin) as observer,
+            ):
+                return Trainer(worker, corpus, checkpointing, stop, observer).train(begin)
 
 
 def tell_ending(run: Run, summary: TrainingSummary, console: Console) -> None:

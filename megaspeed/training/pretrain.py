@@ -117,32 +117,34 @@ def _train(
     launch: LaunchEnvironment,
     console: Console,
 ) -> int:
-    # A signal that comes while the run starts ends it after its first step.
-    with StopSignal() as stop:
-        try:
-            context = _start_process_groups(run, launch)
-        except TopologyError as error:
-            return _refuse(error, launch)
-        except GroupError as error:
-            _say(error, launch)
-            return EXIT_FAILED
-        try:
-            with context:
-                summary = run_job(run, corpus, resume, context, stop, console)
-        except CheckpointError as error:  # of all ranks alike
-            if launch.rank == 0:
-                _say(error, launch)
-            return EXIT_WRONG_INPUT
-        except (RanksDisagree, TrainingDiverged) as error:
-            console.print(
-                "[red]training stopped:[/red]", escape(str(error)), highlight=False, soft_wrap=True
-            )
-            return EXIT_FAILED
+    try:
+        context = _start_process_groups(run, launch)
+    except TopologyError as error:
+        return _refuse(error, launch)
+    except GroupError as error:
+        _say(error, launch)
+        return EXIT_FAILED
+    try:
+        # A signal that comes from here on ends the run after a step, with a checkpoint.
+        with context, StopSignal() as stop:
+            summary = run_job(run, corpus, resume, context, stop, console)
         if summary is None:
             return EXIT_DONE
         if launch.rank == 0:
             tell_ending(run, summary, console)
-        return EXIT_DONE if summary.last_save.error is None else EXIT_FAILED
+    except CheckpointError as error:  # of all ranks alike
+        if launch.rank == 0:
+            _say(error, launch)
+        return EXIT_WRONG_INPUT
+    except (RanksDisagree, TrainingDiverged) as error:
+        console.print(
+            "[red]training stopped:[/red]", escape(str(error)), highlight=False, soft_wrap=True
+        )
+        return EXIT_FAILED
+    except OSError as error:  # a full disk, a folder that has gone
+        _say(error, launch)
+        return EXIT_FAILED
+    return EXIT_DONE if summary.last_save.error is None else EXIT_FAILED
 
 
 def _start_process_groups(run: Run, launch: LaunchEnvironment) -> ParallelContext:

@@ -5,7 +5,7 @@
     --resume DIR      DIR, or the newest whole checkpoint in it
     --fresh           what training.run_dir has is moved out of the way, so nothing is refused
 
-Nothing is changed before the start is known and the run has taken the checkpoint's state.
+Nothing but what dead saves have left is changed before the run has taken the checkpoint's state.
 """
 
 from argparse import ArgumentParser, Namespace
@@ -15,7 +15,7 @@ from typing import Self
 
 from megaspeed.checkpoint.errors import CheckpointError
 from megaspeed.checkpoint.finding import Found, newest_whole
-from megaspeed.checkpoint.folders import locate
+from megaspeed.checkpoint.folders import is_leftover, locate
 from megaspeed.checkpoint.run_state import RunState
 from megaspeed.checkpoint.together import from_rank_0
 from megaspeed.config import Run
@@ -106,7 +106,7 @@ def check_resume(options: ResumeOptions, run: Run) -> None:
     Raises:
         CheckpointError: the run folder's checkpoints are in the way, or ``--resume`` names none.
     """
-    named = None if options.path is None else locate(options.path)
+    named = None if options.path is None else _named(options.path)
     if named == []:
         raise CheckpointError(f"--resume {options.path} has no checkpoint; name another folder")
     goes_on = options.source == AUTO or (named is not None and _is_of(run, named[0]))
@@ -133,7 +133,8 @@ def find_start(options: ResumeOptions, run: Run, context: ParallelContext) -> St
     found = newest_whole(candidates, group)
     if found.checkpoint is None:
         raise CheckpointError(_none_is_whole(found))
-    saved = RunState.read(found.checkpoint)
+    checkpoint = found.checkpoint
+    saved = from_rank_0(group, lambda: RunState.read(checkpoint))
     return Start(
         checkpoint=found.checkpoint,
         step=saved.progress.step,
@@ -149,7 +150,30 @@ def _candidates(options: ResumeOptions, run: Run) -> list[Path]:
     own.clear_leftovers()
     if options.path is not None:
         return locate(options.path)
-    return own.newest_first() if options.source == AUTO and not options.fresh else []
+    if options.source == NEVER or options.fresh:
+        return []
+    candidates = own.newest_first()
+    if not candidates and own.remains():
+        raise CheckpointError(
+            f"{own.root} has {', '.join(own.remains())} and no checkpoint; bring the checkpoints "
+            "back, name one with --resume DIR, or start at step 0 with --fresh"
+        )
+    return candidates
+
+
+def _named(path: Path) -> list[Path]:
+    """The checkpoints of what the command line names."""
+    if not path.name or not path.exists():
+        raise CheckpointError(
+            f"--resume takes {AUTO}, {NEVER}, or the folder of a checkpoint or of a run, and "
+            f"{str(path)!r} is none of them"
+        )
+    if is_leftover(path.resolve().name):
+        raise CheckpointError(
+            f"--resume {path} is a save that did not end; name a checkpoint, or the folder "
+            f"{path.parent}, of which the newest whole one is taken"
+        )
+    return locate(path)
 
 
 def _is_of(run: Run, checkpoint: Path) -> bool:

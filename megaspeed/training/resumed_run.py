@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from megaspeed.checkpoint.run_state import DataIdentity, Progress, RunState
-from megaspeed.config import Run
+from megaspeed.config import ModelConfig, Run
 
 _DATA_KEYS = {
     "corpus": "the training text (data.train)",
@@ -44,8 +44,9 @@ def model_changes(saved: RunState, run: Run) -> list[str]:
 
     Shapes alone would not tell: 4 heads of 8 hold the same matrices as 8 heads of 4.
     """
-    before = saved.config.get("model", {})
-    now = run.as_json()["model"]
+    # Read as a model, so that a field that was not there yet has its default.
+    before = ModelConfig.model_validate(saved.config["model"]).model_dump(mode="json")
+    now = run.config.model.model_dump(mode="json")
     return [
         f"model.{name} was {before.get(name)} and is {now.get(name)}; set it back, or start a new "
         "run"

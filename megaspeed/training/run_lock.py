@@ -1,13 +1,13 @@
 """One run at a time writes to a run folder: a second would clear away the first one's saves.
 
-The lock is rank 0's and the kernel's, who frees it when the process dies, of whatever.
+The lock is held by rank 0; the kernel frees it however the process ends.
 """
 
+import fcntl
+import os
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
-
-from filelock import FileLock, Timeout
 
 from megaspeed.checkpoint.errors import CheckpointError
 from megaspeed.checkpoint.together import from_rank_0
@@ -21,23 +21,29 @@ def sole_use(run_dir: Path, context: ParallelContext) -> Iterator[None]:
     """Holds the lock of an existing run folder; entered by all ranks together.
 
     Raises:
-        CheckpointError: on every rank, where another run holds it.
+        CheckpointError: on every rank, where another run holds it, or it cannot be made.
     """
-    lock = FileLock(run_dir / LOCK)
-    from_rank_0(context.checkpoint_group, lambda: _take(lock, run_dir))
+    held: list[int] = []
+    from_rank_0(context.checkpoint_group, lambda: held.append(_take(run_dir)))
     try:
         yield
     finally:
-        lock.release()
+        for descriptor in held:
+            os.close(descriptor)
 
 
-def _take(lock: FileLock, run_dir: Path) -> None:
+def _take(run_dir: Path) -> int:
+    """The open file that the lock is on."""
+    descriptor = os.open(run_dir / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
     try:
-        # Some network file systems know no locks. Then it is as if nobody else were there.
-        with suppress(NotImplementedError):
-            lock.acquire(timeout=0)
-    except Timeout as error:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        os.close(descriptor)
         raise CheckpointError(
             f"another run writes to {run_dir}; wait until it has ended, or set another "
             "training.run_dir"
         ) from error
+    except OSError:
+        # Some network file systems know no locks. Then it is as if nobody else were there.
+        pass
+    return descriptor

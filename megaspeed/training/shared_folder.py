@@ -9,10 +9,10 @@ would be whole.
 
 import secrets
 import time
+from contextlib import suppress
 from pathlib import Path
 
-import torch.distributed as dist
-
+from megaspeed.checkpoint.together import from_rank_0, gathered
 from megaspeed.topology import ParallelContext
 from megaspeed.training.agreement import RanksDisagree
 
@@ -26,17 +26,14 @@ def check_shared_folder(run_dir: Path, context: ParallelContext) -> None:
 
     Raises:
         RanksDisagree: on every rank, naming the ranks that do not see it.
+        CheckpointError: on every rank, where rank 0 cannot make it or write to it.
     """
-    name = f".seen-by-all-ranks-{secrets.token_hex(8)}"
+    group = context.checkpoint_group
+    name = from_rank_0(group, lambda: _leave_a_mark(run_dir))
+    sees = gathered(group, _appears(run_dir / name))
     if context.rank == 0:
-        run_dir.mkdir(parents=True, exist_ok=True)
-        (run_dir / name).touch()
-    names = [name]
-    dist.broadcast_object_list(names, src=0, group=context.world_group)
-    sees: list[bool] = [False] * context.grid.world_size
-    dist.all_gather_object(sees, _appears(run_dir / names[0]), context.world_group)
-    if context.rank == 0:
-        (run_dir / name).unlink(missing_ok=True)
+        with suppress(OSError):
+            (run_dir / name).unlink(missing_ok=True)
     blind = [rank for rank, seen in enumerate(sees) if not seen]
     if blind:
         raise RanksDisagree(
@@ -44,6 +41,14 @@ def check_shared_folder(run_dir: Path, context: ParallelContext) -> None:
             f"see what rank 0 writes to {run_dir}. training.run_dir must be on a file "
             "system that all nodes share."
         )
+
+
+def _leave_a_mark(run_dir: Path) -> str:
+    """Its name."""
+    name = f".seen-by-all-ranks-{secrets.token_hex(8)}"
+    run_dir.mkdir(parents=True, exist_ok=True)
+    (run_dir / name).touch()
+    return name
 
 
 def _appears(file: Path) -> bool:

@@ -20,6 +20,7 @@ from megaspeed.checkpoint.run_state import Progress
 from megaspeed.checkpoint.saving import SaveReport
 from megaspeed.data import PreparedCorpus, ValidationLoader
 from megaspeed.model import training_flops_per_token
+from megaspeed.training.checkpointing import Checkpointing
 from megaspeed.training.device_peak import peak_flops_per_second
 from megaspeed.training.memory import peak_memory_by_pipeline_stage
 from megaspeed.training.metrics import StepMetrics, ValidationMetrics
@@ -46,19 +47,6 @@ class Observer(Protocol):
 
     def saved(self, report: SaveReport) -> None:
         """A checkpoint is written, or could not be."""
-
-
-class Saver(Protocol):
-    """Who writes checkpoints; all ranks call ``save`` and ``close`` together."""
-
-    def save(self, progress: Progress) -> None:
-        """Saves the run as it stands between two steps."""
-
-    def finished(self) -> list[SaveReport]:
-        """Saves that ended since this was last asked; waits for nothing."""
-
-    def close(self) -> list[SaveReport]:
-        """Those that ended, after waiting for the one under way."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +78,7 @@ class Trainer:
     Args:
         worker: this rank of the run.
         corpus: the prepared data.
-        saver: writes checkpoints.
+        checkpointing: saves the run.
         stop: what this process was told.
         observer: told of each step, evaluation and checkpoint.
     """
@@ -99,14 +87,14 @@ class Trainer:
         self,
         worker: Worker,
         corpus: PreparedCorpus,
-        saver: Saver,
+        checkpointing: Checkpointing,
         stop: StopSignal,
         observer: Observer,
     ) -> None:
         run, context = worker.run, worker.context
         self._run = run
         self._context = context
-        self._saver = saver
+        self._checkpointing = checkpointing
         self._stop = stop
         self._observer = observer
         self.worker = worker
@@ -141,7 +129,7 @@ class Trainer:
             stopped_by = self._stop.agreed(self._context)
             self._save(progress, stopped_by)
         self._inputs.close()
-        self._report(self._saver.close())
+        self._report(self._checkpointing.close())
         assert self._last_save is not None, "the last step is always saved"
         return TrainingSummary(
             last_step=metrics,
@@ -196,7 +184,7 @@ class Trainer:
     def _give_up(self, metrics: StepMetrics, skipped: int) -> NoReturn:
         culprit = self.worker.first_non_finite_parameter()
         # A save under way is of an earlier step.
-        self._report(self._saver.close())
+        self._report(self._checkpointing.close())
         raise TrainingDiverged(
             f"{skipped} steps in a row (up to step {metrics.step}) were skipped because the loss "
             f"({metrics.loss}) or the gradient norm ({metrics.grad_norm}) is not finite. First "
@@ -212,8 +200,8 @@ class Trainer:
             self._observer.stopping(stopped_by, progress.step)
         regular = training.save_interval > 0 and progress.step % training.save_interval == 0
         if regular or stopped_by is not None or progress.step == training.steps:
-            self._saver.save(progress)
-        self._report(self._saver.finished())
+            self._checkpointing.save(progress)
+        self._report(self._checkpointing.finished())
 
     def _report(self, reports: Iterable[SaveReport]) -> None:
         for report in reports:

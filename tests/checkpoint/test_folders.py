@@ -76,20 +76,30 @@ def test_what_only_looks_like_a_checkpoint_is_passed_by(
     folder: CheckpointFolder, tmp_path: Path
 ) -> None:
     (checkpoint,) = save(folder, 7)
-    elsewhere = shutil.copytree(checkpoint, tmp_path / "elsewhere")
     for name in ("step-00000008.writing", "step-00000009.deleting", "best", "step-x", "step-12"):
         (folder.root / name).mkdir()
     (folder.root / "step-000000011").mkdir()  # nine digits where eight do
     (folder.root / "step-00000020").write_text("a file")
-    (folder.root / "step-00000021").symlink_to(elsewhere)
+    (folder.root / "step-00000021").symlink_to(folder.root / "step-00000020")
     (folder.root / "step-00000022").symlink_to(tmp_path / "nowhere")
     (folder.root / "step-٠٠٠٠٠٠٠٩").mkdir()  # digits, but not ours
     assert folder.newest_first() == [checkpoint]
     assert folder.prune(1) == []
     cleared = folder.clear_leftovers()
     assert [path.name for path in cleared] == ["step-00000008.writing", "step-00000009.deleting"]
-    assert (elsewhere / "tensors").exists()
     assert {"best", "step-12", "step-00000020", "step-00000021"} <= names(folder)
+
+
+def test_a_checkpoint_that_was_moved_and_linked_counts_and_only_its_link_is_pruned(
+    folder: CheckpointFolder, tmp_path: Path
+) -> None:
+    first, second = save(folder, 1, 2)
+    moved = first.rename(tmp_path / "moved")
+    first.symlink_to(moved)
+    assert folder.newest_first() == [second, first]
+    assert folder.prune(1) == [first]
+    assert names(folder) == {"step-00000002", "latest"}
+    assert (moved / "tensors").is_file()
 
 
 def test_a_link_in_the_way_of_a_checkpoint_goes_and_not_what_it_points_to(
@@ -168,6 +178,15 @@ def test_a_replacement_that_was_cut_in_two_is_ended(folder: CheckpointFolder) ->
     assert names(folder) == {"step-00000001", "latest"}
 
 
+def latest_is_whole(folder: CheckpointFolder) -> bool:
+    """Whether `latest` names a checkpoint of which nothing is missing, or is not there itself."""
+    latest = folder.root / "latest"
+    if not latest.exists():
+        return True
+    checkpoint = folder.root / latest.read_text().removesuffix("\n")
+    return checkpoint.is_dir() and not file_problems(checkpoint, read_manifest(checkpoint))
+
+
 @pytest.mark.parametrize(
     ("first", "step", "keep_last"),
     [([], 1, 1), ([1], 2, 1), ([1, 2, 3], 4, 2), ([1], 1, 1), ([1, 2], 2, 1)],
@@ -182,7 +201,10 @@ def test_wherever_a_process_dies_a_whole_checkpoint_is_found(
     assert len(deaths) >= 8
     for death in deaths:
         folder = CheckpointFolder(death)
+        # Between the two names of a replacement the step has none, until leftovers are cleared.
+        assert latest_is_whole(folder) or step in first, death.name
         folder.clear_leftovers()
+        assert latest_is_whole(folder), death.name
         assert folder.leftovers() == []
         found = folder.newest_first()
         assert found or not first, death.name

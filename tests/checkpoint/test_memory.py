@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from megaspeed.checkpoint.saving import SaveReport
 from megaspeed.checkpoint.tensors import expected_tensors
 from megaspeed.config import Run
 from megaspeed.data import PreparedCorpus
@@ -26,8 +27,9 @@ RANKS = 4
 SLACK_BYTES = 12 << 20
 
 
-def run_of(folder: Path, **changes: object) -> Run:
-    return small_run(TEXT, model=MODEL, training={"run_dir": str(folder)}, **changes)
+def run_of(folder: Path, in_background: bool = False, **changes: object) -> Run:
+    training = {"run_dir": str(folder), "async_save": in_background}
+    return small_run(TEXT, model=MODEL, training=training, **changes)
 
 
 def added(action: Callable[[], object]) -> int:
@@ -53,11 +55,16 @@ def save_and_load(
     with started(launch, run) as context:
         rank = SavedRun.start(run, corpus, context)
         rank.train_step()
-        save = added(lambda: rank.checkpointing.save(rank.progress))
-        (report,) = rank.checkpointing.close()
-        assert report.error is None
+        reports: list[SaveReport] = []
+
+        def save() -> None:
+            rank.checkpointing.save(rank.progress)
+            reports.extend(rank.checkpointing.close())
+
+        saved = added(save)
+        assert [report.error for report in reports] == [None]
         load = added(lambda: rank.checkpointing.load(other))
-        return {"save": save, "load": load}
+        return {"save": saved, "load": load}
 
 
 @pytest.fixture(scope="module")
@@ -70,11 +77,12 @@ def written_by_one(pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="Linux counts the peak")
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize(("stage", "in_background"), [(1, False), (3, False), (1, True)])
 def test_a_save_and_a_load_add_no_more_than_the_share(
-    pool: RankPool, tmp_path: Path, written_by_one: Path, stage: int
+    pool: RankPool, tmp_path: Path, written_by_one: Path, stage: int, in_background: bool
 ) -> None:
-    run = run_of(tmp_path, dp=RANKS, zero_optimization={"stage": stage})
+    zero = {"stage": stage}
+    run = run_of(tmp_path, in_background, dp=RANKS, zero_optimization=zero)
     corpus = tiny_corpus(run, written_by_one / "cache")
     all_bytes = 4 * sum(map(math.prod, expected_tensors(run.config.model).values()))
     share = all_bytes // RANKS

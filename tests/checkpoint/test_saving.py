@@ -4,18 +4,23 @@ import dataclasses
 import os
 import resource
 import shutil
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
 from torch.distributed import checkpoint as dcp
 
+from megaspeed.checkpoint import saving
 from megaspeed.checkpoint.finding import Found, newest_whole
 from megaspeed.checkpoint.folders import CheckpointFolder
+from megaspeed.checkpoint.manifest import FileSeal
 from megaspeed.checkpoint.saving import SaveReport
 from megaspeed.checkpoint.tensors import expected_tensors
 from megaspeed.config import Run
@@ -204,9 +209,10 @@ def save_without_room(
     with started(launch, run) as context:
         rank = SavedRun.start(run, corpus, context)
         saver = rank.checkpointing._saver
-        free = saver.folder.free_bytes()
-        rank.checkpointing._saver = dataclasses.replace(saver, tensor_bytes=2 * free)
-        return save_and_wait(rank), 2 * free
+        elements = saver.folder.free_bytes()
+        expected = {"weights.large": (elements,)}
+        rank.checkpointing._saver = dataclasses.replace(saver, expected=expected)
+        return save_and_wait(rank), 4 * elements
 
 
 def test_a_checkpoint_that_does_not_fit_is_refused_before_a_byte_is_written(
@@ -217,36 +223,122 @@ def test_a_checkpoint_that_does_not_fit_is_refused_before_a_byte_is_written(
     assert report.error is not None
     assert report.error.startswith(f"a checkpoint takes {needed:,} bytes, and ")
     assert "make room, or lower training.keep_last (3)" in report.error
-    assert list((tmp_path / "checkpoints").iterdir()) == []
+    assert not (tmp_path / "checkpoints").exists()
 
 
-def save_in_background(
+SECONDS_HELD = 0.3
+
+Asked = tuple[Stretch, SaveReport]
+"""The state when a save was asked for, and how the save ended."""
+
+
+def save_twice_while_the_writer_is_held(
     launch: LaunchEnvironment, run: Run, corpus: PreparedCorpus
-) -> tuple[list[Stretch], list[SaveReport]]:
-    """Three saves with a step between; none is waited for but by the next one."""
-    stretches, reports = [], []
-    with started(launch, run) as context:
+) -> list[Asked]:
+    """The first save has its copies and writes nothing until the second has waited for a while."""
+    may_write = threading.Event()
+    write_pieces = saving.write_pieces
+
+    def write_late(*arguments: Any) -> dict[str, FileSeal]:
+        may_write.wait()
+        return write_pieces(*arguments)
+
+    with started(launch, run) as context, mock.patch.object(saving, "write_pieces", write_late):
         rank = SavedRun.start(run, corpus, context)
-        for _ in range(3):
-            rank.train_step()
-            rank.checkpointing.save(rank.progress)
-            stretches.append(rank.stretch(0))
-            reports += rank.checkpointing.finished()
-        rank.train_step()  # overwrites the state while the last save may still be under way
-        return stretches, reports + rank.checkpointing.close()
+        rank.train_step()
+        rank.checkpointing.save(rank.progress)
+        stretches = [rank.stretch(0)]
+        for _ in range(2):
+            rank.train_step()  # overwrites the state of which the first save is
+        assert rank.checkpointing.finished() == []
+        threading.Timer(SECONDS_HELD, may_write.set).start()
+        rank.checkpointing.save(rank.progress)
+        stretches.append(rank.stretch(0))
+        rank.train_step()  # while the second save may still be under way
+        return list(zip(stretches, rank.checkpointing.close(), strict=True))
 
 
 def test_a_background_save_has_the_state_of_when_it_was_asked_for(
     pool: RankPool, tmp_path: Path, corpus: PreparedCorpus
 ) -> None:
+    """Neither later steps nor the next save, which waits for it, change what it writes."""
     run = run_in(tmp_path, (1, 2, 2), 2, async_save=True)
-    stretches, reports = pool.run(4, save_in_background, run, corpus)[0]
-    assert [(report.step, report.error) for report in reports] == [(1, None), (2, None), (3, None)]
-    assert all(0 < report.stall_seconds < report.seconds for report in reports)
-    checkpoints = [report.checkpoint for report in reports]
+    ranks = pool.run(4, save_twice_while_the_writer_is_held, run, corpus)
+    for saves in ranks:
+        first, second = (report for _, report in saves)
+        assert [(report.step, report.error) for report in (first, second)] == [(1, None), (3, None)]
+        assert 0 < first.stall_seconds < first.seconds - SECONDS_HELD / 2
+        assert SECONDS_HELD / 2 < second.stall_seconds < second.seconds
+    checkpoints = [report.checkpoint for _, report in ranks[0]]
     again = pool.run(4, go_on_from, run, corpus, checkpoints, 0)[0]
-    for asked, loaded in zip(stretches, again, strict=True):
+    for (asked, _), loaded in zip(ranks[0], again, strict=True):
         assert_same_state(asked, loaded)
+
+
+Change = tuple[str, str, str]
+"""("flushed", path, stamp then) or ("renamed", path before, path after)."""
+
+
+def stamp(status: os.stat_result) -> str:
+    """Which file it is, whatever its name, and which content it has."""
+    return f"{status.st_ino} {status.st_size} {status.st_mtime_ns}"
+
+
+def changes_of_a_save(
+    launch: LaunchEnvironment, run: Run, corpus: PreparedCorpus
+) -> tuple[list[Change], dict[str, str]]:
+    """What one save flushes and renames, in order; and the stamp of each file that it leaves."""
+    changes: list[Change] = []
+    fsync = os.fsync
+
+    def flush(descriptor: int) -> None:
+        fsync(descriptor)
+        path = os.readlink(f"/proc/self/fd/{descriptor}")
+        changes.append(("flushed", path, stamp(os.fstat(descriptor))))
+
+    def recording(rename: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
+        def call(before: Any, after: Any) -> None:
+            rename(before, after)
+            changes.append(("renamed", os.fspath(before), os.fspath(after)))
+
+        return call
+
+    with (
+        started(launch, run) as context,
+        mock.patch.object(os, "fsync", flush),
+        mock.patch.object(os, "rename", recording(os.rename)),
+        mock.patch.object(os, "replace", recording(os.replace)),
+    ):
+        rank = SavedRun.start(run, corpus, context)
+        rank.train_step()
+        changes.clear()
+        report = save_and_wait(rank)
+        assert report.error is None, report.error
+        return changes, {file.name: stamp(file.stat()) for file in report.checkpoint.iterdir()}
+
+
+def test_a_checkpoint_is_on_the_disk_before_it_has_its_name(
+    pool: RankPool, tmp_path: Path, corpus: PreparedCorpus
+) -> None:
+    """A machine may lose power: what was not flushed before a rename may then be lost after it."""
+    ((changes, files),) = pool.run(1, changes_of_a_save, run_in(tmp_path), corpus)
+    root = str(tmp_path / "checkpoints")
+    checkpoint = f"{root}/step-00000001"
+    writing = f"{checkpoint}.writing"
+    named = changes.index(("renamed", writing, checkpoint))
+    pointed = changes.index(("renamed", f"{root}/latest.writing", f"{root}/latest"))
+
+    def flushes(path: str) -> list[int]:
+        return [i for i, change in enumerate(changes) if change[:2] == ("flushed", path)]
+
+    content = {then for kind, _, then in changes[:named] if kind == "flushed"}
+    assert {".metadata", "__0_0.distcp", "manifest.json", "run_state.json"} <= files.keys()
+    assert [name for name, last in files.items() if last not in content] == []
+    last_inside = max(i for i, change in enumerate(changes) if change[1].startswith(f"{writing}/"))
+    assert any(last_inside < i < named for i in flushes(writing))
+    assert any(named < i < pointed for i in flushes(root))
+    assert any(named < i < pointed for i in flushes(f"{root}/latest.writing"))
+    assert any(pointed < i for i in flushes(root))
 
 
 def test_the_last_ones_stay(pool: RankPool, tmp_path: Path, corpus: PreparedCorpus) -> None:

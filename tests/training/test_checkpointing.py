@@ -159,14 +159,14 @@ def test_the_run_state_says_what_a_person_wants_to_know(saved: Path) -> None:
     assert state.software.keys() == {"megaspeed", "torch", "deepspeed"}
 
 
-def scaler() -> Any:
+def scaler(scale: float = 2**16) -> Any:
     """DeepSpeed's own, as fp16 runs have it."""
     return CreateLossScaler(
         dtype=torch.half,
         static_loss_scale=0,
         dynamic_scaling=True,
         dynamic_loss_args={
-            "init_scale": 2**16,
+            "init_scale": scale,
             "scale_window": 4,
             "min_scale": 1,
             "delayed_shift": 1,
@@ -201,6 +201,49 @@ def test_a_dynamic_loss_scale_goes_on_where_it_was(pool: RankPool) -> None:
     ((uninterrupted, resumed),) = pool.run(1, scales_of_both)
     assert resumed == uninterrupted
     assert len(set(resumed)) > 3
+
+
+SCALE = LossScale(scale=512.0, iteration=7, last_overflow_iteration=5, hysteresis=3)
+
+
+def save_with_scale(launch: LaunchEnvironment, run: Run, cache: Path) -> None:
+    """As an fp16 run that has come to SCALE, though there is no fp16 on a CPU."""
+    with started(launch, run) as context:
+        rank = SavedRun.start(run, tiny_corpus(run, cache), context)
+        of_run = scaler(SCALE.scale)
+        of_run.cur_iter = SCALE.iteration
+        of_run.last_overflow_iter = SCALE.last_overflow_iteration
+        of_run.cur_hysteresis = SCALE.hysteresis
+        rank.worker.engine.optimizer.loss_scaler = of_run
+        rank.checkpointing.save(rank.progress)
+        (report,) = rank.checkpointing.close()
+        assert report.error is None, report.error
+
+
+def loss_scale_after_load(
+    launch: LaunchEnvironment, run: Run, cache: Path, checkpoint: Path
+) -> tuple[LossScale | None, LossScale | None]:
+    """Of a new run's scaler, before and after."""
+    with started(launch, run) as context:
+        rank = SavedRun.start(run, tiny_corpus(run, cache), context)
+        rank.worker.engine.optimizer.loss_scaler = of_run = scaler()
+        before = read_loss_scale(of_run)
+        rank.checkpointing.load(checkpoint)
+        return before, read_loss_scale(of_run)
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_a_dynamic_loss_scale_goes_through_a_checkpoint(
+    pool: RankPool, tmp_path: Path, cache: Path, stage: int
+) -> None:
+    training = {"run_dir": str(tmp_path)}
+    run = small_run(TEXT, dp=2, zero_optimization={"stage": stage}, training=training)
+    pool.run(2, save_with_scale, run, cache)
+    checkpoint = only_checkpoint(tmp_path)
+    assert RunState.read(checkpoint).loss_scale == SCALE
+    for before, after in pool.run(2, loss_scale_after_load, run, cache, checkpoint):
+        assert before is not None and before.scale == 2**16
+        assert after == SCALE
 
 
 def test_a_constant_loss_scale_has_no_state() -> None:

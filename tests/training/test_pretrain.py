@@ -12,9 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from filelock import FileLock
 
 from megaspeed.topology import Grid, LaunchEnvironment, ParallelContext
-from megaspeed.training import pretrain
+from megaspeed.training import pretrain, shared_folder
+from megaspeed.training.run_lock import LOCK
 from tests.parallel.tiny import GPT2
 from tests.rank_pool import RankPool
 
@@ -207,6 +209,45 @@ def test_never_is_refused_before_ranks_meet(pool: RankPool, config: Path) -> Non
     assert files_in(run_dir_of(config)) == before
 
 
+def test_a_run_in_the_folder_of_one_that_still_writes_is_refused_and_changes_nothing(
+    pool: RankPool, config: Path
+) -> None:
+    """Not even the save that is under way, which looks like one that died."""
+    pool.run(1, ending_alone, config)
+    folder = run_dir_of(config)
+    writing = folder / "checkpoints" / "step-00000002.writing"
+    writing.mkdir()
+    (writing / "__0_0.distcp").write_bytes(b"half")
+    with FileLock(folder / LOCK):
+        before = files_in(folder)
+        (((code, _, err),),) = pool.run(1, endings, config, [[steps(2)]])
+        assert files_in(folder) == before
+    assert code == 2 and "Traceback" not in err
+    assert f"another run writes to {folder}" in err and "training.run_dir" in err
+
+
+def ending_on_a_disk_of_its_own(
+    launch: LaunchEnvironment, config: Path, disks: list[Path], changes: list[str]
+) -> Ending:
+    os.chdir(disks[launch.rank])
+    shared_folder._SECONDS_TO_BE_SEEN = 0.3
+    return ending(config, *changes)
+
+
+def test_ranks_that_do_not_share_the_run_folder_end_with_1_before_they_train(
+    pool: RankPool, config: Path, tmp_path: Path
+) -> None:
+    disks = [tmp_path / "node0", tmp_path / "node1"]
+    for disk in disks:
+        (disk / "runs" / "tiny").mkdir(parents=True)
+    changes = ["parallel.tensor=2", "training.run_dir=runs/tiny"]
+    first, second = pool.run(2, ending_on_a_disk_of_its_own, config, disks, changes)
+    assert first[0] == second[0] == 1
+    assert "ranks [1] do not see what rank 0 writes to runs/tiny" in first[1]
+    assert all("Traceback" not in err for _, _, err in (first, second))
+    assert [files_in(disk) for disk in disks] == [{}, {}]
+
+
 def test_going_back_to_an_older_checkpoint_leaves_no_trace_of_the_abandoned_branch(
     pool: RankPool, config: Path
 ) -> None:
@@ -293,7 +334,8 @@ def test_fresh_takes_along_the_state_of_a_checkpoint_that_it_moves_away(
     assert second[0] == 0 and "resumed at step 2" in second[1]
     assert [record["step"] for record in records(config)] == [2]
     assert (folder / "earlier-1" / "checkpoints" / "step-00000001").is_dir()
-    assert not (folder / "checkpoints" / "step-00000001").exists()
+    anew = sorted(path.name for path in (folder / "checkpoints").iterdir())
+    assert anew == ["latest", "step-00000001", "step-00000002"], "what it took along is saved again"
 
 
 def ending_told_at_once(launch: LaunchEnvironment, config: Path) -> Ending:

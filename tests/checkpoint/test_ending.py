@@ -1,0 +1,84 @@
+"""A run that ends by an error while a save is under way leaves that save whole, and ends.
+
+Once it did not: the error closed the process groups, torch took each rank of the background save
+for the only one, and all of them wrote into the same files.
+"""
+
+import threading
+from pathlib import Path
+
+import pytest
+
+from megaspeed.checkpoint import saving
+from megaspeed.checkpoint.errors import CheckpointError
+from megaspeed.checkpoint.soundness import problems_of
+from megaspeed.config import Run
+from megaspeed.data import PreparedCorpus
+from megaspeed.topology import LaunchEnvironment
+from tests.checkpoint.saved_runs import SavedRun, only_checkpoint, started
+from tests.parallel.tiny import tiny_corpus
+from tests.rank_pool import RankPool
+from tests.zero.one_rank import small_run
+
+TEXT = Path(__file__).parents[2] / "LICENSE"
+_SECONDS_HELD = 0.5
+
+
+def run_in(folder: Path) -> Run:
+    return small_run(
+        TEXT,
+        pp=2,
+        model={"tie_word_embeddings": False},
+        training={"run_dir": str(folder), "async_save": True},
+    )
+
+
+def fail_with_a_save_under_way(
+    launch: LaunchEnvironment, run: Run, corpus: PreparedCorpus, failing: list[int]
+) -> str | None:
+    """The writing is held back until the error has come."""
+    write_pieces, released = saving.write_pieces, threading.Event()
+
+    def held_back(*args: object) -> object:
+        released.wait()
+        return write_pieces(*args)  # type: ignore[arg-type]
+
+    saving.write_pieces = held_back  # type: ignore[assignment]
+    with started(launch, run) as context:
+        rank = SavedRun.start(run, corpus, context)
+        try:
+            with rank.checkpointing:
+                rank.train_step()
+                rank.checkpointing.save(rank.progress)
+                threading.Timer(_SECONDS_HELD, released.set).start()
+                if launch.rank in failing:
+                    raise OSError("the disk with the training text has gone")
+        except OSError as error:
+            return str(error)
+    return None
+
+
+@pytest.mark.parametrize("failing", [[0, 1], [1], [0]], ids=str)
+def test_the_save_under_way_is_whole(pool: RankPool, tmp_path: Path, failing: list[int]) -> None:
+    run = run_in(tmp_path)
+    corpus = tiny_corpus(run, tmp_path / "cache")
+    ended = pool.run(2, fail_with_a_save_under_way, run, corpus, failing)
+    assert [rank for rank, error in enumerate(ended) if error is not None] == failing
+    assert problems_of(only_checkpoint(tmp_path)) == []
+
+
+def save_without_groups(launch: LaunchEnvironment, run: Run, corpus: PreparedCorpus) -> str:
+    with started(launch, run) as context:
+        rank = SavedRun.start(run, corpus, context)
+        pieces = list(rank.checkpointing._owned_pieces())
+    try:
+        saving.write_pieces(run.run_dir, pieces, context.checkpoint_group)
+    except CheckpointError as error:
+        return str(error)
+    return "written"
+
+
+def test_a_save_without_process_groups_is_refused(pool: RankPool, tmp_path: Path) -> None:
+    run = run_in(tmp_path)
+    told = pool.run(2, save_without_groups, run, tiny_corpus(run, tmp_path / "cache"))
+    assert told == ["the process groups have ended before the save"] * 2
