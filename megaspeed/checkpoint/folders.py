@@ -18,6 +18,7 @@ from pathlib import Path
 from megaspeed.checkpoint.errors import CheckpointError
 from megaspeed.checkpoint.manifest import MANIFEST, read_manifest, size_problems
 from megaspeed.files.durable import TEMPORARY, flush_folder, write_whole
+from megaspeed.files.places import nearest_existing
 
 CHECKPOINTS = "checkpoints"
 """The folder of checkpoints in a run's folder."""
@@ -97,13 +98,15 @@ class CheckpointFolder:
         flush_folder(self.root)
         # The checkpoint is there, whether or not there is room for its name in another file.
         with contextlib.suppress(OSError):
-            write_whole(
-                self.root / LATEST, lambda file: file.write(f"{checkpoint.name}\n".encode())
-            )
-            flush_folder(self.root)
+            self.point_latest_to(checkpoint)
         if replaced is not None:
             _remove_if_possible(replaced)
         return checkpoint
+
+    def point_latest_to(self, checkpoint: Path) -> None:
+        """Lets ``latest`` name one of the checkpoints here."""
+        write_whole(self.root / LATEST, lambda file: file.write(f"{checkpoint.name}\n".encode()))
+        flush_folder(self.root)
 
     def discard(self, writing: Path) -> None:
         """Removes a save that failed; what cannot be removed is left to `clear_leftovers`."""
@@ -173,9 +176,7 @@ class CheckpointFolder:
 
     def free_bytes(self) -> int:
         """Room for files here, in bytes."""
-        whole = self.root.absolute()
-        existing = next(path for path in (whole, *whole.parents) if path.exists())
-        return shutil.disk_usage(existing).free
+        return shutil.disk_usage(nearest_existing(self.root)).free
 
     def _folders(self) -> list[Path]:
         if not self.root.is_dir():

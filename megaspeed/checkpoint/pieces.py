@@ -14,8 +14,9 @@ from torch import Tensor
 from megaspeed.checkpoint.rectangles import rectangles_of
 from megaspeed.tensor_parallel import ParameterShard
 
-# A rank that needs a part of a rectangle reads all of it, so they must not be large; and the index
-# lists every one, so they must not be many.
+# A rectangle is copied to host memory before it is written, and whole rows of it are read where a
+# part of them is needed, so they must not be large; and the index lists every one, so they must not
+# be many.
 LARGEST_PIECE_BYTES = 16 << 20
 
 

@@ -1,8 +1,8 @@
 """Pieces in the terms of torch.distributed.checkpoint: what to write, and what to read where.
 
-Planners are where that library asks for it: each rank names the rectangles that it writes, rank 0
-checks that together they are every tensor once and makes an index of them; each rank names the
-rectangles that it needs, and the library finds the saved ones that they overlap.
+The library asks its planners. To save, each rank names the rectangles that it writes; rank 0 checks
+that together they are each of the named tensors once, and makes an index of them. To load, each
+rank names the rectangles that it needs, and the library finds the saved ones that they overlap.
 """
 
 from collections import defaultdict

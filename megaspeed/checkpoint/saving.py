@@ -30,6 +30,7 @@ from megaspeed.checkpoint.reader import BYTES_PER_ELEMENT, saved_shapes
 from megaspeed.checkpoint.run_state import RUN_STATE, RunState
 from megaspeed.checkpoint.tensors import mismatches
 from megaspeed.checkpoint.together import first_failure, from_rank_0, gathered, told
+from megaspeed.files.durable import write_whole
 
 
 @dataclass(frozen=True)
@@ -176,7 +177,6 @@ def _one_writer_each(everyones: Iterable[Mapping[str, FileSeal]]) -> dict[str, F
 
 
 def _write_run_state(folder: Path, state: RunState) -> dict[str, FileSeal]:
-    files = HashedFiles()
-    with files.create_stream(folder / RUN_STATE, "wb") as stream:
-        stream.write(state.to_bytes())
-    return files.seals
+    content = state.to_bytes()
+    write_whole(folder / RUN_STATE, lambda file: file.write(content))
+    return {RUN_STATE: FileSeal.of(content)}

@@ -49,14 +49,12 @@ class Checkpointing:
         self._worker = worker
         self._run: Run = worker.run
         self._data = data_identity(corpus)
-        self._group = worker.context.checkpoint_group
-        self._expected = expected_tensors(self._run.config.model)
         training = self._run.config.training
         self._saver = Saver(
             CheckpointFolder(self._run.run_dir / CHECKPOINTS),
-            self._group,
+            worker.context.checkpoint_group,
             keep_last=training.keep_last,
-            expected=self._expected,
+            expected=expected_tensors(self._run.config.model),
         )
         self._host_copy = HostCopy()
         self._background: ThreadPoolExecutor | None = None
@@ -95,7 +93,7 @@ class Checkpointing:
         """
         start = time.perf_counter()
         state = self._state(progress)
-        pieces = list(self._owned_pieces())
+        pieces = list(self._pieces(owned=True))
         if self._background is None:
             self._finished.append(self._saver.save(pieces, state))
             return
@@ -126,8 +124,9 @@ class Checkpointing:
         Raises:
             CheckpointError: on every rank, with everything in which the run does not fit.
         """
-        saved = from_rank_0(self._group, lambda: self._fitting_state(checkpoint, allow_data_change))
-        read_pieces(checkpoint, self._all_pieces(), self._group)
+        group = self._saver.group
+        saved = from_rank_0(group, lambda: self._fitting_state(checkpoint, allow_data_change))
+        read_pieces(checkpoint, self._pieces(owned=False), group)
         self._worker.engine.take_state(saved.progress.steps_taken)
         if saved.loss_scale is not None:
             self._worker.engine.take_loss_scale(saved.loss_scale)
@@ -145,7 +144,7 @@ class Checkpointing:
     def _fitting_state(self, checkpoint: Path, allow_data_change: bool) -> RunState:
         saved = RunState.read(checkpoint)
         problems = model_changes(saved, self._run)
-        problems += mismatches(self._expected, saved_shapes(checkpoint))
+        problems += mismatches(self._saver.expected, saved_shapes(checkpoint))
         if not allow_data_change:
             problems += data_changes(saved.data, self._data)
         if problems:
@@ -170,15 +169,8 @@ class Checkpointing:
             },
         )
 
-    def _owned_pieces(self) -> Iterator[Piece]:
-        """What this rank writes."""
-        return self._pieces(owned=True)
-
-    def _all_pieces(self) -> Iterator[Piece]:
-        """What this rank reads: everything it holds."""
-        return self._pieces(owned=False)
-
     def _pieces(self, *, owned: bool) -> Iterator[Piece]:
+        """What this rank writes (owned), or what it reads: everything it holds."""
         worker = self._worker
         engine = worker.engine
         for fragment in engine.state_fragments():

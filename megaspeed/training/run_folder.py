@@ -10,15 +10,10 @@ import json
 import os
 from pathlib import Path
 
-from megaspeed.checkpoint.folders import (
-    CHECKPOINTS,
-    LATEST,
-    CheckpointFolder,
-    checkpoint_name,
-    step_named,
-)
+from megaspeed.checkpoint.folders import CHECKPOINTS, CheckpointFolder, step_named
 from megaspeed.config import ConfigError, Run
 from megaspeed.files.durable import flush_folder, write_whole
+from megaspeed.files.places import nearest_existing
 from megaspeed.training.metrics import records_up_to
 
 CONFIG, METRICS, LOSS_CURVE = "config.json", "metrics.jsonl", "loss.png"
@@ -33,9 +28,7 @@ def check_run_folder(run: Run) -> None:
 
 def folder_problem(name: str, folder: Path) -> str | None:
     """Why ``folder``, given as ``name``, cannot be made or written to; None where it can."""
-    # os.path.exists: Path.exists raises below a folder that this user may not enter.
-    whole = folder.absolute()
-    existing = next(path for path in (whole, *whole.parents) if os.path.exists(path))
+    existing = nearest_existing(folder)
     if not existing.is_dir():
         problem = f"{name} {folder} cannot be a folder, because {existing} is a file"
     elif not os.access(existing, os.W_OK | os.X_OK):
@@ -108,9 +101,7 @@ def _move_later_checkpoints(run: Run, step: int, target: Path) -> None:
         _move(checkpoint, run.run_dir, target)
     if later:
         flush_folder(folder.root)
-        write_whole(
-            folder.root / LATEST, lambda file: file.write(f"{checkpoint_name(step)}\n".encode())
-        )
+        folder.point_latest_to(folder.path(step))
 
 
 def _cut_metrics(file: Path, step: int, copy: Path) -> None:

@@ -46,9 +46,14 @@ class HeldRange:
     length: int
 
 
+def partitions_parameters(optimizer: Any) -> bool:
+    """Whether it is DeepSpeed's optimizer of ZeRO-3, which has another class than the others'."""
+    return hasattr(optimizer, "fp16_groups")
+
+
 def held_ranges(optimizer: Any) -> Iterator[HeldRange]:
     """Every part of a parameter whose gradient and optimizer state this rank holds."""
-    if hasattr(optimizer, "fp16_groups"):
+    if partitions_parameters(optimizer):
         yield from _stage3_ranges(optimizer)
     else:
         yield from _flat_partition_ranges(optimizer)
@@ -56,7 +61,7 @@ def held_ranges(optimizer: Any) -> Iterator[HeldRange]:
 
 def gradient_fragments(optimizer: Any) -> Iterator[GradientFragment]:
     """This rank's fragments, padding left out. Valid after the reduction and before the step."""
-    if hasattr(optimizer, "fp16_groups"):
+    if partitions_parameters(optimizer):
         yield from _stage3_fragments(optimizer)
         return
     if optimizer.cpu_offload:

@@ -10,11 +10,11 @@ For measurement only: which tensors these are, DeepSpeed 0.19.8 says nowhere.
 """
 
 from collections.abc import Iterator
-from typing import Any
 
 from torch import Tensor
 
 from megaspeed.zero.engine import ZeroEngine
+from megaspeed.zero.optimizer_state import master_partitions
 
 
 def held_parameters(engine: ZeroEngine) -> Iterator[Tensor | None]:
@@ -33,14 +33,14 @@ def held_gradients(engine: ZeroEngine) -> Iterator[Tensor | None]:
     yield getattr(optimizer, "grad_partitions_flat_buffer", None)
     for group in optimizer.averaged_gradients.values():
         yield getattr(group, "flat_partition", None)
-    for master in _master_partitions(optimizer):
+    for master in master_partitions(optimizer):
         yield master.grad
 
 
 def held_optimizer_states(engine: ZeroEngine) -> Iterator[Tensor | None]:
     """fp32 master weights and AdamW's moments."""
     optimizer = engine.optimizer
-    yield from _master_partitions(optimizer)
+    yield from master_partitions(optimizer)
     for state in optimizer.optimizer.state.values():
         yield from (value for value in state.values() if isinstance(value, Tensor))
 
@@ -55,9 +55,3 @@ def allocates_for_communication(module: str) -> bool | None:
     if module.startswith(("deepspeed.runtime.zero.", "deepspeed.runtime.comm.")):
         return True
     return True if module == "megaspeed.zero.reductions" else None
-
-
-def _master_partitions(optimizer: Any) -> list[Tensor]:
-    if hasattr(optimizer, "fp32_partitioned_groups_flat"):
-        return list(optimizer.fp32_partitioned_groups_flat)
-    return list(optimizer.single_partition_of_fp32_groups)

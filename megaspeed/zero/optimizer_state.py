@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megaspeed.zero.fragments import held_ranges
+from megaspeed.zero.fragments import held_ranges, partitions_parameters
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class StateFragment:
 
 def state_fragments(optimizer: Any) -> Iterator[StateFragment]:
     """This rank's fragments, padding left out; moments that do not exist yet are made, of zeros."""
-    masters = _masters(optimizer)
+    masters = master_partitions(optimizer)
     for held in held_ranges(optimizer):
         master = masters[held.group]
         moments = _moments(optimizer.optimizer, master)
@@ -52,17 +52,17 @@ def take_state(optimizer: Any, steps_taken: int) -> None:
         optimizer: DeepSpeed's ZeRO optimizer.
         steps_taken: AdamW's step count, of which its bias correction is a function.
     """
-    for master in _masters(optimizer):
+    for master in master_partitions(optimizer):
         _moments(optimizer.optimizer, master)["step"].fill_(steps_taken)
-    if hasattr(optimizer, "fp16_groups"):
+    if partitions_parameters(optimizer):
         _refresh_partitioned_parameters(optimizer)
     else:
         optimizer.update_lp_params()
 
 
-def _masters(optimizer: Any) -> list[Tensor]:
+def master_partitions(optimizer: Any) -> list[Tensor]:
     """The flat master weights of each parameter group (ZeRO-3: sub-group)."""
-    if hasattr(optimizer, "fp32_partitioned_groups_flat"):
+    if partitions_parameters(optimizer):
         return list(optimizer.fp32_partitioned_groups_flat)
     return list(optimizer.single_partition_of_fp32_groups)
 

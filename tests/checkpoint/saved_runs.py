@@ -8,16 +8,15 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megaspeed.analysis.verification.logical_tensors import StateKind, gather_state, gather_weights
+from megaspeed.analysis.verification.logical_tensors import gather_state, gather_weights
 from megaspeed.checkpoint.run_state import Progress
+from megaspeed.checkpoint.tensors import KINDS
 from megaspeed.config import Run
 from megaspeed.data import PreparedCorpus
 from megaspeed.topology import Grid, LaunchEnvironment, ParallelContext
 from megaspeed.training.checkpointing import Checkpointing
 from megaspeed.training.step_inputs import StepInputs
 from megaspeed.training.worker import Worker
-
-KINDS: tuple[StateKind, ...] = ("weights", "exp_avg", "exp_avg_sq")
 
 
 @dataclass

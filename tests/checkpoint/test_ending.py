@@ -70,7 +70,7 @@ def test_the_save_under_way_is_whole(pool: RankPool, tmp_path: Path, failing: li
 def save_without_groups(launch: LaunchEnvironment, run: Run, corpus: PreparedCorpus) -> str:
     with started(launch, run) as context:
         rank = SavedRun.start(run, corpus, context)
-        pieces = list(rank.checkpointing._owned_pieces())
+        pieces = list(rank.checkpointing._pieces(owned=True))
     try:
         saving.write_pieces(run.run_dir, pieces, context.checkpoint_group)
     except CheckpointError as error:

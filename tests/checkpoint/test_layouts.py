@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from megaspeed.analysis.verification.comparison import TOLERANCES
+from megaspeed.checkpoint.tensors import KINDS
 from megaspeed.config import Run
 from megaspeed.data import PreparedCorpus
 from tests.checkpoint.saved_runs import (
-    KINDS,
     Stretch,
     go_on_from,
     only_checkpoint,

@@ -9,7 +9,6 @@ For models that fit in one process: everything is gathered on rank 0.
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -24,8 +23,6 @@ from megaspeed.zero import whole_parameters
 
 Fragment = tuple[nn.Parameter, int, Tensor]
 """Whose it is, its first element in the flattened local tensor, and its elements."""
-
-StateKind = Literal["weights", "exp_avg", "exp_avg_sq"]
 
 
 @dataclass(frozen=True)
@@ -55,8 +52,8 @@ def gather_weights(worker: Worker) -> LogicalTensors | None:
     return _gather(local, worker.shards, worker.run.config.model, worker.context)
 
 
-def gather_state(worker: Worker, kind: StateKind) -> LogicalTensors | None:
-    """The master weights or one of AdamW's moments, on rank 0 (None elsewhere)."""
+def gather_state(worker: Worker, kind: str) -> LogicalTensors | None:
+    """One of ``checkpoint.tensors.KINDS`` of the optimizer's state, on rank 0 (None elsewhere)."""
     fragments = worker.engine.state_fragments()
     local = _whole_shards(worker, ((f.parameter, f.start, getattr(f, kind)) for f in fragments))
     return _gather(local, worker.shards, worker.run.config.model, worker.context)
