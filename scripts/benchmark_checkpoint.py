@@ -56,7 +56,8 @@ from megaspeed.checkpoint.tensors import expected_shapes
 from megaspeed.checkpoint.together import from_rank_0
 from megaspeed.config import Run, parse_config, resolve_run
 from megaspeed.data import MicroBatch, PreparedCorpus
-from megaspeed.data.tokens import TokenFile, TokenIndex
+from megaspeed.data.stream.mixture import Component, Mixture
+from megaspeed.data.tokens.token_file import TokenFile, TokenIndex
 from megaspeed.files.durable import flush_folder
 from megaspeed.topology import Grid, ParallelContext, read_launch_environment
 from megaspeed.training.checkpointing import Checkpointing
@@ -282,9 +283,10 @@ def corpus_without_text(run: Run) -> PreparedCorpus:
         tokenizer_fingerprint=fingerprint,
         corpus_fingerprint=fingerprint,
     )
-    nowhere = Path(os.devnull)
+    file = TokenFile(Path(os.devnull), index)
+    nothing = Mixture((Component((file,), weight=1.0, name="random batches"),))
     length = run.config.data.sequence_length
-    return PreparedCorpus(TokenFile(nowhere, index), None, nowhere, sequence_length=length, seed=0)
+    return PreparedCorpus(nothing, None, None, sequence_length=length, seed=0)
 
 
 def blocking_turn(rank: Rank, measure: Measure) -> None:

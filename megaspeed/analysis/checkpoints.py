@@ -1,6 +1,6 @@
 """What a checkpoint holds, as lines and a table, and as JSON values."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from math import prod
 from typing import Any
 
@@ -9,7 +9,7 @@ from rich.table import Table
 from megaspeed.analysis.units import counted, short_count, traffic_unit
 from megaspeed.checkpoint.run_state import RunState
 from megaspeed.checkpoint.soundness import Inspection
-from megaspeed.checkpoint.tensors import KINDS, expected_shapes, shape_text
+from megaspeed.checkpoint.tensors import WEIGHTS, expected_shapes, shape_text
 from megaspeed.model.parameters import Shape
 
 _DIGITS = 12  # of a fingerprint that are shown; the JSON has all
@@ -21,7 +21,7 @@ def report(inspection: Inspection) -> Iterator[str | Table]:
     yield f"{inspection.checkpoint}: {size_text(inspection)}"
     yield from _state_lines(inspection.state)
     yield ""
-    yield _tensor_table(expected_shapes(inspection.model))
+    yield _tensor_table(expected_shapes(inspection.model), inspection.state.kinds)
 
 
 def size_text(inspection: Inspection) -> str:
@@ -58,7 +58,12 @@ def verify_as_json(inspection: Inspection) -> dict[str, Any]:
 
 
 def _state_lines(state: RunState) -> Iterator[str]:
+    software = "software: " + ", ".join(f"{name} {of}" for name, of in state.software.items())
     progress, layout, data = state.progress, state.layout, state.data
+    if layout is None or data is None:
+        yield f"{state.origin}, not trained since; starts a run at any layout"
+        yield software
+        return
     loss = "not finite" if progress.loss is None else f"{progress.loss:.4f}"
     skipped = progress.step - progress.steps_taken
     yield (
@@ -72,15 +77,16 @@ def _state_lines(state: RunState) -> Iterator[str]:
         f"sequences of {data.sequence_length:,} tokens"
     )
     yield f"seeds: data {data.seed}, training {state.training_seed}"
-    yield "software: " + ", ".join(f"{name} {of}" for name, of in state.software.items())
+    yield software
 
 
-def _tensor_table(shapes: dict[str, Shape]) -> Table:
+def _tensor_table(shapes: dict[str, Shape], kinds: Sequence[str]) -> Table:
     parameters = _elements(shapes)
+    moments = " and ".join(kind for kind in kinds if kind != WEIGHTS)
     table = Table(
         title=f"{short_count(parameters)} parameters ({parameters:,}) in "
         f"{counted(len(shapes), 'tensor')}",
-        caption=f"float32; with {' and '.join(KINDS[1:])} of each",
+        caption=f"float32; with {moments} of each" if moments else "float32; weights alone",
         title_justify="left",
         caption_justify="left",
     )

@@ -110,7 +110,8 @@ class CheckpointReader(FileSystemReader):
         archive: Any = torch._C.PyTorchFileReader(self._slice_file(file, place))
         start = place.offset + archive.get_record_offset(_ELEMENTS)  # as torch.load(mmap=True) does
         file.seek(start + first_row * row_elements * BYTES_PER_ELEMENT)
-        if item.lengths[1:] == sizes[1:] and target.is_cpu and target.is_contiguous():
+        in_place = target.is_cpu and target.is_contiguous() and target.dtype == torch.float32
+        if in_place and item.lengths[1:] == sizes[1:]:
             _fill(target, file)
         else:
             whole = torch.empty((rows, *sizes[1:]))

@@ -1,16 +1,18 @@
 """What a checkpoint knows of its run beside the tensors: ``run_state.json``.
 
 Nothing in it belongs to a rank. Random numbers are functions of seeds, names and sample indices
-(``model.initialization``, ``model.dropout``, ``data.sampler``), and the learning rate is one of the
-number of steps taken, so seeds and counters are the whole of these states.
+(``model.initialization``, ``model.dropout``, ``data.stream.sampler``), and the learning rate is one
+of the number of steps taken, so seeds and counters are the whole of these states.
 """
 
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from pydantic import Field, ValidationError
+from pydantic import Field, ValidationError, model_validator
 
 from megaspeed.checkpoint.errors import CheckpointError
+from megaspeed.checkpoint.tensors import KINDS, WEIGHTS
+from megaspeed.config import ModelConfig
 from megaspeed.config.section import Section
 
 RUN_STATE = "run_state.json"
@@ -50,7 +52,7 @@ class DataIdentity(Section):
     """What the training stream is a function of, beside the sample index (law 2)."""
 
     corpus: str = Field(description="Fingerprint of the training documents.")
-    tokenizer: str = Field(description="Fingerprint of the tokenizer.")
+    tokenizer: str = Field(description="Fingerprint of the tokenizer, if a file states one.")
     sequence_length: int
     seed: int = Field(description="data.seed")
 
@@ -65,16 +67,58 @@ class LossScale(Section):
 
 
 class RunState(Section):
-    """One checkpoint's run."""
+    """One checkpoint's run; an imported model has none behind it, and no moments."""
 
     format: Literal[1] = 1
+    imported_from: str | None = Field(
+        default=None, description="Where the weights are from, if no run saved them."
+    )
     progress: Progress
-    data: DataIdentity
-    training_seed: int = Field(description="training.seed, of which dropout masks are a function.")
-    layout: Layout
+    data: DataIdentity | None = Field(default=None, description="null if imported.")
+    training_seed: int | None = Field(
+        default=None,
+        description="training.seed, of which dropout masks are a function; null if imported.",
+    )
+    layout: Layout | None = Field(default=None, description="null if imported.")
     loss_scale: LossScale | None = Field(default=None, description="null unless fp16 scales.")
-    config: dict[str, Any] = Field(description="The definite configuration of the run.")
+    config: dict[str, Any] = Field(
+        description="The definite configuration of the run; if imported, the model section alone."
+    )
     software: dict[str, str] = Field(description="Version of each package that matters.")
+
+    @model_validator(mode="after")
+    def _is_of_a_run_or_imported(self) -> Self:
+        of_a_run = (self.data, self.training_seed, self.layout)
+        if self.imported_from is None and None in of_a_run:
+            raise ValueError("data, training_seed and layout of the run that saved it are missing")
+        return self
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """Which tensors of each parameter the checkpoint has."""
+        return KINDS if self.imported_from is None else (WEIGHTS,)
+
+    @property
+    def origin(self) -> str:
+        """Where the checkpoint is from, in a few words."""
+        if self.imported_from is not None:
+            return f"imported from {self.imported_from}"
+        return f"saved at {self.layout}"
+
+    def model_section(self) -> ModelConfig:
+        """The model. Tensors follow from it alone; how the run was split and trained is no matter.
+
+        Raises:
+            CheckpointError: the configuration names none.
+        """
+        try:
+            return ModelConfig.model_validate(self.config.get("model"))
+        except ValidationError as error:
+            problem = error.errors()[0]
+            where = ".".join(map(str, ("config", "model", *problem["loc"])))
+            raise CheckpointError(
+                f"{RUN_STATE} names no model: {where}: {problem['msg']}"
+            ) from error
 
     def to_bytes(self) -> bytes:
         """What stands in the file."""

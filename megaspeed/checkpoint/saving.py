@@ -12,7 +12,7 @@ import math
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch.distributed as dist
@@ -30,6 +30,7 @@ from megaspeed.checkpoint.reader import BYTES_PER_ELEMENT, saved_shapes
 from megaspeed.checkpoint.run_state import RUN_STATE, RunState
 from megaspeed.checkpoint.tensors import mismatches
 from megaspeed.checkpoint.together import first_failure, from_rank_0, gathered, told
+from megaspeed.checkpoint.tokenizer_files import write_tokenizer_files
 from megaspeed.files.durable import write_whole
 
 
@@ -65,12 +66,14 @@ class Saver:
         group: all ranks, over gloo.
         keep_last: how many checkpoints stay.
         expected: name -> shape of every tensor of a checkpoint.
+        tokenizer: name -> content of the tokenizer's files, on rank 0.
     """
 
     folder: CheckpointFolder
     group: dist.ProcessGroup
     keep_last: int
     expected: Mapping[str, tuple[int, ...]]
+    tokenizer: Mapping[str, bytes] = field(default_factory=dict)
 
     def save(self, pieces: Sequence[Piece], state: RunState) -> SaveReport:
         """Writes one checkpoint; never raises for what the disk or another rank's disk does."""
@@ -111,7 +114,8 @@ class Saver:
     def _finish(
         self, writing: Path, everyones: Sequence[Mapping[str, FileSeal]], state: RunState
     ) -> tuple[int, tuple[Path, ...]]:
-        seals = _one_writer_each([*everyones, _write_run_state(writing, state)])
+        alone = write_run_state(writing, state) | write_tokenizer_files(writing, self.tokenizer)
+        seals = _one_writer_each([*everyones, alone])
         # torch has checked that each tensor it was given is there once, but not that it was all.
         problems = [
             *size_problems(writing, seals).values(),
@@ -142,7 +146,7 @@ def write_pieces(
     writer = dcp.FileSystemWriter(folder, sync_files=False)
     writer.fs = files
     try:
-        with _one_checksum():
+        with one_checksum():
             dcp.save({}, storage_writer=writer, planner=SavePieces(pieces), process_group=group)
     except CheckpointException as error:
         # It is raised on all ranks together, so that all come here.
@@ -156,7 +160,7 @@ def write_pieces(
 
 
 @contextmanager
-def _one_checksum() -> Iterator[None]:
+def one_checksum() -> Iterator[None]:
     """Lets torch leave its own checksum out of the archives: the manifest has one of every byte."""
     before = get_crc32_options()
     set_crc32_options(False)
@@ -176,7 +180,8 @@ def _one_writer_each(everyones: Iterable[Mapping[str, FileSeal]]) -> dict[str, F
     return seals
 
 
-def _write_run_state(folder: Path, state: RunState) -> dict[str, FileSeal]:
+def write_run_state(folder: Path, state: RunState) -> dict[str, FileSeal]:
+    """Writes it into ``folder``; returns the file as it is."""
     content = state.to_bytes()
     write_whole(folder / RUN_STATE, lambda file: file.write(content))
     return {RUN_STATE: FileSeal.of(content)}

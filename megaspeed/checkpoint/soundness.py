@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import ValidationError
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
 from megaspeed.checkpoint.coverage import Box, tiling_problem
@@ -28,6 +27,7 @@ from megaspeed.checkpoint.reader import INDEX, CheckpointReader
 from megaspeed.checkpoint.run_state import RUN_STATE, RunState
 from megaspeed.checkpoint.tensors import expected_tensors, mismatches, shortened
 from megaspeed.config import ModelConfig
+from megaspeed.model.parameters import Shape
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,14 +83,16 @@ def _inspect(checkpoint: Path, *, every_byte: bool) -> Inspection:
     damaged = problems_by_file(checkpoint, files if every_byte else small)
     damaged = {**unlisted, **size_problems(checkpoint, files), **damaged}
     problems = list(damaged.values())
-    state = model = None
+    state = model = expected = None
     try:
         if RUN_STATE not in damaged:
             state = RunState.read(checkpoint)
             problems += _name_problems(checkpoint, state)
-            model = _model_of(state)
+            model = state.model_section()
+            expected = expected_tensors(model, state.kinds)
         if INDEX not in damaged:
-            problems += _index_problems(CheckpointReader(checkpoint).read_metadata(), model, files)
+            index = CheckpointReader(checkpoint).read_metadata()
+            problems += _index_problems(index, expected, files)
     except CheckpointError as error:
         problems.append(str(error))
     return Inspection(
@@ -121,7 +123,7 @@ def _name_problems(checkpoint: Path, state: RunState) -> Iterator[str]:
 
 
 def _index_problems(
-    index: Metadata, model: ModelConfig | None, files: Mapping[str, FileSeal]
+    index: Metadata, expected: Mapping[str, Shape] | None, files: Mapping[str, FileSeal]
 ) -> list[str]:
     tensors = {
         name: entry
@@ -129,25 +131,15 @@ def _index_problems(
         if isinstance(entry, TensorStorageMetadata)
     }
     problems = []
-    if model is not None:
+    if expected is not None:
         shapes = {name: tuple(entry.size) for name, entry in tensors.items()}
-        problems = mismatches(expected_tensors(model), shapes)
+        problems = mismatches(expected, shapes)
     stored = index.storage_data if isinstance(index.storage_data, dict) else {}
     return problems + shortened(
         f"{name}: {problem}"
         for name, entry in tensors.items()
         for problem in _tensor_problems(name, entry, stored, files)
     )
-
-
-def _model_of(state: RunState) -> ModelConfig:
-    """Tensors follow from this section alone; how the run was split and trained is no matter."""
-    try:
-        return ModelConfig.model_validate(state.config.get("model"))
-    except ValidationError as error:
-        problem = error.errors()[0]
-        where = ".".join(map(str, ("config", "model", *problem["loc"])))
-        raise CheckpointError(f"{RUN_STATE} names no model: {where}: {problem['msg']}") from error
 
 
 def _tensor_problems(

@@ -4,16 +4,18 @@
     exp_avg.blocks.0.mlp.up.weight       (F, D)   float32
     exp_avg_sq.blocks.0.mlp.up.weight    (F, D)   float32
 
-They follow from the model alone. Pure arithmetic on names and shapes.
+They follow from the model alone. A model that was imported and not yet trained has no moments.
+Pure arithmetic on names and shapes.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from megaspeed.config import ModelConfig
 from megaspeed.model.parameters import Shape, layer_count, logical_name, parameter_shapes
 
-KINDS = ("weights", "exp_avg", "exp_avg_sq")
+WEIGHTS = "weights"
+KINDS = (WEIGHTS, "exp_avg", "exp_avg_sq")
 """Master weights, and Adam's first and second moment (Kingma and Ba 2015, algorithm 1)."""
 
 _MOST_TOLD = 10
@@ -30,10 +32,10 @@ def expected_shapes(model: ModelConfig) -> dict[str, Shape]:
     return {logical_name(model, name): shape for name, shape in shapes.items()}
 
 
-def expected_tensors(model: ModelConfig) -> dict[str, Shape]:
+def expected_tensors(model: ModelConfig, kinds: Sequence[str] = KINDS) -> dict[str, Shape]:
     """Name in the checkpoint -> shape of every tensor that a checkpoint of the model holds."""
     shapes = expected_shapes(model)
-    return {key(kind, name): shape for name, shape in shapes.items() for kind in KINDS}
+    return {key(kind, name): shape for name, shape in shapes.items() for kind in kinds}
 
 
 def mismatches(expected: Mapping[str, Shape], saved: Mapping[str, Shape]) -> list[str]:

@@ -1,6 +1,8 @@
 """The `data` section: which text, which tokens."""
 
-from pydantic import Field
+from typing import Annotated, Self
+
+from pydantic import Field, model_validator
 
 from megaspeed.config.section import Section
 
@@ -8,21 +10,81 @@ BUNDLED_CORPUS = "python-stdlib"
 """The source that every machine has: the Python standard library's own files."""
 
 
+class Source(Section):
+    """One source of text or of tokens, where more is to be said of it than its path."""
+
+    path: str | None = Field(
+        default=None,
+        min_length=1,
+        description="A file, a glob, a folder written by datasets' save_to_disk or by "
+        "`megaspeed tokenize`, or python-stdlib. A file's format follows from its suffix.",
+    )
+    dataset: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Instead of a path: what datasets.load_dataset is asked for.",
+    )
+    configuration: str | None = Field(
+        default=None, min_length=1, description="load_dataset's configuration of the dataset."
+    )
+    revision: str | None = Field(
+        default=None, min_length=1, description="load_dataset's revision of the dataset."
+    )
+    streaming: bool = Field(
+        default=False,
+        description="Whether load_dataset reads over the network as it goes, and keeps no copy.",
+    )
+    split: str = Field(
+        default="train",
+        min_length=1,
+        description="Split of a dataset, or of a folder written by save_to_disk that has several.",
+    )
+    text_field: str = Field(
+        default="text",
+        min_length=1,
+        description="Field of the text in JSON lines, or column of it in a table.",
+    )
+    weight: float | None = Field(
+        default=None,
+        gt=0,
+        description="Share of the samples that come from this source, relative to the weights of "
+        "the others; stated for all sources of a list or for none. Left out: every source is "
+        "read once an epoch.",
+    )
+
+    @model_validator(mode="after")
+    def _names_one_place(self) -> Self:
+        if (self.path is None) == (self.dataset is None):
+            raise ValueError("an object that states either path or dataset")
+        only = {"configuration": self.configuration, "revision": self.revision}
+        stated = [name for name, value in only.items() if value is not None]
+        stated += ["streaming"] if self.streaming else []
+        if self.dataset is None and stated:
+            keys = " and ".join(stated)
+            raise ValueError(f"an object without {keys}, because it states no dataset")
+        return self
+
+    def __str__(self) -> str:
+        return str(self.path if self.dataset is None else self.dataset)
+
+
+PathOrSource = Annotated[str, Field(min_length=1)] | Source
+
+
 class DataConfig(Section):
     """The corpus and how it is cut into samples."""
 
-    train: tuple[str, ...] = Field(
+    train: tuple[PathOrSource, ...] = Field(
         default=(BUNDLED_CORPUS,),
         strict=False,
         min_length=1,
-        description="Sources of training text: paths, globs, or python-stdlib.",
+        description="Sources of the training data: paths, globs, python-stdlib, or objects.",
     )
-    validation: tuple[str, ...] | None = Field(
+    validation: tuple[PathOrSource, ...] | None = Field(
         default=None,
         strict=False,
         min_length=1,
-        description="Sources of validation text. Left out: validation_fraction of the documents "
-        "of `train`.",
+        description="Sources of the validation data. Left out: validation_fraction of `train`.",
     )
     validation_fraction: float = Field(
         default=0.05,
@@ -34,11 +96,30 @@ class DataConfig(Section):
     tokenizer: str = Field(
         default="train",
         min_length=1,
-        description="train: a byte-level BPE of model.vocab_size tokens trained on the corpus; "
-        "otherwise the path of a tokenizer.",
+        description="train: the one that token files were made with, else a byte-level BPE of "
+        "model.vocab_size tokens trained on the corpus; otherwise the path of a tokenizer.",
     )
     sequence_length: int = Field(
         gt=0,
         description="Tokens of one sample; at most model.max_position_embeddings.",
     )
+    reset_at_documents: bool = Field(
+        default=False,
+        description="Whether attention and positions begin anew with every document of a sample, "
+        "so that no token sees another document's text.",
+    )
     seed: int = Field(default=1234, ge=0, lt=2**63, description="Seed of the sampling order.")
+
+    @property
+    def train_sources(self) -> tuple[Source, ...]:
+        """`train`, each as an object."""
+        return _as_objects(self.train)
+
+    @property
+    def validation_sources(self) -> tuple[Source, ...] | None:
+        """`validation`, each as an object; None where it is left out."""
+        return None if self.validation is None else _as_objects(self.validation)
+
+
+def _as_objects(sources: tuple[PathOrSource, ...]) -> tuple[Source, ...]:
+    return tuple(Source(path=given) if isinstance(given, str) else given for given in sources)

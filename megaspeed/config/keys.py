@@ -78,12 +78,15 @@ def keys_at(path: KeyPath, values: Mapping[str, Any]) -> list[str]:
     models: tuple[type[BaseModel], ...] = (RunConfig,)
     here: Any = values
     for part in path:
+        if isinstance(part, int):  # the sections that a list holds are those of its field
+            here = here[part] if isinstance(here, list) else None
+            continue
         here = here.get(part) if isinstance(here, dict) else None
         models = tuple(
             inner
             for model in models
             if part in model.model_fields
-            for inner in _sections_in(model.model_fields[str(part)].annotation)
+            for inner in _sections_in(model.model_fields[part].annotation)
         )
         kind = here.get("type") if isinstance(here, dict) else None
         models = tuple(model for model in models if model.__name__ == kind) or models

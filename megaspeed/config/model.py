@@ -22,6 +22,7 @@ PresetName = Literal[
     "llama-2-7b",
     "llama-2-70b",
     "llama-3-8b",
+    "llama-3-70b",
 ]
 
 DERIVED_FIELDS = ("num_key_value_heads", "intermediate_size", "tie_word_embeddings")
@@ -59,6 +60,13 @@ class ModelConfig(Section):
         default=None,
         description="Name of a public shape that gives every field of this section; fields "
         "stated beside it override the preset's.",
+    )
+    from_hf: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Folder of a Hugging Face model, or its config.json, which gives every field "
+        "of this section; fields stated beside it override the file's. The resolved config has "
+        "the fields in its place.",
     )
     architecture: Literal["gpt2", "llama"] = Field(
         description="gpt2: learned positions, LayerNorm, GELU, biases. llama: rotary positions, "

@@ -145,4 +145,16 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
         "rms_norm_eps": 1e-5,
         "rope_theta": 500000.0,
     },
+    "llama-3-70b": {
+        "architecture": "llama",
+        "vocab_size": 128256,
+        "hidden_size": 8192,
+        "num_hidden_layers": 80,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "intermediate_size": 28672,
+        "max_position_embeddings": 8192,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 500000.0,
+    },
 }

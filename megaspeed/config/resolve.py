@@ -12,6 +12,7 @@ from megaspeed.config.rules.learning_rate import LEARNING_RATE_RULES
 from megaspeed.config.rules.numerics import NUMERIC_RULES
 from megaspeed.config.rules.rule import Launch, apply_rules
 from megaspeed.config.rules.shape import SHAPE_RULES
+from megaspeed.config.rules.sources import SOURCE_RULES
 from megaspeed.config.run import RunConfig
 from megaspeed.config.scheduler import SchedulerConfig, WarmupLR, WarmupLRParams
 from megaspeed.config.zero_portions import definite_zero
@@ -68,7 +69,8 @@ def default_run_dir(name: str) -> str:
 
 def config_problems(config: RunConfig, broken: frozenset[KeyPath] = frozenset()) -> list[Problem]:
     """Problems that can be seen without knowing the world."""
-    return apply_rules((*SHAPE_RULES, *NUMERIC_RULES, *LEARNING_RATE_RULES), config, broken)
+    rules = (*SHAPE_RULES, *NUMERIC_RULES, *LEARNING_RATE_RULES, *SOURCE_RULES)
+    return apply_rules(rules, config, broken)
 
 
 def launch_problems(

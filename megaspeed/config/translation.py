@@ -2,7 +2,7 @@
 
 import re
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 from math import isfinite
 from typing import Any
@@ -52,7 +52,7 @@ def translate(error: ValidationError, values: Mapping[str, Any]) -> list[Problem
     for path, details in by_path.items():
         if has_bad_preset and details[0]["type"] == "missing" and path[0] == "model":
             continue
-        if _follows_from_another(path, values):
+        if _follows_from_another(path, values) or _follows_from_a_part(details, path, by_path):
             continue
         if details[0]["type"] == "extra_forbidden":
             problems.append(unknown_key(path, keys_at(path[:-1], values)))
@@ -164,6 +164,20 @@ def _is_derived(location: tuple[str | int, ...]) -> bool:
 def _is_left_out(path: KeyPath, values: Mapping[str, Any]) -> bool:
     """Whether this is a field that is derived from others where the JSON leaves it out."""
     return _is_derived(path) and values["model"].get(path[1]) is None
+
+
+def _follows_from_a_part(
+    details: list[ErrorDetails], path: KeyPath, wrong: Iterable[KeyPath]
+) -> bool:
+    """What is said of a whole because a part of it is wrong, and that is told by itself.
+
+    An object with a wrong key was meant to be one, also where a string may stand; and a list is
+    too short without its wrong entries.
+    """
+    is_consequence = isinstance(details[0]["input"], dict) or details[0]["type"] == "too_short"
+    return is_consequence and any(
+        len(other) > len(path) and other[: len(path)] == path for other in wrong
+    )
 
 
 def _follows_from_another(path: KeyPath, values: Mapping[str, Any]) -> bool:

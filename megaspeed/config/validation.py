@@ -9,6 +9,7 @@ from pydantic import ValidationError
 from megaspeed.config.document import Document
 from megaspeed.config.errors import KeyPath, Problem
 from megaspeed.config.foreign_keys import refuse_foreign_keys, without
+from megaspeed.config.from_hf import FROM_HF, fill_from_hugging_face
 from megaspeed.config.presets import PRESETS
 from megaspeed.config.run import RunConfig
 from megaspeed.config.translation import translate
@@ -40,21 +41,30 @@ def validate(document: Document) -> Validated:
     if not document.is_complete:
         return Validated(None, tuple(problems), frozenset())
     values, refused = refuse_foreign_keys(document.values)
-    found = list(refused)
+    filled = fill_from_hugging_face(values)
+    found = [*refused, *filled.problems]
     try:
-        config: RunConfig | None = RunConfig.model_validate(values)
+        config: RunConfig | None = RunConfig.model_validate(filled.values)
     except ValidationError as error:
-        found += translate(error, values)
-        config = _repaired(values, _broken_paths(found))
-    problems += [_with_origin(problem, document.origins) for problem in found]
+        found = _own_problems([*found, *translate(error, filled.values)])
+        config = _repaired(filled.values, _broken_paths(found))
+    origins = {**document.origins, **filled.origins}
+    problems += [_with_origin(problem, origins) for problem in found]
     return Validated(config, tuple(problems), _broken_paths(problems))
 
 
 def _broken_paths(problems: Iterable[Problem]) -> frozenset[KeyPath]:
     paths = {path for problem in problems for path in (problem.path, problem.meant) if path}
-    if ("model", "preset") in paths:
+    if {("model", "preset"), FROM_HF} & paths:
         paths.add(("model",))
     return frozenset(paths)
+
+
+def _own_problems(problems: list[Problem]) -> list[Problem]:
+    """Without the fields that are missing because the file that gives them could not be read."""
+    if FROM_HF not in {problem.path for problem in problems}:
+        return problems
+    return [each for each in problems if each.path[:1] != ("model",) or each.path == FROM_HF]
 
 
 def _repaired(values: dict[str, Any], broken: frozenset[KeyPath]) -> RunConfig | None:

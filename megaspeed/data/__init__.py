@@ -1,7 +1,8 @@
 """From text on disk to the rows that a rank trains on.
 
-Sources become files, documents, and a validation split; a tokenizer turns the documents into token
-files, which are prepared once for each machine and mapped into memory; the sampler says which
+Sources of text become files, documents, and a validation split; a tokenizer turns the documents
+into token files, which are prepared once for each machine and mapped into memory; other sources
+are token files already. A mixture says in which shares they are drawn from, and the sampler which
 tokens sample i is; the loaders cut the samples of a step into one data-parallel rank's
 micro-batches. Nothing here communicates between processes.
 
@@ -19,15 +20,15 @@ from megaspeed.data.selection import find_problems
 from megaspeed.data.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
-    from megaspeed.data.loader import LoaderShape, TrainingLoader, ValidationLoader
-    from megaspeed.data.micro_batch import NOT_COUNTED, MicroBatch
+    from megaspeed.data.stream.loader import LoaderShape, TrainingLoader, ValidationLoader
+    from megaspeed.data.stream.micro_batch import NOT_COUNTED, MicroBatch
 
 _NEED_TORCH = {
-    "LoaderShape": "megaspeed.data.loader",
-    "TrainingLoader": "megaspeed.data.loader",
-    "ValidationLoader": "megaspeed.data.loader",
-    "MicroBatch": "megaspeed.data.micro_batch",
-    "NOT_COUNTED": "megaspeed.data.micro_batch",
+    "LoaderShape": "megaspeed.data.stream.loader",
+    "TrainingLoader": "megaspeed.data.stream.loader",
+    "ValidationLoader": "megaspeed.data.stream.loader",
+    "MicroBatch": "megaspeed.data.stream.micro_batch",
+    "NOT_COUNTED": "megaspeed.data.stream.micro_batch",
 }
 
 __all__ = [

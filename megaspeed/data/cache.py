@@ -53,17 +53,20 @@ class Cache:
     def lock(self) -> Iterator[None]:
         """One process at a time writes; the kernel frees the lock of a process that died.
 
+        A thread that holds it may enter it again.
+
         Raises:
             DataError: the folder cannot be made or written to.
         """
         try:
             self.root.mkdir(parents=True, exist_ok=True)
-            lock = FileLock(self.root / "write.lock")
+            lock = FileLock(self.root / "write.lock", is_singleton=True)
             lock.acquire()
         except OSError as error:
             raise _cannot_write(self.root, error) from error
         try:
-            self._remove_leftovers()
+            if lock.lock_counter == 1:  # else what is being written further out is no leftover
+                self._remove_leftovers()
             yield
         finally:
             lock.release()
@@ -105,7 +108,7 @@ class Cache:
         return read_sealed(path)
 
     def _remove_leftovers(self) -> None:
-        for leftover in self.root.glob(f"*/*{TEMPORARY}"):
+        for leftover in self.root.rglob(f"*{TEMPORARY}"):
             leftover.unlink(missing_ok=True)
 
 

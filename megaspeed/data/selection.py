@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megaspeed.config.data import DataConfig
 from megaspeed.data.errors import DataError
-from megaspeed.data.sources import SourceFile, list_files
+from megaspeed.data.shares import Share, find_shares, token_places
+from megaspeed.data.text.sources import SourceFile
 from megaspeed.data.tokenizer import (
     TRAIN,
-    check_trainable,
     check_vocabulary,
     load_tokenizer,
     tokenizer_files,
 )
-
-_YOUNG_FILE_SECONDS = 2.0
-
-FileState = tuple[str, str, int, int, int]  # name, path, size in bytes, mtime and ctime in ns
+from megaspeed.data.tokenizer_choice import choose_tokenizer
+from megaspeed.data.tokenizer_training import check_trainable
+from megaspeed.files.changes import FileState, are_settled
 
 
 @dataclass(frozen=True)
@@ -26,76 +26,114 @@ class Selection:
     """The files of a corpus as they were at one moment.
 
     Attributes:
-        train: files of the training documents.
-        validation: files of the validation documents; None where a fraction is held out instead.
-        states: of every file that is read, the tokenizer's too.
+        train: what the training data comes from.
+        validation: what the validation data comes from; None where a fraction is held out instead.
+        tokenizer: the path of one that exists; None where it is to be trained, or none is needed.
+        states: name and state of every file of text, and of the tokenizer's files.
         seen_at_seconds: when the states were read, by the clock.
     """
 
-    train: list[SourceFile]
-    validation: list[SourceFile] | None
-    states: list[FileState]
+    train: tuple[Share, ...]
+    validation: tuple[Share, ...] | None
+    tokenizer: str | None
+    states: list[tuple[str, FileState]]
     seen_at_seconds: float
 
-    def is_settled(self) -> bool:
-        """Whether any later change of a file must show in its state.
+    @property
+    def shares(self) -> tuple[Share, ...]:
+        """Of training and of validation."""
+        return self.train + (self.validation or ())
 
-        A file that changes twice within a tick of the file system's clock, and keeps its size,
-        has the same state both times. Ticks are at most two seconds (FAT).
-        """
-        newest_ns = max(max(mtime_ns, ctime_ns) for *_, mtime_ns, ctime_ns in self.states)
-        return newest_ns / 1e9 < self.seen_at_seconds - _YOUNG_FILE_SECONDS
+    @property
+    def has_text(self) -> bool:
+        """Whether there is anything to tokenize."""
+        return any(share.files for share in self.shares)
+
+    def is_settled(self) -> bool:
+        """Whether any later change of a file must show in its state."""
+        return are_settled((state for _, state in self.states), self.seen_at_seconds)
 
 
 def select_files(data: DataConfig) -> Selection:
-    """Finds the files and reads their state; opens none.
+    """Finds the files and reads their state; opens no text.
 
     Raises:
-        DataError: every problem with the sources.
+        DataError: every problem with the sources, or with the choice of the tokenizer.
     """
     now = time.time()
-    train, validation = _list_both(data)
-    vocabulary = [] if data.tokenizer == TRAIN else tokenizer_files(data.tokenizer)
-    files = [*train, *(validation or []), *(SourceFile(path.name, path) for path in vocabulary)]
-    return Selection(train, validation, [(file.name, *file.state()) for file in files], now)
+    train, validation = _find_both(data)
+    shares = (*train, *(validation or ()))
+    tokenizer = choose_tokenizer(data, shares)
+    files = [file for share in shares for file in share.files]
+    if tokenizer is not None:
+        files += [SourceFile(path.name, path) for path in tokenizer_files(tokenizer)]
+    states = [(file.name, file.state()) for file in files]
+    return Selection(train, validation, tokenizer, states, now)
 
 
 def find_problems(data: DataConfig, vocab_size: int) -> tuple[str, ...]:
     """Every problem that shows without reading the corpus; empty where there is none."""
     problems: list[str] = []
+    shares: Sequence[Share] = ()
     try:
-        _list_both(data)
+        train, validation = _find_both(data)
+        shares = (*train, *(validation or ()))
     except DataError as error:
         problems.extend(error.problems)
+    problems.extend(_first_records(shares))
     try:
-        if data.tokenizer == TRAIN:
+        tokenizer = choose_tokenizer(data, shares)
+        if tokenizer is not None:
+            check_vocabulary(load_tokenizer(tokenizer).vocab_size, tokenizer, vocab_size)
+        elif data.tokenizer == TRAIN and not token_places(shares):
             check_trainable(vocab_size)
-        else:
-            tokenizer = load_tokenizer(data.tokenizer)
-            check_vocabulary(tokenizer.vocab_size, data.tokenizer, vocab_size)
     except DataError as error:
         problems.extend(error.problems)
     return tuple(problems)
 
 
-def _list_both(data: DataConfig) -> tuple[list[SourceFile], list[SourceFile] | None]:
-    """(training files, validation files or None)."""
+def _find_both(data: DataConfig) -> tuple[tuple[Share, ...], tuple[Share, ...] | None]:
+    """(shares of training, of validation or None)."""
     problems: list[str] = []
-    listed: list[list[SourceFile]] = []
-    for sources, setting in ((data.train, "data.train"), (data.validation, "data.validation")):
+    found: list[tuple[Share, ...]] = []
+    for sources, setting in (
+        (data.train_sources, "data.train"),
+        (data.validation_sources, "data.validation"),
+    ):
         try:
-            listed.append([] if sources is None else list_files(sources, setting))
+            found.append(() if sources is None else find_shares(sources, setting))
         except DataError as error:
             problems.extend(error.problems)
     if problems:
         raise DataError(*problems)
-    train, validation = listed
-    trained_on = {file.path.resolve() for file in train}
-    shared = [str(file.path) for file in validation if file.path.resolve() in trained_on]
+    train, validation = found
+    _check_apart(train, validation)
+    return train, None if data.validation is None else validation
+
+
+def _check_apart(train: Sequence[Share], validation: Sequence[Share]) -> None:
+    trained_on, validated_on = _places(train), _places(validation)
+    shared = [shown for place, shown in validated_on.items() if place in trained_on]
     if shared:
         raise DataError(
-            f"validation text must not be trained on, and {len(shared)} of {len(validation)} "
+            f"validation data must not be trained on, and {len(shared)} of {len(validated_on)} "
             f"files of data.validation are in data.train too, the first {shared[0]}; "
             "narrow one of the two lists"
         )
-    return train, None if data.validation is None else validation
+
+
+def _places(shares: Sequence[Share]) -> dict[tuple[str, str], str]:
+    """What each file is whatever it is called -> what it is called."""
+    text = {file.place(): str(file.path) for share in shares for file in share.files}
+    return text | {(str(place.resolve()), ""): str(place) for place in token_places(shares)}
+
+
+def _first_records(shares: Sequence[Share]) -> list[str]:
+    """What is wrong with the first record of each file of records; a wrong field shows there."""
+    problems: list[str] = []
+    for file in (file for share in shares for file in share.files if file.format.has_records):
+        try:
+            next(file.pieces(), None)
+        except DataError as error:
+            problems.extend(error.problems)
+    return problems

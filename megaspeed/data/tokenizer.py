@@ -1,42 +1,48 @@
-"""The tokenizer: a byte-level BPE trained on the corpus, or one that exists on disk.
+"""A tokenizer that exists on disk: as Hugging Face writes it, read and written.
 
-A byte-level BPE (Radford et al., "Language models are unsupervised multitask learners", 2019,
-section 2.2) begins with the 256 bytes, so it can write any text, and merges the most frequent
-pair until the vocabulary is full. Training it is deterministic, on any number of threads.
+FOLDER/tokenizer.json           text -> ids
+       tokenizer_config.json    which token ends a document, and what else AutoTokenizer reads
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
+from operator import methodcaller
 from pathlib import Path
+from typing import Any
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer
 
-from megaspeed.data.corpus import Document, read_pieces
 from megaspeed.data.errors import DataError
-from megaspeed.data.sources import expand_home
+from megaspeed.data.text.sources import expand_home
+from megaspeed.files.durable import write_whole
 
 TRAIN = "train"
 END_OF_TEXT = "<|endoftext|>"
-# A BPE gains little from more text than this, and its training time grows with it.
-TRAINING_SAMPLE_BYTES = 32 << 20
-
-_SMALLEST_VOCABULARY = 256 + 1  # every byte, and the end-of-text token
 _END_OF_TEXT_NAMES = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>")
-_CONFIG_FILES = ("tokenizer_config.json", "special_tokens_map.json")
+TOKENIZER_FILE = "tokenizer.json"
+CONFIG_FILE = "tokenizer_config.json"
+_CONFIG_FILES = (CONFIG_FILE, "special_tokens_map.json")
 _TOKENIZER_FILES = ("*.json", "*.txt", "*.model")
 
 
 @dataclass(frozen=True)
 class TextTokenizer:
-    """A tokenizer and the id of the token that ends a document."""
+    """A tokenizer and the id of the token that ends a document.
+
+    Attributes:
+        tokenizer: without the limits of any model.
+        end_of_text: the id.
+        stated: the tokenizer_config.json that came with it; empty where none did.
+    """
 
     tokenizer: Tokenizer
     end_of_text: int
+    stated: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         # A tokenizer.json may carry the limits of the model it was made for. They would cut
@@ -56,49 +62,46 @@ class TextTokenizer:
         """sha256 of the tokenizer as JSON."""
         return hashlib.sha256(self.to_json()).hexdigest()
 
+    @cached_property
+    def config(self) -> Mapping[str, Any]:
+        """What tokenizer_config.json says, so that AutoTokenizer gives this tokenizer.
+
+        Its own where it has one; the end-of-text token is always named.
+        """
+        made = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "clean_up_tokenization_spaces": False,
+        }
+        end_of_text = self.tokenizer.id_to_token(self.end_of_text)
+        names_it = _content(self.stated.get("eos_token")) == end_of_text
+        return {
+            **(self.stated or made),
+            "eos_token": self.stated["eos_token"] if names_it else end_of_text,
+        }
+
     def to_json(self) -> bytes:
         """The tokenizer as the bytes of a tokenizer.json."""
         return self.tokenizer.to_str(pretty=True).encode("utf-8")
+
+    def files(self) -> dict[str, bytes]:
+        """Name -> bytes of the files that a folder with this tokenizer has."""
+        config = json.dumps(self.config, indent=2, ensure_ascii=False).encode("utf-8")
+        return {TOKENIZER_FILE: self.to_json(), CONFIG_FILE: config}
+
+    def save(self, folder: Path) -> None:
+        """Writes the folder, so that `load_tokenizer` and AutoTokenizer load it.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, content in self.files().items():
+            write_whole(folder / name, methodcaller("write", content))
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         """The ids of each text, without special tokens, on all threads."""
         encodings = self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         return [encoding.ids for encoding in encodings]
-
-
-def check_trainable(vocab_size: int) -> None:
-    """Raises DataError where `vocab_size` has no room for the bytes and the end-of-text token."""
-    if vocab_size < _SMALLEST_VOCABULARY:
-        raise DataError(
-            f"a byte-level BPE has at least {_SMALLEST_VOCABULARY} entries (256 bytes and "
-            f"{END_OF_TEXT}), and model.vocab_size is {vocab_size}; raise it, "
-            "or name a tokenizer that exists in data.tokenizer"
-        )
-
-
-def train_tokenizer(documents: Sequence[Document], vocab_size: int) -> TextTokenizer:
-    """A byte-level BPE of at most `vocab_size` entries, the first of them `<|endoftext|>`.
-
-    It has fewer entries only where the text has no more pairs to merge. Of a corpus above 32 MiB
-    it sees 32 MiB, documents in the order of their content hashes, which is as good as random.
-
-    Raises:
-        DataError: `vocab_size` has no room for the 256 bytes and the end-of-text token.
-    """
-    check_trainable(vocab_size)
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=[END_OF_TEXT],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(_training_sample(documents), trainer)
-    end_of_text = tokenizer.token_to_id(END_OF_TEXT)
-    assert end_of_text is not None
-    return TextTokenizer(tokenizer, end_of_text)
 
 
 def load_tokenizer(source: str) -> TextTokenizer:
@@ -111,7 +114,7 @@ def load_tokenizer(source: str) -> TextTokenizer:
         DataError: no such path, not a tokenizer, or no token known to end a document.
     """
     path = expand_home(source)
-    file = path / "tokenizer.json" if path.is_dir() else path
+    file = path / TOKENIZER_FILE if path.is_dir() else path
     if not path.exists():
         raise DataError(
             f'data.tokenizer is "{TRAIN}" or a path (nothing is downloaded), and there is no '
@@ -124,7 +127,8 @@ def load_tokenizer(source: str) -> TextTokenizer:
             f"data.tokenizer must be a tokenizer.json or a folder with one, and {path} cannot be "
             f"read as such ({error}); save it with save_pretrained"
         ) from error
-    return TextTokenizer(tokenizer, _find_end_of_text(tokenizer, file.parent))
+    stated = _read_object(file.parent / CONFIG_FILE)
+    return TextTokenizer(tokenizer, _find_end_of_text(tokenizer, file.parent), stated)
 
 
 def tokenizer_files(source: str) -> list[Path]:
@@ -147,16 +151,6 @@ def check_vocabulary(tokenizer_size: int, source: str, vocab_size: int) -> None:
         )
 
 
-def _training_sample(documents: Sequence[Document]) -> Iterator[str]:
-    room_bytes = TRAINING_SAMPLE_BYTES
-    ordered = sorted(documents, key=lambda document: document.content)
-    for piece in read_pieces(ordered):
-        if room_bytes <= 0:
-            return
-        room_bytes -= len(piece.text.encode("utf-8"))
-        yield piece.text
-
-
 def _find_end_of_text(tokenizer: Tokenizer, folder: Path) -> int:
     """The id of the folder's `eos_token`; where it names none, of a name in common use."""
     names = tuple(_configured_names(folder)) or _END_OF_TEXT_NAMES
@@ -172,14 +166,25 @@ def _find_end_of_text(tokenizer: Tokenizer, folder: Path) -> int:
 
 def _configured_names(folder: Path) -> Iterator[str]:
     for file in _CONFIG_FILES:
-        try:
-            eos = json.loads((folder / file).read_text("utf-8")).get("eos_token")
-        except (OSError, ValueError, AttributeError):
-            continue
-        if isinstance(eos, dict):  # an added token written out in full
-            eos = eos.get("content")
-        if isinstance(eos, str):
+        eos = _content(_read_object(folder / file).get("eos_token"))
+        if eos is not None:
             yield eos
+
+
+def _content(token: Any) -> str | None:
+    """The text of a special token, which may be written out in full as an added token."""
+    if isinstance(token, dict):
+        token = token.get("content")
+    return token if isinstance(token, str) else None
+
+
+def _read_object(file: Path) -> dict[str, Any]:
+    """The JSON object in a file; an empty one where there is none."""
+    try:
+        values = json.loads(file.read_text("utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return values if isinstance(values, dict) else {}
 
 
 def _older_format(folder: Path) -> Tokenizer:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from megaspeed.config import ModelConfig
 from megaspeed.model.dropout import SampleDropout
-from megaspeed.model.rotary import inverse_frequencies, rotate
+from megaspeed.model.rotary import inverse_frequencies, rotate, turns
 
 
 class Attention(nn.Module):
@@ -41,8 +41,21 @@ class Attention(nn.Module):
         # A plain attribute, not a buffer: a dtype cast of the module must not touch it.
         self.frequencies = None if config.architecture == "gpt2" else inverse_frequencies(config)
 
-    def forward(self, x: Tensor, samples: Sequence[int]) -> Tensor:
-        """Attends over ``x`` (B, S, D), returns (B, S, D)."""
+    def forward(
+        self,
+        x: Tensor,
+        samples: Sequence[int],
+        positions: Tensor | None = None,
+        mask: Tensor | None = None,
+    ) -> Tensor:
+        """Attends over ``x`` (B, S, D), returns (B, S, D).
+
+        Args:
+            x: normalised hidden states.
+            samples: B sample indices.
+            positions: (B, S); 0 ... S - 1 in every row where left out.
+            mask: (B, 1, S, S), added to the scores; where left out, all that is not later is seen.
+        """
         qkv = self.qkv(x)  # (B, S, (H + 2 H_kv) K)
         batch, sequence, _ = qkv.shape
         kv_width = self.key_value_heads * self.head_dim
@@ -52,22 +65,31 @@ class Attention(nn.Module):
         v = v.view(batch, sequence, self.key_value_heads, self.head_dim)
         if self.frequencies is not None:
             self.frequencies = self.frequencies.to(x.device)
-            q, k = rotate(q, self.frequencies), rotate(k, self.frequencies)
+            if positions is None:
+                positions = torch.arange(sequence, device=x.device, dtype=torch.float32)
+            cos, sin = turns(positions, self.frequencies, q.dtype)
+            q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, heads, S, K)
         if self.dropout.active:
-            mixed = self._attend_with_dropout(q, k, v, samples)
+            mixed = self._attend_with_dropout(q, k, v, samples, mask)
         else:
             grouped = self.query_heads != self.key_value_heads
-            mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
+            mixed = F.scaled_dot_product_attention(
+                q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped
+            )
         return self.output(mixed.transpose(1, 2).reshape(batch, sequence, -1))
 
     def _attend_with_dropout(
-        self, q: Tensor, k: Tensor, v: Tensor, samples: Sequence[int]
+        self, q: Tensor, k: Tensor, v: Tensor, samples: Sequence[int], mask: Tensor | None
     ) -> Tensor:
         """The same attention written out: the fused kernel would draw its own mask, by layout."""
         group = self.query_heads // self.key_value_heads
         k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
         scores = q @ k.transpose(-2, -1) / math.sqrt(self.head_dim)  # (B, H, S, S)
-        future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
-        weights = scores.masked_fill(future, float("-inf")).softmax(dim=-1, dtype=torch.float32)
+        if mask is None:
+            future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
+            scores = scores.masked_fill(future, float("-inf"))
+        else:
+            scores = scores + mask
+        weights = scores.softmax(dim=-1, dtype=torch.float32)
         return self.dropout(weights.to(q.dtype), samples) @ v

@@ -2,8 +2,10 @@
 
 A product of (m, k) by (k, n) is 2 m k n operations; everything else (norms, activations, softmax)
 is left out, as is usual (Narayanan et al. 2021, appendix; Chowdhery et al. 2022, PaLM, appendix B).
-Attention is counted over the full S x S square, as there. A backward pass costs twice the forward;
-operations repeated by activation checkpointing are not counted, so MFU compares useful work.
+Attention is counted over the full S x S square, as there; also where it begins anew with every
+document of a row, which masks scores and multiplies as much. A backward pass costs twice the
+forward; operations repeated by activation checkpointing are not counted, so MFU compares useful
+work.
 """
 
 from megaspeed.config import ModelConfig

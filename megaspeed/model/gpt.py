@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from megaspeed.config import ModelConfig
+from megaspeed.model.documents import attention_mask, positions_in
 from megaspeed.model.layers import Block, Embedding, Head
 from megaspeed.model.parameters import layer_count
 
@@ -53,24 +54,39 @@ class GPT(nn.Module):
         if config.tie_word_embeddings and self.embedding is not None and self.head is not None:
             self.head.output.weight = self.embedding.tokens.weight
 
-    def forward(self, x: Tensor, samples: Sequence[int] = ()) -> Tensor:
+    def forward(
+        self, x: Tensor, samples: Sequence[int] = (), documents: Tensor | None = None
+    ) -> Tensor:
         """Runs this part of the model.
 
         Args:
             x: tokens (B, S) where the part begins with the embedding, else hidden states (B, S, D).
             samples: the B sample indices, of which dropout masks are a function; may be empty where
                 nothing is dropped.
+            documents: (B, S), the number of each token's document, equal ones being neighbours:
+                attention and positions begin anew with each (see ``documents.py``). Where left out,
+                a row is one document.
 
         Returns:
             Logits (B, S, V) where the part ends with the head, else hidden states (B, S, D).
         """
+        positions = None if documents is None else positions_in(documents)
         if self.embedding is not None:
-            x = self.embedding(x, samples)
+            x = self.embedding(x, samples, positions)
+        mask = None if documents is None else attention_mask(documents, x.dtype)
         for block in self.blocks.values():
             if self.recompute_blocks and self.training:
-                x = checkpoint(block, x, samples, use_reentrant=False, preserve_rng_state=False)
+                x = checkpoint(
+                    block,
+                    x,
+                    samples,
+                    positions,
+                    mask,
+                    use_reentrant=False,
+                    preserve_rng_state=False,
+                )
             else:
-                x = block(x, samples)
+                x = block(x, samples, positions, mask)
         return x if self.head is None else self.head(x)
 
     def layer_modules(self) -> list[nn.Module]:

@@ -36,11 +36,15 @@ class Embedding(nn.Module):
         )
         self.dropout = SampleDropout(config.embedding_dropout, name="embedding.dropout", seed=seed)
 
-    def forward(self, tokens: Tensor, samples: Sequence[int]) -> Tensor:
-        """Embeds ``tokens`` (B, S) as (B, S, D)."""
+    def forward(
+        self, tokens: Tensor, samples: Sequence[int], positions: Tensor | None = None
+    ) -> Tensor:
+        """Embeds ``tokens`` (B, S) at ``positions`` (B, S) or else 0 ... S - 1 as (B, S, D)."""
         x = self.tokens(tokens)
         if self.positions is not None:
-            x = x + self.positions(torch.arange(tokens.shape[1], device=tokens.device))
+            if positions is None:
+                positions = torch.arange(tokens.shape[1], device=tokens.device)
+            x = x + self.positions(positions)
         return self.dropout(x, samples)
 
 
@@ -60,9 +64,17 @@ class Block(nn.Module):
             config.residual_dropout, name=f"{name}.mlp_dropout", seed=seed
         )
 
-    def forward(self, x: Tensor, samples: Sequence[int]) -> Tensor:
-        """Maps ``x`` (B, S, D) to (B, S, D)."""
-        x = x + self.attention_dropout(self.attention(self.attention_norm(x), samples), samples)
+    def forward(
+        self,
+        x: Tensor,
+        samples: Sequence[int],
+        positions: Tensor | None = None,
+        mask: Tensor | None = None,
+    ) -> Tensor:
+        """Maps ``x`` (B, S, D) to (B, S, D); for the rest see ``Attention``."""
+        x = x + self.attention_dropout(
+            self.attention(self.attention_norm(x), samples, positions, mask), samples
+        )
         return x + self.mlp_dropout(self.mlp(self.mlp_norm(x)), samples)
 
 

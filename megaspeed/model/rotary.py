@@ -37,16 +37,25 @@ def _llama3_scaled(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
     return torch.where(wavelengths < longest_kept, frequencies, scaled)
 
 
-def rotate(x: Tensor, frequencies: Tensor) -> Tensor:
-    """Turns each pair (i, i + K/2) of ``x`` (B, S, heads, K) by position x frequency.
+def turns(positions: Tensor, frequencies: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Cosine and sine of the angle position x frequency, computed in fp32.
 
-    The pairing of dim i with dim i + K/2 is the one of Hugging Face's Llama weights. The angles are
-    computed in fp32 whatever the dtype of ``x``, which is the result's; ``frequencies`` (K/2,) are
-    on its device.
+    Args:
+        positions: (S,) where they are those of every row, or (B, S).
+        frequencies: (K/2,), fp32.
+        dtype: of the result.
+
+    Returns:
+        Two of (S, 1, K/2) or (B, S, 1, K/2), the same for all heads.
     """
-    positions = torch.arange(x.shape[1], device=x.device, dtype=torch.float32)
-    angles = torch.outer(positions, frequencies)  # (S, K/2)
-    cos = angles.cos().to(x.dtype)[None, :, None, :]  # (1, S, 1, K/2)
-    sin = angles.sin().to(x.dtype)[None, :, None, :]
+    angles = (positions.unsqueeze(-1) * frequencies).unsqueeze(-2)
+    return angles.cos().to(dtype), angles.sin().to(dtype)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turns each pair (i, i + K/2) of ``x`` (B, S, heads, K) by its angle, given by ``turns``.
+
+    The pairing of dim i with dim i + K/2 is the one of Hugging Face's Llama weights.
+    """
     first, second = x.chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)

@@ -37,7 +37,9 @@ LossFunction = Callable[[Tensor, Tensor], Tensor]
 class StageEngine(Protocol):
     """What the executor asks of one pipeline stage's engine."""
 
-    def forward(self, micro_batch: int, x: Tensor, samples: tuple[int, ...]) -> Tensor:
+    def forward(
+        self, micro_batch: int, x: Tensor, samples: tuple[int, ...], documents: Tensor | None
+    ) -> Tensor:
         """Runs the stage's layers."""
 
     def backward(
@@ -77,7 +79,7 @@ class Executor:
     Args:
         engine: this stage's engine.
         neighbours: its channels.
-        load: micro-batch index -> this data rank's tokens, targets and sample indices.
+        load: micro-batch index -> this data rank's rows, the same on every pipeline stage.
         loss_function: (output of the last stage, targets) -> (B, S) losses, zero where a target is
             not counted.
         loss_scale: what the sum of a micro-batch's losses is multiplied by before its backward
@@ -153,7 +155,7 @@ class Executor:
     def _forward(self, m: int) -> None:
         batch = self._batches.pop(m)
         x = self._inputs.get(m, batch.tokens)
-        self._outputs[m] = self._engine.forward(m, x, batch.samples)
+        self._outputs[m] = self._engine.forward(m, x, batch.samples, batch.documents)
         if self._neighbours.activations_out is None:
             loss = self._loss_function(self._outputs.pop(m), batch.targets).sum()
             self.loss_sum = (

@@ -27,7 +27,7 @@ def check_agreement(run: Run, corpus: PreparedCorpus, context: ParallelContext) 
         "the configuration": _hash(run.config.model_dump_json()),
         "the training text (data.train)": corpus.fingerprint,
         "the validation text (data.validation)": _validation_fingerprint(corpus),
-        "the tokenizer (data.tokenizer)": corpus.train.index.tokenizer_fingerprint,
+        "the tokenizer (data.tokenizer)": corpus.tokenizer_fingerprint or "not stated",
     }
     everyones: list[dict[str, str]] = [{} for _ in range(context.grid.world_size)]
     dist.all_gather_object(everyones, own, context.world_group)
@@ -44,7 +44,7 @@ def check_agreement(run: Run, corpus: PreparedCorpus, context: ParallelContext) 
 
 
 def _validation_fingerprint(corpus: PreparedCorpus) -> str:
-    return "none" if corpus.validation is None else corpus.validation.index.corpus_fingerprint
+    return "none" if corpus.validation is None else corpus.validation.fingerprint
 
 
 def _hash(text: str) -> str:

@@ -10,7 +10,7 @@ another data rank (ZeRO-0) counts is left out. Read by everyone who holds it.
 import dataclasses
 import importlib.metadata
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
@@ -28,6 +28,7 @@ from megaspeed.checkpoint.run_state import DataIdentity, Layout, Progress, RunSt
 from megaspeed.checkpoint.saving import Saver, SaveReport
 from megaspeed.checkpoint.tensors import KINDS, expected_tensors, key, mismatches
 from megaspeed.checkpoint.together import from_rank_0
+from megaspeed.checkpoint.tokenizer_files import read_tokenizer_files
 from megaspeed.config import Run
 from megaspeed.data import PreparedCorpus
 from megaspeed.model import logical_name
@@ -55,6 +56,8 @@ class Checkpointing:
             worker.context.checkpoint_group,
             keep_last=training.keep_last,
             expected=expected_tensors(self._run.config.model),
+            # Read now: a cache may be emptied while the run goes on.
+            tokenizer=read_tokenizer_files(corpus.tokenizer if worker.context.rank == 0 else None),
         )
         self._host_copy = HostCopy()
         self._background: ThreadPoolExecutor | None = None
@@ -117,6 +120,8 @@ class Checkpointing:
     def load(self, checkpoint: Path, *, allow_data_change: bool = False) -> Progress:
         """Makes this run go on from a checkpoint that is whole.
 
+        From an imported model it begins: step 0, moments of zeros.
+
         Args:
             checkpoint: its folder.
             allow_data_change: take it although it was trained on other data.
@@ -126,7 +131,8 @@ class Checkpointing:
         """
         group = self._saver.group
         saved = from_rank_0(group, lambda: self._fitting_state(checkpoint, allow_data_change))
-        read_pieces(checkpoint, self._pieces(owned=False), group)
+        read_pieces(checkpoint, self._pieces(saved.kinds, owned=False), group)
+        self._zero_moments_but(saved.kinds)
         self._worker.engine.take_state(saved.progress.steps_taken)
         if saved.loss_scale is not None:
             self._worker.engine.take_loss_scale(saved.loss_scale)
@@ -144,13 +150,14 @@ class Checkpointing:
     def _fitting_state(self, checkpoint: Path, allow_data_change: bool) -> RunState:
         saved = RunState.read(checkpoint)
         problems = model_changes(saved, self._run)
-        problems += mismatches(self._saver.expected, saved_shapes(checkpoint))
-        if not allow_data_change:
+        expected = expected_tensors(self._run.config.model, saved.kinds)
+        problems += mismatches(expected, saved_shapes(checkpoint))
+        if saved.data is not None and not allow_data_change:
             problems += data_changes(saved.data, self._data)
         if problems:
             listed = "\n".join(f"  {i}. {problem}" for i, problem in enumerate(problems, start=1))
             raise CheckpointError(
-                f"{checkpoint} (saved at {saved.layout}) is not of this run (at "
+                f"{checkpoint} ({saved.origin}) is not of this run (at "
                 f"{layout_of(self._run)}):\n{listed}"
             )
         return saved
@@ -169,15 +176,22 @@ class Checkpointing:
             },
         )
 
-    def _pieces(self, *, owned: bool) -> Iterator[Piece]:
-        """What this rank writes (owned), or what it reads: everything it holds."""
+    def _zero_moments_but(self, read: Sequence[str]) -> None:
+        """Of a kind that was not read, every element is as before the first step."""
+        for fragment in self._worker.engine.state_fragments():
+            for kind in KINDS:
+                if kind not in read:
+                    getattr(fragment, kind).zero_()
+
+    def _pieces(self, kinds: Sequence[str] = KINDS, *, owned: bool) -> Iterator[Piece]:
+        """What this rank writes (owned), or what it reads: everything it holds of these kinds."""
         worker = self._worker
         engine = worker.engine
         for fragment in engine.state_fragments():
             name = engine.names[fragment.parameter]
             shard = worker.shards[name]
             part = self._written_part(engine.owned_elements(fragment.parameter)) if owned else None
-            for kind in KINDS:
+            for kind in kinds:
                 yield from pieces_of(
                     key(kind, logical_name(self._run.config.model, name)),
                     shard,
@@ -207,7 +221,7 @@ def data_identity(corpus: PreparedCorpus) -> DataIdentity:
     """What of the prepared data decides which tokens a sample is."""
     return DataIdentity(
         corpus=corpus.fingerprint,
-        tokenizer=corpus.train.index.tokenizer_fingerprint,
+        tokenizer=corpus.tokenizer_fingerprint or "not stated",
         sequence_length=corpus.sequence_length,
         seed=corpus.seed,
     )

@@ -30,7 +30,8 @@ def describe_start(start: Start, run: Run) -> list[str]:
             "start at step 0 with --fresh and without --resume DIR."
         )
     elif start.checkpoint is not None:
-        lines.append(f"resuming from {escape(str(start.checkpoint))}")
+        begins = "resuming" if start.step else "starting"
+        lines.append(f"{begins} from {escape(str(start.checkpoint))}")
         lines += [f"  changed since: {escape(change)}" for change in start.changes[:_MOST_CHANGES]]
         if len(start.changes) > _MOST_CHANGES:
             lines.append(f"  and {len(start.changes) - _MOST_CHANGES} more")

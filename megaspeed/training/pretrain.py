@@ -89,9 +89,11 @@ def _check_input(
     start = time.perf_counter()
     with console.status("preparing the corpus"):
         corpus = prepare_corpus(run.config.data, run.config.model.vocab_size)
+    components = len(corpus.train.components)
+    mixed = f" mixed from {components} sources" if components > 1 else ""
     console.print(
-        f"corpus: {corpus.train.index.tokens:,} training tokens, "
-        f"{corpus.training_sequences:,} sequences, ready in {time.perf_counter() - start:.1f} s",
+        f"corpus: {corpus.train.tokens:,} training tokens, {corpus.training_sequences:,} "
+        f"sequences{mixed}, ready in {time.perf_counter() - start:.1f} s",
         highlight=False,
     )
     return run, corpus

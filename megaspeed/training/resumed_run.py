@@ -56,9 +56,13 @@ def model_changes(saved: RunState, run: Run) -> list[str]:
 
 
 def config_changes(saved: RunState, run: Run) -> list[str]:
-    """What the configuration says now and what it said, as "key: before -> now", for people."""
+    """What the configuration says now and what it said, as "key: before -> now", for people.
+
+    An imported model has a model section and no other.
+    """
     before = dict(_leaves(saved.config))
-    now = dict(_leaves(run.as_json()))
+    said = saved.config if saved.imported_from is not None else run.as_json()
+    now = dict(_leaves({key: value for key, value in run.as_json().items() if key in said}))
     return [
         f"{name}: {_told(before, name)} -> {_told(now, name)}"
         for name in sorted(before.keys() | now.keys())
@@ -83,7 +87,7 @@ def go_on(saved: RunState, own: DataIdentity) -> Progress:
     Samples of another length are counted so that as many tokens are behind them.
     """
     progress = saved.progress
-    if saved.data.sequence_length == own.sequence_length:
+    if saved.data is None or saved.data.sequence_length == own.sequence_length:
         return progress
     samples = math.ceil(progress.samples * saved.data.sequence_length / own.sequence_length)
     return progress.model_copy(update={"samples": samples})

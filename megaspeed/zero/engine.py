@@ -109,9 +109,11 @@ class ZeroEngine:
         """DeepSpeed's ZeRO optimizer."""
         return self._optimizer
 
-    def forward(self, micro_batch: int, x: Tensor, samples: tuple[int, ...]) -> Tensor:
+    def forward(
+        self, micro_batch: int, x: Tensor, samples: tuple[int, ...], documents: Tensor | None
+    ) -> Tensor:
         """Runs the module on ``x``: tokens (B, S) or hidden states (B, S, D)."""
-        output: Tensor = self._engine(x, samples)
+        output: Tensor = self._engine(x, samples, documents)
         if self._in_flight is not None and torch.is_grad_enabled():
             self._in_flight.save(micro_batch)
         return output

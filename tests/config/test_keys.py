@@ -39,8 +39,28 @@ def test_a_rule_is_silent_about_the_key_that_was_meant() -> None:
 
 def test_a_key_like_no_other_gets_the_list_of_its_section() -> None:
     assert only_problem(data={"zzz": 1}) == (
-        "data.zzz is an unknown key; data knows seed, sequence_length, tokenizer, train, "
-        "validation, validation_fraction"
+        "data.zzz is an unknown key; data knows reset_at_documents, seed, sequence_length, "
+        "tokenizer, train, validation, validation_fraction"
+    )
+
+
+@pytest.mark.parametrize(
+    ("key", "message"),
+    [
+        ("wieght", "the nearest known key is data.train[1].weight"),
+        ("textfield", "the nearest known key is data.train[1].text_field"),
+        (
+            "zzz",
+            "data.train[1] knows configuration, dataset, path, revision, split, streaming, "
+            "text_field, weight",
+        ),
+    ],
+)
+def test_an_unknown_key_of_a_source_is_told_as_such(key: str, message: str) -> None:
+    """A source may be a string as well; that this one is none goes without saying."""
+    sources = ["a.txt", {"path": "b.txt", key: 1}]
+    assert only_problem(data={"train": sources}) == (
+        f"data.train[1].{key} is an unknown key; {message}"
     )
 
 

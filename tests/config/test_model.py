@@ -35,6 +35,7 @@ def parameters(model: ModelConfig) -> int:
         ("llama-2-7b", 6_738_415_616),
         ("llama-2-70b", 68_976_648_192),
         ("llama-3-8b", 8_030_261_248),
+        ("llama-3-70b", 70_553_706_496),
     ],
 )
 def test_presets_have_the_published_number_of_parameters(preset: str, published: int) -> None:

@@ -193,6 +193,16 @@ def test_warmup_rises() -> None:
     assert "warmup_min_lr 0.01 must be at most optimizer.params.lr 0.001" in message
 
 
+@pytest.mark.parametrize("setting", ["train", "validation"])
+def test_weights_are_stated_for_all_sources_of_a_list_or_for_none(setting: str) -> None:
+    heavy, light = {"path": "a.txt", "weight": 3}, {"path": "b.txt", "weight": 0.5}
+    assert problems(data={setting: [heavy, light]}) == problems(data={setting: ["a", "b"]}) == []
+    assert only_problem(data={setting: [heavy, "c.txt", light]}) == (
+        f"data.{setting} must state a weight for all of its sources or for none, and states it for "
+        f"2 of 3; data.{setting}[1] (c.txt) is the first without one"
+    )
+
+
 def test_the_pure_config_is_checked_without_a_world() -> None:
     parse_config(small(train_batch_size=17))  # 17 is odd and the micro-batch 2: a law of the world
     assert len(problems(train_batch_size=17, world_size=1)) == 1

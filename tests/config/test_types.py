@@ -67,7 +67,22 @@ def test_a_wrong_value_shows_what_was_given_and_what_is_wanted(override: str, me
     [
         (
             'data.train=["a", 3]',
-            'data.train[1]: given 3 (a whole number), wanted a string; write "3" in quotes',
+            "data.train[1]: given 3 (a whole number), wanted a string or an object; "
+            'write "3" in quotes',
+        ),
+        (
+            'data.train=[{"path": "a", "weight": 0}]',
+            "data.train[0].weight: given 0 (a whole number), wanted more than 0",
+        ),
+        (
+            'data.train=["a", {"weight": 2}]',
+            'data.train[1]: given {"weight": 2} (an object), wanted a string or an object that '
+            "states either path or dataset",
+        ),
+        (
+            'data.validation=[{"path": "a", "streaming": true}]',
+            'data.validation[0]: given {"path": "a", "streaming": true} (an object), wanted a '
+            "string or an object without streaming, because it states no dataset",
         ),
         (
             "optimizer.params.betas=[0.9, 1.0]",

@@ -1,6 +1,8 @@
 """Every layout trains on the same samples, and an evaluation sees the same rows at every layout."""
 
+from dataclasses import replace
 from itertools import product
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,9 +14,10 @@ from megaspeed.data import (
     TrainingLoader,
     ValidationLoader,
 )
-from megaspeed.data.prefetch import OneAhead
-from megaspeed.data.sampler import Sampler
-from tests.data.numbered_corpus import numbered_corpus
+from megaspeed.data.stream.micro_batch import PADDING_SAMPLE
+from megaspeed.data.stream.prefetch import OneAhead
+from megaspeed.data.stream.sampler import Sampler
+from tests.data.numbered_corpus import numbered_corpus, numbered_mixture
 
 S = 6
 TRAIN_BATCH = 48  # dp 1, 2, 3, 4 and micro-batches 1, 2, 4 all divide it
@@ -123,6 +126,39 @@ def test_an_evaluation_counts_the_same_rows_at_every_layout(
     assert len(lengths) == 1
     assert sorted(seen) == list(range(counted))
     assert sorted(targets) == list(range(1, counted * S + 1))
+
+
+@pytest.mark.parametrize(("dp_size", "micro_batch_size"), LAYOUTS)
+def test_an_evaluation_of_a_mixture_has_the_same_rows_at_every_layout(
+    tmp_path: Path, dp_size: int, micro_batch_size: int
+) -> None:
+    mixture = numbered_mixture(tmp_path, S)
+    rows: dict[int, int] = {}
+    for dp_rank in range(dp_size):
+        cut = LoaderShape(micro_batch_size, 1, dp_rank, dp_size)
+        for batch in ValidationLoader(mixture, cut, eval_batches=100):
+            rows |= dict(zip(batch.samples, batch.tokens[:, 0].tolist(), strict=True))
+    rows.pop(PADDING_SAMPLE, None)
+    assert sorted(rows) == list(range(mixture.validation_sequences))
+    # Of every component the first sequences in order, 0 from the files whose ids begin there.
+    for first_id in (0, 10_000, 20_000):
+        own = [rows[row] for row in sorted(rows) if first_id <= rows[row] < first_id + 10_000]
+        assert own == [first_id + sequence * S for sequence in range(len(own))]
+
+
+def test_rows_of_several_documents_say_so_where_attention_resets(tmp_path: Path) -> None:
+    corpus = numbered_corpus(
+        tmp_path, train_tokens=S + 1, validation_tokens=S + 1, sequence_length=S
+    )
+    resetting = replace(corpus, reset_at_documents=True)  # the id 0, the first, ends a document
+    (plain, reset) = (
+        TrainingLoader(each, LoaderShape(1, 1, 0, 1)).micro_batch(0, 0)
+        for each in (corpus, resetting)
+    )
+    assert plain.documents is None
+    assert reset.documents is not None and reset.documents.tolist() == [[1] * S]
+    (evaluated,) = ValidationLoader(resetting, LoaderShape(1, 1, 0, 1), eval_batches=1)
+    assert evaluated.documents is not None and evaluated.documents.tolist() == [[1] * S]
 
 
 def test_without_held_out_documents_an_evaluation_is_empty(corpus: PreparedCorpus) -> None:

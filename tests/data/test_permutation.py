@@ -4,7 +4,7 @@ from itertools import pairwise
 
 import pytest
 
-from megaspeed.data.permutation import Permutation
+from megaspeed.data.stream.permutation import Permutation
 
 
 def image(size: int, key: bytes = b"key") -> list[int]:

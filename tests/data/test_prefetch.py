@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from megaspeed.data.prefetch import OneAhead
+from megaspeed.data.stream.prefetch import OneAhead
 
 
 def test_the_next_item_is_read_before_it_is_asked_for() -> None:

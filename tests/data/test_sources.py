@@ -5,12 +5,21 @@ from pathlib import Path
 
 import pytest
 
+from megaspeed.config.data import Source
 from megaspeed.data import DataError
-from megaspeed.data.sources import list_files
+from megaspeed.data.text.json_lines import JsonLines
+from megaspeed.data.text.plain_text import PlainText
+from megaspeed.data.text.sources import SourceFile, list_files
+from megaspeed.data.text.table import Table
 
 
-def names(*sources: str) -> list[str]:
-    return [file.name for file in list_files(sources, "data.train")]
+def names(*sources: str | Source) -> list[str]:
+    return [file.name for file in files(*sources)]
+
+
+def files(*sources: str | Source) -> list[SourceFile]:
+    given = [Source(path=source) if isinstance(source, str) else source for source in sources]
+    return list_files(given, "data.train")
 
 
 def touch(folder: Path, *files: str) -> None:
@@ -51,17 +60,17 @@ def test_relative_paths_start_from_the_working_directory(
     touch(tmp_path, "texts/a.txt")
     monkeypatch.chdir(tmp_path)
     assert names("texts/*.txt") == names("texts/a.txt") == ["a.txt"]
-    assert list_files(["texts/*.txt"], "data.train")[0].path == tmp_path / "texts/a.txt"
+    assert files("texts/*.txt")[0].path == tmp_path / "texts/a.txt"
 
 
 def test_every_source_that_cannot_be_used_is_named_with_its_mend(tmp_path: Path) -> None:
-    touch(tmp_path, "a.txt", "b.jsonl", "sub/c.txt")
+    touch(tmp_path, "a.txt", "b.csv", "sub/c.txt")
     with pytest.raises(DataError) as caught:
         names(
             f"{tmp_path}/missing.txt",
             f"{tmp_path}/*.md",
             f"{tmp_path}/sub",
-            f"{tmp_path}/b.jsonl",
+            f"{tmp_path}/b.csv",
             f"{tmp_path}/a.txt",
             f"{tmp_path}/a*",
         )
@@ -69,10 +78,50 @@ def test_every_source_that_cannot_be_used_is_named_with_its_mend(tmp_path: Path)
     assert len(problems) == 5
     assert f"there is no file {tmp_path}/missing.txt" in problems[0]
     assert f"matches 0 under {tmp_path}" in problems[1]
-    assert f'is a folder; write "{tmp_path}/sub/**/*.txt"' in problems[2]
-    assert "is a .jsonl file" in problems[3]
+    assert f'is another folder; write "{tmp_path}/sub/**/*.txt"' in problems[2]
+    assert "b.csv is a .csv file, which is not read; extract its text into" in problems[3]
     assert f"is matched by both '{tmp_path}/a.txt' and '{tmp_path}/a*'" in problems[4]
     assert str(caught.value).startswith("1. data.train: ")
+
+
+@pytest.mark.parametrize(
+    ("name", "mend"),
+    [
+        ("a.json", "one object on each line is read where the file is named .jsonl"),
+        ("a.csv.gz", "extract its text"),
+        ("a.tar.gz", "unpack it, or pack each file alone"),
+        ("a.ZIP", "unpack it, or pack each file alone"),
+        ("a.parquet.zst", "unpack it; a table is compressed within"),
+        ("a.arrow", "name the folder that datasets' save_to_disk wrote"),
+        ("a.bin", "it may hold token ids, which are no text"),
+    ],
+)
+def test_a_format_that_would_be_read_as_its_own_syntax_is_refused(
+    tmp_path: Path, name: str, mend: str
+) -> None:
+    touch(tmp_path, name)
+    with pytest.raises(DataError, match="which is not read") as caught:
+        names(f"{tmp_path}/{name}")
+    assert mend in str(caught.value)
+
+
+def test_a_suffix_says_the_format_and_a_dot_in_a_folders_name_does_not(tmp_path: Path) -> None:
+    touch(tmp_path, "v1.json/part.0001", "a.jsonl", "b.ndjson.zst", "c.parquet", "d.GZ", "e")
+    (part, lines, archive, table, packed, plain) = (
+        files(f"{tmp_path}/{name}")[0].format
+        for name in ("v1.json/*", "a.jsonl", "b.ndjson.zst", "c.parquet", "d.GZ", "e")
+    )
+    assert part == packed == plain == PlainText()
+    assert lines == archive == JsonLines("text")
+    assert table == Table("text")
+
+
+def test_a_dataset_is_one_file_named_by_all_that_tells_it_from_another() -> None:
+    whole = Source(dataset="wiki")
+    part = Source(dataset="wiki", configuration="en", revision="v1", split="test")
+    assert names(whole, part) == ["wiki[train]", "wiki/en@v1[test]"]
+    with pytest.raises(DataError, match="wiki is matched by both 'wiki' and 'wiki'"):
+        names(whole, whole)
 
 
 def test_an_empty_list_of_sources_is_an_error() -> None:

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from megaspeed.data import DataError
-from megaspeed.data.corpus import Document
-from megaspeed.data.sources import SourceFile
-from megaspeed.data.split import split_documents
+from megaspeed.data.text.documents import Document
+from megaspeed.data.text.sources import SourceFile
+from megaspeed.data.text.split import split_documents, split_groups
 
 
 def document(name: str, size_bytes: int, content: str | None = None) -> Document:
@@ -61,3 +61,26 @@ def test_one_distinct_document_cannot_be_split() -> None:
     same = [document("a", 100, "x"), document("b", 100, "x")]
     with pytest.raises(DataError, match=r"1 distinct document.*<\|endoftext\|>.*data\.validation"):
         split_documents(same, 0.1, seed=1)
+
+
+def test_every_group_holds_out_its_own_fraction_and_none_trains_on_what_another_holds_out() -> None:
+    shared = [document(f"copy{i}", 60, content=f"d{i}") for i in range(0, 100, 3)]
+    (training, also_training), (validation, also_validation) = split_groups(
+        [HUNDRED, shared], 0.2, seed=1
+    )
+    assert sorted(training + validation, key=HUNDRED.index) == HUNDRED
+    assert validation and also_validation
+    trained_on = {d.content for d in training + also_training}
+    assert not trained_on & {d.content for d in validation + also_validation}
+
+
+def test_a_group_without_documents_stays_without() -> None:
+    (training, empty), (validation, also_empty) = split_groups([HUNDRED, []], 0.2, seed=1)
+    assert (training, validation) == split_documents(HUNDRED, 0.2, seed=1)
+    assert empty == also_empty == []
+
+
+def test_every_group_that_cannot_be_split_is_named() -> None:
+    with pytest.raises(DataError) as caught:
+        split_groups([[document("a", 10)], HUNDRED, [document("b", 10)]], 0.1, seed=1)
+    assert ["(a, " in caught.value.problems[0], "(b, " in caught.value.problems[1]] == [True, True]

@@ -5,22 +5,26 @@ import sysconfig
 from pathlib import Path
 
 import pytest
+from transformers import AutoTokenizer
 
-from megaspeed.data import DataError, load_tokenizer
-from megaspeed.data.corpus import Document, read_documents
-from megaspeed.data.sources import SourceFile, list_files
+from megaspeed.config.data import Source
+from megaspeed.data import DataError, load_tokenizer, tokenizer_training
+from megaspeed.data.text.documents import Document, read_documents
+from megaspeed.data.text.sources import SourceFile, list_files
 from megaspeed.data.tokenizer import (
     END_OF_TEXT,
     TextTokenizer,
     check_vocabulary,
     tokenizer_files,
-    train_tokenizer,
 )
+from megaspeed.data.tokenizer_training import train_tokenizer
+
+LIBRARY = Source(path=f"{sysconfig.get_path('stdlib')}/json/*.py")
 
 
 @pytest.fixture(scope="module")
 def documents() -> list[Document]:
-    return read_documents(list_files([f"{sysconfig.get_path('stdlib')}/json/*.py"], "data.train"))
+    return read_documents(list_files([LIBRARY], "data.train"))
 
 
 @pytest.fixture(scope="module")
@@ -65,6 +69,54 @@ def test_a_tokenizer_larger_than_the_model_names_both_sizes() -> None:
     check_vocabulary(600, "my/tokenizer", 600)
     with pytest.raises(DataError, match=r"'my/tokenizer' has 601 entries.*vocab_size is 600.*601"):
         check_vocabulary(601, "my/tokenizer", 600)
+
+
+@pytest.mark.parametrize("stated", [{}, {"eos_token": "ing", "model_max_length": 8}])
+def test_a_saved_folder_is_the_same_tokenizer_for_us_and_for_transformers(
+    tmp_path: Path, trained: TextTokenizer, stated: dict[str, object]
+) -> None:
+    (tmp_path / "given").mkdir()
+    (tmp_path / "given" / "tokenizer.json").write_bytes(trained.to_json())
+    (tmp_path / "given" / "tokenizer_config.json").write_text(json.dumps(stated))
+    given = load_tokenizer(str(tmp_path / "given"))
+    given.save(tmp_path / "saved")
+    again = load_tokenizer(str(tmp_path / "saved"))
+    assert again.to_json() == given.to_json() and again.config == given.config
+    assert again.end_of_text == given.end_of_text
+    theirs = AutoTokenizer.from_pretrained(tmp_path / "saved")
+    assert theirs.eos_token_id == given.end_of_text
+    assert theirs.model_max_length == stated.get("model_max_length", theirs.model_max_length)
+    texts = ["def loads(s):\n    return 1", " two  spaces, Grüße 漢 🙂", "ing"]
+    assert theirs(texts, verbose=False)["input_ids"] == given.encode(texts)
+    for text in texts:
+        assert theirs.decode(theirs(text, verbose=False)["input_ids"]) == text
+
+
+def test_an_end_of_text_token_that_only_another_file_names_is_named_where_it_is_saved(
+    tmp_path: Path, trained: TextTokenizer
+) -> None:
+    (tmp_path / "tokenizer.json").write_bytes(trained.to_json())
+    (tmp_path / "special_tokens_map.json").write_text('{"eos_token": {"content": "ing"}}')
+    given = load_tokenizer(str(tmp_path))
+    given.save(tmp_path / "saved")
+    assert given.end_of_text == trained.tokenizer.token_to_id("ing")
+    assert load_tokenizer(str(tmp_path / "saved")).end_of_text == given.end_of_text
+
+
+def test_a_tokenizer_sees_a_sample_of_a_large_corpus_whatever_files_it_lies_in(
+    tmp_path: Path, documents: list[Document], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The sample is chosen by content, and read file by file: both give one tokenizer."""
+    monkeypatch.setattr(tokenizer_training, "TRAINING_SAMPLE_BYTES", 30_000)
+    together = tmp_path / "all.txt"
+    texts = [document.file.path.read_text() for document in documents]
+    together.write_text("<|endoftext|>".join(reversed(texts)))
+    in_one = read_documents([SourceFile("all.txt", together)])
+    assert sum(document.size_bytes for document in documents) > 40_000
+    sampled = train_tokenizer(documents, 400)
+    assert train_tokenizer(in_one, 400).to_json() == sampled.to_json()
+    monkeypatch.undo()
+    assert train_tokenizer(documents, 400).to_json() != sampled.to_json()
 
 
 def test_a_file_and_its_folder_are_the_same_tokenizer(

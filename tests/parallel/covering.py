@@ -26,6 +26,7 @@ SETTINGS: Mapping[str, tuple[object, ...]] = {
     "activation_checkpointing": ("none", "full"),
     "dropout": (0.0, 0.1),
     "micro_batches": (2, 4),
+    "reset_at_documents": (False, True),
 }
 
 

@@ -15,7 +15,7 @@ from megaspeed.analysis.verification.reference import ReferenceRun, train_refere
 from megaspeed.analysis.verification.verify import compare, train_rank, whole_batch
 from megaspeed.config import Run
 from tests.parallel.covering import SETTINGS, Row, covering_rows, pairs_of, possible_pairs
-from tests.parallel.tiny import GPT2, LLAMA, tiny_corpus, tiny_run
+from tests.parallel.tiny import GPT2, LLAMA, short_documents, tiny_corpus, tiny_run
 from tests.rank_pool import RankPool
 
 STEPS = 10
@@ -38,7 +38,7 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> "References":
 
 
 class References:
-    """One-process runs, trained once for each model and batch."""
+    """One-process runs, trained once for each model, text and batch."""
 
     def __init__(self, cache: Path) -> None:
         self.cache = cache
@@ -46,7 +46,8 @@ class References:
 
     def of(self, run: Run) -> ReferenceRun:
         corpus = tiny_corpus(run, self.cache)
-        key = f"{run.config.model!r} {run.precision} {run.config.gradient_clipping}"
+        config = run.config
+        key = f"{config.model!r} {config.data!r} {run.precision} {config.gradient_clipping}"
         if key not in self._known:
             batches = functools.partial(whole_batch, run, corpus)
             self._known[key] = train_reference(run, batches, STEPS)
@@ -61,14 +62,20 @@ def train_and_compare(pool: RankPool, references: References, run: Run) -> Compa
     return compare(run, results[0], reference)
 
 
-def run_of(row: Row) -> Run:
+@pytest.fixture(scope="session")
+def documents(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return short_documents(TEXT, tmp_path_factory.mktemp("text"))
+
+
+def run_of(row: Row, text: Path) -> Run:
     pp, dp, tp = row["layout"]
     dropout = row["dropout"]
     return tiny_run(
-        TEXT,
+        text,
         pp=pp,
         dp=dp,
         tp=tp,
+        data={"reset_at_documents": row["reset_at_documents"]},
         model={
             **(GPT2 if row["architecture"] == "gpt2" else LLAMA),
             # An odd number, so that pipeline stages are of unequal length.
@@ -99,8 +106,10 @@ def name_of(row: Row) -> str:
 
 
 @pytest.mark.parametrize("row", covering_rows(), ids=name_of)
-def test_layout_equals_one_process(row: Row, pool: RankPool, references: References) -> None:
-    run = run_of(row)
+def test_layout_equals_one_process(
+    row: Row, pool: RankPool, references: References, documents: Path
+) -> None:
+    run = run_of(row, documents)
     assert run.config.model.vocab_size % 2 == 1, "an odd vocabulary, so that it is padded"
     assert run.config.model.num_hidden_layers % 2 == 1, "stages of unequal length"
     assert run.batch.micro_batch_size > 1

@@ -27,11 +27,11 @@ from megaspeed.tensor_parallel.layers import RowParallelLinear
 from megaspeed.topology import LaunchEnvironment
 from megaspeed.training import worker
 from megaspeed.zero import ZeroEngine, build, engine
-from tests.parallel.tiny import tiny_corpus, tiny_run
+from tests.parallel.tiny import short_documents, tiny_corpus, tiny_run
 from tests.rank_pool import RankPool
 
 STEPS = 3
-TEXT = Path(__file__).parent.parent.parent / "LICENSE"
+LICENSE = Path(__file__).parent.parent.parent / "LICENSE"
 
 
 # --- the mistakes ---------------------------------------------------------------------------------
@@ -135,6 +135,23 @@ def every_tensor_rank_drops_the_same_part() -> AbstractContextManager[None]:
     return replaced(SampleDropout, "forward", first)
 
 
+def later_pipeline_stages_are_not_told_of_documents() -> AbstractContextManager[None]:
+    def told_by_half(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def attend(
+            self: ZeroEngine,
+            micro_batch: int,
+            x: Tensor,
+            samples: tuple[int, ...],
+            documents: Tensor | None,
+        ) -> Tensor:
+            told = documents if self._context.is_first_pipeline_stage else None
+            return forward(self, micro_batch, x, samples, told)
+
+        return attend
+
+    return replaced(ZeroEngine, "forward", told_by_half)
+
+
 # --- where each shows -----------------------------------------------------------------------------
 
 Shows = Callable[[Comparison], list[Difference]]
@@ -159,6 +176,7 @@ def in_gradients(comparison: Comparison) -> list[Difference]:
 ZERO1 = {"zero_optimization": {"stage": 1}}
 ZERO3 = {"zero_optimization": {"stage": 3}}
 DROPOUT = {"model": {"attention_dropout": 0.2}}
+RESET = {"data": {"reset_at_documents": True}}
 
 MUTATIONS: dict[Callable[[], AbstractContextManager[None]], tuple[dict[str, Any], Shows]] = {
     the_norm_counts_both_copies_of_a_tied_weight: ({"pp": 2, **ZERO3}, in_norms),
@@ -171,6 +189,7 @@ MUTATIONS: dict[Callable[[], AbstractContextManager[None]], tuple[dict[str, Any]
     every_tensor_rank_reports_its_loss: ({"tp": 2}, in_losses),
     a_bias_is_added_on_every_tensor_rank: ({"tp": 2}, in_later_losses),
     every_tensor_rank_drops_the_same_part: ({"tp": 2, **DROPOUT}, in_losses),
+    later_pipeline_stages_are_not_told_of_documents: ({"pp": 2, **RESET}, in_gradients),
 }
 
 
@@ -183,8 +202,8 @@ def train_mutated(
 
 
 @functools.cache
-def reference_of(cache: Path, dropout: bool) -> ReferenceRun:
-    run = tiny_run(TEXT, **(DROPOUT if dropout else {}))
+def reference_of(cache: Path, text: Path, dropout: bool, reset: bool) -> ReferenceRun:
+    run = tiny_run(text, **(DROPOUT if dropout else {}), **(RESET if reset else {}))
     corpus = tiny_corpus(run, cache)
     return train_reference(run, functools.partial(whole_batch, run, corpus), STEPS)
 
@@ -195,14 +214,21 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def train(pool: RankPool, cache: Path) -> Callable[[str | None, Run], Comparison]:
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return short_documents(LICENSE, tmp_path_factory.mktemp("text"))
+
+
+@pytest.fixture(scope="module")
+def train(pool: RankPool, cache: Path, text: Path) -> Callable[[str | None, Run], Comparison]:
     """Trains with a mutation or, once for each run, without."""
 
     def mutated(mutation: str | None, run: Run) -> Comparison:
         corpus = tiny_corpus(run, cache)
         parallel = pool.run(run.degrees.world_size, train_mutated, run, corpus, mutation)[0]
         assert parallel is not None
-        return compare(run, parallel, reference_of(cache, run.config.model.attention_dropout > 0.0))
+        dropout = run.config.model.attention_dropout > 0.0
+        reset = run.config.data.reset_at_documents
+        return compare(run, parallel, reference_of(cache, text, dropout, reset))
 
     unharmed: dict[str, Comparison] = {}
 
@@ -221,9 +247,10 @@ def train(pool: RankPool, cache: Path) -> Callable[[str | None, Run], Comparison
 def test_the_comparison_fails_when(
     mutation: Callable[[], AbstractContextManager[None]],
     train: Callable[[str | None, Run], Comparison],
+    text: Path,
 ) -> None:
     changes, shows = MUTATIONS[mutation]
-    run = tiny_run(TEXT, **changes)
+    run = tiny_run(text, **changes)
     right, wrong = train(None, run), train(mutation.__name__, run)
     assert right.equal, right.largest
     assert not wrong.equal

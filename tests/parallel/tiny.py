@@ -1,5 +1,6 @@
 """Tiny runs for comparing layouts with one process."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,18 @@ def merge(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
             merge(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
         )
     return merged
+
+
+def short_documents(text: Path, folder: Path) -> Path:
+    """The words of `text` as documents of 1 to 7 words in JSON lines: most rows hold a few."""
+    words, documents, start = text.read_text().split(), [], 0
+    while start < len(words):
+        length = 1 + len(documents) * 3 % 7
+        documents.append(" ".join(words[start : start + length]))
+        start += length
+    file = folder / "documents.jsonl"
+    file.write_text("\n".join(json.dumps({"text": document}) for document in documents))
+    return file
 
 
 def tiny_run(text: Path, *, pp: int = 1, dp: int = 1, tp: int = 1, **changes: Any) -> Run:

@@ -41,7 +41,12 @@ def load(micro_batch: int) -> MicroBatch:
     generator = torch.Generator().manual_seed(micro_batch)
     x = torch.randn(ROWS, WIDTH, generator=generator)
     counted = torch.randint(0, 2, (ROWS, WIDTH), generator=generator)
-    return MicroBatch(tokens=x, targets=counted, samples=(2 * micro_batch, 2 * micro_batch + 1))
+    return MicroBatch(
+        tokens=x,
+        targets=counted,
+        samples=(2 * micro_batch, 2 * micro_batch + 1),
+        documents=torch.full((ROWS, WIDTH), micro_batch),
+    )
 
 
 def loss_function(output: Tensor, counted: Tensor) -> Tensor:
@@ -55,10 +60,13 @@ class PlainEngine:
         self.module = module
         self.tensors: dict[int, list[weakref.ref[Tensor]]] = {}
         self.samples: list[tuple[int, ...]] = []
+        self.documents: list[Tensor | None] = []
         self.last_flags: list[bool] = []
         self.reductions: list[str] = []
 
-    def forward(self, micro_batch: int, x: Tensor, samples: tuple[int, ...]) -> Tensor:
+    def forward(
+        self, micro_batch: int, x: Tensor, samples: tuple[int, ...], documents: Tensor | None
+    ) -> Tensor:
         seen: list[Tensor] = [x]
         hooks = [
             layer.register_forward_hook(lambda _layer, _inputs, output: seen.append(output))
@@ -68,6 +76,7 @@ class PlainEngine:
         for hook in hooks:
             hook.remove()
         self.samples.append(samples)
+        self.documents.append(documents)
         self.tensors[micro_batch] = [weakref.ref(tensor) for tensor in seen]
         return output
 
@@ -105,6 +114,7 @@ class StageRecord:
     gradients: list[Tensor | None]
     held: list[Held]
     samples: list[tuple[int, ...]]
+    documents: list[Tensor | None]
     last_flags: list[bool]
     reductions: list[str]
 
@@ -143,6 +153,7 @@ def run_stage(launch: LaunchEnvironment, schedule: str | None, micro_batches: in
             gradients=[p.grad for p in engine.module.parameters()],
             held=held,
             samples=engine.samples,
+            documents=engine.documents,
             last_flags=engine.last_flags,
             reductions=engine.reductions,
         )
@@ -189,11 +200,12 @@ def test_a_step_has_the_loss_and_the_gradients_of_one_process(
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_every_stage_is_told_the_samples_the_last_micro_batch_and_when_to_reduce(
+def test_every_stage_is_told_samples_documents_the_last_micro_batch_and_when_to_reduce(
     pool: RankPool, schedule: str
 ) -> None:
     for record in pool.run(2, run_stage, schedule, 3):
         assert record.samples == [(0, 1), (2, 3), (4, 5)]
+        torch.testing.assert_close(record.documents, [load(m).documents for m in range(3)])
         assert record.last_flags == [False, False, True]
         assert record.reductions == ["data axis", "tied"]
 

@@ -66,7 +66,7 @@ class BaselineWorker:
 
     def _forward_backward(self, load: Load, m: int) -> Tensor:
         batch = load(m)
-        logits = self.engine.forward(batch.tokens, batch.samples)  # (B, S, V)
+        logits = self.engine.forward(batch)  # (B, S, V)
         loss = self._loss_function(logits, batch.targets).sum()
         del logits  # what backward needs of them, the graph keeps
         (loss * backward_scale(self.run)).backward()

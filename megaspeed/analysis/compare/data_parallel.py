@@ -12,7 +12,7 @@ with ``set_requires_gradient_sync`` as ``gradient_reduction`` says. In bf16 the 
 and forward computes in bf16: by autocast (DDP) or by ``MixedPrecisionPolicy`` (FSDP2).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from megaspeed.config import Run
+from megaspeed.data import MicroBatch
 from megaspeed.model import GPT, Block, initial_slice, logical_name
 from megaspeed.tensor_parallel import materialize
 from megaspeed.topology import ParallelContext
@@ -39,8 +40,8 @@ class DataParallel(Protocol):
     sharded: bool
     """Whether each rank holds its own part of every gradient, or all hold the whole."""
 
-    def forward(self, tokens: Tensor, samples: Sequence[int]) -> Tensor:
-        """Tokens (B, S) -> logits (B, S, V)."""
+    def forward(self, batch: MicroBatch) -> Tensor:
+        """Logits (B, S, V) of a micro-batch."""
 
     def micro_batch(self, *, last: bool) -> AbstractContextManager[None]:
         """Round forward and backward of a micro-batch; ``last`` of the step or not."""
@@ -66,10 +67,10 @@ class Ddp:
         self._autocast = run.precision == "bf16"
         self._device_type = context.device.type
 
-    def forward(self, tokens: Tensor, samples: Sequence[int]) -> Tensor:
+    def forward(self, batch: MicroBatch) -> Tensor:
         """Under autocast in bf16."""
         with torch.autocast(self._device_type, torch.bfloat16, enabled=self._autocast):
-            logits: Tensor = self._ddp(tokens, samples)
+            logits: Tensor = self._ddp(batch.tokens, batch.samples, batch.documents)
         return logits
 
     def micro_batch(self, *, last: bool) -> AbstractContextManager[None]:
@@ -106,9 +107,9 @@ class Fsdp2:
         self._root = fully_shard(self.model, mesh=mesh, mp_policy=policy)
         self._every_micro_batch = run.gradient_reduction == "per_micro_batch"
 
-    def forward(self, tokens: Tensor, samples: Sequence[int]) -> Tensor:
+    def forward(self, batch: MicroBatch) -> Tensor:
         """In bf16 where the policy says so."""
-        logits: Tensor = self.model(tokens, samples)
+        logits: Tensor = self.model(batch.tokens, batch.samples, batch.documents)
         return logits
 
     def micro_batch(self, *, last: bool) -> AbstractContextManager[None]:

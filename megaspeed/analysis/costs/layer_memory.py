@@ -160,7 +160,9 @@ def _attention_kept(run: Run, shapes: Shapes) -> int:
     features = (heads + 2 * key_value_heads) * model.head_dim
     mixed = heads * model.head_dim
     rotated = 0 if model.architecture == "gpt2" else features - key_value_heads * model.head_dim
-    elements = shapes.whole_tokens * (features + rotated + mixed)
+    # A row's own cosines and sines, where its positions are its own.
+    angles = model.head_dim if rotated and run.config.data.reset_at_documents else 0
+    elements = shapes.whole_tokens * (features + rotated + angles + mixed)
     row_statistics = shapes.whole_tokens * heads * _FP32
     if model.attention_dropout == 0.0:
         return elements * shapes.element_bytes + row_statistics

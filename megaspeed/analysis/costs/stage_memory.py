@@ -14,7 +14,9 @@ for the activations of the first stage).
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain, repeat
 
+from megaspeed.analysis.costs.document_mask import first_block_memory
 from megaspeed.analysis.costs.gathered_parameters import GatheredParameters
 from megaspeed.analysis.costs.hidden_states import hidden_bytes
 from megaspeed.analysis.costs.layer_memory import (
@@ -245,13 +247,13 @@ def _layers(
     own: dict[str, list[LocalParameter]] = {}
     for parameter in parameters:
         own.setdefault(_layer_name(parameter.name), []).append(parameter)
-    block = block_memory(run, shapes)
+    blocks = chain([first_block_memory(run, shapes)], repeat(block_memory(run, shapes)))
     layers = []
     for layer in layers_of_stages(run)[pipeline_stage]:
         if layer == 0:
             layers.append(_Layer(embedding_memory(run, shapes), own["embedding"]))
         elif layer < count - 1:
-            layers.append(_Layer(block, own[f"blocks.{layer - 1}"]))
+            layers.append(_Layer(next(blocks), own[f"blocks.{layer - 1}"]))
         else:
             layers.append(_Layer(head_memory(run, shapes), own["head"]))
     return layers

@@ -89,7 +89,7 @@ def train_reference(
 def _forward_backward(model: GPT, batch: list[MicroBatch], tokens: int) -> float:
     total = 0.0
     for part in batch:
-        logits = model(part.tokens, part.samples)  # (B, S, V)
+        logits = model(part.tokens, part.samples, part.documents)  # (B, S, V)
         loss = F.cross_entropy(
             logits.flatten(0, 1).float(),
             part.targets.flatten(),

@@ -24,7 +24,7 @@ from megaspeed.topology import Grid, LaunchEnvironment, ParallelContext
 from megaspeed.training.step_inputs import StepInputs
 from megaspeed.training.worker import StepResult, Worker
 from megaspeed.zero import whole_parameters
-from tests.parallel.tiny import LLAMA, tiny_corpus, tiny_run
+from tests.parallel.tiny import LLAMA, short_documents, tiny_corpus, tiny_run
 from tests.rank_pool import RankPool
 
 TEXT = Path(__file__).parents[3] / "LICENSE"
@@ -95,25 +95,31 @@ def _whole(parameter: Tensor) -> Tensor:
 
 RUNS: dict[str, dict[str, Any]] = {
     "gpt2, tied": {},
-    "llama, untied, recomputed, dropout, one micro-batch": {
+    "llama, untied, recomputed, dropout, reset at documents, one micro-batch": {
         "model": {**LLAMA, "tie_word_embeddings": False, "residual_dropout": 0.1},
         "parallel": {"activation_checkpointing": "full"},
+        "data": {"reset_at_documents": True},
         "gradient_accumulation_steps": 1,
     },
-    "bf16, one micro-batch": {"bf16": {"enabled": True}, "gradient_accumulation_steps": 1},
+    "bf16, reset at documents, one micro-batch": {
+        "bf16": {"enabled": True},
+        "data": {"reset_at_documents": True},
+        "gradient_accumulation_steps": 1,
+    },
 }
 
 
 class Trainings:
     """Every baseline of every run, trained once, and ZeRO-0 beside it."""
 
-    def __init__(self, pool: RankPool, cache: Path) -> None:
+    def __init__(self, pool: RankPool, folder: Path) -> None:
         self._pool = pool
-        self._cache = cache
+        self._cache = folder / "cache"
+        self._text = short_documents(TEXT, folder)
         self._known: dict[str, list[Trained]] = {}
 
     def run(self, name: str) -> Run:
-        return tiny_run(TEXT, dp=DP, **RUNS[name])
+        return tiny_run(self._text, dp=DP, **RUNS[name])
 
     def zero(self, name: str) -> Trained:
         """Rank 0's."""
@@ -137,7 +143,7 @@ class Trainings:
 
 @pytest.fixture(scope="module")
 def trainings(pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Trainings:
-    return Trainings(pool, tmp_path_factory.mktemp("cache"))
+    return Trainings(pool, tmp_path_factory.mktemp("trainings"))
 
 
 @pytest.mark.parametrize("name", RUNS)

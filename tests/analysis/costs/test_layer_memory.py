@@ -6,11 +6,13 @@ from typing import Any
 import pytest
 import torch
 
+from megaspeed.analysis.costs.document_mask import first_block_memory
 from megaspeed.analysis.costs.hidden_states import hidden_bytes
 from megaspeed.analysis.costs.layer_memory import Shapes, block_memory
 from megaspeed.analysis.measurement.allocations import AllocationLog
 from megaspeed.config import Run
 from megaspeed.model import Block
+from megaspeed.model.documents import attention_mask, positions_in
 from tests.parallel.tiny import GPT2, LLAMA, tiny_run
 
 TEXT = Path(__file__)
@@ -48,7 +50,11 @@ def run_block(run: Run, precision: str) -> tuple[int, int, int]:
     shape = (run.batch.micro_batch_size, run.config.data.sequence_length, model.hidden_size)
     x = torch.randn(shape, dtype=DTYPES[precision], requires_grad=True)
     samples = tuple(range(shape[0]))
-    y = block(x, samples)
+    positions, mask = None, None
+    if run.config.data.reset_at_documents:
+        documents = torch.arange(shape[1]).expand(shape[:2]) // 5
+        positions, mask = positions_in(documents), attention_mask(documents, x.dtype)
+    y = block(x, samples, positions, mask)
     y.backward(gradient := torch.randn_like(y))  # first uses make constants, such as frequencies
     for parameter in block.parameters():
         parameter.grad = None
@@ -59,12 +65,13 @@ def run_block(run: Run, precision: str) -> tuple[int, int, int]:
     for parameter in block.parameters():
         parameter.register_hook(lambda g: log.claim("gradients", [g]))
     with log:
-        y = block(x, samples)
+        y = block(x, samples, positions, mask)
         kept, forward = log.live().activations, log.peak().activations
         y.backward(gradient)
     return kept, forward, log.peak().activations
 
 
+@pytest.mark.parametrize("reset", [False, True], ids=["", "reset at documents"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize(
     ("shape", "changes"),
@@ -77,16 +84,28 @@ def run_block(run: Run, precision: str) -> tuple[int, int, int]:
     ids=["gpt2", "gpt2 dropout", "llama", "llama without groups"],
 )
 def test_a_block_really_keeps_this(
-    shape: dict[str, Any], changes: dict[str, Any], precision: str
+    shape: dict[str, Any], changes: dict[str, Any], precision: str, reset: bool
 ) -> None:
     bf16 = {"bf16": {"enabled": precision == "bf16"}}
-    run = tiny_run(TEXT, model={**shape, **changes}, **bf16)
+    data = {"reset_at_documents": reset}
+    run = tiny_run(TEXT, model={**shape, **changes}, data=data, **bf16)
     predicted = block_memory(run, Shapes.of(run, "cpu"))
     kept, forward, both = run_block(run, precision)
     assert predicted.kept == pytest.approx(kept, rel=0.01)
     assert predicted.kept + predicted.forward_working == pytest.approx(forward, rel=0.1)
     highest = max(predicted.forward_working, predicted.backward_working)
     assert predicted.kept + highest == pytest.approx(both, rel=0.1)
+
+
+def test_the_first_block_of_a_stage_keeps_a_mask_of_s_squared_for_each_sample() -> None:
+    """B S^2 elements, and 8 bytes a token for the positions; nothing where rows are not reset."""
+    plain = tiny_run(TEXT, **BF16)
+    run = tiny_run(TEXT, data={"reset_at_documents": True}, **BF16)
+    shapes = Shapes.of(run, "cuda")
+    rows, sequence = run.batch.micro_batch_size, run.config.data.sequence_length
+    added = first_block_memory(run, shapes).kept - block_memory(run, shapes).kept
+    assert added == rows * (2 * sequence**2 + 8 * sequence)
+    assert first_block_memory(plain, shapes) == block_memory(plain, shapes)
 
 
 def test_attention_dropout_keeps_square_matrices() -> None:

@@ -31,6 +31,11 @@ BF16 = {"bf16": {"enabled": True}}
 FP32_SUMS = {**BF16, "data_types": {"grad_accum_dtype": "fp32"}}
 UNTIED = {"model": {"tie_word_embeddings": False}}
 RECOMPUTED = {"parallel": {"activation_checkpointing": "full"}}
+# Rows so long that the masks are a large part of the activations.
+RESET = {
+    "model": {**WIDE, "vocab_size": 301, "max_position_embeddings": 512},
+    "data": {"sequence_length": 512, "reset_at_documents": True},
+}
 
 
 @pytest.fixture(scope="module")
@@ -139,6 +144,14 @@ PEAKS: dict[str, tuple[tuple[int, int, int], list[dict[str, Any]]]] = {
         ],
     ),
     "a long pipeline": ((4, 1, 1), [{**LONG}, {**LONG, **BF16}]),
+    "attention begins anew with every document": (
+        (2, 1, 1),
+        [
+            RESET,
+            merge(RESET, RECOMPUTED),
+            merge(RESET, {"model": {**LLAMA, **RESET["model"]}, **BF16}),
+        ],
+    ),
     "tensor ranks": (
         (1, 1, 2),
         [

@@ -12,15 +12,17 @@ so a step trains on samples c ... c + train_batch_size - 1 at every layout.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from megaspeed.data.micro_batch import MicroBatch, read_micro_batch
-from megaspeed.data.prefetch import OneAhead
 from megaspeed.data.prepared import PreparedCorpus
-from megaspeed.data.sampler import Sampler
+from megaspeed.data.stream.micro_batch import MicroBatch, read_micro_batch
+from megaspeed.data.stream.mixture import Mixture
+from megaspeed.data.stream.prefetch import OneAhead
+from megaspeed.data.stream.rows import Rows
+from megaspeed.data.stream.sampler import TrainingOrder, ValidationOrder
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,35 @@ class LoaderShape:
         return range(first, first + self.micro_batch_size)
 
 
+class _Reader:
+    """Samples of the training or the validation data as micro-batches, in host memory."""
+
+    def __init__(
+        self,
+        corpus: PreparedCorpus,
+        mixture: Mixture,
+        order: TrainingOrder | ValidationOrder,
+        micro_batch_size: int,
+    ) -> None:
+        self._order = order
+        self._rows = Rows(mixture, corpus.sequence_length)
+        self._micro_batch_size = micro_batch_size
+        self._sequence_length = corpus.sequence_length
+        self._end_of_text = corpus.end_of_text if corpus.reset_at_documents else None
+        # Refused by PreparedCorpus.check.
+        assert self._end_of_text is not None or not corpus.reset_at_documents
+
+    def read(self, samples: Sequence[int]) -> MicroBatch:
+        """At most a micro-batch of rows, with padding where there are fewer."""
+        return read_micro_batch(
+            [self._rows.at(self._order.place_of(sample)) for sample in samples],
+            samples,
+            micro_batch_size=self._micro_batch_size,
+            sequence_length=self._sequence_length,
+            end_of_text=self._end_of_text,
+        )
+
+
 class TrainingLoader:
     """Micro-batches of the training stream, on `device`.
 
@@ -60,9 +91,8 @@ class TrainingLoader:
     ) -> None:
         self._shape = shape
         self._device = torch.device(device)
-        self._sequence_length = corpus.sequence_length
-        self._sampler = Sampler(corpus.seed, corpus.fingerprint, corpus.training_sequences)
-        self._tokens = corpus.train.map()
+        order = TrainingOrder.of(corpus.train, corpus.seed, corpus.sequence_length)
+        self._reader = _Reader(corpus, corpus.train, order, shape.micro_batch_size)
         self._ahead: OneAhead[tuple[int, int], MicroBatch] | None = None
         if self._device.type == "cuda":
             self._ahead = OneAhead(self._read_pinned, self._following)
@@ -81,14 +111,7 @@ class TrainingLoader:
 
     def _read(self, key: tuple[int, int]) -> MicroBatch:
         samples_consumed, micro_batch = key
-        samples = [samples_consumed + row for row in self._shape.rows(micro_batch)]
-        return read_micro_batch(
-            self._tokens,
-            [self._sampler.sequence_of(sample) for sample in samples],
-            samples,
-            micro_batch_size=self._shape.micro_batch_size,
-            sequence_length=self._sequence_length,
-        )
+        return self._reader.read([samples_consumed + row for row in self._shape.rows(micro_batch)])
 
     def _read_pinned(self, key: tuple[int, int]) -> MicroBatch:
         return self._read(key).pin_memory()
@@ -101,7 +124,7 @@ class TrainingLoader:
 
 
 class ValidationLoader:
-    """The first K validation sequences in order, as micro-batches, on `device`.
+    """The first K rows of the validation data in order, as micro-batches, on `device`.
 
     K = min(eval_batches x train_batch_size, validation sequences), whatever the layout. Every dp
     rank has the same number of micro-batches, all full: rows beyond K are padding whose targets
@@ -119,8 +142,12 @@ class ValidationLoader:
         self._shape = shape
         self._device = torch.device(device)
         self._sequence_length = corpus.sequence_length
-        self._tokens = None if corpus.validation is None else corpus.validation.map()
-        self.sequences = min(eval_batches * shape.train_batch_size, corpus.validation_sequences)
+        self._reader: _Reader | None = None
+        self.sequences = 0
+        if corpus.validation is not None:
+            order = ValidationOrder.of(corpus.validation, corpus.seed, corpus.sequence_length)
+            self._reader = _Reader(corpus, corpus.validation, order, shape.micro_batch_size)
+            self.sequences = min(eval_batches * shape.train_batch_size, order.sequences)
 
     def __len__(self) -> int:
         """Micro-batches of one evaluation on each dp rank."""
@@ -135,13 +162,7 @@ class ValidationLoader:
         return (self.micro_batch(micro_batch) for micro_batch in range(len(self)))
 
     def micro_batch(self, micro_batch: int) -> MicroBatch:
-        """Micro-batch `micro_batch`, in [0, len(self)); `samples` are validation sequences."""
-        assert self._tokens is not None and 0 <= micro_batch < len(self), micro_batch
+        """Micro-batch `micro_batch`, in [0, len(self)); `samples` are the numbers of the rows."""
+        assert self._reader is not None and 0 <= micro_batch < len(self), micro_batch
         rows = [row for row in self._shape.rows(micro_batch) if row < self.sequences]
-        return read_micro_batch(
-            self._tokens,
-            rows,
-            rows,
-            micro_batch_size=self._shape.micro_batch_size,
-            sequence_length=self._sequence_length,
-        ).to(self._device)
+        return self._reader.read(rows).to(self._device)

@@ -51,11 +51,11 @@ class Permutation:
         mask = (1 << self.half_bits) - 1
         left, right = index >> self.half_bits, index & mask
         for key in self.round_keys:
-            left, right = right, left ^ (_mix(right ^ key) & mask)
+            left, right = right, left ^ (mix_64(right ^ key) & mask)
         return (left << self.half_bits) | right
 
 
-def _mix(value: int) -> int:
+def mix_64(value: int) -> int:
     """The finalizer of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014): 64 bits to 64 bits."""
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK_64
     value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK_64

@@ -9,8 +9,8 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 
-from megaspeed.data.corpus import Document
 from megaspeed.data.errors import DataError
+from megaspeed.data.text.documents import Document
 
 
 def split_documents(
@@ -25,22 +25,52 @@ def split_documents(
     Raises:
         DataError: fewer than two distinct documents, so that one side would be empty.
     """
+    (training,), (validation,) = split_groups([documents], fraction, seed)
+    return training, validation
+
+
+def split_groups(
+    groups: Sequence[Sequence[Document]], fraction: float, seed: int
+) -> tuple[list[list[Document]], list[list[Document]]]:
+    """(training documents, validation documents) of each group.
+
+    `fraction` of every group that has documents is held out by itself, so that each is validated
+    on; what one group holds out, no other trains on.
+
+    Raises:
+        DataError: fewer than two distinct documents in some of the groups.
+    """
     if fraction == 0:
-        return list(documents), []
+        return [list(group) for group in groups], [[] for _ in groups]
+    problems = [_too_few(group) for group in groups if group and len(_bytes_of(group)) < 2]
+    if problems:
+        raise DataError(*problems)
+    held_out = {
+        content
+        for group in groups
+        if group
+        for content in _held_out(_bytes_of(group), fraction, seed)
+    }
+    training = [[doc for doc in group if doc.content not in held_out] for group in groups]
+    validation = [[doc for doc in group if doc.content in held_out] for group in groups]
+    return training, validation
+
+
+def _bytes_of(documents: Sequence[Document]) -> dict[str, int]:
+    """Content hash -> bytes of all documents with this content."""
     bytes_of: dict[str, int] = {}
     for document in documents:
         bytes_of[document.content] = bytes_of.get(document.content, 0) + document.size_bytes
-    if len(bytes_of) < 2:
-        raise DataError(
-            "training and validation each need at least one whole document, and the corpus has "
-            f"{len(bytes_of)} distinct document ({documents[0].file.path}, "
-            f"{documents[0].size_bytes} bytes); put <|endoftext|> between its parts, name more "
-            "files, give data.validation sources of its own, or set data.validation_fraction to 0"
-        )
-    held_out = _held_out(bytes_of, fraction, seed)
-    training = [document for document in documents if document.content not in held_out]
-    validation = [document for document in documents if document.content in held_out]
-    return training, validation
+    return bytes_of
+
+
+def _too_few(documents: Sequence[Document]) -> str:
+    return (
+        "training and validation each need at least one whole document, and the corpus has "
+        f"{len(_bytes_of(documents))} distinct document ({documents[0].file.path}, "
+        f"{documents[0].size_bytes} bytes); put <|endoftext|> between its parts, name more "
+        "files, give data.validation sources of its own, or set data.validation_fraction to 0"
+    )
 
 
 def _held_out(bytes_of: dict[str, int], fraction: float, seed: int) -> set[str]:

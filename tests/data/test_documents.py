@@ -8,14 +8,14 @@ import pytest
 from tokenizers import pre_tokenizers
 
 from megaspeed.data import DataError
-from megaspeed.data.corpus import (
-    PIECE_BYTES,
+from megaspeed.data.text.documents import (
     Document,
     corpus_fingerprint,
     read_documents,
     read_pieces,
 )
-from megaspeed.data.sources import SourceFile
+from megaspeed.data.text.pieces import PIECE_BYTES
+from megaspeed.data.text.sources import SourceFile
 
 
 def documents_of(folder: Path, **contents: bytes) -> list[Document]:
@@ -67,8 +67,9 @@ def test_bytes_that_are_not_utf8_are_named_by_file_and_offset(tmp_path: Path, be
     with pytest.raises(DataError) as caught:
         documents_of(tmp_path, good=b"fine", bad=text + b"\xff tail", worse=b"ab\xc3")
     assert len(caught.value.problems) == 2
-    assert f"byte {before} of {tmp_path / 'bad.txt'} is 0xff" in caught.value.problems[0]
-    assert f"byte 2 of {tmp_path / 'worse.txt'} is 0xc3" in caught.value.problems[1]
+    law = "text must be UTF-8, and this byte is"
+    assert f"{tmp_path / 'bad.txt'}, byte {before:,}: {law} 0xff" in caught.value.problems[0]
+    assert f"{tmp_path / 'worse.txt'}, byte 2: {law} 0xc3" in caught.value.problems[1]
     assert "iconv" in caught.value.problems[0]
 
 

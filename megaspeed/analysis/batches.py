@@ -1,0 +1,109 @@
+"""What samples of the training stream are: where each is read, its ids and its text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from rich.table import Table
+from rich.text import Text
+
+from megaspeed.data import PreparedCorpus, load_tokenizer
+from megaspeed.data.stream.rows import Rows
+from megaspeed.data.stream.sampler import TrainingOrder
+
+_IDS_SHOWN = 12
+_CHARACTERS_SHOWN = 300
+
+
+@dataclass(frozen=True)
+class ShownSample:
+    """One sample.
+
+    Attributes:
+        sample: its index in the stream.
+        source: the component it is drawn from, as the configuration names it.
+        component: the component's number.
+        draw: how many samples before it are of that component.
+        epoch: of the component.
+        sequence: of the component, counted over its files.
+        file: where its tokens are.
+        first_token: in that file.
+        ids: the S tokens and the target of the last one.
+        text: the ids decoded; None where no tokenizer is known.
+    """
+
+    sample: int
+    source: str
+    component: int
+    draw: int
+    epoch: int
+    sequence: int
+    file: str
+    first_token: int
+    ids: list[int]
+    text: str | None
+
+    def as_json(self) -> dict[str, Any]:
+        """Everything, uncut."""
+        return asdict(self)
+
+
+def show_samples(corpus: PreparedCorpus, samples: Iterable[int]) -> Iterator[ShownSample]:
+    """The samples, in the order asked for."""
+    order = TrainingOrder.of(corpus.train, corpus.seed, corpus.sequence_length)
+    rows = Rows(corpus.train, corpus.sequence_length)
+    tokenizer = None if corpus.tokenizer is None else load_tokenizer(str(corpus.tokenizer))
+    for sample in samples:
+        place = order.place_of(sample)
+        component = corpus.train.components[place.component]
+        file = component.files[place.file]
+        ids: list[int] = rows.at(place).tolist()
+        text = None
+        if tokenizer is not None:
+            text = tokenizer.tokenizer.decode(ids, skip_special_tokens=False)
+        yield ShownSample(
+            sample=sample,
+            source=component.name,
+            component=place.component,
+            draw=place.draw,
+            epoch=place.draw // order.samplers[place.component].sequences,
+            sequence=place.sequence,
+            file=str(file.path),
+            first_token=file.first_token + place.first_token,
+            ids=ids,
+            text=text,
+        )
+
+
+def samples_table(samples: Iterable[ShownSample]) -> Table:
+    """A row for each sample, with the ids and the text cut short."""
+    table = Table(show_lines=True, expand=True)
+    table.add_column("sample", justify="right")
+    table.add_column("from", ratio=3)
+    table.add_column("ids", ratio=3)
+    table.add_column("text", ratio=5)
+    for shown in samples:
+        table.add_row(
+            str(shown.sample),
+            Text(
+                f"{shown.source}\nepoch {shown.epoch}, sequence {shown.sequence:,}\n"
+                f"token {shown.first_token:,} of {shown.file}",
+                overflow="fold",
+            ),
+            Text(_cut_ids(shown.ids)),
+            Text("no tokenizer is known" if shown.text is None else _cut_text(shown.text)),
+        )
+    return table
+
+
+def _cut_ids(ids: list[int]) -> str:
+    head = " ".join(map(str, ids[:_IDS_SHOWN]))
+    return head if len(ids) <= _IDS_SHOWN else f"{head} ... ({len(ids)} ids)"
+
+
+def _cut_text(text: str) -> str:
+    cut = text if len(text) <= _CHARACTERS_SHOWN else f"{text[:_CHARACTERS_SHOWN]} ..."
+    # Half a character at an edge, and control sequences that a terminal would obey.
+    return "".join(each if each.isprintable() or each in "\n\t" else "\ufffd" for each in cut)

@@ -1,0 +1,30 @@
+"""Where attention begins anew with every document: what a pipeline stage makes for all its blocks.
+
+    positions   (B, S)         8 bytes each
+    mask        (B, 1, S, S)   in the model's precision, the same for all heads
+
+Every rank makes both from its own micro-batch (``model/documents.py``), whole on every tensor rank,
+and keeps them until the backward of its first block is done.
+"""
+
+from dataclasses import replace
+
+from megaspeed.analysis.costs.layer_memory import LayerMemory, Shapes, block_memory
+from megaspeed.config import Run
+
+_INT64 = 8
+
+
+def first_block_memory(run: Run, shapes: Shapes) -> LayerMemory:
+    """The first block of a pipeline stage, with the mask and the positions where there are any."""
+    block = block_memory(run, shapes)
+    if not run.config.data.reset_at_documents:
+        return block
+    pairs = shapes.whole_tokens * run.config.data.sequence_length
+    made = pairs * shapes.element_bytes + shapes.whole_tokens * _INT64
+    return replace(
+        block,
+        kept=block.kept + made,
+        # Which pairs are of one document, a byte each, while nothing of the block is there yet.
+        forward_working=max(block.forward_working, pairs - block.kept),
+    )

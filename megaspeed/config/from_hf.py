@@ -1,0 +1,106 @@
+"""`"model": {"from_hf": DIR}`: the model section that a Hugging Face config.json stands for.
+
+    {"from_hf": "gpt2-dir", "num_hidden_layers": 6}   ->   every field of the file, but for 6 layers
+
+The fields take the place of the key, so that the resolved config of a run no longer needs DIR.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megaspeed.config.errors import ConfigError, KeyPath, Problem
+from megaspeed.config.hugging_face import model_section
+from megaspeed.config.model import DERIVED_FIELDS
+from megaspeed.config.strict_json import JsonSyntaxError, read_json_object
+
+CONFIG_FILE = "config.json"
+FROM_HF: KeyPath = ("model", "from_hf")
+
+
+@dataclass(frozen=True)
+class Filled:
+    """What became of a config's values.
+
+    Attributes:
+        values: with the fields in the place of `from_hf`, which is gone.
+        origins: the file, for each field that came from it.
+        problems: all at `model.from_hf`; with any, no field came from the file.
+    """
+
+    values: dict[str, Any]
+    origins: Mapping[KeyPath, str] = field(default_factory=dict)
+    problems: tuple[Problem, ...] = ()
+
+
+def fill_from_hugging_face(values: Mapping[str, Any]) -> Filled:
+    """The values with `model.from_hf` replaced by what it stands for."""
+    section = values.get("model")
+    if not isinstance(section, dict) or not isinstance(section.get("from_hf"), str):
+        return Filled(dict(values))
+    stated = {key: value for key, value in section.items() if key != "from_hf"}
+    try:
+        fields = _fields(section["from_hf"], stated)
+    except ConfigError as error:
+        problems = tuple(
+            Problem(FROM_HF, f"model.from_hf: {error.where}: {problem}")
+            for problem in error.problems
+        )
+        return Filled({**values, "model": stated}, problems=problems)
+    said = {key: value for key, value in stated.items() if _is_said(key, value)}
+    origin = str(config_file(section["from_hf"]))
+    return Filled(
+        {**values, "model": {**fields, **said}},
+        {("model", name): origin for name in fields if name not in said},
+    )
+
+
+def config_file(place: str) -> Path:
+    """The config.json of a model's folder; `place` itself where it is a file."""
+    path = Path(place).expanduser()
+    return path / CONFIG_FILE if path.is_dir() else path
+
+
+def read_model_section(place: str) -> dict[str, Any]:
+    """The fields of `model` that the config.json of a folder, or a file, stands for.
+
+    Raises:
+        ConfigError: it cannot be read, or is of a model that ours cannot be.
+    """
+    file = config_file(place)
+    if not file.exists():
+        raise ConfigError(
+            [
+                f"there is no {CONFIG_FILE}; name a folder as save_pretrained writes it, or the "
+                "file (nothing is downloaded)"
+            ],
+            where=str(file),
+        )
+    try:
+        keys, doubled = read_json_object(file)
+    except JsonSyntaxError as error:
+        raise ConfigError([f"{error}; fetch it anew"], where=str(file)) from error
+    fields, problems = model_section(keys)
+    problems = [*(problem.message for problem in doubled), *problems]
+    if problems:
+        raise ConfigError(problems, where=str(file))
+    return fields
+
+
+def _fields(place: str, stated: Mapping[str, Any]) -> dict[str, Any]:
+    fields = read_model_section(place)
+    for name in ("preset", "architecture"):
+        if stated.get(name) not in (None, fields.get(name)):
+            raise ConfigError(
+                [
+                    f"it gives every field, and model.{name} {stated[name]!r} contradicts it; "
+                    "leave one of them out (null takes an inherited key away)"
+                ],
+                where=place,
+            )
+    return fields
+
+
+def _is_said(key: str, value: Any) -> bool:
+    return value is not None or key not in DERIVED_FIELDS

@@ -1,0 +1,184 @@
+"""Text to token files, and how a warm start finds them without reading any.
+
+    files of text -> documents -> training | validation
+                                     |            |
+                     tokenizer  <----+            |
+                         +--> token file          +--> token file      of each share
+
+Token files and tokenizers are kept under a key of what they were made from, so they are right
+whenever they are found. A *recipe* remembers which of them a configuration came to. Its key holds
+the path, size, modification time and status-change time of every file. A recipe is kept only where
+any later change of a file must show in these (`Selection.is_settled`); on a machine whose clock is
+turned back it may not, and deleting the cache is the mend.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import tokenizers
+
+from megaspeed.config.data import DataConfig
+from megaspeed.data.cache import Cache, Facts, cache_key
+from megaspeed.data.cached_tokenizer import is_whole, keep_tokenizer, provide_trained
+from megaspeed.data.errors import DataError
+from megaspeed.data.selection import Selection
+from megaspeed.data.shares import Share
+from megaspeed.data.text.documents import Document, corpus_fingerprint, read_documents
+from megaspeed.data.text.split import split_groups
+from megaspeed.data.tokenizer import TextTokenizer
+from megaspeed.data.tokens.token_file import TokenFile
+from megaspeed.data.tokens.writing import write_tokens
+
+logger = logging.getLogger(__name__)
+
+# Part of a token file's key: raise it when the same documents are to give other ids.
+_TOKENS_FORMAT = 1
+# Part of a recipe's key: raise it when recipes say something else.
+_RECIPE_FORMAT = 2
+
+Groups = list[list[Document]]
+"""The documents of each share; none where it has no text."""
+
+TokenFiles = list[TokenFile | None]
+"""The token file of each share's text; None where it has no text."""
+
+
+@dataclass(frozen=True)
+class PreparedText:
+    """What the text of a selection came to, in the cache.
+
+    Attributes:
+        train: of the training shares.
+        validation: of the validation shares or, where a fraction is held out, of the training
+            shares.
+        tokenizer: its folder; None where there is no text and no tokenizer is named.
+    """
+
+    train: TokenFiles
+    validation: TokenFiles
+    tokenizer: Path | None
+
+
+def recall_text(
+    cache: Cache, data: DataConfig, vocab_size: int, selection: Selection
+) -> PreparedText | None:
+    """What the text came to by its recipe, if there is one and all that it names is whole."""
+    recipe = cache.read_index(_recipe_path(cache, data, vocab_size, selection))
+    if recipe is None:
+        return None
+    train, validation = (_open_all(cache, recipe[side]) for side in ("train", "validation"))
+    tokenizer = None if recipe["tokenizer"] is None else cache.root / recipe["tokenizer"]
+    if train is None or validation is None:
+        return None
+    if tokenizer is not None and not is_whole(cache, tokenizer):
+        return None
+    return PreparedText(train, validation, tokenizer)
+
+
+def build_text(
+    cache: Cache, data: DataConfig, vocab_size: int, selection: Selection
+) -> PreparedText:
+    """Builds what the cache lacks, and keeps the recipe. Only under the cache's lock.
+
+    Raises:
+        DataError: records that are no text, text that cannot be split, a tokenizer that has ids
+            that the model has not.
+    """
+    logger.info("preparing the corpus in %s", cache.root)
+    training, held_out = _read_split(data, selection)
+    folder, tokenizer = _provide_tokenizer(cache, vocab_size, selection, training)
+    text = PreparedText(
+        [_provide_tokens(cache, documents, tokenizer) for documents in training],
+        [_provide_tokens(cache, documents, tokenizer) for documents in held_out],
+        folder,
+    )
+    if selection.is_settled():
+        recipe: Facts = {
+            "train": _names(cache, text.train),
+            "validation": _names(cache, text.validation),
+            "tokenizer": None if folder is None else folder.relative_to(cache.root).as_posix(),
+        }
+        cache.write_index(_recipe_path(cache, data, vocab_size, selection), recipe)
+    return text
+
+
+def _recipe_path(cache: Cache, data: DataConfig, vocab_size: int, selection: Selection) -> Path:
+    key = cache_key(
+        _RECIPE_FORMAT,
+        tokenizers.__version__,
+        selection.states,
+        [[repr(file.format) for file in share.files] for share in selection.shares],
+        len(selection.train),
+        data.validation_fraction if selection.validation is None else None,
+        selection.tokenizer,
+        vocab_size,
+        data.seed,
+    )
+    return cache.root / "recipes" / f"{key}.json"
+
+
+def _names(cache: Cache, files: TokenFiles) -> list[str | None]:
+    """Where the files are in the cache, as a recipe has it."""
+    return [
+        None if file is None else file.path.relative_to(cache.root).as_posix() for file in files
+    ]
+
+
+def _open_all(cache: Cache, names: Sequence[str | None]) -> TokenFiles | None:
+    """The token files of these names; None where one of them is not whole."""
+    files = [None if name is None else TokenFile.open(cache, cache.root / name) for name in names]
+    are_whole = [name is None or file is not None for name, file in zip(names, files, strict=True)]
+    return files if all(are_whole) else None
+
+
+def _read_split(data: DataConfig, selection: Selection) -> tuple[Groups, Groups]:
+    """(training documents, validation documents), the latter empty where none are held out."""
+    if selection.validation is None:
+        groups = _read_shares(selection.train)
+        return split_groups(groups, data.validation_fraction, data.seed)
+    return _read_shares(selection.train), _read_shares(selection.validation)
+
+
+def _read_shares(shares: Sequence[Share]) -> Groups:
+    groups: Groups = []
+    problems: list[str] = []
+    for share in shares:
+        try:
+            groups.append(read_documents(share.files) if share.files else [])
+        except DataError as error:
+            problems.extend(error.problems)
+    if problems:
+        raise DataError(*problems)
+    return groups
+
+
+def _provide_tokenizer(
+    cache: Cache, vocab_size: int, selection: Selection, training: Groups
+) -> tuple[Path, TextTokenizer] | tuple[None, None]:
+    """(its folder in the cache, the tokenizer); nothing where no ids of ours are to be made."""
+    if selection.tokenizer is not None:
+        return keep_tokenizer(cache, selection.tokenizer, vocab_size)
+    documents = [document for group in training for document in group]
+    return provide_trained(cache, documents, vocab_size) if documents else (None, None)
+
+
+def _provide_tokens(
+    cache: Cache, documents: list[Document], tokenizer: TextTokenizer | None
+) -> TokenFile | None:
+    """The documents' token file, written only if it was not before; None of no documents."""
+    if not documents:
+        return None
+    assert tokenizer is not None, "text has a tokenizer"
+    key = cache_key(
+        _TOKENS_FORMAT, corpus_fingerprint(documents), tokenizer.fingerprint, tokenizer.end_of_text
+    )
+    path = cache.root / "tokens" / f"{key}.bin"
+    existing = TokenFile.open(cache, path)
+    if existing is not None:
+        return existing
+    logger.info("tokenizing %d documents", len(documents))
+    return write_tokens(cache, path, documents, tokenizer)

@@ -1,0 +1,1 @@
+"""Where text comes from: sources -> files of every format -> documents -> training | validation."""

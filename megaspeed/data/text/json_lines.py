@@ -1,0 +1,87 @@
+"""JSON lines: one object on each line, one of its fields the text of a document."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+from megaspeed.data.text.byte_stream import ByteStream
+from megaspeed.data.text.cutting import pieces_of
+from megaspeed.data.text.pieces import BadRecord, OnBad, Piece
+from megaspeed.data.text.records import (
+    SKIP_OR_MEND,
+    STATE_FIELD,
+    no_such_field,
+    what_is_wrong,
+)
+from megaspeed.data.text.text_format import TextFormat
+
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+
+
+class _NoText(Exception):
+    """A line has no text; says why."""
+
+    def __init__(self, problem: str, mend: str = SKIP_OR_MEND) -> None:
+        self.problem, self.mend = problem, mend
+
+
+@dataclass(frozen=True, slots=True)
+class JsonLines(TextFormat):
+    """A mark is the byte, in the text, behind the line of a document. One line is held in memory.
+
+    Attributes:
+        text_field: the field of the text.
+    """
+
+    has_records: ClassVar[bool] = True
+    text_field: str = "text"
+
+    def pieces(self, path: Path, after: int, on_bad: OnBad) -> Iterator[Piece]:
+        with ByteStream(path, on_bad, after) as stream:
+            start = stream.position
+            while line := stream.line():
+                if start == 0:
+                    line = line.removeprefix(_BYTE_ORDER_MARK)
+                if not line.isspace():
+                    try:
+                        text = self._text_of(line)
+                    except _NoText as wrong:
+                        where = f"line {stream.line_number():,} (byte {start:,})"
+                        on_bad(BadRecord(path, where, wrong.problem, wrong.mend))
+                        text = ""
+                    if text:
+                        yield from pieces_of(text, stream.position, stream.disk_bytes)
+                start = stream.position
+
+    def _text_of(self, line: bytes) -> str:
+        record = _parsed(line)
+        if self.text_field not in record:
+            raise _NoText(
+                no_such_field(self.text_field, record, "field"), f"{STATE_FIELD}, or {SKIP_OR_MEND}"
+            )
+        text = record[self.text_field]
+        wrong = what_is_wrong(text)
+        if wrong is not None:
+            raise _NoText(f'the field "{self.text_field}" must be a string, and is {wrong}')
+        assert isinstance(text, str)
+        return text
+
+
+def _parsed(line: bytes) -> dict[str, object]:
+    law = "a line must be one JSON object in UTF-8, and this one"
+    try:
+        record = json.loads(line.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        byte = f"0x{line[error.start]:02x} at byte {error.start:,} of the line"
+        raise _NoText(f"{law} has {byte} ({error.reason})") from None
+    except json.JSONDecodeError as error:
+        raise _NoText(f"{law} is not JSON ({error.msg} at character {error.pos:,})") from None
+    except (ValueError, RecursionError) as error:  # a number or a depth that is too large
+        raise _NoText(f"{law} is not read as JSON ({error})") from None
+    if not isinstance(record, dict):
+        raise _NoText(f"{law} is {what_is_wrong(record) or 'a string'}")
+    return record

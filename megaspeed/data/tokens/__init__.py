@@ -1,0 +1,1 @@
+"""Files of token ids: ours and other programs', all mapped into memory."""

@@ -1,0 +1,58 @@
+"""Texts to ids end to end, with an end-of-text token behind each document.
+
+    pieces   "The sun"  " rose." |  "It rained." |
+    ids      464 4252   8278 13    1026 33697 13
+    packed   464 4252 8278 13 END 1026 33697 13 END
+                                 ^                 ^  document_ends 5, 9
+
+Every piece is encoded by itself, so the ids do not depend on which pieces are packed together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megaspeed.data.text.pieces import Piece
+from megaspeed.data.tokenizer import TextTokenizer
+
+IdType = Literal["<u2", "<u4"]
+"""Of the ids in a file that we write: little-endian, 2 or 4 bytes."""
+
+
+@dataclass(frozen=True)
+class Packed:
+    """The ids of some pieces.
+
+    Attributes:
+        ids: shape (tokens,), end-of-text tokens included.
+        document_ends: shape (documents that end here,), how many ids lie before the end of each.
+    """
+
+    ids: NDArray[np.unsignedinteger]
+    document_ends: NDArray[np.int64]
+
+
+def id_type(vocab_size: int) -> IdType:
+    """The smallest type that holds every id below ``vocab_size``."""
+    return "<u2" if vocab_size <= 1 << 16 else "<u4"
+
+
+def pack(pieces: Sequence[Piece], tokenizer: TextTokenizer) -> Packed:
+    """The ids of the pieces, in order."""
+    packed: list[int] = []
+    document_ends: list[int] = []
+    encoded = tokenizer.encode([piece.text for piece in pieces])
+    for piece, ids in zip(pieces, encoded, strict=True):
+        packed.extend(ids)
+        if piece.ends_document:
+            packed.append(tokenizer.end_of_text)
+            document_ends.append(len(packed))
+    return Packed(
+        np.asarray(packed, dtype=id_type(tokenizer.vocab_size)),
+        np.asarray(document_ends, dtype=np.int64),
+    )

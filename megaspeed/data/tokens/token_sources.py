@@ -1,0 +1,116 @@
+"""Sources that are tokens already, told from text by how they look, and opened.
+
+    a folder with index.json            written by `megaspeed tokenize`
+    NAME.bin and NAME.idx, or NAME      Megatron-LM's
+    NAME.bin alone                      nanoGPT's, or a token file of the cache
+    a glob of any of these              each that matches, by name
+
+Whatever is opened is checked against what its index says of it.
+"""
+
+from __future__ import annotations
+
+import glob
+from pathlib import Path
+
+from megaspeed.config.data import Source
+from megaspeed.data.cache import Cache, index_path
+from megaspeed.data.errors import DataError
+from megaspeed.data.tokens.hold_out import hold_out
+from megaspeed.data.tokens.megatron import open_megatron
+from megaspeed.data.tokens.megatron_index import with_suffix
+from megaspeed.data.tokens.nanogpt import open_nanogpt
+from megaspeed.data.tokens.token_file import TokenFile
+from megaspeed.data.tokens.token_folder import INDEX, is_token_folder, open_token_folder
+
+__all__ = ["hold_out", "is_token_source", "open_token_source", "token_paths"]
+
+
+def is_token_source(path: Path) -> bool:
+    """Whether `path` names token files rather than text; nothing is opened.
+
+    A glob does where everything that it matches does.
+    """
+    matches = _matches(path)
+    return bool(matches) and all(_is_tokens(match) for match in matches)
+
+
+def token_paths(source: Source) -> list[Path]:
+    """What a source of tokens names, in order and each once: folders, .idx files and .bin files.
+
+    A pair of .bin and .idx goes by its .idx, however it is named. Nothing is opened.
+    """
+    assert source.path is not None, source
+    return list(dict.fromkeys(map(_index_of_pair, _matches(Path(source.path)))))
+
+
+def open_token_source(source: Source, cache: Cache) -> tuple[TokenFile, ...]:
+    """The token files of a source for which `is_token_source(its path)`, in order.
+
+    A foreign file that this machine has not seen yet is read once, under the cache's lock.
+
+    Raises:
+        DataError: every file of the source that is not whole, or not what it seems.
+    """
+    files: list[TokenFile] = []
+    problems: list[str] = []
+    for path in token_paths(source):
+        try:
+            files.extend(_open(path, cache))
+        except DataError as error:
+            problems.extend(error.problems)
+    if problems:
+        raise DataError(*problems)
+    if not files:
+        raise DataError(f"a source must have tokens, and {source} has none; name another")
+    return tuple(files)
+
+
+def _matches(path: Path) -> list[Path]:
+    """What a path, a prefix or a glob names, sorted."""
+    try:
+        path = path.expanduser().absolute()
+    except RuntimeError:  # no such user
+        path = path.absolute()
+    if path.exists() or _is_pair(path):
+        return [path]
+    return sorted(Path(match) for match in glob.glob(str(path), recursive=True))
+
+
+def _is_tokens(path: Path) -> bool:
+    return path.suffix in (".bin", ".idx") or _is_pair(path) or is_token_folder(path)
+
+
+def _is_pair(prefix: Path) -> bool:
+    """Whether it is NAME, where there are NAME.bin and NAME.idx."""
+    if prefix.is_dir() or not prefix.name:
+        return False
+    return all(with_suffix(prefix, suffix).is_file() for suffix in (".bin", ".idx"))
+
+
+def _index_of_pair(path: Path) -> Path:
+    """NAME.idx for any name of a pair; another path as it is."""
+    if path.suffix == ".bin" and path.with_suffix(".idx").is_file():
+        return path.with_suffix(".idx")
+    return with_suffix(path, ".idx") if _is_pair(path) else path
+
+
+def _open(path: Path, cache: Cache) -> tuple[TokenFile, ...]:
+    if path.is_dir():
+        return open_token_folder(path)
+    if path.suffix == ".idx":
+        return (open_megatron(path.with_suffix(""), cache),)
+    if (path.parent / INDEX).is_file():
+        raise DataError(
+            f"the shards of a token folder are read by its {INDEX}, and {path} is one of them; "
+            f"name the folder, {path.parent}"
+        )
+    if index_path(path).is_file():
+        file = TokenFile.open(cache, path)
+        if file is None:
+            raise DataError(
+                f"a token file must be what its index says, and {path} is not what "
+                f"{index_path(path)} says; delete both, and prepare the corpus again"
+            )
+        return (file,)
+    return (open_nanogpt(path, cache),)

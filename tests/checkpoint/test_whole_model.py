@@ -1,0 +1,138 @@
+"""The whole model out of a checkpoint, whichever layout wrote it."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megaspeed.checkpoint.errors import CheckpointError
+from megaspeed.checkpoint.folders import CheckpointFolder
+from megaspeed.checkpoint.loading import read_pieces_alone
+from megaspeed.checkpoint.pieces import Piece
+from megaspeed.checkpoint.tensors import expected_shapes
+from megaspeed.checkpoint.whole_model import (
+    checkpoint_named,
+    load_whole_model,
+    model_config,
+    saved_tokenizer,
+)
+from megaspeed.config import Run
+from megaspeed.data import PreparedCorpus
+from megaspeed.topology import LaunchEnvironment
+from tests.checkpoint.saved_runs import SavedRun, only_checkpoint, started
+from tests.checkpoint.written import CONFIG, seal, write_checkpoint
+from tests.parallel.tiny import LLAMA, tiny_corpus, tiny_run
+from tests.rank_pool import RankPool
+
+TEXT = Path(__file__).parents[2] / "LICENSE"
+TENSORS = "__0_0.distcp"
+
+
+def train_and_save(
+    launch: LaunchEnvironment, run: Run, corpus: PreparedCorpus
+) -> dict[str, Tensor]:
+    """Trains a step and saves it; the weights that were saved, on rank 0."""
+    with started(launch, run) as context:
+        rank = SavedRun.start(run, corpus, context)
+        rank.train_step()
+        rank.checkpointing.save(rank.progress)
+        (report,) = rank.checkpointing.close()
+        assert report.error is None, report.error
+        return rank.stretch(0).state.get("weights", {})
+
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "gpt2 tied, split in two by pipeline and by tensor": {"pp": 2, "tp": 2},
+    "llama untied, ZeRO-3 over two": {
+        "dp": 2,
+        "model": {**LLAMA, "tie_word_embeddings": False},
+        "zero_optimization": {"stage": 3},
+    },
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
+def test_the_parameters_are_the_master_weights_bit_for_bit(
+    pool: RankPool, tmp_path: Path, layout: dict[str, Any]
+) -> None:
+    run = tiny_run(TEXT, **layout, training={"run_dir": str(tmp_path / "run")})
+    corpus = tiny_corpus(run, tmp_path / "cache")
+    saved = pool.run(run.degrees.world_size, train_and_save, run, corpus)[0]
+    checkpoint = only_checkpoint(tmp_path / "run")
+    model = load_whole_model(checkpoint)
+    loaded = dict(model.named_parameters())
+    assert model_config(checkpoint) == run.config.model
+    assert loaded.keys() == saved.keys() == expected_shapes(run.config.model).keys()
+    assert all(torch.equal(loaded[name], saved[name]) for name in saved)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> CheckpointFolder:
+    """Checkpoints 100 and 200 of a run."""
+    folder = CheckpointFolder(tmp_path / "run" / "checkpoints")
+    for step in (100, 200):
+        write_checkpoint(folder, step)
+    return folder
+
+
+def test_it_computes_and_does_not_train(folder: CheckpointFolder) -> None:
+    model = load_whole_model(folder.path(100))
+    assert not model.training and not any(p.requires_grad for p in model.parameters())
+    assert model.embedding is not None and model.head is not None
+    assert model.head.output.weight is model.embedding.tokens.weight
+    logits = model(torch.arange(8)[None])
+    assert logits.shape == (1, 8, CONFIG.model.vocab_size) and logits.isfinite().all()
+
+
+def test_another_precision_is_the_rounded_weights(folder: CheckpointFolder) -> None:
+    exact = load_whole_model(folder.path(100)).state_dict()
+    rounded = load_whole_model(folder.path(100), dtype=torch.bfloat16).state_dict()
+    assert exact.keys() == rounded.keys()
+    assert all(torch.equal(exact[name].bfloat16(), rounded[name]) for name in exact)
+
+
+def test_the_newest_whole_one_is_taken_and_each_passed_over_is_told(
+    folder: CheckpointFolder,
+) -> None:
+    told: list[str] = []
+    assert checkpoint_named(folder.root.parent, told.append) == folder.path(200)
+    assert checkpoint_named(folder.path(100), told.append) == folder.path(100)
+    assert told == []
+    content = bytearray((folder.path(200) / TENSORS).read_bytes())
+    content[len(content) // 2] ^= 1
+    (folder.path(200) / TENSORS).write_bytes(content)
+    assert checkpoint_named(folder.root, told.append) == folder.path(100)
+    (problem,) = told
+    assert problem.startswith(f"passed over {folder.path(200)}: {TENSORS} has other bytes than")
+
+
+def test_where_none_is_whole_every_reason_is_told(folder: CheckpointFolder, tmp_path: Path) -> None:
+    for step in (100, 200):
+        os.truncate(folder.path(step) / TENSORS, step)
+    with pytest.raises(CheckpointError, match="holds no checkpoint that is whole") as caught:
+        checkpoint_named(folder.root)
+    for step in (100, 200):
+        assert f"{folder.path(step)}: {TENSORS} is cut short: {step} bytes" in str(caught.value)
+    with pytest.raises(CheckpointError, match="is neither a checkpoint nor a folder of them"):
+        checkpoint_named(tmp_path)
+
+
+def test_what_no_file_holds_is_told_by_name(folder: CheckpointFolder) -> None:
+    checkpoint = folder.path(100)
+    stranger = Piece("weights.stranger", (4,), (0,), torch.empty(4))
+    with pytest.raises(CheckpointError, match=r"weights\.stranger is missing in the checkpoint"):
+        read_pieces_alone(checkpoint, [stranger])
+    (checkpoint / TENSORS).unlink()
+    with pytest.raises(CheckpointError, match=f"No such file or directory: .*{TENSORS}"):
+        load_whole_model(checkpoint)
+
+
+def test_the_tokenizer_is_beside_the_tensors_if_anywhere(folder: CheckpointFolder) -> None:
+    checkpoint = folder.path(100)
+    assert saved_tokenizer(checkpoint) is None
+    (checkpoint / "tokenizer.json").write_text("{}")
+    seal(checkpoint)
+    assert saved_tokenizer(checkpoint) == checkpoint

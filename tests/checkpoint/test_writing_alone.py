@@ -1,0 +1,89 @@
+"""One process writes the files that torch.distributed.checkpoint would, piece by piece."""
+
+import errno
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed import checkpoint as dcp
+
+from megaspeed.checkpoint.manifest import FileSeal
+from megaspeed.checkpoint.pieces import Piece
+from megaspeed.checkpoint.run_state import RunState
+from megaspeed.checkpoint.tokenizer_files import read_tokenizer_files, write_tokenizer_files
+from megaspeed.checkpoint.writing_alone import write_pieces_alone
+from tests.checkpoint.written import run_state
+
+TENSORS = {"a": torch.arange(60.0).view(10, 6), "b": torch.arange(7.0)}
+
+
+def by_rows(rows: int) -> Iterator[Piece]:
+    """The tensors in pieces of so many rows, each gone from memory when the next is made."""
+    for name, tensor in TENSORS.items():
+        for start in range(0, len(tensor), rows):
+            part = tensor[start : start + rows]
+            offsets = (start, *(0 for _ in tensor.shape[1:]))
+            piece = Piece(name, tuple(tensor.shape), offsets, part.clone())
+            yield piece
+            piece.values.fill_(-1)
+
+
+def read_by_torch(folder: Path) -> dict[str, Tensor]:
+    """What its own loader finds."""
+    found = {name: torch.full_like(tensor, -2) for name, tensor in TENSORS.items()}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # that there is one process is meant
+        dcp.load(found, checkpoint_id=folder, no_dist=True)
+    return found
+
+
+@pytest.mark.parametrize(("rows", "file_bytes", "files"), [(20, 1 << 20, 1), (3, 1, 7)])
+def test_torch_reads_every_piece_from_every_file(
+    tmp_path: Path, rows: int, file_bytes: int, files: int
+) -> None:
+    seals = write_pieces_alone(tmp_path, by_rows(rows), file_bytes=file_bytes)
+    assert set(seals) == {".metadata", *(f"__0_{number}.distcp" for number in range(files))}
+    assert all(FileSeal.of_file(tmp_path / name) == seal for name, seal in seals.items())
+    found = read_by_torch(tmp_path)
+    assert all(torch.equal(found[name], TENSORS[name]) for name in TENSORS)
+
+
+def test_a_part_of_a_larger_tensor_is_written_without_the_rest(tmp_path: Path) -> None:
+    large = torch.zeros(100_000, 6)
+    large[:10] = TENSORS["a"]
+    write_pieces_alone(tmp_path, [Piece("a", (10, 6), (0, 0), large[:10])])
+    assert (tmp_path / "__0_0.distcp").stat().st_size < 4_000
+
+
+def test_what_the_disk_refuses_is_told_in_its_words(tmp_path: Path) -> None:
+    """/dev/full refuses every byte, as a full disk does."""
+    (tmp_path / "__0_0.distcp").symlink_to("/dev/full")
+    with pytest.raises(OSError) as caught:
+        write_pieces_alone(tmp_path, by_rows(3))
+    assert caught.value.errno == errno.ENOSPC
+
+
+def test_the_tokenizers_files_are_those_that_a_folder_has(tmp_path: Path) -> None:
+    assert read_tokenizer_files(None) == read_tokenizer_files(tmp_path) == {}
+    (tmp_path / "tokenizer.json").write_text("{}")
+    (tmp_path / "config.json").write_text("of the model")
+    files = read_tokenizer_files(tmp_path)
+    assert files == {"tokenizer.json": b"{}"}
+    (tmp_path / "copy").mkdir()
+    seals = write_tokenizer_files(tmp_path / "copy", files)
+    assert seals == {"tokenizer.json": FileSeal.of_file(tmp_path / "copy" / "tokenizer.json")}
+
+
+def test_a_state_is_of_a_run_or_of_an_import() -> None:
+    """One that lacks what its run had is refused; one that was imported never had it."""
+    gone = {"data": None, "layout": None, "training_seed": None}
+    with pytest.raises(ValueError, match="of the run that saved it are missing"):
+        run_state(3, layout=None)
+    state = run_state(3, **gone, imported_from="/models/gpt2")
+    assert state.kinds == ("weights",) and state.origin == "imported from /models/gpt2"
+    assert RunState.model_validate_json(state.to_bytes()) == state
+    assert run_state(3).kinds == ("weights", "exp_avg", "exp_avg_sq")
+    assert run_state(3).origin == "saved at pp 2 x dp 1 x tp 2, ZeRO-1, bf16"

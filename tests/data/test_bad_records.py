@@ -1,0 +1,265 @@
+"""What is no text is told with its place and the mend, and can be passed over one by one."""
+
+import gzip
+import os
+from pathlib import Path
+
+import pyarrow
+import pytest
+from pyarrow import parquet
+
+from megaspeed.config.data import Source
+from megaspeed.data import DataError
+from megaspeed.data.text.documents import read_documents
+from megaspeed.data.text.pieces import PIECE_BYTES, BadRecord
+from megaspeed.data.text.sources import SourceFile, list_files
+from tests.data.written_formats import (
+    documents_in,
+    json_lines,
+    own_datasets_cache,
+    plain_text,
+    saved,
+    saved_splits,
+    write_table,
+    zst,
+)
+
+__all__ = ["own_datasets_cache"]
+
+SKIP = "pass over bad records with `megaspeed tokenize --skip-bad`"
+
+
+def the_file(path: Path, **fields: object) -> SourceFile:
+    (file,) = list_files([Source.model_validate({"path": str(path), **fields})], "data.train")
+    return file
+
+
+def passed_over(file: SourceFile, after: int = 0) -> tuple[list[str], list[str]]:
+    """(texts of the documents, what is told of the bad records without the path)."""
+    bad: list[BadRecord] = []
+    documents = documents_in(file.pieces(after, bad.append))
+    assert all(record.path == file.path for record in bad)
+    return (
+        [text for text, _ in documents],
+        [str(record).removeprefix(f"{file.path}, ") for record in bad],
+    )
+
+
+LINES = [
+    (b'{"text": "cut"', "is not JSON (Expecting ',' delimiter at character 15)"),
+    (b"plain words", "is not JSON (Expecting value at character 0)"),
+    (b"[" * 100_000, "is not read as JSON (maximum recursion depth"),
+    (b'{"n": ' + b"9" * 5000 + b"}", "is not read as JSON (Exceeds the limit"),
+    (b'["text"]', "a line must be one JSON object in UTF-8, and this one is a list"),
+    (b'"text"', "this one is a string"),
+    (b"null", "this one is null"),
+    (b'{"text": "\xff"}', "this one has 0xff at byte 10 of the line (invalid start byte)"),
+    (b'{"text": null}', 'the field "text" must be a string, and is null'),
+    (b'{"text": 5}', 'the field "text" must be a string, and is a number'),
+    (b'{"text": {"en": "a"}}', 'the field "text" must be a string, and is an object'),
+    (b'{"text": "a\\ud800"}', "is one with half a character (\\ud800 at character 1)"),
+    (b'{"id": 1, "body": ""}', 'in the field "text", and there is none; there is "id", "body"'),
+    (b"{}", "there is none; there is none"),
+]
+
+
+@pytest.mark.parametrize(("line", "problem"), LINES, ids=lambda value: str(value)[:24])
+def test_a_line_that_is_no_record_is_told_by_number_and_byte(
+    tmp_path: Path, line: bytes, problem: str
+) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"text": "before"}\n\n' + line + b'\n{"text": "behind"}\n')
+    texts, (told,) = passed_over(the_file(path))
+    assert texts == ["before", "behind"]
+    assert told.startswith("line 3 (byte 20): ")
+    assert problem in told and SKIP in told
+    with pytest.raises(DataError, match=r"a\.jsonl, line 3 \(byte 20\): "):
+        documents_in(the_file(path).pieces())
+
+
+def test_a_missing_field_is_mended_by_naming_the_right_one(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(json_lines(["a"], field="content"))
+    texts, (told,) = passed_over(the_file(tmp_path / "a.jsonl"))
+    assert texts == []
+    assert 'there is "id", "content"; state the right one as text_field, or correct it' in told
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "jsonl.gz"])
+def test_the_number_of_a_line_is_that_of_the_whole_file_wherever_reading_began(
+    tmp_path: Path, suffix: str
+) -> None:
+    content = json_lines([f"text {i}" for i in range(3000)]) + b"oops\n"
+    path = tmp_path / f"a.{suffix}"
+    path.write_bytes(gzip.compress(content) if suffix.endswith("gz") else content)
+    file = the_file(path)
+    marks = [piece.mark for piece in file.pieces(on_bad=lambda record: None)]
+    for mark in (0, marks[0], marks[1500], marks[-1]):
+        _, (told,) = passed_over(file, mark)
+        assert told.startswith(f"line 3,001 (byte {len(content) - 5:,}): ")
+
+
+ARCHIVES = {
+    "a.jsonl.gz": gzip.compress(json_lines([os.urandom(50).hex() for _ in range(10_000)])),
+    "a.jsonl.zst": zst(json_lines([os.urandom(50).hex() for _ in range(10_000)])),
+    "a.txt.gz": gzip.compress(plain_text([os.urandom(50).hex() for _ in range(10_000)])),
+}
+
+
+@pytest.mark.parametrize("name", ARCHIVES)
+@pytest.mark.parametrize("damage", ["cut", "altered", "no archive"])
+def test_a_damaged_archive_says_how_far_it_could_be_read(
+    tmp_path: Path, name: str, damage: str
+) -> None:
+    whole = ARCHIVES[name]
+    half = len(whole) // 2
+    content = {
+        "cut": whole[:half],
+        "altered": whole[:half] + bytes(64) + whole[half + 64 :],
+        "no archive": b"no archive at all",
+    }[damage]
+    (tmp_path / name).write_bytes(content)
+    texts, bad = passed_over(the_file(tmp_path / name))
+    told = bad[-1]
+    assert f" of {len(content):,} on disk: the " in told
+    assert "archive is damaged or cut short and cannot be read on (" in told
+    assert "bytes of text could be read; bring the whole file here again" in told
+    if damage == "no archive":
+        assert texts == [] and "; 0 bytes of text" in told
+    else:
+        assert 1_000 < len(texts) < 10_000
+
+
+def test_an_archive_behind_a_bad_one_is_read(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl.gz").write_bytes(ARCHIVES["a.jsonl.gz"][:-1])
+    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(json_lines(["good"])))
+    files = list_files([Source(path=f"{tmp_path}/*.gz")], "data.train")
+    bad: list[BadRecord] = []
+    texts = [text for file in files for text, _ in documents_in(file.pieces(on_bad=bad.append))]
+    assert texts[-1] == "good"
+    assert [record.path.name for record in bad] == ["a.jsonl.gz"]
+
+
+def test_a_document_of_plain_text_is_left_out_from_the_bad_piece_on(tmp_path: Path) -> None:
+    words = b"words " * (PIECE_BYTES // 6)
+    separator = b"\n<|endoftext|>\n"
+    documents = [b"first", b"sec\xffond", b"third", words + words + b"\xff" + words, b"fifth"]
+    path = tmp_path / "a.txt"
+    path.write_bytes(separator.join(documents))
+    texts, (second, fourth) = passed_over(the_file(path))
+    assert [texts[0], texts[1], texts[3]] == ["first\n", "third\n", "fifth"]
+    assert (words + words).decode().startswith(texts[2]) and len(texts[2]) > PIECE_BYTES // 2
+    assert second.startswith("byte 23: text must be UTF-8, and this byte is 0xff (invalid start")
+    assert fourth.startswith(f"byte {path.read_bytes().rindex(bytes([255])):,}: ")
+
+
+def test_the_first_bad_record_of_every_file_is_told_at_once(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(b"{}\n{}\n")
+    (tmp_path / "b.txt").write_bytes(b"\xff")
+    (tmp_path / "c.jsonl").write_bytes(json_lines(["good"]))
+    (tmp_path / "d.parquet").write_bytes(b"PAR1")
+    with pytest.raises(DataError) as caught:
+        read_documents(list_files([Source(path=f"{tmp_path}/*")], "data.train"))
+    places = [problem.split(": ")[0] for problem in caught.value.problems]
+    assert places == [
+        f"{tmp_path}/a.jsonl, line 1 (byte 0)",
+        f"{tmp_path}/b.txt, byte 0",
+        f"{tmp_path}/d.parquet, as a whole",
+    ]
+
+
+def test_a_table_without_the_column_lists_those_it_has(tmp_path: Path) -> None:
+    write_table(tmp_path / "a.parquet", ["a"], column="content")
+    assert passed_over(the_file(tmp_path / "a.parquet")) == (
+        [],
+        [
+            'its columns: the text is in the column "text", and there is none; there is "id", '
+            '"content"; state the right one as text_field'
+        ],
+    )
+    _, (told,) = passed_over(the_file(tmp_path / "a.parquet", text_field="id"))
+    assert told.startswith('its columns: the column "id" must hold strings, and holds int64;')
+
+
+@pytest.mark.parametrize("write", [write_table, saved])
+def test_a_row_without_text_is_told_by_its_number(tmp_path: Path, write: object) -> None:
+    assert callable(write)
+    write(tmp_path / "a.parquet", ["a", "b", "c", None, "e"])
+    texts, (told,) = passed_over(the_file(tmp_path / "a.parquet"))
+    assert texts == ["a", "b", "c", "e"]
+    assert told.startswith(
+        'row 3 (counted from 0): the column "text" must be a string, and is null; '
+    )
+    assert passed_over(the_file(tmp_path / "a.parquet"), after=4) == (["e"], [])
+
+
+def test_a_row_that_is_not_utf8_is_told(tmp_path: Path) -> None:
+    raw = pyarrow.array([b"a", b"\xff", b"c"])
+    column = pyarrow.StringArray.from_buffers(3, raw.buffers()[1], raw.buffers()[2])
+    parquet.write_table(pyarrow.table({"text": column}), tmp_path / "a.parquet")
+    texts, (told,) = passed_over(the_file(tmp_path / "a.parquet"))
+    assert texts == ["a", "c"]
+    assert told.startswith("row 1 (counted from 0): ") and "and is not UTF-8" in told
+
+
+@pytest.mark.parametrize("damage", ["cut", "altered"])
+def test_a_damaged_table_is_told(tmp_path: Path, damage: str) -> None:
+    path = tmp_path / "a.parquet"
+    write_table(path, [os.urandom(500).hex() for _ in range(100)])
+    whole = path.read_bytes()
+    half = len(whole) // 2
+    altered = whole[:half] + bytes(3000) + whole[half + 3000 :]
+    path.write_bytes(whole[:half] if damage == "cut" else altered)
+    texts, (told,) = passed_over(the_file(path))
+    assert len(texts) < 100
+    assert told.startswith("as a whole: it cannot be read, or not to its end (")
+    assert told.endswith("bring the whole file here again")
+
+
+def test_a_saved_dataset_without_the_split_or_the_column_lists_those_it_has(tmp_path: Path) -> None:
+    saved_splits(tmp_path / "splits", ["a", "b"])
+    with pytest.raises(DataError, match=r"has no 'tset'; state one of test, train as split"):
+        the_file(tmp_path / "splits", split="tset")
+    _, (told,) = passed_over(the_file(tmp_path / "splits", text_field="body"))
+    assert told.startswith('its columns: the text is in the column "body", and there is none;')
+
+
+def test_a_damaged_saved_dataset_is_told(tmp_path: Path) -> None:
+    saved(tmp_path / "dataset", ["a", "b"])
+    (arrow,) = (tmp_path / "dataset").glob("*.arrow")
+    arrow.write_bytes(arrow.read_bytes()[:40])
+    assert passed_over(the_file(tmp_path / "dataset"))[1][0].startswith("as a whole: it cannot")
+
+
+@pytest.mark.usefixtures("own_datasets_cache")
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"split": "tset"}, "split"),
+        ({"configuration": "nonesuch"}, "BuilderConfig 'nonesuch' not found"),
+        ({"dataset": "/no/such/folder"}, "folder"),
+    ],
+)
+def test_what_load_dataset_refuses_is_told_with_the_mend(
+    tmp_path: Path, streaming: bool, wrong: dict[str, str], said: str
+) -> None:
+    (tmp_path / "named").mkdir()
+    (tmp_path / "named" / "train.jsonl").write_bytes(json_lines(["a"]))
+    given = {"dataset": str(tmp_path / "named"), "streaming": streaming, **wrong}
+    (file,) = list_files([Source.model_validate(given)], "data.train")
+    with pytest.raises(DataError, match=said) as caught:
+        documents_in(file.pieces())
+    assert "save the dataset elsewhere with save_to_disk" in str(caught.value)
+
+
+@pytest.mark.usefixtures("own_datasets_cache")
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_named_dataset_without_the_column_lists_those_it_has(
+    tmp_path: Path, streaming: bool
+) -> None:
+    (tmp_path / "named").mkdir()
+    (tmp_path / "named" / "train.jsonl").write_bytes(json_lines(["a"], field="content"))
+    source = Source(dataset=str(tmp_path / "named"), streaming=streaming)
+    (file,) = list_files([source], "data.train")
+    with pytest.raises(DataError, match=r'"text", and there is none; there is "id", "content"'):
+        documents_in(file.pieces())

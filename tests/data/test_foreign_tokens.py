@@ -1,0 +1,242 @@
+"""Token files of nanoGPT and Megatron-LM are read as they are, and not where they are damaged."""
+
+import logging
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megaspeed.config.data import Source
+from megaspeed.data import DataError
+from megaspeed.data.cache import Cache
+from megaspeed.data.tokens.megatron_index import MegatronIndex
+from megaspeed.data.tokens.token_file import TokenFile
+from megaspeed.data.tokens.token_sources import is_token_source, open_token_source, token_paths
+from tests.data.foreign_tokens import write_megatron, write_nanogpt
+from tests.data.numbered_corpus import write_numbered_tokens
+
+DOCUMENTS = [[[5, 6, 7, 0]], [[8, 0]], [[9, 10, 0]]]  # 0 ends each and stands nowhere else
+IDS = [5, 6, 7, 0, 8, 0, 9, 10, 0]
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> Cache:
+    return Cache(tmp_path / "cache")
+
+
+def open_one(path: Path | str, cache: Cache) -> TokenFile:
+    (file,) = open_token_source(Source(path=str(path)), cache)
+    return file
+
+
+def refusal(path: Path | str, cache: Cache) -> str:
+    with pytest.raises(DataError) as caught:
+        open_token_source(Source(path=str(path)), cache)
+    (problem,) = caught.value.problems
+    return problem
+
+
+def test_a_nanogpt_file_is_its_ids_and_what_one_pass_finds(tmp_path: Path, cache: Cache) -> None:
+    file = open_one(write_nanogpt(tmp_path / "train.bin", [3, 50_256, 65_535, 4]), cache)
+    assert file.map().tolist() == [3, 50_256, 65_535, 4]
+    assert file.index.largest_id == 65_535
+    assert (file.index.end_of_text, file.index.documents) == (None, None)
+    assert (file.index.vocab_size, file.index.tokenizer_fingerprint) == (None, None)
+
+
+@pytest.mark.parametrize("named", ["corpus", "corpus.bin", "corpus.idx", "corpus.[bi]*"])
+def test_a_megatron_pair_goes_by_either_file_their_prefix_or_a_glob(
+    tmp_path: Path, cache: Cache, named: str
+) -> None:
+    write_megatron(tmp_path / "corpus", DOCUMENTS)
+    (tmp_path / "corpus.v2").mkdir()  # of no concern
+    assert is_token_source(tmp_path / named)
+    assert token_paths(Source(path=str(tmp_path / named))) == [tmp_path / "corpus.idx"]
+    file = open_one(tmp_path / named, cache)
+    assert file.path == tmp_path / "corpus.bin"
+    assert file.map().tolist() == IDS
+    assert (file.index.documents, file.index.largest_id) == (3, 10)
+
+
+@pytest.mark.parametrize("dtype", ["u1", "i1", "i2", "i4", "i8", "u2"])
+def test_every_integer_type_of_megatron_is_read(tmp_path: Path, cache: Cache, dtype: str) -> None:
+    file = open_one(write_megatron(tmp_path / "corpus", DOCUMENTS, dtype), cache)
+    assert file.map().tolist() == IDS
+    assert file.map().dtype == np.dtype(f"<{dtype}")
+
+
+def test_ids_above_65535_are_those_of_megatrons_32_bits(tmp_path: Path, cache: Cache) -> None:
+    file = open_one(write_megatron(tmp_path / "corpus", [[[128_000, 7], [128_001]]], "i4"), cache)
+    assert file.map().tolist() == [128_000, 7, 128_001]
+    with pytest.raises(DataError, match=r"has id 128000 at token 0 \(byte 0\)"):
+        file.check_vocabulary(128_000)
+
+
+@pytest.mark.parametrize(
+    ("documents", "end_of_text"),
+    [
+        (DOCUMENTS, 0),
+        ([*DOCUMENTS, []], 0),  # a document without any sequence
+        ([[[5, 0], [6, 0]], [[7, 0]]], None),  # it stands within a document, too
+        ([[[5, 0]], [[7, 8]]], None),  # not every document ends with it
+        ([[[5, 0]]], None),  # one document ends with any id
+    ],
+)
+def test_megatrons_end_of_text_is_the_id_that_ends_every_document_and_nothing_else(
+    tmp_path: Path, cache: Cache, documents: list[list[list[int]]], end_of_text: int | None
+) -> None:
+    file = open_one(write_megatron(tmp_path / "corpus", documents), cache)
+    assert file.index.end_of_text == end_of_text
+
+
+def test_documents_end_where_the_index_says(tmp_path: Path) -> None:
+    documents = [[[1, 2], [3]], [], [[4, 5, 6]], []]
+    index = MegatronIndex.read(write_megatron(tmp_path / "corpus", documents))
+    assert index.document_ends(slice(None)).tolist() == [3, 3, 6, 6]
+    assert [index.document_end_near(token) for token in range(1, 6)] == [3] * 5
+
+
+def test_a_file_is_read_once_and_again_when_it_changed(
+    tmp_path: Path, cache: Cache, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = write_nanogpt(tmp_path / "train.bin", [1, 2, 3])
+    caplog.set_level(logging.INFO)
+
+    def passes() -> int:
+        return sum("reading" in message for message in caplog.messages)
+
+    first = open_one(path, cache)
+    assert passes() == 1
+    open_one(path, cache)
+    assert passes() == 2  # it is so young that a change might not show
+    settle(path, cache)
+    before = passes()
+    assert open_one(path, cache) == first
+    assert passes() == before
+    write_nanogpt(path, [1, 2, 9])
+    changed = open_one(path, cache)
+    assert changed.index.largest_id == 9
+    assert changed.index.corpus_fingerprint != first.index.corpus_fingerprint
+
+
+def settle(path: Path, cache: Cache) -> None:
+    """Opens the file as a machine does whose clock is three seconds on.
+
+    What is known of a file is kept only once its times are two seconds old; ctime cannot be set.
+    """
+    real = os.stat(path).st_ctime_ns / 1e9
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("megaspeed.data.tokens.survey.time.time", lambda: real + 3)
+        open_one(path, cache)
+
+
+def test_the_same_ids_elsewhere_have_the_same_fingerprint(tmp_path: Path, cache: Cache) -> None:
+    (tmp_path / "there").mkdir()
+    one = open_one(write_nanogpt(tmp_path / "train.bin", [1, 2, 3]), cache)
+    other = open_one(write_nanogpt(tmp_path / "there" / "other.bin", [1, 2, 3]), cache)
+    assert one.index == other.index
+
+
+def test_several_files_of_a_glob_come_by_name(tmp_path: Path, cache: Cache) -> None:
+    for name in ("b", "a", "c"):
+        write_nanogpt(tmp_path / f"{name}.bin", [ord(name)])
+    files = open_token_source(Source(path=f"{tmp_path}/*.bin"), cache)
+    assert [file.path.name for file in files] == ["a.bin", "b.bin", "c.bin"]
+
+
+def test_a_token_file_of_the_cache_is_read_by_its_own_index(tmp_path: Path, cache: Cache) -> None:
+    written = write_numbered_tokens(tmp_path, 100_000, "numbers")
+    assert open_one(written.path, cache) == written
+    written.path.write_bytes(written.path.read_bytes()[:-4])
+    assert "is not what" in refusal(written.path, cache)
+
+
+def test_text_and_folders_of_text_are_no_tokens(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("text")
+    (tmp_path / "state.json").write_text("{}")
+    write_nanogpt(tmp_path / "train.bin", [1])
+    assert not is_token_source(tmp_path / "text.txt")
+    assert not is_token_source(tmp_path)
+    assert not is_token_source(tmp_path / "missing.bin")
+    assert not is_token_source(tmp_path / "t*")  # text and tokens
+    assert is_token_source(tmp_path / "*.bin")
+
+
+def test_a_nanogpt_file_with_half_an_id_names_its_size(tmp_path: Path, cache: Cache) -> None:
+    path = write_nanogpt(tmp_path / "train.bin", [1, 2, 3])
+    path.write_bytes(path.read_bytes()[:-1])
+    assert f"{path} has 5 bytes; it was cut" in refusal(path, cache)
+    path.write_bytes(b"")
+    assert "has 0 bytes" in refusal(path, cache)
+
+
+def test_a_file_of_llm_c_is_not_read_as_ids(tmp_path: Path, cache: Cache) -> None:
+    path = tmp_path / "train.bin"
+    path.write_bytes(np.array([20240520, 1, *[0] * 254], dtype="<i4").tobytes() + b"\x01\x00")
+    assert "begins with llm.c's (20240520)" in refusal(path, cache)
+
+
+def test_a_cut_megatron_file_names_both_sizes(tmp_path: Path, cache: Cache) -> None:
+    prefix = write_megatron(tmp_path / "corpus", DOCUMENTS)
+    ids, index = tmp_path / "corpus.bin", tmp_path / "corpus.idx"
+    whole = ids.read_bytes(), index.read_bytes()
+    ids.write_bytes(whole[0][:-2])
+    assert f"must have the 18 bytes that {index} tells of, and has 16" in refusal(prefix, cache)
+    ids.write_bytes(whole[0])
+    index.write_bytes(whole[1][:-8])
+    assert "must have 102 bytes for its 3 sequences and 4 document bounds, and has 94" in refusal(
+        prefix, cache
+    )
+    index.write_bytes(whole[1][:20])
+    assert "has a header of 34 bytes" in refusal(prefix, cache)
+    index.write_bytes(whole[1] + b"\x00" * 3)
+    assert "one for each of its 3 sequences; multimodal data" in refusal(prefix, cache)
+
+
+def test_a_missing_half_is_named(tmp_path: Path, cache: Cache) -> None:
+    write_megatron(tmp_path / "corpus", DOCUMENTS)
+    (tmp_path / "corpus.bin").unlink()
+    assert f"there is no {tmp_path / 'corpus.bin'}" in refusal(tmp_path / "corpus.idx", cache)
+
+
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        ({"magic": b"TNTIDX\x00\x00\x00"}, r"and .* with b'TNTIDX"),
+        ({"version": 2}, "version 1 can be read, and .* has 2"),
+        ({"dtype": "f4"}, r"the dtype of its .bin is float32"),
+        ({"pointers": [0, 10, 12]}, "sequence 1 begins at byte 10 instead of 8"),
+        ({"bounds": [0, 2, 1, 3]}, "document 1 ends before it begins"),
+        ({"bounds": [0, 1, 2, 2]}, r"hold all 3 sequences, and by .* they hold \[0\] to \[2\]"),
+    ],
+)
+def test_an_index_that_cannot_be_is_refused(
+    tmp_path: Path, cache: Cache, what: dict[str, object], said: str
+) -> None:
+    prefix = write_megatron(tmp_path / "corpus", DOCUMENTS, **what)  # type: ignore[arg-type]
+    with pytest.raises(DataError, match=said):
+        open_token_source(Source(path=str(prefix)), cache)
+
+
+def test_a_negative_id_is_named_by_its_place(tmp_path: Path, cache: Cache) -> None:
+    prefix = write_megatron(tmp_path / "corpus", [[[1, 2, -3, 4]]], "i4")
+    said = refusal(prefix, cache)
+    assert f"{tmp_path / 'corpus.bin'} has -3 at token 2 (byte 8)" in said
+
+
+def test_a_file_cut_after_it_was_opened_is_told_and_not_read(tmp_path: Path, cache: Cache) -> None:
+    file = open_one(write_nanogpt(tmp_path / "train.bin", [1, 2, 3]), cache)
+    write_nanogpt(tmp_path / "train.bin", [1, 2])
+    with pytest.raises(DataError, match="had at least 6 bytes and has 4"):
+        file.map()
+
+
+def test_a_lock_may_be_held_around_it(tmp_path: Path, cache: Cache) -> None:
+    path = write_nanogpt(tmp_path / "train.bin", [1, 2, 3])
+    with cache.lock():
+        leftover = cache.root / "tokens" / "a.bin.writing"
+        leftover.parent.mkdir()
+        leftover.write_bytes(b"under way")
+        open_one(path, cache)
+        assert leftover.exists()

@@ -1,0 +1,148 @@
+"""Whatever the format, the same documents: all of them, from any mark on, in small pieces."""
+
+import gzip
+from pathlib import Path
+
+import pytest
+
+from megaspeed.config.data import Source
+from megaspeed.data.text.documents import corpus_fingerprint, read_documents, read_pieces
+from megaspeed.data.text.pieces import PIECE_BYTES
+from megaspeed.data.text.sources import SourceFile, list_files
+from tests.data.written_formats import (
+    FORMATS,
+    documents_in,
+    json_lines,
+    own_datasets_cache,
+    write_table,
+    written,
+)
+
+__all__ = ["own_datasets_cache"]
+
+TEXTS = ["Grüße, 漢字 🙂", "two\nlines\n", " spaces ", 'quotes " and \\', "e", "f " * 9, "g"]
+
+every_format = pytest.mark.parametrize("kind", FORMATS)
+pytestmark = pytest.mark.usefixtures("own_datasets_cache")
+
+
+@every_format
+def test_every_format_gives_the_documents_in_order(tmp_path: Path, kind: str) -> None:
+    file = written(kind, tmp_path, TEXTS)
+    assert [text for text, _ in documents_in(file.pieces())] == TEXTS
+
+
+@every_format
+def test_reading_goes_on_behind_any_mark(tmp_path: Path, kind: str) -> None:
+    file = written(kind, tmp_path, TEXTS)
+    for number, (_, mark) in enumerate(documents_in(file.pieces()), start=1):
+        behind = documents_in(file.pieces(mark))
+        assert [text for text, _ in behind] == TEXTS[number:]
+        assert behind == documents_in(file.pieces())[number:]
+
+
+@every_format
+def test_empty_documents_are_none(tmp_path: Path, kind: str) -> None:
+    file = written(kind, tmp_path, ["", "a", "", "", "b", ""])
+    assert [text for text, _ in documents_in(file.pieces())] == ["a", "b"]
+
+
+@every_format
+def test_a_long_document_comes_in_pieces_of_at_most_a_mebibyte(tmp_path: Path, kind: str) -> None:
+    long = "größe zählt " * (5 * PIECE_BYTES // 28)
+    file = written(kind, tmp_path, ["before", long, "after"])
+    pieces = list(file.pieces())
+    assert len(pieces) == 5
+    assert all(len(piece.text.encode()) <= PIECE_BYTES for piece in pieces)
+    assert [piece.ends_document for piece in pieces] == [True, False, False, True, True]
+    assert "".join(piece.text for piece in pieces[1:4]) == long
+    # Cut in front of a space, which a byte-level BPE takes for the beginning of the word behind it.
+    assert all(piece.text.startswith(" ") for piece in pieces[2:4])
+
+
+@every_format
+def test_documents_are_found_by_their_hashes_and_read_again(tmp_path: Path, kind: str) -> None:
+    documents = read_documents([written(kind, tmp_path, TEXTS)])
+    some = [documents[1], documents[2], documents[5]]
+    texts = [text for text, _ in documents_in(read_pieces(some))]
+    assert texts == [TEXTS[1], TEXTS[2], TEXTS[5]]
+
+
+def test_equal_texts_have_equal_hashes_in_every_format(tmp_path: Path) -> None:
+    contents = set()
+    for number, kind in enumerate(FORMATS):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        documents = read_documents([written(kind, folder, TEXTS)])
+        contents.add(tuple(document.content for document in documents))
+    assert len(contents) == 1
+
+
+def test_an_archive_of_plain_text_is_the_plain_text(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"one\n<|endoftext|>\r\ntwo")
+    (tmp_path / "a.txt.gz").write_bytes(gzip.compress((tmp_path / "a.txt").read_bytes()))
+    sources = [Source(path=str(tmp_path / name)) for name in ("a.txt", "a.txt.gz")]
+    plain, archive = list_files(sources, "data.train")
+    assert documents_in(plain.pieces()) == documents_in(archive.pieces())
+    renamed = SourceFile(plain.name, archive.path, archive.format)
+    assert corpus_fingerprint(read_documents([plain])) == corpus_fingerprint(
+        read_documents([renamed])
+    )
+
+
+def test_json_lines_may_have_blank_lines_a_byte_order_mark_and_no_last_line_end(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'\xef\xbb\xbf{"text": "a"}\r\n\n  \n{"n": [1], "text": "b\\u00e9"}')
+    (file,) = list_files([Source(path=str(path))], "data.train")
+    assert [text for text, _ in documents_in(file.pieces())] == ["a", "bé"]
+
+
+def test_the_field_of_the_text_can_be_named(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(json_lines(["a", "b"], field="content"))
+    write_table(tmp_path / "b.parquet", ["c", "d"], column="content")
+    sources = [
+        Source(path=str(tmp_path / name), text_field="content") for name in ("a.jsonl", "b.parquet")
+    ]
+    lines, table = list_files(sources, "data.train")
+    assert [text for text, _ in documents_in(lines.pieces())] == ["a", "b"]
+    assert [text for text, _ in documents_in(table.pieces())] == ["c", "d"]
+
+
+def test_a_split_of_a_saved_dataset_can_be_named(tmp_path: Path) -> None:
+    FORMATS["saved splits"](tmp_path, TEXTS)
+    path = str(tmp_path / "splits")
+    sources = [Source(path=path), Source(path=path, split="test")]
+    train, test = list_files(sources, "data.train")
+    assert (len(documents_in(train.pieces())), len(documents_in(test.pieces()))) == (7, 1)
+
+
+@every_format
+def test_what_is_behind_is_told_for_progress(tmp_path: Path, kind: str) -> None:
+    file = written(kind, tmp_path, TEXTS)
+    read_bytes = [piece.read_bytes for piece in file.pieces()]
+    assert read_bytes == sorted(read_bytes)
+    if not kind.startswith("named"):
+        assert 0 < read_bytes[-1] <= file.state()[1]
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_named_dataset_has_another_state_once_a_file_of_it_changed(
+    tmp_path: Path, streaming: bool
+) -> None:
+    """Else the tokens of what it was before would be taken for its own."""
+    file = written("named, streaming" if streaming else "named", tmp_path, TEXTS)
+    before = file.state()
+    assert before == file.state()
+    (tmp_path / "named" / "train.jsonl").write_bytes(json_lines(TEXTS[:-1]))
+    path, size, *times = file.state()
+    assert size == (tmp_path / "named" / "train.jsonl").stat().st_size
+    assert path != before[0] and times != before[2:]
+
+
+def test_the_state_of_a_commit_asks_nobody() -> None:
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    source = Source(dataset="nobody/nothing", revision=commit, split="test")
+    (file,) = list_files([source], "data.train")
+    assert file.state() == (f"nobody/nothing@{commit}[test]", 0, 0, 0)

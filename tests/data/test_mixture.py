@@ -1,0 +1,150 @@
+"""Every component has its share, in an order that is shuffled and the same everywhere."""
+
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from megaspeed.data.stream.mixing import Mixing
+from megaspeed.data.stream.mixture import Component, Mixture
+from megaspeed.data.stream.sampler import Sampler, TrainingOrder, ValidationOrder
+from tests.data.numbered_corpus import alone, numbered_mixture, write_numbered_tokens
+
+S = 6
+WEIGHTS = [
+    [3, 1],
+    [0.5, 0.2, 0.3],
+    [1, 1, 1],
+    [0.7, 0.1, 0.1, 0.05, 0.05],
+    [1e-4, 1.0],  # rarer than once in 1,024 samples
+    [2.0] * 21,
+]
+
+
+def components_drawn(weights: list[float], samples: range, key: str = "key") -> list[int]:
+    mixing = Mixing.of(weights, key)
+    return [mixing.draw(sample)[0] for sample in samples]
+
+
+@pytest.mark.parametrize("weights", WEIGHTS, ids=str)
+def test_whole_blocks_hold_every_share_to_within_one_sample(weights: list[float]) -> None:
+    mixing = Mixing.of(weights, "key")
+    for blocks in (1, 2, 3, 7, 1000, 10**12):
+        samples = blocks * mixing.block
+        counts = mixing.counts(samples)
+        assert sum(counts) == samples
+        for count, weight in zip(counts, mixing.weights, strict=True):
+            # |count - samples * weight / total| < 1, in whole numbers
+            total = sum(mixing.weights)
+            assert abs(count * total - samples * weight) < total
+
+
+@pytest.mark.parametrize("weights", WEIGHTS, ids=str)
+def test_a_draw_is_the_number_of_earlier_samples_of_its_component(weights: list[float]) -> None:
+    mixing = Mixing.of(weights, "key")
+    seen = [0] * len(weights)
+    for sample in range(2500):
+        assert mixing.counts(sample) == seen
+        component, draw = mixing.draw(sample)
+        assert draw == seen[component]
+        seen[component] += 1
+
+
+def test_every_stretch_of_32_samples_has_about_every_share() -> None:
+    drawn = components_drawn([0.5, 0.2, 0.3], range(4096))
+    for start in range(0, 4096, 32):
+        counts = [drawn[start : start + 32].count(component) for component in range(3)]
+        assert all(
+            abs(count - 32 * share) < 2
+            for count, share in zip(counts, (0.5, 0.2, 0.3), strict=True)
+        )
+
+
+def test_data_ranks_do_not_each_have_a_component_of_their_own() -> None:
+    drawn = components_drawn([1, 1], range(1000))  # at data degree 2 a rank has every other sample
+    assert 200 < drawn[::2].count(0) < 300
+    # And a step of 8 samples has 4 of each.
+    assert {drawn[start : start + 8].count(0) for start in range(0, 1000, 8)} == {4}
+
+
+def test_the_order_is_a_matter_of_the_key_and_of_the_block() -> None:
+    first, again = (components_drawn([1, 1], range(2048)) for _ in range(2))
+    assert first == again
+    assert first != components_drawn([1, 1], range(2048), key="another")
+    assert first[:1024] != first[1024:]
+
+
+def test_the_order_is_the_same_on_every_platform() -> None:
+    # Written down once: a change of any of these changes the data order of every mixture.
+    drawn = components_drawn([0.5, 0.2, 0.3], range(24), key="5:mixture")
+    assert "".join(map(str, drawn)) == "020101022002100220010210"
+    assert Mixing.of([0.5, 0.2, 0.3], "5:mixture").draw(10**15) == (0, 500_000_000_000_000)
+
+
+def test_weights_are_the_decimal_numbers_that_a_person_writes() -> None:
+    assert Mixing.of([0.1, 0.2], "key").weights == (1, 2)
+    assert Mixing.of([1e-05, 1], "key").weights == (1, 100_000)
+    assert Mixing.of([0.1, 0.2], "key") == Mixing.of([1, 2], "key")
+
+
+def test_a_mixture_draws_from_each_component_what_it_gives_alone(tmp_path: Path) -> None:
+    corpus = numbered_mixture(tmp_path, S)
+    order = TrainingOrder.of(corpus.train, corpus.seed, S)
+    drawn: list[list[int]] = [[], [], []]
+    for sample in range(300):
+        place = order.place_of(sample)
+        drawn[place.component].append(place.sequence)
+    for component, sequences in zip(corpus.train.components, drawn, strict=True):
+        sampler = Sampler(corpus.seed, component.fingerprint, component.sequences(S))
+        assert sequences == [sampler.sequence_of(draw) for draw in range(len(sequences))]
+
+
+def test_a_sequence_lies_within_one_file(tmp_path: Path) -> None:
+    lengths = [S + 1, 1, 3 * S, 0 * S + 2, 5 * S + 3]  # 1, 0, 2, 0 and 5 sequences
+    files = [
+        write_numbered_tokens(tmp_path, tokens, f"f{number}")
+        for number, tokens in enumerate(lengths)
+    ]
+    order = ValidationOrder.of(alone(*files), 5, S)
+    assert order.sequences == 8
+    places = [order.place_of(row) for row in range(8)]
+    assert [place.file for place in places] == [0, 2, 2, 4, 4, 4, 4, 4]
+    assert [place.first_token for place in places] == [0, 0, 6, 0, 6, 12, 18, 24]
+
+
+def test_an_evaluation_ends_where_a_component_has_no_sequence_left(tmp_path: Path) -> None:
+    corpus = numbered_mixture(tmp_path, S)
+    assert corpus.validation is not None
+    order = ValidationOrder.of(corpus.validation, corpus.seed, S)
+    rows = corpus.validation_sequences
+    # 9 sequences of the first component, whose share is a half, are used up after about 18 rows.
+    assert 16 <= rows <= 20
+    drawn = [order.place_of(row) for row in range(rows + 1)]
+    for component in range(3):
+        own = [place.sequence for place in drawn if place.component == component]
+        assert own == list(range(len(own)))
+    assert drawn[rows].component == 0 and drawn[rows].draw == 9
+
+
+def test_fingerprints_tell_files_weights_and_their_order_apart(tmp_path: Path) -> None:
+    first, second = (write_numbered_tokens(tmp_path, 20, name) for name in ("first", "second"))
+
+    def mixture(*components: tuple[tuple[str, ...], float]) -> str:
+        files = {"first": first, "second": second}
+        return Mixture(
+            tuple(
+                Component(tuple(files[name] for name in names), weight, "any name")
+                for names, weight in components
+            )
+        ).fingerprint
+
+    assert mixture((("first",), 1.0)) == mixture((("first",), 2.0)) == "first"
+    kinds = [
+        mixture((("first", "second"), 1.0)),
+        mixture((("second", "first"), 1.0)),
+        mixture((("first",), 1.0), (("second",), 1.0)),
+        mixture((("first",), 1.0), (("second",), 2.0)),
+        mixture((("second",), 1.0), (("first",), 1.0)),
+    ]
+    assert len(set(kinds)) == len(kinds)
+    assert all(one != other for one, other in pairwise(kinds))

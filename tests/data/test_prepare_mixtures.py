@@ -1,0 +1,195 @@
+"""Sources of several kinds come to one corpus: as one component, or one each where they weigh."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from transformers import AutoTokenizer
+
+from megaspeed.config.data import DataConfig
+from megaspeed.data import DataError, PreparedCorpus, prepare_corpus
+from megaspeed.data.text.documents import read_documents
+from megaspeed.data.text.sources import SourceFile
+from megaspeed.data.tokenizer import TextTokenizer, load_tokenizer
+from megaspeed.data.tokenizer_training import train_tokenizer
+from tests.data.foreign_tokens import write_nanogpt
+from tests.data.token_folders import write_token_folder
+from tests.data.written_formats import (
+    json_lines,
+    own_datasets_cache,
+    plain_text,
+    write_table,
+)
+
+__all__ = ["own_datasets_cache"]
+
+TEXTS = [f"the text of document {number} " * 6 for number in range(40)]
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    path = tmp_path / "a.txt"
+    path.write_bytes(plain_text(TEXTS))
+    return path
+
+
+@pytest.fixture
+def tokenizer(text: Path) -> TextTokenizer:
+    return train_tokenizer(read_documents([SourceFile(text.name, text)]), 300)
+
+
+@pytest.fixture
+def tokens(tmp_path: Path, text: Path, tokenizer: TextTokenizer) -> Path:
+    return write_token_folder(tmp_path / "tokens", text, tokenizer)
+
+
+def prepared(folder: Path, *train: object, **fields: Any) -> PreparedCorpus:
+    data = DataConfig.model_validate({"train": train, "sequence_length": 8, **fields})
+    return prepare_corpus(data, 512, cache_dir=folder / "cache")
+
+
+def ids_of(corpus: PreparedCorpus) -> list[int]:
+    return [token for file in corpus.train.files for token in file.map().tolist()]
+
+
+def test_the_same_documents_give_the_same_ids_from_any_format(tmp_path: Path, text: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(json_lines(TEXTS))
+    write_table(tmp_path / "a.parquet", TEXTS)
+    lines, table, plain = (
+        prepared(tmp_path, str(tmp_path / name)) for name in ("a.jsonl", "a.parquet", "a.txt")
+    )
+    assert ids_of(lines) == ids_of(table) == ids_of(plain)
+    assert lines.validation is not None and plain.validation is not None
+    assert lines.validation.tokens == plain.validation.tokens > 0
+
+
+@pytest.mark.usefixtures("own_datasets_cache")
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_dataset_by_name_is_prepared_as_files_are(
+    tmp_path: Path, text: Path, streaming: bool
+) -> None:
+    (tmp_path / "named").mkdir()
+    (tmp_path / "named" / "train.jsonl").write_bytes(json_lines(TEXTS))
+    named = {"dataset": str(tmp_path / "named"), "streaming": streaming}
+    assert ids_of(prepared(tmp_path, named)) == ids_of(prepared(tmp_path, str(text)))
+    with pytest.raises(DataError, match="save the dataset elsewhere with save_to_disk"):
+        prepared(tmp_path, {**named, "configuration": "nonesuch"})
+
+
+def test_a_token_folder_is_the_stream_of_its_text(tmp_path: Path, text: Path, tokens: Path) -> None:
+    whole: dict[str, Any] = {"validation_fraction": 0.0, "tokenizer": str(tokens)}
+    of_text = prepared(tmp_path, str(text), **whole)
+    of_tokens = prepared(tmp_path, str(tokens), **whole)
+    assert ids_of(of_tokens) == ids_of(of_text)
+    assert of_tokens.fingerprint == of_text.fingerprint
+    assert of_tokens.tokenizer == of_text.tokenizer
+
+
+def test_text_beside_a_token_folder_is_tokenized_as_the_folder_is(
+    tmp_path: Path, tokens: Path, tokenizer: TextTokenizer
+) -> None:
+    (tmp_path / "b.txt").write_bytes(plain_text(["other words, as many as that " * 9] * 2))
+    corpus = prepared(tmp_path, str(tokens), str(tmp_path / "b.txt"), validation_fraction=0.0)
+    (component,) = corpus.train.components
+    text_file, shard = component.files
+    assert shard.path == tokens / "tokens-00000.bin"
+    texts = tokenizer.tokenizer.decode(text_file.map().tolist(), skip_special_tokens=False)
+    assert texts == ("other words, as many as that " * 9 + "<|endoftext|>") * 2
+    assert corpus.tokenizer is not None
+    assert load_tokenizer(str(corpus.tokenizer)).fingerprint == tokenizer.fingerprint
+
+
+def test_with_weights_each_source_is_a_component_that_is_trained_and_validated_on(
+    tmp_path: Path, text: Path, tokens: Path
+) -> None:
+    (tmp_path / "b.jsonl").write_bytes(json_lines(["b " * 99 + str(i) for i in range(20)]))
+    corpus = prepared(
+        tmp_path,
+        {"path": str(text), "weight": 3},
+        {"path": str(tokens), "weight": 0.5},
+        {"path": f"{tmp_path}/b.jsonl", "weight": 1},
+        validation_fraction=0.2,
+    )
+    assert corpus.validation is not None
+    for mixture in (corpus.train, corpus.validation):
+        assert [component.weight for component in mixture.components] == [3.0, 0.5, 1.0]
+        assert [component.name for component in mixture.components] == [
+            str(text),
+            str(tokens),
+            f"{tmp_path}/b.jsonl",
+        ]
+    held_out = [
+        held.tokens / (held.tokens + trained.tokens)
+        for held, trained in zip(corpus.validation.components, corpus.train.components, strict=True)
+    ]
+    assert held_out == pytest.approx([0.2] * 3, abs=0.06)
+
+
+def test_a_weight_changes_no_token_file(tmp_path: Path, text: Path) -> None:
+    light, heavy = (prepared(tmp_path, {"path": str(text), "weight": w}) for w in (1, 7))
+    assert light.train.files == heavy.train.files == prepared(tmp_path, str(text)).train.files
+
+
+def test_validation_sources_may_be_of_another_kind(
+    tmp_path: Path, text: Path, tokens: Path
+) -> None:
+    corpus = prepared(tmp_path, str(text), validation=[str(tokens)])
+    assert corpus.validation is not None
+    assert corpus.validation.files[0].path.parent == tokens
+    assert corpus.train.files[0].map().tolist() == corpus.validation.files[0].map().tolist()
+
+
+def test_foreign_tokens_alone_need_no_tokenizer(tmp_path: Path) -> None:
+    path = write_nanogpt(tmp_path / "train.bin", list(range(400)))
+    corpus = prepared(tmp_path, str(path), validation_fraction=0.25)
+    assert corpus.tokenizer is None
+    assert ids_of(corpus) == list(range(300))
+    assert corpus.validation is not None
+    assert corpus.validation.files[0].map().tolist() == list(range(300, 400))
+    assert prepared(tmp_path, str(path), validation_fraction=0.25) == corpus
+
+
+def test_foreign_tokens_beside_text_take_the_tokenizer_that_is_named(
+    tmp_path: Path, text: Path, tokens: Path
+) -> None:
+    path = write_nanogpt(tmp_path / "train.bin", list(range(280)))
+    with pytest.raises(DataError, match=r"name that tokenizer in data\.tokenizer"):
+        prepared(tmp_path, str(text), str(path))
+    corpus = prepared(tmp_path, str(text), str(path), tokenizer=str(tokens))
+    assert [len(component.files) for component in corpus.train.components] == [2]
+
+
+def test_the_tokenizer_in_the_cache_is_one_for_transformers_with_its_own_end_of_text(
+    tmp_path: Path, text: Path, tokenizer: TextTokenizer
+) -> None:
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "tokenizer.json").write_bytes(tokenizer.to_json())
+    (tmp_path / "own" / "tokenizer_config.json").write_text('{"eos_token": "w"}')
+    corpus = prepared(tmp_path, str(text), tokenizer=str(tmp_path / "own"))
+    assert corpus.tokenizer is not None
+    end = tokenizer.tokenizer.token_to_id("w")
+    assert corpus.end_of_text == end == load_tokenizer(str(corpus.tokenizer)).end_of_text
+    assert AutoTokenizer.from_pretrained(corpus.tokenizer).eos_token_id == end
+
+
+def test_every_share_with_a_bad_record_is_told(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        content = json_lines(["good " * 9, "fine " * 9]) + b"bad\n"
+        (tmp_path / f"{name}.jsonl").write_bytes(content)
+    sources = [{"path": f"{tmp_path}/{name}.jsonl", "weight": 1} for name in ("a", "b")]
+    with pytest.raises(DataError) as caught:
+        prepared(tmp_path, *sources)
+    assert [told.split(",")[0] for told in caught.value.problems] == [
+        f"{tmp_path}/a.jsonl",
+        f"{tmp_path}/b.jsonl",
+    ]
+
+
+def test_a_corpus_of_tokens_and_text_shows_every_token_once_an_epoch(
+    tmp_path: Path, text: Path, tokens: Path
+) -> None:
+    corpus = prepared(tmp_path, str(text), str(tokens), validation_fraction=0.0)
+    (component,) = corpus.train.components
+    assert corpus.training_sequences == 2 * ((component.files[0].index.tokens - 1) // 8)
+    assert np.array_equal(component.files[0].map(), component.files[1].map())

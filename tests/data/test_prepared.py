@@ -1,0 +1,74 @@
+"""What keeps prepared data from being trained on is told before training, all of it."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from megaspeed.data import DataError, PreparedCorpus
+from megaspeed.data.stream.mixture import Component, Mixture
+from megaspeed.data.tokens.token_file import TokenFile
+from tests.data.numbered_corpus import alone, numbered_mixture, write_numbered_tokens
+
+S = 6
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> TokenFile:
+    return write_numbered_tokens(tmp_path, 20, "a")
+
+
+def with_index(file: TokenFile, **facts: object) -> TokenFile:
+    return replace(file, index=replace(file.index, **facts))  # type: ignore[arg-type]
+
+
+def corpus_of(*files: TokenFile, reset: bool = False) -> PreparedCorpus:
+    return PreparedCorpus(alone(*files), None, None, S, seed=5, reset_at_documents=reset)
+
+
+def problems_of(corpus: PreparedCorpus, vocab_size: int = 10**6) -> tuple[str, ...]:
+    with pytest.raises(DataError) as caught:
+        corpus.check(vocab_size)
+    return caught.value.problems
+
+
+def test_a_mixture_that_is_right_is_not_complained_of(tmp_path: Path) -> None:
+    corpus = numbered_mixture(tmp_path, S)
+    corpus.check(40_000)
+    assert corpus.training_sequences == 23
+    assert corpus.tokenizer_fingerprint == "numbers"
+
+
+def test_every_file_with_an_id_beyond_the_vocabulary_is_named(tmp_path: Path) -> None:
+    problems = problems_of(numbered_mixture(tmp_path, S), vocab_size=15_000)
+    assert [problem.split(" has id ")[0].rsplit("/")[-1] for problem in problems] == [
+        "c.bin", "d.bin", "vc.bin",
+    ]  # fmt: skip
+    assert "has id 20000 at token 0 (byte 0)" in problems[0]
+
+
+def test_a_component_that_fills_no_sequence_is_named(file: TokenFile, tmp_path: Path) -> None:
+    short = write_numbered_tokens(tmp_path, S, "short")
+    mixture = Mixture((Component((file,), 1.0, "books"), Component((short, short), 1.0, "code")))
+    (problem,) = problems_of(PreparedCorpus(mixture, None, None, S, seed=5))
+    assert "sequence_length + 1 = 7 tokens, in its source code, and has 12 tokens" in problem
+    assert "in 2 documents in 2 files" in problem
+
+
+def test_files_of_two_tokenizers_are_named_with_both_fingerprints(file: TokenFile) -> None:
+    other = with_index(file, tokenizer_fingerprint="b" * 64)
+    first = with_index(file, tokenizer_fingerprint="a" * 64)
+    foreign = with_index(file, tokenizer_fingerprint=None)
+    corpus_of(first, foreign, first).check(10**6)
+    (problem,) = problems_of(corpus_of(foreign, first, other))
+    assert f"{'a' * 16}... while" in problem and f"is of {'b' * 16}..." in problem
+
+
+def test_resetting_at_documents_needs_to_know_one_end(file: TokenFile) -> None:
+    nameless = with_index(file, end_of_text=None)
+    other = with_index(file, end_of_text=9)
+    corpus_of(file, nameless, other).check(10**6)
+    corpus_of(file, file, reset=True).check(10**6)
+    unknown, differing = problems_of(corpus_of(file, nameless, other, reset=True))
+    assert "does not say; make it with `megaspeed tokenize`" in unknown
+    assert "it is 0 elsewhere and 9 in" in differing

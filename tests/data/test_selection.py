@@ -1,0 +1,182 @@
+"""Which files, which shares and which tokenizer a `data` section comes to, before any is read."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megaspeed.config.data import DataConfig
+from megaspeed.data import DataError, find_problems
+from megaspeed.data.selection import Selection, select_files
+from megaspeed.data.text.documents import read_documents
+from megaspeed.data.text.sources import SourceFile
+from megaspeed.data.tokenizer import TextTokenizer
+from megaspeed.data.tokenizer_training import train_tokenizer
+from tests.data.foreign_tokens import write_nanogpt
+from tests.data.token_folders import write_token_folder
+from tests.data.written_formats import json_lines, saved_splits, write_table
+
+
+def config(*train: object, **fields: Any) -> DataConfig:
+    return DataConfig.model_validate({"train": train, "sequence_length": 8, **fields})
+
+
+def selected(*train: object, **fields: Any) -> Selection:
+    return select_files(config(*train, **fields))
+
+
+def problems(*train: object, vocab_size: int = 512, **fields: Any) -> tuple[str, ...]:
+    return find_problems(config(*train, **fields), vocab_size)
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    path = tmp_path / "a.txt"
+    path.write_text("<|endoftext|>".join(f"words of document {i} " * 9 for i in range(20)))
+    return path
+
+
+def tokenizer_of(text: Path, vocab_size: int) -> TextTokenizer:
+    return train_tokenizer(read_documents([SourceFile(text.name, text)]), vocab_size)
+
+
+@pytest.fixture
+def tokens(tmp_path: Path, text: Path) -> Path:
+    return write_token_folder(tmp_path / "tokens", text, tokenizer_of(text, 280))
+
+
+@pytest.fixture
+def other_tokens(tmp_path: Path, text: Path) -> Path:
+    return write_token_folder(tmp_path / "other", text, tokenizer_of(text, 270))
+
+
+@pytest.fixture
+def foreign(tmp_path: Path) -> Path:
+    return write_nanogpt(tmp_path / "train.bin", list(range(100)))
+
+
+def test_without_weights_all_sources_are_one_share(
+    tmp_path: Path, text: Path, tokens: Path
+) -> None:
+    (tmp_path / "b.jsonl").write_bytes(json_lines(["b"]))
+    (share,) = selected(str(text), str(tokens), f"{tmp_path}/*.jsonl").train
+    assert [file.name for file in share.files] == ["a.txt", "b.jsonl"]
+    assert [str(source) for source in share.token_sources] == [str(tokens)]
+    assert (share.weight, share.name) == (1.0, f"{text}, {tokens}, {tmp_path}/*.jsonl")
+
+
+def test_with_weights_every_source_is_a_share(text: Path, tokens: Path) -> None:
+    given = [{"path": str(text), "weight": 3}, {"path": str(tokens), "weight": 0.5}]
+    first, second = selected(*given).train
+    assert ([file.path for file in first.files], first.token_sources) == ([text], ())
+    assert (second.files, [str(source) for source in second.token_sources]) == ((), [str(tokens)])
+    assert [(share.weight, share.name) for share in (first, second)] == [
+        (3.0, str(text)),
+        (0.5, str(tokens)),
+    ]
+
+
+def test_the_tokenizer_of_token_folders_is_the_corpus_own(text: Path, tokens: Path) -> None:
+    assert selected(str(text)).tokenizer is None
+    assert selected(str(tokens)).tokenizer == str(tokens)
+    assert selected(str(text), validation=[str(tokens)]).tokenizer == str(tokens)
+    assert selected(str(text), str(tokens), tokenizer=str(tokens)).tokenizer == str(tokens)
+
+
+def test_token_folders_of_two_tokenizers_are_refused(tokens: Path, other_tokens: Path) -> None:
+    (told,) = problems(str(tokens), str(other_tokens))
+    assert told.startswith(f"all token files must be of one tokenizer, and {tokens} is of ")
+    assert f"... while {other_tokens} is of " in told
+    assert "tokenize one of the two again with the other's tokenizer" in told
+
+
+def test_a_token_folder_whose_tokenizer_was_replaced_is_refused(
+    tokens: Path, other_tokens: Path
+) -> None:
+    shutil.copy(other_tokens / "tokenizer.json", tokens)
+    (told,) = problems(str(tokens))
+    assert f"... while {tokens}/tokenizer.json is of " in told
+
+
+def test_a_named_tokenizer_must_be_that_of_the_token_folders(
+    tokens: Path, other_tokens: Path
+) -> None:
+    assert problems(str(tokens), tokenizer=str(tokens)) == ()
+    (told,) = problems(str(tokens), tokenizer=str(other_tokens))
+    assert "must be the one that token files were made with: its fingerprint is " in told
+    assert f"..., and that of {tokens} is " in told
+    assert f"name {tokens} in data.tokenizer" in told
+
+
+def test_foreign_tokens_need_a_tokenizer_only_beside_text(
+    text: Path, tokens: Path, foreign: Path
+) -> None:
+    assert selected(str(foreign)).tokenizer is None
+    assert problems(str(foreign)) == ()
+    (told,) = problems(str(text), str(foreign))
+    assert f'data.tokenizer is "train", and the ids in {foreign} are of a tokenizer' in told
+    assert told.endswith("name that tokenizer in data.tokenizer")
+    assert problems(str(text), str(foreign), tokenizer=str(tokens)) == ()
+
+
+def test_the_tokenizer_of_a_token_folder_must_fit_the_model(tokens: Path) -> None:
+    (told,) = problems(str(tokens), vocab_size=200)
+    assert f"'{tokens}' has 280 entries while model.vocab_size is 200" in told
+
+
+def test_a_tokenization_that_did_not_end_is_told_by_the_check(tokens: Path) -> None:
+    (tokens / "index.json").unlink()
+    (told,) = problems(str(tokens))
+    assert f"{tokens} has no index.json: its tokenization did not end" in told
+
+
+def test_tokens_that_are_trained_on_are_not_validated_on(tmp_path: Path, tokens: Path) -> None:
+    (tmp_path / "link").symlink_to(tokens)
+    for same in (tokens, tmp_path / "link"):
+        (told,) = problems(str(tokens), validation=[str(same)])
+        assert "must not be trained on, and 1 of 1 files of data.validation are in" in told
+    (told,) = problems(str(tokens), str(tmp_path / "link"))
+    assert "is trained on once an epoch" in told
+
+
+def test_two_splits_of_a_saved_dataset_are_two_texts(tmp_path: Path) -> None:
+    saved_splits(tmp_path / "splits", ["a", "b"])
+    path = str(tmp_path / "splits")
+    assert problems({"path": path}, validation=[{"path": path, "split": "test"}]) == ()
+    (told,) = problems({"path": path}, validation=[{"path": path}])
+    assert "must not be trained on" in told
+    (told,) = problems({"path": path, "split": "tset"})
+    assert told.startswith("data.train: a dataset's split must be one of its own, and ")
+
+
+def test_a_wrong_field_shows_in_the_first_record_before_anything_is_read(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(json_lines(["a"], field="content"))
+    write_table(tmp_path / "b.parquet", ["b"], column="content")
+    found = problems(f"{tmp_path}/a.jsonl", f"{tmp_path}/b.parquet")
+    assert [told.split(": ")[0] for told in found] == [
+        f"{tmp_path}/a.jsonl, line 1 (byte 0)",
+        f"{tmp_path}/b.parquet, its columns",
+    ]
+    assert all("state the right one as text_field" in told for told in found)
+    sources = [
+        {"path": f"{tmp_path}/{name}", "text_field": "content"} for name in ("*.jsonl", "*.p*")
+    ]
+    assert problems(*sources) == ()
+
+
+def test_a_file_of_another_field_is_another_text(tmp_path: Path) -> None:
+    """So that no recipe of the one is taken for the other's: the files' states are the same."""
+    (tmp_path / "a.jsonl").write_bytes(json_lines(["a"]))
+    one, other = (
+        selected({"path": f"{tmp_path}/a.jsonl", "text_field": field}) for field in ("text", "id")
+    )
+    assert one.states == other.states
+    assert one.train != other.train
+
+
+def test_what_is_wrong_with_sources_and_tokenizer_is_told_together(tmp_path: Path) -> None:
+    found = problems(f"{tmp_path}/none.jsonl", tokenizer=f"{tmp_path}/no-tokenizer")
+    assert [told.split()[0] for told in found] == ["data.train:", "data.tokenizer"]
+    with pytest.raises(DataError):
+        selected(f"{tmp_path}/none.jsonl")

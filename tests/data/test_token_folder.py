@@ -1,0 +1,171 @@
+"""A token folder is opened as it was sealed, and a damaged or unfinished one says what to do."""
+
+import hashlib
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megaspeed.config.data import Source
+from megaspeed.data import DataError
+from megaspeed.data.cache import Cache
+from megaspeed.data.tokens.token_folder import (
+    Shard,
+    TokenFolderIndex,
+    is_token_folder,
+    open_token_folder,
+    read_index,
+    write_index,
+)
+from megaspeed.data.tokens.token_sources import is_token_source, open_token_source
+from megaspeed.files.sealed_json import read_sealed, write_sealed
+
+LONG = 3 << 20  # bytes of a shard of which only a sample is read
+
+
+def write_folder(folder: Path, *shards: list[int]) -> TokenFolderIndex:
+    folder.mkdir()
+    described = []
+    for number, ids in enumerate(shards):
+        path = folder / f"tokens-{number:05d}.bin"
+        path.write_bytes(np.array(ids, dtype="<u2").tobytes())
+        checksum = hashlib.sha256(path.read_bytes()).hexdigest()
+        described.append(Shard(path.name, len(ids), ids.count(0), checksum))
+    index = TokenFolderIndex(
+        dtype="<u2",
+        documents=sum(shard.documents for shard in described),
+        tokens=sum(shard.tokens for shard in described),
+        vocab_size=300,
+        end_of_text=0,
+        tokenizer_fingerprint="tokenizer",
+        corpus_fingerprint="corpus",
+        largest_id=max(max(ids) for ids in shards),
+        shards=tuple(described),
+    )
+    write_index(folder, index)
+    return index
+
+
+def refusal(folder: Path) -> tuple[str, ...]:
+    with pytest.raises(DataError) as caught:
+        open_token_folder(folder)
+    return caught.value.problems
+
+
+def test_a_folder_is_its_shards_in_order(tmp_path: Path) -> None:
+    index = write_folder(tmp_path / "tokens", [5, 6, 0], [7, 299, 8, 0, 9, 0])
+    assert read_index(tmp_path / "tokens") == index
+    first, second = open_token_folder(tmp_path / "tokens")
+    assert first.map().tolist() == [5, 6, 0]
+    assert second.map().tolist() == [7, 299, 8, 0, 9, 0]
+    assert (first.index.documents, second.index.documents) == (1, 2)
+    for file in (first, second):
+        assert file.index.largest_id == 299
+        assert (file.index.vocab_size, file.index.end_of_text) == (300, 0)
+        assert file.index.tokenizer_fingerprint == "tokenizer"
+    opened = open_token_source(Source(path=str(tmp_path / "tokens")), Cache(tmp_path / "cache"))
+    assert opened == (first, second)
+    assert not (tmp_path / "cache").exists()  # nothing is read that would be worth remembering
+
+
+def test_one_shard_has_the_fingerprint_of_its_text_and_several_have_their_own(
+    tmp_path: Path,
+) -> None:
+    write_folder(tmp_path / "one", [5, 6, 0])
+    (file,) = open_token_folder(tmp_path / "one")
+    assert file.index.corpus_fingerprint == "corpus"
+    index = write_folder(tmp_path / "two", [5, 6, 0], [7, 0])
+    fingerprints = [file.index.corpus_fingerprint for file in open_token_folder(tmp_path / "two")]
+    assert fingerprints == [shard.checksum for shard in index.shards]
+
+
+def test_an_id_beyond_the_vocabulary_is_told_of_the_shard_that_has_it(tmp_path: Path) -> None:
+    write_folder(tmp_path / "tokens", [5, 6, 0], [7, 299, 0])
+    first, second = open_token_folder(tmp_path / "tokens")
+    first.check_vocabulary(299)
+    with pytest.raises(DataError, match=r"tokens-00001.bin has id 299 at token 1 \(byte 2\)"):
+        second.check_vocabulary(299)
+
+
+def test_an_unfinished_folder_says_how_to_go_on(tmp_path: Path) -> None:
+    write_folder(tmp_path / "tokens", [5, 6, 0])
+    (tmp_path / "tokens" / "index.json").unlink()
+    assert is_token_folder(tmp_path / "tokens") and is_token_source(tmp_path / "tokens")
+    (problem,) = refusal(tmp_path / "tokens")
+    assert (
+        "its tokenization did not end; run the same `megaspeed tokenize` command again" in problem
+    )
+
+
+@pytest.mark.parametrize("place", [0, LONG // 2, LONG - 1])
+def test_altered_bytes_of_a_long_shard_are_found_where_the_sample_is(
+    tmp_path: Path, place: int
+) -> None:
+    write_folder(tmp_path / "tokens", [1] * (LONG // 2))
+    path = tmp_path / "tokens" / "tokens-00000.bin"
+    content = bytearray(path.read_bytes())
+    # The sample is 16 stretches of 64 KiB; one begins near the middle.
+    start = (LONG - (1 << 16)) * 8 // 15 if place == LONG // 2 else place
+    content[start] ^= 1
+    path.write_bytes(bytes(content))
+    (problem,) = refusal(tmp_path / "tokens")
+    assert f"the bytes of {path} are others (sha256 of a sample" in problem
+
+
+def test_every_damaged_shard_is_named_with_its_numbers(tmp_path: Path) -> None:
+    folder = tmp_path / "tokens"
+    write_folder(folder, [5, 6, 0], [7, 0], [8, 0])
+    (folder / "tokens-00000.bin").write_bytes(b"\x05\x00\x06\x00")
+    (folder / "tokens-00001.bin").unlink()
+    (folder / "tokens-00002.bin").write_bytes(b"\x09\x00\x00\x00")
+    cut, missing, altered = refusal(folder)
+    assert "tokens-00000.bin has 4 bytes instead of 6" in cut
+    assert "tokens-00001.bin is missing" in missing
+    assert "the bytes of" in altered
+    assert all("copy the folder again, or make it anew" in problem for problem in (cut, altered))
+
+
+def test_an_edited_index_is_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "tokens"
+    write_folder(folder, [5, 6, 0])
+    path = folder / "index.json"
+    sealed = path.read_text()
+    path.write_text(sealed.replace('"vocab_size": 300', '"vocab_size": 200'))
+    assert "its seal does not fit" in refusal(folder)[0]
+    facts = read_sealed(folder / "index.json")
+    assert facts is None
+    path.write_text(sealed)
+    facts = read_sealed(path)
+    assert facts is not None
+    write_sealed(path, facts | {"format": 9})
+    assert "have format 1, and" in refusal(folder)[0] and "has format 9" in refusal(folder)[0]
+    del facts["dtype"]
+    write_sealed(path, facts)
+    assert "does not say what a token folder holds" in refusal(folder)[0]
+
+
+def test_a_shard_is_not_read_without_its_folder(tmp_path: Path) -> None:
+    write_folder(tmp_path / "tokens", [5, 6, 0])
+    shard = tmp_path / "tokens" / "tokens-00000.bin"
+    with pytest.raises(DataError, match=f"name the folder, {tmp_path / 'tokens'}"):
+        open_token_source(Source(path=str(shard)), Cache(tmp_path / "cache"))
+
+
+def test_a_folder_without_tokens_is_no_source(tmp_path: Path) -> None:
+    index = write_folder(tmp_path / "tokens", [5, 0])
+    write_index(tmp_path / "tokens", replace(index, shards=(), tokens=0, documents=0))
+    with pytest.raises(DataError, match="a source must have tokens"):
+        open_token_source(Source(path=str(tmp_path / "tokens")), Cache(tmp_path / "cache"))
+
+
+def test_the_index_is_the_json_that_is_written_down(tmp_path: Path) -> None:
+    write_folder(tmp_path / "tokens", [5, 6, 0])
+    facts = json.loads((tmp_path / "tokens" / "index.json").read_text())
+    assert facts["format"] == 1
+    assert facts["shards"][0].keys() == {"file", "tokens", "documents", "checksum"}
+    assert facts.keys() >= {
+        "dtype", "documents", "tokens", "vocab_size", "end_of_text", "tokenizer_fingerprint",
+        "corpus_fingerprint", "largest_id", "shards",
+    }  # fmt: skip

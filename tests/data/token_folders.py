@@ -1,0 +1,36 @@
+"""Token folders of real text, as `megaspeed tokenize` leaves them."""
+
+import hashlib
+from pathlib import Path
+
+import numpy as np
+
+from megaspeed.data.text.documents import corpus_fingerprint, read_documents
+from megaspeed.data.text.sources import SourceFile
+from megaspeed.data.tokenizer import TextTokenizer
+from megaspeed.data.tokens.packing import id_type
+from megaspeed.data.tokens.token_folder import Shard, TokenFolderIndex, write_index
+from megaspeed.data.tokens.writing import packed_ids
+
+
+def write_token_folder(folder: Path, text: Path, tokenizer: TextTokenizer) -> Path:
+    """The documents of one text file, in one shard."""
+    documents = read_documents([SourceFile(text.name, text)])
+    ids = np.concatenate(list(packed_ids(documents, tokenizer)))
+    tokenizer.save(folder)
+    content = ids.tobytes()
+    (folder / "tokens-00000.bin").write_bytes(content)
+    checksum = hashlib.sha256(content).hexdigest()
+    index = TokenFolderIndex(
+        dtype=id_type(tokenizer.vocab_size),
+        documents=len(documents),
+        tokens=len(ids),
+        vocab_size=tokenizer.vocab_size,
+        end_of_text=tokenizer.end_of_text,
+        tokenizer_fingerprint=tokenizer.fingerprint,
+        corpus_fingerprint=corpus_fingerprint(documents),
+        largest_id=int(ids.max()),
+        shards=(Shard("tokens-00000.bin", len(ids), len(documents), checksum),),
+    )
+    write_index(folder, index)
+    return folder

@@ -1,0 +1,172 @@
+"""A token folder holds the ids of a plain loop, whoever encoded them and from whatever format."""
+
+import gzip
+import json
+from pathlib import Path
+
+import datasets
+import numpy as np
+import pyarrow
+import pytest
+import zstandard
+from filelock import FileLock
+from pyarrow import parquet
+from tokenizers import Tokenizer
+
+from megaspeed.cli import main
+from megaspeed.config.data import Source
+from megaspeed.data import DataError
+from megaspeed.data.text.documents import corpus_fingerprint, read_documents
+from megaspeed.data.text.sources import SourceFile, list_files
+from megaspeed.data.tokenizer import TextTokenizer
+from megaspeed.data.tokenizing import batches
+from megaspeed.data.tokenizing.tokenization import How, tokenize
+from megaspeed.data.tokens.token_folder import TokenFolderIndex, open_token_folder, read_index
+from megaspeed.data.tokens.writing import packed_ids
+from tests.data.tokenizing.watching import Record, contents
+from tests.data.tokenizing.words import documents
+
+TEXTS = list(documents(40_000))
+
+
+@pytest.fixture(autouse=True)
+def _small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batches, "BATCH_CHARACTERS", 2000)
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> list[SourceFile]:
+    text = tmp_path / "text"
+    text.mkdir()
+    for number, document in enumerate(TEXTS):
+        (text / f"{number:03}.txt").write_text(document, encoding="utf-8")
+    return list_files([Source(path=f"{text}/*.txt")], "INPUT")
+
+
+def tokenized(
+    files: list[SourceFile], tokenizer: TextTokenizer, folder: Path, **how: int
+) -> TokenFolderIndex:
+    return tokenize(files, tokenizer, folder, How(**{"processes": 1, **how}), Record())
+
+
+def test_the_ids_are_those_of_a_plain_loop_over_the_tokenizer(
+    tmp_path: Path, tokenizer_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """From every format at once, through the command."""
+    sources = in_every_format(tmp_path, TEXTS)
+    options = ["--tokenizer", str(tokenizer_folder), "--output", str(tmp_path / "out")]
+    figures = tmp_path / "figures.json"
+    assert main(["tokenize", *map(str, sources), *options, "--json", str(figures)]) == 0
+
+    plain = Tokenizer.from_file(str(tokenizer_folder / "tokenizer.json"))
+    end = plain.token_to_id("<|endoftext|>")
+    ids: list[int] = []
+    for text in TEXTS * len(sources):
+        ids += [*plain.encode(text).ids, end]
+    (file,) = open_token_folder(tmp_path / "out")
+    assert file.map().tolist() == ids
+    index = read_index(tmp_path / "out")
+    assert (index.tokens, index.documents) == (len(ids), len(TEXTS) * len(sources))
+    assert (index.end_of_text, index.largest_id) == (end, max(ids))
+    assert (
+        f"{index.documents:,} documents, {len(ids):,} tokens in 1 shards" in capsys.readouterr()[0]
+    )
+    written = json.loads(figures.read_text())
+    assert (written["tokens"], written["skipped"]) == (len(ids), 0)
+    assert set(contents(tmp_path / "out")) == {
+        "index.json",
+        "tokens-00000.bin",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    }
+
+
+def in_every_format(folder: Path, texts: list[str]) -> list[Path]:
+    lines = "".join(json.dumps({"id": n, "text": text}) + "\n" for n, text in enumerate(texts))
+    plain = folder / "plain.txt"
+    plain.write_text("<|endoftext|>\n".join(texts), encoding="utf-8")
+    (folder / "lines.jsonl").write_text(lines)
+    (folder / "lines.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
+    (folder / "lines.jsonl.zst").write_bytes(zstandard.compress(lines.encode()))
+    table = pyarrow.table({"text": texts})
+    parquet.write_table(table, folder / "table.parquet", row_group_size=7)
+    datasets.Dataset.from_dict({"text": texts}).save_to_disk(str(folder / "saved"))
+    names = ("lines.jsonl", "lines.jsonl.gz", "lines.jsonl.zst", "table.parquet", "saved")
+    return [plain, *(folder / name for name in names)]
+
+
+def test_any_number_of_processes_writes_the_same_bytes(
+    tmp_path: Path, files: list[SourceFile], tokenizer: TextTokenizer
+) -> None:
+    alone = tokenized(files, tokenizer, tmp_path / "1", shard_tokens=1000)
+    tokenized(files, tokenizer, tmp_path / "3", shard_tokens=1000, processes=3)
+    assert contents(tmp_path / "1") == contents(tmp_path / "3")
+    assert len(alone.shards) > 2
+    for file in open_token_folder(tmp_path / "1"):
+        assert file.map()[-1] == tokenizer.end_of_text
+
+
+def test_the_folder_is_the_corpus_that_training_on_the_text_makes(
+    tmp_path: Path, files: list[SourceFile], tokenizer: TextTokenizer
+) -> None:
+    """Same ids and same fingerprint, so sample i is the same."""
+    tokenized(files, tokenizer, tmp_path / "out")
+    corpus = read_documents(files)
+    (file,) = open_token_folder(tmp_path / "out")
+    np.testing.assert_array_equal(file.map(), np.concatenate(list(packed_ids(corpus, tokenizer))))
+    assert file.index.corpus_fingerprint == corpus_fingerprint(corpus)
+    assert file.index.tokenizer_fingerprint == tokenizer.fingerprint
+
+
+def test_a_finished_folder_is_made_anew_only_when_that_is_asked_for(
+    tmp_path: Path, files: list[SourceFile], tokenizer: TextTokenizer
+) -> None:
+    out = tmp_path / "out"
+    tokenized(files, tokenizer, out, shard_tokens=1000)
+    before = contents(out)
+    with pytest.raises(DataError, match=r"out is finished .* --fresh"):
+        tokenized(files, tokenizer, out)
+    assert contents(out) == before
+    mapped = open_token_folder(out)[0].map()
+    ids = mapped.tolist()
+    index = tokenized(files[:1], tokenizer, out, fresh=True)
+    assert index.documents == 1
+    assert sorted(path.name for path in out.glob("tokens-*")) == ["tokens-00000.bin"]
+    assert mapped.tolist() == ids  # a training run that has the old file mapped keeps it
+
+
+def test_a_folder_with_other_things_in_it_is_left_alone(
+    tmp_path: Path, files: list[SourceFile], tokenizer_folder: Path, tokenizer: TextTokenizer
+) -> None:
+    before = contents(tokenizer_folder)
+    for fresh in (False, True):
+        with pytest.raises(DataError, match=r"new or empty folder.*the first tokenizer\.json"):
+            tokenized(files, tokenizer, tokenizer_folder, fresh=fresh)
+    assert contents(tokenizer_folder) == before
+
+
+def test_two_processes_do_not_write_to_one_folder(
+    tmp_path: Path, files: list[SourceFile], tokenizer: TextTokenizer
+) -> None:
+    with FileLock(tmp_path / ".lock"), pytest.raises(DataError, match="another one is writing"):
+        tokenized(files, tokenizer, tmp_path)
+
+
+def test_text_without_a_word_is_no_corpus(tmp_path: Path, tokenizer: TextTokenizer) -> None:
+    empty = tmp_path / "empty.txt"
+    empty.touch()
+    with pytest.raises(DataError, match=r"1 files, starting with .*empty\.txt, have none"):
+        tokenized([SourceFile("empty.txt", empty)], tokenizer, tmp_path / "out")
+
+
+def test_input_that_changes_meanwhile_is_refused(
+    tmp_path: Path, files: list[SourceFile], tokenizer: TextTokenizer
+) -> None:
+    class Append(Record):
+        def begins(self, *told: object) -> None:
+            with files[-1].path.open("a") as stream:
+                stream.write("more")
+
+    with pytest.raises(DataError, match=r"must not change while it is read, and .* was changed"):
+        tokenize(files, tokenizer, tmp_path / "out", How(processes=1), Append())
+    assert not (tmp_path / "out" / "index.json").exists()

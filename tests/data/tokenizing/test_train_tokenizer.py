@@ -1,0 +1,62 @@
+"""`megaspeed train-tokenizer` writes a folder that tokenizing, training and transformers read."""
+
+from pathlib import Path
+
+import pytest
+from transformers import AutoTokenizer
+
+from megaspeed.cli import main
+from megaspeed.data import load_tokenizer
+from megaspeed.data.text.documents import read_documents
+from megaspeed.data.text.sources import SourceFile
+from megaspeed.data.tokenizer_training import train_tokenizer
+from tests.data.tokenizing.words import documents
+
+TEXT = "<|endoftext|>\n".join(documents(20_000))
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    path = tmp_path / "text.txt"
+    path.write_text(TEXT, encoding="utf-8")
+    return path
+
+
+def train(text: Path, output: Path, vocab_size: int = 400) -> int:
+    options = ["--vocab-size", str(vocab_size), "--output", str(output)]
+    return main(["train-tokenizer", str(text), *options])
+
+
+def test_transformers_gives_the_same_ids(
+    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "tokenizer"
+    assert train(text, folder) == 0
+    assert f"{folder}: 400 entries, end of text 0" in capsys.readouterr()[0]
+    ours, theirs = load_tokenizer(str(folder)), AutoTokenizer.from_pretrained(folder)
+    sample = "some words, and Grüße 漢\n"
+    assert theirs(sample, add_special_tokens=False).input_ids == ours.encode([sample])[0]
+    assert theirs.eos_token_id == ours.end_of_text == 0
+    assert theirs.decode(ours.encode([sample])[0]) == sample
+
+
+def test_it_is_the_tokenizer_that_training_would_make(text: Path, tmp_path: Path) -> None:
+    assert train(text, tmp_path / "tokenizer") == 0
+    made = train_tokenizer(read_documents([SourceFile(text.name, text)]), 400)
+    assert load_tokenizer(str(tmp_path / "tokenizer")).fingerprint == made.fingerprint
+
+
+def test_a_folder_in_use_is_refused(
+    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train(text, tmp_path) == 2
+    assert f"{tmp_path} is there already; name another --output" in capsys.readouterr()[1]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["text.txt"]
+
+
+def test_a_vocabulary_without_room_for_the_bytes_is_refused(
+    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train(text, tmp_path / "tokenizer", vocab_size=256) == 2
+    assert "--vocab-size is 256" in capsys.readouterr()[1]
+    assert not (tmp_path / "tokenizer").exists()

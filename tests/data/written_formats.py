@@ -1,0 +1,114 @@
+"""The same documents, written in each format."""
+
+import gzip
+import json
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import datasets
+import pyarrow
+import pytest
+import zstandard
+from pyarrow import parquet
+
+from megaspeed.config.data import Source
+from megaspeed.data.text.pieces import Piece
+from megaspeed.data.text.sources import SourceFile, list_files
+
+Texts = Sequence[str | None]
+
+
+def json_lines(texts: Texts, field: str = "text") -> bytes:
+    records = [{"id": number, field: text} for number, text in enumerate(texts)]
+    return "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records).encode()
+
+
+def plain_text(texts: Texts) -> bytes:
+    return "<|endoftext|>\n".join(str(text) for text in texts).encode()
+
+
+def write_table(path: Path, texts: Texts, column: str = "text") -> None:
+    """Three rows in a row group, so that a few documents have several."""
+    table = pyarrow.table({"id": list(range(len(texts))), column: list(texts)})
+    parquet.write_table(table, path, row_group_size=3)
+
+
+def saved(path: Path, texts: Texts) -> None:
+    rows = datasets.Dataset.from_dict({"id": list(range(len(texts))), "text": list(texts)})
+    rows.save_to_disk(path)
+
+
+def saved_splits(path: Path, texts: Texts) -> None:
+    rows = datasets.Dataset.from_dict({"text": list(texts)})
+    datasets.DatasetDict(train=rows, test=rows.select([0])).save_to_disk(path)
+
+
+def _file(write: Callable[[Path, Texts], object], name: str) -> Callable[[Path, Texts], Source]:
+    def written(folder: Path, texts: Texts) -> Source:
+        write(folder / name, texts)
+        return Source(path=str(folder / name))
+
+    return written
+
+
+def _bytes(content: Callable[[Texts], bytes]) -> Callable[[Path, Texts], object]:
+    return lambda path, texts: path.write_bytes(content(texts))
+
+
+def _named(streaming: bool) -> Callable[[Path, Texts], Source]:
+    """A dataset known by name; the name of a folder needs no network."""
+
+    def written(folder: Path, texts: Texts) -> Source:
+        (folder / "named").mkdir()
+        (folder / "named" / "train.jsonl").write_bytes(json_lines(texts))
+        return Source(dataset=str(folder / "named"), streaming=streaming)
+
+    return written
+
+
+def zst(content: bytes) -> bytes:
+    """Two frames with checksums, as the zstd program writes them on several threads."""
+    compress = zstandard.ZstdCompressor(write_checksum=True).compress
+    return compress(content[: len(content) // 2]) + compress(content[len(content) // 2 :])
+
+
+FORMATS: dict[str, Callable[[Path, Texts], Source]] = {
+    "txt": _file(_bytes(plain_text), "a.txt"),
+    "txt.gz": _file(_bytes(lambda texts: gzip.compress(plain_text(texts))), "a.txt.gz"),
+    "jsonl": _file(_bytes(json_lines), "a.jsonl"),
+    "ndjson": _file(_bytes(json_lines), "a.NDJSON"),
+    "jsonl.gz": _file(_bytes(lambda texts: gzip.compress(json_lines(texts))), "a.jsonl.gz"),
+    "jsonl.zst": _file(_bytes(lambda texts: zst(json_lines(texts))), "a.jsonl.zst"),
+    "parquet": _file(write_table, "a.parquet"),
+    "saved": _file(saved, "dataset"),
+    "saved splits": _file(saved_splits, "splits"),
+    "named": _named(streaming=False),
+    "named, streaming": _named(streaming=True),
+}
+
+
+@pytest.fixture
+def own_datasets_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Datasets by name keep a copy, which is not to stay in anybody's home."""
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "hf"))
+    datasets.disable_progress_bars()
+    yield
+    datasets.enable_progress_bars()
+
+
+def written(kind: str, folder: Path, texts: Texts) -> SourceFile:
+    """The one file of a source in this format."""
+    (file,) = list_files([FORMATS[kind](folder, texts)], "data.train")
+    return file
+
+
+def documents_in(pieces: Iterator[Piece]) -> list[tuple[str, int]]:
+    """(text, mark) of each document."""
+    documents, text = [], ""
+    for piece in pieces:
+        text += piece.text
+        if piece.ends_document:
+            documents.append((text, piece.mark))
+            text = ""
+    assert text == "", "a document has an end"
+    return documents

@@ -1,0 +1,69 @@
+"""Rows of documents packed end to end, and a model for which every one of its weights matters."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from megaspeed.config import ModelConfig
+from megaspeed.model import GPT
+from tests.model.test_transformers_equality import (
+    Weights,
+    from_gpt2,
+    from_llama,
+    stock_gpt2,
+    stock_llama,
+)
+from tests.model.tiny_gpt import gpt2, llama, random_tokens
+
+# Lengths of the documents of each row of 24 tokens; one of a single token, one that fills a row.
+LENGTHS = ((5, 1, 10, 8), (24,), (1, 1, 22))
+SHAPES = {
+    "gpt2": gpt2(),
+    "llama": llama(),
+    "llama without groups": llama(num_key_value_heads=4),
+}
+
+
+def numbers(lengths: tuple[tuple[int, ...], ...]) -> Tensor:
+    """(B, S): 0 for the first document of a row, 1 for the next ..."""
+    rows = [torch.repeat_interleave(torch.arange(len(row)), torch.tensor(row)) for row in lengths]
+    return torch.stack(rows)
+
+
+def pieces(x: Tensor) -> list[Tensor]:
+    """``x`` (B, S, ...) cut into documents: each (1, length, ...)."""
+    return [
+        piece
+        for row, lengths in zip(x, LENGTHS, strict=True)
+        for piece in row.unsqueeze(0).split(list(lengths), dim=1)
+    ]
+
+
+DOCUMENTS = numbers(LENGTHS)
+
+
+def stock_of(config: ModelConfig) -> PreTrainedModel:
+    """Hugging Face's model of this shape, with random weights."""
+    return stock_gpt2(config) if config.architecture == "gpt2" else stock_llama(config)
+
+
+def tokens_of(config: ModelConfig) -> Tensor:
+    return random_tokens(config, batch=len(LENGTHS), sequence=24)
+
+
+def ours(config: ModelConfig, stock: PreTrainedModel, **options: Any) -> GPT:
+    """Our model with the stock model's weights, none of which is 0 and each of which matters."""
+    weights: Weights = from_gpt2(stock) if config.architecture == "gpt2" else from_llama(stock)
+    model = GPT(config, **options)
+    model.load_state_dict(weights)
+    return model
+
+
+def difference(packed: Tensor, alone: list[Tensor]) -> float:
+    """The largest between the documents of a row and each alone, in units of the largest number."""
+    differences = [
+        (one - other).abs().max() for one, other in zip(pieces(packed), alone, strict=True)
+    ]
+    return float(torch.stack(differences).max() / packed.abs().max())
