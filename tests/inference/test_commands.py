@@ -1,0 +1,193 @@
+"""``megaspeed generate`` and ``megaspeed evaluate``: what they tell, write and return."""
+
+import argparse
+import gzip
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megaspeed.cli import main
+from megaspeed.cli.model_options import add_model_options
+from tests.inference.tiny_text import LICENSE, checkpoint_of_text, write_tokenizer
+
+TEXT = LICENSE.read_text()[:700]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The only one of a run."""
+    return checkpoint_of_text(tmp_path_factory.mktemp("run"))
+
+
+class Told:
+    """What a command printed, wrote and returned."""
+
+    def __init__(self, capsys: pytest.CaptureFixture[str], tmp_path: Path, *arguments: Any) -> None:
+        file = tmp_path / "figures.json"
+        file.unlink(missing_ok=True)
+        self.code = main([*map(str, arguments), "--json", str(file)])
+        self.out, self.err = capsys.readouterr()
+        self.figures = json.loads(file.read_text()) if file.exists() else None
+
+
+Command = Callable[..., Told]
+
+
+@pytest.fixture
+def generate(checkpoint: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Command:
+    return lambda *options: Told(
+        capsys, tmp_path, "generate", "--checkpoint", checkpoint, "--max-tokens", 12, *options
+    )
+
+
+@pytest.fixture
+def evaluate(checkpoint: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Command:
+    return lambda *options: Told(
+        capsys, tmp_path, "evaluate", "--checkpoint", checkpoint.parents[1], *options
+    )
+
+
+def test_generate_prints_and_writes_every_sample(generate: Command, checkpoint: Path) -> None:
+    told = generate("--prompt", "You may", "--prompt", "[bold]", "--samples", 2, "--seed", 3)
+    assert (told.code, told.err) == (0, "")
+    assert told.out.startswith(f"{checkpoint}\n")
+    continuations = told.figures["continuations"]
+    assert [(c["prompt"], c["number"]) for c in continuations] == [
+        ("You may", 1),
+        ("You may", 2),
+        ("[bold]", 1),
+        ("[bold]", 2),
+    ]
+    for found in continuations:
+        (first_line, *_) = (found["prompt"] + found["text"]).splitlines()
+        assert first_line.rstrip() in told.out
+        end = "ended by the model" if found["ended"] else "cut"
+        title = f"sample {found['number']} from {found['prompt']!r}: {len(found['ids'])} tokens"
+        assert f"{title}, {end} ─" in told.out
+    assert told.figures["sampling"] == {
+        "temperature": 0.8,
+        "top_k": 50,
+        "max_tokens": 12,
+        "seed": 3,
+    }
+
+
+def test_generate_goes_on_from_a_documents_beginning_unless_told(generate: Command) -> None:
+    (begun,) = generate("--temperature", 0).figures["continuations"]
+    assert begun["prompt"] == ""
+    assert generate("--temperature", 0, "--prompt", "").figures["continuations"] == [begun]
+
+
+def test_evaluate_tells_the_loss_of_every_format_alike(evaluate: Command, tmp_path: Path) -> None:
+    plain, packed = tmp_path / "a.txt", tmp_path / "b.jsonl.gz"
+    plain.write_text(TEXT)
+    packed.write_bytes(gzip.compress(json.dumps({"body": TEXT}).encode()))
+    one = evaluate(plain)
+    assert (one.code, one.err) == (0, "")
+    two = evaluate(plain, packed, "--text-field", "body")
+    for name in ("loss", "perplexity", "bits_per_byte"):
+        assert two.figures[name] == pytest.approx(one.figures[name], rel=1e-6)
+    for name in ("documents", "tokens", "bytes"):
+        assert two.figures[name] == 2 * one.figures[name]
+    assert one.figures["bytes"] == 700
+    assert {name: one.figures[name] for name in ("sequence_length", "stride", "dtype")} == {
+        "sequence_length": 24,
+        "stride": 24,
+        "dtype": "float32",
+    }
+    assert f"\nloss            {one.figures['loss']:.4f}\n" in one.out
+    assert f"\nbits per byte   {one.figures['bits_per_byte']:.4f}\n" in one.out
+
+
+def test_evaluate_takes_windows_batches_and_precision(evaluate: Command, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text(TEXT)
+    plain = evaluate(tmp_path / "a.txt").figures
+    batched = evaluate(tmp_path / "a.txt", "--batch-size", 1).figures
+    assert batched["loss"] == pytest.approx(plain["loss"], rel=1e-6)
+    short = evaluate(tmp_path / "a.txt", "--sequence-length", 8, "--stride", 3).figures
+    assert (short["sequence_length"], short["stride"]) == (8, 3)
+    coarse = evaluate(tmp_path / "a.txt", "--dtype", "bfloat16").figures
+    assert len({plain["loss"], short["loss"], coarse["loss"]}) == 3
+    assert coarse["loss"] == pytest.approx(plain["loss"], rel=0.02)
+
+
+def test_wrong_input_is_told_with_its_mend(
+    generate: Command, evaluate: Command, tmp_path: Path, checkpoint: Path
+) -> None:
+    text, empty = tmp_path / "a.txt", tmp_path / "empty.txt"
+    text.write_text(TEXT)
+    empty.touch()
+    larger = write_tokenizer(tmp_path / "tokenizer.json", vocab_size=302)
+    for told, expected in [
+        (evaluate(tmp_path / "nowhere.txt"), f"there is no file {tmp_path / 'nowhere.txt'}"),
+        (evaluate(), "INPUT must list at least one source"),
+        (evaluate(empty), "at least one token is needed to predict"),
+        (evaluate(text, "--sequence-length", 25), "25 is more than 24; lower it"),
+        (evaluate(text, "--stride", 25), "25 is more than 24; lower it"),
+        (evaluate(text, "--tokenizer", larger), "has 302 entries"),
+        (generate("--tokenizer", larger), "has 302 entries"),
+        (generate("--checkpoint", tmp_path), "is neither a checkpoint nor a folder of them"),
+        (evaluate(text, "--checkpoint", tmp_path), "is neither a checkpoint nor a folder"),
+    ]:
+        assert (told.code, told.out, told.figures) == (2, "", None)
+        assert expected in told.err and "Traceback" not in told.err
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["generate"],
+        ["generate", "--checkpoint", ".", "--temperature", "-1"],
+        ["generate", "--checkpoint", ".", "--temperature", "nan"],
+        ["generate", "--checkpoint", ".", "--top-k", "-1"],
+        ["generate", "--checkpoint", ".", "--samples", "0"],
+        ["evaluate", "a.txt"],
+        ["evaluate", "--checkpoint", ".", "a.txt", "--stride", "0"],
+        ["evaluate", "--checkpoint", ".", "a.txt", "--dtype", "int8"],
+        ["evaluate", "--checkpoint", ".", "a.txt", "--device", "tpu"],
+    ],
+)
+def test_a_wrong_command_line_is_wrong_input(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(arguments)
+    assert stop.value.code == 2
+    assert capsys.readouterr().err.startswith("usage: megaspeed")
+
+
+@pytest.mark.parametrize("present", [True, False])
+def test_cuda_is_taken_where_there_is_one(
+    present: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: present)
+    parser = argparse.ArgumentParser()
+    add_model_options(parser)
+    words = ["--checkpoint", ".", "--device", "cuda"]
+    if present:
+        assert parser.parse_args(words).device == "cuda"
+        return
+    with pytest.raises(SystemExit):
+        parser.parse_args(words)
+    assert "there is no GPU that torch can use; take cpu" in capsys.readouterr().err
+
+
+def test_neither_command_loads_deepspeed(checkpoint: Path, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text(TEXT)
+    code = (
+        "import sys; from megaspeed.cli import main; "
+        "codes = [main([*command, '--checkpoint', sys.argv[1]]) for command in "
+        "(['generate', '--max-tokens', '2'], ['evaluate', sys.argv[2]])]; "
+        "sys.exit(' '.join({'deepspeed', 'datasets'} & set(sys.modules)) or max(codes) or None)"
+    )
+    command = [sys.executable, "-c", code, str(checkpoint), str(tmp_path / "a.txt")]
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    assert (done.returncode, done.stderr) == (0, "")

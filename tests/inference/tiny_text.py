@@ -1,0 +1,62 @@
+"""Tiny models of text, beside the same weights in transformers."""
+
+from pathlib import Path
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedModel
+
+from megaspeed.checkpoint.folders import CheckpointFolder
+from megaspeed.checkpoint.run_state import DataIdentity
+from megaspeed.config import ModelConfig
+from megaspeed.data.tokenizer import TextTokenizer, load_tokenizer
+from megaspeed.inference.text_model import TextModel
+from megaspeed.model import GPT
+from tests.checkpoint.written import seal, write_checkpoint
+from tests.model.test_transformers_equality import (
+    from_gpt2,
+    from_llama,
+    stock_gpt2,
+    stock_llama,
+)
+
+LICENSE = Path(__file__).parents[2] / "LICENSE"
+
+
+def write_tokenizer(file: Path, vocab_size: int = 301) -> Path:
+    """A byte-level BPE trained on the license, whose last ids are pairs of letters."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=["<|endoftext|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train([str(LICENSE)], trainer)
+    tokenizer.save(str(file))
+    return file
+
+
+def tiny_tokenizer(folder: Path) -> TextTokenizer:
+    """One of 301 entries, of which 0 ends a text."""
+    return load_tokenizer(str(write_tokenizer(folder / "tokenizer.json")))
+
+
+def both_models(config: ModelConfig, folder: Path) -> tuple[TextModel, PreTrainedModel]:
+    """Ours and the stock model, with the same random weights."""
+    gpt2 = config.architecture == "gpt2"
+    stock = stock_gpt2(config) if gpt2 else stock_llama(config)
+    model = GPT(config).eval()
+    model.load_state_dict(from_gpt2(stock) if gpt2 else from_llama(stock))
+    return TextModel(folder, config, model, tiny_tokenizer(folder)), stock
+
+
+def checkpoint_of_text(root: Path) -> Path:
+    """A checkpoint of a GPT-2 of 301 ids, in the run folder `root`, that carries its tokenizer."""
+    fingerprint = tiny_tokenizer(root).fingerprint
+    data = DataIdentity(corpus="c0ffee", tokenizer=fingerprint, sequence_length=16, seed=5)
+    checkpoint = write_checkpoint(CheckpointFolder(root / "checkpoints"), 100, data=data)
+    write_tokenizer(checkpoint / "tokenizer.json")
+    seal(checkpoint)
+    return checkpoint
