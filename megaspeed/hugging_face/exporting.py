@@ -1,0 +1,163 @@
+"""A checkpoint into a folder that stock transformers loads.
+
+    checkpoint, of any layout --one shard at a time--> OUT.writing/model-00001-of-00003.safetensors
+    run state                 -----------------------> config.json, generation_config.json
+    tokenizer files           -----------------------> beside them
+                                                           | verified
+                                                           +-> OUT/
+
+What is held in memory is one shard; only the comparison with transformers takes a whole model.
+"""
+
+import json
+import math
+import os
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from safetensors.torch import save_file
+
+from megaspeed.checkpoint.loading import read_pieces_alone
+from megaspeed.checkpoint.pieces import Piece
+from megaspeed.checkpoint.tensors import WEIGHTS, key
+from megaspeed.checkpoint.tokenizer_files import write_tokenizer_files
+from megaspeed.checkpoint.whole_model import model_config
+from megaspeed.config.hugging_face import hugging_face_config
+from megaspeed.files.durable import write_whole
+from megaspeed.files.new_folder import new_folder, refuse_existing
+from megaspeed.hugging_face.room import check_disk
+from megaspeed.hugging_face.stored import SAFETENSORS, SAFETENSORS_INDEX
+from megaspeed.hugging_face.tokenizer import find_tokenizer, read_tokenizer
+from megaspeed.hugging_face.verifying import check_room, compare
+from megaspeed.hugging_face.weights import Part, parts_of
+
+Precision = Literal["float32", "bfloat16", "float16"]
+
+MAX_SHARD_BYTES = 2 * 10**9
+"""Bytes of one file of weights, unless one tensor has more."""
+
+
+def export_model(
+    checkpoint: Path,
+    out: Path,
+    *,
+    tokenizer: Path | None = None,
+    precision: Precision = "float32",
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    verify: bool = True,
+    tell: Callable[[str], None] = lambda line: None,
+) -> None:
+    """Writes the Hugging Face model ``out`` of a checkpoint.
+
+    Args:
+        checkpoint: one that is whole.
+        out: is not there yet; it appears whole or not at all.
+        tokenizer: a folder or a tokenizer.json, instead of the one that the checkpoint carries.
+        precision: of the weights in the files.
+        max_shard_bytes: of one file, and about the memory that is taken.
+        verify: compare with transformers before ``out`` appears.
+        tell: is told what was done, a line each.
+
+    Raises:
+        CheckpointError: the checkpoint cannot be read.
+        FileExistsError: ``out`` is there.
+        HuggingFaceError: there is no room.
+        DataError: the tokenizer is none, or not the model's.
+        Disagreement: transformers computes something else.
+    """
+    refuse_existing(out)
+    model = model_config(checkpoint)
+    vocabulary = (
+        find_tokenizer(checkpoint, model.vocab_size)
+        if tokenizer is None
+        else read_tokenizer(tokenizer, model.vocab_size)
+    )
+    dtype: torch.dtype = getattr(torch, precision)
+    parts = list(parts_of(model))
+    check_disk(out, _bytes(parts, dtype))
+    if verify:
+        check_room(model)
+    with new_folder(out) as writing:
+        shards = _shards(parts, dtype, max_shard_bytes)
+        names = _file_names(len(shards))
+        for name, shard in zip(names, shards, strict=True):
+            _write_shard(writing / name, checkpoint, shard, dtype)
+        if len(shards) > 1:
+            _write_json(writing / SAFETENSORS_INDEX, _index(names, shards, dtype))
+        # torch_dtype: transformers 5 calls it dtype and reads both.
+        config = {**hugging_face_config(model), **vocabulary.ids(), "torch_dtype": precision}
+        _write_json(writing / "config.json", config)
+        _write_json(writing / "generation_config.json", vocabulary.ids())
+        write_tokenizer_files(writing, vocabulary.files)
+        agreement = compare(checkpoint, writing, dtype=dtype, strict=True) if verify else None
+    tell(f"{out}: {_elements(parts):,} parameters, {precision}, in {_counted(len(shards))}")
+    tell(f"tokenizer: {', '.join(vocabulary.files) or 'none; name one with --tokenizer'}")
+    tell(str(agreement or "not verified"))
+
+
+def _shards(parts: Iterable[Part], dtype: torch.dtype, most: int) -> list[list[Part]]:
+    """The parts in order, as many in each file as it may hold, and at least one."""
+    shards: list[list[Part]] = [[]]
+    for part in parts:
+        if shards[-1] and _bytes([*shards[-1], part], dtype) > most:
+            shards.append([])
+        shards[-1].append(part)
+    return shards
+
+
+def _write_shard(file: Path, checkpoint: Path, parts: Sequence[Part], dtype: torch.dtype) -> None:
+    """Reads the parts straight into the tensors of a file, turned and rounded on the way."""
+    tensors = {part.theirs: torch.empty(part.shape, dtype=dtype) for part in parts}
+    pieces = [
+        Piece(
+            key(WEIGHTS, part.ours),
+            part.full_shape,
+            (part.rows.start, *(0 for _ in part.full_shape[1:])),
+            tensors[part.theirs].T if part.transposed else tensors[part.theirs],
+        )
+        for part in parts
+    ]
+    read_pieces_alone(checkpoint, pieces)
+    # The library keeps others from reading what it writes; who may is the user's umask's matter.
+    file.touch()
+    mode = file.stat().st_mode
+    save_file(tensors, file, metadata={"format": "pt"})
+    file.chmod(mode)
+    with file.open("rb") as stream:
+        os.fsync(stream.fileno())
+
+
+def _file_names(shards: int) -> list[str]:
+    if shards == 1:
+        return [SAFETENSORS]
+    return [f"model-{number:05d}-of-{shards:05d}.safetensors" for number in range(1, shards + 1)]
+
+
+def _index(
+    names: Sequence[str], shards: Sequence[Sequence[Part]], dtype: torch.dtype
+) -> dict[str, Any]:
+    return {
+        "metadata": {"total_size": sum(_bytes(shard, dtype) for shard in shards)},
+        "weight_map": {
+            part.theirs: name for name, shard in zip(names, shards, strict=True) for part in shard
+        },
+    }
+
+
+def _write_json(file: Path, values: dict[str, Any]) -> None:
+    content = (json.dumps(values, indent=2) + "\n").encode()
+    write_whole(file, lambda stream: stream.write(content))
+
+
+def _elements(parts: Iterable[Part]) -> int:
+    return sum(math.prod(part.shape) for part in parts)
+
+
+def _bytes(parts: Iterable[Part], dtype: torch.dtype) -> int:
+    return _elements(parts) * dtype.itemsize
+
+
+def _counted(files: int) -> str:
+    return "1 file" if files == 1 else f"{files} files"

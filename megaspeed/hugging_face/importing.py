@@ -1,0 +1,122 @@
+"""A Hugging Face model into a checkpoint that a run of any layout starts from.
+
+    config.json -> model section            tensors -> rows of ours, fp32 -> OUT.writing/
+                                                                                | verified
+    tokenizer files ------------------------------------------------------------+-> OUT/
+
+OUT has weights and no moments, and its step is 0. No more than a piece of one tensor is held in
+memory at a time; only the comparison with transformers takes a whole model.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import safetensors
+import torch
+from torch import Tensor
+
+from megaspeed import __version__
+from megaspeed.checkpoint.manifest import write_manifest
+from megaspeed.checkpoint.pieces import LARGEST_PIECE_BYTES, Piece
+from megaspeed.checkpoint.reader import BYTES_PER_ELEMENT
+from megaspeed.checkpoint.run_state import Progress, RunState
+from megaspeed.checkpoint.saving import write_run_state
+from megaspeed.checkpoint.tensors import WEIGHTS, expected_shapes, key
+from megaspeed.checkpoint.tokenizer_files import write_tokenizer_files
+from megaspeed.checkpoint.writing_alone import write_pieces_alone
+from megaspeed.config import ModelConfig, parse_config
+from megaspeed.files.new_folder import new_folder, refuse_existing
+from megaspeed.hugging_face.matching import matching_tensors
+from megaspeed.hugging_face.room import check_disk
+from megaspeed.hugging_face.stored import StoredTensor, open_tensors
+from megaspeed.hugging_face.tokenizer import find_tokenizer
+from megaspeed.hugging_face.verifying import check_room, compare
+from megaspeed.hugging_face.weights import PREFIX, Part, parts_of
+
+
+def import_model(
+    folder: Path,
+    out: Path,
+    *,
+    verify: bool = True,
+    tell: Callable[[str], None] = lambda line: None,
+) -> None:
+    """Writes the checkpoint ``out`` of the model in ``folder``.
+
+    Args:
+        folder: as save_pretrained writes it.
+        out: is not there yet; it appears whole or not at all.
+        verify: compare with transformers before ``out`` appears.
+        tell: is told what was done, a line each.
+
+    Raises:
+        ConfigError: config.json is of a model that ours cannot be.
+        FileExistsError: ``out`` is there.
+        HuggingFaceError: the weights are not the model's, or there is no room.
+        DataError: the tokenizer is not the model's.
+        Disagreement: transformers computes something else.
+    """
+    refuse_existing(out)
+    model = _model_of(folder)
+    tokenizer = find_tokenizer(folder, model.vocab_size)
+    stored = matching_tensors(model, open_tensors(folder))
+    check_disk(out, _count(model) * BYTES_PER_ELEMENT)
+    if verify:
+        check_room(model)
+    with new_folder(out) as writing:
+        seals = write_pieces_alone(writing, _pieces(model, stored))
+        seals |= write_tokenizer_files(writing, tokenizer.files)
+        seals |= write_run_state(writing, _state(model, folder))
+        write_manifest(writing, seals)
+        agreement = compare(writing, folder) if verify else None
+    tell(f"{out}: {_count(model):,} parameters, from {folder}")
+    tell(f"tokenizer: {', '.join(tokenizer.files) or 'none is beside the model'}")
+    tell(str(agreement or "not verified"))
+
+
+def _model_of(folder: Path) -> ModelConfig:
+    """With the laws of its shape checked, as in a run."""
+    return parse_config(
+        {
+            "model": {"from_hf": str(folder)},
+            "data": {"sequence_length": 1},
+            "training": {"steps": 1},
+            "train_batch_size": 1,
+        }
+    ).model
+
+
+def _pieces(model: ModelConfig, stored: Mapping[str, StoredTensor]) -> Iterator[Piece]:
+    """Ours, read as they are asked for."""
+    for part in parts_of(model):
+        tensor = stored[part.theirs.removeprefix(PREFIX[model.architecture])]
+        width = math.prod(part.full_shape[1:])
+        at_once = max(1, LARGEST_PIECE_BYTES // (BYTES_PER_ELEMENT * width))
+        for start in range(0, len(part.rows), at_once):
+            rows = slice(start, min(start + at_once, len(part.rows)))
+            offsets = (part.rows.start + start, *(0 for _ in part.full_shape[1:]))
+            values = _rows_of(tensor, rows, part).contiguous()
+            yield Piece(key(WEIGHTS, part.ours), part.full_shape, offsets, values)
+
+
+def _rows_of(tensor: StoredTensor, rows: slice, part: Part) -> Tensor:
+    """Our rows; of a transposed tensor they are columns."""
+    return tensor.read(slice(None), rows).T if part.transposed else tensor.read(rows)
+
+
+def _state(model: ModelConfig, folder: Path) -> RunState:
+    return RunState(
+        imported_from=str(folder.resolve()),
+        progress=Progress(),
+        config={"model": model.model_dump(mode="json", exclude_none=True)},
+        software={
+            "megaspeed": __version__,
+            "torch": torch.__version__,
+            "safetensors": safetensors.__version__,
+        },
+    )
+
+
+def _count(model: ModelConfig) -> int:
+    return sum(map(math.prod, expected_shapes(model).values()))

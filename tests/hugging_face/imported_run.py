@@ -1,0 +1,63 @@
+"""Ranks that train an imported model; without transformers, which takes seconds to load."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megaspeed.config import Run
+from megaspeed.data import LoaderShape, PreparedCorpus
+from megaspeed.topology import LaunchEnvironment, ParallelContext
+from tests.checkpoint.saved_runs import SavedRun, started
+
+
+def train_imported(
+    launch: LaunchEnvironment, run: Run, corpus: PreparedCorpus, checkpoint: Path, steps: int
+) -> tuple[Tensor | None, list[float]]:
+    """Loads a checkpoint, saves it again as it is, trains some steps, and saves again."""
+    with started(launch, run) as context:
+        rank = SavedRun.start(run, corpus, context)
+        rank.progress = rank.checkpointing.load(checkpoint)
+        logits = whole_logits(rank, context)
+        rank.checkpointing.save(rank.progress)
+        losses = [rank.train_step() for _ in range(steps)]
+        rank.checkpointing.save(rank.progress)
+        assert [report.error for report in rank.checkpointing.close()] == [None, None]
+        return logits, losses
+
+
+def whole_logits(rank: SavedRun, context: ParallelContext) -> Tensor | None:
+    """Logits (rows, S, V) of the first step's samples, on rank 0."""
+    worker, shape = rank.worker, rank.inputs.shape
+    run, loss_function = worker.run, worker._loss_function
+    seen: list[Tensor] = []
+
+    def look(logits: Tensor, targets: Tensor) -> Tensor:
+        seen.append(logits.clone())
+        return loss_function(logits, targets)
+
+    worker._loss_function = look
+    rows = run.batch.train_batch_size
+    worker.evaluate(
+        rank.inputs.load(0),
+        shape.gradient_accumulation_steps,
+        rows * run.config.data.sequence_length,
+    )
+    worker._loss_function = loss_function
+    own = {(row, context.tp_rank): logits for row, logits in _rows_of(seen, shape)}
+    everyones: list[dict[tuple[int, int], Tensor]] = [{} for _ in range(context.grid.world_size)]
+    dist.all_gather_object(everyones, own, context.world_group)
+    parts = {place: logits for one in everyones for place, logits in one.items()}
+    whole = [
+        torch.cat([parts[row, tp] for tp in range(context.tp_size)], -1) for row in range(rows)
+    ]
+    padded = torch.stack(whole)  # (rows, S, padded vocabulary)
+    return padded[..., : run.config.model.vocab_size].clone() if context.rank == 0 else None
+
+
+def _rows_of(seen: list[Tensor], shape: LoaderShape) -> Iterator[tuple[int, Tensor]]:
+    """Each of this rank's rows of the step with its logits."""
+    for micro_batch, logits in enumerate(seen):
+        yield from zip(shape.rows(micro_batch), logits, strict=True)

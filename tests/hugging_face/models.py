@@ -1,0 +1,115 @@
+"""Tiny models of transformers with weights so large that each of them matters."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch import Tensor
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
+
+END_OF_TEXT = "<|endoftext|>"
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+
+
+def gpt2(**changes: Any) -> PreTrainedModel:
+    """Two blocks of 4 heads, width 32, 301 words, 96 positions."""
+    shape = {"vocab_size": 301, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 96}
+    no_ids = {"bos_token_id": None, "eos_token_id": None}
+    return randomized(GPT2LMHeadModel(GPT2Config(**{**shape, **no_ids, **changes})))
+
+
+def llama(**changes: Any) -> PreTrainedModel:
+    """Two blocks of 4 query heads on 2 key/value heads, width 32, 301 words, 96 positions."""
+    shape = {
+        "vocab_size": 301,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 96,
+    }
+    no_ids = {"bos_token_id": None, "eos_token_id": None}
+    return randomized(LlamaForCausalLM(LlamaConfig(**{**shape, **no_ids, **changes})))
+
+
+MODELS: dict[str, Callable[[], PreTrainedModel]] = {
+    "gpt2 tied": gpt2,
+    "gpt2 untied, narrow": lambda: gpt2(tie_word_embeddings=False, n_inner=48),
+    "llama grouped, untied": llama,
+    "llama grouped, tied": lambda: llama(tie_word_embeddings=True),
+    "llama ungrouped": lambda: llama(num_key_value_heads=4),
+    "llama scaled": lambda: llama(rope_parameters={**LLAMA3, "rope_theta": 500.0}),
+}
+
+
+def randomized(model: PreTrainedModel) -> PreTrainedModel:
+    """Every weight, bias and norm with a random value added."""
+    generator = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.15)
+    return model.eval()
+
+
+def saved(model: PreTrainedModel, folder: Path, **options: Any) -> Path:
+    """The folder that the model was written to."""
+    model.save_pretrained(folder, **options)
+    return folder
+
+
+def with_tokenizer(folder: Path) -> Path:
+    """The folder of a model, now with a tokenizer of 270 words at most."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=270,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(["to be or not to be"] * 9, trainer)
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token=END_OF_TEXT, eos_token=END_OF_TEXT
+    )
+    fast.save_pretrained(folder)
+    return folder
+
+
+def weights_in(folder: Path) -> dict[str, Tensor]:
+    """Every tensor in the safetensors of a folder."""
+    found: dict[str, Tensor] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        found |= load_file(file)
+    return found
+
+
+def change_config(folder: Path, **changes: Any) -> None:
+    """Changes keys of a folder's config.json."""
+    file = folder / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+
+
+def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    """Whether both have the same tensors, bit for bit."""
+    return one.keys() == other.keys() and all(
+        one[name].dtype == other[name].dtype and torch.equal(one[name], other[name]) for name in one
+    )

@@ -1,0 +1,222 @@
+"""What an export leaves: files of the size asked for, with a tokenizer, whole or not at all."""
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from megaspeed.checkpoint.folders import CheckpointFolder
+from megaspeed.checkpoint.pieces import LARGEST_PIECE_BYTES
+from megaspeed.cli import main
+from megaspeed.cli.export_hf import byte_count
+from megaspeed.data import DataError
+from megaspeed.hugging_face.exporting import export_model
+from megaspeed.hugging_face.importing import import_model
+from megaspeed.model.mlp import SwiGluMlp
+from tests.checkpoint.written import CONFIG, write_checkpoint
+from tests.hugging_face.models import END_OF_TEXT, llama, same, saved, weights_in, with_tokenizer
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of an untied Llama without a tokenizer; not to be changed."""
+    root = tmp_path_factory.mktemp("llama")
+    import_model(saved(llama(), root / "hf"), root / "checkpoint")
+    return root / "checkpoint"
+
+
+@pytest.fixture
+def run_folder(tmp_path: Path) -> Path:
+    """Of a run that has saved steps 100 and 200."""
+    folder = CheckpointFolder(tmp_path / "run" / "checkpoints")
+    for step in (100, 200):
+        write_checkpoint(folder, step)
+    return tmp_path / "run"
+
+
+def test_one_file_where_one_suffices(checkpoint: Path, tmp_path: Path) -> None:
+    told: list[str] = []
+    export_model(checkpoint, tmp_path / "out", tell=told.append)
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+    ]
+    assert len({path.stat().st_mode for path in (tmp_path / "out").iterdir()}) == 1
+    assert told[:2] == [
+        f"{tmp_path / 'out'}: 34,784 parameters, float32, in 1 file",
+        "tokenizer: none; name one with --tokenizer",
+    ]
+
+
+def test_files_are_no_larger_than_asked_for_but_for_one_tensor(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    export_model(checkpoint, tmp_path / "out", max_shard_bytes=20_000)
+    export_model(checkpoint, tmp_path / "whole")
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == 4 * 34_784
+    files = sorted(path.name for path in (tmp_path / "out").glob("*.safetensors"))
+    assert files == [f"model-{i:05d}-of-00006.safetensors" for i in range(1, 7)]
+    assert set(index["weight_map"].values()) == set(files)
+    for name in files:
+        (tmp_path / "one").mkdir(exist_ok=True)
+        (tmp_path / "one" / "x.safetensors").write_bytes((tmp_path / "out" / name).read_bytes())
+        held = weights_in(tmp_path / "one")
+        assert held.keys() == {key for key, file in index["weight_map"].items() if file == name}
+        assert len(held) == 1 or sum(tensor.nbytes for tensor in held.values()) <= 20_000
+    assert same(weights_in(tmp_path / "out"), weights_in(tmp_path / "whole"))
+
+
+def test_a_precision_is_the_rounded_master_weights(checkpoint: Path, tmp_path: Path) -> None:
+    export_model(checkpoint, tmp_path / "exact")
+    export_model(checkpoint, tmp_path / "out", precision="bfloat16")
+    exact = weights_in(tmp_path / "exact")
+    rounded = {name: tensor.bfloat16() for name, tensor in exact.items()}
+    assert same(weights_in(tmp_path / "out"), rounded)
+    stock = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
+    assert stock.dtype == torch.bfloat16
+
+
+def test_a_run_folder_gives_its_newest_checkpoint_with_the_true_vocabulary(
+    run_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    assert main(["export-hf", str(run_folder), str(out)]) == 0
+    told = capsys.readouterr()
+    assert "verified: " in told.out and told.err == ""
+    assert (
+        main(["export-hf", str(run_folder / "checkpoints" / "step-00000200"), str(out) + "2"]) == 0
+    )
+    assert same(weights_in(out), weights_in(Path(str(out) + "2")))
+    stock = AutoModelForCausalLM.from_pretrained(out)
+    assert stock.config.vocab_size == CONFIG.model.vocab_size
+    assert stock.get_output_embeddings().weight.shape[0] == CONFIG.model.vocab_size
+    assert stock.get_output_embeddings().weight is stock.get_input_embeddings().weight
+
+
+@pytest.mark.parametrize("place", ["", "tokenizer.json"])
+def test_a_tokenizer_can_be_named(
+    run_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], place: str
+) -> None:
+    (tmp_path / "tokens").mkdir()
+    named = with_tokenizer(tmp_path / "tokens") / place
+    command = ["export-hf", str(run_folder), str(tmp_path / "out"), "--tokenizer", str(named)]
+    assert main(command) == 0
+    assert "tokenizer: tokenizer.json, tokenizer_config.json" in capsys.readouterr().out
+    ours = AutoTokenizer.from_pretrained(tmp_path / "out")
+    theirs = AutoTokenizer.from_pretrained(tmp_path / "tokens")
+    text = f"not to be{END_OF_TEXT}"
+    assert ours(text)["input_ids"] == theirs(text)["input_ids"]
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").config.eos_token_id == 0
+
+
+def test_a_tokenizer_that_is_none_leaves_nothing(checkpoint: Path, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="there is no"):
+        export_model(checkpoint, tmp_path / "out", tokenizer=tmp_path / "nowhere")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_wrong_input_is_told_in_a_sentence(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for command, told in (
+        (["export-hf", str(tmp_path / "nowhere"), str(tmp_path / "out")], "does not exist"),
+        (["export-hf", str(checkpoint), str(tmp_path)], "is there already"),
+        (["import-hf", str(tmp_path), str(tmp_path / "out")], "there is no config.json"),
+        (["import-hf", str(checkpoint.parent / "hf"), str(tmp_path)], "is there already"),
+    ):
+        assert main(command) == 2
+        out, err = capsys.readouterr()
+        assert told in err and "Traceback" not in err and out == ""
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_disagreement_is_a_failure(
+    checkpoint: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(SwiGluMlp, "forward", lambda mlp, x: mlp.down(mlp.gate_up(x)[..., :48]))
+    for command in (
+        ["import-hf", str(checkpoint.parent / "hf"), str(tmp_path / "out")],
+        ["export-hf", str(checkpoint), str(tmp_path / "out")],
+    ):
+        assert main(command) == 1
+        assert "transformers and megaspeed disagree: on a prompt of" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+    assert main([*command, "--no-verify"]) == 0
+
+
+@pytest.mark.parametrize(("text", "size"), [("2GB", 2 * 10**9), ("1.5 kib", 1536), ("7", 7)])
+def test_a_size_has_a_unit(text: str, size: int) -> None:
+    assert byte_count(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "GB", "0", "2TBs", "-1MB"])
+def test_what_is_no_size(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(["export-hf", "checkpoint", "out", f"--max-shard-size={text}"])
+    assert stop.value.code == 2
+    assert "write one such as 500MB or 2GB" in capsys.readouterr().err
+
+
+LARGE = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 12, "vocab_size": 4000}
+MEASURED = """
+import sys
+from pathlib import Path
+from megaspeed.hugging_face.exporting import export_model
+from megaspeed.hugging_face.importing import import_model
+from megaspeed.model.mlp import SwiGluMlp
+
+def memory(name):
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith(name)).split()[1]) << 10
+
+folder, checkpoint, out = map(Path, sys.argv[1:4])
+grown = []
+for action in (
+    lambda: import_model(folder, checkpoint, verify=False),
+    lambda: export_model(checkpoint, out, max_shard_bytes=int(sys.argv[4]), verify=False),
+):
+    Path("/proc/self/clear_refs").write_text("5")  # sets the peak to what is held now
+    before = memory("VmRSS")
+    action()
+    grown.append(memory("VmHWM") - before)
+print(*grown)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="Linux counts the peak")
+def test_memory_is_bounded_by_one_file_and_not_by_the_model(tmp_path: Path) -> None:
+    """An import maps the file that it reads, whose pages count, and holds a piece beside it."""
+    shard_bytes, slack = 16_000_000, 12_000_000
+    stock = llama(**LARGE)
+    model_bytes = 4 * sum(math.prod(parameter.shape) for parameter in stock.parameters())
+    assert model_bytes > 3 * (shard_bytes + slack)
+    folder = saved(stock, tmp_path / "hf", max_shard_size=shard_bytes)
+    arguments = [str(folder), str(tmp_path / "checkpoint"), str(tmp_path / "out"), str(shard_bytes)]
+    command = [sys.executable, "-c", MEASURED, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    imported, exported = map(int, done.stdout.split())
+    assert imported < shard_bytes + LARGEST_PIECE_BYTES + slack
+    assert exported < shard_bytes + slack
+    assert same(weights_in(folder), weights_in(tmp_path / "out"))
+
+
+def test_neither_command_loads_deepspeed(checkpoint: Path, tmp_path: Path) -> None:
+    code = (
+        "import sys; from megaspeed.cli import main; folder, made, out = sys.argv[1:]; "
+        "codes = [main(['import-hf', folder, made]), main(['export-hf', made, out])]; "
+        "sys.exit(' '.join({'deepspeed', 'megaspeed.training'} & set(sys.modules)) or max(codes))"
+    )
+    places = [checkpoint.parent / "hf", tmp_path / "checkpoint", tmp_path / "out"]
+    line = [sys.executable, "-c", code, *map(str, places)]
+    done = subprocess.run(line, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")

@@ -1,0 +1,283 @@
+"""Every kind of file that a model comes in, and what is refused, by name."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from megaspeed.checkpoint.run_state import RunState
+from megaspeed.checkpoint.soundness import inspect
+from megaspeed.checkpoint.tensors import expected_shapes
+from megaspeed.checkpoint.whole_model import load_whole_model, saved_tokenizer
+from megaspeed.checkpoint.writing_alone import write_pieces_alone
+from megaspeed.cli import main
+from megaspeed.config import ConfigError
+from megaspeed.data import DataError
+from megaspeed.hugging_face import room
+from megaspeed.hugging_face.errors import HuggingFaceError
+from megaspeed.hugging_face.importing import import_model
+from tests.hugging_face.models import (
+    change_config,
+    gpt2,
+    llama,
+    same,
+    saved,
+    weights_in,
+    with_tokenizer,
+)
+
+Weights = dict[str, Tensor]
+WEIGHTS = "model.safetensors"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A GPT-2 in one file; not to be changed."""
+    return saved(gpt2(), tmp_path_factory.mktemp("gpt2"))
+
+
+@pytest.fixture(scope="module")
+def right(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Weights:
+    """Its weights under our names."""
+    checkpoint = tmp_path_factory.mktemp("right") / "checkpoint"
+    import_model(folder, checkpoint)
+    return load_whole_model(checkpoint).state_dict()
+
+
+@pytest.fixture
+def copy(folder: Path, tmp_path: Path) -> Path:
+    """A folder with its config.json and no weights yet."""
+    made = tmp_path / "copy"
+    made.mkdir()
+    (made / "config.json").write_bytes((folder / "config.json").read_bytes())
+    return made
+
+
+def written(weights: Weights, folder: Path, name: str = WEIGHTS) -> Path:
+    """The folder, with the weights in one file of it."""
+    save_file({key: value.contiguous() for key, value in weights.items()}, folder / name)
+    return folder
+
+
+def imported(folder: Path, **options: Any) -> Weights:
+    """The weights that a folder's model has as ours."""
+    out = folder.parent / "out"
+    import_model(folder, out, **options)
+    return load_whole_model(out).state_dict()
+
+
+# --- kinds of files -------------------------------------------------------------------------------
+
+
+def test_the_checkpoint_says_where_it_is_from_and_has_no_moments(
+    folder: Path, tmp_path: Path
+) -> None:
+    import_model(folder, tmp_path / "out")
+    state = RunState.read(tmp_path / "out")
+    assert state.imported_from == str(folder) and state.kinds == ("weights",)
+    assert (state.data, state.layout, state.training_seed) == (None, None, None)
+    assert state.progress.step == 0
+    found = inspect(tmp_path / "out")
+    assert found.problems == found.strays == () and found.model is not None
+    elements = sum(torch.Size(shape).numel() for shape in expected_shapes(found.model).values())
+    assert found.size_bytes > 4 * elements
+
+
+def test_a_checkpoint_of_an_import_is_shown_and_verified(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import_model(folder, tmp_path / "out")
+    assert main(["checkpoint", "verify", str(tmp_path / "out")]) == 0
+    assert capsys.readouterr().out.startswith("out  whole (")
+    figures = tmp_path / "figures.json"
+    assert main(["checkpoint", "show", str(tmp_path / "out"), "--json", str(figures)]) == 0
+    told = capsys.readouterr().out
+    assert f"imported from {folder}, not trained since; starts a run at any layout" in told
+    assert "38.18K parameters" in told and "float32; weights alone" in told
+    assert json.loads(figures.read_text())["run_state"]["imported_from"] == str(folder)
+
+
+@pytest.mark.parametrize("safe", [True, False], ids=["safetensors", "bin"])
+def test_files_with_an_index(copy: Path, folder: Path, right: Weights, safe: bool) -> None:
+    kind, suffix = ("model", "safetensors") if safe else ("pytorch_model", "bin")
+    weights = weights_in(folder)
+    names = {key: f"{kind}-{1 + i % 3:05d}-of-00003.{suffix}" for i, key in enumerate(weights)}
+    for name in set(names.values()):
+        part = {key: weights[key] for key in weights if names[key] == name}
+        if safe:
+            save_file(part, copy / name)
+        else:
+            torch.save(part, copy / name)
+    index = copy / f"{kind}.{suffix}.index.json"
+    index.write_text(json.dumps({"metadata": {}, "weight_map": names}))
+    assert same(imported(copy), right)
+
+
+@pytest.mark.parametrize("archive", [True, False], ids=["archive", "before torch 1.6"])
+def test_a_bin_file(copy: Path, folder: Path, right: Weights, archive: bool) -> None:
+    weights, file = weights_in(folder), copy / "pytorch_model.bin"
+    torch.save(weights, file, _use_new_zipfile_serialization=archive)
+    assert same(imported(copy), right)
+
+
+def test_names_without_prefix_buffers_and_a_tied_head(
+    copy: Path, folder: Path, right: Weights
+) -> None:
+    """As the first GPT-2 files were."""
+    weights = weights_in(folder)
+    bare = {name.removeprefix("transformer."): tensor for name, tensor in weights.items()}
+    for block in range(2):
+        bare[f"h.{block}.attn.bias"] = torch.ones(96, 96).tril()[None, None]
+        bare[f"h.{block}.attn.masked_bias"] = torch.tensor(-1e4)
+    bare["lm_head.weight"] = bare["wte.weight"].clone()
+    assert same(imported(written(bare, copy)), right)
+
+
+def test_rotary_buffers_of_older_llamas(tmp_path: Path) -> None:
+    folder = saved(llama(), tmp_path / "llama")
+    buffer = {"model.layers.1.self_attn.rotary_emb.inv_freq": torch.ones(4)}
+    written(weights_in(folder) | buffer, folder)
+    assert imported(folder)
+
+
+def test_large_tensors_are_written_in_many_pieces_and_files(
+    folder: Path, right: Weights, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megaspeed.hugging_face.importing.LARGEST_PIECE_BYTES", 1000)
+    monkeypatch.setattr(
+        "megaspeed.hugging_face.importing.write_pieces_alone",
+        lambda folder, pieces: write_pieces_alone(folder, pieces, file_bytes=20_000),
+    )
+    import_model(folder, tmp_path / "out")
+    assert len(list((tmp_path / "out").glob("*.distcp"))) > 10
+    assert inspect(tmp_path / "out").problems == ()
+    assert same(load_whole_model(tmp_path / "out").state_dict(), right)
+
+
+# --- what is refused ------------------------------------------------------------------------------
+
+
+def refusal(folder: Path, kind: type[Exception] = HuggingFaceError) -> str:
+    """Why a folder is not imported; nothing is left of the try."""
+    out = folder.parent / "refused"
+    with pytest.raises(kind) as caught:
+        import_model(folder, out)
+    assert not out.exists() and not list(folder.parent.glob("*.writing"))
+    return str(caught.value)
+
+
+def test_missing_unexpected_and_misshapen_tensors_are_all_told(copy: Path, folder: Path) -> None:
+    weights = weights_in(folder)
+    del weights["transformer.h.1.ln_2.bias"]
+    weights["transformer.h.2.ln_1.weight"] = torch.zeros(32)
+    weights["transformer.wpe.weight"] = torch.zeros(95, 32)
+    weights["transformer.h.0.mlp.c_fc.weight"] = torch.zeros(128, 32)
+    weights["transformer.h.0.ln_1.bias"] = torch.zeros(32, dtype=torch.int8)
+    told = refusal(written(weights, copy)).splitlines()
+    assert told == [
+        "the weights are not those of the model in config.json:",
+        "  transformer.h.1.ln_2.bias is missing",
+        "  h.2.ln_1.weight (32) is in model.safetensors and not in the model",
+        "  transformer.wpe.weight is 95 x 32 in model.safetensors and 96 x 32 in the model",
+        "  transformer.h.0.ln_1.bias in model.safetensors is none of float32, bfloat16 and float16",
+        "  transformer.h.0.mlp.c_fc.weight is 128 x 32 in model.safetensors and 32 x 128 in the "
+        "model",
+        "Fetch both anew, from one revision.",
+    ]
+
+
+def test_a_head_of_its_own_is_not_dropped(copy: Path, folder: Path) -> None:
+    weights = weights_in(folder)
+    head = weights["transformer.wte.weight"].clone()
+    head[-1, -1] += 1
+    told = refusal(written({**weights, "lm_head.weight": head}, copy))
+    assert (
+        "lm_head.weight is not the embedding, and tie_word_embeddings in config.json says" in told
+    )
+
+
+def test_a_tensor_under_both_of_its_names(copy: Path, folder: Path) -> None:
+    weights = weights_in(folder)
+    told = refusal(written({**weights, "ln_f.bias": torch.zeros(32)}, copy))
+    assert "  ln_f.bias is there with and without transformer." in told.splitlines()
+
+
+def test_damaged_and_missing_files(copy: Path, folder: Path) -> None:
+    assert "has none of model.safetensors, model.safetensors.index.json" in refusal(copy)
+    (copy / WEIGHTS).write_bytes((folder / WEIGHTS).read_bytes()[:-100])
+    assert f"{copy / WEIGHTS} cannot be read (" in refusal(copy)
+    (copy / WEIGHTS).unlink()
+    (copy / "pytorch_model.bin").write_bytes(os.urandom(100))
+    assert "pytorch_model.bin cannot be read (" in refusal(copy)
+    (copy / "pytorch_model.bin").unlink()
+    index = copy / "model.safetensors.index.json"
+    index.write_text('{"weight_map": {"transformer.wte.weight": "../secret.safetensors"}}')
+    assert "names secret.safetensors, which" in refusal(copy)
+    written({"x": torch.zeros(1)}, copy, "secret.safetensors")
+    assert "names 1 tensors that are not where it says, the first transformer.wte.w" in refusal(
+        copy
+    )
+    index.write_text("{}")
+    assert "has no weight_map of names and files; fetch it anew" in refusal(copy)
+
+
+def test_a_bin_file_is_no_program(copy: Path) -> None:
+    class Program:
+        def __reduce__(self) -> Any:
+            return os.mkdir, (str(copy / "was here"),)
+
+    torch.save({"transformer.wte.weight": Program()}, copy / "pytorch_model.bin")
+    assert "cannot be read" in refusal(copy)
+    assert not (copy / "was here").exists()
+
+
+def test_a_model_that_ours_cannot_be(folder: Path, copy: Path) -> None:
+    written(weights_in(folder), copy)
+    change_config(copy, activation_function="gelu", n_head=5)
+    told = refusal(copy, ConfigError)
+    assert 'activation_function is "gelu" (a string), and must be "gelu_new"' in told
+    change_config(copy, activation_function="gelu_new")
+    told = refusal(copy, ConfigError)
+    assert "model.hidden_size 32 must be divisible by model.num_attention_heads 5" in told
+
+
+def test_a_tokenizer_larger_than_the_model(tmp_path: Path) -> None:
+    folder = with_tokenizer(saved(gpt2(vocab_size=260), tmp_path / "gpt2"))
+    told = refusal(folder, DataError)
+    assert f"{str(folder)!r} has " in told and "while model.vocab_size is 260" in told
+
+
+def test_a_place_that_is_taken(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(FileExistsError, match="is there already"):
+        import_model(folder, tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_too_little_disk_or_memory_is_told_before_anything_is_written(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(room, "available_memory_bytes", lambda: 1_000)
+    with pytest.raises(HuggingFaceError, match=r"1,000 are available; go on without it by --no-ve"):
+        import_model(folder, tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+    monkeypatch.setattr(room, "free_bytes", lambda folder: 100)
+    with pytest.raises(HuggingFaceError, match=r"will take 152,704 bytes, and its disk has 100"):
+        import_model(folder, tmp_path / "out", verify=False)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_tokenizer_of_an_older_format_is_written_as_a_new_one(copy: Path, folder: Path) -> None:
+    tokens = with_tokenizer(copy.parent / "tokens")
+    vocabulary = json.loads((tokens / "tokenizer.json").read_text())["model"]
+    (copy / "vocab.json").write_text(json.dumps(vocabulary["vocab"]))
+    merges = "\n".join(" ".join(pair) for pair in vocabulary["merges"])
+    (copy / "merges.txt").write_text(f"#version: 0.2\n{merges}\n")
+    (copy / "tokenizer_config.json").write_text('{"tokenizer_class": "GPT2Tokenizer"}')
+    imported(written(weights_in(folder), copy))
+    carried = saved_tokenizer(copy.parent / "out")
+    assert carried is not None and (carried / "tokenizer.json").is_file()

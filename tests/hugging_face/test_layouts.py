@@ -1,0 +1,146 @@
+"""A model of transformers comes in, trains and goes out the same at every layout.
+
+    stock model --import--> checkpoint --load--> ranks --logits, a few steps--> the stock model's
+                                                   |
+                                                   +--save--export--> the stock model's weights
+
+The stock model is trained by transformers and torch alone; only the samples are ours.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from megaspeed.config import Run
+from megaspeed.config.from_hf import read_model_section
+from megaspeed.data import LoaderShape, PreparedCorpus, TrainingLoader
+from megaspeed.hugging_face.exporting import export_model
+from megaspeed.hugging_face.importing import import_model
+from tests.hugging_face.imported_run import train_imported
+from tests.hugging_face.models import gpt2, llama, same, saved, weights_in
+from tests.parallel.tiny import tiny_corpus, tiny_run
+from tests.rank_pool import RankPool
+
+TEXT = Path(__file__).parents[2] / "LICENSE"
+STEPS = 4
+
+# (pipeline, data, tensor) and ZeRO stage.
+LAYOUTS = {(1, 1, 1): 0, (2, 2, 1): 3, (1, 2, 2): 1, (2, 2, 2): 2}
+
+MODELS: dict[str, Callable[[], PreTrainedModel]] = {
+    "gpt2 tied": lambda: gpt2(n_layer=3, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0),
+    "llama grouped, tied": lambda: llama(num_hidden_layers=3, tie_word_embeddings=True),
+    "llama grouped, untied": lambda: llama(num_hidden_layers=3),
+}
+
+
+@dataclass
+class Trained:
+    """What became of a model.
+
+    Attributes:
+        logits: of the first step's samples before it, (24, S, V).
+        losses: of each step.
+        weights: after the last step, under transformers' names.
+    """
+
+    logits: Tensor
+    losses: list[float]
+    weights: dict[str, Tensor]
+
+
+@pytest.mark.timeout(150)
+@pytest.mark.parametrize("make", MODELS.values(), ids=MODELS.keys())
+def test_an_imported_model_is_the_stock_model_at_every_layout(
+    make: Callable[[], PreTrainedModel], pool: RankPool, tmp_path: Path
+) -> None:
+    stock = make()
+    folder = saved(stock, tmp_path / "hf")
+    imported = tmp_path / "imported"
+    import_model(folder, imported)
+    corpus = tiny_corpus(run_at((1, 1, 1), folder, tmp_path), tmp_path / "cache")
+    expected = train_stock(stock, run_at((1, 1, 1), folder, tmp_path), corpus)
+    assert expected.losses[-1] < expected.losses[0]  # else training could be left out unnoticed
+    for layout in LAYOUTS:
+        run = run_at(layout, folder, tmp_path)
+        world_size = run.degrees.world_size
+        logits, losses = pool.run(world_size, train_imported, run, corpus, imported, STEPS)[0]
+        torch.testing.assert_close(logits, expected.logits, rtol=0, atol=1e-4, msg=str(layout))
+        torch.testing.assert_close(losses, expected.losses, rtol=1e-5, atol=0, msg=str(layout))
+        before, after = sorted((run.run_dir / "checkpoints").glob("step-*"))
+        export_model(before, tmp_path / f"before {layout}")
+        assert same(weights_in(folder), weights_in(tmp_path / f"before {layout}")), layout
+        export_model(after, tmp_path / f"after {layout}")
+        trained = weights_in(tmp_path / f"after {layout}")
+        torch.testing.assert_close(
+            without_key_biases(trained), without_key_biases(expected.weights), rtol=0, atol=2e-4
+        )
+
+
+def run_at(layout: tuple[int, int, int], folder: Path, place: Path) -> Run:
+    pp, dp, tp = layout
+    return tiny_run(
+        TEXT,
+        pp=pp,
+        dp=dp,
+        tp=tp,
+        model=read_model_section(str(folder)),
+        zero_optimization={"stage": LAYOUTS[layout]},
+        parallel={"sequence_parallel": layout == (2, 2, 2)},
+        training={"run_dir": str(place / f"run {layout}")},
+    )
+
+
+def train_stock(stock: PreTrainedModel, run: Run, corpus: PreparedCorpus) -> Trained:
+    """The same steps by transformers and torch."""
+    size = run.batch.train_batch_size
+    loader = TrainingLoader(corpus, LoaderShape(size, 1, 0, 1))
+    params = run.config.optimizer.params
+    matrices = [p for p in stock.parameters() if p.ndim > 1]
+    vectors = [p for p in stock.parameters() if p.ndim == 1]
+    optimizer = torch.optim.AdamW(
+        [
+            {"params": matrices, "weight_decay": params.weight_decay},
+            {"params": vectors, "weight_decay": 0.0},
+        ],
+        lr=params.lr,
+        betas=params.betas,
+        eps=params.eps,
+    )
+    batches = [loader.micro_batch(step * size, 0) for step in range(STEPS)]
+    with torch.no_grad():
+        first = stock(batches[0].tokens).logits
+    losses = []
+    for batch in batches:
+        logits = stock(batch.tokens).logits
+        loss = F.cross_entropy(logits.flatten(0, 1), batch.targets.flatten())
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(stock.parameters(), run.config.gradient_clipping)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    # A tied head stands in no file, and here under two names.
+    tied = stock.config.tie_word_embeddings
+    weights = {
+        name: value.clone()
+        for name, value in stock.state_dict().items()
+        if not (tied and name == "lm_head.weight")
+    }
+    return Trained(first, losses, weights)
+
+
+def without_key_biases(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """A key bias moves all scores of a row alike, so its gradient is rounding alone.
+
+    Adam makes whole steps of it, and of the other sign elsewhere.
+    """
+    return {
+        name: torch.cat(value.chunk(3)[::2]) if name.endswith("c_attn.bias") else value
+        for name, value in weights.items()
+    }

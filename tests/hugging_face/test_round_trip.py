@@ -1,0 +1,108 @@
+"""A model comes back as it went in: every bit of every weight, its config, its tokenizer."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from megaspeed.checkpoint.soundness import problems_of
+from megaspeed.checkpoint.whole_model import load_whole_model, model_config
+from megaspeed.config import ModelConfig
+from megaspeed.config.from_hf import read_model_section
+from megaspeed.hugging_face.exporting import export_model
+from megaspeed.hugging_face.importing import import_model
+from tests.hugging_face.models import (
+    MODELS,
+    gpt2,
+    llama,
+    same,
+    saved,
+    weights_in,
+    with_tokenizer,
+)
+
+Make = Callable[[], PreTrainedModel]
+
+
+def shape_of(folder: Path) -> ModelConfig:
+    """What a folder's config.json says of the model."""
+    return ModelConfig.model_validate(read_model_section(str(folder)))
+
+
+@pytest.mark.parametrize("make", MODELS.values(), ids=MODELS.keys())
+def test_there_and_back_is_the_same_to_the_last_bit(make: Make, tmp_path: Path) -> None:
+    stock = make()
+    folder = saved(stock, tmp_path / "hf")
+    told: list[str] = []
+    import_model(folder, tmp_path / "checkpoint", tell=told.append)
+    assert told[-1].startswith("verified: logits of 3 prompts of up to 96 tokens differ by at most")
+    assert told[-1].endswith("and 64 greedy tokens are the same")
+    assert problems_of(tmp_path / "checkpoint") == []
+    export_model(tmp_path / "checkpoint", tmp_path / "back", tell=told.append)
+    assert told[-1].startswith("verified: ")
+    assert same(weights_in(folder), weights_in(tmp_path / "back"))
+    assert shape_of(folder) == shape_of(tmp_path / "back")
+
+
+@pytest.mark.parametrize("make", MODELS.values(), ids=MODELS.keys())
+def test_ours_and_the_exported_one_have_the_logits_of_the_first(make: Make, tmp_path: Path) -> None:
+    """Said once more without our verification, by a plain comparison."""
+    stock = make()
+    import_model(saved(stock, tmp_path / "hf"), tmp_path / "checkpoint", verify=False)
+    export_model(tmp_path / "checkpoint", tmp_path / "back", verify=False)
+    again, loading = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "back", output_loading_info=True
+    )
+    assert not any(loading[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    tokens = torch.randint(301, (2, 96), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        expected = stock(tokens).logits
+        for logits in (
+            load_whole_model(tmp_path / "checkpoint")(tokens),
+            again(tokens).logits,
+        ):
+            torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_the_tokenizer_goes_with_it_byte_for_byte(tmp_path: Path) -> None:
+    folder = with_tokenizer(saved(gpt2(), tmp_path / "hf"))
+    import_model(folder, tmp_path / "checkpoint")
+    export_model(tmp_path / "checkpoint", tmp_path / "back")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        content = (folder / name).read_bytes()
+        assert (tmp_path / "checkpoint" / name).read_bytes() == content
+        assert (tmp_path / "back" / name).read_bytes() == content
+    theirs, ours = map(AutoTokenizer.from_pretrained, (folder, tmp_path / "back"))
+    text = "Ought it to be so? Öh, not to be."
+    assert ours(text)["input_ids"] == theirs(text)["input_ids"]
+    stock = AutoModelForCausalLM.from_pretrained(tmp_path / "back")
+    for names in (stock.config, stock.generation_config):
+        assert names.eos_token_id == names.bos_token_id == theirs.eos_token_id == 0
+
+
+@pytest.mark.parametrize("precision", ["bfloat16", "float16"])
+def test_half_precision_becomes_fp32_masters_and_the_same_halves_again(
+    tmp_path: Path, precision: str
+) -> None:
+    dtype = getattr(torch, precision)
+    folder = saved(llama().to(dtype), tmp_path / "hf")
+    import_model(folder, tmp_path / "checkpoint")
+    masters = load_whole_model(tmp_path / "checkpoint").state_dict()
+    assert all(torch.equal(master, master.to(dtype).float()) for master in masters.values())
+    export_model(tmp_path / "checkpoint", tmp_path / "back", precision=precision)  # type: ignore[arg-type]
+    assert same(weights_in(folder), weights_in(tmp_path / "back"))
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "back", dtype="auto").dtype == dtype
+
+
+def test_dropout_positions_and_epsilon_are_taken_over(tmp_path: Path) -> None:
+    stock = gpt2(embd_pdrop=0.25, attn_pdrop=0.5, resid_pdrop=0.0, layer_norm_epsilon=1e-3)
+    import_model(saved(stock, tmp_path / "hf"), tmp_path / "checkpoint")
+    model = model_config(tmp_path / "checkpoint")
+    assert (model.embedding_dropout, model.attention_dropout, model.residual_dropout) == (
+        0.25,
+        0.5,
+        0.0,
+    )
+    assert (model.layer_norm_epsilon, model.max_position_embeddings) == (1e-3, 96)

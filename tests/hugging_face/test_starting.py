@@ -1,0 +1,132 @@
+"""A run starts from an imported model: its weights, no moments, step 0; then it is any run."""
+
+import json
+import os
+from contextlib import redirect_stderr, redirect_stdout
+from io import StringIO
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from megaspeed.checkpoint.run_state import Progress, RunState
+from megaspeed.checkpoint.soundness import problems_of
+from megaspeed.checkpoint.tensors import KINDS
+from megaspeed.checkpoint.whole_model import load_whole_model, model_config
+from megaspeed.cli import main
+from megaspeed.config import Run
+from megaspeed.hugging_face.importing import import_model
+from megaspeed.topology import LaunchEnvironment
+from megaspeed.training import pretrain
+from tests.checkpoint.saved_runs import SavedRun, started
+from tests.hugging_face.models import llama, saved, with_tokenizer
+from tests.parallel.tiny import tiny_corpus, tiny_run
+from tests.rank_pool import RankPool
+
+TEXT = Path(__file__).parents[2] / "LICENSE"
+State = dict[str, dict[str, Tensor]]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An untied Llama with a tokenizer."""
+    return with_tokenizer(saved(llama(), tmp_path_factory.mktemp("llama") / "hf"))
+
+
+@pytest.fixture(scope="module")
+def imported(folder: Path) -> Path:
+    """Its checkpoint."""
+    import_model(folder, folder.parent / "imported")
+    return folder.parent / "imported"
+
+
+def state_after_loading(
+    launch: LaunchEnvironment, run: Run, cache: Path, checkpoint: Path
+) -> tuple[Progress, State]:
+    """Of an engine that has moments of its own before."""
+    with started(launch, run) as context:
+        rank = SavedRun.start(run, tiny_corpus(run, cache), context)
+        rank.train_step()
+        progress = rank.checkpointing.load(checkpoint)
+        return progress, rank.stretch(0).state
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_its_weights_are_taken_and_its_moments_are_zeros(
+    pool: RankPool, tmp_path: Path, imported: Path, stage: int
+) -> None:
+    model = model_config(imported).model_dump(mode="json", exclude_none=True)
+    run = tiny_run(TEXT, model=model, zero_optimization={"stage": stage})
+    ((progress, state),) = pool.run(1, state_after_loading, run, tmp_path, imported)
+    assert progress == Progress()
+    expected = load_whole_model(imported).state_dict()
+    assert state.keys() == set(KINDS) and state["weights"].keys() == expected.keys()
+    assert all(torch.equal(state["weights"][name], expected[name]) for name in expected)
+    for kind in KINDS[1:]:
+        assert not any(moment.any() for moment in state[kind].values())
+
+
+def job(
+    launch: LaunchEnvironment, cache: Path, commands: list[list[str]]
+) -> list[tuple[int, str, str]]:
+    """Exit code, stdout and stderr of one main job after the other, as the only rank."""
+    os.environ["MEGASPEED_CACHE"] = str(cache)
+    endings = []
+    for command in commands:
+        with redirect_stdout(StringIO()) as out, redirect_stderr(StringIO()) as err:
+            code = pretrain.main(command)
+        endings.append((code, out.getvalue(), err.getvalue()))
+    return endings
+
+
+@pytest.fixture
+def config(tmp_path: Path, folder: Path) -> Path:
+    """A run of the model in the folder, with its tokenizer."""
+    values = {
+        "model": {"from_hf": str(folder)},
+        "data": {
+            "train": [str(TEXT)],
+            "validation_fraction": 0.0,
+            "tokenizer": str(folder),
+            "sequence_length": 16,
+        },
+        "training": {"steps": 2, "run_dir": str(tmp_path / "run"), "save_interval": 1},
+        "train_batch_size": 4,
+        "train_micro_batch_size_per_gpu": 4,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+    }
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    return tmp_path / "config.json"
+
+
+def test_a_run_starts_from_it_and_its_checkpoints_are_exported_with_their_tokenizer(
+    pool: RankPool, tmp_path: Path, config: Path, folder: Path, imported: Path
+) -> None:
+    """Interrupted after the first step, it goes on from its own checkpoint, not from the import."""
+    start = ["--config", str(config), "--resume", str(imported), "--set", "training.steps=1"]
+    again = ["--config", str(config)]
+    first, second = pool.run(1, job, tmp_path / "cache", [start, again])[0]
+    assert first[0] == second[0] == 0, (first, second)
+    assert f"starting from {imported}" in first[1].splitlines()
+    assert "changed since" not in first[1]
+    checkpoints = tmp_path / "run" / "checkpoints"
+    assert f"resuming from {checkpoints / 'step-00000001'}" in second[1].splitlines()
+    newest = checkpoints / "step-00000002"
+    assert problems_of(newest) == [] and RunState.read(newest).kinds == KINDS
+    assert main(["export-hf", str(tmp_path / "run"), str(tmp_path / "out")]) == 0
+    stock = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    theirs, ours = map(AutoTokenizer.from_pretrained, (folder, tmp_path / "out"))
+    text = "To be trained, or not to be"
+    assert ours(text)["input_ids"] == theirs(text)["input_ids"]
+    assert stock.config.eos_token_id == theirs.eos_token_id
+
+
+def test_another_model_is_refused_by_name(pool: RankPool, config: Path, imported: Path) -> None:
+    change = ["--set", "model.rope_theta=500.0"]
+    command = ["--config", str(config), "--resume", str(imported), *change]
+    (((code, _, err),),) = pool.run(1, job, config.with_name("cache"), [command])
+    assert code != 0
+    assert f"(imported from {imported.parent / 'hf'}) is not of this run" in err
+    assert "model.rope_theta was 10000.0 and is 500.0; set it back, or start a new run" in err

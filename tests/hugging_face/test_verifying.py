@@ -1,0 +1,151 @@
+"""The comparison itself: its prompts, its limits, and what it does where a model is short."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from megaspeed.checkpoint.whole_model import load_whole_model
+from megaspeed.config import ModelConfig
+from megaspeed.hugging_face import verifying
+from megaspeed.hugging_face.errors import Disagreement, HuggingFaceError
+from megaspeed.hugging_face.importing import import_model
+from megaspeed.hugging_face.stock import load_stock
+from megaspeed.hugging_face.verifying import compare
+from tests.hugging_face.models import gpt2, llama, saved, weights_in
+from tests.model.tiny_gpt import llama as our_llama
+
+
+@pytest.fixture(scope="module")
+def both(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """(checkpoint, folder) of the same Llama."""
+    root = tmp_path_factory.mktemp("both")
+    import_model(saved(llama(), root / "hf"), root / "checkpoint", verify=False)
+    return root / "checkpoint", root / "hf"
+
+
+def test_figures_of_an_agreement(both: tuple[Path, Path]) -> None:
+    found = compare(*both)
+    assert (found.prompts, found.tokens, found.tolerance) == ((1, 16, 96), 64, 1e-4)
+    assert 0 < found.difference < 1e-5
+
+
+@pytest.mark.parametrize(("positions", "prompts", "tokens"), [(1, (1,), 0), (20, (1, 16, 20), 4)])
+def test_a_short_model_is_asked_for_less(
+    tmp_path: Path, positions: int, prompts: tuple[int, ...], tokens: int
+) -> None:
+    folder = saved(gpt2(n_positions=positions), tmp_path / "hf")
+    import_model(folder, tmp_path / "checkpoint", verify=False)
+    found = compare(tmp_path / "checkpoint", folder)
+    assert (found.prompts, found.tokens) == (prompts, tokens)
+
+
+@pytest.mark.parametrize("vocab_size", [1, 7, 301, 128_256])
+def test_prompts_go_all_over_the_vocabulary(vocab_size: int) -> None:
+    """Every sixteenth of it is met by 64 ids, as often as any other."""
+    ids = verifying._spread_ids(vocab_size, 64)
+    assert ids.min() >= 0 and ids.max() < vocab_size
+    assert torch.equal(ids, verifying._spread_ids(vocab_size, 64))
+    counts = torch.histc(ids.float(), 16, 0, vocab_size)
+    if vocab_size > 64:
+        assert counts.min() >= 3 and counts.max() <= 5
+
+
+def test_a_model_takes_prompts_of_up_to_512_tokens() -> None:
+    config = our_llama(max_position_embeddings=4096)
+    assert verifying._lengths(config) == [1, 16, 128, 512]
+
+
+# --- limits ---------------------------------------------------------------------------------------
+
+
+def shifted(by: float) -> Callable[..., Tensor]:
+    """A model's own logits and one of them more by so much."""
+
+    def forward(self: torch.nn.Module, x: Tensor) -> Tensor:
+        logits: Tensor = self.output(self.norm(x))
+        logits[..., 5] += by
+        return logits
+
+    return forward
+
+
+@pytest.mark.parametrize("by", [2e-4, -2e-4, 1.0, float("nan"), float("inf")])
+def test_one_word_that_differs_by_more_than_the_limit_is_enough(
+    both: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, by: float
+) -> None:
+    monkeypatch.setattr("megaspeed.model.layers.Head.forward", shifted(by))
+    with pytest.raises(Disagreement, match=r"and rounding explains 0\.0001 "):
+        compare(*both)
+
+
+def test_what_rounding_explains_passes(
+    both: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megaspeed.model.layers.Head.forward", shifted(5e-5))
+    assert compare(*both).difference == pytest.approx(5e-5, rel=0.1)
+
+
+def test_the_limit_grows_with_logits_above_50(both: tuple[Path, Path]) -> None:
+    """Two parts in a million of the largest, which are 16 units in the last place of fp32."""
+    model = load_whole_model(both[0])
+    prompt = torch.arange(8)
+    with torch.no_grad():
+        logits = model(prompt[None])[0]
+    largest = float(logits.abs().max())
+    for factor, expected in ((1.0, 1e-4), (100.0, 2e-6 * 100 * largest)):
+        model.head.norm.weight.mul_(factor)  # type: ignore[union-attr, operator]
+        with torch.no_grad():
+            theirs = model(prompt[None])[0]
+        _, tolerance = verifying._compare_logits(model, [prompt], [theirs])
+        assert tolerance == pytest.approx(expected, rel=1e-4)
+
+
+def test_a_token_that_is_not_the_greedy_choice_is_told(both: tuple[Path, Path]) -> None:
+    model, stock = load_whole_model(both[0]), load_stock(both[1], strict=True)
+    text = stock.continued(torch.arange(16), 10)
+    verifying._compare_choices(model, text, 16, 1e-4)
+    text[20] = (text[20] + 1) % 301
+    with pytest.raises(Disagreement, match=r"greedy token 5 of 10 is \d+ there and \d+ here"):
+        verifying._compare_choices(model, text, 16, 1e-4)
+
+
+def test_of_two_equal_words_either_is_greedy(both: tuple[Path, Path]) -> None:
+    model = load_whole_model(both[0])
+    head = model.head.output.weight  # type: ignore[union-attr]
+    text = load_stock(both[1], strict=True).continued(torch.arange(16), 1)
+    twin = (int(text[-1]) + 7) % 301
+    head[twin] = head[int(text[-1])]
+    verifying._compare_choices(model, torch.tensor([*range(16), twin]), 16, 1e-4)
+
+
+# --- what cannot be compared ----------------------------------------------------------------------
+
+
+def test_transformers_must_find_every_tensor_and_no_other(tmp_path: Path) -> None:
+    folder = saved(llama(), tmp_path / "hf")
+    weights = weights_in(folder)
+    beside = {"model.layers.7.mlp.up_proj.weight": torch.zeros(48, 32)}
+    save_file(weights | beside, folder / "model.safetensors", metadata={"format": "pt"})
+    load_stock(folder, strict=False)
+    with pytest.raises(HuggingFaceError, match=r"has beside the model's model\.layers\.7\.mlp"):
+        load_stock(folder, strict=True)
+    del weights["model.norm.weight"]
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(HuggingFaceError, match=r"lacks model\.norm\.weight"):
+        load_stock(folder, strict=False)
+
+
+def test_the_room_that_it_takes_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of Llama-2 7B in fp32: 27 GB of weights, and some logits."""
+    config = ModelConfig.model_validate({"preset": "llama-2-7b"})
+    monkeypatch.setattr("megaspeed.hugging_face.room.available_memory_bytes", lambda: 16 << 30)
+    with pytest.raises(HuggingFaceError, match=r"takes about 27,\d+,\d+,\d+ bytes of memory, and "):
+        verifying.check_room(config)
+    monkeypatch.setattr("megaspeed.hugging_face.room.available_memory_bytes", lambda: 32 << 30)
+    verifying.check_room(config)
+    monkeypatch.setattr("megaspeed.hugging_face.room.available_memory_bytes", lambda: None)
+    verifying.check_room(config)
