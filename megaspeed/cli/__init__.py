@@ -5,7 +5,14 @@
     megaspeed schedule --config FILE --world-size N       the pipeline's timetable, as a grid
     megaspeed compare  --config FILE --world-size N       the ZeRO stages, trained side by side
     megaspeed plan     --config FILE --world-size N       memory, traffic and rank map, worked out
+    megaspeed show-batch --config FILE --step K           the ids and the text of any step
     megaspeed checkpoint show|verify DIR                  what checkpoints hold; are they whole
+    megaspeed import-hf DIR OUT                           a Hugging Face model to start a run from
+    megaspeed export-hf CHECKPOINT OUT                    a checkpoint as a Hugging Face model
+    megaspeed generate --checkpoint DIR --prompt TEXT     a few continuations, for eyes
+    megaspeed evaluate --checkpoint DIR INPUT...          loss, perplexity and bits per byte of text
+    megaspeed train-tokenizer FILE... --output DIR        a byte-level BPE for your text
+    megaspeed tokenize FILE... --output DIR               text of any size to files of tokens
 
 Each command is a file of this folder with ``add_to`` (its arguments) and ``run`` (what it does).
 Exit codes: 0 done, 1 the run or the check failed, 2 the input is wrong.
@@ -16,13 +23,41 @@ import os
 import sys
 from collections.abc import Sequence
 
-from megaspeed.cli import check, checkpoint, compare, plan, schedule, verify
+from megaspeed.cli import (
+    check,
+    checkpoint,
+    compare,
+    evaluate,
+    export_hf,
+    generate,
+    import_hf,
+    plan,
+    schedule,
+    show_batch,
+    tokenize,
+    train_tokenizer,
+    verify,
+)
 from megaspeed.cli.common_options import EXIT_DONE, EXIT_FAILED, EXIT_WRONG_INPUT
 from megaspeed.cli.output import say
 from megaspeed.config import ConfigError
 from megaspeed.data import DataError
 
-_COMMANDS = (check, verify, schedule, compare, plan, checkpoint)
+_COMMANDS = (
+    check,
+    verify,
+    schedule,
+    compare,
+    plan,
+    show_batch,
+    checkpoint,
+    import_hf,
+    export_hf,
+    generate,
+    evaluate,
+    train_tokenizer,
+    tokenize,
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

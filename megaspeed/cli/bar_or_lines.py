@@ -1,0 +1,73 @@
+"""How far a long command has come: a bar on a terminal, else a line every few seconds."""
+
+import time
+from datetime import timedelta
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+_SECONDS_BETWEEN_LINES = 10.0
+
+
+class BarOrLines:
+    """Shows a share of a whole and a text, on standard error.
+
+    Args:
+        total: the whole, in any unit; 0 where it is not known.
+        seconds_between_lines: where there is no terminal.
+        done_before: how much was done when the command was started.
+    """
+
+    def __init__(
+        self,
+        total: int,
+        seconds_between_lines: float = _SECONDS_BETWEEN_LINES,
+        *,
+        done_before: int = 0,
+    ) -> None:
+        self._total = total
+        self._seconds_between_lines = seconds_between_lines
+        self._line_at = time.monotonic()
+        self._console = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
+        self._bar = Progress(
+            BarColumn(),
+            TaskProgressColumn(),
+            TimeRemainingColumn(),
+            TextColumn("{task.description}", markup=False),
+            console=self._console,
+            transient=True,
+            disable=not self._console.is_terminal,
+        )
+        self._task = self._bar.add_task("", total=total or None, completed=done_before)
+
+    def __enter__(self) -> Self:
+        self._bar.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._bar.stop()
+
+    def show(self, done: int, text: str) -> None:
+        """Shows that ``done`` of the whole is done, and what came of it."""
+        self._bar.update(self._task, completed=done, description=text)
+        now = time.monotonic()
+        if not self._console.is_terminal and now - self._line_at >= self._seconds_between_lines:
+            self._line_at = now
+            share = f"{done / self._total:4.0%}  " if self._total else ""
+            self._console.print(share + text + self._left())
+
+    def tell(self, text: str) -> None:
+        """Prints a line that stays, above the bar."""
+        self._console.print(text)
+
+    def _left(self) -> str:
+        (task,) = self._bar.tasks
+        seconds = task.time_remaining  # None where nothing tells yet
+        return f", {timedelta(seconds=int(seconds))} left" if seconds else ""

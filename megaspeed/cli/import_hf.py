@@ -1,0 +1,43 @@
+"""``megaspeed import-hf``: a Hugging Face model as a checkpoint that a run starts from.
+
+    megaspeed import-hf DIR OUT [--no-verify]
+    deepspeed scripts/pretrain.py --config FILE --set model.from_hf=DIR --resume OUT
+
+DIR is a folder as save_pretrained writes it: config.json, safetensors or pytorch_model.bin, in one
+file or many. OUT appears whole, after both implementations gave the same logits, or not at all.
+"""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from megaspeed.cli.common_options import EXIT_DONE, EXIT_FAILED, EXIT_WRONG_INPUT
+from megaspeed.cli.export_hf import add_no_verify
+from megaspeed.cli.output import say
+
+
+def add_to(commands: Any) -> None:
+    """Adds the command."""
+    text = "make a checkpoint of a Hugging Face model"
+    parser = commands.add_parser("import-hf", help=text, description=text)
+    parser.set_defaults(run=run)
+    parser.add_argument("folder", type=Path, metavar="DIR", help="the model's folder")
+    parser.add_argument("out", type=Path, metavar="OUT", help="the checkpoint to make")
+    add_no_verify(parser)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Imports; says what was written."""
+    # Imported here: torch and transformers take seconds, which `check` need not wait for.
+    from megaspeed.hugging_face.errors import Disagreement, HuggingFaceError
+    from megaspeed.hugging_face.importing import import_model
+
+    try:
+        import_model(options.folder, options.out, verify=options.verify, tell=say)
+    except Disagreement as error:
+        say(str(error), error=True)
+        return EXIT_FAILED
+    except (HuggingFaceError, FileExistsError) as error:
+        say(str(error), error=True)
+        return EXIT_WRONG_INPUT
+    return EXIT_DONE

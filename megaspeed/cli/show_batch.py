@@ -1,0 +1,85 @@
+"""``megaspeed show-batch``: the ids and the text that a run trains on at any step.
+
+    megaspeed show-batch --config FILE --step 1000          the samples of that step
+    megaspeed show-batch --config FILE --samples 64:72      samples 64 ... 71 of the stream
+
+Nothing is replayed: which tokens a sample is follows from the data, its seed and its index.
+"""
+
+import argparse
+import sys
+from typing import Any
+
+from megaspeed.cli.common_options import EXIT_DONE, add_command, load, positive
+from megaspeed.cli.output import say, write_json
+from megaspeed.config import ConfigError, read_config
+
+_WIDTH = 120
+"""Columns of the table where it does not go to a terminal."""
+
+
+def add_to(commands: Any) -> None:
+    """Adds the command and its options."""
+    text = "show what a run trains on at any step"
+    parser = add_command(commands, "show-batch", run, text, needs_world_size=False)
+    which = parser.add_mutually_exclusive_group(required=True)
+    which.add_argument(
+        "--step", type=positive, metavar="K", help="step of a run that began at sample 0; from 1"
+    )
+    which.add_argument(
+        "--samples", type=_samples, metavar="A:B", help="samples A ... B-1 of the stream; from 0"
+    )
+
+
+def run(options: argparse.Namespace) -> int:
+    """Prepares the corpus, as training does, and shows the samples."""
+    # Imported here: torch takes seconds, which wrong input need not wait for.
+    from rich.console import Console
+
+    from megaspeed.analysis.batches import samples_table, show_samples
+    from megaspeed.data import prepare_corpus
+
+    config = read_config(options.config, options.overrides)
+    samples = options.samples or _samples_of_step(options, config.train_batch_size)
+    corpus = prepare_corpus(config.data, config.model.vocab_size)
+    shown = list(show_samples(corpus, samples))
+    step = "" if options.step is None else f"step {options.step}: "
+    say(f"{step}samples {samples.start} ... {samples.stop - 1} of {options.config}")
+    console = Console(width=None if sys.stdout.isatty() else _WIDTH, highlight=False, markup=False)
+    console.print(samples_table(shown))
+    write_json(
+        options,
+        {
+            "step": options.step,
+            "corpus": corpus.fingerprint,
+            "seed": corpus.seed,
+            "sequence_length": corpus.sequence_length,
+            "samples": [sample.as_json() for sample in shown],
+        },
+    )
+    return EXIT_DONE
+
+
+def _samples_of_step(options: argparse.Namespace, train_batch_size: int | None) -> range:
+    if options.world_size is not None:
+        train_batch_size = load(options, device_type="cuda").batch.train_batch_size
+    if train_batch_size is None:
+        raise ConfigError(
+            [
+                "which samples a step has follows from train_batch_size, and the file leaves it to "
+                "the number of processes; add --world-size, or name samples with --samples A:B"
+            ],
+            where=str(options.config),
+        )
+    return range((options.step - 1) * train_batch_size, options.step * train_batch_size)
+
+
+def _samples(text: str) -> range:
+    """A:B on the command line."""
+    try:
+        first, stop = (int(part) for part in text.split(":"))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"it must be like 64:72, not {text!r}") from error
+    if not 0 <= first < stop:
+        raise argparse.ArgumentTypeError(f"A must be at least 0 and less than B, not {text!r}")
+    return range(first, stop)

@@ -1,0 +1,53 @@
+"""Options that name text: files of every format, and datasets."""
+
+import argparse
+
+from megaspeed.config.data import Source
+from megaspeed.data.text.sources import SourceFile, list_files
+
+
+def add_text_options(parser: argparse.ArgumentParser) -> None:
+    """Adds ``INPUT...``, ``--dataset`` and what is to be said of them."""
+    parser.add_argument(
+        "input",
+        nargs="*",
+        metavar="INPUT",
+        help="file, glob, folder written by save_to_disk, or python-stdlib; as in data.train",
+    )
+    parser.add_argument(
+        "--dataset",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="what datasets.load_dataset is asked for; may be given again",
+    )
+    parser.add_argument("--configuration", metavar="NAME", help="of the datasets")
+    parser.add_argument("--revision", metavar="NAME", help="of the datasets")
+    parser.add_argument(
+        "--streaming", action="store_true", help="read datasets over the network, keep no copy"
+    )
+    parser.add_argument(
+        "--text-field", default="text", metavar="NAME", help="of JSON lines and tables (text)"
+    )
+    parser.add_argument("--split", default="train", metavar="NAME", help="of datasets (train)")
+
+
+def text_files(options: argparse.Namespace) -> list[SourceFile]:
+    """The files that the options name.
+
+    Raises:
+        DataError: every problem with them.
+    """
+    read_as = {"text_field": options.text_field, "split": options.split}
+    paths = [Source(path=path, **read_as) for path in options.input]
+    datasets = [
+        Source(
+            dataset=name,
+            configuration=options.configuration,
+            revision=options.revision,
+            streaming=options.streaming,
+            **read_as,
+        )
+        for name in options.dataset
+    ]
+    return list_files([*paths, *datasets], "INPUT")
