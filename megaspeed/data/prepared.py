@@ -8,7 +8,6 @@ from pathlib import Path
 
 from megaspeed.data.errors import DataError
 from megaspeed.data.stream.mixture import Component, Mixture
-from megaspeed.data.stream.sampler import ValidationOrder
 from megaspeed.data.tokens.token_file import TokenFile
 
 
@@ -57,10 +56,8 @@ class PreparedCorpus:
 
     @property
     def validation_sequences(self) -> int:
-        """Sequences that an evaluation can have; 0 where nothing is held out."""
-        if self.validation is None:
-            return 0
-        return ValidationOrder.of(self.validation, self.seed, self.sequence_length).sequences
+        """Sequences held out, each counted once; 0 where nothing is."""
+        return 0 if self.validation is None else self.validation.sequences(self.sequence_length)
 
     def check(self, vocab_size: int) -> None:
         """Raises DataError with everything that keeps the corpus from being trained on.

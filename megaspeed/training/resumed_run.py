@@ -28,13 +28,14 @@ _FOLLOWING_KEYS = {
     "zero_optimization.stage3_max_live_parameters",
 }
 
-# Regularisation may be changed in mid-training. Where positions are learnt, their number shows in a
+# Regularisation may be changed in mid-training, and weights are not made anew. Where positions are learnt, their number shows in a
 # shape; where they are turned, it is a limit and no more.
 _FREE_MODEL_KEYS = {
     "preset",
     "embedding_dropout",
     "attention_dropout",
     "residual_dropout",
+    "initializer_range",
     "max_position_embeddings",
 }
 

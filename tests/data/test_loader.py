@@ -140,10 +140,12 @@ def test_an_evaluation_of_a_mixture_has_the_same_rows_at_every_layout(
             rows |= dict(zip(batch.samples, batch.tokens[:, 0].tolist(), strict=True))
     rows.pop(PADDING_SAMPLE, None)
     assert sorted(rows) == list(range(mixture.validation_sequences))
-    # Of every component the first sequences in order, 0 from the files whose ids begin there.
-    for first_id in (0, 10_000, 20_000):
+    # Of every component the sequences in order, and again from the first.
+    assert mixture.validation is not None
+    for number, component in enumerate(mixture.validation.components):
+        first_id, sequences = number * 10_000, component.sequences(S)
         own = [rows[row] for row in sorted(rows) if first_id <= rows[row] < first_id + 10_000]
-        assert own == [first_id + sequence * S for sequence in range(len(own))]
+        assert own == [first_id + draw % sequences * S for draw in range(len(own))]
 
 
 def test_rows_of_several_documents_say_so_where_attention_resets(tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ def test_whole_blocks_hold_every_share_to_within_one_sample(weights: list[float]
     mixing = Mixing.of(weights, "key")
     for blocks in (1, 2, 3, 7, 1000, 10**12):
         samples = blocks * mixing.block
-        counts = mixing.counts(samples)
+        counts = mixing.counts_in_blocks(blocks)
         assert sum(counts) == samples
         for count, weight in zip(counts, mixing.weights, strict=True):
             # |count - samples * weight / total| < 1, in whole numbers
@@ -44,7 +44,6 @@ def test_a_draw_is_the_number_of_earlier_samples_of_its_component(weights: list[
     mixing = Mixing.of(weights, "key")
     seen = [0] * len(weights)
     for sample in range(2500):
-        assert mixing.counts(sample) == seen
         component, draw = mixing.draw(sample)
         assert draw == seen[component]
         seen[component] += 1
@@ -112,18 +111,19 @@ def test_a_sequence_lies_within_one_file(tmp_path: Path) -> None:
     assert [place.first_token for place in places] == [0, 0, 6, 0, 6, 12, 18, 24]
 
 
-def test_an_evaluation_ends_where_a_component_has_no_sequence_left(tmp_path: Path) -> None:
+def test_a_component_that_is_used_up_in_an_evaluation_begins_again(tmp_path: Path) -> None:
+    """Else the smallest one would end the evaluation of all."""
     corpus = numbered_mixture(tmp_path, S)
     assert corpus.validation is not None
     order = ValidationOrder.of(corpus.validation, corpus.seed, S)
-    rows = corpus.validation_sequences
-    # 9 sequences of the first component, whose share is a half, are used up after about 18 rows.
-    assert 16 <= rows <= 20
-    drawn = [order.place_of(row) for row in range(rows + 1)]
-    for component in range(3):
+    held = [component.sequences(S) for component in corpus.validation.components]
+    assert order.sequences == corpus.validation_sequences == sum(held)
+    drawn = [order.place_of(row) for row in range(order.sequences)]
+    for component, sequences in enumerate(held):
         own = [place.sequence for place in drawn if place.component == component]
-        assert own == list(range(len(own)))
-    assert drawn[rows].component == 0 and drawn[rows].draw == 9
+        assert own == [draw % sequences for draw in range(len(own))]
+    # 9 sequences have a share of a half.
+    assert sum(place.component == 0 for place in drawn) > held[0] == 9
 
 
 def test_fingerprints_tell_files_weights_and_their_order_apart(tmp_path: Path) -> None:

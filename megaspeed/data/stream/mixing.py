@@ -63,17 +63,23 @@ class Mixing:
         component = here.index(1)
         return component, before[component]
 
-    def counts(self, samples: int) -> list[int]:
-        """For each component, how many of the first `samples` samples are drawn from it."""
-        if len(self.weights) == 1:
-            return [samples]
-        return self._descend(samples)[0]
+    def counts_in_blocks(self, blocks: int) -> list[int]:
+        """Draws of each component in the first `blocks` blocks: its share, rounded.
+
+        Cumulative shares are rounded down, so the counts add up. They never fall from one block to
+        the next, because every component has a share of at least one sample in a block.
+        """
+        total, samples = sum(self.weights), blocks * self.block
+        bounds = [cumulative * samples // total for cumulative in accumulate(self.weights)]
+        return [end - start for start, end in zip([0, *bounds], bounds, strict=False)]
 
     def _descend(self, sample: int) -> tuple[list[int], list[int]]:
         """(draws of each component before the sample, draws in it: one 1, else 0)."""
         block, position = divmod(sample, self.block)
-        before = self._in_blocks(block)
-        here = [end - start for start, end in zip(before, self._in_blocks(block + 1), strict=True)]
+        before = self.counts_in_blocks(block)
+        here = [
+            end - start for start, end in zip(before, self.counts_in_blocks(block + 1), strict=True)
+        ]
         digest = hashlib.sha256(f"{self.key}:{block}".encode()).digest()
         bits_of_block = int.from_bytes(digest[:8], "little")
         stretch, start = self.block, 0
@@ -88,16 +94,6 @@ class Mixing:
                 before = [count + passed for count, passed in zip(before, left, strict=True)]
                 here = [count - passed for count, passed in zip(here, left, strict=True)]
         return before, here
-
-    def _in_blocks(self, blocks: int) -> list[int]:
-        """Draws of each component in the first `blocks` blocks: its share, rounded.
-
-        Cumulative shares are rounded down, so the counts add up. They never fall from one block to
-        the next, because every component has a share of at least one sample in a block.
-        """
-        total, samples = sum(self.weights), blocks * self.block
-        bounds = [cumulative * samples // total for cumulative in accumulate(self.weights)]
-        return [end - start for start, end in zip([0, *bounds], bounds, strict=False)]
 
 
 def _left_half(draws: Sequence[int], bits: int) -> list[int]:

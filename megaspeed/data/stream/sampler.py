@@ -17,7 +17,7 @@ first is predicted exactly once (but for a rest shorter than S at the end of the
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -120,7 +120,8 @@ class TrainingOrder:
 class ValidationOrder:
     """Row index -> place, of an evaluation: every component's sequences in order, unshuffled.
 
-    Components are mixed as in training, and rows end where one of them has no sequence left.
+    Components are mixed as in training, so that the mean over rows weighs them alike. One that is
+    used up begins again: a small one would else end the evaluation of all.
     """
 
     mixing: Mixing
@@ -128,24 +129,20 @@ class ValidationOrder:
 
     @classmethod
     def of(cls, mixture: Mixture, seed: int, sequence_length: int) -> ValidationOrder:
+        """Every component of the mixture has at least one sequence."""
         shelves = tuple(_Shelf.of(each, sequence_length) for each in mixture.components)
         return cls(_mixing_of(mixture, seed), shelves)
 
     @property
     def sequences(self) -> int:
-        """Rows there are: the largest number that asks no component for more than it has."""
-        held = [shelf.sequences for shelf in self.shelves]
-
-        def asks_too_much(rows: int) -> bool:
-            counts = self.mixing.counts(rows)
-            return any(count > has for count, has in zip(counts, held, strict=True))
-
-        return bisect_left(range(1, sum(held) + 1), True, key=asks_too_much)
+        """Rows of a whole evaluation: as many as all components have sequences."""
+        return sum(shelf.sequences for shelf in self.shelves)
 
     def place_of(self, row: int) -> Place:
         """Where row `row`, in [0, sequences), is."""
         component, draw = self.mixing.draw(row)
-        return self.shelves[component].place(component, draw, draw)
+        shelf = self.shelves[component]
+        return shelf.place(component, draw, draw % shelf.sequences)
 
 
 def _mixing_of(mixture: Mixture, seed: int) -> Mixing:

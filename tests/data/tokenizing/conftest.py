@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from megaspeed.data.tokenizer import TextTokenizer
+from megaspeed.data.tokenizer import TextTokenizer, load_tokenizer
 from tests.data.tokenizing.words import words_tokenizer
 
 
@@ -17,6 +17,4 @@ def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def tokenizer(tokenizer_folder: Path) -> TextTokenizer:
-    from megaspeed.data import load_tokenizer
-
     return load_tokenizer(str(tokenizer_folder))

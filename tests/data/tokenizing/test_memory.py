@@ -21,7 +21,6 @@ def test_ten_times_the_text_takes_no_more_memory(tmp_path: Path, tokenizer_folde
     tenfold = peak_bytes(
         write_json_lines(tmp_path / "10.jsonl", 10 * _ONCE_BYTES), tokenizer_folder
     )
-    print("PEAKS", once, tenfold)
     assert tenfold < 1.1 * once
 
 
