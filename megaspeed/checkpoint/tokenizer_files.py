@@ -1,7 +1,7 @@
 """The tokenizer that a checkpoint carries: the files that transformers' AutoTokenizer reads.
 
 A model without its tokenizer is a table of numbers. The files are small, and stand in the manifest
-like every other file of a checkpoint.
+like every other file of a checkpoint. One that was imported has its generation_config.json, too.
 """
 
 from collections.abc import Mapping
@@ -21,6 +21,9 @@ FILES = (
     "chat_template.jinja",
 )
 """What a tokenizer's folder may have, as save_pretrained writes it."""
+
+GENERATION = "generation_config.json"
+"""How transformers' `generate` continues a text: the tokens that end it, and how it samples."""
 
 
 def read_tokenizer_files(folder: Path | None) -> dict[str, bytes]:

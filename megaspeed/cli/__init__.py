@@ -23,25 +23,28 @@ import os
 import sys
 from collections.abc import Sequence
 
-from megaspeed.cli import (
-    check,
-    checkpoint,
-    compare,
-    evaluate,
-    export_hf,
-    generate,
-    import_hf,
-    plan,
-    schedule,
-    show_batch,
-    tokenize,
-    train_tokenizer,
-    verify,
-)
-from megaspeed.cli.common_options import EXIT_DONE, EXIT_FAILED, EXIT_WRONG_INPUT
-from megaspeed.cli.output import say
-from megaspeed.config import ConfigError
-from megaspeed.data import DataError
+try:
+    from megaspeed.cli import (
+        check,
+        checkpoint,
+        compare,
+        evaluate,
+        export_hf,
+        generate,
+        import_hf,
+        plan,
+        schedule,
+        show_batch,
+        tokenize,
+        train_tokenizer,
+        verify,
+    )
+    from megaspeed.cli.common_options import EXIT_DONE, EXIT_FAILED, EXIT_WRONG_INPUT
+    from megaspeed.cli.output import say
+    from megaspeed.config import ConfigError
+    from megaspeed.data import DataError
+except KeyboardInterrupt:  # Ctrl-C in the seconds that this takes
+    sys.exit("megaspeed: stopped")
 
 _COMMANDS = (
     check,

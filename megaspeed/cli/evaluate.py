@@ -1,4 +1,9 @@
-"""``megaspeed evaluate``: how well a checkpoint's model predicts text."""
+"""``megaspeed evaluate``: how well a checkpoint's model predicts text.
+
+A document opens as the model saw documents open in its training (``inference/opening.py``), which
+`--opening` may say otherwise. Its first token is predicted too, so something must open it: where
+the tokenizer's template puts nothing before a text an end-of-text does, and `nothing` is no choice.
+"""
 
 import argparse
 from typing import TYPE_CHECKING, Any
@@ -6,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from megaspeed.cli.bar_or_lines import BarOrLines
 from megaspeed.cli.common_options import EXIT_DONE, EXIT_FAILED, EXIT_WRONG_INPUT, positive
 from megaspeed.cli.evaluation_progress import EvaluationProgress
-from megaspeed.cli.model_options import add_model_options, load_model
+from megaspeed.cli.model_options import add_model_options, add_opening, load_model
 from megaspeed.cli.output import say, write_json
 from megaspeed.cli.text_options import add_text_options, text_files
 from megaspeed.data.errors import DataError
@@ -21,6 +26,7 @@ def add_to(commands: Any) -> None:
     parser = commands.add_parser("evaluate", help=text, description=text)
     parser.set_defaults(run=run)
     add_model_options(parser)
+    add_opening(parser)
     add_text_options(parser)
     parser.add_argument(
         "--sequence-length",
@@ -60,7 +66,7 @@ def _evaluate(options: argparse.Namespace) -> None:
     from megaspeed.inference.perplexity import evaluate
 
     files = text_files(options)
-    model = load_model(options)
+    model = load_model(options, always_open=True)
     length = _length(options, model)
     stride = _stride(options, length)
     progress = EvaluationProgress(files)
@@ -76,6 +82,7 @@ def _evaluate(options: argparse.Namespace) -> None:
     figures = {
         "checkpoint": str(model.checkpoint),
         "dtype": options.dtype,
+        "opening": model.opening,
         "sequence_length": length,
         "stride": stride,
         "files": len(files),

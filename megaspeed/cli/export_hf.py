@@ -9,11 +9,12 @@ CPU, in memory of one file of weights; the comparison takes a whole model.
 
 import argparse
 import re
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from megaspeed.cli.common_options import EXIT_DONE, EXIT_FAILED, EXIT_WRONG_INPUT
-from megaspeed.cli.output import say
+from megaspeed.cli.common_options import EXIT_DONE, EXIT_FAILED, EXIT_WRONG_INPUT, new_file
+from megaspeed.cli.output import say, write_json
 
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
@@ -47,6 +48,7 @@ def add_to(commands: Any) -> None:
         help="a tokenizer.json, or a folder with one (the checkpoint's own)",
     )
     add_no_verify(parser)
+    parser.add_argument("--json", type=new_file, metavar="FILE", help="write the figures there too")
 
 
 def add_no_verify(parser: argparse.ArgumentParser) -> None:
@@ -82,7 +84,7 @@ def run(options: argparse.Namespace) -> int:
 
     try:
         checkpoint = checkpoint_named(options.checkpoint, lambda line: say(line, error=True))
-        export_model(
+        agreement = export_model(
             checkpoint,
             options.out,
             tokenizer=options.tokenizer,
@@ -97,4 +99,5 @@ def run(options: argparse.Namespace) -> int:
     except (CheckpointError, HuggingFaceError, FileExistsError) as error:
         say(str(error), error=True)
         return EXIT_WRONG_INPUT
+    write_json(options, {"out": str(options.out), "agreement": agreement and asdict(agreement)})
     return EXIT_DONE

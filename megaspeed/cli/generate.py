@@ -1,4 +1,8 @@
-"""``megaspeed generate``: a few continuations of prompts, for eyes."""
+"""``megaspeed generate``: a few continuations of prompts, for eyes.
+
+A prompt is the beginning of a document, and opens as the model saw documents open in its training
+(``inference/opening.py``), which `--opening` may say otherwise: `nothing` for a prompt from within.
+"""
 
 import argparse
 import math
@@ -11,7 +15,7 @@ from rich.rule import Rule
 from rich.text import Text
 
 from megaspeed.cli.common_options import EXIT_DONE, EXIT_FAILED, EXIT_WRONG_INPUT, positive
-from megaspeed.cli.model_options import add_model_options, load_model
+from megaspeed.cli.model_options import add_model_options, add_opening, load_model
 from megaspeed.cli.output import say, write_json
 
 if TYPE_CHECKING:
@@ -30,9 +34,11 @@ def add_to(commands: Any) -> None:
     parser = commands.add_parser("generate", help=text, description=text)
     parser.set_defaults(run=run)
     add_model_options(parser)
+    add_opening(parser, "nothing")
     parser.add_argument(
         "--prompt",
         action="append",
+        type=_text,
         metavar="TEXT",
         help="what to continue; may be given several times (a document's beginning)",
     )
@@ -83,7 +89,7 @@ def run(options: argparse.Namespace) -> int:
     console = Console(width=None if sys.stdout.isatty() else _WIDTH, highlight=False)
     written = []
     try:
-        model = load_model(options)
+        model = load_model(options, always_open=False)
         say(f"{model.checkpoint}")
         for continuation in generate(model, options.prompt or [""], samples, sampling):
             _show(continuation, console)
@@ -96,6 +102,7 @@ def run(options: argparse.Namespace) -> int:
         return EXIT_FAILED
     figures = {
         "checkpoint": str(model.checkpoint),
+        "opening": model.opening,
         "sampling": asdict(sampling),
         "continuations": written,
     }
@@ -113,6 +120,18 @@ def _show(sample: "Continuation", console: Console) -> None:
 
 def _shortened(prompt: str) -> str:
     return prompt if len(prompt) <= _TITLE_CHARACTERS else prompt[:_TITLE_CHARACTERS] + "..."
+
+
+def _text(words: str) -> str:
+    """Python hands on bytes that are not UTF-8 as lone surrogates, which no tokenizer takes."""
+    try:
+        words.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise argparse.ArgumentTypeError(
+            f"it must be UTF-8, and what follows its first {error.start} characters is not; "
+            "write it in UTF-8"
+        ) from error
+    return words
 
 
 def _temperature(text: str) -> float:

@@ -8,12 +8,13 @@ file or many. OUT appears whole, after both implementations gave the same logits
 """
 
 import argparse
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from megaspeed.cli.common_options import EXIT_DONE, EXIT_FAILED, EXIT_WRONG_INPUT
+from megaspeed.cli.common_options import EXIT_DONE, EXIT_FAILED, EXIT_WRONG_INPUT, new_file
 from megaspeed.cli.export_hf import add_no_verify
-from megaspeed.cli.output import say
+from megaspeed.cli.output import say, write_json
 
 
 def add_to(commands: Any) -> None:
@@ -24,6 +25,7 @@ def add_to(commands: Any) -> None:
     parser.add_argument("folder", type=Path, metavar="DIR", help="the model's folder")
     parser.add_argument("out", type=Path, metavar="OUT", help="the checkpoint to make")
     add_no_verify(parser)
+    parser.add_argument("--json", type=new_file, metavar="FILE", help="write the figures there too")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -33,11 +35,12 @@ def run(options: argparse.Namespace) -> int:
     from megaspeed.hugging_face.importing import import_model
 
     try:
-        import_model(options.folder, options.out, verify=options.verify, tell=say)
+        agreement = import_model(options.folder, options.out, verify=options.verify, tell=say)
     except Disagreement as error:
         say(str(error), error=True)
         return EXIT_FAILED
     except (HuggingFaceError, FileExistsError) as error:
         say(str(error), error=True)
         return EXIT_WRONG_INPUT
+    write_json(options, {"out": str(options.out), "agreement": agreement and asdict(agreement)})
     return EXIT_DONE

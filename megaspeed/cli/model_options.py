@@ -40,8 +40,29 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", type=new_file, metavar="FILE", help="write the figures there too")
 
 
-def load_model(options: argparse.Namespace) -> "TextModel":
-    """The model of ``--checkpoint`` with its tokenizer.
+def add_opening(parser: argparse.ArgumentParser, *others: str) -> None:
+    """``--opening``.
+
+    Args:
+        parser: of the command.
+        others: what may open a document, beside what every command can put before it.
+    """
+    parser.add_argument(
+        "--opening",
+        choices=("auto", "end-of-text", "tokenizer", *others),
+        default="auto",
+        help="what stands before a document: an end-of-text, what the tokenizer's template puts "
+        "before a text, or what the model was trained with: end-of-text if here, the template's "
+        "if it was imported (auto)",
+    )
+
+
+def load_model(options: argparse.Namespace, *, always_open: bool) -> "TextModel":
+    """The model of ``--checkpoint`` with its tokenizer; says on stderr what opens a document.
+
+    Args:
+        options: of the command.
+        always_open: whether an end-of-text opens a document where nothing else does.
 
     Raises:
         CheckpointError: no checkpoint is whole.
@@ -49,11 +70,14 @@ def load_model(options: argparse.Namespace) -> "TextModel":
     """
     import torch
 
+    from megaspeed.inference.opening import Opening
     from megaspeed.inference.text_model import load_text_model
 
     return load_text_model(
         options.checkpoint,
         tokenizer=options.tokenizer,
+        opening=Opening(options.opening),
+        always_open=always_open,
         device=torch.device(options.device or _best_device()),
         dtype=getattr(torch, options.dtype),
         tell=lambda text: say(text, error=True),

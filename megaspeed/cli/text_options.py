@@ -1,9 +1,13 @@
 """Options that name text: files of every format, and datasets."""
 
 import argparse
+from collections.abc import Iterator
+from pathlib import Path
 
 from megaspeed.config.data import Source
+from megaspeed.data.errors import DataError
 from megaspeed.data.text.sources import SourceFile, list_files
+from megaspeed.data.tokens.token_sources import is_token_source
 
 
 def add_text_options(parser: argparse.ArgumentParser) -> None:
@@ -38,6 +42,9 @@ def text_files(options: argparse.Namespace) -> list[SourceFile]:
     Raises:
         DataError: every problem with them.
     """
+    problems = list(_problems(options))
+    if problems:
+        raise DataError(*problems)
     read_as = {"text_field": options.text_field, "split": options.split}
     paths = [Source(path=path, **read_as) for path in options.input]
     datasets = [
@@ -51,3 +58,18 @@ def text_files(options: argparse.Namespace) -> list[SourceFile]:
         for name in options.dataset
     ]
     return list_files([*paths, *datasets], "INPUT")
+
+
+def _problems(options: argparse.Namespace) -> Iterator[str]:
+    of_datasets = ("configuration", "revision", "streaming")
+    stated = [f"--{name}" for name in of_datasets if getattr(options, name)]
+    if stated and not options.dataset:
+        yield (
+            f"what is said of datasets needs --dataset, and there is {' and '.join(stated)} "
+            f"without it; leave {'them' if len(stated) > 1 else 'it'} out, or name the --dataset"
+        )
+    for path in options.input:
+        if is_token_source(Path(path)):
+            yield (
+                f"INPUT is text, and {path} holds token ids; name the text that they were made from"
+            )

@@ -6,6 +6,7 @@ Killed or stopped, the same command goes on where it was.
 """
 
 import argparse
+import errno
 import os
 from dataclasses import asdict
 from pathlib import Path
@@ -20,6 +21,7 @@ from megaspeed.data.tokenizing.tokenization import DEFAULT_SHARD_TOKENS, How, to
 from megaspeed.data.tokenizing.workers import WorkerDied
 
 _GOES_ON = "what is done is kept, and the same command goes on with it"
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def add_to(commands: Any) -> None:
@@ -61,7 +63,7 @@ def add_to(commands: Any) -> None:
         type=_seconds,
         default=5.0,
         metavar="SECONDS",
-        help="about as much work is lost in a kill (%(default)s)",
+        help="about as much work is lost in a kill, within a long document too (%(default)s)",
     )
     parser.add_argument("--json", type=new_file, metavar="FILE", help="write the figures there too")
 
@@ -76,12 +78,15 @@ def run(options: argparse.Namespace) -> int:
         save_interval_seconds=options.save_interval,
     )
     files = text_files(options)
-    tokenizer = load_tokenizer(options.tokenizer)
+    tokenizer = load_tokenizer(options.tokenizer, "--tokenizer")
     try:
         with TokenizingProgress() as progress:
             index = tokenize(files, tokenizer, options.output, how, progress)
     except WorkerDied as error:
         say(f"{error}; {_GOES_ON}. With fewer --processes it needs less memory", error=True)
+        return EXIT_FAILED
+    except OSError as error:
+        say(_cannot_go_on(error, options.output), error=True)
         return EXIT_FAILED
     except KeyboardInterrupt:
         say(f"megaspeed tokenize: stopped; {_GOES_ON}", error=True)
@@ -100,6 +105,15 @@ def run(options: argparse.Namespace) -> int:
     }
     write_json(options, figures)
     return EXIT_DONE
+
+
+def _cannot_go_on(error: OSError, output: Path) -> str:
+    if error.errno in _NO_ROOM:
+        mend = f"Make room there, or move {output} to a larger disk and name it as --output"
+    else:
+        mend = "See that it is there and that you may read and write it"
+    what = f"{error.filename or output}: {error.strerror or error}"
+    return f"megaspeed tokenize: {what}; {_GOES_ON}. {mend}"
 
 
 def _seconds(text: str) -> float:

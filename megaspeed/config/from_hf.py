@@ -16,6 +16,9 @@ from megaspeed.config.model import DERIVED_FIELDS
 from megaspeed.config.strict_json import JsonSyntaxError, read_json_object
 
 CONFIG_FILE = "config.json"
+FETCH_ANEW = "cut short or damaged; fetch it anew"
+"""What is said of every file of a model that cannot be read."""
+
 FROM_HF: KeyPath = ("model", "from_hf")
 
 
@@ -70,9 +73,11 @@ def read_model_section(place: str) -> dict[str, Any]:
     """
     file = config_file(place)
     if not file.exists():
+        is_folder = file != Path(place).expanduser()
+        problem = f"there is no {CONFIG_FILE}" if is_folder else "it does not exist"
         raise ConfigError(
             [
-                f"there is no {CONFIG_FILE}; name a folder as save_pretrained writes it, or the "
+                f"{problem}; name a folder as save_pretrained writes it, or the "
                 "file (nothing is downloaded)"
             ],
             where=str(file),
@@ -80,7 +85,7 @@ def read_model_section(place: str) -> dict[str, Any]:
     try:
         keys, doubled = read_json_object(file)
     except JsonSyntaxError as error:
-        raise ConfigError([f"{error}; fetch it anew"], where=str(file)) from error
+        raise ConfigError([f"{error}: {FETCH_ANEW}"], where=str(file)) from error
     fields, problems = model_section(keys)
     problems = [*(problem.message for problem in doubled), *problems]
     if problems:

@@ -5,7 +5,8 @@
     before               "rope_theta": 10000.0,  "rope_scaling": {"type": "linear", ...} or null
 
 All are read, with the precedence that transformers 5 gives them. The second is written, because
-both major versions read it.
+both major versions read it. original_max_position_embeddings counts where it stands beside the
+other numbers of the scaling: at the top of a file, some versions read it and others do not.
 """
 
 from collections.abc import Iterator, Mapping
@@ -17,6 +18,7 @@ from megaspeed.config.strict_json import describe_value
 _THETA = 10_000.0
 """transformers' base where a file states none."""
 
+_ORIGINAL = "original_max_position_embeddings"
 _LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor")
 
 
@@ -33,6 +35,7 @@ def rotary_problems(keys: Mapping[str, Any]) -> Iterator[str]:
         missing = [key for key in _LLAMA3 if stated.get(key) is None]
         if missing:
             yield f"{name} of rope_type llama3 lacks {', '.join(missing)}"
+        yield from _original_problems(keys, name, stated)
     for place, partial in (
         ("partial_rotary_factor", keys.get("partial_rotary_factor")),
         (f"{name}.partial_rotary_factor", stated.get("partial_rotary_factor")),
@@ -47,9 +50,9 @@ def rotary_fields(keys: Mapping[str, Any], positions: Any) -> dict[str, Any]:
     fields = {"rope_theta": stated.get("rope_theta", keys.get("rope_theta", _THETA))}
     if _kind(stated) == "default":
         return fields
-    original = stated.get("original_max_position_embeddings", positions)
+    original = stated.get(_ORIGINAL, positions)
     numbers = {key: stated[key] for key in _LLAMA3}
-    scaling = {"rope_type": "llama3", **numbers, "original_max_position_embeddings": original}
+    scaling = {"rope_type": "llama3", **numbers, _ORIGINAL: original}
     return {**fields, "rope_scaling": scaling}
 
 
@@ -68,6 +71,20 @@ def _parameters(keys: Mapping[str, Any]) -> tuple[str, Any]:
         if keys.get(name):
             return name, keys[name]
     return "rope_parameters", {}
+
+
+def _original_problems(
+    keys: Mapping[str, Any], name: str, stated: Mapping[str, Any]
+) -> Iterator[str]:
+    """Where the original length at the top of the file is not the one of the scaling."""
+    above, inside = keys.get(_ORIGINAL), stated.get(_ORIGINAL)
+    if above is not None and above != inside:
+        yield (
+            f"{_ORIGINAL} is {describe_value(above)} and not in {name}"
+            if inside is None
+            else f"{_ORIGINAL} is {describe_value(above)} and {name}.{_ORIGINAL} is "
+            f"{describe_value(inside)}"
+        ) + f"; versions of transformers differ in which counts, and it must be in {name} alone"
 
 
 def _kind(stated: Mapping[str, Any]) -> Any:

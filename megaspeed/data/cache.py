@@ -24,6 +24,7 @@ from filelock import FileLock
 from megaspeed.data.errors import DataError
 from megaspeed.files.durable import TEMPORARY, write_whole
 from megaspeed.files.sealed_json import Facts, read_sealed, write_sealed
+from megaspeed.files.spaced_sample import sha256_of, spaced_sample
 
 __all__ = ["CACHE_VARIABLE", "Cache", "Facts", "cache_key", "default_cache_dir", "index_path"]
 
@@ -123,16 +124,9 @@ def _checksum(path: Path) -> str:
     Bounded, so that thousands of ranks can check a file of any size as they start; the size itself
     is checked apart.
     """
-    digest = hashlib.sha256()
-    size = path.stat().st_size
-    with path.open("rb") as stream:
-        if size <= _BLOCKS_CHECKED * _BLOCK_BYTES:
-            digest.update(stream.read())
-        else:
-            for block in range(_BLOCKS_CHECKED):
-                stream.seek((size - _BLOCK_BYTES) * block // (_BLOCKS_CHECKED - 1))
-                digest.update(stream.read(_BLOCK_BYTES))
-    return digest.hexdigest()
+    if path.stat().st_size <= _BLOCKS_CHECKED * _BLOCK_BYTES:
+        return sha256_of(path)
+    return spaced_sample(path, _BLOCKS_CHECKED, _BLOCK_BYTES)
 
 
 def _cannot_write(path: Path, error: OSError) -> DataError:

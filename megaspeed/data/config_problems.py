@@ -10,6 +10,7 @@ from pydantic import ValidationError
 
 from megaspeed.config.data import DataConfig
 from megaspeed.config.document import read_document
+from megaspeed.config.from_hf import fill_from_hugging_face
 from megaspeed.config.model import ModelConfig
 from megaspeed.data.selection import find_problems
 
@@ -34,7 +35,10 @@ def find_problems_in_file(path: str | PathLike[str], overrides: Sequence[str] = 
 
 def _vocab_size(values: Mapping[str, Any]) -> int:
     """`model.vocab_size`, or, where the model is wrong, a number that no tokenizer exceeds."""
+    filled = fill_from_hugging_face(values)
+    if filled.problems:
+        return sys.maxsize
     try:
-        return ModelConfig.model_validate(values.get("model")).vocab_size
+        return ModelConfig.model_validate(filled.values.get("model")).vocab_size
     except ValidationError:
         return sys.maxsize

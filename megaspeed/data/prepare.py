@@ -21,8 +21,9 @@ from megaspeed.data.prepared_text import PreparedText, TokenFiles, build_text, r
 from megaspeed.data.selection import Selection, find_problems, select_files
 from megaspeed.data.shares import Share
 from megaspeed.data.stream.mixture import Component, Mixture
+from megaspeed.data.tokens.hold_out import hold_out
 from megaspeed.data.tokens.token_file import TokenFile
-from megaspeed.data.tokens.token_sources import hold_out, open_token_source
+from megaspeed.data.tokens.token_sources import open_token_source
 
 
 def prepare_corpus(

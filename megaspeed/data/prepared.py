@@ -67,10 +67,13 @@ class PreparedCorpus:
         say how documents end.
         """
         problems: list[str] = []
+        told: set[Path] = set()
         for file in self._files():
             try:
-                file.check_vocabulary(vocab_size)
+                if file.path not in told:
+                    file.check_vocabulary(vocab_size)
             except DataError as error:
+                told.add(file.path)
                 problems.extend(error.problems)
         problems.extend(self._short_components("data.train", self.train, ""))
         if self.validation is not None:
@@ -80,7 +83,8 @@ class PreparedCorpus:
         if self.reset_at_documents:
             problems.extend(self._other_ends())
         if problems:
-            raise DataError(*problems)
+            # The two stretches of a file that is held out in part have the same problem.
+            raise DataError(*dict.fromkeys(problems))
 
     def _files(self) -> tuple[TokenFile, ...]:
         return self.train.files + (() if self.validation is None else self.validation.files)

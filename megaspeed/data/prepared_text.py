@@ -28,6 +28,7 @@ from megaspeed.data.errors import DataError
 from megaspeed.data.selection import Selection
 from megaspeed.data.shares import Share
 from megaspeed.data.text.documents import Document, corpus_fingerprint, read_documents
+from megaspeed.data.text.pieces import SKIP_BEFOREHAND
 from megaspeed.data.text.split import split_groups
 from megaspeed.data.tokenizer import TextTokenizer
 from megaspeed.data.tokens.token_file import TokenFile
@@ -148,7 +149,7 @@ def _read_shares(shares: Sequence[Share]) -> Groups:
     problems: list[str] = []
     for share in shares:
         try:
-            groups.append(read_documents(share.files) if share.files else [])
+            groups.append(read_documents(share.files, SKIP_BEFOREHAND) if share.files else [])
         except DataError as error:
             problems.extend(error.problems)
     if problems:
@@ -173,9 +174,10 @@ def _provide_tokens(
     if not documents:
         return None
     assert tokenizer is not None, "text has a tokenizer"
-    key = cache_key(
-        _TOKENS_FORMAT, corpus_fingerprint(documents), tokenizer.fingerprint, tokenizer.end_of_text
-    )
+    made_from = [corpus_fingerprint(documents), tokenizer.fingerprint, tokenizer.end_of_text]
+    if tokenizer.implies_space:  # format 1 had a space too many where such a document was cut
+        made_from.append("no space at cuts")
+    key = cache_key(_TOKENS_FORMAT, *made_from)
     path = cache.root / "tokens" / f"{key}.bin"
     existing = TokenFile.open(cache, path)
     if existing is not None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from megaspeed.config.data import DataConfig
 from megaspeed.data.errors import DataError
 from megaspeed.data.shares import Share, find_shares, token_places
+from megaspeed.data.text.pieces import SKIP_BEFOREHAND, refuse
 from megaspeed.data.text.sources import SourceFile
 from megaspeed.data.tokenizer import (
     TRAIN,
@@ -131,9 +133,10 @@ def _places(shares: Sequence[Share]) -> dict[tuple[str, str], str]:
 def _first_records(shares: Sequence[Share]) -> list[str]:
     """What is wrong with the first record of each file of records; a wrong field shows there."""
     problems: list[str] = []
+    on_bad = partial(refuse, otherwise=SKIP_BEFOREHAND)
     for file in (file for share in shares for file in share.files if file.format.has_records):
         try:
-            next(file.pieces(), None)
+            next(file.pieces(on_bad=on_bad), None)
         except DataError as error:
             problems.extend(error.problems)
     return problems

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from megaspeed.config.data import BUNDLED_CORPUS, Source
 from megaspeed.data.errors import DataError
-from megaspeed.data.text.sources import SourceFile, files_by_source
+from megaspeed.data.text.sources import SourceFile, files_by_source, matched_twice
 from megaspeed.data.tokens.token_sources import is_token_source, token_paths
 
 
@@ -73,16 +73,13 @@ def _holds_tokens(source: Source) -> bool:
 
 
 def _check_once(sources: Sequence[Source], setting: str) -> None:
-    first_source: dict[Path, Source] = {}
+    first: dict[Path, tuple[Path, Source]] = {}
     problems = []
     for source in sources:
         for place in token_paths(source):
-            if place.resolve() in first_source:
-                problems.append(
-                    f"{setting}: a file is trained on once an epoch, and {place} is matched by "
-                    f"both '{first_source[place.resolve()]}' and '{source}'; narrow one of the two"
-                )
-            first_source.setdefault(place.resolve(), source)
+            found = (place, source)
+            if first.setdefault(place.resolve(), found) is not found:
+                problems.append(matched_twice(setting, first[place.resolve()], found))
     if problems:
         raise DataError(*problems)
 

@@ -17,17 +17,31 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
+from megaspeed.config.strict_json import JsonSyntaxError, read_json_object
 from megaspeed.data.errors import DataError
-from megaspeed.data.text.sources import expand_home
 from megaspeed.files.durable import write_whole
+from megaspeed.files.places import expand_home
 
 TRAIN = "train"
 END_OF_TEXT = "<|endoftext|>"
+_SETTING = "data.tokenizer"
 _END_OF_TEXT_NAMES = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>")
 TOKENIZER_FILE = "tokenizer.json"
 CONFIG_FILE = "tokenizer_config.json"
 _CONFIG_FILES = (CONFIG_FILE, "special_tokens_map.json")
 _TOKENIZER_FILES = ("*.json", "*.txt", "*.model")
+
+
+class NoEndOfText(DataError):
+    """A tokenizer of which no token is known to end a document; else it is as it should be.
+
+    Attributes:
+        tokenizer: it.
+    """
+
+    def __init__(self, problem: str, tokenizer: Tokenizer) -> None:
+        super().__init__(problem)
+        self.tokenizer = tokenizer
 
 
 @dataclass(frozen=True)
@@ -79,6 +93,20 @@ class TextTokenizer:
             "eos_token": self.stated["eos_token"] if names_it else end_of_text,
         }
 
+    @cached_property
+    def implies_space(self) -> bool:
+        """Whether a text is encoded as if a space stood before it, as by Llama 2's tokenizer."""
+        together, first, second = self.encode(["a b", "a", "b"])
+        return together == [*first, *second]
+
+    def continued(self, text: str) -> str:
+        """What to encode for a text that goes on with another one, by itself.
+
+        It begins where text is cut, with the one space between two words. Where such a space is
+        implied it would be there twice.
+        """
+        return text.removeprefix(" ") if self.implies_space else text
+
     def to_json(self) -> bytes:
         """The tokenizer as the bytes of a tokenizer.json."""
         return self.tokenizer.to_str(pretty=True).encode("utf-8")
@@ -104,30 +132,36 @@ class TextTokenizer:
         return [encoding.ids for encoding in encodings]
 
 
-def load_tokenizer(source: str) -> TextTokenizer:
+def load_tokenizer(source: str, setting: str = _SETTING) -> TextTokenizer:
     """The tokenizer of a tokenizer.json, or of a folder as Hugging Face writes it.
 
     Only local files are read. A folder without a tokenizer.json goes through transformers'
     `AutoTokenizer`, which knows the older file formats.
 
+    Args:
+        source: the path.
+        setting: where it comes from, for the messages.
+
     Raises:
-        DataError: no such path, not a tokenizer, or no token known to end a document.
+        DataError: no such path, not a tokenizer, or a damaged tokenizer_config.json.
+        NoEndOfText: no token is known to end a document.
     """
     path = expand_home(source)
     file = path / TOKENIZER_FILE if path.is_dir() else path
     if not path.exists():
+        law = f'is "{TRAIN}" or a path' if setting == _SETTING else "is a path"
         raise DataError(
-            f'data.tokenizer is "{TRAIN}" or a path (nothing is downloaded), and there is no '
-            f"{path.absolute()}; correct the path"
+            f"{setting} {law} (nothing is downloaded), and there is no {path.absolute()}; "
+            "correct the path"
         )
+    stated = _read_object(file.parent / CONFIG_FILE)
     try:
         tokenizer = Tokenizer.from_file(str(file)) if file.is_file() else _older_format(path)
     except Exception as error:  # the bindings raise bare Exception, transformers many kinds
         raise DataError(
-            f"data.tokenizer must be a tokenizer.json or a folder with one, and {path} cannot be "
-            f"read as such ({error}); save it with save_pretrained"
+            f"{setting} must be a tokenizer.json or a folder with one, and {path} cannot be read "
+            f"as such ({error}); save it with save_pretrained"
         ) from error
-    stated = _read_object(file.parent / CONFIG_FILE)
     return TextTokenizer(tokenizer, _find_end_of_text(tokenizer, file.parent), stated)
 
 
@@ -153,22 +187,28 @@ def check_vocabulary(tokenizer_size: int, source: str, vocab_size: int) -> None:
 
 def _find_end_of_text(tokenizer: Tokenizer, folder: Path) -> int:
     """The id of the folder's `eos_token`; where it names none, of a name in common use."""
-    names = tuple(_configured_names(folder)) or _END_OF_TEXT_NAMES
+    names = tuple(special_tokens(folder, "eos_token")) or _END_OF_TEXT_NAMES
     for name in names:
         token_id = tokenizer.token_to_id(name)
         if token_id is not None:
             return token_id
-    raise DataError(
+    raise NoEndOfText(
         f"a document must end with a token of its own, and the tokenizer in {folder} has none of "
-        f"{', '.join(names)}; name its eos_token in {folder / _CONFIG_FILES[0]}"
+        f"{', '.join(names)}; name its eos_token in {folder / CONFIG_FILE}",
+        tokenizer,
     )
 
 
-def _configured_names(folder: Path) -> Iterator[str]:
+def special_tokens(folder: Path, role: str) -> Iterator[str]:
+    """The token that has a role such as "eos_token", of each file of a tokenizer that names one.
+
+    Raises:
+        DataError: a file is damaged.
+    """
     for file in _CONFIG_FILES:
-        eos = _content(_read_object(folder / file).get("eos_token"))
-        if eos is not None:
-            yield eos
+        token = _content(_read_object(folder / file).get(role))
+        if token is not None:
+            yield token
 
 
 def _content(token: Any) -> str | None:
@@ -179,12 +219,19 @@ def _content(token: Any) -> str | None:
 
 
 def _read_object(file: Path) -> dict[str, Any]:
-    """The JSON object in a file; an empty one where there is none."""
-    try:
-        values = json.loads(file.read_text("utf-8"))
-    except (OSError, ValueError):
+    """The JSON object in a file; an empty one where there is no such file.
+
+    Raises:
+        DataError: there is one, and it holds something else.
+    """
+    if not file.exists():
         return {}
-    return values if isinstance(values, dict) else {}
+    try:
+        return read_json_object(file)[0]
+    except JsonSyntaxError as error:
+        raise DataError(
+            f"{error}; take it from where the tokenizer is from, or remove it to do without"
+        ) from error
 
 
 def _older_format(folder: Path) -> Tokenizer:

@@ -16,7 +16,7 @@ from pathlib import Path
 from megaspeed.config.data import DataConfig
 from megaspeed.data.errors import DataError
 from megaspeed.data.shares import Share, token_places
-from megaspeed.data.tokenizer import TRAIN, load_tokenizer
+from megaspeed.data.tokenizer import TOKENIZER_FILE, TRAIN, load_tokenizer
 from megaspeed.data.tokens.token_folder import is_token_folder, read_index
 
 
@@ -65,9 +65,14 @@ def _check_named(named: str, folders: Sequence[Path]) -> None:
 def _check_equal(folders: Sequence[Path]) -> None:
     """Folders of one tokenizer, which is the one that the first of them has with it."""
     first, *others = folders
+    if not (first / TOKENIZER_FILE).is_file():
+        raise DataError(
+            f"a token folder has its tokenizer with it, and {first / TOKENIZER_FILE} is missing; "
+            "copy it again, or name the tokenizer in data.tokenizer"
+        )
     wanted = read_index(first).tokenizer_fingerprint
     found = {folder: read_index(folder).tokenizer_fingerprint for folder in others}
-    found |= {first / "tokenizer.json": load_tokenizer(str(first)).fingerprint}
+    found |= {first / TOKENIZER_FILE: load_tokenizer(str(first)).fingerprint}
     problems = [
         f"all token files must be of one tokenizer, and {first} is of {wanted[:16]}... while "
         f"{place} is of {fingerprint[:16]}...; tokenize one of the two again with the other's "

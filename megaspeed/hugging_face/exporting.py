@@ -9,7 +9,6 @@
 What is held in memory is one shard; only the comparison with transformers takes a whole model.
 """
 
-import json
 import math
 import os
 from collections.abc import Callable, Iterable, Sequence
@@ -17,20 +16,22 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from megaspeed.checkpoint.loading import read_pieces_alone
 from megaspeed.checkpoint.pieces import Piece
 from megaspeed.checkpoint.tensors import WEIGHTS, key
-from megaspeed.checkpoint.tokenizer_files import write_tokenizer_files
+from megaspeed.checkpoint.tokenizer_files import GENERATION, write_tokenizer_files
 from megaspeed.checkpoint.whole_model import model_config
+from megaspeed.config.from_hf import CONFIG_FILE
 from megaspeed.config.hugging_face import hugging_face_config
-from megaspeed.files.durable import write_whole
 from megaspeed.files.new_folder import new_folder, refuse_existing
-from megaspeed.hugging_face.room import check_disk
-from megaspeed.hugging_face.stored import SAFETENSORS, SAFETENSORS_INDEX
+from megaspeed.hugging_face.free_space import check_disk
+from megaspeed.hugging_face.generation import json_file, read_generation, token_ids
 from megaspeed.hugging_face.tokenizer import find_tokenizer, read_tokenizer
-from megaspeed.hugging_face.verifying import check_room, compare
+from megaspeed.hugging_face.verifying import Agreement, check_room, compare
+from megaspeed.hugging_face.weight_files import SAFETENSORS, SAFETENSORS_INDEX
 from megaspeed.hugging_face.weights import Part, parts_of
 
 Precision = Literal["float32", "bfloat16", "float16"]
@@ -48,7 +49,7 @@ def export_model(
     max_shard_bytes: int = MAX_SHARD_BYTES,
     verify: bool = True,
     tell: Callable[[str], None] = lambda line: None,
-) -> None:
+) -> Agreement | None:
     """Writes the Hugging Face model ``out`` of a checkpoint.
 
     Args:
@@ -60,6 +61,9 @@ def export_model(
         verify: compare with transformers before ``out`` appears.
         tell: is told what was done, a line each.
 
+    Returns:
+        How well the two agree; None where they were not compared.
+
     Raises:
         CheckpointError: the checkpoint cannot be read.
         FileExistsError: ``out`` is there.
@@ -70,10 +74,14 @@ def export_model(
     refuse_existing(out)
     model = model_config(checkpoint)
     vocabulary = (
-        find_tokenizer(checkpoint, model.vocab_size)
+        find_tokenizer(checkpoint, model.vocab_size, mend="name one with --tokenizer")
         if tokenizer is None
         else read_tokenizer(tokenizer, model.vocab_size)
     )
+    ids = vocabulary.ids()
+    carried = read_generation(checkpoint)
+    # Of a tokenizer that was named, the ids count; else those that the model came with.
+    generation = {**ids, **carried, **(token_ids(ids) if tokenizer else token_ids(carried))}
     dtype: torch.dtype = getattr(torch, precision)
     parts = list(parts_of(model))
     check_disk(out, _bytes(parts, dtype))
@@ -84,17 +92,20 @@ def export_model(
         names = _file_names(len(shards))
         for name, shard in zip(names, shards, strict=True):
             _write_shard(writing / name, checkpoint, shard, dtype)
-        if len(shards) > 1:
-            _write_json(writing / SAFETENSORS_INDEX, _index(names, shards, dtype))
         # torch_dtype: transformers 5 calls it dtype and reads both.
-        config = {**hugging_face_config(model), **vocabulary.ids(), "torch_dtype": precision}
-        _write_json(writing / "config.json", config)
-        _write_json(writing / "generation_config.json", vocabulary.ids())
-        write_tokenizer_files(writing, vocabulary.files)
+        config = {**hugging_face_config(model), **ids, **token_ids(generation)}
+        files = {
+            CONFIG_FILE: json_file({**config, "torch_dtype": precision}),
+            GENERATION: json_file(generation),
+        }
+        if len(shards) > 1:
+            files[SAFETENSORS_INDEX] = json_file(_index(names, shards, dtype))
+        write_tokenizer_files(writing, {**files, **vocabulary.files})
         agreement = compare(checkpoint, writing, dtype=dtype, strict=True) if verify else None
     tell(f"{out}: {_elements(parts):,} parameters, {precision}, in {_counted(len(shards))}")
-    tell(f"tokenizer: {', '.join(vocabulary.files) or 'none; name one with --tokenizer'}")
+    tell(str(vocabulary))
     tell(str(agreement or "not verified"))
+    return agreement
 
 
 def _shards(parts: Iterable[Part], dtype: torch.dtype, most: int) -> list[list[Part]]:
@@ -123,7 +134,10 @@ def _write_shard(file: Path, checkpoint: Path, parts: Sequence[Part], dtype: tor
     # The library keeps others from reading what it writes; who may is the user's umask's matter.
     file.touch()
     mode = file.stat().st_mode
-    save_file(tensors, file, metadata={"format": "pt"})
+    try:
+        save_file(tensors, file, metadata={"format": "pt"})
+    except SafetensorError as error:  # its only cause is the disk: the tensors are ours
+        raise OSError(f"{file} cannot be written ({error}); make room on its disk") from error
     file.chmod(mode)
     with file.open("rb") as stream:
         os.fsync(stream.fileno())
@@ -144,11 +158,6 @@ def _index(
             part.theirs: name for name, shard in zip(names, shards, strict=True) for part in shard
         },
     }
-
-
-def _write_json(file: Path, values: dict[str, Any]) -> None:
-    content = (json.dumps(values, indent=2) + "\n").encode()
-    write_whole(file, lambda stream: stream.write(content))
 
 
 def _elements(parts: Iterable[Part]) -> int:

@@ -2,7 +2,7 @@
 
     config.json -> model section            tensors -> rows of ours, fp32 -> OUT.writing/
                                                                                 | verified
-    tokenizer files ------------------------------------------------------------+-> OUT/
+    tokenizer files, generation_config.json ------------------------------------+-> OUT/
 
 OUT has weights and no moments, and its step is 0. No more than a piece of one tensor is held in
 memory at a time; only the comparison with transformers takes a whole model.
@@ -27,11 +27,12 @@ from megaspeed.checkpoint.tokenizer_files import write_tokenizer_files
 from megaspeed.checkpoint.writing_alone import write_pieces_alone
 from megaspeed.config import ModelConfig, parse_config
 from megaspeed.files.new_folder import new_folder, refuse_existing
+from megaspeed.hugging_face.free_space import check_disk
+from megaspeed.hugging_face.generation import generation_files
 from megaspeed.hugging_face.matching import matching_tensors
-from megaspeed.hugging_face.room import check_disk
-from megaspeed.hugging_face.stored import StoredTensor, open_tensors
 from megaspeed.hugging_face.tokenizer import find_tokenizer
-from megaspeed.hugging_face.verifying import check_room, compare
+from megaspeed.hugging_face.verifying import Agreement, check_room, compare
+from megaspeed.hugging_face.weight_files import StoredTensor, open_tensors
 from megaspeed.hugging_face.weights import PREFIX, Part, parts_of
 
 
@@ -41,7 +42,7 @@ def import_model(
     *,
     verify: bool = True,
     tell: Callable[[str], None] = lambda line: None,
-) -> None:
+) -> Agreement | None:
     """Writes the checkpoint ``out`` of the model in ``folder``.
 
     Args:
@@ -49,6 +50,9 @@ def import_model(
         out: is not there yet; it appears whole or not at all.
         verify: compare with transformers before ``out`` appears.
         tell: is told what was done, a line each.
+
+    Returns:
+        How well the two agree; None where they were not compared.
 
     Raises:
         ConfigError: config.json is of a model that ours cannot be.
@@ -60,19 +64,24 @@ def import_model(
     refuse_existing(out)
     model = _model_of(folder)
     tokenizer = find_tokenizer(folder, model.vocab_size)
+    beside = {**tokenizer.files, **generation_files(folder)}
     stored = matching_tensors(model, open_tensors(folder))
     check_disk(out, _count(model) * BYTES_PER_ELEMENT)
     if verify:
         check_room(model)
     with new_folder(out) as writing:
         seals = write_pieces_alone(writing, _pieces(model, stored))
-        seals |= write_tokenizer_files(writing, tokenizer.files)
+        seals |= write_tokenizer_files(writing, beside)
         seals |= write_run_state(writing, _state(model, folder))
         write_manifest(writing, seals)
         agreement = compare(writing, folder) if verify else None
     tell(f"{out}: {_count(model):,} parameters, from {folder}")
-    tell(f"tokenizer: {', '.join(tokenizer.files) or 'none is beside the model'}")
+    rounded = [name for name, tensor in stored.items() if tensor.dtype == torch.float64]
+    if rounded:
+        tell(f"rounded from float64 to float32: {len(rounded):,} tensors, the first {rounded[0]}")
+    tell(str(tokenizer))
     tell(str(agreement or "not verified"))
+    return agreement
 
 
 def _model_of(folder: Path) -> ModelConfig:

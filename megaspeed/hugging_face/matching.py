@@ -12,7 +12,7 @@ import torch
 from megaspeed.checkpoint.tensors import shape_text, shortened
 from megaspeed.config import ModelConfig
 from megaspeed.hugging_face.errors import HuggingFaceError
-from megaspeed.hugging_face.stored import StoredTensor
+from megaspeed.hugging_face.weight_files import StoredTensor
 from megaspeed.hugging_face.weights import HEAD, PREFIX, Part, parts_of
 
 _BUFFERS = {
@@ -65,7 +65,9 @@ def _problems_of(part: Part, tensor: StoredTensor) -> Iterator[str]:
             f"{shape_text(part.shape)} in the model"
         )
     if tensor.dtype is None:
-        yield f"{part.theirs} in {tensor.file.name} is none of float32, bfloat16 and float16"
+        yield (
+            f"{part.theirs} in {tensor.file.name} is none of float64, float32, bfloat16 and float16"
+        )
 
 
 def _tied_problems(head: StoredTensor, embedding: StoredTensor) -> Iterator[str]:

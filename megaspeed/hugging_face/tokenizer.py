@@ -1,14 +1,18 @@
 """The tokenizer that goes with a model: its files, and the ids that a config.json names."""
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from megaspeed.checkpoint.tokenizer_files import TOKENIZER, read_tokenizer_files
-from megaspeed.data.tokenizer import check_vocabulary, load_tokenizer
+from megaspeed.data.tokenizer import (
+    NoEndOfText,
+    TextTokenizer,
+    check_vocabulary,
+    load_tokenizer,
+    special_tokens,
+)
 
-_CONFIGS = ("tokenizer_config.json", "special_tokens_map.json")
 _OLDER = ("vocab.json", "tokenizer.model")
 
 
@@ -19,51 +23,57 @@ class ModelTokenizer:
     Attributes:
         files: name -> content.
         bos_token_id, eos_token_id: of the tokens that begin and end a text; None where it has none.
+        remark: what is to be known about it.
     """
 
     files: Mapping[str, bytes]
     bos_token_id: int | None = None
     eos_token_id: int | None = None
+    remark: str = ""
+
+    def __str__(self) -> str:
+        files = ", ".join(self.files) or "none"
+        return f"tokenizer: {files}{self.remark and '; '}{self.remark}"
 
     def ids(self) -> dict[str, int | None]:
         """As a config.json and a generation_config.json name them."""
         return {"bos_token_id": self.bos_token_id, "eos_token_id": self.eos_token_id}
 
 
-def find_tokenizer(folder: Path, vocab_size: int) -> ModelTokenizer:
-    """The tokenizer beside a model, without files where there is none.
+def find_tokenizer(folder: Path, vocab_size: int, mend: str = "") -> ModelTokenizer:
+    """The tokenizer beside a model; without files, and with ``mend`` as remark, if there is none.
 
     Raises:
         DataError: it cannot be read, or has more entries than the model.
     """
     if any((folder / name).is_file() for name in (TOKENIZER, *_OLDER)):
-        return read_tokenizer(folder, vocab_size)
-    return ModelTokenizer({})
+        return read_tokenizer(folder, vocab_size, "the tokenizer beside a model")
+    return ModelTokenizer({}, remark=mend)
 
 
-def read_tokenizer(source: Path, vocab_size: int) -> ModelTokenizer:
+def read_tokenizer(source: Path, vocab_size: int, setting: str = "--tokenizer") -> ModelTokenizer:
     """The tokenizer of a folder or of a tokenizer.json, of whatever age.
 
+    One of which no token is known to end a text is a model's nevertheless; it is remarked upon.
+
     Raises:
-        DataError: it is none, or has more entries than the model, or no token that ends a text.
+        DataError: it is none, or damaged, or has more entries than the model.
     """
-    tokenizer = load_tokenizer(str(source))
-    check_vocabulary(tokenizer.vocab_size, str(source), vocab_size)
-    files = tokenizer.files() | (read_tokenizer_files(source) if source.is_dir() else {})
-    bos = _named(files, "bos_token")
+    folder = source if source.is_dir() else source.parent
+    eos, remark = None, ""
+    try:
+        loaded = load_tokenizer(str(source), setting)
+        eos = loaded.end_of_text
+        made = loaded.files()
+    except NoEndOfText as error:
+        loaded = TextTokenizer(error.tokenizer, end_of_text=0)
+        made = {TOKENIZER: loaded.to_json()}
+        remark = f"no text can be prepared with it as it is: {error}"
+    check_vocabulary(loaded.vocab_size, str(source), vocab_size)
+    bos = next(special_tokens(folder, "bos_token"), None)
     return ModelTokenizer(
-        files,
-        bos_token_id=None if bos is None else tokenizer.tokenizer.token_to_id(bos),
-        eos_token_id=tokenizer.end_of_text,
+        made | (read_tokenizer_files(source) if source.is_dir() else {}),
+        bos_token_id=None if bos is None else loaded.tokenizer.token_to_id(bos),
+        eos_token_id=eos,
+        remark=remark,
     )
-
-
-def _named(files: Mapping[str, bytes], role: str) -> str | None:
-    """The token that has a role, where a file names it."""
-    for name in _CONFIGS:
-        token = json.loads(files.get(name, b"{}")).get(role)
-        if isinstance(token, dict):  # an added token written out in full
-            token = token.get("content")
-        if isinstance(token, str):
-            return token
-    return None

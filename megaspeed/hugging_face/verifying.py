@@ -1,12 +1,21 @@
 """Whether transformers and megaspeed compute the same from the same weights.
 
-    prompts --transformers--> logits --+
-            --megaspeed-----> logits --+-- largest difference within the tolerance?
-    prompt  --transformers, greedily--> tokens --megaspeed--> is each of them its choice, too?
+    fp32  prompts --transformers--> logits --+
+                  --megaspeed-----> logits --+-- largest difference within the tolerance?
+    fp64  prompt  --both, as above--------------- within a far smaller one?
+    fp64  prompt  --transformers, greedily--> tokens --megaspeed--> is each of them its choice, too?
 
-Both compute in fp32 on the CPU, one after the other, so that one model is in memory at a time. What
-is right differs by rounding alone; rows of q and k in another order differ by far more, but a loose
-tolerance or the mean of the differences would let them pass.
+On the CPU, one after the other, so that one model is in memory at a time. fp32 is how models are
+used. But where weights are small, q and k hardly matter, and their rows in another order change the
+logits by no more than fp32 rounds away. In fp64 the two are far apart, in parts of the largest
+logit:
+
+    right   width 64 to 512, 2 to 24 blocks, weights of 0.006 to 0.15      7e-14 and less
+    LIMIT                                                                   1e-10
+    wrong   width 32, weights of 0.006: the exact GELU for tanh's           2.0e-8
+            rotary base a tenth too large                                   2.5e-6
+            k before q, or rows of both for neighbouring pairs              3.1e-5 and more
+            weights of 0.02 and more: any mistake that tests make           3.0e-6 and more
 """
 
 import gc
@@ -22,19 +31,38 @@ from megaspeed.checkpoint.tensors import expected_shapes
 from megaspeed.checkpoint.whole_model import load_whole_model, model_config
 from megaspeed.config import ModelConfig
 from megaspeed.hugging_face.errors import Disagreement
-from megaspeed.hugging_face.room import check_memory
-from megaspeed.hugging_face.stock import load_stock
+from megaspeed.hugging_face.free_space import check_memory
+from megaspeed.hugging_face.transformers_model import load_transformers_model
 from megaspeed.model import GPT
 
 LENGTHS = (1, 16, 128, 512)
-"""Of the prompts, tokens; a longer one than the model takes is as long as it takes."""
+"""Of the prompts in fp32, tokens; a longer one than the model takes is as long as it takes."""
+
+DOUBLE_LENGTH = 128
+"""Of the prompt in fp64, likewise."""
 
 GREEDY_TOKENS = 64
 """Tokens continued; fewer where the model takes fewer."""
 
 _GREEDY_PROMPT = 16
-_ABSOLUTE, _RELATIVE = 1e-4, 2e-6
 _GOLDEN = (math.sqrt(5) - 1) / 2
+
+
+@dataclass(frozen=True)
+class Limit:
+    """By how much logits may differ in some precision."""
+
+    precision: str
+    absolute: float
+    relative: float
+
+    def of(self, largest: float) -> float:
+        """The limit where that is the largest of them."""
+        return max(self.absolute, self.relative * largest)
+
+
+SINGLE = Limit("fp32", absolute=1e-4, relative=2e-6)
+DOUBLE = Limit("fp64", absolute=0.0, relative=1e-10)
 
 
 @dataclass(frozen=True)
@@ -42,21 +70,26 @@ class Agreement:
     """How well two implementations agree.
 
     Attributes:
-        difference: the largest of two logits, over all prompts, positions and words.
+        difference: the largest of two logits in fp32, over all prompts, positions and words.
         tolerance: what it must not exceed.
+        double_difference: the same in fp64, of one prompt.
+        double_tolerance: what that must not exceed.
         prompts: how long each was.
         tokens: how many were chosen alike.
     """
 
     difference: float
     tolerance: float
+    double_difference: float
+    double_tolerance: float
     prompts: tuple[int, ...]
     tokens: int
 
     def __str__(self) -> str:
         return (
             f"verified: logits of {len(self.prompts)} prompts of up to {max(self.prompts)} tokens "
-            f"differ by at most {self.difference:.2g} (limit {self.tolerance:.2g}), and "
+            f"differ by at most {self.difference:.2g} (limit {self.tolerance:.2g}), in fp64 by "
+            f"{self.double_difference:.2g} (limit {self.double_tolerance:.2g}), and "
             f"{self.tokens} greedy tokens are the same"
         )
 
@@ -77,36 +110,41 @@ def compare(
         HuggingFaceError: transformers cannot load ``folder``.
     """
     config = model_config(checkpoint)
-    prompts = _prompts(config)
-    greedy = min(_GREEDY_PROMPT, config.max_position_embeddings)
+    prompts = [_spread_ids(config.vocab_size, length) for length in _lengths(config)]
+    in_double = _spread_ids(config.vocab_size, _at_most(config, DOUBLE_LENGTH))
+    greedy = _at_most(config, _GREEDY_PROMPT)
     wanted = min(GREEDY_TOKENS, config.max_position_embeddings - greedy)
-    stock = load_stock(folder, strict=strict)
+    stock = load_transformers_model(folder, strict=strict)
     theirs = [stock.logits(prompt) for prompt in prompts]
+    stock.to_double()
+    theirs_in_double = stock.logits(in_double)
     text = stock.continued(_spread_ids(config.vocab_size, greedy), wanted)
     del stock
     gc.collect()
     model = load_whole_model(checkpoint)
     for parameter in model.parameters():
         parameter.copy_(parameter.to(dtype))
-    difference, tolerance = _compare_logits(model, prompts, theirs)
-    _compare_choices(model, text, greedy, tolerance)
-    return Agreement(difference, tolerance, tuple(map(len, prompts)), wanted)
+    single = _compare_logits(model, prompts, theirs, SINGLE)
+    double = _compare_logits(model.double(), [in_double], [theirs_in_double], DOUBLE)
+    _compare_choices(model, text, greedy, double[1])
+    return Agreement(*single, *double, tuple(map(len, prompts)), wanted)
 
 
 def check_room(config: ModelConfig) -> None:
-    """Raises HuggingFaceError where memory does not hold a model and the logits of both."""
+    """Raises HuggingFaceError where memory does not hold a model in fp64 and the logits of both."""
     parameters = sum(map(math.prod, expected_shapes(config).values()))
-    logits = sum(_lengths(config)) * config.vocab_size
     # The logits of one implementation are kept, the other's are there one prompt at a time.
-    check_memory(4 * (parameters + 3 * logits), "go on without it by --no-verify")
+    single = 3 * sum(_lengths(config)) * config.vocab_size
+    double = 3 * _at_most(config, DOUBLE_LENGTH) * config.vocab_size
+    check_memory(8 * (parameters + double) + 4 * single, "go on without it by --no-verify")
+
+
+def _at_most(config: ModelConfig, length: int) -> int:
+    return min(length, config.max_position_embeddings)
 
 
 def _lengths(config: ModelConfig) -> list[int]:
-    return sorted({min(length, config.max_position_embeddings) for length in LENGTHS})
-
-
-def _prompts(config: ModelConfig) -> list[Tensor]:
-    return [_spread_ids(config.vocab_size, length) for length in _lengths(config)]
+    return sorted({_at_most(config, length) for length in LENGTHS})
 
 
 def _spread_ids(vocab_size: int, count: int) -> Tensor:
@@ -119,11 +157,17 @@ def _spread_ids(vocab_size: int, count: int) -> Tensor:
 
 @torch.no_grad()
 def _compare_logits(
-    model: GPT, prompts: Sequence[Tensor], theirs: Sequence[Tensor]
+    model: GPT, prompts: Sequence[Tensor], theirs: Sequence[Tensor], limit: Limit
 ) -> tuple[float, float]:
     """(largest difference, tolerance) where the one is within the other."""
-    largest = max(float(logits.abs().max()) for logits in theirs)
-    tolerance = max(_ABSOLUTE, _RELATIVE * largest)
+    largest = float(torch.stack([logits.abs().max() for logits in theirs]).max())
+    if not math.isfinite(largest):  # of these no difference tells anything
+        raise Disagreement(
+            f"transformers computes logits that are no numbers ({largest}) from these weights, so "
+            "that nothing can be compared; nothing was written. Take another model, or go on "
+            "without it by --no-verify"
+        )
+    tolerance = limit.of(largest)
     differences = []
     for prompt, expected in zip(prompts, theirs, strict=True):
         difference = float((model(prompt[None])[0] - expected).abs().max())
@@ -131,9 +175,9 @@ def _compare_logits(
         if not difference <= tolerance:  # true for NaN
             raise Disagreement(
                 f"transformers and megaspeed disagree: on a prompt of {len(prompt)} tokens their "
-                f"logits differ by {difference:.3g}, and rounding explains {tolerance:.3g} (the "
-                f"largest logit is {largest:.3g}). The weights were not mapped as they should be; "
-                "nothing was written."
+                f"logits differ by {difference:.3g} in {limit.precision}, and rounding explains "
+                f"{tolerance:.3g} (the largest logit is {largest:.3g}). The weights were not "
+                "mapped as they should be; nothing was written."
             )
     return max(differences), tolerance
 
@@ -149,11 +193,11 @@ def _compare_choices(model: GPT, text: Tensor, prompt: int, tolerance: float) ->
     logits = model(text[None, :-1])[0, prompt - 1 :]  # (tokens, V)
     chosen = text[prompt:]
     behind = logits.amax(-1) - logits.gather(-1, chosen[:, None])[:, 0]
-    wrong = torch.nonzero(~(behind <= 2 * tolerance))
+    wrong = torch.nonzero(~(behind <= 2 * tolerance))  # true for NaN
     if len(wrong):
         at = int(wrong[0])
         raise Disagreement(
             f"transformers and megaspeed disagree: greedy token {at + 1} of {len(chosen)} is "
             f"{int(chosen[at])} there and {int(logits[at].argmax())} here, and rounding does not "
-            "explain it. Nothing was written."
+            "explain it; nothing was written."
         )

@@ -1,12 +1,13 @@
 """Continuations of prompts, token by token.
 
-    prompt a, sample 1    . . . . x      one row each, of any length; every step computes the rows
-    prompt a, sample 2    . . . . x      anew and adds a token to each; a row ends at end-of-text
-    prompt b, sample 1    . . x
+    prompt a, sample 1    o . . . . x    one row each, of any length; every step computes the rows
+    prompt a, sample 2    o . . . . x    anew and adds a token to each; a row ends at end-of-text
+    prompt b, sample 1    o . . x
 
-A row sees its last ``max_position_embeddings`` tokens: beyond them its window slides, and positions
-begin anew with it. A sample is a function of (seed, prompt, number), up to the rounding of logits:
-its random numbers are its own, whatever is computed beside it.
+A prompt is the beginning of a document, and opens as one (o, ``opening.py``). A row sees its last
+``max_position_embeddings`` tokens: beyond them its window slides, and positions begin anew with it.
+A sample is a function of (seed, prompt, number), up to the rounding of logits: its random numbers
+are its own, whatever is computed beside it.
 """
 
 from collections.abc import Iterator, Sequence
@@ -45,7 +46,8 @@ def generate(
 ) -> Iterator[Continuation]:
     """``samples`` continuations of each prompt, in their order.
 
-    An empty prompt is a document's beginning: it stands for an end-of-text token.
+    An empty prompt that nothing opens stands for an end-of-text token: there must be something to
+    go on from.
 
     Raises:
         InferenceError: the model gives logits that are not finite.
@@ -67,8 +69,8 @@ class _Row:
     """One sample under way.
 
     Attributes:
-        ids: the prompt's, and those drawn so far.
-        prompt_length: how many of them are the prompt's.
+        ids: those that open a document, the prompt's, and those drawn so far.
+        prompt_length: how many of them are not drawn.
         ended: whether the model ended the document.
     """
 
@@ -84,8 +86,8 @@ class _Row:
 
     @classmethod
     def begin(cls, model: TextModel, prompt: str, number: int, sampling: Sampling) -> "_Row":
-        (ids,) = model.tokenizer.encode([prompt])
-        ids = ids or [model.tokenizer.end_of_text]
+        (text,) = model.tokenizer.encode([prompt])
+        ids = [*model.opening, *text] or [model.tokenizer.end_of_text]
         return cls(prompt, number, ids, sampling.generator(prompt, number))
 
     def continuation(self, model: TextModel) -> Continuation:

@@ -5,8 +5,8 @@
     perplexity     = e^loss                            of tokens as likely as each other
     bits per byte  = nats / ln 2 / bytes of UTF-8      of the text, whatever the tokenizer
 
-Each document is predicted by itself, from an end-of-text token on (``windows.py``). Perplexities
-compare only models of one tokenizer; bits per byte compare any two.
+Each document is predicted by itself, from what opens it (``opening.py``) on (``windows.py``).
+Perplexities compare only models of one tokenizer; bits per byte compare any two.
 """
 
 import math
@@ -69,7 +69,7 @@ def evaluate(
     """Predicts every token of the documents; memory stays flat however long they are.
 
     Args:
-        model: what predicts.
+        model: what predicts; at least one id opens its documents.
         pieces: of documents, in order.
         length: tokens of a window, at most the model's positions.
         stride: from window to window, 1 to ``length``.
@@ -81,7 +81,7 @@ def evaluate(
         InferenceError: the model gives logits that are not finite.
     """
     score = Score()
-    cutter = WindowCutter(end_of_text=model.tokenizer.end_of_text, length=length, stride=stride)
+    cutter = WindowCutter(opening=model.opening, length=length, stride=stride)
     windows = _windows(model, pieces, cutter, score)
     while batch := list(islice(windows, batch_size)):
         score.nats += _nats(model, batch)
@@ -100,9 +100,12 @@ def _windows(
     model: TextModel, pieces: Iterable[Piece], cutter: WindowCutter, score: Score
 ) -> Iterator[Window]:
     """The windows of all documents; counts what is read."""
+    within_document = False
     for piece in pieces:
         score.text_bytes += len(piece.text.encode("utf-8"))
-        (ids,) = model.tokenizer.encode([piece.text])
+        text = model.tokenizer.continued(piece.text) if within_document else piece.text
+        within_document = not piece.ends_document
+        (ids,) = model.tokenizer.encode([text])
         score.read_tokens += len(ids)
         yield from cutter.feed(ids)
         if piece.ends_document:

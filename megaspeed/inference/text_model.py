@@ -17,6 +17,7 @@ from megaspeed.config import ModelConfig
 from megaspeed.data.errors import DataError
 from megaspeed.data.tokenizer import TextTokenizer, load_tokenizer
 from megaspeed.inference.errors import InferenceError
+from megaspeed.inference.opening import Opening, opening_ids
 from megaspeed.model import GPT
 
 Tell = Callable[[str], None]
@@ -31,12 +32,14 @@ class TextModel:
         config: the model's shape.
         model: whole, in evaluation mode.
         tokenizer: every id of it is below the model's ``vocab_size``.
+        opening: the ids that open a document.
     """
 
     checkpoint: Path
     config: ModelConfig
     model: GPT
     tokenizer: TextTokenizer
+    opening: tuple[int, ...]
 
     @torch.no_grad()
     def logits(self, rows: Sequence[Sequence[int]]) -> Tensor:
@@ -67,6 +70,8 @@ def load_text_model(
     place: Path,
     *,
     tokenizer: str | None,
+    opening: Opening,
+    always_open: bool,
     device: torch.device,
     dtype: torch.dtype,
     tell: Tell,
@@ -76,6 +81,8 @@ def load_text_model(
     Args:
         place: a checkpoint, a folder of checkpoints, or the folder of a run.
         tokenizer: the path of another tokenizer; None for the checkpoint's own.
+        opening: what opens a document.
+        always_open: whether an end-of-text opens it where nothing else does.
         device, dtype: where and in what the model computes.
         tell: is told what the user should know and need not mend.
 
@@ -94,7 +101,11 @@ def load_text_model(
             f"{text_tokenizer.vocab_size} entries; name the one it was trained with in --tokenizer"
         )
     model = load_whole_model(checkpoint, device=device, dtype=dtype)
-    return TextModel(checkpoint, config, model, text_tokenizer)
+    ids = opening_ids(opening, text_tokenizer, imported=state.imported_from is not None)
+    if always_open and not ids:
+        ids = (text_tokenizer.end_of_text,)
+    tell(f"a document opens with {_spelled(ids, text_tokenizer)}; --opening can say otherwise")
+    return TextModel(checkpoint, config, model, text_tokenizer, ids)
 
 
 def _tokenizer_of(
@@ -106,7 +117,8 @@ def _tokenizer_of(
             f"text is made of a tokenizer's tokens, and {checkpoint} carries no tokenizer; name "
             "the one it was trained with in --tokenizer"
         )
-    tokenizer = load_tokenizer(str(source))
+    setting = "the tokenizer of the checkpoint" if given is None else "--tokenizer"
+    tokenizer = load_tokenizer(str(source), setting)
     trained_with = None if state.data is None else state.data.tokenizer
     if trained_with and trained_with != tokenizer.fingerprint:
         tell(
@@ -114,3 +126,9 @@ def _tokenizer_of(
             f"and that of {source} is {tokenizer.fingerprint}"
         )
     return tokenizer
+
+
+def _spelled(ids: Sequence[int], tokenizer: TextTokenizer) -> str:
+    """Tokens with their ids."""
+    tokens = (f"{tokenizer.tokenizer.id_to_token(each)} (id {each})" for each in ids)
+    return ", ".join(tokens) or "nothing"

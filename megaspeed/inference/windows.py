@@ -1,7 +1,7 @@
 """A document cut into windows of the model's length. Pure arithmetic.
 
-Every token of it is predicted exactly once, from the end-of-text token that opens the document (e)
-and from as many tokens before it as its window has. Length 4:
+Every token of it is predicted exactly once, from the ids that open the document (`opening.py`; here
+one, e) and from as many tokens before it as its window has. Length 4:
 
     stride 4    e 1 2 3            predicts 1 2 3 4
                         4 5 6 7             5 6 7 8
@@ -35,17 +35,17 @@ class WindowCutter:
     """Cuts documents one after the other, of which ids come in stretches of any length.
 
     It holds the ids from the next window's beginning on, and knows how many of them, behind the
-    first, were predicted already.
+    first, were predicted already or open the document, and are not to be predicted.
 
     Args:
-        end_of_text: the id that opens a document.
+        opening: the ids before a document, at least one: its first token is predicted from them.
         length: ids of a window, at least 1.
         stride: from one window's beginning to the next one's, 1 to ``length``.
     """
 
-    def __init__(self, *, end_of_text: int, length: int, stride: int) -> None:
-        assert 1 <= stride <= length, (stride, length)
-        self._end_of_text = end_of_text
+    def __init__(self, *, opening: Sequence[int], length: int, stride: int) -> None:
+        assert opening and 1 <= stride <= length, (opening, stride, length)
+        self._opening = opening
         self._length = length
         self._stride = stride
         self._held: list[int] = []
@@ -57,9 +57,10 @@ class WindowCutter:
         held = [*self._held, *ids]
         start = 0
         while start + self._length < len(held):
-            yield self._window(held[start : start + self._length + 1])
+            if self._predicted < self._length:  # else it has nothing behind a long opening
+                yield self._window(held[start : start + self._length + 1])
             start += self._stride
-            self._predicted = self._length - self._stride
+            self._predicted = max(self._predicted, self._length) - self._stride
         self._held = held[start:]
 
     def end(self) -> Iterator[Window]:
@@ -69,8 +70,8 @@ class WindowCutter:
         self._begin()
 
     def _begin(self) -> None:
-        self._held = [self._end_of_text]
-        self._predicted = 0
+        self._held = [*self._opening]
+        self._predicted = len(self._opening) - 1
 
     def _window(self, ids: list[int]) -> Window:
         return Window(ids[:-1], ids[1:], len(ids) - 1 - self._predicted)

@@ -28,8 +28,8 @@ _FOLLOWING_KEYS = {
     "zero_optimization.stage3_max_live_parameters",
 }
 
-# Regularisation may be changed in mid-training, and weights are not made anew. Where positions are learnt, their number shows in a
-# shape; where they are turned, it is a limit and no more.
+# Regularisation may be changed in mid-training, and no weights are drawn anew. Where positions are
+# learnt, their number shows in a shape; where they are turned, it is a limit and no more.
 _FREE_MODEL_KEYS = {
     "preset",
     "embedding_dropout",

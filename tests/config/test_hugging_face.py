@@ -252,3 +252,18 @@ def test_a_wrong_value_names_the_file_it_is_from(gpt2: Path) -> None:
 def test_two_sources_of_every_field_contradict_each_other(gpt2: Path, key: str, value: str) -> None:
     told = problem_of(**{"from_hf": str(gpt2), key: value})
     assert f"model.{key} '{value}' contradicts it; leave one of them out" in told
+
+
+@pytest.mark.parametrize("name", ["rope_scaling", "rope_parameters"])
+def test_an_original_length_at_the_top_must_be_the_one_of_the_scaling(name: str) -> None:
+    """transformers 5.23 documents that the one at the top counts, and takes the other."""
+    key = "original_max_position_embeddings"
+    inside = {"rope_type": "llama3", **LLAMA3}
+    told = refused({**LLAMA, name: inside, key: 16})
+    assert told.startswith(f"{key} is 16 (a whole number) and not in {name}; versions of transf")
+    told = refused({**LLAMA, name: {**inside, key: 32}, key: 16})
+    assert told.startswith(f"{key} is 16 (a whole number) and {name}.{key} is 32 (a whole number);")
+    for above in (None, 32):
+        scaling = model({**LLAMA, name: {**inside, key: 32}, key: above}).rope_scaling
+        assert scaling is not None and scaling.original_max_position_embeddings == 32
+    assert model({**LLAMA, key: 16}).rope_scaling is None

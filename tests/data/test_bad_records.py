@@ -11,7 +11,7 @@ from pyarrow import parquet
 from megaspeed.config.data import Source
 from megaspeed.data import DataError
 from megaspeed.data.text.documents import read_documents
-from megaspeed.data.text.pieces import PIECE_BYTES, BadRecord
+from megaspeed.data.text.pieces import PIECE_BYTES, SKIP_BEFOREHAND, BadRecord
 from megaspeed.data.text.sources import SourceFile, list_files
 from tests.data.written_formats import (
     documents_in,
@@ -25,8 +25,6 @@ from tests.data.written_formats import (
 )
 
 __all__ = ["own_datasets_cache"]
-
-SKIP = "pass over bad records with `megaspeed tokenize --skip-bad`"
 
 
 def the_file(path: Path, **fields: object) -> SourceFile:
@@ -60,6 +58,7 @@ LINES = [
     (b'{"text": "a\\ud800"}', "is one with half a character (\\ud800 at character 1)"),
     (b'{"id": 1, "body": ""}', 'in the field "text", and there is none; there is "id", "body"'),
     (b"{}", "there is none; there is none"),
+    (b'{"text": "a", "text": "b"}', 'a line has one field "text", and this one has several'),
 ]
 
 
@@ -72,7 +71,7 @@ def test_a_line_that_is_no_record_is_told_by_number_and_byte(
     texts, (told,) = passed_over(the_file(path))
     assert texts == ["before", "behind"]
     assert told.startswith("line 3 (byte 20): ")
-    assert problem in told and SKIP in told
+    assert problem in told and told.endswith(" correct it")
     with pytest.raises(DataError, match=r"a\.jsonl, line 3 \(byte 20\): "):
         documents_in(the_file(path).pieces())
 
@@ -81,7 +80,10 @@ def test_a_missing_field_is_mended_by_naming_the_right_one(tmp_path: Path) -> No
     (tmp_path / "a.jsonl").write_bytes(json_lines(["a"], field="content"))
     texts, (told,) = passed_over(the_file(tmp_path / "a.jsonl"))
     assert texts == []
-    assert 'there is "id", "content"; state the right one as text_field, or correct it' in told
+    assert (
+        'there is "id", "content"; name the right one as text_field, or --text-field, or correct it'
+        in told
+    )
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "jsonl.gz"])
@@ -173,7 +175,7 @@ def test_a_table_without_the_column_lists_those_it_has(tmp_path: Path) -> None:
         [],
         [
             'its columns: the text is in the column "text", and there is none; there is "id", '
-            '"content"; state the right one as text_field'
+            '"content"; name the right one as text_field, or --text-field'
         ],
     )
     _, (told,) = passed_over(the_file(tmp_path / "a.parquet", text_field="id"))
@@ -209,10 +211,15 @@ def test_a_damaged_table_is_told(tmp_path: Path, damage: str) -> None:
     half = len(whole) // 2
     altered = whole[:half] + bytes(3000) + whole[half + 3000 :]
     path.write_bytes(whole[:half] if damage == "cut" else altered)
-    texts, (told,) = passed_over(the_file(path))
+    texts, bad = passed_over(the_file(path))
     assert len(texts) < 100
-    assert told.startswith("as a whole: it cannot be read, or not to its end (")
-    assert told.endswith("bring the whole file here again")
+    for told in bad:
+        if damage == "cut":
+            assert told.startswith("as a whole: it cannot be read, or not to its end (")
+        else:
+            assert "(counted from 0): it and the rest of its row group, " in told
+        assert told.endswith("bring the whole file here again")
+    assert bad
 
 
 def test_a_saved_dataset_without_the_split_or_the_column_lists_those_it_has(tmp_path: Path) -> None:
@@ -263,3 +270,73 @@ def test_a_named_dataset_without_the_column_lists_those_it_has(
     (file,) = list_files([source], "data.train")
     with pytest.raises(DataError, match=r'"text", and there is none; there is "id", "content"'):
         documents_in(file.pieces())
+
+
+def test_behind_a_damaged_row_group_the_next_one_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    texts = [os.urandom(500).hex() for _ in range(30)]
+    parquet.write_table(pyarrow.table({"text": texts}), path, row_group_size=10)
+    column = parquet.ParquetFile(path).metadata.row_group(1).column(0)
+    content = bytearray(path.read_bytes())
+    start = column.dictionary_page_offset or column.data_page_offset
+    content[start : start + 200] = bytes(200)
+    path.write_bytes(content)
+    read, (told,) = passed_over(the_file(path))
+    assert read == texts[:10] + texts[20:]
+    assert told.startswith("row 10 (counted from 0): it and the rest of its row group, 10 rows,")
+    assert passed_over(the_file(path), after=22) == (texts[22:], [])
+
+
+def test_a_row_of_a_dictionary_that_is_not_utf8_is_told(tmp_path: Path) -> None:
+    raw = pyarrow.array([b"a", b"\xff"])
+    words = pyarrow.StringArray.from_buffers(2, raw.buffers()[1], raw.buffers()[2])
+    column = pyarrow.DictionaryArray.from_arrays(
+        pyarrow.array([0, 1, None, 0], pyarrow.int32()), words
+    )
+    parquet.write_table(pyarrow.table({"text": column}), tmp_path / "a.parquet")
+    texts, (bad, null) = passed_over(the_file(tmp_path / "a.parquet"))
+    assert texts == ["a", "a"]
+    assert bad.startswith("row 1 ") and "and is not UTF-8" in bad
+    assert null.startswith("row 2 ") and "and is null" in null
+
+
+def test_a_table_with_two_columns_of_one_name_or_with_lists_is_refused(tmp_path: Path) -> None:
+    column = pyarrow.array(["a"])
+    twice = pyarrow.Table.from_arrays([column, column], names=["text", "text"])
+    parquet.write_table(twice, tmp_path / "twice.parquet")
+    parquet.write_table(pyarrow.table({"text": [["a"]]}), tmp_path / "lists.parquet")
+    _, (told,) = passed_over(the_file(tmp_path / "twice.parquet"))
+    assert told.startswith('its columns: one column must be named "text", and 2 are; ')
+    _, (told,) = passed_over(the_file(tmp_path / "lists.parquet"))
+    assert told.startswith('its columns: the column "text" must hold strings, and holds list<')
+
+
+def test_keys_that_are_doubled_elsewhere_do_no_harm(tmp_path: Path) -> None:
+    line = b'{"text": "a", "id": 1, "id": 2, "more": {"text": "b", "text": "c"}}'
+    (tmp_path / "a.jsonl").write_bytes(line)
+    assert passed_over(the_file(tmp_path / "a.jsonl")) == (["a"], [])
+
+
+@pytest.mark.parametrize("name", ["a.jsonl.gz", "a.txt.zst"])
+def test_an_archive_of_no_bytes_was_cut(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).touch()
+    texts, (told,) = passed_over(the_file(tmp_path / name))
+    assert texts == [] and told.startswith("byte 0 of 0 on disk: the ")
+    assert told.endswith("; bring the whole file here again")
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.txt.gz"])
+def test_nonsense_in_an_archive_may_be_the_fault_of_the_archive(tmp_path: Path, name: str) -> None:
+    is_archive = name.endswith(".gz")
+    content = b'{"text": "\xff"}\n'
+    (tmp_path / name).write_bytes(gzip.compress(content) if is_archive else content)
+    _, (told,) = passed_over(the_file(tmp_path / name))
+    assert ("(the gzip archive may be damaged); " in told) == is_archive
+
+
+def test_what_else_can_be_done_is_said_where_it_can_be_done(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(b"oops\n")
+    with pytest.raises(DataError, match=r"; correct it$"):
+        read_documents([the_file(tmp_path / "a.jsonl")])
+    with pytest.raises(DataError, match=r"; correct it, or pass over .* `megaspeed tokenize --sk"):
+        read_documents([the_file(tmp_path / "a.jsonl")], SKIP_BEFOREHAND)

@@ -7,6 +7,9 @@ from typing import Any
 import pytest
 
 from megaspeed.data.config_problems import find_problems_in_file
+from megaspeed.data.text.documents import read_documents
+from megaspeed.data.text.sources import SourceFile
+from megaspeed.data.tokenizer_training import train_tokenizer
 
 MISSING = "/no/such/place/text.txt"
 SHAPE = {"preset": "gpt2-nano"}
@@ -62,3 +65,15 @@ def test_a_vocabulary_that_no_tokenizer_can_be_trained_for_is_told_with_the_othe
     assert text.startswith("data.train: ")
     assert "at least 257 entries" in vocabulary and "model.vocab_size is 256" in vocabulary
     assert problems(tmp_path, "model.vocab_size=257") == []
+
+
+def test_a_tokenizer_is_compared_with_the_model_of_from_hf(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("abc")
+    text = read_documents([SourceFile("a.txt", tmp_path / "a.txt")])
+    train_tokenizer(text, 257).save(tmp_path / "tokenizer")
+    shape = {"model_type": "gpt2", "vocab_size": 99, "n_embd": 8, "n_layer": 1, "n_head": 2}
+    (tmp_path / "config.json").write_text(json.dumps({**shape, "n_positions": 16}))
+    data = {"sequence_length": 16, "tokenizer": str(tmp_path / "tokenizer")}
+    (problem,) = problems(tmp_path, model={"from_hf": str(tmp_path)}, data=data)
+    assert "has 257 entries while model.vocab_size is 99" in problem
+    assert problems(tmp_path, model={"from_hf": "/no/such/folder"}, data=data) == []

@@ -127,7 +127,7 @@ def settle(path: Path, cache: Cache) -> None:
     """
     real = os.stat(path).st_ctime_ns / 1e9
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("megaspeed.data.tokens.survey.time.time", lambda: real + 3)
+        patch.setattr("megaspeed.data.tokens.remembered.time.time", lambda: real + 3)
         open_one(path, cache)
 
 

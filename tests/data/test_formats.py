@@ -146,3 +146,15 @@ def test_the_state_of_a_commit_asks_nobody() -> None:
     source = Source(dataset="nobody/nothing", revision=commit, split="test")
     (file,) = list_files([source], "data.train")
     assert file.state() == (f"nobody/nothing@{commit}[test]", 0, 0, 0)
+
+
+def test_a_byte_order_mark_is_no_text_and_marks_stay_offsets_in_the_file(tmp_path: Path) -> None:
+    texts = ["one", "\ufefftwo"]  # within the file it is a character as any other
+    content = "<|endoftext|>".join(texts).encode()
+    path = tmp_path / "a.txt"
+    path.write_bytes(b"\xef\xbb\xbf" + content)
+    pieces = list(SourceFile("a.txt", path).pieces())
+    assert [piece.text for piece in pieces] == texts
+    assert [piece.mark for piece in pieces] == [3 + len("one<|endoftext|>"), 3 + len(content)]
+    path.write_bytes(b"\xef\xbb\xbf")
+    assert list(SourceFile("a.txt", path).pieces()) == []

@@ -158,7 +158,7 @@ def test_a_wrong_field_shows_in_the_first_record_before_anything_is_read(tmp_pat
         f"{tmp_path}/a.jsonl, line 1 (byte 0)",
         f"{tmp_path}/b.parquet, its columns",
     ]
-    assert all("state the right one as text_field" in told for told in found)
+    assert all("name the right one as text_field" in told for told in found)
     sources = [
         {"path": f"{tmp_path}/{name}", "text_field": "content"} for name in ("*.jsonl", "*.p*")
     ]
@@ -180,3 +180,9 @@ def test_what_is_wrong_with_sources_and_tokenizer_is_told_together(tmp_path: Pat
     assert [told.split()[0] for told in found] == ["data.train:", "data.tokenizer"]
     with pytest.raises(DataError):
         selected(f"{tmp_path}/none.jsonl")
+
+
+def test_a_token_folder_that_lost_its_tokenizer_says_which_file(tokens: Path) -> None:
+    (tokens / "tokenizer.json").unlink()
+    (problem,) = problems(str(tokens))
+    assert f"{tokens}/tokenizer.json is missing; copy it again, or name the tokenizer" in problem

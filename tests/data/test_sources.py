@@ -78,7 +78,7 @@ def test_every_source_that_cannot_be_used_is_named_with_its_mend(tmp_path: Path)
     assert len(problems) == 5
     assert f"there is no file {tmp_path}/missing.txt" in problems[0]
     assert f"matches 0 under {tmp_path}" in problems[1]
-    assert f'is another folder; write "{tmp_path}/sub/**/*.txt"' in problems[2]
+    assert f'is another folder (its files: 1 .txt); write "{tmp_path}/sub/**/*.txt"' in problems[2]
     assert "b.csv is a .csv file, which is not read; extract its text into" in problems[3]
     assert f"is matched by both '{tmp_path}/a.txt' and '{tmp_path}/a*'" in problems[4]
     assert str(caught.value).startswith("1. data.train: ")
@@ -127,3 +127,31 @@ def test_a_dataset_is_one_file_named_by_all_that_tells_it_from_another() -> None
 def test_an_empty_list_of_sources_is_an_error() -> None:
     with pytest.raises(DataError, match=r"data\.train must list at least one source"):
         names()
+
+
+def problem_of(*sources: str) -> str:
+    with pytest.raises(DataError) as caught:
+        files(*sources)
+    (problem,) = caught.value.problems
+    return problem
+
+
+def test_of_a_folder_the_glob_of_the_most_files_that_may_be_text_is_named(tmp_path: Path) -> None:
+    assert problem_of(str(tmp_path)).endswith("is another folder, and empty; name another")
+    touch(tmp_path, "a.zip", "b.zip", "c.zip")
+    assert problem_of(str(tmp_path)).endswith(
+        "with no text (its files: 3 .zip); name a file or a glob of text"
+    )
+    touch(tmp_path, "sub/a.jsonl", "sub/b.jsonl", "a.txt")
+    assert problem_of(str(tmp_path)).endswith(
+        f'(its files: 3 .zip, 2 .jsonl, 1 .txt); write "{tmp_path}/**/*.jsonl"'
+    )
+
+
+def test_a_file_and_a_link_to_it_are_both_named(tmp_path: Path) -> None:
+    touch(tmp_path, "a.txt")
+    (tmp_path / "b.txt").symlink_to(tmp_path / "a.txt")
+    assert (
+        f"{tmp_path}/a.txt, which is {tmp_path}/b.txt too (by a link), is matched twice by "
+        f"'{tmp_path}/*.txt'; narrow it"
+    ) in problem_of(f"{tmp_path}/*.txt")

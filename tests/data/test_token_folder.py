@@ -2,6 +2,8 @@
 
 import hashlib
 import json
+import logging
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -67,7 +69,6 @@ def test_a_folder_is_its_shards_in_order(tmp_path: Path) -> None:
         assert file.index.tokenizer_fingerprint == "tokenizer"
     opened = open_token_source(Source(path=str(tmp_path / "tokens")), Cache(tmp_path / "cache"))
     assert opened == (first, second)
-    assert not (tmp_path / "cache").exists()  # nothing is read that would be worth remembering
 
 
 def test_one_shard_has_the_fingerprint_of_its_text_and_several_have_their_own(
@@ -169,3 +170,48 @@ def test_the_index_is_the_json_that_is_written_down(tmp_path: Path) -> None:
         "dtype", "documents", "tokens", "vocab_size", "end_of_text", "tokenizer_fingerprint",
         "corpus_fingerprint", "largest_id", "shards",
     }  # fmt: skip
+
+
+def test_the_whole_of_every_shard_is_read_once_a_machine(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caplog.set_level(logging.INFO)
+    write_folder(tmp_path / "tokens", [1] * (LONG // 2), [1])
+    # Only files that were left alone for a while are remembered.
+    now = time.time()
+    monkeypatch.setattr("megaspeed.data.tokens.remembered.time.time", lambda: now + 60)
+    source, cache = Source(path=str(tmp_path / "tokens")), Cache(tmp_path / "cache")
+    for _ in range(2):
+        open_token_source(source, cache)
+        told = [record.getMessage().split(" once, ")[0] for record in caplog.records]
+        shards = [tmp_path / "tokens" / f"tokens-0000{number}.bin" for number in range(2)]
+        assert told == [f"reading {shard}" for shard in shards]
+
+
+def test_altered_bytes_that_no_sample_has_are_found(tmp_path: Path) -> None:
+    folder = tmp_path / "tokens"
+    index = write_folder(folder, [1] * (LONG // 2), [1])
+    source, cache = Source(path=str(folder)), Cache(tmp_path / "cache")
+    open_token_source(source, cache)
+    path = folder / "tokens-00000.bin"
+    content = bytearray(path.read_bytes())
+    content[1 << 17] ^= 1
+    path.write_bytes(content)
+    open_token_folder(folder)
+    found = hashlib.sha256(content).hexdigest()
+    with pytest.raises(DataError) as caught:
+        open_token_source(source, cache)
+    assert caught.value.problems == (
+        f"a shard must be as it was written, and {path} is not: its sha256 is {found[:16]}... "
+        f"instead of {index.shards[0].checksum[:16]}...; copy the folder again, or make it anew "
+        "with `megaspeed tokenize --fresh`",
+    )
+
+
+def test_an_index_of_others_makes_no_token_folder(tmp_path: Path) -> None:
+    (tmp_path / "index.json").write_text('{"weight_map": {}}')
+    assert not is_token_folder(tmp_path) and not is_token_source(tmp_path)
+    ids = tmp_path / "train.bin"
+    ids.write_bytes(b"\x05\x00\x06\x00")
+    (file,) = open_token_source(Source(path=str(ids)), Cache(tmp_path / "cache"))
+    assert file.map().tolist() == [5, 6]

@@ -1,4 +1,4 @@
-"""Tiny models of transformers with weights so large that each of them matters."""
+"""Tiny models of transformers, mostly with weights so large that each of them matters."""
 
 import json
 from collections.abc import Callable
@@ -28,15 +28,27 @@ LLAMA3 = {
 }
 
 
-def gpt2(**changes: Any) -> PreTrainedModel:
-    """Two blocks of 4 heads, width 32, 301 words, 96 positions."""
+def gpt2(*, random: bool = True, **changes: Any) -> PreTrainedModel:
+    """Two blocks of 4 heads, width 32, 301 words, 96 positions.
+
+    Args:
+        random: whether weights are large; else as transformers initializes them.
+        changes: keys of its config.
+    """
     shape = {"vocab_size": 301, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 96}
     no_ids = {"bos_token_id": None, "eos_token_id": None}
-    return randomized(GPT2LMHeadModel(GPT2Config(**{**shape, **no_ids, **changes})))
+    torch.manual_seed(0)
+    model = GPT2LMHeadModel(GPT2Config(**{**shape, **no_ids, **changes})).eval()
+    return randomized(model) if random else model
 
 
-def llama(**changes: Any) -> PreTrainedModel:
-    """Two blocks of 4 query heads on 2 key/value heads, width 32, 301 words, 96 positions."""
+def llama(*, random: bool = True, **changes: Any) -> PreTrainedModel:
+    """Two blocks of 4 query heads on 2 key/value heads, width 32, 301 words, 96 positions.
+
+    Args:
+        random: whether weights are large; else as transformers initializes them.
+        changes: keys of its config.
+    """
     shape = {
         "vocab_size": 301,
         "hidden_size": 32,
@@ -47,7 +59,9 @@ def llama(**changes: Any) -> PreTrainedModel:
         "max_position_embeddings": 96,
     }
     no_ids = {"bos_token_id": None, "eos_token_id": None}
-    return randomized(LlamaForCausalLM(LlamaConfig(**{**shape, **no_ids, **changes})))
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**{**shape, **no_ids, **changes})).eval()
+    return randomized(model) if random else model
 
 
 MODELS: dict[str, Callable[[], PreTrainedModel]] = {

@@ -5,6 +5,7 @@ import math
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -106,8 +107,11 @@ def test_a_tokenizer_can_be_named(
 ) -> None:
     (tmp_path / "tokens").mkdir()
     named = with_tokenizer(tmp_path / "tokens") / place
+    figures = tmp_path / "figures.json"
     command = ["export-hf", str(run_folder), str(tmp_path / "out"), "--tokenizer", str(named)]
-    assert main(command) == 0
+    assert main([*command, "--json", str(figures)]) == 0
+    agreement = json.loads(figures.read_text())["agreement"]
+    assert agreement["difference"] <= agreement["tolerance"] == 1e-4
     assert "tokenizer: tokenizer.json, tokenizer_config.json" in capsys.readouterr().out
     ours = AutoTokenizer.from_pretrained(tmp_path / "out")
     theirs = AutoTokenizer.from_pretrained(tmp_path / "tokens")
@@ -149,9 +153,32 @@ def test_a_disagreement_is_a_failure(
         ["export-hf", str(checkpoint), str(tmp_path / "out")],
     ):
         assert main(command) == 1
-        assert "transformers and megaspeed disagree: on a prompt of" in capsys.readouterr().err
+        out, err = capsys.readouterr()
+        assert "transformers and megaspeed disagree: on a prompt of" in err and out == ""
     assert list(tmp_path.iterdir()) == []
     assert main([*command, "--no-verify"]) == 0
+
+
+FULL_DISK = """
+import resource, sys
+from megaspeed.cli import main
+resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[1]), int(sys.argv[1])))
+sys.exit(main(sys.argv[2:]))
+"""
+
+
+@pytest.mark.parametrize("room", [2_000, 100_000], ids="{} bytes".format)
+def test_a_disk_that_fills_up_is_told_and_nothing_is_left(
+    checkpoint: Path, tmp_path: Path, room: int
+) -> None:
+    """The system refuses to let any file grow further, as a full disk does."""
+    command = ["export-hf", str(checkpoint), str(tmp_path / "out"), "--no-verify"]
+    line = [sys.executable, "-c", FULL_DISK, str(room), *command]
+    done = subprocess.run(line, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.count("\n") == 1 and "model.safetensors cannot be written (" in done.stderr
+    assert done.stderr.endswith("make room on its disk\n")
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(("text", "size"), [("2GB", 2 * 10**9), ("1.5 kib", 1536), ("7", 7)])
@@ -167,10 +194,16 @@ def test_what_is_no_size(text: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert "write one such as 500MB or 2GB" in capsys.readouterr().err
 
 
-LARGE = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 12, "vocab_size": 4000}
+LARGE: dict[str, Any] = {
+    "hidden_size": 512,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 12,
+    "vocab_size": 4000,
+}
 MEASURED = """
 import sys
 from pathlib import Path
+from typing import Any
 from megaspeed.hugging_face.exporting import export_model
 from megaspeed.hugging_face.importing import import_model
 from megaspeed.model.mlp import SwiGluMlp

@@ -18,7 +18,7 @@ from megaspeed.checkpoint.writing_alone import write_pieces_alone
 from megaspeed.cli import main
 from megaspeed.config import ConfigError
 from megaspeed.data import DataError
-from megaspeed.hugging_face import room
+from megaspeed.hugging_face import free_space
 from megaspeed.hugging_face.errors import HuggingFaceError
 from megaspeed.hugging_face.importing import import_model
 from tests.hugging_face.models import (
@@ -159,14 +159,23 @@ def test_large_tensors_are_written_in_many_pieces_and_files(
     assert same(load_whole_model(tmp_path / "out").state_dict(), right)
 
 
+def test_float64_is_rounded_and_told(copy: Path, folder: Path, right: Weights) -> None:
+    weights = weights_in(folder)
+    name = "transformer.h.0.mlp.c_fc.weight"
+    told: list[str] = []
+    double = {**weights, name: weights[name].double() * (1 + 1e-12)}
+    assert same(imported(written(double, copy), tell=told.append), right)
+    assert "rounded from float64 to float32: 1 tensors, the first h.0.mlp.c_fc.weight" in told
+
+
 # --- what is refused ------------------------------------------------------------------------------
 
 
-def refusal(folder: Path, kind: type[Exception] = HuggingFaceError) -> str:
+def refusal(folder: Path, kind: type[Exception] = HuggingFaceError, *, verify: bool = True) -> str:
     """Why a folder is not imported; nothing is left of the try."""
     out = folder.parent / "refused"
     with pytest.raises(kind) as caught:
-        import_model(folder, out)
+        import_model(folder, out, verify=verify)
     assert not out.exists() and not list(folder.parent.glob("*.writing"))
     return str(caught.value)
 
@@ -184,7 +193,8 @@ def test_missing_unexpected_and_misshapen_tensors_are_all_told(copy: Path, folde
         "  transformer.h.1.ln_2.bias is missing",
         "  h.2.ln_1.weight (32) is in model.safetensors and not in the model",
         "  transformer.wpe.weight is 95 x 32 in model.safetensors and 96 x 32 in the model",
-        "  transformer.h.0.ln_1.bias in model.safetensors is none of float32, bfloat16 and float16",
+        "  transformer.h.0.ln_1.bias in model.safetensors is none of float64, float32, bfloat16 "
+        "and float16",
         "  transformer.h.0.mlp.c_fc.weight is 128 x 32 in model.safetensors and 32 x 128 in the "
         "model",
         "Fetch both anew, from one revision.",
@@ -213,7 +223,7 @@ def test_damaged_and_missing_files(copy: Path, folder: Path) -> None:
     assert f"{copy / WEIGHTS} cannot be read (" in refusal(copy)
     (copy / WEIGHTS).unlink()
     (copy / "pytorch_model.bin").write_bytes(os.urandom(100))
-    assert "pytorch_model.bin cannot be read (" in refusal(copy)
+    assert "pytorch_model.bin holds more than tensors, which is not read" in refusal(copy)
     (copy / "pytorch_model.bin").unlink()
     index = copy / "model.safetensors.index.json"
     index.write_text('{"weight_map": {"transformer.wte.weight": "../secret.safetensors"}}')
@@ -223,7 +233,9 @@ def test_damaged_and_missing_files(copy: Path, folder: Path) -> None:
         copy
     )
     index.write_text("{}")
-    assert "has no weight_map of names and files; fetch it anew" in refusal(copy)
+    assert "has no weight_map of names and files: cut short or damaged; fetch it anew" in refusal(
+        copy
+    )
 
 
 def test_a_bin_file_is_no_program(copy: Path) -> None:
@@ -232,8 +244,55 @@ def test_a_bin_file_is_no_program(copy: Path) -> None:
             return os.mkdir, (str(copy / "was here"),)
 
     torch.save({"transformer.wte.weight": Program()}, copy / "pytorch_model.bin")
-    assert "cannot be read" in refusal(copy)
+    told = refusal(copy)
+    assert told.startswith(f"{copy / 'pytorch_model.bin'} holds more than tensors, which is not re")
+    assert "weights_only" not in told
     assert not (copy / "was here").exists()
+
+
+@pytest.mark.parametrize(
+    ("held", "told"),
+    [
+        ({"state_dict": {"a": torch.zeros(1)}}, "'state_dict' in it is a dict"),
+        ({0: torch.zeros(1)}, "a name in it is 0"),
+        ({"a": torch.eye(2).to_sparse()}, "'a' in it is sparse"),
+        ({"a": 7}, "'a' in it is a int"),
+        (torch.zeros(1), "holds a Tensor"),
+    ],
+    ids=["training state", "number", "sparse", "int", "tensor"],
+)
+def test_a_bin_file_that_is_no_model(copy: Path, held: Any, told: str) -> None:
+    torch.save(held, copy / "pytorch_model.bin")
+    assert refusal(copy) == (
+        f"{copy / 'pytorch_model.bin'} must hold tensors by name and nothing else, and {told}; "
+        "save the model by save_pretrained"
+    )
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_a_value_that_is_no_number_is_told_by_its_tensor(
+    copy: Path, folder: Path, value: float
+) -> None:
+    """Whether or not anything is compared afterwards."""
+    weights = weights_in(folder)
+    weights["transformer.h.1.ln_2.bias"][3] = value
+    told = refusal(written(weights, copy), verify=False)
+    assert told.startswith(f"transformer.h.1.ln_2.bias in {copy / WEIGHTS} holds NaN or infinite")
+
+
+def test_places_that_cannot_be(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A folder that is not there, and a place below a file, both told before anything is done."""
+    nowhere, file = tmp_path / "nowhere", tmp_path / "file"
+    assert main(["import-hf", str(nowhere), str(tmp_path / "out")]) == 2
+    assert f"{nowhere}: it does not exist; name a folder" in capsys.readouterr().err
+    file.touch()
+    assert main(["import-hf", str(folder), str(file / "out")]) == 2
+    told = capsys.readouterr().err
+    assert told == (
+        f"{file / 'out'} cannot be made, because {file} is a file; name a place below a folder\n"
+    )
 
 
 def test_a_model_that_ours_cannot_be(folder: Path, copy: Path) -> None:
@@ -261,11 +320,11 @@ def test_a_place_that_is_taken(folder: Path, tmp_path: Path) -> None:
 def test_too_little_disk_or_memory_is_told_before_anything_is_written(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(room, "available_memory_bytes", lambda: 1_000)
+    monkeypatch.setattr(free_space, "available_memory_bytes", lambda: 1_000)
     with pytest.raises(HuggingFaceError, match=r"1,000 are available; go on without it by --no-ve"):
         import_model(folder, tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
-    monkeypatch.setattr(room, "free_bytes", lambda folder: 100)
+    monkeypatch.setattr(free_space, "free_bytes", lambda folder: 100)
     with pytest.raises(HuggingFaceError, match=r"will take 152,704 bytes, and its disk has 100"):
         import_model(folder, tmp_path / "out", verify=False)
     assert list(tmp_path.iterdir()) == []

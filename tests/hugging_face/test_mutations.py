@@ -1,7 +1,8 @@
 """What can go wrong between two implementations does not pass the comparison, in either direction.
 
 Each mutation is made where such a mistake would be made: in the table of names, in the model, in
-the config. Weights are large, so that what is mutated matters; rounding is some 10^-6.
+the config. It is noticed where weights are large, as transformers initializes them, and smaller
+still, where it changes the logits by less than fp32 rounds away.
 """
 
 import dataclasses
@@ -20,7 +21,7 @@ from megaspeed.hugging_face.errors import Disagreement
 from megaspeed.hugging_face.exporting import export_model
 from megaspeed.hugging_face.importing import import_model
 from megaspeed.hugging_face.weights import Part, parts_of
-from megaspeed.model import attention
+from megaspeed.model import attention, layers
 from tests.hugging_face.models import gpt2, llama, saved
 
 Patch = pytest.MonkeyPatch
@@ -83,8 +84,32 @@ def epsilon_beside_the_root(patch: Patch) -> None:
 
 def another_epsilon(patch: Patch) -> None:
     """Twice the epsilon of the config."""
-    make = nn.RMSNorm.__init__
-    patch.setattr(nn.RMSNorm, "__init__", lambda self, *sizes, eps: make(self, *sizes, eps=2 * eps))
+    make = layers.make_norm
+
+    def mutated(config: ModelConfig) -> nn.Module:
+        twice = {name: 2 * getattr(config, name) for name in ("layer_norm_epsilon", "rms_norm_eps")}
+        return make(config.model_copy(update=twice))
+
+    patch.setattr(layers, "make_norm", mutated)
+
+
+def reordered(*order: int) -> Callable[[Patch], None]:
+    """The thirds of what the fused projection gives, taken in another order."""
+
+    def mutate(patch: Patch) -> None:
+        make = attention.Attention.__init__
+
+        def exchange(module: nn.Module, given: Any, made: Tensor) -> Tensor:
+            thirds = made.chunk(3, dim=-1)
+            return torch.cat([thirds[i] for i in order], dim=-1)
+
+        def init(self: attention.Attention, *args: Any, **options: Any) -> None:
+            make(self, *args, **options)
+            self.qkv.register_forward_hook(exchange)
+
+        patch.setattr(attention.Attention, "__init__", init)
+
+    return mutate
 
 
 def another_base(patch: Patch) -> None:
@@ -105,12 +130,17 @@ def exact_gelu(patch: Patch) -> None:
     patch.setattr(torch.nn.functional, "gelu", lambda x, approximate="none": gelu(x))
 
 
-def ungrouped() -> PreTrainedModel:
+def ungrouped(**changes: Any) -> PreTrainedModel:
     """q, k and v of one shape, so that no shape tells them apart."""
-    return llama(num_key_value_heads=4)
+    return llama(num_key_value_heads=4, **changes)
 
 
-Make = Callable[[], PreTrainedModel]
+Make = Callable[..., PreTrainedModel]
+WEIGHTS: dict[str, dict[str, Any]] = {
+    "large": {},
+    "of 0.02": {"random": False},
+    "of 0.006": {"random": False, "initializer_range": 0.006},
+}
 MUTATIONS: dict[str, tuple[Make, Callable[[Patch], None]]] = {
     "rows of q and k for neighbouring pairs": (llama, interleaved),
     "k, q, v": (ungrouped, mapped_by(exchanged(QKV, 1, 0, 2))),
@@ -121,48 +151,60 @@ MUTATIONS: dict[str, tuple[Make, Callable[[Patch], None]]] = {
     "another rotary base": (llama, another_base),
     "a matrix turned, llama": (llama, mapped_by(turned)),
     "a matrix not turned, gpt2": (gpt2, mapped_by(turned)),
+    "k, q, v, gpt2": (gpt2, reordered(1, 0, 2)),
+    "q, v, k, gpt2": (gpt2, reordered(0, 2, 1)),
+    "another epsilon, gpt2": (gpt2, another_epsilon),
+    "another gelu, gpt2": (gpt2, exact_gelu),
 }
 
 
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Make], tuple[Path, Path]]:
-    """Gives the folder of a model and its checkpoint, made once."""
-    made: dict[Make, tuple[Path, Path]] = {}
+Folders = Callable[[Make, str], tuple[Path, Path]]
 
-    def of(make: Make) -> tuple[Path, Path]:
-        if make not in made:
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
+    """Gives the folder of a model and its checkpoint, made once."""
+    made: dict[tuple[Make, str], tuple[Path, Path]] = {}
+
+    def of(make: Make, weights: str) -> tuple[Path, Path]:
+        if (make, weights) not in made:
             root = tmp_path_factory.mktemp("model")
-            made[make] = (saved(make(), root / "hf"), root / "checkpoint")
-            import_model(*made[make])
-        return made[make]
+            folder = saved(make(**WEIGHTS[weights]), root / "hf")
+            made[make, weights] = (folder, root / "checkpoint")
+            import_model(folder, root / "checkpoint")
+        return made[make, weights]
 
     return of
 
 
+@pytest.mark.parametrize("weights", WEIGHTS)
 @pytest.mark.parametrize(("make", "mutate"), MUTATIONS.values(), ids=MUTATIONS.keys())
 def test_an_import_with_a_mistake_is_noticed_and_leaves_nothing(
-    folders: Callable[[Make], tuple[Path, Path]],
+    folders: Folders,
     tmp_path: Path,
     monkeypatch: Patch,
     make: Make,
     mutate: Callable[[Patch], None],
+    weights: str,
 ) -> None:
-    folder, _ = folders(make)
+    folder, _ = folders(make, weights)
     mutate(monkeypatch)
     with pytest.raises(Disagreement, match="logits differ by"):
         import_model(folder, tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("weights", WEIGHTS)
 @pytest.mark.parametrize(("make", "mutate"), MUTATIONS.values(), ids=MUTATIONS.keys())
 def test_an_export_with_a_mistake_is_noticed_and_leaves_nothing(
-    folders: Callable[[Make], tuple[Path, Path]],
+    folders: Folders,
     tmp_path: Path,
     monkeypatch: Patch,
     make: Make,
     mutate: Callable[[Patch], None],
+    weights: str,
 ) -> None:
-    _, checkpoint = folders(make)
+    _, checkpoint = folders(make, weights)
     mutate(monkeypatch)
     with pytest.raises(Disagreement, match="logits differ by"):
         export_model(checkpoint, tmp_path / "out")

@@ -7,13 +7,14 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from megaspeed.checkpoint.whole_model import load_whole_model
 from megaspeed.config import ModelConfig
 from megaspeed.hugging_face import verifying
 from megaspeed.hugging_face.errors import Disagreement, HuggingFaceError
 from megaspeed.hugging_face.importing import import_model
-from megaspeed.hugging_face.stock import load_stock
+from megaspeed.hugging_face.transformers_model import load_transformers_model
 from megaspeed.hugging_face.verifying import compare
 from tests.hugging_face.models import gpt2, llama, saved, weights_in
 from tests.model.tiny_gpt import llama as our_llama
@@ -31,6 +32,8 @@ def test_figures_of_an_agreement(both: tuple[Path, Path]) -> None:
     found = compare(*both)
     assert (found.prompts, found.tokens, found.tolerance) == ((1, 16, 96), 64, 1e-4)
     assert 0 < found.difference < 1e-5
+    assert 0 < found.double_difference < 1e-13
+    assert found.double_tolerance == pytest.approx(1e-10 * 4, rel=0.5)
 
 
 @pytest.mark.parametrize(("positions", "prompts", "tokens"), [(1, (1,), 0), (20, (1, 16, 20), 4)])
@@ -62,12 +65,12 @@ def test_a_model_takes_prompts_of_up_to_512_tokens() -> None:
 # --- limits ---------------------------------------------------------------------------------------
 
 
-def shifted(by: float) -> Callable[..., Tensor]:
-    """A model's own logits and one of them more by so much."""
+def shifted(by: float, dtype: torch.dtype = torch.float32) -> Callable[..., Tensor]:
+    """A model's own logits and, in one precision, one of them more by so much."""
 
     def forward(self: torch.nn.Module, x: Tensor) -> Tensor:
         logits: Tensor = self.output(self.norm(x))
-        logits[..., 5] += by
+        logits[..., 5] += by if x.dtype == dtype else 0.0
         return logits
 
     return forward
@@ -78,8 +81,41 @@ def test_one_word_that_differs_by_more_than_the_limit_is_enough(
     both: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, by: float
 ) -> None:
     monkeypatch.setattr("megaspeed.model.layers.Head.forward", shifted(by))
-    with pytest.raises(Disagreement, match=r"and rounding explains 0\.0001 "):
+    with pytest.raises(Disagreement, match=r"in fp32, and rounding explains 0\.0001 "):
         compare(*both)
+
+
+@pytest.mark.parametrize("by", [1e-8, -1e-8, float("nan"), float("inf")])
+def test_in_fp64_far_less_is_enough(
+    both: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, by: float
+) -> None:
+    """Of which fp32 would have shown nothing."""
+    monkeypatch.setattr("megaspeed.model.layers.Head.forward", shifted(by, torch.float64))
+    with pytest.raises(Disagreement, match=r"in fp64, and rounding explains [\d.]+e-10 "):
+        compare(*both)
+
+
+@pytest.mark.parametrize("make", [gpt2, llama])
+@pytest.mark.parametrize("std", [None, 0.006], ids=["large", "small"])
+def test_in_fp64_both_are_exact_to_its_rounding(
+    tmp_path: Path, make: Callable[..., PreTrainedModel], std: float | None
+) -> None:
+    """Also where transformers itself goes through fp32, which would leave 1e-7 of the largest."""
+    model = make() if std is None else make(initializer_range=std, random=False)
+    import_model(saved(model, tmp_path / "hf"), tmp_path / "checkpoint", verify=False)
+    found = compare(tmp_path / "checkpoint", tmp_path / "hf")
+    assert found.double_difference < 1e-3 * found.double_tolerance
+
+
+def test_logits_that_are_no_numbers_agree_with_nothing(both: tuple[Path, Path]) -> None:
+    model, prompt = load_whole_model(both[0]), torch.arange(8)
+    for strange in (float("nan"), float("inf")):
+        theirs = torch.zeros(8, 301)
+        theirs[3, 3] = strange
+        with pytest.raises(Disagreement, match="that are no numbers"):
+            verifying._compare_logits(
+                model, [prompt] * 2, [theirs, torch.zeros(8, 301)], verifying.SINGLE
+            )
 
 
 def test_what_rounding_explains_passes(
@@ -100,12 +136,12 @@ def test_the_limit_grows_with_logits_above_50(both: tuple[Path, Path]) -> None:
         model.head.norm.weight.mul_(factor)  # type: ignore[union-attr, operator]
         with torch.no_grad():
             theirs = model(prompt[None])[0]
-        _, tolerance = verifying._compare_logits(model, [prompt], [theirs])
+        _, tolerance = verifying._compare_logits(model, [prompt], [theirs], verifying.SINGLE)
         assert tolerance == pytest.approx(expected, rel=1e-4)
 
 
 def test_a_token_that_is_not_the_greedy_choice_is_told(both: tuple[Path, Path]) -> None:
-    model, stock = load_whole_model(both[0]), load_stock(both[1], strict=True)
+    model, stock = load_whole_model(both[0]), load_transformers_model(both[1], strict=True)
     text = stock.continued(torch.arange(16), 10)
     verifying._compare_choices(model, text, 16, 1e-4)
     text[20] = (text[20] + 1) % 301
@@ -116,7 +152,7 @@ def test_a_token_that_is_not_the_greedy_choice_is_told(both: tuple[Path, Path]) 
 def test_of_two_equal_words_either_is_greedy(both: tuple[Path, Path]) -> None:
     model = load_whole_model(both[0])
     head = model.head.output.weight  # type: ignore[union-attr]
-    text = load_stock(both[1], strict=True).continued(torch.arange(16), 1)
+    text = load_transformers_model(both[1], strict=True).continued(torch.arange(16), 1)
     twin = (int(text[-1]) + 7) % 301
     head[twin] = head[int(text[-1])]
     verifying._compare_choices(model, torch.tensor([*range(16), twin]), 16, 1e-4)
@@ -130,22 +166,26 @@ def test_transformers_must_find_every_tensor_and_no_other(tmp_path: Path) -> Non
     weights = weights_in(folder)
     beside = {"model.layers.7.mlp.up_proj.weight": torch.zeros(48, 32)}
     save_file(weights | beside, folder / "model.safetensors", metadata={"format": "pt"})
-    load_stock(folder, strict=False)
+    load_transformers_model(folder, strict=False)
     with pytest.raises(HuggingFaceError, match=r"has beside the model's model\.layers\.7\.mlp"):
-        load_stock(folder, strict=True)
+        load_transformers_model(folder, strict=True)
     del weights["model.norm.weight"]
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(HuggingFaceError, match=r"lacks model\.norm\.weight"):
-        load_stock(folder, strict=False)
+        load_transformers_model(folder, strict=False)
 
 
 def test_the_room_that_it_takes_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of Llama-2 7B in fp32: 27 GB of weights, and some logits."""
+    """Of Llama-2 7B in fp64: 54 GB of weights, and some logits."""
     config = ModelConfig.model_validate({"preset": "llama-2-7b"})
-    monkeypatch.setattr("megaspeed.hugging_face.room.available_memory_bytes", lambda: 16 << 30)
-    with pytest.raises(HuggingFaceError, match=r"takes about 27,\d+,\d+,\d+ bytes of memory, and "):
+    monkeypatch.setattr(
+        "megaspeed.hugging_face.free_space.available_memory_bytes", lambda: 32 << 30
+    )
+    with pytest.raises(HuggingFaceError, match=r"takes about 54,\d+,\d+,\d+ bytes of memory, and "):
         verifying.check_room(config)
-    monkeypatch.setattr("megaspeed.hugging_face.room.available_memory_bytes", lambda: 32 << 30)
+    monkeypatch.setattr(
+        "megaspeed.hugging_face.free_space.available_memory_bytes", lambda: 64 << 30
+    )
     verifying.check_room(config)
-    monkeypatch.setattr("megaspeed.hugging_face.room.available_memory_bytes", lambda: None)
+    monkeypatch.setattr("megaspeed.hugging_face.free_space.available_memory_bytes", lambda: None)
     verifying.check_room(config)

@@ -18,6 +18,7 @@ from megaspeed.cli.model_options import add_model_options
 from tests.inference.tiny_text import LICENSE, checkpoint_of_text, write_tokenizer
 
 TEXT = LICENSE.read_text()[:700]
+OPENS = "a document opens with <|endoftext|> (id 0); --opening can say otherwise\n"
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +57,7 @@ def evaluate(checkpoint: Path, capsys: pytest.CaptureFixture[str], tmp_path: Pat
 
 def test_generate_prints_and_writes_every_sample(generate: Command, checkpoint: Path) -> None:
     told = generate("--prompt", "You may", "--prompt", "[bold]", "--samples", 2, "--seed", 3)
-    assert (told.code, told.err) == (0, "")
+    assert (told.code, told.err) == (0, OPENS)
     assert told.out.startswith(f"{checkpoint}\n")
     continuations = told.figures["continuations"]
     assert [(c["prompt"], c["number"]) for c in continuations] == [
@@ -90,7 +91,7 @@ def test_evaluate_tells_the_loss_of_every_format_alike(evaluate: Command, tmp_pa
     plain.write_text(TEXT)
     packed.write_bytes(gzip.compress(json.dumps({"body": TEXT}).encode()))
     one = evaluate(plain)
-    assert (one.code, one.err) == (0, "")
+    assert (one.code, one.err) == (0, OPENS)
     two = evaluate(plain, packed, "--text-field", "body")
     for name in ("loss", "perplexity", "bits_per_byte"):
         assert two.figures[name] == pytest.approx(one.figures[name], rel=1e-6)
@@ -148,6 +149,8 @@ def test_wrong_input_is_told_with_its_mend(
         ["generate", "--checkpoint", ".", "--temperature", "nan"],
         ["generate", "--checkpoint", ".", "--top-k", "-1"],
         ["generate", "--checkpoint", ".", "--samples", "0"],
+        ["generate", "--checkpoint", ".", "--opening", "bos"],
+        ["evaluate", "--checkpoint", ".", "a.txt", "--opening", "nothing"],
         ["evaluate", "a.txt"],
         ["evaluate", "--checkpoint", ".", "a.txt", "--stride", "0"],
         ["evaluate", "--checkpoint", ".", "a.txt", "--dtype", "int8"],
@@ -161,6 +164,46 @@ def test_a_wrong_command_line_is_wrong_input(
         main(arguments)
     assert stop.value.code == 2
     assert capsys.readouterr().err.startswith("usage: megaspeed")
+
+
+@pytest.mark.parametrize("command", ["generate", "evaluate", "tokenize", "export-hf"])
+def test_the_tokenizer_of_the_command_line_is_not_called_the_configurations(
+    command: str, checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (text := tmp_path / "a.txt").write_text(TEXT)
+    arguments = {
+        "generate": ["--checkpoint", checkpoint],
+        "evaluate": [text, "--checkpoint", checkpoint],
+        "tokenize": [text, "--output", tmp_path / "tokens"],
+        "export-hf": [checkpoint, tmp_path / "exported"],
+    }[command]
+    for given, expected in [
+        (
+            tmp_path / "none",
+            f"--tokenizer is a path (nothing is downloaded), and there is no {tmp_path}",
+        ),
+        (text, f"--tokenizer must be a tokenizer.json or a folder with one, and {text} cannot be"),
+    ]:
+        told = Told(capsys, tmp_path, command, *arguments, "--tokenizer", given)
+        assert (told.code, told.out, told.figures) == (2, "", None)
+        assert told.err.startswith(expected) and "data.tokenizer" not in told.err
+
+
+def test_a_prompt_that_is_no_utf_8_is_wrong_input(checkpoint: Path) -> None:
+    # The shell's $'caf\\xe9': in Latin-1. Python reads the byte as a lone surrogate.
+    megaspeed = [
+        sys.executable,
+        "-c",
+        "import sys; from megaspeed.cli import main; sys.exit(main())",
+    ]
+    command = [*megaspeed, "generate", "--checkpoint", str(checkpoint), "--prompt", b"caf\xe9"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("usage: megaspeed generate")
+    assert done.stderr.endswith(
+        "argument --prompt: it must be UTF-8, and what follows its first 3 characters is not; "
+        "write it in UTF-8\n"
+    )
 
 
 @pytest.mark.parametrize("present", [True, False])
@@ -190,4 +233,4 @@ def test_neither_command_loads_deepspeed(checkpoint: Path, tmp_path: Path) -> No
     command = [sys.executable, "-c", code, str(checkpoint), str(tmp_path / "a.txt")]
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
-    assert (done.returncode, done.stderr) == (0, "")
+    assert (done.returncode, done.stderr) == (0, 2 * OPENS)

@@ -42,8 +42,9 @@ def test_the_likeliest_tokens_are_those_of_transformers_beyond_the_window_too(
     assert [continuation.prompt for continuation in found] == prompts
     for prompt, continuation in zip(prompts, found, strict=True):
         (ids,) = model.tokenizer.encode([prompt])
-        expected = likeliest(stock, ids or [0], config.max_position_embeddings, 40)
+        expected = likeliest(stock, [0, *ids], config.max_position_embeddings, 40)
         assert list(continuation.ids) == expected
+        assert 1 + len(ids) + len(expected) > config.max_position_embeddings
         assert continuation.ended == (len(expected) < 40)
 
 

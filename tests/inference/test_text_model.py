@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from megaspeed.data import DataError
+from megaspeed.inference.opening import Opening
 from megaspeed.inference.text_model import TextModel, load_text_model
 from tests.checkpoint.written import CONFIG, seal
 from tests.inference.tiny_text import checkpoint_of_text, write_tokenizer
@@ -18,15 +19,18 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def load(place: Path, tokenizer: Path | None = None) -> tuple[TextModel, list[str]]:
-    """The model, and what was told."""
+    """The model, and what was told beside what opens a document."""
     told: list[str] = []
     model = load_text_model(
         place,
         tokenizer=None if tokenizer is None else str(tokenizer),
+        opening=Opening.AUTO,
+        always_open=True,
         device=torch.device("cpu"),
         dtype=torch.float32,
         tell=told.append,
     )
+    assert told.pop() == "a document opens with <|endoftext|> (id 0); --opening can say otherwise"
     return model, told
 
 
@@ -34,6 +38,7 @@ def test_a_run_is_its_newest_checkpoint_with_the_tokenizer_it_carries(checkpoint
     model, told = load(checkpoint.parents[1])
     assert (model.checkpoint, model.config, told) == (checkpoint, CONFIG.model, [])
     assert (model.tokenizer.vocab_size, model.tokenizer.end_of_text) == (301, 0)
+    assert model.opening == (0,)
 
 
 def test_logits_of_rows_of_any_length_are_those_of_each_alone(checkpoint: Path) -> None:
@@ -53,6 +58,16 @@ def test_a_checkpoint_without_a_tokenizer_needs_one_named(checkpoint: Path, tmp_
         load(bare)
     model, told = load(bare, write_tokenizer(tmp_path / "tokenizer.json"))
     assert (model.tokenizer.vocab_size, told) == (301, [])
+
+
+def test_a_carried_tokenizer_that_cannot_be_read_is_no_setting_of_the_user(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    broken = shutil.copytree(checkpoint, tmp_path / checkpoint.name)
+    (broken / "tokenizer.json").write_text("{}")
+    seal(broken)
+    with pytest.raises(DataError, match=r"^the tokenizer of the checkpoint must be .* save it"):
+        load(broken)
 
 
 def test_another_tokenizer_than_it_was_trained_with_is_said(

@@ -10,8 +10,10 @@ from megaspeed.inference.windows import Window, WindowCutter
 END = 0
 
 
-def cut(stretches: Iterable[Sequence[int]], length: int, stride: int) -> list[Window]:
-    cutter = WindowCutter(end_of_text=END, length=length, stride=stride)
+def cut(
+    stretches: Iterable[Sequence[int]], length: int, stride: int, opening: Sequence[int] = (END,)
+) -> list[Window]:
+    cutter = WindowCutter(opening=opening, length=length, stride=stride)
     windows = [window for ids in stretches for window in cutter.feed(ids)]
     return [*windows, *cutter.end()]
 
@@ -38,13 +40,17 @@ def test_the_two_drawings_of_the_module() -> None:
 
 @pytest.mark.parametrize(("length", "stride"), [(1, 1), (4, 4), (4, 3), (4, 1), (7, 5), (50, 20)])
 @pytest.mark.parametrize("tokens", [0, 1, 3, 4, 5, 8, 9, 33])
+@pytest.mark.parametrize("opening", [[END], [-3, -2, END]], ids=["one opens", "three open"])
 def test_each_token_is_predicted_once_from_its_window(
-    tokens: int, length: int, stride: int
+    opening: list[int], tokens: int, length: int, stride: int
 ) -> None:
-    document = [END, *range(1, tokens + 1)]
-    told = predictions(cut([document[1:]], length, stride))
-    assert [token for token, _ in told] == document[1:]
-    for place, (_, seen) in enumerate(told, start=1):
+    text = list(range(1, tokens + 1))
+    document = [*opening, *text]
+    windows = cut([text], length, stride, opening)
+    assert all(window.counted > 0 for window in windows)
+    told = predictions(windows)
+    assert [token for token, _ in told] == text
+    for place, (_, seen) in enumerate(told, start=len(opening)):
         # The window in which it counts is the first one that reaches it.
         window = 0 if place <= length else -(-(place - length) // stride)
         assert list(seen) == document[window * stride : place]
@@ -62,7 +68,7 @@ def test_it_is_all_one_in_which_stretches_a_document_comes() -> None:
 
 
 def test_a_document_knows_nothing_of_the_one_before() -> None:
-    cutter = WindowCutter(end_of_text=END, length=4, stride=2)
+    cutter = WindowCutter(opening=[END], length=4, stride=2)
     first = [*cutter.feed([1, 2, 3, 4, 5]), *cutter.end()]
     again = [*cutter.feed([1, 2, 3, 4, 5]), *cutter.end()]
     assert first == again

@@ -43,13 +43,15 @@ def tiny_tokenizer(folder: Path) -> TextTokenizer:
     return load_tokenizer(str(write_tokenizer(folder / "tokenizer.json")))
 
 
-def both_models(config: ModelConfig, folder: Path) -> tuple[TextModel, PreTrainedModel]:
+def both_models(
+    config: ModelConfig, folder: Path, opening: tuple[int, ...] = (0,)
+) -> tuple[TextModel, PreTrainedModel]:
     """Ours and the stock model, with the same random weights."""
     gpt2 = config.architecture == "gpt2"
     stock = stock_gpt2(config) if gpt2 else stock_llama(config)
     model = GPT(config).eval()
     model.load_state_dict(from_gpt2(stock) if gpt2 else from_llama(stock))
-    return TextModel(folder, config, model, tiny_tokenizer(folder)), stock
+    return TextModel(folder, config, model, tiny_tokenizer(folder), opening), stock
 
 
 def checkpoint_of_text(root: Path) -> Path:

@@ -87,6 +87,18 @@ class ByteStream:
         """How much of the file on disk is behind."""
         return self.position if self._disk is None else int(self._disk.tell())
 
+    @property
+    def doubt(self) -> str:
+        """Put behind what is wrong with the bytes: an archive may be why. Empty for a plain file.
+
+        Few archives have a checksum before their end.
+        """
+        return "" if self._disk is None else f" (the {self._kind} may be damaged)"
+
+    @property
+    def _kind(self) -> str:
+        return "file" if self._disk is None else f"{ARCHIVES[self._path.suffix.lower()]} archive"
+
     @cached_property
     def _lines_passed_over(self) -> int:
         """Counted only when a number is asked for, because it takes reading them."""
@@ -105,16 +117,18 @@ class ByteStream:
             self._is_broken = True
             self._on_bad(self._broken(error))
             return b""
+        if not data and self._disk is not None and self._disk.tell() == 0:
+            self._is_broken = True
+            self._on_bad(self._broken("even of no text it has a header"))
         self.position += len(data)
         return data
 
-    def _broken(self, error: OSError) -> BadRecord:
+    def _broken(self, why: OSError | str) -> BadRecord:
         size = self._path.stat().st_size
-        kind = "file" if self._disk is None else f"{ARCHIVES[self._path.suffix.lower()]} archive"
         return BadRecord(
             self._path,
             f"byte {self.disk_bytes:,} of {size:,} on disk",
-            f"the {kind} is damaged or cut short and cannot be read on ({error}); "
+            f"the {self._kind} is damaged or cut short and cannot be read on ({why}); "
             f"{self.position:,} bytes of text could be read",
             BRING_AGAIN,
         )

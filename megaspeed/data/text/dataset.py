@@ -170,7 +170,8 @@ def _pieces(
     if after == getattr(dataset, "num_rows", None):
         return  # skip() refuses to skip every row
     batches = dataset.skip(after).iter(batch_size=_ROWS_AT_ONCE)
-    rows = _rows(until_broken(batches, path, on_bad), column, after)
+    readable = until_broken(batches, lambda error: on_bad(cannot_be_read(path, error)))
+    rows = _rows(readable, column, after)
     yield from pieces_of_rows(path, column, rows, bytes_per_row, on_bad)
 
 

@@ -41,8 +41,12 @@ class _Bad(Exception):
         self.record = record
 
 
-def read_documents(files: Sequence[SourceFile]) -> list[Document]:
+def read_documents(files: Sequence[SourceFile], otherwise: str = "") -> list[Document]:
     """Every document with at least one byte, in the order of the files.
+
+    Args:
+        files: where they are.
+        otherwise: what can be done about a bad record other than to mend it, for the message.
 
     Raises:
         DataError: records that are no text (the first of each file, all files at once), or no
@@ -54,7 +58,7 @@ def read_documents(files: Sequence[SourceFile]) -> list[Document]:
         try:
             documents.extend(_documents_of(file))
         except _Bad as bad:
-            problems.append(str(bad.record))
+            problems.append(f"{bad.record}{otherwise}")
         except DataError as error:
             problems.extend(error.problems)
     if problems:

@@ -33,8 +33,8 @@ _REFUSED: Mapping[str, str] = {
 }
 
 
-def is_text(path: Path) -> bool:
-    """Whether there is something at `path` that a format may read: a file, or a dataset."""
+def is_file_or_dataset(path: Path) -> bool:
+    """Whether there is at `path` what a format may read, if it is of one that is read."""
     return path.is_file() or is_saved_dataset(path)
 
 

@@ -59,6 +59,15 @@ OnBad = Callable[[BadRecord], None]
 """What is done about a bad record; where it returns, reading goes on with the next record."""
 
 
-def refuse(record: BadRecord) -> None:
-    """Raises DataError: nothing bad is passed over in silence."""
-    raise DataError(str(record))
+SKIP_BEFOREHAND = ", or pass over bad records with `megaspeed tokenize --skip-bad`"
+"""What else can be done about a bad record where text is trained on directly."""
+
+
+def refuse(record: BadRecord, otherwise: str = "") -> None:
+    """Raises DataError: nothing bad is passed over in silence.
+
+    Args:
+        record: what is bad.
+        otherwise: put behind the record's own mend: what else can be done.
+    """
+    raise DataError(f"{record}{otherwise}")

@@ -13,6 +13,7 @@ from megaspeed.data.text.text_format import TextFormat
 
 DOCUMENT_SEPARATOR = b"<|endoftext|>"
 _LINE_ENDS = (b"\r\n", b"\n")
+_BYTE_ORDER_MARK = "\ufeff"  # at the beginning of a file it is no text
 # A piece, and as much behind it as tells whether a separator follows.
 _WINDOW_BYTES = PIECE_BYTES + len(DOCUMENT_SEPARATOR) + len(_LINE_ENDS[0])
 
@@ -86,9 +87,11 @@ def _decoded(
         if not is_left_out:
             try:
                 text = stretch.content.decode("utf-8")
+                if stretch.start == 0:
+                    text = text.removeprefix(_BYTE_ORDER_MARK)
             except UnicodeDecodeError as error:
                 is_left_out = True
-                on_bad(_not_utf8(path, stretch, error))
+                on_bad(_not_utf8(path, stretch, error, stream.doubt))
         is_last_of_some = stretch.ends_document and is_begun
         if text or is_last_of_some:
             yield Piece(text, stretch.ends_document, stretch.mark, stream.disk_bytes)
@@ -96,12 +99,12 @@ def _decoded(
         is_left_out = is_left_out and not stretch.ends_document
 
 
-def _not_utf8(path: Path, stretch: _Stretch, error: UnicodeDecodeError) -> BadRecord:
+def _not_utf8(path: Path, stretch: _Stretch, error: UnicodeDecodeError, doubt: str) -> BadRecord:
     byte = stretch.content[error.start]
     return BadRecord(
         path,
         # The offset a person looks for is the one in the text, not in the piece.
         f"byte {stretch.start + error.start:,}",
-        f"text must be UTF-8, and this byte is 0x{byte:02x} ({error.reason})",
+        f"text must be UTF-8, and this byte is 0x{byte:02x} ({error.reason}){doubt}",
         "convert the file, for example with iconv -t UTF-8",
     )

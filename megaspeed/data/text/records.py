@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-SKIP_OR_MEND = "correct it, or pass over bad records with `megaspeed tokenize --skip-bad`"
-STATE_FIELD = "state the right one as text_field"
+CORRECT_IT = "correct it"
+STATE_FIELD = "name the right one as text_field, or --text-field"
 BRING_AGAIN = "bring the whole file here again"
 
 _KINDS = {

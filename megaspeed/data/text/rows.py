@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
 from megaspeed.data.text.cutting import pieces_of
 from megaspeed.data.text.pieces import BadRecord, OnBad, Piece
-from megaspeed.data.text.records import BRING_AGAIN, SKIP_OR_MEND, what_is_wrong
+from megaspeed.data.text.records import BRING_AGAIN, CORRECT_IT, what_is_wrong
 
 T = TypeVar("T")
 
@@ -29,20 +29,20 @@ def pieces_of_rows(
         wrong = what_is_wrong(value)
         if wrong is not None:
             problem = f'the column "{column}" must be a string, and is {wrong}'
-            on_bad(BadRecord(path, f"row {row:,} (counted from 0)", problem, SKIP_OR_MEND))
+            on_bad(BadRecord(path, f"row {row:,} (counted from 0)", problem, CORRECT_IT))
         elif value:
             yield from pieces_of(str(value), row + 1, round((row + 1) * bytes_per_row))
 
 
-def until_broken(batches: Iterator[T], path: Path, on_bad: OnBad) -> Iterator[T]:
-    """The batches, as many as can be read; where that breaks off, `on_bad` is told."""
+def until_broken(batches: Iterator[T], on_broken: Callable[[Exception], None]) -> Iterator[T]:
+    """The batches, as many as can be read; where that breaks off, `on_broken` is told why."""
     while True:
         try:
             batch = next(batches)
         except StopIteration:
             return
         except Exception as error:  # of the library that reads them, of many kinds
-            on_bad(cannot_be_read(path, error))
+            on_broken(error)
             return
         yield batch
 

@@ -10,21 +10,25 @@ from __future__ import annotations
 
 import glob
 import os
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 from megaspeed.config.data import BUNDLED_CORPUS, Source
 from megaspeed.data.errors import DataError
 from megaspeed.data.text.dataset import NamedDataset, SavedDataset
-from megaspeed.data.text.formats import format_of, is_text, why_refused
+from megaspeed.data.text.formats import format_of, is_file_or_dataset, why_refused
 from megaspeed.data.text.pieces import OnBad, Piece, refuse
 from megaspeed.data.text.plain_text import PlainText
 from megaspeed.data.text.standard_library import library_files, library_folder
 from megaspeed.data.text.text_format import TextFormat
 from megaspeed.files.changes import FileState
+from megaspeed.files.places import expand_home
 
 _PLAIN_TEXT = PlainText()
+_LOOKED_AT_FILES = 10_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,20 +91,18 @@ def files_by_source(sources: Sequence[Source], setting: str) -> list[list[Source
         )
     listed: list[list[SourceFile]] = []
     problems: list[str] = []
-    first_source: dict[tuple[str, str], Source] = {}
+    first: dict[tuple[str, str], tuple[Path, Source]] = {}
     for source in sources:
         found = _files_of(source)
         listed.append(found)
         if not found:
             problems.append(_nothing_found(source, setting))
         for file in found:
-            if file.place() in first_source:
-                problems.append(
-                    f"{setting}: a file is trained on once an epoch, and {file.path} is matched by "
-                    f"both '{first_source[file.place()]}' and '{source}'; narrow one of the two"
-                )
+            if file.place() in first:
+                before = first[file.place()]
+                problems.append(matched_twice(setting, before, (file.path, source)))
                 continue
-            first_source[file.place()] = source
+            first[file.place()] = (file.path, source)
             problem = _unreadable(file, setting)
             if problem is not None:
                 problems.append(problem)
@@ -109,12 +111,17 @@ def files_by_source(sources: Sequence[Source], setting: str) -> list[list[Source
     return listed
 
 
-def expand_home(source: str) -> Path:
-    """The path with a leading ~ replaced; where there is no such user, the path as it is."""
-    try:
-        return Path(source).expanduser()
-    except RuntimeError:
-        return Path(source)
+def matched_twice(setting: str, first: tuple[Path, Source], second: tuple[Path, Source]) -> str:
+    """That one file is read twice an epoch; `first` and `second` are its paths and sources."""
+    law = f"{setting}: a file is trained on once an epoch, and"
+    path, source = first
+    other_path, other_source = second
+    shown = str(path) if path == other_path else f"{path}, which is {other_path} too (by a link),"
+    if path != other_path and source is other_source:
+        return f"{law} {shown} is matched twice by '{source}'; narrow it"
+    return (
+        f"{law} {shown} is matched by both '{source}' and '{other_source}'; narrow one of the two"
+    )
 
 
 def _files_of(source: Source) -> list[SourceFile]:
@@ -131,12 +138,12 @@ def _files_at(source: Source) -> Iterator[SourceFile]:
             yield SourceFile(path.relative_to(folder).as_posix(), path)
         return
     path = expand_home(str(source.path))
-    if is_text(path):
+    if is_file_or_dataset(path):
         yield SourceFile(path.name, path.absolute(), format_of(path, source))
         return
     root = _fixed_part(path)
     for match in map(Path, glob.glob(str(path), recursive=True)):
-        if is_text(match):
+        if is_file_or_dataset(match):
             name = match.relative_to(root).as_posix()
             yield SourceFile(name, match.absolute(), format_of(match, source))
 
@@ -161,8 +168,7 @@ def _nothing_found(source: Source, setting: str) -> str:
     if path.is_dir():
         return (
             f"{setting}: a source is a file, a glob or a folder that save_to_disk of datasets "
-            f"wrote, and '{source}' is another folder; "
-            f'write "{(path / "**" / "*.txt").as_posix()}"'
+            f"wrote, and '{source}' is another folder{_what_is_in(path)}"
         )
     if glob.has_magic(str(path)):
         return (
@@ -173,6 +179,21 @@ def _nothing_found(source: Source, setting: str) -> str:
         f"{setting}: there is no file {path.absolute()}; correct the path, "
         f'or use "{BUNDLED_CORPUS}" for the default corpus'
     )
+
+
+def _what_is_in(folder: Path) -> str:
+    """How many files of which suffix are in a folder, and the glob of the most that may be text."""
+    below = (path for path in folder.rglob("*") if path.is_file())
+    seen = list(islice(below, _LOOKED_AT_FILES))
+    suffixes = Counter(path.suffix for path in seen).most_common()
+    if not suffixes:
+        return ", and empty; name another"
+    there = ", ".join(f"{count} {suffix or 'without suffix'}" for suffix, count in suffixes[:4])
+    readable = Counter(path.suffix for path in seen if why_refused(path) is None).most_common(1)
+    if not readable:
+        return f" with no text (its files: {there}); name a file or a glob of text"
+    glob_of_most = (folder / "**" / f"*{readable[0][0]}").as_posix()
+    return f' (its files: {there}); write "{glob_of_most}"'
 
 
 def _unreadable(file: SourceFile, setting: str) -> str | None:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import count
 from pathlib import Path
 from typing import Any, ClassVar
 
 from megaspeed.data.text.pieces import BadRecord, OnBad, Piece
-from megaspeed.data.text.records import STATE_FIELD, no_such_field
+from megaspeed.data.text.records import BRING_AGAIN, STATE_FIELD, no_such_field
 from megaspeed.data.text.rows import cannot_be_read, pieces_of_rows, until_broken
 from megaspeed.data.text.text_format import TextFormat
 
@@ -51,8 +50,12 @@ class Table(TextFormat):
     def _wrong_column(self, schema: Any) -> str | None:
         if self.text_field not in schema.names:
             return no_such_field(self.text_field, schema.names, "column")
+        if schema.names.count(self.text_field) > 1:
+            times = schema.names.count(self.text_field)
+            return f'one column must be named "{self.text_field}", and {times} are'
         kind = schema.field(self.text_field).type
-        kind = getattr(kind, "value_type", kind)  # of a dictionary, what its numbers stand for
+        if str(kind).startswith("dictionary<"):
+            kind = kind.value_type  # what its numbers stand for
         if str(kind) not in ("string", "large_string", "string_view"):
             return f'the column "{self.text_field}" must hold strings, and holds {kind}'
         return None
@@ -60,30 +63,32 @@ class Table(TextFormat):
     def _rows(
         self, table: Any, path: Path, after: int, on_bad: OnBad
     ) -> Iterator[tuple[int, object]]:
-        """(number, value) of the rows from number `after` on."""
-        groups, first = _groups_behind(table.metadata, after)
-        batches = table.iter_batches(
-            batch_size=_rows_at_once(table.metadata, self.text_field),
-            row_groups=groups,
-            columns=[self.text_field],
-        )
-        numbers = count(first)
-        for batch in until_broken(batches, path, on_bad):
-            for scalar in batch.column(0):
-                row = next(numbers)
-                if row >= after:
-                    yield row, _value(scalar)
+        """(number, value) of the rows from number `after` on, of every row group that is whole."""
+        at_once = _rows_at_once(table.metadata, self.text_field)
+        behind = 0
+        for group in range(table.metadata.num_row_groups):
+            first, behind = behind, behind + table.metadata.row_group(group).num_rows
+            if behind > after:
+                batches = table.iter_batches(at_once, row_groups=[group], columns=[self.text_field])
+                rows = _rows_of_group(batches, path, range(first, behind), on_bad)
+                yield from ((row, value) for row, value in rows if row >= after)
 
 
-def _groups_behind(metadata: Any, after: int) -> tuple[list[int], int]:
-    """(the row groups that have rows from number `after` on, the number of their first row)."""
-    first = 0
-    for group in range(metadata.num_row_groups):
-        rows = metadata.row_group(group).num_rows
-        if first + rows > after:
-            return list(range(group, metadata.num_row_groups)), first
-        first += rows
-    return [], first
+def _rows_of_group(
+    batches: Iterator[Any], path: Path, rows: range, on_bad: OnBad
+) -> Iterator[tuple[int, object]]:
+    """(number, value) of the rows of a group, as many as can be read."""
+    row = rows.start
+
+    def lose(error: Exception) -> None:
+        lost = rows.stop - row
+        problem = f"it and the rest of its row group, {lost:,} rows, cannot be read ({error})"
+        on_bad(BadRecord(path, f"row {row:,} (counted from 0)", problem, BRING_AGAIN))
+
+    for batch in until_broken(batches, lose):
+        for scalar in batch.column(0):
+            yield row, _value(scalar)
+            row += 1
 
 
 def _rows_at_once(metadata: Any, column: str) -> int:
@@ -104,4 +109,5 @@ def _value(scalar: Any) -> object:
     try:
         return scalar.as_py()
     except UnicodeDecodeError:
-        return scalar.as_buffer().to_pybytes()
+        text = getattr(scalar, "value", scalar)  # of a dictionary, what its number stands for
+        return text.as_buffer().to_pybytes()

@@ -2,41 +2,48 @@
 
     documents   |----|--|-------|------------------------------|---|-----|
     batches     |       |       |        |        |            |         |
-    reached     yes     yes     no       no       no           yes       yes
+    position    1, 0    3, 0    3, 1     3, 2     3, 3         4, 0      6, 0
 
-A batch ends where a document ends, or within a document that is longer than a batch. Only where a
-document ends can reading go on later, so only there is anything reached.
+A batch ends where a document ends, or within a document that is longer than a batch. Its position
+says where reading goes on: behind how many documents, and behind how many pieces of the next one.
+These pieces are read again, for the document's hash and to come to the same cuts, but they are not
+encoded again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from itertools import accumulate
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, islice
 
-from megaspeed.data.errors import DataError
-from megaspeed.data.text.pieces import BadRecord, Piece, refuse
+from megaspeed.data.text.pieces import BadRecord, OnBad, Piece
 from megaspeed.data.text.sources import SourceFile
 from megaspeed.data.tokenizing.document_entry import DocumentEntry, DocumentHash
+from megaspeed.data.tokenizing.passed_over import PassedOver
 
 BATCH_CHARACTERS = 1 << 19
 """Text of one batch: a fraction of a second of work, and some 50 MB while it is encoded."""
 
-# They are held in memory until the batch is written.
-_BAD_AT_ONCE = 100_000
-
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """The end of a document, or the beginning of a file.
+    """The end of a piece, or the beginning of a file.
 
     Attributes:
         file: number of the file in the list of all.
-        mark: where in it reading goes on; what `SourceFile.pieces` takes.
+        mark: the end of the last document before; what `SourceFile.pieces` takes.
+        pieces: of the document behind the mark, how many are before the position.
     """
 
     file: int
     mark: int
+    pieces: int = 0
+
+    def behind(self, piece: Piece) -> Position:
+        """The end of this piece, which is the next one."""
+        if piece.ends_document:
+            return Position(self.file, piece.mark)
+        return replace(self, pieces=self.pieces + 1)
 
 
 BEGINNING = Position(0, 0)
@@ -47,62 +54,101 @@ class Reached:
     """What is behind a batch once its ids are written.
 
     Attributes:
-        position: where reading can go on; None where the batch ends within a document.
+        position: where reading can go on.
         documents: that ended in the batch, in order.
-        skipped: the bad records that were passed over since the batch before.
+        passed_over: bad records, since the beginning of all files.
         read_bytes: of all files, for progress.
     """
 
-    position: Position | None
+    position: Position
     documents: tuple[DocumentEntry, ...]
-    skipped: tuple[BadRecord, ...]
+    passed_over: PassedOver
     read_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Neighbouring pieces of text, to be encoded by one worker."""
+    """Neighbouring pieces of text, to be encoded by one worker.
+
+    Attributes:
+        pieces: in order.
+        within_document: whether the first one goes on with a document of the batch before.
+        reached: what is behind them.
+    """
 
     pieces: tuple[Piece, ...]
+    within_document: bool
     reached: Reached
 
 
 def read_batches(
-    files: Sequence[SourceFile], start: Position, *, skip_bad: bool
+    files: Sequence[SourceFile],
+    start: Position,
+    on_bad: OnBad,
+    passed_over: Callable[[], PassedOver],
 ) -> Iterator[Batch]:
     """Everything from `start` on. The last batch reaches the end of all files, and may be empty.
 
     Args:
         files: the input.
         start: a position that an earlier batch reached, or the beginning.
-        skip_bad: whether bad records are passed over; else the first one is an error.
+        on_bad: told of every bad record behind `start`; where it returns, the next one follows.
+        passed_over: how many it has passed over so far.
 
     Raises:
-        DataError: a record is bad and is not to be passed over, or very many are.
+        DataError: a record is bad, and `on_bad` refuses it.
     """
     bytes_before = [0, *accumulate(file.state()[1] for file in files)]
-    filling = _Filling()
+    filling = _Filling(within_document=start.pieces > 0)
     for number in range(start.file, len(files)):
-        mark = start.mark if number == start.file else 0
-        on_bad = filling.pass_over if skip_bad else refuse
-        for piece in files[number].pieces(mark, on_bad):
+        position = start if number == start.file else Position(number, 0)
+        reader = _Reader(files[number], position, on_bad)
+        for piece in reader.done():
+            filling.remember(piece)
+        for piece in reader.new():
+            position = position.behind(piece)
             filling.add(piece, files[number].name)
             if filling.is_full():
-                position = Position(number, piece.mark) if piece.ends_document else None
-                yield filling.take(position, bytes_before[number] + piece.read_bytes)
-    yield filling.take(Position(len(files), 0), bytes_before[-1])
+                yield filling.take(position, passed_over(), bytes_before[number] + piece.read_bytes)
+    yield filling.take(Position(len(files), 0), passed_over(), bytes_before[-1])
+
+
+class _Reader:
+    """The pieces of a file from a position on, and before them those that lead to it."""
+
+    def __init__(self, file: SourceFile, position: Position, on_bad: OnBad) -> None:
+        self._is_done = position.pieces > 0
+        self._on_bad = on_bad
+        self._pieces = file.pieces(position.mark, self._meet)
+        self._done = position.pieces
+
+    def done(self) -> Iterator[Piece]:
+        """Of the document that the position lies in, what is before it."""
+        yield from islice(self._pieces, self._done)
+        self._is_done = False
+
+    def new(self) -> Iterator[Piece]:
+        """What is behind the position."""
+        return self._pieces
+
+    def _meet(self, record: BadRecord) -> None:
+        if not self._is_done:  # else it was met when the position was reached
+            self._on_bad(record)
 
 
 class _Filling:
     """The batch that is being filled."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, within_document: bool) -> None:
         self._pieces: list[Piece] = []
         self._documents: list[DocumentEntry] = []
-        self._skipped: list[BadRecord] = []
         self._characters = 0
-        self._began_within_document = False
+        self._within_document = within_document
         self._document = DocumentHash()
+
+    def remember(self, piece: Piece) -> None:
+        """A piece that an earlier batch had, of the document that goes on here."""
+        self._document.update(piece.text)
 
     def add(self, piece: Piece, file_name: str) -> None:
         self._pieces.append(piece)
@@ -112,25 +158,15 @@ class _Filling:
             self._documents.append(self._document.entry(file_name))
             self._document = DocumentHash()
 
-    def pass_over(self, record: BadRecord) -> None:
-        if len(self._skipped) == _BAD_AT_ONCE:
-            raise DataError(
-                f"bad records are passed over where they are few, and there are {_BAD_AT_ONCE:,} "
-                f"without a batch of good text between them, the last one {record}"
-            )
-        self._skipped.append(record)
-
     def is_full(self) -> bool:
-        # After a document that began before, reading can go on here: let no other one begin.
-        ends_long_document = self._began_within_document and self._pieces[-1].ends_document
-        return ends_long_document or self._characters >= BATCH_CHARACTERS
+        return self._characters >= BATCH_CHARACTERS
 
-    def take(self, position: Position | None, read_bytes: int) -> Batch:
+    def take(self, position: Position, passed_over: PassedOver, read_bytes: int) -> Batch:
         """The batch; the next one begins empty."""
-        reached = Reached(position, tuple(self._documents), tuple(self._skipped), read_bytes)
-        batch = Batch(tuple(self._pieces), reached)
-        for filled in (self._pieces, self._documents, self._skipped):
-            filled.clear()
+        reached = Reached(position, tuple(self._documents), passed_over, read_bytes)
+        batch = Batch(tuple(self._pieces), self._within_document, reached)
+        self._pieces.clear()
+        self._documents.clear()
         self._characters = 0
-        self._began_within_document = position is None
+        self._within_document = position.pieces > 0
         return batch

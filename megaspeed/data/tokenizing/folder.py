@@ -8,7 +8,8 @@ FOLDER/progress.json                            the journal: how much of these f
 FOLDER/index.json                               last: the folder can be trained on
 
 empty        work begins
-plan         work was cut off, and goes on if its plan is the same
+plan         work was cut off, and goes on if its plan is the same; where no token was kept, any
+             plan may take its place
 index        finished; the plan, the journal and the lines of documents are removed
 """
 
@@ -74,17 +75,21 @@ def begin(folder: Path, plan: Plan, *, skip_bad: bool) -> Journal:
         _refuse_others(folder)
         write_record(folder / PLAN, plan)
         return NOTHING_DONE
+    journal = read_record(folder / JOURNAL, Journal) or NOTHING_DONE
     differing = "; ".join(differences(before, plan))
+    drops_option = journal.passed_over.records > 0 and not skip_bad
+    if (differing or drops_option) and journal.shards.tokens == 0:
+        return _begin_anew(folder, plan)
     if differing:
         raise DataError(
             f"the tokenization in {folder} goes on as it was begun, and {differing}. Restore that, "
             "name another --output, or --fresh to begin anew"
         )
-    journal = read_record(folder / JOURNAL, Journal) or NOTHING_DONE
-    if journal.skipped and not skip_bad:
+    if drops_option:
         raise DataError(
-            f"the tokenization in {folder} has passed over {journal.skipped} bad records under "
-            f"--skip-bad (they are in {folder / SKIPPED}); give it again, or --fresh to begin anew"
+            f"the tokenization in {folder} has passed over {journal.passed_over.records} bad "
+            f"records under --skip-bad (they are in {folder / SKIPPED}); give it again, or --fresh "
+            "to begin anew"
         )
     return journal
 
@@ -98,6 +103,14 @@ def clear(folder: Path) -> None:
 def remove_scaffolding(folder: Path) -> None:
     """Removes what is of use only until the folder is finished."""
     _remove(folder, _SCAFFOLDING)
+
+
+def _begin_anew(folder: Path, plan: Plan) -> Journal:
+    """With another plan, because nothing is lost: the first one may have been a mistake."""
+    # The old journal goes first: it must never stand beside the new plan.
+    _remove(folder, (JOURNAL,))
+    write_record(folder / PLAN, plan)
+    return NOTHING_DONE
 
 
 def _is_ours(folder: Path) -> bool:

@@ -5,8 +5,10 @@ It is written before the first id. Work that was cut off goes on only under the 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from datetime import datetime
+from typing import Any
 
 import tokenizers
 
@@ -24,13 +26,15 @@ class InputFile:
     Attributes:
         name: relative to its source.
         place: where it is; of a dataset known by name, that and which files are meant by it.
-        read_as: the format and what it was told, such as the field of the text.
+        format: how it is read.
+        settings: what the format was told, such as the field of the text; by option.
         size_bytes, mtime_ns: of the file on disk.
     """
 
     name: str
     place: str
-    read_as: str
+    format: str
+    settings: Mapping[str, str]
     size_bytes: int
     mtime_ns: int
 
@@ -92,7 +96,13 @@ def differences(before: Plan, now: Plan) -> Iterator[str]:
 
 def _as_input(file: SourceFile) -> InputFile:
     place, size_bytes, mtime_ns, _ = file.state()
-    return InputFile(file.name, place, repr(file.format), size_bytes, mtime_ns)
+    how: Any = file.format  # a dataclass, whichever format it is
+    settings = {
+        f"--{name.replace('_', '-')}": "not given" if value is None else str(value)
+        for name, value in asdict(how).items()
+    }
+    kind = type(file.format).__name__
+    return InputFile(file.name, place, kind, settings, size_bytes, mtime_ns)
 
 
 def _differing_files(before: Sequence[InputFile], now: Sequence[InputFile]) -> Iterator[str]:
@@ -101,14 +111,27 @@ def _differing_files(before: Sequence[InputFile], now: Sequence[InputFile]) -> I
         yield f"the input was {len(before)} files and is {len(now)}"
         return
     for old, new in zip(before, now, strict=True):
-        if (old.name, old.place, old.read_as) != (new.name, new.place, new.read_as):
-            yield (
-                f"the input had {old.place} as {old.name} ({old.read_as}) where it has {new.place} "
-                f"as {new.name} ({new.read_as})"
-            )
-            return
         if old != new:
-            yield (
-                f"{new.place} was changed (it had {old.size_bytes} bytes and has {new.size_bytes})"
-            )
+            yield _difference(old, new)
             return
+
+
+def _difference(old: InputFile, new: InputFile) -> str:
+    if (old.name, old.place) != (new.name, new.place):
+        return f"the input had {old.place} as {old.name} where it has {new.place} as {new.name}"
+    if old.format != new.format:
+        return f"{new.place} was read as {old.format} and is read as {new.format}"
+    for option, value in new.settings.items():
+        if old.settings.get(option) != value:
+            return f"{option} was {old.settings.get(option)} and is {value}"
+    if old.size_bytes != new.size_bytes:
+        return f"{new.place} was changed (it had {old.size_bytes} bytes and has {new.size_bytes})"
+    return (
+        f"{new.place} was written again (it has {new.size_bytes} bytes as before, and was last "
+        f"changed at {_time(old.mtime_ns)}, now at {_time(new.mtime_ns)})"
+    )
+
+
+def _time(nanoseconds: int) -> str:
+    """As clocks here show it."""
+    return datetime.fromtimestamp(nanoseconds / 1e9).isoformat(" ")

@@ -6,20 +6,15 @@ tokens-00001.bin    |-------|--|------             open; cut back to here when w
 
 from __future__ import annotations
 
-import hashlib
-import os
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megaspeed.data.errors import DataError
+from megaspeed.data.tokenizing.growing_file import GrowingFile, check_length
 from megaspeed.data.tokens.packing import IdType, Packed
 from megaspeed.data.tokens.token_folder import SHARDS, Shard
-
-_READ_AT_ONCE_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -63,10 +58,8 @@ class ShardWriter:
             DataError: a shard is shorter than `written` says.
         """
         self._folder, self._dtype, self._shard_tokens = folder, np.dtype(dtype), shard_tokens
-        self._stream: BinaryIO | None = None
-        self._digest = hashlib.sha256()
         self.written = written
-        self._cut_back()
+        self._open = self._cut_back()
 
     def write(self, packed: Packed) -> None:
         """Appends ids that go on where the last ones ended."""
@@ -84,9 +77,7 @@ class ShardWriter:
 
     def flush(self) -> None:
         """Brings everything that is written to the disk."""
-        if self._stream is not None:
-            self._stream.flush()
-            os.fsync(self._stream.fileno())
+        self._open.flush()
 
     def finish(self) -> Shards:
         """Completes the last shard."""
@@ -96,18 +87,12 @@ class ShardWriter:
 
     def close(self) -> None:
         """Closes the open file, and leaves the shard as it is."""
-        if self._stream is not None:
-            self._stream.close()
+        self._open.close()
 
     def _append(self, ids: NDArray[np.unsignedinteger], documents: int) -> None:
         if not len(ids):
             return
-        if self._stream is None:
-            self._stream = self._path(len(self.written.closed)).open("wb")
-            self._digest = hashlib.sha256()
-        content = ids.astype(self._dtype, copy=False).tobytes()
-        self._stream.write(content)
-        self._digest.update(content)
+        self._open.append(ids.astype(self._dtype, copy=False).tobytes())
         self.written = replace(
             self.written,
             open_tokens=self.written.open_tokens + len(ids),
@@ -115,48 +100,29 @@ class ShardWriter:
         )
 
     def _close_shard(self) -> None:
-        assert self._stream is not None
-        self.flush()
-        self._stream.close()
-        self._stream = None
+        self._open.flush()
+        self._open.close()
         whole = self.written
         shard = Shard(
             self._path(len(whole.closed)).name,
             whole.open_tokens,
             whole.open_documents,
-            self._digest.hexdigest(),
+            self._open.hexdigest(),
         )
         self.written = Shards((*whole.closed, shard))
+        self._open = GrowingFile(self._path(len(self.written.closed)), 0)
 
-    def _cut_back(self) -> None:
-        """The shards hold what is written and no more."""
-        written = self.written
-        kept = {shard.file: shard.tokens for shard in written.closed}
-        if written.open_tokens:
-            kept[self._path(len(kept)).name] = written.open_tokens
+    def _cut_back(self) -> GrowingFile:
+        """The shards hold what is written and no more; the one that is open."""
+        closed, item_bytes = self.written.closed, self._dtype.itemsize
+        open_path = self._path(len(closed))
+        kept = {shard.file: shard.tokens for shard in closed}
         for path in self._folder.glob(SHARDS):
-            if path.name not in kept:
+            if path.name not in kept and path != open_path:
                 path.unlink()
         for name, tokens in kept.items():
-            _check_length(self._folder / name, tokens * self._dtype.itemsize)
-        if written.open_tokens:
-            self._reopen(self._path(len(written.closed)))
-
-    def _reopen(self, path: Path) -> None:
-        stream = path.open("r+b")
-        stream.truncate(self.written.open_tokens * self._dtype.itemsize)
-        while content := stream.read(_READ_AT_ONCE_BYTES):
-            self._digest.update(content)
-        self._stream = stream
+            check_length(self._folder / name, tokens * item_bytes)
+        return GrowingFile(open_path, self.written.open_tokens * item_bytes)
 
     def _path(self, number: int) -> Path:
         return self._folder / f"tokens-{number:05}.bin"
-
-
-def _check_length(path: Path, expected_bytes: int) -> None:
-    size = path.stat().st_size if path.exists() else 0
-    if size < expected_bytes:
-        raise DataError(
-            f"tokenizing goes on from what is on the disk, and {path} has {size} bytes where its "
-            f"journal says {expected_bytes}; begin anew with --fresh"
-        )

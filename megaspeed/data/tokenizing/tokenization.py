@@ -6,11 +6,12 @@ import time
 from collections.abc import Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
 from megaspeed.data.errors import DataError
-from megaspeed.data.text.pieces import BadRecord
+from megaspeed.data.text.pieces import BadRecord, refuse
 from megaspeed.data.text.sources import SourceFile
 from megaspeed.data.tokenizer import TextTokenizer
 from megaspeed.data.tokenizing.batches import Position, read_batches
@@ -25,6 +26,8 @@ from megaspeed.files.durable import flush_folder
 DEFAULT_SHARD_TOKENS = 1 << 29
 """1 GiB of ids of 2 bytes."""
 
+_OR_SKIP = ", or pass over bad records with --skip-bad"
+
 
 class Watch(Protocol):
     """Who is told how the work goes on."""
@@ -33,7 +36,7 @@ class Watch(Protocol):
         """Once, before anything is read: what was done before, and the size of the input."""
 
     def passes_over(self, record: BadRecord) -> None:
-        """For every bad record."""
+        """For every bad record, as it is read."""
 
     def reaches(self, standing: Standing) -> None:
         """Many times a second."""
@@ -48,7 +51,8 @@ class How:
         shard_tokens: how many fill a shard; it ends with the document that fills it.
         skip_bad: whether bad records are passed over; else the first one ends the work.
         fresh: whether what an earlier tokenization left in the folder is removed first.
-        save_interval_seconds: about as much work is lost in a kill.
+        save_interval_seconds: about as much work is lost in a kill. What is done of a long document
+            counts, too; it is read again, and is not encoded again.
     """
 
     processes: int
@@ -81,7 +85,8 @@ def tokenize(
         journal = begin(folder, plan, skip_bad=how.skip_bad)
         tokenizer.save(folder)
         dtype = id_type(tokenizer.vocab_size)
-        with closing(Output(folder, dtype, how.shard_tokens, journal)) as output:
+        output = Output(folder, dtype, how.shard_tokens, journal, watch.passes_over)
+        with closing(output):
             watch.begins(output.standing, sum(file.size_bytes for file in plan.input))
             _encode_all(files, journal.position, folder, output, how, watch)
             _check_unchanged(plan, Plan.of(files, tokenizer, how.shard_tokens))
@@ -115,20 +120,21 @@ def _encode_all(
     watch: Watch,
 ) -> None:
     """Everything from `start` on; whatever cuts it off, what is done is saved."""
-    batches = read_batches(files, start, skip_bad=how.skip_bad)
+    on_bad = output.passed_over.add if how.skip_bad else partial(refuse, otherwise=_OR_SKIP)
+    batches = read_batches(files, start, on_bad, lambda: output.passed_over.so_far)
     saved_at = time.monotonic()
     try:
         with worker_pool(how.processes) as pool:
             for packed, reached in encode_in_order(pool, batches, folder, processes=how.processes):
                 output.append(packed, reached)
-                for record in reached.skipped:
-                    watch.passes_over(record)
                 watch.reaches(output.standing)
                 if time.monotonic() - saved_at >= how.save_interval_seconds:
                     output.save()
                     saved_at = time.monotonic()
+    except OSError:
+        raise  # what the disk holds is not known any more: the last journal counts
     except BaseException:
-        with suppress(OSError):  # the disk may be what ended it; then an older journal counts
+        with suppress(OSError):
             output.save()
         raise
 

@@ -11,7 +11,6 @@ long holds up the others only when all of them are done.
 from __future__ import annotations
 
 import os
-import signal
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Executor, Future, ProcessPoolExecutor
@@ -26,6 +25,7 @@ from threading import Thread
 from megaspeed.data.text.pieces import Piece
 from megaspeed.data.tokenizer import TextTokenizer, load_tokenizer
 from megaspeed.data.tokenizing.batches import Batch, Reached
+from megaspeed.data.tokenizing.interrupts import interrupts_held
 from megaspeed.data.tokens.packing import Packed, pack
 
 _UNDER_WAY_PER_PROCESS = 4
@@ -63,7 +63,9 @@ def encode_in_order(
     """
     under_way: deque[tuple[Future[Packed], Reached]] = deque()
     for batch in batches:
-        under_way.append((pool.submit(_encode, batch.pieces, tokenizer), batch.reached))
+        with interrupts_held():  # a worker may be begun
+            encoded = pool.submit(_encode, batch.pieces, batch.within_document, tokenizer)
+        under_way.append((encoded, batch.reached))
         del batch  # the text is the pool's now, and is let go once it is encoded
         if len(under_way) == _UNDER_WAY_PER_PROCESS * processes:
             yield _oldest(under_way)
@@ -76,8 +78,8 @@ def _oldest(under_way: deque[tuple[Future[Packed], Reached]]) -> tuple[Packed, R
     return encoded.result(), reached
 
 
-def _encode(pieces: tuple[Piece, ...], tokenizer: Path) -> Packed:
-    return pack(pieces, _loaded(tokenizer))
+def _encode(pieces: tuple[Piece, ...], within_document: bool, tokenizer: Path) -> Packed:
+    return pack(pieces, _loaded(tokenizer), within_document=within_document)
 
 
 @cache
@@ -88,8 +90,6 @@ def _loaded(folder: Path) -> TextTokenizer:
 def _begin_worker() -> None:
     # One thread each: the processes share the cores.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    # Ctrl-C reaches every process of the terminal; the first one ends the others.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     Thread(target=_end_with_parent, daemon=True).start()
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from megaspeed.data.cache import Cache
 from megaspeed.data.tokens.megatron_index import MegatronIndex
-from megaspeed.data.tokens.survey import remembered
+from megaspeed.data.tokens.survey import surveyed
 from megaspeed.data.tokens.token_file import TokenFile, TokenIndex
 
 
@@ -25,7 +25,7 @@ def open_megatron(prefix: Path, cache: Cache) -> TokenFile:
         DataError: a file is missing, is of another format or does not fit the other one.
     """
     index = MegatronIndex.read(prefix)
-    found = remembered(cache, [index.ids_path, index.path], index.survey)
+    found = surveyed(cache, [index.ids_path, index.path], index.survey)
     return TokenFile(
         index.ids_path,
         TokenIndex(

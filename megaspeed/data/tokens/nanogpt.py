@@ -14,7 +14,7 @@ import numpy as np
 
 from megaspeed.data.cache import Cache
 from megaspeed.data.errors import DataError
-from megaspeed.data.tokens.survey import remembered, survey_ids
+from megaspeed.data.tokens.survey import survey_ids, surveyed
 from megaspeed.data.tokens.token_file import TokenFile, TokenIndex
 
 _DTYPE: Final = "<u2"
@@ -44,7 +44,7 @@ def open_nanogpt(path: Path, cache: Cache) -> TokenFile:
         )
     tokens = size // itemsize
     ids = np.memmap(path, dtype=_DTYPE, mode="r", shape=(tokens,))
-    survey = remembered(cache, [path], lambda: survey_ids(path, ids))
+    survey = surveyed(cache, [path], lambda: survey_ids(path, ids))
     index = TokenIndex(
         tokens=tokens,
         documents=None,

@@ -5,12 +5,14 @@
     packed   464 4252 8278 13 END 1026 33697 13 END
                                  ^                 ^  document_ends 5, 9
 
-Every piece is encoded by itself, so the ids do not depend on which pieces are packed together.
+Every piece is encoded by itself, so the ids do not depend on which pieces are packed together. They
+are those of the whole document: one that goes on is cut before a single space, and that is left out
+where the tokenizer puts a mark for a space before every text.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -42,11 +44,19 @@ def id_type(vocab_size: int) -> IdType:
     return "<u2" if vocab_size <= 1 << 16 else "<u4"
 
 
-def pack(pieces: Sequence[Piece], tokenizer: TextTokenizer) -> Packed:
-    """The ids of the pieces, in order."""
+def pack(
+    pieces: Sequence[Piece], tokenizer: TextTokenizer, *, within_document: bool = False
+) -> Packed:
+    """The ids of the pieces, in order.
+
+    Args:
+        pieces: neighbours.
+        tokenizer: encodes them.
+        within_document: whether the first piece goes on with a document that began before.
+    """
     packed: list[int] = []
     document_ends: list[int] = []
-    encoded = tokenizer.encode([piece.text for piece in pieces])
+    encoded = tokenizer.encode(list(_texts(pieces, tokenizer, within_document)))
     for piece, ids in zip(pieces, encoded, strict=True):
         packed.extend(ids)
         if piece.ends_document:
@@ -56,3 +66,11 @@ def pack(pieces: Sequence[Piece], tokenizer: TextTokenizer) -> Packed:
         np.asarray(packed, dtype=id_type(tokenizer.vocab_size)),
         np.asarray(document_ends, dtype=np.int64),
     )
+
+
+def _texts(
+    pieces: Sequence[Piece], tokenizer: TextTokenizer, within_document: bool
+) -> Iterator[str]:
+    for piece in pieces:
+        yield tokenizer.continued(piece.text) if within_document else piece.text
+        within_document = not piece.ends_document

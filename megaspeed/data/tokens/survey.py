@@ -1,16 +1,11 @@
 """What a foreign token file does not say of itself, found by one pass over its ids.
 
-    path, size, mtime, ctime of the files  --pass over every id, once per machine-->  survey
-
-A survey is remembered in the cache under the state of the files, and only where any later change
-of a file must show in that state; so a warm start reads no more than the files' headers.
+The pass is made once a machine (`remembered.py`).
 """
 
 from __future__ import annotations
 
 import hashlib
-import logging
-import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -18,11 +13,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from megaspeed.data.cache import Cache, cache_key
+from megaspeed.data.cache import Cache
 from megaspeed.data.errors import DataError
-from megaspeed.files.changes import are_settled, state_of
-
-logger = logging.getLogger(__name__)
+from megaspeed.data.tokens.remembered import remembered
 
 # Part of every key: raise it when the same files are to give other surveys.
 _FORMAT = 1
@@ -45,26 +38,16 @@ class Survey:
     end_of_text: int | None
 
 
-def remembered(cache: Cache, files: Sequence[Path], survey: Callable[[], Survey]) -> Survey:
+def surveyed(cache: Cache, files: Sequence[Path], survey: Callable[[], Survey]) -> Survey:
     """`survey()`, or what it gave when these files were as they are now.
 
     Args:
         cache: where it is remembered.
         files: everything that the survey depends on.
-        survey: reads them; only called under the cache's lock, so once on a machine.
+        survey: reads them.
     """
-    path = cache.root / "surveys" / f"{cache_key(_FORMAT, [state_of(file) for file in files])}.json"
-    facts = cache.read_index(path)
-    if facts is None:
-        with cache.lock():
-            facts = cache.read_index(path)  # another process may have been at it
-            if facts is None:
-                seen_at = time.time()
-                states = [state_of(file) for file in files]
-                logger.info("reading %s once, for its largest id and its checksum", files[0])
-                facts = asdict(survey())
-                if states == [state_of(file) for file in files] and are_settled(states, seen_at):
-                    cache.write_index(path, facts)
+    purpose = "for its largest id and its checksum"
+    facts = remembered(cache, "surveys", _FORMAT, files, lambda: asdict(survey()), purpose)
     return Survey(**facts)
 
 

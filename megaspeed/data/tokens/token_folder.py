@@ -5,25 +5,28 @@
     FOLDER/tokenizer.json ...        the tokenizer, as AutoTokenizer loads it
 
 Opening checks of each shard its size and 1 MiB of it, from its first byte to its last: thousands of
-ranks can do that as they start, however large the shards are.
+ranks can do that as they start, however large the shards are. The whole of it is read once a
+machine (`shard_checksums.py`).
 """
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 from pydantic import TypeAdapter, ValidationError
 
 from megaspeed.data.errors import DataError
+from megaspeed.data.tokens.packing import IdType
 from megaspeed.data.tokens.token_file import TokenFile, TokenIndex
 from megaspeed.files.sealed_json import read_sealed, write_sealed
+from megaspeed.files.spaced_sample import spaced_sample
 
 INDEX = "index.json"
 SHARDS = "tokens-*.bin"
+COPY_AGAIN = "copy the folder again, or make it anew with `megaspeed tokenize --fresh`"
+"""What to do about a shard that is not as it was written."""
 
 _FORMAT = 1
 _SAMPLES_KEY = "samples"
@@ -63,7 +66,7 @@ class TokenFolderIndex:
         shards: in order.
     """
 
-    dtype: Literal["<u2", "<u4"]
+    dtype: IdType
     documents: int
     tokens: int
     vocab_size: int
@@ -85,8 +88,11 @@ def write_index(folder: Path, index: TokenFolderIndex) -> None:
 
 
 def is_token_folder(path: Path) -> bool:
-    """Whether `path` is a folder of token files, a finished one or not."""
-    return path.is_dir() and ((path / INDEX).is_file() or any(path.glob(SHARDS)))
+    """Whether `path` is a folder of token files, a finished one or not.
+
+    An index.json alone makes none: others have files of that name too.
+    """
+    return path.is_dir() and (any(path.glob(SHARDS)) or _is_ours(path / INDEX))
 
 
 def read_index(folder: Path) -> TokenFolderIndex:
@@ -135,6 +141,10 @@ def open_token_folder(folder: Path) -> tuple[TokenFile, ...]:
     )
 
 
+def _is_ours(index: Path) -> bool:
+    return (read_sealed(index) or {}).keys() >= {"format", "shards", _SAMPLES_KEY}
+
+
 def _read(folder: Path) -> tuple[TokenFolderIndex, list[str]]:
     """(index, sample of each shard)."""
     path = folder / INDEX
@@ -165,28 +175,23 @@ def _read(folder: Path) -> tuple[TokenFolderIndex, list[str]]:
 
 
 def _check(path: Path, expected_bytes: int, sample: str) -> None:
-    mend = "copy the folder again, or make it anew with `megaspeed tokenize --fresh`"
     if not path.is_file():
-        raise DataError(f"a token folder must have every shard, and {path} is missing; {mend}")
+        raise DataError(
+            f"a token folder must have every shard, and {path} is missing; {COPY_AGAIN}"
+        )
     size = path.stat().st_size
     if size != expected_bytes:
         raise DataError(
             f"a shard must be as long as its index says, and {path} has {size} bytes instead of "
-            f"{expected_bytes}; {mend}"
+            f"{expected_bytes}; {COPY_AGAIN}"
         )
-    if _sample(path) != sample:
+    found = _sample(path)
+    if found != sample:
         raise DataError(
             f"a shard must be as it was written, and the bytes of {path} are others (sha256 of a "
-            f"sample {_sample(path)[:16]}... instead of {sample[:16]}...); {mend}"
+            f"sample {found[:16]}... instead of {sample[:16]}...); {COPY_AGAIN}"
         )
 
 
 def _sample(path: Path) -> str:
-    """sha256 over 16 evenly spaced stretches of 64 KiB, the first and the last among them."""
-    digest = hashlib.sha256()
-    last = max(0, path.stat().st_size - _SAMPLED_BLOCK_BYTES)
-    with path.open("rb") as stream:
-        for block in range(_SAMPLED_BLOCKS):
-            stream.seek(last * block // (_SAMPLED_BLOCKS - 1))
-            digest.update(stream.read(_SAMPLED_BLOCK_BYTES))
-    return digest.hexdigest()
+    return spaced_sample(path, _SAMPLED_BLOCKS, _SAMPLED_BLOCK_BYTES)

@@ -1,6 +1,6 @@
 """Sources that are tokens already, told from text by how they look, and opened.
 
-    a folder with index.json            written by `megaspeed tokenize`
+    a folder with index.json of ours    written by `megaspeed tokenize`
     NAME.bin and NAME.idx, or NAME      Megatron-LM's
     NAME.bin alone                      nanoGPT's, or a token file of the cache
     a glob of any of these              each that matches, by name
@@ -16,14 +16,13 @@ from pathlib import Path
 from megaspeed.config.data import Source
 from megaspeed.data.cache import Cache, index_path
 from megaspeed.data.errors import DataError
-from megaspeed.data.tokens.hold_out import hold_out
 from megaspeed.data.tokens.megatron import open_megatron
 from megaspeed.data.tokens.megatron_index import with_suffix
 from megaspeed.data.tokens.nanogpt import open_nanogpt
+from megaspeed.data.tokens.shard_checksums import check_shard_checksums
 from megaspeed.data.tokens.token_file import TokenFile
-from megaspeed.data.tokens.token_folder import INDEX, is_token_folder, open_token_folder
-
-__all__ = ["hold_out", "is_token_source", "open_token_source", "token_paths"]
+from megaspeed.data.tokens.token_folder import INDEX, SHARDS, is_token_folder, open_token_folder
+from megaspeed.files.places import expand_home
 
 
 def is_token_source(path: Path) -> bool:
@@ -68,10 +67,7 @@ def open_token_source(source: Source, cache: Cache) -> tuple[TokenFile, ...]:
 
 def _matches(path: Path) -> list[Path]:
     """What a path, a prefix or a glob names, sorted."""
-    try:
-        path = path.expanduser().absolute()
-    except RuntimeError:  # no such user
-        path = path.absolute()
+    path = expand_home(path).absolute()
     if path.exists() or _is_pair(path):
         return [path]
     return sorted(Path(match) for match in glob.glob(str(path), recursive=True))
@@ -97,10 +93,12 @@ def _index_of_pair(path: Path) -> Path:
 
 def _open(path: Path, cache: Cache) -> tuple[TokenFile, ...]:
     if path.is_dir():
-        return open_token_folder(path)
+        files = open_token_folder(path)
+        check_shard_checksums(path, cache)
+        return files
     if path.suffix == ".idx":
         return (open_megatron(path.with_suffix(""), cache),)
-    if (path.parent / INDEX).is_file():
+    if path.match(SHARDS) and (path.parent / INDEX).is_file():
         raise DataError(
             f"the shards of a token folder are read by its {INDEX}, and {path} is one of them; "
             f"name the folder, {path.parent}"

@@ -57,11 +57,12 @@ def packed_ids(
     """The ids of all documents with an end-of-text token after each, in stretches of any length."""
     pieces: list[Piece] = []
     characters = 0
+    within_document = False
     for piece in read_pieces(documents):
         pieces.append(piece)
         characters += len(piece.text)
         if characters >= _ENCODED_AT_ONCE_CHARACTERS:
-            yield pack(pieces, tokenizer).ids
-            pieces, characters = [], 0
+            yield pack(pieces, tokenizer, within_document=within_document).ids
+            pieces, characters, within_document = [], 0, not piece.ends_document
     if pieces:
-        yield pack(pieces, tokenizer).ids
+        yield pack(pieces, tokenizer, within_document=within_document).ids

@@ -96,6 +96,19 @@ def test_with_skip_bad_all_are_passed_over_counted_and_listed(
     assert documents.count("first text") == 5
 
 
+def test_any_number_of_bad_records_in_a_row_is_passed_over(
+    tmp_path: Path, tokenizer_folder: Path
+) -> None:
+    """None of them is held: only the one that is read is known to more than its line."""
+    text = tmp_path / "a.jsonl"
+    text.write_bytes(LINES + b'{"content": 1}\n' * 120_000 + LINES)
+    assert tokenize(text, tokenizer_folder, "--skip-bad") == 0
+    with (tmp_path / "out" / "skipped.jsonl").open() as lines:
+        assert sum(1 for _ in lines) == 120_000
+    (file,) = open_token_folder(tmp_path / "out")
+    assert file.index.documents == 4
+
+
 def test_what_was_passed_over_is_not_hidden_when_work_goes_on(
     tmp_path: Path, tokenizer_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -9,9 +9,11 @@ import pytest
 from megaspeed.data import DataError
 from megaspeed.data.text.documents import corpus_fingerprint, read_documents
 from megaspeed.data.text.json_lines import JsonLines
+from megaspeed.data.text.pieces import refuse
 from megaspeed.data.text.sources import SourceFile
 from megaspeed.data.tokenizing import batches as module
 from megaspeed.data.tokenizing.batches import BEGINNING, Batch, Position, read_batches
+from megaspeed.data.tokenizing.passed_over import PassedOver
 
 
 @pytest.fixture(autouse=True)
@@ -28,10 +30,8 @@ def plain(folder: Path, *texts: str) -> list[SourceFile]:
     return files
 
 
-def all_batches(
-    files: list[SourceFile], start: Position = BEGINNING, *, skip_bad: bool = False
-) -> list[Batch]:
-    return list(read_batches(files, start, skip_bad=skip_bad))
+def all_batches(files: list[SourceFile], start: Position = BEGINNING) -> list[Batch]:
+    return list(read_batches(files, start, refuse, PassedOver))
 
 
 def texts_of(batch: Batch) -> list[str]:
@@ -47,13 +47,33 @@ def test_a_batch_ends_with_the_document_that_fills_it(tmp_path: Path) -> None:
     ]
 
 
-def test_no_document_begins_in_a_batch_that_ends_a_long_one(tmp_path: Path) -> None:
-    """Else long documents, one after the other, would leave nowhere to go on from."""
-    long = "word " * 300_000  # 1.5 MB: two pieces, the second one of 0.5 MB
+def test_a_position_within_a_long_document_counts_its_pieces(tmp_path: Path) -> None:
+    long = "word " * 300_000  # 1.5 MB: two pieces
     batches = all_batches(plain(tmp_path, long, long, "end"))
-    reached = [batch.reached.position for batch in batches]
-    assert [position is None for position in reached] == [True, False, True, False, False]
+    positions = [batch.reached.position for batch in batches]
+    assert positions == [
+        Position(0, 0, pieces=1),
+        Position(0, len(long)),
+        Position(1, 0, pieces=1),
+        Position(1, len(long)),
+        Position(3, 0),
+    ]
+    assert [batch.within_document for batch in batches] == [False, True, False, True, False]
     assert "".join(text for batch in batches for text in texts_of(batch)) == long + long + "end"
+
+
+def test_reading_goes_on_within_a_long_document_of_any_format(tmp_path: Path) -> None:
+    """Of the last document the hash is right, though the first half of it was not read for it."""
+    long = "d'rüber " * 400_000
+    table = tmp_path / "records.jsonl"
+    table.write_text(json.dumps({"text": "short"}) + "\n" + json.dumps({"text": long}) + "\n")
+    files = [*plain(tmp_path, f"one<|endoftext|>\n{long}"), SourceFile("r", table, JsonLines())]
+    whole = all_batches(files)
+    assert sum(batch.reached.position.pieces > 0 for batch in whole) >= 6
+    for number, batch in enumerate(whole):
+        assert (
+            all_batches(files, batch.reached.position) == whole[number + 1 :] or batch == whole[-1]
+        )
 
 
 def test_the_last_batch_reaches_the_end_of_all_files(tmp_path: Path) -> None:
@@ -78,7 +98,6 @@ def test_reading_goes_on_behind_any_position_as_if_it_had_not_stopped(tmp_path: 
     assert len(whole) > 20
     for number, batch in enumerate(whole):
         position = batch.reached.position
-        assert position is not None
         assert all_batches(files, position) == whole[number + 1 :] or number == len(whole) - 1
 
 
@@ -88,23 +107,32 @@ def test_the_lines_of_documents_are_what_a_corpus_fingerprint_is_made_of(tmp_pat
     assert hashlib.sha256(lines).hexdigest() == corpus_fingerprint(read_documents(files))
 
 
-def test_bad_records_come_with_the_batch_that_they_stand_in(tmp_path: Path) -> None:
+def test_a_batch_knows_how_many_bad_records_are_before_its_end(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     good, bad = json.dumps({"text": "x" * 60}), '{"text": 1}'
     path.write_text("\n".join([bad, good, bad, good, bad, good, bad]))
     files = [SourceFile("a.jsonl", path, JsonLines())]
-    first, second = all_batches(files, skip_bad=True)
-    assert [record.where[:6] for record in first.reached.skipped] == ["line 1", "line 3"]
-    assert [record.where[:6] for record in second.reached.skipped] == ["line 5", "line 7"]
-    assert first.reached.position is not None
-    assert all_batches(files, first.reached.position, skip_bad=True) == [second]
+    assert passed_over(files, BEGINNING) == [["line 1", "line 3"], ["line 5", "line 7"]]
+    position = next(read_batches(files, BEGINNING, lambda _: None, PassedOver)).reached.position
+    assert passed_over(files, position) == [["line 5", "line 7"]]
     with pytest.raises(DataError, match=r"a\.jsonl, line 1 \(byte 0\)"):
         all_batches(files)
 
 
-def test_what_is_nothing_but_bad_records_is_not_passed_over_for_ever(tmp_path: Path) -> None:
+def passed_over(files: list[SourceFile], start: Position) -> list[list[str]]:
+    """Of each batch, the bad records that came since the one before."""
+    met: list[str] = []
+    batches = read_batches(
+        files, start, lambda record: met.append(record.where[:6]), lambda: PassedOver(len(met))
+    )
+    ends = [batch.reached.passed_over.records for batch in batches]
+    return [met[begin:end] for begin, end in zip([0, *ends], ends, strict=False)]
+
+
+def test_bad_records_before_a_long_document_are_not_met_again_within_it(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
-    path.write_text('{"content": "the text is here"}\n' * 100_001)
+    long = json.dumps({"text": "word " * 500_000})
+    path.write_text("\n".join(['{"text": 1}', long, '{"text": 2}']))
     files = [SourceFile("a.jsonl", path, JsonLines())]
-    with pytest.raises(DataError, match=r"there are 100,000 without .* there is \"content\""):
-        all_batches(files, skip_bad=True)
+    assert passed_over(files, BEGINNING) == [["line 1"], [], [], ["line 3"]]
+    assert passed_over(files, Position(0, 0, pieces=1)) == [[], [], ["line 3"]]

@@ -2,6 +2,8 @@
 
 import json
 import os
+import re
+import resource
 import signal
 import subprocess
 import sys
@@ -134,6 +136,76 @@ def test_ctrl_c_ends_it_and_keeps_what_is_done(tmp_path: Path, tokenizer_folder:
     assert done(out) > 0
 
 
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("seconds", [0, 0.3, 1])
+def test_ctrl_c_while_workers_begin_shows_no_stack_either(
+    tmp_path: Path, tokenizer_folder: Path, seconds: float
+) -> None:
+    """They import for a second or two before they can say what Ctrl-C does to them."""
+    text = write_json_lines(tmp_path / "text.jsonl", 6_000_000)
+    process = subprocess.Popen(
+        [*tokenize_command(text, tokenizer_folder), "--output", tmp_path / "out"],
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    # One of the first two keeps account of semaphores.
+    wait_for(process, lambda: len(psutil.Process(process.pid).children()) >= 2)
+    time.sleep(seconds)
+    os.killpg(process.pid, signal.SIGINT)
+    _, said = process.communicate(timeout=60)
+    assert (process.returncode, said.count("\n")) == (1, 1)
+    assert said.startswith("megaspeed tokenize: stopped; what is done is kept")
+
+
+def test_ctrl_c_while_the_command_is_imported_shows_no_stack() -> None:
+    interrupted = """
+import sys
+
+class Interrupt:
+    def find_spec(self, name, *_):
+        if name == "megaspeed.cli.tokenize":
+            raise KeyboardInterrupt
+
+sys.meta_path.insert(0, Interrupt())
+import megaspeed.cli
+"""
+    ended = subprocess.run(
+        [sys.executable, "-c", interrupted], capture_output=True, text=True, check=False
+    )
+    assert (ended.returncode, ended.stderr) == (1, "megaspeed: stopped\n")
+
+
+@pytest.mark.timeout(120)
+def test_a_full_disk_keeps_what_is_done_and_the_same_command_goes_on(
+    tmp_path: Path, tokenizer_folder: Path
+) -> None:
+    """A shard takes 600 kB, and files may grow to 400 kB only."""
+    text = write_json_lines(tmp_path / "text.jsonl", 6_000_000)
+    command = tokenize_command(text, tokenizer_folder, "--save-interval", "0")
+    whole, out = tmp_path / "whole", tmp_path / "out"
+    assert subprocess.run([*command, "--output", whole], check=False).returncode == 0
+    full = subprocess.run(
+        [*command, "--output", out],
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (400_000, 400_000)),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert full.returncode == 1
+    assert full.stderr == (
+        f"megaspeed tokenize: {out / 'tokens-00000.bin'}: File too large; what is done is kept, "
+        "and the same command goes on with it. Make room there, or move "
+        f"{out} to a larger disk and name it as --output\n"
+    )
+    before = done(out)
+    assert before > 0
+    ended = subprocess.run([*command, "--output", out], capture_output=True, text=True, check=False)
+    assert ended.returncode == 0
+    assert f"going on behind {before:,} tokens" in ended.stderr
+    assert contents(out) == contents(whole)
+
+
 @pytest.mark.parametrize("stops", [(1,), (3, 1, 5)])
 def test_what_goes_on_after_stops_is_the_whole(
     tmp_path: Path, files: list[SourceFile], tokenizer: TextTokenizer, stops: tuple[int, ...]
@@ -152,6 +224,39 @@ def test_what_goes_on_after_stops_is_the_whole(
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
 
 
+def test_it_goes_on_within_a_long_document(tmp_path: Path, tokenizer: TextTokenizer) -> None:
+    """Stopped behind its first piece, and again behind its second."""
+    long = tmp_path / "long.txt"
+    long.write_text(" ".join(documents(2_500_000)), encoding="utf-8")
+    files = [SourceFile(long.name, long)]
+    tokenize(files, tokenizer, tmp_path / "whole", HOW, Record())
+    done_before = 0
+    for _ in range(2):
+        stop = Stop(1)
+        with pytest.raises(KeyboardInterrupt):
+            tokenize(files, tokenizer, tmp_path / "out", HOW, stop)
+        assert stop.began[0].tokens == done_before < stop.reached[0].tokens
+        done_before = stop.reached[0].tokens
+    last = Record()
+    tokenize(files, tokenizer, tmp_path / "out", HOW, last)
+    assert (last.began[0].tokens, last.began[0].documents) == (done_before, 0)
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+
+
+def test_a_first_try_that_kept_nothing_binds_nobody_to_its_options(
+    tmp_path: Path, tokenizer_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The usual first mistake: the text is in another field."""
+    text, out = tmp_path / "text.jsonl", tmp_path / "out"
+    text.write_text('{"body": "some text"}\n' * 3)
+    command = ["tokenize", str(text), "--tokenizer", str(tokenizer_folder), "--output", str(out)]
+    assert main(command) == 2
+    assert main([*command, "--skip-bad", "--text-field", "content"]) == 2
+    assert main([*command, "--text-field", "body"]) == 0
+    assert "3 documents" in capsys.readouterr()[0]
+    assert not (out / "skipped.jsonl").exists()
+
+
 def test_it_goes_on_only_as_it_was_begun(
     tmp_path: Path, files: list[SourceFile], tokenizer: TextTokenizer
 ) -> None:
@@ -162,18 +267,26 @@ def test_it_goes_on_only_as_it_was_begun(
     before = contents(out)
     text = [str(file.path) for file in files]
 
-    def refused(inputs: list[str], shard_tokens: int = HOW.shard_tokens) -> str:
-        now = list_files([Source(path=path) for path in inputs], "INPUT")
+    def refused(
+        inputs: list[str], shard_tokens: int = HOW.shard_tokens, text_field: str = "text"
+    ) -> str:
+        sources = [Source(path=path, text_field=text_field) for path in inputs]
+        now = list_files(sources, "INPUT")
         with pytest.raises(DataError) as caught:
             tokenize(now, tokenizer, out, replace(HOW, shard_tokens=shard_tokens), Record())
         return str(caught.value)
 
     assert "the input was 2 files and is 1" in refused(text[:1])
-    assert f"as a.jsonl (JsonLines(text_field='text')) where it has {text[1]}" in refused(
-        text[::-1]
-    )
+    assert f"as a.jsonl where it has {text[1]} as b.txt" in refused(text[::-1])
+    assert "--text-field was text and is body" in refused(text, text_field="body")
     assert "--shard-size was 500 and is 600" in refused(text, shard_tokens=600)
     assert contents(out) == before
+    os.utime(files[0].path, (1e9, 1e9))
+    assert re.search(
+        rf"{text[0]} was written again \(it has \d+ bytes as before, and was last changed at "
+        r"20\d\d-\S+ [\d:.]+, now at 2001-09-\S+ [\d:]+\)",
+        refused(text),
+    )
     with files[0].path.open("a") as stream:
         stream.write(json.dumps({"text": WORDS[0]}) + "\n")
     assert f"{text[0]} was changed (it had" in refused(text)
@@ -201,6 +314,6 @@ def test_a_journal_that_was_altered_is_refused(
     with pytest.raises(KeyboardInterrupt):
         tokenize(files, tokenizer, out, HOW, Stop(2))
     journal = out / "progress.json"
-    journal.write_text(journal.read_text().replace('"skipped": 0', '"skipped": 1'))
+    journal.write_text(journal.read_text().replace('"records": 0', '"records": 1'))
     with pytest.raises(DataError, match=r"progress\.json is not as it was written; .*--fresh"):
         tokenize(files, tokenizer, out, HOW, Record())

@@ -7,6 +7,8 @@ The first of the four that a folder has counts, as in transformers. Nothing of a
 safetensors holds none, and a .bin is read as tensors alone.
 """
 
+import math
+import pickle
 import zipfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -18,13 +20,19 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from megaspeed.config.from_hf import FETCH_ANEW
 from megaspeed.config.strict_json import JsonSyntaxError, read_json_object
 from megaspeed.hugging_face.errors import HuggingFaceError
 
 SAFETENSORS, SAFETENSORS_INDEX = "model.safetensors", "model.safetensors.index.json"
 _BIN, _BIN_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 
-_FLOATS = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+_FLOATS = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+}
 
 _Held = Mapping[str, Any]
 """Name -> what gives a tensor for an index of slices, of all tensors of a file."""
@@ -40,7 +48,7 @@ class StoredTensor:
         file: which holds it.
         name: as it is called there.
         shape: its full shape.
-        dtype: as it is stored; None where it is none of fp32, bf16 and fp16.
+        dtype: as it is stored; None where it is none of fp64, fp32, bf16 and fp16.
         open: opens the file, or gives it as it was opened before.
     """
 
@@ -51,9 +59,19 @@ class StoredTensor:
     open: _Open
 
     def read(self, *index: slice) -> Tensor:
-        """A part of it, as fp32; dims without a slice are whole."""
-        part: Tensor = self.open(self.file)[self.name][index]
-        return part.to(torch.float32)
+        """A part of it, as fp32; dims without a slice are whole.
+
+        Raises:
+            HuggingFaceError: a value is NaN or infinite.
+        """
+        part: Tensor = self.open(self.file)[self.name][index].to(torch.float32)
+        # Unlike isfinite it takes no memory of the part's size; a NaN is both of what it gives.
+        if part.numel() and not all(map(math.isfinite, map(float, part.aminmax()))):
+            raise HuggingFaceError(
+                f"{self.name} in {self.file} holds NaN or infinite values in fp32, from which no "
+                "model can be trained; fetch the file anew, or take an earlier state of the model"
+            )
+        return part
 
 
 def open_tensors(folder: Path) -> dict[str, StoredTensor]:
@@ -80,9 +98,9 @@ def _tensors_of_shards(index: Path, opened: _Open) -> dict[str, StoredTensor]:
     try:
         weight_map = read_json_object(index)[0].get("weight_map")
     except JsonSyntaxError as error:
-        raise HuggingFaceError(f"{error}; fetch it anew") from error
+        raise HuggingFaceError(f"{error}: {FETCH_ANEW}") from error
     if not isinstance(weight_map, dict) or not weight_map:
-        raise HuggingFaceError(f"{index} has no weight_map of names and files; fetch it anew")
+        raise HuggingFaceError(f"{index} has no weight_map of names and files: {FETCH_ANEW}")
     # The name alone: an index cannot point out of its folder.
     named = {name: index.parent / Path(str(file)).name for name, file in weight_map.items()}
     missing = sorted({file.name for file in named.values() if not file.is_file()})
@@ -106,10 +124,15 @@ def _tensors_in(file: Path, opened: _Open) -> dict[str, StoredTensor]:
             name: StoredTensor(file, name, *_shape_and_dtype(tensor), opened)
             for name, tensor in opened(file).items()
         }
-    except Exception as error:  # a damaged file may raise anything, in either format
+    except HuggingFaceError:
+        raise
+    except pickle.UnpicklingError as error:  # torch's advice is to let the file run as a program
         raise HuggingFaceError(
-            f"{file} cannot be read ({error}): cut short or damaged; fetch it anew"
+            f"{file} holds more than tensors, which is not read because it may run as a program, "
+            "or is damaged; fetch it anew, or save the model by save_pretrained"
         ) from error
+    except Exception as error:  # a damaged file may raise anything, in either format
+        raise HuggingFaceError(f"{file} cannot be read ({error}): {FETCH_ANEW}") from error
 
 
 def _open_safetensors(file: Path) -> _Held:
@@ -120,11 +143,28 @@ def _open_safetensors(file: Path) -> _Held:
 def _open_bin(file: Path) -> _Held:
     # Files from before torch 1.6 are no archives; they are read whole.
     mapped = zipfile.is_zipfile(file)
-    held: _Held = torch.load(file, map_location="cpu", weights_only=True, mmap=mapped)
-    strangers = [name for name, tensor in held.items() if not isinstance(tensor, Tensor)]
-    if strangers:
-        raise ValueError(f"{strangers[0]} in it is no tensor")
+    held = torch.load(file, map_location="cpu", weights_only=True, mmap=mapped)
+    problem = _problem_of(held)
+    if problem is not None:
+        raise HuggingFaceError(
+            f"{file} must hold tensors by name and nothing else, and {problem}; save the model by "
+            "save_pretrained"
+        )
     return {name: tensor.detach() for name, tensor in held.items()}
+
+
+def _problem_of(held: Any) -> str | None:
+    """Why what a .bin holds is not the weights of a model."""
+    if not isinstance(held, Mapping):
+        return f"holds a {type(held).__name__}"
+    for name, tensor in held.items():
+        if not isinstance(name, str):
+            return f"a name in it is {name!r}"
+        if not isinstance(tensor, Tensor):
+            return f"{name!r} in it is a {type(tensor).__name__}"
+        if tensor.layout != torch.strided:
+            return f"{name!r} in it is sparse"
+    return None
 
 
 def _shape_and_dtype(tensor: Any) -> tuple[tuple[int, ...], torch.dtype | None]:

@@ -10,7 +10,12 @@ _MEMORY = Path("/proc/meminfo")
 
 
 def check_disk(folder: Path, needed_bytes: int) -> None:
-    """Raises HuggingFaceError where the disk of ``folder`` has less room."""
+    """Raises HuggingFaceError where the disk of ``folder`` has less room, or it cannot be made."""
+    above = nearest_existing(folder)
+    if not above.is_dir():
+        raise HuggingFaceError(
+            f"{folder} cannot be made, because {above} is a file; name a place below a folder"
+        )
     free = free_bytes(folder)
     if free < needed_bytes:
         raise HuggingFaceError(

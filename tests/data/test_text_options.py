@@ -1,0 +1,31 @@
+"""What the options of a command say of text is refused where it cannot be meant."""
+
+import argparse
+from pathlib import Path
+
+import pytest
+
+from megaspeed.cli.text_options import add_text_options, text_files
+from megaspeed.data import DataError
+
+
+def problems(*arguments: str) -> tuple[str, ...]:
+    parser = argparse.ArgumentParser()
+    add_text_options(parser)
+    with pytest.raises(DataError) as caught:
+        text_files(parser.parse_args(arguments))
+    return caught.value.problems
+
+
+def test_what_is_said_of_datasets_needs_one() -> None:
+    assert problems("python-stdlib", "--streaming", "--revision", "v1") == (
+        "what is said of datasets needs --dataset, and there is --revision and --streaming "
+        "without it; leave them out, or name the --dataset",
+    )
+
+
+def test_token_ids_are_no_text(tmp_path: Path) -> None:
+    (tmp_path / "tokens-00000.bin").touch()
+    assert problems(str(tmp_path)) == (
+        f"INPUT is text, and {tmp_path} holds token ids; name the text that they were made from",
+    )

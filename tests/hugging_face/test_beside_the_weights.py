@@ -1,0 +1,133 @@
+"""What goes with the weights, in and out: tokenizers of every kind, and how a text is continued."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+from megaspeed.checkpoint.soundness import inspect
+from megaspeed.cli import main
+from megaspeed.data import DataError
+from megaspeed.data.tokenizer import NoEndOfText, load_tokenizer
+from megaspeed.hugging_face.errors import HuggingFaceError
+from megaspeed.hugging_face.exporting import export_model
+from megaspeed.hugging_face.importing import import_model
+from tests.hugging_face.models import change_config, gpt2, saved, with_tokenizer
+
+SAMPLING = {
+    "bos_token_id": 0,
+    "eos_token_id": [0, 7, 9],
+    "pad_token_id": 7,
+    "do_sample": True,
+    "temperature": 0.6,
+    "top_p": 0.9,
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A GPT-2 without a tokenizer."""
+    return saved(gpt2(), tmp_path / "hf")
+
+
+def there_and_back(folder: Path, **options: Any) -> tuple[Path, list[str]]:
+    """What an export makes of an import, and all that was told."""
+    told: list[str] = []
+    checkpoint, out = folder.with_name("checkpoint"), folder.with_name("out")
+    import_model(folder, checkpoint, verify=False, tell=told.append)
+    assert inspect(checkpoint).problems == inspect(checkpoint).strays == ()
+    export_model(checkpoint, out, verify=False, tell=told.append, **options)
+    return out, told
+
+
+def stated(folder: Path, name: str) -> dict[str, Any]:
+    """The keys of a JSON file."""
+    keys: dict[str, Any] = json.loads((folder / name).read_text())
+    return keys
+
+
+# --- tokenizers -----------------------------------------------------------------------------------
+
+
+def test_a_tokenizer_whose_end_of_text_is_not_known_goes_with_its_model(folder: Path) -> None:
+    with_tokenizer(folder)
+    tokenizer = (folder / "tokenizer.json").read_text().replace("<|endoftext|>", "<over>")
+    (folder / "tokenizer.json").write_text(tokenizer)
+    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    with pytest.raises(NoEndOfText, match="has none of"):
+        load_tokenizer(str(folder))
+    out, told = there_and_back(folder)
+    remarks = [line for line in told if line.startswith("tokenizer: tokenizer.json, tokenizer_co")]
+    assert len(remarks) == 2
+    for remark in remarks:
+        assert "; no text can be prepared with it as it is: a document must end with" in remark
+        assert "name its eos_token in" in remark
+    assert (out / "tokenizer.json").read_text() == tokenizer
+    theirs, ours = map(AutoTokenizer.from_pretrained, (folder, out))
+    assert ours("not to be")["input_ids"] == theirs("not to be")["input_ids"]
+
+
+@pytest.mark.parametrize("name", ["tokenizer_config.json", "special_tokens_map.json"])
+@pytest.mark.parametrize("content", ["{", "[1]", "\xff"], ids=["cut", "list", "bytes"])
+def test_a_damaged_tokenizer_config_is_told_everywhere(
+    folder: Path, capsys: pytest.CaptureFixture[str], name: str, content: str
+) -> None:
+    with_tokenizer(folder)
+    # The first of the two that names the end of text counts.
+    (folder / "tokenizer_config.json").write_text("{}")
+    (folder / name).write_bytes(content.encode("latin-1"))
+    with pytest.raises(DataError) as caught:
+        load_tokenizer(str(folder))
+    assert str(caught.value).startswith(f"{folder / name} ")
+    assert str(caught.value).endswith(
+        "from where the tokenizer is from, or remove it to do without"
+    )
+    out = folder.with_name("out")
+    assert main(["import-hf", str(folder), str(out)]) == 2
+    assert capsys.readouterr() == ("", f"{caught.value}\n")
+    assert not out.exists()
+
+
+# --- how a text is continued ----------------------------------------------------------------------
+
+
+def test_how_a_model_samples_and_ends_comes_back(folder: Path) -> None:
+    with_tokenizer(folder)
+    GenerationConfig(**SAMPLING).save_pretrained(folder)
+    change_config(folder, eos_token_id=[0, 7, 9])
+    before = stated(folder, "generation_config.json")
+    out, _ = there_and_back(folder)
+    assert stated(out, "generation_config.json") == before
+    config = stated(out, "config.json")
+    assert (config["eos_token_id"], config["pad_token_id"]) == ([0, 7, 9], 7)
+    loaded = AutoModelForCausalLM.from_pretrained(out)
+    assert loaded.config.eos_token_id == [0, 7, 9]
+    assert {key: getattr(loaded.generation_config, key) for key in SAMPLING} == SAMPLING
+
+
+def test_ids_that_config_json_alone_states_come_back(folder: Path) -> None:
+    (folder / "generation_config.json").unlink()
+    change_config(folder, bos_token_id=3, eos_token_id=[3, 4])
+    out, _ = there_and_back(folder)
+    for name in ("config.json", "generation_config.json"):
+        assert (stated(out, name)["bos_token_id"], stated(out, name)["eos_token_id"]) == (3, [3, 4])
+
+
+def test_of_a_tokenizer_that_is_named_the_ids_count(folder: Path) -> None:
+    GenerationConfig(**{**SAMPLING, "eos_token_id": [5, 6]}).save_pretrained(folder)
+    named = folder.with_name("tokens")
+    named.mkdir()
+    out, _ = there_and_back(folder, tokenizer=with_tokenizer(named))
+    keys = stated(out, "generation_config.json")
+    assert (keys["eos_token_id"], keys["temperature"]) == (0, 0.6)
+    assert stated(out, "config.json")["eos_token_id"] == 0
+
+
+def test_a_damaged_generation_config_is_told(folder: Path) -> None:
+    (folder / "generation_config.json").write_text("{")
+    with pytest.raises(
+        HuggingFaceError, match=r"generation_config\.json is not JSON: .*fetch it a"
+    ):
+        there_and_back(folder)
