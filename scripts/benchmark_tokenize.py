@@ -37,7 +37,7 @@ from tokenizers import Tokenizer
 from megaspeed.config.data import Source
 from megaspeed.data.text.documents import read_documents
 from megaspeed.data.text.sources import list_files
-from megaspeed.data.tokenizer_training import train_tokenizer
+from megaspeed.data.tokenizer.training import train_tokenizer
 
 DOCUMENTS_AT_ONCE = 1000
 POLL_SECONDS = 0.02

@@ -16,7 +16,7 @@ from megaspeed.cli.common_options import EXIT_DONE, EXIT_FAILED, new_file, posit
 from megaspeed.cli.output import say, write_json
 from megaspeed.cli.text_options import add_text_options, text_files
 from megaspeed.cli.tokenizing_progress import TokenizingProgress
-from megaspeed.data.tokenizer import load_tokenizer
+from megaspeed.data.tokenizer.text_tokenizer import load_tokenizer
 from megaspeed.data.tokenizing.tokenization import DEFAULT_SHARD_TOKENS, How, tokenize
 from megaspeed.data.tokenizing.workers import WorkerDied
 

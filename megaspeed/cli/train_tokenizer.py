@@ -15,7 +15,7 @@ from megaspeed.cli.output import say
 from megaspeed.cli.text_options import add_text_options, text_files
 from megaspeed.data.errors import DataError
 from megaspeed.data.text.documents import read_documents
-from megaspeed.data.tokenizer_training import check_trainable, train_tokenizer
+from megaspeed.data.tokenizer.training import check_trainable, train_tokenizer
 from megaspeed.files.new_folder import new_folder
 
 

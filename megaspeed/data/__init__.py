@@ -17,7 +17,7 @@ from megaspeed.data.errors import DataError
 from megaspeed.data.prepare import prepare_corpus
 from megaspeed.data.prepared import PreparedCorpus
 from megaspeed.data.selection import find_problems
-from megaspeed.data.tokenizer import load_tokenizer
+from megaspeed.data.tokenizer.text_tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
     from megaspeed.data.stream.loader import LoaderShape, TrainingLoader, ValidationLoader

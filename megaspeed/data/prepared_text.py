@@ -23,14 +23,14 @@ import tokenizers
 
 from megaspeed.config.data import DataConfig
 from megaspeed.data.cache import Cache, Facts, cache_key
-from megaspeed.data.cached_tokenizer import is_whole, keep_tokenizer, provide_trained
 from megaspeed.data.errors import DataError
 from megaspeed.data.selection import Selection
 from megaspeed.data.shares import Share
 from megaspeed.data.text.documents import Document, corpus_fingerprint, read_documents
 from megaspeed.data.text.pieces import SKIP_BEFOREHAND
 from megaspeed.data.text.split import split_groups
-from megaspeed.data.tokenizer import TextTokenizer
+from megaspeed.data.tokenizer.cached import is_whole, keep_tokenizer, provide_trained
+from megaspeed.data.tokenizer.text_tokenizer import TextTokenizer
 from megaspeed.data.tokens.token_file import TokenFile
 from megaspeed.data.tokens.writing import write_tokens
 

@@ -12,14 +12,14 @@ from megaspeed.data.errors import DataError
 from megaspeed.data.shares import Share, find_shares, token_places
 from megaspeed.data.text.pieces import SKIP_BEFOREHAND, refuse
 from megaspeed.data.text.sources import SourceFile
-from megaspeed.data.tokenizer import (
+from megaspeed.data.tokenizer.choice import choose_tokenizer
+from megaspeed.data.tokenizer.text_tokenizer import (
     TRAIN,
     check_vocabulary,
     load_tokenizer,
     tokenizer_files,
 )
-from megaspeed.data.tokenizer_choice import choose_tokenizer
-from megaspeed.data.tokenizer_training import check_trainable
+from megaspeed.data.tokenizer.training import check_trainable
 from megaspeed.files.changes import FileState, are_settled
 
 

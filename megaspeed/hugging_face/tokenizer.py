@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megaspeed.checkpoint.tokenizer_files import TOKENIZER, read_tokenizer_files
-from megaspeed.data.tokenizer import (
+from megaspeed.data.tokenizer.text_tokenizer import (
     NoEndOfText,
     TextTokenizer,
     check_vocabulary,

@@ -9,7 +9,7 @@ import pytest
 from megaspeed.data.config_problems import find_problems_in_file
 from megaspeed.data.text.documents import read_documents
 from megaspeed.data.text.sources import SourceFile
-from megaspeed.data.tokenizer_training import train_tokenizer
+from megaspeed.data.tokenizer.training import train_tokenizer
 
 MISSING = "/no/such/place/text.txt"
 SHAPE = {"preset": "gpt2-nano"}

@@ -11,8 +11,8 @@ from megaspeed.config.data import DataConfig
 from megaspeed.data import DataError, PreparedCorpus, prepare_corpus
 from megaspeed.data.text.documents import read_documents
 from megaspeed.data.text.sources import SourceFile
-from megaspeed.data.tokenizer import TextTokenizer, load_tokenizer
-from megaspeed.data.tokenizer_training import train_tokenizer
+from megaspeed.data.tokenizer.text_tokenizer import TextTokenizer, load_tokenizer
+from megaspeed.data.tokenizer.training import train_tokenizer
 from tests.data.foreign_tokens import write_nanogpt
 from tests.data.token_folders import write_token_folder
 from tests.data.written_formats import (

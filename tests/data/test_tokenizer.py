@@ -8,16 +8,17 @@ import pytest
 from transformers import AutoTokenizer
 
 from megaspeed.config.data import Source
-from megaspeed.data import DataError, load_tokenizer, tokenizer_training
+from megaspeed.data import DataError, load_tokenizer
 from megaspeed.data.text.documents import Document, read_documents
 from megaspeed.data.text.sources import SourceFile, list_files
-from megaspeed.data.tokenizer import (
+from megaspeed.data.tokenizer import training as tokenizer_training
+from megaspeed.data.tokenizer.text_tokenizer import (
     END_OF_TEXT,
     TextTokenizer,
     check_vocabulary,
     tokenizer_files,
 )
-from megaspeed.data.tokenizer_training import train_tokenizer
+from megaspeed.data.tokenizer.training import train_tokenizer
 
 LIBRARY = Source(path=f"{sysconfig.get_path('stdlib')}/json/*.py")
 

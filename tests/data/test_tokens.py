@@ -10,8 +10,8 @@ from megaspeed.data.cache import Cache
 from megaspeed.data.text.documents import Document, corpus_fingerprint, read_documents
 from megaspeed.data.text.pieces import PIECE_BYTES
 from megaspeed.data.text.sources import SourceFile
-from megaspeed.data.tokenizer import TextTokenizer
-from megaspeed.data.tokenizer_training import train_tokenizer
+from megaspeed.data.tokenizer.text_tokenizer import TextTokenizer
+from megaspeed.data.tokenizer.training import train_tokenizer
 from megaspeed.data.tokens.token_file import TokenFile
 from megaspeed.data.tokens.writing import packed_ids, write_tokens
 from tests.data.numbered_corpus import write_numbered_tokens

@@ -7,7 +7,7 @@ import numpy as np
 
 from megaspeed.data.text.documents import corpus_fingerprint, read_documents
 from megaspeed.data.text.sources import SourceFile
-from megaspeed.data.tokenizer import TextTokenizer
+from megaspeed.data.tokenizer.text_tokenizer import TextTokenizer
 from megaspeed.data.tokens.packing import id_type
 from megaspeed.data.tokens.token_folder import Shard, TokenFolderIndex, write_index
 from megaspeed.data.tokens.writing import packed_ids

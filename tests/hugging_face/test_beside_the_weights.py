@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from megaspeed.checkpoint.soundness import inspect
 from megaspeed.cli import main
 from megaspeed.data import DataError
-from megaspeed.data.tokenizer import NoEndOfText, load_tokenizer
+from megaspeed.data.tokenizer.text_tokenizer import NoEndOfText, load_tokenizer
 from megaspeed.hugging_face.errors import HuggingFaceError
 from megaspeed.hugging_face.exporting import export_model
 from megaspeed.hugging_face.importing import import_model

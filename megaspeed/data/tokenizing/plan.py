@@ -13,7 +13,7 @@ from typing import Any
 import tokenizers
 
 from megaspeed.data.text.sources import SourceFile
-from megaspeed.data.tokenizer import TextTokenizer
+from megaspeed.data.tokenizer.text_tokenizer import TextTokenizer
 
 # Raise it when the same plan is to give other files.
 _FORMAT = 1

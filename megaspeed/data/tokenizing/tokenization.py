@@ -13,7 +13,7 @@ from typing import Protocol
 from megaspeed.data.errors import DataError
 from megaspeed.data.text.pieces import BadRecord, refuse
 from megaspeed.data.text.sources import SourceFile
-from megaspeed.data.tokenizer import TextTokenizer
+from megaspeed.data.tokenizer.text_tokenizer import TextTokenizer
 from megaspeed.data.tokenizing.batches import Position, read_batches
 from megaspeed.data.tokenizing.folder import begin, clear, remove_scaffolding, sole_use
 from megaspeed.data.tokenizing.output import Output, Standing

@@ -23,7 +23,7 @@ from pathlib import Path
 from threading import Thread
 
 from megaspeed.data.text.pieces import Piece
-from megaspeed.data.tokenizer import TextTokenizer, load_tokenizer
+from megaspeed.data.tokenizer.text_tokenizer import TextTokenizer, load_tokenizer
 from megaspeed.data.tokenizing.batches import Batch, Reached
 from megaspeed.data.tokenizing.interrupts import interrupts_held
 from megaspeed.data.tokens.packing import Packed, pack

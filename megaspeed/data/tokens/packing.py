@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megaspeed.data.text.pieces import Piece
-from megaspeed.data.tokenizer import TextTokenizer
+from megaspeed.data.tokenizer.text_tokenizer import TextTokenizer
 
 IdType = Literal["<u2", "<u4"]
 """Of the ids in a file that we write: little-endian, 2 or 4 bytes."""

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from megaspeed.data.cache import Cache, Facts
 from megaspeed.data.text.documents import Document, corpus_fingerprint, read_pieces
 from megaspeed.data.text.pieces import Piece
-from megaspeed.data.tokenizer import TextTokenizer
+from megaspeed.data.tokenizer.text_tokenizer import TextTokenizer
 from megaspeed.data.tokens.packing import id_type, pack
 from megaspeed.data.tokens.token_file import TokenFile, TokenIndex
 

@@ -19,7 +19,7 @@ from megaspeed.cli import main
 from megaspeed.config.data import Source
 from megaspeed.data import DataError
 from megaspeed.data.text.sources import SourceFile, list_files
-from megaspeed.data.tokenizer import TextTokenizer
+from megaspeed.data.tokenizer.text_tokenizer import TextTokenizer
 from megaspeed.data.tokenizing import batches
 from megaspeed.data.tokenizing.tokenization import How, tokenize
 from tests.data.tokenizing.watching import Record, Stop, contents

@@ -9,7 +9,7 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
 
 from megaspeed.data.text.documents import read_documents
 from megaspeed.data.text.sources import SourceFile
-from megaspeed.data.tokenizer import END_OF_TEXT, TextTokenizer
+from megaspeed.data.tokenizer.text_tokenizer import END_OF_TEXT, TextTokenizer
 from megaspeed.data.tokenizing.tokenization import How, tokenize
 from megaspeed.data.tokens.token_folder import open_token_folder
 from megaspeed.data.tokens.writing import packed_ids

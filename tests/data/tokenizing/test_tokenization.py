@@ -18,7 +18,7 @@ from megaspeed.config.data import Source
 from megaspeed.data import DataError
 from megaspeed.data.text.documents import corpus_fingerprint, read_documents
 from megaspeed.data.text.sources import SourceFile, list_files
-from megaspeed.data.tokenizer import TextTokenizer
+from megaspeed.data.tokenizer.text_tokenizer import TextTokenizer
 from megaspeed.data.tokenizing import batches
 from megaspeed.data.tokenizing.tokenization import How, tokenize
 from megaspeed.data.tokens.token_folder import TokenFolderIndex, open_token_folder, read_index

@@ -9,7 +9,7 @@ from megaspeed.cli import main
 from megaspeed.data import load_tokenizer
 from megaspeed.data.text.documents import read_documents
 from megaspeed.data.text.sources import SourceFile
-from megaspeed.data.tokenizer_training import train_tokenizer
+from megaspeed.data.tokenizer.training import train_tokenizer
 from tests.data.tokenizing.words import documents
 
 TEXT = "<|endoftext|>\n".join(documents(20_000))

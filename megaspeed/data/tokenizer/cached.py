@@ -16,14 +16,14 @@ import tokenizers
 
 from megaspeed.data.cache import Cache, Facts, cache_key
 from megaspeed.data.text.documents import Document, corpus_fingerprint
-from megaspeed.data.tokenizer import (
+from megaspeed.data.tokenizer.text_tokenizer import (
     CONFIG_FILE,
     TOKENIZER_FILE,
     TextTokenizer,
     check_vocabulary,
     load_tokenizer,
 )
-from megaspeed.data.tokenizer_training import TRAINING_SAMPLE_BYTES, train_tokenizer
+from megaspeed.data.tokenizer.training import TRAINING_SAMPLE_BYTES, train_tokenizer
 
 logger = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from megaspeed.data.errors import DataError
 from megaspeed.data.text.documents import Document, read_pieces
-from megaspeed.data.tokenizer import END_OF_TEXT, TextTokenizer
+from megaspeed.data.tokenizer.text_tokenizer import END_OF_TEXT, TextTokenizer
 
 # A BPE gains little from more text than this, and its training time grows with it.
 TRAINING_SAMPLE_BYTES = 32 << 20

@@ -16,7 +16,7 @@ from pathlib import Path
 from megaspeed.config.data import DataConfig
 from megaspeed.data.errors import DataError
 from megaspeed.data.shares import Share, token_places
-from megaspeed.data.tokenizer import TOKENIZER_FILE, TRAIN, load_tokenizer
+from megaspeed.data.tokenizer.text_tokenizer import TOKENIZER_FILE, TRAIN, load_tokenizer
 from megaspeed.data.tokens.token_folder import is_token_folder, read_index
 
 
