@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -251,18 +252,18 @@ def test_a_bin_file_is_no_program(copy: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("held", "told"),
+    ("make", "told"),
     [
-        ({"state_dict": {"a": torch.zeros(1)}}, "'state_dict' in it is a dict"),
-        ({0: torch.zeros(1)}, "a name in it is 0"),
-        ({"a": torch.eye(2).to_sparse()}, "'a' in it is sparse"),
-        ({"a": 7}, "'a' in it is a int"),
-        (torch.zeros(1), "holds a Tensor"),
+        (lambda: {"state_dict": {"a": torch.zeros(1)}}, "'state_dict' in it is a dict"),
+        (lambda: {0: torch.zeros(1)}, "a name in it is 0"),
+        (lambda: {"a": torch.eye(2).to_sparse()}, "'a' in it is sparse"),
+        (lambda: {"a": 7}, "'a' in it is a int"),
+        (lambda: torch.zeros(1), "holds a Tensor"),
     ],
     ids=["training state", "number", "sparse", "int", "tensor"],
 )
-def test_a_bin_file_that_is_no_model(copy: Path, held: Any, told: str) -> None:
-    torch.save(held, copy / "pytorch_model.bin")
+def test_a_bin_file_that_is_no_model(copy: Path, make: Callable[[], Any], told: str) -> None:
+    torch.save(make(), copy / "pytorch_model.bin")
     assert refusal(copy) == (
         f"{copy / 'pytorch_model.bin'} must hold tensors by name and nothing else, and {told}; "
         "save the model by save_pretrained"

@@ -118,6 +118,8 @@ class AllocationLog(TorchDispatchMode):
     def _record(self, tensor: Tensor, category: Category | None) -> Allocation | None:
         if tensor.device.type != self._device_type:
             return None
+        if tensor.layout != torch.strided:  # a sparse one has no storage; what it is made of has
+            return None
         storage = tensor.untyped_storage()
         known = self._live.get(storage._cdata)
         if known is not None and known.size_bytes != storage.nbytes():

@@ -56,6 +56,16 @@ def test_what_nobody_claimed_is_found_if_python_can_reach_it() -> None:
     assert before - log.live().communication_buffers == 6 * KIB
 
 
+def test_a_sparse_tensor_is_passed_over() -> None:
+    """One that anything in the process held kept a rank's memory from being counted at all."""
+    sparse = torch.eye(2).to_sparse()
+    log = AllocationLog(CPU)
+    log.claim_everything_else_alive("communication_buffers")
+    with log:
+        kept = sparse + sparse
+    assert kept.layout == torch.sparse_coo
+
+
 def test_the_module_that_allocates_decides_where_it_says_so() -> None:
     def category_of(module: str) -> Category | None:
         return "communication_buffers" if module == __name__ else None
