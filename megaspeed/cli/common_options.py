@@ -1,6 +1,7 @@
 """Options that every command takes, and the run that they name."""
 
 import argparse
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -61,6 +62,17 @@ def positive(text: str) -> int:
         raise argparse.ArgumentTypeError(f"it must be a whole number, not {text!r}") from error
     if not 1 <= number <= 10**9:
         raise argparse.ArgumentTypeError("it must be at least 1 and at most 10^9")
+    return number
+
+
+def not_negative(text: str) -> float:
+    """A finite number on the command line, 0 or more."""
+    try:
+        number = float(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"it must be a number, not {text!r}") from error
+    if not 0 <= number < math.inf:
+        raise argparse.ArgumentTypeError("it must be 0 or more")
     return number
 
 

@@ -5,7 +5,6 @@ A prompt is the beginning of a document, and opens as the model saw documents op
 """
 
 import argparse
-import math
 import sys
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
@@ -14,7 +13,13 @@ from rich.console import Console
 from rich.rule import Rule
 from rich.text import Text
 
-from megaspeed.cli.common_options import EXIT_DONE, EXIT_FAILED, EXIT_WRONG_INPUT, positive
+from megaspeed.cli.common_options import (
+    EXIT_DONE,
+    EXIT_FAILED,
+    EXIT_WRONG_INPUT,
+    not_negative,
+    positive,
+)
 from megaspeed.cli.model_options import add_model_options, add_opening, load_model
 from megaspeed.cli.output import say, write_json
 
@@ -54,7 +59,7 @@ def add_to(commands: Any) -> None:
     )
     parser.add_argument(
         "--temperature",
-        type=_temperature,
+        type=not_negative,
         default=0.8,
         metavar="T",
         help="what logits are divided by; 0 takes the likeliest token (0.8)",
@@ -132,16 +137,6 @@ def _text(words: str) -> str:
             "write it in UTF-8"
         ) from error
     return words
-
-
-def _temperature(text: str) -> float:
-    try:
-        number = float(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"it must be a number, not {text!r}") from error
-    if not (math.isfinite(number) and number >= 0):
-        raise argparse.ArgumentTypeError("it must be 0 or more")
-    return number
 
 
 def _not_negative(text: str) -> int:

@@ -12,7 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from megaspeed.cli.common_options import EXIT_DONE, EXIT_FAILED, new_file, positive
+from megaspeed.cli.common_options import EXIT_DONE, EXIT_FAILED, new_file, not_negative, positive
 from megaspeed.cli.output import say, write_json
 from megaspeed.cli.text_options import add_text_options, text_files
 from megaspeed.cli.tokenizing_progress import TokenizingProgress
@@ -60,7 +60,7 @@ def add_to(commands: Any) -> None:
     )
     parser.add_argument(
         "--save-interval",
-        type=_seconds,
+        type=not_negative,
         default=5.0,
         metavar="SECONDS",
         help="about as much work is lost in a kill, within a long document too (%(default)s)",
@@ -114,16 +114,6 @@ def _cannot_go_on(error: OSError, output: Path) -> str:
         mend = "See that it is there and that you may read and write it"
     what = f"{error.filename or output}: {error.strerror or error}"
     return f"megaspeed tokenize: {what}; {_GOES_ON}. {mend}"
-
-
-def _seconds(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"it must be a number, not {text!r}") from error
-    if not 0 <= seconds < float("inf"):
-        raise argparse.ArgumentTypeError("it must be at least 0")
-    return seconds
 
 
 def _usable_cores() -> int:

@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megaspeed.config import overrides as override_text
 from megaspeed.config.errors import KeyPath, Problem
 from megaspeed.config.merging import merge, paths_in
+from megaspeed.config.overrides import ORIGIN, parse_override
 from megaspeed.config.strict_json import JsonSyntaxError, describe_value, read_json_object
 
 
@@ -29,10 +29,10 @@ def read_document(path: Path, overrides: Sequence[str] = ()) -> Document:
     document = _read_chain(path, chain=(), root=path)
     values, problems, origins = document.values, list(document.problems), dict(document.origins)
     for text in overrides:
-        tree, found = override_text.parse_override(text)
+        tree, found = parse_override(text)
         problems += found
         values = merge(values, tree)
-        origins |= dict.fromkeys(paths_in(tree), override_text.ORIGIN)
+        origins |= dict.fromkeys(paths_in(tree), ORIGIN)
     return Document(values, tuple(problems), origins, document.is_complete)
 
 

@@ -14,6 +14,7 @@ from megaspeed.config.errors import ConfigError, KeyPath, Problem
 from megaspeed.config.hugging_face import model_section
 from megaspeed.config.model import DERIVED_FIELDS
 from megaspeed.config.strict_json import JsonSyntaxError, read_json_object
+from megaspeed.files.places import expand_home
 
 CONFIG_FILE = "config.json"
 FETCH_ANEW = "cut short or damaged; fetch it anew"
@@ -61,7 +62,7 @@ def fill_from_hugging_face(values: Mapping[str, Any]) -> Filled:
 
 def config_file(place: str) -> Path:
     """The config.json of a model's folder; `place` itself where it is a file."""
-    path = Path(place).expanduser()
+    path = expand_home(place)
     return path / CONFIG_FILE if path.is_dir() else path
 
 
@@ -73,7 +74,7 @@ def read_model_section(place: str) -> dict[str, Any]:
     """
     file = config_file(place)
     if not file.exists():
-        is_folder = file != Path(place).expanduser()
+        is_folder = file != expand_home(place)
         problem = f"there is no {CONFIG_FILE}" if is_folder else "it does not exist"
         raise ConfigError(
             [

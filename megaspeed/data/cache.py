@@ -23,6 +23,7 @@ from filelock import FileLock
 
 from megaspeed.data.errors import DataError
 from megaspeed.files.durable import TEMPORARY, write_whole
+from megaspeed.files.places import expand_home
 from megaspeed.files.sealed_json import Facts, read_sealed, write_sealed
 from megaspeed.files.spaced_sample import sha256_of, spaced_sample
 
@@ -36,7 +37,7 @@ _BLOCKS_CHECKED = 64
 def default_cache_dir(environ: Mapping[str, str]) -> Path:
     """$MEGASPEED_CACHE, else ~/.cache/megaspeed."""
     chosen = environ.get(CACHE_VARIABLE)
-    return Path(chosen).expanduser() if chosen else Path.home() / ".cache" / "megaspeed"
+    return expand_home(chosen) if chosen else Path.home() / ".cache" / "megaspeed"
 
 
 def cache_key(*parts: Any) -> str:

@@ -81,7 +81,7 @@ def export_model(
     ids = vocabulary.ids()
     carried = read_generation(checkpoint)
     # Of a tokenizer that was named, the ids count; else those that the model came with.
-    generation = {**ids, **carried, **(token_ids(ids) if tokenizer else token_ids(carried))}
+    generation = {**ids, **carried, **(token_ids(ids) if tokenizer else {})}
     dtype: torch.dtype = getattr(torch, precision)
     parts = list(parts_of(model))
     check_disk(out, _bytes(parts, dtype))
@@ -94,12 +94,10 @@ def export_model(
             _write_shard(writing / name, checkpoint, shard, dtype)
         # torch_dtype: transformers 5 calls it dtype and reads both.
         config = {**hugging_face_config(model), **ids, **token_ids(generation)}
-        files = {
-            CONFIG_FILE: json_file({**config, "torch_dtype": precision}),
-            GENERATION: json_file(generation),
-        }
+        described = {CONFIG_FILE: {**config, "torch_dtype": precision}, GENERATION: generation}
         if len(shards) > 1:
-            files[SAFETENSORS_INDEX] = json_file(_index(names, shards, dtype))
+            described[SAFETENSORS_INDEX] = _index(names, shards, dtype)
+        files = {name: json_file(values) for name, values in described.items()}
         write_tokenizer_files(writing, {**files, **vocabulary.files})
         agreement = compare(checkpoint, writing, dtype=dtype, strict=True) if verify else None
     tell(f"{out}: {_elements(parts):,} parameters, {precision}, in {_counted(len(shards))}")

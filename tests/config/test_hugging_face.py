@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 from transformers import AutoConfig, GPT2Config, LlamaConfig
 
-from megaspeed.config import PRESETS, ModelConfig
+from megaspeed.config import PRESETS, ConfigError, ModelConfig
+from megaspeed.config.from_hf import read_model_section
 from megaspeed.config.hugging_face import hugging_face_config, model_section
 from tests.config.small import load, only_problem, problems, small, write
 
@@ -267,3 +268,8 @@ def test_an_original_length_at_the_top_must_be_the_one_of_the_scaling(name: str)
         scaling = model({**LLAMA, name: {**inside, key: 32}, key: above}).rope_scaling
         assert scaling is not None and scaling.original_max_position_embeddings == 32
     assert model({**LLAMA, key: 16}).rope_scaling is None
+
+
+def test_the_home_of_nobody_is_a_place_that_does_not_exist() -> None:
+    with pytest.raises(ConfigError, match="it does not exist"):
+        read_model_section("~no-such-user/model")

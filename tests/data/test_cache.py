@@ -97,3 +97,5 @@ def test_a_folder_that_cannot_be_written_is_named_with_its_mend(tmp_path: Path) 
 def test_the_environment_chooses_the_folder() -> None:
     assert default_cache_dir({"MEGASPEED_CACHE": "/data/cache"}) == Path("/data/cache")
     assert default_cache_dir({}) == Path.home() / ".cache" / "megaspeed"
+    nobodys = default_cache_dir({"MEGASPEED_CACHE": "~no-such-user/cache"})
+    assert nobodys == Path("~no-such-user/cache")
