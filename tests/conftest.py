@@ -1,6 +1,7 @@
 """What every test may ask for."""
 
 import os
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -13,6 +14,8 @@ def pytest_configure() -> None:
     # torch looks up the name of every address that it connects to, for its logs, and waits 5 s for
     # a name server that does not answer. One second is enough, and then torch gives up on names.
     os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
+    # What a shell starts in the background ignores Ctrl-C, and so does all that is started there.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")

@@ -66,14 +66,14 @@ class Saver:
         group: all ranks, over gloo.
         keep_last: how many checkpoints stay.
         expected: name -> shape of every tensor of a checkpoint.
-        tokenizer: name -> content of the tokenizer's files, on rank 0.
+        beside: name -> content of files that go with the model, as its tokenizer; on rank 0.
     """
 
     folder: CheckpointFolder
     group: dist.ProcessGroup
     keep_last: int
     expected: Mapping[str, tuple[int, ...]]
-    tokenizer: Mapping[str, bytes] = field(default_factory=dict)
+    beside: Mapping[str, bytes] = field(default_factory=dict)
 
     def save(self, pieces: Sequence[Piece], state: RunState) -> SaveReport:
         """Writes one checkpoint; never raises for what the disk or another rank's disk does."""
@@ -114,7 +114,7 @@ class Saver:
     def _finish(
         self, writing: Path, everyones: Sequence[Mapping[str, FileSeal]], state: RunState
     ) -> tuple[int, tuple[Path, ...]]:
-        alone = write_run_state(writing, state) | write_tokenizer_files(writing, self.tokenizer)
+        alone = write_run_state(writing, state) | write_tokenizer_files(writing, self.beside)
         seals = _one_writer_each([*everyones, alone])
         # torch has checked that each tensor it was given is there once, but not that it was all.
         problems = [

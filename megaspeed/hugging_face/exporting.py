@@ -108,11 +108,15 @@ def export_model(
 
 def _shards(parts: Iterable[Part], dtype: torch.dtype, most: int) -> list[list[Part]]:
     """The parts in order, as many in each file as it may hold, and at least one."""
-    shards: list[list[Part]] = [[]]
+    shards: list[list[Part]] = []
+    held = 0
     for part in parts:
-        if shards[-1] and _bytes([*shards[-1], part], dtype) > most:
+        size = _bytes([part], dtype)
+        if not shards or held + size > most:
             shards.append([])
+            held = 0
         shards[-1].append(part)
+        held += size
     return shards
 
 

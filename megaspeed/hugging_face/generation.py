@@ -3,7 +3,7 @@
     DIR/generation_config.json   several tokens that end a text, padding, sampling   -> checkpoint
     DIR/config.json              the ids alone, in models without the former        /
 
-A run that goes on from the checkpoint has a tokenizer of its own, and carries that alone.
+A run that goes on from the checkpoint keeps it as long as its tokenizer is the same.
 """
 
 import json

@@ -32,6 +32,7 @@ from megaspeed.checkpoint.tokenizer_files import read_tokenizer_files
 from megaspeed.config import Run
 from megaspeed.data import PreparedCorpus
 from megaspeed.model import logical_name
+from megaspeed.training.carried_files import generation_file
 from megaspeed.training.resumed_run import data_changes, go_on, model_changes
 from megaspeed.training.worker import Worker
 
@@ -49,6 +50,7 @@ class Checkpointing:
     def __init__(self, worker: Worker, corpus: PreparedCorpus) -> None:
         self._worker = worker
         self._run: Run = worker.run
+        self._tokenizer = corpus.tokenizer_fingerprint
         self._data = data_identity(corpus)
         training = self._run.config.training
         self._saver = Saver(
@@ -57,7 +59,7 @@ class Checkpointing:
             keep_last=training.keep_last,
             expected=expected_tensors(self._run.config.model),
             # Read now: a cache may be emptied while the run goes on.
-            tokenizer=read_tokenizer_files(corpus.tokenizer if worker.context.rank == 0 else None),
+            beside=read_tokenizer_files(corpus.tokenizer if worker.context.rank == 0 else None),
         )
         self._host_copy = HostCopy()
         self._background: ThreadPoolExecutor | None = None
@@ -133,6 +135,8 @@ class Checkpointing:
         saved = from_rank_0(group, lambda: self._fitting_state(checkpoint, allow_data_change))
         read_pieces(checkpoint, self._pieces(saved.kinds, owned=False), group)
         self._zero_moments_but(saved.kinds)
+        kept = from_rank_0(group, lambda: generation_file(checkpoint, self._tokenizer))
+        self._saver = dataclasses.replace(self._saver, beside={**self._saver.beside, **kept})
         self._worker.engine.take_state(saved.progress.steps_taken)
         if saved.loss_scale is not None:
             self._worker.engine.take_loss_scale(saved.loss_scale)

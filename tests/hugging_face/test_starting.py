@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from megaspeed.checkpoint.run_state import Progress, RunState
 from megaspeed.checkpoint.soundness import problems_of
@@ -17,22 +17,27 @@ from megaspeed.checkpoint.tensors import KINDS
 from megaspeed.checkpoint.whole_model import load_whole_model, model_config
 from megaspeed.cli import main
 from megaspeed.config import Run
+from megaspeed.data.tokenizer.text_tokenizer import load_tokenizer
 from megaspeed.hugging_face.importing import import_model
 from megaspeed.topology import LaunchEnvironment
 from megaspeed.training import pretrain
+from megaspeed.training.carried_files import generation_file
 from tests.checkpoint.saved_runs import SavedRun, started
 from tests.hugging_face.models import llama, saved, with_tokenizer
 from tests.parallel.tiny import tiny_corpus, tiny_run
 from tests.rank_pool import RankPool
 
 TEXT = Path(__file__).parents[2] / "LICENSE"
+ENDS = [0, 7, 9]
 State = dict[str, dict[str, Tensor]]
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An untied Llama with a tokenizer."""
-    return with_tokenizer(saved(llama(), tmp_path_factory.mktemp("llama") / "hf"))
+    """An untied Llama with a tokenizer, of which several tokens end a text."""
+    folder = with_tokenizer(saved(llama(), tmp_path_factory.mktemp("llama") / "hf"))
+    GenerationConfig(eos_token_id=ENDS).save_pretrained(folder)
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -120,7 +125,13 @@ def test_a_run_starts_from_it_and_its_checkpoints_are_exported_with_their_tokeni
     theirs, ours = map(AutoTokenizer.from_pretrained, (folder, tmp_path / "out"))
     text = "To be trained, or not to be"
     assert ours(text)["input_ids"] == theirs(text)["input_ids"]
-    assert stock.config.eos_token_id == theirs.eos_token_id
+    assert stock.generation_config.eos_token_id == stock.config.eos_token_id == ENDS
+
+
+def test_another_tokenizer_has_other_ends(imported: Path) -> None:
+    own = load_tokenizer(str(imported)).fingerprint
+    assert generation_file(imported, own).keys() == {"generation_config.json"}
+    assert generation_file(imported, "of another one") == generation_file(imported, None) == {}
 
 
 def test_another_model_is_refused_by_name(pool: RankPool, config: Path, imported: Path) -> None:
