@@ -1,7 +1,9 @@
 """What stands beside the state in a run's checkpoints, so that each is a model one can take away.
 
-the run's tokenizer                          every checkpoint has it
-generation_config.json of an imported model  every one, as long as the tokenizer is the same
+    the run's tokenizer                          every checkpoint has it
+    generation_config.json of an imported model  every one, as long as the tokenizer is the same
+
+That file names tokens by their ids, and another tokenizer's ids are other tokens.
 """
 
 from __future__ import annotations
@@ -16,8 +18,6 @@ from megaspeed.data.tokenizer.text_tokenizer import TextTokenizer
 
 def generation_file(checkpoint: Path, tokenizer_fingerprint: str | None) -> dict[str, bytes]:
     """Name -> content of what a run goes on to carry of a checkpoint; nothing with other tokens.
-
-    The file names tokens by their ids, and another tokenizer's ids are other tokens.
 
     Args:
         checkpoint: one that is whole, and that the run starts from or goes on from.
