@@ -1,4 +1,4 @@
-"""A long document in pieces of at most 1 MiB, cut where the tokens stay as they are.
+"""A long document in pieces of at most 256 KiB, cut where the tokens stay as they are.
 
 "... the quick brown| fox ..."      the space belongs to the word behind it
 """

@@ -2,8 +2,8 @@
 
     file --its format--> piece . piece . piece(ends document) . piece(ends document) . ...
 
-A piece is at most 1 MiB of UTF-8, so that memory stays flat however long a document is. The mark of
-a piece that ends a document says where reading goes on after it.
+A piece is at most 256 KiB of UTF-8, so that memory stays flat however long a document is. The mark
+of a piece that ends a document says where reading goes on after it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 
 from megaspeed.data.errors import DataError
 
-PIECE_BYTES = 1 << 20
+PIECE_BYTES = 1 << 18
 
 
 @dataclass(frozen=True, slots=True)

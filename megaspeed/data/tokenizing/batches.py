@@ -21,8 +21,8 @@ from megaspeed.data.text.sources import SourceFile
 from megaspeed.data.tokenizing.document_entry import DocumentEntry, DocumentHash
 from megaspeed.data.tokenizing.passed_over import PassedOver
 
-BATCH_CHARACTERS = 1 << 19
-"""Text of one batch: a fraction of a second of work, and some 50 MB while it is encoded."""
+BATCH_CHARACTERS = 1 << 18
+"""Text of one batch: a fraction of a second of work, and some 25 MB while it is encoded."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,7 +48,7 @@ def test_a_batch_ends_with_the_document_that_fills_it(tmp_path: Path) -> None:
 
 
 def test_a_position_within_a_long_document_counts_its_pieces(tmp_path: Path) -> None:
-    long = "word " * 300_000  # 1.5 MB: two pieces
+    long = "word " * 75_000  # 375 kB: two pieces
     batches = all_batches(plain(tmp_path, long, long, "end"))
     positions = [batch.reached.position for batch in batches]
     assert positions == [
@@ -131,7 +131,7 @@ def passed_over(files: list[SourceFile], start: Position) -> list[list[str]]:
 
 def test_bad_records_before_a_long_document_are_not_met_again_within_it(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
-    long = json.dumps({"text": "word " * 500_000})
+    long = json.dumps({"text": "word " * 125_000})
     path.write_text("\n".join(['{"text": 1}', long, '{"text": 2}']))
     files = [SourceFile("a.jsonl", path, JsonLines())]
     assert passed_over(files, BEGINNING) == [["line 1"], [], [], ["line 3"]]
