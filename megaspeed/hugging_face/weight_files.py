@@ -132,7 +132,8 @@ def _tensors_in(file: Path, opened: _Open) -> dict[str, StoredTensor]:
             "or is damaged; fetch it anew, or save the model by save_pretrained"
         ) from error
     except Exception as error:  # a damaged file may raise anything, in either format
-        raise HuggingFaceError(f"{file} cannot be read ({error}): {FETCH_ANEW}") from error
+        why = str(error) or type(error).__name__
+        raise HuggingFaceError(f"{file} cannot be read ({why}): {FETCH_ANEW}") from error
 
 
 def _open_safetensors(file: Path) -> _Held:

@@ -1,7 +1,7 @@
 """What is no text is told with its place and the mend, and can be passed over one by one."""
 
 import gzip
-import os
+import random
 from pathlib import Path
 
 import pyarrow
@@ -100,10 +100,16 @@ def test_the_number_of_a_line_is_that_of_the_whole_file_wherever_reading_began(
         assert told.startswith(f"line 3,001 (byte {len(content) - 5:,}): ")
 
 
+def noise(texts: int, size_bytes: int) -> list[str]:
+    """Texts that compress to half their size; the same ones every time."""
+    chance = random.Random(0)
+    return [chance.randbytes(size_bytes).hex() for _ in range(texts)]
+
+
 ARCHIVES = {
-    "a.jsonl.gz": gzip.compress(json_lines([os.urandom(50).hex() for _ in range(10_000)])),
-    "a.jsonl.zst": zst(json_lines([os.urandom(50).hex() for _ in range(10_000)])),
-    "a.txt.gz": gzip.compress(plain_text([os.urandom(50).hex() for _ in range(10_000)])),
+    "a.jsonl.gz": gzip.compress(json_lines(noise(10_000, 50))),
+    "a.jsonl.zst": zst(json_lines(noise(10_000, 50))),
+    "a.txt.gz": gzip.compress(plain_text(noise(10_000, 50))),
 }
 
 
@@ -206,7 +212,7 @@ def test_a_row_that_is_not_utf8_is_told(tmp_path: Path) -> None:
 @pytest.mark.parametrize("damage", ["cut", "altered"])
 def test_a_damaged_table_is_told(tmp_path: Path, damage: str) -> None:
     path = tmp_path / "a.parquet"
-    write_table(path, [os.urandom(500).hex() for _ in range(100)])
+    write_table(path, noise(100, 500))
     whole = path.read_bytes()
     half = len(whole) // 2
     altered = whole[:half] + bytes(3000) + whole[half + 3000 :]
@@ -274,7 +280,7 @@ def test_a_named_dataset_without_the_column_lists_those_it_has(
 
 def test_behind_a_damaged_row_group_the_next_one_is_read(tmp_path: Path) -> None:
     path = tmp_path / "a.parquet"
-    texts = [os.urandom(500).hex() for _ in range(30)]
+    texts = noise(30, 500)
     parquet.write_table(pyarrow.table({"text": texts}), path, row_group_size=10)
     column = parquet.ParquetFile(path).metadata.row_group(1).column(0)
     content = bytearray(path.read_bytes())

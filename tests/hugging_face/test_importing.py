@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -223,9 +224,6 @@ def test_damaged_and_missing_files(copy: Path, folder: Path) -> None:
     (copy / WEIGHTS).write_bytes((folder / WEIGHTS).read_bytes()[:-100])
     assert f"{copy / WEIGHTS} cannot be read (" in refusal(copy)
     (copy / WEIGHTS).unlink()
-    (copy / "pytorch_model.bin").write_bytes(os.urandom(100))
-    assert "pytorch_model.bin holds more than tensors, which is not read" in refusal(copy)
-    (copy / "pytorch_model.bin").unlink()
     index = copy / "model.safetensors.index.json"
     index.write_text('{"weight_map": {"transformer.wte.weight": "../secret.safetensors"}}')
     assert "names secret.safetensors, which" in refusal(copy)
@@ -237,6 +235,19 @@ def test_damaged_and_missing_files(copy: Path, folder: Path) -> None:
     assert "has no weight_map of names and files: cut short or damaged; fetch it anew" in refusal(
         copy
     )
+
+
+@pytest.mark.filterwarnings("ignore:Detected pickle protocol")
+def test_a_bin_file_of_any_bytes_is_refused(copy: Path) -> None:
+    """As a pickle they may be a wrong instruction, one without its operand, or nothing at all."""
+    chance = random.Random(0)
+    told = set()
+    for size_bytes in (0, *[100] * 50):
+        (copy / "pytorch_model.bin").write_bytes(chance.randbytes(size_bytes))
+        refused = refusal(copy)
+        told.add(refused.removeprefix(f"{copy / 'pytorch_model.bin'} ").split(" (")[0])
+        assert "fetch it anew" in refused and "()" not in refused
+    assert {words[:23] for words in told} == {"cannot be read", "holds more than tensors"}
 
 
 def test_a_bin_file_is_no_program(copy: Path) -> None:
