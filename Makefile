@@ -1,10 +1,12 @@
 # make install   the virtual environment .venv, every version as in constraints.txt
 # make pretrain  pretrain a small GPT on 8 ranks: pipeline 2 x data 2 x tensor 2, ZeRO-3
-# make test      all tests;  PYTEST_ARGS="tests/topology -x" for some
+# make test      all tests, two at a time;  PYTEST_ARGS="tests/topology -x" for some
 # make lint      ruff, mypy and the import layers
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 PYTEST_ARGS ?=
+# Side by side; each has a pool of eight rank processes of its own.
+TEST_PROCESSES ?= 2
 
 # Recipes find the tools of the environment by name, and so do the ranks that they launch.
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
@@ -26,7 +28,7 @@ pretrain: $(INSTALLED)
 	OMP_NUM_THREADS=1 deepspeed --num_accelerators 8 scripts/pretrain.py --config ds_configs/3d.json
 
 test: $(INSTALLED)
-	python -m pytest $(PYTEST_ARGS)
+	python -m pytest --numprocesses $(TEST_PROCESSES) --dist worksteal $(PYTEST_ARGS)
 
 lint: $(INSTALLED)
 	ruff check .

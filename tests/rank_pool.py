@@ -100,7 +100,7 @@ class RankPool:
         world_size: int,
         function: Callable[..., T],
         *args: object,
-        timeout_seconds: float = 50,
+        timeout_seconds: float = 120,
     ) -> list[T]:
         """Call `function(launch, *args)` on the ranks 0 .. world_size - 1; return their results.
 

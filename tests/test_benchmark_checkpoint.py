@@ -18,7 +18,7 @@ TABLES = {"Save and load": 8, "Asynchronous saves": 5, "Host memory that a rank 
 FIGURE = r"\d+(\.\d+)?" if sys.platform == "linux" else r"\d+(\.\d+)?|n/a"
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(300)
 def test_every_figure_is_measured_and_no_file_is_left(tmp_path: Path) -> None:
     options = [*TINY, "--turns", "1", "--steps-per-turn", "1", "--zero-stages", "1"]
     alone = {

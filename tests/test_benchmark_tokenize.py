@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(300)
 def test_every_figure_is_measured_and_no_file_is_left(tmp_path: Path) -> None:
     options = ["--copies", "1", "--files", "20", "--turns", "1", "--processes", "1", "2"]
     ended = subprocess.run(

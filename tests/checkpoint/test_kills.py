@@ -82,7 +82,7 @@ def undisturbed(
         return [rank.train_step() for _ in range(steps)]
 
 
-@pytest.mark.timeout(60 + 5 * KILLS)
+@pytest.mark.timeout(150 + 5 * KILLS)
 def test_a_killed_save_never_costs_a_checkpoint(pool: RankPool, tmp_path: Path) -> None:
     runs = {
         in_background: small_run(

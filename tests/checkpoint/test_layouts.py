@@ -96,7 +96,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> PreparedCorpus:
     return tiny_corpus(run, tmp_path_factory.mktemp("cache"))
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(500)
 @pytest.mark.parametrize("name", ROUNDS)
 def test_a_run_goes_on_at_every_layout(
     pool: RankPool, tmp_path: Path, corpus: PreparedCorpus, name: str

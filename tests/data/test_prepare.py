@@ -101,7 +101,7 @@ def test_a_warm_start_opens_no_text_and_gives_the_same(
     cache_dir, corpus = prepared
     before = fingerprint_of(cache_dir)
     process = start(config(), cache_dir)
-    out, err = process.communicate(timeout=50)
+    out, err = process.communicate(timeout=120)
     assert process.returncode == 0, err
     assert "tokenizing" not in err
     assert out.strip().endswith(", 0]")
@@ -112,7 +112,7 @@ def test_a_warm_start_opens_no_text_and_gives_the_same(
 def test_a_cold_start_does_open_the_text(tmp_path: Path) -> None:
     # Without this the test above could not fail.
     process = start(config(), tmp_path)
-    out, err = process.communicate(timeout=50)
+    out, err = process.communicate(timeout=120)
     assert not out.strip().endswith(", 0]"), err
     assert err.count("tokenizing") == 2
 
@@ -121,7 +121,7 @@ def test_four_processes_at_once_build_one_cache(
     tmp_path: Path, prepared: tuple[Path, PreparedCorpus]
 ) -> None:
     processes = [start(config(), tmp_path) for _ in range(4)]
-    results = [process.communicate(timeout=50) for process in processes]
+    results = [process.communicate(timeout=120) for process in processes]
     assert [process.returncode for process in processes] == [0] * 4, results
     assert len({out.split('", ')[0] for out, _ in results}) == 1
     log = "".join(err for _, err in results)

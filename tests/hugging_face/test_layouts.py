@@ -55,7 +55,7 @@ class Trained:
     weights: dict[str, Tensor]
 
 
-@pytest.mark.timeout(150)
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("make", MODELS.values(), ids=MODELS.keys())
 def test_an_imported_model_is_the_stock_model_at_every_layout(
     make: Callable[[], PreTrainedModel], pool: RankPool, tmp_path: Path

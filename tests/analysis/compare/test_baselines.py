@@ -32,7 +32,7 @@ STEPS = 4
 DP = 2
 SAMPLES = 24  # of a step
 
-pytestmark = pytest.mark.timeout(200)
+pytestmark = pytest.mark.timeout(300)
 
 
 @dataclass(frozen=True)

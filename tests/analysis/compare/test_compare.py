@@ -19,7 +19,7 @@ from tests.parallel.tiny import GPT2, merge
 TEXT = Path(__file__).parents[3] / "LICENSE"
 MEGASPEED = Path(sys.executable).with_name("megaspeed")
 FILES = {"compare.json", "compare.md", "memory.png", "tradeoff.png", "logs"}
-_SECONDS_TO_START, _SECONDS_TO_END = 120.0, 30.0
+_SECONDS_TO_START, _SECONDS_TO_END = 120.0, 60.0
 
 VALUES: dict[str, Any] = {
     "model": GPT2,

@@ -70,7 +70,7 @@ def states_only(memory: MemoryBytes) -> tuple[int, int, int]:
     return memory.parameters, memory.gradients, memory.optimizer_states
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("pp", "dp", "tp", "variant"),
     [
@@ -165,7 +165,7 @@ PEAKS: dict[str, tuple[tuple[int, int, int], list[dict[str, Any]]]] = {
 }
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", PEAKS)
 def test_the_peak_of_a_step(pool: RankPool, text: Path, cache: Path, name: str) -> None:
     (pp, dp, tp), variants = PEAKS[name]
@@ -180,7 +180,7 @@ def test_the_peak_of_a_step(pool: RankPool, text: Path, cache: Path, name: str) 
     assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(300)
 def test_the_peak_falls_from_zero_stage_to_zero_stage(
     pool: RankPool, text: Path, cache: Path
 ) -> None:

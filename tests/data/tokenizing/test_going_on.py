@@ -37,7 +37,7 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[SourceFile]:
     return list_files([Source(path=str(tmp_path / "[ab].*"))], "INPUT")
 
 
-@pytest.mark.timeout(150)
+@pytest.mark.timeout(300)
 def test_killed_at_any_moment_it_ends_with_the_same_bytes(
     tmp_path: Path, tokenizer_folder: Path
 ) -> None:
@@ -106,7 +106,7 @@ def kill(process: "subprocess.Popen[str]", moment: Callable[[], bool]) -> None:
     assert psutil.wait_procs(workers, timeout=20)[1] == []
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(300)
 def test_a_worker_that_is_killed_ends_the_work_and_it_can_go_on(
     tmp_path: Path, tokenizer_folder: Path
 ) -> None:
@@ -117,7 +117,7 @@ def test_a_worker_that_is_killed_ends_the_work_and_it_can_go_on(
     wait_for(process, lambda: done(out) > 0)
     worker = max(psutil.Process(process.pid).children(), key=lambda child: child.memory_info().rss)
     worker.send_signal(signal.SIGKILL)
-    _, said = process.communicate(timeout=60)
+    _, said = process.communicate(timeout=120)
     assert process.returncode == 1
     assert "one of 2 worker processes died" in said
     assert "the same command goes on with it. With fewer --processes" in said
@@ -127,7 +127,7 @@ def test_a_worker_that_is_killed_ends_the_work_and_it_can_go_on(
     assert f"going on behind {before:,} tokens" in ended.stderr
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(300)
 def test_ctrl_c_ends_it_and_keeps_what_is_done(tmp_path: Path, tokenizer_folder: Path) -> None:
     """The signal reaches every process of the terminal; none of them shows a stack."""
     text = write_long_text(tmp_path / "text.jsonl")
@@ -138,7 +138,7 @@ def test_ctrl_c_ends_it_and_keeps_what_is_done(tmp_path: Path, tokenizer_folder:
     )
     wait_for(process, lambda: done(out) > 0)
     os.killpg(process.pid, signal.SIGINT)
-    _, said = process.communicate(timeout=60)
+    _, said = process.communicate(timeout=120)
     assert process.returncode == 1
     assert said == (
         "megaspeed tokenize: stopped; what is done is kept, and the same command goes on with it\n"
@@ -146,7 +146,7 @@ def test_ctrl_c_ends_it_and_keeps_what_is_done(tmp_path: Path, tokenizer_folder:
     assert done(out) > 0
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("seconds", [0, 0.3, 1])
 def test_ctrl_c_while_workers_begin_shows_no_stack_either(
     tmp_path: Path, tokenizer_folder: Path, seconds: float
@@ -163,7 +163,7 @@ def test_ctrl_c_while_workers_begin_shows_no_stack_either(
     wait_for(process, lambda: len(psutil.Process(process.pid).children()) >= 2)
     time.sleep(seconds)
     os.killpg(process.pid, signal.SIGINT)
-    _, said = process.communicate(timeout=60)
+    _, said = process.communicate(timeout=120)
     assert (process.returncode, said.count("\n")) == (1, 1)
     assert said.startswith("megaspeed tokenize: stopped; what is done is kept")
 
@@ -186,7 +186,7 @@ import megaspeed.cli
     assert (ended.returncode, ended.stderr) == (1, "megaspeed: stopped\n")
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(300)
 def test_a_full_disk_keeps_what_is_done_and_the_same_command_goes_on(
     tmp_path: Path, tokenizer_folder: Path
 ) -> None:

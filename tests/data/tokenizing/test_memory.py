@@ -14,7 +14,7 @@ _ONCE_BYTES = 3_000_000
 """Some batches more than are under way at a time with one worker."""
 
 
-@pytest.mark.timeout(200)
+@pytest.mark.timeout(300)
 def test_ten_times_the_text_takes_no_more_memory(tmp_path: Path, tokenizer_folder: Path) -> None:
     """One worker, so that as many batches are under way each time; all processes are counted.
 
