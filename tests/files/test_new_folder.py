@@ -1,5 +1,8 @@
 """A new folder is there whole, or not at all."""
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -23,12 +26,68 @@ def test_an_error_leaves_nothing(tmp_path: Path, error: type[BaseException]) -> 
     assert list(tmp_path.iterdir()) == []
 
 
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from megaspeed.files.new_folder import new_folder
+
+with new_folder(Path(sys.argv[1])) as writing:
+    (writing / "half").touch()
+    (writing / "below").mkdir()
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
 def test_what_a_killed_process_left_is_replaced(tmp_path: Path) -> None:
-    (tmp_path / "out.writing").mkdir()
-    (tmp_path / "out.writing" / "half").touch()
-    with new_folder(tmp_path / "out"):
-        pass
-    assert list((tmp_path / "out").iterdir()) == []
+    subprocess.run([sys.executable, "-c", KILLED, str(tmp_path / "out")], check=False)
+    assert (tmp_path / "out.writing" / "half").exists()
+    with new_folder(tmp_path / "out") as writing:
+        (writing / "whole").touch()
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["whole"]
+
+
+def test_of_two_that_fill_one_the_second_is_refused_and_the_first_is_whole(tmp_path: Path) -> None:
+    with new_folder(tmp_path / "out") as writing:
+        (writing / "first").touch()
+        with pytest.raises(FileExistsError, match="another process"), new_folder(tmp_path / "out"):
+            raise AssertionError("the block does not run")
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["first"]
+
+
+def test_one_that_was_finished_while_another_looked_at_it_stays_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with new_folder(tmp_path / "out") as writing:
+        (writing / "first").touch()
+        late = os.open(writing / ".unfinished", os.O_RDWR)
+    (tmp_path / "out").rename(tmp_path / "elsewhere")
+    monkeypatch.setattr("megaspeed.files.new_folder._open_lock", lambda writing: late)
+    with pytest.raises(FileExistsError, match="another process"), new_folder(tmp_path / "out"):
+        raise AssertionError("the block does not run")
+    assert [path.name for path in (tmp_path / "elsewhere").iterdir()] == ["first"]
+
+
+@pytest.mark.parametrize("what", ["a folder", "an empty folder", "a file", "a link"])
+def test_what_is_not_ours_under_the_temporary_name_stays(tmp_path: Path, what: str) -> None:
+    writing = tmp_path / "out.writing"
+    precious = tmp_path / "precious" / "notes.txt"
+    precious.parent.mkdir()
+    precious.touch()
+    match what:
+        case "a folder":
+            precious.parent.rename(writing)
+            precious = writing / "notes.txt"
+        case "an empty folder":
+            writing.mkdir()
+        case "a file":
+            writing.touch()
+        case _:
+            writing.symlink_to(precious.parent)
+    with pytest.raises(FileExistsError, match="not megaspeed's"), new_folder(tmp_path / "out"):
+        raise AssertionError("the block does not run")
+    assert writing.exists() and precious.exists() and not (tmp_path / "out").exists()
 
 
 def test_what_is_there_stays_as_it_is(tmp_path: Path) -> None:
