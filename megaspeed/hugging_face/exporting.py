@@ -18,6 +18,7 @@ from typing import Any, Literal
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
+from torch import Tensor
 
 from megaspeed.checkpoint.loading import read_pieces_alone
 from megaspeed.checkpoint.pieces import Piece
@@ -27,6 +28,7 @@ from megaspeed.checkpoint.whole_model import model_config
 from megaspeed.config.from_hf import CONFIG_FILE
 from megaspeed.config.hugging_face import hugging_face_config
 from megaspeed.files.new_folder import new_folder, refuse_existing
+from megaspeed.hugging_face.errors import HuggingFaceError
 from megaspeed.hugging_face.free_space import check_disk
 from megaspeed.hugging_face.generation import json_file, read_generation, token_ids
 from megaspeed.hugging_face.tokenizer import find_tokenizer, read_tokenizer
@@ -67,7 +69,7 @@ def export_model(
     Raises:
         CheckpointError: the checkpoint cannot be read.
         FileExistsError: ``out`` is there.
-        HuggingFaceError: there is no room.
+        HuggingFaceError: there is no room, or a weight is not finite in this precision.
         DataError: the tokenizer is none, or not the model's.
         Disagreement: transformers computes something else.
     """
@@ -121,7 +123,26 @@ def _shards(parts: Iterable[Part], dtype: torch.dtype, most: int) -> list[list[P
 
 
 def _write_shard(file: Path, checkpoint: Path, parts: Sequence[Part], dtype: torch.dtype) -> None:
-    """Reads the parts straight into the tensors of a file, turned and rounded on the way."""
+    """The parts into a file, turned and rounded on the way."""
+    tensors = _read(checkpoint, parts, dtype)
+    for part in parts:
+        # Unlike isfinite it takes no memory of the tensor's size; a NaN is both of what it gives.
+        if not all(map(math.isfinite, map(float, tensors[part.theirs].aminmax()))):
+            raise HuggingFaceError(_refusal(checkpoint, part, dtype))
+    # The library keeps others from reading what it writes; who may is the user's umask's matter.
+    file.touch()
+    mode = file.stat().st_mode
+    try:
+        save_file(tensors, file, metadata={"format": "pt"})
+    except SafetensorError as error:  # its only cause is the disk: the tensors are ours
+        raise OSError(f"{file} cannot be written ({error}); make room on its disk") from error
+    file.chmod(mode)
+    with file.open("rb") as stream:
+        os.fsync(stream.fileno())
+
+
+def _read(checkpoint: Path, parts: Sequence[Part], dtype: torch.dtype) -> dict[str, Tensor]:
+    """Name -> tensor of theirs, each read straight into its place."""
     tensors = {part.theirs: torch.empty(part.shape, dtype=dtype) for part in parts}
     pieces = [
         Piece(
@@ -133,16 +154,27 @@ def _write_shard(file: Path, checkpoint: Path, parts: Sequence[Part], dtype: tor
         for part in parts
     ]
     read_pieces_alone(checkpoint, pieces)
-    # The library keeps others from reading what it writes; who may is the user's umask's matter.
-    file.touch()
-    mode = file.stat().st_mode
-    try:
-        save_file(tensors, file, metadata={"format": "pt"})
-    except SafetensorError as error:  # its only cause is the disk: the tensors are ours
-        raise OSError(f"{file} cannot be written ({error}); make room on its disk") from error
-    file.chmod(mode)
-    with file.open("rb") as stream:
-        os.fsync(stream.fileno())
+    return tensors
+
+
+def _refusal(checkpoint: Path, part: Part, dtype: torch.dtype) -> str:
+    """Why a tensor with values that are not finite in ``dtype`` is not written, and the mend."""
+    exact = _read(checkpoint, [part], torch.float32)[part.theirs]
+    diverged = int((~exact.isfinite()).sum())
+    if diverged:
+        return (
+            f"a model's weights are finite numbers, and {part.theirs} of {checkpoint} holds "
+            f"{diverged:,} NaN or infinite ones of {exact.numel():,}, because its training "
+            "diverged; take an earlier checkpoint"
+        )
+    limit, largest = torch.finfo(dtype).max, float(exact.abs().max())
+    lost = int((~exact.to(dtype).isfinite()).sum())
+    wider = "bfloat16 or float32" if dtype == torch.float16 else "float32"
+    return (
+        f"{str(dtype).removeprefix('torch.')} holds no number beyond {limit:,.6g}, and "
+        f"{part.theirs} of {checkpoint} has {lost:,} of {exact.numel():,}, the largest "
+        f"{largest:,.6g}; take --dtype {wider}"
+    )
 
 
 def _file_names(shards: int) -> list[str]:

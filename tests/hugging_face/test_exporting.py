@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megaspeed.checkpoint.folders import CheckpointFolder
@@ -16,8 +17,11 @@ from megaspeed.checkpoint.pieces import LARGEST_PIECE_BYTES
 from megaspeed.cli import main
 from megaspeed.cli.export_hf import byte_count
 from megaspeed.data import DataError
-from megaspeed.hugging_face.exporting import export_model
-from megaspeed.hugging_face.importing import import_model
+from megaspeed.hugging_face.errors import HuggingFaceError
+from megaspeed.hugging_face.exporting import Precision, export_model
+from megaspeed.hugging_face.importing import _rows_of, import_model
+from megaspeed.hugging_face.weight_files import StoredTensor
+from megaspeed.hugging_face.weights import Part
 from megaspeed.model.mlp import SwiGluMlp
 from tests.checkpoint.written import CONFIG, write_checkpoint
 from tests.hugging_face.models import END_OF_TEXT, llama, same, saved, weights_in, with_tokenizer
@@ -82,6 +86,66 @@ def test_a_precision_is_the_rounded_master_weights(checkpoint: Path, tmp_path: P
     assert same(weights_in(tmp_path / "out"), rounded)
     stock = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
     assert stock.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("options", [(), ("--no-verify",)], ids=["verified", "not verified"])
+@pytest.mark.parametrize(
+    ("precision", "value", "told"),
+    [
+        ("float16", 1e5, "float16 holds no number beyond 65,504, and {} has 2 of 9,632, "
+         "the largest 100,000; take --dtype bfloat16 or float32"),
+        ("bfloat16", 3.4e38, "bfloat16 holds no number beyond 3.38953e+38, and {} has 2 of 9,632, "
+         "the largest 3.4e+38; take --dtype float32"),
+    ],
+)  # fmt: skip
+def test_a_weight_beyond_a_precision_is_refused(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    precision: str,
+    value: float,
+    told: str,
+    options: tuple[str, ...],
+) -> None:
+    """Of tokens that no prompt of the comparison has; it would find nothing."""
+    stock = llama()
+    stock.get_input_embeddings().weight.data[7, 3:5] = value
+    import_model(saved(stock, tmp_path / "hf"), tmp_path / "checkpoint", verify=False)
+    capsys.readouterr()
+    command = ["export-hf", str(tmp_path / "checkpoint"), str(tmp_path / "out"), *options]
+    assert main([*command, "--dtype", precision]) == 2
+    name = f"model.embed_tokens.weight of {tmp_path / 'checkpoint'}"
+    assert capsys.readouterr() == ("", told.format(name) + "\n")
+    assert {path.name for path in tmp_path.iterdir()} == {"hf", "checkpoint"}
+    export_model(tmp_path / "checkpoint", tmp_path / "out", verify=False)
+    assert same(weights_in(tmp_path / "out"), weights_in(tmp_path / "hf"))
+
+
+@pytest.mark.parametrize("precision", ["float32", "float16"])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_model_that_has_diverged_is_refused_in_every_precision(
+    checkpoint: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    value: float,
+    precision: Precision,
+) -> None:
+    """It would be loaded, and could not be imported again."""
+
+    def rows_of(tensor: StoredTensor, rows: slice, part: Part) -> Tensor:
+        values = _rows_of(tensor, rows, part)
+        return values + torch.tensor([value, *[0.0] * 31]) if "k_proj" in part.theirs else values
+
+    monkeypatch.setattr("megaspeed.hugging_face.importing._rows_of", rows_of)
+    diverged = tmp_path / "diverged"
+    import_model(checkpoint.parent / "hf", diverged, verify=False)
+    with pytest.raises(HuggingFaceError) as caught:
+        export_model(diverged, tmp_path / "out", precision=precision, verify=False)
+    assert str(caught.value) == (
+        "a model's weights are finite numbers, and model.layers.0.self_attn.k_proj.weight of "
+        f"{diverged} holds 16 NaN or infinite ones of 512, because its training diverged; take an "
+        "earlier checkpoint"
+    )
+    assert list(tmp_path.iterdir()) == [diverged]
 
 
 def test_a_run_folder_gives_its_newest_checkpoint_with_the_true_vocabulary(
@@ -204,8 +268,11 @@ MEASURED = """
 import sys
 from pathlib import Path
 from typing import Any
-from megaspeed.hugging_face.exporting import export_model
-from megaspeed.hugging_face.importing import import_model
+from megaspeed.hugging_face.errors import HuggingFaceError
+from megaspeed.hugging_face.exporting import Precision, export_model
+from megaspeed.hugging_face.importing import _rows_of, import_model
+from megaspeed.hugging_face.weight_files import StoredTensor
+from megaspeed.hugging_face.weights import Part
 from megaspeed.model.mlp import SwiGluMlp
 
 def memory(name):
