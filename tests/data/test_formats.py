@@ -90,6 +90,16 @@ def test_an_archive_of_plain_text_is_the_plain_text(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.parametrize("members", [1, 2])
+@pytest.mark.parametrize("zeros", [1, 5, 512, 70_000])
+def test_zeros_behind_an_archive_are_padding(tmp_path: Path, zeros: int, members: int) -> None:
+    """As tapes, and tools that write whole blocks, put them there; gzip passes over them, too."""
+    text = "some words " * 20_000
+    (tmp_path / "a.txt.gz").write_bytes(gzip.compress(text.encode()) * members + bytes(zeros))
+    (file,) = list_files([Source(path=str(tmp_path / "a.txt.gz"))], "data.train")
+    assert [text for text, _ in documents_in(file.pieces())] == [text * members]
+
+
 def test_json_lines_may_have_blank_lines_a_byte_order_mark_and_no_last_line_end(
     tmp_path: Path,
 ) -> None:

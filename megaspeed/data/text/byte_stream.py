@@ -1,12 +1,20 @@
 """The bytes of a file as they are read: the file's own, or those of its `.gz` or `.zst` archive.
 
-An archive is uncompressed as it is read, its checksums are checked, and a cut or damaged one is a
-bad record that says how far it could be read.
+An archive is uncompressed as it is read, and its checksums are checked. A cut or damaged one can be
+read up to the block that meets the damage:
+
+    blocks   |------|------|------|---x        always on the same grid, from byte 0 of the text
+    text     what is before a mark is passed over, and ends here: |
+
+so the text that comes behind a mark is the same wherever reading began.
 """
 
 from __future__ import annotations
 
+import gzip
 import io
+import os
+import zlib
 from collections.abc import Callable
 from functools import cached_property, partial
 from pathlib import Path
@@ -19,7 +27,8 @@ from megaspeed.data.text.records import BRING_AGAIN
 ARCHIVES = {".gz": "gzip", ".zst": "zstd"}
 """Suffix -> name of the compression."""
 
-_READ_AT_ONCE_BYTES = 1 << 16
+_BLOCK_BYTES = 1 << 16
+_DAMAGE = (OSError, EOFError, zlib.error)
 
 
 class ByteStream:
@@ -29,24 +38,23 @@ class ByteStream:
         position: bytes that are behind, uncompressed; those that were passed over too.
     """
 
-    def __init__(self, path: Path, on_bad: OnBad, after: int = 0) -> None:
+    def __init__(self, path: Path, after: int = 0) -> None:
         """
         Args:
-            path: the file.
-            on_bad: told where the file cannot be read to its end; the stream ends there.
+            path: the file. Where it cannot be read to its end, the stream ends before the damage.
             after: bytes to pass over, uncompressed.
 
         Raises:
             OSError: the file cannot be opened.
         """
-        self._path, self._on_bad, self._after = path, on_bad, after
+        self._path, self._after = path, after
         self._disk, self._bytes = _open(path)
-        self._is_broken = False
+        self._damage: BadRecord | None = None
         self._lines = 0
         self.position = 0
         if self._disk is None:
             self.position = self._bytes.seek(after)
-        while rest := min(after - self.position, _READ_AT_ONCE_BYTES):
+        while rest := min(after - self.position, _BLOCK_BYTES):
             if not self.read(rest):
                 break
 
@@ -64,8 +72,7 @@ class ByteStream:
     def read(self, size: int) -> bytes:
         """The next `size` bytes; fewer only at the end, none behind it."""
         taken = bytearray()
-        # A little at a time: what one call has read before it meets the damage is lost with it.
-        while room := min(size - len(taken), _READ_AT_ONCE_BYTES):
+        while room := min(size - len(taken), _BLOCK_BYTES):
             chunk = self._next(partial(self._bytes.read1, room))
             if not chunk:
                 break
@@ -77,6 +84,14 @@ class ByteStream:
         line = self._next(self._bytes.readline)
         self._lines += 1
         return line
+
+    def tell_damage(self, on_bad: OnBad) -> None:
+        """Tells why the stream ended before the file did, if it did.
+
+        For when all that comes before the damage is used: what reads ahead meets it earlier.
+        """
+        if self._damage is not None:
+            on_bad(self._damage)
 
     def line_number(self) -> int:
         """Of the line that was read last, counted from 1 at the beginning of the file."""
@@ -103,27 +118,25 @@ class ByteStream:
     def _lines_passed_over(self) -> int:
         """Counted only when a number is asked for, because it takes reading them."""
         lines = 0
-        with ByteStream(self._path, self._on_bad) as passed_over:
-            while rest := min(self._after - passed_over.position, _READ_AT_ONCE_BYTES):
+        with ByteStream(self._path) as passed_over:
+            while rest := min(self._after - passed_over.position, _BLOCK_BYTES):
                 lines += passed_over.read(rest).count(b"\n")
         return lines
 
     def _next(self, read: Callable[[], bytes]) -> bytes:
-        if self._is_broken:
+        if self._damage is not None:
             return b""
         try:
             data = read()
-        except OSError as error:
-            self._is_broken = True
-            self._on_bad(self._broken(error))
+        except _DAMAGE as error:
+            self._damage = self._broken(error)
             return b""
         if not data and self._disk is not None and self._disk.tell() == 0:
-            self._is_broken = True
-            self._on_bad(self._broken("even of no text it has a header"))
+            self._damage = self._broken("even of no text it has a header")
         self.position += len(data)
         return data
 
-    def _broken(self, why: OSError | str) -> BadRecord:
+    def _broken(self, why: Exception | str) -> BadRecord:
         size = self._path.stat().st_size
         return BadRecord(
             self._path,
@@ -134,14 +147,58 @@ class ByteStream:
         )
 
 
+class _Blocks(io.RawIOBase):
+    """The text of an archive, read in blocks of one size however little is asked for.
+
+    What a block has before it meets the damage is lost with it.
+    """
+
+    def __init__(self, disk: Any, uncompressed: Any) -> None:
+        self._disk, self._uncompressed = disk, uncompressed
+        self._rest = memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, room: Any) -> int:
+        if not self._rest:
+            self._rest = memoryview(self._uncompressed.read(_BLOCK_BYTES))
+        taken = self._rest[: len(room)]
+        room[: len(taken)] = taken
+        self._rest = self._rest[len(taken) :]
+        return len(taken)
+
+    def close(self) -> None:
+        self._uncompressed.close()
+        self._disk.close()
+        super().close()
+
+
 def _open(path: Path) -> tuple[Any, io.BufferedReader]:
     """(the compressed file, None where it is none; the bytes of the text)."""
     compression = ARCHIVES.get(path.suffix.lower())
     if compression is None:
-        return None, io.BufferedReader(path.open("rb", buffering=0), _READ_AT_ONCE_BYTES)
+        return None, io.BufferedReader(path.open("rb", buffering=0), _BLOCK_BYTES)
+    disk, uncompressed = _uncompressed(path, compression)
+    return disk, io.BufferedReader(_Blocks(disk, uncompressed), _BLOCK_BYTES)
+
+
+def _uncompressed(path: Path, compression: str) -> tuple[Any, Any]:
+    """(the compressed file, what reads from it)."""
+    if compression == "gzip" and _may_be_padded(path):
+        # Slower than Arrow, which takes the zeros behind an archive for another one.
+        padded = path.open("rb")
+        return padded, gzip.GzipFile(fileobj=padded)
     import pyarrow  # slow to import, and rarely needed
 
     disk = pyarrow.OSFile(str(path), "rb")
-    return disk, io.BufferedReader(
-        pyarrow.CompressedInputStream(disk, compression), _READ_AT_ONCE_BYTES
-    )
+    return disk, pyarrow.CompressedInputStream(disk, compression)
+
+
+def _may_be_padded(path: Path) -> bool:
+    """Whether the last byte is zero: of padding to whole blocks, or of the size of a short text."""
+    with path.open("rb") as file:
+        if not file.seek(0, os.SEEK_END):
+            return False
+        file.seek(-1, os.SEEK_END)
+        return file.read(1) == b"\0"

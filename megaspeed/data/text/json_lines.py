@@ -58,7 +58,7 @@ class JsonLines(TextFormat):
     text_field: str = "text"
 
     def pieces(self, path: Path, after: int, on_bad: OnBad) -> Iterator[Piece]:
-        with ByteStream(path, on_bad, after) as stream:
+        with ByteStream(path, after) as stream:
             start = stream.position
             while line := stream.line():
                 if start == 0:
@@ -74,6 +74,7 @@ class JsonLines(TextFormat):
                     if text:
                         yield from pieces_of(text, stream.position, stream.disk_bytes)
                 start = stream.position
+            stream.tell_damage(on_bad)
 
     def _text_of(self, line: bytes) -> str:
         record = _parsed(line)

@@ -23,8 +23,9 @@ class PlainText(TextFormat):
     """A mark is the byte, in the text, behind the separator that ends a document."""
 
     def pieces(self, path: Path, after: int, on_bad: OnBad) -> Iterator[Piece]:
-        with ByteStream(path, on_bad, after) as stream:
+        with ByteStream(path, after) as stream:
             yield from _decoded(path, _Stretches(stream), stream, on_bad)
+            stream.tell_damage(on_bad)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,9 @@
 """Batches hold all the text in order, and reading goes on from wherever one of them reached."""
 
+import gzip
 import hashlib
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,11 +11,14 @@ import pytest
 from megaspeed.data import DataError
 from megaspeed.data.text.documents import corpus_fingerprint, read_documents
 from megaspeed.data.text.json_lines import JsonLines
-from megaspeed.data.text.pieces import refuse
+from megaspeed.data.text.pieces import BadRecord, refuse
+from megaspeed.data.text.plain_text import PlainText
 from megaspeed.data.text.sources import SourceFile
 from megaspeed.data.tokenizing import batches as module
-from megaspeed.data.tokenizing.batches import BEGINNING, Batch, Position, read_batches
+from megaspeed.data.tokenizing.batches import BEGINNING, Batch, Position, Reached, read_batches
 from megaspeed.data.tokenizing.passed_over import PassedOver
+from tests.data.tokenizing import words
+from tests.data.written_formats import zst
 
 
 @pytest.fixture(autouse=True)
@@ -99,6 +104,52 @@ def test_reading_goes_on_behind_any_position_as_if_it_had_not_stopped(tmp_path: 
     for number, batch in enumerate(whole):
         position = batch.reached.position
         assert all_batches(files, position) == whole[number + 1 :] or number == len(whole) - 1
+
+
+ARCHIVES = {".gz": gzip.compress, ".zst": zst}
+AS_TEXT = {
+    "a.txt": lambda texts: "<|endoftext|>".join(texts).encode(),
+    "a.jsonl": lambda texts: "".join(json.dumps({"text": text}) + "\n" for text in texts).encode(),
+}
+
+
+@pytest.mark.parametrize("share", [0.55, 0.7, 0.85])
+@pytest.mark.parametrize("suffix", ARCHIVES)
+@pytest.mark.parametrize("name", AS_TEXT)
+def test_reading_goes_on_behind_any_position_of_an_archive_that_was_cut(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, suffix: str, share: float
+) -> None:
+    """The same text is read before the damage, and the damage is met once, behind all of it."""
+    monkeypatch.setattr(module, "BATCH_CHARACTERS", 30_000)
+    texts = [*words.documents(400_000), " ".join(words.documents(800_000))]
+    content = ARCHIVES[suffix](AS_TEXT[name](texts))
+    path = tmp_path / f"{name}{suffix}"
+    path.write_bytes(content[: int(len(content) * share)])
+    file = SourceFile(path.name, path, JsonLines() if "jsonl" in name else PlainText())
+    after = SourceFile("b.txt", tmp_path / "b.txt")
+    after.path.write_text("another")
+    whole = text_and_records([file, after], BEGINNING, 0)
+    # The cut itself, and in plain text the half of a character that it may leave.
+    assert whole[-1][1].passed_over.records in (1, 2)
+    assert len(whole) > 10
+    for number, (_, reached) in enumerate(whole[:-1]):
+        rest = text_and_records([file, after], reached.position, reached.passed_over.records)
+        assert rest == whole[number + 1 :]
+
+
+def text_and_records(
+    files: list[SourceFile], start: Position, before: int
+) -> list[tuple[str, Reached]]:
+    """Of each batch the text and what it reaches, without the progress, for which it reads ahead.
+
+    Args:
+        files: the input.
+        start: where reading begins.
+        before: bad records that were met before it.
+    """
+    met: list[BadRecord] = []
+    batches = read_batches(files, start, met.append, lambda: PassedOver(before + len(met)))
+    return [("".join(texts_of(b)), replace(b.reached, read_bytes=0)) for b in batches]
 
 
 def test_the_lines_of_documents_are_what_a_corpus_fingerprint_is_made_of(tmp_path: Path) -> None:
