@@ -11,6 +11,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
+
 _POLL_SECONDS = 0.05
 _TIMEOUT_SECONDS = 240.0
 _TRIPWIRES = ("cc", "c++", "gcc", "g++", "clang", "clang++", "nvcc", "hipcc", "ninja", "make")
@@ -24,8 +26,8 @@ class Launched:
     Attributes:
         code: exit code of the launcher.
         out, err: all that its processes wrote.
-        seconds_to_first_step: from its start to its first line of metrics.jsonl; None if it never
-            came.
+        processor_seconds_to_first_step: of all its processes together, until the first line of
+            metrics.jsonl; None if it never came.
         compilers_called: programs of a compiler's kind that any of its processes started.
         compiled: files in the folder where torch keeps what it compiles while a run goes on.
     """
@@ -33,7 +35,7 @@ class Launched:
     code: int
     out: str
     err: str
-    seconds_to_first_step: float | None
+    processor_seconds_to_first_step: float | None
     compilers_called: list[str]
     compiled: list[str]
 
@@ -124,12 +126,21 @@ def _watch(
     while process.poll() is None:
         now = time.monotonic()
         if first_step is None and _size(metrics) > before:
-            first_step = now - start
+            first_step = _processor_seconds(process.pid)
             after_first_step(process.pid)
         if now - start > _TIMEOUT_SECONDS:
             raise TimeoutError(f"{process.args} did not end within {_TIMEOUT_SECONDS} s")
         time.sleep(_POLL_SECONDS)
     return first_step
+
+
+def _processor_seconds(launcher: int) -> float:
+    """Of it, what it has started, and what has ended of that."""
+    total = 0.0
+    for one in (psutil.Process(launcher), *psutil.Process(launcher).children(recursive=True)):
+        with suppress(psutil.NoSuchProcess):
+            total += sum(one.cpu_times()[:4])  # its own, and of what it has waited for
+    return total
 
 
 def _size(file: Path) -> int:

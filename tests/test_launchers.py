@@ -22,6 +22,7 @@ SCRIPT = Path(__file__).parents[1] / "scripts" / "pretrain.py"
 TEXT = Path(__file__).parents[1] / "LICENSE"
 STEPS = 4
 FIRST_STEP_SECONDS = 15.0
+"""On a machine that does nothing else, with a core for each rank."""
 
 TINY = {
     "model": GPT2,
@@ -157,11 +158,10 @@ def test_nothing_is_compiled_when_a_run_starts(launcher: str, runs: Runs) -> Non
 
 
 def test_the_first_step_of_two_ranks_is_done_within_15_seconds(runs: Runs) -> None:
-    """The better of two launches counts, so that one hiccup of the machine does not."""
-    seconds = [
-        runs.launched(launcher).seconds_to_first_step for launcher in ("deepspeed", "torchrun")
-    ]
-    assert min(second for second in seconds if second is not None) < FIRST_STEP_SECONDS
+    """Of two processors, so that it holds on a busy machine too."""
+    for launcher in ("deepspeed", "torchrun"):
+        seconds = runs.launched(launcher).processor_seconds_to_first_step
+        assert seconds is not None and seconds / 2 < FIRST_STEP_SECONDS
 
 
 def send(number: signal.Signals, rank: int, launcher: int) -> None:

@@ -17,6 +17,9 @@ from megaspeed.config.section import Section
 
 RUN_STATE = "run_state.json"
 
+NOT_STATED = "not stated"
+"""In the place of a tokenizer's fingerprint: the token files are of programs that tell none."""
+
 
 class Progress(Section):
     """How far a run has come."""
@@ -52,7 +55,7 @@ class DataIdentity(Section):
     """What the training stream is a function of, beside the sample index (law 2)."""
 
     corpus: str = Field(description="Fingerprint of the training documents.")
-    tokenizer: str = Field(description="Fingerprint of the tokenizer, if a file states one.")
+    tokenizer: str = Field(description="Fingerprint of the tokenizer, or NOT_STATED.")
     sequence_length: int
     seed: int = Field(description="data.seed")
 

@@ -32,6 +32,8 @@ __all__ = ["CACHE_VARIABLE", "Cache", "Facts", "cache_key", "default_cache_dir",
 CACHE_VARIABLE = "MEGASPEED_CACHE"
 _BLOCK_BYTES = 1 << 20
 _BLOCKS_CHECKED = 64
+_KEY_DIGITS = 32
+_ANY_KEY = "[0-9a-f]" * _KEY_DIGITS
 
 
 def default_cache_dir(environ: Mapping[str, str]) -> Path:
@@ -42,7 +44,7 @@ def default_cache_dir(environ: Mapping[str, str]) -> Path:
 
 def cache_key(*parts: Any) -> str:
     """32 hexadecimal digits that name an entry by everything it was made from (JSON values)."""
-    return hashlib.sha256(json.dumps(parts).encode("utf-8")).hexdigest()[:32]
+    return hashlib.sha256(json.dumps(parts).encode("utf-8")).hexdigest()[:_KEY_DIGITS]
 
 
 @dataclass(frozen=True)
@@ -110,8 +112,11 @@ class Cache:
         return read_sealed(path)
 
     def _remove_leftovers(self) -> None:
-        for leftover in self.root.rglob(f"*{TEMPORARY}"):
-            leftover.unlink(missing_ok=True)
+        """Of entries that somebody died of; others may keep files of their own in the folder."""
+        for place in (f"*/{_ANY_KEY}*{TEMPORARY}", f"*/{_ANY_KEY}/*{TEMPORARY}"):
+            for leftover in self.root.glob(place):
+                if leftover.is_file():
+                    leftover.unlink(missing_ok=True)
 
 
 def index_path(path: Path) -> Path:

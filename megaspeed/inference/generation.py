@@ -18,9 +18,6 @@ import torch
 from megaspeed.inference.sampling import Sampling
 from megaspeed.inference.text_model import TextModel
 
-# Logits of every position are made for the last one's sake, so the rows of a step are limited.
-_LARGEST_LOGITS_BYTES = 1 << 30
-
 
 @dataclass(frozen=True)
 class Continuation:
@@ -57,7 +54,9 @@ def generate(
         for prompt in prompts
         for number in range(1, samples + 1)
     ]
-    at_once = _rows_at_once(model, max(len(row.ids) for row in rows) + sampling.max_tokens)
+    longest = max(len(row.ids) for row in rows) + sampling.max_tokens
+    # Logits of every position are made for the last one's sake.
+    at_once = model.rows_at_once(min(longest, model.config.max_position_embeddings))
     for first in range(0, len(rows), at_once):
         batch = rows[first : first + at_once]
         _continue(model, batch, sampling)
@@ -111,11 +110,6 @@ def _continue(model: TextModel, rows: Sequence[_Row], sampling: Sampling) -> Non
                 row.ended = True
             else:
                 row.ids.append(token)
-
-
-def _rows_at_once(model: TextModel, longest: int) -> int:
-    positions = min(longest, model.config.max_position_embeddings)
-    return max(1, _LARGEST_LOGITS_BYTES // (4 * positions * model.config.vocab_size))
 
 
 def _text_behind(model: TextModel, prompt: list[int], drawn: list[int]) -> str:

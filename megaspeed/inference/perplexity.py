@@ -73,7 +73,7 @@ def evaluate(
         pieces: of documents, in order.
         length: tokens of a window, at most the model's positions.
         stride: from window to window, 1 to ``length``.
-        batch_size: windows computed at once.
+        batch_size: windows computed at once, unless their logits would take too much memory.
         watch: is shown the score so far after each batch.
 
     Raises:
@@ -83,7 +83,8 @@ def evaluate(
     score = Score()
     cutter = WindowCutter(opening=model.opening, length=length, stride=stride)
     windows = _windows(model, pieces, cutter, score)
-    while batch := list(islice(windows, batch_size)):
+    at_once = min(batch_size, model.rows_at_once(length))
+    while batch := list(islice(windows, at_once)):
         score.nats += _nats(model, batch)
         score.tokens += sum(window.counted for window in batch)
         watch(score)

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megaspeed.checkpoint.run_state import RunState
+from megaspeed.checkpoint.run_state import NOT_STATED, RunState
 from megaspeed.checkpoint.whole_model import checkpoint_named, load_whole_model, saved_tokenizer
 from megaspeed.config import ModelConfig
 from megaspeed.data.errors import DataError
@@ -21,6 +21,8 @@ from megaspeed.inference.opening import Opening, opening_ids
 from megaspeed.model import GPT
 
 Tell = Callable[[str], None]
+
+_LARGEST_LOGITS_BYTES = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,10 @@ class TextModel:
                     "or float32"
                 )
         return logits
+
+    def rows_at_once(self, length: int) -> int:
+        """Rows of so many ids whose logits, of every position, take 1 GiB at most; at least one."""
+        return max(1, _LARGEST_LOGITS_BYTES // (4 * length * self.config.vocab_size))
 
 
 def load_text_model(
@@ -119,8 +125,8 @@ def _tokenizer_of(
         )
     setting = "the tokenizer of the checkpoint" if given is None else "--tokenizer"
     tokenizer = load_tokenizer(str(source), setting)
-    trained_with = None if state.data is None else state.data.tokenizer
-    if trained_with and trained_with != tokenizer.fingerprint:
+    trained_with = NOT_STATED if state.data is None else state.data.tokenizer
+    if trained_with not in (NOT_STATED, tokenizer.fingerprint):
         tell(
             f"note: {checkpoint} was trained with the tokenizer of fingerprint {trained_with}, "
             f"and that of {source} is {tokenizer.fingerprint}"

@@ -8,6 +8,7 @@ That file names tokens by their ids, and another tokenizer's ids are other token
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from tokenizers import Tokenizer
@@ -16,16 +17,20 @@ from megaspeed.checkpoint.tokenizer_files import GENERATION, TOKENIZER
 from megaspeed.data.tokenizer.text_tokenizer import TextTokenizer
 
 
-def generation_file(checkpoint: Path, tokenizer_fingerprint: str | None) -> dict[str, bytes]:
+def generation_file(checkpoint: Path, carried: Mapping[str, bytes]) -> dict[str, bytes]:
     """Name -> content of what a run goes on to carry of a checkpoint; nothing with other tokens.
 
     Args:
         checkpoint: one that is whole, and that the run starts from or goes on from.
-        tokenizer_fingerprint: of the tokenizer that the run's ids are of; None where no file says.
+        carried: name -> content of the files of the run's tokenizer.
     """
     file, tokenizer = checkpoint / GENERATION, checkpoint / TOKENIZER
-    if not (file.is_file() and tokenizer.is_file()):
+    if not (file.is_file() and tokenizer.is_file() and TOKENIZER in carried):
         return {}
+    same = _fingerprint(tokenizer.read_bytes()) == _fingerprint(carried[TOKENIZER])
+    return {GENERATION: file.read_bytes()} if same else {}
+
+
+def _fingerprint(tokenizer_json: bytes) -> str:
     # Which of its tokens ends a document is not in the fingerprint.
-    saved = TextTokenizer(Tokenizer.from_file(str(tokenizer)), end_of_text=0)
-    return {GENERATION: file.read_bytes()} if saved.fingerprint == tokenizer_fingerprint else {}
+    return TextTokenizer(Tokenizer.from_buffer(tokenizer_json), end_of_text=0).fingerprint

@@ -24,7 +24,7 @@ from megaspeed.checkpoint.folders import CHECKPOINTS, CheckpointFolder
 from megaspeed.checkpoint.loading import read_pieces
 from megaspeed.checkpoint.pieces import HostCopy, Piece, pieces_of
 from megaspeed.checkpoint.reader import saved_shapes
-from megaspeed.checkpoint.run_state import DataIdentity, Layout, Progress, RunState
+from megaspeed.checkpoint.run_state import NOT_STATED, DataIdentity, Layout, Progress, RunState
 from megaspeed.checkpoint.saving import Saver, SaveReport
 from megaspeed.checkpoint.tensors import KINDS, expected_tensors, key, mismatches
 from megaspeed.checkpoint.together import from_rank_0
@@ -50,7 +50,6 @@ class Checkpointing:
     def __init__(self, worker: Worker, corpus: PreparedCorpus) -> None:
         self._worker = worker
         self._run: Run = worker.run
-        self._tokenizer = corpus.tokenizer_fingerprint
         self._data = data_identity(corpus)
         training = self._run.config.training
         self._saver = Saver(
@@ -135,7 +134,7 @@ class Checkpointing:
         saved = from_rank_0(group, lambda: self._fitting_state(checkpoint, allow_data_change))
         read_pieces(checkpoint, self._pieces(saved.kinds, owned=False), group)
         self._zero_moments_but(saved.kinds)
-        kept = from_rank_0(group, lambda: generation_file(checkpoint, self._tokenizer))
+        kept = from_rank_0(group, lambda: generation_file(checkpoint, self._saver.beside))
         self._saver = dataclasses.replace(self._saver, beside={**self._saver.beside, **kept})
         self._worker.engine.take_state(saved.progress.steps_taken)
         if saved.loss_scale is not None:
@@ -225,7 +224,7 @@ def data_identity(corpus: PreparedCorpus) -> DataIdentity:
     """What of the prepared data decides which tokens a sample is."""
     return DataIdentity(
         corpus=corpus.fingerprint,
-        tokenizer=corpus.tokenizer_fingerprint or "not stated",
+        tokenizer=corpus.tokenizer_fingerprint or NOT_STATED,
         sequence_length=corpus.sequence_length,
         seed=corpus.seed,
     )

@@ -6,7 +6,7 @@ from typing import BinaryIO
 import pytest
 
 from megaspeed.data import DataError
-from megaspeed.data.cache import Cache, Facts, default_cache_dir, index_path
+from megaspeed.data.cache import Cache, Facts, cache_key, default_cache_dir, index_path
 
 
 @pytest.fixture
@@ -15,7 +15,7 @@ def cache(tmp_path: Path) -> Cache:
 
 
 def write(cache: Cache, size_bytes: int = 10_000) -> Path:
-    path = cache.root / "things" / "thing.bin"
+    path = cache.root / "things" / f"{cache_key(1)}.bin"
 
     def fill(stream: BinaryIO) -> Facts:
         stream.write(bytes(range(250)) * (size_bytes // 250))
@@ -64,7 +64,7 @@ def test_an_index_that_is_missing_cut_or_altered_is_not_trusted(cache: Cache) ->
 
 
 def test_a_failed_write_leaves_no_entry_and_the_next_lock_clears_its_rest(cache: Cache) -> None:
-    path = cache.root / "things" / "thing.bin"
+    path = cache.root / "things" / f"{cache_key(1)}.bin"
 
     def fill(stream: BinaryIO) -> Facts:
         stream.write(b"half")
@@ -76,6 +76,17 @@ def test_a_failed_write_leaves_no_entry_and_the_next_lock_clears_its_rest(cache:
     assert len(list(path.parent.iterdir())) == 1
     with cache.lock():
         assert list(path.parent.iterdir()) == []
+
+
+def test_what_others_keep_in_the_folder_is_left_alone(cache: Cache) -> None:
+    """Who has one folder for everything had a checkpoint removed while it was written."""
+    checkpoint = cache.root / "run" / "checkpoints" / "step-00000001.writing"
+    plan = cache.root / "tokens" / "plan.json.writing"
+    for file in (checkpoint / "weights", plan):
+        file.parent.mkdir(parents=True)
+        file.write_text("under way")
+    with cache.lock():
+        assert (checkpoint / "weights").read_text() == plan.read_text() == "under way"
 
 
 def test_a_map_of_an_entry_outlives_its_replacement(cache: Cache) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from megaspeed.config.data import Source
 from megaspeed.data import DataError
-from megaspeed.data.cache import Cache
+from megaspeed.data.cache import Cache, cache_key
 from megaspeed.data.tokens.megatron_index import MegatronIndex
 from megaspeed.data.tokens.token_file import TokenFile
 from megaspeed.data.tokens.token_sources import is_token_source, open_token_source, token_paths
@@ -235,7 +235,7 @@ def test_a_file_cut_after_it_was_opened_is_told_and_not_read(tmp_path: Path, cac
 def test_a_lock_may_be_held_around_it(tmp_path: Path, cache: Cache) -> None:
     path = write_nanogpt(tmp_path / "train.bin", [1, 2, 3])
     with cache.lock():
-        leftover = cache.root / "tokens" / "a.bin.writing"
+        leftover = cache.root / "tokens" / f"{cache_key(1)}.bin.writing"
         leftover.parent.mkdir()
         leftover.write_bytes(b"under way")
         open_one(path, cache)

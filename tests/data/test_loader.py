@@ -4,6 +4,7 @@ from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
@@ -14,10 +15,17 @@ from megaspeed.data import (
     TrainingLoader,
     ValidationLoader,
 )
+from megaspeed.data.stream import rows
 from megaspeed.data.stream.micro_batch import PADDING_SAMPLE
 from megaspeed.data.stream.prefetch import OneAhead
-from megaspeed.data.stream.sampler import Sampler
-from tests.data.numbered_corpus import numbered_corpus, numbered_mixture
+from megaspeed.data.stream.rows import Rows
+from megaspeed.data.stream.sampler import Place, Sampler
+from tests.data.numbered_corpus import (
+    alone,
+    numbered_corpus,
+    numbered_mixture,
+    write_numbered_tokens,
+)
 
 S = 6
 TRAIN_BATCH = 48  # dp 1, 2, 3, 4 and micro-batches 1, 2, 4 all divide it
@@ -193,3 +201,17 @@ def test_rows_on_a_gpu_are_those_on_the_cpu(corpus: PreparedCorpus) -> None:
         assert torch.equal(actual.tokens.cpu(), expected.tokens)
         assert torch.equal(actual.targets.cpu(), expected.targets)
     on_gpu.close()
+
+
+def test_of_many_files_only_some_are_mapped_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each takes a file descriptor, and a thousand token files ended a run in its epoch."""
+    monkeypatch.setattr(rows, "_MAPPED_AT_ONCE", 3)
+    files = [write_numbered_tokens(tmp_path, S + 1, f"{i}", 100 * i) for i in range(20)]
+    read = Rows(alone(*files), S)
+    before = psutil.Process().num_fds()
+    for i in [*range(20), 0]:
+        place = Place(component=0, draw=i, sequence=i, file=i, first_token=0)
+        assert read.at(place)[0] == 100 * i
+        assert psutil.Process().num_fds() <= before + 3

@@ -14,16 +14,17 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from megaspeed.checkpoint.run_state import Progress, RunState
 from megaspeed.checkpoint.soundness import problems_of
 from megaspeed.checkpoint.tensors import KINDS
+from megaspeed.checkpoint.tokenizer_files import read_tokenizer_files
 from megaspeed.checkpoint.whole_model import load_whole_model, model_config
 from megaspeed.cli import main
 from megaspeed.config import Run
-from megaspeed.data.tokenizer.text_tokenizer import load_tokenizer
 from megaspeed.hugging_face.importing import import_model
 from megaspeed.topology import LaunchEnvironment
 from megaspeed.training import pretrain
 from megaspeed.training.carried_files import generation_file
 from tests.checkpoint.saved_runs import SavedRun, started
 from tests.hugging_face.models import llama, saved, with_tokenizer
+from tests.inference.tiny_text import tiny_tokenizer
 from tests.parallel.tiny import tiny_corpus, tiny_run
 from tests.rank_pool import RankPool
 
@@ -128,10 +129,11 @@ def test_a_run_starts_from_it_and_its_checkpoints_are_exported_with_their_tokeni
     assert stock.generation_config.eos_token_id == stock.config.eos_token_id == ENDS
 
 
-def test_another_tokenizer_has_other_ends(imported: Path) -> None:
-    own = load_tokenizer(str(imported)).fingerprint
+def test_another_tokenizer_has_other_ends(tmp_path: Path, imported: Path) -> None:
+    own = read_tokenizer_files(imported)
     assert generation_file(imported, own).keys() == {"generation_config.json"}
-    assert generation_file(imported, "of another one") == generation_file(imported, None) == {}
+    other = {"tokenizer.json": tiny_tokenizer(tmp_path).to_json()}
+    assert generation_file(imported, other) == generation_file(imported, {}) == {}
 
 
 def test_another_model_is_refused_by_name(pool: RankPool, config: Path, imported: Path) -> None:

@@ -8,7 +8,7 @@ import torch
 from transformers import PreTrainedModel
 
 from megaspeed.config import ModelConfig
-from megaspeed.inference import generation
+from megaspeed.inference import text_model
 from megaspeed.inference.errors import InferenceError
 from megaspeed.inference.generation import Continuation, generate
 from megaspeed.inference.sampling import Sampling
@@ -64,7 +64,7 @@ def test_a_sample_is_a_function_of_seed_prompt_and_number(
     assert list(generate(model, ["a longer prompt"], 2, LIVELY)) == together[3:5]
     other = list(generate(model, ["You"], 3, replace(LIVELY, seed=1)))
     assert not {c.ids for c in other} & {c.ids for c in together}
-    monkeypatch.setattr(generation, "_LARGEST_LOGITS_BYTES", 1)  # one row at a time
+    monkeypatch.setattr(text_model, "_LARGEST_LOGITS_BYTES", 1)  # one row at a time
     assert list(generate(model, ["You", "a longer prompt"], 3, LIVELY)) == together
 
 

@@ -6,11 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from megaspeed.config import ModelConfig
 from megaspeed.data import DataError
 from megaspeed.data.text.pieces import Piece
+from megaspeed.inference import text_model
 from megaspeed.inference.perplexity import Score, evaluate
 from megaspeed.inference.text_model import TextModel
 from tests.inference.tiny_text import LICENSE, both_models
@@ -79,6 +81,23 @@ def test_how_many_windows_are_computed_at_once_does_not_matter(
     assert score(model, DOCUMENTS, batch_size=batch_size).nats == pytest.approx(
         score(model, DOCUMENTS).nats, rel=SAME
     )
+
+
+def test_of_a_large_vocabulary_fewer_windows_are_computed_at_once(
+    model: TextModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Logits of 4 windows of 8,192 tokens in Llama 3's vocabulary would take 17 GB."""
+    monkeypatch.setattr(text_model, "_LARGEST_LOGITS_BYTES", 2 * 4 * 24 * model.config.vocab_size)
+    computed: list[int] = []
+    compute = TextModel.logits
+
+    def logits(self: TextModel, rows: Sequence[Sequence[int]]) -> Tensor:
+        computed.append(len(rows))
+        return compute(self, rows)
+
+    monkeypatch.setattr(TextModel, "logits", logits)
+    score(model, [TEXT[:300]], batch_size=4)
+    assert set(computed[:-1]) == {2}
 
 
 def test_documents_add_up(model: TextModel) -> None:

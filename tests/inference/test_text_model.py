@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from megaspeed.checkpoint.run_state import NOT_STATED
 from megaspeed.data import DataError
 from megaspeed.inference.opening import Opening
 from megaspeed.inference.text_model import TextModel, load_text_model
@@ -77,6 +78,11 @@ def test_another_tokenizer_than_it_was_trained_with_is_said(
     model, (told,) = load(checkpoint, other)
     assert told.startswith(f"note: {checkpoint} was trained with the tokenizer of fingerprint ")
     assert told.endswith(f"and that of {other} is {model.tokenizer.fingerprint}")
+
+
+def test_token_files_that_tell_no_tokenizer_are_of_any(tmp_path: Path) -> None:
+    _, told = load(checkpoint_of_text(tmp_path / "run", trained_with=NOT_STATED))
+    assert told == []
 
 
 def test_a_tokenizer_larger_than_the_models_vocabulary_is_refused(

@@ -54,9 +54,9 @@ def both_models(
     return TextModel(folder, config, model, tiny_tokenizer(folder), opening), stock
 
 
-def checkpoint_of_text(root: Path) -> Path:
+def checkpoint_of_text(root: Path, trained_with: str | None = None) -> Path:
     """A checkpoint of a GPT-2 of 301 ids, in the run folder `root`, that carries its tokenizer."""
-    fingerprint = tiny_tokenizer(root).fingerprint
+    fingerprint = trained_with or tiny_tokenizer(root).fingerprint
     data = DataIdentity(corpus="c0ffee", tokenizer=fingerprint, sequence_length=16, seed=5)
     checkpoint = write_checkpoint(CheckpointFolder(root / "checkpoints"), 100, data=data)
     write_tokenizer(checkpoint / "tokenizer.json")

@@ -2,28 +2,33 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import numpy as np
 from numpy.typing import NDArray
 
 from megaspeed.data.stream.mixture import Mixture
 from megaspeed.data.stream.sampler import Place
 
+_MAPPED_AT_ONCE = 256
+
 
 class Rows:
-    """Maps a file into memory when the first row of it is read: there may be thousands."""
+    """Maps a file into memory when a row of it is read.
+
+    There may be thousands of files, and each that is mapped takes one of the file descriptors that
+    a process may have, often 1,024. So the one that was not read for longest is let go.
+    """
 
     def __init__(self, mixture: Mixture, sequence_length: int) -> None:
         self._mixture = mixture
         self._sequence_length = sequence_length
-        self._mapped: dict[tuple[int, int], NDArray[np.integer]] = {}
+        self._mapped = lru_cache(_MAPPED_AT_ONCE)(self._map)
 
     def at(self, place: Place) -> NDArray[np.integer]:
         """S + 1 ids, in the file's own dtype."""
-        ids = self._file(place.component, place.file)
+        ids = self._mapped(place.component, place.file)
         return ids[place.first_token : place.first_token + self._sequence_length + 1]
 
-    def _file(self, component: int, file: int) -> NDArray[np.integer]:
-        key = component, file
-        if key not in self._mapped:
-            self._mapped[key] = self._mixture.components[component].files[file].map()
-        return self._mapped[key]
+    def _map(self, component: int, file: int) -> NDArray[np.integer]:
+        return self._mixture.components[component].files[file].map()
