@@ -110,7 +110,7 @@ def load_text_model(
     ids = opening_ids(opening, text_tokenizer, imported=state.imported_from is not None)
     if always_open and not ids:
         ids = (text_tokenizer.end_of_text,)
-    tell(f"a document opens with {_spelled(ids, text_tokenizer)}; --opening can say otherwise")
+    tell(f"a document opens with {_opening_told(ids, text_tokenizer)}; --opening can say otherwise")
     return TextModel(checkpoint, config, model, text_tokenizer, ids)
 
 
@@ -134,7 +134,13 @@ def _tokenizer_of(
     return tokenizer
 
 
+def _opening_told(ids: Sequence[int], tokenizer: TextTokenizer) -> str:
+    """What opens a document; where nothing does, also what one without text begins with."""
+    if ids:
+        return _spelled(ids, tokenizer)
+    return f"nothing, and one without a prompt with {_spelled([tokenizer.end_of_text], tokenizer)}"
+
+
 def _spelled(ids: Sequence[int], tokenizer: TextTokenizer) -> str:
     """Tokens with their ids."""
-    tokens = (f"{tokenizer.tokenizer.id_to_token(each)} (id {each})" for each in ids)
-    return ", ".join(tokens) or "nothing"
+    return ", ".join(f"{tokenizer.tokenizer.id_to_token(each)} (id {each})" for each in ids)

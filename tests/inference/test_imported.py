@@ -141,8 +141,15 @@ def test_without_a_template_nothing_opens_a_prompt_and_an_end_of_text_a_document
     bare: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ids = AutoTokenizer.from_pretrained(bare.parent / "exported")(PROMPT).input_ids
-    assert likeliest(bare, tmp_path) == by_transformers(bare, ids)
-    assert "a document opens with nothing" in capsys.readouterr().err
+    found = likeliest(bare, tmp_path)
+    assert capsys.readouterr().err == (
+        "a document opens with nothing, and one without a prompt with <|endoftext|> (id 0); "
+        "--opening can say otherwise\n"
+    )
+    assert found == by_transformers(bare, ids)
+    greedy = ["--temperature", 0, "--max-tokens", 16]
+    found = figures(tmp_path, "generate", "--checkpoint", bare, *greedy)
+    assert found["continuations"][0]["ids"] == by_transformers(bare, [END])
     (text := tmp_path / "a.txt").write_text(PROMPT)
     found = figures(tmp_path, "evaluate", text, "--checkpoint", bare)
     assert "a document opens with <|endoftext|> (id 0)" in capsys.readouterr().err
