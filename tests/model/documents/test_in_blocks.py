@@ -9,21 +9,10 @@ from transformers import PreTrainedModel
 
 from megaspeed.config import ModelConfig
 from megaspeed.model import GPT
-from tests.model.packed_rows import DOCUMENTS, SHAPES, ours, stock_of, tokens_of
+from tests.model.documents.packed_rows import DOCUMENTS, ours, tokens_of
 from tests.model.tiny_gpt import DROPOUTS, gradients, initialized
 
 ROUNDING = 1e-5  # relative to the largest logit or gradient
-
-
-@pytest.fixture(params=SHAPES.values(), ids=SHAPES.keys())
-def config(request: pytest.FixtureRequest) -> ModelConfig:
-    shape: ModelConfig = request.param
-    return shape
-
-
-@pytest.fixture
-def stock(config: ModelConfig) -> PreTrainedModel:
-    return stock_of(config)
 
 
 def trained(model: GPT, tokens: Tensor) -> tuple[Tensor, dict[str, Tensor]]:

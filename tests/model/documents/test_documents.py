@@ -13,9 +13,8 @@ from transformers import PreTrainedModel
 
 from megaspeed.config import ModelConfig
 from megaspeed.model.documents import attention_mask, positions_in
-from tests.model.packed_rows import (
+from tests.model.documents.packed_rows import (
     DOCUMENTS,
-    SHAPES,
     difference,
     numbers,
     ours,
@@ -27,17 +26,6 @@ from tests.model.tiny_gpt import gpt2, gradients, llama, random_tokens
 
 ROUNDING = 1e-5  # relative to the largest logit or gradient
 PLAINLY_WRONG = 1e-2
-
-
-@pytest.fixture(params=SHAPES.values(), ids=SHAPES.keys())
-def config(request: pytest.FixtureRequest) -> ModelConfig:
-    shape: ModelConfig = request.param
-    return shape
-
-
-@pytest.fixture
-def stock(config: ModelConfig) -> PreTrainedModel:
-    return stock_of(config)
 
 
 # --- by hand --------------------------------------------------------------------------------------

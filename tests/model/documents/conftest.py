@@ -1,0 +1,18 @@
+"""Every shape that all tests of this folder are run with, and Hugging Face's model of it."""
+
+import pytest
+from transformers import PreTrainedModel
+
+from megaspeed.config import ModelConfig
+from tests.model.documents.packed_rows import SHAPES, stock_of
+
+
+@pytest.fixture(params=SHAPES.values(), ids=SHAPES.keys())
+def config(request: pytest.FixtureRequest) -> ModelConfig:
+    shape: ModelConfig = request.param
+    return shape
+
+
+@pytest.fixture
+def stock(config: ModelConfig) -> PreTrainedModel:
+    return stock_of(config)
