@@ -107,6 +107,8 @@ def test_json_lines_may_have_blank_lines_a_byte_order_mark_and_no_last_line_end(
     path.write_bytes(b'\xef\xbb\xbf{"text": "a"}\r\n\n  \n{"n": [1], "text": "b\\u00e9"}')
     (file,) = list_files([Source(path=str(path))], "data.train")
     assert [text for text, _ in documents_in(file.pieces())] == ["a", "bé"]
+    path.write_bytes(b"\xef\xbb\xbf")
+    assert documents_in(file.pieces()) == []
 
 
 def test_the_field_of_the_text_can_be_named(tmp_path: Path) -> None:

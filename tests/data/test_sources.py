@@ -1,7 +1,9 @@
 """Sources name files; what cannot be found or read is said, all of it at once."""
 
+import os
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -155,3 +157,63 @@ def test_a_file_and_a_link_to_it_are_both_named(tmp_path: Path) -> None:
         f"{tmp_path}/a.txt, which is {tmp_path}/b.txt too (by a link), is matched twice by "
         f"'{tmp_path}/*.txt'; narrow it"
     ) in problem_of(f"{tmp_path}/*.txt")
+
+
+def test_of_a_folder_only_what_a_glob_finds_is_counted(tmp_path: Path) -> None:
+    touch(tmp_path, ".lock", ".git/a.txt", "a.json", "b.json", "LICENSE")
+    assert problem_of(str(tmp_path)).endswith(
+        "with no text (its files: 2 .json, 1 without suffix); name a file or a glob of text"
+    )
+    (tmp_path / "a.json").unlink()
+    (tmp_path / "b.json").unlink()
+    assert problem_of(str(tmp_path)).endswith(f'write "{tmp_path}/**/*"')
+
+
+def test_what_may_not_be_entered_is_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    touch(tmp_path, "a.txt", "closed/b.txt", "open/c.txt")
+    real = os.stat
+
+    def stat(path: str | Path, **options: Any) -> os.stat_result:
+        if f"{tmp_path}/closed/" in os.fspath(path):
+            raise PermissionError(13, "Permission denied", path)
+        return real(path, **options)
+
+    monkeypatch.setattr(os, "stat", stat)
+    assert "(its files: 2 .txt)" in problem_of(str(tmp_path))
+    assert names(f"{tmp_path}/*") == ["a.txt"]
+
+
+@pytest.mark.parametrize(
+    ("name", "mend"),
+    [
+        ("pages.jsonl.1", "rename it so that its name ends in .jsonl"),
+        ("pages.NDJSON.0012", "rename it so that its name ends in .ndjson"),
+        ("pages.jsonl.2.gz", "rename it so that its name ends in .jsonl.gz"),
+        ("notes.txt.gz.3", "rename it so that its name ends in .gz"),
+        ("table.parquet.1", "rename it so that its name ends in .parquet"),
+        ("table.csv.1", "extract its text into .txt or .jsonl files"),
+    ],
+)
+def test_a_number_behind_a_suffix_does_not_make_the_file_plain_text(
+    tmp_path: Path, name: str, mend: str
+) -> None:
+    touch(tmp_path, name)
+    assert problem_of(f"{tmp_path}/{name}").endswith(f"which is not read; {mend}")
+
+
+def test_a_number_behind_another_suffix_is_a_part_of_a_name(tmp_path: Path) -> None:
+    touch(tmp_path, "part.0001", "log.txt.1", "v1.2", "1", "a.jsonl.old")
+    assert len(names(f"{tmp_path}/*")) == 5
+
+
+def test_a_folder_that_has_brackets_is_named_with_the_glob_that_finds_it(tmp_path: Path) -> None:
+    touch(tmp_path, "[v1]/a.txt")
+    right = f"{tmp_path}/[[]v1]/*.txt"
+    assert problem_of(f"{tmp_path}/[v1]/*.txt").endswith(
+        f'matches 0 files so; write "{right}" for the brackets themselves'
+    )
+    assert problem_of(f"{tmp_path}/[v1]").endswith(f'write "{tmp_path}/[[]v1]/**/*.txt"')
+    assert names(right) == ["[v1]/a.txt"]
+    assert f"matches 0 under {tmp_path}" in problem_of(f"{tmp_path}/[v2]/*.txt")

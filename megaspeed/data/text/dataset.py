@@ -7,6 +7,7 @@ read counts as the process's memory until the kernel needs it for something else
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -32,7 +33,8 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 def is_saved_dataset(path: Path) -> bool:
     """Whether `save_to_disk` wrote this folder."""
-    return (path / _ONE_SPLIT).is_file() or (path / _SEVERAL_SPLITS).is_file()
+    # os.path: Path.is_file raises below a folder that this user may not enter.
+    return any(os.path.isfile(path / name) for name in (_ONE_SPLIT, _SEVERAL_SPLITS))
 
 
 @dataclass(frozen=True, slots=True)

@@ -63,7 +63,7 @@ class JsonLines(TextFormat):
             while line := stream.line():
                 if start == 0:
                     line = line.removeprefix(_BYTE_ORDER_MARK)
-                if not line.isspace():
+                if line and not line.isspace():
                     try:
                         text = self._text_of(line)
                     except _NoText as wrong:

@@ -170,6 +170,12 @@ def _nothing_found(source: Source, setting: str) -> str:
             f"{setting}: a source is a file, a glob or a folder that save_to_disk of datasets "
             f"wrote, and '{source}' is another folder{_what_is_in(path)}"
         )
+    literal = str(path).replace("[", "[[]")
+    if literal != str(path) and glob.glob(literal, recursive=True):
+        return (
+            f"{setting}: brackets in a glob stand for one of the characters between them, and "
+            f"'{source}' matches 0 files so; write \"{literal}\" for the brackets themselves"
+        )
     if glob.has_magic(str(path)):
         return (
             f"{setting}: a glob must match at least one file, and '{source}' matches 0 under "
@@ -183,17 +189,30 @@ def _nothing_found(source: Source, setting: str) -> str:
 
 def _what_is_in(folder: Path) -> str:
     """How many files of which suffix are in a folder, and the glob of the most that may be text."""
-    below = (path for path in folder.rglob("*") if path.is_file())
-    seen = list(islice(below, _LOOKED_AT_FILES))
+    seen = list(islice(_files_below(folder), _LOOKED_AT_FILES))
     suffixes = Counter(path.suffix for path in seen).most_common()
     if not suffixes:
         return ", and empty; name another"
     there = ", ".join(f"{count} {suffix or 'without suffix'}" for suffix, count in suffixes[:4])
-    readable = Counter(path.suffix for path in seen if why_refused(path) is None).most_common(1)
+    counted = Counter(path.suffix for path in seen if why_refused(path) is None).most_common()
+    # A glob of files without suffix matches every other file, too.
+    readable = [suffix for suffix, _ in counted if suffix or len(suffixes) == 1]
     if not readable:
         return f" with no text (its files: {there}); name a file or a glob of text"
-    glob_of_most = (folder / "**" / f"*{readable[0][0]}").as_posix()
+    glob_of_most = Path(glob.escape(str(folder)), "**", f"*{readable[0]}").as_posix()
     return f' (its files: {there}); write "{glob_of_most}"'
+
+
+def _files_below(folder: Path) -> Iterator[Path]:
+    """Those that a glob finds, so no hidden ones; what this user may not enter is passed over."""
+    for place, folders, names in os.walk(folder):
+        folders[:] = _visible(folders)
+        paths = (Path(place, name) for name in _visible(names))
+        yield from filter(os.path.isfile, paths)
+
+
+def _visible(names: Sequence[str]) -> list[str]:
+    return [name for name in names if not name.startswith(".")]
 
 
 def _unreadable(file: SourceFile, setting: str) -> str | None:
