@@ -7,7 +7,7 @@ from pathlib import Path
 from megaspeed.config.data import Source
 from megaspeed.data.errors import DataError
 from megaspeed.data.text.sources import SourceFile, list_files
-from megaspeed.data.tokens.token_sources import is_token_source
+from megaspeed.data.tokens.token_sources import is_token_source, token_paths
 
 
 def add_text_options(parser: argparse.ArgumentParser) -> None:
@@ -70,6 +70,8 @@ def _problems(options: argparse.Namespace) -> Iterator[str]:
         )
     for path in options.input:
         if is_token_source(Path(path)):
+            first = token_paths(Source(path=path))[0]
             yield (
-                f"INPUT is text, and {path} holds token ids; name the text that they were made from"
+                f"INPUT is text, and '{path}' names {first}, which is of token ids; name the text "
+                "that they were made from, and only that"
             )

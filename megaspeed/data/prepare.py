@@ -18,7 +18,7 @@ from megaspeed.data.cache import Cache, default_cache_dir
 from megaspeed.data.errors import DataError
 from megaspeed.data.prepared import PreparedCorpus
 from megaspeed.data.prepared_text import PreparedText, TokenFiles, build_text, recall_text
-from megaspeed.data.selection import Selection, find_problems, select_files
+from megaspeed.data.selection import Selection, find_problems, first_ids, select_files
 from megaspeed.data.shares import Share
 from megaspeed.data.stream.mixture import Component, Mixture
 from megaspeed.data.tokens.hold_out import hold_out
@@ -46,6 +46,9 @@ def prepare_corpus(
         selection = select_files(data)
     except DataError as error:
         raise DataError(*(find_problems(data, vocab_size) or error.problems)) from error
+    wrong = first_ids(selection.shares, vocab_size)
+    if wrong:
+        raise DataError(*wrong)
     text = recall_text(cache, data, vocab_size, selection)
     if text is None:
         with cache.lock():
@@ -107,10 +110,17 @@ def _open_token_sources(cache: Cache, shares: Sequence[Share]) -> list[tuple[Tok
 def _mixture(
     shares: Sequence[Share], texts: TokenFiles, tokens: Sequence[tuple[TokenFile, ...]]
 ) -> Mixture | None:
-    """A component of each share that has files: its text's, then its token sources'."""
-    components = [
-        Component(files, share.weight, share.name)
-        for share, text, others in zip(shares, texts, tokens, strict=True)
-        if (files := others if text is None else (text, *others))
+    """A component of each share: its text's files, then its token sources'; None of no files."""
+    files = [
+        others if text is None else (text, *others)
+        for text, others in zip(texts, tokens, strict=True)
     ]
-    return Mixture(tuple(components)) if components else None
+    if not any(files):
+        return None
+    assert all(files), "a share without files would be left out in silence"
+    return Mixture(
+        tuple(
+            Component(its_files, share.weight, share.name)
+            for share, its_files in zip(shares, files, strict=True)
+        )
+    )

@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 # Part of a token file's key: raise it when the same documents are to give other ids.
 _TOKENS_FORMAT = 1
 # Part of a recipe's key: raise it when recipes say something else.
-_RECIPE_FORMAT = 2
+_RECIPE_FORMAT = 3
 
 Groups = list[list[Document]]
 """The documents of each share; none where it has no text."""
@@ -138,10 +138,27 @@ def _open_all(cache: Cache, names: Sequence[str | None]) -> TokenFiles | None:
 
 def _read_split(data: DataConfig, selection: Selection) -> tuple[Groups, Groups]:
     """(training documents, validation documents), the latter empty where none are held out."""
-    if selection.validation is None:
-        groups = _read_shares(selection.train)
-        return split_groups(groups, data.validation_fraction, data.seed)
-    return _read_shares(selection.train), _read_shares(selection.validation)
+    groups = _read_shares(selection.train)
+    if selection.validation is not None:
+        return groups, _read_shares(selection.validation)
+    training, held_out = split_groups(groups, data.validation_fraction, data.seed)
+    problems = [
+        _none_left(share, len(held), data.validation_fraction)
+        for share, left, held in zip(selection.train, training, held_out, strict=True)
+        if held and not left
+    ]
+    if problems:
+        raise DataError(*problems)
+    return training, held_out
+
+
+def _none_left(share: Share, documents: int, fraction: float) -> str:
+    return (
+        f"data.train: every source must keep text to train on, and all {documents} documents of "
+        f"'{share.name}' are held out: other sources have some of them too, and what one holds out "
+        f"none trains on; lower data.validation_fraction ({fraction:g}), give data.validation "
+        "sources of its own, or leave out what the sources have in common"
+    )
 
 
 def _read_shares(shares: Sequence[Share]) -> Groups:

@@ -20,6 +20,7 @@ from megaspeed.data.tokenizer.text_tokenizer import (
     tokenizer_files,
 )
 from megaspeed.data.tokenizer.training import check_trainable
+from megaspeed.data.tokens.token_sources import why_not_tokens
 from megaspeed.files.changes import FileState, are_settled
 
 
@@ -83,6 +84,7 @@ def find_problems(data: DataConfig, vocab_size: int) -> tuple[str, ...]:
     except DataError as error:
         problems.extend(error.problems)
     problems.extend(_first_records(shares))
+    problems.extend(first_ids(shares, vocab_size))
     try:
         tokenizer = choose_tokenizer(data, shares)
         if tokenizer is not None:
@@ -92,6 +94,12 @@ def find_problems(data: DataConfig, vocab_size: int) -> tuple[str, ...]:
     except DataError as error:
         problems.extend(error.problems)
     return tuple(problems)
+
+
+def first_ids(shares: Sequence[Share], vocab_size: int) -> list[str]:
+    """What is wrong with the first ids of each token file that does not say how wide they are."""
+    problems = (why_not_tokens(place, vocab_size) for place in token_places(shares))
+    return [problem for problem in problems if problem is not None]
 
 
 def _find_both(data: DataConfig) -> tuple[tuple[Share, ...], tuple[Share, ...] | None]:

@@ -13,7 +13,11 @@ from pathlib import Path
 from megaspeed.config.data import BUNDLED_CORPUS, Source
 from megaspeed.data.errors import DataError
 from megaspeed.data.text.sources import SourceFile, files_by_source, matched_twice
-from megaspeed.data.tokens.token_sources import is_token_source, token_paths
+from megaspeed.data.tokens.token_sources import (
+    is_token_source,
+    text_beside_tokens,
+    token_paths,
+)
 
 
 @dataclass(frozen=True)
@@ -48,7 +52,7 @@ def find_shares(sources: Sequence[Source], setting: str) -> tuple[Share, ...]:
         source for source, tokens in zip(sources, holds_tokens, strict=True) if not tokens
     ]
     token_sources = [source for source, tokens in zip(sources, holds_tokens, strict=True) if tokens]
-    _check_once(token_sources, setting)
+    _check_tokens(token_sources, setting)
     listed = iter(files_by_source(text_sources, setting) if text_sources else [])
     alone = [
         Share((), (source,), source.weight or 1.0, str(source))
@@ -72,11 +76,20 @@ def _holds_tokens(source: Source) -> bool:
     return is_token_source(Path(source.path))
 
 
-def _check_once(sources: Sequence[Source], setting: str) -> None:
+def _check_tokens(sources: Sequence[Source], setting: str) -> None:
+    """Raises DataError if one of these sources of tokens has text, too, or two have the same."""
     first: dict[Path, tuple[Path, Source]] = {}
-    problems = []
+    problems: list[str] = []
     for source in sources:
-        for place in token_paths(source):
+        places = token_paths(source)
+        text = text_beside_tokens(Path(str(source.path)))
+        if text is not None:
+            problems.append(
+                f"{setting}: a source is of text or of tokens, and '{source}' matches {text}, "
+                f"which is read as text, and {places[0]}, which holds tokens; name the two as "
+                "sources of their own"
+            )
+        for place in places:
             found = (place, source)
             if first.setdefault(place.resolve(), found) is not found:
                 problems.append(matched_twice(setting, first[place.resolve()], found))

@@ -12,7 +12,12 @@ from megaspeed.data import DataError
 from megaspeed.data.cache import Cache, cache_key
 from megaspeed.data.tokens.megatron_index import MegatronIndex
 from megaspeed.data.tokens.token_file import TokenFile
-from megaspeed.data.tokens.token_sources import is_token_source, open_token_source, token_paths
+from megaspeed.data.tokens.token_sources import (
+    is_token_source,
+    open_token_source,
+    text_beside_tokens,
+    token_paths,
+)
 from tests.data.foreign_tokens import write_megatron, write_nanogpt
 from tests.data.numbered_corpus import write_numbered_tokens
 
@@ -159,7 +164,9 @@ def test_text_and_folders_of_text_are_no_tokens(tmp_path: Path) -> None:
     assert not is_token_source(tmp_path / "text.txt")
     assert not is_token_source(tmp_path)
     assert not is_token_source(tmp_path / "missing.bin")
-    assert not is_token_source(tmp_path / "t*")  # text and tokens
+    assert is_token_source(tmp_path / "t*")  # text and tokens
+    assert text_beside_tokens(tmp_path / "t*") == tmp_path / "text.txt"
+    assert text_beside_tokens(tmp_path / "*.bin") is None
     assert is_token_source(tmp_path / "*.bin")
 
 

@@ -8,7 +8,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from megaspeed.config.data import DataConfig
-from megaspeed.data import DataError, PreparedCorpus, prepare_corpus
+from megaspeed.data import DataError, PreparedCorpus, find_problems, prepare_corpus
 from megaspeed.data.text.documents import read_documents
 from megaspeed.data.text.sources import SourceFile
 from megaspeed.data.tokenizer.text_tokenizer import TextTokenizer, load_tokenizer
@@ -16,6 +16,7 @@ from megaspeed.data.tokenizer.training import train_tokenizer
 from tests.data.foreign_tokens import write_nanogpt
 from tests.data.token_folders import write_token_folder
 from tests.data.written_formats import (
+    FORMATS,
     json_lines,
     own_datasets_cache,
     plain_text,
@@ -193,3 +194,68 @@ def test_a_corpus_of_tokens_and_text_shows_every_token_once_an_epoch(
     (component,) = corpus.train.components
     assert corpus.training_sequences == 2 * ((component.files[0].index.tokens - 1) // 8)
     assert np.array_equal(component.files[0].map(), component.files[1].map())
+
+
+def test_a_source_whose_documents_others_hold_out_is_not_left_out_in_silence(
+    tmp_path: Path,
+) -> None:
+    """Each source holds out one of its two documents, and what one holds out none trains on."""
+    one, two, three = TEXTS[10:13]
+    sources = []
+    for name, documents in {"a": [one, two], "b": [two, three], "c": [one, three]}.items():
+        (tmp_path / f"{name}.txt").write_bytes(plain_text(documents))
+        sources.append({"path": f"{tmp_path}/{name}.txt", "weight": 1})
+    with pytest.raises(DataError) as caught:
+        prepared(tmp_path, *sources, validation_fraction=0.5)
+    (told,) = caught.value.problems
+    assert told.startswith(
+        "data.train: every source must keep text to train on, and all 2 documents of "
+        f"'{tmp_path}/c.txt' are held out: "
+    )
+    assert "lower data.validation_fraction (0.5), give data.validation sources" in told
+    (tmp_path / "validation.txt").write_bytes(plain_text(TEXTS[:2]))
+    corpus = prepared(tmp_path, *sources, validation=[f"{tmp_path}/validation.txt"])
+    assert len(corpus.train.components) == 3
+
+
+def test_a_glob_of_tokens_and_text_is_refused_and_ordinary_folders_are_passed_over(
+    tmp_path: Path, text: Path, tokens: Path
+) -> None:
+    together = tmp_path / "together"
+    (together / "ordinary").mkdir(parents=True)
+    tokens.rename(together / "tokens")
+    pattern = f"{together}/*"
+    assert prepared(tmp_path, pattern).train.files[0].path.parent == together / "tokens"
+    text.rename(together / "z.txt")
+    with pytest.raises(DataError) as caught:
+        prepared(tmp_path, pattern)
+    assert caught.value.problems == (
+        f"data.train: a source is of text or of tokens, and '{pattern}' matches {together}/z.txt, "
+        f"which is read as text, and {together}/tokens, which holds tokens; name the two as "
+        "sources of their own",
+    )
+    (together / "z.txt").unlink()
+    FORMATS["saved"](together, TEXTS)
+    with pytest.raises(DataError, match="which is read as text"):
+        prepared(tmp_path, pattern)
+
+
+def test_32_bit_ids_are_not_read_as_nanogpts_16_bit_ones(tmp_path: Path) -> None:
+    path = tmp_path / "train.bin"
+    data = DataConfig(train=(str(path),), sequence_length=8)
+    for vocab_size, largest_upper in ((512, 0), (128_256, 1)):
+        np.linspace(0, vocab_size - 1, 400).astype("<u4").tofile(path)
+        (told,) = find_problems(data, vocab_size)
+        assert f"every second one of {path} is at most {largest_upper}, as in a file of" in told
+        with pytest.raises(DataError) as caught:
+            prepare_corpus(data, vocab_size, cache_dir=tmp_path / "cache")
+        assert caught.value.problems == (told,)
+
+
+@pytest.mark.parametrize("vocab_size", [512, 50_304, 128_256])
+def test_16_bit_ids_are_right_for_a_model_of_any_vocabulary(
+    tmp_path: Path, vocab_size: int
+) -> None:
+    """A vocabulary may be padded, so a large one alone says nothing of the file."""
+    path = write_nanogpt(tmp_path / "train.bin", list(range(400)))
+    assert find_problems(DataConfig(train=(str(path),), sequence_length=8), vocab_size) == ()

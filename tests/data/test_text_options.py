@@ -27,5 +27,14 @@ def test_what_is_said_of_datasets_needs_one() -> None:
 def test_token_ids_are_no_text(tmp_path: Path) -> None:
     (tmp_path / "tokens-00000.bin").touch()
     assert problems(str(tmp_path)) == (
-        f"INPUT is text, and {tmp_path} holds token ids; name the text that they were made from",
+        f"INPUT is text, and '{tmp_path}' names {tmp_path}, which is of token ids; name the text "
+        "that they were made from, and only that",
     )
+
+
+def test_a_glob_of_text_that_matches_token_ids_too_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "tokens").mkdir()
+    (tmp_path / "tokens" / "tokens-00000.bin").touch()
+    (tmp_path / "a.txt").write_text("text")
+    (told,) = problems(f"{tmp_path}/*")
+    assert f"'{tmp_path}/*' names {tmp_path}/tokens, which is of token ids" in told

@@ -215,3 +215,8 @@ def test_an_index_of_others_makes_no_token_folder(tmp_path: Path) -> None:
     ids.write_bytes(b"\x05\x00\x06\x00")
     (file,) = open_token_source(Source(path=str(ids)), Cache(tmp_path / "cache"))
     assert file.map().tolist() == [5, 6]
+
+
+def test_a_plan_of_others_makes_no_token_folder(tmp_path: Path) -> None:
+    (tmp_path / "plan.json").write_text('{"input": [], "shard_tokens": 1, "format": 1}')
+    assert not is_token_folder(tmp_path)

@@ -35,7 +35,8 @@ def split_groups(
     """(training documents, validation documents) of each group.
 
     `fraction` of every group that has documents is held out by itself, so that each is validated
-    on; what one group holds out, no other trains on.
+    on; what one group holds out, no other trains on. So a group whose documents are in others too
+    may lose more than its fraction, up to all of them.
 
     Raises:
         DataError: fewer than two distinct documents in some of the groups.

@@ -26,10 +26,8 @@ from megaspeed.data.tokenizing.journal import NOTHING_DONE, Journal
 from megaspeed.data.tokenizing.output import DOCUMENTS, JOURNAL, SKIPPED
 from megaspeed.data.tokenizing.plan import Plan, differences
 from megaspeed.data.tokenizing.sealed_record import read_record, write_record
-from megaspeed.data.tokens.token_folder import INDEX, SHARDS
+from megaspeed.data.tokens.token_folder import INDEX, PLAN, SHARDS
 from megaspeed.files.durable import TEMPORARY, flush_folder
-
-PLAN = "plan.json"
 
 _LOCK = ".lock"
 _SCAFFOLDING = (PLAN, JOURNAL, DOCUMENTS)

@@ -3,6 +3,7 @@
     FOLDER/index.json                written last: what the folder holds, with a seal of its own
     FOLDER/tokens-00000.bin ...      shards: ids, little-endian, end-of-text behind each document
     FOLDER/tokenizer.json ...        the tokenizer, as AutoTokenizer loads it
+    FOLDER/plan.json                 written first, and removed when the folder is finished
 
 Opening checks of each shard its size and 1 MiB of it, from its first byte to its last: thousands of
 ranks can do that as they start, however large the shards are. The whole of it is read once a
@@ -24,12 +25,15 @@ from megaspeed.files.sealed_json import read_sealed, write_sealed
 from megaspeed.files.spaced_sample import spaced_sample
 
 INDEX = "index.json"
+PLAN = "plan.json"
 SHARDS = "tokens-*.bin"
 COPY_AGAIN = "copy the folder again, or make it anew with `megaspeed tokenize --fresh`"
 """What to do about a shard that is not as it was written."""
 
 _FORMAT = 1
 _SAMPLES_KEY = "samples"
+_KEYS_OF_INDEX = {"format", "shards", _SAMPLES_KEY}
+_KEYS_OF_PLAN = {"format", "input", "shard_tokens"}
 _SAMPLED_BLOCKS = 16
 _SAMPLED_BLOCK_BYTES = 1 << 16
 
@@ -90,9 +94,13 @@ def write_index(folder: Path, index: TokenFolderIndex) -> None:
 def is_token_folder(path: Path) -> bool:
     """Whether `path` is a folder of token files, a finished one or not.
 
-    An index.json alone makes none: others have files of that name too.
+    An index.json or a plan.json alone makes none: others have files of that name too.
     """
-    return path.is_dir() and (any(path.glob(SHARDS)) or _is_ours(path / INDEX))
+    return path.is_dir() and (
+        any(path.glob(SHARDS))
+        or _is_ours(path / INDEX, _KEYS_OF_INDEX)
+        or _is_ours(path / PLAN, _KEYS_OF_PLAN)
+    )
 
 
 def read_index(folder: Path) -> TokenFolderIndex:
@@ -141,8 +149,8 @@ def open_token_folder(folder: Path) -> tuple[TokenFile, ...]:
     )
 
 
-def _is_ours(index: Path) -> bool:
-    return (read_sealed(index) or {}).keys() >= {"format", "shards", _SAMPLES_KEY}
+def _is_ours(sealed: Path, keys: set[str]) -> bool:
+    return (read_sealed(sealed) or {}).keys() >= keys
 
 
 def _read(folder: Path) -> tuple[TokenFolderIndex, list[str]]:

@@ -3,7 +3,7 @@
     a folder with index.json of ours    written by `megaspeed tokenize`
     NAME.bin and NAME.idx, or NAME      Megatron-LM's
     NAME.bin alone                      nanoGPT's, or a token file of the cache
-    a glob of any of these              each that matches, by name
+    a glob of any of these              each that matches, by name; ordinary folders are passed over
 
 Whatever is opened is checked against what its index says of it.
 """
@@ -16,9 +16,10 @@ from pathlib import Path
 from megaspeed.config.data import Source
 from megaspeed.data.cache import Cache, index_path
 from megaspeed.data.errors import DataError
+from megaspeed.data.text.formats import is_file_or_dataset
 from megaspeed.data.tokens.megatron import open_megatron
 from megaspeed.data.tokens.megatron_index import with_suffix
-from megaspeed.data.tokens.nanogpt import open_nanogpt
+from megaspeed.data.tokens.nanogpt import open_nanogpt, why_not_16_bit
 from megaspeed.data.tokens.shard_checksums import check_shard_checksums
 from megaspeed.data.tokens.token_file import TokenFile
 from megaspeed.data.tokens.token_folder import INDEX, SHARDS, is_token_folder, open_token_folder
@@ -28,10 +29,15 @@ from megaspeed.files.places import expand_home
 def is_token_source(path: Path) -> bool:
     """Whether `path` names token files rather than text; nothing is opened.
 
-    A glob does where everything that it matches does.
+    A glob does where anything that it matches does.
     """
-    matches = _matches(path)
-    return bool(matches) and all(_is_tokens(match) for match in matches)
+    return any(map(_is_tokens, _matches(path)))
+
+
+def text_beside_tokens(path: Path) -> Path | None:
+    """The first match of a glob that is read as text; None where there is none. Opens nothing."""
+    beside = (match for match in _matches(path) if not _is_tokens(match))
+    return next(filter(is_file_or_dataset, beside), None)
 
 
 def token_paths(source: Source) -> list[Path]:
@@ -40,7 +46,8 @@ def token_paths(source: Source) -> list[Path]:
     A pair of .bin and .idx goes by its .idx, however it is named. Nothing is opened.
     """
     assert source.path is not None, source
-    return list(dict.fromkeys(map(_index_of_pair, _matches(Path(source.path)))))
+    tokens = filter(_is_tokens, _matches(Path(source.path)))
+    return list(dict.fromkeys(map(_index_of_pair, tokens)))
 
 
 def open_token_source(source: Source, cache: Cache) -> tuple[TokenFile, ...]:
@@ -65,6 +72,13 @@ def open_token_source(source: Source, cache: Cache) -> tuple[TokenFile, ...]:
     return tuple(files)
 
 
+def why_not_tokens(path: Path, vocab_size: int) -> str | None:
+    """What the first ids of one of `token_paths` show to be wrong; None where all is well."""
+    has_index = _is_shard(path) or index_path(path).is_file()
+    is_nanogpt = path.suffix == ".bin" and path.is_file() and not has_index
+    return why_not_16_bit(path, vocab_size) if is_nanogpt else None
+
+
 def _matches(path: Path) -> list[Path]:
     """What a path, a prefix or a glob names, sorted."""
     path = expand_home(path).absolute()
@@ -74,7 +88,9 @@ def _matches(path: Path) -> list[Path]:
 
 
 def _is_tokens(path: Path) -> bool:
-    return path.suffix in (".bin", ".idx") or _is_pair(path) or is_token_folder(path)
+    if path.is_dir():
+        return is_token_folder(path)
+    return path.suffix in (".bin", ".idx") or _is_pair(path)
 
 
 def _is_pair(prefix: Path) -> bool:
@@ -82,6 +98,11 @@ def _is_pair(prefix: Path) -> bool:
     if prefix.is_dir() or not prefix.name:
         return False
     return all(with_suffix(prefix, suffix).is_file() for suffix in (".bin", ".idx"))
+
+
+def _is_shard(path: Path) -> bool:
+    """Whether it is a file of a finished token folder."""
+    return path.match(SHARDS) and (path.parent / INDEX).is_file()
 
 
 def _index_of_pair(path: Path) -> Path:
@@ -98,7 +119,7 @@ def _open(path: Path, cache: Cache) -> tuple[TokenFile, ...]:
         return files
     if path.suffix == ".idx":
         return (open_megatron(path.with_suffix(""), cache),)
-    if path.match(SHARDS) and (path.parent / INDEX).is_file():
+    if _is_shard(path):
         raise DataError(
             f"the shards of a token folder are read by its {INDEX}, and {path} is one of them; "
             f"name the folder, {path.parent}"

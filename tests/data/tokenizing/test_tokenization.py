@@ -22,6 +22,7 @@ from megaspeed.data.tokenizer.text_tokenizer import TextTokenizer
 from megaspeed.data.tokenizing import batches
 from megaspeed.data.tokenizing.tokenization import How, tokenize
 from megaspeed.data.tokens.token_folder import TokenFolderIndex, open_token_folder, read_index
+from megaspeed.data.tokens.token_sources import is_token_source
 from megaspeed.data.tokens.writing import packed_ids
 from tests.data.tokenizing.watching import Record, contents
 from tests.data.tokenizing.words import documents
@@ -157,6 +158,18 @@ def test_text_without_a_word_is_no_corpus(tmp_path: Path, tokenizer: TextTokeniz
     empty.touch()
     with pytest.raises(DataError, match=r"1 files, starting with .*empty\.txt, have none"):
         tokenized([SourceFile("empty.txt", empty)], tokenizer, tmp_path / "out")
+
+
+def test_a_folder_in_which_it_failed_before_its_first_shard_says_how_to_go_on(
+    tmp_path: Path, tokenizer: TextTokenizer
+) -> None:
+    (tmp_path / "bad.jsonl").write_text("no JSON")
+    out = tmp_path / "out"
+    with pytest.raises(DataError, match="is not JSON"):
+        tokenized(list_files([Source(path=f"{tmp_path}/*.jsonl")], "INPUT"), tokenizer, out)
+    assert not list(out.glob("tokens-*")) and is_token_source(out)
+    with pytest.raises(DataError, match="its tokenization did not end; run the same"):
+        open_token_folder(out)
 
 
 def test_input_that_changes_meanwhile_is_refused(
