@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from megaspeed.cli import main
+from megaspeed.cli import _parse, main
 from megaspeed.pipeline import SCHEDULES, bubble_fraction, format_grid
 
 FOLDER = Path(__file__).parents[1] / "ds_configs"
@@ -159,6 +159,43 @@ def test_a_wrong_command_line_is_wrong_input(
         main(arguments)
     assert stop.value.code == 2
     assert capsys.readouterr().err.startswith("usage: megaspeed")
+
+
+PATHS = {
+    "check": "check --config {0} --json {0}",
+    "compare": "compare --config {0} --world-size 1 --out {0}",
+    "checkpoint": "checkpoint show {0} --json {0}",
+    "import-hf": "import-hf {0} {0} --json {0}",
+    "export-hf": "export-hf {0} {0} --tokenizer {0} --json {0}",
+    "generate": "generate --checkpoint {0} --tokenizer {0} --json {0}",
+    "evaluate": "evaluate --checkpoint {0} --tokenizer {0} --json {0}",
+    "train-tokenizer": "train-tokenizer --vocab-size 300 --output={0} --json={0}",
+    "tokenize": "tokenize --output={0} --tokenizer={0} --json={0}",
+}
+
+
+@pytest.mark.parametrize("command", PATHS)
+def test_every_path_of_a_command_line_may_begin_with_ones_home(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A shell leaves the ~ of --output=~/x, and of what is quoted, as it is."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    parsed = vars(_parse(PATHS[command].format("~/x").split()))
+    paths = [value for value in parsed.values() if isinstance(value, Path)]
+    assert len(paths) == PATHS[command].count("{0}")
+    assert set(paths) == {tmp_path / "x"}
+
+
+@pytest.mark.parametrize("command", PATHS)
+@pytest.mark.parametrize("name", ["caf\udce9", ""], ids=["Latin-1", "empty"])
+def test_a_path_that_cannot_be_used_is_refused_before_anything_is_done(
+    command: str, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stop:
+        _parse([word.format(name) for word in PATHS[command].split()])
+    assert stop.value.code == 2
+    told = capsys.readouterr().err
+    assert "a name must be UTF-8" in told if name else "it is a path" in told
 
 
 @pytest.mark.parametrize("schedule", sorted(SCHEDULES))

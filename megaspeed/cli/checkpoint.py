@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from megaspeed.cli.common_options import EXIT_DONE, EXIT_FAILED, EXIT_WRONG_INPUT, new_file
 from megaspeed.cli.output import say, write_json
+from megaspeed.files.places import named_place
 
 if TYPE_CHECKING:
     from megaspeed.checkpoint.soundness import Inspection
@@ -37,7 +38,7 @@ def _add_action(
     parser = actions.add_parser(name, help=text, description=text)
     parser.set_defaults(run=run, act=action)
     parser.add_argument(
-        "place", type=Path, metavar="DIR", help="a checkpoint, a folder of them, or of a run"
+        "place", type=named_place, metavar="DIR", help="a checkpoint, a folder of them, or of a run"
     )
     parser.add_argument("--json", type=new_file, metavar="FILE", help="write the figures there too")
 

@@ -9,6 +9,7 @@ from typing import Any
 from megaspeed.config import ConfigError, Run, load_run
 from megaspeed.config.overrides import add_config_options
 from megaspeed.data.config_problems import find_problems_in_file
+from megaspeed.files.places import named_place
 
 EXIT_DONE, EXIT_FAILED, EXIT_WRONG_INPUT = 0, 1, 2
 
@@ -76,9 +77,21 @@ def not_negative(text: str) -> float:
     return number
 
 
+def utf8_text(words: str) -> str:
+    """Python hands on bytes that are not UTF-8 as lone surrogates, which no tokenizer takes."""
+    try:
+        words.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise argparse.ArgumentTypeError(
+            f"it must be UTF-8, and what follows its first {error.start} characters is not; "
+            "write it in UTF-8"
+        ) from error
+    return words
+
+
 def new_file(text: str) -> Path:
     """A file on the command line that can be written."""
-    file = Path(text)
+    file = named_place(text)
     if file.is_dir():
         raise argparse.ArgumentTypeError(f"{file} is a folder; name a file in it")
     if not file.parent.is_dir():

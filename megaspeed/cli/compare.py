@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from megaspeed.cli.common_options import EXIT_DONE, EXIT_FAILED, add_command, load, positive
 from megaspeed.cli.output import say, write_json
 from megaspeed.config import ConfigError, Run
+from megaspeed.files.places import folder_problem, named_place
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -47,7 +48,10 @@ def add_to(commands: Any) -> None:
         "--steps", type=_several, default=5, help="steps whose time is taken, the first apart (5)"
     )
     parser.add_argument(
-        "--out", type=Path, metavar="DIR", help="folder for the results (runs/<name>-compare)"
+        "--out",
+        type=named_place,
+        metavar="DIR",
+        help="folder for the results (runs/<name>-compare)",
     )
     parser.add_argument(
         "--timeout", type=positive, default=1800, help="seconds that one row may take (1800)"
@@ -92,7 +96,6 @@ def _variants(
 ) -> "list[Variant]":
     """The rows; ConfigError where nothing could be run or nowhere be written."""
     from megaspeed.analysis.compare.variants import baseline_variants, zero_variants
-    from megaspeed.training.run_folder import folder_problem
 
     variants = [
         *zero_variants(run, options.stages, device_type),

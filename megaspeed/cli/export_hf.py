@@ -8,13 +8,14 @@ CPU, in memory of one file of weights; the comparison takes a whole model.
 """
 
 import argparse
+import math
 import re
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from megaspeed.cli.common_options import EXIT_DONE, EXIT_FAILED, EXIT_WRONG_INPUT, new_file
 from megaspeed.cli.output import say, write_json
+from megaspeed.files.places import named_place
 
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
@@ -25,9 +26,9 @@ def add_to(commands: Any) -> None:
     parser = commands.add_parser("export-hf", help=text, description=text)
     parser.set_defaults(run=run)
     parser.add_argument(
-        "checkpoint", type=Path, metavar="CHECKPOINT", help="a checkpoint, or a run's folder"
+        "checkpoint", type=named_place, metavar="CHECKPOINT", help="a checkpoint, or a run's folder"
     )
-    parser.add_argument("out", type=Path, metavar="OUT", help="the folder to make")
+    parser.add_argument("out", type=named_place, metavar="OUT", help="the folder to make")
     parser.add_argument(
         "--max-shard-size",
         type=byte_count,
@@ -43,7 +44,7 @@ def add_to(commands: Any) -> None:
     )
     parser.add_argument(
         "--tokenizer",
-        type=Path,
+        type=named_place,
         metavar="PATH",
         help="a tokenizer.json, or a folder with one (the checkpoint's own)",
     )
@@ -68,10 +69,10 @@ def byte_count(text: str) -> int:
     (2000000000, 536870912, 100)
     """
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]I?B|)", text.strip().upper())
-    size = int(float(match[1]) * _UNITS[match[2]]) if match else 0
-    if size < 1:
+    size = float(match[1]) * _UNITS[match[2]] if match else 0
+    if not 1 <= size < math.inf:
         raise argparse.ArgumentTypeError(f"{text!r} is no size; write one such as 500MB or 2GB")
-    return size
+    return int(size)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -99,5 +100,10 @@ def run(options: argparse.Namespace) -> int:
     except (CheckpointError, HuggingFaceError, FileExistsError) as error:
         say(str(error), error=True)
         return EXIT_WRONG_INPUT
-    write_json(options, {"out": str(options.out), "agreement": agreement and asdict(agreement)})
+    figures = {
+        "checkpoint": str(checkpoint),
+        "out": str(options.out),
+        "agreement": agreement and asdict(agreement),
+    }
+    write_json(options, figures)
     return EXIT_DONE

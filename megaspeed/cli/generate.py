@@ -19,6 +19,7 @@ from megaspeed.cli.common_options import (
     EXIT_WRONG_INPUT,
     not_negative,
     positive,
+    utf8_text,
 )
 from megaspeed.cli.model_options import add_model_options, add_opening, load_model
 from megaspeed.cli.output import say, write_json
@@ -43,7 +44,7 @@ def add_to(commands: Any) -> None:
     parser.add_argument(
         "--prompt",
         action="append",
-        type=_text,
+        type=utf8_text,
         metavar="TEXT",
         help="what to continue; may be given several times (a document's beginning)",
     )
@@ -125,18 +126,6 @@ def _show(sample: "Continuation", console: Console) -> None:
 
 def _shortened(prompt: str) -> str:
     return prompt if len(prompt) <= _TITLE_CHARACTERS else prompt[:_TITLE_CHARACTERS] + "..."
-
-
-def _text(words: str) -> str:
-    """Python hands on bytes that are not UTF-8 as lone surrogates, which no tokenizer takes."""
-    try:
-        words.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise argparse.ArgumentTypeError(
-            f"it must be UTF-8, and what follows its first {error.start} characters is not; "
-            "write it in UTF-8"
-        ) from error
-    return words
 
 
 def _not_negative(text: str) -> int:

@@ -9,12 +9,12 @@ file or many. OUT appears whole, after both implementations gave the same logits
 
 import argparse
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from megaspeed.cli.common_options import EXIT_DONE, EXIT_FAILED, EXIT_WRONG_INPUT, new_file
 from megaspeed.cli.export_hf import add_no_verify
 from megaspeed.cli.output import say, write_json
+from megaspeed.files.places import named_place
 
 
 def add_to(commands: Any) -> None:
@@ -22,8 +22,8 @@ def add_to(commands: Any) -> None:
     text = "make a checkpoint of a Hugging Face model"
     parser = commands.add_parser("import-hf", help=text, description=text)
     parser.set_defaults(run=run)
-    parser.add_argument("folder", type=Path, metavar="DIR", help="the model's folder")
-    parser.add_argument("out", type=Path, metavar="OUT", help="the checkpoint to make")
+    parser.add_argument("folder", type=named_place, metavar="DIR", help="the model's folder")
+    parser.add_argument("out", type=named_place, metavar="OUT", help="the checkpoint to make")
     add_no_verify(parser)
     parser.add_argument("--json", type=new_file, metavar="FILE", help="write the figures there too")
 

@@ -1,11 +1,11 @@
 """Options of the commands that compute with a checkpoint's model, and the model that they name."""
 
 import argparse
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megaspeed.cli.common_options import new_file
 from megaspeed.cli.output import say
+from megaspeed.files.places import named_place
 
 if TYPE_CHECKING:
     from megaspeed.inference.text_model import TextModel
@@ -15,13 +15,14 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     """``--checkpoint``, ``--tokenizer``, ``--device``, ``--dtype`` and ``--json``."""
     parser.add_argument(
         "--checkpoint",
-        type=Path,
+        type=named_place,
         required=True,
         metavar="DIR",
         help="a checkpoint; or a folder of them or of a run: the newest whole one",
     )
     parser.add_argument(
         "--tokenizer",
+        type=named_place,
         metavar="PATH",
         help="a tokenizer.json, or a folder with one (the checkpoint's own)",
     )
@@ -75,7 +76,7 @@ def load_model(options: argparse.Namespace, *, always_open: bool) -> "TextModel"
 
     return load_text_model(
         options.checkpoint,
-        tokenizer=options.tokenizer,
+        tokenizer=None if options.tokenizer is None else str(options.tokenizer),
         opening=Opening(options.opening),
         always_open=always_open,
         device=torch.device(options.device or _best_device()),

@@ -4,6 +4,7 @@ import argparse
 from collections.abc import Iterator
 from pathlib import Path
 
+from megaspeed.cli.common_options import utf8_text
 from megaspeed.config.data import Source
 from megaspeed.data.errors import DataError
 from megaspeed.data.text.sources import SourceFile, list_files
@@ -15,6 +16,7 @@ def add_text_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "input",
         nargs="*",
+        type=_not_empty,
         metavar="INPUT",
         help="file, glob, folder written by save_to_disk, or python-stdlib; as in data.train",
     )
@@ -22,18 +24,25 @@ def add_text_options(parser: argparse.ArgumentParser) -> None:
         "--dataset",
         action="append",
         default=[],
+        type=_name,
         metavar="NAME",
         help="what datasets.load_dataset is asked for; may be given again",
     )
-    parser.add_argument("--configuration", metavar="NAME", help="of the datasets")
-    parser.add_argument("--revision", metavar="NAME", help="of the datasets")
+    parser.add_argument("--configuration", type=_name, metavar="NAME", help="of the datasets")
+    parser.add_argument("--revision", type=_name, metavar="NAME", help="of the datasets")
     parser.add_argument(
         "--streaming", action="store_true", help="read datasets over the network, keep no copy"
     )
     parser.add_argument(
-        "--text-field", default="text", metavar="NAME", help="of JSON lines and tables (text)"
+        "--text-field",
+        type=_name,
+        default="text",
+        metavar="NAME",
+        help="of JSON lines and tables (text)",
     )
-    parser.add_argument("--split", default="train", metavar="NAME", help="of datasets (train)")
+    parser.add_argument(
+        "--split", type=_name, default="train", metavar="NAME", help="of datasets (train)"
+    )
 
 
 def text_files(options: argparse.Namespace) -> list[SourceFile]:
@@ -46,7 +55,8 @@ def text_files(options: argparse.Namespace) -> list[SourceFile]:
     if problems:
         raise DataError(*problems)
     read_as = {"text_field": options.text_field, "split": options.split}
-    paths = [Source(path=path, **read_as) for path in options.input]
+    # Unchecked: a file may have a name that is no UTF-8, which no configuration can hold.
+    paths = [Source.model_construct(path=path, **read_as) for path in options.input]
     datasets = [
         Source(
             dataset=name,
@@ -60,6 +70,16 @@ def text_files(options: argparse.Namespace) -> list[SourceFile]:
     return list_files([*paths, *datasets], "INPUT")
 
 
+def _not_empty(text: str) -> str:
+    if not text:
+        raise argparse.ArgumentTypeError("it is a name, and this one is empty; write one")
+    return text
+
+
+def _name(text: str) -> str:
+    return _not_empty(utf8_text(text))
+
+
 def _problems(options: argparse.Namespace) -> Iterator[str]:
     of_datasets = ("configuration", "revision", "streaming")
     stated = [f"--{name}" for name in of_datasets if getattr(options, name)]
@@ -70,7 +90,7 @@ def _problems(options: argparse.Namespace) -> Iterator[str]:
         )
     for path in options.input:
         if is_token_source(Path(path)):
-            first = token_paths(Source(path=path))[0]
+            first = token_paths(Source.model_construct(path=path))[0]
             yield (
                 f"INPUT is text, and '{path}' names {first}, which is of token ids; name the text "
                 "that they were made from, and only that"

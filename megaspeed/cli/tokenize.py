@@ -19,6 +19,7 @@ from megaspeed.cli.tokenizing_progress import TokenizingProgress
 from megaspeed.data.tokenizer.text_tokenizer import load_tokenizer
 from megaspeed.data.tokenizing.tokenization import DEFAULT_SHARD_TOKENS, How, tokenize
 from megaspeed.data.tokenizing.workers import WorkerDied
+from megaspeed.files.places import named_place
 
 _GOES_ON = "what is done is kept, and the same command goes on with it"
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -31,10 +32,18 @@ def add_to(commands: Any) -> None:
     parser.set_defaults(run=run)
     add_text_options(parser)
     parser.add_argument(
-        "--tokenizer", required=True, metavar="T", help="a folder with a tokenizer, or its JSON"
+        "--tokenizer",
+        required=True,
+        type=named_place,
+        metavar="T",
+        help="a folder with a tokenizer, or its JSON",
     )
     parser.add_argument(
-        "--output", required=True, type=Path, metavar="DIR", help="a new folder for the tokens"
+        "--output",
+        required=True,
+        type=named_place,
+        metavar="DIR",
+        help="a new folder for the tokens",
     )
     parser.add_argument(
         "--processes",
@@ -78,7 +87,7 @@ def run(options: argparse.Namespace) -> int:
         save_interval_seconds=options.save_interval,
     )
     files = text_files(options)
-    tokenizer = load_tokenizer(options.tokenizer, "--tokenizer")
+    tokenizer = load_tokenizer(str(options.tokenizer), "--tokenizer")
     try:
         with TokenizingProgress() as progress:
             index = tokenize(files, tokenizer, options.output, how, progress)

@@ -10,13 +10,14 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from megaspeed.cli.common_options import EXIT_DONE, positive
-from megaspeed.cli.output import say
+from megaspeed.cli.common_options import EXIT_DONE, new_file, positive
+from megaspeed.cli.output import say, write_json
 from megaspeed.cli.text_options import add_text_options, text_files
 from megaspeed.data.errors import DataError
 from megaspeed.data.text.documents import read_documents
 from megaspeed.data.tokenizer.training import check_trainable, train_tokenizer
-from megaspeed.files.new_folder import new_folder
+from megaspeed.files.new_folder import new_folder, refuse_existing
+from megaspeed.files.places import folder_problem, named_place
 
 
 def add_to(commands: Any) -> None:
@@ -29,23 +30,38 @@ def add_to(commands: Any) -> None:
         "--vocab-size", required=True, type=positive, metavar="N", help="entries, at most"
     )
     parser.add_argument(
-        "--output", required=True, type=Path, metavar="DIR", help="a new folder for the tokenizer"
+        "--output",
+        required=True,
+        type=named_place,
+        metavar="DIR",
+        help="a new folder for the tokenizer",
     )
+    parser.add_argument("--json", type=new_file, metavar="FILE", help="write the figures there too")
 
 
 def run(options: argparse.Namespace) -> int:
     """Trains on the text, and saves the tokenizer whole or not at all."""
     output: Path = options.output
-    if output.exists():
-        raise DataError(
-            f"a tokenizer is saved in a new folder, and {output} is there already; name another "
-            "--output"
-        )
+    problem = folder_problem("--output", output)
+    if problem is not None:
+        raise DataError(problem)
     check_trainable(options.vocab_size, "--vocab-size")
-    documents = read_documents(text_files(options))
-    say(f"training on {len(documents):,} documents", error=True)
-    tokenizer = train_tokenizer(documents, options.vocab_size)
-    with new_folder(output) as folder:
-        tokenizer.save(folder)
+    try:
+        refuse_existing(output)  # before all the text is read
+        documents = read_documents(text_files(options))
+        with new_folder(output) as folder:
+            say(f"training on {len(documents):,} documents", error=True)
+            tokenizer = train_tokenizer(documents, options.vocab_size)
+            tokenizer.save(folder)
+    except FileExistsError as error:
+        raise DataError(str(error)) from error
     say(f"{output}: {tokenizer.vocab_size:,} entries, end of text {tokenizer.end_of_text}")
+    figures = {
+        "output": str(output),
+        "documents": len(documents),
+        "vocab_size": tokenizer.vocab_size,
+        "end_of_text": tokenizer.end_of_text,
+        "tokenizer_fingerprint": tokenizer.fingerprint,
+    }
+    write_json(options, figures)
     return EXIT_DONE

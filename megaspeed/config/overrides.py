@@ -1,11 +1,11 @@
 """`--set key.path=value`: one change to the JSON from the command line."""
 
 from argparse import ArgumentParser
-from pathlib import Path
 from typing import Any
 
 from megaspeed.config.errors import Problem
 from megaspeed.config.strict_json import JsonSyntaxError, parse_json
+from megaspeed.files.places import named_place
 
 ORIGIN = "--set"
 """How an override is named where an error tells which source a value came from."""
@@ -13,7 +13,7 @@ ORIGIN = "--set"
 
 def add_config_options(parser: ArgumentParser) -> None:
     """`--config` and `--set`, alike in every program: `options.config`, `options.overrides`."""
-    parser.add_argument("--config", required=True, type=Path, help="the run's JSON file")
+    parser.add_argument("--config", required=True, type=named_place, help="the run's JSON file")
     parser.add_argument(
         "--set",
         dest="overrides",

@@ -19,6 +19,7 @@ from megaspeed.checkpoint.folders import is_leftover, locate
 from megaspeed.checkpoint.run_state import RunState
 from megaspeed.checkpoint.together import from_rank_0
 from megaspeed.config import Run
+from megaspeed.files.places import expand_home
 from megaspeed.topology import ParallelContext
 from megaspeed.training.resumed_run import config_changes
 from megaspeed.training.run_folder import checkpoint_folder
@@ -74,7 +75,7 @@ class ResumeOptions:
     @property
     def path(self) -> Path | None:
         """What is to be resumed from, where it was named."""
-        return None if self.source in (AUTO, NEVER) else Path(self.source)
+        return None if self.source in (AUTO, NEVER) else expand_home(self.source)
 
 
 @dataclass(frozen=True, kw_only=True)

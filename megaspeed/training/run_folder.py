@@ -7,13 +7,12 @@ A run that starts anew moves all that is there; one that goes on from a step, wh
 """
 
 import json
-import os
 from pathlib import Path
 
 from megaspeed.checkpoint.folders import CHECKPOINTS, CheckpointFolder, step_named
 from megaspeed.config import ConfigError, Run
 from megaspeed.files.durable import flush_folder, write_whole
-from megaspeed.files.places import nearest_existing
+from megaspeed.files.places import folder_problem
 from megaspeed.training.metrics import records_up_to
 
 CONFIG, METRICS, LOSS_CURVE = "config.json", "metrics.jsonl", "loss.png"
@@ -24,18 +23,6 @@ def check_run_folder(run: Run) -> None:
     problem = folder_problem("training.run_dir", run.run_dir)
     if problem is not None:
         raise ConfigError([problem], where=run.name)
-
-
-def folder_problem(name: str, folder: Path) -> str | None:
-    """Why ``folder``, given as ``name``, cannot be made or written to; None where it can."""
-    existing = nearest_existing(folder)
-    if not existing.is_dir():
-        problem = f"{name} {folder} cannot be a folder, because {existing} is a file"
-    elif not os.access(existing, os.W_OK | os.X_OK):
-        problem = f"{name} {folder} cannot be written to: {existing} forbids it"
-    else:
-        return None
-    return f"{problem}; name another folder"
 
 
 def checkpoint_folder(run: Run) -> CheckpointFolder:

@@ -7,13 +7,19 @@ import pytest
 
 from megaspeed.cli.text_options import add_text_options, text_files
 from megaspeed.data import DataError
+from megaspeed.data.text.sources import SourceFile
+from tests.data.written_formats import FORMATS
+
+
+def files_of(*arguments: str) -> list[SourceFile]:
+    parser = argparse.ArgumentParser()
+    add_text_options(parser)
+    return text_files(parser.parse_args(arguments))
 
 
 def problems(*arguments: str) -> tuple[str, ...]:
-    parser = argparse.ArgumentParser()
-    add_text_options(parser)
     with pytest.raises(DataError) as caught:
-        text_files(parser.parse_args(arguments))
+        files_of(*arguments)
     return caught.value.problems
 
 
@@ -38,3 +44,34 @@ def test_a_glob_of_text_that_matches_token_ids_too_is_refused(tmp_path: Path) ->
     (tmp_path / "a.txt").write_text("text")
     (told,) = problems(f"{tmp_path}/*")
     assert f"'{tmp_path}/*' names {tmp_path}/tokens, which is of token ids" in told
+
+
+@pytest.mark.parametrize("kind", ["txt", "txt.gz", "jsonl", "jsonl.zst", "parquet"])
+def test_a_file_is_read_whatever_bytes_are_its_name(tmp_path: Path, kind: str) -> None:
+    """Names of old corpora are Latin-1; a shell hands them on as they are."""
+    written = Path(str(FORMATS[kind](tmp_path, ["old text"]).path))
+    path = written.with_name("caf\udce9" + "".join(written.suffixes))
+    written.rename(path)
+    (file,) = files_of(str(path))
+    assert [piece.text for piece in file.pieces()] == ["old text"]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [""],
+        ["--dataset", ""],
+        ["--dataset", "d", "--revision", ""],
+        ["--dataset", "d", "--configuration", "caf\udce9"],
+        ["a.txt", "--text-field", "caf\udce9"],
+        ["a.txt", "--split", ""],
+    ],
+)
+def test_what_is_no_name_is_refused(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stop:
+        files_of(*arguments)
+    assert stop.value.code == 2
+    told = capsys.readouterr().err
+    assert "it is a name, and this one is empty" in told or "it must be UTF-8" in told

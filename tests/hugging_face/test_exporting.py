@@ -54,7 +54,7 @@ def test_one_file_where_one_suffices(checkpoint: Path, tmp_path: Path) -> None:
     ]
     assert len({path.stat().st_mode for path in (tmp_path / "out").iterdir()}) == 1
     assert told[:2] == [
-        f"{tmp_path / 'out'}: 34,784 parameters, float32, in 1 file",
+        f"{tmp_path / 'out'}: 34,784 parameters, float32, in 1 file, from {checkpoint}",
         "tokenizer: none; name one with --tokenizer",
     ]
 
@@ -152,12 +152,12 @@ def test_a_run_folder_gives_its_newest_checkpoint_with_the_true_vocabulary(
     run_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out"
-    assert main(["export-hf", str(run_folder), str(out)]) == 0
+    newest, figures = run_folder / "checkpoints" / "step-00000200", tmp_path / "figures.json"
+    assert main(["export-hf", str(run_folder), str(out), "--json", str(figures)]) == 0
     told = capsys.readouterr()
-    assert "verified: " in told.out and told.err == ""
-    assert (
-        main(["export-hf", str(run_folder / "checkpoints" / "step-00000200"), str(out) + "2"]) == 0
-    )
+    assert f" from {newest}\n" in told.out and "verified: " in told.out and told.err == ""
+    assert json.loads(figures.read_text())["checkpoint"] == str(newest)
+    assert main(["export-hf", str(newest), str(out) + "2"]) == 0
     assert same(weights_in(out), weights_in(Path(str(out) + "2")))
     stock = AutoModelForCausalLM.from_pretrained(out)
     assert stock.config.vocab_size == CONFIG.model.vocab_size
@@ -250,7 +250,7 @@ def test_a_size_has_a_unit(text: str, size: int) -> None:
     assert byte_count(text) == size
 
 
-@pytest.mark.parametrize("text", ["", "GB", "0", "2TBs", "-1MB"])
+@pytest.mark.parametrize("text", ["", "GB", "0", "2TBs", "-1MB", f"{'9' * 400}GB"])
 def test_what_is_no_size(text: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stop:
         main(["export-hf", "checkpoint", "out", f"--max-shard-size={text}"])

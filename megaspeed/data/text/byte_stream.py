@@ -191,7 +191,7 @@ def _uncompressed(path: Path, compression: str) -> tuple[Any, Any]:
         return padded, gzip.GzipFile(fileobj=padded)
     import pyarrow  # slow to import, and rarely needed
 
-    disk = pyarrow.OSFile(str(path), "rb")
+    disk = pyarrow.OSFile(os.fsencode(path), "rb")  # a name in str would have to be UTF-8
     return disk, pyarrow.CompressedInputStream(disk, compression)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,16 +30,17 @@ class Table(TextFormat):
     text_field: str = "text"
 
     def pieces(self, path: Path, after: int, on_bad: OnBad) -> Iterator[Piece]:
-        from pyarrow import parquet  # slow to import, and rarely needed
+        from pyarrow import OSFile, parquet  # slow to import, and rarely needed
 
         size = path.stat().st_size
         try:
             # With its own settings a whole row group is in memory, which may be gigabytes.
-            table = parquet.ParquetFile(path, buffer_size=_BUFFER_BYTES, pre_buffer=False)
+            file = OSFile(os.fsencode(path), "rb")  # a name in str would have to be UTF-8
+            table = parquet.ParquetFile(file, buffer_size=_BUFFER_BYTES, pre_buffer=False)
         except Exception as error:  # pyarrow's own kinds, OSError, ValueError
             on_bad(cannot_be_read(path, error))
             return
-        with table:
+        with file, table:
             wrong = self._wrong_column(table.schema_arrow)
             if wrong is not None:
                 on_bad(BadRecord(path, "its columns", wrong, STATE_FIELD))

@@ -18,6 +18,7 @@ from megaspeed.data.errors import DataError
 from megaspeed.data.shares import Share, token_places
 from megaspeed.data.tokenizer.text_tokenizer import TOKENIZER_FILE, TRAIN, load_tokenizer
 from megaspeed.data.tokens.token_folder import is_token_folder, read_index
+from megaspeed.files.places import expand_home
 
 
 def choose_tokenizer(data: DataConfig, shares: Sequence[Share]) -> str | None:
@@ -33,9 +34,10 @@ def choose_tokenizer(data: DataConfig, shares: Sequence[Share]) -> str | None:
     places = token_places(shares)
     folders = [place for place in places if is_token_folder(place)]
     if data.tokenizer != TRAIN:
+        named = str(expand_home(data.tokenizer))
         if folders:
-            _check_named(data.tokenizer, folders)
-        return data.tokenizer
+            _check_named(named, folders)
+        return named
     if folders:
         _check_equal(folders)
         return str(folders[0])

@@ -20,7 +20,6 @@ from tokenizers import Tokenizer
 from megaspeed.config.strict_json import JsonSyntaxError, read_json_object
 from megaspeed.data.errors import DataError
 from megaspeed.files.durable import write_whole
-from megaspeed.files.places import expand_home
 
 TRAIN = "train"
 END_OF_TEXT = "<|endoftext|>"
@@ -146,7 +145,7 @@ def load_tokenizer(source: str, setting: str = _SETTING) -> TextTokenizer:
         DataError: no such path, not a tokenizer, or a damaged tokenizer_config.json.
         NoEndOfText: no token is known to end a document.
     """
-    path = expand_home(source)
+    path = Path(source)
     file = path / TOKENIZER_FILE if path.is_dir() else path
     if not path.exists():
         law = f'is "{TRAIN}" or a path' if setting == _SETTING else "is a path"
@@ -167,7 +166,7 @@ def load_tokenizer(source: str, setting: str = _SETTING) -> TextTokenizer:
 
 def tokenizer_files(source: str) -> list[Path]:
     """Every file that `load_tokenizer(source)` may read, sorted."""
-    path = expand_home(source).absolute()
+    path = Path(source).absolute()
     if path.is_dir():
         files = {file for pattern in _TOKENIZER_FILES for file in path.glob(pattern)}
     else:

@@ -39,16 +39,21 @@ def sole_use(folder: Path) -> Iterator[None]:
     """Makes the folder if need be; the kernel frees the lock of a process that died.
 
     Raises:
-        DataError: another process writes to it.
+        DataError: another process writes to it, or it cannot be written to.
     """
-    folder.mkdir(parents=True, exist_ok=True)
     lock = FileLock(folder / _LOCK)
     try:
+        folder.mkdir(parents=True, exist_ok=True)
         lock.acquire(blocking=False)
     except Timeout as error:
         raise DataError(
             f"one process at a time writes to a folder, and another one is writing to {folder}; "
             "wait until it has ended, or name another --output"
+        ) from error
+    except OSError as error:
+        raise DataError(
+            f"tokens are written to a folder, and {folder} cannot be made or written to "
+            f"({error.strerror}); name another --output"
         ) from error
     try:
         yield

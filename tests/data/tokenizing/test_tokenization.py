@@ -153,6 +153,33 @@ def test_two_processes_do_not_write_to_one_folder(
         tokenized(files, tokenizer, tmp_path)
 
 
+@pytest.mark.parametrize("name", ["a.txt", "a.txt/out"])
+def test_a_place_that_cannot_be_a_folder_is_told(
+    tmp_path: Path, files: list[SourceFile], tokenizer: TextTokenizer, name: str
+) -> None:
+    (tmp_path / "a.txt").write_text("kept")
+    with pytest.raises(DataError, match=r"cannot be made or written to .*; name another --output"):
+        tokenized(files, tokenizer, tmp_path / name)
+    assert (tmp_path / "a.txt").read_text() == "kept"
+
+
+def test_a_folder_that_is_called_as_a_home_is_tokenized_with_its_own_tokenizer(
+    tmp_path: Path,
+    files: list[SourceFile],
+    tokenizer: TextTokenizer,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its workers load the tokenizer that is saved there, and none that lies in ~/out."""
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    (tmp_path / "~").mkdir()
+    (tmp_path / "home" / "out").mkdir(parents=True)
+    (tmp_path / "home" / "out" / "tokenizer.json").write_text("no tokenizer")
+    monkeypatch.chdir(tmp_path)
+    assert tokenized(files, tokenizer, Path("~/out")) == tokenized(
+        files, tokenizer, tmp_path / "plain"
+    )
+
+
 def test_text_without_a_word_is_no_corpus(tmp_path: Path, tokenizer: TextTokenizer) -> None:
     empty = tmp_path / "empty.txt"
     empty.touch()

@@ -1,5 +1,6 @@
 """`megaspeed train-tokenizer` writes a folder that tokenizing, training and transformers read."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from megaspeed.data import load_tokenizer
 from megaspeed.data.text.documents import read_documents
 from megaspeed.data.text.sources import SourceFile
 from megaspeed.data.tokenizer.training import train_tokenizer
+from megaspeed.files.new_folder import new_folder
 from tests.data.tokenizing.words import documents
 
 TEXT = "<|endoftext|>\n".join(documents(20_000))
@@ -50,8 +52,42 @@ def test_a_folder_in_use_is_refused(
     text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert train(text, tmp_path) == 2
-    assert f"{tmp_path} is there already; name another --output" in capsys.readouterr()[1]
+    assert f"{tmp_path} is there already; name a folder that is not" in capsys.readouterr()[1]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["text.txt"]
+
+
+@pytest.mark.parametrize("place", ["text.txt", "text.txt/tokenizer"])
+def test_a_place_that_cannot_be_a_folder_is_told_before_training(
+    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], place: str
+) -> None:
+    assert train(text, tmp_path / place) == 2
+    assert capsys.readouterr().err == (
+        f"--output {tmp_path / place} cannot be a folder, because {text} is a file; name another "
+        "folder\n"
+    )
+
+
+def test_a_folder_that_another_process_fills_is_refused_before_training(
+    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with new_folder(tmp_path / "tokenizer") as writing:
+        assert train(text, tmp_path / "tokenizer") == 2
+        told = capsys.readouterr().err
+        assert "another process is filling it" in told and "training on" not in told
+        assert [path.name for path in writing.iterdir()] == [".unfinished"]
+
+
+def test_the_figures_are_written_as_json(text: Path, tmp_path: Path) -> None:
+    folder, figures = tmp_path / "tokenizer", tmp_path / "figures.json"
+    options = ["--vocab-size", "400", "--output", str(folder), "--json", str(figures)]
+    assert main(["train-tokenizer", str(text), *options]) == 0
+    assert json.loads(figures.read_text()) == {
+        "output": str(folder),
+        "documents": TEXT.count("<|endoftext|>") + 1,
+        "vocab_size": 400,
+        "end_of_text": 0,
+        "tokenizer_fingerprint": load_tokenizer(str(folder)).fingerprint,
+    }
 
 
 def test_a_vocabulary_without_room_for_the_bytes_is_refused(
