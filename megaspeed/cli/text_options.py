@@ -90,7 +90,7 @@ def _problems(options: argparse.Namespace) -> Iterator[str]:
         )
     for path in options.input:
         if is_token_source(Path(path)):
-            first = token_paths(Source.model_construct(path=path))[0]
+            first = token_paths(Path(path))[0]
             yield (
                 f"INPUT is text, and '{path}' names {first}, which is of token ids; name the text "
                 "that they were made from, and only that"

@@ -13,11 +13,7 @@ from pathlib import Path
 from megaspeed.config.data import BUNDLED_CORPUS, Source
 from megaspeed.data.errors import DataError
 from megaspeed.data.text.sources import SourceFile, files_by_source, matched_twice
-from megaspeed.data.tokens.token_sources import (
-    is_token_source,
-    text_beside_tokens,
-    token_paths,
-)
+from megaspeed.data.tokens.token_sources import is_token_source, text_beside_tokens, token_paths
 
 
 @dataclass(frozen=True)
@@ -66,7 +62,10 @@ def find_shares(sources: Sequence[Source], setting: str) -> tuple[Share, ...]:
 def token_places(shares: Sequence[Share]) -> list[Path]:
     """The token folders, token files and prefixes of token files, in order."""
     return [
-        place for share in shares for source in share.token_sources for place in token_paths(source)
+        place
+        for share in shares
+        for source in share.token_sources
+        for place in token_paths(Path(str(source.path)))
     ]
 
 
@@ -81,8 +80,8 @@ def _check_tokens(sources: Sequence[Source], setting: str) -> None:
     first: dict[Path, tuple[Path, Source]] = {}
     problems: list[str] = []
     for source in sources:
-        places = token_paths(source)
-        text = text_beside_tokens(Path(str(source.path)))
+        path = Path(str(source.path))
+        places, text = token_paths(path), text_beside_tokens(path)
         if text is not None:
             problems.append(
                 f"{setting}: a source is of text or of tokens, and '{source}' matches {text}, "

@@ -57,7 +57,7 @@ def test_a_megatron_pair_goes_by_either_file_their_prefix_or_a_glob(
     write_megatron(tmp_path / "corpus", DOCUMENTS)
     (tmp_path / "corpus.v2").mkdir()  # of no concern
     assert is_token_source(tmp_path / named)
-    assert token_paths(Source(path=str(tmp_path / named))) == [tmp_path / "corpus.idx"]
+    assert token_paths(tmp_path / named) == [tmp_path / "corpus.idx"]
     file = open_one(tmp_path / named, cache)
     assert file.path == tmp_path / "corpus.bin"
     assert file.map().tolist() == IDS

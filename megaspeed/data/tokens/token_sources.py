@@ -40,13 +40,12 @@ def text_beside_tokens(path: Path) -> Path | None:
     return next(filter(is_file_or_dataset, beside), None)
 
 
-def token_paths(source: Source) -> list[Path]:
-    """What a source of tokens names, in order and each once: folders, .idx files and .bin files.
+def token_paths(path: Path) -> list[Path]:
+    """What `path` names of tokens, in order and each once: folders, .idx files and .bin files.
 
     A pair of .bin and .idx goes by its .idx, however it is named. Nothing is opened.
     """
-    assert source.path is not None, source
-    tokens = filter(_is_tokens, _matches(Path(source.path)))
+    tokens = filter(_is_tokens, _matches(path))
     return list(dict.fromkeys(map(_index_of_pair, tokens)))
 
 
@@ -60,7 +59,7 @@ def open_token_source(source: Source, cache: Cache) -> tuple[TokenFile, ...]:
     """
     files: list[TokenFile] = []
     problems: list[str] = []
-    for path in token_paths(source):
+    for path in token_paths(Path(str(source.path))):
         try:
             files.extend(_open(path, cache))
         except DataError as error:
