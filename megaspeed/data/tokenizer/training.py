@@ -13,6 +13,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from megaspeed.data.errors import DataError
 from megaspeed.data.text.documents import Document, read_pieces
+from megaspeed.data.text.pieces import PIECE_BYTES
 from megaspeed.data.tokenizer.text_tokenizer import END_OF_TEXT, TextTokenizer
 
 # A BPE gains little from more text than this, and its training time grows with it.
@@ -50,7 +51,7 @@ def train_tokenizer(documents: Sequence[Document], vocab_size: int) -> TextToken
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
+        vocab_size=min(vocab_size, _most_entries(documents)),
         special_tokens=[END_OF_TEXT],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
@@ -59,6 +60,15 @@ def train_tokenizer(documents: Sequence[Document], vocab_size: int) -> TextToken
     end_of_text = tokenizer.token_to_id(END_OF_TEXT)
     assert end_of_text is not None
     return TextTokenizer(tokenizer, end_of_text)
+
+
+def _most_entries(documents: Sequence[Document]) -> int:
+    """More than any training on them comes to: a merge makes one symbol of two, of each byte one.
+
+    The trainer takes memory for all the entries that it is asked for before it sees any text.
+    """
+    text_bytes = sum(document.size_bytes for document in documents)
+    return _SMALLEST_VOCABULARY + min(text_bytes, TRAINING_SAMPLE_BYTES + PIECE_BYTES)
 
 
 def _training_sample(documents: Sequence[Document]) -> Iterator[str]:

@@ -1,6 +1,8 @@
 """`megaspeed train-tokenizer` writes a folder that tokenizing, training and transformers read."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -88,6 +90,26 @@ def test_the_figures_are_written_as_json(text: Path, tmp_path: Path) -> None:
         "end_of_text": 0,
         "tokenizer_fingerprint": load_tokenizer(str(folder)).fingerprint,
     }
+
+
+HUGE = """
+import resource, sys
+from megaspeed.cli import main
+
+resource.setrlimit(resource.RLIMIT_AS, (8 << 30, 8 << 30))
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_a_vocabulary_larger_than_any_text_takes_no_memory_for_what_the_text_does_not_fill(
+    text: Path, tmp_path: Path
+) -> None:
+    assert train(text, tmp_path / "large", vocab_size=100_000) == 0
+    options = ["--vocab-size", str(10**9), "--output", str(tmp_path / "huge")]
+    command = [sys.executable, "-c", HUGE, "train-tokenizer", str(text), *options]
+    assert subprocess.run(command, check=False).returncode == 0
+    made = [load_tokenizer(str(tmp_path / name)) for name in ("large", "huge")]
+    assert made[0].fingerprint == made[1].fingerprint and made[0].vocab_size < 100_000
 
 
 def test_a_vocabulary_without_room_for_the_bytes_is_refused(
