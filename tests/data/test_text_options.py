@@ -46,6 +46,16 @@ def test_a_glob_of_text_that_matches_token_ids_too_is_refused(tmp_path: Path) ->
     assert f"'{tmp_path}/*' names {tmp_path}/tokens, which is of token ids" in told
 
 
+def test_a_file_that_is_named_twice_is_refused_in_words_that_fit_every_command(
+    tmp_path: Path,
+) -> None:
+    (file := tmp_path / "a.txt").touch()
+    assert problems(str(file), str(file)) == (
+        f"INPUT: a file is listed once, and {file} is matched by both '{file}' and '{file}'; "
+        "narrow one of the two, or leave it out",
+    )
+
+
 @pytest.mark.parametrize("kind", ["txt", "txt.gz", "jsonl", "jsonl.zst", "parquet"])
 def test_a_file_is_read_whatever_bytes_are_its_name(tmp_path: Path, kind: str) -> None:
     """Names of old corpora are Latin-1; a shell hands them on as they are."""

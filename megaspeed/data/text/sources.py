@@ -112,15 +112,16 @@ def files_by_source(sources: Sequence[Source], setting: str) -> list[list[Source
 
 
 def matched_twice(setting: str, first: tuple[Path, Source], second: tuple[Path, Source]) -> str:
-    """That one file is read twice an epoch; `first` and `second` are its paths and sources."""
-    law = f"{setting}: a file is trained on once an epoch, and"
+    """That one file is listed twice; `first` and `second` are its paths and sources."""
+    law = f"{setting}: a file is listed once, and"
     path, source = first
     other_path, other_source = second
     shown = str(path) if path == other_path else f"{path}, which is {other_path} too (by a link),"
     if path != other_path and source is other_source:
         return f"{law} {shown} is matched twice by '{source}'; narrow it"
     return (
-        f"{law} {shown} is matched by both '{source}' and '{other_source}'; narrow one of the two"
+        f"{law} {shown} is matched by both '{source}' and '{other_source}'; narrow one of the "
+        "two, or leave it out"
     )
 
 
