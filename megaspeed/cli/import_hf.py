@@ -1,6 +1,6 @@
 """``megaspeed import-hf``: a Hugging Face model as a checkpoint that a run starts from.
 
-    megaspeed import-hf DIR OUT [--no-verify]
+    megaspeed import-hf DIR OUT [--tokenizer PATH | --no-tokenizer] [--no-verify]
     deepspeed scripts/pretrain.py --config FILE --set model.from_hf=DIR --resume OUT
 
 DIR is a folder as save_pretrained writes it: config.json, safetensors or pytorch_model.bin, in one
@@ -24,6 +24,19 @@ def add_to(commands: Any) -> None:
     parser.set_defaults(run=run)
     parser.add_argument("folder", type=named_place, metavar="DIR", help="the model's folder")
     parser.add_argument("out", type=named_place, metavar="OUT", help="the checkpoint to make")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument(
+        "--tokenizer",
+        type=named_place,
+        metavar="PATH",
+        help="a tokenizer.json, or a folder with one (the one beside the model)",
+    )
+    which.add_argument(
+        "--no-tokenizer",
+        dest="with_tokenizer",
+        action="store_false",
+        help="import the model without a tokenizer",
+    )
     add_no_verify(parser)
     parser.add_argument("--json", type=new_file, metavar="FILE", help="write the figures there too")
 
@@ -35,7 +48,14 @@ def run(options: argparse.Namespace) -> int:
     from megaspeed.hugging_face.importing import import_model
 
     try:
-        agreement = import_model(options.folder, options.out, verify=options.verify, tell=say)
+        agreement = import_model(
+            options.folder,
+            options.out,
+            tokenizer=options.tokenizer,
+            with_tokenizer=options.with_tokenizer,
+            verify=options.verify,
+            tell=say,
+        )
     except Disagreement as error:
         say(str(error), error=True)
         return EXIT_FAILED

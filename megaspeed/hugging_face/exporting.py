@@ -31,7 +31,7 @@ from megaspeed.files.new_folder import new_folder, refuse_existing
 from megaspeed.hugging_face.errors import HuggingFaceError
 from megaspeed.hugging_face.free_space import check_disk
 from megaspeed.hugging_face.generation import json_file, read_generation, token_ids
-from megaspeed.hugging_face.tokenizer import find_tokenizer, read_tokenizer
+from megaspeed.hugging_face.tokenizer import find_tokenizer
 from megaspeed.hugging_face.verifying import Agreement, check_room, compare
 from megaspeed.hugging_face.weight_files import SAFETENSORS, SAFETENSORS_INDEX
 from megaspeed.hugging_face.weights import Part, parts_of
@@ -75,15 +75,12 @@ def export_model(
     """
     refuse_existing(out)
     model = model_config(checkpoint)
-    vocabulary = (
-        find_tokenizer(checkpoint, model.vocab_size, mend="name one with --tokenizer")
-        if tokenizer is None
-        else read_tokenizer(tokenizer, model.vocab_size)
+    vocabulary = find_tokenizer(
+        checkpoint, model.vocab_size, named=tokenizer, mend="name another with --tokenizer"
     )
     ids = vocabulary.ids()
-    carried = read_generation(checkpoint)
     # Of a tokenizer that was named, the ids count; else those that the model came with.
-    generation = {**ids, **carried, **(token_ids(ids) if tokenizer else {})}
+    generation = {**ids, **read_generation(checkpoint), **(token_ids(ids) if tokenizer else {})}
     dtype: torch.dtype = getattr(torch, precision)
     parts = list(parts_of(model))
     check_disk(out, _bytes(parts, dtype))
@@ -91,18 +88,18 @@ def export_model(
         check_room(model)
     with new_folder(out) as writing:
         shards = _shards(parts, dtype, max_shard_bytes)
-        names = _file_names(len(shards))
-        for name, shard in zip(names, shards, strict=True):
-            _write_shard(writing / name, checkpoint, shard, dtype)
+        index = _write_weights(writing, checkpoint, shards, dtype)
         # torch_dtype: transformers 5 calls it dtype and reads both.
         config = {**hugging_face_config(model), **ids, **token_ids(generation)}
         described = {CONFIG_FILE: {**config, "torch_dtype": precision}, GENERATION: generation}
-        if len(shards) > 1:
-            described[SAFETENSORS_INDEX] = _index(names, shards, dtype)
+        described |= index
         files = {name: json_file(values) for name, values in described.items()}
         write_tokenizer_files(writing, {**files, **vocabulary.files})
         agreement = compare(checkpoint, writing, dtype=dtype, strict=True) if verify else None
-    tell(f"{out}: {_elements(parts):,} parameters, {precision}, in {_counted(len(shards))}")
+    tell(
+        f"{out}: {_elements(parts):,} parameters, {precision}, in {_counted(len(shards))}, "
+        f"from {checkpoint}"
+    )
     tell(str(vocabulary))
     tell(str(agreement or "not verified"))
     return agreement
@@ -120,6 +117,16 @@ def _shards(parts: Iterable[Part], dtype: torch.dtype, most: int) -> list[list[P
         shards[-1].append(part)
         held += size
     return shards
+
+
+def _write_weights(
+    folder: Path, checkpoint: Path, shards: Sequence[Sequence[Part]], dtype: torch.dtype
+) -> dict[str, dict[str, Any]]:
+    """One file after the other; returns the index by its name, where there are several."""
+    names = _file_names(len(shards))
+    for name, shard in zip(names, shards, strict=True):
+        _write_shard(folder / name, checkpoint, shard, dtype)
+    return {SAFETENSORS_INDEX: _index(names, shards, dtype)} if len(shards) > 1 else {}
 
 
 def _write_shard(file: Path, checkpoint: Path, parts: Sequence[Part], dtype: torch.dtype) -> None:

@@ -21,13 +21,17 @@ _IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 Keys = Mapping[str, Any]
 
 
-def generation_files(folder: Path) -> dict[str, bytes]:
+def generation_files(folder: Path, ids: Keys) -> dict[str, bytes]:
     """Name -> content of the file that a checkpoint of the model in ``folder`` carries, if any.
+
+    Args:
+        folder: of the model.
+        ids: those of a tokenizer that was named count rather than the model's.
 
     Raises:
         HuggingFaceError: the model's is damaged.
     """
-    keys = {**token_ids(_read(folder / CONFIG_FILE)), **read_generation(folder)}
+    keys = {**token_ids(_read(folder / CONFIG_FILE)), **read_generation(folder), **token_ids(ids)}
     return {GENERATION: json_file(keys)} if keys else {}
 
 

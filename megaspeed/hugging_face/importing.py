@@ -30,7 +30,7 @@ from megaspeed.files.new_folder import new_folder, refuse_existing
 from megaspeed.hugging_face.free_space import check_disk
 from megaspeed.hugging_face.generation import generation_files
 from megaspeed.hugging_face.matching import matching_tensors
-from megaspeed.hugging_face.tokenizer import find_tokenizer
+from megaspeed.hugging_face.tokenizer import ModelTokenizer, find_tokenizer
 from megaspeed.hugging_face.verifying import Agreement, check_room, compare
 from megaspeed.hugging_face.weight_files import StoredTensor, open_tensors
 from megaspeed.hugging_face.weights import PREFIX, Part, parts_of
@@ -40,6 +40,8 @@ def import_model(
     folder: Path,
     out: Path,
     *,
+    tokenizer: Path | None = None,
+    with_tokenizer: bool = True,
     verify: bool = True,
     tell: Callable[[str], None] = lambda line: None,
 ) -> Agreement | None:
@@ -48,6 +50,8 @@ def import_model(
     Args:
         folder: as save_pretrained writes it.
         out: is not there yet; it appears whole or not at all.
+        tokenizer: a folder or a tokenizer.json, instead of the one beside the model.
+        with_tokenizer: whether the checkpoint carries one.
         verify: compare with transformers before ``out`` appears.
         tell: is told what was done, a line each.
 
@@ -58,20 +62,24 @@ def import_model(
         ConfigError: config.json is of a model that ours cannot be.
         FileExistsError: ``out`` is there.
         HuggingFaceError: the weights are not the model's, or there is no room.
-        DataError: the tokenizer is not the model's.
+        DataError: the tokenizer is none, or not the model's.
         Disagreement: transformers computes something else.
     """
     refuse_existing(out)
     model = _model_of(folder)
-    tokenizer = find_tokenizer(folder, model.vocab_size)
-    beside = {**tokenizer.files, **generation_files(folder)}
+    vocabulary = ModelTokenizer({})
+    if with_tokenizer:
+        mend = "name another with --tokenizer, or import without by --no-tokenizer"
+        vocabulary = find_tokenizer(folder, model.vocab_size, named=tokenizer, mend=mend)
+    # Of a tokenizer that was named, the ids count; else those that the model came with.
+    generation = generation_files(folder, vocabulary.ids() if tokenizer else {})
     stored = matching_tensors(model, open_tensors(folder))
     check_disk(out, _count(model) * BYTES_PER_ELEMENT)
     if verify:
         check_room(model)
     with new_folder(out) as writing:
         seals = write_pieces_alone(writing, _pieces(model, stored))
-        seals |= write_tokenizer_files(writing, beside)
+        seals |= write_tokenizer_files(writing, {**vocabulary.files, **generation})
         seals |= write_run_state(writing, _state(model, folder))
         write_manifest(writing, seals)
         agreement = compare(writing, folder) if verify else None
@@ -79,7 +87,7 @@ def import_model(
     rounded = [name for name, tensor in stored.items() if tensor.dtype == torch.float64]
     if rounded:
         tell(f"rounded from float64 to float32: {len(rounded):,} tensors, the first {rounded[0]}")
-    tell(str(tokenizer))
+    tell(str(vocabulary))
     tell(str(agreement or "not verified"))
     return agreement
 

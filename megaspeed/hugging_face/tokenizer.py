@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megaspeed.checkpoint.tokenizer_files import TOKENIZER, read_tokenizer_files
+from megaspeed.data.errors import DataError
 from megaspeed.data.tokenizer.text_tokenizer import (
     NoEndOfText,
     TextTokenizer,
-    check_vocabulary,
     load_tokenizer,
     special_tokens,
 )
@@ -40,24 +40,34 @@ class ModelTokenizer:
         return {"bos_token_id": self.bos_token_id, "eos_token_id": self.eos_token_id}
 
 
-def find_tokenizer(folder: Path, vocab_size: int, mend: str = "") -> ModelTokenizer:
-    """The tokenizer beside a model; without files, and with ``mend`` as remark, if there is none.
+def find_tokenizer(
+    folder: Path, vocab_size: int, *, named: Path | None, mend: str
+) -> ModelTokenizer:
+    """The tokenizer that is named, or else that beside a model; without files if there is neither.
+
+    Args:
+        folder: of the model.
+        vocab_size: of the model.
+        named: a folder or a tokenizer.json.
+        mend: what can be done where the one beside the model cannot be taken.
 
     Raises:
         DataError: it cannot be read, or has more entries than the model.
     """
-    if any((folder / name).is_file() for name in (TOKENIZER, *_OLDER)):
-        return read_tokenizer(folder, vocab_size, "the tokenizer beside a model")
-    return ModelTokenizer({}, remark=mend)
+    if named is not None:
+        return _read_tokenizer(named, vocab_size, "--tokenizer")
+    if not any((folder / name).is_file() for name in (TOKENIZER, *_OLDER)):
+        return ModelTokenizer({}, remark="name one with --tokenizer")
+    try:
+        return _read_tokenizer(folder, vocab_size, "the tokenizer beside a model")
+    except DataError as error:
+        raise DataError(f"{error}; or {mend}") from error
 
 
-def read_tokenizer(source: Path, vocab_size: int, setting: str = "--tokenizer") -> ModelTokenizer:
+def _read_tokenizer(source: Path, vocab_size: int, setting: str) -> ModelTokenizer:
     """The tokenizer of a folder or of a tokenizer.json, of whatever age.
 
     One of which no token is known to end a text is a model's nevertheless; it is remarked upon.
-
-    Raises:
-        DataError: it is none, or damaged, or has more entries than the model.
     """
     folder = source if source.is_dir() else source.parent
     eos, remark = None, ""
@@ -69,7 +79,12 @@ def read_tokenizer(source: Path, vocab_size: int, setting: str = "--tokenizer") 
         loaded = TextTokenizer(error.tokenizer, end_of_text=0)
         made = {TOKENIZER: loaded.to_json()}
         remark = f"no text can be prepared with it as it is: {error}"
-    check_vocabulary(loaded.vocab_size, str(source), vocab_size)
+    if loaded.vocab_size > vocab_size:
+        raise DataError(
+            f"every token id must be below the model's vocab_size: that is {vocab_size}, and "
+            f"{setting}, {source}, has {loaded.vocab_size} entries; remove the tokens that were "
+            "added to it, or give the model rows for them by transformers' resize_token_embeddings"
+        )
     bos = next(special_tokens(folder, "bos_token"), None)
     return ModelTokenizer(
         made | (read_tokenizer_files(source) if source.is_dir() else {}),

@@ -1,7 +1,5 @@
 """A model as stock transformers loads and runs it: on the CPU, without our code."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +8,7 @@ import transformers
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from megaspeed.data.tokenizer.quiet_transformers import quiet_transformers
 from megaspeed.hugging_face.errors import HuggingFaceError
 
 
@@ -80,7 +79,7 @@ def load_transformers_model(folder: Path, *, strict: bool) -> TransformersModel:
     Raises:
         HuggingFaceError: it cannot be loaded, or not every tensor of it is there.
     """
-    with _silence():
+    with quiet_transformers():
         try:
             model, loading = transformers.AutoModelForCausalLM.from_pretrained(
                 folder, dtype=torch.float32, local_files_only=True, output_loading_info=True
@@ -98,18 +97,3 @@ def load_transformers_model(folder: Path, *, strict: bool) -> TransformersModel:
     if found:
         raise HuggingFaceError(f"transformers finds that {folder} {'; '.join(found)}")
     return TransformersModel(model)
-
-
-@contextmanager
-def _silence() -> Iterator[None]:
-    """Without transformers' bars and warnings; what matters of them is in the error."""
-    logging = transformers.utils.logging
-    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(verbosity)
-        if bars:
-            logging.enable_progress_bar()

@@ -1,10 +1,13 @@
 """The tokenizer: trained to the size asked for, deterministic, lossless; or read from disk."""
 
 import json
+import logging
 import sysconfig
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import BPE
 from transformers import AutoTokenizer
 
 from megaspeed.config.data import Source
@@ -184,7 +187,30 @@ def test_what_is_no_tokenizer_is_refused_with_its_mend(
     (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(DataError, match=r"cannot be read as such.*save_pretrained"):
         load_tokenizer(str(tmp_path))
+    (tmp_path / "tokenizer.json").write_text(Tokenizer(BPE()).to_str())
+    with pytest.raises(DataError, match=r"must have entries, and .* has none; fetch it anew"):
+        load_tokenizer(str(tmp_path))
     nameless = trained.to_json().replace(END_OF_TEXT.encode(), b"<|nothing|>")
     (tmp_path / "tokenizer.json").write_bytes(nameless)
     with pytest.raises(DataError, match=r"must end with a token of its own.*eos_token"):
         load_tokenizer(str(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["tokenizer.model", "vocab.json"])
+def test_an_older_format_that_transformers_does_not_read_is_refused_in_our_words(
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+) -> None:
+    """transformers warns of one package and advises to install another, which is of no use."""
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+    (tmp_path / name).write_bytes(b"\x0a\x0f\x0a\x05<unk>")
+    with pytest.raises(DataError) as caught:
+        load_tokenizer(str(tmp_path), "--tokenizer")
+    assert str(caught.value) == (
+        f"--tokenizer must be a tokenizer.json or a folder with one, and {tmp_path} has none, nor "
+        "an older format that transformers reads here; save it with save_pretrained where it does "
+        "(a tokenizer.model takes the package sentencepiece)"
+    )
+    assert caplog.messages == []

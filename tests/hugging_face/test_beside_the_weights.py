@@ -5,9 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer, models
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from megaspeed.checkpoint.soundness import inspect
+from megaspeed.checkpoint.whole_model import saved_tokenizer
 from megaspeed.cli import main
 from megaspeed.data import DataError
 from megaspeed.data.tokenizer.text_tokenizer import NoEndOfText, load_tokenizer
@@ -16,6 +18,7 @@ from megaspeed.hugging_face.exporting import export_model
 from megaspeed.hugging_face.importing import import_model
 from tests.hugging_face.models import change_config, gpt2, saved, with_tokenizer
 
+OTHERWISE = "name another with --tokenizer, or import without by --no-tokenizer"
 SAMPLING = {
     "bos_token_id": 0,
     "eos_token_id": [0, 7, 9],
@@ -32,13 +35,19 @@ def folder(tmp_path: Path) -> Path:
     return saved(gpt2(), tmp_path / "hf")
 
 
-def there_and_back(folder: Path, **options: Any) -> tuple[Path, list[str]]:
-    """What an export makes of an import, and all that was told."""
+def there_and_back(folder: Path, **named: Path) -> tuple[Path, list[str]]:
+    """What an export makes of an import, and all that was told.
+
+    Args:
+        folder: of the model.
+        named: the tokenizer that is named on "the_import" or "the_export".
+    """
     told: list[str] = []
     checkpoint, out = folder.with_name("checkpoint"), folder.with_name("out")
-    import_model(folder, checkpoint, verify=False, tell=told.append)
+    options: dict[str, Any] = {"verify": False, "tell": told.append}
+    import_model(folder, checkpoint, tokenizer=named.get("the_import"), **options)
     assert inspect(checkpoint).problems == inspect(checkpoint).strays == ()
-    export_model(checkpoint, out, verify=False, tell=told.append, **options)
+    export_model(checkpoint, out, tokenizer=named.get("the_export"), **options)
     return out, told
 
 
@@ -86,8 +95,44 @@ def test_a_damaged_tokenizer_config_is_told_everywhere(
     )
     out = folder.with_name("out")
     assert main(["import-hf", str(folder), str(out)]) == 2
-    assert capsys.readouterr() == ("", f"{caught.value}\n")
+    assert capsys.readouterr() == ("", f"{caught.value}; or {OTHERWISE}\n")
     assert not out.exists()
+
+
+def test_of_a_tokenizer_without_entries_nothing_can_be_taken(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "tokenizer.json").write_text(Tokenizer(models.BPE()).to_str())
+    out = folder.with_name("out")
+    assert main(["import-hf", str(folder), str(out)]) == 2
+    assert capsys.readouterr().err == (
+        f"the tokenizer beside a model must have entries, and {folder} has none; fetch it anew; "
+        f"or {OTHERWISE}\n"
+    )
+    assert not out.exists()
+
+
+def test_an_import_goes_on_with_another_tokenizer_or_without(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Where the one beside the model has more tokens than the model has rows."""
+    named = folder.with_name("tokens")
+    named.mkdir()
+    with_tokenizer(named)
+    loaded = AutoTokenizer.from_pretrained(named)
+    loaded.add_tokens([f"<extra {number}>" for number in range(100)])
+    loaded.save_pretrained(folder)
+    command = ["import-hf", str(folder), str(folder.with_name("checkpoint")), "--no-verify"]
+    assert main(command) == 2
+    assert OTHERWISE in capsys.readouterr().err
+    assert main([*command, "--tokenizer", str(named)]) == 0
+    assert "\ntokenizer: tokenizer.json, tokenizer_config.json\n" in capsys.readouterr().out
+    carried = load_tokenizer(str(folder.with_name("checkpoint")))
+    assert carried.fingerprint == load_tokenizer(str(named)).fingerprint
+    command[2] = str(folder.with_name("without"))
+    assert main([*command, "--no-tokenizer"]) == 0
+    assert "\ntokenizer: none\n" in capsys.readouterr().out
+    assert saved_tokenizer(folder.with_name("without")) is None
 
 
 # --- how a text is continued ----------------------------------------------------------------------
@@ -115,11 +160,12 @@ def test_ids_that_config_json_alone_states_come_back(folder: Path) -> None:
         assert (stated(out, name)["bos_token_id"], stated(out, name)["eos_token_id"]) == (3, [3, 4])
 
 
-def test_of_a_tokenizer_that_is_named_the_ids_count(folder: Path) -> None:
+@pytest.mark.parametrize("at", ["the_import", "the_export"])
+def test_of_a_tokenizer_that_is_named_the_ids_count(folder: Path, at: str) -> None:
     GenerationConfig(**{**SAMPLING, "eos_token_id": [5, 6]}).save_pretrained(folder)
     named = folder.with_name("tokens")
     named.mkdir()
-    out, _ = there_and_back(folder, tokenizer=with_tokenizer(named))
+    out, _ = there_and_back(folder, **{at: with_tokenizer(named)})
     keys = stated(out, "generation_config.json")
     assert (keys["eos_token_id"], keys["temperature"]) == (0, 0.6)
     assert stated(out, "config.json")["eos_token_id"] == 0

@@ -19,6 +19,7 @@ from tokenizers import Tokenizer
 
 from megaspeed.config.strict_json import JsonSyntaxError, read_json_object
 from megaspeed.data.errors import DataError
+from megaspeed.data.tokenizer.quiet_transformers import quiet_transformers
 from megaspeed.files.durable import write_whole
 
 TRAIN = "train"
@@ -142,7 +143,8 @@ def load_tokenizer(source: str, setting: str = _SETTING) -> TextTokenizer:
         setting: where it comes from, for the messages.
 
     Raises:
-        DataError: no such path, not a tokenizer, or a damaged tokenizer_config.json.
+        DataError: no such path, not a tokenizer, one without entries, or a damaged
+            tokenizer_config.json.
         NoEndOfText: no token is known to end a document.
     """
     path = Path(source)
@@ -154,13 +156,9 @@ def load_tokenizer(source: str, setting: str = _SETTING) -> TextTokenizer:
             "correct the path"
         )
     stated = _read_object(file.parent / CONFIG_FILE)
-    try:
-        tokenizer = Tokenizer.from_file(str(file)) if file.is_file() else _older_format(path)
-    except Exception as error:  # the bindings raise bare Exception, transformers many kinds
-        raise DataError(
-            f"{setting} must be a tokenizer.json or a folder with one, and {path} cannot be read "
-            f"as such ({error}); save it with save_pretrained"
-        ) from error
+    tokenizer = _of_file(file, setting) if file.is_file() else _older_format(path, setting)
+    if not tokenizer.get_vocab_size(with_added_tokens=True):
+        raise DataError(f"{setting} must have entries, and {path} has none; fetch it anew")
     return TextTokenizer(tokenizer, _find_end_of_text(tokenizer, file.parent), stated)
 
 
@@ -233,10 +231,28 @@ def _read_object(file: Path) -> dict[str, Any]:
         ) from error
 
 
-def _older_format(folder: Path) -> Tokenizer:
+def _of_file(file: Path, setting: str) -> Tokenizer:
+    try:
+        return Tokenizer.from_file(str(file))
+    except Exception as error:  # the bindings raise bare Exception
+        raise DataError(
+            f"{setting} must be a tokenizer.json or a folder with one, and {file} cannot be read "
+            f"as such ({error}); save it with save_pretrained"
+        ) from error
+
+
+def _older_format(folder: Path, setting: str) -> Tokenizer:
     from transformers import AutoTokenizer  # slow to import, and rarely needed
 
-    loaded = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
-    tokenizer = loaded.backend_tokenizer
-    assert isinstance(tokenizer, Tokenizer)
+    try:
+        with quiet_transformers():
+            loaded = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+        tokenizer = loaded.backend_tokenizer
+        assert isinstance(tokenizer, Tokenizer)
+    except Exception as error:  # transformers raises many kinds, and advises what does not help
+        raise DataError(
+            f"{setting} must be a tokenizer.json or a folder with one, and {folder} has none, nor "
+            "an older format that transformers reads here; save it with save_pretrained where it "
+            "does (a tokenizer.model takes the package sentencepiece)"
+        ) from error
     return tokenizer
