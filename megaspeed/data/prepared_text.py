@@ -26,6 +26,7 @@ from megaspeed.data.cache import Cache, Facts, cache_key
 from megaspeed.data.errors import DataError
 from megaspeed.data.selection import Selection
 from megaspeed.data.shares import Share
+from megaspeed.data.text.cutting import HOW_CUT
 from megaspeed.data.text.documents import Document, corpus_fingerprint, read_documents
 from megaspeed.data.text.pieces import SKIP_BEFOREHAND
 from megaspeed.data.text.split import split_groups
@@ -37,7 +38,7 @@ from megaspeed.data.tokens.writing import write_tokens
 logger = logging.getLogger(__name__)
 
 # Part of a token file's key: raise it when the same documents are to give other ids.
-_TOKENS_FORMAT = 1
+_TOKENS_FORMAT = 2
 # Part of a recipe's key: raise it when recipes say something else.
 _RECIPE_FORMAT = 3
 
@@ -111,6 +112,7 @@ def _recipe_path(cache: Cache, data: DataConfig, vocab_size: int, selection: Sel
     key = cache_key(
         _RECIPE_FORMAT,
         tokenizers.__version__,
+        HOW_CUT,
         selection.states,
         [[repr(file.format) for file in share.files] for share in selection.shares],
         len(selection.train),
@@ -191,10 +193,14 @@ def _provide_tokens(
     if not documents:
         return None
     assert tokenizer is not None, "text has a tokenizer"
-    made_from = [corpus_fingerprint(documents), tokenizer.fingerprint, tokenizer.end_of_text]
-    if tokenizer.implies_space:  # format 1 had a space too many where such a document was cut
-        made_from.append("no space at cuts")
-    key = cache_key(_TOKENS_FORMAT, *made_from)
+    key = cache_key(
+        _TOKENS_FORMAT,
+        tokenizers.__version__,
+        HOW_CUT,
+        corpus_fingerprint(documents),
+        tokenizer.fingerprint,
+        tokenizer.end_of_text,
+    )
     path = cache.root / "tokens" / f"{key}.bin"
     existing = TokenFile.open(cache, path)
     if existing is not None:

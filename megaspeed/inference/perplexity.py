@@ -104,9 +104,9 @@ def _windows(
     within_document = False
     for piece in pieces:
         score.text_bytes += len(piece.text.encode("utf-8"))
-        text = model.tokenizer.continued(piece.text) if within_document else piece.text
+        encode = model.tokenizer.encode_continued if within_document else model.tokenizer.encode
         within_document = not piece.ends_document
-        (ids,) = model.tokenizer.encode([text])
+        (ids,) = encode([piece.text])
         score.read_tokens += len(ids)
         yield from cutter.feed(ids)
         if piece.ends_document:

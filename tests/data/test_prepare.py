@@ -201,6 +201,31 @@ def test_seed_fraction_and_vocabulary_each_have_entries_of_their_own(
     assert paths(sequence_length=64) == paths()
 
 
+@pytest.mark.parametrize("other", ["the cuts of long documents", "the version of tokenizers"])
+def test_ids_that_may_be_others_have_a_file_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, other: str
+) -> None:
+    """The text is the same, and so is the tokenizer."""
+    tokenizer = tmp_path / "tokenizer"
+    trained = prepare_corpus(config(), 300, cache_dir=tmp_path).tokenizer
+    assert trained is not None
+    shutil.copytree(trained, tokenizer)
+
+    def paths() -> tuple[Path, ...]:
+        named = prepare_corpus(config(tokenizer=str(tokenizer)), 300, cache_dir=tmp_path)
+        own = prepare_corpus(config(), 300, cache_dir=tmp_path)
+        assert own.tokenizer is not None
+        return only_file(named.train).path, only_file(own.train).path, own.tokenizer
+
+    before = paths()
+    if other == "the version of tokenizers":
+        monkeypatch.setattr("tokenizers.__version__", "1.0")
+    else:
+        monkeypatch.setattr("megaspeed.data.prepared_text.HOW_CUT", "otherwise")
+        monkeypatch.setattr("megaspeed.data.tokenizer.cached.HOW_CUT", "otherwise")
+    assert not set(before) & set(paths())
+
+
 def test_explicit_validation_sources_are_the_validation_set(tmp_path: Path) -> None:
     data = config(train=SMALL[:1], validation=SMALL[1:])
     corpus = prepare_corpus(data, 512, cache_dir=tmp_path)

@@ -145,6 +145,19 @@ def test_limits_stored_in_a_tokenizer_file_do_not_cut_documents(
     assert load_tokenizer(str(tmp_path)).encode([text]) == trained.encode([text])
 
 
+def test_the_dropout_that_a_tokenizer_was_trained_with_does_not_change_its_ids(
+    tmp_path: Path, trained: TextTokenizer
+) -> None:
+    """Else the ids of a text are others each time, under one fingerprint."""
+    dropping = json.loads(trained.to_json())
+    dropping["model"]["dropout"] = 0.5
+    (tmp_path / "tokenizer.json").write_text(json.dumps(dropping))
+    loaded = load_tokenizer(str(tmp_path))
+    text = "a document of more than a few merges, each of which might be left out by chance"
+    assert all(loaded.encode([text]) == trained.encode([text]) for _ in range(5))
+    assert loaded.fingerprint == trained.fingerprint
+
+
 @pytest.mark.parametrize("eos", ["ing", {"content": "ing", "special": True}])
 def test_the_configured_end_of_text_token_is_preferred(
     tmp_path: Path, trained: TextTokenizer, eos: object

@@ -15,6 +15,7 @@ from typing import BinaryIO
 import tokenizers
 
 from megaspeed.data.cache import Cache, Facts, cache_key
+from megaspeed.data.text.cutting import HOW_CUT
 from megaspeed.data.text.documents import Document, corpus_fingerprint
 from megaspeed.data.tokenizer.text_tokenizer import (
     CONFIG_FILE,
@@ -55,6 +56,7 @@ def provide_trained(
     key = cache_key(
         _FORMAT,
         tokenizers.__version__,
+        HOW_CUT,  # it is trained on pieces
         corpus_fingerprint(documents),
         TRAINING_SAMPLE_BYTES,
         vocab_size,

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer
+from tokenizers.models import BPE
 
 from megaspeed.config.strict_json import JsonSyntaxError, read_json_object
 from megaspeed.data.errors import DataError
@@ -29,6 +30,10 @@ _END_OF_TEXT_NAMES = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|im_end
 TOKENIZER_FILE = "tokenizer.json"
 CONFIG_FILE = "tokenizer_config.json"
 _CONFIG_FILES = (CONFIG_FILE, "special_tokens_map.json")
+# The parts of a tokenizer.json that may put a space before a text.
+_PUT_FIRST_SPACE = ("normalizer", "pre_tokenizer")
+# Of Prepend, Metaspace and ByteLevel, as tokenizer.json names them.
+_NO_FIRST_SPACE = {"prepend": "", "prepend_scheme": "never", "add_prefix_space": False}
 _TOKENIZER_FILES = ("*.json", "*.txt", "*.model")
 
 
@@ -63,6 +68,9 @@ class TextTokenizer:
         # documents short or pad them.
         self.tokenizer.no_truncation()
         self.tokenizer.no_padding()
+        # It may also carry how its own model was trained: with merges left out by chance.
+        if isinstance(self.tokenizer.model, BPE):
+            self.tokenizer.model.dropout = None
         # Text that spells a special token is text: only the packing ends a document.
         self.tokenizer.encode_special_tokens = True
 
@@ -93,20 +101,6 @@ class TextTokenizer:
             "eos_token": self.stated["eos_token"] if names_it else end_of_text,
         }
 
-    @cached_property
-    def implies_space(self) -> bool:
-        """Whether a text is encoded as if a space stood before it, as by Llama 2's tokenizer."""
-        together, first, second = self.encode(["a b", "a", "b"])
-        return together == [*first, *second]
-
-    def continued(self, text: str) -> str:
-        """What to encode for a text that goes on with another one, by itself.
-
-        It begins where text is cut, with the one space between two words. Where such a space is
-        implied it would be there twice.
-        """
-        return text.removeprefix(" ") if self.implies_space else text
-
     def to_json(self) -> bytes:
         """The tokenizer as the bytes of a tokenizer.json."""
         return self.tokenizer.to_str(pretty=True).encode("utf-8")
@@ -128,8 +122,48 @@ class TextTokenizer:
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         """The ids of each text, without special tokens, on all threads."""
-        encodings = self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)
-        return [encoding.ids for encoding in encodings]
+        return _encoded(self.tokenizer, texts)
+
+    def encode_continued(self, texts: Sequence[str]) -> list[list[int]]:
+        """The ids of texts each of which goes on with another one.
+
+        They are encoded as they are: no space is put before them, as Llama 2's tokenizer puts one
+        before a whole text. (It puts one behind each added token that is not special, too; where a
+        text has such tokens, that one is left out.)
+        """
+        return _encoded(self._continuing, texts) if texts else []
+
+    @cached_property
+    def _continuing(self) -> Tokenizer:
+        """The tokenizer without the space that it puts before a text.
+
+        One that first removes the spaces before a text is used as it is.
+        """
+        stated = json.loads(self.tokenizer.to_str())
+        changed = {name: _without_first_space(stated[name]) for name in _PUT_FIRST_SPACE}
+        if changed.items() <= stated.items():
+            return self.tokenizer
+        continuing = Tokenizer.from_str(json.dumps({**stated, **changed}))
+        continuing.encode_special_tokens = True
+        keeps_spaces = _encoded(continuing, [" a"]) == self.encode(["a"])
+        return continuing if keeps_spaces else self.tokenizer
+
+
+def _encoded(tokenizer: Tokenizer, texts: Sequence[str]) -> list[list[int]]:
+    encodings = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+    return [encoding.ids for encoding in encodings]
+
+
+def _without_first_space(part: Any) -> Any:
+    """A normalizer or pre-tokenizer as JSON, with what it puts before a text switched off."""
+    if isinstance(part, list):
+        return [_without_first_space(item) for item in part]
+    if isinstance(part, dict):
+        return {
+            key: _NO_FIRST_SPACE.get(key, _without_first_space(value))
+            for key, value in part.items()
+        }
+    return part
 
 
 def load_tokenizer(source: str, setting: str = _SETTING) -> TextTokenizer:

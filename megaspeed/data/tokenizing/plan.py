@@ -12,6 +12,7 @@ from typing import Any
 
 import tokenizers
 
+from megaspeed.data.text.cutting import HOW_CUT
 from megaspeed.data.text.sources import SourceFile
 from megaspeed.data.tokenizer.text_tokenizer import TextTokenizer
 
@@ -48,6 +49,7 @@ class Plan:
         end_of_text: the id behind each document.
         shard_tokens: how many tokens fill a shard.
         library_version: of `tokenizers`; another one may encode some text otherwise.
+        cutting: how long documents are cut; positions within them count their pieces.
         input: the files, in order.
         format: of what is written.
     """
@@ -56,6 +58,7 @@ class Plan:
     end_of_text: int
     shard_tokens: int
     library_version: str
+    cutting: str
     input: tuple[InputFile, ...]
     format: int
 
@@ -71,6 +74,7 @@ class Plan:
             end_of_text=tokenizer.end_of_text,
             shard_tokens=shard_tokens,
             library_version=tokenizers.__version__,
+            cutting=HOW_CUT,
             input=tuple(map(_as_input, files)),
             format=_FORMAT,
         )
@@ -87,6 +91,7 @@ def differences(before: Plan, now: Plan) -> Iterator[str]:
         ("the end-of-text id", before.end_of_text, now.end_of_text),
         ("--shard-size", before.shard_tokens, now.shard_tokens),
         ("the version of tokenizers", before.library_version, now.library_version),
+        ("the cutting of long documents", before.cutting, now.cutting),
         ("the format of token folders", before.format, now.format),
     ):
         if old != new:

@@ -6,13 +6,13 @@
                                  ^                 ^  document_ends 5, 9
 
 Every piece is encoded by itself, so the ids do not depend on which pieces are packed together. They
-are those of the whole document: one that goes on is cut before a single space, and that is left out
-where the tokenizer puts a mark for a space before every text.
+are those of the whole document wherever it is cut before a space that begins a word; `cutting` says
+what holds elsewhere.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -56,7 +56,7 @@ def pack(
     """
     packed: list[int] = []
     document_ends: list[int] = []
-    encoded = tokenizer.encode(list(_texts(pieces, tokenizer, within_document)))
+    encoded = _encoded(pieces, tokenizer, within_document)
     for piece, ids in zip(pieces, encoded, strict=True):
         packed.extend(ids)
         if piece.ends_document:
@@ -68,9 +68,14 @@ def pack(
     )
 
 
-def _texts(
+def _encoded(
     pieces: Sequence[Piece], tokenizer: TextTokenizer, within_document: bool
-) -> Iterator[str]:
-    for piece in pieces:
-        yield tokenizer.continued(piece.text) if within_document else piece.text
-        within_document = not piece.ends_document
+) -> list[list[int]]:
+    """The ids of each piece."""
+    goes_on = [within_document, *(not piece.ends_document for piece in pieces)][: len(pieces)]
+    texts: dict[bool, list[str]] = {False: [], True: []}
+    for piece, is_continued in zip(pieces, goes_on, strict=True):
+        texts[is_continued].append(piece.text)
+    begun = iter(tokenizer.encode(texts[False]))
+    continued = iter(tokenizer.encode_continued(texts[True]))
+    return [next(continued if is_continued else begun) for is_continued in goes_on]

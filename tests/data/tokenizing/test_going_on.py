@@ -20,7 +20,7 @@ from megaspeed.config.data import Source
 from megaspeed.data import DataError
 from megaspeed.data.text.sources import SourceFile, list_files
 from megaspeed.data.tokenizer.text_tokenizer import TextTokenizer
-from megaspeed.data.tokenizing import batches
+from megaspeed.data.tokenizing import batches, plan
 from megaspeed.data.tokenizing.tokenization import How, tokenize
 from tests.data.tokenizing.watching import Record, Stop, contents
 from tests.data.tokenizing.words import WORDS, documents, write_json_lines
@@ -316,6 +316,23 @@ def test_another_tokenizer_does_not_go_on(
     assert main([*command, "--tokenizer", str(other)]) == 2
     assert main([*command, "--tokenizer", str(other), "--fresh"]) == 0
     assert (out / "tokenizer.json").read_bytes() == (other / "tokenizer.json").read_bytes()
+
+
+def test_work_that_was_begun_with_other_cuts_does_not_go_on(
+    tmp_path: Path,
+    files: list[SourceFile],
+    tokenizer: TextTokenizer,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A position counts the pieces of a long document, which were others then."""
+    out = tmp_path / "out"
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(plan, "HOW_CUT", "at every thousandth byte")
+        tokenize(files, tokenizer, out, HOW, Stop(2))
+    before = contents(out)
+    with pytest.raises(DataError, match=r"cutting of long documents was at every thousandth byte"):
+        tokenize(files, tokenizer, out, HOW, Record())
+    assert contents(out) == before
 
 
 def test_a_journal_that_was_altered_is_refused(

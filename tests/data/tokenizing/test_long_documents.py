@@ -1,22 +1,31 @@
 """The ids of a document longer than a piece are those of the tokenizer alone on the whole of it."""
 
+import random
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
-from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
+from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
 
+from megaspeed.data.text import cutting
 from megaspeed.data.text.documents import read_documents
 from megaspeed.data.text.sources import SourceFile
 from megaspeed.data.tokenizer.text_tokenizer import END_OF_TEXT, TextTokenizer
 from megaspeed.data.tokenizing.tokenization import How, tokenize
+from megaspeed.data.tokens.packing import pack
 from megaspeed.data.tokens.token_folder import open_token_folder
 from megaspeed.data.tokens.writing import packed_ids
 from tests.data.tokenizing.watching import Record
 from tests.data.tokenizing.words import WORDS, documents
 
 MARK = "\u2581"
+HAN = [chr(0x4E00 + number) for number in range(50)]
+# Of Llama 3; runs of spaces, line ends behind a full stop and three digits are words of their own.
+LLAMA_3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 
 
 def prepended() -> Tokenizer:
@@ -40,38 +49,86 @@ def byte_level(*, add_prefix_space: bool) -> Tokenizer:
     return tokenizer
 
 
-TOKENIZERS: dict[str, tuple[Callable[[], Tokenizer], bool]] = {
-    "prepended": (prepended, True),
-    "metaspace first": (lambda: metaspace("first"), True),
-    "metaspace always": (lambda: metaspace("always"), True),
-    "metaspace never": (lambda: metaspace("never"), False),
-    "byte level with space": (lambda: byte_level(add_prefix_space=True), True),
-    "byte level": (lambda: byte_level(add_prefix_space=False), False),
+def llama_3() -> Tokenizer:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(LLAMA_3), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    return tokenizer
+
+
+TOKENIZERS: dict[str, Callable[[], Tokenizer]] = {
+    "prepended": prepended,
+    "metaspace first": lambda: metaspace("first"),
+    "metaspace always": lambda: metaspace("always"),
+    "metaspace never": lambda: metaspace("never"),
+    "byte level with space": lambda: byte_level(add_prefix_space=True),
+    "byte level": lambda: byte_level(add_prefix_space=False),
+    "llama 3": llama_3,
 }
-"""Name -> (an untrained one, whether it takes a text as if a space stood before it)."""
+"""Name -> an untrained one."""
 
 
 def trained(tokenizer: Tokenizer) -> TextTokenizer:
-    letters = sorted({*"".join(WORDS), *pre_tokenizers.ByteLevel.alphabet(), MARK})
-    trainer = trainers.BpeTrainer(
-        vocab_size=600, special_tokens=[END_OF_TEXT], initial_alphabet=letters, show_progress=False
+    """One that knows words, marks in a row, and white space in a row where it lets that be one."""
+    letters = sorted(
+        {*"".join(WORDS), *HAN, *"\n\u00a0\u3000", *pre_tokenizers.ByteLevel.alphabet(), MARK}
     )
-    tokenizer.train_from_iterator(WORDS, trainer)
+    trainer = trainers.BpeTrainer(
+        vocab_size=800, special_tokens=[END_OF_TEXT], initial_alphabet=letters, show_progress=False
+    )
+    runs = ["  ", "   ", "\u00a0 ", " \u00a0", "\u3000  "] * 20
+    tokenizer.train_from_iterator([*WORDS, *runs], trainer)
     end_of_text = tokenizer.token_to_id(END_OF_TEXT)
     assert end_of_text is not None
     return TextTokenizer(tokenizer, end_of_text)
 
 
+CHANCE = random.Random(0)
+WITHOUT_SINGLE_SPACES = {
+    "no space": "".join(CHANCE.choices(HAN, k=10_000)),
+    "one word a line": "\n".join(CHANCE.choices(WORDS, k=4_000)),
+    "one word a line of Windows": "\r\n".join(CHANCE.choices(WORDS, k=4_000)),
+    "spaces in twos": "  ".join(CHANCE.choices(WORDS, k=4_000)),
+    "indented lines": "\n    ".join(CHANCE.choices(WORDS, k=4_000)),
+    "spaces of other widths": "".join(
+        word + CHANCE.choice(["\u00a0 ", " \u00a0", "\u00a0 \u00a0", "\u3000  ", "\u3000 \n"])
+        for word in CHANCE.choices(WORDS, k=4_000)
+    ),
+}
+
+
+@pytest.mark.parametrize("text", WITHOUT_SINGLE_SPACES)
 @pytest.mark.parametrize("name", TOKENIZERS)
-def test_whether_a_space_is_implied_shows_in_two_words(name: str) -> None:
-    make, implies_space = TOKENIZERS[name]
-    assert trained(make()).implies_space == implies_space
+def test_cuts_do_not_show_where_no_single_space_stands_between_two_words(
+    monkeypatch: pytest.MonkeyPatch, name: str, text: str
+) -> None:
+    """No space is implied where the text goes on, and none that stands there is lost or moved."""
+    monkeypatch.setattr(cutting, "PIECE_BYTES", 2000)
+    monkeypatch.setattr(cutting, "_CUT_WINDOW_BYTES", 500)
+    tokenizer = trained(TOKENIZERS[name]())
+    whole = WITHOUT_SINGLE_SPACES[text]
+    pieces = list(cutting.pieces_of(whole, 0, 0))
+    assert len(pieces) > 10
+    ids = pack(pieces, tokenizer).ids.tolist()
+    assert ids == [*tokenizer.tokenizer.encode(whole).ids, tokenizer.end_of_text]
+
+
+def test_a_tokenizer_that_removes_spaces_before_a_text_keeps_those_between_words() -> None:
+    stripping = prepended()
+    stripping.normalizer = normalizers.Sequence([normalizers.Strip(), stripping.normalizer])
+    tokenizer = trained(stripping)
+    whole, first = tokenizer.encode([f"{WORDS[0]} {WORDS[1]}", WORDS[0]])
+    assert [*first, *tokenizer.encode_continued([f" {WORDS[1]}"])[0]] == whole
 
 
 @pytest.mark.parametrize("name", ["prepended", "metaspace first", "byte level"])
 def test_the_cuts_of_a_long_document_do_not_show(tmp_path: Path, name: str) -> None:
     """Where it is tokenized beforehand, and where text is trained on directly."""
-    tokenizer = trained(TOKENIZERS[name][0]())
+    tokenizer = trained(TOKENIZERS[name]())
     long = " ".join(documents(3 << 20))
     text = tmp_path / "long.txt"
     text.write_text(f"{long}{END_OF_TEXT}the end", encoding="utf-8")
