@@ -53,9 +53,10 @@ def refuse_existing(path: Path) -> None:
 @contextmanager
 def _sole_use(writing: Path, path: Path) -> Iterator[Path]:
     """The folder, empty but for its lock; the kernel frees the lock of a process that died."""
-    lock = _open_lock(writing)
+    made = _make(writing)
+    lock = _open_lock(writing, made=made)
     try:
-        if lock is None or not _take(lock):
+        if lock is None or not _take(lock, made=made):
             raise FileExistsError(
                 f"{path} is filled under the name {writing}, and that is there: another process "
                 f"is filling it, or it is not megaspeed's; wait for the other one, move {writing} "
@@ -68,26 +69,32 @@ def _sole_use(writing: Path, path: Path) -> Iterator[Path]:
             os.close(lock)
 
 
-def _open_lock(writing: Path) -> int | None:
-    """The lock in the folder, which is made if need be; None where the folder is not ours."""
+def _make(writing: Path) -> bool:
+    """Whether it was not there."""
     try:
         writing.mkdir(parents=True)
     except FileExistsError:
-        made = 0
-    else:
-        made = os.O_CREAT
+        return False
+    return True
+
+
+def _open_lock(writing: Path, *, made: bool) -> int | None:
+    """The lock in a folder that was made just now, or in one of ours; None where there is none."""
     try:
-        return os.open(writing / _LOCK, os.O_RDWR | made, 0o666)
+        return os.open(writing / _LOCK, os.O_RDWR | (os.O_CREAT if made else 0), 0o666)
     except (FileNotFoundError, NotADirectoryError):
         return None
 
 
-def _take(lock: int) -> bool:
+def _take(lock: int, *, made: bool) -> bool:
     """Whether nobody else holds it, and it still stands in a folder."""
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
+    except OSError:
+        # Some network file systems know no locks. There a folder is its maker's alone.
+        return made
     # It was taken out if its folder was finished since it was opened.
     return os.fstat(lock).st_nlink > 0
 

@@ -1,5 +1,6 @@
 """A new folder is there whole, or not at all."""
 
+import errno
 import os
 import subprocess
 import sys
@@ -63,10 +64,24 @@ def test_one_that_was_finished_while_another_looked_at_it_stays_as_it_is(
         (writing / "first").touch()
         late = os.open(writing / ".unfinished", os.O_RDWR)
     (tmp_path / "out").rename(tmp_path / "elsewhere")
-    monkeypatch.setattr("megaspeed.files.new_folder._open_lock", lambda writing: late)
+    monkeypatch.setattr("megaspeed.files.new_folder._open_lock", lambda writing, made: late)
     with pytest.raises(FileExistsError, match="another process"), new_folder(tmp_path / "out"):
         raise AssertionError("the block does not run")
     assert [path.name for path in (tmp_path / "elsewhere").iterdir()] == ["first"]
+
+
+def test_where_there_are_no_locks_a_folder_is_its_makers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def flock(lock: int, operation: int) -> None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr("fcntl.flock", flock)
+    with new_folder(tmp_path / "out") as writing:
+        (writing / "first").touch()
+        with pytest.raises(FileExistsError, match="another process"), new_folder(tmp_path / "out"):
+            raise AssertionError("the block does not run")
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["first"]
 
 
 @pytest.mark.parametrize("what", ["a folder", "an empty folder", "a file", "a link"])

@@ -80,6 +80,14 @@ def found(pool: RankPool, options: ResumeOptions, run: Run) -> Any:
     return first
 
 
+def test_what_is_named_may_lie_in_ones_home(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert ResumeOptions(source="~/run").path == tmp_path / "run"
+    assert AUTO.path is NEVER.path is None
+
+
 @pytest.mark.parametrize("options", [AUTO, NEVER, fresh(), fresh(NEVER)], ids=str)
 def test_a_folder_without_checkpoints_starts_at_step_0(
     options: ResumeOptions, pool: RankPool, tmp_path: Path
