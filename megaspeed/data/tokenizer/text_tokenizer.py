@@ -139,11 +139,12 @@ class TextTokenizer:
 
         One that first removes the spaces before a text is used as it is.
         """
-        stated = json.loads(self.tokenizer.to_str())
-        changed = {name: _without_first_space(stated[name]) for name in _PUT_FIRST_SPACE}
-        if changed.items() <= stated.items():
+        parts = {name: _as_json(getattr(self.tokenizer, name)) for name in _PUT_FIRST_SPACE}
+        changed = _without_first_space(parts)
+        if changed == parts:
             return self.tokenizer
-        continuing = Tokenizer.from_str(json.dumps({**stated, **changed}))
+        whole = json.loads(self.tokenizer.to_str())
+        continuing = Tokenizer.from_str(json.dumps({**whole, **changed}))
         continuing.encode_special_tokens = True
         keeps_spaces = _encoded(continuing, [" a"]) == self.encode(["a"])
         return continuing if keeps_spaces else self.tokenizer
@@ -154,8 +155,13 @@ def _encoded(tokenizer: Tokenizer, texts: Sequence[str]) -> list[list[int]]:
     return [encoding.ids for encoding in encodings]
 
 
+def _as_json(part: Any) -> Any:
+    """A normalizer or pre-tokenizer as JSON; the vocabulary, which is large, is left alone."""
+    return None if part is None else json.loads(part.__getstate__())
+
+
 def _without_first_space(part: Any) -> Any:
-    """A normalizer or pre-tokenizer as JSON, with what it puts before a text switched off."""
+    """Normalizers and pre-tokenizers as JSON, with what they put before a text switched off."""
     if isinstance(part, list):
         return [_without_first_space(item) for item in part]
     if isinstance(part, dict):
