@@ -1,5 +1,6 @@
 """Work that is cut off goes on with what is done, and ends with the same bytes as if it had not."""
 
+import gzip
 import json
 import os
 import re
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -232,6 +234,27 @@ def test_what_goes_on_after_stops_is_the_whole(
     last = Record()
     tokenize(files, tokenizer, tmp_path / "out", HOW, last)
     assert last.began[0].tokens == done_before > 0
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+
+
+def test_it_goes_on_over_an_archive_that_was_cut(
+    tmp_path: Path, tokenizer: TextTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However often it stops, the same text is read before the damage, which is listed once."""
+    monkeypatch.setattr(batches, "BATCH_CHARACTERS", 20_000)
+    cut, after = tmp_path / "a.txt.gz", tmp_path / "b.txt"
+    whole = gzip.compress("<|endoftext|>".join(documents(500_000)).encode("utf-8"))
+    cut.write_bytes(whole[: len(whole) * 7 // 10])
+    after.write_text("the end")
+    files = [SourceFile(path.name, path) for path in (cut, after)]
+    how = replace(HOW, skip_bad=True)
+    tokenize(files, tokenizer, tmp_path / "whole", how, Record())
+    stops = 0
+    while not (tmp_path / "out" / "index.json").exists():
+        stops += 1
+        with suppress(KeyboardInterrupt):
+            tokenize(files, tokenizer, tmp_path / "out", how, Stop(3))
+    assert stops > 4
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
 
 
