@@ -8,7 +8,7 @@ from megaspeed.cli.common_options import utf8_text
 from megaspeed.config.data import Source
 from megaspeed.data.errors import DataError
 from megaspeed.data.text.sources import SourceFile, list_files
-from megaspeed.data.tokens.token_sources import is_token_source, token_paths
+from megaspeed.data.tokens.token_sources import token_paths
 
 
 def add_text_options(parser: argparse.ArgumentParser) -> None:
@@ -88,10 +88,12 @@ def _problems(options: argparse.Namespace) -> Iterator[str]:
             f"what is said of datasets needs --dataset, and there is {' and '.join(stated)} "
             f"without it; leave {'them' if len(stated) > 1 else 'it'} out, or name the --dataset"
         )
+    # A tokenization that goes on may find what it has written beside its text.
+    own = options.output.resolve() if "output" in options else None
     for path in options.input:
-        if is_token_source(Path(path)):
-            first = token_paths(Path(path))[0]
+        tokens = [place for place in token_paths(Path(path)) if place.resolve() != own]
+        if tokens:
             yield (
-                f"INPUT is text, and '{path}' names {first}, which is of token ids; name the text "
-                "that they were made from, and only that"
+                f"INPUT is text, and '{path}' names {tokens[0]}, which is of token ids; name the "
+                "text that they were made from, and only that"
             )
