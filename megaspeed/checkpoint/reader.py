@@ -14,6 +14,7 @@ whole and copies a part of it.
 import pickle
 from collections import defaultdict
 from collections.abc import Mapping
+from enum import EnumType
 from io import FileIO
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,8 @@ _PARTS_OF_AN_INDEX = {
     *(("torch", dtype) for dtype in ("float32", "bfloat16", "float16")),
     ("pathlib", "PosixPath"),
 }
+_GETATTR = ("builtins", "getattr")
+"""How Python 3.11.0 to 3.11.3 name a member of an enumeration in a pickle."""
 
 _ELEMENTS = "data/0"
 """The record of an archive that holds the elements of its only tensor, uncompressed."""
@@ -133,12 +136,25 @@ def saved_shapes(folder: Path) -> Mapping[str, tuple[int, ...]]:
 
 class _IndexUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == _GETATTR:
+            return _member
         if (module, name) not in _PARTS_OF_AN_INDEX:
-            raise CheckpointError(
-                f"the index of the checkpoint names {module}.{name}, which no index of tensors "
-                "holds; it was made by something else than megaspeed, so take another checkpoint"
-            )
+            raise _foreign(f"{module}.{name}")
         return super().find_class(module, name)
+
+
+def _member(enumeration: Any, name: str) -> Any:
+    """In the place of getattr, which could reach any function from any class."""
+    if not isinstance(enumeration, EnumType):
+        raise _foreign(f"{name} of {enumeration!r}")
+    return enumeration[name]
+
+
+def _foreign(what: str) -> CheckpointError:
+    return CheckpointError(
+        f"the index of the checkpoint names {what}, which no index of tensors holds; it was made "
+        "by something else than megaspeed, so take another checkpoint"
+    )
 
 
 def _sizes_of(index: Metadata, rectangle: MetadataIndex) -> torch.Size:

@@ -2,12 +2,18 @@
 
 import os
 import pickle
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.metadata import (
+    _MEM_FORMAT_ENCODING,
+    Metadata,
+    TensorStorageMetadata,
+)
 
 from megaspeed.checkpoint.errors import CheckpointError
 from megaspeed.checkpoint.reader import INDEX, CheckpointReader
@@ -19,6 +25,36 @@ def test_an_index_as_torch_writes_it_is_read(tmp_path: Path) -> None:
     ours = CheckpointReader(tmp_path).read_metadata()
     assert ours.state_dict_metadata == theirs.state_dict_metadata
     assert ours.storage_data == theirs.storage_data
+
+
+def by_name(member: Enum, protocol: int) -> tuple[Any, ...]:
+    """How Python 3.11.0 to 3.11.3, as Debian 12 has it, pickles a member of an enumeration."""
+    return getattr, (type(member), member.name)
+
+
+def test_an_index_that_an_early_python_3_11_wrote_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There no save ended well: what it had just written was refused."""
+    monkeypatch.setattr(_MEM_FORMAT_ENCODING, "__reduce_ex__", by_name)
+    dcp.save({"weights.a": torch.ones(3, 2)}, checkpoint_id=tmp_path, no_dist=True)
+    assert b"getattr" in (tmp_path / INDEX).read_bytes()
+    tensor = CheckpointReader(tmp_path).read_metadata().state_dict_metadata["weights.a"]
+    assert isinstance(tensor, TensorStorageMetadata)
+    assert tensor.properties.memory_format is torch.contiguous_format
+
+
+class Attribute:
+    """What getattr would reach in the index of a stranger."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (Metadata, "__init__")
+
+
+def test_an_attribute_that_is_no_member_is_refused(tmp_path: Path) -> None:
+    (tmp_path / INDEX).write_bytes(pickle.dumps(Attribute()))
+    with pytest.raises(CheckpointError, match=r"names __init__ of .*, which no index"):
+        CheckpointReader(tmp_path).read_metadata()
 
 
 class Program:
