@@ -17,6 +17,7 @@ stack. Every job has fresh processes, forked in milliseconds from one that has i
 import multiprocessing
 import os
 import pickle
+import re
 import signal
 import sys
 import tempfile
@@ -55,6 +56,10 @@ _IMPORTED_ONCE = [
 _RANK_VARIABLES = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
 
 _SECONDS_TO_WRITE_STACKS = 1.0
+
+_LOST_PEER = re.compile("by peer|Broken pipe")
+"""How gloo tells that another rank is gone; its process may take a moment more to end."""
+_SECONDS_TO_END = 5.0
 
 
 class RankFailure(AssertionError):
@@ -194,14 +199,29 @@ def _collect(ranks: list[_Rank], timeout_seconds: float) -> list[Outcome]:
         for connection, n in pending.items():
             if connection in ready:
                 outcomes[n] = _receive(ranks[n])
-        failed = [n for n, outcome in outcomes.items() if outcome.traceback is not None]
-        if failed:
-            first = min(failed, key=lambda n: outcomes[n].at_seconds)
+        if any(outcome.traceback is not None for outcome in outcomes.values()):
+            first = _first(outcomes)
+            if _LOST_PEER.search(outcomes[first].traceback or ""):
+                outcomes |= _ended(ranks, [n for n in pending.values() if n not in outcomes])
+                first = _first(outcomes)
             raise RankFailure(
                 f"rank {first} of {len(ranks)} failed first\n"
                 f"{outcomes[first].traceback}{_written(ranks[first])}"
             )
     return [outcomes[n] for n in range(len(ranks))]
+
+
+def _first(outcomes: Mapping[int, Outcome]) -> int:
+    """The rank that failed before all others."""
+    failed = [n for n, outcome in outcomes.items() if outcome.traceback is not None]
+    return min(failed, key=lambda n: outcomes[n].at_seconds)
+
+
+def _ended(ranks: list[_Rank], others: list[int]) -> dict[int, Outcome]:
+    """Outcomes of those of the others whose processes end within moments."""
+    sentinels = {ranks[n].process.sentinel: n for n in others}
+    ended = wait(list(sentinels), timeout=_SECONDS_TO_END) if others else []
+    return {n: _receive(ranks[n]) for sentinel, n in sentinels.items() if sentinel in ended}
 
 
 def _receive(rank: _Rank) -> Outcome:

@@ -99,8 +99,7 @@ def test_a_killed_save_never_costs_a_checkpoint(pool: RankPool, tmp_path: Path) 
     newest = torn = 0
     for seed in range(KILLS):
         run, victim = runs[seed % 2 == 1], random.Random(seed).randrange(RANKS)
-        # The other rank may be the first to tell, of a connection that was closed by its peer.
-        with pytest.raises(RankFailure, match=r"SIGKILL|by peer|Broken pipe"):
+        with pytest.raises(RankFailure, match="SIGKILL"):
             pool.run(RANKS, go_on_until_killed, run, corpus, victim, seed)
         torn += bool(folder.leftovers())
         whole = folder.newest_first()
