@@ -11,6 +11,7 @@ long holds up the others only when all of them are done.
 from __future__ import annotations
 
 import os
+import sys
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Executor, Future, ProcessPoolExecutor
@@ -43,11 +44,22 @@ def worker_pool(processes: int) -> Iterator[Executor]:
     try:
         yield pool
     except BrokenProcessPool as error:
+        _stop_writing_to_the_dead(pool)
         raise WorkerDied(
             f"one of {processes} worker processes died, as a process that is killed for its memory"
         ) from error
     finally:
         pool.shutdown(cancel_futures=True)
+
+
+def _stop_writing_to_the_dead(pool: ProcessPoolExecutor) -> None:
+    """Python before 3.11.5 waits for ever until workers that are gone have read what is for them.
+
+    Its thread that writes to them goes on once nobody can read, and later Pythons see to that
+    themselves (gh-94777).
+    """
+    if sys.version_info < (3, 11, 5):
+        pool._call_queue._reader.close()  # type: ignore[attr-defined]  # private, as in gh-94777
 
 
 def encode_in_order(
