@@ -8,6 +8,7 @@ import hashlib
 
 import torch.distributed as dist
 
+from megaspeed.checkpoint.run_state import NOT_STATED
 from megaspeed.config import Run
 from megaspeed.data import PreparedCorpus
 from megaspeed.topology import ParallelContext
@@ -27,7 +28,7 @@ def check_agreement(run: Run, corpus: PreparedCorpus, context: ParallelContext) 
         "the configuration": _hash(run.config.model_dump_json()),
         "the training text (data.train)": corpus.fingerprint,
         "the validation text (data.validation)": _validation_fingerprint(corpus),
-        "the tokenizer (data.tokenizer)": corpus.tokenizer_fingerprint or "not stated",
+        "the tokenizer (data.tokenizer)": corpus.tokenizer_fingerprint or NOT_STATED,
     }
     everyones: list[dict[str, str]] = [{} for _ in range(context.grid.world_size)]
     dist.all_gather_object(everyones, own, context.world_group)
