@@ -8,8 +8,7 @@ Rank 5 of pp 2 x dp 2 x tp 2 (drawn in `grid.py`) belongs to
     model_group       0 1 4 5    holds one whole model
     tied_group        1 5        holds a tied embedding: first and last pipeline stage
     self_group        5          stands for an axis of one rank
-    activation_group  1 5        along pp, for activations on their way forward
-    gradient_group    1 5        along pp, for gradients on their way back
+    pp_group          1 5        along pp: activations forward, gradients back
     checkpoint_group  0 .. 7     all ranks, over gloo, for saves beside the training
 
 The context is passed to whoever communicates. Nothing outside this folder creates a process group,
@@ -49,9 +48,7 @@ class ParallelContext:
     # On a stage between the first and the last: this rank alone, where a sum is the identity.
     tied_group: dist.ProcessGroup
     self_group: dist.ProcessGroup
-    # Neither is ever used by other traffic, so a message can only meet its own receive.
-    activation_group: dist.ProcessGroup
-    gradient_group: dist.ProcessGroup
+    pp_group: dist.ProcessGroup  # no other traffic, so a message can only meet its own receive
     checkpoint_group: dist.ProcessGroup  # used by one thread at a time, which need not be the main
 
     @classmethod
@@ -98,8 +95,7 @@ class ParallelContext:
             model_group=groups["model"],
             tied_group=groups["tied"],
             self_group=groups["self"],
-            activation_group=groups["activation"],
-            gradient_group=groups["gradient"],
+            pp_group=groups["pp"],
             checkpoint_group=groups["checkpoint"],
         )
 

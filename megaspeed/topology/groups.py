@@ -1,8 +1,8 @@
 """Creating the process groups of a grid, and naming the group that cannot be created.
 
 torch's rule is that all ranks create all groups, also those they are no member of, in the same
-order. Here that order is fixed: tp, dp, model, tied, self, activation, gradient, checkpoint, and
-within each the order in which `Grid` lists the groups.
+order. Here that order is fixed: tp, dp, model, tied, self, pp, checkpoint, and within each
+the order in which `Grid` lists the groups.
 """
 
 from collections.abc import Iterator, Sequence
@@ -47,8 +47,7 @@ def create_groups(
     """Create every group of every rank; return those of `rank` by name, in the order of creation.
 
     Equal sets of ranks share one communicator, of which each costs a GPU memory: the collectives of
-    one thread cannot overtake each other. Point-to-point traffic shares with nobody, and each of
-    its directions has a communicator of its own.
+    one thread cannot overtake each other. Point-to-point traffic shares with nobody.
     """
     collective = {
         "tp": grid.groups_along("tp"),
@@ -66,12 +65,11 @@ def create_groups(
                 known[key] = _new_group(name, ranks, rank, timeout)
             if rank in ranks:
                 mine[name] = known[key]
-    for name in ("activation", "gradient"):
-        for ranks in grid.groups_along("pp"):
-            alone = len(ranks) == 1  # and then nothing is ever sent
-            group = known[tuple(ranks)] if alone else _new_group(name, ranks, rank, timeout)
-            if rank in ranks:
-                mine[name] = group
+    for ranks in grid.groups_along("pp"):
+        alone = len(ranks) == 1  # and then nothing is ever sent
+        group = known[tuple(ranks)] if alone else _new_group("pp", ranks, rank, timeout)
+        if rank in ranks:
+            mine["pp"] = group
     # Checkpoints are written from host memory, by a thread of their own: never over NCCL, and never
     # between the collectives of the training. A rank that waits there mostly waits for a disk.
     everyone = list(range(grid.world_size))

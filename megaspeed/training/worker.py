@@ -133,11 +133,9 @@ class Worker:
             run.batch.gradient_accumulation_steps,
         )
 
-        def channel(
-            group: dist.ProcessGroup, receive_from: int | None, send_to: int | None
-        ) -> Channel:
+        def channel(receive_from: int | None, send_to: int | None) -> Channel:
             return Channel(
-                group,
+                context.pp_group,
                 receive_from=receive_from,
                 send_to=send_to,
                 shape=shape,
@@ -147,8 +145,8 @@ class Worker:
             )
 
         before, after = context.previous_rank, context.next_rank
-        activations = channel(context.activation_group, before, after)
-        gradients = channel(context.gradient_group, after, before)
+        activations = channel(before, after)
+        gradients = channel(after, before)
         return Neighbours(
             activations_in=None if before is None else activations,
             activations_out=None if after is None else activations,

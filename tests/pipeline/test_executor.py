@@ -167,8 +167,8 @@ def connect(context: ParallelContext, in_flight: int) -> Neighbours:
         "device": context.device,
         "max_sends_in_flight": in_flight,
     }
-    activations = Channel(context.activation_group, receive_from=before, send_to=after, **common)
-    gradients = Channel(context.gradient_group, receive_from=after, send_to=before, **common)
+    activations = Channel(context.pp_group, receive_from=before, send_to=after, **common)
+    gradients = Channel(context.pp_group, receive_from=after, send_to=before, **common)
     return Neighbours(
         activations_in=None if before is None else activations,
         activations_out=None if after is None else activations,

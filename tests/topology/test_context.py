@@ -19,7 +19,7 @@ from megaspeed.topology import (
 )
 from tests.rank_pool import RankFailure, RankPool
 
-GROUPS = ("world", "tp", "dp", "model", "tied", "self", "activation", "gradient")
+GROUPS = ("world", "tp", "dp", "model", "tied", "self", "pp")
 
 
 def _group(context: ParallelContext, name: str) -> dist.ProcessGroup:
@@ -56,16 +56,16 @@ def _place(launch: LaunchEnvironment, grid: Grid) -> dict[str, Any]:
 
 
 def _cross_messages(launch: LaunchEnvironment) -> float:
-    """Both stages send first and receive afterwards, each direction on its own group."""
+    """Both stages send and receive at the same time, in one batch."""
     with ParallelContext.create(Grid(pp=2, dp=1, tp=1), launch, timeout_seconds=30) as context:
-        forward, back = context.activation_group, context.gradient_group
-        outgoing = forward if context.is_first_pipeline_stage else back
-        incoming = back if context.is_first_pipeline_stage else forward
-        peer = 1 - context.rank
-        sent = dist.isend(torch.tensor(float(context.rank)), dst=peer, group=outgoing)
+        peer, group = 1 - context.rank, context.pp_group
         received = torch.empty(())
-        dist.recv(received, src=peer, group=incoming)
-        assert sent is not None and sent.wait()
+        batch = [
+            dist.P2POp(dist.isend, torch.tensor(float(context.rank)), peer, group),
+            dist.P2POp(dist.irecv, received, peer, group),
+        ]
+        for work in dist.batch_isend_irecv(batch):
+            work.wait()
         return received.item()
 
 
@@ -113,8 +113,7 @@ def test_rank_5_of_eight_has_the_groups_of_the_docstring(pool: RankPool) -> None
         "model": [0, 1, 4, 5],
         "tied": [1, 5],
         "self": [5],
-        "activation": [1, 5],
-        "gradient": [1, 5],
+        "pp": [1, 5],
     }
 
 
@@ -138,8 +137,7 @@ def test_a_sum_over_a_group_is_the_sum_over_its_ranks(pool: RankPool, grid: Grid
         "model": grid.model_groups(),
         "tied": grid.tied_groups() + between,
         "self": between,
-        "activation": along["pp"],
-        "gradient": along["pp"],
+        "pp": along["pp"],
     }
     for rank, sums in enumerate(pool.run(grid.world_size, _sums, grid)):
         mine = {name: next(g for g in groups if rank in g) for name, groups in lists.items()}

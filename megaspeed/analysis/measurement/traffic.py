@@ -83,8 +83,7 @@ class TrafficLog(TorchDispatchMode):
         axes: list[tuple[dist.ProcessGroup, TrafficAxis]] = [
             (context.world_group, "world"),
             (context.tied_group, "pp"),
-            (context.activation_group, "pp"),
-            (context.gradient_group, "pp"),
+            (context.pp_group, "pp"),
             (context.dp_group, "dp"),
             (context.tp_group, "tp"),
         ]

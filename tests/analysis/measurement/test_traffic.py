@@ -77,11 +77,11 @@ def along_every_axis(context: ParallelContext) -> None:
     ):
         dist.all_reduce(torch.ones(length), group=group)
     if context.is_first_pipeline_stage:
-        dist.send(torch.ones(125), context.next_rank, group=context.activation_group)
-        dist.recv(torch.ones(150), context.next_rank, group=context.gradient_group)
+        dist.send(torch.ones(125), context.next_rank, group=context.pp_group)
+        dist.recv(torch.ones(150), context.next_rank, group=context.pp_group)
     else:
-        dist.recv(torch.ones(125), context.previous_rank, group=context.activation_group)
-        dist.send(torch.ones(150), context.previous_rank, group=context.gradient_group)
+        dist.recv(torch.ones(125), context.previous_rank, group=context.pp_group)
+        dist.send(torch.ones(150), context.previous_rank, group=context.pp_group)
 
 
 def test_a_message_counts_for_the_axis_of_its_group_and_for_its_sender(pool: RankPool) -> None:
