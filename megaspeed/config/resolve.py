@@ -49,7 +49,7 @@ class Run:
     @property
     def accumulation_dtype(self) -> Precision:
         """In what the gradients of successive micro-batches are added up."""
-        return self.config.data_types.grad_accum_dtype or self.precision
+        return self.config.data_types.grad_accum_dtype
 
     @property
     def run_dir(self) -> Path:

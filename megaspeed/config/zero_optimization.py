@@ -53,8 +53,8 @@ class ZeroConfig(Section):
     )
     overlap_comm: bool | None = Field(
         default=None,
-        description="Reduce gradients while the backward pass goes on. Left out: on for "
-        "stage 3 only.",
+        description="Reduce gradients while the backward pass continues, if they are reduced "
+        "after each micro-batch (parallel.gradient_reduction). If omitted: on for stage 3 only.",
     )
     offload_param: OffloadConfig | None = Field(
         default=None, description="Stage 3: where partitioned parameters live."

@@ -25,7 +25,8 @@ class StepMetrics:
         tflops_per_rank: useful matrix operations of this step, in 10^12 a second and rank.
         mfu: that as a fraction of the device's dense peak; None where the peak is not known, as
             in fp32.
-        peak_memory_bytes: so far, by pipeline stage, the maximum over its ranks.
+        peak_memory_bytes: up to the gradients of this step, by pipeline stage, the maximum over its
+            ranks.
         skipped: the step was not taken because loss or gradient norm was not finite.
     """
 

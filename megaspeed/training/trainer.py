@@ -22,7 +22,6 @@ from megaspeed.data import PreparedCorpus, ValidationLoader
 from megaspeed.model import training_flops_per_token
 from megaspeed.training.checkpointing import Checkpointing
 from megaspeed.training.device_peak import peak_flops_per_second
-from megaspeed.training.memory import peak_memory_by_pipeline_stage
 from megaspeed.training.metrics import StepMetrics, ValidationMetrics
 from megaspeed.training.step_inputs import StepInputs
 from megaspeed.training.stop_signal import StopSignal
@@ -93,7 +92,6 @@ class Trainer:
     ) -> None:
         run, context = worker.run, worker.context
         self._run = run
-        self._context = context
         self._checkpointing = checkpointing
         self._stop = stop
         self._observer = observer
@@ -123,10 +121,9 @@ class Trainer:
         stopped_by: signal.Signals | None = None
         progress = begin
         while progress.step < self._run.config.training.steps and stopped_by is None:
-            progress, metrics = self._train_step(progress)
+            progress, metrics, stopped_by = self._train_step(progress)
             if self._is_time_to_validate(progress.step):
                 validation = self._validate(progress.step)
-            stopped_by = self._stop.agreed(self._context)
             self._save(progress, stopped_by)
         self._inputs.close()
         self._report(self._checkpointing.close())
@@ -141,16 +138,18 @@ class Trainer:
             last_save=self._last_save,
         )
 
-    def _train_step(self, before: Progress) -> tuple[Progress, StepMetrics]:
+    def _train_step(self, before: Progress) -> tuple[Progress, StepMetrics, signal.Signals | None]:
         start = time.perf_counter()
         rate = self._inputs.learning_rate(before.steps_taken)
-        result = self.worker.train_step(self._inputs.load(before.samples), rate)
+        result = self.worker.train_step(
+            self._inputs.load(before.samples), rate, lambda: self._stop.received or 0
+        )
         progress = self._after(before, result)
         metrics = self._measure(progress, result, rate, time.perf_counter() - start)
         self._observer.step(metrics)
         if progress.skipped_in_a_row >= self._run.config.training.max_skipped_steps:
             self._give_up(metrics, progress.skipped_in_a_row)
-        return progress, metrics
+        return progress, metrics, signal.Signals(result.stop_signal) if result.stop_signal else None
 
     def _after(self, before: Progress, result: StepResult) -> Progress:
         return Progress(
@@ -177,7 +176,7 @@ class Trainer:
             tokens_per_second=tokens / seconds,
             tflops_per_rank=flops_per_rank / 1e12,
             mfu=None if self._peak is None else flops_per_rank / self._peak,
-            peak_memory_bytes=peak_memory_by_pipeline_stage(self._context),
+            peak_memory_bytes=list(result.peak_memory_bytes),
             skipped=result.skipped,
         )
 

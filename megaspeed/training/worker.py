@@ -6,12 +6,11 @@ The worker knows how one step and one evaluation are computed; when and on what 
 business.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from megaspeed.config import Run
 from megaspeed.data import MicroBatch
@@ -28,8 +27,10 @@ from megaspeed.pipeline import (
 from megaspeed.tensor_parallel import ParameterShard, TensorAxis
 from megaspeed.topology import ParallelContext
 from megaspeed.training.loss import backward_scale, make_loss_function
+from megaspeed.training.memory import peak_memory
 from megaspeed.training.optimizer import make_optimizer, parameter_groups
 from megaspeed.zero import DTYPES, ZeroEngine, build_engine
+from megaspeed.zero.global_norm import exchange
 
 Load = Callable[[int], MicroBatch]
 
@@ -43,11 +44,16 @@ class StepResult:
         grad_norm: before clipping, over all logical parameters; not finite where that is why it was
             skipped.
         skipped: whether the step was not taken because loss or norm was not finite.
+        peak_memory_bytes: the most that any rank of each pipeline stage has held, up to the
+            gradients of this step.
+        stop_signal: the highest number of a stop signal that a rank has received; 0 if none has.
     """
 
     loss: float
     grad_norm: float
     skipped: bool
+    peak_memory_bytes: tuple[int, ...] = ()
+    stop_signal: int = 0
 
 
 class Worker:
@@ -74,15 +80,34 @@ class Worker:
         axis = TensorAxis(group=context.tp_group, rank=context.tp_rank, size=context.tp_size)
         self._loss_function = make_loss_function(run, axis)
 
-    def train_step(self, load: Load, learning_rate: float) -> StepResult:
-        """One optimizer step on the micro-batches that ``load`` gives."""
+    def train_step(
+        self, load: Load, learning_rate: float, stop_signal: Callable[[], int] = lambda: 0
+    ) -> StepResult:
+        """One optimizer step on the micro-batches that ``load`` gives.
+
+        Args:
+            load: micro-batch index -> this data rank's rows.
+            learning_rate: of this step.
+            stop_signal: the number of the stop signal that this process has received; 0 if none.
+                Called once the gradients are there.
+        """
         micro_batches = self.run.batch.gradient_accumulation_steps
         executor = self._executor(load, micro_batches, scale=backward_scale(self.run))
         self.engine.train(True)
         executor.run(self._schedule(self.context.pp_size, self.context.pp_rank, micro_batches))
-        outcome = self.engine.step(executor.loss_sum, learning_rate)
-        loss = self._sum_over_ranks(executor.loss_sum) / self.run.tokens_per_step
-        return StepResult(loss, outcome.grad_norm, outcome.skipped)
+        outcome = self.engine.step(
+            executor.loss_sum,
+            learning_rate,
+            lambda: (peak_memory(self.context.device), stop_signal()),
+        )
+        peaks, signals = zip(*outcome.notes, strict=True)
+        return StepResult(
+            loss=self._loss_of(outcome.losses) / self.run.tokens_per_step,
+            grad_norm=outcome.grad_norm,
+            skipped=outcome.skipped,
+            peak_memory_bytes=self._by_pipeline_stage(peaks),
+            stop_signal=int(max(signals)),
+        )
 
     @torch.no_grad()
     def evaluate(self, load: Load, micro_batches: int, predicted_tokens: int) -> float:
@@ -90,7 +115,8 @@ class Worker:
         executor = self._executor(load, micro_batches, scale=1.0)
         self.engine.train(False)
         executor.run(forward_only(self.context.pp_size, self.context.pp_rank, micro_batches))
-        return self._sum_over_ranks(executor.loss_sum) / predicted_tokens
+        rows = exchange((executor.loss_sum,), self.context.world_group, self.context.device)
+        return self._loss_of([loss for (loss,) in rows]) / predicted_tokens
 
     def first_non_finite_parameter(self) -> str | None:
         """The last step's first non-finite gradient, as "<name> on rank <r>" of the lowest rank."""
@@ -109,16 +135,19 @@ class Worker:
             micro_batches=micro_batches,
         )
 
-    def _sum_over_ranks(self, loss_sum: Tensor | None) -> float:
-        """The last stage's sums over the data axis, on every rank.
+    def _loss_of(self, losses: Sequence[float]) -> float:
+        """The sum over the data axis of every rank's loss sum; 0 before the last pipeline stage.
 
-        Tensor ranks hold copies, of which one counts.
+        Tensor ranks hold copies, of which the first counts.
         """
-        total = torch.zeros((), dtype=torch.float64, device=self.context.device)
-        if loss_sum is not None and self.context.tp_rank == 0:
-            total += loss_sum
-        dist.all_reduce(total, group=self.context.world_group)
-        return float(total)
+        grid = self.context.grid
+        return sum(loss for rank, loss in enumerate(losses) if grid.coordinates_of(rank).tp == 0)
+
+    def _by_pipeline_stage(self, peaks: Sequence[float]) -> tuple[int, ...]:
+        """The maximum of the ranks' peaks in each pipeline stage."""
+        stage_size = self.context.dp_size * self.context.tp_size  # pp is the outermost axis
+        starts = range(0, self.context.grid.world_size, stage_size)
+        return tuple(int(max(peaks[start : start + stage_size])) for start in starts)
 
     def _connect(self) -> Neighbours:
         context, run = self.context, self.run

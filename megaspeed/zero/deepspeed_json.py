@@ -11,8 +11,13 @@ The keys keep their names. What differs, and why:
                                  bucket in full.
     communication_data_type      the accumulation dtype where the run does not say: DeepSpeed
                                  would average fp32 sums in the parameters' dtype.
-    optimizer, scheduler         left out: the optimizer is handed over, and the learning rate is
-                                 set each step.
+    optimizer, scheduler         removed: the optimizer is passed as an object, and the learning
+                                 rate is set each step.
+    comms_logger                 removed unless it is enabled: DeepSpeed 0.19.8 (comm/config.py:19)
+                                 turns the logger on if the key is there, whatever it says, and the
+                                 logger waits for the device after every collective.
+    timers.throughput            off: it waits for the device before every forward
+                                 (utils/timer.py:238). The run measures its own step times.
 """
 
 from typing import Any
@@ -37,6 +42,9 @@ def deepspeed_json(run: Run, *, local_elements: int) -> dict[str, Any]:
     json["gradient_accumulation_steps"] = 1
     json["train_batch_size"] = run.batch.micro_batch_size * replicas
     json["zero_force_ds_cpu_optimizer"] = False
+    if not run.config.comms_logger.enabled:
+        json.pop("comms_logger", None)
+    json["timers"] = {"throughput": {"enabled": False}}
     if run.accumulation_dtype != run.precision:
         json.setdefault("communication_data_type", run.accumulation_dtype)
     zero = json["zero_optimization"]

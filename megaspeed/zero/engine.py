@@ -13,7 +13,7 @@ sum of all micro-batches once.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -25,30 +25,35 @@ from megaspeed.checkpoint.run_state import LossScale
 from megaspeed.config import Run
 from megaspeed.topology import ParallelContext
 from megaspeed.zero.fragments import GradientFragment, gradient_fragments
-from megaspeed.zero.global_norm import first_non_finite, global_norm
+from megaspeed.zero.global_norm import exchange, first_non_finite, owned_squares
 from megaspeed.zero.loss_scale import read_loss_scale, take_loss_scale
 from megaspeed.zero.optimizer_state import StateFragment, state_fragments, take_state
 from megaspeed.zero.reductions import average_over_replicas, sum_tied_gradients
 from megaspeed.zero.workarounds.one_copy_of_gradients import add_up_in_place
-from megaspeed.zero.workarounds.own_norm import INVALID_NORM, use_norm
+from megaspeed.zero.workarounds.own_norm import use_norm
 from megaspeed.zero.workarounds.partitioned_gradients import keep_only_own_partition
 from megaspeed.zero.workarounds.reduction_dtype import reduce_in
 from megaspeed.zero.workarounds.smallest_loss_scale import stay_at_the_smallest_scale
 from megaspeed.zero.workarounds.stage3_in_flight import InFlightCounters
+from megaspeed.zero.workarounds.waits_on_the_device import wait_on_the_device
 
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """What one optimizer step did.
+    """What one optimizer step did, the same on every rank.
 
     Attributes:
-        grad_norm: norm before clipping over all logical parameters; not finite where the step was
-            skipped because of it.
-        skipped: whether the step was not taken.
+        grad_norm: norm before clipping over all logical parameters; NaN if a rank's loss was not
+            finite.
+        skipped: whether the step was not taken, because norm or loss was not finite.
+        losses: the loss that each rank passed to ``step``, by rank; 0 for None.
+        notes: the notes that each rank passed, by rank.
     """
 
     grad_norm: float
     skipped: bool
+    losses: list[float]
+    notes: list[list[float]]
 
 
 class ZeroEngine:
@@ -82,16 +87,16 @@ class ZeroEngine:
         """Full name of each of this rank's parameters."""
         self._in_flight = InFlightCounters(engine.module) if run.zero_stage == 3 else None
         self._coalescing: AbstractContextManager[None] | None = None
-        self._loss: Tensor | None = None
-        self._norm = math.nan
+        self._scaled_norm = math.nan
         self.non_finite_parameter: str | None = None
         """This rank's first parameter with a non-finite gradient in the last step, if any."""
         self.before_step: Callable[[], None] = lambda: None
         """Called in ``step`` once all gradients are reduced, before any is clipped."""
         self.after_backward: Callable[[], None] = lambda: None
         """Called after each micro-batch's backward."""
-        use_norm(self._optimizer, self._measure_norm)
+        use_norm(self._optimizer, lambda: self._scaled_norm)
         stay_at_the_smallest_scale(self._optimizer)
+        wait_on_the_device(self._optimizer)
         if run.zero_stage < 3:
             reduce_in(self._optimizer, self._optimizer.gradient_accumulation_dtype)
             add_up_in_place(self._optimizer)
@@ -165,21 +170,43 @@ class ZeroEngine:
             self.gradient_fragments(), self._tied, self._context.tied_group, self._context.device
         )
 
-    def step(self, loss: Tensor | None, learning_rate: float) -> StepOutcome:
+    def step(
+        self,
+        loss: Tensor | None,
+        learning_rate: float,
+        notes: Callable[[], Sequence[float]] = tuple,
+    ) -> StepOutcome:
         """Clips by the global norm and takes an optimizer step, on all ranks or on none.
 
+        This is the one place in a step that the host waits for the device, once.
+
         Args:
-            loss: this rank's share of the loss (None where it has none): a non-finite one skips the
-                step.
+            loss: this rank's share of the loss, a scalar, or None if it has none. If it is not
+                finite on any rank, all ranks skip the step.
             learning_rate: of this step, for all parameter groups.
+            notes: numbers for the other ranks, as many on every rank; called as late as possible.
         """
-        self._loss = loss
         for group in self._optimizer.param_groups:
             group["lr"] = learning_rate
         self.before_step()
+        squares = owned_squares(self.gradient_fragments(), self._owned_elements)
+        context = self._context
+        reports = exchange((squares, loss, *notes()), context.world_group, context.device)
+        losses = [report[1] for report in reports]
+        self._scaled_norm = self._norm_of([report[0] for report in reports], losses)
+        finite = math.isfinite(self._scaled_norm)
+        self.non_finite_parameter = (
+            None if finite else first_non_finite(self.gradient_fragments(), self.names)
+        )
+        loss_scale = float(self._optimizer.loss_scale)  # of this step: the scaler may change it
         self._engine.set_gradient_accumulation_boundary(True)
         self._engine.step()
-        return StepOutcome(self._norm, bool(self._optimizer.overflow))
+        return StepOutcome(
+            grad_norm=self._scaled_norm / loss_scale,
+            skipped=bool(self._optimizer.overflow),
+            losses=losses,
+            notes=[report[2:] for report in reports],
+        )
 
     def gradient_fragments(self) -> Iterator[GradientFragment]:
         """This rank's reduced gradients, from ``reduce_gradients`` to ``step``."""
@@ -214,22 +241,9 @@ class ZeroEngine:
             self._coalescing = self._engine.coalesce_grad_reduction()
             self._coalescing.__enter__()
 
-    def _measure_norm(self) -> Tensor:
-        """As DeepSpeed wants it: still multiplied by the loss scale, negative if not finite."""
-        context = self._context
-        norm = global_norm(
-            self.gradient_fragments(),
-            self._owned_elements,
-            group=context.world_group,
-            copies=context.dp_size if self._replicated else 1,
-            device=context.device,
-            loss=self._loss,
-        )
-        self._norm = float(norm) / float(self._optimizer.loss_scale)
-        finite = math.isfinite(self._norm)
-        self.non_finite_parameter = (
-            None if finite else first_non_finite(self.gradient_fragments(), self.names)
-        )
-        answer = norm if finite else torch.full_like(norm, INVALID_NORM)
-        # DeepSpeed multiplies the gradients by it where they are: in host memory if offloaded.
-        return answer.to(self._optimizer.device)
+    def _norm_of(self, squares: Sequence[float], losses: Sequence[float]) -> float:
+        """The norm, still multiplied by the loss scale; NaN if any rank's loss is not finite."""
+        if not all(map(math.isfinite, losses)):
+            return math.nan
+        copies = self._context.dp_size if self._replicated else 1
+        return math.sqrt(sum(squares) / copies)

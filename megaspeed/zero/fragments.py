@@ -12,6 +12,7 @@ what the optimizer will see.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch.distributed as dist
@@ -82,11 +83,20 @@ def _gradient_partition(optimizer: Any, group: int) -> Tensor:
 
 
 def _stage3_fragments(optimizer: Any) -> Iterator[GradientFragment]:
-    for held in held_ranges(optimizer):
-        values, _ = optimizer._get_fp32_grad_state_partition(
-            held.parameter, release_swap_buffers=True
-        )
-        values = values.view(-1).narrow(0, 0, held.length)
+    # DeepSpeed's own method for a parameter's gradient (stage3.py:3102) makes the host wait for the
+    # reduction stream, once for each parameter.
+    if optimizer.offload_optimizer:
+        flat = [master.grad.view(-1) for master in optimizer.fp32_partitioned_groups_flat]
+        for held in held_ranges(optimizer):
+            values = flat[held.group].narrow(0, held.offset, held.length)
+            yield GradientFragment(held.parameter, held.start, values)
+        return
+    # In each sub-group, one partition for each parameter, in the order of held_ranges.
+    partitions = chain.from_iterable(
+        optimizer.averaged_gradients[group] for group in range(len(optimizer.fp16_groups))
+    )
+    for held, partition in zip(held_ranges(optimizer), partitions, strict=True):
+        values = partition.view(-1).narrow(0, 0, held.length)
         yield GradientFragment(held.parameter, held.start, values)
 
 

@@ -2,12 +2,18 @@
 
     norm^2 = sum over ranks, fragments, owned elements of g^2
 
-"Owned" leaves out the copies that tensor parallelism and tied weights make, and vocabulary padding:
-which leading elements of a local parameter a rank owns, the plan says
-(``ParameterShard.owned_rows``).
+"Owned" excludes the copies that tensor parallelism and tied weights make, and vocabulary padding.
+``ParameterShard.owned_rows`` states which leading elements of a local parameter a rank owns.
+
+Each rank's sum, and everything else that the ranks must agree on after a step, crosses the ranks in
+one collective and reaches the host in one read:
+
+    rank 0   squares  loss  notes...
+    rank 1   squares  loss  notes...       every rank receives all rows
+    ...
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -15,53 +21,68 @@ from torch import Tensor, nn
 
 from megaspeed.zero.fragments import GradientFragment
 
-_ELEMENTS_AT_ONCE = 1 << 22
 
-
-def global_norm(
-    fragments: Iterable[GradientFragment],
-    owned_elements: Mapping[nn.Parameter, int],
-    *,
-    group: dist.ProcessGroup,
-    copies: int,
-    device: torch.device,
-    loss: Tensor | None = None,
+def owned_squares(
+    fragments: Iterable[GradientFragment], owned_elements: Mapping[nn.Parameter, int]
 ) -> Tensor:
-    """The norm before clipping, the same scalar (fp32, on ``device``) on every rank.
+    """Sum of squares of the elements that this rank counts, a scalar in fp64.
 
-    It is not finite where any gradient, counted here or not, or any rank's loss is not.
+    It is not finite if any element is not finite, including those that another rank counts.
 
     Args:
         fragments: this rank's reduced gradients.
         owned_elements: how many leading elements of each local parameter this rank counts.
-        group: all ranks, so that they agree on one number.
-        copies: how many times their fragments together are the whole gradient.
-        device: where the collective runs.
-        loss: this rank's share of the step's loss, taken in so that all ranks agree on whether it
-            is finite.
     """
-    squares = torch.zeros((), dtype=torch.float64, device=device)
+    owned: list[Tensor] = []
+    others: list[Tensor] = []
     for fragment in fragments:
         length = max(0, owned_elements[fragment.parameter] - fragment.start)
-        owned, others = fragment.values[:length], fragment.values[length:]
-        if owned.numel():
-            squares += sum_of_squares(owned).to(device)
-        if others.numel():  # counted elsewhere, but they must be finite here too
-            squares += sum_of_squares(others).to(device) * 0.0
-    if loss is not None:
-        squares += loss.detach().to(device, torch.float64) * 0.0
-    dist.all_reduce(squares, group=group)
-    return (squares / copies).sqrt().float()
+        owned.append(fragment.values[:length])
+        others.append(fragment.values[length:])
+    squares = sum_of_squares(owned)
+    others = [values for values in others if values.numel()]
+    return squares + sum_of_squares(others) * 0.0 if others else squares
 
 
-def sum_of_squares(values: Tensor) -> Tensor:
-    """Sum of the squares of a flat tensor, a scalar in fp64, to fp32's precision at any length.
+def sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:
+    """Sum of the squares of all elements, a scalar in fp64 on the first tensor's device.
 
-    torch's vector_norm adds up one by one on a CPU: of 67 million fp32 elements it loses half a
-    percent. Sums add up in a tree; they are taken in parts so that the squares need little memory.
+    A few kernels for any number of tensors: torch's multi-tensor norm. It accumulates in fp64
+    because a CPU adds fp32 numbers one after another and loses half a percent of 67 million.
     """
-    parts = [part.float().square().sum() for part in values.split(_ELEMENTS_AT_ONCE)]
-    return torch.stack(parts).sum(dtype=torch.float64)
+    present = [tensor for tensor in tensors if tensor.numel()]
+    if not present:
+        device = tensors[0].device if tensors else None
+        return torch.zeros((), dtype=torch.float64, device=device)
+    norms = torch._foreach_norm(present, 2, dtype=torch.float64)
+    return torch.stack(norms).square().sum()
+
+
+def exchange(
+    own: Sequence[Tensor | float | None], group: dist.ProcessGroup, device: torch.device
+) -> list[list[float]]:
+    """Every rank's numbers in fp64, by rank of ``group``: one collective, one host read.
+
+    The ranks' rows are summed with zeros, which is exact. An all-reduce is a tree, so its latency
+    grows with the logarithm of the number of ranks; an all-gather is a ring.
+
+    Args:
+        own: this rank's numbers, as many on every rank; scalars on any device, or None for 0.
+        group: all ranks that take part.
+        device: where the collective runs.
+    """
+    rows = torch.zeros(dist.get_world_size(group), len(own), dtype=torch.float64, device=device)
+    row = rows[dist.get_rank(group)]
+    for place, number in enumerate(own):
+        if isinstance(number, Tensor):
+            row[place].copy_(number.detach(), non_blocking=True)
+        elif number is not None:
+            # fill_ passes the number to a kernel; a tensor made from it would be copied to the
+            # device, and the host would wait for the copy.
+            row[place].fill_(number)
+    dist.all_reduce(rows, group=group)
+    numbers: list[list[float]] = rows.tolist()
+    return numbers
 
 
 def first_non_finite(

@@ -5,7 +5,6 @@ which must then differ from one process where the mistake shows, while the same 
 it does not.
 """
 
-import dataclasses
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -56,18 +55,16 @@ def the_norm_counts_both_copies_of_a_tied_weight() -> AbstractContextManager[Non
 
 
 def the_norm_is_of_one_pipeline_stage() -> AbstractContextManager[None]:
-    def alone(measure: Callable[[ZeroEngine], Tensor]) -> Callable[[ZeroEngine], Tensor]:
-        def of_this_stage(self: ZeroEngine) -> Tensor:
+    def alone(norm_of: Callable[..., float]) -> Callable[..., float]:
+        def of_this_stage(self: ZeroEngine, squares: list[float], losses: list[float]) -> float:
             context = self._context
-            self._context = dataclasses.replace(context, world_group=context.dp_group)
-            try:
-                return measure(self)
-            finally:
-                self._context = context
+            ranks = context.dp_size * context.tp_size
+            first = context.pp_rank * ranks
+            return norm_of(self, squares[first : first + ranks], losses)
 
         return of_this_stage
 
-    return replaced(ZeroEngine, "_measure_norm", alone)
+    return replaced(ZeroEngine, "_norm_of", alone)
 
 
 def only_the_last_micro_batch_survives() -> AbstractContextManager[None]:
@@ -107,13 +104,7 @@ def every_rank_averages_over_its_own_tokens() -> AbstractContextManager[None]:
 
 
 def every_tensor_rank_reports_its_loss() -> AbstractContextManager[None]:
-    def eager(total: Callable[..., float]) -> Callable[..., float]:
-        def of_all(self: worker.Worker, loss_sum: Tensor | None) -> float:
-            return total(self, None if loss_sum is None else loss_sum * self.context.tp_size)
-
-        return of_all
-
-    return replaced(worker.Worker, "_sum_over_ranks", eager)
+    return replaced(worker.Worker, "_loss_of", lambda _: lambda _self, losses: sum(losses))
 
 
 def a_bias_is_added_on_every_tensor_rank() -> AbstractContextManager[None]:

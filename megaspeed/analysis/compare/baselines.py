@@ -77,10 +77,7 @@ class BaselineWorker:
         """Scales the gradients down to the largest norm; returns the norm that they had."""
         parameters = self.engine.model.parameters()
         gradients = [local(p.grad) for p in parameters if p.grad is not None]
-        squares = torch.zeros((), dtype=torch.float64, device=self.context.device)
-        for gradient in gradients:
-            if gradient.numel():  # a rank may hold no row of a small parameter
-                squares += sum_of_squares(gradient.flatten())
+        squares = sum_of_squares(gradients)
         if self.engine.sharded:
             dist.all_reduce(squares, group=self.context.dp_group)
         norm = float(squares.sqrt())

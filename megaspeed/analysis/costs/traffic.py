@@ -3,7 +3,7 @@
     dp      gradients and parameters, as ZeRO partitions them          traffic_data, traffic_gathers
     tp      activations within a layer, and the loss                   traffic_tensor
     pp      activations and their gradients, a tied weight's gradient  traffic_pipeline
-    world   gradient norm and loss: one fp64 number each
+    world   one report of a few fp64 numbers from every rank to every rank
 
 Message sizes are exact, from shapes; ``collective_cost`` says what a message costs a rank.
 """
@@ -22,7 +22,7 @@ from megaspeed.config import Run
 
 __all__ = ["Collective", "Traffic", "TrafficAxis", "bytes_sent", "predict_traffic"]
 
-_NUMBERS_ALL_RANKS_AGREE_ON = 2  # zero.global_norm, training.worker
+_NUMBERS_OF_A_REPORT = 4  # squares of the norm, loss, peak memory, stop signal: training.worker
 _FP64_BYTES = 8
 
 
@@ -40,7 +40,7 @@ def predict_traffic(run: Run, pipeline_stage: int) -> Traffic:
     messages.add(
         "world",
         "all_reduce",
-        _NUMBERS_ALL_RANKS_AGREE_ON * _FP64_BYTES,
+        run.degrees.world_size * _NUMBERS_OF_A_REPORT * _FP64_BYTES,
         ranks=run.degrees.world_size,
     )
     return messages.traffic()

@@ -69,9 +69,8 @@ _NAMESPACES = frozenset({"c10d", "_c10d_functional", "_c10d_functional_autograd"
 class TrafficLog(TorchDispatchMode):
     """Within its block, counts this rank's messages by axis.
 
-    Two groups of the same ranks are one communicator (``topology.groups``). Where the data or the
-    tensor axis, or the pair with a tied weight, is the whole world, a message of one number is the
-    world's, and every longer one the axis's.
+    Two groups of the same ranks are one communicator (``topology.groups``). If the data or the
+    tensor axis is the whole world, messages in fp64 are the world's, and all others the axis's.
 
     Args:
         context: this rank's groups.
@@ -129,7 +128,7 @@ class TrafficLog(TorchDispatchMode):
         leaves = tree_leaves(message(arguments, result))
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         axis = self._axes[group.group_name]
-        if group.group_name == self._world and sum(tensor.numel() for tensor in tensors) == 1:
+        if group.group_name == self._world and all(t.dtype == torch.float64 for t in tensors):
             axis = "world"
         message_bytes = sum(tensor.nbytes for tensor in tensors)
         self._messages.add(axis, collective, message_bytes, ranks=group.size())

@@ -9,21 +9,35 @@ Both optimizers ask one method for the norm and then skip the step themselves wh
 spans fewer ranks than the norm's, says nothing.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 INVALID_NORM = -1.0
 """What DeepSpeed takes for "not finite": the step is skipped and the gradients are dropped."""
 
 
-def use_norm(optimizer: Any, norm: Callable[[], Tensor]) -> None:
-    """Makes a ZeRO optimizer clip by, report, and skip on ``norm()``, a scalar or invalid."""
+def use_norm(optimizer: Any, norm: Callable[[], float]) -> None:
+    """Makes a ZeRO optimizer clip by, report, and skip on ``norm()``.
+
+    Args:
+        optimizer: DeepSpeed's ZeRO optimizer.
+        norm: the norm, multiplied by the loss scale; if it is not finite, the step is skipped.
+    """
+
+    def in_host_memory() -> Tensor:
+        # DeepSpeed reads this tensor and multiplies gradients by it, on any device. On the GPU each
+        # of the two would make the host wait.
+        value = norm()
+        return torch.tensor(value if math.isfinite(value) else INVALID_NORM, device="cpu")
+
     optimizer.check_overflow = lambda *args, **kwargs: None
     # stage_1_and_2.py:3044 skips on an invalid norm in bf16 only where this is true.
     optimizer.check_grad_overflow = True
     if hasattr(optimizer, "scaled_global_norm"):
-        optimizer.scaled_global_norm = norm
+        optimizer.scaled_global_norm = in_host_memory
     else:
-        optimizer._get_norm_groups = lambda: [norm()]
+        optimizer._get_norm_groups = lambda: [in_host_memory()]

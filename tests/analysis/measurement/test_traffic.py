@@ -101,7 +101,7 @@ def a_number_and_a_vector(context: ParallelContext) -> None:
     dist.all_reduce(torch.ones(25), group=context.dp_group)
 
 
-def test_where_an_axis_is_the_world_single_numbers_are_the_worlds(pool: RankPool) -> None:
+def test_if_an_axis_is_the_world_messages_in_fp64_are_the_worlds(pool: RankPool) -> None:
     assert pool.run(2, traffic_of, Grid(pp=1, dp=2, tp=1), a_number_and_a_vector) == 2 * [
         {("world", "all_reduce"): 8, ("dp", "all_reduce"): 100}
     ]

@@ -1,0 +1,82 @@
+"""DeepSpeed 0.19.8 makes the host wait for the device where one stream could wait for another:
+
+    runtime/zero/stage3.py:1414                     after every backward
+    runtime/zero/stage_1_and_2.py:1028              after every backward, with overlap_comm
+    runtime/zero/stage_1_and_2.py:2413              at every slice of a bucket, with overlap_comm
+    runtime/engine.py:3306                          before every reduction, with overlap_comm
+    runtime/zero/partition_parameters.py:2128,2188  after ZeRO-3's step
+    runtime/zero/partition_parameters.py:84,114     at every parameter of ZeRO-3 over one rank
+
+While the host waits it launches nothing, so the device has nothing to do afterwards. Here the
+current stream waits for the reduction stream instead, and the host continues. Memory is safe: with
+``contiguous_gradients``, which the configuration requires here, gradients are reduced in buckets
+that stay allocated, and ZeRO-3 records the stream on what it frees.
+
+Waits for single events stay (partitioned_param_coordinator.py:404, stage3.py:1667): they keep the
+host from gathering the whole model ahead of the device.
+"""
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.zero import partition_parameters
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+
+_WAITING = ("average_tensor", "independent_gradient_partition_epilogue", "_post_step")
+
+
+def wait_on_the_device(optimizer: Any) -> None:
+    """Turns the waits of a ZeRO optimizer's training step into waits of the current stream."""
+    accelerator = get_accelerator()
+    if accelerator.resolves_data_dependency():
+        return  # a CPU, where every call has done its work when it returns
+    stage3 = hasattr(optimizer, "reduce_and_partition_stream")
+    stream = optimizer.reduce_and_partition_stream if stage3 else optimizer.reduction_stream
+
+    def join(*_: Any) -> None:
+        accelerator.current_stream().wait_stream(stream)
+
+    stream.synchronize = join
+    for name in _WAITING:
+        method = getattr(optimizer, name, None)
+        if method is not None:
+            setattr(optimizer, name, _joining(method, join))
+    partition_parameters.NoGatherHandle.wait = _become_available_alone
+    partition_parameters.NoGatherCoalescedHandle.wait = _become_available_together
+
+
+def _joining(method: Callable[..., Any], join: Callable[..., None]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with _synchronize_replaced(join):
+            return method(*args, **kwargs)
+
+    return call
+
+
+@contextmanager
+def _synchronize_replaced(join: Callable[..., None]) -> Iterator[None]:
+    accelerator = get_accelerator()
+    before = accelerator.synchronize  # the epilogue calls average_tensor: this block is nested
+    accelerator.synchronize = join
+    try:
+        yield
+    finally:
+        accelerator.synchronize = before
+
+
+# Whoever calls these does it on the stream of the gathers, and lets the current one wait for it.
+def _become_available_alone(handle: Any, **_: Any) -> None:
+    if not handle._NoGatherHandle__complete:
+        handle._NoGatherHandle__param.ds_status = ZeroParamStatus.AVAILABLE
+        handle._NoGatherHandle__complete = True
+
+
+def _become_available_together(handle: Any, **_: Any) -> None:
+    if not handle._NoGatherCoalescedHandle__complete:
+        for parameter in handle._NoGatherCoalescedHandle__params:
+            parameter.ds_status = ZeroParamStatus.AVAILABLE
+        handle._NoGatherCoalescedHandle__complete = True

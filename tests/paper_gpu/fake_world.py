@@ -1,0 +1,106 @@
+"""One process as any rank of any grid, over torch's `fake` process groups.
+
+    with fake_rank(run, rank) as worker:        the real worker, the real DeepSpeed engine
+        worker.train_step(batches(run), 1e-3)
+
+A fake collective returns at once: what comes back is this rank's own part. So the numbers mean
+nothing, and the order of calls means everything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from megaspeed.config import Run, parse_config, resolve_run
+from megaspeed.data import MicroBatch
+from megaspeed.topology import Grid, LaunchEnvironment, ParallelContext, context
+from megaspeed.training.worker import Worker
+from tests.parallel.tiny import merge
+
+GPT2 = {
+    "architecture": "gpt2",
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 16,
+}
+LLAMA = {
+    **GPT2,
+    "architecture": "llama",
+    "num_key_value_heads": 2,
+    "intermediate_size": 48,
+}
+
+
+def paper_run(*, pp: int = 1, dp: int = 1, tp: int = 1, **changes: Any) -> Run:
+    """A tiny bf16 run of 2 blocks and 2 micro-batches a step; `changes` are keys of the JSON."""
+    values = {
+        "model": GPT2,
+        "parallel": {"pipeline": pp, "tensor": tp},
+        "data": {"train": ["never read"], "sequence_length": 16},
+        "training": {"steps": 10},
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 2,
+        "bf16": {"enabled": True},
+    }
+    config = parse_config(merge(values, changes))
+    return resolve_run(config, name="paper", world_size=pp * dp * tp, world_source="test")
+
+
+def batches(run: Run) -> Callable[[int], MicroBatch]:
+    """Micro-batches of some tokens, already on the device."""
+    shape = (run.batch.micro_batch_size, run.config.data.sequence_length)
+    tokens = torch.arange(shape[0] * shape[1]).view(shape) % run.config.model.vocab_size
+    batch = MicroBatch(tokens=tokens, targets=tokens.clone(), samples=tuple(range(shape[0])))
+    return lambda micro_batch: batch
+
+
+@contextmanager
+def fake_context(grid: Grid, rank: int) -> Iterator[ParallelContext]:
+    """The context of one rank, whose groups are made as a real one's, over nothing."""
+    launch = LaunchEnvironment(
+        rank=rank,
+        world_size=grid.world_size,
+        local_rank=0,
+        local_world_size=1,
+        source="the fake world",
+    )
+    new_group = dist.new_group
+
+    def fake_group(ranks: list[int], **options: Any) -> dist.ProcessGroup:
+        group: dist.ProcessGroup = new_group(ranks, **(options | {"backend": "fake"}))
+        return group
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(context, "start_default_group", _start_fake_group)
+        patch.setattr(context, "shake_hands", lambda *args: None)  # nobody answers
+        patch.setattr(dist, "new_group", fake_group)
+        with ParallelContext.create(grid, launch, timeout_seconds=60) as made:
+            yield made
+
+
+@contextmanager
+def fake_rank(run: Run, rank: int) -> Iterator[Worker]:
+    """Rank `rank` of the run, built and ready to train."""
+    degrees = run.degrees
+    with fake_context(Grid(pp=degrees.pp, dp=degrees.dp, tp=degrees.tp), rank) as made:
+        yield Worker(run, made)
+
+
+def _start_fake_group(
+    launch: LaunchEnvironment, device: torch.device, timeout: timedelta
+) -> dist.ProcessGroup:
+    dist.init_process_group(
+        "fake", store=FakeStore(), rank=launch.rank, world_size=launch.world_size
+    )
+    assert dist.group.WORLD is not None
+    return dist.group.WORLD

@@ -1,0 +1,169 @@
+"""Records what a step launches, sends and reads, from within torch's dispatcher."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+# These make a view or allocate; they launch nothing.
+_NO_KERNEL = frozenset(
+    """
+    view _unsafe_view t transpose expand slice select split split_with_sizes unsqueeze squeeze
+    permute detach alias as_strided narrow chunk unbind _reshape_alias lift_fresh unflatten diagonal
+    set_ is_same_size result_type _has_same_storage_numel resize_ empty empty_like empty_strided
+    new_empty new_empty_strided
+    """.split()  # noqa: SIM905  one name after another reads better here
+)
+# In the dispatcher these bring numbers of the device to the host.
+_READS = frozenset(("_local_scalar_dense", "nonzero", "masked_select", "equal", "is_nonzero"))
+# These do as well, but a CPU answers before the dispatcher is asked.
+_READS_BEFORE_DISPATCH = ("tolist", "cpu", "numpy")
+_PEERS = {"c10d::send": 2, "c10d::recv_": 2}
+_OURS = ("/megaspeed/", "/deepspeed/")
+
+
+@dataclass(frozen=True)
+class Message:
+    """One call of a process group.
+
+    Attributes:
+        operator: such as ``c10d::allreduce_``.
+        group: global ranks of the group.
+        tensors: (shape, dtype) of each tensor.
+        peer: global rank of the other end of a send or a receive.
+    """
+
+    operator: str
+    group: tuple[int, ...]
+    tensors: tuple[tuple[tuple[int, ...], str], ...]
+    peer: int | None = None
+
+
+class Recorder(TorchDispatchMode):
+    """Within its block, records this thread's operations, and those of its backward passes.
+
+    Attributes:
+        launches: aten operator -> how often; each is a kernel on a GPU.
+        messages: calls of process groups in order.
+        reads: where in the code -> how often the host asks for numbers of the device.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.launches: Counter[str] = Counter()
+        self.messages: list[Message] = []
+        self.reads: Counter[str] = Counter()
+        self._on_host: dict[int, Tensor] = {}  # kept, so that no id is used twice
+        self._functions = _Functions(self)
+
+    def __enter__(self) -> Recorder:
+        self._functions.__enter__()
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._functions.__exit__(*error)
+
+    def read(self, what: str) -> None:
+        """Notes that the host asks for a number of the device."""
+        self.reads[f"{caller()} {what}"] += 1
+
+    def made_on_host(self, tensor: Tensor) -> None:
+        """Notes that a tensor was made of Python numbers, in host memory."""
+        self._on_host[id(tensor)] = tensor
+
+    def is_on_host(self, tensors: Sequence[Tensor]) -> bool:
+        """Whether all of them, at least one, are in host memory."""
+        return bool(tensors) and all(id(tensor) in self._on_host for tensor in tensors)
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        namespace, _, name = function._schema.name.partition("::")
+        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        if namespace == "c10d":
+            self.messages.append(_message(function._schema.name, args))
+            result = function(*args, **(kwargs or {}))
+            if name == "recv_":
+                for tensor in inputs:  # a fake peer sends nothing, and memory may hold a NaN
+                    tensor.zero_()
+            return result
+        on_host = self.is_on_host(inputs)
+        if not on_host:
+            if name in _READS:
+                self.read(name)
+            elif name not in _NO_KERNEL:
+                self.launches[name] += 1
+        result = function(*args, **(kwargs or {}))
+        if on_host:
+            for leaf in tree_leaves(result):
+                if isinstance(leaf, Tensor):
+                    self.made_on_host(leaf)
+        return result
+
+
+class _Functions(TorchFunctionMode):
+    """What the dispatcher does not see: reads that a CPU answers itself, tensors of numbers."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self._recorder = recorder
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        name = getattr(function, "__name__", "")
+        if name in _READS_BEFORE_DISPATCH and not self._recorder.is_on_host(args[:1]):
+            self._recorder.read(name)
+        result = function(*args, **(kwargs or {}))
+        if function is torch.tensor:
+            if _stays_on_host(kwargs or {}):
+                self._recorder.made_on_host(result)
+            else:
+                # torch copies the numbers to the device and waits for the copy.
+                self._recorder.read("tensor on the device from Python numbers")
+        return result
+
+
+def _stays_on_host(kwargs: Mapping[str, Any]) -> bool:
+    """No device, or "cpu" as a word; the device of the run comes as a ``torch.device``."""
+    device = kwargs.get("device")
+    return device is None or (device == "cpu" and isinstance(device, str))
+
+
+def caller() -> str:
+    """The nearest place in megaspeed's or DeepSpeed's code, as file:line function."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if any(part in file for part in _OURS) and "/tests/" not in file:
+            package = next(part for part in _OURS if part in file)
+            where = file[file.rindex(package) + 1 :]
+            return f"{where}:{frame.f_lineno} {frame.f_code.co_name}"
+        frame = frame.f_back  # type: ignore[assignment]
+    return "elsewhere"
+
+
+def _message(operator: str, args: Sequence[Any]) -> Message:
+    group = next(
+        dist.ProcessGroup.unbox(argument)
+        for argument in args
+        if isinstance(argument, torch.ScriptObject)
+        and str(argument._type()).endswith("ProcessGroup")
+    )
+    ranks = tuple(dist.get_process_group_ranks(group))
+    tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
+    described = tuple((tuple(t.shape), str(t.dtype).removeprefix("torch.")) for t in tensors)
+    place = _PEERS.get(operator)
+    return Message(operator, ranks, described, None if place is None else ranks[args[place]])
