@@ -1,0 +1,58 @@
+"""One training step on paper: what the host waited for, launched, sent and read."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from megaspeed.topology import LaunchEnvironment
+from tests.paper_gpu.accelerator import paper_accelerator
+from tests.paper_gpu.fake_world import batches, fake_rank, paper_run
+from tests.paper_gpu.recorder import Message, Recorder
+from tests.rank_pool import RankPool
+
+
+@dataclass(frozen=True)
+class PaperStep:
+    """The third step of one rank, when what is learnt in the first is known.
+
+    Attributes:
+        device_waits: where in the code -> how often the host waits until a stream, or the device,
+            has nothing left to do.
+        event_waits: where in the code -> how often the host waits for one event.
+        reads: where in the code -> how often the host reads a number of the device.
+        launches: kernels.
+        messages: calls of process groups.
+        skipped: whether the step was not taken: it would prove nothing.
+    """
+
+    device_waits: dict[str, int]
+    event_waits: dict[str, int]
+    reads: dict[str, int]
+    launches: int
+    messages: list[Message]
+    skipped: bool
+
+
+def paper_step(pool: RankPool, *, rank: int = 0, **changes: Any) -> PaperStep:
+    """The step of rank `rank` of the run that `paper_run(**changes)` gives."""
+    (step,) = pool.run(1, step_of, rank, changes)
+    assert not step.skipped
+    return step
+
+
+def step_of(launch: LaunchEnvironment, rank: int, changes: dict[str, Any]) -> PaperStep:
+    """The same within a job of the rank pool."""
+    run = paper_run(**changes)
+    with paper_accelerator() as accelerator, fake_rank(run, rank) as worker:
+        for _ in range(2):
+            worker.train_step(batches(run), 1e-3)
+        accelerator.waits.clear()
+        with Recorder() as recorder:
+            result = worker.train_step(batches(run), 1e-3)
+    return PaperStep(
+        device_waits=accelerator.device_waits,
+        event_waits=accelerator.event_waits,
+        reads=dict(recorder.reads),
+        launches=sum(recorder.launches.values()),
+        messages=recorder.messages,
+        skipped=result.skipped,
+    )

@@ -1,0 +1,66 @@
+"""Budgets of one training step, as a GPU would pay them. They may only be lowered.
+
+A kernel costs the host about 5 us to launch, whatever its size; a collective of all ranks costs
+their slowest; ZeRO-3's event waits keep the host from running ahead.
+"""
+
+from typing import Any
+
+import pytest
+
+from megaspeed.topology import LaunchEnvironment
+from tests.paper_gpu.fake_world import GPT2, LLAMA
+from tests.paper_gpu.paper_step import paper_step, step_of
+from tests.rank_pool import RankPool
+
+
+def _launches(launch: LaunchEnvironment, model: dict[str, Any], stage: int) -> tuple[float, float]:
+    """Kernels for each block: in each micro-batch, and once a step."""
+    by_block = []
+    for micro_batches in (2, 4):
+        one, three = (
+            step_of(
+                launch,
+                0,
+                {
+                    "model": {**model, "num_hidden_layers": blocks},
+                    "gradient_accumulation_steps": micro_batches,
+                    "zero_optimization": {"stage": stage},
+                },
+            ).launches
+            for blocks in (1, 3)
+        )
+        by_block.append((three - one) / 2)
+    each = (by_block[1] - by_block[0]) / 2
+    return each, by_block[0] - 2 * each
+
+
+# A GPT-2 block has 12 parameters, a Llama block 6.
+@pytest.mark.parametrize(
+    ("model", "stage", "each_micro_batch", "each_step"),
+    [(GPT2, 1, 53, 26), (GPT2, 3, 71, 0), (LLAMA, 1, 119, 14), (LLAMA, 3, 128, 0)],
+    ids=["gpt2-zero1", "gpt2-zero3", "llama-zero1", "llama-zero3"],
+)
+def test_kernels_of_a_block(
+    pool: RankPool, model: dict[str, Any], stage: int, each_micro_batch: int, each_step: int
+) -> None:
+    ((each, once),) = pool.run(1, _launches, model, stage)
+    assert each <= each_micro_batch
+    assert once <= each_step
+
+
+@pytest.mark.parametrize(
+    ("stage", "collectives", "event_waits"), [(1, 8, 0), (2, 11, 0), (3, 33, 34)]
+)
+def test_collectives_of_a_step_of_two_blocks(
+    pool: RankPool, stage: int, collectives: int, event_waits: int
+) -> None:
+    step = paper_step(pool, dp=2, zero_optimization={"stage": stage})
+    assert len(step.messages) <= collectives
+    assert sum(step.event_waits.values()) <= event_waits
+
+
+def test_one_collective_of_a_step_spans_all_ranks(pool: RankPool) -> None:
+    world = tuple(range(8))
+    step = paper_step(pool, pp=2, dp=2, tp=2, zero_optimization={"stage": 3})
+    assert sum(message.group == world for message in step.messages) == 1

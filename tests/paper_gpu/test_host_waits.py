@@ -1,0 +1,93 @@
+"""In a step the host waits for the device once: where norm, loss and flags reach it together.
+
+A host that waits launches nothing, and when the device is done it has nothing to do.
+"""
+
+from typing import Any
+
+import pytest
+from deepspeed.comm.comm import comms_logger
+from deepspeed.comm.config import DeepSpeedCommsConfig
+
+from megaspeed.topology import LaunchEnvironment
+from tests.paper_gpu.fake_world import GPT2, LLAMA, fake_rank, paper_run
+from tests.paper_gpu.paper_step import PaperStep, paper_step, step_of
+from tests.rank_pool import RankPool
+from tests.zero.test_workarounds import left_out
+
+OVERLAP = {"overlap_comm": True}
+PER_MICRO_BATCH = {"gradient_reduction": "per_micro_batch"}
+RECOMPUTE = {"activation_checkpointing": "full"}
+DROPOUT = {"embedding_dropout": 0.1, "attention_dropout": 0.1, "residual_dropout": 0.1}
+ONE_KEY_VALUE_HEAD = {**LLAMA, "num_key_value_heads": 1}
+
+
+def zero(stage: int, **more: Any) -> dict[str, Any]:
+    """ZeRO on two data ranks."""
+    return {"dp": 2, "zero_optimization": {"stage": stage, **more}}
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "zero0": zero(0),
+    "zero1": zero(1),
+    "zero1-overlap": zero(1, **OVERLAP),
+    "zero2": zero(2),
+    "zero2-overlap": zero(2, **OVERLAP) | {"parallel": PER_MICRO_BATCH},
+    "zero2-overlap-all-reduce": zero(2, **OVERLAP, use_multi_rank_bucket_allreduce=True)
+    | {"parallel": PER_MICRO_BATCH},
+    "zero3": zero(3),
+    "zero3-no-overlap": zero(3, overlap_comm=False),
+    "zero3-per-micro-batch": zero(3) | {"parallel": PER_MICRO_BATCH},
+    "zero3-one-rank": {"zero_optimization": {"stage": 3}},
+    # The first stage of a pipeline has the embedding, the last one the loss.
+    "3d-first": zero(3) | {"pp": 2, "tp": 2, "rank": 0},
+    "3d-last": zero(3) | {"pp": 2, "tp": 2, "rank": 7},
+    "middle-of-a-pipeline": {"pp": 3, "rank": 1, "model": {"num_hidden_layers": 4}},
+    "dropout": {"tp": 2, "model": {**GPT2, **DROPOUT}},
+    "sequence-parallel": {"tp": 2, "model": LLAMA, "parallel": {"sequence_parallel": True}},
+    "one-key-value-head": {"tp": 2, "model": ONE_KEY_VALUE_HEAD},
+    "recompute": {"model": {**LLAMA, **DROPOUT}, "parallel": RECOMPUTE},
+    "fp32": {"dp": 2, "bf16": {"enabled": False}, "gradient_clipping": 0.0},
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_host_waits_for_the_device_once_a_step(pool: RankPool, case: str) -> None:
+    step = paper_step(pool, **CASES[case])
+    assert step.device_waits == {}
+    ((place, count),) = step.reads.items()
+    assert "exchange" in place and count == 1
+
+
+def test_without_the_work_around_deepspeed_waits_after_every_backward(pool: RankPool) -> None:
+    def waits(case: str) -> int:
+        (step,) = pool.run(1, _step_of_plain_deepspeed, CASES[case])
+        return sum(step.device_waits.values())
+
+    assert waits("zero1") == 0
+    assert waits("zero2-overlap") >= 2
+    assert waits("zero3") >= 2
+    assert waits("zero3-one-rank") > waits("zero3")
+
+
+def _step_of_plain_deepspeed(launch: LaunchEnvironment, changes: dict[str, Any]) -> PaperStep:
+    with left_out("wait_on_the_device"):
+        return step_of(launch, 0, changes)
+
+
+@pytest.mark.parametrize("enabled", [False, True])
+def test_the_comms_logger_is_on_if_enabled_and_the_throughput_timer_never(
+    pool: RankPool, enabled: bool
+) -> None:
+    changes = {"comms_logger": {"enabled": enabled}}
+    assert pool.run(1, _instruments, changes) == [(enabled, False)]
+
+
+def _instruments(launch: LaunchEnvironment, changes: dict[str, Any]) -> tuple[bool, bool]:
+    with fake_rank(paper_run(**changes), 0) as worker:
+        return comms_logger.enabled, worker.engine._engine.tput_timer.config.enabled
+
+
+def test_deepspeed_turns_its_logger_on_if_its_key_is_there() -> None:
+    # The reason why deepspeed_json removes the key.
+    assert DeepSpeedCommsConfig({"comms_logger": {"enabled": False}}).comms_logger_enabled

@@ -1,0 +1,123 @@
+"""Every rank of a grid calls the same collectives in the same order, and sends meet receives.
+
+Over NCCL a rank that calls another collective than its peers, or in another order, hangs without a
+word. Here each rank writes down what it calls, from building the engine to the end of two steps,
+and the ledgers of all ranks are compared.
+"""
+
+from collections import defaultdict
+from typing import Any
+
+import pytest
+
+from megaspeed.topology import LaunchEnvironment
+from tests.paper_gpu.accelerator import paper_accelerator
+from tests.paper_gpu.fake_world import GPT2, LLAMA, batches, fake_rank, paper_run
+from tests.paper_gpu.recorder import Message, Recorder
+from tests.rank_pool import RankPool
+
+TIED = {**GPT2, "num_hidden_layers": 4}
+UNTIED = {**LLAMA, "num_hidden_layers": 4, "tie_word_embeddings": False}
+PER_MICRO_BATCH = {"gradient_reduction": "per_micro_batch"}
+SEQUENCE_PARALLEL = {"sequence_parallel": True}
+
+# (pp, dp, tp), ZeRO stage, model, parallel
+CASES: list[tuple[tuple[int, int, int], int, dict[str, Any], dict[str, Any]]] = [
+    ((2, 2, 2), 0, TIED, {"schedule": "1f1b"}),
+    ((2, 2, 2), 1, UNTIED, {"schedule": "gpipe", **SEQUENCE_PARALLEL}),
+    ((2, 2, 2), 2, TIED, {"schedule": "1f1b", **PER_MICRO_BATCH, **SEQUENCE_PARALLEL}),
+    ((2, 2, 2), 3, UNTIED, {"schedule": "gpipe", **PER_MICRO_BATCH}),
+    ((4, 2, 1), 0, UNTIED, {"schedule": "gpipe"}),
+    ((4, 2, 1), 1, TIED, {"schedule": "1f1b"}),
+    ((4, 1, 2), 2, UNTIED, {"schedule": "gpipe"}),
+    ((4, 2, 1), 3, TIED, {"schedule": "1f1b"}),
+    ((1, 4, 2), 3, TIED, {}),
+    ((1, 2, 4), 1, UNTIED, {}),
+]
+
+
+def _ledger(launch: LaunchEnvironment, changes: dict[str, Any]) -> list[Message]:
+    run = paper_run(**changes)
+    with paper_accelerator(), Recorder() as recorder, fake_rank(run, launch.rank) as worker:
+        for _ in range(2):
+            assert not worker.train_step(batches(run), 1e-3).skipped
+    return recorder.messages
+
+
+def _describe(case: tuple[Any, ...]) -> str:
+    (pp, dp, tp), stage, model, parallel = case
+    words = [f"pp{pp}-dp{dp}-tp{tp}-zero{stage}", model["architecture"]]
+    return "-".join([*words, *map(str, parallel.values())])
+
+
+@pytest.mark.parametrize("case", CASES, ids=_describe)
+def test_all_ranks_call_the_same_collectives_and_sends_meet_receives(
+    pool: RankPool, case: tuple[Any, ...]
+) -> None:
+    (pp, dp, tp), stage, model, parallel = case
+    changes = {
+        "pp": pp,
+        "dp": dp,
+        "tp": tp,
+        "model": model,
+        "parallel": parallel,
+        "gradient_accumulation_steps": 4,
+        "zero_optimization": {"stage": stage},
+    }
+    ledgers = pool.run(pp * dp * tp, _ledger, changes)
+    _check_collectives(ledgers)
+    _check_pairs(ledgers)
+    sends = [m for ledger in ledgers for m in ledger if m.operator == "c10d::send"]
+    assert bool(sends) == (pp > 1)
+
+
+def _check_collectives(ledgers: list[list[Message]]) -> None:
+    """Every member of a group has the same collectives in its ledger, in the same order."""
+    by_group: dict[tuple[int, ...], dict[int, list[Message]]] = defaultdict(dict)
+    for rank, ledger in enumerate(ledgers):
+        for message in ledger:
+            if message.peer is None:
+                by_group[message.group].setdefault(rank, []).append(message)
+    for group, calls in by_group.items():
+        assert set(calls) == set(group), f"ranks {sorted(calls)} call collectives of group {group}"
+        first = calls[group[0]]
+        for rank in group:
+            assert calls[rank] == first, f"rank {rank} and rank {group[0]} of group {group}"
+
+
+def _check_pairs(ledgers: list[list[Message]]) -> None:
+    """What a rank sends another is what that one receives of it, in the same order."""
+    sent: dict[tuple[int, int], list[Any]] = defaultdict(list)
+    received: dict[tuple[int, int], list[Any]] = defaultdict(list)
+    for rank, ledger in enumerate(ledgers):
+        for message in ledger:
+            if message.operator == "c10d::send" and message.peer is not None:
+                sent[rank, message.peer].append(message.tensors)
+            elif message.operator == "c10d::recv_" and message.peer is not None:
+                received[message.peer, rank].append(message.tensors)
+    assert sent == received
+
+
+@pytest.mark.parametrize("mistake", ["another order", "another shape", "one call fewer"])
+def test_a_ledger_that_differs_is_found(mistake: str) -> None:
+    first = Message("c10d::allreduce_", (0, 1), (((4,), "float32"),))
+    second = Message("c10d::_allgather_base_", (0, 1), (((8,), "float32"), ((4,), "float32")))
+    other = Message("c10d::allreduce_", (0, 1), (((5,), "float32"),))
+    wrong = {
+        "another order": [second, first],
+        "another shape": [other, second],
+        "one call fewer": [first],
+    }
+    _check_collectives([[first, second], [first, second]])
+    with pytest.raises(AssertionError, match="of group"):
+        _check_collectives([[first, second], wrong[mistake]])
+
+
+def test_a_send_that_nobody_receives_is_found() -> None:
+    tensors = (((2, 16, 32), "bfloat16"),)
+    send = Message("c10d::send", (0, 1), tensors, peer=1)
+    receive = Message("c10d::recv_", (0, 1), tensors, peer=0)
+    _check_pairs([[send], [receive]])
+    for ledgers in ([[send], []], [[], [receive]], [[send, send], [receive]]):
+        with pytest.raises(AssertionError):
+            _check_pairs(ledgers)
