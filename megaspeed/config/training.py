@@ -26,6 +26,16 @@ class TrainingConfig(Section):
         gt=0,
         description="Number of batches, each of train_batch_size samples, of one validation.",
     )
+    allow_tf32: bool = Field(
+        default=False,
+        description="On CUDA, multiply fp32 matrices in TF32, which keeps 10 of 23 mantissa bits. "
+        "Faster; layouts then agree to about 1e-3 only.",
+    )
+    allow_reduced_precision_reduction: bool = Field(
+        default=False,
+        description="On CUDA, let bf16 and fp16 matrix products add partial sums in bf16 or fp16 "
+        "instead of fp32.",
+    )
     max_skipped_steps: int = Field(
         default=20,
         gt=0,

@@ -27,6 +27,7 @@ from megaspeed.pipeline import (
 from megaspeed.tensor_parallel import ParameterShard, TensorAxis
 from megaspeed.topology import ParallelContext
 from megaspeed.training.loss import backward_scale, make_loss_function
+from megaspeed.training.matmul_precision import set_matmul_precision
 from megaspeed.training.memory import peak_memory
 from megaspeed.training.optimizer import make_optimizer, parameter_groups
 from megaspeed.zero import DTYPES, ZeroEngine, build_engine
@@ -63,6 +64,7 @@ class Worker:
     """
 
     def __init__(self, run: Run, context: ParallelContext) -> None:
+        set_matmul_precision(run.config.training, context.device)
         self.run = run
         self.context = context
         self.engine: ZeroEngine

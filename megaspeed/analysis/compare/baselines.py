@@ -19,6 +19,7 @@ from megaspeed.config import Run
 from megaspeed.tensor_parallel import TensorAxis
 from megaspeed.topology import ParallelContext
 from megaspeed.training.loss import backward_scale, make_loss_function
+from megaspeed.training.matmul_precision import set_matmul_precision
 from megaspeed.training.optimizer import make_optimizer, parameter_groups
 from megaspeed.training.worker import Load, StepResult
 from megaspeed.zero.global_norm import sum_of_squares
@@ -36,6 +37,7 @@ class BaselineWorker:
     """
 
     def __init__(self, baseline: Baseline, run: Run, context: ParallelContext) -> None:
+        set_matmul_precision(run.config.training, context.device)
         self.run = run
         self.context = context
         self.engine: DataParallel = _ENGINES[baseline](run, context)
