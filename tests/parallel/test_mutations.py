@@ -1,5 +1,8 @@
 """The comparison with one process fails when the parallel run is wrong.
 
+What is mutated is compared with the widest tolerance that `megaspeed verify` can give later steps,
+as if one process had drifted far from itself.
+
 Each mutation is a mistake that such code is known for. It is made in every rank for one training,
 which must then differ from one process where the mistake shows, while the same training without
 it does not.
@@ -14,6 +17,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
+from megaspeed.analysis.verification.amplification import LARGEST_WIDENING
 from megaspeed.analysis.verification.comparison import Comparison, Difference
 from megaspeed.analysis.verification.reference import ReferenceRun, train_reference
 from megaspeed.analysis.verification.verify import ParallelRun, compare, train_rank, whole_batch
@@ -199,6 +203,15 @@ def reference_of(cache: Path, text: Path, dropout: bool, reset: bool) -> Referen
     return train_reference(run, functools.partial(whole_batch, run, corpus), STEPS)
 
 
+def drifted(reference: ReferenceRun) -> ReferenceRun:
+    """A run so far from the reference that the tolerance of later steps reaches its cap."""
+    return dataclasses.replace(
+        reference,
+        losses=[2.0 * loss for loss in reference.losses],
+        grad_norms=[2.0 * norm for norm in reference.grad_norms],
+    )
+
+
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("cache")
@@ -219,7 +232,8 @@ def train(pool: RankPool, cache: Path, text: Path) -> Callable[[str | None, Run]
         assert parallel is not None
         dropout = run.config.model.attention_dropout > 0.0
         reset = run.config.data.reset_at_documents
-        return compare(run, parallel, reference_of(cache, text, dropout, reset))
+        reference = reference_of(cache, text, dropout, reset)
+        return compare(run, parallel, reference, [] if mutation is None else [drifted(reference)])
 
     unharmed: dict[str, Comparison] = {}
 
@@ -244,6 +258,7 @@ def test_the_comparison_fails_when(
     run = tiny_run(text, **changes)
     right, wrong = train(None, run), train(mutation.__name__, run)
     assert right.equal, right.largest
+    assert wrong.losses[1].allowed == LARGEST_WIDENING * wrong.losses[0].allowed
     assert not wrong.equal
     furthest = max(shows(wrong), key=lambda difference: difference.relative)
     assert furthest.relative > 10 * furthest.allowed, "not a matter of rounding"

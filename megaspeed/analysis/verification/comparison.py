@@ -10,7 +10,10 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Tolerance:
-    """Largest relative differences that count as equal."""
+    """Largest relative differences that count as equal at step 1.
+
+    What a later step is allowed beyond them is in ``amplification.py``.
+    """
 
     loss: float
     grad_norm: float
@@ -81,6 +84,15 @@ class Comparison:
         )
 
     @property
+    def differs_only_after_step_1(self) -> bool:
+        """Whether later losses or gradient norms are all that differs, so that a wider tolerance
+        could make the trainings equal.
+        """
+        first = [*self.losses[:1], *self.grad_norms[:1], *self.gradients]
+        sound = self.weights_bitwise_equal and self.copies_differ_by == 0.0
+        return sound and all(d.equal for d in first) and not self.equal
+
+    @property
     def largest(self) -> Difference:
         """The number furthest out, as a multiple of what is allowed."""
         return max(
@@ -102,12 +114,16 @@ class Comparison:
 
 
 def compare_numbers(
-    name: str, parallel: Sequence[float], reference: Sequence[float], allowed: float
+    name: str,
+    parallel: Sequence[float],
+    reference: Sequence[float],
+    allowed: Sequence[float],
 ) -> list[Difference]:
-    """One difference for each step."""
+    """One difference for each step, each with what that step is allowed."""
+    steps = zip(parallel, reference, allowed, strict=True)
     return [
-        Difference(f"{name} of step {step}", a, b, _relative(abs(a - b), abs(b)), allowed)
-        for step, (a, b) in enumerate(zip(parallel, reference, strict=True), start=1)
+        Difference(f"{name} of step {step}", a, b, relative_difference(a, b), limit)
+        for step, (a, b, limit) in enumerate(steps, start=1)
     ]
 
 
@@ -131,8 +147,13 @@ def compare_gradients(
     return differences
 
 
+def relative_difference(number: float, reference: float) -> float:
+    """Their distance over the size of the reference."""
+    return _relative(abs(number - reference), abs(reference))
+
+
 def _relative(difference: float, size: float) -> float:
-    """Nothing but nothing itself equals nothing."""
+    """Only zero equals zero."""
     if size == 0.0:
         return 0.0 if difference == 0.0 else math.inf
     return difference / size

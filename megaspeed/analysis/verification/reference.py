@@ -16,12 +16,15 @@ from megaspeed.config import Run
 from megaspeed.data import NOT_COUNTED, MicroBatch
 from megaspeed.model import GPT, initialize
 from megaspeed.training.learning_rate import learning_rate
+from megaspeed.training.matmul_precision import set_matmul_precision
 from megaspeed.training.optimizer import parameter_groups
+
+CPU = torch.device("cpu")
 
 
 @dataclass
 class ReferenceRun:
-    """What the plain run did.
+    """What the plain run did; all tensors are on the CPU.
 
     Attributes:
         losses: mean loss of each step, nats.
@@ -39,19 +42,24 @@ class ReferenceRun:
 
 
 def train_reference(
-    run: Run, batch_of_step: Callable[[int], list[MicroBatch]], steps: int
+    run: Run,
+    batch_of_step: Callable[[int], list[MicroBatch]],
+    steps: int,
+    device: torch.device = CPU,
 ) -> ReferenceRun:
     """Trains the run's model for ``steps`` steps.
 
     Args:
-        run: only its model, optimizer, precision and batch size are looked at, not its degrees.
+        run: only its model, optimizer, precision and batch size are read, not its degrees.
         batch_of_step: step -> that step's samples, in parts of any size that fits in memory.
         steps: how many.
+        device: where it trains.
     """
+    set_matmul_precision(run.config.training, device)
     dtype = torch.bfloat16 if run.precision == "bf16" else torch.float32
     model = GPT(run.config.model, seed=run.config.training.seed)
     initialize(model, run.config.model, run.config.training.seed)
-    model.to(dtype)
+    model.to(device, dtype)  # initialized on the CPU: the same bits on every device
     masters = _master_weights(model)
     params = run.config.optimizer.params
     optimizer = torch.optim.AdamW(
@@ -70,11 +78,12 @@ def train_reference(
         )
         for group in optimizer.param_groups:
             group["lr"] = rate
-        record.losses.append(_forward_backward(model, batch_of_step(step), run.tokens_per_step))
+        batch = [part.to(device) for part in batch_of_step(step)]
+        record.losses.append(_forward_backward(model, batch, run.tokens_per_step))
         _hand_over_gradients(model, masters)
         if step == 0:
             record.first_gradients = {
-                n: p.grad.clone() for n, p in masters.items() if p.grad is not None
+                n: p.grad.to(CPU, copy=True) for n, p in masters.items() if p.grad is not None
             }
         norm = _norm_of_gradients(masters)
         record.grad_norms.append(float(norm))
@@ -132,4 +141,4 @@ def _hand_over_weights(model: GPT, masters: dict[str, nn.Parameter]) -> None:
 
 
 def _copies(named: dict[str, nn.Parameter]) -> dict[str, Tensor]:
-    return {name: parameter.detach().clone() for name, parameter in named.items()}
+    return {name: parameter.detach().to(CPU, copy=True) for name, parameter in named.items()}

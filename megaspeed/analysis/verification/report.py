@@ -2,6 +2,7 @@
 
 from rich.table import Table
 
+from megaspeed.analysis.verification.amplification import FACTOR, LARGEST_WIDENING
 from megaspeed.analysis.verification.comparison import Comparison, Difference
 from megaspeed.config import Run
 
@@ -30,6 +31,23 @@ def gradient_table(comparison: Comparison) -> Table:
     for gradient in comparison.gradients:
         table.add_row(gradient.name, *_cells(gradient))
     return table
+
+
+def widened_tolerances(comparison: Comparison) -> list[str]:
+    """One sentence for losses and one for gradient norms, if later steps are allowed more."""
+    sentences = []
+    for name, steps in (("losses", comparison.losses), ("gradient norms", comparison.grad_norms)):
+        base = steps[0].allowed
+        wider = [number for number, step in enumerate(steps, 1) if step.allowed > base]
+        if wider:
+            most = max(step.allowed for step in steps)
+            sentences.append(
+                f"{name}: {base:.0e} allowed at step 1, up to {most:.1e} from step {wider[0]} on: "
+                f"{FACTOR:.0f} times what one process differs from itself if the samples of each "
+                "step are summed in another order"
+                + (", cut off there" if most >= LARGEST_WIDENING * base else "")
+            )
+    return sentences
 
 
 def verdict(comparison: Comparison) -> str:

@@ -4,21 +4,30 @@
     run (plain torch) --this process-> losses, norms, weights and gradients
                                         \\-> Comparison
 
-The ranks are started on this machine, on the CPU, over gloo.
+    equal but for later steps? run, its samples shuffled -> what those steps are allowed
+
+All of it runs on this machine: on the CPU over gloo, or on CUDA over NCCL with a GPU for each rank
+and the one process on the first of them.
 """
 
 import functools
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 import torch
 import torch.multiprocessing as mp
 from torch import Tensor
 
+from megaspeed.analysis.verification.amplification import (
+    TIMES_SHUFFLED,
+    allowed_at_steps,
+    shuffled,
+)
 from megaspeed.analysis.verification.comparison import (
     TOLERANCES,
     Comparison,
@@ -30,7 +39,7 @@ from megaspeed.analysis.verification.logical_tensors import (
     gather_gradients,
     gather_weights,
 )
-from megaspeed.analysis.verification.reference import ReferenceRun, train_reference
+from megaspeed.analysis.verification.reference import CPU, ReferenceRun, train_reference
 from megaspeed.config import Run
 from megaspeed.data import LoaderShape, MicroBatch, PreparedCorpus, TrainingLoader
 from megaspeed.topology import Grid, LaunchEnvironment, ParallelContext
@@ -38,6 +47,8 @@ from megaspeed.topology.free_port import free_port
 from megaspeed.topology.process_exit import end_process
 from megaspeed.training.step_inputs import StepInputs
 from megaspeed.training.worker import Worker
+
+DeviceType = Literal["cpu", "cuda"]
 
 _TIMEOUT_SECONDS = 300.0
 
@@ -54,20 +65,78 @@ class ParallelRun:
     copies_differ_by: float
 
 
-def verify(run: Run, corpus: PreparedCorpus, steps: int) -> Comparison:
-    """Trains ``steps`` steps both ways and compares."""
-    reference = train_reference(run, functools.partial(whole_batch, run, corpus), steps)
-    return compare(run, train_on_ranks(run, corpus, steps), reference)
+def verify(
+    run: Run, corpus: PreparedCorpus, steps: int, device_type: DeviceType = "cpu"
+) -> Comparison:
+    """Trains ``steps`` steps both ways and compares.
+
+    One process is trained again, on shuffled samples, only if later steps alone differ too much.
+
+    Args:
+        run: the layout, in fp32 or bf16. TF32 is turned off for both trainings: its rounding is a
+            thousand times what is compared here.
+        corpus: the run's.
+        steps: how many.
+        device_type: where; CUDA needs a GPU for each rank.
+    """
+    training = run.config.training.model_copy(update={"allow_tf32": False})
+    run = replace(run, config=run.config.model_copy(update={"training": training}))
+    device = torch.device(device_type)
+    batches = functools.partial(whole_batch, run, corpus)
+    reference = train_reference(run, batches, steps, device)
+    if device_type == "cuda":
+        torch.cuda.empty_cache()  # rank 0 shares this GPU
+    parallel = train_on_ranks(run, corpus, steps, device_type)
+    comparison = compare(run, parallel, reference)
+    if not comparison.differs_only_after_step_1:
+        return comparison
+    return compare(run, parallel, reference, train_shuffled(run, corpus, steps, device))
 
 
-def compare(run: Run, parallel: ParallelRun, reference: ReferenceRun) -> Comparison:
-    """Every number of the two trainings, with the tolerance of the run's precision."""
+def train_shuffled(
+    run: Run, corpus: PreparedCorpus, steps: int, device: torch.device = CPU
+) -> list[ReferenceRun]:
+    """The reference again, ``TIMES_SHUFFLED`` times, with each step's samples in another order."""
+
+    def batches(times: int, step: int) -> list[MicroBatch]:
+        return shuffled(whole_batch(run, corpus, step), seed=times * steps + step)
+
+    return [
+        train_reference(run, functools.partial(batches, times), steps, device)
+        for times in range(TIMES_SHUFFLED)
+    ]
+
+
+def compare(
+    run: Run,
+    parallel: ParallelRun,
+    reference: ReferenceRun,
+    again: Sequence[ReferenceRun] = (),
+) -> Comparison:
+    """Every number of the two trainings, with the tolerance of the run's precision.
+
+    Args:
+        run: that was trained.
+        parallel, reference: the two trainings.
+        again: the reference trained with its samples in other orders; later steps are allowed
+            more by how far these are from the reference.
+    """
     allowed = TOLERANCES[run.precision]
     dtype = torch.bfloat16 if run.precision == "bf16" else torch.float32
     return Comparison(
-        losses=compare_numbers("loss", parallel.losses, reference.losses, allowed.loss),
+        losses=compare_numbers(
+            "loss",
+            parallel.losses,
+            reference.losses,
+            allowed_at_steps(allowed.loss, reference.losses, [other.losses for other in again]),
+        ),
         grad_norms=compare_numbers(
-            "gradient norm", parallel.grad_norms, reference.grad_norms, allowed.grad_norm
+            "gradient norm",
+            parallel.grad_norms,
+            reference.grad_norms,
+            allowed_at_steps(
+                allowed.grad_norm, reference.grad_norms, [other.grad_norms for other in again]
+            ),
         ),
         gradients=compare_gradients(
             parallel.first_gradients, reference.first_gradients, allowed.gradient
@@ -89,21 +158,25 @@ def whole_batch(run: Run, corpus: PreparedCorpus, step: int) -> list[MicroBatch]
     return [loader.micro_batch(step * run.batch.train_batch_size, part) for part in range(parts)]
 
 
-def train_on_ranks(run: Run, corpus: PreparedCorpus, steps: int) -> ParallelRun:
+def train_on_ranks(
+    run: Run, corpus: PreparedCorpus, steps: int, device_type: DeviceType = "cpu"
+) -> ParallelRun:
     """Starts the run's ranks here and trains; raises what the first failing rank raised."""
     with tempfile.TemporaryDirectory(prefix="megaspeed-verify-") as folder:
         result = Path(folder) / "rank0.pt"
         arguments = (run, corpus, steps, free_port(), result)
-        with _cpu_only_children():
+        with children_on(device_type):
             mp.spawn(_rank_main, args=arguments, nprocs=run.degrees.world_size)
         parallel: ParallelRun = torch.load(result, weights_only=False)
     return parallel
 
 
 @contextmanager
-def _cpu_only_children() -> Iterator[None]:
-    """Children look for GPUs as they import, before their first line runs."""
-    changed = {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
+def children_on(device_type: DeviceType) -> Iterator[None]:
+    """Processes that start in this block see GPUs, or none: they look as they import."""
+    changed: dict[str, str] = {"DS_ACCELERATOR": device_type}
+    if device_type == "cpu":
+        changed["CUDA_VISIBLE_DEVICES"] = ""
     before = {name: os.environ.get(name) for name in changed}
     os.environ.update(changed)
     try:

@@ -2,6 +2,7 @@
 
 import json
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,12 @@ from megaspeed.analysis.verification.comparison import (
     compare_gradients,
     compare_numbers,
 )
-from megaspeed.analysis.verification.report import gradient_table, step_table, verdict
+from megaspeed.analysis.verification.report import (
+    gradient_table,
+    step_table,
+    verdict,
+    widened_tolerances,
+)
 from tests.analysis.verification.printing import TEXT, printed
 from tests.parallel.tiny import tiny_run
 
@@ -36,7 +42,7 @@ def comparison(
 
 
 def test_a_number_differs_relative_to_the_reference() -> None:
-    first, second = compare_numbers("loss", [4.5, 2.0], [4.0, 2.0], allowed=0.1)
+    first, second = compare_numbers("loss", [4.5, 2.0], [4.0, 2.0], allowed=[0.1, 0.1])
     assert (first.name, first.parallel, first.reference) == ("loss of step 1", 4.5, 4.0)
     assert first.relative == 0.5 / 4.0 and not first.equal
     assert second.relative == 0.0 and second.equal
@@ -52,19 +58,19 @@ def test_what_is_allowed_is_equal_and_the_next_float_is_not() -> None:
     [(math.nan, 1.0), (1.0, math.nan), (math.nan, math.nan), (math.inf, math.inf), (1.0, 0.0)],
 )
 def test_numbers_that_cannot_be_compared_are_different(parallel: float, reference: float) -> None:
-    (only,) = compare_numbers("loss", [parallel], [reference], allowed=1e9)
+    (only,) = compare_numbers("loss", [parallel], [reference], allowed=[1e9])
     assert not only.equal
     assert not comparison(only).equal
 
 
 def test_nothing_equals_nothing() -> None:
-    (only,) = compare_numbers("gradient norm", [0.0], [0.0], allowed=0.0)
+    (only,) = compare_numbers("gradient norm", [0.0], [0.0], allowed=[0.0])
     assert only.equal
 
 
 def test_runs_of_different_length_cannot_be_compared() -> None:
     with pytest.raises(ValueError, match="zip"):
-        compare_numbers("loss", [1.0], [1.0, 2.0], allowed=1.0)
+        compare_numbers("loss", [1.0], [1.0, 2.0], allowed=[1.0, 1.0])
 
 
 def test_a_gradients_difference_is_a_norm_over_a_norm() -> None:
@@ -134,6 +140,43 @@ def test_a_nan_is_the_largest_difference() -> None:
     assert verdict(comparison(nan)).startswith("DIFFERENT: ")
 
 
+def of_two_steps(
+    *, first: float = 0.0, second: float = 0.0, allowed: float = 1e-5, **changes: Any
+) -> Comparison:
+    values: dict[str, Any] = {
+        "losses": [difference(first), difference(second, allowed=allowed)],
+        "grad_norms": [difference(0.0), difference(0.0)],
+        "gradients": [],
+        "weights_bitwise_equal": True,
+        "copies_differ_by": 0.0,
+    }
+    return Comparison(**{**values, **changes})
+
+
+def test_only_later_steps_can_be_allowed_more() -> None:
+    assert of_two_steps(second=1.0).differs_only_after_step_1
+    assert of_two_steps(second=math.nan).differs_only_after_step_1
+    assert not of_two_steps().differs_only_after_step_1, "nothing differs"
+    for also_wrong in (
+        {"first": 1.0},
+        {"gradients": [difference(1.0)]},
+        {"grad_norms": [difference(1.0), difference(0.0)]},
+        {"weights_bitwise_equal": False},
+        {"copies_differ_by": 1e-9},
+    ):
+        assert not of_two_steps(second=1.0, **also_wrong).differs_only_after_step_1
+
+
+def test_a_wider_tolerance_is_reported() -> None:
+    assert widened_tolerances(of_two_steps(allowed=1e-6)) == []
+    assert widened_tolerances(of_two_steps(allowed=3.4e-5)) == [
+        "losses: 1e-06 allowed at step 1, up to 3.4e-05 from step 2 on: 16 times what one process "
+        "differs from itself if the samples of each step are summed in another order"
+    ]
+    (at_the_cap,) = widened_tolerances(of_two_steps(allowed=1e-4))
+    assert at_the_cap.endswith(", cut off there")
+
+
 def test_the_json_of_a_diverged_run_has_no_number_that_json_lacks() -> None:
     result = comparison(difference(math.nan), difference(math.inf)).as_json()
     text = json.dumps(result, allow_nan=False)
@@ -143,8 +186,8 @@ def test_the_json_of_a_diverged_run_has_no_number_that_json_lacks() -> None:
 
 def test_the_tables_mark_what_is_beyond_its_limit() -> None:
     result = Comparison(
-        losses=compare_numbers("loss", [4.5], [4.0], allowed=0.1),
-        grad_norms=compare_numbers("gradient norm", [1.0], [1.0], allowed=0.1),
+        losses=compare_numbers("loss", [4.5], [4.0], allowed=[0.1]),
+        grad_norms=compare_numbers("gradient norm", [1.0], [1.0], allowed=[0.1]),
         gradients=compare_gradients({"w": torch.ones(4)}, {"w": torch.ones(4)}, allowed=0.1),
         weights_bitwise_equal=True,
         copies_differ_by=0.0,

@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 
+from megaspeed.analysis.verification.verify import children_on
 from tests.parallel.tiny import GPT2
 
 TEXT = Path(__file__).parents[3] / "LICENSE"
 MEGASPEED = Path(sys.executable).with_name("megaspeed")
 WRONG_BUILD = Path(__file__).with_name("verify_without_tied_sum.py")
+WRONG_RATE = Path(__file__).with_name("verify_with_a_wrong_rate.py")
 STEPS = 3
 
 
@@ -37,12 +39,17 @@ def config(tmp_path: Path) -> Path:
 def run_to_the_end(program: list[str], config: Path) -> tuple[int, str, dict[str, Any]]:
     """(exit code, what was printed, what was written as JSON)."""
     figures = config.with_name("figures.json")
+    done = run_on_two_ranks([*program, "--json", str(figures)], config)
+    assert figures.exists(), done.stderr
+    return done.returncode, done.stdout, json.loads(figures.read_text())
+
+
+def run_on_two_ranks(program: list[str], config: Path) -> subprocess.CompletedProcess[str]:
     command = [
         *program,
         *("--config", str(config)),
         *("--world-size", "2"),
         *("--steps", str(STEPS)),
-        *("--json", str(figures)),
     ]
     environment = {
         **os.environ,
@@ -51,9 +58,7 @@ def run_to_the_end(program: list[str], config: Path) -> tuple[int, str, dict[str
         "OMP_NUM_THREADS": "1",
         "COLUMNS": "200",
     }
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert figures.exists(), done.stderr
-    return done.returncode, done.stdout, json.loads(figures.read_text())
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
 
 
 @pytest.mark.timeout(300)
@@ -89,3 +94,45 @@ def test_a_layout_that_trains_another_model_exits_with_1(config: Path) -> None:
     assert wrong == ["embedding.tokens.weight"]
     assert figures["losses"][0]["relative"] <= 1e-6, "the first forward pass is still right"
     assert figures["losses"][-1]["relative"] > 1e-6
+
+
+@pytest.mark.timeout(300)
+def test_a_mistake_after_step_1_is_not_taken_for_rounding(config: Path) -> None:
+    code, printed, figures = run_to_the_end([sys.executable, str(WRONG_RATE)], config)
+    assert code == 1, printed
+    assert "DIFFERENT: " in printed
+    for kind in ("losses", "grad_norms"):
+        first, second, third = figures[kind]
+        assert first["relative"] <= first["allowed"]
+        assert second["relative"] <= second["allowed"], "the wrong rate is that of the second step"
+        assert third["relative"] > 10 * third["allowed"]
+
+
+def test_on_cuda_every_rank_needs_a_gpu(config: Path) -> None:
+    done = run_on_two_ranks([str(MEGASPEED), "verify", "--device", "cuda"], config)
+    assert done.returncode == 2 and done.stdout == ""
+    assert "2 ranks need a GPU each, and this process sees 0" in done.stderr
+    assert "--device cpu" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_fp16_cannot_be_verified_anywhere(config: Path) -> None:
+    config.write_text(json.dumps({**json.loads(config.read_text()), "fp16": {"enabled": True}}))
+    on_cuda = run_on_two_ranks([str(MEGASPEED), "verify", "--device", "cuda"], config)
+    assert on_cuda.returncode == 2
+    assert "2 problems in verify --device cuda" in on_cuda.stderr
+    assert "--set fp16.enabled=false bf16.enabled=true" in on_cuda.stderr
+    on_cpu = run_on_two_ranks([str(MEGASPEED), "verify"], config)
+    assert on_cpu.returncode == 2
+    assert "a CPU, which cannot train in fp16" in on_cpu.stderr
+
+
+def test_the_ranks_see_the_device_that_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,5")
+    monkeypatch.delenv("DS_ACCELERATOR", raising=False)
+    for device in ("cpu", "cuda"):
+        with children_on(device):
+            seen.append((os.environ["CUDA_VISIBLE_DEVICES"], os.environ["DS_ACCELERATOR"]))
+    assert seen == [("", "cpu"), ("2,5", "cuda")]
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "2,5" and "DS_ACCELERATOR" not in os.environ
