@@ -8,7 +8,6 @@ H_kv query heads share one key/value head (Ainslie et al. 2023, GQA).
 """
 
 import math
-from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -44,7 +43,7 @@ class Attention(nn.Module):
     def forward(
         self,
         x: Tensor,
-        samples: Sequence[int],
+        samples: Tensor | None,
         positions: Tensor | None = None,
         mask: Tensor | None = None,
     ) -> Tensor:
@@ -52,7 +51,7 @@ class Attention(nn.Module):
 
         Args:
             x: normalised hidden states.
-            samples: B sample indices.
+            samples: (B,) int64, the sample indices; None if nothing is dropped.
             positions: (B, S); 0 ... S - 1 in every row where left out.
             mask: (B, 1, S, S), added to the scores; where left out, all that is not later is seen.
         """
@@ -80,7 +79,7 @@ class Attention(nn.Module):
         return self.output(mixed.transpose(1, 2).reshape(batch, sequence, -1))
 
     def _attend_with_dropout(
-        self, q: Tensor, k: Tensor, v: Tensor, samples: Sequence[int], mask: Tensor | None
+        self, q: Tensor, k: Tensor, v: Tensor, samples: Tensor | None, mask: Tensor | None
     ) -> Tensor:
         """The same attention written out: the fused kernel would draw its own mask, by layout."""
         group = self.query_heads // self.key_value_heads
@@ -91,5 +90,5 @@ class Attention(nn.Module):
             scores = scores.masked_fill(future, float("-inf"))
         else:
             scores = scores + mask
-        weights = scores.softmax(dim=-1, dtype=torch.float32)
-        return self.dropout(weights.to(q.dtype), samples) @ v
+        scores = scores.softmax(dim=-1, dtype=torch.float32)  # frees the scores before dropout
+        return self.dropout(scores.to(q.dtype), samples) @ v

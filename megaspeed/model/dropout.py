@@ -1,35 +1,47 @@
-"""Dropout whose masks do not depend on the layout of ranks.
+"""Dropout whose masks do not depend on the layout of ranks, nor on the kind of device.
 
 An ordinary dropout mask depends on the state of a random generator, hence on the number of ranks,
-on the micro-batch size and on whether the forward pass is run again for activation checkpointing.
-Here the mask of one sample is a function of (seed, name of the dropout, sample index) and, because
-CPUs and GPUs have different generators, of the kind of device:
+on the micro-batch size, on recomputation and, on a GPU, on the number of its multiprocessors. Here
+a mask is a counter-based hash, as in Salmon et al. 2011, "Parallel random numbers: as easy as
+1, 2, 3". A sample (..., C) is R rows of C elements. Row r of sample s has the number n = s R + r:
 
-    mask(sample) = Bernoulli(1 - p) drawn by a generator seeded with sha256(seed, name, sample)
+    key  = 64 bits of sha256(seed, name)                   once, on the host
+    word = output n of a SplitMix64 generator seeded key   64 bits for each row
+    hash = lowbias32 of (word, column)                     32 bits for each element
+    an element is dropped if hash < p 2^32
 
-So every layout drops the same elements, a recomputed forward drops them again, and no random state
-has to be saved or switched between tensor ranks. Where an activation is replicated over the tensor
-axis every rank draws the same mask; where it is split (heads, or the sequence under sequence
-parallelism) each rank keeps its own part of the same full mask.
+So every layout and every device drops the same elements, a rank computes the mask of its own rows
+only, and the backward pass computes the mask again: neither a mask nor a random state is stored.
+
+All operations are tensor operations on integers, so ``torch.compile`` makes one kernel of them. The
+row's words have 64 bits, because there can be more than 2^32 rows. An element's hash has 32 bits,
+because CPUs multiply vectors of 32-bit integers several times faster than those of 64 bits.
 """
 
 import hashlib
-from collections.abc import Sequence
+import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+# Steele, Lea and Flood 2014, "Fast splittable pseudorandom number generators", figure 16: the
+# increment, then the two multipliers; as signed integers, which torch's int64 holds.
+_SPLITMIX64 = (0x9E3779B97F4A7C15 - 2**64, 0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64)
+
+# The multipliers of Wellons' lowbias32 (github.com/skeeto/hash-prospector), as signed integers.
+_LOWBIAS32 = (0x7FEB352D, 0x846CA68B - 2**32)
+
 
 @dataclass(frozen=True, kw_only=True)
 class MaskShard:
-    """The part of the full mask that a rank keeps: chunk ``index`` of ``count`` along ``dim``.
+    """The part of the full mask that a rank applies: chunk ``index`` of ``count`` along dim 0 of a
+    sample.
 
-    ``dim`` counts within one sample: for a hidden state (S, D) dim 0 is the sequence, for attention
-    probabilities (H, S, S) dim 0 is the heads.
+    For a hidden state (S, D) this is the sequence, for attention probabilities (H, S, S) the heads.
     """
 
-    dim: int = 0
     index: int = 0
     count: int = 1
 
@@ -38,35 +50,103 @@ class SampleDropout(nn.Module):
     """Inverted dropout with one mask for each sample (see the module's docstring).
 
     Args:
-        probability: of dropping an element, in [0, 1).
+        probability: of dropping an element, in [0, 1). It is rounded to a multiple of 2^-32.
         name: the dropout's full name in the model, part of the mask's seed.
         seed: the run's seed, part of the mask's seed.
     """
+
+    key: Tensor
 
     def __init__(self, probability: float, *, name: str, seed: int) -> None:
         super().__init__()
         self.probability = probability
         self.name = name
-        self.seed = seed
         self.shard = MaskShard()
+        digest = hashlib.sha256(f"dropout/{seed}/{name}".encode()).digest()
+        # A tensor, not an integer: a compiled block serves all blocks, each with its own keys.
+        key = torch.tensor(
+            int.from_bytes(digest[:8], "little", signed=True), dtype=torch.int64, device="cpu"
+        )
+        self.register_buffer("key", key, persistent=False)
 
     @property
     def active(self) -> bool:
         """Whether a forward pass now would drop anything."""
         return self.training and self.probability > 0.0
 
-    def forward(self, x: Tensor, samples: Sequence[int]) -> Tensor:
-        """Drops elements of ``x`` (B, ...), whose row b is a part of sample ``samples[b]``."""
+    def forward(self, x: Tensor, samples: Tensor | None) -> Tensor:
+        """Drops elements of ``x`` (B, ..., C) and divides the others by 1 - probability.
+
+        Args:
+            x: its row b is this rank's part of sample ``samples[b]``.
+            samples: (B,) int64, on the device of ``x``; None if the dropout is not active.
+        """
         if not self.active:
             return x
-        full_shape = list(x.shape[1:])
-        full_shape[self.shard.dim] *= self.shard.count
-        masks = [self._mask(sample, full_shape, x.device) for sample in samples]
-        return x * torch.stack(masks).to(x.dtype) / (1.0 - self.probability)
+        assert samples is not None, f"{self.name} drops elements and needs the sample indices"
+        dropped: Tensor = _Drop.apply(x, self.key, samples, self.shard, self.probability)
+        return dropped
 
-    def _mask(self, sample: int, full_shape: Sequence[int], device: torch.device) -> Tensor:
-        key = hashlib.sha256(f"dropout/{self.seed}/{self.name}/{sample}".encode()).digest()
-        generator = torch.Generator(device).manual_seed(int.from_bytes(key[:8], "little") >> 1)
-        mask = torch.empty(*full_shape, device=device)
-        mask.bernoulli_(1.0 - self.probability, generator=generator)
-        return mask.chunk(self.shard.count, dim=self.shard.dim)[self.shard.index]
+
+class _Drop(torch.autograd.Function):
+    """Multiplies by the scaled mask. The map is diagonal, so its backward is the map itself."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, key: Tensor, samples: Tensor, shard: MaskShard, probability: float
+    ) -> Tensor:
+        # Attributes, not save_for_backward: they are inputs without a gradient, and a recomputed
+        # forward ends at the last tensor that was saved, so it can stop before the dropout.
+        ctx.mask = (key, samples, shard, probability)
+        return _drop(x, *ctx.mask)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:
+        return _drop(gradient, *ctx.mask), None, None, None, None
+
+
+def _drop(x: Tensor, key: Tensor, samples: Tensor, shard: MaskShard, probability: float) -> Tensor:
+    rows = math.prod(x.shape[1:-1])
+    first = shard.index * rows
+    words = row_words(key, samples, range(first, first + rows), full_rows=shard.count * rows)
+    threshold = min(round(probability * 2**32), 2**32 - 1)
+    kept = element_hashes(words, x.shape[-1]).ge_(threshold - 2**31)  # 1 or 0, in place
+    return kept.view(x.shape).to(x.dtype).mul_(x).mul_(1.0 / (1.0 - probability))
+
+
+def row_words(key: Tensor, samples: Tensor, rows: range, *, full_rows: int) -> Tensor:
+    """A word (B, len(rows)) int64 for each of the rows ``rows`` of each sample.
+
+    Args:
+        key: int64 scalar.
+        samples: (B,) int64.
+        rows: those of this rank, of the ``full_rows`` rows of a sample.
+    """
+    row = torch.arange(rows.start, rows.stop, device=samples.device)
+    increment, first, second = _SPLITMIX64
+    word = key + (samples.unsqueeze(-1) * full_rows + row) * increment
+    word = (word ^ _shifted(word, 30, 64)) * first
+    word = (word ^ _shifted(word, 27, 64)) * second
+    return word ^ _shifted(word, 31, 64)
+
+
+def element_hashes(words: Tensor, columns: int) -> Tensor:
+    """A hash (B, rows, columns) int32 for each element of the rows with these words (B, rows).
+
+    This is lowbias32 with the upper half of the row's word as a second key. Its first xor-shift is
+    left out, because of a random word xor a column it makes another random word xor the column. So
+    is its last one, which changes the lower 16 bits alone.
+    """
+    lower = (((words << 32) >> 32).to(torch.int32)).unsqueeze(-1)  # in range, so the cast is exact
+    upper = (words >> 32).to(torch.int32).unsqueeze(-1)
+    column = torch.arange(columns, dtype=torch.int32, device=words.device)
+    hashes = lower ^ column
+    # In place: in eager mode on a CPU, memory for intermediate results costs more than arithmetic.
+    hashes.mul_(_LOWBIAS32[0])
+    hashes.bitwise_xor_(_shifted(hashes, 15, 32))
+    return hashes.bitwise_xor_(upper).mul_(_LOWBIAS32[1])
+
+
+def _shifted(x: Tensor, shift: int, bits: int) -> Tensor:
+    """``x`` shifted right with zeros from the left; torch's ``>>`` repeats the sign."""
+    return (x >> shift).bitwise_and_((1 << (bits - shift)) - 1)

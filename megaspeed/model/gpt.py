@@ -8,8 +8,6 @@ A GPT built over the whole range is the model; built over a part it is one pipel
 its parameters keep their full names. Nothing here knows of ranks or collectives.
 """
 
-from collections.abc import Sequence
-
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -55,13 +53,13 @@ class GPT(nn.Module):
             self.head.output.weight = self.embedding.tokens.weight
 
     def forward(
-        self, x: Tensor, samples: Sequence[int] = (), documents: Tensor | None = None
+        self, x: Tensor, samples: Tensor | None = None, documents: Tensor | None = None
     ) -> Tensor:
         """Runs this part of the model.
 
         Args:
             x: tokens (B, S) where the part begins with the embedding, else hidden states (B, S, D).
-            samples: the B sample indices, of which dropout masks are a function; may be empty where
+            samples: (B,) int64, the sample indices, of which dropout masks are a function; None if
                 nothing is dropped.
             documents: (B, S), the number of each token's document, equal ones being neighbours:
                 attention and positions begin anew with each (see ``documents.py``). Where left out,

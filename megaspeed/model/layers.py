@@ -5,8 +5,6 @@ Block       hidden (B, S, D) -> hidden (B, S, D)
 Head        hidden (B, S, D) -> logits (B, S, V)
 """
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor, nn
 
@@ -37,7 +35,7 @@ class Embedding(nn.Module):
         self.dropout = SampleDropout(config.embedding_dropout, name="embedding.dropout", seed=seed)
 
     def forward(
-        self, tokens: Tensor, samples: Sequence[int], positions: Tensor | None = None
+        self, tokens: Tensor, samples: Tensor | None, positions: Tensor | None = None
     ) -> Tensor:
         """Embeds ``tokens`` (B, S) at ``positions`` (B, S) or else 0 ... S - 1 as (B, S, D)."""
         x = self.tokens(tokens)
@@ -67,7 +65,7 @@ class Block(nn.Module):
     def forward(
         self,
         x: Tensor,
-        samples: Sequence[int],
+        samples: Tensor | None,
         positions: Tensor | None = None,
         mask: Tensor | None = None,
     ) -> Tensor:

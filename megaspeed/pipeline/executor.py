@@ -38,7 +38,7 @@ class StageEngine(Protocol):
     """What the executor asks of one pipeline stage's engine."""
 
     def forward(
-        self, micro_batch: int, x: Tensor, samples: tuple[int, ...], documents: Tensor | None
+        self, micro_batch: int, x: Tensor, samples: Tensor, documents: Tensor | None
     ) -> Tensor:
         """Runs the stage's layers."""
 

@@ -90,6 +90,8 @@ def materialize(
 ) -> None:
     """Gives every parameter of a model on the meta device its value, layer by layer, in place.
 
+    Buffers have their values already and move to ``device``.
+
     Args:
         model: a parallelized GPT on the meta device; tied parameters stay tied.
         value_of: full parameter name -> this rank's shard; called once for each distinct parameter.
@@ -108,6 +110,8 @@ def materialize(
                     value = value_of(placeholders[key][0]).to(device=device, dtype=dtype)
                     made[key] = nn.Parameter(value)
                 setattr(owner, attribute, made[key])
+            for attribute, buffer in owner.named_buffers(recurse=False):
+                setattr(owner, attribute, buffer.to(device))
         on_layer_ready(layer)
 
 
@@ -155,8 +159,8 @@ def _localize_block(block: Block, config: ModelConfig, axis: TensorAxis) -> None
     attention = block.attention
     attention.query_heads = config.num_attention_heads // axis.size
     attention.key_value_heads = max(1, config.num_key_value_heads // axis.size)
-    attention.dropout.shard = MaskShard(dim=0, index=axis.rank, count=axis.size)
+    shard = MaskShard(index=axis.rank, count=axis.size)
+    attention.dropout.shard = shard  # the heads
     if axis.sequence_parallel:
-        sequence_shard = MaskShard(dim=0, index=axis.rank, count=axis.size)
-        block.attention_dropout.shard = sequence_shard
-        block.mlp_dropout.shard = sequence_shard
+        block.attention_dropout.shard = shard  # the sequence
+        block.mlp_dropout.shard = shard

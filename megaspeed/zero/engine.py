@@ -115,7 +115,7 @@ class ZeroEngine:
         return self._optimizer
 
     def forward(
-        self, micro_batch: int, x: Tensor, samples: tuple[int, ...], documents: Tensor | None
+        self, micro_batch: int, x: Tensor, samples: Tensor, documents: Tensor | None
     ) -> Tensor:
         """Runs the module on ``x``: tokens (B, S) or hidden states (B, S, D)."""
         output: Tensor = self._engine(x, samples, documents)

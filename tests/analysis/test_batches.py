@@ -51,7 +51,8 @@ def test_a_step_shows_what_the_ranks_train_on_in_it(
         loader = TrainingLoader(corpus, LoaderShape(2, 2, dp_rank, dp_size=2))
         for micro_batch in range(2):
             batch = loader.micro_batch(16, micro_batch)
-            rows = zip(batch.samples, batch.tokens.tolist(), batch.targets.tolist(), strict=True)
+            columns = (batch.samples, batch.tokens, batch.targets)
+            rows = zip(*(column.tolist() for column in columns), strict=True)
             read |= {sample: [*ids, targets[-1]] for sample, ids, targets in rows}
     assert {sample["sample"]: sample["ids"] for sample in samples} == read
     tokenizer = load_tokenizer(str(corpus.tokenizer)).tokenizer

@@ -30,7 +30,10 @@ def read(
             for micro_batch in range(2):
                 batch = loader.micro_batch(start + step * shape.train_batch_size, micro_batch)
                 for sample, ids, targets in zip(
-                    batch.samples, batch.tokens.tolist(), batch.targets.tolist(), strict=True
+                    batch.samples.tolist(),
+                    batch.tokens.tolist(),
+                    batch.targets.tolist(),
+                    strict=True,
                 ):
                     found[sample] = [*ids, targets[-1]]
     return found

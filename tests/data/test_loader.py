@@ -62,7 +62,7 @@ def one_step(
             assert batch.tokens.dtype == batch.targets.dtype == torch.int64
             assert torch.equal(batch.tokens[:, 1:], batch.targets[:, :-1])
             for sample, tokens, targets in zip(
-                batch.samples, batch.tokens.tolist(), batch.targets.tolist(), strict=True
+                batch.samples.tolist(), batch.tokens.tolist(), batch.targets.tolist(), strict=True
             ):
                 assert sample not in rows
                 rows[sample] = [*tokens, targets[-1]]
@@ -127,9 +127,9 @@ def test_an_evaluation_counts_the_same_rows_at_every_layout(
         assert len(batches) == len(loader)
         for batch in batches:
             assert batch.tokens.shape == (micro_batch_size, S)
-            padding = torch.tensor([sample < 0 for sample in batch.samples])
+            padding = batch.samples < 0
             assert torch.all(batch.targets[padding] == NOT_COUNTED)
-            seen += [sample for sample in batch.samples if sample >= 0]
+            seen += batch.samples[~padding].tolist()
             targets += batch.targets[~padding].flatten().tolist()
     assert len(lengths) == 1
     assert sorted(seen) == list(range(counted))
@@ -145,7 +145,7 @@ def test_an_evaluation_of_a_mixture_has_the_same_rows_at_every_layout(
     for dp_rank in range(dp_size):
         cut = LoaderShape(micro_batch_size, 1, dp_rank, dp_size)
         for batch in ValidationLoader(mixture, cut, eval_batches=100):
-            rows |= dict(zip(batch.samples, batch.tokens[:, 0].tolist(), strict=True))
+            rows |= dict(zip(batch.samples.tolist(), batch.tokens[:, 0].tolist(), strict=True))
     rows.pop(PADDING_SAMPLE, None)
     assert sorted(rows) == list(range(mixture.validation_sequences))
     # Of every component the sequences in order, and again from the first.
@@ -186,7 +186,7 @@ def test_reading_ahead_changes_no_row(corpus: PreparedCorpus) -> None:
         for micro_batch in range(cut.gradient_accumulation_steps):
             expected = direct.micro_batch(samples_consumed, micro_batch)
             actual = ahead.get((samples_consumed, micro_batch))
-            assert actual.samples == expected.samples
+            assert torch.equal(actual.samples, expected.samples)
             assert torch.equal(actual.tokens, expected.tokens)
     ahead.close()
 

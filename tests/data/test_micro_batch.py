@@ -43,12 +43,14 @@ def test_tokens_and_targets_do_not_depend_on_documents() -> None:
     assert plain.documents is None
     assert torch.equal(reset.tokens, plain.tokens)
     assert torch.equal(reset.targets, plain.targets)
-    assert reset.samples == plain.samples == (40, 41, PADDING_SAMPLE)
+    assert reset.samples.dtype == torch.int64
+    assert reset.samples.tolist() == plain.samples.tolist() == [40, 41, PADDING_SAMPLE]
 
 
-def test_a_batch_moves_with_its_documents() -> None:
+def test_a_batch_moves_with_its_samples_and_documents() -> None:
     moved = read(END).to(torch.device("meta"))
     assert moved.documents is not None
-    assert moved.documents.device.type == moved.tokens.device.type == "meta"
+    tensors = (moved.tokens, moved.targets, moved.samples, moved.documents)
+    assert {tensor.device.type for tensor in tensors} == {"meta"}
     assert moved.documents.shape == moved.tokens.shape
     assert read(None).to(torch.device("meta")).documents is None

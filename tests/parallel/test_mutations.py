@@ -121,8 +121,8 @@ def a_bias_is_added_on_every_tensor_rank() -> AbstractContextManager[None]:
 def every_tensor_rank_drops_the_same_part() -> AbstractContextManager[None]:
     # Each takes the first part of the full mask.
     def first(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        def drop(self: SampleDropout, x: Tensor, samples: tuple[int, ...]) -> Tensor:
-            self.shard = MaskShard(dim=self.shard.dim, index=0, count=self.shard.count)
+        def drop(self: SampleDropout, x: Tensor, samples: Tensor) -> Tensor:
+            self.shard = MaskShard(index=0, count=self.shard.count)
             return forward(self, x, samples)
 
         return drop
@@ -136,7 +136,7 @@ def later_pipeline_stages_are_not_told_of_documents() -> AbstractContextManager[
             self: ZeroEngine,
             micro_batch: int,
             x: Tensor,
-            samples: tuple[int, ...],
+            samples: Tensor,
             documents: Tensor | None,
         ) -> Tensor:
             told = documents if self._context.is_first_pipeline_stage else None

@@ -44,7 +44,7 @@ def load(micro_batch: int) -> MicroBatch:
     return MicroBatch(
         tokens=x,
         targets=counted,
-        samples=(2 * micro_batch, 2 * micro_batch + 1),
+        samples=torch.tensor([2 * micro_batch, 2 * micro_batch + 1]),
         documents=torch.full((ROWS, WIDTH), micro_batch),
     )
 
@@ -59,13 +59,13 @@ class PlainEngine:
     def __init__(self, module: nn.Module) -> None:
         self.module = module
         self.tensors: dict[int, list[weakref.ref[Tensor]]] = {}
-        self.samples: list[tuple[int, ...]] = []
+        self.samples: list[Tensor] = []
         self.documents: list[Tensor | None] = []
         self.last_flags: list[bool] = []
         self.reductions: list[str] = []
 
     def forward(
-        self, micro_batch: int, x: Tensor, samples: tuple[int, ...], documents: Tensor | None
+        self, micro_batch: int, x: Tensor, samples: Tensor, documents: Tensor | None
     ) -> Tensor:
         seen: list[Tensor] = [x]
         hooks = [
@@ -113,7 +113,7 @@ class StageRecord:
     loss_sum: Tensor | None
     gradients: list[Tensor | None]
     held: list[Held]
-    samples: list[tuple[int, ...]]
+    samples: list[Tensor]
     documents: list[Tensor | None]
     last_flags: list[bool]
     reductions: list[str]
@@ -204,7 +204,7 @@ def test_every_stage_is_told_samples_documents_the_last_micro_batch_and_when_to_
     pool: RankPool, schedule: str
 ) -> None:
     for record in pool.run(2, run_stage, schedule, 3):
-        assert record.samples == [(0, 1), (2, 3), (4, 5)]
+        assert [s.tolist() for s in record.samples] == [[0, 1], [2, 3], [4, 5]]
         torch.testing.assert_close(record.documents, [load(m).documents for m in range(3)])
         assert record.last_flags == [False, False, True]
         assert record.reductions == ["data axis", "tied"]

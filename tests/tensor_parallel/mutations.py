@@ -73,20 +73,20 @@ def first_mask_shard_everywhere(patch: pytest.MonkeyPatch, axis: TensorAxis) -> 
     patch.setattr(
         _PARALLELIZE,
         "MaskShard",
-        lambda dim, index, count: MaskShard(dim=dim, index=0, count=count),
+        lambda index, count: MaskShard(index=0, count=count),
     )
 
 
 def mask_of_the_local_shape(patch: pytest.MonkeyPatch, axis: TensorAxis) -> None:
     """Every rank draws a mask of its local shape, as if it were the whole."""
-    patch.setattr(_PARALLELIZE, "MaskShard", lambda dim, index, count: MaskShard())
+    patch.setattr(_PARALLELIZE, "MaskShard", lambda index, count: MaskShard())
 
 
 def another_mask_on_each_rank(patch: pytest.MonkeyPatch, axis: TensorAxis) -> None:
     """Each rank drops other elements, of replicated activations too."""
     forward = SampleDropout.forward
 
-    def with_the_ranks_samples(layer: SampleDropout, x: Tensor, samples: tuple[int, ...]) -> Tensor:
-        return forward(layer, x, [sample + 1000 * axis.rank for sample in samples])
+    def with_the_ranks_samples(layer: SampleDropout, x: Tensor, samples: Tensor) -> Tensor:
+        return forward(layer, x, samples + 1000 * axis.rank)
 
     patch.setattr(SampleDropout, "forward", with_the_ranks_samples)

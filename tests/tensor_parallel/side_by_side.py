@@ -31,7 +31,7 @@ from megaspeed.topology import Grid, LaunchEnvironment, ParallelContext
 Mutation = Callable[[pytest.MonkeyPatch, TensorAxis], None]
 
 TOLERANCE = 1e-5  # of a tensor's norm
-SAMPLES = (4, 9, 1)
+SAMPLES = torch.tensor([4, 9, 1])
 SEQUENCE = 8
 SEED = 2
 

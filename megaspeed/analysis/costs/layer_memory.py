@@ -4,7 +4,7 @@ With n = B S tokens of a micro-batch, m of them on this rank where the sequence 
 sequence parallelism, else n), T tensor ranks, Q = (H + 2 H_kv) K query, key and value features, a
 bytes an element, a block keeps (Korthikanti et al. 2022, "Reducing Activation Recomputation in
 Large Transformer Models", section 4.1 and equations 1 to 4, here with a fused attention kernel,
-which keeps no S x S matrix, and without dropout)
+which keeps no S x S matrix, and a dropout that keeps no mask)
 
     gpt2     a (4 m D + n (Q + D + 2 F) / T)          their 10 s b h + 24 s b h / t less two masks
     llama    a (4 m D + n (Q + 2 D + 4 F) / T)        gate and up, silu(gate), and their product
@@ -27,6 +27,9 @@ from megaspeed.config import Run
 from megaspeed.tensor_parallel import vocabulary_rows_per_rank
 
 _FP32, _INT64 = 4, 8
+
+_HASHING = 2 * 4
+"""Bytes an element while a dropout mask is computed: the int32 hash, and a shifted copy of it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,12 +87,14 @@ def embedding_memory(run: Run, shapes: Shapes) -> LayerMemory:
     """Token ids, and the hidden states that they become."""
     ids = shapes.whole_tokens * _INT64
     masks = shapes.whole_tokens * (_INT64 + 1) if run.degrees.tp > 1 else 0
-    dropped = _residual_masks(run, shapes, run.config.model.embedding_dropout, 1)
     whole = whole_hidden_bytes(run)
+    hashing = 0
+    if run.config.model.embedding_dropout > 0.0:
+        hashing = shapes.whole_tokens * run.config.model.hidden_size * _HASHING
     return LayerMemory(
-        kept=ids + masks + dropped + hidden_bytes(run),
-        forward_working=whole * (2 if run.degrees.tp > 1 else 1),
-        backward_working=whole,
+        kept=ids + masks + hidden_bytes(run),
+        forward_working=max(whole * (2 if run.degrees.tp > 1 else 1), hashing),
+        backward_working=whole + hashing,
     )
 
 
@@ -130,14 +135,11 @@ def head_memory(run: Run, shapes: Shapes) -> LayerMemory:
 
 
 def _block_kept(run: Run, shapes: Shapes) -> int:
-    model = run.config.model
     state = hidden_bytes(run)
     attention = _norm_kept(run, shapes) + _attention_kept(run, shapes) + state
     if not shapes.fused_norm and shapes.element_bytes < _FP32:
         attention -= state  # a norm that is written out keeps its input in fp32 instead
-    masks = _residual_masks(run, shapes, model.residual_dropout, 2)
-    mlp = _norm_kept(run, shapes) + _mlp_kept(run, shapes) + state
-    return attention + mlp + masks
+    return attention + _norm_kept(run, shapes) + _mlp_kept(run, shapes) + state
 
 
 def _norm_kept(run: Run, shapes: Shapes) -> int:
@@ -167,12 +169,15 @@ def _attention_kept(run: Run, shapes: Shapes) -> int:
     if model.attention_dropout == 0.0:
         return elements * shapes.element_bytes + row_statistics
     # Written out (model/attention.py): copies of queries and repeated keys and values, the output,
-    # the fp32 softmax, its copy in the model's precision, the mask, and the product of both.
-    square = shapes.whole_tokens * run.config.data.sequence_length * heads
-    cast = shapes.element_bytes if shapes.element_bytes < _FP32 else 0
-    return 4 * shapes.whole_tokens * mixed * shapes.element_bytes + square * (
-        _FP32 + cast + 2 * shapes.element_bytes
-    )
+    # the fp32 softmax, and what is left of it after dropout.
+    square_bytes = _attention_weights(run, shapes) * (_FP32 + shapes.element_bytes)
+    return 4 * shapes.whole_tokens * mixed * shapes.element_bytes + square_bytes
+
+
+def _attention_weights(run: Run, shapes: Shapes) -> int:
+    """Elements of the attention matrices (B, H/T, S, S)."""
+    heads = run.config.model.num_attention_heads // run.degrees.tp
+    return shapes.whole_tokens * run.config.data.sequence_length * heads
 
 
 def _mlp_kept(run: Run, shapes: Shapes) -> int:
@@ -185,10 +190,6 @@ def _wide(run: Run, shapes: Shapes) -> int:
     """One activation (n, F/T) inside the MLP."""
     width = run.config.model.intermediate_size // run.degrees.tp
     return shapes.whole_tokens * width * shapes.element_bytes
-
-
-def _residual_masks(run: Run, shapes: Shapes, probability: float, count: int) -> int:
-    return count * hidden_bytes(run) if probability > 0.0 else 0
 
 
 def _gathered_sequence(run: Run, shapes: Shapes) -> int:
@@ -217,25 +218,36 @@ def _layouts_of_a_sequence(run: Run) -> int:
 
 
 def _block_forward_working(run: Run, shapes: Shapes) -> int:
-    """The output of a row-parallel layer before and after the sum over the tensor axis, and after
-    dropout, whose mask is drawn in fp32.
+    """The output of a row-parallel layer before and after the sum over the tensor axis, or while
+    dropout computes its mask.
     """
-    hidden = run.config.model.hidden_size
-    whole = whole_hidden_bytes(run)
-    dropped = 0
-    if run.config.model.residual_dropout > 0.0:
-        dropped = shapes.split_tokens * hidden * (_FP32 + shapes.element_bytes)
-    return dropped + max(whole * (2 if run.degrees.tp > 1 else 1), _gathered_sequence(run, shapes))
+    summed = whole_hidden_bytes(run) * (2 if run.degrees.tp > 1 else 1)
+    return max(summed, _gathered_sequence(run, shapes), _residual_hashing(run, shapes))
+
+
+def _residual_hashing(run: Run, shapes: Shapes) -> int:
+    if run.config.model.residual_dropout == 0.0:
+        return 0
+    return shapes.split_tokens * run.config.model.hidden_size * _HASHING
 
 
 def _block_backward_working(run: Run, shapes: Shapes) -> int:
-    """Gradients inside the MLP while what it kept is still there; where that is gone, the gradient
-    of its input; or a norm's written-out steps.
+    """The most of: gradients inside the MLP while what it kept is still there; once that is gone,
+    the gradient of its input, a norm's written-out steps, or the mask of the attention weights.
+
+    With dropout, its own gradient is there in addition to the one that passes by the MLP.
     """
     wide, mlp_kept = _wide(run, shapes), _mlp_kept(run, shapes)
     mlp = wide if run.config.model.architecture == "gpt2" else 2 * wide
+    if run.config.model.residual_dropout > 0.0:
+        mlp = hidden_bytes(run) + max(mlp, _residual_hashing(run, shapes))
     up = mlp - mlp_kept + _column_parallel_backward(run, shapes)
-    if shapes.fused_norm:
-        return max(mlp + _gathered_sequence(run, shapes), up)
-    norm = 4 * shapes.split_tokens * run.config.model.hidden_size * _FP32
-    return max(mlp + _gathered_sequence(run, shapes), up, norm - mlp_kept)
+    moments = [mlp + _gathered_sequence(run, shapes), up]
+    if not shapes.fused_norm:
+        norm = 4 * shapes.split_tokens * run.config.model.hidden_size * _FP32
+        moments.append(norm - mlp_kept)
+    if run.config.model.attention_dropout > 0.0:
+        # The gradient takes the place of the weights after dropout; what the MLP kept is gone.
+        hashing = _attention_weights(run, shapes) * _HASHING
+        moments.append(hashing - mlp_kept - _norm_kept(run, shapes) - hidden_bytes(run))
+    return max(moments)

@@ -21,7 +21,7 @@ with sequence parallelism (Korthikanti et al. 2022, section 4.2.2)
 and where key/value heads stand on several ranks, an all-reduce of their gradients.
 
 Recomputation runs a block's forward again, up to the last tensor that its backward needs: what the
-row-parallel layer of the MLP multiplies. Its g is left out, unless dropout after it draws a mask.
+row-parallel layer of the MLP multiplies. Its g is left out.
 """
 
 from megaspeed.analysis.costs.collective_cost import Collective, Messages
@@ -61,30 +61,24 @@ def _whole_collectives(
     run: Run, blocks: int, has_embedding: bool, has_head: bool
 ) -> dict[Collective, int]:
     """How many messages of h there are in one micro-batch."""
-    return {"all_reduce": blocks * (4 + _recomputed_g(run)) + has_embedding + has_head}
+    recomputed = 1 if _recomputes(run) else 0
+    return {"all_reduce": blocks * (4 + recomputed) + has_embedding + has_head}
 
 
 def _sequence_collectives(
     run: Run, blocks: int, has_embedding: bool, has_head: bool
 ) -> dict[Collective, int]:
     """The same where activations between the pairs are split along the sequence."""
-    recomputed_gathers = 2 if _recomputes(run) else 0
+    recomputed = 1 if _recomputes(run) else 0
     return {
         "all_reduce": int(has_embedding),
-        "all_gather": blocks * (6 + recomputed_gathers) + has_embedding + 2 * has_head,
-        "reduce_scatter": blocks * (4 + _recomputed_g(run)) + has_head,
+        "all_gather": blocks * (6 + 2 * recomputed) + has_embedding + 2 * has_head,
+        "reduce_scatter": blocks * (4 + recomputed) + has_head,
     }
 
 
 def _recomputes(run: Run) -> bool:
     return run.config.parallel.activation_checkpointing == "full"
-
-
-def _recomputed_g(run: Run) -> int:
-    """g's of a block that recomputation runs once more."""
-    if not _recomputes(run):
-        return 0
-    return 2 if run.config.model.residual_dropout > 0 else 1
 
 
 def _loss_bytes(run: Run) -> int:

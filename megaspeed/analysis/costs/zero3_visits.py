@@ -132,11 +132,7 @@ def _model(run: Run, pipeline_stage: int) -> _Module:
             attention.insert(1, f"{name}.attention.dropout")
         up = "up" if config.architecture == "gpt2" else "gate_up"
         mlp = [f"{name}.mlp.{up}", f"{name}.mlp.down"]
-        recomputed_up_to = None
-        if run.config.parallel.activation_checkpointing == "full":
-            # What is needed last: the mask of a dropout, or what the last matrix multiplies.
-            drops = config.residual_dropout > 0
-            recomputed_up_to = f"{name}.mlp_dropout" if drops else f"{name}.mlp.down"
+        recomputes = run.config.parallel.activation_checkpointing == "full"
         return _Module(
             name=name,
             children=(
@@ -147,7 +143,8 @@ def _model(run: Run, pipeline_stage: int) -> _Module:
                 _Module(name=f"{name}.mlp", children=tuple(map(leaf, mlp))),
                 leaf(f"{name}.mlp_dropout"),
             ),
-            recomputed_up_to=recomputed_up_to,
+            # What the last matrix multiplies is needed last: a dropout keeps nothing.
+            recomputed_up_to=f"{name}.mlp.down" if recomputes else None,
         )
 
     def layer(index: int) -> _Module:

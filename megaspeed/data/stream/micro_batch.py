@@ -27,14 +27,14 @@ class MicroBatch:
     Attributes:
         tokens: (B, S) int64.
         targets: (B, S) int64; the token after each token, -100 where the loss does not count.
-        samples: B indices in the stream, one a row; -1 for a row of padding.
+        samples: (B,) int64; each row's index in the stream, -1 for a row of padding.
         documents: (B, S) int32; in its row, the number of each token's document. None where a row
             is attended to as one.
     """
 
     tokens: Tensor
     targets: Tensor
-    samples: tuple[int, ...]
+    samples: Tensor
     documents: Tensor | None = None
 
     def to(self, device: torch.device) -> MicroBatch:
@@ -47,7 +47,7 @@ class MicroBatch:
 
     def _moved(self, move: Callable[[Tensor], Tensor]) -> MicroBatch:
         documents = None if self.documents is None else move(self.documents)
-        return MicroBatch(move(self.tokens), move(self.targets), self.samples, documents)
+        return MicroBatch(move(self.tokens), move(self.targets), move(self.samples), documents)
 
 
 def read_micro_batch(
@@ -79,6 +79,6 @@ def read_micro_batch(
     return MicroBatch(
         tokens=tokens,
         targets=targets,
-        samples=(*samples, *[PADDING_SAMPLE] * padding),
+        samples=torch.tensor([*samples, *[PADDING_SAMPLE] * padding], dtype=torch.int64),
         documents=documents,
     )

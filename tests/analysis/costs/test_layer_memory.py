@@ -49,7 +49,7 @@ def run_block(run: Run, precision: str) -> tuple[int, int, int]:
     block = Block(model, name="blocks.0", seed=0).to(DTYPES[precision])
     shape = (run.batch.micro_batch_size, run.config.data.sequence_length, model.hidden_size)
     x = torch.randn(shape, dtype=DTYPES[precision], requires_grad=True)
-    samples = tuple(range(shape[0]))
+    samples = torch.arange(shape[0])
     positions, mask = None, None
     if run.config.data.reset_at_documents:
         documents = torch.arange(shape[1]).expand(shape[:2]) // 5
@@ -108,8 +108,30 @@ def test_the_first_block_of_a_stage_keeps_a_mask_of_s_squared_for_each_sample() 
     assert first_block_memory(plain, shapes) == block_memory(plain, shapes)
 
 
-def test_attention_dropout_keeps_square_matrices() -> None:
-    run = tiny_run(TEXT, model={"attention_dropout": 0.1})
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("shape", [GPT2, LLAMA], ids=["gpt2", "llama"])
+def test_attention_dropout_keeps_two_square_matrices_and_no_mask(
+    shape: dict[str, Any], precision: str
+) -> None:
+    """Rows so long that the square matrices are most of what is kept."""
+    run = tiny_run(
+        TEXT,
+        model={**shape, "attention_dropout": 0.1, "max_position_embeddings": 128},
+        data={"sequence_length": 128},
+        bf16={"enabled": precision == "bf16"},
+    )
     predicted = block_memory(run, Shapes.of(run, "cpu"))
-    kept, _, _ = run_block(run, "fp32")
-    assert predicted.kept == pytest.approx(kept, rel=0.1)
+    kept, _, both = run_block(run, precision)
+    assert predicted.kept == pytest.approx(kept, rel=0.01)
+    highest = max(predicted.forward_working, predicted.backward_working)
+    assert predicted.kept + highest == pytest.approx(both, rel=0.1)
+
+
+@pytest.mark.parametrize("shape", [GPT2, LLAMA], ids=["gpt2", "llama"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_residual_dropout_keeps_nothing(shape: dict[str, Any], precision: str) -> None:
+    bf16 = {"bf16": {"enabled": precision == "bf16"}}
+    without, dropping = (
+        tiny_run(TEXT, model={**shape, "residual_dropout": p}, **bf16) for p in (0.0, 0.1)
+    )
+    assert run_block(dropping, precision)[0] == run_block(without, precision)[0]

@@ -17,7 +17,7 @@ ROUNDING = 1e-5  # relative to the largest logit or gradient
 
 def trained(model: GPT, tokens: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
     """(logits, gradients) of the packed rows in training mode."""
-    logits = model.train()(tokens, range(len(tokens)), DOCUMENTS)
+    logits = model.train()(tokens, torch.arange(len(tokens)), DOCUMENTS)
     (logits * torch.linspace(-1, 1, logits.shape[-1])).sum().backward()
     return logits.detach(), gradients(model)
 
