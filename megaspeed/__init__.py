@@ -16,4 +16,4 @@ ranks trains the same model as one process. Each folder imports only from the fo
     cli/              the `megaspeed` command, a file for each subcommand
 """
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

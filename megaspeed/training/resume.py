@@ -21,7 +21,7 @@ from megaspeed.checkpoint.together import from_rank_0
 from megaspeed.config import Run
 from megaspeed.files.places import expand_home
 from megaspeed.topology import ParallelContext
-from megaspeed.training.resumed_run import config_changes
+from megaspeed.training.resumed_run import config_changes, mask_changes
 from megaspeed.training.run_folder import checkpoint_folder
 
 AUTO, NEVER = "auto", "never"
@@ -87,7 +87,8 @@ class Start:
         step: of the checkpoint; 0 without one.
         in_place: the run folder goes on; else it starts anew.
         passed_over: newer checkpoints that are not whole, each with what is wrong with it.
-        changes: in the configuration since it was saved, as "key: before -> now".
+        changes: in dropout masks and in the configuration since it was saved, as "key: before ->
+            now".
     """
 
     checkpoint: Path | None = None
@@ -141,7 +142,7 @@ def find_start(options: ResumeOptions, run: Run, context: ParallelContext) -> St
         step=saved.progress.step,
         in_place=not options.fresh and _is_of(run, found.checkpoint),
         passed_over=found.passed_over,
-        changes=tuple(config_changes(saved, run)),
+        changes=(*mask_changes(saved, run), *config_changes(saved, run)),
     )
 
 

@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from megaspeed import __version__
 from megaspeed.checkpoint.run_state import DataIdentity, Progress, RunState
 from megaspeed.config import ModelConfig, Run
 
@@ -71,6 +72,21 @@ def config_changes(saved: RunState, run: Run) -> list[str]:
     ]
 
 
+def mask_changes(saved: RunState, run: Run) -> list[str]:
+    """Whether dropout masks differ from the saved run's, as "key: before -> now", for people.
+
+    Version 0.1 drew them with the device's random generator.
+    """
+    version = saved.software.get("megaspeed", "")
+    drew = saved.imported_from is None and version.startswith("0.1.")
+    if not (drew and _drops(saved.model_section()) and _drops(run.config.model)):
+        return []
+    return [
+        f"dropout masks: of version {version} -> of version {__version__}, which drops other "
+        "elements with the same probabilities"
+    ]
+
+
 def data_changes(saved: DataIdentity, own: DataIdentity) -> list[str]:
     """In what the training stream differs from the saved run's, a sentence each."""
     before, now = saved.model_dump(), own.model_dump()
@@ -92,6 +108,10 @@ def go_on(saved: RunState, own: DataIdentity) -> Progress:
         return progress
     samples = math.ceil(progress.samples * saved.data.sequence_length / own.sequence_length)
     return progress.model_copy(update={"samples": samples})
+
+
+def _drops(model: ModelConfig) -> bool:
+    return max(model.embedding_dropout, model.attention_dropout, model.residual_dropout) > 0.0
 
 
 def _leaves(tree: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
