@@ -5,16 +5,16 @@ Rank 5 of pp 2 x dp 2 x tp 2 (drawn in `grid.py`) belongs to
     world_group       0 .. 7     all ranks
     tp_group          4 5        shares every matrix of pipeline stage 1
     dp_group          5 7        holds the same weights, sees other samples
-    model_group       0 1 4 5    holds one whole model
-    tied_group        1 5        holds a tied embedding: first and last pipeline stage
-    self_group        5          stands for an axis of one rank
-    pp_group          1 5        along pp: activations forward, gradients back
+    pp_group          1 5        along pp: activations forward, gradients back, tied gradients
     checkpoint_group  0 .. 7     all ranks, over gloo, for saves beside the training
+
+There is no tp_group or pp_group if that axis has one rank. How they are created: `groups.py`.
 
 The context is passed to whoever communicates. Nothing outside this folder creates a process group,
 and nothing keeps one in a module global.
 """
 
+import os
 from dataclasses import dataclass
 from datetime import timedelta
 from types import TracebackType
@@ -24,8 +24,18 @@ import torch
 import torch.distributed as dist
 
 from megaspeed.topology.grid import Coordinates, Grid, TopologyError
-from megaspeed.topology.groups import create_groups, shake_hands, start_default_group, stop
+from megaspeed.topology.groups import (
+    abandon,
+    create_groups,
+    own_group,
+    shake_hands,
+    start_default_group,
+    stop,
+)
 from megaspeed.topology.launch import LaunchEnvironment
+from megaspeed.topology.process_settings import allow_open_files, default_settings
+
+_ONE_RANK_NEVER_WAITS = timedelta(seconds=60)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +43,7 @@ class ParallelContext:
     """This rank's coordinates, device and process groups. Made by `create`, ended by `close`.
 
     At most one is open in a process at a time, because torch has one default group. As a context
-    manager it closes itself.
+    manager it closes itself. After an exception it aborts its groups and waits for no other rank.
     """
 
     grid: Grid
@@ -42,13 +52,10 @@ class ParallelContext:
     coordinates: Coordinates
     device: torch.device
     world_group: dist.ProcessGroup
-    tp_group: dist.ProcessGroup
-    dp_group: dist.ProcessGroup
-    model_group: dist.ProcessGroup  # the tp x pp ranks of one data index
-    # On a stage between the first and the last: this rank alone, where a sum is the identity.
-    tied_group: dist.ProcessGroup
-    self_group: dist.ProcessGroup
-    pp_group: dist.ProcessGroup  # no other traffic, so a message can only meet its own receive
+    tp_group: dist.ProcessGroup | None  # None if the axis has one rank: nothing is ever sent
+    dp_group: dist.ProcessGroup  # also of one rank, because DeepSpeed partitions over it
+    # No collectives, so a message can only meet its own receive. None if the axis has one rank.
+    pp_group: dist.ProcessGroup | None
     checkpoint_group: dist.ProcessGroup  # used by one thread at a time, which need not be the main
 
     @classmethod
@@ -59,9 +66,11 @@ class ParallelContext:
         group is tried once before this returns. Whatever waits longer than `timeout_seconds` for
         other ranks, now or in a later collective, fails.
 
-        Raises TopologyError where `grid` has not as many ranks as were launched or a rank finds no
-        GPU of its own, and GroupError, which names the group and its ranks, where a rank does not
-        come.
+        Sets the environment variables and limits of `process_settings.py` that are not set yet.
+
+        Raises TopologyError if `grid` has not as many ranks as were launched, if a rank finds no
+        GPU of its own or may open too few files, and GroupError, which names the group and its
+        ranks, if a rank does not come.
         """
         if grid.world_size != launch.world_size:
             raise TopologyError(
@@ -72,16 +81,19 @@ class ParallelContext:
             raise TopologyError(
                 "torch.distributed is in use in this process: close the earlier ParallelContext"
             )
-        device = _take_device(launch)
+        on_gpu = torch.cuda.is_available()
+        os.environ.update(default_settings(os.environ, "cuda" if on_gpu else "cpu"))
+        allow_open_files(launch.rank, launch.world_size)
+        device = _take_device(launch) if on_gpu else torch.device("cpu")
         timeout = timedelta(seconds=timeout_seconds)
         try:
             world_group = start_default_group(launch, device, timeout)
-            groups = create_groups(grid, launch.rank, world_group, timeout)
+            groups = create_groups(grid, launch.rank, world_group, device, timeout)
             for name, group in groups.items():
                 on_host = name == "checkpoint"
                 shake_hands(name, group, launch.rank, torch.device("cpu") if on_host else device)
         except BaseException:
-            stop()
+            abandon()
             raise
         return cls(
             grid=grid,
@@ -90,12 +102,9 @@ class ParallelContext:
             coordinates=grid.coordinates_of(launch.rank),
             device=device,
             world_group=world_group,
-            tp_group=groups["tp"],
+            tp_group=groups.get("tp"),
             dp_group=groups["dp"],
-            model_group=groups["model"],
-            tied_group=groups["tied"],
-            self_group=groups["self"],
-            pp_group=groups["pp"],
+            pp_group=groups.get("pp"),
             checkpoint_group=groups["checkpoint"],
         )
 
@@ -112,7 +121,17 @@ class ParallelContext:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self.close()
+        if error is None:
+            self.close()
+        else:
+            abandon()
+
+    def group_of_this_rank(self) -> dist.ProcessGroup:
+        """A group of this rank alone. All ranks call this together: it may create groups."""
+        if self.dp_size == 1:
+            return self.dp_group
+        alone = [[rank] for rank in range(self.grid.world_size)]
+        return own_group("self", alone, self.rank, self.device, _ONE_RANK_NEVER_WAITS)
 
     @property
     def pp_rank(self) -> int:
@@ -156,14 +175,19 @@ class ParallelContext:
         """The global rank of the pipeline stage after; None on the last."""
         return None if self.is_last_pipeline_stage else self._rank_at_stage(self.pp_rank + 1)
 
+    @property
+    def other_end_rank(self) -> int | None:
+        """On the first pipeline stage the global rank of the last, and the reverse; else None."""
+        if self.pp_size == 1 or not (self.is_first_pipeline_stage or self.is_last_pipeline_stage):
+            return None
+        return self._rank_at_stage(self.pp_size - 1 - self.pp_rank)
+
     def _rank_at_stage(self, pipeline_stage: int) -> int:
         return self.grid.rank_of(self.coordinates._replace(pp=pipeline_stage))
 
 
 def _take_device(launch: LaunchEnvironment) -> torch.device:
-    """The GPU of this rank, made the current one, or the CPU where no GPU is visible."""
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
+    """The GPU of this rank, made the current one."""
     visible = torch.cuda.device_count()
     # One visible GPU: the launcher gave each process its own. (NCCL refuses two ranks on one GPU.)
     index = 0 if visible == 1 else launch.local_rank

@@ -24,10 +24,6 @@ Eight ranks as pp 2 x dp 2 x tp 2:
     [[0, 2], [1, 3], [4, 6], [5, 7]]
     >>> grid.groups_along("pp")  # hand activations on
     [[0, 4], [1, 5], [2, 6], [3, 7]]
-    >>> grid.model_groups()  # hold one whole model between them, one group for each data index
-    [[0, 1, 4, 5], [2, 3, 6, 7]]
-    >>> grid.tied_groups()  # share the embedding: the first and the last pipeline stage
-    [[0, 4], [1, 5], [2, 6], [3, 7]]
 
 Plain integers only: nothing here needs torch, a process or a GPU.
 """
@@ -99,7 +95,7 @@ class Grid:
 
     def groups_along(self, axis: Axis) -> list[list[int]]:
         """The ranks that differ in `axis` alone: world_size / size groups of that axis's size."""
-        size, stride = self._sizes[AXES.index(axis)], self._stride(axis)
+        size, stride = self.size_along(axis), self._stride(axis)
         span = size * stride  # ranks between one set of interleaved groups and the next
         return [
             list(range(first, first + span, stride))
@@ -107,28 +103,9 @@ class Grid:
             for first in range(block, block + stride)
         ]
 
-    def model_groups(self) -> list[list[int]]:
-        """The tp x pp ranks of each data index: dp groups, each holding one whole model.
-
-        A rank's place in its group is pp_rank * tp_size + tp_rank.
-        """
-        return [
-            [
-                stage * self.dp * self.tp + dp_rank * self.tp + tp_rank
-                for stage in range(self.pp)
-                for tp_rank in range(self.tp)
-            ]
-            for dp_rank in range(self.dp)
-        ]
-
-    def tied_groups(self) -> list[list[int]]:
-        """The first and the last pipeline rank of each (dp, tp), which hold a tied embedding.
-
-        One rank a group where pp is 1. The stages between belong to none.
-        """
-        last = (self.pp - 1) * self.dp * self.tp
-        firsts = range(self.dp * self.tp)
-        return [[first, first + last] if last else [first] for first in firsts]
+    def size_along(self, axis: Axis) -> int:
+        """The number of ranks on `axis`."""
+        return self._sizes[AXES.index(axis)]
 
     @property
     def _sizes(self) -> tuple[int, int, int]:

@@ -1,21 +1,35 @@
 """Creating the process groups of a grid, and naming the group that cannot be created.
 
-torch's rule is that all ranks create all groups, also those they are no member of, in the same
-order. Here that order is fixed: tp, dp, model, tied, self, pp, checkpoint, and within each
-the order in which `Grid` lists the groups.
+    world        all ranks                       init_process_group
+    tp, dp, pp   all groups along that axis      one call for each axis
+    checkpoint   all ranks, over gloo            one call
+
+Every rank makes these calls, in this order. On NCCL the groups along an axis are one
+``split_group`` of the world's communicator. (``new_group`` would be a world-wide call for each
+group: thousands of them at 4,096 ranks.) gloo cannot split, but there only the members of a group
+need to call ``new_group``, so it is one call for each axis too.
+
+An axis of one rank sends nothing and has no group. The data axis is the exception, because
+DeepSpeed partitions over it. An axis that spans all ranks uses the world's group: communicators
+cost GPU memory, and the collectives of one thread cannot overtake each other. The pipeline axis is
+the exception: point-to-point messages share with no other traffic.
 """
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from threading import Thread
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _abort_process_group
 
-from megaspeed.topology.grid import Grid
+from megaspeed.topology.grid import Axis, Grid
 from megaspeed.topology.launch import LaunchEnvironment
 
 _DISKS_ARE_SLOWER = 4  # than networks: how much longer a rank may wait for another's
+_SECONDS_TO_ABORT = 5.0
+_ORDER: tuple[Axis, ...] = ("tp", "dp", "pp")
 
 
 class GroupError(RuntimeError):
@@ -34,6 +48,7 @@ def start_default_group(
             rank=launch.rank,
             world_size=launch.world_size,
             timeout=timeout,
+            # A bound device makes NCCL connect now, which splitting needs.
             device_id=device if on_gpu else None,
         )
     group = dist.group.WORLD
@@ -42,40 +57,52 @@ def start_default_group(
 
 
 def create_groups(
-    grid: Grid, rank: int, world_group: dist.ProcessGroup, timeout: timedelta
+    grid: Grid,
+    rank: int,
+    world_group: dist.ProcessGroup,
+    device: torch.device,
+    timeout: timedelta,
 ) -> dict[str, dist.ProcessGroup]:
-    """Create every group of every rank; return those of `rank` by name, in the order of creation.
+    """Create the groups of `rank`; return them by name, in the order of creation.
 
-    Equal sets of ranks share one communicator, of which each costs a GPU memory: the collectives of
-    one thread cannot overtake each other. Point-to-point traffic shares with nobody.
+    See the module's docstring for the axes without a group. All ranks call this together.
     """
-    collective = {
-        "tp": grid.groups_along("tp"),
-        "dp": grid.groups_along("dp"),
-        "model": grid.model_groups(),
-        "tied": _tied_or_alone(grid),
-        "self": [[one] for one in range(grid.world_size)],
-    }
-    known = {tuple(range(grid.world_size)): world_group}
     mine = {"world": world_group}
-    for name, groups in collective.items():
-        for ranks in groups:
-            key = tuple(ranks)
-            if key not in known:
-                known[key] = _new_group(name, ranks, rank, timeout)
-            if rank in ranks:
-                mine[name] = known[key]
-    for ranks in grid.groups_along("pp"):
-        alone = len(ranks) == 1  # and then nothing is ever sent
-        group = known[tuple(ranks)] if alone else _new_group("pp", ranks, rank, timeout)
-        if rank in ranks:
-            mine["pp"] = group
+    for axis in _ORDER:
+        size = grid.size_along(axis)
+        if size == 1 and axis != "dp":
+            continue
+        if size == grid.world_size and axis != "pp":
+            mine[axis] = world_group
+        else:
+            mine[axis] = own_group(axis, grid.groups_along(axis), rank, device, timeout)
     # Checkpoints are written from host memory, by a thread of their own: never over NCCL, and never
     # between the collectives of the training. A rank that waits there mostly waits for a disk.
-    everyone = list(range(grid.world_size))
     patience = timeout * _DISKS_ARE_SLOWER
-    mine["checkpoint"] = _new_group("checkpoint", everyone, rank, patience, backend="gloo")
-    return mine
+    with _naming_the_group("checkpoint", range(grid.world_size), rank):
+        checkpoint: dist.ProcessGroup = dist.new_group(
+            backend="gloo", timeout=patience, group_desc="checkpoint"
+        )
+    return {**mine, "checkpoint": checkpoint}
+
+
+def own_group(
+    name: str, groups: list[list[int]], rank: int, device: torch.device, timeout: timedelta
+) -> dist.ProcessGroup:
+    """Create `groups`, which hold every rank once; return the one of `rank`.
+
+    All ranks call this together.
+    """
+    own = next(ranks for ranks in groups if rank in ranks)
+    with _naming_the_group(name, own, rank):
+        if device.type == "cuda":
+            group = dist.split_group(split_ranks=groups, timeout=timeout, group_desc=name)
+        else:
+            group = dist.new_group(
+                own, timeout=timeout, group_desc=name, use_local_synchronization=True
+            )
+    assert group is not None, "every rank is in one of the groups"
+    return group
 
 
 def shake_hands(name: str, group: dist.ProcessGroup, rank: int, device: torch.device) -> None:
@@ -91,9 +118,22 @@ def shake_hands(name: str, group: dist.ProcessGroup, rank: int, device: torch.de
 
 
 def stop() -> None:
-    """Destroy every group, if there are any."""
+    """Destroy every group, if there are any. Waits for what is still being sent."""
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def abandon() -> None:
+    """Abort every group, if there are any, after an exception. Waits for no other rank.
+
+    ``destroy_process_group`` waits for NCCL's kernels, and they wait for ranks that this rank will
+    never answer. Aborting ends the kernels. It should take milliseconds; if it takes more than
+    seconds, it continues in the background.
+    """
+    if dist.is_initialized():
+        aborting = Thread(target=_abort_process_group, name="abort", daemon=True)
+        aborting.start()
+        aborting.join(_SECONDS_TO_ABORT)
 
 
 def _meeting_point(launch: LaunchEnvironment, timeout: timedelta) -> dist.Store:
@@ -105,23 +145,6 @@ def _meeting_point(launch: LaunchEnvironment, timeout: timedelta) -> dist.Store:
     # Such a store outlives a context. A later one must not find the addresses of the earlier.
     generation = store.add(f"contexts of rank {launch.rank}", 1)
     return dist.PrefixStore(f"context {generation}", store)
-
-
-def _tied_or_alone(grid: Grid) -> list[list[int]]:
-    """The tied groups, and each rank of the pipeline stages between on its own."""
-    tied = grid.tied_groups()
-    in_a_group = {rank for group in tied for rank in group}
-    return tied + [[rank] for rank in range(grid.world_size) if rank not in in_a_group]
-
-
-def _new_group(
-    name: str, ranks: list[int], rank: int, timeout: timedelta, *, backend: str | None = None
-) -> dist.ProcessGroup:
-    with _naming_the_group(name, ranks, rank):
-        group: dist.ProcessGroup = dist.new_group(
-            ranks, timeout=timeout, backend=backend, group_desc=name
-        )
-    return group
 
 
 @contextmanager

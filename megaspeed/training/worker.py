@@ -153,6 +153,11 @@ class Worker:
 
     def _connect(self) -> Neighbours:
         context, run = self.context, self.run
+        group = context.pp_group
+        if group is None:
+            return Neighbours(
+                activations_in=None, activations_out=None, gradients_in=None, gradients_out=None
+            )
         sequence = run.config.data.sequence_length
         if run.config.parallel.sequence_parallel:
             sequence //= context.tp_size
@@ -166,7 +171,7 @@ class Worker:
 
         def channel(receive_from: int | None, send_to: int | None) -> Channel:
             return Channel(
-                context.pp_group,
+                group,
                 receive_from=receive_from,
                 send_to=send_to,
                 shape=shape,

@@ -28,7 +28,7 @@ from megaspeed.zero.fragments import GradientFragment, gradient_fragments
 from megaspeed.zero.global_norm import exchange, first_non_finite, owned_squares
 from megaspeed.zero.loss_scale import read_loss_scale, take_loss_scale
 from megaspeed.zero.optimizer_state import StateFragment, state_fragments, take_state
-from megaspeed.zero.reductions import average_over_replicas, sum_tied_gradients
+from megaspeed.zero.reductions import add_gradients_of_other_end, average_over_replicas
 from megaspeed.zero.workarounds.one_copy_of_gradients import add_up_in_place
 from megaspeed.zero.workarounds.own_norm import use_norm
 from megaspeed.zero.workarounds.partitioned_gradients import keep_only_own_partition
@@ -166,9 +166,14 @@ class ZeroEngine:
 
     def reduce_tied_gradients(self) -> None:
         """Sums the gradients of a weight that the first and the last pipeline stage share."""
-        sum_tied_gradients(
-            self.gradient_fragments(), self._tied, self._context.tied_group, self._context.device
+        if self._tied is None:
+            return
+        group, peer = self._context.pp_group, self._context.other_end_rank
+        assert group is not None and peer is not None, (
+            "a tied weight is on the first and last stage"
         )
+        own = [f.values for f in self.gradient_fragments() if f.parameter is self._tied]
+        add_gradients_of_other_end(own, group, peer=peer, device=self._context.device)
 
     def step(
         self,

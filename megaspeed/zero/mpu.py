@@ -1,8 +1,8 @@
 """What DeepSpeed asks a "model parallel unit": the data-parallel group, and nothing else.
 
 DeepSpeed partitions over the data axis. Everything that spans the model axes - the norm, tied
-weights, the agreement to skip a step - is done by this package, so the model-parallel group that
-DeepSpeed sees is this rank alone.
+weights, the agreement to skip a step - is done by this package, so DeepSpeed sees no model-parallel
+group: None, which its ZeRO optimizers understand (deepspeed/comm/pg_utils.py, is_parallel).
 """
 
 import torch.distributed as dist
@@ -16,11 +16,12 @@ class DataAxis:
     Args:
         context: this rank's groups.
         replicate: ZeRO-0: partition over this rank alone, so that every rank holds everything.
+
+    All ranks create it together.
     """
 
     def __init__(self, context: ParallelContext, *, replicate: bool) -> None:
-        self._partition_group = context.self_group if replicate else context.dp_group
-        self._self_group = context.self_group
+        self._partition_group = context.group_of_this_rank() if replicate else context.dp_group
 
     def get_data_parallel_group(self) -> dist.ProcessGroup:
         """The group over which ZeRO partitions."""
@@ -34,9 +35,9 @@ class DataAxis:
         """This rank's place in it."""
         return dist.get_rank(self._partition_group)
 
-    def get_model_parallel_group(self) -> dist.ProcessGroup:
-        """This rank alone."""
-        return self._self_group
+    def get_model_parallel_group(self) -> dist.ProcessGroup | None:
+        """None: DeepSpeed reduces nothing over the model axes."""
+        return None
 
     def get_model_parallel_world_size(self) -> int:
         """One."""

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from megaspeed.zero.fragments import GradientFragment
 
@@ -28,19 +28,30 @@ def average_over_replicas(
     _all_reduce_in_place(tensors, group, device)
 
 
-def sum_tied_gradients(
-    fragments: Iterable[GradientFragment],
-    tied: nn.Parameter | None,
-    group: dist.ProcessGroup,
-    device: torch.device,
+def add_gradients_of_other_end(
+    tensors: Sequence[Tensor], group: dist.ProcessGroup, *, peer: int, device: torch.device
 ) -> None:
-    """The two copies of a tied weight, on the first and the last pipeline stage, receive the sum of
-    their gradients, in place. Nothing happens where this stage has no copy.
+    """Adds the gradients that ``peer`` holds of a tied weight to this rank's, in place.
+
+    The first and the last pipeline stage call this together. Each sends its gradients to the other.
+    Both compute a + b, which has the same bits as b + a, so the copies stay equal.
+
+    Args:
+        tensors: this rank's gradients of the tied weight. ``peer`` has tensors of the same shapes.
+        group: the process group along the pipeline axis.
+        peer: the global rank of the other end of the pipeline.
+        device: where messages are sent from; offloaded gradients travel through it.
     """
-    if tied is None:
-        return
-    own = [fragment.values for fragment in fragments if fragment.parameter is tied]
-    _all_reduce_in_place(own, group, device)
+    for bucket in _buckets(tensors):
+        own = torch.cat(bucket).to(device)
+        others = torch.empty_like(own)
+        exchange = [
+            dist.P2POp(dist.isend, own, peer, group),
+            dist.P2POp(dist.irecv, others, peer, group),
+        ]
+        for work in dist.batch_isend_irecv(exchange):
+            work.wait()
+        _spread(own + others, bucket)
 
 
 def _all_reduce_in_place(
@@ -52,9 +63,14 @@ def _all_reduce_in_place(
     for bucket in _buckets(tensors):
         flat = torch.cat(bucket).to(device)
         dist.all_reduce(flat, group=group)
-        parts = flat.split([part.numel() for part in bucket])
-        for tensor, part in zip(bucket, parts, strict=True):
-            tensor.copy_(part)
+        _spread(flat, bucket)
+
+
+def _spread(flat: Tensor, tensors: Sequence[Tensor]) -> None:
+    """Copies a bucket's sum back to where its parts came from."""
+    parts = flat.split([tensor.numel() for tensor in tensors])
+    for tensor, part in zip(tensors, parts, strict=True):
+        tensor.copy_(part)
 
 
 def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from megaspeed.topology import (
+    AXES,
     Coordinates,
     Grid,
     GroupError,
@@ -19,26 +20,28 @@ from megaspeed.topology import (
 )
 from tests.rank_pool import RankFailure, RankPool
 
-GROUPS = ("world", "tp", "dp", "model", "tied", "self", "pp")
+GROUPS = ("world", "tp", "dp", "pp", "checkpoint")
 
 
-def _group(context: ParallelContext, name: str) -> dist.ProcessGroup:
-    group: dist.ProcessGroup = getattr(context, f"{name}_group")
-    return group
+def _groups(context: ParallelContext) -> dict[str, dist.ProcessGroup]:
+    """Those that the context has, by name."""
+    groups = {name: getattr(context, f"{name}_group") for name in GROUPS}
+    return {name: group for name, group in groups.items() if group is not None}
 
 
 def _members(launch: LaunchEnvironment, grid: Grid) -> dict[str, list[int]]:
     with ParallelContext.create(grid, launch, timeout_seconds=30) as context:
-        return {name: dist.get_process_group_ranks(_group(context, name)) for name in GROUPS}
+        groups = _groups(context) | {"self": context.group_of_this_rank()}
+        return {name: dist.get_process_group_ranks(group) for name, group in groups.items()}
 
 
 def _sums(launch: LaunchEnvironment, grid: Grid) -> dict[str, int]:
     """The sum over each group of 2 ** rank, which tells exactly who took part."""
     with ParallelContext.create(grid, launch, timeout_seconds=30) as context:
         sums = {}
-        for name in GROUPS:
+        for name, group in _groups(context).items():
             mine = torch.tensor(2**context.rank)
-            dist.all_reduce(mine, group=_group(context, name))
+            dist.all_reduce(mine, group=group)
             sums[name] = int(mine)
         return sums
 
@@ -51,6 +54,7 @@ def _place(launch: LaunchEnvironment, grid: Grid) -> dict[str, Any]:
             "sizes": (context.pp_size, context.dp_size, context.tp_size),
             "ends": (context.is_first_pipeline_stage, context.is_last_pipeline_stage),
             "neighbours": (context.previous_rank, context.next_rank),
+            "other end": context.other_end_rank,
             "device": str(context.device),
         }
 
@@ -59,6 +63,7 @@ def _cross_messages(launch: LaunchEnvironment) -> float:
     """Both stages send and receive at the same time, in one batch."""
     with ParallelContext.create(Grid(pp=2, dp=1, tp=1), launch, timeout_seconds=30) as context:
         peer, group = 1 - context.rank, context.pp_group
+        assert group is not None
         received = torch.empty(())
         batch = [
             dist.P2POp(dist.isend, torch.tensor(float(context.rank)), peer, group),
@@ -110,10 +115,9 @@ def test_rank_5_of_eight_has_the_groups_of_the_docstring(pool: RankPool) -> None
         "world": [0, 1, 2, 3, 4, 5, 6, 7],
         "tp": [4, 5],
         "dp": [5, 7],
-        "model": [0, 1, 4, 5],
-        "tied": [1, 5],
-        "self": [5],
         "pp": [1, 5],
+        "checkpoint": [0, 1, 2, 3, 4, 5, 6, 7],
+        "self": [5],
     }
 
 
@@ -128,17 +132,11 @@ def test_rank_5_of_eight_has_the_groups_of_the_docstring(pool: RankPool) -> None
     ids=str,
 )
 def test_a_sum_over_a_group_is_the_sum_over_its_ranks(pool: RankPool, grid: Grid) -> None:
-    along = {axis: grid.groups_along(axis) for axis in ("pp", "dp", "tp")}
-    between = [[rank] for rank in range(grid.world_size)]  # tied to nobody
-    lists = {
-        "world": [list(range(grid.world_size))],
-        "tp": along["tp"],
-        "dp": along["dp"],
-        "model": grid.model_groups(),
-        "tied": grid.tied_groups() + between,
-        "self": between,
-        "pp": along["pp"],
-    }
+    along = {axis: grid.groups_along(axis) for axis in AXES}
+    everyone = [list(range(grid.world_size))]
+    lists = {"world": everyone, "checkpoint": everyone, "dp": along["dp"]}
+    # An axis of one rank has no group, except the data axis.
+    lists |= {axis: along[axis] for axis in AXES if grid.size_along(axis) > 1}
     for rank, sums in enumerate(pool.run(grid.world_size, _sums, grid)):
         mine = {name: next(g for g in groups if rank in g) for name, groups in lists.items()}
         assert sums == {name: sum(2**r for r in ranks) for name, ranks in mine.items()}
@@ -152,11 +150,13 @@ def test_the_middle_of_a_pipeline_knows_its_place_and_neighbours(pool: RankPool)
         "sizes": (3, 1, 2),
         "ends": (False, False),
         "neighbours": (1, 5),
+        "other end": None,
         "device": "cpu",
     }
     assert [place["neighbours"] for place in places] == [
         (None, 2), (None, 3), (0, 4), (1, 5), (2, None), (3, None),
     ]  # fmt: skip
+    assert [place["other end"] for place in places] == [4, 5, None, None, 0, 1]
     assert [place["ends"] for place in places[::2]] == [
         (True, False),
         (False, False),
@@ -168,6 +168,7 @@ def test_a_single_stage_is_first_and_last_and_has_no_neighbours(pool: RankPool) 
     (place,) = pool.run(1, _place, Grid(pp=1, dp=1, tp=1))
     assert place["ends"] == (True, True)
     assert place["neighbours"] == (None, None)
+    assert place["other end"] is None
 
 
 def test_messages_of_both_directions_do_not_meet(pool: RankPool) -> None:

@@ -254,18 +254,22 @@ class AllAxes(DataAxis):
     def __init__(self, context: ParallelContext, *, replicate: bool) -> None:
         super().__init__(context, replicate=replicate)
         self._context = context
+        grid = context.grid
+        ranks = range(grid.world_size)
+        one_model = [r for r in ranks if grid.coordinates_of(r).dp == context.dp_rank]
+        self._model_group = dist.new_group(one_model, use_local_synchronization=True)
 
     def get_model_parallel_group(self) -> dist.ProcessGroup:
-        return self._context.model_group
+        return self._model_group
 
     def get_model_parallel_world_size(self) -> int:
-        return dist.get_world_size(self._context.model_group)
+        return dist.get_world_size(self._model_group)
 
     def get_model_parallel_rank(self) -> int:
-        return dist.get_rank(self._context.model_group)
+        return dist.get_rank(self._model_group)
 
     def get_tensor_model_parallel_group(self) -> dist.ProcessGroup:
-        return self._context.tp_group
+        return self._context.tp_group or self._context.group_of_this_rank()
 
     def get_tensor_model_parallel_world_size(self) -> int:
         return self._context.tp_size

@@ -2,7 +2,7 @@
 
     activations   to the next stage, each micro-batch       (B, S, D)      Narayanan et al. 2021,
     gradients     to the stage before, each micro-batch     (B, S, D)      section 3.2: b s h
-    tied weight   the first and the last stage, once a step its local gradient
+    tied weight   the first and the last stage, once a step its local gradient to each other
 
 With sequence parallelism both messages are (B, S/tp, D), as each tensor rank sends its own part.
 """
@@ -17,8 +17,6 @@ from megaspeed.analysis.costs.local_parameters import (
 from megaspeed.analysis.costs.number_bytes import BYTES_OF
 from megaspeed.config import Run
 
-_STAGES_WITH_A_COPY = 2
-
 
 def add_pipeline_axis(messages: Messages, run: Run, pipeline_stage: int) -> None:
     """Adds one step's messages of a rank of ``pipeline_stage``."""
@@ -29,7 +27,7 @@ def add_pipeline_axis(messages: Messages, run: Run, pipeline_stage: int) -> None
         messages.add("pp", "send", sends * hidden_bytes(run), ranks=stages)
     tied = tied_gradient_bytes(run, pipeline_stage)
     if tied:
-        messages.add("pp", "all_reduce", tied, ranks=_STAGES_WITH_A_COPY)
+        messages.add("pp", "send", tied, ranks=stages)
 
 
 def tied_gradient_bytes(run: Run, pipeline_stage: int) -> int:

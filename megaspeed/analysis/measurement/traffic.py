@@ -79,15 +79,16 @@ class TrafficLog(TorchDispatchMode):
     def __init__(self, context: ParallelContext) -> None:
         super().__init__()
         self._world = context.world_group.group_name
-        axes: list[tuple[dist.ProcessGroup, TrafficAxis]] = [
+        axes: list[tuple[dist.ProcessGroup | None, TrafficAxis]] = [
             (context.world_group, "world"),
-            (context.tied_group, "pp"),
             (context.pp_group, "pp"),
             (context.dp_group, "dp"),
             (context.tp_group, "tp"),
         ]
         # Of equal groups the last one named counts; a group of one rank sends nothing anyway.
-        self._axes = {group.group_name: axis for group, axis in axes if group.size() > 1}
+        self._axes = {
+            group.group_name: axis for group, axis in axes if group is not None and group.size() > 1
+        }
         self._messages = Messages()
 
     @property
