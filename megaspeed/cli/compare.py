@@ -79,7 +79,8 @@ def run(options: argparse.Namespace) -> int:
     # The bar goes to standard error, so that a file or a pipe gets the tables alone.
     bar = Console(stderr=True)
     rows, stopped = _run_rows(variants, corpus, options, device_type, folder, bar)
-    device = torch.cuda.get_device_name() if device_type == "cuda" else "CPU"
+    # The ranks name their device: if this process asked, it would open a context on GPU 0.
+    device = next((record.device for row in rows for record in row.ranks), device_type.upper())
     result = ComparisonResult(run=run, device=device, steps=options.steps, rows=rows)
     # A narrow terminal breaks lines, a file has no width; neither is to cut a figure off.
     show(result, Console(width=max(console.width, _COLUMNS_OF_THE_TABLES)))

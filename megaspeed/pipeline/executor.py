@@ -30,6 +30,7 @@ from megaspeed.pipeline.instructions import (
     SendGradient,
 )
 from megaspeed.pipeline.p2p import Channel
+from megaspeed.topology.failure import note_phase
 
 LossFunction = Callable[[Tensor, Tensor], Tensor]
 
@@ -114,7 +115,11 @@ class Executor:
     def run(self, instructions: Iterable[Instruction]) -> None:
         """Executes the instructions in order; ``OptimizerStep`` is left to the caller."""
         for instruction in instructions:
-            self._execute(instruction)
+            try:
+                self._execute(instruction)
+            except Exception as error:
+                note_phase(error, repr(instruction))
+                raise
         self._neighbours.drain()
 
     def _execute(self, instruction: Instruction) -> None:

@@ -13,6 +13,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
+
 from megaspeed.topology.grid import TopologyError
 
 DeviceType = Literal["cpu", "cuda"]
@@ -71,6 +73,15 @@ def default_settings(environ: Mapping[str, str], device_type: DeviceType) -> dic
         if device_type in setting.devices
         and not any(name in environ for name in (setting.name, *setting.other_names))
     }
+
+
+def work_for(device: torch.device) -> None:
+    """Called first in every thread that touches `device`: a new thread is on GPU 0 otherwise.
+
+    GPU 0 may be another rank's, and pinning memory opens a context there.
+    """
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
 
 
 def allow_open_files(rank: int, world_size: int) -> None:

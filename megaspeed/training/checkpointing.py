@@ -11,12 +11,10 @@ import dataclasses
 import importlib.metadata
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from types import TracebackType
 from typing import Self
-
-import torch
 
 from megaspeed import __version__
 from megaspeed.checkpoint.errors import CheckpointError
@@ -32,11 +30,13 @@ from megaspeed.checkpoint.tokenizer_files import read_tokenizer_files
 from megaspeed.config import Run
 from megaspeed.data import PreparedCorpus
 from megaspeed.model import logical_name
+from megaspeed.topology.process_settings import work_for
 from megaspeed.training.carried_files import generation_file
 from megaspeed.training.resumed_run import data_changes, go_on, model_changes
 from megaspeed.training.worker import Worker
 
 _PACKAGES = ("torch", "deepspeed")
+_SECONDS_FOR_A_SAVE_AFTER_AN_EXCEPTION = 10.0
 
 
 class Checkpointing:
@@ -65,7 +65,7 @@ class Checkpointing:
         if training.async_save:
             device = worker.context.device
             self._background = ThreadPoolExecutor(
-                1, "checkpoint", initializer=_work_for, initargs=(device,)
+                1, "checkpoint", initializer=work_for, initargs=(device,)
             )
         self._in_flight: Future[SaveReport] | None = None
         self._finished: list[SaveReport] = []
@@ -79,15 +79,16 @@ class Checkpointing:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Waits for a save that is under way, however the run ends.
+        """Waits for a save that is under way.
 
-        While it lasts the other ranks' threads wait for this one's, and process groups must stand.
+        Meanwhile the other ranks' threads wait for this rank's, and the process groups must exist.
+        After an exception it waits for seconds only: if other ranks have failed too, the save
+        never ends.
         """
-        try:
+        if error is None:
             self.close()
-        except Exception:
-            if error is None:  # else it is what the save failed of, too
-                raise
+        elif self._in_flight is not None:
+            wait([self._in_flight], timeout=_SECONDS_FOR_A_SAVE_AFTER_AN_EXCEPTION)
 
     def save(self, progress: Progress) -> None:
         """Saves the run as it stands between two steps.
@@ -212,12 +213,6 @@ class Checkpointing:
             return range(owned_elements)
         rank, ranks = self._worker.context.dp_rank, self._worker.context.dp_size
         return range(owned_elements * rank // ranks, owned_elements * (rank + 1) // ranks)
-
-
-def _work_for(device: torch.device) -> None:
-    """A new thread is on GPU 0 of those that the process sees, which may be another rank's."""
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
 
 
 def data_identity(corpus: PreparedCorpus) -> DataIdentity:

@@ -7,13 +7,15 @@ The run folder is touched only once this run has all that it needs to go on.
 
 from rich.console import Console
 
+from megaspeed.checkpoint.errors import CheckpointError
 from megaspeed.checkpoint.run_state import Progress
 from megaspeed.checkpoint.together import from_rank_0
 from megaspeed.config import Run
 from megaspeed.data import PreparedCorpus
 from megaspeed.pipeline import layers_of_stages, parameters_of_stages
 from megaspeed.topology import ParallelContext
-from megaspeed.training.agreement import check_agreement
+from megaspeed.topology.failure import during, failures_reported
+from megaspeed.training.agreement import RanksDisagree, check_agreement
 from megaspeed.training.checkpointing import Checkpointing
 from megaspeed.training.console import (
     ConsoleObserver,
@@ -34,8 +36,11 @@ from megaspeed.training.run_folder import (
 from megaspeed.training.run_lock import sole_use
 from megaspeed.training.shared_folder import check_shared_folder
 from megaspeed.training.stop_signal import StopSignal
-from megaspeed.training.trainer import Trainer, TrainingSummary
+from megaspeed.training.trainer import Trainer, TrainingDiverged, TrainingSummary
 from megaspeed.training.worker import Worker
+
+EXPECTED = (CheckpointError, RanksDisagree, TrainingDiverged, OSError)
+"""Exceptions with a message for the user. Any other is reported here, with its traceback."""
 
 
 def run_job(
@@ -55,33 +60,67 @@ def run_job(
         RanksDisagree: the ranks were given different inputs, or folders.
         CheckpointError: what is to be resumed from cannot be.
         TrainingDiverged: loss or gradient norm stay non-finite.
+
+    Any other exception is written to standard error as soon as it is raised, and then raised.
     """
-    check_agreement(run, corpus, context)
-    check_shared_folder(run.run_dir, context)
-    with sole_use(run.run_dir, context):
-        start = find_start(options, run, context)
-        for line in describe_start(start, run):
-            console.print(line, highlight=False, soft_wrap=True)
-        if start.is_end_of(run):
-            return None
-        console.print(plan_table(run, layers_of_stages(run), parameters_of_stages(run)))
-        worker = Worker(run, context)
-        with Checkpointing(worker, corpus) as checkpointing:
-            begin = Progress()
-            if start.checkpoint is not None:
-                allowed = options.allow_data_change
-                begin = checkpointing.load(start.checkpoint, allow_data_change=allowed)
-            from_rank_0(context.checkpoint_group, lambda: _open_run_folder(run, start, console))
-            if start.checkpoint is not None and not start.in_place:
-                # Else a run that died before its first save would start at step 0 the next time.
-                checkpointing.save(begin)
-            if context.rank != 0:
-                return Trainer(worker, corpus, checkpointing, stop, NullObserver()).train(begin)
+    with failures_reported(context.grid, context.rank, expected=EXPECTED):
+        check_agreement(run, corpus, context)
+        check_shared_folder(run.run_dir, context)
+        with sole_use(run.run_dir, context):
+            start = find_start(options, run, context)
+            for line in describe_start(start, run):
+                console.print(line, highlight=False, soft_wrap=True)
+            if start.is_end_of(run):
+                return None
+            console.print(plan_table(run, layers_of_stages(run), parameters_of_stages(run)))
+            with during("building the model"):
+                worker = Worker(run, context)
             with (
-                MetricsFile(run.run_dir / METRICS) as metrics_file,
-                ConsoleObserver(run, console, metrics_file, begin) as observer,
+                Checkpointing(worker, corpus) as checkpointing,
+                # Once more, because the line above waits for a save that is under way.
+                failures_reported(context.grid, context.rank, expected=EXPECTED),
             ):
-                return Trainer(worker, corpus, checkpointing, stop, observer).train(begin)
+                begin = _begin(start, options, run, checkpointing, context, console)
+                return _train(worker, corpus, checkpointing, stop, console, begin)
+
+
+def _begin(
+    start: Start,
+    options: ResumeOptions,
+    run: Run,
+    checkpointing: Checkpointing,
+    context: ParallelContext,
+    console: Console,
+) -> Progress:
+    """Loads the checkpoint, if there is one, and opens the run folder."""
+    begin = Progress()
+    if start.checkpoint is not None:
+        with during(f"loading {start.checkpoint}"):
+            allowed = options.allow_data_change
+            begin = checkpointing.load(start.checkpoint, allow_data_change=allowed)
+    from_rank_0(context.checkpoint_group, lambda: _open_run_folder(run, start, console))
+    if start.checkpoint is not None and not start.in_place:
+        # Else a run that died before its first save would start at step 0 the next time.
+        checkpointing.save(begin)
+    return begin
+
+
+def _train(
+    worker: Worker,
+    corpus: PreparedCorpus,
+    checkpointing: Checkpointing,
+    stop: StopSignal,
+    console: Console,
+    begin: Progress,
+) -> TrainingSummary:
+    run = worker.run
+    if worker.context.rank != 0:
+        return Trainer(worker, corpus, checkpointing, stop, NullObserver()).train(begin)
+    with (
+        MetricsFile(run.run_dir / METRICS) as metrics_file,
+        ConsoleObserver(run, console, metrics_file, begin) as observer,
+    ):
+        return Trainer(worker, corpus, checkpointing, stop, observer).train(begin)
 
 
 def tell_ending(run: Run, summary: TrainingSummary, console: Console) -> None:

@@ -30,8 +30,10 @@ from megaspeed.topology import (
     TopologyError,
     read_launch_environment,
 )
+from megaspeed.topology.failure import during, failures_reported
 from megaspeed.training.agreement import RanksDisagree
-from megaspeed.training.job import run_job, tell_ending
+from megaspeed.training.job import EXPECTED, run_job, tell_ending
+from megaspeed.training.launch_warnings import launch_warnings
 from megaspeed.training.resume import ResumeOptions, check_resume
 from megaspeed.training.run_folder import check_run_folder
 from megaspeed.training.stop_signal import StopSignal
@@ -46,7 +48,11 @@ _COLLECTIVE_TIMEOUT_SECONDS = 1800.0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Trains as the command line says; returns the exit code."""
+    """Trains as the command line says; returns the exit code.
+
+    The caller must leave by ``end_process``. After a failure, threads may still wait for other
+    ranks, and an ordinary exit would wait for these threads.
+    """
     options = _parse(arguments)
     try:
         launch = read_launch_environment(os.environ)
@@ -58,6 +64,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         run, corpus = _check_input(options, launch, console)
     except (ConfigError, DataError, CheckpointError) as error:
         return _refuse(error, launch)
+    for warning in launch_warnings(
+        launch,
+        run,
+        visible_gpus=torch.cuda.device_count(),
+        processors=os.cpu_count() or 1,
+        threads=torch.get_num_threads(),
+    ):
+        console.print("[yellow]warning:[/yellow]", warning, highlight=False, soft_wrap=True)
     return _train(run, corpus, ResumeOptions.of(options), launch, console)
 
 
@@ -119,12 +133,18 @@ def _train(
     launch: LaunchEnvironment,
     console: Console,
 ) -> int:
+    grid = Grid(pp=run.degrees.pp, dp=run.degrees.dp, tp=run.degrees.tp)
     try:
-        context = _start_process_groups(run, launch)
+        with failures_reported(grid, launch.rank, expected=(TopologyError, GroupError)):
+            context = ParallelContext.create(
+                grid, launch, timeout_seconds=_COLLECTIVE_TIMEOUT_SECONDS
+            )
     except TopologyError as error:
         return _refuse(error, launch)
     except GroupError as error:
         _say(error, launch)
+        return EXIT_FAILED
+    except Exception:  # reported with its traceback
         return EXIT_FAILED
     try:
         # A signal that comes from here on ends the run after a step, with a checkpoint.
@@ -133,7 +153,8 @@ def _train(
         if summary is None:
             return EXIT_DONE
         if launch.rank == 0:
-            tell_ending(run, summary, console)
+            with failures_reported(grid, launch.rank, expected=EXPECTED), during("the loss curve"):
+                tell_ending(run, summary, console)
     except CheckpointError as error:  # of all ranks alike
         if launch.rank == 0:
             _say(error, launch)
@@ -146,10 +167,6 @@ def _train(
     except OSError as error:  # a full disk, a folder that has gone
         _say(error, launch)
         return EXIT_FAILED
+    except Exception:  # reported with its traceback
+        return EXIT_FAILED
     return EXIT_DONE if summary.last_save.error is None else EXIT_FAILED
-
-
-def _start_process_groups(run: Run, launch: LaunchEnvironment) -> ParallelContext:
-    degrees = run.degrees
-    grid = Grid(pp=degrees.pp, dp=degrees.dp, tp=degrees.tp)
-    return ParallelContext.create(grid, launch, timeout_seconds=_COLLECTIVE_TIMEOUT_SECONDS)

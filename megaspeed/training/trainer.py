@@ -20,6 +20,7 @@ from megaspeed.checkpoint.run_state import Progress
 from megaspeed.checkpoint.saving import SaveReport
 from megaspeed.data import PreparedCorpus, ValidationLoader
 from megaspeed.model import training_flops_per_token
+from megaspeed.topology.failure import during
 from megaspeed.training.checkpointing import Checkpointing
 from megaspeed.training.device_peak import peak_flops_per_second
 from megaspeed.training.metrics import StepMetrics, ValidationMetrics
@@ -121,10 +122,13 @@ class Trainer:
         stopped_by: signal.Signals | None = None
         progress = begin
         while progress.step < self._run.config.training.steps and stopped_by is None:
-            progress, metrics, stopped_by = self._train_step(progress)
+            with during(f"step {progress.step + 1}"):
+                progress, metrics, stopped_by = self._train_step(progress)
             if self._is_time_to_validate(progress.step):
-                validation = self._validate(progress.step)
-            self._save(progress, stopped_by)
+                with during(f"validation after step {progress.step}"):
+                    validation = self._validate(progress.step)
+            with during(f"saving after step {progress.step}"):
+                self._save(progress, stopped_by)
         self._inputs.close()
         self._report(self._checkpointing.close())
         assert self._last_save is not None, "the last step is always saved"

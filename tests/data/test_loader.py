@@ -181,7 +181,7 @@ def test_reading_ahead_changes_no_row(corpus: PreparedCorpus) -> None:
     cut = shape(dp_rank=1, dp_size=2, micro_batch_size=4)
     direct, behind = TrainingLoader(corpus, cut), TrainingLoader(corpus, cut)
     # What a loader does on a GPU, but for the pinning: its own read, and its own guess of the next.
-    ahead = OneAhead(behind._read, behind._following)
+    ahead = OneAhead(behind._read, behind._following, torch.device("cpu"))
     for samples_consumed in (0, 48, 96, 7):  # the last is a resumption that no guess foresees
         for micro_batch in range(cut.gradient_accumulation_steps):
             expected = direct.micro_batch(samples_consumed, micro_batch)

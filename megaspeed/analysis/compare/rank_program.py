@@ -24,6 +24,8 @@ from megaspeed.analysis.compare.rank_record import (
 )
 
 if TYPE_CHECKING:
+    import torch
+
     from megaspeed.analysis.measurement.watched_step import RankMeasurement
     from megaspeed.topology import ParallelContext
     from megaspeed.training.step_inputs import StepInputs
@@ -66,7 +68,7 @@ def _carry_out(task: Task) -> RankRecord:
     with ParallelContext.create(grid, launch, timeout_seconds=task.timeout_seconds) as context:
         step, watched_step = _build(task, context)
         inputs = StepInputs(task.run, task.corpus, context)
-        record = _train(step, watched_step, inputs, task.steps)
+        record = _train(step, watched_step, inputs, task.steps, _name_of(context.device))
         inputs.close()
         return record
 
@@ -87,7 +89,7 @@ def _build(task: Task, context: "ParallelContext") -> "tuple[Step, WatchedStep]"
 
 
 def _train(
-    step: "Step", watched_step: "WatchedStep", inputs: "StepInputs", steps: int
+    step: "Step", watched_step: "WatchedStep", inputs: "StepInputs", steps: int, device: str
 ) -> RankRecord:
     losses, seconds, skipped = [], [], 0
     samples = inputs.shape.train_batch_size
@@ -111,7 +113,14 @@ def _train(
         peak=measured.peak,
         allocator_peak_bytes=measured.allocator_peak_bytes,
         traffic=measured.traffic,
+        device=device,
     )
+
+
+def _name_of(device: "torch.device") -> str:
+    import torch
+
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
 
 
 def _failure(error: Exception) -> RankFailure:

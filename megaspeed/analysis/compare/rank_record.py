@@ -55,6 +55,7 @@ class RankRecord:
         peak: what was held at the watched step's highest moment.
         allocator_peak_bytes: the most that torch's CUDA allocator had handed out; None on a CPU.
         traffic: bytes sent in the watched step.
+        device: on what it ran, in words.
     """
 
     rank: int
@@ -67,6 +68,7 @@ class RankRecord:
     peak: MemoryBytes
     allocator_peak_bytes: int | None
     traffic: Traffic
+    device: str
 
 
 @dataclass(frozen=True, kw_only=True)

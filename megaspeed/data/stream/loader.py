@@ -95,7 +95,7 @@ class TrainingLoader:
         self._reader = _Reader(corpus, corpus.train, order, shape.micro_batch_size)
         self._ahead: OneAhead[tuple[int, int], MicroBatch] | None = None
         if self._device.type == "cuda":
-            self._ahead = OneAhead(self._read_pinned, self._following)
+            self._ahead = OneAhead(self._read_pinned, self._following, self._device)
 
     def micro_batch(self, samples_consumed: int, micro_batch: int) -> MicroBatch:
         """Micro-batch `micro_batch` of the step that starts after `samples_consumed` samples."""

@@ -6,6 +6,10 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Generic, TypeVar
 
+import torch
+
+from megaspeed.topology.process_settings import work_for
+
 Key = TypeVar("Key")
 Item = TypeVar("Item")
 
@@ -19,12 +23,23 @@ class OneAhead(Generic[Key, Item]):
     Args:
         load: reads an item; must be safe to call from another thread.
         following: the key that is expected after a key.
+        device: what the background thread works for.
     """
 
-    def __init__(self, load: Callable[[Key], Item], following: Callable[[Key], Key]) -> None:
+    def __init__(
+        self,
+        load: Callable[[Key], Item],
+        following: Callable[[Key], Key],
+        device: torch.device,
+    ) -> None:
         self._load = load
         self._following = following
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="prefetch")
+        self._thread = ThreadPoolExecutor(
+            max_workers=1,
+            thread_name_prefix="prefetch",
+            initializer=work_for,
+            initargs=(device,),
+        )
         self._expected: tuple[Key, Future[Item]] | None = None
 
     def get(self, key: Key) -> Item:

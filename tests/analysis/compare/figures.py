@@ -43,6 +43,7 @@ def record(rank: int, *, activations: int, sent: int, loss: float = 2.5) -> Rank
             ("pp", "send"): MIB,
             ("world", "all_reduce"): 24,
         },
+        device="CPU",
     )
 
 

@@ -1,0 +1,49 @@
+"""The main job on a rank whose groups cannot be ended, and which fails in its second step.
+
+    python -m tests.paper_gpu.failing_rank RANK_THAT_FAILS <arguments of scripts/pretrain.py>
+
+NCCL's ``destroy_process_group`` waits for kernels that wait for other ranks. Here it waits for
+ever, and so does the function that aborts groups.
+"""
+
+import os
+import runpy
+import sys
+import threading
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from megaspeed.topology import groups
+from megaspeed.zero import ZeroEngine
+
+SCRIPT = Path(__file__).parents[2] / "scripts" / "pretrain.py"
+BACKWARDS_OF_A_STEP = 4
+
+
+def block_for_ever(*arguments: object) -> None:
+    """As a wait for a rank that never answers."""
+    threading.Event().wait()
+
+
+def fail_in_the_second_step() -> None:
+    """Raises in the second step's second backward pass."""
+    backward, calls = ZeroEngine.backward, count()
+
+    def fails(*arguments: Any, **options: Any) -> None:
+        if next(calls) == BACKWARDS_OF_A_STEP + 1:
+            raise RuntimeError("broken on purpose")
+        backward(*arguments, **options)
+
+    ZeroEngine.backward = fails  # type: ignore[method-assign]
+
+
+if __name__ == "__main__":
+    dist.destroy_process_group = block_for_ever
+    groups._abort_process_group = block_for_ever  # type: ignore[assignment]
+    failing, *sys.argv[1:] = sys.argv[1:]
+    if os.environ["RANK"] == failing:
+        fail_in_the_second_step()
+    runpy.run_path(str(SCRIPT), run_name="__main__")

@@ -1,0 +1,133 @@
+"""A rank that fails reports it and ends, although its process groups cannot be ended."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from megaspeed.topology import Grid
+from megaspeed.topology.failure import during, failures_reported, note_phase
+from tests.launched import free_port
+from tests.parallel.tiny import GPT2
+
+ROOT = Path(__file__).parents[2]
+SECONDS_TO_END = 30.0
+"""From the first line of the report to the end of the process, on a busy machine."""
+
+
+@dataclass
+class Rank:
+    """A process and what it writes to standard error, each line with its time."""
+
+    process: subprocess.Popen[str]
+    lines: list[tuple[float, str]]
+    ended: float = float("inf")
+
+    def watch(self) -> None:
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            self.lines.append((time.monotonic(), line))
+        self.process.wait()
+        self.ended = time.monotonic()
+
+    @property
+    def text(self) -> str:
+        return "".join(line for _, line in self.lines)
+
+    def time_of(self, beginning: str) -> float:
+        return next(at for at, line in self.lines if line.startswith(beginning))
+
+
+def run_two_stages(folder: Path) -> list[Rank]:
+    """Pipeline stages on two ranks; rank 1 fails in step 2."""
+    config = folder / "tiny.json"
+    values = {
+        "model": GPT2,
+        "data": {"train": [str(ROOT / "LICENSE")], "validation_fraction": 0, "sequence_length": 16},
+        "training": {"steps": 50, "run_dir": str(folder / "run")},
+        "train_batch_size": 12,
+        "train_micro_batch_size_per_gpu": 3,
+        "parallel": {"pipeline": 2},
+    }
+    config.write_text(json.dumps(values))
+    together = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+    together |= {"MASTER_PORT": str(free_port()), "MEGASPEED_CACHE": str(folder / "cache")}
+    together |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "tests.paper_gpu.failing_rank", "1", "--config", str(config)]
+    ranks = []
+    for rank in ("0", "1"):
+        process = subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env={**os.environ, **together, "RANK": rank, "LOCAL_RANK": rank},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        ranks.append(Rank(process, []))
+    watchers = [threading.Thread(target=rank.watch, daemon=True) for rank in ranks]
+    for watcher in watchers:
+        watcher.start()
+    try:
+        for watcher in watchers:
+            watcher.join(timeout=240)
+    finally:
+        for rank in ranks:
+            rank.process.kill()
+    return ranks
+
+
+@pytest.mark.timeout(300)
+def test_a_rank_that_raises_ends_in_seconds_although_its_groups_cannot_be_ended(
+    tmp_path: Path,
+) -> None:
+    """It used to wait in destroy_process_group, in silence, for as long as NCCL's timeout."""
+    peer, failing = run_two_stages(tmp_path)
+    assert failing.process.returncode == 1, failing.text
+    host = socket.gethostname()
+    header = f"[{host}, rank 1 (pp 1, dp 0, tp 0), step 2, Backward(micro_batch=1)] "
+    assert f"{header}RuntimeError: broken on purpose\nTraceback " in failing.text
+    assert failing.text.count("Traceback") == 1
+    assert failing.ended - failing.time_of(header) < SECONDS_TO_END
+    # Its peer loses the connection, and ends as fast.
+    assert peer.process.returncode == 1, peer.text
+    header = f"[{host}, rank 0 (pp 0, dp 0, tp 0), step 2, "
+    assert peer.ended - peer.time_of(header) < SECONDS_TO_END
+
+
+def test_an_exception_is_reported_once_with_its_phases_from_the_outermost(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    grid = Grid(pp=2, dp=2, tp=2)
+    with (
+        pytest.raises(ValueError, match="too long"),
+        failures_reported(grid, 5),
+        failures_reported(grid, 5),
+        during("step 12"),
+    ):
+        try:
+            raise ValueError("too long\nby far")
+        except ValueError as error:
+            note_phase(error, "Backward(3)")
+            raise
+    header, *rest = capsys.readouterr().err.splitlines()
+    where = f"[{socket.gethostname()}, rank 5 (pp 1, dp 0, tp 1), step 12, Backward(3)]"
+    assert header == f"{where} ValueError: too long"
+    assert rest[0].startswith("Traceback") and rest.count(rest[0]) == 1
+    assert "by far" in rest
+
+
+def test_an_expected_exception_is_left_to_the_caller(capsys: pytest.CaptureFixture[str]) -> None:
+    with (
+        pytest.raises(FileNotFoundError),
+        failures_reported(Grid(pp=1, dp=1, tp=1), 0, expected=(OSError,)),
+    ):
+        raise FileNotFoundError("gone")
+    assert capsys.readouterr().err == ""

@@ -1,0 +1,171 @@
+"""Start-up at thousands of ranks: the calls that all ranks make together are few and quick."""
+
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from itertools import chain
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megaspeed.topology import Grid, LaunchEnvironment, TopologyError, groups
+from megaspeed.topology.process_settings import (
+    allow_open_files,
+    default_settings,
+    open_files_of,
+)
+
+GPU = torch.device("cuda", 0)
+TIMEOUT = timedelta(seconds=1800)
+MOST_WORLD_WIDE_CALLS = 8
+MOST_SECONDS = 2.0
+
+
+class Recorder:
+    """Stands in for torch's functions that all ranks call together; keeps their arguments."""
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self.calls: list[tuple[str, dict[str, Any]]] = []
+
+    def init_process_group(self, **options: Any) -> None:
+        self.calls.append(("init", options))
+
+    def split_group(self, split_ranks: list[list[int]], **options: Any) -> Any:
+        assert sorted(chain(*split_ranks)) == list(range(self.world_size)), "every rank once"
+        self.calls.append(("split", options))
+        (own,) = (ranks for ranks in split_ranks if self.rank in ranks)
+        return SimpleNamespace(ranks=own)
+
+    def new_group(self, ranks: list[int] | None = None, **options: Any) -> Any:
+        self.calls.append(("new", options))
+        return SimpleNamespace(ranks=ranks or list(range(self.world_size)))
+
+
+@pytest.fixture
+def recorder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorder]:
+    recording = Recorder(rank=2049, world_size=4096)
+    for name in ("init_process_group", "split_group", "new_group"):
+        monkeypatch.setattr(dist, name, getattr(recording, name))
+    everyone = SimpleNamespace(ranks=list(range(recording.world_size)))
+    monkeypatch.setattr(dist, "group", SimpleNamespace(WORLD=everyone))
+    monkeypatch.setattr(groups, "_meeting_point", lambda launch, timeout: None)
+    yield recording
+
+
+def start_up(recorder: Recorder, grid: Grid) -> dict[str, Any]:
+    launch = LaunchEnvironment(
+        rank=recorder.rank,
+        world_size=recorder.world_size,
+        local_rank=1,
+        local_world_size=8,
+        source="a test",
+    )
+    world = groups.start_default_group(launch, GPU, TIMEOUT)
+    return groups.create_groups(grid, recorder.rank, world, GPU, TIMEOUT)
+
+
+@pytest.mark.parametrize(
+    ("grid", "split"),
+    [
+        (Grid(pp=8, dp=64, tp=8), ["tp", "dp", "pp"]),
+        (Grid(pp=1, dp=512, tp=8), ["tp", "dp"]),
+        (Grid(pp=64, dp=64, tp=1), ["dp", "pp"]),
+        (Grid(pp=512, dp=1, tp=8), ["tp", "dp", "pp"]),  # DeepSpeed needs a data group of one rank
+        (Grid(pp=1, dp=4096, tp=1), []),  # the world's group
+        (Grid(pp=4096, dp=1, tp=1), ["dp", "pp"]),
+    ],
+    ids=str,
+)
+def test_4096_ranks_start_with_one_call_for_each_axis(
+    recorder: Recorder, grid: Grid, split: list[str]
+) -> None:
+    """It was a new_group for every group: 5,763 calls at pp 8 x dp 64 x tp 8."""
+    start = time.process_time()
+    mine = start_up(recorder, grid)
+    assert time.process_time() - start < MOST_SECONDS
+    made = [(call, options.get("group_desc")) for call, options in recorder.calls]
+    assert made == [("init", None), *(("split", axis) for axis in split), ("new", "checkpoint")]
+    # A ZeRO-0 run splits once more, into groups of one rank.
+    assert len(made) + 1 <= MOST_WORLD_WIDE_CALLS
+    for axis in ("pp", "dp", "tp"):
+        own = next(ranks for ranks in grid.groups_along(axis) if recorder.rank in ranks)
+        if axis in mine:
+            assert mine[axis].ranks == own
+        else:
+            assert axis != "dp" and own == [recorder.rank]
+
+
+def test_only_the_checkpoint_group_is_not_split_from_the_worlds_communicator(
+    recorder: Recorder,
+) -> None:
+    start_up(recorder, Grid(pp=8, dp=64, tp=8))
+    (init,) = (options for call, options in recorder.calls if call == "init")
+    assert init["backend"] == "nccl" and init["device_id"] == GPU, "splitting needs a bound device"
+    (made,) = (options for call, options in recorder.calls if call == "new")
+    assert made["backend"] == "gloo"
+
+
+# --- what a rank sets for its own process --------------------------------------------------------
+
+
+def test_what_is_set_on_a_gpu_unless_the_user_has_set_it() -> None:
+    assert default_settings({}, "cuda") == {
+        "PYTORCH_ALLOC_CONF": "expandable_segments:True",
+        "TORCH_FR_BUFFER_SIZE": "2000",
+        "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+        "TORCH_GLOO_LAZY_INIT": "1",
+    }
+    assert default_settings({}, "cpu") == {"TORCH_GLOO_LAZY_INIT": "1"}
+
+
+@pytest.mark.parametrize(
+    ("set_by_user", "left_alone"),
+    [
+        ("PYTORCH_ALLOC_CONF", "PYTORCH_ALLOC_CONF"),
+        ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"),
+        ("TORCH_NCCL_TRACE_BUFFER_SIZE", "TORCH_FR_BUFFER_SIZE"),
+        ("TORCH_NCCL_DUMP_ON_TIMEOUT", "TORCH_NCCL_DUMP_ON_TIMEOUT"),
+        ("TORCH_GLOO_LAZY_INIT", "TORCH_GLOO_LAZY_INIT"),
+    ],
+)
+def test_a_variable_that_the_user_has_set_stays(set_by_user: str, left_alone: str) -> None:
+    assert left_alone not in default_settings({set_by_user: ""}, "cuda")
+    assert len(default_settings({set_by_user: ""}, "cuda")) == 3
+
+
+def test_torch_reads_the_allocators_variable_after_it_is_imported() -> None:
+    """So it is early enough to set it when the process groups are created."""
+    code = (
+        "import os, torch\n"
+        "os.environ['PYTORCH_ALLOC_CONF'] = 'expandable_segments:True'\n"
+        "print(torch._C._accelerator_getAllocatorSettings())\n"
+    )
+    read = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert read.stdout.strip() == "expandable_segments:True"
+
+
+def test_too_few_open_files_for_rank_0_are_refused_with_the_numbers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    limits: list[tuple[int, int]] = []
+    monkeypatch.setattr(resource, "getrlimit", lambda what: (1024, 4096))
+    monkeypatch.setattr(resource, "setrlimit", lambda what, limit: limits.append(limit))
+    assert open_files_of(0, 4096) == 2 * 4096 + 512
+    with pytest.raises(TopologyError, match=r"up to 8,704 open files .* allows 4,096: raise"):
+        allow_open_files(0, 4096)
+    allow_open_files(1, 4096)
+    assert limits == [(4096, 4096)] * 2
+
+
+def test_the_limit_of_open_files_is_never_lowered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda what: (1_000_000, 1_000_000))
+    monkeypatch.setattr(resource, "setrlimit", lambda what, limit: pytest.fail("lowered"))
+    allow_open_files(0, 4096)
