@@ -5,6 +5,7 @@ for the only one, and all of them wrote into the same files.
 """
 
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from megaspeed.checkpoint.soundness import problems_of
 from megaspeed.config import Run
 from megaspeed.data import PreparedCorpus
 from megaspeed.topology import LaunchEnvironment
+from megaspeed.training import checkpointing
 from tests.checkpoint.saved_runs import SavedRun, only_checkpoint, started
 from tests.parallel.tiny import tiny_corpus
 from tests.rank_pool import RankPool
@@ -65,6 +67,31 @@ def test_the_save_under_way_is_whole(pool: RankPool, tmp_path: Path, failing: li
     ended = pool.run(2, fail_with_a_save_under_way, run, corpus, failing)
     assert [rank for rank, error in enumerate(ended) if error is not None] == failing
     assert problems_of(only_checkpoint(tmp_path)) == []
+
+
+def fail_with_a_save_that_never_ends(
+    launch: LaunchEnvironment, run: Run, corpus: PreparedCorpus
+) -> float:
+    """Seconds from the exception until the run's objects are closed."""
+    saving.write_pieces = lambda *args: threading.Event().wait()  # type: ignore[assignment]
+    checkpointing._SECONDS_FOR_A_SAVE_AFTER_AN_EXCEPTION = 0.5
+    with started(launch, run) as context:
+        rank = SavedRun.start(run, corpus, context)
+        with pytest.raises(ValueError, match="another rank never answers"), rank.checkpointing:
+            rank.train_step()
+            rank.checkpointing.save(rank.progress)
+            failed = time.monotonic()
+            raise ValueError("another rank never answers")
+        return time.monotonic() - failed
+
+
+def test_after_an_exception_a_save_that_never_ends_is_left_behind(
+    pool: RankPool, tmp_path: Path
+) -> None:
+    run = run_in(tmp_path)
+    corpus = tiny_corpus(run, tmp_path / "cache")
+    for seconds in pool.run(2, fail_with_a_save_that_never_ends, run, corpus):
+        assert 0.5 <= seconds < 10
 
 
 def save_without_groups(launch: LaunchEnvironment, run: Run, corpus: PreparedCorpus) -> str:

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from typing import Any
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -95,6 +96,26 @@ def _a_world_after_a_single_process(launch: LaunchEnvironment) -> int:
         return context.world_group.size()
 
 
+def _a_context_after_an_exception(launch: LaunchEnvironment) -> float:
+    grid = Grid(pp=1, dp=2, tp=1)
+    with (
+        pytest.raises(ValueError, match="in a notebook"),
+        ParallelContext.create(grid, launch, timeout_seconds=30),
+    ):
+        raise ValueError("in a notebook")
+    assert not dist.is_initialized()
+    with ParallelContext.create(grid, launch, timeout_seconds=30) as context:
+        mine = torch.tensor(2.0**context.rank)
+        dist.all_reduce(mine, group=context.dp_group)
+        return mine.item()
+
+
+def _connections(launch: LaunchEnvironment) -> int:
+    with ParallelContext.create(Grid(pp=1, dp=8, tp=1), launch, timeout_seconds=60) as context:
+        dist.barrier(context.world_group)
+        return len(psutil.Process().net_connections(kind="tcp"))
+
+
 def _come_without_rank_1(launch: LaunchEnvironment) -> str:
     if launch.rank == 1:
         return "did not come"
@@ -183,6 +204,18 @@ def test_contexts_of_other_shapes_follow_each_other_in_one_process(pool: RankPoo
 
 def test_a_world_of_two_follows_a_world_of_one_in_one_process(pool: RankPool) -> None:
     assert pool.run(2, _a_world_after_a_single_process) == [2, 2]
+
+
+def test_after_an_exception_a_new_context_can_be_created(pool: RankPool) -> None:
+    assert pool.run(2, _a_context_after_an_exception) == [3.0, 3.0]
+
+
+def test_gloo_connects_only_ranks_that_talk(pool: RankPool) -> None:
+    """All to all, a rank of 4,096 had 4,095 connections for its checkpoint group alone."""
+    groups, others = 2, 7
+    connections = pool.run(8, _connections)
+    # Rank 0 keeps the store where the ranks meet: each of them has a connection to it.
+    assert max(connections[1:]) < groups * others
 
 
 def test_a_rank_that_does_not_come_is_reported_with_its_group(pool: RankPool) -> None:
