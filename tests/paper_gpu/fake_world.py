@@ -60,7 +60,7 @@ def batches(run: Run) -> Callable[[int], MicroBatch]:
     """Micro-batches of some tokens, already on the device."""
     shape = (run.batch.micro_batch_size, run.config.data.sequence_length)
     tokens = torch.arange(shape[0] * shape[1]).view(shape) % run.config.model.vocab_size
-    batch = MicroBatch(tokens=tokens, targets=tokens.clone(), samples=tuple(range(shape[0])))
+    batch = MicroBatch(tokens=tokens, targets=tokens.clone(), samples=torch.arange(shape[0]))
     return lambda micro_batch: batch
 
 
@@ -76,7 +76,7 @@ def fake_context(grid: Grid, rank: int) -> Iterator[ParallelContext]:
     )
     new_group = dist.new_group
 
-    def fake_group(ranks: list[int], **options: Any) -> dist.ProcessGroup:
+    def fake_group(ranks: list[int] | None = None, **options: Any) -> dist.ProcessGroup:
         group: dist.ProcessGroup = new_group(ranks, **(options | {"backend": "fake"}))
         return group
 

@@ -8,6 +8,7 @@ which must then differ from one process where the mistake shows, while the same 
 it does not.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext

@@ -31,7 +31,7 @@ def shuffled(batch: Sequence[MicroBatch], seed: int) -> list[MicroBatch]:
     """The same samples in parts of the same size, in another order; a function of ``seed``."""
     tokens = torch.cat([part.tokens for part in batch])
     targets = torch.cat([part.targets for part in batch])
-    samples = [sample for part in batch for sample in part.samples]
+    samples = torch.cat([part.samples for part in batch])
     stated = [part.documents for part in batch if part.documents is not None]
     documents = torch.cat(stated) if stated else None
     order = torch.randperm(len(samples), generator=torch.Generator().manual_seed(seed))
@@ -40,7 +40,7 @@ def shuffled(batch: Sequence[MicroBatch], seed: int) -> list[MicroBatch]:
         return MicroBatch(
             tokens=tokens[rows],
             targets=targets[rows],
-            samples=tuple(samples[row] for row in rows.tolist()),
+            samples=samples[rows],
             documents=None if documents is None else documents[rows],
         )
 
