@@ -1,7 +1,8 @@
 """The pipeline axis: schedules as data, their check, the partition of layers, the executor."""
 
-from megaspeed.pipeline.executor import Executor, Neighbours, StageEngine
-from megaspeed.pipeline.p2p import Channel, PipelineProtocolError
+from megaspeed.pipeline.exchanges import stage_program
+from megaspeed.pipeline.executor import Executor, StageEngine
+from megaspeed.pipeline.p2p import Neighbours, PipelineProtocolError
 from megaspeed.pipeline.partition import PartitionError, partition_layers
 from megaspeed.pipeline.schedules import (
     SCHEDULES,
@@ -15,7 +16,6 @@ from megaspeed.pipeline.stages import layers_of_stages, parameters_of_stages
 
 __all__ = [
     "SCHEDULES",
-    "Channel",
     "Executor",
     "Neighbours",
     "PartitionError",
@@ -31,4 +31,5 @@ __all__ = [
     "parameters_of_stages",
     "partition_layers",
     "peak_micro_batches_in_flight",
+    "stage_program",
 ]

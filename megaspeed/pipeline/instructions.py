@@ -7,6 +7,9 @@ compared, printed and tested without a process.
     load      receive activation      forward      send activation        down the pipeline
                 receive gradient      backward     send gradient          up the pipeline
     reduce gradients, reduce tied gradients, optimizer step               once, at the end
+
+A receive only starts: the forward or backward that needs the message waits for it. So a stage
+loads a micro-batch while its activation arrives.
 """
 
 from dataclasses import dataclass
@@ -34,7 +37,7 @@ class LoadMicroBatch(MicroBatchInstruction):
 
 @dataclass(frozen=True, slots=True)
 class ReceiveActivation(MicroBatchInstruction):
-    """Wait for the output of the previous pipeline stage."""
+    """Start to receive the output of the previous pipeline stage; `Forward` waits for it."""
 
     letters: ClassVar[str] = "RA"
 
@@ -55,7 +58,7 @@ class SendActivation(MicroBatchInstruction):
 
 @dataclass(frozen=True, slots=True)
 class ReceiveGradient(MicroBatchInstruction):
-    """Wait for the gradient of this stage's output from the next pipeline stage."""
+    """Start to receive the gradient of this stage's output; `Backward` waits for it."""
 
     letters: ClassVar[str] = "RG"
 
@@ -110,3 +113,44 @@ BackwardInstruction = ReceiveGradient | Backward | SendGradient
 Instruction = (
     ForwardInstruction | BackwardInstruction | ReduceGradients | ReduceTiedGradients | OptimizerStep
 )
+SendInstruction = SendActivation | SendGradient
+ReceiveInstruction = ReceiveActivation | ReceiveGradient
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """A send and a receive with the same neighbour, started together as one batch.
+
+    Schedules do not yield it: `exchanges.stage_program` forms it from a send and a receive.
+    """
+
+    send: SendInstruction
+    receive: ReceiveInstruction
+
+
+Batch = SendInstruction | ReceiveInstruction | Exchange
+"""What a stage starts as one batch of messages with one neighbour."""
+
+
+def peer(stage: int, batch: Batch) -> int:
+    """The stage at the other end: activations go to the next stage, gradients to the previous."""
+    message = batch.send if isinstance(batch, Exchange) else batch
+    return stage + 1 if isinstance(message, SendActivation | ReceiveGradient) else stage - 1
+
+
+def other_end(batch: Batch) -> Batch:
+    """What the neighbour starts: it receives what this stage sends, and sends what it receives."""
+    match batch:
+        case SendActivation(m):
+            return ReceiveActivation(m)
+        case ReceiveActivation(m):
+            return SendActivation(m)
+        case SendGradient(m):
+            return ReceiveGradient(m)
+        case ReceiveGradient(m):
+            return SendGradient(m)
+        case Exchange(SendActivation(m), ReceiveGradient(k)):
+            return Exchange(SendGradient(k), ReceiveActivation(m))
+        case Exchange(SendGradient(k), ReceiveActivation(m)):
+            return Exchange(SendActivation(m), ReceiveGradient(k))
+    raise AssertionError(f"a send and a receive with two neighbours: {batch!r}")

@@ -2,7 +2,10 @@
 
 A schedule is a pure generator: given how many pipeline stages there are, which one this is, and
 how many micro-batches one optimizer step has, it yields this stage's instructions. All stages run
-the same generator at the same time; a receive waits, a send does not.
+the same generator at the same time.
+
+If two neighbours send to each other at the same time, each yields its receive directly after its
+send: the two messages go out as one batch (`exchanges.py`). Otherwise both would wait.
 
 Every stage loads every micro-batch: the first needs its tokens, the last its targets, and those
 between its sample indices, from which dropout draws its masks.
@@ -135,9 +138,9 @@ def walked_peak_in_flight(
 
 
 def _forward(pipeline_stages: int, pipeline_stage: int, micro_batch: int) -> Iterator[Instruction]:
-    yield LoadMicroBatch(micro_batch)
     if pipeline_stage > 0:
         yield ReceiveActivation(micro_batch)
+    yield LoadMicroBatch(micro_batch)
     yield Forward(micro_batch)
     if pipeline_stage < pipeline_stages - 1:
         yield SendActivation(micro_batch)

@@ -1,14 +1,16 @@
 """All pipeline stages of a schedule run together, without a process: is it right, how long is it?
 
-Forward and backward take whole clock ticks, everything else takes none; `simulated_stage` says what
-sends and receives do.
+Forward and backward take whole clock ticks, everything else takes none; `simulated_stage` states
+what sends, receives and exchanges do.
 """
 
 from collections.abc import Sequence
+from itertools import pairwise
 
-from megaspeed.pipeline.instructions import Instruction, MicroBatchInstruction
-from megaspeed.pipeline.schedules import Schedule, ScheduleError, peak_micro_batches_in_flight
-from megaspeed.pipeline.simulated_stage import SimulatedStage, Span, Wire, peer
+from megaspeed.pipeline.exchanges import StageProgram, form_exchanges
+from megaspeed.pipeline.instructions import ReceiveInstruction, SendInstruction
+from megaspeed.pipeline.schedules import Schedule, ScheduleError
+from megaspeed.pipeline.simulated_stage import SimulatedStage, Span
 from megaspeed.pipeline.stage_rules import check_stage, trains
 
 # A backward computes the gradients of inputs and of weights: twice the matrix products of a
@@ -19,9 +21,9 @@ BACKWARD_TICKS = 2
 def check_schedule(schedule: Schedule, pipeline_stages: int, micro_batches: int) -> None:
     """Raise `ScheduleError` unless all stages together can run this schedule to its end.
 
-    The laws: every stage does with each micro-batch what `stage_rules` says, in an order in which
+    The laws: every stage does with each micro-batch what `stage_rules` states, in an order in which
     nothing is used before it is there; two neighbours send and receive in the same order; no
-    stages wait for each other for ever.
+    stages wait for each other for ever, even if each waits for every message at once.
     """
     simulate(schedule, pipeline_stages, micro_batches)
 
@@ -54,11 +56,14 @@ def simulate(
             micro_batches=micro_batches,
             training=training,
         )
-    capacities = [
-        peak_micro_batches_in_flight(schedule, pipeline_stages, stage, micro_batches)
-        for stage in range(pipeline_stages)
-    ]
-    return _run_together(programs, capacities, backward_ticks)
+    surrounded = zip([[], *programs[:-1]], programs, [*programs[1:], []], strict=True)
+    return _run_together(
+        [
+            form_exchanges(program, stage, before=before, after=after)
+            for stage, (before, program, after) in enumerate(surrounded)
+        ],
+        backward_ticks,
+    )
 
 
 def bubble_fraction(
@@ -116,32 +121,55 @@ def _ticks(timeline: Sequence[Sequence[Span]]) -> int:
     return max(spans[-1].end for spans in timeline)
 
 
-def _run_together(
-    programs: Sequence[Sequence[Instruction]], capacities: Sequence[int], backward_ticks: int
-) -> list[list[Span]]:
-    wires = {
-        (sender, receiver): Wire(capacity)
-        for sender, capacity in enumerate(capacities)
-        for receiver in (sender - 1, sender + 1)
-    }
+def _run_together(programs: Sequence[StageProgram], backward_ticks: int) -> list[list[Span]]:
     stages = [
-        SimulatedStage(number, program, wires, backward_ticks)
-        for number, program in enumerate(programs)
+        SimulatedStage(number, program, backward_ticks) for number, program in enumerate(programs)
     ]
-    while any(stage.next_instruction for stage in stages):
-        # A list, not a generator: every stage gets its turn in each round.
-        if not any([stage.advance() for stage in stages]):
+    links = list(pairwise(stages))
+    while any(stage.waits_at for stage in stages):
+        # A list, not a generator: every link gets its turn in each round.
+        if not any([_pass_messages(before, after) for before, after in links]):
+            _refuse_another_order(links)
             raise ScheduleError(_deadlock(stages))
     return [stage.spans for stage in stages]
 
 
+def _pass_messages(before: SimulatedStage, after: SimulatedStage) -> bool:
+    """Two neighbours continue for as long as each waits for the other; whether they did at all."""
+    passed = False
+    while before.meets(after):
+        clock = max(before.clock, after.clock)
+        before.proceed(clock)
+        after.proceed(clock)
+        passed = True
+    return passed
+
+
+def _refuse_another_order(links: Sequence[tuple[SimulatedStage, SimulatedStage]]) -> None:
+    for link in links:
+        for sender, receiver in (link, link[::-1]):
+            sent, expected = sender.waits_at, receiver.waits_at
+            if (
+                isinstance(sent, SendInstruction)
+                and isinstance(expected, ReceiveInstruction)
+                and (sender.waits_for, receiver.waits_for) == (receiver.number, sender.number)
+            ):
+                raise ScheduleError(
+                    f"pipeline stage {receiver.number}, {expected!r} would get micro-batch "
+                    f"{sent.micro_batch}, which pipeline stage {sender.number} sends first. Two "
+                    "neighbours send and receive in the same order."
+                )
+
+
 def _deadlock(stages: Sequence[SimulatedStage]) -> str:
-    lines = ["Deadlock: no pipeline stage can go on."]
+    lines = ["Deadlock: no pipeline stage can continue."]
     for stage in stages:
-        blocked = stage.next_instruction
-        if isinstance(blocked, MicroBatchInstruction):
+        if stage.waits_at is not None:
             lines.append(
-                f"pipeline stage {stage.number} waits at instruction {stage.position}, "
-                f"{blocked!r}, for pipeline stage {peer(stage.number, blocked)}"
+                f"pipeline stage {stage.number} waits at {stage.waits_at!r} for pipeline stage "
+                f"{stage.waits_for}"
             )
+    lines.append(
+        "If two neighbours send to each other, both must yield the receive directly after the send."
+    )
     return "\n  ".join(lines)

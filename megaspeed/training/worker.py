@@ -16,13 +16,12 @@ from megaspeed.config import Run
 from megaspeed.data import MicroBatch
 from megaspeed.pipeline import (
     SCHEDULES,
-    Channel,
     Executor,
     Neighbours,
     check_schedule,
     forward_only,
     layers_of_stages,
-    peak_micro_batches_in_flight,
+    stage_program,
 )
 from megaspeed.tensor_parallel import ParameterShard, TensorAxis
 from megaspeed.topology import ParallelContext
@@ -76,8 +75,10 @@ class Worker:
             parameter_groups=lambda named: parameter_groups(named, run.config.optimizer),
             make_optimizer=lambda groups: make_optimizer(groups, run.config.optimizer),
         )
-        self._schedule = SCHEDULES[run.config.parallel.schedule]
-        check_schedule(self._schedule, run.degrees.pp, run.batch.gradient_accumulation_steps)
+        schedule = SCHEDULES[run.config.parallel.schedule]
+        micro_batches = run.batch.gradient_accumulation_steps
+        check_schedule(schedule, context.pp_size, micro_batches)
+        self._program = stage_program(schedule, context.pp_size, context.pp_rank, micro_batches)
         self._neighbours = self._connect()
         axis = TensorAxis(group=context.tp_group, rank=context.tp_rank, size=context.tp_size)
         self._loss_function = make_loss_function(run, axis)
@@ -96,7 +97,7 @@ class Worker:
         micro_batches = self.run.batch.gradient_accumulation_steps
         executor = self._executor(load, micro_batches, scale=backward_scale(self.run))
         self.engine.train(True)
-        executor.run(self._schedule(self.context.pp_size, self.context.pp_rank, micro_batches))
+        executor.run(self._program)
         outcome = self.engine.step(
             executor.loss_sum,
             learning_rate,
@@ -116,7 +117,8 @@ class Worker:
         """Mean loss over ``predicted_tokens`` targets, without dropout and without a step."""
         executor = self._executor(load, micro_batches, scale=1.0)
         self.engine.train(False)
-        executor.run(forward_only(self.context.pp_size, self.context.pp_rank, micro_batches))
+        pp_size, pp_rank = self.context.pp_size, self.context.pp_rank
+        executor.run(stage_program(forward_only, pp_size, pp_rank, micro_batches))
         rows = exchange((executor.loss_sum,), self.context.world_group, self.context.device)
         return self._loss_of([loss for (loss,) in rows]) / predicted_tokens
 
@@ -153,39 +155,16 @@ class Worker:
 
     def _connect(self) -> Neighbours:
         context, run = self.context, self.run
-        group = context.pp_group
-        if group is None:
-            return Neighbours(
-                activations_in=None, activations_out=None, gradients_in=None, gradients_out=None
-            )
+        if context.pp_group is None:
+            return Neighbours(before=None, after=None)
         sequence = run.config.data.sequence_length
         if run.config.parallel.sequence_parallel:
             sequence //= context.tp_size
-        shape = (run.batch.micro_batch_size, sequence, run.config.model.hidden_size)
-        in_flight = peak_micro_batches_in_flight(
-            self._schedule,
-            context.pp_size,
-            context.pp_rank,
-            run.batch.gradient_accumulation_steps,
-        )
-
-        def channel(receive_from: int | None, send_to: int | None) -> Channel:
-            return Channel(
-                group,
-                receive_from=receive_from,
-                send_to=send_to,
-                shape=shape,
-                dtype=DTYPES[run.precision],
-                device=context.device,
-                max_sends_in_flight=in_flight,
-            )
-
-        before, after = context.previous_rank, context.next_rank
-        activations = channel(before, after)
-        gradients = channel(after, before)
-        return Neighbours(
-            activations_in=None if before is None else activations,
-            activations_out=None if after is None else activations,
-            gradients_in=None if after is None else gradients,
-            gradients_out=None if before is None else gradients,
+        return Neighbours.connect(
+            context.pp_group,
+            before=context.previous_rank,
+            after=context.next_rank,
+            shape=(run.batch.micro_batch_size, sequence, run.config.model.hidden_size),
+            dtype=DTYPES[run.precision],
+            device=context.device,
         )

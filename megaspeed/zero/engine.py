@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
 
 from megaspeed.checkpoint.run_state import LossScale
 from megaspeed.config import Run
@@ -124,15 +125,20 @@ class ZeroEngine:
         return output
 
     def backward(
-        self, micro_batch: int, output: Tensor, gradient: Tensor | None, *, last: bool
+        self,
+        micro_batch: int,
+        output: Tensor | GradientEdge,
+        gradient: Tensor | None,
+        *,
+        last: bool,
     ) -> None:
         """Back-propagates one micro-batch.
 
         Args:
             micro_batch: which one.
-            output: the scalar loss on the last pipeline stage, what ``forward`` returned on the
-                others.
-            gradient: with respect to ``output``; None for the loss.
+            output: the scalar loss on the last pipeline stage; on the others the edge of what
+                ``forward`` returned, which is sent and freed by now.
+            gradient: with respect to what ``forward`` returned; None for the loss.
             last: whether this is the step's last micro-batch.
         """
         # DeepSpeed 0.19.8 resets what belongs to one backward in its forward (engine.py:2991-2992).
@@ -151,7 +157,7 @@ class ZeroEngine:
             # The gradient received carries the loss scale already; DeepSpeed asks to be told
             # (engine.py:3205-3211).
             self._engine._manual_backward_expected = True
-            output.backward(gradient)
+            torch.autograd.backward(output, gradient)
         self.after_backward()
 
     def reduce_gradients(self) -> None:

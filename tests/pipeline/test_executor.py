@@ -12,17 +12,17 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
 
 from megaspeed.data import MicroBatch
 from megaspeed.pipeline import (
     SCHEDULES,
-    Channel,
     Executor,
     Neighbours,
     forward_only,
-    peak_micro_batches_in_flight,
+    stage_program,
 )
-from megaspeed.pipeline.instructions import Backward, Instruction, ReduceGradients, SendActivation
+from megaspeed.pipeline.instructions import Backward, Exchange, Forward, Instruction, SendActivation
 from megaspeed.topology import Grid, LaunchEnvironment, ParallelContext
 from tests.rank_pool import RankPool
 
@@ -59,6 +59,7 @@ class PlainEngine:
     def __init__(self, module: nn.Module) -> None:
         self.module = module
         self.tensors: dict[int, list[weakref.ref[Tensor]]] = {}
+        self.outputs: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self.samples: list[Tensor] = []
         self.documents: list[Tensor | None] = []
         self.last_flags: list[bool] = []
@@ -78,13 +79,19 @@ class PlainEngine:
         self.samples.append(samples)
         self.documents.append(documents)
         self.tensors[micro_batch] = [weakref.ref(tensor) for tensor in seen]
+        self.outputs[micro_batch] = weakref.ref(output.untyped_storage())
         return output
 
     def backward(
-        self, micro_batch: int, output: Tensor, gradient: Tensor | None, *, last: bool
+        self,
+        micro_batch: int,
+        output: Tensor | GradientEdge,
+        gradient: Tensor | None,
+        *,
+        last: bool,
     ) -> None:
         self.last_flags.append(last)
-        output.backward(gradient)
+        torch.autograd.backward(output, gradient)
 
     def reduce_gradients(self) -> None:
         self.reductions.append("data axis")
@@ -96,14 +103,18 @@ class PlainEngine:
         """Micro-batches of which any tensor still exists."""
         return {m for m, tensors in self.tensors.items() if any(t() is not None for t in tensors)}
 
+    def outputs_alive(self) -> set[int]:
+        """Micro-batches whose output still takes memory."""
+        return {m for m, storage in self.outputs.items() if storage() is not None}
+
 
 @dataclass(frozen=True)
 class Held:
-    """After one instruction: whose tensors exist, and how many sent activations are kept."""
+    """After one instruction: of which micro-batches any tensor exists, and of which the output."""
 
-    instruction: Instruction
+    instruction: Instruction | Exchange
     alive: set[int]
-    sends_in_flight: int
+    outputs: set[int]
 
 
 @dataclass(frozen=True)
@@ -125,8 +136,7 @@ def run_stage(launch: LaunchEnvironment, schedule: str | None, micro_batches: in
     with ParallelContext.create(grid, launch, timeout_seconds=30) as context:
         stage, stages = context.pp_rank, context.pp_size
         run: Callable[..., Any] = forward_only if schedule is None else SCHEDULES[schedule]
-        in_flight = peak_micro_batches_in_flight(run, stages, stage, micro_batches)
-        neighbours = connect(context, in_flight)
+        neighbours = connect(context)
         engine = PlainEngine(make_stage(stage))
         executor = Executor(
             engine,
@@ -137,13 +147,11 @@ def run_stage(launch: LaunchEnvironment, schedule: str | None, micro_batches: in
             micro_batches=micro_batches,
         )
         held: list[Held] = []
-        out = neighbours.activations_out
 
-        def watched() -> Iterator[Instruction]:
-            for instruction in run(stages, stage, micro_batches):
+        def watched() -> Iterator[Instruction | Exchange]:
+            for instruction in stage_program(run, stages, stage, micro_batches):
                 yield instruction
-                sends = 0 if out is None else out.sends_in_flight
-                held.append(Held(instruction, engine.alive(), sends))
+                held.append(Held(instruction, engine.alive(), engine.outputs_alive()))
 
         with torch.set_grad_enabled(schedule is not None):
             executor.run(watched())
@@ -159,21 +167,14 @@ def run_stage(launch: LaunchEnvironment, schedule: str | None, micro_batches: in
         )
 
 
-def connect(context: ParallelContext, in_flight: int) -> Neighbours:
-    before, after = context.previous_rank, context.next_rank
-    common: dict[str, Any] = {
-        "shape": (ROWS, WIDTH),
-        "dtype": torch.float32,
-        "device": context.device,
-        "max_sends_in_flight": in_flight,
-    }
-    activations = Channel(context.pp_group, receive_from=before, send_to=after, **common)
-    gradients = Channel(context.pp_group, receive_from=after, send_to=before, **common)
-    return Neighbours(
-        activations_in=None if before is None else activations,
-        activations_out=None if after is None else activations,
-        gradients_in=None if after is None else gradients,
-        gradients_out=None if before is None else gradients,
+def connect(context: ParallelContext) -> Neighbours:
+    return Neighbours.connect(
+        context.pp_group,
+        before=context.previous_rank,
+        after=context.next_rank,
+        shape=(ROWS, WIDTH),
+        dtype=torch.float32,
+        device=context.device,
     )
 
 
@@ -232,17 +233,20 @@ def test_everything_of_a_micro_batch_is_freed_by_its_backward(
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_a_sent_activation_is_let_go_of_when_its_gradient_has_come_back(
-    pool: RankPool, schedule: str
-) -> None:
+def test_an_output_is_freed_once_it_is_sent(pool: RankPool, schedule: str) -> None:
+    # Version 0.1 kept the output of every micro-batch in flight until its backward.
     for record in pool.run(3, run_stage, schedule, 6)[:-1]:
-        sent = returned = 0
+        sent: set[int] = set()
         for held in record.held:
-            sent += isinstance(held.instruction, SendActivation)
-            returned += isinstance(held.instruction, Backward)
-            if isinstance(held.instruction, Backward | ReduceGradients):
-                assert held.sends_in_flight <= sent - returned
-        assert sent == returned == 6
+            match held.instruction:
+                case SendActivation(m) | Exchange(SendActivation(m)):
+                    sent.add(m)
+                    assert held.outputs == {m}  # on its way; the one before has arrived
+                case Forward(m):
+                    assert held.outputs <= {m - 1, m}
+                case Backward():
+                    assert held.outputs == set()
+        assert sent == set(range(6))
 
 
 def test_an_evaluation_sums_the_losses_and_keeps_nothing(pool: RankPool) -> None:

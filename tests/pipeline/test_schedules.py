@@ -94,12 +94,12 @@ def test_evaluation_runs_forwards_only() -> None:
 
 def test_instructions_of_the_middle_stage() -> None:
     assert list(one_forward_one_backward(3, 1, 2)) == [
-        LoadMicroBatch(0),
         ReceiveActivation(0),
+        LoadMicroBatch(0),
         Forward(0),
         SendActivation(0),
-        LoadMicroBatch(1),
         ReceiveActivation(1),
+        LoadMicroBatch(1),
         Forward(1),
         SendActivation(1),
         ReceiveGradient(0),
