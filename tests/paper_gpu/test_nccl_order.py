@@ -1,0 +1,367 @@
+"""No schedule deadlocks on GPUs, wherever the device is synchronised.
+
+The executor and its links run here as they are. Only `batch_isend_irecv` is replaced: it notes what
+it is asked for. The notes of all ranks then run in the simulator of `nccl_simulator.py`.
+"""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.graph import GradientEdge
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from megaspeed.data import MicroBatch
+from megaspeed.pipeline import Executor, Neighbours, stage_program
+from megaspeed.pipeline.instructions import Exchange, Instruction
+from megaspeed.pipeline.schedules import SCHEDULES, Schedule, forward_only
+from tests.paper_gpu.nccl_simulator import (
+    Action,
+    Batch,
+    Collective,
+    Compute,
+    Group,
+    Program,
+    Synchronize,
+    Wait,
+    find_stuck,
+)
+
+ALL_SCHEDULES = {**SCHEDULES, "evaluation": forward_only}
+MICRO_BATCHES = (1, 2, 3, 4, 7, 8, 16)
+DATA_RANKS = 2
+
+
+# --- what a rank's host does ----------------------------------------------------------------------
+
+
+class Notes:
+    """The host's actions of one rank: pipeline stage s of data index d is rank s * dp + d."""
+
+    def __init__(self, stages: int, stage: int, data_rank: int, data_ranks: int) -> None:
+        self.actions: list[Action] = []
+        self._data_rank, self._data_ranks = data_rank, data_ranks
+
+        def rank_of(stage: int) -> int:
+            return stage * data_ranks + data_rank
+
+        ends = (rank_of(0), rank_of(stages - 1))
+        self.pipeline: Group = ("pp", tuple(map(rank_of, range(stages))))
+        self.data: Group = ("dp", tuple(stage * data_ranks + d for d in range(data_ranks)))
+        self.tied: Group = ("tied", ends if stage in (0, stages - 1) else (rank_of(stage),))
+        self.world: Group = ("world", tuple(range(stages * data_ranks)))
+
+    def collective(self, group: Group, name: str) -> None:
+        """An asynchronous collective, and the wait of the compute stream for it."""
+        self.actions.append(Collective(group, name))
+        self.actions.append(Wait(len(self.actions) - 1))
+
+    def batch_isend_irecv(self, messages: list[dist.P2POp]) -> list["NotedWork"]:
+        """In place of torch's. A peer is a pipeline stage: this fake world is one pipeline."""
+
+        def ranks(operation: Any) -> tuple[int, ...]:
+            _, pipeline = self.pipeline
+            return tuple(pipeline[m.group_peer] for m in messages if m.op is operation)
+
+        self.actions.append(
+            Batch(self.pipeline, send_to=ranks(dist.isend), receive_from=ranks(dist.irecv))
+        )
+        return [NotedWork(self, len(self.actions) - 1)]
+
+
+class NotedWork:
+    """A work of NCCL: to wait for it is an action of the compute stream."""
+
+    def __init__(self, notes: Notes, position: int) -> None:
+        self._notes, self._position = notes, position
+
+    def wait(self) -> None:
+        self._notes.actions.append(Wait(self._position))
+
+
+class NotingEngine:
+    """A stage that notes its kernels and collectives, those of ZeRO within a backward too."""
+
+    def __init__(self, notes: Notes) -> None:
+        self._notes = notes
+
+    def forward(
+        self, micro_batch: int, x: Tensor, samples: tuple[int, ...], documents: Tensor | None
+    ) -> Tensor:
+        self._notes.actions.append(Compute(f"forward {micro_batch}"))
+        self._notes.collective(self._notes.data, f"gather for forward {micro_batch}")
+        self._notes.actions.append(Compute(f"forward {micro_batch}"))
+        return x * torch.ones((), requires_grad=True)
+
+    def backward(
+        self,
+        micro_batch: int,
+        output: Tensor | GradientEdge,
+        gradient: Tensor | None,
+        *,
+        last: bool,
+    ) -> None:
+        self._notes.actions.append(Compute(f"backward {micro_batch}"))
+        self._notes.collective(self._notes.data, f"reduce after backward {micro_batch}")
+        torch.autograd.backward(output, gradient)
+
+    def reduce_gradients(self) -> None:
+        self._notes.collective(self._notes.data, "reduce")
+
+    def reduce_tied_gradients(self) -> None:
+        self._notes.collective(self._notes.tied, "tied")
+
+
+@contextmanager
+def fake_pipeline(stages: int, stage: int) -> Iterator[dist.ProcessGroup]:
+    """A default group in which this process is one of `stages` ranks and nobody answers."""
+    dist.init_process_group("fake", rank=stage, world_size=stages, store=FakeStore())
+    try:
+        assert dist.group.WORLD is not None
+        yield dist.group.WORLD
+    finally:
+        dist.destroy_process_group()
+
+
+def noted(
+    program: Iterable[Instruction | Exchange],
+    notes: Notes,
+    *,
+    stages: int,
+    stage: int,
+    micro_batches: int,
+    training: bool,
+) -> list[Action]:
+    """What the host of a stage's rank does in one step, up to the global norm that it reads."""
+
+    def load(micro_batch: int) -> MicroBatch:
+        notes.actions.append(Compute(f"copy micro-batch {micro_batch} to the device"))
+        return MicroBatch(tokens=torch.ones(1), targets=torch.ones(1), samples=(), documents=None)
+
+    patch = pytest.MonkeyPatch()
+    with fake_pipeline(stages, stage) as group, patch.context() as patched:
+        neighbours = Neighbours.connect(
+            group,
+            before=stage - 1 if stage > 0 else None,
+            after=stage + 1 if stage < stages - 1 else None,
+            shape=(1,),
+            dtype=torch.float32,
+            device=torch.device("cpu"),
+        )
+        patched.setattr(dist, "batch_isend_irecv", notes.batch_isend_irecv)
+        executor = Executor(
+            NotingEngine(notes),
+            neighbours,
+            load=load,
+            loss_function=lambda output, targets: output * targets,
+            loss_scale=1.0,
+            micro_batches=micro_batches,
+        )
+        with torch.set_grad_enabled(training):
+            executor.run(program)
+    notes.collective(notes.world, "loss and norm")
+    notes.actions.append(Synchronize())
+    return notes.actions
+
+
+@cache
+def programs_of(
+    name: str,
+    stages: int,
+    micro_batches: int,
+    *,
+    data_ranks: int = 1,
+    joined: bool = True,
+) -> dict[int, Program]:
+    """Every rank's actions; with `joined` false, each send and each receive is a batch alone."""
+    schedule: Schedule = ALL_SCHEDULES[name]
+    return {
+        stage * data_ranks + data_rank: noted(
+            stage_program(schedule, stages, stage, micro_batches)
+            if joined
+            else schedule(stages, stage, micro_batches),
+            Notes(stages, stage, data_rank, data_ranks),
+            stages=stages,
+            stage=stage,
+            micro_batches=micro_batches,
+            training=schedule is not forward_only,
+        )
+        for stage, data_rank in product(range(stages), range(data_ranks))
+    }
+
+
+# --- with a device synchronisation ----------------------------------------------------------------
+
+
+def synchronised(program: Program, after: Iterable[int]) -> list[Action]:
+    """The program with a Synchronize after each of these positions."""
+    places = set(after)
+    moved: list[int] = []  # where each action of the program stands now
+    actions: list[Action] = []
+    for position, action in enumerate(program):
+        moved.append(len(actions))
+        actions.append(Wait(moved[action.position]) if isinstance(action, Wait) else action)
+        if position in places:
+            actions.append(Synchronize())
+    return actions
+
+
+def synchronised_everywhere(programs: dict[int, Program]) -> dict[int, Program]:
+    return {rank: synchronised(program, range(len(program))) for rank, program in programs.items()}
+
+
+def synchronised_on_one_rank(programs: dict[int, Program]) -> Iterator[dict[int, Program]]:
+    for rank, program in programs.items():
+        yield {**programs, rank: synchronised(program, range(len(program)))}
+
+
+def synchronised_at_one_place(programs: dict[int, Program]) -> Iterator[dict[int, Program]]:
+    for rank, program in programs.items():
+        for position in range(len(program)):
+            yield {**programs, rank: synchronised(program, [position])}
+
+
+def as_in_version_0_1(programs: dict[int, Program]) -> dict[int, Program]:
+    """Activations in one group and gradients in another; no wait for a send."""
+
+    def changed(rank: int, program: Program, action: Action) -> Action:
+        match action:
+            case Batch((_, ranks), send_to, receive_from):
+                (down,) = [to > rank for to in send_to] or [peer < rank for peer in receive_from]
+                return Batch(("activations" if down else "gradients", ranks), send_to, receive_from)
+            case Wait(position):
+                waited_for = program[position]
+                if isinstance(waited_for, Batch) and waited_for.send_to:
+                    return Compute("nothing")
+        return action
+
+    return {
+        rank: [changed(rank, program, action) for action in program]
+        for rank, program in programs.items()
+    }
+
+
+@pytest.mark.parametrize("name", ALL_SCHEDULES)
+@pytest.mark.parametrize("stages", [2, 3, 4, 6, 8])
+def test_no_schedule_is_stuck_with_a_synchronisation_everywhere_or_nowhere(
+    name: str, stages: int
+) -> None:
+    for micro_batches in MICRO_BATCHES:
+        programs = programs_of(name, stages, micro_batches)
+        assert find_stuck(programs) == {}
+        assert find_stuck(synchronised_everywhere(programs)) == {}
+
+
+@pytest.mark.parametrize("name", ALL_SCHEDULES)
+@pytest.mark.parametrize("stages", [2, 3, 4, 6, 8])
+def test_no_schedule_is_stuck_with_a_synchronisation_at_any_one_place(
+    name: str, stages: int
+) -> None:
+    # One run tests all places of a rank. What the other ranks can do while its host waits at a
+    # place does not depend on how long it has waited at earlier ones.
+    for micro_batches in MICRO_BATCHES:
+        for programs in synchronised_on_one_rank(programs_of(name, stages, micro_batches)):
+            assert find_stuck(programs) == {}
+
+
+@pytest.mark.parametrize("name", ALL_SCHEDULES)
+def test_one_run_for_each_place_finds_nothing_more(name: str) -> None:
+    for stages, micro_batches in product((2, 3), (1, 2, 4)):
+        for programs in synchronised_at_one_place(programs_of(name, stages, micro_batches)):
+            assert find_stuck(programs) == {}
+
+
+@pytest.mark.parametrize("name", ALL_SCHEDULES)
+@pytest.mark.parametrize("stages", [2, 3, 4])
+def test_nor_with_the_collectives_of_the_data_axis(name: str, stages: int) -> None:
+    for micro_batches in (1, 3, 4, 8):
+        programs = programs_of(name, stages, micro_batches, data_ranks=DATA_RANKS)
+        assert find_stuck(programs) == {}
+        assert find_stuck(synchronised_everywhere(programs)) == {}
+        # Only some of the ranks synchronise: those of one data index, or of one stage.
+        for some in (lambda rank: rank % DATA_RANKS == 0, lambda rank: rank < DATA_RANKS):
+            everywhere = synchronised_everywhere(programs)
+            mixed = {r: everywhere[r] if some(r) else programs[r] for r in programs}
+            assert find_stuck(mixed) == {}
+
+
+def test_a_step_of_1f1b_exchanges_with_both_neighbours() -> None:
+    """What the notes hold: the batches of the middle stage of three, with three micro-batches."""
+    batches = [a for a in programs_of("1f1b", 3, 3)[1] if isinstance(a, Batch)]
+    assert [(batch.send_to, batch.receive_from) for batch in batches] == [
+        ((), (0,)),
+        ((2,), ()),
+        ((), (0,)),
+        ((2,), (2,)),
+        ((0,), (0,)),
+        ((2,), (2,)),
+        ((0,), ()),
+        ((), (2,)),
+        ((0,), ()),
+    ]
+
+
+# --- what the simulator finds ---------------------------------------------------------------------
+
+
+def test_sends_that_face_each_other_in_one_group_are_stuck() -> None:
+    pp: Group = ("pp", (0, 1))
+    alone = {r: [Batch(pp, send_to=(1 - r,)), Batch(pp, receive_from=(1 - r,))] for r in (0, 1)}
+    assert set(find_stuck(alone)) == {0, 1}
+    together = {r: [Batch(pp, send_to=(1 - r,), receive_from=(1 - r,))] for r in (0, 1)}
+    assert find_stuck(together) == {}
+
+
+def test_sends_that_face_each_other_in_two_groups_are_stuck_if_the_device_is_synchronised() -> None:
+    down: Group = ("activations", (0, 1))
+    up: Group = ("gradients", (0, 1))
+    programs: dict[int, list[Action]] = {
+        0: [Batch(down, send_to=(1,)), Batch(up, receive_from=(1,))],
+        1: [Batch(up, send_to=(0,)), Batch(down, receive_from=(0,))],
+    }
+    assert find_stuck(programs) == {}
+    stuck = find_stuck({rank: synchronised(program, [0]) for rank, program in programs.items()})
+    assert stuck == {0: "host at 1: Synchronize()", 1: "host at 1: Synchronize()"}
+
+
+@pytest.mark.parametrize("stages", [2, 4])
+@pytest.mark.parametrize("micro_batches", [4, 8])
+def test_1f1b_as_it_was_is_stuck_with_a_synchronisation_after_its_sends(
+    stages: int, micro_batches: int
+) -> None:
+    alone = programs_of("1f1b", stages, micro_batches, joined=False)
+    two_groups = as_in_version_0_1(alone)
+    after_sends = {
+        rank: synchronised(
+            program, [i for i, a in enumerate(program) if isinstance(a, Batch) and a.send_to]
+        )
+        for rank, program in two_groups.items()
+    }
+    assert find_stuck(two_groups) == {}
+    assert find_stuck(after_sends) != {}
+    assert find_stuck(alone) != {}  # in one group it needs no synchronisation
+
+
+def test_a_collective_is_stuck_if_a_member_never_begins_it() -> None:
+    world: Group = ("world", (0, 1))
+    collective = Collective(world, "norm")
+    assert find_stuck({0: [collective], 1: [collective, Synchronize()]}) == {}
+    assert find_stuck({0: [collective, Synchronize()], 1: []}) == {0: "host at 1: Synchronize()"}
+
+
+def test_an_operation_begins_after_what_was_on_the_compute_stream() -> None:
+    # Rank 0's send stands behind a wait for rank 1's send, and the other way round.
+    one: Group = ("one", (0, 1))
+    two: Group = ("two", (0, 1))
+    programs: dict[int, list[Action]] = {
+        0: [Batch(one, receive_from=(1,)), Wait(0), Batch(two, send_to=(1,))],
+        1: [Batch(two, receive_from=(0,)), Wait(0), Batch(one, send_to=(0,))],
+    }
+    end = "the end of its program, with work on its streams"
+    assert find_stuck(programs) == {0: end, 1: end}
