@@ -13,7 +13,7 @@ for the activations of the first stage).
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, repeat
 
 from megaspeed.analysis.costs.document_mask import first_block_memory
@@ -133,6 +133,8 @@ class _Step:
         ledger = self._start(others=others, gradients=gradients)
         if not self._first_stage:
             ledger.hold("activations", self._hidden)
+        if others and not (self._last_stage or gradients):
+            ledger.hold("activations", self._hidden)  # the output sent before may not have arrived
         for layer in self._layers:
             memory, parameters = layer.memory, layer.parameters
             with ledger.briefly("communication_buffers", self._gathered.live(parameters)):
@@ -256,7 +258,16 @@ def _layers(
             layers.append(_Layer(next(blocks), own[f"blocks.{layer - 1}"]))
         else:
             layers.append(_Layer(head_memory(run, shapes), own["head"]))
+    if layers[-1].memory.kept_until_loss == 0:
+        layers[-1] = replace(layers[-1], memory=_sent(layers[-1].memory, hidden_bytes(run)))
     return layers
+
+
+def _sent(memory: LayerMemory, output: int) -> LayerMemory:
+    """Of a stage's last layer: its output is freed once the next stage has it."""
+    return replace(
+        memory, kept=memory.kept - output, forward_working=memory.forward_working + output
+    )
 
 
 def _layer_name(parameter: str) -> str:
