@@ -27,13 +27,14 @@ class Stretch:
         state: kind -> logical name -> tensor; on rank 0, else empty.
         computed: the weights that the model computes with; on rank 0, else empty.
         copies_differ_by: largest difference between two ranks' copies of an element.
-        losses, rates, samples: of each step; samples is the first of each.
+        losses, norms, rates, samples: of each step; samples is the first of each.
     """
 
     state: dict[str, dict[str, Tensor]] = field(default_factory=dict)
     computed: dict[str, Tensor] = field(default_factory=dict)
     copies_differ_by: float = 0.0
     losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
     rates: list[float] = field(default_factory=list)
     samples: list[int] = field(default_factory=list)
 
@@ -62,6 +63,7 @@ class SavedRun:
         result = self.worker.train_step(self.inputs.load(progress.samples), rate)
         if stretch is not None:
             stretch.losses.append(result.loss)
+            stretch.norms.append(result.grad_norm)
             stretch.rates.append(rate)
             stretch.samples.append(progress.samples)
         self.progress = Progress(
