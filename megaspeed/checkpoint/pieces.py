@@ -5,7 +5,7 @@
 The same pieces are written from and read into.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +18,11 @@ from megaspeed.tensor_parallel import ParameterShard
 # part of them is needed, so they must not be large; and the index lists every one, so they must not
 # be many.
 LARGEST_PIECE_BYTES = 16 << 20
+
+SLAB_BYTES = 256 << 20
+"""Host memory for copies is allocated in slabs of this size; a power of two."""
+ALIGNMENT_BYTES = 64
+"""Each copy begins at a cache line of its slab."""
 
 
 @dataclass(frozen=True)
@@ -58,27 +63,69 @@ def pieces_of(
 
 
 class HostCopy:
-    """Copies of pieces in host memory, for a save that goes on while the originals change.
+    """Copies of pieces in host memory, for a save that continues while the originals change.
 
-    The memory is kept from one save to the next: pinned pages take long to get.
+    The first copy takes the memory and later ones use it again, because it takes seconds to lock
+    pages. It is 4 bytes for each element that is copied: 12 for each parameter of which this rank
+    writes the weight and both moments. If the pieces are on a GPU, the memory is page-locked.
     """
 
     def __init__(self) -> None:
         self._buffers: list[Tensor] = []
 
-    def take(self, pieces: Iterable[Piece]) -> list[Piece]:
-        """The same pieces with values of now; those taken before are overwritten."""
+    def take(self, pieces: Iterable[Piece]) -> tuple[list[Piece], Callable[[], None]]:
+        """Copies the pieces' values of now over the ones copied before; does not wait for a GPU.
+
+        The copies are enqueued on the current stream. Work that is enqueued later, such as the next
+        optimizer step, runs after them, so it cannot change what they read. A stream of their own
+        would hide the transfer (0.7 s for 18 GB at 25 GB/s, once a save), but each optimizer step
+        would have to wait for it.
+
+        Returns:
+            The same pieces with values in host memory, and a function that waits until these values
+            have arrived.
+        """
         pieces = list(pieces)
         if not self._buffers:
-            self._buffers = [_host_buffer(piece.values) for piece in pieces]
+            self._buffers = list(_host_buffers([piece.values for piece in pieces]))
         copies = []
         for piece, buffer in zip(pieces, self._buffers, strict=True):
             buffer.copy_(piece.values, non_blocking=True)
             copies.append(Piece(piece.key, piece.full_shape, piece.offsets, buffer))
-        if any(piece.values.is_cuda for piece in pieces):
-            torch.cuda.synchronize()
-        return copies
+        return copies, _arrival({piece.values.device for piece in pieces})
 
 
-def _host_buffer(values: Tensor) -> Tensor:
-    return torch.empty(values.shape, dtype=values.dtype, pin_memory=values.is_cuda)
+def _host_buffers(originals: Sequence[Tensor]) -> Iterator[Tensor]:
+    """A tensor in host memory for each of the originals, cut from as few allocations as possible.
+
+    torch rounds a page-locked allocation up to a power of two. A single one of 18 GB would lock
+    32 GB, so the memory is taken in slabs.
+    """
+    pinned = any(not original.is_cpu for original in originals)
+    left = sum(map(_aligned_bytes, originals))
+    slab, used = torch.empty(0, dtype=torch.uint8), 0
+    for original in originals:
+        size = _aligned_bytes(original)
+        if used + size > slab.nbytes:
+            slab_bytes = max(size, min(SLAB_BYTES, left))
+            slab, used = torch.empty(slab_bytes, dtype=torch.uint8, pin_memory=pinned), 0
+        buffer = slab[used : used + original.nbytes]
+        yield buffer.view(original.dtype).view(original.shape)
+        used, left = used + size, left - size
+
+
+def _aligned_bytes(values: Tensor) -> int:
+    return -(-values.nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+
+
+def _arrival(devices: Iterable[torch.device]) -> Callable[[], None]:
+    """A function that waits for all that is enqueued by now on these devices' current streams."""
+    events = [torch.Event(device) for device in devices if device.type != "cpu"]
+    for event in events:
+        event.record()
+
+    def wait() -> None:
+        for event in events:
+            event.synchronize()
+
+    return wait

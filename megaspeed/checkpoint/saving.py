@@ -43,8 +43,9 @@ class SaveReport:
         checkpoint: the folder that it made, or was to make.
         size_bytes: of all its files; 0 where it failed.
         seconds: from its beginning to the end on this rank.
-        stall_seconds: of these, those in which the training stood still.
-        error: why it failed; None where it did not.
+        stall_seconds: of these, those for which the training thread waited. The copy from a GPU to
+            host memory for a save in the background is not among them: only the GPU waits for it.
+        error: why it failed; None if it did not.
         deleted: older checkpoints that made way.
     """
 
@@ -142,8 +143,11 @@ def write_pieces(
         # torch would take this rank for the only one, and let it write the index of its own part.
         raise CheckpointError("the process groups have ended before the save")
     files = HashedFiles()
-    # HashedFiles flushes to the disk itself, so the writer need not.
-    writer = dcp.FileSystemWriter(folder, sync_files=False)
+    # HashedFiles flushes to the disk itself, so the writer need not. If a GPU is visible, torch
+    # would copy ahead by default and synchronise the GPU's default stream, which is the training's,
+    # every 10 MB, even if all pieces are in host memory (torch 2.13,
+    # distributed/checkpoint/filesystem.py:398).
+    writer = dcp.FileSystemWriter(folder, sync_files=False, per_thread_copy_ahead=0)
     writer.fs = files
     try:
         with one_checksum():

@@ -93,8 +93,9 @@ class Checkpointing:
     def save(self, progress: Progress) -> None:
         """Saves the run as it stands between two steps.
 
-        With ``training.async_save`` it returns as soon as the state is copied to host memory, after
-        waiting for an earlier save that is still under way.
+        With ``training.async_save`` it waits for an earlier save that is still under way, enqueues
+        the copies of the state to host memory, and returns. It does not wait for a GPU: the saving
+        thread does.
         """
         start = time.perf_counter()
         state = self._state(progress)
@@ -103,9 +104,16 @@ class Checkpointing:
             self._finished.append(self._saver.save(pieces, state))
             return
         self._wait()
-        copies = self._host_copy.take(pieces)
+        copies, wait_for_copies = self._host_copy.take(pieces)
         stall = time.perf_counter() - start
-        self._in_flight = self._background.submit(self._save_copies, copies, state, stall)
+
+        def write() -> SaveReport:
+            wait_for_copies()
+            report = self._saver.save(copies, state)
+            seconds = time.perf_counter() - start
+            return dataclasses.replace(report, seconds=seconds, stall_seconds=stall)
+
+        self._in_flight = self._background.submit(write)
 
     def finished(self) -> list[SaveReport]:
         """Saves that have ended since this was last asked; waits for nothing."""
@@ -141,10 +149,6 @@ class Checkpointing:
         if saved.loss_scale is not None:
             self._worker.engine.take_loss_scale(saved.loss_scale)
         return go_on(saved, self._data)
-
-    def _save_copies(self, copies: list[Piece], state: RunState, stall: float) -> SaveReport:
-        report = self._saver.save(copies, state)
-        return dataclasses.replace(report, seconds=report.seconds + stall, stall_seconds=stall)
 
     def _wait(self) -> None:
         if self._in_flight is not None:

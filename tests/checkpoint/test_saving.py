@@ -6,7 +6,7 @@ import resource
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -16,11 +16,13 @@ import pytest
 import torch
 from torch import Tensor
 from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint import filesystem
 
 from megaspeed.checkpoint import saving
 from megaspeed.checkpoint.finding import Found, newest_whole
 from megaspeed.checkpoint.folders import CheckpointFolder
 from megaspeed.checkpoint.manifest import FileSeal
+from megaspeed.checkpoint.pieces import HostCopy, Piece
 from megaspeed.checkpoint.saving import SaveReport
 from megaspeed.checkpoint.tensors import expected_tensors
 from megaspeed.config import Run
@@ -273,6 +275,87 @@ def test_a_background_save_has_the_state_of_when_it_was_asked_for(
     again = pool.run(4, go_on_from, run, corpus, checkpoints, 0)[0]
     for (asked, _), loaded in zip(ranks[0], again, strict=True):
         assert_same_state(asked, loaded)
+
+
+def save_with_late_copies(
+    launch: LaunchEnvironment, run: Run, corpus: PreparedCorpus
+) -> tuple[Stretch, SaveReport, list[str]]:
+    """The copies in host memory are garbage until somebody waits for them, as with a GPU.
+
+    Returns:
+        The state when the save was asked for, how it ended, and the threads that waited.
+    """
+    waited: list[str] = []
+    take = HostCopy.take
+
+    def take_late(
+        host_copy: HostCopy, pieces: Iterable[Piece]
+    ) -> tuple[list[Piece], Callable[[], None]]:
+        copies, _ = take(host_copy, pieces)
+        arriving = [copy.values.clone() for copy in copies]
+        for copy in copies:
+            copy.values.fill_(float("nan"))
+
+        def wait() -> None:
+            waited.append(threading.current_thread().name)
+            for copy, values in zip(copies, arriving, strict=True):
+                copy.values.copy_(values)
+
+        return copies, wait
+
+    with started(launch, run) as context, mock.patch.object(HostCopy, "take", take_late):
+        rank = SavedRun.start(run, corpus, context)
+        rank.train_step()
+        rank.checkpointing.save(rank.progress)
+        asked = rank.stretch(0)
+        rank.train_step()
+        (report,) = rank.checkpointing.close()
+        return asked, report, waited
+
+
+def test_the_saving_thread_waits_for_the_copies_and_the_training_does_not(
+    pool: RankPool, tmp_path: Path, corpus: PreparedCorpus
+) -> None:
+    run = run_in(tmp_path, (1, 2, 1), async_save=True)
+    ranks = pool.run(2, save_with_late_copies, run, corpus)
+    for _, report, waited in ranks:
+        assert report.error is None and waited == ["checkpoint_0"]
+    asked, report, _ = ranks[0]
+    (loaded,) = pool.run(2, go_on_from, run, corpus, [report.checkpoint], 0)[0]
+    assert_same_state(asked, loaded)
+
+
+def save_where_a_gpu_is_visible(
+    launch: LaunchEnvironment, run: Run, corpus: PreparedCorpus, as_torch_would: bool
+) -> SaveReport:
+    """A save whose pieces are in host memory, by torch's loader that synchronises a GPU or not."""
+    writer = dcp.FileSystemWriter
+
+    def by_default(folder: Path, *, sync_files: bool, per_thread_copy_ahead: int) -> Any:
+        return writer(folder, sync_files=sync_files)
+
+    with started(launch, run) as context:
+        rank = SavedRun.start(run, corpus, context)
+        with (
+            mock.patch.object(torch.cuda, "is_available", lambda: True),
+            mock.patch.object(filesystem, "_OverlappingCpuLoader", side_effect=_Synchronised),
+            mock.patch.object(dcp, "FileSystemWriter", by_default if as_torch_would else writer),
+        ):
+            return save_and_wait(rank)
+
+
+class _Synchronised(Exception):
+    """torch would copy ahead from the GPU and synchronise its stream."""
+
+
+@pytest.mark.parametrize("as_torch_would", [False, True], ids=["ours", "torch's default"])
+def test_a_save_synchronises_no_gpu(
+    pool: RankPool, tmp_path: Path, corpus: PreparedCorpus, as_torch_would: bool
+) -> None:
+    """torch's own choice does; if it no longer does, `per_thread_copy_ahead` need not be set."""
+    run = run_in(tmp_path, async_save=True)
+    (report,) = pool.run(1, save_where_a_gpu_is_visible, run, corpus, as_torch_would)
+    assert (report.error is not None and "_Synchronised" in report.error) == as_torch_would
 
 
 Change = tuple[str, str, str]
