@@ -27,6 +27,10 @@ from megaspeed.tensor_parallel.axis import TensorAxis
 
 _SEQUENCE_DIM = 1
 
+# torch 2.13 deprecates the old names of these two collectives; torch 2.11 has only the old names.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 
 def copy_to_tensor_axis(x: Tensor, axis: TensorAxis) -> Tensor:
     """Identity; the gradient is summed over the axis. Enters a column-parallel layer."""
@@ -65,7 +69,7 @@ def all_gather_sequence(x: Tensor, axis: TensorAxis) -> Tensor:
     # The collective stacks ranks along dim 0, so the sequence goes there and back.
     part = x.transpose(0, _SEQUENCE_DIM).contiguous()
     whole = part.new_empty((part.shape[0] * axis.size, *part.shape[1:]))
-    dist.all_gather_single(whole, part, group=axis.group)
+    _all_gather(whole, part, group=axis.group)
     return whole.transpose(0, _SEQUENCE_DIM).contiguous()
 
 
@@ -73,7 +77,7 @@ def reduce_scatter_sum(x: Tensor, axis: TensorAxis) -> Tensor:
     """This rank's (B, S/tp, ...) of the sum over the axis of ``x`` (B, S, ...); no gradient."""
     whole = x.transpose(0, _SEQUENCE_DIM).contiguous()
     part = whole.new_empty((whole.shape[0] // axis.size, *whole.shape[1:]))
-    dist.reduce_scatter_single(part, whole, group=axis.group)
+    _reduce_scatter(part, whole, group=axis.group)
     return part.transpose(0, _SEQUENCE_DIM).contiguous()
 
 
