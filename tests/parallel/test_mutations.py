@@ -184,7 +184,7 @@ MUTATIONS: dict[Callable[[], AbstractContextManager[None]], tuple[dict[str, Any]
     every_rank_averages_over_its_own_tokens: ({"pp": 2, "dp": 2}, in_gradients),
     every_tensor_rank_reports_its_loss: ({"tp": 2}, in_losses),
     a_bias_is_added_on_every_tensor_rank: ({"tp": 2}, in_later_losses),
-    every_tensor_rank_drops_the_same_part: ({"tp": 2, **DROPOUT}, in_losses),
+    every_tensor_rank_drops_the_same_part: ({"tp": 2, **DROPOUT}, in_gradients),
     later_pipeline_stages_are_not_told_of_documents: ({"pp": 2, **RESET}, in_gradients),
 }
 
