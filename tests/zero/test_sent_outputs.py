@@ -1,0 +1,59 @@
+"""Outputs of a pipeline stage are freed once sent, whatever DeepSpeed attaches to them."""
+
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from megaspeed.config import Run
+from megaspeed.data import PreparedCorpus
+from megaspeed.topology import LaunchEnvironment
+from tests.parallel.tiny import tiny_corpus
+from tests.rank_pool import RankPool
+from tests.zero.one_rank import one_rank, small_run
+
+
+def outputs_during_backwards(
+    launch: LaunchEnvironment, run: Run, corpus: PreparedCorpus
+) -> list[tuple[int, int]]:
+    """After each backward of two steps: outputs of the step so far, and how many still exist."""
+    with one_rank(launch, run, corpus) as rank:
+        forward = rank.engine.forward
+        outputs: list[weakref.ref[torch.UntypedStorage]] = []
+        seen: list[tuple[int, int]] = []
+
+        def watched(
+            micro_batch: int, x: Tensor, samples: tuple[int, ...], documents: Tensor | None
+        ) -> Tensor:
+            output = forward(micro_batch, x, samples, documents)
+            outputs.append(weakref.ref(output.untyped_storage()))
+            return output
+
+        rank.engine.forward = watched  # type: ignore[method-assign]
+        rank.engine.after_backward = lambda: seen.append(
+            (len(outputs), sum(storage() is not None for storage in outputs))
+        )
+        for step in range(2):
+            outputs.clear()
+            rank.train_step(step)
+        return seen
+
+
+@pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+def test_the_first_stage_holds_no_output_in_its_backwards(
+    pool: RankPool, text: Path, cache: Path, zero_stage: int, schedule: str
+) -> None:
+    run = small_run(
+        text,
+        pp=2,
+        dp=2,
+        gradient_accumulation_steps=4,
+        parallel={"schedule": schedule},
+        zero_optimization={"stage": zero_stage},
+    )
+    first, *_ = pool.run(4, outputs_during_backwards, run, tiny_corpus(run, cache))
+    made = [2, 3, 4, 4] if schedule == "1f1b" else [4, 4, 4, 4]
+    assert first == [(outputs, 0) for outputs in made * 2]
