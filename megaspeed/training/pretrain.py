@@ -147,14 +147,15 @@ def _train(
     except Exception:  # reported with its traceback
         return EXIT_FAILED
     try:
-        # A signal that comes from here on ends the run after a step, with a checkpoint.
-        with context, StopSignal() as stop:
-            summary = run_job(run, corpus, resume, context, stop, console)
-        if summary is None:
-            return EXIT_DONE
-        if launch.rank == 0:
-            with failures_reported(grid, launch.rank, expected=EXPECTED), during("the loss curve"):
-                tell_ending(run, summary, console)
+        with failures_reported(grid, launch.rank, expected=EXPECTED):
+            # A signal that comes from here on ends the run after a step, with a checkpoint.
+            with context, StopSignal() as stop:
+                summary = run_job(run, corpus, resume, context, stop, console)
+            if summary is None:
+                return EXIT_DONE
+            if launch.rank == 0:
+                with during("the loss curve"):
+                    tell_ending(run, summary, console)
     except CheckpointError as error:  # of all ranks alike
         if launch.rank == 0:
             _say(error, launch)
