@@ -25,6 +25,7 @@ from megaspeed.pipeline import (
 )
 from megaspeed.tensor_parallel import ParameterShard, TensorAxis
 from megaspeed.topology import ParallelContext
+from megaspeed.topology.failure import during
 from megaspeed.training.loss import backward_scale, make_loss_function
 from megaspeed.training.matmul_precision import set_matmul_precision
 from megaspeed.training.memory import peak_memory
@@ -98,11 +99,12 @@ class Worker:
         executor = self._executor(load, micro_batches, scale=backward_scale(self.run))
         self.engine.train(True)
         executor.run(self._program)
-        outcome = self.engine.step(
-            executor.loss_sum,
-            learning_rate,
-            lambda: (peak_memory(self.context.device), stop_signal()),
-        )
+        with during("optimizer step"):
+            outcome = self.engine.step(
+                executor.loss_sum,
+                learning_rate,
+                lambda: (peak_memory(self.context.device), stop_signal()),
+            )
         peaks, signals = zip(*outcome.notes, strict=True)
         return StepResult(
             loss=self._loss_of(outcome.losses) / self.run.tokens_per_step,
