@@ -70,6 +70,19 @@ def test_without_the_work_around_deepspeed_waits_after_every_backward(pool: Rank
     assert waits("zero3-one-rank") > waits("zero3")
 
 
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_with_offload_the_host_waits_for_the_gradients_that_it_reads(
+    pool: RankPool, stage: int
+) -> None:
+    # The norm and the optimizer step run on the host. Before them it waits once for each copy
+    # (ZeRO-1 and 2) or for the stream that copies (ZeRO-3); otherwise it would read old memory.
+    offload = {"offload_optimizer": {"device": "cpu", "pin_memory": False}}
+    step = paper_step(pool, **zero(stage, **offload))
+    waits = step.device_waits if stage == 3 else step.event_waits
+    copied = "independent_gradient_partition_epilogue" if stage == 3 else "_wait_for_offload_copies"
+    assert any(copied in place for place in waits)
+
+
 def _step_of_plain_deepspeed(launch: LaunchEnvironment, changes: dict[str, Any]) -> PaperStep:
     with left_out("wait_on_the_device"):
         return step_of(launch, 0, changes)

@@ -13,7 +13,8 @@ current stream waits for the reduction stream instead, and the host continues. M
 that stay allocated, and ZeRO-3 records the stream on what it frees.
 
 Waits for single events stay (partitioned_param_coordinator.py:404, stage3.py:1667): they keep the
-host from gathering the whole model ahead of the device.
+host from gathering the whole model ahead of the device. With offload all waits stay: the optimizer
+step runs on the host and reads gradients that the device copies there.
 """
 
 import functools
@@ -25,6 +26,8 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero import partition_parameters
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
+from megaspeed.zero.fragments import partitions_parameters
+
 _WAITING = ("average_tensor", "independent_gradient_partition_epilogue", "_post_step")
 
 
@@ -33,7 +36,9 @@ def wait_on_the_device(optimizer: Any) -> None:
     accelerator = get_accelerator()
     if accelerator.resolves_data_dependency():
         return  # a CPU, where every call has done its work when it returns
-    stage3 = hasattr(optimizer, "reduce_and_partition_stream")
+    stage3 = partitions_parameters(optimizer)
+    if optimizer.offload_optimizer if stage3 else optimizer.cpu_offload:
+        return
     stream = optimizer.reduce_and_partition_stream if stage3 else optimizer.reduction_stream
 
     def join(*_: Any) -> None:
