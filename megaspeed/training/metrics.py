@@ -20,7 +20,8 @@ class StepMetrics:
         grad_norm: before clipping, over all logical parameters.
         learning_rate: that the step was taken with.
         tokens: predicted tokens so far, this step included.
-        step_time_seconds: wall time of the step.
+        step_time_seconds: wall time of the step on the host. A GPU still runs the optimizer step
+            then; it counts in the next step's time.
         tokens_per_second: of this step, over all ranks.
         tflops_per_rank: useful matrix operations of this step, in 10^12 a second and rank.
         mfu: that as a fraction of the device's dense peak; None where the peak is not known, as

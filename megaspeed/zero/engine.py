@@ -30,6 +30,7 @@ from megaspeed.zero.global_norm import exchange, first_non_finite, owned_squares
 from megaspeed.zero.loss_scale import read_loss_scale, take_loss_scale
 from megaspeed.zero.optimizer_state import StateFragment, state_fragments, take_state
 from megaspeed.zero.reductions import add_gradients_of_other_end, average_over_replicas
+from megaspeed.zero.workarounds.gathers_after_the_step import let_gathers_wait
 from megaspeed.zero.workarounds.one_copy_of_gradients import add_up_in_place
 from megaspeed.zero.workarounds.own_norm import use_norm
 from megaspeed.zero.workarounds.partitioned_gradients import keep_only_own_partition
@@ -98,6 +99,7 @@ class ZeroEngine:
         use_norm(self._optimizer, lambda: self._scaled_norm)
         stay_at_the_smallest_scale(self._optimizer)
         wait_on_the_device(self._optimizer)
+        let_gathers_wait(self._optimizer)
         if run.zero_stage < 3:
             reduce_in(self._optimizer, self._optimizer.gradient_accumulation_dtype)
             add_up_in_place(self._optimizer)
@@ -212,6 +214,7 @@ class ZeroEngine:
         loss_scale = float(self._optimizer.loss_scale)  # of this step: the scaler may change it
         self._engine.set_gradient_accumulation_boundary(True)
         self._engine.step()
+        let_gathers_wait(self._optimizer)
         return StepOutcome(
             grad_norm=self._scaled_norm / loss_scale,
             skipped=bool(self._optimizer.overflow),
@@ -230,6 +233,7 @@ class ZeroEngine:
     def take_state(self, steps_taken: int) -> None:
         """Goes on from state fragments that were written to; a collective over the data axis."""
         take_state(self._optimizer, steps_taken)
+        let_gathers_wait(self._optimizer)
 
     def loss_scale(self) -> LossScale | None:
         """fp16's dynamic loss scale; None where there is none."""

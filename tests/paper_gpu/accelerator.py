@@ -2,18 +2,21 @@
 
 DeepSpeed asks its accelerator whether work is done when a call returns. A CPU says yes, and
 DeepSpeed skips its streams, its events and its synchronisations. This one says no. Its streams and
-events do nothing, because the CPU has done the work already; they record what the host waits for.
+events run nothing, because the CPU has done the work already. They record two things.
 
-Two kinds of waits are told apart:
+What the host waits for:
 
-    device   the host waits until a stream, or the whole device, has nothing left to do
-    event    the host waits for one event, while later work stays queued: DeepSpeed's limit on how
-             many parameters ZeRO-3 gathers ahead
+    device   until a stream, or the whole device, has nothing left to do
+    event    for one event, while later work stays queued: DeepSpeed's limit on how many parameters
+             ZeRO-3 gathers ahead, and its copies of offloaded gradients
+
+What happens before what: the host and each stream have a vector clock (Lamport 1978; Mattern 1989).
+A launch, a wait or a synchronisation advances or joins clocks as CUDA would order the work.
 """
 
 from __future__ import annotations
 
-import sys
+import itertools
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,28 +25,48 @@ from typing import Any
 import torch
 from deepspeed.accelerator import set_accelerator
 from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
+from torch import Tensor
 
 from tests.paper_gpu.recorder import caller
+
+Clock = dict[int, int]
+"""Stream number -> how much of its work is known to be done."""
+
+
+def _join(clock: Clock, other: Clock) -> None:
+    for stream, time in other.items():
+        clock[stream] = max(clock.get(stream, 0), time)
 
 
 class PaperStream:
     """A queue of work on the device."""
 
-    def __init__(self, waits: Counter[tuple[str, str]], name: str = "side") -> None:
-        self._waits = waits
+    def __init__(self, accelerator: PaperAccelerator, name: str = "side") -> None:
+        self._accelerator = accelerator
+        self.number = accelerator.add(self)
         self.name = name
+        self.clock: Clock = {self.number: 0}
+
+    def launch(self) -> int:
+        """One more piece of work, after all that the host knows of; returns its time."""
+        _join(self.clock, self._accelerator.host_clock)
+        self.clock[self.number] += 1
+        return self.clock[self.number]
 
     def synchronize(self) -> None:
-        self._waits["device", f"{caller()} {self.name} stream"] += 1
+        self._accelerator.waits["device", f"{caller()} {self.name} stream"] += 1
+        _join(self._accelerator.host_clock, self.clock)
 
     def wait_stream(self, other: PaperStream) -> None:
-        """The device waits, not the host."""
+        _join(self.clock, other.clock)
 
     def wait_event(self, event: PaperEvent) -> None:
-        """The device waits, not the host."""
+        _join(self.clock, event.clock)
 
     def record_event(self, event: PaperEvent | None = None) -> PaperEvent:
-        return event or PaperEvent(self._waits)
+        event = event or PaperEvent(self._accelerator)
+        event.record(self)
+        return event
 
     def query(self) -> bool:
         return False  # a device is never known to be done
@@ -52,20 +75,22 @@ class PaperStream:
 class PaperEvent:
     """A place in a stream."""
 
-    def __init__(self, waits: Counter[tuple[str, str]]) -> None:
-        self._waits = waits
+    def __init__(self, accelerator: PaperAccelerator) -> None:
+        self._accelerator = accelerator
+        self.clock: Clock = {}
 
     def record(self, stream: PaperStream | None = None) -> None:
-        """The device takes a note, the host does not wait."""
+        self.clock = dict((stream or self._accelerator.current_stream()).clock)
 
     def wait(self, stream: PaperStream | None = None) -> None:
-        """The device waits, not the host."""
+        (stream or self._accelerator.current_stream()).wait_event(self)
 
     def query(self) -> bool:
         return False
 
     def synchronize(self) -> None:
-        self._waits["event", caller()] += 1
+        self._accelerator.waits["event", caller()] += 1
+        _join(self._accelerator.host_clock, self.clock)
 
     def elapsed_time(self, end: PaperEvent) -> float:
         return 1.0  # milliseconds; DeepSpeed divides by it
@@ -76,13 +101,25 @@ class PaperAccelerator(CPU_Accelerator):  # type: ignore[misc]
 
     Attributes:
         waits: (kind, where in the code) -> how often the host has waited.
+        host_clock: what the host knows to be done.
+        kept: (storage, stream's name) of each ``Tensor.record_stream``: memory that is not used
+            again before the stream has come this far.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.waits: Counter[tuple[str, str]] = Counter()
-        self._default = PaperStream(self.waits, "default")
+        self.host_clock: Clock = {}
+        self.kept: list[tuple[torch.UntypedStorage, str]] = []
+        self._numbers = itertools.count()
+        self._streams: list[PaperStream] = []
+        self._default = PaperStream(self, "default")
         self._current = self._default
+
+    def add(self, stream: PaperStream) -> int:
+        """Takes note of a new stream; returns its number."""
+        self._streams.append(stream)
+        return next(self._numbers)
 
     @property
     def device_waits(self) -> dict[str, int]:
@@ -99,6 +136,8 @@ class PaperAccelerator(CPU_Accelerator):  # type: ignore[misc]
 
     def synchronize(self, device_index: int | None = None) -> None:
         self.waits["device", f"{caller()} whole device"] += 1
+        for stream in self._streams:
+            _join(self.host_clock, stream.clock)
 
     def current_device(self) -> int:
         return 0
@@ -108,11 +147,11 @@ class PaperAccelerator(CPU_Accelerator):  # type: ignore[misc]
 
     @property
     def Stream(self) -> Any:
-        return lambda *args, **kwargs: PaperStream(self.waits)
+        return lambda *args, **kwargs: PaperStream(self)
 
     @property
     def Event(self) -> Any:
-        return lambda *args, **kwargs: PaperEvent(self.waits)
+        return lambda *args, **kwargs: PaperEvent(self)
 
     @contextmanager
     def stream(self, stream: PaperStream) -> Iterator[None]:
@@ -134,12 +173,14 @@ def paper_accelerator() -> Iterator[PaperAccelerator]:
     """DeepSpeed's accelerator in this block; for a process that builds its engine within it."""
     accelerator = PaperAccelerator()
     record_stream = torch.Tensor.record_stream
-    # A tensor of a CPU knows no streams of ours; nothing is freed too early here.
-    torch.Tensor.record_stream = lambda self, stream: None  # type: ignore[method-assign]
+
+    def note_stream(tensor: Tensor, stream: PaperStream) -> None:
+        accelerator.kept.append((tensor.untyped_storage(), stream.name))
+
+    torch.Tensor.record_stream = note_stream  # type: ignore[assignment,method-assign]
     set_accelerator(accelerator)
     try:
         yield accelerator
     finally:
         set_accelerator(CPU_Accelerator())
         torch.Tensor.record_stream = record_stream  # type: ignore[method-assign]
-    sys.stdout.flush()

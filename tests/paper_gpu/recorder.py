@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 # These make a view or allocate; they launch nothing.
-_NO_KERNEL = frozenset(
+NO_KERNEL = frozenset(
     """
     view _unsafe_view t transpose expand slice select split split_with_sizes unsqueeze squeeze
     permute detach alias as_strided narrow chunk unbind _reshape_alias lift_fresh unflatten diagonal
@@ -103,7 +103,7 @@ class Recorder(TorchDispatchMode):
         if not on_host:
             if name in _READS:
                 self.read(name)
-            elif name not in _NO_KERNEL:
+            elif name not in NO_KERNEL:
                 self.launches[name] += 1
         result = function(*args, **(kwargs or {}))
         if on_host:

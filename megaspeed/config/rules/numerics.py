@@ -28,30 +28,12 @@ def gradients_are_added_as_precisely_as_computed(config: RunConfig) -> Iterator[
 @rule("zero_optimization.overlap_comm", "zero_optimization.contiguous_gradients")
 def overlapped_gradients_have_a_buffer(config: RunConfig) -> Iterator[str]:
     zero = config.zero_optimization
-    if _overlaps(config) and not zero.contiguous_gradients:
+    if zero.overlap_comm and zero.stage < 3 and not zero.contiguous_gradients:
         yield (
             "zero_optimization.overlap_comm reduces gradients while the backward pass continues, "
             "and with contiguous_gradients false DeepSpeed frees them before they are reduced; set "
             "contiguous_gradients to true, or overlap_comm to false"
         )
-
-
-@rule("zero_optimization.overlap_comm", "communication_data_type")
-def overlapped_gradients_travel_as_they_are(config: RunConfig) -> Iterator[str]:
-    travels, added_up = config.communication_data_type, config.data_types.grad_accum_dtype
-    if _overlaps(config) and travels not in (None, added_up):
-        yield (
-            "zero_optimization.overlap_comm reduces gradients while the backward pass continues. "
-            f"With communication_data_type {travels} and gradients added up in {added_up}, "
-            "DeepSpeed frees a gradient that is larger than reduce_bucket_size while its copy is "
-            "still being made; remove communication_data_type, or set overlap_comm to false"
-        )
-
-
-def _overlaps(config: RunConfig) -> bool:
-    """Whether DeepSpeed's optimizer of stages 1 and 2 reduces beside the backward pass."""
-    zero = config.zero_optimization
-    return zero.overlap_comm is True and zero.stage in (1, 2)
 
 
 @rule("zero_optimization.offload_param", "zero_optimization.stage")
@@ -80,7 +62,6 @@ NUMERIC_RULES: tuple[Rule[RunConfig], ...] = (
     one_precision,
     gradients_are_added_as_precisely_as_computed,
     overlapped_gradients_have_a_buffer,
-    overlapped_gradients_travel_as_they_are,
     parameter_offload_needs_stage_3,
     optimizer_offload_needs_partitioned_states,
 )

@@ -8,9 +8,12 @@
     runtime/zero/partition_parameters.py:84,114     at every parameter of ZeRO-3 over one rank
 
 While the host waits it launches nothing, so the device has nothing to do afterwards. Here the
-current stream waits for the reduction stream instead, and the host continues. Memory is safe: with
-``contiguous_gradients``, which the configuration requires here, gradients are reduced in buckets
-that stay allocated, and ZeRO-3 records the stream on what it frees.
+current stream waits for the reduction stream instead, and the host continues. (What the last but
+one of these waits ordered beside, see ``gathers_after_the_step``.)
+
+Memory stays safe. Gradients are reduced in buckets that stay allocated, which the configuration
+requires with ``overlap_comm``, and ZeRO-3 records its stream on what it frees. A gradient larger
+than a bucket is reduced where it is, so the stream is recorded on it here.
 
 Waits for single events stay (partitioned_param_coordinator.py:404, stage3.py:1667): they keep the
 host from gathering the whole model ahead of the device. With offload all waits stay: the optimizer
@@ -25,6 +28,7 @@ from typing import Any
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero import partition_parameters
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+from torch import Tensor
 
 from megaspeed.zero.fragments import partitions_parameters
 
@@ -49,8 +53,20 @@ def wait_on_the_device(optimizer: Any) -> None:
         method = getattr(optimizer, name, None)
         if method is not None:
             setattr(optimizer, name, _joining(method, join))
+    if not stage3 and optimizer.overlap_comm:
+        _keep_until_reduced(optimizer, stream)
     partition_parameters.NoGatherHandle.wait = _become_available_alone
     partition_parameters.NoGatherCoalescedHandle.wait = _become_available_together
+
+
+def _keep_until_reduced(optimizer: Any, stream: Any) -> None:
+    average = optimizer.average_tensor
+
+    def average_and_keep(tensor: Tensor, *args: Any, **kwargs: Any) -> None:
+        average(tensor, *args, **kwargs)
+        tensor.record_stream(stream)
+
+    optimizer.average_tensor = average_and_keep
 
 
 def _joining(method: Callable[..., Any], join: Callable[..., None]) -> Callable[..., Any]:

@@ -1,0 +1,116 @@
+"""Finds work on two streams that touches the same memory and that nothing puts in order.
+
+Every operation of torch is a launch on the current stream. It reads its inputs and writes what its
+schema says. Two accesses to overlapping memory, at least one of them a write, race if neither is
+known to be done when the other starts: if the vector clock of the later one does not contain the
+earlier one's time.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from tests.paper_gpu.accelerator import PaperAccelerator
+from tests.paper_gpu.recorder import NO_KERNEL, caller
+
+# What a call of a process group writes: the index of the argument. Others write all they are given.
+_WRITTEN = {"c10d::send": (), "c10d::_allgather_base_": (0,), "c10d::_reduce_scatter_base_": (0,)}
+
+
+@dataclass(frozen=True)
+class _Access:
+    """Bytes [start, stop) of a storage, touched at ``time`` of a stream."""
+
+    start: int
+    stop: int
+    stream: int
+    time: int
+    write: bool
+    where: str
+
+
+class RaceFinder(TorchDispatchMode):
+    """Within its block, checks every operation.
+
+    Attributes:
+        races: (where in the code first, where then) -> how often.
+    """
+
+    def __init__(self, accelerator: PaperAccelerator) -> None:
+        super().__init__()
+        self._accelerator = accelerator
+        self._accesses: dict[int, list[_Access]] = defaultdict(list)
+        self._storages: dict[int, torch.UntypedStorage] = {}  # kept, so that no address comes twice
+        self.races: Counter[tuple[str, str]] = Counter()
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        name = function._schema.name
+        result = function(*args, **(kwargs or {}))
+        if name.partition("::")[2] not in NO_KERNEL:
+            where = f"{caller()} {name}"
+            self._accelerator.current_stream().launch()
+            for tensor, write in _touched(function._schema, args, kwargs or {}, result):
+                self._touch(tensor, write, where)
+            if name == "c10d::allreduce_" and "exchange" in where:
+                # The host reads what it exchanged, which the dispatcher does not see on a CPU.
+                self._accelerator.host_clock.update(self._accelerator.current_stream().clock)
+        return result
+
+    def _touch(self, tensor: Tensor, write: bool, where: str) -> None:
+        storage = tensor.untyped_storage()
+        if tensor.numel() == 0 or storage.nbytes() == 0:
+            return
+        stream = self._accelerator.current_stream()
+        size = tensor.element_size()
+        last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+        start = tensor.storage_offset() * size
+        time = stream.clock[stream.number]
+        own = _Access(
+            start,
+            start + (last + 1) * size,
+            stream.number,
+            stream.clock[stream.number],
+            write,
+            where,
+        )
+        address = storage.data_ptr()
+        self._storages[address] = storage
+        kept = []
+        for other in self._accesses[address]:
+            overlaps = other.start < own.stop and own.start < other.stop
+            done = other.time <= stream.clock.get(other.stream, 0)
+            if overlaps and not done and (write or other.write):
+                self.races[other.where, where] += 1
+            covered = own.start <= other.start and other.stop <= own.stop
+            if not (covered and done and (write or not other.write)):
+                kept.append(other)
+        self._accesses[address] = [*kept, own]
+
+
+def _touched(
+    schema: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any
+) -> Iterator[tuple[Tensor, bool]]:
+    """(tensor, whether it is written) of one operation."""
+    inputs = []
+    for index, argument in enumerate(schema.arguments):
+        value = args[index] if index < len(args) else kwargs.get(argument.name)
+        write = argument.alias_info is not None and argument.alias_info.is_write
+        if schema.name.startswith("c10d::"):
+            write = index in _WRITTEN.get(schema.name, (index,))
+        for leaf in tree_leaves(value):
+            if isinstance(leaf, Tensor):
+                inputs.append(leaf)
+                yield leaf, write
+    for leaf in tree_leaves(result):
+        if isinstance(leaf, Tensor) and not any(leaf is given for given in inputs):
+            yield leaf, True

@@ -1,0 +1,94 @@
+"""No two streams touch the same memory without an order between them.
+
+A wait that is removed makes a step faster and may let the next forward gather weights that are
+still being written. On a GPU the loss then differs a little, sometimes.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+
+from megaspeed.topology import LaunchEnvironment
+from tests.paper_gpu.accelerator import paper_accelerator
+from tests.paper_gpu.fake_world import batches, fake_rank, paper_run
+from tests.paper_gpu.races import RaceFinder
+from tests.paper_gpu.test_host_waits import CASES, OVERLAP, PER_MICRO_BATCH, zero
+from tests.rank_pool import RankPool
+from tests.zero.test_workarounds import left_out
+
+NOTHING_PERSISTS = {"stage3_param_persistence_threshold": 0}
+OFFLOAD = {"offload_optimizer": {"device": "cpu", "pin_memory": False}}
+ALL_REDUCE = {"use_multi_rank_bucket_allreduce": True}
+
+MORE_CASES: dict[str, dict[str, Any]] = {
+    "zero3-nothing-persists": zero(3, **NOTHING_PERSISTS),
+    "zero3-offload": zero(3, **OFFLOAD),
+    "zero3-offload-nothing-persists": zero(3, **OFFLOAD, **NOTHING_PERSISTS),
+    "zero2-offload": zero(2, **OFFLOAD),
+    "zero2-small-buckets": zero(2, **OVERLAP, **ALL_REDUCE, reduce_bucket_size=2000)
+    | {"parallel": PER_MICRO_BATCH},
+}
+ALL_CASES = {
+    name: changes
+    for name, changes in (CASES | MORE_CASES).items()
+    if name.startswith("zero") or name == "3d-last"
+}
+
+
+def _races(launch: LaunchEnvironment, changes: dict[str, Any]) -> list[tuple[str, str]]:
+    """Those of two steps, an evaluation and a third step, with the state loaded in between."""
+    changes = dict(changes)
+    rank = changes.pop("rank", 0)
+    run = paper_run(**changes)
+    with paper_accelerator() as accelerator, fake_rank(run, rank) as worker:
+        with RaceFinder(accelerator) as finder:
+            for _ in range(2):
+                worker.train_step(batches(run), 1e-3)
+            worker.evaluate(batches(run), 2, 1)
+            for fragment in worker.engine.state_fragments():
+                fragment.weights.mul_(1.0)
+            worker.engine.take_state(2)
+            worker.train_step(batches(run), 1e-3)
+        return list(finder.races)
+
+
+def _races_without(
+    launch: LaunchEnvironment, changes: dict[str, Any], names: tuple[str, ...]
+) -> list[tuple[str, str]]:
+    with left_out(*names):
+        return _races(launch, changes)
+
+
+@pytest.mark.parametrize("case", ALL_CASES)
+def test_no_two_streams_race(pool: RankPool, case: str) -> None:
+    assert pool.run(1, _races, ALL_CASES[case]) == [[]]
+
+
+def test_deepspeed_gathers_what_the_optimizer_still_writes_if_nothing_persists(
+    pool: RankPool,
+) -> None:
+    both = ("wait_on_the_device", "let_gathers_wait")
+    (races,) = pool.run(1, _races_without, zero(3, **NOTHING_PERSISTS), both)
+    assert any("_reassign_or_swap_out" in first for first, _ in races)
+    assert pool.run(1, _races_without, zero(3), both) == [[]], "the device is synchronised"
+
+
+def test_without_the_devices_synchronisation_gathers_race_at_every_zero3(pool: RankPool) -> None:
+    (races,) = pool.run(1, _races_without, zero(3), ("let_gathers_wait",))
+    assert any("_reassign_or_swap_out" in first for first, _ in races)
+
+
+def _kept_until_reduced(launch: LaunchEnvironment) -> set[int]:
+    """Bytes of the storages that DeepSpeed's reduction stream was recorded on."""
+    changes = zero(2, **OVERLAP, reduce_scatter=False, reduce_bucket_size=100)
+    run = paper_run(**changes, parallel=PER_MICRO_BATCH)
+    with paper_accelerator() as accelerator, fake_rank(run, 0) as worker:
+        worker.train_step(batches(run), 1e-3)
+    return {storage.nbytes() for storage, stream in accelerator.kept if stream == "side"}
+
+
+def test_gradients_larger_than_a_bucket_are_kept_until_they_are_reduced(pool: RankPool) -> None:
+    (kept,) = pool.run(1, _kept_until_reduced)
+    embedding = 64 * 32 * torch.float32.itemsize
+    assert embedding in kept
