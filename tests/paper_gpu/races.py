@@ -74,7 +74,6 @@ class RaceFinder(TorchDispatchMode):
         size = tensor.element_size()
         last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
         start = tensor.storage_offset() * size
-        time = stream.clock[stream.number]
         own = _Access(
             start,
             start + (last + 1) * size,
