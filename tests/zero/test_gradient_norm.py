@@ -41,7 +41,7 @@ UNTIED = {**GPT2, "tie_word_embeddings": False}
 TIED_LLAMA = {**LLAMA, "tie_word_embeddings": True}
 ONE_KEY_VALUE_HEAD = {**LLAMA, "num_key_value_heads": 1}
 
-BF16 = {"bf16": {"enabled": True}}
+BF16 = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "bf16"}}
 BF16_IN_FP32 = {**BF16, "data_types": {"grad_accum_dtype": "fp32"}}
 KEEP_SMALL_PARAMETERS = {"stage3_param_persistence_threshold": 500}
 PER_MICRO_BATCH = {"parallel": {"gradient_reduction": "per_micro_batch"}}

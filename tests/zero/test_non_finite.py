@@ -21,7 +21,7 @@ from tests.zero.one_rank import OFFLOAD, OFFLOAD_ALL, OneRank, one_rank, small_r
 
 BAD_RANK = 1  # first pipeline stage, second data index
 
-BF16 = {"bf16": {"enabled": True}}
+BF16 = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "bf16"}}
 BF16_IN_FP32 = {**BF16, "data_types": {"grad_accum_dtype": "fp32"}}
 PER_STEP = {"parallel": {"gradient_reduction": "per_step"}}
 

@@ -49,7 +49,7 @@ HANG_SECONDS = 4.0
 
 T = TypeVar("T")
 
-BF16 = {"bf16": {"enabled": True}}
+BF16 = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "bf16"}}
 BF16_IN_FP32 = {**BF16, "data_types": {"grad_accum_dtype": "fp32"}}
 
 

@@ -28,6 +28,7 @@ SEVEN_AND_A_HALF_BILLION = {
     "train_batch_size": 512,
     "train_micro_batch_size_per_gpu": 4,
     "bf16": {"enabled": True},
+    "data_types": {"grad_accum_dtype": "bf16"},
 }
 
 
@@ -54,7 +55,7 @@ def states_of(**changes: Any) -> tuple[MemoryBytes, int]:
     return model_states(run, parameters), elements_of(parameters)
 
 
-BF16 = {"bf16": {"enabled": True}}
+BF16 = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "bf16"}}
 
 
 @pytest.mark.parametrize(
@@ -68,7 +69,8 @@ BF16 = {"bf16": {"enabled": True}}
         (1, BF16, 2, 2, 12 / 2),
         (2, BF16, 2, 2 / 2, 12 / 2),
         (3, BF16, 2 / 2, 2 / 2, 12 / 2),
-        (2, {**BF16, "data_types": {"grad_accum_dtype": "fp32"}}, 2, 4 / 2, 12 / 2),
+        (1, {"bf16": {"enabled": True}}, 2, 4, 12 / 2),
+        (2, {"bf16": {"enabled": True}}, 2, 4 / 2, 12 / 2),
         (2, {"parallel": {"gradient_reduction": "per_step"}}, 4, 4, 12 / 2),
         (3, {"parallel": {"gradient_reduction": "per_step"}}, 4 / 2, 4 + 4 / 2, 12 / 2),
     ],

@@ -27,7 +27,7 @@ FEW_TOKENS: dict[str, Any] = {
     "model": {**WIDE, "hidden_size": 128, "vocab_size": 301},
     "train_batch_size": 8,
 }
-BF16 = {"bf16": {"enabled": True}}
+BF16 = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "bf16"}}
 FP32_SUMS = {**BF16, "data_types": {"grad_accum_dtype": "fp32"}}
 UNTIED = {"model": {"tie_word_embeddings": False}}
 RECOMPUTED = {"parallel": {"activation_checkpointing": "full"}}
