@@ -59,10 +59,10 @@ def _problems_on_cuda(run: Run) -> list[str]:
             f"{ranks} ranks need a GPU each, and this process sees {gpus}; lower --world-size, "
             "make more visible (CUDA_VISIBLE_DEVICES), or verify this layout with --device cpu"
         )
-    if run.precision == "fp16":
+    if run.precision == "fp16" and run.config.fp16.loss_scale == 0:
         problems.append(
-            "fp16.enabled is true, and verify compares fp32 and bf16: fp16's dynamic loss scale "
-            "skips steps that one process has no reason to skip; to verify this layout, add "
-            "--set fp16.enabled=false bf16.enabled=true"
+            "fp16.loss_scale is 0, so the loss scale is dynamic, and a dynamic loss scale skips "
+            "steps that one process does not skip; to verify this layout, add "
+            "--set fp16.loss_scale=1024"
         )
     return problems

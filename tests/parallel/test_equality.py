@@ -6,14 +6,18 @@ of step 1 within 1e-5 of its norm, initial weights bitwise.
 """
 
 import functools
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 
 from megaspeed.analysis.verification.comparison import TOLERANCES, Comparison, Tolerance
 from megaspeed.analysis.verification.reference import ReferenceRun, train_reference
-from megaspeed.analysis.verification.verify import compare, train_rank, whole_batch
+from megaspeed.analysis.verification.verify import ParallelRun, compare, train_rank, whole_batch
 from megaspeed.config import Run
+from megaspeed.data import PreparedCorpus
+from megaspeed.topology import LaunchEnvironment
 from tests.parallel.covering import SETTINGS, Row, covering_rows, pairs_of, possible_pairs
 from tests.parallel.tiny import GPT2, LLAMA, short_documents, tiny_corpus, tiny_run
 from tests.rank_pool import RankPool
@@ -54,10 +58,15 @@ class References:
         return self._known[key]
 
 
-def train_and_compare(pool: RankPool, references: References, run: Run) -> Comparison:
+def train_and_compare(
+    pool: RankPool,
+    references: References,
+    run: Run,
+    train: Callable[..., ParallelRun | None] = train_rank,
+) -> Comparison:
     corpus = tiny_corpus(run, references.cache)
     reference = references.of(run)
-    results = pool.run(run.degrees.world_size, train_rank, run, corpus, STEPS)
+    results = pool.run(run.degrees.world_size, train, run, corpus, STEPS)
     assert results[0] is not None
     return compare(run, results[0], reference)
 
@@ -137,6 +146,31 @@ def test_bf16_stays_within_its_bound(
         zero_optimization={"stage": zero_stage},
     )
     comparison = train_and_compare(pool, references, run)
+    assert comparison.equal, comparison.largest
+
+
+def train_rank_in_fp16(
+    launch: LaunchEnvironment, run: Run, corpus: PreparedCorpus, steps: int
+) -> ParallelRun | None:
+    """DeepSpeed refuses fp16 on a CPU for which oneDNN has no fp16 kernels; torch has its own."""
+    CPU_Accelerator.is_fp16_supported = lambda self: True
+    return train_rank(launch, run, corpus, steps)
+
+
+@pytest.mark.parametrize("zero_stage", [1, 3])
+def test_fp16_with_a_constant_loss_scale_stays_within_its_bound(
+    zero_stage: int, pool: RankPool, references: References
+) -> None:
+    run = tiny_run(
+        TEXT,
+        pp=2,
+        dp=2,
+        tp=2,
+        device_type="cuda",
+        fp16={"enabled": True, "loss_scale": 1024},
+        zero_optimization={"stage": zero_stage},
+    )
+    comparison = train_and_compare(pool, references, run, train_rank_in_fp16)
     assert comparison.equal, comparison.largest
 
 

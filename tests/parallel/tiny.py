@@ -50,7 +50,15 @@ def short_documents(text: Path, folder: Path) -> Path:
     return file
 
 
-def tiny_run(text: Path, *, pp: int = 1, dp: int = 1, tp: int = 1, **changes: Any) -> Run:
+def tiny_run(
+    text: Path,
+    *,
+    pp: int = 1,
+    dp: int = 1,
+    tp: int = 1,
+    device_type: str = "cpu",
+    **changes: Any,
+) -> Run:
     """A run of 24 samples a step on `text`; `changes` are top-level keys of the JSON."""
     values = {
         "model": GPT2,
@@ -67,7 +75,13 @@ def tiny_run(text: Path, *, pp: int = 1, dp: int = 1, tp: int = 1, **changes: An
         "zero_optimization": {"stage": 0, "stage3_param_persistence_threshold": 0},
     }
     config = parse_config(merge(values, changes))
-    return resolve_run(config, name="tiny", world_size=pp * dp * tp, world_source="test")
+    return resolve_run(
+        config,
+        name="tiny",
+        world_size=pp * dp * tp,
+        world_source="test",
+        device_type=device_type,
+    )
 
 
 def tiny_corpus(run: Run, cache: Path) -> PreparedCorpus:

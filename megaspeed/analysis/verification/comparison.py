@@ -21,10 +21,11 @@ class Tolerance:
 
 
 # fp32: rounding alone, in another order of summation. bf16 keeps 8 bits, and a sum over tensor
-# ranks is rounded where one process rounds nothing.
+# ranks is rounded where one process rounds nothing. fp16 keeps 11 bits, so it rounds 8 times finer.
 TOLERANCES = {
     "fp32": Tolerance(loss=1e-6, grad_norm=1e-5, gradient=1e-5),
     "bf16": Tolerance(loss=1e-3, grad_norm=2e-2, gradient=5e-2),
+    "fp16": Tolerance(loss=1e-3 / 8, grad_norm=2e-2 / 8, gradient=5e-2 / 8),
 }
 
 

@@ -40,9 +40,13 @@ class LogicalTensors:
 
 
 def gather_gradients(worker: Worker) -> LogicalTensors | None:
-    """The reduced gradients, on rank 0 (None elsewhere). Call from the engine's ``before_step``."""
+    """The reduced gradients, on rank 0 (None elsewhere). Call from the engine's ``before_step``.
+
+    Without fp16's loss scale, which the engine's own gradients still carry.
+    """
+    scale = float(worker.engine.optimizer.loss_scale)
     fragments = worker.engine.gradient_fragments()
-    local = _whole_shards(worker, ((f.parameter, f.start, f.values) for f in fragments))
+    local = _whole_shards(worker, ((f.parameter, f.start, f.values / scale) for f in fragments))
     return _gather(local, worker.shards, worker.run.config.model, worker.context)
 
 

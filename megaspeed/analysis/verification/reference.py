@@ -18,6 +18,7 @@ from megaspeed.model import GPT, initialize
 from megaspeed.training.learning_rate import learning_rate
 from megaspeed.training.matmul_precision import set_matmul_precision
 from megaspeed.training.optimizer import parameter_groups
+from megaspeed.zero import DTYPES
 
 CPU = torch.device("cpu")
 
@@ -50,17 +51,18 @@ def train_reference(
     """Trains the run's model for ``steps`` steps.
 
     Args:
-        run: only its model, optimizer, precision and batch size are read, not its degrees.
+        run: only its model, optimizer, precision and batch size are read, not its degrees. In fp16
+            the loss is multiplied by the constant ``fp16.loss_scale``.
         batch_of_step: step -> that step's samples, in parts of any size that fits in memory.
         steps: how many.
         device: where it trains.
     """
     set_matmul_precision(run.config.training, device)
-    dtype = torch.bfloat16 if run.precision == "bf16" else torch.float32
     model = GPT(run.config.model, seed=run.config.training.seed)
     initialize(model, run.config.model, run.config.training.seed)
-    model.to(device, dtype)  # initialized on the CPU: the same bits on every device
+    model.to(device, DTYPES[run.precision])  # initialized on the CPU: the same bits on every device
     masters = _master_weights(model)
+    loss_scale = run.config.fp16.loss_scale if run.precision == "fp16" else 1.0
     params = run.config.optimizer.params
     optimizer = torch.optim.AdamW(
         parameter_groups(masters, run.config.optimizer),
@@ -79,8 +81,8 @@ def train_reference(
         for group in optimizer.param_groups:
             group["lr"] = rate
         batch = [part.to(device) for part in batch_of_step(step)]
-        record.losses.append(_forward_backward(model, batch, run.tokens_per_step))
-        _hand_over_gradients(model, masters)
+        record.losses.append(_forward_backward(model, batch, run.tokens_per_step, loss_scale))
+        _hand_over_gradients(model, masters, loss_scale)
         if step == 0:
             record.first_gradients = {
                 n: p.grad.to(CPU, copy=True) for n, p in masters.items() if p.grad is not None
@@ -95,7 +97,7 @@ def train_reference(
     return record
 
 
-def _forward_backward(model: GPT, batch: list[MicroBatch], tokens: int) -> float:
+def _forward_backward(model: GPT, batch: list[MicroBatch], tokens: int, loss_scale: float) -> float:
     total = 0.0
     for part in batch:
         logits = model(part.tokens, part.samples, part.documents)  # (B, S, V)
@@ -105,7 +107,7 @@ def _forward_backward(model: GPT, batch: list[MicroBatch], tokens: int) -> float
             ignore_index=NOT_COUNTED,
             reduction="sum",
         )
-        (loss / tokens).backward()
+        (loss / tokens * loss_scale).backward()
         total += loss.item()
     return total / tokens
 
@@ -126,10 +128,10 @@ def _master_weights(model: GPT) -> dict[str, nn.Parameter]:
     return {name: nn.Parameter(p.detach().float()) for name, p in named.items()}
 
 
-def _hand_over_gradients(model: GPT, masters: dict[str, nn.Parameter]) -> None:
+def _hand_over_gradients(model: GPT, masters: dict[str, nn.Parameter], loss_scale: float) -> None:
     for name, parameter in model.named_parameters():
         gradient, parameter.grad = parameter.grad, None
-        masters[name].grad = gradient
+        masters[name].grad = None if gradient is None else gradient / loss_scale
 
 
 @torch.no_grad()

@@ -47,6 +47,7 @@ from megaspeed.topology.free_port import free_port
 from megaspeed.topology.process_exit import end_process
 from megaspeed.training.step_inputs import StepInputs
 from megaspeed.training.worker import Worker
+from megaspeed.zero import DTYPES
 
 DeviceType = Literal["cpu", "cuda"]
 
@@ -73,8 +74,8 @@ def verify(
     One process is trained again, on shuffled samples, only if later steps alone differ too much.
 
     Args:
-        run: the layout, in fp32 or bf16. TF32 is turned off for both trainings: its rounding is a
-            thousand times what is compared here.
+        run: the layout, in fp32, bf16, or fp16 with a constant loss scale. TF32 is turned off for
+            both trainings: its rounding is a thousand times what is compared here.
         corpus: the run's.
         steps: how many.
         device_type: where; CUDA needs a GPU for each rank.
@@ -122,7 +123,7 @@ def compare(
             more by how far these are from the reference.
     """
     allowed = TOLERANCES[run.precision]
-    dtype = torch.bfloat16 if run.precision == "bf16" else torch.float32
+    dtype = DTYPES[run.precision]
     return Comparison(
         losses=compare_numbers(
             "loss",

@@ -116,12 +116,14 @@ def test_on_cuda_every_rank_needs_a_gpu(config: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
-def test_fp16_cannot_be_verified_anywhere(config: Path) -> None:
+def test_fp16_is_verified_on_cuda_alone_and_with_a_constant_loss_scale(config: Path) -> None:
     config.write_text(json.dumps({**json.loads(config.read_text()), "fp16": {"enabled": True}}))
     on_cuda = run_on_two_ranks([str(MEGASPEED), "verify", "--device", "cuda"], config)
     assert on_cuda.returncode == 2
     assert "2 problems in verify --device cuda" in on_cuda.stderr
-    assert "--set fp16.enabled=false bf16.enabled=true" in on_cuda.stderr
+    assert "--set fp16.loss_scale=1024" in on_cuda.stderr
+    constant = [str(MEGASPEED), "verify", "--device", "cuda", "--set", "fp16.loss_scale=1024"]
+    assert "fp16" not in run_on_two_ranks(constant, config).stderr, "a GPU is all that is missing"
     on_cpu = run_on_two_ranks([str(MEGASPEED), "verify"], config)
     assert on_cpu.returncode == 2
     assert "a CPU, which cannot train in fp16" in on_cpu.stderr
