@@ -9,6 +9,8 @@ from typing import Any
 import jsonschema
 import pytest
 
+from megaspeed.analysis.planning.devices import DEVICES
+from megaspeed.analysis.planning.prediction import predict_peak_bytes
 from megaspeed.config import ModelConfig, read_config
 from megaspeed.config.json_schema import json_schema, json_schema_text
 from tests.config.small import load, small
@@ -72,6 +74,19 @@ def test_the_large_files_train_on_the_published_number_of_tokens(
     assert run.tokens_per_step == tokens_a_step
     steps = run.config.training.steps
     assert (steps - 1) * tokens_a_step < tokens <= steps * tokens_a_step
+
+
+@pytest.mark.parametrize("world_size", [1, 8])
+def test_gpt2_1_5b_has_the_largest_micro_batch_that_fits_one_80_gb_gpu(world_size: int) -> None:
+    file, usable = FOLDER / "gpt2_1.5b.json", DEVICES["h100-80gb"].usable_bytes
+    run = load(file, world_size=world_size)
+    assert run.config.parallel.activation_checkpointing == "none"
+    size = run.batch.micro_batch_size
+    twice = load(file, f"train_micro_batch_size_per_gpu={2 * size}", world_size=world_size)
+    assert predict_peak_bytes(run) <= usable < predict_peak_bytes(twice)
+    # A prediction that is off by a tenth must not end in an error: the part of the device's memory
+    # that a plan leaves free takes it.
+    assert 1.1 * predict_peak_bytes(run) < DEVICES["h100-80gb"].memory_bytes
 
 
 def test_the_readme_names_every_file() -> None:
