@@ -10,25 +10,16 @@ is the median time of a step of each, and the median of the ratios of neighbouri
 
 import argparse
 import dataclasses
-import functools
 import os
 import statistics
 import sys
-import time
-from collections.abc import Callable
-from typing import Any
 
-import torch
-import torch.distributed as dist
-import torch.nn.functional as F
+from plain_deepspeed import Step, plain_deepspeed_step, random_batch, time_steps
 
 from megaspeed.config import Run, parse_config, resolve_run
 from megaspeed.data import MicroBatch
 from megaspeed.topology import Grid, ParallelContext, read_launch_environment
-from megaspeed.training.optimizer import make_optimizer, parameter_groups
 from megaspeed.training.worker import Worker
-
-Step = Callable[[], None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,7 +95,7 @@ def make_run(options: argparse.Namespace, zero_stage: int, world_size: int) -> R
 def time_both(run: Run, context: ParallelContext, options: argparse.Namespace) -> Timing:
     batches = [random_batch(run, context, m) for m in range(options.micro_batches)]
     ours = megaspeed_step(run, context, batches)
-    theirs = hugging_face_step(run, context, batches)
+    theirs = plain_deepspeed_step(run, context, batches)
     timing = Timing([], [])
     for turn in range(options.turns + 1):
         seconds = [time_steps(step, options.steps_per_turn, context) for step in (ours, theirs)]
@@ -114,76 +105,9 @@ def time_both(run: Run, context: ParallelContext, options: argparse.Namespace) -
     return timing
 
 
-def random_batch(run: Run, context: ParallelContext, micro_batch: int) -> MicroBatch:
-    generator = torch.Generator().manual_seed(1000 * context.dp_rank + micro_batch)
-    shape = (run.batch.micro_batch_size, run.config.data.sequence_length + 1)
-    ids = torch.randint(run.config.model.vocab_size, shape, generator=generator)
-    rows = MicroBatch(ids[:, :-1].contiguous(), ids[:, 1:].contiguous(), tuple(range(shape[0])))
-    return rows.to(context.device)
-
-
 def megaspeed_step(run: Run, context: ParallelContext, batches: list[MicroBatch]) -> Step:
     worker = Worker(run, context)
     return lambda: worker.train_step(batches.__getitem__, run.config.optimizer.params.lr) and None
-
-
-def hugging_face_step(run: Run, context: ParallelContext, batches: list[MicroBatch]) -> Step:
-    """A user's loop over ``deepspeed.initialize(GPT2LMHeadModel)``."""
-    import deepspeed
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    model_config = run.config.model
-    model = GPT2LMHeadModel(
-        GPT2Config(
-            vocab_size=model_config.vocab_size,
-            n_embd=model_config.hidden_size,
-            n_layer=model_config.num_hidden_layers,
-            n_head=model_config.num_attention_heads,
-            n_positions=model_config.max_position_embeddings,
-            attn_pdrop=0.0,
-            embd_pdrop=0.0,
-            resid_pdrop=0.0,
-            use_cache=False,
-        )
-    ).bfloat16()
-    groups = parameter_groups(dict(model.named_parameters()), run.config.optimizer)
-    engine, *_ = deepspeed.initialize(
-        model=model.to(context.device),
-        optimizer=make_optimizer(groups, run.config.optimizer),
-        config=plain_deepspeed_json(run),
-    )
-    return functools.partial(plain_step, engine, batches)
-
-
-def plain_deepspeed_json(run: Run) -> dict[str, Any]:
-    json = run.config.deepspeed_json()
-    for key in ("optimizer", "scheduler"):
-        json.pop(key, None)
-    return json
-
-
-def plain_step(engine: Any, batches: list[MicroBatch]) -> None:
-    engine.train()
-    for batch in batches:
-        logits = engine(batch.tokens).logits
-        engine.backward(F.cross_entropy(logits.flatten(0, 1).float(), batch.targets.flatten()))
-        engine.step()
-
-
-def time_steps(step: Step, count: int, context: ParallelContext) -> float:
-    """Mean seconds of a step, from when all ranks are ready to when the slowest is done."""
-    synchronize(context)
-    start = time.perf_counter()
-    for _ in range(count):
-        step()
-    synchronize(context)
-    return (time.perf_counter() - start) / count
-
-
-def synchronize(context: ParallelContext) -> None:
-    if context.device.type == "cuda":
-        torch.cuda.synchronize()
-    dist.barrier(context.world_group)
 
 
 def print_table(rows: list[tuple[int, Timing]], run: Run, options: argparse.Namespace) -> None:

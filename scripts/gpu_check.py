@@ -1,0 +1,615 @@
+"""What only a GPU can show, measured by one command and written to one Markdown report.
+
+    python scripts/gpu_check.py            # one GPU, under eight minutes
+    python scripts/gpu_check.py --full     # 1 to 8 GPUs, more layouts, ZeRO-0 to 3; no time limit
+    python scripts/gpu_check.py --tiny     # tiny shapes, ZeRO-3: the default if there is no GPU
+
+    machine --> megaspeed verify      bf16 and fp16 over NCCL, against one process
+            --> megaspeed compare     step time, and peak memory predicted and measured
+            --> plain_deepspeed.py    Hugging Face's model under plain DeepSpeed, the same batch
+            --> report.md             written again after each section
+
+Each section is a command of its own. If one fails, the next one still runs.
+"""
+
+import argparse
+import importlib.metadata
+import json
+import os
+import platform
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from megaspeed.analysis.planning.devices import USABLE_FRACTION
+from megaspeed.analysis.planning.prediction import predict_peak_bytes
+from megaspeed.config import ConfigError, Run, load_run
+from megaspeed.model.flops import training_flops_per_token
+from megaspeed.training.device_peak import peak_by_name
+
+ROOT = Path(__file__).resolve().parents[1]
+MEGASPEED = Path(sys.executable).with_name("megaspeed")
+PLAIN_DEEPSPEED = Path(__file__).with_name("plain_deepspeed.py")
+
+SECONDS = 440.0
+"""Until the last section is ended on a GPU, without --full; a section takes a moment to end."""
+
+MICRO_BATCHES = 4
+"""Of a timed step."""
+
+MICRO_BATCH_SIZES = (32, 16, 8, 4, 2, 1)
+TINY_MICRO_BATCH_SIZE = 2
+RANKS_WITHOUT_A_GPU = 2
+
+
+class Layout(NamedTuple):
+    """Degrees of parallelism."""
+
+    pp: int
+    dp: int
+    tp: int
+
+    @property
+    def ranks(self) -> int:
+        """Their product."""
+        return self.pp * self.dp * self.tp
+
+    @property
+    def overrides(self) -> list[str]:
+        """For ``--set``."""
+        return [f"parallel.pipeline={self.pp}", f"parallel.tensor={self.tp}"]
+
+    def __str__(self) -> str:
+        return f"pp {self.pp} x dp {self.dp} x tp {self.tp}"
+
+
+LAYOUTS = (
+    *(Layout(1, 1, 1),),
+    *(Layout(2, 1, 1), Layout(1, 1, 2), Layout(1, 2, 1)),
+    *(Layout(1, 4, 1), Layout(2, 2, 1), Layout(1, 2, 2)),
+    *(Layout(1, 8, 1), Layout(4, 2, 1), Layout(1, 1, 8), Layout(2, 2, 2)),
+)
+
+TINY_TEXT = {"train": [str(ROOT / "LICENSE")], "validation_fraction": 0.0, "sequence_length": 64}
+TINY_SHAPE = {
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "max_position_embeddings": 64,
+}
+TINY_GPT2 = {"model": {"architecture": "gpt2", **TINY_SHAPE}, "data": TINY_TEXT}
+TINY_LLAMA = {
+    "model": {
+        "architecture": "llama",
+        **TINY_SHAPE,
+        "num_key_value_heads": 4,
+        "intermediate_size": 128,
+    },
+    "data": TINY_TEXT,
+}
+GPT2_XL = {"extends": str(ROOT / "ds_configs" / "gpt2_1.5b.json")}
+LLAMA_1B = {
+    "model": {
+        "architecture": "llama",
+        "vocab_size": 32000,
+        "hidden_size": 2048,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "intermediate_size": 5632,
+        "max_position_embeddings": 2048,
+        "tie_word_embeddings": False,
+    },
+    "data": {"train": ["python-stdlib"], "tokenizer": "train", "sequence_length": 2048},
+}
+SHARED = {
+    "training": {"steps": 1000},
+    "gradient_clipping": 1.0,
+    "optimizer": {"type": "AdamW", "params": {"lr": 2e-4, "weight_decay": 0.1}},
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """What the sections run on.
+
+    Attributes:
+        gpus: the name of each visible GPU.
+        memory_bytes: of the smallest GPU; 0 without one.
+        facts: versions, by name.
+    """
+
+    gpus: tuple[str, ...]
+    memory_bytes: int
+    facts: dict[str, str]
+
+    @property
+    def device(self) -> str:
+        """cuda or cpu."""
+        return "cuda" if self.gpus else "cpu"
+
+
+@dataclass(kw_only=True)
+class Section:
+    """One command and its outcome.
+
+    Attributes:
+        title: unique.
+        command: a program and its arguments.
+        figures_file: which JSON file the command writes.
+        labels: of the figures, for the tables.
+        not_run: why it did not run; None if it ran.
+        seconds, code, output: of the command; code is None if it ran out of time.
+    """
+
+    title: str
+    command: Sequence[str | Path]
+    figures_file: Path
+    labels: dict[str, Any]
+    not_run: str | None = None
+    seconds: float = 0.0
+    code: int | None = None
+    output: str = ""
+
+    @property
+    def failed(self) -> bool:
+        """Whether it ran and did not end well."""
+        return self.not_run is None and self.code != 0
+
+    @property
+    def out_of_memory(self) -> bool:
+        """Whether that is why it failed."""
+        return self.failed and "out of memory" in self.output
+
+    @property
+    def figures(self) -> Any:
+        """What the command wrote; None if it wrote nothing."""
+        if self.not_run is not None or not self.figures_file.exists():
+            return None
+        return json.loads(self.figures_file.read_text())
+
+
+def main() -> int:
+    """Runs the sections and writes the report; 1 if a section failed."""
+    options = parse_arguments()
+    start = time.monotonic()
+    # In a process of its own: a CUDA context here would take memory from the ranks.
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
+        machine = process.submit(describe_machine).result()
+    options.tiny = options.tiny or not machine.gpus
+    options.out.mkdir(parents=True, exist_ok=True)
+    report = options.out / "report.md"
+    end = None if options.full or options.tiny else start + SECONDS
+    done: list[Section] = []
+    for section in sections(options, machine):
+        print(f"{section.title} ...", flush=True)
+        carry_out(section, end)
+        done.append(section)
+        report.write_text("\n".join(report_lines(done, options, machine)) + "\n")
+        print(f"    {ending(section)}", flush=True)
+    print(f"wrote {report}")
+    return 1 if any(section.failed for section in done) else 0
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "--full", action="store_true", help="1 to 8 GPUs, more layouts, ZeRO-0 to 3; takes hours"
+    )
+    parser.add_argument("--tiny", action="store_true", help="tiny shapes, to try the script")
+    parser.add_argument(
+        "--out", type=Path, default=Path("runs/gpu-check"), help="folder (runs/gpu-check)"
+    )
+    return parser.parse_args()
+
+
+def describe_machine() -> Machine:
+    """Looks at torch and its GPUs; opens a CUDA context."""
+    gpus = [torch.cuda.get_device_properties(n) for n in range(torch.cuda.device_count())]
+    nccl = ".".join(map(str, torch.cuda.nccl.version())) if gpus else "none"
+    return Machine(
+        gpus=tuple(gpu.name for gpu in gpus),
+        memory_bytes=min((gpu.total_memory for gpu in gpus), default=0),
+        facts={
+            "date": f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
+            "megaspeed": importlib.metadata.version("megaspeed"),
+            "commit": output_of("git", "-C", str(ROOT), "rev-parse", "HEAD"),
+            "GPUs": f"{len(gpus)} x {gpus[0].name}" if gpus else "none",
+            "driver": output_of(
+                "nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"
+            ),
+            "torch": f"{torch.__version__} (CUDA {torch.version.cuda or 'none'}, NCCL {nccl})",
+            "torch that is needed": f"{needed_torch()}, built for CUDA",
+            "DeepSpeed": importlib.metadata.version("deepspeed"),
+            "transformers": importlib.metadata.version("transformers"),
+            "Python": platform.python_version(),
+        },
+    )
+
+
+def needed_torch() -> str:
+    """As setup.cfg states it."""
+    requirements = importlib.metadata.requires("megaspeed") or []
+    return next(line for line in requirements if line.startswith("torch"))
+
+
+def output_of(*command: str) -> str:
+    """The first line that a program prints; "unknown" if it does not run."""
+    with suppress(OSError, subprocess.CalledProcessError, IndexError):
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        return done.stdout.splitlines()[0]
+    return "unknown"
+
+
+def sections(options: argparse.Namespace, machine: Machine) -> Iterator[Section]:
+    """All sections. Each is carried out before the next one is made."""
+    ranks = len(machine.gpus) or RANKS_WITHOUT_A_GPU
+    layouts = [layout for layout in LAYOUTS if layout.ranks <= ranks]
+    verified = layouts if options.full else layouts[-1:]
+    for layout in verified:
+        yield from verify_sections(layout, options, machine)
+    timed = layouts if options.full else layouts[:1]
+    models = {"GPT-2 1.5B": GPT2_XL, "Llama 1.3B": LLAMA_1B}
+    if options.tiny:
+        models = {"tiny GPT-2": TINY_GPT2, "tiny Llama": TINY_LLAMA}
+    for name, config in models.items():
+        for layout in timed:
+            yield from timing_sections(name, config, layout, options, machine)
+
+
+def verify_sections(
+    layout: Layout, options: argparse.Namespace, machine: Machine
+) -> Iterator[Section]:
+    """bf16 and fp16 of a tiny model at one layout, against one process."""
+    config = write_config(options.out / "verify.json", {**TINY_GPT2, "train_batch_size": 16})
+    everything = [(precision, stage) for precision in ("bf16", "fp16") for stage in range(4)]
+    for precision, stage in everything if options.full else [("bf16", 3), ("fp16", 1)]:
+        settings = [*layout.overrides, f"zero_optimization.stage={stage}"]
+        settings += [f"{precision}.enabled=true", "train_micro_batch_size_per_gpu=4"]
+        # With a dynamic loss scale, the first steps would be skipped.
+        settings += ["fp16.loss_scale=1024"] if precision == "fp16" else []
+        yield section(
+            f"verify {precision} {layout} ZeRO-{stage}",
+            [MEGASPEED, "verify", "--config", config, "--world-size", str(layout.ranks)],
+            ["--device", machine.device, "--steps", "5", "--set", *settings],
+            out=options.out,
+            labels={"kind": "verify", "layout": layout, "zero": stage, "precision": precision},
+            not_run=(
+                "fp16 needs a GPU" if precision == "fp16" and machine.device == "cpu" else None
+            ),
+        )
+
+
+def timing_sections(
+    name: str,
+    config: dict[str, Any],
+    layout: Layout,
+    options: argparse.Namespace,
+    machine: Machine,
+) -> Iterator[Section]:
+    """megaspeed at every ZeRO stage, then Hugging Face + DeepSpeed, on the same batch."""
+    stages: Sequence[int] = (3,) if options.tiny else (1, 3)
+    if options.full:
+        stages = range(4)
+    file = write_config(
+        options.out / f"{file_name(name)}.json", {**config, "bf16": {"enabled": True}}
+    )
+    try:
+        size, not_run = micro_batch_size(file, layout, stages, options, machine)
+        run = load(file, batch_settings(layout, size), layout)
+    except ConfigError as error:  # the heads of a model need not divide by every tensor degree
+        size, not_run = 1, " ".join(error.problems)
+        run = load(file, batch_settings(LAYOUTS[0], size), LAYOUTS[0])
+    labels = {"kind": "time", "model": name, "layout": layout, "run": run}
+    yield section(
+        f"compare {name} {layout}",
+        [MEGASPEED, "compare", "--config", file, "--world-size", str(layout.ranks)],
+        [
+            "--stages",
+            *map(str, stages),
+            "--steps",
+            "5",
+            "--out",
+            options.out / file_name(f"{name} {layout}"),
+        ],
+        ["--set", *batch_settings(layout, size)],
+        out=options.out,
+        labels={**labels, "engine": "megaspeed"},
+        not_run=not_run,
+    )
+    if layout.pp * layout.tp > 1:
+        return
+    for stage in stages:
+        # Hugging Face's model may need more memory: then half the micro-batch is tried.
+        for smaller in dict.fromkeys((size, max(1, size // 2))):
+            settings = [*batch_settings(layout, smaller), f"zero_optimization.stage={stage}"]
+            beside = section(
+                f"Hugging Face + DeepSpeed {name} {layout} ZeRO-{stage} micro-batch {smaller}",
+                [sys.executable, "-m", "torch.distributed.run", "--standalone"],
+                ["--nproc-per-node", str(layout.ranks), PLAIN_DEEPSPEED, "--config", file],
+                ["--steps", "5", "--set", *settings],
+                out=options.out,
+                labels={
+                    **labels,
+                    "engine": "Hugging Face + DeepSpeed",
+                    "row": f"ZeRO-{stage}",
+                    "run": load(file, settings, layout),
+                },
+                not_run=not_run,
+            )
+            yield beside
+            if not beside.out_of_memory:
+                break
+
+
+def section(
+    title: str,
+    *command: Sequence[str | Path],
+    out: Path,
+    labels: dict[str, Any],
+    not_run: str | None,
+) -> Section:
+    """A section whose command writes its figures to ``out``."""
+    figures = out / f"{file_name(title)}.figures.json"
+    figures.unlink(missing_ok=True)
+    words = [word for part in command for word in part]
+    # Before --set, which takes all words after it.
+    words[words.index("--config") : words.index("--config")] = ["--json", figures]
+    return Section(title=title, command=words, figures_file=figures, labels=labels, not_run=not_run)
+
+
+def file_name(title: str) -> str:
+    """Without characters that a shell would have quoted."""
+    return re.sub(r"[^\w.]+", "-", title.lower())
+
+
+def write_config(file: Path, values: dict[str, Any]) -> Path:
+    """A run's JSON; one without ``extends`` gets the optimizer of all of them."""
+    shared = {} if "extends" in values else SHARED
+    file.write_text(json.dumps({**shared, **values}, indent=2) + "\n")
+    return file
+
+
+def batch_settings(layout: Layout, micro_batch_size: int) -> list[str]:
+    """For ``--set``: the layout, and ``MICRO_BATCHES`` micro-batches a step."""
+    return [
+        *layout.overrides,
+        f"train_micro_batch_size_per_gpu={micro_batch_size}",
+        f"train_batch_size={micro_batch_size * MICRO_BATCHES * layout.dp}",
+    ]
+
+
+def micro_batch_size(
+    file: Path,
+    layout: Layout,
+    stages: Sequence[int],
+    options: argparse.Namespace,
+    machine: Machine,
+) -> tuple[int, str | None]:
+    """The largest that ``megaspeed plan``'s prediction fits into the GPUs' real memory at every one
+    of these ZeRO stages; and if none fits, a sentence that says so.
+    """
+    if options.tiny:
+        return TINY_MICRO_BATCH_SIZE, None
+    usable = USABLE_FRACTION * machine.memory_bytes
+    for size in MICRO_BATCH_SIZES:
+        peak = max(
+            predict_peak_bytes(
+                load(file, [*batch_settings(layout, size), f"zero_optimization.stage={z}"], layout)
+            )
+            for z in stages
+        )
+        if peak <= usable:
+            return size, None
+    return size, (
+        f"the predicted peak of a micro-batch of {size} is {gib(peak)} GiB, and {gib(usable)} GiB "
+        f"({USABLE_FRACTION:.0%} of the GPU's memory) are usable"
+    )
+
+
+def load(file: Path, settings: list[str], layout: Layout) -> Run:
+    return load_run(
+        file,
+        settings,
+        world_size=layout.ranks,
+        world_source="--world-size",
+        device_type="cuda",
+    )
+
+
+def carry_out(section: Section, end: float | None) -> None:
+    """Runs a section's command until it ends, or until the time is over."""
+    left = None if end is None else end - time.monotonic()
+    if section.not_run is None and left is not None and left <= 0:
+        section.not_run = f"the {SECONDS:.0f} s for all sections were over"
+    if section.not_run is not None:
+        return
+    log = section.figures_file.with_suffix(".log")
+    start = time.monotonic()
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            list(map(str, section.command)),
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            with suppress(subprocess.TimeoutExpired):
+                section.code = process.wait(left)
+        finally:
+            end_process_group(process)
+    section.seconds = time.monotonic() - start
+    section.output = log.read_text(errors="replace")
+
+
+def end_process_group(process: subprocess.Popen[bytes]) -> None:
+    """Ends what a command has left; `compare` gets the time to end its own ranks."""
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGTERM)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(15)
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def ending(section: Section) -> str:
+    """How it ended, in words."""
+    if section.not_run is not None:
+        return f"not run: {section.not_run}"
+    code = "out of time" if section.code is None else f"exit code {section.code}"
+    memory = ", out of memory" if section.out_of_memory else ""
+    return f"{code}{memory}, {section.seconds:.0f} s"
+
+
+def report_lines(
+    done: Sequence[Section], options: argparse.Namespace, machine: Machine
+) -> Iterator[str]:
+    """The report in Markdown."""
+    if options.tiny:
+        found = "--tiny was given: these are" if machine.gpus else "No GPU was found: these are"
+        place = "" if machine.gpus else " on a CPU"
+        yield f"**{found} tiny shapes{place}, and their figures mean nothing for a GPU.**"
+        yield ""
+    yield "# GPU check"
+    yield ""
+    yield from table(
+        ("", ""), [*machine.facts.items(), ("GPU memory", f"{gib(machine.memory_bytes)} GiB")]
+    )
+    yield ""
+    yield "## The same model as one process"
+    yield ""
+    headings = ("layout", "ZeRO", "precision", "equal", "largest difference", "relative", "allowed")
+    yield from table(headings, [verify_row(s) for s in done if s.labels["kind"] == "verify"])
+    models = dict.fromkeys(s.labels["model"] for s in done if s.labels["kind"] == "time")
+    for model in models:
+        yield from model_lines(model, [s for s in done if s.labels.get("model") == model], machine)
+    yield ""
+    yield "## Sections"
+    for section in done:
+        yield ""
+        yield f"**{section.title}**: {ending(section)}"
+        yield ""
+        yield f"    {shlex.join(map(str, section.command))}"
+        if section.failed:
+            yield ""
+            yield "```"
+            yield from section.output.splitlines()[-30:]
+            yield "```"
+
+
+def verify_row(section: Section) -> tuple[object, ...]:
+    labels, found = section.labels, section.figures
+    head = (labels["layout"], labels["zero"], labels["precision"])
+    if found is None:
+        return (*head, ending(section), "", "", "")
+    largest = found["largest"]
+    figures = (largest["relative"], largest["allowed"])
+    return (*head, "yes" if found["equal"] else "NO", largest["name"], *map(scientific, figures))
+
+
+def model_lines(model: str, done: Sequence[Section], machine: Machine) -> Iterator[str]:
+    """Step time and memory of one model."""
+    run: Run = done[0].labels["run"]
+    shape = run.config.model
+    yield ""
+    yield f"## {model}"
+    yield ""
+    yield (
+        f"{shape.architecture}: {shape.num_hidden_layers} layers, hidden size {shape.hidden_size}, "
+        f"{shape.num_attention_heads} heads of size {shape.head_dim}, {shape.num_key_value_heads} "
+        f"key/value heads, feed-forward size {shape.intermediate_size}, vocabulary "
+        f"{shape.vocab_size}; {run.config.data.sequence_length} tokens, {MICRO_BATCHES} "
+        "micro-batches a step, bf16, activation checkpointing "
+        f"{run.config.parallel.activation_checkpointing}. "
+        "Median of the steps after the first. megaspeed reads its corpus within the step; Hugging "
+        "Face + DeepSpeed has random tokens on the device."
+    )
+    yield ""
+    flops = training_flops_per_token(shape, run.config.data.sequence_length)
+    peak = peak_by_name(machine.gpus[0]) if machine.gpus else None
+    yield (
+        f"MFU = tokens/s x {flops:.4g} operations a token / (GPUs x "
+        f"{'unknown' if peak is None else f'{peak:.4g}'} operations/s). A token's operations are "
+        "those of the matrix products, forward and backward, with attention over the full square "
+        "and without recomputation."
+    )
+    yield ""
+    headings = ("engine", "layout", "row", "micro-batch", "step (ms)", "tokens/s", "MFU")
+    memory = ("peak predicted (GiB)", "measured (GiB)", "predicted / measured")
+    rows = [row for section in done for row in timing_rows(section, flops, peak)]
+    yield from table((*headings, *memory), rows)
+
+
+def timing_rows(section: Section, flops: float, peak: float | None) -> Iterator[tuple[object, ...]]:
+    """One row for each ZeRO stage that the section measured."""
+    labels, found = section.labels, section.figures
+    run: Run = labels["run"]
+
+    head = (labels["engine"], labels["layout"])
+
+    def row(label: str, figures: dict[str, Any], *memory: float | None) -> Any:
+        tokens = figures["tokens_per_second"]
+        mfu = "n/a" if peak is None else f"{tokens * flops / (run.degrees.world_size * peak):.1%}"
+        step = f"{figures['step_time_seconds'] * 1e3:.1f}"
+        size = run.batch.micro_batch_size
+        return (*head, label, size, step, f"{tokens:.0f}", mfu, *memory_cells(*memory))
+
+    if found is None:
+        yield (*head, labels.get("row", ""), run.batch.micro_batch_size, ending(section))
+    elif labels["engine"] == "megaspeed":
+        for each in found["rows"]:
+            if each["status"] != "done":
+                reason = f"{each['status']}: {each['reason']}"
+                yield (*head, each["label"], run.batch.micro_batch_size, reason)
+                continue
+            stage = max(each["pipeline_stages"], key=measured_peak)
+            predicted = stage["peak_bytes"]["predicted"]["total"]
+            yield row(each["label"], each, predicted, measured_peak(stage))
+    else:
+        yield row(labels["row"], found, None, found["allocator_peak_bytes"])
+
+
+def measured_peak(stage: dict[str, Any]) -> int:
+    """The CUDA allocator's, or on a CPU that of the tensors."""
+    return int(stage["allocator_peak_bytes"] or stage["peak_bytes"]["measured"]["total"])
+
+
+def memory_cells(predicted: float | None, measured: float | None) -> tuple[str, str, str]:
+    cells = tuple("n/a" if size is None else gib(size) for size in (predicted, measured))
+    ratio = f"{predicted / measured:.2f}" if predicted and measured else "n/a"
+    return (*cells, ratio)
+
+
+def table(headings: Sequence[str], rows: Sequence[Sequence[object]]) -> Iterator[str]:
+    """A Markdown table; short rows are filled up."""
+    for cells in (headings, ["---"] * len(headings), *rows):
+        filled = [*map(str, cells), *[""] * (len(headings) - len(cells))]
+        yield f"| {' | '.join(cell.replace('|', '/') for cell in filled)} |"
+
+
+def gib(size: float) -> str:
+    return f"{size / 2**30:.2f}"
+
+
+def scientific(number: float | None) -> str:
+    return "not finite" if number is None else f"{number:.1e}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,193 @@
+"""The check for GPUs runs here to its end, with tiny shapes on real processes."""
+
+import argparse
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SCRIPT = Path(__file__).parents[1] / "scripts" / "gpu_check.py"
+FIGURE = r"\d+(\.\d+)?"
+
+
+def load_script() -> Any:
+    spec = importlib.util.spec_from_file_location("gpu_check", SCRIPT)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["gpu_check"] = module  # its dataclasses look themselves up
+    spec.loader.exec_module(module)
+    return module
+
+
+gpu_check = load_script()
+
+
+def h100(gpus: int = 1, gibibytes: float = 81559 / 1024) -> Any:
+    """What the script would find on a machine with this many GPUs."""
+    memory = int(gibibytes * 2**30)
+    names = ("NVIDIA H100 80GB HBM3",) * gpus
+    return gpu_check.Machine(gpus=names, memory_bytes=memory, facts={})
+
+
+def options(out: Path, *, full: bool = False, tiny: bool = False) -> argparse.Namespace:
+    return argparse.Namespace(out=out, full=full, tiny=tiny)
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory: pytest.TempPathFactory) -> str:
+    out = tmp_path_factory.mktemp("gpu-check")
+    alone = {
+        name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")
+    }
+    ended = subprocess.run(
+        [sys.executable, SCRIPT, "--out", out],
+        env={
+            **alone,
+            "CUDA_VISIBLE_DEVICES": "",
+            "OMP_NUM_THREADS": "1",
+            "MEGASPEED_CACHE": str(out / "cache"),
+        },
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    text = (out / "report.md").read_text()
+    assert ended.returncode == 0, ended.stdout + ended.stderr + text
+    return text
+
+
+def rows_of(report: str, heading: str) -> list[list[str]]:
+    """The cells of the first table after a heading."""
+    found = re.search(rf"^## {heading}\n.*?\n((?:\|.*\n)+)", report, re.MULTILINE | re.DOTALL)
+    assert found is not None, report
+    return [line.strip("| ").split(" | ") for line in found[1].splitlines()[2:]]
+
+
+@pytest.mark.timeout(900)
+def test_the_first_line_says_that_no_gpu_was_measured(report: str) -> None:
+    first = report.splitlines()[0]
+    assert "No GPU was found" in first and "mean nothing for a GPU" in first
+    assert "| torch that is needed | torch>=2.11, built for CUDA |" in report
+    assert re.search(r"^\| torch \| \d+\.\d+.* \(CUDA .*, NCCL none\) \|$", report, re.MULTILINE)
+
+
+@pytest.mark.timeout(900)
+def test_bf16_is_verified_and_fp16_states_why_it_is_not(report: str) -> None:
+    bf16, fp16 = rows_of(report, "The same model as one process")
+    assert bf16[:4] == ["pp 1 x dp 2 x tp 1", "3", "bf16", "yes"]
+    assert float(bf16[5]) <= float(bf16[6])
+    assert fp16[2:4] == ["fp16", "not run: fp16 needs a GPU"]
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("model", ["tiny GPT-2", "tiny Llama"])
+def test_both_engines_are_measured_beside_each_other(model: str, report: str) -> None:
+    rows = rows_of(report, model)
+    ours, theirs = "megaspeed", "Hugging Face + DeepSpeed"
+    assert [(row[0], row[2]) for row in rows] == [(ours, "ZeRO-3"), (theirs, "ZeRO-3")]
+    for row in rows:
+        step, tokens, mfu = row[4:7]
+        assert re.fullmatch(FIGURE, step) and re.fullmatch(FIGURE, tokens), row
+        assert mfu == "n/a", "nobody knows a CPU's peak here"
+    assert 0.8 < float(rows[0][9]) < 1.2, "predicted over measured"
+
+
+@pytest.mark.timeout(900)
+def test_every_section_states_its_command_and_its_ending(report: str) -> None:
+    sections = report.split("## Sections\n")[1]
+    found = re.findall(r"^\*\*(.+)\*\*: (.+)\n\n    (.+)$", sections, re.MULTILINE)
+    assert len(found) == 6
+    for title, ending, command in found:
+        assert re.fullmatch(r"exit code 0, \d+ s|not run: .+", ending), title
+        assert "--config " in command and "--json " in command
+
+
+def test_on_a_gpu_fp16_is_verified_with_a_constant_loss_scale(tmp_path: Path) -> None:
+    verified = [
+        list(map(str, section.command))
+        for section in gpu_check.sections(options(tmp_path), h100())
+        if section.labels["kind"] == "verify" and section.not_run is None
+    ]
+    assert [command[command.index("--device") + 1] for command in verified] == ["cuda", "cuda"]
+    assert "bf16.enabled=true" in verified[0]
+    assert {"fp16.enabled=true", "fp16.loss_scale=1024"} <= set(verified[1])
+
+
+@pytest.mark.parametrize(("gibibytes", "size"), [(81559 / 1024, 16), (40536 / 1024, 2), (32, None)])
+def test_the_micro_batch_follows_from_the_gpus_own_memory(
+    gibibytes: float, size: int | None, tmp_path: Path
+) -> None:
+    """GPT-2 1.5B: 28 GiB of model states and the activations of a micro-batch."""
+    timed = [
+        section
+        for section in gpu_check.sections(options(tmp_path), h100(1, gibibytes))
+        if section.labels.get("model") == "GPT-2 1.5B"
+    ]
+    assert len(timed) == 3
+    for section in timed:
+        if size is None:
+            assert "predicted peak of a micro-batch of 1 is" in section.not_run
+        else:
+            assert section.not_run is None
+            assert f"train_micro_batch_size_per_gpu={size}" in section.command
+
+
+def test_full_covers_every_layout_of_eight_gpus(tmp_path: Path) -> None:
+    sections = list(gpu_check.sections(options(tmp_path, full=True), h100(8)))
+    layouts = {section.labels["layout"] for section in sections}
+    assert layouts == set(gpu_check.LAYOUTS)
+    assert {layout.ranks for layout in layouts} == {1, 2, 4, 8}
+    assert len({section.title for section in sections}) == len(sections)
+    refused = {str(s.labels["layout"]): s.not_run for s in sections if s.not_run is not None}
+    assert set(refused) == {"pp 1 x dp 1 x tp 2", "pp 1 x dp 2 x tp 2"} | {
+        "pp 1 x dp 1 x tp 8",
+        "pp 2 x dp 2 x tp 2",
+    }
+    assert all("num_attention_heads 25" in reason for reason in refused.values())
+
+
+def a_section(out: Path, program: str) -> Any:
+    return gpu_check.Section(
+        title="one",
+        command=[sys.executable, "-c", program],
+        figures_file=out / "one.json",
+        labels={"kind": "verify", "layout": gpu_check.LAYOUTS[0], "zero": 1, "precision": "bf16"},
+    )
+
+
+def test_a_command_that_fails_is_reported_with_what_it_printed(tmp_path: Path) -> None:
+    section = a_section(tmp_path, "raise SystemExit('CUDA out of memory')")
+    gpu_check.carry_out(section, None)
+    assert section.failed and section.out_of_memory
+    report = "\n".join(gpu_check.report_lines([section], options(tmp_path), h100()))
+    assert "**one**: exit code 1, out of memory, " in report
+    assert "```\nCUDA out of memory\n```" in report
+
+
+def test_a_command_that_takes_too_long_is_ended(tmp_path: Path) -> None:
+    section = a_section(tmp_path, "import time; time.sleep(600)")
+    start = time.monotonic()
+    gpu_check.carry_out(section, start + 0.5)
+    assert time.monotonic() - start < 60
+    assert section.failed and gpu_check.ending(section).startswith("out of time")
+    late = a_section(tmp_path, "raise SystemExit(0)")
+    gpu_check.carry_out(late, start)
+    assert not late.failed and "for all sections were over" in gpu_check.ending(late)
+
+
+def test_half_the_micro_batch_is_tried_where_hugging_face_needs_more_memory(
+    tmp_path: Path,
+) -> None:
+    sizes = []
+    for section in gpu_check.sections(options(tmp_path), h100()):
+        if section.labels.get("engine") == "Hugging Face + DeepSpeed":
+            sizes.append(section.labels["run"].batch.micro_batch_size)
+            if len(sizes) == 1:
+                section.code, section.output = 1, "torch.OutOfMemoryError: CUDA out of memory."
+    assert sizes[:3] == [16, 8, 16]
