@@ -30,14 +30,16 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
+import numpy as np
 import torch
 
 from megaspeed.analysis.planning.devices import USABLE_FRACTION
 from megaspeed.analysis.planning.prediction import predict_peak_bytes
 from megaspeed.config import ConfigError, Run, load_run
 from megaspeed.model.flops import training_flops_per_token
+from megaspeed.topology.grid import Grid
 from megaspeed.training.device_peak import peak_by_name
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -47,6 +49,9 @@ PLAIN_DEEPSPEED = Path(__file__).with_name("plain_deepspeed.py")
 SECONDS = 440.0
 """Until the last section is ended on a GPU, without --full; a section takes a moment to end."""
 
+SECTION_SECONDS = 180.0
+"""One section at most, without --full: one that hangs must not cost the others."""
+
 MICRO_BATCHES = 4
 """Of a timed step."""
 
@@ -54,36 +59,17 @@ MICRO_BATCH_SIZES = (32, 16, 8, 4, 2, 1)
 TINY_MICRO_BATCH_SIZE = 2
 RANKS_WITHOUT_A_GPU = 2
 
-
-class Layout(NamedTuple):
-    """Degrees of parallelism."""
-
-    pp: int
-    dp: int
-    tp: int
-
-    @property
-    def ranks(self) -> int:
-        """Their product."""
-        return self.pp * self.dp * self.tp
-
-    @property
-    def overrides(self) -> list[str]:
-        """For ``--set``."""
-        return [f"parallel.pipeline={self.pp}", f"parallel.tensor={self.tp}"]
-
-    def __str__(self) -> str:
-        return f"pp {self.pp} x dp {self.dp} x tp {self.tp}"
-
-
 LAYOUTS = (
-    *(Layout(1, 1, 1),),
-    *(Layout(2, 1, 1), Layout(1, 1, 2), Layout(1, 2, 1)),
-    *(Layout(1, 4, 1), Layout(2, 2, 1), Layout(1, 2, 2)),
-    *(Layout(1, 8, 1), Layout(4, 2, 1), Layout(1, 1, 8), Layout(2, 2, 2)),
+    Grid(1, 1, 1),
+    *(Grid(2, 1, 1), Grid(1, 1, 2), Grid(1, 2, 1)),
+    *(Grid(1, 4, 1), Grid(2, 2, 1), Grid(1, 2, 2)),
+    *(Grid(1, 8, 1), Grid(4, 2, 1), Grid(1, 1, 8), Grid(2, 2, 2)),
 )
 
-TINY_TEXT = {"train": [str(ROOT / "LICENSE")], "validation_fraction": 0.0, "sequence_length": 64}
+TOKENS = 2**21
+"""Random ids that a model trains on: no tokenizer takes time, and Hugging Face's side has random
+ones, too."""
+
 TINY_SHAPE = {
     "vocab_size": 512,
     "hidden_size": 64,
@@ -91,7 +77,7 @@ TINY_SHAPE = {
     "num_attention_heads": 8,
     "max_position_embeddings": 64,
 }
-TINY_GPT2 = {"model": {"architecture": "gpt2", **TINY_SHAPE}, "data": TINY_TEXT}
+TINY_GPT2 = {"model": {"architecture": "gpt2", **TINY_SHAPE}, "data": {"sequence_length": 64}}
 TINY_LLAMA = {
     "model": {
         "architecture": "llama",
@@ -99,9 +85,13 @@ TINY_LLAMA = {
         "num_key_value_heads": 4,
         "intermediate_size": 128,
     },
-    "data": TINY_TEXT,
+    "data": {"sequence_length": 64},
 }
-GPT2_XL = {"extends": str(ROOT / "ds_configs" / "gpt2_1.5b.json")}
+GPT2_XL = {
+    "extends": str(ROOT / "ds_configs" / "gpt2_1.5b.json"),
+    "model": {"vocab_size": 50257},
+    "data": {"sequence_length": 1024},
+}
 LLAMA_1B = {
     "model": {
         "architecture": "llama",
@@ -114,7 +104,7 @@ LLAMA_1B = {
         "max_position_embeddings": 2048,
         "tie_word_embeddings": False,
     },
-    "data": {"train": ["python-stdlib"], "tokenizer": "train", "sequence_length": 2048},
+    "data": {"sequence_length": 2048},
 }
 SHARED = {
     "training": {"steps": 1000},
@@ -258,7 +248,7 @@ def output_of(*command: str) -> str:
 def sections(options: argparse.Namespace, machine: Machine) -> Iterator[Section]:
     """All sections. Each is carried out before the next one is made."""
     ranks = len(machine.gpus) or RANKS_WITHOUT_A_GPU
-    layouts = [layout for layout in LAYOUTS if layout.ranks <= ranks]
+    layouts = [layout for layout in LAYOUTS if layout.world_size <= ranks]
     verified = layouts if options.full else layouts[-1:]
     for layout in verified:
         yield from verify_sections(layout, options, machine)
@@ -272,19 +262,19 @@ def sections(options: argparse.Namespace, machine: Machine) -> Iterator[Section]
 
 
 def verify_sections(
-    layout: Layout, options: argparse.Namespace, machine: Machine
+    layout: Grid, options: argparse.Namespace, machine: Machine
 ) -> Iterator[Section]:
     """bf16 and fp16 of a tiny model at one layout, against one process."""
     config = write_config(options.out / "verify.json", {**TINY_GPT2, "train_batch_size": 16})
     everything = [(precision, stage) for precision in ("bf16", "fp16") for stage in range(4)]
     for precision, stage in everything if options.full else [("bf16", 3), ("fp16", 1)]:
-        settings = [*layout.overrides, f"zero_optimization.stage={stage}"]
+        settings = [*degrees(layout), f"zero_optimization.stage={stage}"]
         settings += [f"{precision}.enabled=true", "train_micro_batch_size_per_gpu=4"]
         # With a dynamic loss scale, the first steps would be skipped.
         settings += ["fp16.loss_scale=1024"] if precision == "fp16" else []
         yield section(
             f"verify {precision} {layout} ZeRO-{stage}",
-            [MEGASPEED, "verify", "--config", config, "--world-size", str(layout.ranks)],
+            [MEGASPEED, "verify", "--config", config, "--world-size", str(layout.world_size)],
             ["--device", machine.device, "--steps", "5", "--set", *settings],
             out=options.out,
             labels={"kind": "verify", "layout": layout, "zero": stage, "precision": precision},
@@ -297,7 +287,7 @@ def verify_sections(
 def timing_sections(
     name: str,
     config: dict[str, Any],
-    layout: Layout,
+    layout: Grid,
     options: argparse.Namespace,
     machine: Machine,
 ) -> Iterator[Section]:
@@ -317,7 +307,7 @@ def timing_sections(
     labels = {"kind": "time", "model": name, "layout": layout, "run": run}
     yield section(
         f"compare {name} {layout}",
-        [MEGASPEED, "compare", "--config", file, "--world-size", str(layout.ranks)],
+        [MEGASPEED, "compare", "--config", file, "--world-size", str(layout.world_size)],
         [
             "--stages",
             *map(str, stages),
@@ -340,7 +330,7 @@ def timing_sections(
             beside = section(
                 f"Hugging Face + DeepSpeed {name} {layout} ZeRO-{stage} micro-batch {smaller}",
                 [sys.executable, "-m", "torch.distributed.run", "--standalone"],
-                ["--nproc-per-node", str(layout.ranks), PLAIN_DEEPSPEED, "--config", file],
+                ["--nproc-per-node", str(layout.world_size), PLAIN_DEEPSPEED, "--config", file],
                 ["--steps", "5", "--set", *settings],
                 out=options.out,
                 labels={
@@ -378,16 +368,25 @@ def file_name(title: str) -> str:
 
 
 def write_config(file: Path, values: dict[str, Any]) -> Path:
-    """A run's JSON; one without ``extends`` gets the optimizer of all of them."""
+    """A run's JSON on random tokens; one without ``extends`` gets the optimizer of all of them."""
+    tokens = file.with_suffix(".bin")  # as nanoGPT writes them
+    random = np.random.default_rng(seed=0)
+    random.integers(values["model"]["vocab_size"], size=TOKENS, dtype=np.uint16).tofile(tokens)
+    data = {**values["data"], "train": [str(tokens)], "validation_fraction": 0.0}
     shared = {} if "extends" in values else SHARED
-    file.write_text(json.dumps({**shared, **values}, indent=2) + "\n")
+    file.write_text(json.dumps({**shared, **values, "data": data}, indent=2) + "\n")
     return file
 
 
-def batch_settings(layout: Layout, micro_batch_size: int) -> list[str]:
+def degrees(layout: Grid) -> list[str]:
+    """For ``--set``."""
+    return [f"parallel.pipeline={layout.pp}", f"parallel.tensor={layout.tp}"]
+
+
+def batch_settings(layout: Grid, micro_batch_size: int) -> list[str]:
     """For ``--set``: the layout, and ``MICRO_BATCHES`` micro-batches a step."""
     return [
-        *layout.overrides,
+        *degrees(layout),
         f"train_micro_batch_size_per_gpu={micro_batch_size}",
         f"train_batch_size={micro_batch_size * MICRO_BATCHES * layout.dp}",
     ]
@@ -395,7 +394,7 @@ def batch_settings(layout: Layout, micro_batch_size: int) -> list[str]:
 
 def micro_batch_size(
     file: Path,
-    layout: Layout,
+    layout: Grid,
     stages: Sequence[int],
     options: argparse.Namespace,
     machine: Machine,
@@ -421,11 +420,11 @@ def micro_batch_size(
     )
 
 
-def load(file: Path, settings: list[str], layout: Layout) -> Run:
+def load(file: Path, settings: list[str], layout: Grid) -> Run:
     return load_run(
         file,
         settings,
-        world_size=layout.ranks,
+        world_size=layout.world_size,
         world_source="--world-size",
         device_type="cuda",
     )
@@ -433,7 +432,7 @@ def load(file: Path, settings: list[str], layout: Layout) -> Run:
 
 def carry_out(section: Section, end: float | None) -> None:
     """Runs a section's command until it ends, or until the time is over."""
-    left = None if end is None else end - time.monotonic()
+    left = None if end is None else min(SECTION_SECONDS, end - time.monotonic())
     if section.not_run is None and left is not None and left <= 0:
         section.not_run = f"the {SECONDS:.0f} s for all sections were over"
     if section.not_run is not None:
@@ -537,8 +536,8 @@ def model_lines(model: str, done: Sequence[Section], machine: Machine) -> Iterat
         f"{shape.vocab_size}; {run.config.data.sequence_length} tokens, {MICRO_BATCHES} "
         "micro-batches a step, bf16, activation checkpointing "
         f"{run.config.parallel.activation_checkpointing}. "
-        "Median of the steps after the first. megaspeed reads its corpus within the step; Hugging "
-        "Face + DeepSpeed has random tokens on the device."
+        "Random tokens: megaspeed reads them from a file within the step, and Hugging Face + "
+        "DeepSpeed has them on the device. Median of the steps after the first."
     )
     yield ""
     flops = training_flops_per_token(shape, run.config.data.sequence_length)

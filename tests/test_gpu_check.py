@@ -142,7 +142,7 @@ def test_full_covers_every_layout_of_eight_gpus(tmp_path: Path) -> None:
     sections = list(gpu_check.sections(options(tmp_path, full=True), h100(8)))
     layouts = {section.labels["layout"] for section in sections}
     assert layouts == set(gpu_check.LAYOUTS)
-    assert {layout.ranks for layout in layouts} == {1, 2, 4, 8}
+    assert {layout.world_size for layout in layouts} == {1, 2, 4, 8}
     assert len({section.title for section in sections}) == len(sections)
     refused = {str(s.labels["layout"]): s.not_run for s in sections if s.not_run is not None}
     assert set(refused) == {"pp 1 x dp 1 x tp 2", "pp 1 x dp 2 x tp 2"} | {

@@ -161,15 +161,10 @@ def train_rank_in_fp16(
 def test_fp16_with_a_constant_loss_scale_stays_within_its_bound(
     zero_stage: int, pool: RankPool, references: References
 ) -> None:
-    run = tiny_run(
-        TEXT,
-        pp=2,
-        dp=2,
-        tp=2,
-        device_type="cuda",
-        fp16={"enabled": True, "loss_scale": 1024},
-        zero_optimization={"stage": zero_stage},
-    )
+    fp16 = {"enabled": True, "loss_scale": 1024}
+    zero = {"stage": zero_stage}
+    layout = {"pp": 2, "dp": 2, "tp": 2}
+    run = tiny_run(TEXT, **layout, device_type="cuda", fp16=fp16, zero_optimization=zero)
     comparison = train_and_compare(pool, references, run, train_rank_in_fp16)
     assert comparison.equal, comparison.largest
 
