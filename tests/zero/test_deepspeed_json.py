@@ -77,16 +77,9 @@ def test_what_is_stated_is_told_and_what_has_no_value_is_left_to_deepspeed() -> 
     ("changes", "told"),
     [
         ({}, None),
-        ({"bf16": {"enabled": True}}, None),
-        ({"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}, "fp32"),
-        (
-            {
-                "bf16": {"enabled": True},
-                "data_types": {"grad_accum_dtype": "fp32"},
-                "communication_data_type": "bf16",
-            },
-            "bf16",
-        ),
+        ({"bf16": {"enabled": True}}, "fp32"),
+        ({"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "bf16"}}, None),
+        ({"bf16": {"enabled": True}, "communication_data_type": "bf16"}, "bf16"),
     ],
 )
 def test_sums_in_fp32_are_averaged_in_fp32_unless_the_run_says_otherwise(
