@@ -21,6 +21,7 @@ from megaspeed.data import MicroBatch
 from megaspeed.pipeline import Executor, Neighbours, stage_program
 from megaspeed.pipeline.instructions import Exchange, Instruction
 from megaspeed.pipeline.schedules import SCHEDULES, Schedule, forward_only
+from megaspeed.zero.reductions import add_gradients_of_other_end
 from tests.paper_gpu.nccl_simulator import (
     Action,
     Batch,
@@ -51,10 +52,8 @@ class Notes:
         def rank_of(stage: int) -> int:
             return stage * data_ranks + data_rank
 
-        ends = (rank_of(0), rank_of(stages - 1))
         self.pipeline: Group = ("pp", tuple(map(rank_of, range(stages))))
         self.data: Group = ("dp", tuple(stage * data_ranks + d for d in range(data_ranks)))
-        self.tied: Group = ("tied", ends if stage in (0, stages - 1) else (rank_of(stage),))
         self.world: Group = ("world", tuple(range(stages * data_ranks)))
 
     def collective(self, group: Group, name: str) -> None:
@@ -86,13 +85,21 @@ class NotedWork:
 
 
 class NotingEngine:
-    """A stage that notes its kernels and collectives, those of ZeRO within a backward too."""
+    """A stage that notes its kernels and collectives, those of ZeRO within a backward too.
 
-    def __init__(self, notes: Notes) -> None:
+    Args:
+        notes: of its rank.
+        group: the pipeline of the fake world.
+        other_end: on the first stage the last one, and the reverse; both hold a tied embedding.
+    """
+
+    def __init__(self, notes: Notes, group: dist.ProcessGroup, other_end: int | None) -> None:
         self._notes = notes
+        self._group = group
+        self._other_end = other_end
 
     def forward(
-        self, micro_batch: int, x: Tensor, samples: tuple[int, ...], documents: Tensor | None
+        self, micro_batch: int, x: Tensor, samples: Tensor, documents: Tensor | None
     ) -> Tensor:
         self._notes.actions.append(Compute(f"forward {micro_batch}"))
         self._notes.collective(self._notes.data, f"gather for forward {micro_batch}")
@@ -115,7 +122,10 @@ class NotingEngine:
         self._notes.collective(self._notes.data, "reduce")
 
     def reduce_tied_gradients(self) -> None:
-        self._notes.collective(self._notes.tied, "tied")
+        if self._other_end is not None:
+            add_gradients_of_other_end(
+                [torch.zeros(2)], self._group, peer=self._other_end, device=torch.device("cpu")
+            )
 
 
 @contextmanager
@@ -142,9 +152,11 @@ def noted(
 
     def load(micro_batch: int) -> MicroBatch:
         notes.actions.append(Compute(f"copy micro-batch {micro_batch} to the device"))
-        return MicroBatch(tokens=torch.ones(1), targets=torch.ones(1), samples=(), documents=None)
+        return MicroBatch(tokens=torch.ones(1), targets=torch.ones(1), samples=torch.zeros(1))
 
     patch = pytest.MonkeyPatch()
+    is_end = stages > 1 and stage in (0, stages - 1)
+    other_end = stages - 1 - stage if is_end else None
     with fake_pipeline(stages, stage) as group, patch.context() as patched:
         neighbours = Neighbours.connect(
             group,
@@ -156,7 +168,7 @@ def noted(
         )
         patched.setattr(dist, "batch_isend_irecv", notes.batch_isend_irecv)
         executor = Executor(
-            NotingEngine(notes),
+            NotingEngine(notes, group, other_end),
             neighbours,
             load=load,
             loss_function=lambda output, targets: output * targets,
@@ -232,6 +244,8 @@ def as_in_version_0_1(programs: dict[int, Program]) -> dict[int, Program]:
 
     def changed(rank: int, program: Program, action: Action) -> Action:
         match action:
+            case Batch(_, (_,), (_,)):
+                return action  # the tied exchange, which faces its other end already
             case Batch((_, ranks), send_to, receive_from):
                 (down,) = [to > rank for to in send_to] or [peer < rank for peer in receive_from]
                 return Batch(("activations" if down else "gradients", ranks), send_to, receive_from)
