@@ -35,6 +35,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from megaspeed.analysis.compare.launching import ended_on_termination
 from megaspeed.analysis.planning.devices import USABLE_FRACTION
 from megaspeed.analysis.planning.prediction import predict_peak_bytes
 from megaspeed.config import ConfigError, Run, load_run
@@ -185,12 +186,13 @@ def main() -> int:
     report = options.out / "report.md"
     end = None if options.full or options.tiny else start + SECONDS
     done: list[Section] = []
-    for section in sections(options, machine):
-        print(f"{section.title} ...", flush=True)
-        carry_out(section, end)
-        done.append(section)
-        report.write_text("\n".join(report_lines(done, options, machine)) + "\n")
-        print(f"    {ending(section)}", flush=True)
+    with ended_on_termination():
+        for section in sections(options, machine):
+            print(f"{section.title} ...", flush=True)
+            carry_out(section, end)
+            done.append(section)
+            report.write_text("\n".join(report_lines(done, options, machine)) + "\n")
+            print(f"    {ending(section)}", flush=True)
     print(f"wrote {report}")
     return 1 if any(section.failed for section in done) else 0
 

@@ -7,9 +7,11 @@ import re
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "gpu_check.py"
@@ -64,9 +66,9 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def rows_of(report: str, heading: str) -> list[list[str]]:
     """The cells of the first table after a heading."""
-    found = re.search(rf"^## {heading}\n.*?\n((?:\|.*\n)+)", report, re.MULTILINE | re.DOTALL)
-    assert found is not None, report
-    return [line.strip("| ").split(" | ") for line in found[1].splitlines()[2:]]
+    section = report.split(f"\n## {heading}\n")[1].split("\n## ")[0]
+    lines = [line for line in section.splitlines() if line.startswith("|")]
+    return [line.strip("| ").split(" | ") for line in lines[2:]]
 
 
 @pytest.mark.timeout(900)
@@ -191,3 +193,29 @@ def test_half_the_micro_batch_is_tried_where_hugging_face_needs_more_memory(
             if len(sizes) == 1:
                 section.code, section.output = 1, "torch.OutOfMemoryError: CUDA out of memory."
     assert sizes[:3] == [16, 8, 16]
+
+
+def test_a_check_that_is_ended_ends_its_command(tmp_path: Path) -> None:
+    program = (
+        f"import sys; sys.path.insert(0, {str(SCRIPT.parent)!r}); import gpu_check as g\n"
+        "from pathlib import Path\n"
+        "command = [sys.executable, '-c', 'import time; time.sleep(600)']\n"
+        f"file = Path({str(tmp_path)!r}, 'one.json')\n"
+        "section = g.Section(title='one', command=command, figures_file=file, labels={})\n"
+        "with g.ended_on_termination():\n"
+        "    g.carry_out(section, None)\n"
+    )
+    check = subprocess.Popen([sys.executable, "-c", program], stderr=subprocess.PIPE)
+    children = wait_for(lambda: psutil.Process(check.pid).children())
+    check.terminate()
+    assert check.wait(60) != 0
+    psutil.wait_procs(children, timeout=10)
+    assert not any(child.is_running() for child in children)
+
+
+def wait_for(look: Callable[[], list[psutil.Process]]) -> list[psutil.Process]:
+    end = time.monotonic() + 60
+    while not (found := look()):
+        assert time.monotonic() < end
+        time.sleep(0.1)
+    return found
