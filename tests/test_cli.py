@@ -59,7 +59,7 @@ def test_every_file_of_ds_configs_is_right_at_1_2_and_4_processes(
 
 @pytest.mark.parametrize(
     ("name", "world_size", "device"),
-    [("3d", 8, "cpu"), ("3d", 4, "cpu"), ("gpt2_1.5b", 8, "cuda"), ("gpt2_1.5b", 64, "cuda")],
+    [("3d", 8, "cpu"), ("3d", 4, "cpu"), ("gpt2_1.5b", 8, "cuda"), ("gpt2_1.5b", 32, "cuda")],
 )
 def test_the_larger_files_are_right_at_their_sizes(name: str, world_size: int, device: str) -> None:
     options = ("--world-size", str(world_size), "--device", device)
