@@ -48,13 +48,13 @@ MEGASPEED = Path(sys.executable).with_name("megaspeed")
 PLAIN_DEEPSPEED = Path(__file__).with_name("plain_deepspeed.py")
 
 SECONDS = 440.0
-"""Until the last section is ended on a GPU, without --full; a section takes a moment to end."""
+"""The time limit of all sections on a GPU, without --full. The last one then ends in seconds."""
 
 SECTION_SECONDS = 180.0
-"""One section at most, without --full: one that hangs must not cost the others."""
+"""The time limit of one section, so that one that hangs leaves time for the others."""
 
 MICRO_BATCHES = 4
-"""Of a timed step."""
+"""In each timed step."""
 
 MICRO_BATCH_SIZES = (32, 16, 8, 4, 2, 1)
 TINY_MICRO_BATCH_SIZE = 2

@@ -1,9 +1,9 @@
-"""Hugging Face's model under plain DeepSpeed: what megaspeed's step time is measured beside.
+"""Hugging Face's model under plain DeepSpeed: the baseline for megaspeed's step time.
 
     python scripts/plain_deepspeed.py --config ds_configs/gpt2_1.5b.json --json figures.json
     torchrun --nproc-per-node 8 scripts/plain_deepspeed.py --config ds_configs/gpt2_1.5b.json
 
-The loop is what a user of transformers writes round ``deepspeed.initialize``: the model in bf16,
+The loop is what a user of transformers writes around ``deepspeed.initialize``: the model in bf16,
 torch's fused AdamW, and no other optimization. Shape, batch, ZeRO stage and clipping are those of
 the configuration, which must be in bf16 and may only use the data axis. The tokens are random.
 """
@@ -47,7 +47,8 @@ def main() -> int:
         device_type=device_type,
     )
     if run.precision != "bf16" or run.degrees.dp != launch.world_size:
-        raise ConfigError(["it must be in bf16, with pipeline and tensor 1"], where=options.config)
+        problem = "plain DeepSpeed needs bf16.enabled, parallel.pipeline 1 and parallel.tensor 1"
+        raise ConfigError([problem], where=options.config)
     grid = Grid(pp=1, dp=launch.world_size, tp=1)
     with ParallelContext.create(grid, launch, timeout_seconds=600) as context:
         figures = measure(run, context, options.steps)

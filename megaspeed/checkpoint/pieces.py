@@ -65,16 +65,16 @@ def pieces_of(
 class HostCopy:
     """Copies of pieces in host memory, for a save that continues while the originals change.
 
-    The first copy takes the memory and later ones use it again, because it takes seconds to lock
-    pages. It is 4 bytes for each element that is copied: 12 for each parameter of which this rank
-    writes the weight and both moments. If the pieces are on a GPU, the memory is page-locked.
+    The first copy allocates the memory and later copies reuse it, because locking pages takes
+    seconds. The memory is 4 bytes for each element: 12 for each parameter that this rank writes,
+    for the weight and both moments. If the pieces are on a GPU, the memory is page-locked.
     """
 
     def __init__(self) -> None:
         self._buffers: list[Tensor] = []
 
     def take(self, pieces: Iterable[Piece]) -> tuple[list[Piece], Callable[[], None]]:
-        """Copies the pieces' values of now over the ones copied before; does not wait for a GPU.
+        """Copies the pieces' current values over the earlier copies, without waiting for a GPU.
 
         The copies are enqueued on the current stream. Work that is enqueued later, such as the next
         optimizer step, runs after them, so it cannot change what they read. A stream of their own

@@ -43,8 +43,8 @@ class SaveReport:
         checkpoint: the folder that it made, or was to make.
         size_bytes: of all its files; 0 where it failed.
         seconds: from its beginning to the end on this rank.
-        stall_seconds: of these, those for which the training thread waited. The copy from a GPU to
-            host memory for a save in the background is not among them: only the GPU waits for it.
+        stall_seconds: the part of ``seconds`` for which the training thread waited. It excludes a
+            background save's copy from a GPU to host memory, because only the GPU waits for it.
         error: why it failed; None if it did not.
         deleted: older checkpoints that made way.
     """

@@ -43,7 +43,7 @@ class DataTypesConfig(Section):
 
     grad_accum_dtype: Literal["fp32", "bf16"] = Field(
         default="fp32",
-        description="Type in which micro-batches' gradients are added up and reduced. bf16 halves "
-        "their memory and traffic, and loses what a micro-batch adds once it is 256 times smaller "
-        "than the sum.",
+        description="Type in which gradients are summed over micro-batches and reduced. bf16 "
+        "halves their memory and traffic, but a micro-batch's gradient is lost if it is more than "
+        "256 times smaller than the sum.",
     )

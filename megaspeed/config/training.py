@@ -29,7 +29,7 @@ class TrainingConfig(Section):
     allow_tf32: bool = Field(
         default=False,
         description="On CUDA, multiply fp32 matrices in TF32, which keeps 10 of 23 mantissa bits. "
-        "Faster; layouts then agree to about 1e-3 only.",
+        "This is faster, but layouts agree only to about 1e-3.",
     )
     allow_reduced_precision_reduction: bool = Field(
         default=False,
@@ -52,7 +52,7 @@ class TrainingConfig(Section):
     )
     async_save: bool = Field(
         default=False,
-        description="Copy a checkpoint to host memory and write it while training continues. It "
-        "takes 12 bytes of host memory for each parameter that a rank writes, page-locked on a "
-        "GPU, from the first save to the end of the run.",
+        description="Copy a checkpoint to host memory and write it while training continues. "
+        "From the first save to the end of the run, this takes 12 bytes of host memory for each "
+        "parameter that a rank writes. If the rank trains on a GPU, the memory is page-locked.",
     )

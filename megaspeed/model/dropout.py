@@ -8,7 +8,7 @@ a mask is a counter-based hash, as in Salmon et al. 2011, "Parallel random numbe
     key  = 64 bits of sha256(seed, name)                   once, on the host
     word = output n of a SplitMix64 generator seeded key   64 bits for each row
     hash = lowbias32 of (word, column)                     32 bits for each element
-    an element is dropped if hash < p 2^32
+    an element is dropped if hash, as a signed integer, < p 2^32 - 2^31
 
 So every layout and every device drops the same elements, a rank computes the mask of its own rows
 only, and the backward pass computes the mask again: neither a mask nor a random state is stored.

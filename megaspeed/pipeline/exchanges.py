@@ -55,9 +55,9 @@ def form_exchanges(
 ) -> StageProgram:
     """Join each send with the receive directly after it, if the neighbour can do the same.
 
-    A send and a receive become an exchange if they have the same neighbour, and if the other ends
-    of both are a send and a receive directly after it too. The condition is the same seen from
-    either side, so both neighbours form the same exchanges.
+    They become an exchange if both have the same neighbour, and if on that neighbour the matching
+    receive also comes directly after the matching send. The condition is symmetric, so both
+    neighbours form the same exchanges.
 
     Args:
         program: the stage's own instructions.

@@ -4,8 +4,8 @@
     activations  ------------------------> forward  ------------------------> activations
     gradients    <------------------------ backward <------------------------ gradients
 
-Between its forward and its backward a micro-batch holds its input and the graph, but not its
-output: backward needs only the graph's last edge, so the output is freed once it is sent.
+Between a micro-batch's forward and its backward the stage holds its input and its graph, but not
+its output: backward needs only the graph's last edge, so the output is freed once it is sent.
 """
 
 from collections.abc import Callable, Iterable

@@ -8,8 +8,8 @@ compared, printed and tested without a process.
                 receive gradient      backward     send gradient          up the pipeline
     reduce gradients, reduce tied gradients, optimizer step               once, at the end
 
-A receive only starts: the forward or backward that needs the message waits for it. So a stage
-loads a micro-batch while its activation arrives.
+A receive instruction only starts the receive. The forward or backward that needs the message waits
+for it, so a stage can load a micro-batch while its activation arrives.
 """
 
 from dataclasses import dataclass

@@ -4,14 +4,14 @@
                     activations -->               activations -->
                     <-- gradients                 <-- gradients
 
-All messages of a pipeline use one process group. A send and a receive that face each other
-(`exchanges.py`), or a message alone, are one `batch_isend_irecv`. On a GPU a batch is one NCCL
-kernel on the group's communicator; also for a message alone, since torch otherwise opens a
-communicator for each pair of ranks if the group has no device bound to it.
+All messages of a pipeline use one process group. One `batch_isend_irecv` carries either a single
+message, or a send and a receive that face each other (`exchanges.py`). On a GPU it is one NCCL
+kernel on the group's communicator. A single message is a batch too, because for a plain `isend`
+torch opens a communicator for each pair of ranks if no device is bound to the group.
 
-A link has at most one batch in flight: starting the next one first waits for it. On a GPU to wait
-means that the current stream waits, not the host. `check_schedule` proves that no stage waits for
-ever, even if it waits for each message at once.
+A link has at most one batch in flight: before it starts the next batch, it waits for the last one.
+On a GPU the current stream waits, not the host. `check_schedule` proves that no stage waits for
+ever, even if each stage waits for every message as soon as it has started it.
 """
 
 from collections.abc import Sequence
@@ -138,8 +138,8 @@ class Neighbours:
             device: of every message on this rank.
 
         Raises:
-            PipelineProtocolError: two neighbours expect another shape or dtype. Every rank raises
-                it, so none waits for the others.
+            PipelineProtocolError: two neighbours expect different shapes or dtypes. Every rank of
+                the pipeline raises it, so no rank waits for another.
         """
         _agree(group, _describe(shape, dtype))
 

@@ -8,7 +8,7 @@ If two neighbours send to each other at the same time, each yields its receive d
 send: the two messages go out as one batch (`exchanges.py`). Otherwise both would wait.
 
 Every stage loads every micro-batch: the first needs its tokens, the last its targets, and those
-between its sample indices, from which dropout draws its masks.
+between its sample indices, from which dropout computes its masks.
 
 To add a schedule, write one more generator, name it in `SCHEDULES`, and let `check_schedule`
 judge it. An interleaved schedule (Narayanan et al. 2021, section 2.2.2) gives a stage several

@@ -1,10 +1,9 @@
 """A pipeline stage with a clock instead of tensors.
 
-A stage waits at each send, receive or exchange until its neighbour is at the other end of it; then
-both continue. The executor waits later than that, or not at all, but a program that passes here
-passes there: every wait of the executor, of gloo's and NCCL's order of messages, and of a device
-synchronisation at any place is a part of this one. Forward and backward take whole clock ticks,
-everything else takes none.
+A simulated stage waits at each send, receive or exchange until its neighbour reaches the matching
+one; then both continue. The executor, gloo, NCCL and a device synchronisation at any place wait for
+no more than that. So a program that completes here completes there too. Forward and backward take
+whole clock ticks, everything else takes none.
 """
 
 from collections.abc import Sequence

@@ -35,7 +35,8 @@ from megaspeed.topology.groups import (
 from megaspeed.topology.launch import LaunchEnvironment
 from megaspeed.topology.process_settings import allow_open_files, default_settings
 
-# One rank waits for nobody, but NCCL counts from the call, and kernels before it may wait.
+# A group of one rank waits for no other rank. But NCCL's timeout starts at the call, and kernels
+# that were launched before it may wait for other ranks.
 _ONE_RANK_NEVER_WAITS = timedelta(days=1)
 
 
@@ -55,7 +56,8 @@ class ParallelContext:
     world_group: dist.ProcessGroup
     tp_group: dist.ProcessGroup | None  # None if the axis has one rank: nothing is ever sent
     dp_group: dist.ProcessGroup  # also of one rank, because DeepSpeed partitions over it
-    # No collectives, so a message can only meet its own receive. None if the axis has one rank.
+    # After start-up it carries no collectives, so a message can only meet its own receive. None if
+    # the axis has one rank.
     pp_group: dist.ProcessGroup | None
     checkpoint_group: dist.ProcessGroup  # used by one thread at a time, which need not be the main
 
@@ -67,11 +69,12 @@ class ParallelContext:
         group is tried once before this returns. Whatever waits longer than `timeout_seconds` for
         other ranks, now or in a later collective, fails.
 
-        Sets the environment variables and limits of `process_settings.py` that are not set yet.
+        Sets the environment variables of `process_settings.py`, unless they are set, and raises the
+        limit on open files.
 
-        Raises TopologyError if `grid` has not as many ranks as were launched, if a rank finds no
-        GPU of its own or may open too few files, and GroupError, which names the group and its
-        ranks, if a rank does not come.
+        Raises TopologyError if `grid` and the launcher differ in the number of ranks, if a rank
+        finds no GPU of its own, or if its limit on open files is too low. Raises GroupError, which
+        names the group and its ranks, if a rank does not join.
         """
         if grid.world_size != launch.world_size:
             raise TopologyError(

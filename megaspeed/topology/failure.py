@@ -1,11 +1,11 @@
 """What a rank reports when it fails: where it stands, what it was doing, and the traceback.
 
-    [gpu17, rank 5 (pp 1, dp 0, tp 1), step 12, Backward(3)] RuntimeError: ...
+    [gpu17, rank 5 (pp 1, dp 0, tp 1), step 12, Backward(micro_batch=3)] RuntimeError: ...
     Traceback (most recent call last):
       ...
 
-It is written while the exception passes, before anything waits: other ranks may wait for this one,
-and what closes on the way out may wait for them.
+The report is written while the exception propagates, before anything waits. Other ranks may wait
+for this rank, and objects that close after the exception may wait for them.
 """
 
 import socket
@@ -22,7 +22,7 @@ _REPORTED = "_megaspeed_reported"
 
 @contextmanager
 def during(phase: object) -> Iterator[None]:
-    """Adds what was being done to an exception that passes, as a note of the exception."""
+    """Adds the phase, as a note, to an exception that leaves this block."""
     try:
         yield
     except Exception as error:
@@ -31,7 +31,7 @@ def during(phase: object) -> Iterator[None]:
 
 
 def note_phase(error: Exception, phase: object) -> None:
-    """What ``during`` does, for a loop that is too hot for a context manager."""
+    """Adds the phase to an exception, as ``during`` does, but without a context manager."""
     error.add_note(f"{_DURING}{phase}")
 
 
@@ -39,7 +39,7 @@ def note_phase(error: Exception, phase: object) -> None:
 def failures_reported(
     grid: Grid, rank: int, *, expected: tuple[type[Exception], ...] = ()
 ) -> Iterator[None]:
-    """Writes an exception that passes to standard error, once, however many of these it passes.
+    """Writes an exception that leaves this block to standard error. Nested blocks write it once.
 
     Args:
         grid: the layout.

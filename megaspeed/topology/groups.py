@@ -9,10 +9,11 @@ Every rank makes these calls, in this order. On NCCL the groups along an axis ar
 group: thousands of them at 4,096 ranks.) gloo cannot split, but there only the members of a group
 need to call ``new_group``, so it is one call for each axis too.
 
-An axis of one rank sends nothing and has no group. The data axis is the exception, because
-DeepSpeed partitions over it. An axis that spans all ranks uses the world's group: communicators
-cost GPU memory, and the collectives of one thread cannot overtake each other. The pipeline axis is
-the exception: point-to-point messages share with no other traffic.
+An axis of one rank sends nothing and has no group, except the data axis, because DeepSpeed
+partitions over it. An axis that spans all ranks uses the world's group, because a communicator
+costs GPU memory and the collectives of one thread cannot overtake each other. A pipeline axis that
+spans all ranks still has its own group, so that point-to-point messages share it with no other
+traffic.
 """
 
 from collections.abc import Iterator, Sequence
@@ -127,8 +128,8 @@ def abandon() -> None:
     """Abort every group, if there are any, after an exception. Waits for no other rank.
 
     ``destroy_process_group`` waits for NCCL's kernels, and they wait for ranks that this rank will
-    never answer. Aborting ends the kernels. It should take milliseconds; if it takes more than
-    seconds, it continues in the background.
+    never answer. Aborting ends the kernels, and should take milliseconds. This function waits for
+    ``_SECONDS_TO_ABORT`` at most; after that, aborting continues in the background.
     """
     if dist.is_initialized():
         aborting = Thread(target=_abort_process_group, name="abort", daemon=True)

@@ -59,7 +59,7 @@ _SETTINGS = (
 
 _COMFORTABLE_FILES = 65_536
 _FILES_OF_A_RANK = 512
-"""At the least: data, checkpoints, libraries, connections to neighbours."""
+"""An allowance for data, checkpoints, libraries and connections to neighbours."""
 
 _CONNECTIONS_OF_RANK_0 = 2
 """To each rank: that of the store where ranks meet, and that of the checkpoint group."""
@@ -76,9 +76,10 @@ def default_settings(environ: Mapping[str, str], device_type: DeviceType) -> dic
 
 
 def work_for(device: torch.device) -> None:
-    """Called first in every thread that touches `device`: a new thread is on GPU 0 otherwise.
+    """Make `device` the current GPU of this thread. Every new thread that uses it calls this first.
 
-    GPU 0 may be another rank's, and pinning memory opens a context there.
+    Otherwise the thread uses GPU 0, which may be another rank's: pinning memory opens a context
+    there.
     """
     if device.type == "cuda":
         torch.cuda.set_device(device)

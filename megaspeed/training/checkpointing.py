@@ -82,8 +82,8 @@ class Checkpointing:
         """Waits for a save that is under way.
 
         Meanwhile the other ranks' threads wait for this rank's, and the process groups must exist.
-        After an exception it waits for seconds only: if other ranks have failed too, the save
-        never ends.
+        After an exception it waits for 10 seconds at most, because the save never ends if another
+        rank has failed too.
         """
         if error is None:
             self.close()

@@ -60,8 +60,9 @@ def run_job(
         RanksDisagree: the ranks were given different inputs, or folders.
         CheckpointError: what is to be resumed from cannot be.
         TrainingDiverged: loss or gradient norm stay non-finite.
+        OSError: a file or folder cannot be read or written.
 
-    Any other exception is written to standard error as soon as it is raised, and then raised.
+    Any other exception is written to standard error before it propagates.
     """
     with failures_reported(context.grid, context.rank, expected=EXPECTED):
         check_agreement(run, corpus, context)

@@ -1,4 +1,4 @@
-"""Ways of starting the ranks that work, but cost much of the machine's speed."""
+"""Warnings about launches that work, but waste much of the machine's speed."""
 
 from megaspeed.config import Run
 from megaspeed.topology import LaunchEnvironment
@@ -7,14 +7,14 @@ from megaspeed.topology import LaunchEnvironment
 def launch_warnings(
     launch: LaunchEnvironment, run: Run, *, visible_gpus: int, processors: int, threads: int
 ) -> list[str]:
-    """One text for each of them, with the mend.
+    """One warning for each such problem, with what to change.
 
     Args:
         launch: how this process was started.
         run: the resolved run.
         visible_gpus: how many GPUs this process sees.
-        processors: of this machine.
-        threads: with which torch computes on the CPU in this process.
+        processors: how many this machine has.
+        threads: how many torch uses on the CPU in this process.
     """
     warnings = []
     ranks = launch.local_world_size

@@ -20,14 +20,14 @@ class StepMetrics:
         grad_norm: before clipping, over all logical parameters.
         learning_rate: that the step was taken with.
         tokens: predicted tokens so far, this step included.
-        step_time_seconds: wall time of the step on the host. A GPU still runs the optimizer step
-            then; it counts in the next step's time.
+        step_time_seconds: wall time of the step on the host. A GPU may still run the optimizer step
+            when it ends; that time counts in the next step.
         tokens_per_second: of this step, over all ranks.
         tflops_per_rank: useful matrix operations of this step, in 10^12 a second and rank.
         mfu: that as a fraction of the device's dense peak; None where the peak is not known, as
             in fp32.
-        peak_memory_bytes: up to the gradients of this step, by pipeline stage, the maximum over its
-            ranks.
+        peak_memory_bytes: the most that a rank of each pipeline stage has held, until the gradients
+            of this step were complete.
         skipped: the step was not taken because loss or gradient norm was not finite.
     """
 

@@ -73,7 +73,7 @@ def config_changes(saved: RunState, run: Run) -> list[str]:
 
 
 def mask_changes(saved: RunState, run: Run) -> list[str]:
-    """Whether dropout masks differ from the saved run's, as "key: before -> now", for people.
+    """A line "key: before -> now" if dropout masks differ from the saved run's, else nothing.
 
     Version 0.1 drew them with the device's random generator.
     """

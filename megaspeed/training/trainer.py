@@ -4,9 +4,8 @@
                     now and then: validation
                     now and then, at the end, when told to stop: checkpoint
 
-Every rank runs the same loop; what they must agree on (loss, norm, whether the step was skipped)
-the worker returns alike on all of them, and whether to stop they ask each other after each step.
-Rank 0's observer reports.
+Every rank runs the same loop. The worker returns what they must agree on (loss, norm, whether the
+step was skipped, whether to stop), the same on every rank. Rank 0's observer reports.
 """
 
 import math

@@ -93,7 +93,7 @@ class Worker:
             load: micro-batch index -> this data rank's rows.
             learning_rate: of this step.
             stop_signal: the number of the stop signal that this process has received; 0 if none.
-                Called once the gradients are there.
+                Called after the gradients are reduced.
         """
         micro_batches = self.run.batch.gradient_accumulation_steps
         executor = self._executor(load, micro_batches, scale=backward_scale(self.run))
@@ -142,9 +142,9 @@ class Worker:
         )
 
     def _loss_of(self, losses: Sequence[float]) -> float:
-        """The sum over the data axis of every rank's loss sum; 0 before the last pipeline stage.
+        """Adds up the loss sums that all ranks sent; those before the last pipeline stage sent 0.
 
-        Tensor ranks hold copies, of which the first counts.
+        Tensor ranks hold copies of one loss, so only the first tensor rank counts.
         """
         grid = self.context.grid
         return sum(loss for rank, loss in enumerate(losses) if grid.coordinates_of(rank).tp == 0)

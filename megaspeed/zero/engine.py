@@ -138,8 +138,8 @@ class ZeroEngine:
 
         Args:
             micro_batch: which one.
-            output: the scalar loss on the last pipeline stage; on the others the edge of what
-                ``forward`` returned, which is sent and freed by now.
+            output: the scalar loss on the last pipeline stage; on the others the graph's edge at
+                the output of ``forward``. The output itself may have been sent and freed.
             gradient: with respect to what ``forward`` returned; None for the loss.
             last: whether this is the step's last micro-batch.
         """
@@ -191,13 +191,15 @@ class ZeroEngine:
     ) -> StepOutcome:
         """Clips by the global norm and takes an optimizer step, on all ranks or on none.
 
-        This is the one place in a step that the host waits for the device, once.
+        Unless a number is not finite or the optimizer is offloaded, this is the only place in a
+        step where the host reads from the device.
 
         Args:
             loss: this rank's share of the loss, a scalar, or None if it has none. If it is not
                 finite on any rank, all ranks skip the step.
             learning_rate: of this step, for all parameter groups.
-            notes: numbers for the other ranks, as many on every rank; called as late as possible.
+            notes: returns numbers for the other ranks, equally many on every rank. Called after all
+                gradients are reduced.
         """
         for group in self._optimizer.param_groups:
             group["lr"] = learning_rate

@@ -5,8 +5,8 @@
 "Owned" excludes the copies that tensor parallelism and tied weights make, and vocabulary padding.
 ``ParameterShard.owned_rows`` states which leading elements of a local parameter a rank owns.
 
-Each rank's sum, and everything else that the ranks must agree on after a step, crosses the ranks in
-one collective and reaches the host in one read:
+Before each optimizer step, one collective carries each rank's sum and everything else that the
+ranks must agree on, and the host reads the result once:
 
     rank 0   squares  loss  notes...
     rank 1   squares  loss  notes...       every rank receives all rows
@@ -47,8 +47,9 @@ def owned_squares(
 def sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:
     """Sum of the squares of all elements, a scalar in fp64 on the first tensor's device.
 
-    A few kernels for any number of tensors: torch's multi-tensor norm. It accumulates in fp64
-    because a CPU adds fp32 numbers one after another and loses half a percent of 67 million.
+    torch's multi-tensor norm launches a few kernels for any number of tensors. It accumulates in
+    fp64, because in fp32 a CPU adds numbers one after another: 67 million of them lose half a
+    percent of their sum.
     """
     present = [tensor for tensor in tensors if tensor.numel()]
     if not present:
@@ -63,8 +64,9 @@ def exchange(
 ) -> list[list[float]]:
     """Every rank's numbers in fp64, by rank of ``group``: one collective, one host read.
 
-    The ranks' rows are summed with zeros, which is exact. An all-reduce is a tree, so its latency
-    grows with the logarithm of the number of ranks; an all-gather is a ring.
+    Each rank adds its row to the other ranks' zeros, which is exact. NCCL can run an all-reduce
+    as a tree, whose latency grows with the logarithm of the number of ranks. An all-gather usually
+    runs as a ring, whose latency grows with the number of ranks.
 
     Args:
         own: this rank's numbers, as many on every rank; scalars on any device, or None for 0.

@@ -84,8 +84,8 @@ def test_gpt2_1_5b_has_the_largest_micro_batch_that_fits_one_80_gb_gpu(world_siz
     size = run.batch.micro_batch_size
     twice = load(file, f"train_micro_batch_size_per_gpu={2 * size}", world_size=world_size)
     assert predict_peak_bytes(run) <= usable < predict_peak_bytes(twice)
-    # A prediction that is off by a tenth must not end in an error: the part of the device's memory
-    # that a plan leaves free takes it.
+    # Even if the prediction is 10 % too low, the run fits into the device's memory: a plan leaves
+    # that much free.
     assert 1.1 * predict_peak_bytes(run) < DEVICES["h100-80gb"].memory_bytes
 
 

@@ -31,7 +31,7 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 def test_figures_of_an_agreement(both: tuple[Path, Path]) -> None:
     found = compare(*both)
     assert (found.prompts, found.tokens, found.tolerance) == ((1, 16, 96), 64, 1e-4)
-    assert 0 < found.difference < 1e-5
+    assert 0 <= found.difference < 1e-5  # on some processors fp32 has the very same bits
     assert 0 < found.double_difference < 1e-13
     assert found.double_tolerance == pytest.approx(1e-10 * 4, rel=0.5)
 

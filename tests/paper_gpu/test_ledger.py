@@ -1,8 +1,8 @@
 """Every rank of a grid calls the same collectives in the same order, and sends meet receives.
 
-Over NCCL a rank that calls another collective than its peers, or in another order, hangs without a
-word. Here each rank writes down what it calls, from building the engine to the end of two steps,
-and the ledgers of all ranks are compared.
+Over NCCL, a rank that calls another collective than its peers, or in another order, hangs without
+an error. Here each rank records what it calls, from building the engine to the end of two steps.
+The test compares the ledgers of all ranks.
 """
 
 from collections import defaultdict

@@ -293,7 +293,7 @@ def test_one_run_for_each_place_finds_nothing_more(name: str) -> None:
 
 @pytest.mark.parametrize("name", ALL_SCHEDULES)
 @pytest.mark.parametrize("stages", [2, 3, 4])
-def test_nor_with_the_collectives_of_the_data_axis(name: str, stages: int) -> None:
+def test_no_schedule_is_stuck_with_the_collectives_of_the_data_axis(name: str, stages: int) -> None:
     for micro_batches in (1, 3, 4, 8):
         programs = programs_of(name, stages, micro_batches, data_ranks=DATA_RANKS)
         assert find_stuck(programs) == {}

@@ -1,7 +1,7 @@
 """The comparison with one process fails when the parallel run is wrong.
 
-What is mutated is compared with the widest tolerance that `megaspeed verify` can give later steps,
-as if one process had drifted far from itself.
+Mutated runs are compared at the widest tolerance that `megaspeed verify` can allow later steps, as
+if the order of the samples had changed the training of one process a lot.
 
 Each mutation is a mistake that such code is known for. It is made in every rank for one training,
 which must then differ from one process where the mistake shows, while the same training without

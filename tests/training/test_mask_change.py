@@ -28,7 +28,7 @@ def saved_by(version: str | None, model: dict[str, Any], **changes: Any) -> RunS
     return run_state(100, software=software, config=config, **changes)
 
 
-def test_a_run_of_version_0_1_with_dropout_is_told_that_masks_differ() -> None:
+def test_a_run_of_version_0_1_with_dropout_reports_that_masks_differ() -> None:
     run = tiny_run(TEXT, model=DROPPING)
     changes = mask_changes(saved_by("0.1.0", DROPPING), run)
     assert changes == [LINE]
@@ -51,6 +51,6 @@ UNAFFECTED = {
 
 
 @pytest.mark.parametrize("name", UNAFFECTED)
-def test_others_are_not(name: str) -> None:
+def test_other_runs_report_nothing(name: str) -> None:
     saved, model = UNAFFECTED[name]
     assert mask_changes(saved, tiny_run(TEXT, model=model)) == []

@@ -102,7 +102,7 @@ def test_auto_goes_on_from_the_newest(pool: RankPool, run: Run) -> None:
     assert found(pool, AUTO, run) == expected
 
 
-def test_a_checkpoint_of_version_0_1_with_dropout_says_that_masks_differ(
+def test_a_checkpoint_of_version_0_1_with_dropout_reports_that_masks_differ(
     pool: RankPool, tmp_path: Path
 ) -> None:
     folder = tmp_path / "run"

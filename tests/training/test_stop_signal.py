@@ -1,4 +1,4 @@
-"""Stop signals are noted, and the handlers of before are restored."""
+"""Stop signals are stored, and the earlier handlers are restored."""
 
 import os
 import signal

@@ -59,7 +59,9 @@ class Ddp:
             self.model,
             device_ids=[context.device] if on_gpu else None,
             process_group=context.dp_group,
-            broadcast_buffers=False,  # they are constants
+            # Every rank has made the same weights, and buffers are constants.
+            init_sync=False,
+            broadcast_buffers=False,
         )
         self.buckets: dict[int, Tensor] = {}
         """The flat gradients that the last step all-reduced, by their order."""

@@ -69,8 +69,8 @@ _NAMESPACES = frozenset({"c10d", "_c10d_functional", "_c10d_functional_autograd"
 class TrafficLog(TorchDispatchMode):
     """Within its block, counts this rank's messages by axis.
 
-    Two groups of the same ranks are one communicator (``topology.groups``). If the data or the
-    tensor axis is the whole world, messages in fp64 are the world's, and all others the axis's.
+    A data or tensor axis that spans all ranks uses the world's group (``topology.groups``). Of this
+    group's messages those in fp64 count for the world, and all others for the axis.
 
     Args:
         context: this rank's groups.

@@ -19,9 +19,10 @@ from megaspeed.analysis.verification.comparison import relative_difference
 from megaspeed.data import MicroBatch
 
 TIMES_SHUFFLED = 3
-# Ten configurations (GPT-2 and Llama, learning rates 1e-3 to 3e-2) on tp 2, pp 2 x tp 2 and
-# pp 2 x dp 2, 14 steps each: a layout beyond step 1's tolerance was at most 6.1 times as far off as
-# the furthest of three shuffles, because tensor ranks split every product and round more often.
+# Measured with ten configurations (GPT-2 and Llama, learning rates 1e-3 to 3e-2) on tp 2,
+# pp 2 x tp 2 and pp 2 x dp 2, 14 steps each. If a layout exceeded step 1's tolerance, it was at
+# most 6.1 times as far from the reference as the furthest of three shuffles. Tensor ranks split
+# every product, so they round more often.
 FACTOR = 16.0
 # A mistake must not hide in an unstable training.
 LARGEST_WIDENING = 100.0
@@ -54,8 +55,8 @@ def allowed_at_steps(
 
     Args:
         base: what step 1 is allowed, and every later step at least.
-        reference: a number of each step of one process.
-        again: the same numbers of that process with its samples in other orders.
+        reference: one number for each step of one process, such as its loss.
+        again: the same numbers of trainings of that process with its samples in other orders.
 
     Returns:
         For step t > 1, ``FACTOR`` times the largest relative distance between ``again`` and

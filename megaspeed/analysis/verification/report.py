@@ -43,9 +43,13 @@ def widened_tolerances(comparison: Comparison) -> list[str]:
             most = max(step.allowed for step in steps)
             sentences.append(
                 f"{name}: {base:.0e} allowed at step 1, up to {most:.1e} from step {wider[0]} on: "
-                f"{FACTOR:.0f} times what one process differs from itself if the samples of each "
-                "step are summed in another order"
-                + (", cut off there" if most >= LARGEST_WIDENING * base else "")
+                f"{FACTOR:.0f} times the largest difference in one process if only the order of "
+                "the samples in each step changes"
+                + (
+                    f", limited to {LARGEST_WIDENING:.0f} times what step 1 is allowed"
+                    if most >= LARGEST_WIDENING * base
+                    else ""
+                )
             )
     return sentences
 

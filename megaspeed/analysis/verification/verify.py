@@ -71,7 +71,8 @@ def verify(
 ) -> Comparison:
     """Trains ``steps`` steps both ways and compares.
 
-    One process is trained again, on shuffled samples, only if later steps alone differ too much.
+    If only steps after the first differ too much, the single process is trained again,
+    ``TIMES_SHUFFLED`` times, with the samples of each step in other orders.
 
     Args:
         run: the layout, in fp32, bf16, or fp16 with a constant loss scale. TF32 is turned off for
@@ -119,8 +120,8 @@ def compare(
     Args:
         run: that was trained.
         parallel, reference: the two trainings.
-        again: the reference trained with its samples in other orders; later steps are allowed
-            more by how far these are from the reference.
+        again: the reference trained again with its samples in other orders. The further these
+            are from the reference, the more later steps may differ.
     """
     allowed = TOLERANCES[run.precision]
     dtype = DTYPES[run.precision]
@@ -174,7 +175,7 @@ def train_on_ranks(
 
 @contextmanager
 def children_on(device_type: DeviceType) -> Iterator[None]:
-    """Processes that start in this block see GPUs, or none: they look as they import."""
+    """Processes that start in this block use this device type: they look for GPUs at import."""
     changed: dict[str, str] = {"DS_ACCELERATOR": device_type}
     if device_type == "cpu":
         changed["CUDA_VISIBLE_DEVICES"] = ""

@@ -1,10 +1,11 @@
 """DeepSpeed 0.19.8, runtime/zero/stage3.py:2858 and partitioned_param_coordinator.py:606: ZeRO-3's
 optimizer step writes the parameters' partitions on the current stream. The next forward gathers
-them on another stream, which does not wait for the writes. They are in order by accident only: the
-device is synchronised after persistent parameters are gathered (partition_parameters.py:2128), if
-there are any. Otherwise a forward can gather weights that are still being written.
+them on another stream, which does not wait for the writes. If there are persistent parameters,
+DeepSpeed gathers them after the step and then synchronises the device
+(partition_parameters.py:2128), which happens to order the two streams. Without persistent
+parameters, a forward can gather weights that are still being written.
 
-The stream of the gathers waits for the current one after each write.
+Here the stream of the gathers waits for the current stream after each write.
 """
 
 from typing import Any

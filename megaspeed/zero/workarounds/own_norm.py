@@ -29,8 +29,8 @@ def use_norm(optimizer: Any, norm: Callable[[], float]) -> None:
     """
 
     def in_host_memory() -> Tensor:
-        # DeepSpeed reads this tensor and multiplies gradients by it, on any device. On the GPU each
-        # of the two would make the host wait.
+        # DeepSpeed reads this tensor on the host and multiplies gradients on any device by it. If
+        # it were on a GPU, the host would wait to make it and again to read it.
         value = norm()
         return torch.tensor(value if math.isfinite(value) else INVALID_NORM, device="cpu")
 

@@ -7,13 +7,14 @@
     runtime/zero/partition_parameters.py:2128,2188  after ZeRO-3's step
     runtime/zero/partition_parameters.py:84,114     at every parameter of ZeRO-3 over one rank
 
-While the host waits it launches nothing, so the device has nothing to do afterwards. Here the
-current stream waits for the reduction stream instead, and the host continues. (What the last but
-one of these waits ordered beside, see ``gathers_after_the_step``.)
+While the host waits, it launches nothing, so the device is idle afterwards. Here the current stream
+waits for the reduction stream instead, and the host continues. (The wait after ZeRO-3's step also
+made the next gathers wait for the step. ``gathers_after_the_step`` does that now.)
 
-Memory stays safe. Gradients are reduced in buckets that stay allocated, which the configuration
-requires with ``overlap_comm``, and ZeRO-3 records its stream on what it frees. A gradient larger
-than a bucket is reduced where it is, so the stream is recorded on it here.
+No memory is reused too early. Gradients are reduced in buckets that stay allocated; with
+``overlap_comm`` the configuration requires such buckets. ZeRO-3 calls ``record_stream`` on what it
+frees. A gradient larger than a bucket is reduced in place, so this file calls ``record_stream`` on
+it.
 
 Waits for single events stay (partitioned_param_coordinator.py:404, stage3.py:1667): they keep the
 host from gathering the whole model ahead of the device. With offload all waits stay: the optimizer
@@ -89,7 +90,7 @@ def _synchronize_replaced(join: Callable[..., None]) -> Iterator[None]:
         accelerator.synchronize = before
 
 
-# Whoever calls these does it on the stream of the gathers, and lets the current one wait for it.
+# DeepSpeed calls these on the stream of the gathers and makes the current stream wait for it.
 def _become_available_alone(handle: Any, **_: Any) -> None:
     if not handle._NoGatherHandle__complete:
         handle._NoGatherHandle__param.ds_status = ZeroParamStatus.AVAILABLE

@@ -170,11 +170,11 @@ def test_only_later_steps_can_be_allowed_more() -> None:
 def test_a_wider_tolerance_is_reported() -> None:
     assert widened_tolerances(of_two_steps(allowed=1e-6)) == []
     assert widened_tolerances(of_two_steps(allowed=3.4e-5)) == [
-        "losses: 1e-06 allowed at step 1, up to 3.4e-05 from step 2 on: 16 times what one process "
-        "differs from itself if the samples of each step are summed in another order"
+        "losses: 1e-06 allowed at step 1, up to 3.4e-05 from step 2 on: 16 times the largest "
+        "difference in one process if only the order of the samples in each step changes"
     ]
     (at_the_cap,) = widened_tolerances(of_two_steps(allowed=1e-4))
-    assert at_the_cap.endswith(", cut off there")
+    assert at_the_cap.endswith(", limited to 100 times what step 1 is allowed")
 
 
 def test_the_json_of_a_diverged_run_has_no_number_that_json_lacks() -> None:
