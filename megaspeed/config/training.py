@@ -45,7 +45,7 @@ class TrainingConfig(Section):
     save_interval: int = Field(
         default=1000,
         ge=0,
-        description="Steps between two checkpoints; 0: only at the end and when told to stop.",
+        description="Steps between two checkpoints; 0: only at the end and on a stop signal.",
     )
     keep_last: int = Field(
         default=3, gt=0, description="Number of checkpoints kept; older ones are deleted."

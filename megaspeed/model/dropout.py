@@ -55,18 +55,16 @@ class SampleDropout(nn.Module):
         seed: the run's seed, part of the mask's seed.
     """
 
-    key: Tensor
+    key: Tensor | None
+    """int64 scalar; None if nothing is ever dropped."""
 
     def __init__(self, probability: float, *, name: str, seed: int) -> None:
         super().__init__()
         self.probability = probability
         self.name = name
         self.shard = MaskShard()
-        digest = hashlib.sha256(f"dropout/{seed}/{name}".encode()).digest()
         # A tensor, not an integer: a compiled block serves all blocks, each with its own keys.
-        key = torch.tensor(
-            int.from_bytes(digest[:8], "little", signed=True), dtype=torch.int64, device="cpu"
-        )
+        key = _key(seed, name) if probability > 0.0 else None
         self.register_buffer("key", key, persistent=False)
 
     @property
@@ -86,6 +84,13 @@ class SampleDropout(nn.Module):
         assert samples is not None, f"{self.name} drops elements and needs the sample indices"
         dropped: Tensor = _Drop.apply(x, self.key, samples, self.shard, self.probability)
         return dropped
+
+
+def _key(seed: int, name: str) -> Tensor:
+    digest = hashlib.sha256(f"dropout/{seed}/{name}".encode()).digest()
+    number = int.from_bytes(digest[:8], "little", signed=True)
+    # On the CPU even while a model is being built on the meta device.
+    return torch.tensor(number, dtype=torch.int64, device="cpu")
 
 
 class _Drop(torch.autograd.Function):

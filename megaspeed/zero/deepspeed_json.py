@@ -13,7 +13,7 @@ The keys keep their names. What differs, and why:
                                  would average fp32 sums in the parameters' dtype.
     optimizer, scheduler         removed: the optimizer is passed as an object, and the learning
                                  rate is set each step.
-    comms_logger                 removed unless it is enabled: DeepSpeed 0.19.8 (comm/config.py:19)
+    comms_logger                 removed unless it is enabled: DeepSpeed 0.19.8 (comm/config.py:22)
                                  turns the logger on if the key is there, whatever it says, and the
                                  logger waits for the device after every collective.
     timers.throughput            off: it waits for the device before every forward

@@ -192,6 +192,6 @@ def test_attention_written_out_for_dropout_equals_the_fused_one(config: ModelCon
     attention = Attention(config, name="blocks.0", seed=0)
     x = torch.randn(2, 12, 32)
     fused = attention(x, None)
-    attention.dropout.probability = 1e-12  # active, but it drops nothing
+    attention.dropout = SampleDropout(1e-12, name="x", seed=0)  # active, but it drops nothing
     assert attention.dropout.active
     torch.testing.assert_close(attention(x, torch.arange(2)), fused, rtol=1e-5, atol=1e-6)

@@ -25,7 +25,7 @@ def outputs_during_backwards(
         seen: list[tuple[int, int]] = []
 
         def watched(
-            micro_batch: int, x: Tensor, samples: tuple[int, ...], documents: Tensor | None
+            micro_batch: int, x: Tensor, samples: Tensor, documents: Tensor | None
         ) -> Tensor:
             output = forward(micro_batch, x, samples, documents)
             outputs.append(weakref.ref(output.untyped_storage()))

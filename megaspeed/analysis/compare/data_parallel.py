@@ -59,9 +59,7 @@ class Ddp:
             self.model,
             device_ids=[context.device] if on_gpu else None,
             process_group=context.dp_group,
-            # Every rank has made the same weights, and buffers are constants.
-            init_sync=False,
-            broadcast_buffers=False,
+            broadcast_buffers=False,  # they are constants
         )
         self.buckets: dict[int, Tensor] = {}
         """The flat gradients that the last step all-reduced, by their order."""

@@ -3,7 +3,7 @@
     runtime/zero/stage3.py:1414                     after every backward
     runtime/zero/stage_1_and_2.py:1028              after every backward, with overlap_comm
     runtime/zero/stage_1_and_2.py:2413              at every slice of a bucket, with overlap_comm
-    runtime/engine.py:3306                          before every reduction, with overlap_comm
+    runtime/engine.py:3307                          before every reduction, with overlap_comm
     runtime/zero/partition_parameters.py:2128,2188  after ZeRO-3's step
     runtime/zero/partition_parameters.py:84,114     at every parameter of ZeRO-3 over one rank
 
