@@ -266,7 +266,7 @@ def random_batch(run: Run, context: ParallelContext) -> MicroBatch:
     generator = torch.Generator().manual_seed(context.dp_rank)
     shape = (run.batch.micro_batch_size, run.config.data.sequence_length + 1)
     ids = torch.randint(run.config.model.vocab_size, shape, generator=generator)
-    rows = MicroBatch(ids[:, :-1].contiguous(), ids[:, 1:].contiguous(), tuple(range(shape[0])))
+    rows = MicroBatch(ids[:, :-1].contiguous(), ids[:, 1:].contiguous(), torch.arange(shape[0]))
     return rows.to(context.device)
 
 
