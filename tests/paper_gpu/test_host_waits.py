@@ -10,8 +10,10 @@ from deepspeed.comm.comm import comms_logger
 from deepspeed.comm.config import DeepSpeedCommsConfig
 
 from megaspeed.topology import LaunchEnvironment
-from tests.paper_gpu.fake_world import GPT2, LLAMA, fake_rank, paper_run
+from tests.paper_gpu.accelerator import paper_accelerator
+from tests.paper_gpu.fake_world import GPT2, LLAMA, batches, fake_rank, paper_run
 from tests.paper_gpu.paper_step import PaperStep, paper_step, step_of
+from tests.paper_gpu.recorder import Recorder
 from tests.rank_pool import RankPool
 from tests.zero.test_workarounds import left_out
 
@@ -86,6 +88,21 @@ def test_with_offload_the_host_waits_for_the_gradients_that_it_reads(
 def _step_of_plain_deepspeed(launch: LaunchEnvironment, changes: dict[str, Any]) -> PaperStep:
     with left_out("wait_on_the_device"):
         return step_of(launch, 0, changes)
+
+
+def _reads_with_deepspeeds_overflow_check(launch: LaunchEnvironment) -> dict[str, int]:
+    run = paper_run(**zero(1))
+    with paper_accelerator(), fake_rank(run, 0) as worker:
+        del worker.engine.optimizer.check_overflow  # of the instance: the class's own is back
+        worker.train_step(batches(run), 1e-3)
+        with Recorder() as recorder:
+            worker.train_step(batches(run), 1e-3)
+    return dict(recorder.reads)
+
+
+def test_deepspeeds_own_overflow_check_reads_the_device_once_more(pool: RankPool) -> None:
+    (reads,) = pool.run(1, _reads_with_deepspeeds_overflow_check)
+    assert any("has_overflow" in place for place in reads)
 
 
 @pytest.mark.parametrize("enabled", [False, True])

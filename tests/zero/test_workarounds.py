@@ -4,7 +4,6 @@ Where a test of a "without" fails, DeepSpeed may no longer need that work-around
 """
 
 import functools
-import math
 import os
 import subprocess
 import threading
@@ -319,32 +318,6 @@ def test_deepspeeds_own_norm_hangs_where_pipeline_stages_differ_in_their_paramet
         pool.run(3, norm_by_deepspeed, run, corpus)
     expected = reference_of(run, corpus).grad_norms[0]
     assert pool.run(3, norm_of_step_1, run, corpus) == pytest.approx([expected] * 3, rel=1e-5)
-
-
-def skip_where_rank_1_has_an_infinity(
-    launch: LaunchEnvironment, run: Run, corpus: PreparedCorpus, own_check: bool
-) -> bool:
-    """Whether the step is skipped."""
-    with one_rank(launch, run, corpus) as rank:
-        if own_check:
-            del rank.optimizer.check_overflow  # of the instance: the class's own comes back
-        if launch.rank == 1:
-            rank.engine.before_step = lambda: make_infinite(rank)
-        return ends_the_rank_where_it_hangs("the step", rank.train_step)(0).skipped
-
-
-def make_infinite(rank: OneRank) -> None:
-    next(rank.engine.gradient_fragments()).values[0] = math.inf
-
-
-def test_deepspeeds_own_overflow_check_skips_the_norm_on_one_pipeline_stage_alone(
-    pool: RankPool, text: Path, cache: Path
-) -> None:
-    run = small_run(text, pp=2, zero_optimization={"stage": 1}, **BF16)
-    corpus = tiny_corpus(run, cache)
-    with pytest.raises(RankFailure, match="the step hangs"):
-        pool.run(2, skip_where_rank_1_has_an_infinity, run, corpus, True)
-    assert pool.run(2, skip_where_rank_1_has_an_infinity, run, corpus, False) == [True, True]
 
 
 # --- partitioned_gradients ------------------------------------------------------------------------
