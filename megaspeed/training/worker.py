@@ -146,8 +146,7 @@ class Worker:
 
         Tensor ranks hold copies of one loss, so only the first tensor rank counts.
         """
-        grid = self.context.grid
-        return sum(loss for rank, loss in enumerate(losses) if grid.coordinates_of(rank).tp == 0)
+        return sum(losses[:: self.context.tp_size])  # tp is the innermost axis
 
     def _by_pipeline_stage(self, peaks: Sequence[float]) -> tuple[int, ...]:
         """The maximum of the ranks' peaks in each pipeline stage."""
