@@ -27,7 +27,7 @@ from megaspeed.config.hugging_face import hugging_face_config
 from megaspeed.config.overrides import add_config_options
 from megaspeed.data import MicroBatch
 from megaspeed.topology import Grid, ParallelContext, read_launch_environment
-from megaspeed.training.optimizer import make_optimizer, parameter_groups
+from megaspeed.training.optimizer import make_optimizer
 from megaspeed.zero.workarounds.no_compilation import declare_no_compiled_ops
 
 Step = Callable[[], None]
@@ -104,7 +104,11 @@ def plain_deepspeed_step(run: Run, context: ParallelContext, batches: list[Micro
     )
     with context.device:
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    groups = parameter_groups(dict(model.named_parameters()), run.config.optimizer)
+    decay = run.config.optimizer.params.weight_decay
+    groups = [
+        {"params": [p for p in model.parameters() if p.ndim > 1], "weight_decay": decay},
+        {"params": [p for p in model.parameters() if p.ndim == 1], "weight_decay": 0.0},
+    ]
     engine, *_ = deepspeed.initialize(
         model=model,
         optimizer=make_optimizer(groups, run.config.optimizer),

@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from megaspeed.config import ModelConfig
-from megaspeed.model.parameters import Shape, layer_count, logical_name, parameter_shapes
+from megaspeed.model.parameters import Shape, parameters_of
 
 WEIGHTS = "weights"
 KINDS = (WEIGHTS, "exp_avg", "exp_avg_sq")
@@ -28,8 +28,7 @@ def key(kind: str, name: str) -> str:
 
 def expected_shapes(model: ModelConfig) -> dict[str, Shape]:
     """Full name -> full, unpadded shape of every parameter; a tied head is the embedding."""
-    shapes = parameter_shapes(model, range(layer_count(model)))
-    return {logical_name(model, name): shape for name, shape in shapes.items()}
+    return {name: parameter.shape for name, parameter in parameters_of(model).items()}
 
 
 def expected_tensors(model: ModelConfig, kinds: Sequence[str] = KINDS) -> dict[str, Shape]:

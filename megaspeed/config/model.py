@@ -4,6 +4,7 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
+from megaspeed.config.families import FAMILIES, FamilyName
 from megaspeed.config.presets import PRESETS
 from megaspeed.config.section import LARGEST_COUNT, Section
 
@@ -25,8 +26,20 @@ PresetName = Literal[
     "llama-3-70b",
 ]
 
-DERIVED_FIELDS = ("num_key_value_heads", "intermediate_size", "tie_word_embeddings")
-"""Fields that are worked out from others where they are left out or null."""
+FEATURES = (
+    "norm",
+    "positions",
+    "mlp",
+    "qkv_bias",
+    "attention_output_bias",
+    "mlp_bias",
+    "qk_norm",
+    "tie_word_embeddings",
+)
+"""Fields that the family sets if they are omitted or null."""
+
+DERIVED_FIELDS = (*FEATURES, "num_key_value_heads", "head_dim", "intermediate_size")
+"""Fields that are derived from others if they are omitted or null."""
 
 
 class RopeScaling(Section):
@@ -68,9 +81,10 @@ class ModelConfig(Section):
         "of this section; fields stated beside it override the file's. The resolved config has "
         "the fields in its place.",
     )
-    architecture: Literal["gpt2", "llama"] = Field(
-        description="gpt2: learned positions, LayerNorm, GELU, biases. llama: rotary positions, "
-        "RMSNorm, SwiGLU, grouped-query attention, no biases."
+    architecture: FamilyName = Field(
+        description="The family, which sets every feature that is omitted (norm, positions, mlp, "
+        "biases, qk_norm, tie_word_embeddings) and is the family of Hugging Face models that the "
+        "model is exported to."
     )
     vocab_size: int = Field(
         gt=0,
@@ -97,8 +111,65 @@ class ModelConfig(Section):
         validate_default=True,
         gt=0,
         le=LARGEST_COUNT,
-        description="Width of the feed-forward layer, in elements. Left out: 4 x hidden_size "
-        "for gpt2; llama must state it.",
+        description="Width of the feed-forward layer, in elements. If omitted: 4 x hidden_size if "
+        "mlp is gelu; swiglu must state it.",
+    )
+    head_dim: int = Field(
+        default=None,
+        validate_default=True,
+        gt=0,
+        le=LARGEST_COUNT,
+        description="Elements of one attention head. If omitted: hidden_size / "
+        "num_attention_heads.",
+    )
+    norm: Literal["layer_norm", "rms_norm"] = Field(
+        default=None,
+        validate_default=True,
+        description="layer_norm: with a bias (Ba et al. 2016); rms_norm (Zhang and Sennrich 2019). "
+        "If omitted: the family's.",
+    )
+    positions: Literal["learned", "rotary"] = Field(
+        default=None,
+        validate_default=True,
+        description="learned: added to the token embedding; rotary: queries and keys are rotated "
+        "(Su et al. 2021). If omitted: the family's.",
+    )
+    mlp: Literal["gelu", "swiglu"] = Field(
+        default=None,
+        validate_default=True,
+        description="gelu: down(gelu(up(x))); swiglu: down(silu(gate(x)) * up(x)) (Shazeer 2020). "
+        "If omitted: the family's.",
+    )
+    qkv_bias: bool = Field(
+        default=None,
+        validate_default=True,
+        description="Whether the projection to queries, keys and values has a bias. If omitted: "
+        "the family's.",
+    )
+    attention_output_bias: bool = Field(
+        default=None,
+        validate_default=True,
+        description="Whether the attention's output projection has a bias. If omitted: the "
+        "family's.",
+    )
+    mlp_bias: bool = Field(
+        default=None,
+        validate_default=True,
+        description="Whether the feed-forward layer's matrices have biases. If omitted: the "
+        "family's.",
+    )
+    qk_norm: bool = Field(
+        default=None,
+        validate_default=True,
+        description="Whether each head's queries and keys pass an RMSNorm before the rotation, "
+        "with one weight for all query heads and one for all key heads. If omitted: the family's.",
+    )
+    sliding_window: int | None = Field(
+        default=None,
+        gt=0,
+        le=LARGEST_COUNT,
+        description="Each token attends to this many tokens, itself included; null for all "
+        "earlier ones. A sequence that is longer needs a mask, which flash attention cannot take.",
     )
     max_position_embeddings: int = Field(
         gt=0, le=LARGEST_COUNT, description="Longest sequence the model can take, in tokens."
@@ -106,8 +177,7 @@ class ModelConfig(Section):
     tie_word_embeddings: bool = Field(
         default=None,
         validate_default=True,
-        description="Whether the head shares the embedding's weight. Left out: true for gpt2, "
-        "false for llama.",
+        description="Whether the head shares the embedding's weight. If omitted: the family's.",
     )
     embedding_dropout: float = Field(
         default=0.0, ge=0, lt=1, description="Dropout probability after the embedding."
@@ -122,16 +192,16 @@ class ModelConfig(Section):
         description="Dropout probability before each addition to the residual stream.",
     )
     layer_norm_epsilon: float = Field(
-        default=1e-5, gt=0, description="Added to the variance in LayerNorm (gpt2)."
+        default=1e-5, gt=0, description="Added to the variance in layer_norm."
     )
     rms_norm_eps: float = Field(
-        default=1e-5, gt=0, description="Added to the mean square in RMSNorm (llama)."
+        default=1e-5, gt=0, description="Added to the mean square in rms_norm and qk_norm."
     )
     rope_theta: float = Field(
-        default=10000.0, gt=0, description="Base of the rotary frequencies (llama)."
+        default=10000.0, gt=0, description="Base of the rotary frequencies."
     )
     rope_scaling: RopeScaling | None = Field(
-        default=None, description="Scaling of the rotary frequencies (llama); null for none."
+        default=None, description="Scaling of the rotary frequencies; null for none."
     )
     initializer_range: float = Field(
         default=0.02, gt=0, description="Standard deviation of initial weights."
@@ -148,18 +218,16 @@ class ModelConfig(Section):
         stated = {k: v for k, v in given.items() if v is not None or k not in DERIVED_FIELDS}
         return _derive({**shape, **stated})
 
-    @property
-    def head_dim(self) -> int:
-        """K: elements of one attention head."""
-        return self.hidden_size // self.num_attention_heads
-
 
 def _derive(fields: dict[str, Any]) -> dict[str, Any]:
-    """Add the fields that follow from others; leaves out what cannot be worked out."""
-    is_gpt2 = fields.get("architecture") == "gpt2"
-    derived: dict[str, Any] = {"tie_word_embeddings": is_gpt2}
-    if "num_attention_heads" in fields:
-        derived["num_key_value_heads"] = fields["num_attention_heads"]
-    if is_gpt2 and type(fields.get("hidden_size")) is int:
-        derived["intermediate_size"] = 4 * fields["hidden_size"]
+    """Adds the fields that follow from others, as far as those are stated."""
+    family = FAMILIES.get(str(fields.get("architecture")))
+    derived: dict[str, Any] = {} if family is None else dict(family.features)
+    heads, hidden = fields.get("num_attention_heads"), fields.get("hidden_size")
+    if heads is not None:
+        derived["num_key_value_heads"] = heads
+    if type(heads) is int and type(hidden) is int and heads > 0:
+        derived["head_dim"] = max(1, hidden // heads)  # a law of the shape says if it is not whole
+    if type(hidden) is int and {**derived, **fields}.get("mlp") == "gelu":
+        derived["intermediate_size"] = 4 * hidden
     return {**derived, **fields}

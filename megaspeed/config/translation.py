@@ -11,6 +11,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from megaspeed.config.errors import KeyPath, Problem, dotted
+from megaspeed.config.families import FAMILIES
 from megaspeed.config.keys import keys_at, unknown_key
 from megaspeed.config.model import DERIVED_FIELDS
 from megaspeed.config.presets import PRESETS
@@ -66,7 +67,7 @@ def _message(path: KeyPath, details: list[ErrorDetails], values: Mapping[str, An
     if kind == "missing" and not isinstance(details[0]["loc"][-1], int):
         return _missing(path)
     if _is_left_out(path, values):
-        return f"{dotted(path)} is missing: a llama model states it, or names a model.preset"
+        return f"{dotted(path)} is missing: state it, or name a model.preset"
     if kind in ("union_tag_invalid", "union_tag_not_found"):
         return _wrong_tag(path, details[0])
     wanted = " or ".join(dict.fromkeys(_wanted(detail) for detail in _last_of_tuple(details)))
@@ -184,5 +185,6 @@ def _follows_from_another(path: KeyPath, values: Mapping[str, Any]) -> bool:
     """A field that is derived from a wrong one is wrong as well, and that is not worth a line."""
     if not _is_left_out(path, values):
         return False
-    is_known_llama = values["model"].get("architecture") == "llama"
-    return not (path[1] == "intermediate_size" and is_known_llama)
+    family = FAMILIES.get(str(values["model"].get("architecture")))
+    stated = values["model"].get("mlp") or (family and family.features["mlp"])
+    return not (path[1] == "intermediate_size" and stated == "swiglu")

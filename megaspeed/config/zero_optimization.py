@@ -35,7 +35,8 @@ class ZeroConfig(Section):
     )
     reduce_bucket_size: Annotated[ElementCount, Field(gt=0)] | None = Field(
         default=None,
-        description="Elements reduced at a time. Left out: those of one block on one rank.",
+        description="Elements reduced at a time. If omitted: about one block, "
+        "12 x model.hidden_size^2 / parallel.tensor.",
     )
     use_multi_rank_bucket_allreduce: bool = Field(
         default=False,
@@ -69,8 +70,8 @@ class ZeroConfig(Section):
     )
     stage3_prefetch_bucket_size: Annotated[ElementCount, Field(ge=0)] | None = Field(
         default=None,
-        description="Elements fetched ahead of use; 0 for none. Left out: those of one block on "
-        "one rank.",
+        description="Elements fetched ahead of use; 0 for none. Left out: about one block, 12 x "
+        "model.hidden_size^2 / parallel.tensor.",
     )
     stage3_param_persistence_threshold: Annotated[ElementCount, Field(ge=0)] | None = Field(
         default=None,

@@ -26,6 +26,7 @@ from megaspeed.checkpoint.tensors import WEIGHTS, expected_shapes, key
 from megaspeed.checkpoint.tokenizer_files import write_tokenizer_files
 from megaspeed.checkpoint.writing_alone import write_pieces_alone
 from megaspeed.config import ModelConfig, parse_config
+from megaspeed.config.families import FAMILIES
 from megaspeed.files.new_folder import new_folder, refuse_existing
 from megaspeed.hugging_face.free_space import check_disk
 from megaspeed.hugging_face.generation import generation_files
@@ -33,7 +34,7 @@ from megaspeed.hugging_face.matching import matching_tensors
 from megaspeed.hugging_face.tokenizer import ModelTokenizer, find_tokenizer
 from megaspeed.hugging_face.verifying import Agreement, check_room, compare
 from megaspeed.hugging_face.weight_files import StoredTensor, open_tensors
-from megaspeed.hugging_face.weights import PREFIX, Part, parts_of
+from megaspeed.hugging_face.weights import Part, parts_of
 
 
 def import_model(
@@ -106,8 +107,9 @@ def _model_of(folder: Path) -> ModelConfig:
 
 def _pieces(model: ModelConfig, stored: Mapping[str, StoredTensor]) -> Iterator[Piece]:
     """Ours, read as they are asked for."""
+    prefix = FAMILIES[model.architecture].prefix
     for part in parts_of(model):
-        tensor = stored[part.theirs.removeprefix(PREFIX[model.architecture])]
+        tensor = stored[part.theirs.removeprefix(prefix)]
         width = math.prod(part.full_shape[1:])
         at_once = max(1, LARGEST_PIECE_BYTES // (BYTES_PER_ELEMENT * width))
         for start in range(0, len(part.rows), at_once):

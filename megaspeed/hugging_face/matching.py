@@ -11,15 +11,10 @@ import torch
 
 from megaspeed.checkpoint.tensors import shape_text, shortened
 from megaspeed.config import ModelConfig
+from megaspeed.config.families import FAMILIES
 from megaspeed.hugging_face.errors import HuggingFaceError
 from megaspeed.hugging_face.weight_files import StoredTensor
-from megaspeed.hugging_face.weights import HEAD, PREFIX, Part, parts_of
-
-_BUFFERS = {
-    "gpt2": re.compile(r"h\.\d+\.attn\.(bias|masked_bias)"),
-    "llama": re.compile(r"(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq"),
-}
-"""Constants that older files hold beside parameters."""
+from megaspeed.hugging_face.weights import HEAD, Part, parts_of
 
 _TIED_ROWS = 4096
 """Rows of a tied head that are compared at once."""
@@ -33,7 +28,8 @@ def matching_tensors(
     Raises:
         HuggingFaceError: with each that is missing, unexpected, misshapen or of another kind.
     """
-    prefix, buffers = PREFIX[model.architecture], _BUFFERS[model.architecture]
+    family = FAMILIES[model.architecture]
+    prefix = family.prefix
     stored = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
     parts = {part.theirs.removeprefix(prefix): part for part in parts_of(model)}
     twice = (name for name in stored if {name, prefix + name} <= tensors.keys())
@@ -42,7 +38,7 @@ def matching_tensors(
     problems += (
         f"{name} ({shape_text(tensor.shape)}) is in {tensor.file.name} and not in the model"
         for name, tensor in stored.items()
-        if name not in parts and not buffers.fullmatch(name) and name != HEAD
+        if name not in parts and not re.fullmatch(family.buffers, name) and name != HEAD
     )
     for name in (name for name in parts if name in stored):
         problems += _problems_of(parts[name], stored[name])

@@ -8,17 +8,17 @@
                                     up rows     model.layers.0.mlp.up_proj.weight
     blocks.0.mlp.up.weight          all         transformer.h.0.mlp.c_fc.weight, transposed
 
-GPT-2's linear layers are called Conv1D there and keep (in, out) where ours keep (out, in). Its
-c_attn has q, k and v beside each other in our order. Llama's rotary pairing, dim i with dim i +
-K/2, is ours as well, so that no row of a head changes its place.
+The names are in the family's file (``config/families``), the rows in the model's table
+(``model/parameters.py``). GPT-2's c_attn has q, k and v beside each other in our order.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-from megaspeed.checkpoint.tensors import expected_shapes
 from megaspeed.config import ModelConfig
-from megaspeed.model.parameters import Shape
+from megaspeed.config.families import FAMILIES
+from megaspeed.config.families.family import Family
+from megaspeed.model.parameters import Parameter, Shape, parameters_of
 
 
 @dataclass(frozen=True)
@@ -46,71 +46,40 @@ class Part:
         return shape[::-1] if self.transposed else shape
 
 
-PREFIX: Mapping[str, str] = {"gpt2": "transformer.", "llama": "model."}
-"""Before the name of every tensor but the head's; files of the bare model leave it out."""
-
 HEAD = "lm_head.weight"
-"""The output projection, where it is not the embedding."""
-
-_BLOCKS: Mapping[str, str] = {"gpt2": "transformer.h", "llama": "model.layers"}
-
-_OUTSIDE: Mapping[str, Mapping[str, str]] = {
-    "gpt2": {
-        "embedding.tokens": "transformer.wte",
-        "embedding.positions": "transformer.wpe",
-        "head.norm": "transformer.ln_f",
-        "head.output": "lm_head",
-    },
-    "llama": {
-        "embedding.tokens": "model.embed_tokens",
-        "head.norm": "model.norm",
-        "head.output": "lm_head",
-    },
-}
-
-_INSIDE: Mapping[str, Mapping[str, tuple[str, ...]]] = {
-    "gpt2": {
-        "attention_norm": ("ln_1",),
-        "attention.qkv": ("attn.c_attn",),
-        "attention.output": ("attn.c_proj",),
-        "mlp_norm": ("ln_2",),
-        "mlp.up": ("mlp.c_fc",),
-        "mlp.down": ("mlp.c_proj",),
-    },
-    "llama": {
-        "attention_norm": ("input_layernorm",),
-        "attention.qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-        "attention.output": ("self_attn.o_proj",),
-        "mlp_norm": ("post_attention_layernorm",),
-        "mlp.gate_up": ("mlp.gate_proj", "mlp.up_proj"),
-        "mlp.down": ("mlp.down_proj",),
-    },
-}
+"""The output projection, if it is not the embedding."""
 
 
 def parts_of(model: ModelConfig) -> Iterator[Part]:
     """Every part of a model, in the order of our parameters; a tied head is the embedding."""
-    for name, shape in expected_shapes(model).items():
-        module, _, leaf = name.rpartition(".")
-        if not module.startswith("blocks."):
-            theirs = f"{_OUTSIDE[model.architecture][module]}.{leaf}"
-            yield Part(name, shape, range(shape[0]), theirs, transposed=False)
-            continue
-        _, block, inner = module.split(".", 2)
-        is_conv1d = model.architecture == "gpt2" and len(shape) == 2
+    family = FAMILIES[model.architecture]
+    for parameter in parameters_of(model).values():
+        is_in_block = parameter.layer.startswith("blocks.")
+        sections = _sections(parameter, family)
         start = 0
-        their_names = _INSIDE[model.architecture][inner]
-        for their_name, height in zip(their_names, _heights(model, inner, shape), strict=True):
-            theirs = f"{_BLOCKS[model.architecture]}.{block}.{their_name}.{leaf}"
-            yield Part(name, shape, range(start, start + height), theirs, is_conv1d)
+        for module, height in sections:
+            theirs = f"{module}.{parameter.kind}"
+            if is_in_block:
+                theirs = f"{family.blocks}.{parameter.layer.removeprefix('blocks.')}.{theirs}"
+            yield Part(
+                ours=parameter.name,
+                full_shape=parameter.shape,
+                rows=range(start, start + height),
+                theirs=theirs,
+                transposed=is_in_block and family.transposes_blocks and len(parameter.shape) == 2,
+            )
             start += height
 
 
-def _heights(model: ModelConfig, inner: str, shape: Shape) -> tuple[int, ...]:
-    """Rows of each of the tensors that one of ours is in a block of theirs."""
-    if model.architecture == "llama" and inner == "attention.qkv":
-        shared = model.num_key_value_heads * model.head_dim
-        return model.num_attention_heads * model.head_dim, shared, shared
-    if inner == "mlp.gate_up":
-        return model.intermediate_size, model.intermediate_size
-    return (shape[0],)
+def _sections(parameter: Parameter, family: Family) -> list[tuple[str, int]]:
+    """Name and rows of each of the modules that one of ours is in theirs."""
+    row = parameter.row
+    name = row.name if parameter.layer.startswith("blocks.") else f"{parameter.layer}.{row.name}"
+    modules = family.modules.get(name)
+    if modules is None:
+        raise LookupError(
+            f"the module {name} has no name in {family.class_name} of transformers; add it to the "
+            "modules of the family in megaspeed/config/families"
+        )
+    heights = [row.rows] if len(modules) == 1 else list(row.sections.values())
+    return list(zip(modules, heights, strict=True))

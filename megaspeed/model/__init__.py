@@ -9,10 +9,10 @@ from megaspeed.model.layers import Block, Embedding, Head
 from megaspeed.model.parameters import (
     EMBEDDING_WEIGHT,
     HEAD_WEIGHT,
-    decays,
     layer_count,
     logical_name,
-    parameter_shapes,
+    parameter_named,
+    parameters_of,
 )
 
 __all__ = [
@@ -25,12 +25,12 @@ __all__ = [
     "Head",
     "MaskShard",
     "SampleDropout",
-    "decays",
     "forward_flops_per_token",
     "initial_slice",
     "initialize",
     "layer_count",
     "logical_name",
-    "parameter_shapes",
+    "parameter_named",
+    "parameters_of",
     "training_flops_per_token",
 ]

@@ -2,18 +2,23 @@
 
     x (B, S, D) -> qkv (B, S, (H + 2 H_kv) K) -> softmax(q k^T / sqrt(K)) v -> output (B, S, D)
 
+Before the product, q and k pass a norm of each head (Henry et al. 2020) and the rotation of their
+positions, if the model has them.
+
 The rows of ``qkv.weight`` are all query heads, then all key heads, then all value heads, so that a
 tensor split takes a contiguous run of heads from each of the three sections. With H_kv < H, H /
 H_kv query heads share one key/value head (Ainslie et al. 2023, GQA).
 """
 
 import math
+from collections.abc import Mapping
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megaspeed.config import ModelConfig
+from megaspeed.model.documents import window_mask
 from megaspeed.model.dropout import SampleDropout
 from megaspeed.model.rotary import inverse_frequencies, rotate, turns
 
@@ -25,20 +30,23 @@ class Attention(nn.Module):
     sets the two head counts to the local ones; the forward pass does not change.
     """
 
-    def __init__(self, config: ModelConfig, *, name: str, seed: int) -> None:
+    def __init__(
+        self, config: ModelConfig, modules: Mapping[str, nn.Module], *, name: str, seed: int
+    ) -> None:
         super().__init__()
         self.query_heads = config.num_attention_heads
         self.key_value_heads = config.num_key_value_heads
         self.head_dim = config.head_dim
-        rows = (self.query_heads + 2 * self.key_value_heads) * self.head_dim
-        width = self.query_heads * self.head_dim
-        self.qkv = nn.Linear(config.hidden_size, rows, bias=config.architecture == "gpt2")
-        self.output = nn.Linear(width, config.hidden_size, bias=config.architecture == "gpt2")
+        self.qkv = modules["attention.qkv"]
+        self.query_norm = modules.get("attention.query_norm")
+        self.key_norm = modules.get("attention.key_norm")
+        self.output = modules["attention.output"]
+        self.window = config.sliding_window
         self.dropout = SampleDropout(
             config.attention_dropout, name=f"{name}.attention.dropout", seed=seed
         )
         # A plain attribute, not a buffer: a dtype cast of the module must not touch it.
-        self.frequencies = None if config.architecture == "gpt2" else inverse_frequencies(config)
+        self.frequencies = inverse_frequencies(config) if config.positions == "rotary" else None
 
     def forward(
         self,
@@ -53,7 +61,8 @@ class Attention(nn.Module):
             x: normalised hidden states.
             samples: (B,) int64, the sample indices; None if nothing is dropped.
             positions: (B, S); 0 ... S - 1 in every row where left out.
-            mask: (B, 1, S, S), added to the scores; where left out, all that is not later is seen.
+            mask: (B, 1, S, S), added to the scores; if omitted, each token sees the tokens of the
+                sliding window, or all that are not later.
         """
         qkv = self.qkv(x)  # (B, S, (H + 2 H_kv) K)
         batch, sequence, _ = qkv.shape
@@ -62,6 +71,8 @@ class Attention(nn.Module):
         q = q.view(batch, sequence, self.query_heads, self.head_dim)
         k = k.view(batch, sequence, self.key_value_heads, self.head_dim)
         v = v.view(batch, sequence, self.key_value_heads, self.head_dim)
+        if self.query_norm is not None and self.key_norm is not None:
+            q, k = self.query_norm(q), self.key_norm(k)
         if self.frequencies is not None:
             self.frequencies = self.frequencies.to(x.device)
             if positions is None:
@@ -69,6 +80,8 @@ class Attention(nn.Module):
             cos, sin = turns(positions, self.frequencies, q.dtype)
             q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, heads, S, K)
+        if mask is None and self.window is not None and self.window < sequence:
+            mask = window_mask(sequence, self.window, q.dtype, q.device)
         if self.dropout.active:
             mixed = self._attend_with_dropout(q, k, v, samples, mask)
         else:

@@ -21,6 +21,8 @@ So each token's prediction is what it would be if its document, or the part of i
 row, stood there alone.
 """
 
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 
@@ -40,7 +42,7 @@ def positions_in(documents: Tensor) -> Tensor:
     return places - torch.where(begins, places, 0).cummax(dim=1).values
 
 
-def attention_mask(documents: Tensor, dtype: torch.dtype) -> Tensor:
+def attention_mask(documents: Tensor, dtype: torch.dtype, window: int | None = None) -> Tensor:
     """What is added to the attention scores: 0 where a query sees a key, -inf where it does not.
 
     Made in the scores' dtype, once for all blocks: of a boolean mask every block would make, and
@@ -49,11 +51,25 @@ def attention_mask(documents: Tensor, dtype: torch.dtype) -> Tensor:
     Args:
         documents: (B, S), the number of each token's document.
         dtype: of queries and keys.
+        window: how many tokens a query sees, itself included; None for all earlier ones.
 
     Returns:
         (B, 1, S, S), the same for all heads; dim 2 is the query's, dim 3 the key's place.
     """
     seen = documents.unsqueeze(2) == documents.unsqueeze(1)  # (B, S, S)
     seen.tril_()  # and not later
-    mask = torch.full(seen.shape, float("-inf"), dtype=dtype, device=documents.device)
-    return mask.masked_fill_(seen, 0.0).unsqueeze(1)
+    if window is not None:
+        seen.triu_(1 - window)
+    return _added(seen, dtype).unsqueeze(1)
+
+
+@lru_cache(maxsize=1)
+def window_mask(sequence: int, window: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The same for one document a row: (S, S), made once and kept for all blocks and steps."""
+    seen = torch.ones(sequence, sequence, dtype=torch.bool, device=device)
+    return _added(seen.tril_().triu_(1 - window), dtype)
+
+
+def _added(seen: Tensor, dtype: torch.dtype) -> Tensor:
+    mask = torch.full(seen.shape, float("-inf"), dtype=dtype, device=seen.device)
+    return mask.masked_fill_(seen, 0.0)

@@ -40,6 +40,7 @@ class GPT(nn.Module):
         layers = range(layer_count(config)) if layers is None else layers
         last = layer_count(config) - 1
         self.recompute_blocks = recompute_blocks
+        self.window = config.sliding_window
         self.embedding = Embedding(config, seed=seed) if 0 in layers else None
         self.blocks = nn.ModuleDict(
             {
@@ -71,7 +72,7 @@ class GPT(nn.Module):
         positions = None if documents is None else positions_in(documents)
         if self.embedding is not None:
             x = self.embedding(x, samples, positions)
-        mask = None if documents is None else attention_mask(documents, x.dtype)
+        mask = None if documents is None else attention_mask(documents, x.dtype, self.window)
         for block in self.blocks.values():
             if self.recompute_blocks and self.training:
                 x = checkpoint(

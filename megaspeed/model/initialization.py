@@ -8,7 +8,7 @@ GPT-2's initialisation (Radford et al. 2019, section 2.3, and the released ``mod
     the two projections into the residual stream    initializer_range / sqrt(2 x layers)
     learned positions                               initializer_range / 2
 
-and biases 0, norm weights 1.
+and biases 0, norm weights 1, as the table in ``parameters.py`` states.
 
 The rows of a matrix are drawn in blocks of about a million elements, each by its own generator
 seeded from (seed, name, block). A rank therefore draws only the blocks that its shard touches,
@@ -16,18 +16,15 @@ holds one block at a time beside the shard, and gets the same bits as a rank tha
 """
 
 import hashlib
-import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 
 from megaspeed.config import ModelConfig
-from megaspeed.model.parameters import logical_name
+from megaspeed.model.parameters import logical_name, parameter_named
 
 _BLOCK_ELEMENTS = 1 << 20
-_RESIDUAL_PROJECTIONS = ("attention.output.weight", "mlp.down.weight")
-_POSITIONS = "embedding.positions.weight"
 
 
 def initial_slice(
@@ -54,11 +51,11 @@ def initial_slice(
     """
     row_ranges = [range(shape[0])] if rows is None else list(rows)
     taken = sum(len(r) for r in row_ranges)
+    scale = parameter_named(config, name).initial
     if len(shape) == 1:
-        return torch.full((taken,), _constant(name))
+        return torch.full((taken,), scale)
     width = shape[1] if columns is None else len(columns)
     value = torch.empty(taken, width)
-    scale = _standard_deviation(config, name)
     start = 0
     for wanted in row_ranges:
         _fill_rows(value[start : start + len(wanted)], seed, name, shape, scale, wanted, columns)
@@ -72,18 +69,6 @@ def initialize(model: nn.Module, config: ModelConfig, seed: int) -> None:
         with torch.no_grad():
             full_name = logical_name(config, name)
             parameter.copy_(initial_slice(config, seed, full_name, parameter.shape))
-
-
-def _constant(name: str) -> float:
-    return 0.0 if name.endswith("bias") else 1.0
-
-
-def _standard_deviation(config: ModelConfig, name: str) -> float:
-    if name.endswith(_RESIDUAL_PROJECTIONS):
-        return config.initializer_range / math.sqrt(2 * config.num_hidden_layers)
-    if name.endswith(_POSITIONS):
-        return config.initializer_range / 2
-    return config.initializer_range
 
 
 def _fill_rows(

@@ -12,26 +12,18 @@ from megaspeed.config import ModelConfig
 from megaspeed.model.attention import Attention
 from megaspeed.model.dropout import SampleDropout
 from megaspeed.model.mlp import GeluMlp, SwiGluMlp
-
-
-def make_norm(config: ModelConfig) -> nn.Module:
-    """The normalisation over D: LayerNorm (gpt2) or RMSNorm (llama; Zhang & Sennrich 2019)."""
-    if config.architecture == "gpt2":
-        return nn.LayerNorm(config.hidden_size, eps=config.layer_norm_epsilon)
-    return nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+from megaspeed.model.modules import make_modules
+from megaspeed.model.parameters import block_rows, embedding_rows, head_rows
 
 
 class Embedding(nn.Module):
-    """Token embedding, plus learned positions in gpt2 (llama turns queries and keys instead)."""
+    """Token embedding, plus learned positions if the model has them."""
 
     def __init__(self, config: ModelConfig, *, seed: int) -> None:
         super().__init__()
-        self.tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.positions = (
-            nn.Embedding(config.max_position_embeddings, config.hidden_size)
-            if config.architecture == "gpt2"
-            else None
-        )
+        modules = make_modules(embedding_rows(config))
+        self.tokens = modules["tokens"]
+        self.positions = modules.get("positions")
         self.dropout = SampleDropout(config.embedding_dropout, name="embedding.dropout", seed=seed)
 
     def forward(
@@ -51,13 +43,14 @@ class Block(nn.Module):
 
     def __init__(self, config: ModelConfig, *, name: str, seed: int) -> None:
         super().__init__()
-        self.attention_norm = make_norm(config)
-        self.attention = Attention(config, name=name, seed=seed)
+        modules = make_modules(block_rows(config))
+        self.attention_norm = modules["attention_norm"]
+        self.attention = Attention(config, modules, name=name, seed=seed)
         self.attention_dropout = SampleDropout(
             config.residual_dropout, name=f"{name}.attention_dropout", seed=seed
         )
-        self.mlp_norm = make_norm(config)
-        self.mlp = GeluMlp(config) if config.architecture == "gpt2" else SwiGluMlp(config)
+        self.mlp_norm = modules["mlp_norm"]
+        self.mlp = GeluMlp(modules) if config.mlp == "gelu" else SwiGluMlp(modules)
         self.mlp_dropout = SampleDropout(
             config.residual_dropout, name=f"{name}.mlp_dropout", seed=seed
         )
@@ -81,8 +74,9 @@ class Head(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.norm = make_norm(config)
-        self.output = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        modules = make_modules(head_rows(config))
+        self.norm = modules["norm"]
+        self.output = modules["output"]
 
     def forward(self, x: Tensor) -> Tensor:
         """Maps ``x`` (B, S, D) to logits (B, S, V)."""

@@ -1,16 +1,141 @@
-"""Names and shapes of the model's parameters, without making any. Pure arithmetic, no torch.
+"""The one table of the model: every module with parameters, from which everything else follows.
 
-They are those of ``GPT`` (``gpt.py``), in the order of its ``named_parameters``.
+    module                  weight                 split over tp   in
+    embedding.tokens        (V, D)                 vocabulary
+    embedding.positions     (positions, D)         replicated      positions: learned
+    blocks.*.attention_norm (D,)                   replicated
+    blocks.*.attention.qkv  ((H + 2 H_kv) K, D)    heads
+    ..attention.query_norm  (K,)                   each head       qk_norm
+    ..attention.key_norm    (K,)                   each head       qk_norm
+    ..attention.output      (D, H K)               columns
+    blocks.*.mlp_norm       (D,)                   replicated
+    blocks.*.mlp.up         (F, D)                 rows            mlp: gelu
+    blocks.*.mlp.gate_up    (F + F, D)             rows            mlp: swiglu
+    blocks.*.mlp.down       (D, F)                 columns
+    head.norm               (D,)                   replicated
+    head.output             (V, D)                 vocabulary      untied, or embedding elsewhere
+
+The modules of ``GPT`` are made from these rows (``modules.py``). Shards (``tensor_parallel``),
+initial values, weight decay, FLOPs, kept activations, traffic and Hugging Face's tensors derive
+from them. A new parameter is a new row here. Pure arithmetic, no torch.
 """
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal
 
-from megaspeed.config import ModelConfig
+from megaspeed.config.model import ModelConfig
 
 Shape = tuple[int, ...]
 
+Kind = Literal["embedding", "linear", "layer_norm", "rms_norm"]
+
+Split = Literal["replicated", "each head", "vocabulary", "heads", "rows", "columns"]
+"""How the weight is split along the tensor axis.
+
+    replicated  every rank holds all of it and applies it to the same features
+    each head   every rank holds all of it and applies it to its own heads
+    vocabulary  rows, padded to the same number on each rank
+    heads       rows of this rank's query, key and value heads
+    rows        rows of each section (column-parallel; the bias is split like the rows)
+    columns     columns (row-parallel; the bias is replicated)
+"""
+
 EMBEDDING_WEIGHT = "embedding.tokens.weight"
 HEAD_WEIGHT = "head.output.weight"
+
+_KINDS: tuple[Literal["weight", "bias"], ...] = ("weight", "bias")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One module with parameters.
+
+    Attributes:
+        name: of the module within its layer, such as "attention.qkv".
+        kind: what it computes; a linear module multiplies (tokens, columns) by (columns, rows).
+        sections: rows of the weight that belong together, by name, one below the other.
+        columns: of the weight; None for a norm, whose weight is a vector.
+        bias: whether there is one, of as many elements as rows.
+        split: how the weight is split over the tensor axis.
+        initial: standard deviation of the weight's initial values; a norm's are 1, a bias's are 0.
+        eps: of a norm.
+    """
+
+    name: str
+    kind: Kind
+    sections: Mapping[str, int]
+    columns: int | None = None
+    bias: bool = False
+    split: Split
+    initial: float = 0.0
+    eps: float = 0.0
+
+    @property
+    def rows(self) -> int:
+        """Of the weight."""
+        return sum(self.sections.values())
+
+    @property
+    def is_norm(self) -> bool:
+        """Whether it normalises."""
+        return self.columns is None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parameter:
+    """One parameter of the complete model, unpadded.
+
+    Attributes:
+        layer: name of its layer, such as "blocks.3".
+        kind: whether it is its module's weight or bias.
+        row: of its module.
+    """
+
+    layer: str
+    kind: Literal["weight", "bias"]
+    row: Row
+
+    @property
+    def name(self) -> str:
+        """Full name."""
+        return f"{self.layer}.{self.row.name}.{self.kind}"
+
+    @property
+    def shape(self) -> Shape:
+        """Full shape."""
+        rows, columns = self.row.rows, self.row.columns
+        return (rows,) if self.is_bias or columns is None else (rows, columns)
+
+    @property
+    def split(self) -> Split:
+        """How it is split; a row-parallel layer's bias is added after the sum, on all ranks."""
+        is_added_after = self.row.split == "columns" and self.is_bias
+        return "replicated" if is_added_after else self.row.split
+
+    @property
+    def is_bias(self) -> bool:
+        """Whether it is a bias."""
+        return self.kind == "bias"
+
+    @property
+    def decays(self) -> bool:
+        """Whether weight decay applies: to matrices and embeddings."""
+        return not self.is_bias and not self.row.is_norm
+
+    @property
+    def initial(self) -> float:
+        """Standard deviation of its initial values, or the constant if it is a vector."""
+        if self.is_bias:
+            return 0.0
+        return 1.0 if self.row.is_norm else self.row.initial
+
+    @property
+    def elements(self) -> int:
+        """Of the full shape."""
+        return math.prod(self.shape)
 
 
 def layer_count(config: ModelConfig) -> int:
@@ -23,65 +148,167 @@ def logical_name(config: ModelConfig, name: str) -> str:
     return EMBEDDING_WEIGHT if config.tie_word_embeddings and name == HEAD_WEIGHT else name
 
 
-def decays(name: str) -> bool:
-    """Whether the parameter ``name`` is subject to weight decay: matrices and embeddings are."""
-    return name.endswith(".weight") and "norm" not in name
+def parameter_named(config: ModelConfig, name: str) -> Parameter:
+    """The parameter with this full name; a tied head has one of its own.
 
-
-def parameter_shapes(config: ModelConfig, layers: range) -> dict[str, Shape]:
-    """Full name -> full shape of each parameter of the flat layers ``layers``.
-
-    A tied head stands here only where ``layers`` leave the embedding out, as in ``GPT``.
+    Raises:
+        LookupError: the table has no row for it.
     """
-    last = config.num_hidden_layers + 1
-    shapes: dict[str, Shape] = {}
-    for layer in layers:
-        if layer == 0:
-            shapes.update(_embedding(config))
-        elif layer < last:
-            shapes.update(_block(config, f"blocks.{layer - 1}"))
-        else:
-            shapes.update(_head(config, shares_embedding=0 in layers))
-    return shapes
+    try:
+        return _by_name(config)[name]
+    except KeyError:
+        raise LookupError(
+            f"the parameter {name} has no row in megaspeed/model/parameters.py; add one that "
+            "states its shape, its split over tp and its initial values, and make its module from "
+            "the row"
+        ) from None
 
 
-def _embedding(config: ModelConfig) -> Iterator[tuple[str, Shape]]:
-    yield "embedding.tokens.weight", (config.vocab_size, config.hidden_size)
-    if config.architecture == "gpt2":
-        yield (
-            "embedding.positions.weight",
-            (config.max_position_embeddings, config.hidden_size),
+@lru_cache(maxsize=8)
+def _by_name(config: ModelConfig) -> Mapping[str, Parameter]:
+    head = range(layer_count(config) - 1, layer_count(config))
+    return {**parameters_of(config), **parameters_of(config, head)}
+
+
+def layer_name(config: ModelConfig, layer: int) -> str:
+    """Of layer ``layer`` of the flat list: embedding, blocks.0, blocks.1, ..., head."""
+    if layer == 0:
+        return "embedding"
+    return "head" if layer == layer_count(config) - 1 else f"blocks.{layer - 1}"
+
+
+def embedding_rows(config: ModelConfig) -> dict[str, Row]:
+    """Name within the embedding -> row."""
+    return {row.name: row for row in _embedding(config)}
+
+
+def block_rows(config: ModelConfig) -> dict[str, Row]:
+    """Name within a block -> row; all blocks are alike."""
+    return {row.name: row for row in _block(config)}
+
+
+def head_rows(config: ModelConfig) -> dict[str, Row]:
+    """Name within the head -> row; a tied output projection has one too."""
+    return {row.name: row for row in _head(config)}
+
+
+def parameters_of(config: ModelConfig, layers: range | None = None) -> dict[str, Parameter]:
+    """Full name -> parameter of the flat layers ``layers``, in the order of ``GPT``'s.
+
+    Args:
+        config: the complete model's shape.
+        layers: indices into the flat list of layers; all if omitted. A tied head is here only if
+            ``layers`` omits the embedding, as in ``GPT``.
+    """
+    layers = range(layer_count(config)) if layers is None else layers
+    rows_of = {"embedding": embedding_rows(config), "head": head_rows(config)}
+    rows_of_block = block_rows(config)
+    parameters = (
+        Parameter(layer=name, kind=kind, row=row)
+        for name in (layer_name(config, layer) for layer in layers)
+        for row in rows_of.get(name, rows_of_block).values()
+        for kind in _KINDS[: 1 + row.bias]
+    )
+    shares = config.tie_word_embeddings and 0 in layers
+    return {p.name: p for p in parameters if not (shares and p.name == HEAD_WEIGHT)}
+
+
+def _embedding(config: ModelConfig) -> Iterator[Row]:
+    scale, hidden = config.initializer_range, config.hidden_size
+    yield Row(
+        name="tokens",
+        kind="embedding",
+        sections={"tokens": config.vocab_size},
+        columns=hidden,
+        split="vocabulary",
+        initial=scale,
+    )
+    if config.positions == "learned":
+        yield Row(
+            name="positions",
+            kind="embedding",
+            sections={"positions": config.max_position_embeddings},
+            columns=hidden,
+            split="replicated",
+            initial=scale / 2,
         )
 
 
-def _block(config: ModelConfig, name: str) -> Iterator[tuple[str, Shape]]:
-    hidden, width = config.hidden_size, config.intermediate_size
-    heads = config.num_attention_heads + 2 * config.num_key_value_heads
-    mixed = config.num_attention_heads * config.head_dim
-    yield from _norm(config, f"{name}.attention_norm")
-    yield from _linear(config, f"{name}.attention.qkv", heads * config.head_dim, hidden)
-    yield from _linear(config, f"{name}.attention.output", hidden, mixed)
-    yield from _norm(config, f"{name}.mlp_norm")
-    if config.architecture == "gpt2":
-        yield from _linear(config, f"{name}.mlp.up", width, hidden)
-    else:
-        yield from _linear(config, f"{name}.mlp.gate_up", 2 * width, hidden)
-    yield from _linear(config, f"{name}.mlp.down", hidden, width)
+def _block(config: ModelConfig) -> Iterator[Row]:
+    hidden, width, head = config.hidden_size, config.intermediate_size, config.head_dim
+    queries, shared = config.num_attention_heads * head, config.num_key_value_heads * head
+    scale = config.initializer_range
+    # Each block adds twice to the residual stream (Radford et al. 2019, section 2.3).
+    residual_scale = scale / math.sqrt(2 * config.num_hidden_layers)
+    yield _norm(config, "attention_norm")
+    yield Row(
+        name="attention.qkv",
+        kind="linear",
+        sections={"query": queries, "key": shared, "value": shared},
+        columns=hidden,
+        bias=config.qkv_bias,
+        split="heads",
+        initial=scale,
+    )
+    if config.qk_norm:
+        for norm in ("query_norm", "key_norm"):
+            yield Row(
+                name=f"attention.{norm}",
+                kind="rms_norm",
+                sections={"head": head},
+                split="each head",
+                eps=config.rms_norm_eps,
+            )
+    yield Row(
+        name="attention.output",
+        kind="linear",
+        sections={"hidden": hidden},
+        columns=queries,
+        bias=config.attention_output_bias,
+        split="columns",
+        initial=residual_scale,
+    )
+    yield _norm(config, "mlp_norm")
+    gated = config.mlp == "swiglu"
+    yield Row(
+        name="mlp.gate_up" if gated else "mlp.up",
+        kind="linear",
+        sections={"gate": width, "up": width} if gated else {"up": width},
+        columns=hidden,
+        bias=config.mlp_bias,
+        split="rows",
+        initial=scale,
+    )
+    yield Row(
+        name="mlp.down",
+        kind="linear",
+        sections={"hidden": hidden},
+        columns=width,
+        bias=config.mlp_bias,
+        split="columns",
+        initial=residual_scale,
+    )
 
 
-def _head(config: ModelConfig, *, shares_embedding: bool) -> Iterator[tuple[str, Shape]]:
-    yield from _norm(config, "head.norm")
-    if not (config.tie_word_embeddings and shares_embedding):
-        yield "head.output.weight", (config.vocab_size, config.hidden_size)
+def _head(config: ModelConfig) -> Iterator[Row]:
+    yield _norm(config, "norm")
+    yield Row(
+        name="output",
+        kind="linear",
+        sections={"tokens": config.vocab_size},
+        columns=config.hidden_size,
+        split="vocabulary",
+        initial=config.initializer_range,
+    )
 
 
-def _norm(config: ModelConfig, name: str) -> Iterator[tuple[str, Shape]]:
-    yield f"{name}.weight", (config.hidden_size,)
-    if config.architecture == "gpt2":
-        yield f"{name}.bias", (config.hidden_size,)
-
-
-def _linear(config: ModelConfig, name: str, rows: int, columns: int) -> Iterator[tuple[str, Shape]]:
-    yield f"{name}.weight", (rows, columns)
-    if config.architecture == "gpt2":
-        yield f"{name}.bias", (rows,)
+def _norm(config: ModelConfig, name: str) -> Row:
+    is_layer_norm = config.norm == "layer_norm"
+    return Row(
+        name=name,
+        kind=config.norm,
+        sections={"hidden": config.hidden_size},
+        bias=is_layer_norm,
+        split="replicated",
+        eps=config.layer_norm_epsilon if is_layer_norm else config.rms_norm_eps,
+    )

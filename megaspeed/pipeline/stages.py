@@ -1,10 +1,9 @@
 """What each pipeline stage of a run holds. Pure arithmetic, no torch."""
 
-import math
 from functools import lru_cache
 
 from megaspeed.config import Run
-from megaspeed.model import forward_flops_per_token, logical_name, parameter_shapes
+from megaspeed.model import forward_flops_per_token, logical_name, parameters_of
 from megaspeed.pipeline.partition import partition_layers
 
 
@@ -25,8 +24,8 @@ def parameters_of_stages(run: Run) -> list[int]:
     model = run.config.model
     return [
         sum(
-            math.prod(shape)
-            for name, shape in parameter_shapes(model, layers).items()
+            parameter.elements
+            for name, parameter in parameters_of(model, layers).items()
             if 0 in layers or logical_name(model, name) == name
         )
         for layers in layers_of_stages(run)

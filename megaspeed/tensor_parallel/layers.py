@@ -1,4 +1,4 @@
-"""Column- and row-parallel linear layers, vocabulary-parallel embedding, norms of a split sequence.
+"""Column- and row-parallel linear layers, vocabulary-parallel embedding, norms of a part.
 
     x --f--> [column-parallel A_i] -> nonlinearity -> [row-parallel B_i] --g--> sum_i
 
@@ -119,8 +119,8 @@ class VocabParallelEmbedding(nn.Module):
         return reduce_from_tensor_axis(rows.masked_fill(absent.unsqueeze(-1), 0.0), self.axis)
 
 
-class SequenceParallelLayerNorm(nn.LayerNorm):
-    """LayerNorm over a sequence shard: weight and bias are replicated, their gradients summed."""
+class PartialLayerNorm(nn.LayerNorm):
+    """LayerNorm of a part of the sequence; the gradients of weight and bias are summed."""
 
     axis: TensorAxis
 
@@ -130,12 +130,12 @@ class SequenceParallelLayerNorm(nn.LayerNorm):
         return F.layer_norm(x, self.normalized_shape, weight, bias, self.eps)
 
 
-class SequenceParallelRMSNorm(nn.RMSNorm):
-    """RMSNorm over a sequence shard: the weight is replicated, its gradient summed."""
+class PartialRMSNorm(nn.RMSNorm):
+    """RMSNorm of a part of the sequence or of the heads; the weight's gradient is summed."""
 
     axis: TensorAxis
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalises ``x`` (B, S/tp, D) over D."""
+        """Normalises ``x`` (B, S/tp, D) or (B, S, heads, K) over the last dim."""
         (weight,) = sum_gradients(self.axis, self.weight)
         return F.rms_norm(x, self.normalized_shape, weight, self.eps)

@@ -15,21 +15,20 @@ from torch import Tensor, nn
 from megaspeed.config import ModelConfig
 from megaspeed.model import GPT, MaskShard, initial_slice, logical_name
 from megaspeed.model.layers import Block
+from megaspeed.model.parameters import Parameter, parameter_named
 from megaspeed.tensor_parallel.axis import TensorAxis
 from megaspeed.tensor_parallel.collectives import split_sequence
 from megaspeed.tensor_parallel.layers import (
     ColumnParallelLinear,
+    PartialLayerNorm,
+    PartialRMSNorm,
     RowParallelLinear,
-    SequenceParallelLayerNorm,
-    SequenceParallelRMSNorm,
     VocabParallelEmbedding,
 )
 from megaspeed.tensor_parallel.plan import (
     ParameterShard,
-    Split,
     key_value_replicas,
     shard_of,
-    split_of,
 )
 from megaspeed.tensor_parallel.shared_rows import SharedRows
 
@@ -47,8 +46,8 @@ def parallelize(model: GPT, config: ModelConfig, axis: TensorAxis) -> dict[str, 
         stage stands under the token embedding's name).
     """
     shards = {
-        name: shard_of(config, name, tuple(parameter.shape), rank=axis.rank, size=axis.size)
-        for name, parameter in model.named_parameters()
+        name: shard_of(config, _parameter(config, name, weight), rank=axis.rank, size=axis.size)
+        for name, weight in model.named_parameters()
     }
     for name, module in list(model.named_modules()):
         replacement = _parallel_module(name, module, config, axis)
@@ -119,15 +118,16 @@ def _parallel_module(
     name: str, module: nn.Module, config: ModelConfig, axis: TensorAxis
 ) -> nn.Module | None:
     """The counterpart of ``module``, or None where it stays as it is."""
-    if isinstance(module, nn.LayerNorm | nn.RMSNorm):
-        return _sequence_parallel_norm(module, axis) if axis.sequence_parallel else None
-    if not isinstance(module, nn.Linear | nn.Embedding):
+    if not isinstance(module, nn.LayerNorm | nn.RMSNorm | nn.Linear | nn.Embedding):
         return None
-    split: Split = split_of(f"{name}.weight")
+    parameter = parameter_named(config, f"{name}.weight")
+    split = parameter.split
+    if isinstance(module, nn.LayerNorm | nn.RMSNorm):
+        sees_a_part = axis.sequence_parallel or (split == "each head" and axis.size > 1)
+        return _norm_of_a_part(module, axis) if sees_a_part else None
     if split == "replicated":
         return None
-    full_shape = tuple(module.weight.shape)
-    shard = shard_of(config, f"{name}.weight", full_shape, rank=axis.rank, size=axis.size)
+    shard = shard_of(config, parameter, rank=axis.rank, size=axis.size)
     rows, columns = shard.local_shape
     if isinstance(module, nn.Embedding):
         return VocabParallelEmbedding(rows, columns, vocabulary=shard.rows[0], axis=axis)
@@ -136,6 +136,17 @@ def _parallel_module(
         return RowParallelLinear(columns, rows, bias=bias, axis=axis)
     shared = _shared_rows(config, shard, axis) if split == "heads" else None
     return ColumnParallelLinear(columns, rows, bias=bias, axis=axis, shared_rows=shared)
+
+
+def _parameter(config: ModelConfig, name: str, weight: Tensor) -> Parameter:
+    """The row that a parameter of the model was made from."""
+    parameter = parameter_named(config, name)
+    if parameter.shape != tuple(weight.shape):
+        raise ValueError(
+            f"the parameter {name} has the shape {tuple(weight.shape)}, and its row in "
+            f"megaspeed/model/parameters.py says {parameter.shape}; make its module from the row"
+        )
+    return parameter
 
 
 def _shared_rows(config: ModelConfig, shard: ParameterShard, axis: TensorAxis) -> SharedRows | None:
@@ -147,8 +158,8 @@ def _shared_rows(config: ModelConfig, shard: ParameterShard, axis: TensorAxis) -
     )
 
 
-def _sequence_parallel_norm(norm: nn.LayerNorm | nn.RMSNorm, axis: TensorAxis) -> nn.Module:
-    kind = SequenceParallelLayerNorm if isinstance(norm, nn.LayerNorm) else SequenceParallelRMSNorm
+def _norm_of_a_part(norm: nn.LayerNorm | nn.RMSNorm, axis: TensorAxis) -> nn.Module:
+    kind = PartialLayerNorm if isinstance(norm, nn.LayerNorm) else PartialRMSNorm
     parallel = kind(norm.normalized_shape, eps=norm.eps, device="meta")  # type: ignore[arg-type]
     parallel.axis = axis
     return parallel

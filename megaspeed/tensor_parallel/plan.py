@@ -1,40 +1,15 @@
-"""One table that says how each parameter is split along the tensor axis. Pure arithmetic, no torch.
+"""The part of each parameter that one tensor rank holds. Pure arithmetic, no torch.
 
-    parameter of                 split                        this rank holds
-    embedding.tokens             vocabulary                   V'/tp rows, V' = padded vocabulary
-    embedding.positions          replicated                   all
-    blocks.*.attention.qkv       heads                        H/tp query, H_kv/tp key, value heads
-    blocks.*.attention.output    columns (row-parallel)       H/tp heads' columns; the bias whole
-    blocks.*.mlp.up              rows (column-parallel)       F/tp rows
-    blocks.*.mlp.gate_up         rows in two sections         F/tp rows of gate, F/tp rows of up
-    blocks.*.mlp.down            columns (row-parallel)       F/tp columns; the bias whole
-    *norm                        replicated                   all
-    head.output                  vocabulary                   V'/tp rows
-
-The model does not know of it; ``parallelize`` applies it from outside.
+The model's table (``model/parameters.py``) says how each parameter is split. This file says which
+rows and columns that gives a rank. The model does not know of it; ``parallelize`` applies it.
 """
 
 import math
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
-from typing import Literal
+from itertools import accumulate
 
 from megaspeed.config import ModelConfig
-
-Split = Literal["replicated", "vocabulary", "heads", "rows", "two_sections", "columns"]
-
-PLAN: dict[str, Split] = {
-    "embedding.tokens": "vocabulary",
-    "embedding.positions": "replicated",
-    "blocks.*.attention.qkv": "heads",
-    "blocks.*.attention.output": "columns",
-    "blocks.*.mlp.up": "rows",
-    "blocks.*.mlp.gate_up": "two_sections",
-    "blocks.*.mlp.down": "columns",
-    "blocks.*norm": "replicated",
-    "head.norm": "replicated",
-    "head.output": "vocabulary",
-}
+from megaspeed.model.parameters import Parameter
 
 # A shard of the vocabulary is a whole number of 16-byte units in bf16, which tensor cores need for
 # full speed.
@@ -75,36 +50,27 @@ class ParameterShard:
         return rows, self.full_shape[1] if self.columns is None else len(self.columns)
 
 
-def split_of(name: str) -> Split:
-    """How the plan splits the parameter called ``name``, such as ``blocks.3.mlp.up.weight``."""
-    module, _, kind = name.rpartition(".")
-    split = next(s for pattern, s in PLAN.items() if fnmatchcase(module, pattern))
-    # A row-parallel layer adds its bias after the sum, so every rank holds it whole.
-    return "replicated" if split == "columns" and kind == "bias" else split
-
-
 def shard_of(
-    config: ModelConfig, name: str, full_shape: tuple[int, ...], *, rank: int, size: int
+    config: ModelConfig, parameter: Parameter, *, rank: int, size: int
 ) -> ParameterShard:
-    """The part of parameter ``name`` that tensor rank ``rank`` of ``size`` holds."""
-    split = split_of(name)
-    rows = full_shape[0]
-    if split == "replicated":
+    """The part of a parameter that tensor rank ``rank`` of ``size`` holds."""
+    shape, split = parameter.shape, parameter.split
+    rows = shape[0]
+    if split in ("replicated", "each head"):
         return ParameterShard(
-            full_shape=full_shape, rows=(range(rows),), owned_rows=rows if rank == 0 else 0
+            full_shape=shape, rows=(range(rows),), owned_rows=rows if rank == 0 else 0
         )
     if split == "columns":
-        columns = _chunk(range(full_shape[1]), rank, size)
+        columns = _chunk(range(shape[1]), rank, size)
         return ParameterShard(
-            full_shape=full_shape, rows=(range(rows),), columns=columns, owned_rows=rows
+            full_shape=shape, rows=(range(rows),), columns=columns, owned_rows=rows
         )
     if split == "vocabulary":
-        return _vocabulary_shard(full_shape, rank, size)
+        return _vocabulary_shard(shape, rank, size)
     if split == "heads":
-        return _heads_shard(config, full_shape, rank, size)
-    sections = 2 if split == "two_sections" else 1
-    held = tuple(_chunk(section, rank, size) for section in _sections(rows, sections))
-    return ParameterShard(full_shape=full_shape, rows=held, owned_rows=rows // size)
+        return _heads_shard(config, parameter, rank, size)
+    held = tuple(_chunk(section, rank, size) for section in _sections(parameter))
+    return ParameterShard(full_shape=shape, rows=held, owned_rows=rows // size)
 
 
 def vocabulary_rows_per_rank(vocab_size: int, size: int) -> int:
@@ -132,7 +98,7 @@ def _vocabulary_shard(full_shape: tuple[int, ...], rank: int, size: int) -> Para
 
 
 def _heads_shard(
-    config: ModelConfig, full_shape: tuple[int, ...], rank: int, size: int
+    config: ModelConfig, parameter: Parameter, rank: int, size: int
 ) -> ParameterShard:
     """Whole heads of each of the three sections q, k, v.
 
@@ -140,22 +106,22 @@ def _heads_shard(
     neighbouring ranks, and the first of them counts it.
     """
     replicas = key_value_replicas(config, size)
-    query_rows = config.num_attention_heads * config.head_dim
-    kv_rows = config.num_key_value_heads * config.head_dim
-    query = _chunk(range(query_rows), rank, size)
-    key = _chunk(range(query_rows, query_rows + kv_rows), rank // replicas, size // replicas)
-    value = range(key.start + kv_rows, key.stop + kv_rows)
-    owns_key_value = rank % replicas == 0
+    query, key, value = _sections(parameter)
+    held = (
+        _chunk(query, rank, size),
+        _chunk(key, rank // replicas, size // replicas),
+        _chunk(value, rank // replicas, size // replicas),
+    )
+    owned = held if rank % replicas == 0 else held[:1]
     return ParameterShard(
-        full_shape=full_shape,
-        rows=(query, key, value),
-        owned_rows=len(query) + (2 * len(key) if owns_key_value else 0),
+        full_shape=parameter.shape, rows=held, owned_rows=sum(len(part) for part in owned)
     )
 
 
-def _sections(rows: int, count: int) -> list[range]:
-    size = rows // count
-    return [range(i * size, (i + 1) * size) for i in range(count)]
+def _sections(parameter: Parameter) -> list[range]:
+    """The rows of each section of the parameter's module."""
+    stops = list(accumulate(parameter.row.sections.values()))
+    return [range(start, stop) for start, stop in zip([0, *stops], stops, strict=False)]
 
 
 def _chunk(whole: range, index: int, count: int) -> range:

@@ -6,16 +6,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from megaspeed.config import OptimizerConfig
-from megaspeed.model import decays
+from megaspeed.config import ModelConfig, OptimizerConfig
+from megaspeed.model import parameter_named
 
 
 def parameter_groups(
-    parameters: Mapping[str, nn.Parameter], optimizer: OptimizerConfig
+    parameters: Mapping[str, nn.Parameter], model: ModelConfig, optimizer: OptimizerConfig
 ) -> list[dict[str, Any]]:
     """Groups for ``torch.optim``: those that decay, then those that do not; empty ones left out."""
-    decaying = [p for name, p in parameters.items() if decays(name)]
-    others = [p for name, p in parameters.items() if not decays(name)]
+    decaying = [p for name, p in parameters.items() if parameter_named(model, name).decays]
+    others = [p for name, p in parameters.items() if not parameter_named(model, name).decays]
     groups = [
         {"params": decaying, "weight_decay": optimizer.params.weight_decay},
         {"params": others, "weight_decay": 0.0},

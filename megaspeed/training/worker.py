@@ -73,7 +73,9 @@ class Worker:
             run,
             context,
             layers=layers_of_stages(run)[context.pp_rank],
-            parameter_groups=lambda named: parameter_groups(named, run.config.optimizer),
+            parameter_groups=lambda named: parameter_groups(
+                named, run.config.model, run.config.optimizer
+            ),
             make_optimizer=lambda groups: make_optimizer(groups, run.config.optimizer),
         )
         schedule = SCHEDULES[run.config.parallel.schedule]

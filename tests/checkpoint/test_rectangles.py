@@ -9,8 +9,7 @@ from torch import Tensor
 
 from megaspeed.checkpoint.rectangles import Rectangle, rectangles_of
 from megaspeed.config import ModelConfig, parse_config
-from megaspeed.model import layer_count
-from megaspeed.model.parameters import parameter_shapes
+from megaspeed.model.parameters import parameters_of
 from megaspeed.tensor_parallel import ParameterShard
 from megaspeed.tensor_parallel.plan import shard_of
 from tests.parallel.tiny import GPT2, LLAMA
@@ -78,11 +77,11 @@ def test_fragments_of_all_ranks_put_together_are_the_logical_tensor(
 ) -> None:
     """Every parameter of both architectures, each shard cut at random as ZeRO may cut it."""
     config = model(architecture)
-    for name, shape in parameter_shapes(config, range(layer_count(config))).items():
-        logical = torch.randn(shape)
-        rebuilt = torch.full(shape, torch.nan)
+    for name, parameter in parameters_of(config).items():
+        logical = torch.randn(parameter.shape)
+        rebuilt = torch.full(parameter.shape, torch.nan)
         for rank in range(tp):
-            shard = shard_of(config, name, shape, rank=rank, size=tp)
+            shard = shard_of(config, parameter, rank=rank, size=tp)
             for start, fragment in cut(local_tensor(logical, shard).flatten(), random.Random(name)):
                 place(rebuilt, shard, start, fragment)
         assert torch.equal(rebuilt, logical), name

@@ -123,6 +123,31 @@ def test_keys_that_transformers_own_models_do_not_read_are_ignored() -> None:
     assert section({**GPT2, **extra}) == section(GPT2)
 
 
+def test_biases_and_an_own_head_size_are_taken_and_given_back() -> None:
+    found = model({**LLAMA, "attention_bias": True, "mlp_bias": True, "head_dim": 16})
+    assert (found.qkv_bias, found.attention_output_bias, found.mlp_bias) == (True, True, True)
+    assert found.head_dim == 16
+    assert model(hugging_face_config(found)) == found
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"architecture": "llama", "qk_norm": True, "intermediate_size": 96}, "model.qk_norm"),
+        ({"architecture": "llama", "qkv_bias": True, "intermediate_size": 96}, "model.qkv_bias"),
+        ({"num_key_value_heads": 4}, "model.num_key_value_heads is 4, and GPT2LMHeadModel of "),
+        ({"norm": "rms_norm"}, "model.norm is rms_norm, and GPT2LMHeadModel of transformers has "),
+        ({"sliding_window": 8}, "model.sliding_window is 8, and GPT2LMHeadModel of transformers "),
+    ],
+)
+def test_features_that_the_family_lacks_cannot_be_exported(
+    changes: dict[str, Any], told: str
+) -> None:
+    with pytest.raises(ConfigError) as error:
+        hugging_face_config(ModelConfig.model_validate({**small()["model"], **changes}))
+    assert error.value.problems[0].startswith(told)
+
+
 # --- what our model is not ------------------------------------------------------------------------
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
@@ -143,17 +168,14 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "unscaled": ({**GPT2, "scale_attn_weights": False}, "scale_attn_weights is false"),
     "cross attention": ({**GPT2, "add_cross_attention": True}, "add_cross_attention is true"),
     "activation": ({**LLAMA, "hidden_act": "gelu"}, 'hidden_act is "gelu"'),
-    "attention bias": ({**LLAMA, "attention_bias": True}, "attention_bias is true"),
-    "mlp bias": ({**LLAMA, "mlp_bias": True}, "mlp_bias is true"),
-    "a number for a boolean": ({**LLAMA, "mlp_bias": 0}, "mlp_bias is 0 (a whole number)"),
+    "a number for a boolean": (
+        {**GPT2, "scale_attn_weights": 1},
+        "scale_attn_weights is 1 (a whole number)",
+    ),
     "window": ({**LLAMA, "sliding_window": 512}, "sliding_window is 512"),
     "sliced": ({**LLAMA, "pretraining_tp": 2}, "pretraining_tp is 2"),
     "quantised": ({**LLAMA, "quantization_config": {"bits": 4}}, "quantization_config is {"),
     "own code": ({**LLAMA, "auto_map": {"AutoConfig": "x.Y"}}, "auto_map is {"),
-    "heads": (
-        {**LLAMA, "head_dim": 16},
-        "head_dim is 16, and must be hidden_size 96 / num_attention_heads 12 = 8",
-    ),
     "rotary kind": (
         {**LLAMA, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
         'rope_scaling has rope_type "yarn" (a string), and must be "default" or "llama3"',
@@ -175,7 +197,12 @@ def test_what_our_model_cannot_be_is_refused_by_name_value_and_what_is_possible(
 
 
 def test_everything_is_told_at_once() -> None:
-    wrong = {"hidden_act": "relu", "mlp_bias": True, "head_dim": 5, "rope_scaling": {"type": "x"}}
+    wrong = {
+        "hidden_act": "relu",
+        "pretraining_tp": 2,
+        "sliding_window": 5,
+        "rope_scaling": {"type": "x"},
+    }
     assert len(model_section({**LLAMA, **wrong})[1]) == 4
 
 

@@ -79,7 +79,7 @@ def test_what_is_stated_is_not_derived() -> None:
 
 def test_llama_must_state_its_feed_forward() -> None:
     assert problems(model={"architecture": "llama"}) == [
-        "model.intermediate_size is missing: a llama model states it, or names a model.preset"
+        "model.intermediate_size is missing: state it, or name a model.preset"
     ]
 
 

@@ -14,8 +14,8 @@ def test_the_small_config_has_no_problems() -> None:
 
 def test_heads_divide_the_hidden_size() -> None:
     assert only_problem("model.hidden_size=100", "model.num_attention_heads=12") == (
-        "model.hidden_size 100 must be divisible by model.num_attention_heads 12; valid "
-        "num_attention_heads: 1, 2, 4, 5, 10, 20, 25, 50, 100"
+        "model.hidden_size 100 must be divisible by model.num_attention_heads 12, unless "
+        "model.head_dim is stated; valid num_attention_heads: 1, 2, 4, 5, 10, 20, 25, 50, 100"
     )
 
 
@@ -55,10 +55,8 @@ def test_key_value_heads_divide_the_heads() -> None:
     )
 
 
-def test_gpt2_has_no_grouped_query_attention() -> None:
-    assert "must equal model.num_attention_heads 12 for gpt2" in only_problem(
-        "model.num_key_value_heads=4"
-    )
+def test_an_own_head_size_need_not_divide_the_hidden_size() -> None:
+    assert problems("model.hidden_size=100", "model.head_dim=16") == []
 
 
 def test_tensor_divides_the_feed_forward() -> None:
@@ -93,18 +91,18 @@ def test_sequence_parallel_splits_the_sequence_evenly() -> None:
 
 
 def test_a_rotary_head_is_even() -> None:
-    assert "96 / model.num_attention_heads 32 = 3" in only_problem(
+    assert "model.head_dim 3 must be even" in only_problem(
         *LLAMA, "model.num_attention_heads=32"
     )
     assert problems("model.num_attention_heads=32") == [], "gpt2 has no rotary positions"
 
 
-def test_fields_of_the_other_architecture_have_no_meaning() -> None:
+def test_fields_of_a_feature_that_is_off_have_no_meaning() -> None:
     assert only_problem("model.rope_theta=5e5") == (
-        "model.rope_theta has no meaning for architecture gpt2; leave it out"
+        'model.rope_theta has no meaning without model.positions "rotary"; leave it out'
     )
     assert only_problem(*LLAMA, "model.layer_norm_epsilon=1e-6").startswith(
-        "model.layer_norm_epsilon has no meaning for architecture llama"
+        'model.layer_norm_epsilon has no meaning without model.norm "layer_norm"'
     )
 
 

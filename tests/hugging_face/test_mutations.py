@@ -6,7 +6,7 @@ still, where it changes the logits by less than fp32 rounds away.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from megaspeed.hugging_face.exporting import export_model
 from megaspeed.hugging_face.importing import import_model
 from megaspeed.hugging_face.weights import Part, parts_of
 from megaspeed.model import attention, layers
+from megaspeed.model.parameters import Row
 from tests.hugging_face.models import gpt2, llama, saved
 
 Patch = pytest.MonkeyPatch
@@ -84,13 +85,12 @@ def epsilon_beside_the_root(patch: Patch) -> None:
 
 def another_epsilon(patch: Patch) -> None:
     """Twice the epsilon of the config."""
-    make = layers.make_norm
+    make = layers.make_modules
 
-    def mutated(config: ModelConfig) -> nn.Module:
-        twice = {name: 2 * getattr(config, name) for name in ("layer_norm_epsilon", "rms_norm_eps")}
-        return make(config.model_copy(update=twice))
+    def mutated(rows: Mapping[str, Row]) -> dict[str, nn.Module]:
+        return make({name: dataclasses.replace(row, eps=2 * row.eps) for name, row in rows.items()})
 
-    patch.setattr(layers, "make_norm", mutated)
+    patch.setattr(layers, "make_modules", mutated)
 
 
 def reordered(*order: int) -> Callable[[Patch], None]:

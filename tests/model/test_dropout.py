@@ -12,8 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from megaspeed.analysis.measurement.allocations import AllocationLog
 from megaspeed.config import ModelConfig
-from megaspeed.model import GPT, MaskShard, SampleDropout
-from megaspeed.model.attention import Attention
+from megaspeed.model import GPT, Block, MaskShard, SampleDropout
 from tests.model.tiny_gpt import DROPOUTS, gpt2, gradients, initialized, llama, random_tokens
 
 BITS = [
@@ -189,7 +188,7 @@ def test_each_dropout_has_a_name_of_its_own(config: ModelConfig) -> None:
 
 @pytest.mark.parametrize("config", [gpt2(), llama()], ids=["gpt2", "llama"])
 def test_attention_written_out_for_dropout_equals_the_fused_one(config: ModelConfig) -> None:
-    attention = Attention(config, name="blocks.0", seed=0)
+    attention = Block(config, name="blocks.0", seed=0).attention
     x = torch.randn(2, 12, 32)
     fused = attention(x, None)
     attention.dropout = SampleDropout(1e-12, name="x", seed=0)  # active, but it drops nothing

@@ -7,8 +7,9 @@ import torch
 
 from megaspeed.config import ModelConfig
 from megaspeed.model import GPT
+from megaspeed.model.parameters import parameter_named
 from megaspeed.tensor_parallel import ParameterShard, shard_of, vocabulary_rows_per_rank
-from megaspeed.tensor_parallel.plan import key_value_replicas, split_of
+from megaspeed.tensor_parallel.plan import key_value_replicas
 from tests.model.tiny_gpt import gpt2, llama
 
 CONFIGS = {
@@ -34,7 +35,13 @@ def shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 def shards(
     config: ModelConfig, name: str, shape: tuple[int, ...], size: int
 ) -> list[ParameterShard]:
-    return [shard_of(config, name, shape, rank=rank, size=size) for rank in range(size)]
+    parts = [shard(config, name, rank, size) for rank in range(size)]
+    assert {part.full_shape for part in parts} == {shape}
+    return parts
+
+
+def shard(config: ModelConfig, name: str, rank: int, size: int) -> ParameterShard:
+    return shard_of(config, parameter_named(config, name), rank=rank, size=size)
 
 
 def held_rows(shard: ParameterShard) -> list[int]:
@@ -73,7 +80,7 @@ def test_all_ranks_have_the_same_local_shape(config: ModelConfig, size: int) -> 
         parts = shards(config, name, shape, size)
         assert len({part.local_shape for part in parts}) == 1, name
         assert {part.full_shape for part in parts} == {shape}, name
-        if size == 1 and split_of(name) != "vocabulary":
+        if size == 1 and parameter_named(config, name).split != "vocabulary":
             assert parts[0].local_shape == shape, name
 
 
@@ -109,22 +116,22 @@ def test_five_tokens_on_four_ranks_stand_on_the_first() -> None:
 
 def test_a_rank_holds_its_heads_of_each_of_the_three_sections() -> None:
     """4 query heads of 8 rows, then 2 key heads, then 2 value heads; rank 3 of 4, and 1 of 2."""
-    config, name, shape = llama(), "blocks.0.attention.qkv.weight", (64, 32)
-    last = shard_of(config, name, shape, rank=3, size=4)
+    config, name = llama(), "blocks.0.attention.qkv.weight"
+    last = shard(config, name, 3, 4)
     assert last.rows == (range(24, 32), range(40, 48), range(56, 64))
     assert last.owned_rows == 8  # rank 2 has counted key and value
-    half = shard_of(config, name, shape, rank=1, size=2)
+    half = shard(config, name, 1, 2)
     assert half.rows == (range(16, 32), range(40, 48), range(56, 64))
     assert half.owned_rows == 32
 
 
 def test_gate_and_up_are_cut_each_by_itself() -> None:
-    shard = shard_of(llama(), "blocks.1.mlp.gate_up.weight", (96, 32), rank=1, size=4)
-    assert shard.rows == (range(12, 24), range(60, 72))
+    half = shard(llama(), "blocks.1.mlp.gate_up.weight", 1, 4)
+    assert half.rows == (range(12, 24), range(60, 72))
 
 
 def test_a_row_parallel_layer_has_columns_and_its_whole_bias() -> None:
-    weight = shard_of(gpt2(), "blocks.0.mlp.down.weight", (32, 128), rank=2, size=4)
+    weight = shard(gpt2(), "blocks.0.mlp.down.weight", 2, 4)
     assert (weight.rows, weight.columns) == ((range(32),), range(64, 96))
     biases = shards(gpt2(), "blocks.0.mlp.down.bias", (32,), 4)
     assert {bias.local_shape for bias in biases} == {(32,)}

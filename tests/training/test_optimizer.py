@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from megaspeed.config import ModelConfig, OptimizerConfig
-from megaspeed.model import GPT, decays
+from megaspeed.model import GPT, parameter_named
 from megaspeed.training.optimizer import make_optimizer, parameter_groups
 from tests.parallel.tiny import GPT2, LLAMA
 
@@ -20,8 +20,14 @@ OPTIMIZER = OptimizerConfig.model_validate(
 )
 
 
-def parameters_of(shape: dict[str, Any], *, tied: bool) -> dict[str, nn.Parameter]:
-    config = ModelConfig.model_validate({**shape, "tie_word_embeddings": tied})
+NAMES = ("blocks.0.mlp.down.weight", "blocks.0.mlp.down.bias")
+
+
+def model(shape: dict[str, Any], *, tied: bool = True) -> ModelConfig:
+    return ModelConfig.model_validate({**shape, "tie_word_embeddings": tied})
+
+
+def built(config: ModelConfig) -> dict[str, nn.Parameter]:
     with torch.device("meta"):
         return dict(GPT(config).named_parameters())
 
@@ -29,35 +35,37 @@ def parameters_of(shape: dict[str, Any], *, tied: bool) -> dict[str, nn.Paramete
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("shape", [GPT2, LLAMA], ids=["gpt2", "llama"])
 def test_exactly_the_matrices_and_embeddings_decay(shape: dict[str, Any], tied: bool) -> None:
-    parameters = parameters_of(shape, tied=tied)
+    config = model(shape, tied=tied)
+    parameters = built(config)
     matrices = {name for name, parameter in parameters.items() if parameter.dim() == 2}
-    assert {name for name in parameters if decays(name)} == matrices
+    assert {name for name in parameters if parameter_named(config, name).decays} == matrices
     assert {"embedding.tokens.weight", "blocks.0.mlp.down.weight"} <= matrices
     assert ("head.output.weight" in matrices) is not tied
 
 
 @pytest.mark.parametrize("shape", [GPT2, LLAMA], ids=["gpt2", "llama"])
 def test_every_parameter_is_in_one_group(shape: dict[str, Any]) -> None:
-    parameters = parameters_of(shape, tied=True)
-    decaying, others = parameter_groups(parameters, OPTIMIZER)
+    parameters = built(model(shape))
+    decaying, others = parameter_groups(parameters, model(shape), OPTIMIZER)
     assert (decaying["weight_decay"], others["weight_decay"]) == (0.3, 0.0)
     grouped = [id(p) for group in (decaying, others) for p in group["params"]]
     assert sorted(grouped) == sorted(id(p) for p in parameters.values())
 
 
 def test_a_group_that_would_be_empty_is_left_out() -> None:
-    parameters = {"blocks.0.mlp.down.weight": nn.Parameter(torch.zeros(2, 2))}
-    assert [g["weight_decay"] for g in parameter_groups(parameters, OPTIMIZER)] == [0.3]
+    parameters = {NAMES[0]: nn.Parameter(torch.zeros(2, 2))}
+    (group,) = parameter_groups(parameters, model(GPT2), OPTIMIZER)
+    assert group["weight_decay"] == 0.3
 
 
 def test_fused_adamw_is_plain_adamw() -> None:
     torch.manual_seed(0)
-    values = {"up.weight": torch.randn(33, 17), "up.bias": torch.randn(33)}
+    values = dict(zip(NAMES, (torch.randn(33, 17), torch.randn(33)), strict=True))
     fused_parameters = {name: nn.Parameter(value.clone()) for name, value in values.items()}
     plain_parameters = copy.deepcopy(fused_parameters)
-    fused = make_optimizer(parameter_groups(fused_parameters, OPTIMIZER), OPTIMIZER)
+    fused = make_optimizer(parameter_groups(fused_parameters, model(GPT2), OPTIMIZER), OPTIMIZER)
     plain = torch.optim.AdamW(
-        parameter_groups(plain_parameters, OPTIMIZER),
+        parameter_groups(plain_parameters, model(GPT2), OPTIMIZER),
         lr=1e-2,
         betas=(0.8, 0.95),
         eps=1e-6,

@@ -42,7 +42,9 @@ class BaselineWorker:
         self.context = context
         self.engine: DataParallel = _ENGINES[baseline](run, context)
         self.optimizer = make_optimizer(
-            parameter_groups(dict(self.engine.model.named_parameters()), run.config.optimizer),
+            parameter_groups(
+                dict(self.engine.model.named_parameters()), run.config.model, run.config.optimizer
+            ),
             run.config.optimizer,
         )
         self.after_backward: Callable[[], None] = lambda: None

@@ -1,9 +1,7 @@
 """What stands round the grids: the layout and the model above, what went wrong below."""
 
-import math
-
 from megaspeed.analysis.compare.result import ComparisonResult
-from megaspeed.model import layer_count, parameter_shapes
+from megaspeed.model import parameters_of
 
 
 def layout_line(result: ComparisonResult) -> str:
@@ -14,10 +12,10 @@ def layout_line(result: ComparisonResult) -> str:
 def model_line(result: ComparisonResult) -> str:
     """Architecture and size."""
     model = result.run.config.model
-    shapes = parameter_shapes(model, range(layer_count(model))).values()
+    elements = sum(parameter.elements for parameter in parameters_of(model).values())
     tied = "tied" if model.tie_word_embeddings else "untied"
     return (
-        f"{model.architecture}: {sum(math.prod(shape) for shape in shapes):,} parameters, "
+        f"{model.architecture}: {elements:,} parameters, "
         f"{model.num_hidden_layers} blocks x {model.hidden_size:,}, {model.num_attention_heads} "
         f"heads, vocabulary {model.vocab_size:,} ({tied})"
     )

@@ -3,6 +3,8 @@
     positions   (B, S)         8 bytes each
     mask        (B, 1, S, S)   in the model's precision, the same for all heads
 
+With one document a row and a sliding window shorter than it, the mask is (S, S) and stays.
+
 Every rank makes both from its own micro-batch (``model/documents.py``), whole on every tensor rank,
 and keeps them until the backward of its first block is done.
 """
@@ -16,11 +18,14 @@ _INT64 = 8
 
 
 def first_block_memory(run: Run, shapes: Shapes) -> LayerMemory:
-    """The first block of a pipeline stage, with the mask and the positions where there are any."""
+    """The first block of a pipeline stage, with the mask and the positions if there are any."""
     block = block_memory(run, shapes)
+    sequence, window = run.config.data.sequence_length, run.config.model.sliding_window
     if not run.config.data.reset_at_documents:
-        return block
-    pairs = shapes.whole_tokens * run.config.data.sequence_length
+        if window is None or window >= sequence:
+            return block
+        return replace(block, kept=block.kept + sequence**2 * shapes.element_bytes)
+    pairs = shapes.whole_tokens * sequence
     made = pairs * shapes.element_bytes + shapes.whole_tokens * _INT64
     return replace(
         block,

@@ -6,8 +6,8 @@ bytes an element, a block keeps (Korthikanti et al. 2022, "Reducing Activation R
 Large Transformer Models", section 4.1 and equations 1 to 4, here with a fused attention kernel,
 which keeps no S x S matrix, and a dropout that keeps no mask)
 
-    gpt2     a (4 m D + n (Q + D + 2 F) / T)          their 10 s b h + 24 s b h / t less two masks
-    llama    a (4 m D + n (Q + 2 D + 4 F) / T)        gate and up, silu(gate), and their product
+    GPT-2    a (4 m D + n (Q + D + 2 F) / T)          their 10 s b h + 24 s b h / t less two masks
+    Llama    a (4 m D + n (Q + 2 D + 4 F) / T)        gate and up, silu(gate), and their product
 
 plus the statistics of norms and softmax. The input of a block is counted where it is made: as the
 output of the layer before it. With full recomputation a block keeps only its output, and its
@@ -79,7 +79,7 @@ class Shapes:
             split_tokens=split_tokens(run),
             element_bytes=BYTES_OF[run.precision],
             on_gpu=device_type == "cuda",
-            fused_norm=device_type == "cuda" or run.config.model.architecture == "gpt2",
+            fused_norm=device_type == "cuda" or run.config.model.norm == "layer_norm",
         )
 
 
@@ -145,7 +145,7 @@ def _block_kept(run: Run, shapes: Shapes) -> int:
 def _norm_kept(run: Run, shapes: Shapes) -> int:
     """The output, and a row's statistics; where RMSNorm is written out also its fp32 steps."""
     state = hidden_bytes(run)
-    if run.config.model.architecture == "gpt2":
+    if run.config.model.norm == "layer_norm":
         return state + 2 * shapes.split_tokens * shapes.element_bytes
     statistics = shapes.split_tokens * _FP32
     if shapes.fused_norm:
@@ -161,17 +161,28 @@ def _attention_kept(run: Run, shapes: Shapes) -> int:
     key_value_heads = max(1, model.num_key_value_heads // tp)
     features = (heads + 2 * key_value_heads) * model.head_dim
     mixed = heads * model.head_dim
-    rotated = 0 if model.architecture == "gpt2" else features - key_value_heads * model.head_dim
+    turned = features - key_value_heads * model.head_dim  # queries and keys
+    rotated = turned if model.positions == "rotary" else 0
     # A row's own cosines and sines, where its positions are its own.
     angles = model.head_dim if rotated and run.config.data.reset_at_documents else 0
     elements = shapes.whole_tokens * (features + rotated + angles + mixed)
     row_statistics = shapes.whole_tokens * heads * _FP32
+    if model.qk_norm:
+        row_statistics += _head_norms_kept(shapes, heads + key_value_heads, model.head_dim)
     if model.attention_dropout == 0.0:
         return elements * shapes.element_bytes + row_statistics
     # Written out (model/attention.py): copies of queries and repeated keys and values, the output,
     # the fp32 softmax, and what is left of it after dropout.
     square_bytes = _attention_weights(run, shapes) * (_FP32 + shapes.element_bytes)
     return 4 * shapes.whole_tokens * mixed * shapes.element_bytes + square_bytes
+
+
+def _head_norms_kept(shapes: Shapes, heads: int, head_dim: int) -> int:
+    """Statistics of each head's query and key norm, and the steps of a norm that is written out."""
+    steps = 0
+    if not shapes.fused_norm:
+        steps = 2 * _FP32 if shapes.element_bytes < _FP32 else _FP32
+    return shapes.whole_tokens * heads * (_FP32 + head_dim * steps)
 
 
 def _attention_weights(run: Run, shapes: Shapes) -> int:
@@ -181,8 +192,8 @@ def _attention_weights(run: Run, shapes: Shapes) -> int:
 
 
 def _mlp_kept(run: Run, shapes: Shapes) -> int:
-    """gpt2: before and after GELU. llama: gate and up, silu(gate), and the product."""
-    widths = 2 if run.config.model.architecture == "gpt2" else 4
+    """gelu: before and after GELU. swiglu: gate and up, silu(gate), and the product."""
+    widths = 2 if run.config.model.mlp == "gelu" else 4
     return widths * _wide(run, shapes)
 
 
@@ -238,7 +249,7 @@ def _block_backward_working(run: Run, shapes: Shapes) -> int:
     With dropout, its own gradient is there in addition to the one that passes by the MLP.
     """
     wide, mlp_kept = _wide(run, shapes), _mlp_kept(run, shapes)
-    mlp = wide if run.config.model.architecture == "gpt2" else 2 * wide
+    mlp = wide if run.config.model.mlp == "gelu" else 2 * wide
     if run.config.model.residual_dropout > 0.0:
         mlp = hidden_bytes(run) + max(mlp, _residual_hashing(run, shapes))
     up = mlp - mlp_kept + _column_parallel_backward(run, shapes)

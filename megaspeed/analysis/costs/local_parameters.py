@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megaspeed.config import Run
-from megaspeed.model import EMBEDDING_WEIGHT, HEAD_WEIGHT, decays, parameter_shapes
+from megaspeed.model import EMBEDDING_WEIGHT, HEAD_WEIGHT, parameters_of
+from megaspeed.model.parameters import Parameter
 from megaspeed.pipeline import layers_of_stages
 from megaspeed.tensor_parallel import shard_of
 
@@ -49,14 +50,14 @@ def local_parameters(run: Run, pipeline_stage: int, tensor_rank: int = 0) -> lis
     Local shapes are the same for every ``tensor_rank``.
     """
     model, degrees = run.config.model, run.degrees
-    shapes = parameter_shapes(model, layers_of_stages(run)[pipeline_stage])
+    parameters = parameters_of(model, layers_of_stages(run)[pipeline_stage])
     return [
         LocalParameter(
             name=name,
-            shape=shard_of(model, name, shape, rank=tensor_rank, size=degrees.tp).local_shape,
-            group=_group_of(run, name),
+            shape=shard_of(model, parameter, rank=tensor_rank, size=degrees.tp).local_shape,
+            group=_group_of(run, parameter),
         )
-        for name, shape in shapes.items()
+        for name, parameter in parameters.items()
     ]
 
 
@@ -85,11 +86,11 @@ def partition_elements(parameter: LocalParameter, dp: int) -> int:
     return math.ceil(parameter.elements / dp)
 
 
-def _group_of(run: Run, name: str) -> OptimizerGroup:
+def _group_of(run: Run, parameter: Parameter) -> OptimizerGroup:
     shared = run.config.model.tie_word_embeddings and run.degrees.pp > 1
-    if shared and name in (EMBEDDING_WEIGHT, HEAD_WEIGHT):
+    if shared and parameter.name in (EMBEDDING_WEIGHT, HEAD_WEIGHT):
         return "tied"
-    return "decaying" if decays(name) else "other"
+    return "decaying" if parameter.decays else "other"
 
 
 def _up_to(number: int, multiple: int) -> int:

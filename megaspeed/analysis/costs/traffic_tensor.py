@@ -18,7 +18,8 @@ with sequence parallelism (Korthikanti et al. 2022, section 4.2.2)
     head                  1 all-gather h                1 all-gather, 1 reduce-scatter h
     norms, biases                                       all-reduce of their gradients
 
-and where key/value heads stand on several ranks, an all-reduce of their gradients.
+and an all-reduce of the gradients of norms of each head, and of key/value heads that several ranks
+hold.
 
 Recomputation runs a block's forward again, up to the last tensor that its backward needs: what the
 row-parallel layer of the MLP multiplies. Its g is left out.
@@ -28,7 +29,7 @@ from megaspeed.analysis.costs.collective_cost import Collective, Messages
 from megaspeed.analysis.costs.hidden_states import whole_hidden_bytes, whole_tokens
 from megaspeed.analysis.costs.number_bytes import BYTES_OF
 from megaspeed.config import Run
-from megaspeed.model import layer_count
+from megaspeed.model import layer_count, parameters_of
 from megaspeed.pipeline import layers_of_stages
 from megaspeed.tensor_parallel.plan import key_value_replicas
 
@@ -52,8 +53,7 @@ def add_tensor_axis(messages: Messages, run: Run, pipeline_stage: int) -> None:
         add(collective, count * whole_hidden_bytes(run))
     if last in layers:
         add("all_reduce", _loss_bytes(run))
-    if sequence_parallel:
-        add("all_reduce", _replicated_gradient_bytes(run, blocks, has_head=last in layers))
+    add("all_reduce", _partial_gradient_bytes(run, layers))
     add("all_reduce", blocks * _shared_head_gradient_bytes(run))
 
 
@@ -86,13 +86,19 @@ def _loss_bytes(run: Run) -> int:
     return whole_tokens(run) * (BYTES_OF[run.precision] + 2 * BYTES_OF["fp32"])
 
 
-def _replicated_gradient_bytes(run: Run, blocks: int, *, has_head: bool) -> int:
-    """Norms and row-parallel biases, which see a part of the tokens on each rank."""
-    model = run.config.model
-    has_biases = model.architecture == "gpt2"
-    norm = 2 if has_biases else 1
-    vectors = blocks * (2 * norm + (2 if has_biases else 0)) + has_head * norm
-    return vectors * model.hidden_size * BYTES_OF[run.precision]
+def _partial_gradient_bytes(run: Run, layers: range) -> int:
+    """Replicated parameters of which each rank sees a part: of the heads, or of the tokens."""
+    elements = sum(
+        parameter.elements
+        for parameter in parameters_of(run.config.model, layers).values()
+        if parameter.split == "each head"
+        or (
+            parameter.split == "replicated"
+            and parameter.row.kind != "embedding"
+            and run.config.parallel.sequence_parallel
+        )
+    )
+    return elements * BYTES_OF[run.precision]
 
 
 def _shared_head_gradient_bytes(run: Run) -> int:

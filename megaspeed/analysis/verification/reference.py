@@ -65,7 +65,7 @@ def train_reference(
     loss_scale = run.config.fp16.loss_scale if run.precision == "fp16" else 1.0
     params = run.config.optimizer.params
     optimizer = torch.optim.AdamW(
-        parameter_groups(masters, run.config.optimizer),
+        parameter_groups(masters, run.config.model, run.config.optimizer),
         lr=params.lr,
         betas=params.betas,
         eps=params.eps,

@@ -9,25 +9,22 @@ from megaspeed.config.rules.rule import Rule, rule
 from megaspeed.config.run import RunConfig
 
 
-@rule("model.num_attention_heads", "model.hidden_size")
+@rule("model.num_attention_heads", "model.hidden_size", "model.head_dim")
 def heads_divide_hidden(config: RunConfig) -> Iterator[str]:
-    heads, hidden = config.model.num_attention_heads, config.model.hidden_size
-    if hidden % heads:
+    model = config.model
+    heads, hidden = model.num_attention_heads, model.hidden_size
+    if _heads_do_not_divide(model):
         yield (
-            f"model.hidden_size {hidden} must be divisible by model.num_attention_heads {heads}; "
-            f"valid num_attention_heads: {_listed(divisors(hidden))}"
+            f"model.hidden_size {hidden} must be divisible by model.num_attention_heads {heads}, "
+            f"unless model.head_dim is stated; valid num_attention_heads: "
+            f"{_listed(divisors(hidden))}"
         )
 
 
-@rule("model.num_key_value_heads", "model.num_attention_heads", "model.architecture")
+@rule("model.num_key_value_heads", "model.num_attention_heads")
 def key_value_heads_divide_heads(config: RunConfig) -> Iterator[str]:
     heads, shared = config.model.num_attention_heads, config.model.num_key_value_heads
-    if config.model.architecture == "gpt2" and shared != heads:
-        yield (
-            f"model.num_key_value_heads {shared} must equal model.num_attention_heads {heads} for "
-            "gpt2, which has no grouped-query attention; leave it out, or use architecture llama"
-        )
-    elif heads % shared:
+    if heads % shared:
         yield (
             f"model.num_attention_heads {heads} must be divisible by model.num_key_value_heads "
             f"{shared}, because each key/value head serves the same number of query heads; valid "
@@ -35,15 +32,14 @@ def key_value_heads_divide_heads(config: RunConfig) -> Iterator[str]:
         )
 
 
-@rule("model.architecture", "model.hidden_size", "model.num_attention_heads")
+@rule("model.positions", "model.hidden_size", "model.num_attention_heads", "model.head_dim")
 def rotary_needs_even_heads(config: RunConfig) -> Iterator[str]:
     model = config.model
-    is_whole = model.hidden_size % model.num_attention_heads == 0
-    if model.architecture == "llama" and is_whole and model.head_dim % 2:
+    if model.positions == "rotary" and model.head_dim % 2 and not _heads_do_not_divide(model):
         yield (
-            f"a llama head must have an even number of elements, because rotary positions turn "
-            f"them in pairs: model.hidden_size {model.hidden_size} / model.num_attention_heads "
-            f"{model.num_attention_heads} = {model.head_dim}; change one of the two"
+            f"model.head_dim {model.head_dim} must be even, because rotary positions rotate pairs "
+            f"of elements; it is model.hidden_size {model.hidden_size} / model.num_attention_heads "
+            f"{model.num_attention_heads} if omitted: change one of the three"
         )
 
 
@@ -58,23 +54,25 @@ def preset_has_this_architecture(config: RunConfig) -> Iterator[str]:
 
 
 @rule(
-    "model.architecture",
+    "model.positions",
+    "model.norm",
+    "model.qk_norm",
     "model.rope_theta",
     "model.rope_scaling",
     "model.rms_norm_eps",
     "model.layer_norm_epsilon",
 )
-def fields_belong_to_architecture(config: RunConfig) -> Iterator[str]:
-    foreign = {
-        "gpt2": ("rope_theta", "rope_scaling", "rms_norm_eps"),
-        "llama": ("layer_norm_epsilon",),
-    }[config.model.architecture]
-    for name in foreign:
-        if getattr(config.model, name) != ModelConfig.model_fields[name].default:
-            yield (
-                f"model.{name} has no meaning for architecture {config.model.architecture}; "
-                "leave it out"
-            )
+def fields_belong_to_features(config: RunConfig) -> Iterator[str]:
+    model = config.model
+    has_rms_norm = model.norm == "rms_norm" or model.qk_norm
+    for name, used, needs in (
+        ("rope_theta", model.positions == "rotary", 'model.positions "rotary"'),
+        ("rope_scaling", model.positions == "rotary", 'model.positions "rotary"'),
+        ("rms_norm_eps", has_rms_norm, 'model.norm "rms_norm" or model.qk_norm true'),
+        ("layer_norm_epsilon", model.norm == "layer_norm", 'model.norm "layer_norm"'),
+    ):
+        if not used and getattr(model, name) != ModelConfig.model_fields[name].default:
+            yield f"model.{name} has no meaning without {needs}; leave it out"
 
 
 @rule("model.rope_scaling")
@@ -110,7 +108,7 @@ def tensor_fits_key_value_heads(config: RunConfig) -> Iterator[str]:
         )
 
 
-@rule("parallel.tensor", "model.intermediate_size", "model.hidden_size", "model.architecture")
+@rule("parallel.tensor", "model.intermediate_size", "model.hidden_size", "model.mlp")
 def tensor_divides_feed_forward(config: RunConfig) -> Iterator[str]:
     width, tp = config.model.intermediate_size, config.parallel.tensor
     if width % tp:
@@ -157,7 +155,7 @@ def tensor_divides_sequence(config: RunConfig) -> Iterator[str]:
 
 SHAPE_RULES: tuple[Rule[RunConfig], ...] = (
     preset_has_this_architecture,
-    fields_belong_to_architecture,
+    fields_belong_to_features,
     heads_divide_hidden,
     key_value_heads_divide_heads,
     rotary_needs_even_heads,
@@ -169,6 +167,12 @@ SHAPE_RULES: tuple[Rule[RunConfig], ...] = (
     sequence_fits_positions,
     tensor_divides_sequence,
 )
+
+
+def _heads_do_not_divide(model: ModelConfig) -> bool:
+    """Whether ``head_dim`` was derived from a quotient that is not whole."""
+    hidden, heads = model.hidden_size, model.num_attention_heads
+    return hidden % heads != 0 and model.head_dim == max(1, hidden // heads)
 
 
 def _fits_key_value_heads(model: ModelConfig, tp: int) -> bool:

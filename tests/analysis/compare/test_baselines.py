@@ -19,7 +19,7 @@ from megaspeed.analysis.costs.traffic import Traffic
 from megaspeed.analysis.verification.comparison import TOLERANCES
 from megaspeed.config import Run
 from megaspeed.data import PreparedCorpus
-from megaspeed.model import layer_count, parameter_shapes
+from megaspeed.model import parameters_of
 from megaspeed.topology import Grid, LaunchEnvironment, ParallelContext
 from megaspeed.training.step_inputs import StepInputs
 from megaspeed.training.worker import StepResult, Worker
@@ -173,7 +173,7 @@ def test_their_states_and_traffic_are_those_of_the_shapes(trainings: Trainings) 
     of S bytes a rank of two sends S/2 in a gather or a reduce-scatter and S in an all-reduce.
     """
     run = trainings.run("gpt2, tied")
-    shapes = parameter_shapes(run.config.model, range(layer_count(run.config.model)))
+    shapes = {name: p.shape for name, p in parameters_of(run.config.model).items()}
     whole = {name: 4 * math.prod(shape) for name, shape in shapes.items()}
     half = {name: 4 * -(-s[0] // 2) * math.prod(s[1:]) for name, s in shapes.items()}
     steps_taken = 4 * len(shapes)  # AdamW counts them in a number for each parameter

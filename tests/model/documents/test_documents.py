@@ -116,11 +116,11 @@ def test_what_stands_in_another_document_changes_no_bit(
 # --- the comparison notices -----------------------------------------------------------------------
 
 
-def all_that_is_not_later(documents: Tensor, dtype: torch.dtype) -> Tensor:
+def all_that_is_not_later(documents: Tensor, dtype: torch.dtype, window: None) -> Tensor:
     return attention_mask(torch.zeros_like(documents), dtype)
 
 
-def later_ones_of_the_document_too(documents: Tensor, dtype: torch.dtype) -> Tensor:
+def later_ones_of_the_document_too(documents: Tensor, dtype: torch.dtype, window: None) -> Tensor:
     same = documents.unsqueeze(2) == documents.unsqueeze(1)
     return torch.zeros(same.shape, dtype=dtype).masked_fill(~same, float("-inf")).unsqueeze(1)
 
@@ -129,7 +129,7 @@ def places_in_the_row(documents: Tensor) -> Tensor:
     return torch.arange(documents.shape[1]).expand_as(documents)
 
 
-def transposed_mask(documents: Tensor, dtype: torch.dtype) -> Tensor:
+def transposed_mask(documents: Tensor, dtype: torch.dtype, window: None) -> Tensor:
     return attention_mask(documents, dtype).transpose(2, 3)
 
 

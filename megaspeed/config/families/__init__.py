@@ -1,0 +1,12 @@
+"""The families of models, one file each. To add one, write its file and name it here."""
+
+from collections.abc import Mapping
+from typing import Literal
+
+from megaspeed.config.families.family import Family
+from megaspeed.config.families.gpt2 import GPT2
+from megaspeed.config.families.llama import LLAMA
+
+FamilyName = Literal["gpt2", "llama"]
+
+FAMILIES: Mapping[str, Family] = {"gpt2": GPT2, "llama": LLAMA}
