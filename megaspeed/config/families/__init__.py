@@ -6,7 +6,8 @@ from typing import Literal
 from megaspeed.config.families.family import Family
 from megaspeed.config.families.gpt2 import GPT2
 from megaspeed.config.families.llama import LLAMA
+from megaspeed.config.families.mistral import MISTRAL
 
-FamilyName = Literal["gpt2", "llama"]
+FamilyName = Literal["gpt2", "llama", "mistral"]
 
-FAMILIES: Mapping[str, Family] = {"gpt2": GPT2, "llama": LLAMA}
+FAMILIES: Mapping[str, Family] = {"gpt2": GPT2, "llama": LLAMA, "mistral": MISTRAL}
