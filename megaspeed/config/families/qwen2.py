@@ -1,0 +1,21 @@
+"""Qwen2 and Qwen2.5, dense (Yang et al. 2024): Llama with biases of queries, keys and values."""
+
+from megaspeed.config.families.family import Family, FixedKey, Key
+from megaspeed.config.families.llama import BUFFERS, FEATURES, KEYS, MODULES
+
+QWEN2 = Family(
+    features={**FEATURES, "qkv_bias": True},
+    class_name="Qwen2ForCausalLM",
+    keys=(
+        *KEYS,
+        Key("vocab_size", "vocab_size", 151936),
+        Key("num_key_value_heads", "num_key_value_heads", 32),
+        Key("intermediate_size", "intermediate_size", 22016),
+        Key("max_position_embeddings", "max_position_embeddings", 32768),
+    ),
+    fixed=(FixedKey("hidden_act", ("silu", "swish")), FixedKey("use_sliding_window", (False,))),
+    prefix="model.",
+    blocks="model.layers",
+    modules=MODULES,
+    buffers=BUFFERS,
+)
