@@ -5,7 +5,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AutoConfig, GPT2Config, LlamaConfig
+from transformers import (
+    AutoConfig,
+    GPT2Config,
+    LlamaConfig,
+    MistralConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
 
 from megaspeed.config import PRESETS, ConfigError, ModelConfig
 from megaspeed.config.from_hf import read_model_section
@@ -55,7 +62,10 @@ def refused(keys: dict[str, Any]) -> str:
 # --- there and back -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("stock", [GPT2Config(), LlamaConfig()], ids=["gpt2", "llama"])
+STOCK = (GPT2Config(), LlamaConfig(), MistralConfig(), Qwen2Config(), Qwen3Config())
+
+
+@pytest.mark.parametrize("stock", STOCK, ids=[stock.model_type for stock in STOCK])
 def test_what_a_file_leaves_out_has_transformers_default(stock: Any) -> None:
     assert model({"model_type": stock.model_type}) == model(stock.to_dict())
 
@@ -152,8 +162,8 @@ def test_features_that_the_family_lacks_cannot_be_exported(
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "kind": (
-        {"model_type": "mistral"},
-        'model_type is "mistral" (a string), and must be "gpt2" or "llama"',
+        {"model_type": "bloom"},
+        'model_type is "bloom" (a string), and must be "gpt2" or "llama" or "mistral" or "qwen2"',
     ),
     "no kind": ({}, 'model_type is missing, and must be "gpt2" or "llama"'),
     "exact gelu": (

@@ -14,8 +14,15 @@ from transformers import (
     GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
 )
 
 END_OF_TEXT = "<|endoftext|>"
@@ -49,6 +56,30 @@ def llama(*, random: bool = True, **changes: Any) -> PreTrainedModel:
         random: whether weights are large; else as transformers initializes them.
         changes: keys of its config.
     """
+    return _like_llama(LlamaForCausalLM, LlamaConfig, random, changes)
+
+
+def mistral(*, random: bool = True, **changes: Any) -> PreTrainedModel:
+    """The same with a window of 12 tokens."""
+    return _like_llama(MistralForCausalLM, MistralConfig, random, {"sliding_window": 12, **changes})
+
+
+def qwen2(*, random: bool = True, **changes: Any) -> PreTrainedModel:
+    """The same with biases of queries, keys and values."""
+    return _like_llama(Qwen2ForCausalLM, Qwen2Config, random, changes)
+
+
+def qwen3(*, random: bool = True, **changes: Any) -> PreTrainedModel:
+    """The same with norms of queries and keys, and heads of 16 elements instead of 8."""
+    return _like_llama(Qwen3ForCausalLM, Qwen3Config, random, {"head_dim": 16, **changes})
+
+
+def _like_llama(
+    model_class: type[PreTrainedModel],
+    config_class: type[PreTrainedConfig],
+    random: bool,
+    changes: dict[str, Any],
+) -> PreTrainedModel:
     shape = {
         "vocab_size": 301,
         "hidden_size": 32,
@@ -60,7 +91,7 @@ def llama(*, random: bool = True, **changes: Any) -> PreTrainedModel:
     }
     no_ids = {"bos_token_id": None, "eos_token_id": None}
     torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(**{**shape, **no_ids, **changes})).eval()
+    model = model_class(config_class(**{**shape, **no_ids, **changes})).eval()
     return randomized(model) if random else model
 
 
@@ -71,6 +102,13 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     "llama grouped, tied": lambda: llama(tie_word_embeddings=True),
     "llama ungrouped": lambda: llama(num_key_value_heads=4),
     "llama scaled": lambda: llama(rope_parameters={**LLAMA3, "rope_theta": 500.0}),
+    "llama with biases": lambda: llama(attention_bias=True, mlp_bias=True, head_dim=10),
+    "mistral": mistral,
+    "mistral without a window": lambda: mistral(sliding_window=None, head_dim=12),
+    "qwen2": qwen2,
+    "qwen2 tied": lambda: qwen2(tie_word_embeddings=True),
+    "qwen3": qwen3,
+    "qwen3 with biases": lambda: qwen3(attention_bias=True, tie_word_embeddings=True),
 }
 
 

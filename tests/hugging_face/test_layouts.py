@@ -23,7 +23,7 @@ from megaspeed.data import LoaderShape, PreparedCorpus, TrainingLoader
 from megaspeed.hugging_face.exporting import export_model
 from megaspeed.hugging_face.importing import import_model
 from tests.hugging_face.imported_run import train_imported
-from tests.hugging_face.models import gpt2, llama, same, saved, weights_in
+from tests.hugging_face.models import gpt2, llama, mistral, qwen2, qwen3, same, saved, weights_in
 from tests.parallel.tiny import tiny_corpus, tiny_run
 from tests.rank_pool import RankPool
 
@@ -37,6 +37,9 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     "gpt2 tied": lambda: gpt2(n_layer=3, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0),
     "llama grouped, tied": lambda: llama(num_hidden_layers=3, tie_word_embeddings=True),
     "llama grouped, untied": lambda: llama(num_hidden_layers=3),
+    "mistral": lambda: mistral(num_hidden_layers=3),
+    "qwen2": lambda: qwen2(num_hidden_layers=3),
+    "qwen3": lambda: qwen3(num_hidden_layers=3, attention_bias=True),
 }
 
 

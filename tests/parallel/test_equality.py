@@ -8,6 +8,7 @@ of step 1 within 1e-5 of its norm, initial weights bitwise.
 import functools
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
@@ -128,6 +129,44 @@ def test_layout_equals_one_process(
     assert all(norm.reference > run.config.gradient_clipping for norm in comparison.grad_norms), (
         "clipping must be active"
     )
+
+
+FAMILIES = {
+    "mistral": {"architecture": "mistral", "sliding_window": 6},
+    "qwen2": {"architecture": "qwen2", "num_key_value_heads": 1},
+    "qwen3": {"architecture": "qwen3", "head_dim": 12},
+    "gpt2 of other features": {"architecture": "gpt2", "qk_norm": True, "mlp_bias": False},
+}
+LAYOUTS: dict[tuple[int, int, int], dict[str, Any]] = {
+    (1, 1, 1): {"data": {"reset_at_documents": True}},
+    (2, 2, 1): {"zero_optimization": {"stage": 3}, "parallel": {"schedule": "1f1b"}},
+    (1, 2, 2): {
+        "zero_optimization": {"stage": 1},
+        "parallel": {"sequence_parallel": True},
+        "data": {"reset_at_documents": True},
+    },
+    (2, 2, 2): {
+        "zero_optimization": {"stage": 2},
+        "parallel": {"activation_checkpointing": "full"},
+    },
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES.keys())
+def test_every_family_is_one_process_at_every_layout(
+    family: dict[str, Any],
+    layout: tuple[int, int, int],
+    pool: RankPool,
+    references: References,
+    documents: Path,
+) -> None:
+    pp, dp, tp = layout
+    model = {**LLAMA, "num_hidden_layers": 3, **family}
+    run = tiny_run(documents, pp=pp, dp=dp, tp=tp, model=model, **LAYOUTS[layout])
+    comparison = train_and_compare(pool, references, run)
+    assert comparison.weights_bitwise_equal
+    assert comparison.equal, comparison.largest
 
 
 @pytest.mark.parametrize("gradient_reduction", ["per_step", "per_micro_batch"])

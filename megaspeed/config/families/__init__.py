@@ -12,4 +12,10 @@ from megaspeed.config.families.qwen3 import QWEN3
 
 FamilyName = Literal["gpt2", "llama", "mistral", "qwen2", "qwen3"]
 
-FAMILIES: Mapping[str, Family] = {"gpt2": GPT2, "llama": LLAMA, "mistral": MISTRAL, "qwen2": QWEN2, "qwen3": QWEN3}
+FAMILIES: Mapping[str, Family] = {
+    "gpt2": GPT2,
+    "llama": LLAMA,
+    "mistral": MISTRAL,
+    "qwen2": QWEN2,
+    "qwen3": QWEN3,
+}
