@@ -54,12 +54,16 @@ from megaspeed.checkpoint.run_state import Progress
 from megaspeed.checkpoint.saving import SaveReport
 from megaspeed.checkpoint.tensors import expected_shapes
 from megaspeed.checkpoint.together import from_rank_0
-from megaspeed.config import Run, parse_config, resolve_run
-from megaspeed.data import MicroBatch, PreparedCorpus
+from megaspeed.config.loading import parse_config
+from megaspeed.config.resolve import Run, resolve_run
+from megaspeed.data.prepared import PreparedCorpus
 from megaspeed.data.stream.mixture import Component, Mixture
 from megaspeed.data.tokens.token_file import TokenFile, TokenIndex
 from megaspeed.files.durable import flush_folder
-from megaspeed.topology import Grid, ParallelContext, read_launch_environment
+from megaspeed.model.micro_batch import MicroBatch
+from megaspeed.topology.context import ParallelContext
+from megaspeed.topology.grid import Grid
+from megaspeed.topology.launch import read_launch_environment
 from megaspeed.training.checkpointing import Checkpointing
 from megaspeed.training.worker import Worker
 

@@ -16,9 +16,12 @@ import sys
 
 from plain_deepspeed import Step, plain_deepspeed_step, random_batch, time_steps
 
-from megaspeed.config import Run, parse_config, resolve_run
-from megaspeed.data import MicroBatch
-from megaspeed.topology import Grid, ParallelContext, read_launch_environment
+from megaspeed.config.loading import parse_config
+from megaspeed.config.resolve import Run, resolve_run
+from megaspeed.model.micro_batch import MicroBatch
+from megaspeed.topology.context import ParallelContext
+from megaspeed.topology.grid import Grid
+from megaspeed.topology.launch import read_launch_environment
 from megaspeed.training.worker import Worker
 
 
@@ -114,7 +117,7 @@ def print_table(rows: list[tuple[int, Timing]], run: Run, options: argparse.Name
     print(
         f"GPT-2 shape {options.layers} x {options.hidden_size}, vocabulary {options.vocab_size}, "
         f"{options.sequence_length} tokens, {run.batch.micro_batch_size} samples x "
-        f"{options.micro_batches} micro-batches x dp {run.degrees.dp}, bf16, {options.turns} turns"
+        f"{options.micro_batches} micro-batches x dp {run.grid.dp}, bf16, {options.turns} turns"
     )
     print("| ZeRO stage | megaspeed (ms) | Hugging Face + DeepSpeed (ms) | ratio |")
     print("|---|---|---|---|")

@@ -38,7 +38,9 @@ import torch
 from megaspeed.analysis.compare.launching import ended_on_termination
 from megaspeed.analysis.planning.devices import USABLE_FRACTION
 from megaspeed.analysis.planning.prediction import predict_peak_bytes
-from megaspeed.config import ConfigError, Run, load_run
+from megaspeed.config.errors import ConfigError
+from megaspeed.config.loading import load_run
+from megaspeed.config.resolve import Run
 from megaspeed.model.flops import training_flops_per_token
 from megaspeed.topology.grid import Grid
 from megaspeed.training.device_peak import peak_by_name
@@ -566,7 +568,7 @@ def timing_rows(section: Section, flops: float, peak: float | None) -> Iterator[
 
     def row(label: str, figures: dict[str, Any], *memory: float | None) -> Any:
         tokens = figures["tokens_per_second"]
-        mfu = "n/a" if peak is None else f"{tokens * flops / (run.degrees.world_size * peak):.1%}"
+        mfu = "n/a" if peak is None else f"{tokens * flops / (run.grid.world_size * peak):.1%}"
         step = f"{figures['step_time_seconds'] * 1e3:.1f}"
         size = run.batch.micro_batch_size
         return (*head, label, size, step, f"{tokens:.0f}", mfu, *memory_cells(*memory))

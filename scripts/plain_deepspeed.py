@@ -22,11 +22,15 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from megaspeed.config import ConfigError, Run, load_run
+from megaspeed.config.errors import ConfigError
 from megaspeed.config.hugging_face import hugging_face_config
+from megaspeed.config.loading import load_run
 from megaspeed.config.overrides import add_config_options
-from megaspeed.data import MicroBatch
-from megaspeed.topology import Grid, ParallelContext, read_launch_environment
+from megaspeed.config.resolve import Run
+from megaspeed.model.micro_batch import MicroBatch
+from megaspeed.topology.context import ParallelContext
+from megaspeed.topology.grid import Grid
+from megaspeed.topology.launch import read_launch_environment
 from megaspeed.training.optimizer import make_optimizer
 from megaspeed.zero.workarounds.no_compilation import declare_no_compiled_ops
 
@@ -46,7 +50,7 @@ def main() -> int:
         world_source="launcher",
         device_type=device_type,
     )
-    if run.precision != "bf16" or run.degrees.dp != launch.world_size:
+    if run.precision != "bf16" or run.grid.dp != launch.world_size:
         problem = "plain DeepSpeed needs bf16.enabled, parallel.pipeline 1 and parallel.tensor 1"
         raise ConfigError([problem], where=options.config)
     grid = Grid(pp=1, dp=launch.world_size, tp=1)

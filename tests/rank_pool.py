@@ -33,7 +33,7 @@ from typing import Self, TypeVar
 
 import torch.distributed as dist
 
-from megaspeed.topology import LaunchEnvironment
+from megaspeed.topology.launch import LaunchEnvironment
 from tests.rank_worker import STACK_SIGNAL, Job, Outcome, serve
 
 T = TypeVar("T")

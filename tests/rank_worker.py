@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from megaspeed.topology import LaunchEnvironment
+from megaspeed.topology.launch import LaunchEnvironment
 
 # On this signal a rank writes the Python stacks of its threads, even from inside a collective.
 # (SIGTERM and SIGUSR1 tell a training run to stop.)

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from megaspeed.cli import _parse, main
-from megaspeed.pipeline import SCHEDULES, bubble_fraction, format_grid
+from megaspeed.pipeline.schedules import SCHEDULES
+from megaspeed.pipeline.simulation import bubble_fraction, format_grid
 
 FOLDER = Path(__file__).parents[1] / "ds_configs"
 RUNS_ON_ANY_DATA_DEGREE = ("base", "zero0", "zero1", "zero2", "zero3", "zero3_offload")

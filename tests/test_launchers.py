@@ -12,7 +12,7 @@ from typing import Any
 import psutil
 import pytest
 
-from megaspeed.config import read_config
+from megaspeed.config.loading import read_config
 from megaspeed.training import pretrain
 from tests.launched import Launched, free_port, launch
 from tests.parallel.tiny import GPT2

@@ -9,7 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megaspeed.topology import Grid, LaunchEnvironment, ParallelContext
+from megaspeed.topology.context import ParallelContext
+from megaspeed.topology.grid import Grid
+from megaspeed.topology.launch import LaunchEnvironment
 from tests.rank_pool import RankFailure, RankPool
 
 

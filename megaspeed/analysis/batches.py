@@ -9,9 +9,10 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from megaspeed.data import PreparedCorpus, load_tokenizer
+from megaspeed.data.prepared import PreparedCorpus
 from megaspeed.data.stream.rows import Rows
 from megaspeed.data.stream.sampler import TrainingOrder
+from megaspeed.data.tokenizer.text_tokenizer import load_tokenizer
 
 _IDS_SHOWN = 12
 _CHARACTERS_SHOWN = 300

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megaspeed.checkpoint.rectangles import rectangles_of
-from megaspeed.tensor_parallel import ParameterShard
+from megaspeed.tensor_parallel.plan import ParameterShard
 
 # A rectangle is copied to host memory before it is written, and whole rows of it are read where a
 # part of them is needed, so they must not be large; and the index lists every one, so they must not

@@ -12,7 +12,7 @@ from pydantic import Field, ValidationError, model_validator
 
 from megaspeed.checkpoint.errors import CheckpointError
 from megaspeed.checkpoint.tensors import KINDS, WEIGHTS
-from megaspeed.config import ModelConfig
+from megaspeed.config.model import ModelConfig
 from megaspeed.config.section import Section
 
 RUN_STATE = "run_state.json"

@@ -26,7 +26,7 @@ from megaspeed.checkpoint.manifest import (
 from megaspeed.checkpoint.reader import INDEX, CheckpointReader
 from megaspeed.checkpoint.run_state import RUN_STATE, RunState
 from megaspeed.checkpoint.tensors import expected_tensors, mismatches, shortened
-from megaspeed.config import ModelConfig
+from megaspeed.config.model import ModelConfig
 from megaspeed.model.parameters import Shape
 
 

@@ -11,7 +11,7 @@ Pure arithmetic on names and shapes.
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from megaspeed.config import ModelConfig
+from megaspeed.config.model import ModelConfig
 from megaspeed.model.parameters import Shape, parameters_of
 
 WEIGHTS = "weights"

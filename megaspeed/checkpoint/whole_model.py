@@ -19,9 +19,9 @@ from megaspeed.checkpoint.run_state import RunState
 from megaspeed.checkpoint.soundness import problems_of
 from megaspeed.checkpoint.tensors import WEIGHTS, key
 from megaspeed.checkpoint.tokenizer_files import TOKENIZER
-from megaspeed.config import ModelConfig
-from megaspeed.model import GPT
-from megaspeed.tensor_parallel import materialize
+from megaspeed.config.model import ModelConfig
+from megaspeed.model.gpt import GPT
+from megaspeed.tensor_parallel.parallelize import materialize
 
 
 def checkpoint_named(place: Path, tell: Callable[[str], None] = lambda problem: None) -> Path:

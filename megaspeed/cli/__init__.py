@@ -41,8 +41,8 @@ try:
     )
     from megaspeed.cli.common_options import EXIT_DONE, EXIT_FAILED, EXIT_WRONG_INPUT
     from megaspeed.cli.output import say
-    from megaspeed.config import ConfigError
-    from megaspeed.data import DataError
+    from megaspeed.config.errors import ConfigError
+    from megaspeed.data.errors import DataError
 except KeyboardInterrupt:  # Ctrl-C in the seconds that this takes
     sys.exit("megaspeed: stopped")
 

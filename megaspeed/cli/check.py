@@ -5,7 +5,8 @@ from typing import Any
 
 from megaspeed.cli.common_options import EXIT_DONE, add_command
 from megaspeed.cli.output import say, write_json
-from megaspeed.config import ConfigError, check_config
+from megaspeed.config.check import check_config
+from megaspeed.config.errors import ConfigError
 from megaspeed.data.config_problems import find_problems_in_file
 
 

@@ -6,8 +6,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from megaspeed.config import ConfigError, Run, load_run
+from megaspeed.config.errors import ConfigError
+from megaspeed.config.loading import load_run
 from megaspeed.config.overrides import add_config_options
+from megaspeed.config.resolve import Run
 from megaspeed.data.config_problems import find_problems_in_file
 from megaspeed.files.places import named_place
 

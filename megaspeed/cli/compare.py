@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from megaspeed.cli.common_options import EXIT_DONE, EXIT_FAILED, add_command, load, positive
 from megaspeed.cli.output import say, write_json
-from megaspeed.config import ConfigError, Run
+from megaspeed.config.errors import ConfigError
+from megaspeed.config.resolve import Run
 from megaspeed.files.places import folder_problem, named_place
 
 if TYPE_CHECKING:
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 
     from megaspeed.analysis.compare.result import Row
     from megaspeed.analysis.compare.variants import Variant
-    from megaspeed.data import PreparedCorpus
+    from megaspeed.data.prepared import PreparedCorpus
 
 _COLUMNS_OF_THE_TABLES = 120
 _RANKS_A_PROCESSOR = 16
@@ -67,7 +68,7 @@ def run(options: argparse.Namespace) -> int:
     from megaspeed.analysis.compare.report import show, write
     from megaspeed.analysis.compare.result import ComparisonResult
     from megaspeed.analysis.compare.result_json import result_as_json
-    from megaspeed.data import prepare_corpus
+    from megaspeed.data.prepare import prepare_corpus
 
     device_type = "cuda" if torch.cuda.is_available() else "cpu"
     run = load(options, device_type)
@@ -106,7 +107,7 @@ def _variants(
     problem = folder_problem("--out", folder)
     if problem is not None:
         problems.append(problem)
-    problems += _too_many_ranks(run.degrees.world_size, device_type)
+    problems += _too_many_ranks(run.grid.world_size, device_type)
     if problems:
         raise ConfigError(problems, where=f"the comparison of {options.config}")
     return variants

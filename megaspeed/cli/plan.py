@@ -14,7 +14,7 @@ from megaspeed.analysis.planning.devices import (
 )
 from megaspeed.cli.common_options import EXIT_DONE, add_command, load, positive
 from megaspeed.cli.output import write_json
-from megaspeed.config import read_config
+from megaspeed.config.loading import read_config
 
 WIDTH = 120
 """Columns of the report where it does not go to a terminal."""

@@ -14,10 +14,11 @@ def add_to(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Prints the timetable of the run's pipeline: rows are pipeline stages, columns are time."""
-    from megaspeed.pipeline import SCHEDULES, bubble_fraction, check_schedule, format_grid
+    from megaspeed.pipeline.schedules import SCHEDULES
+    from megaspeed.pipeline.simulation import bubble_fraction, check_schedule, format_grid
 
     run = load(options)
-    stages, micro_batches = run.degrees.pp, run.batch.gradient_accumulation_steps
+    stages, micro_batches = run.grid.pp, run.batch.gradient_accumulation_steps
     schedule = SCHEDULES[run.config.parallel.schedule]
     check_schedule(schedule, stages, micro_batches)
     bubble = bubble_fraction(schedule, stages, micro_batches)

@@ -12,7 +12,8 @@ from typing import Any
 
 from megaspeed.cli.common_options import EXIT_DONE, add_command, load, positive
 from megaspeed.cli.output import say, write_json
-from megaspeed.config import ConfigError, read_config
+from megaspeed.config.errors import ConfigError
+from megaspeed.config.loading import read_config
 
 _WIDTH = 120
 """Columns of the table where it does not go to a terminal."""
@@ -37,7 +38,7 @@ def run(options: argparse.Namespace) -> int:
     from rich.console import Console
 
     from megaspeed.analysis.batches import samples_table, show_samples
-    from megaspeed.data import prepare_corpus
+    from megaspeed.data.prepare import prepare_corpus
 
     config = read_config(options.config, options.overrides)
     samples = options.samples or _samples_of_step(options, config.train_batch_size)

@@ -7,8 +7,9 @@ from rich.console import Console
 
 from megaspeed.cli.common_options import EXIT_DONE, EXIT_FAILED, add_command, load, positive
 from megaspeed.cli.output import write_json
-from megaspeed.config import ConfigError, Run
-from megaspeed.data import prepare_corpus
+from megaspeed.config.errors import ConfigError
+from megaspeed.config.resolve import Run
+from megaspeed.data.prepare import prepare_corpus
 
 
 def add_to(commands: Any) -> None:
@@ -53,7 +54,7 @@ def _problems_on_cuda(run: Run) -> list[str]:
     import torch
 
     problems = []
-    ranks, gpus = run.degrees.world_size, torch.cuda.device_count()
+    ranks, gpus = run.grid.world_size, torch.cuda.device_count()
     if gpus < ranks:
         problems.append(
             f"{ranks} ranks need a GPU each, and this process sees {gpus}; lower --world-size, "

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from megaspeed.config.errors import ConfigError
 from megaspeed.config.parallel import ParallelConfig
+from megaspeed.topology.grid import Grid
 
 
 @dataclass(frozen=True)
@@ -28,31 +29,17 @@ class World:
         return f"world size {self.size} (from {self.source})"
 
 
-@dataclass(frozen=True)
-class Degrees:
-    """Ranks along each axis."""
-
-    pp: int
-    dp: int
-    tp: int
-
-    @property
-    def world_size(self) -> int:
-        """Number of processes: pp x dp x tp."""
-        return self.pp * self.dp * self.tp
-
-
-def degrees_in(parallel: ParallelConfig, world: World) -> Degrees | None:
-    """The degrees with data "auto" worked out; None where they do not multiply to the world."""
+def grid_in(parallel: ParallelConfig, world: World) -> Grid | None:
+    """The grid with data "auto" worked out; None if the degrees do not multiply to the world."""
     pp, tp = parallel.pipeline, parallel.tensor
     dp = world.size // (pp * tp) if parallel.data == "auto" else parallel.data
-    return Degrees(pp, dp, tp) if pp * dp * tp == world.size else None
+    return Grid(pp, dp, tp) if pp * dp * tp == world.size else None
 
 
-def data_degree_equation(degrees: Degrees, world: World) -> str:
+def data_degree_equation(grid: Grid, world: World) -> str:
     """How dp came about, with the numbers filled in, for errors about numbers that contain it."""
     return (
-        f"dp {degrees.dp} = world {world.size} / (pipeline {degrees.pp} x tensor {degrees.tp}), "
+        f"dp {grid.dp} = world {world.size} / (pipeline {grid.pp} x tensor {grid.tp}), "
         f"world from {world.source}"
     )
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megaspeed.config.batch import Batch, StatedBatch, solve_batch
-from megaspeed.config.degrees import Degrees, World, degrees_in
+from megaspeed.config.degrees import World, grid_in
 from megaspeed.config.errors import ConfigError, KeyPath, Problem
 from megaspeed.config.rules.launch import LAUNCH_RULES
 from megaspeed.config.rules.learning_rate import LEARNING_RATE_RULES
@@ -16,6 +16,7 @@ from megaspeed.config.rules.sources import SOURCE_RULES
 from megaspeed.config.run import RunConfig
 from megaspeed.config.scheduler import SchedulerConfig, WarmupLR, WarmupLRParams
 from megaspeed.config.zero_portions import definite_zero
+from megaspeed.topology.grid import Grid
 
 GradientReduction = Literal["per_step", "per_micro_batch"]
 Precision = Literal["fp32", "bf16", "fp16"]
@@ -32,7 +33,7 @@ class Run:
 
     config: RunConfig
     name: str
-    degrees: Degrees
+    grid: Grid
     batch: Batch
     gradient_reduction: GradientReduction
     precision: Precision
@@ -104,9 +105,9 @@ def resolve_run(
 
 def definite_run(config: RunConfig, name: str, world: World) -> Run:
     """The run of a config that has no problems in this world."""
-    degrees = degrees_in(config.parallel, world)
-    assert degrees is not None, "the launch rules checked that the degrees multiply"
-    batch = solve_batch(StatedBatch.of(config), degrees.dp)
+    grid = grid_in(config.parallel, world)
+    assert grid is not None, "the launch rules checked that the degrees multiply"
+    batch = solve_batch(StatedBatch.of(config), grid.dp)
     assert batch is not None, "the launch rules checked that the batch multiplies"
     reduction = _gradient_reduction(config)
     definite = config.model_copy(
@@ -115,16 +116,16 @@ def definite_run(config: RunConfig, name: str, world: World) -> Run:
             "train_micro_batch_size_per_gpu": batch.micro_batch_size,
             "gradient_accumulation_steps": batch.gradient_accumulation_steps,
             "parallel": config.parallel.model_copy(
-                update={"data": degrees.dp, "gradient_reduction": reduction}
+                update={"data": grid.dp, "gradient_reduction": reduction}
             ),
             "training": config.training.model_copy(
                 update={"run_dir": config.training.run_dir or default_run_dir(name)}
             ),
             "scheduler": _definite_scheduler(config),
-            "zero_optimization": definite_zero(config.zero_optimization, config.model, degrees.tp),
+            "zero_optimization": definite_zero(config.zero_optimization, config.model, grid.tp),
         }
     )
-    return Run(definite, name, degrees, batch, reduction, _precision(config))
+    return Run(definite, name, grid, batch, reduction, _precision(config))
 
 
 def _gradient_reduction(config: RunConfig) -> GradientReduction:

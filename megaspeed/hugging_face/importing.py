@@ -25,8 +25,9 @@ from megaspeed.checkpoint.saving import write_run_state
 from megaspeed.checkpoint.tensors import WEIGHTS, expected_shapes, key
 from megaspeed.checkpoint.tokenizer_files import write_tokenizer_files
 from megaspeed.checkpoint.writing_alone import write_pieces_alone
-from megaspeed.config import ModelConfig, parse_config
 from megaspeed.config.families import FAMILIES
+from megaspeed.config.loading import parse_config
+from megaspeed.config.model import ModelConfig
 from megaspeed.files.new_folder import new_folder, refuse_existing
 from megaspeed.hugging_face.free_space import check_disk
 from megaspeed.hugging_face.generation import generation_files

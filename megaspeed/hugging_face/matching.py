@@ -10,8 +10,8 @@ from collections.abc import Iterator, Mapping
 import torch
 
 from megaspeed.checkpoint.tensors import shape_text, shortened
-from megaspeed.config import ModelConfig
 from megaspeed.config.families import FAMILIES
+from megaspeed.config.model import ModelConfig
 from megaspeed.hugging_face.errors import HuggingFaceError
 from megaspeed.hugging_face.weight_files import StoredTensor
 from megaspeed.hugging_face.weights import HEAD, Part, parts_of

@@ -29,11 +29,11 @@ from torch import Tensor
 
 from megaspeed.checkpoint.tensors import expected_shapes
 from megaspeed.checkpoint.whole_model import load_whole_model, model_config
-from megaspeed.config import ModelConfig
+from megaspeed.config.model import ModelConfig
 from megaspeed.hugging_face.errors import Disagreement
 from megaspeed.hugging_face.free_space import check_memory
 from megaspeed.hugging_face.transformers_model import load_transformers_model
-from megaspeed.model import GPT
+from megaspeed.model.gpt import GPT
 
 LENGTHS = (1, 16, 128, 512)
 """Of the prompts in fp32, tokens; a longer one than the model takes is as long as it takes."""

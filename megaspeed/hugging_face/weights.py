@@ -15,9 +15,9 @@ The names are in the family's file (``config/families``), the rows in the model'
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from megaspeed.config import ModelConfig
 from megaspeed.config.families import FAMILIES
 from megaspeed.config.families.family import Family
+from megaspeed.config.model import ModelConfig
 from megaspeed.model.parameters import Parameter, Shape, parameters_of
 
 

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megaspeed.config import ModelConfig
+from megaspeed.config.model import ModelConfig
 from megaspeed.model.documents import window_mask
 from megaspeed.model.dropout import SampleDropout
 from megaspeed.model.rotary import inverse_frequencies, rotate, turns

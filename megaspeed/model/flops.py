@@ -10,7 +10,7 @@ work.
 
 from collections.abc import Iterable
 
-from megaspeed.config import ModelConfig
+from megaspeed.config.model import ModelConfig
 from megaspeed.model.parameters import Row, block_rows, head_rows
 
 # The embedding multiplies nothing; a row's look-up and its gradient's scatter move about this many

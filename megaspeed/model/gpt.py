@@ -11,7 +11,7 @@ its parameters keep their full names. Nothing here knows of ranks or collectives
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from megaspeed.config import ModelConfig
+from megaspeed.config.model import ModelConfig
 from megaspeed.model.documents import attention_mask, positions_in
 from megaspeed.model.layers import Block, Embedding, Head
 from megaspeed.model.parameters import layer_count

@@ -8,7 +8,7 @@ Head        hidden (B, S, D) -> logits (B, S, V)
 import torch
 from torch import Tensor, nn
 
-from megaspeed.config import ModelConfig
+from megaspeed.config.model import ModelConfig
 from megaspeed.model.attention import Attention
 from megaspeed.model.dropout import SampleDropout
 from megaspeed.model.mlp import GeluMlp, SwiGluMlp

@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from megaspeed.config import ModelConfig, RopeScaling
+from megaspeed.config.model import ModelConfig, RopeScaling
 
 
 def inverse_frequencies(config: ModelConfig) -> Tensor:

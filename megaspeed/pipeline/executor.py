@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from megaspeed.data import MicroBatch
+from megaspeed.model.micro_batch import MicroBatch
 from megaspeed.pipeline.instructions import (
     Backward,
     Exchange,
@@ -76,6 +76,8 @@ class Executor:
         loss_scale: what the sum of a micro-batch's losses is multiplied by before its backward
             pass.
         micro_batches: how many there are.
+        take_step: called at ``OptimizerStep`` with the sum of this rank's losses (an fp32 scalar),
+            or None if this is not the last stage.
     """
 
     def __init__(
@@ -87,7 +89,9 @@ class Executor:
         loss_function: LossFunction,
         loss_scale: float,
         micro_batches: int,
+        take_step: Callable[[Tensor | None], None] = lambda loss_sum: None,
     ) -> None:
+        self._take_step = take_step
         self._engine = engine
         self._neighbours = neighbours
         self._load = load
@@ -105,7 +109,7 @@ class Executor:
         """Sum of this rank's losses so far (fp32 scalar); None but on the last stage."""
 
     def run(self, program: Iterable[Instruction | Exchange]) -> None:
-        """Executes a `stage_program` in order; ``OptimizerStep`` is left to the caller."""
+        """Executes a ``stage_program`` in order."""
         for instruction in program:
             try:
                 self._execute(instruction)
@@ -146,7 +150,8 @@ class Executor:
             case ReduceTiedGradients():
                 self._engine.reduce_tied_gradients()
             case OptimizerStep():
-                pass
+                self._neighbours.drain()
+                self._take_step(self.loss_sum)
 
     def _forward(self, m: int) -> None:
         batch = self._batches.pop(m)

@@ -2,15 +2,16 @@
 
 from functools import lru_cache
 
-from megaspeed.config import Run
-from megaspeed.model import forward_flops_per_token, logical_name, parameters_of
+from megaspeed.config.resolve import Run
+from megaspeed.model.flops import forward_flops_per_token
+from megaspeed.model.parameters import logical_name, parameters_of
 from megaspeed.pipeline.partition import partition_layers
 
 
 def layers_of_stages(run: Run) -> list[range]:
     """The flat layers of each pipeline stage: the largest stage's forward operations are least."""
     costs = forward_flops_per_token(run.config.model, run.config.data.sequence_length)
-    return list(_partition(tuple(costs), run.degrees.pp))
+    return list(_partition(tuple(costs), run.grid.pp))
 
 
 @lru_cache(maxsize=1024)

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megaspeed.data import NOT_COUNTED
+from megaspeed.model.micro_batch import NOT_COUNTED
 from megaspeed.tensor_parallel.axis import TensorAxis
 
 

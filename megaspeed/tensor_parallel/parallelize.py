@@ -12,10 +12,12 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from megaspeed.config import ModelConfig
-from megaspeed.model import GPT, MaskShard, initial_slice, logical_name
+from megaspeed.config.model import ModelConfig
+from megaspeed.model.dropout import MaskShard
+from megaspeed.model.gpt import GPT
+from megaspeed.model.initialization import initial_slice
 from megaspeed.model.layers import Block
-from megaspeed.model.parameters import Parameter, parameter_named
+from megaspeed.model.parameters import Parameter, logical_name, parameter_named
 from megaspeed.tensor_parallel.axis import TensorAxis
 from megaspeed.tensor_parallel.collectives import split_sequence
 from megaspeed.tensor_parallel.layers import (

@@ -8,7 +8,7 @@ import math
 from dataclasses import dataclass
 from itertools import accumulate
 
-from megaspeed.config import ModelConfig
+from megaspeed.config.model import ModelConfig
 from megaspeed.model.parameters import Parameter
 
 # A shard of the vocabulary is a whole number of 16-byte units in bf16, which tensor cores need for

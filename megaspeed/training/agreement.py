@@ -9,9 +9,9 @@ import hashlib
 import torch.distributed as dist
 
 from megaspeed.checkpoint.run_state import NOT_STATED
-from megaspeed.config import Run
-from megaspeed.data import PreparedCorpus
-from megaspeed.topology import ParallelContext
+from megaspeed.config.resolve import Run
+from megaspeed.data.prepared import PreparedCorpus
+from megaspeed.topology.context import ParallelContext
 
 
 class RanksDisagree(RuntimeError):

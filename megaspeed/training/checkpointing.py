@@ -22,14 +22,21 @@ from megaspeed.checkpoint.folders import CHECKPOINTS, CheckpointFolder
 from megaspeed.checkpoint.loading import read_pieces
 from megaspeed.checkpoint.pieces import HostCopy, Piece, pieces_of
 from megaspeed.checkpoint.reader import saved_shapes
-from megaspeed.checkpoint.run_state import NOT_STATED, DataIdentity, Layout, Progress, RunState
+from megaspeed.checkpoint.run_state import (
+    NOT_STATED,
+    DataIdentity,
+    Layout,
+    LossScale,
+    Progress,
+    RunState,
+)
 from megaspeed.checkpoint.saving import Saver, SaveReport
 from megaspeed.checkpoint.tensors import KINDS, expected_tensors, key, mismatches
 from megaspeed.checkpoint.together import from_rank_0
 from megaspeed.checkpoint.tokenizer_files import read_tokenizer_files
-from megaspeed.config import Run
-from megaspeed.data import PreparedCorpus
-from megaspeed.model import logical_name
+from megaspeed.config.resolve import Run
+from megaspeed.data.prepared import PreparedCorpus
+from megaspeed.model.parameters import logical_name
 from megaspeed.topology.process_settings import work_for
 from megaspeed.training.carried_files import generation_file
 from megaspeed.training.resumed_run import data_changes, go_on, model_changes
@@ -147,7 +154,7 @@ class Checkpointing:
         self._saver = dataclasses.replace(self._saver, beside={**self._saver.beside, **kept})
         self._worker.engine.take_state(saved.progress.steps_taken)
         if saved.loss_scale is not None:
-            self._worker.engine.take_loss_scale(saved.loss_scale)
+            self._worker.engine.take_loss_scale(saved.loss_scale.model_dump())
         return go_on(saved, self._data)
 
     def _wait(self) -> None:
@@ -171,12 +178,13 @@ class Checkpointing:
         return saved
 
     def _state(self, progress: Progress) -> RunState:
+        counters = self._worker.engine.loss_scale()
         return RunState(
             progress=progress,
             data=self._data,
             training_seed=self._run.config.training.seed,
             layout=layout_of(self._run),
-            loss_scale=self._worker.engine.loss_scale(),
+            loss_scale=None if counters is None else LossScale.model_validate(counters),
             config=self._run.as_json(),
             software={
                 "megaspeed": __version__,
@@ -232,9 +240,9 @@ def data_identity(corpus: PreparedCorpus) -> DataIdentity:
 def layout_of(run: Run) -> Layout:
     """The layout of a run, as a checkpoint remembers it."""
     return Layout(
-        pp=run.degrees.pp,
-        dp=run.degrees.dp,
-        tp=run.degrees.tp,
+        pp=run.grid.pp,
+        dp=run.grid.dp,
+        tp=run.grid.tp,
         zero_stage=run.zero_stage,
         schedule=run.config.parallel.schedule,
         sequence_parallel=run.config.parallel.sequence_parallel,

@@ -18,8 +18,8 @@ from rich.table import Table
 
 from megaspeed.checkpoint.run_state import Progress
 from megaspeed.checkpoint.saving import SaveReport
-from megaspeed.config import Run
-from megaspeed.model import layer_count
+from megaspeed.config.resolve import Run
+from megaspeed.model.parameters import layer_count
 from megaspeed.training.console_lines import describe_resumed, describe_save, describe_step
 from megaspeed.training.metrics import MetricsFile, StepMetrics, ValidationMetrics
 from megaspeed.training.trainer import TrainingSummary
@@ -122,10 +122,10 @@ def plan_table(run: Run, stages: Sequence[range], parameters: Sequence[int]) -> 
         stages: flat layers of each pipeline stage.
         parameters: logical parameters of each pipeline stage.
     """
-    degrees, batch = run.degrees, run.batch
+    grid, batch = run.grid, run.batch
     table = Table(
-        title=f"{run.name}: pp {degrees.pp} x dp {degrees.dp} x tp {degrees.tp} = "
-        f"{degrees.world_size} ranks, ZeRO-{run.zero_stage}, {run.precision}, "
+        title=f"{run.name}: pp {grid.pp} x dp {grid.dp} x tp {grid.tp} = "
+        f"{grid.world_size} ranks, ZeRO-{run.zero_stage}, {run.precision}, "
         f"{batch.train_batch_size} samples a step in {batch.gradient_accumulation_steps} "
         f"micro-batches of {batch.micro_batch_size}",
         title_justify="left",

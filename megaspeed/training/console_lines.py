@@ -4,7 +4,7 @@ from rich.markup import escape
 
 from megaspeed.checkpoint.run_state import Progress
 from megaspeed.checkpoint.saving import SaveReport
-from megaspeed.config import Run
+from megaspeed.config.resolve import Run
 from megaspeed.training.metrics import StepMetrics
 from megaspeed.training.resume import Start
 

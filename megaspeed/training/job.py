@@ -10,10 +10,10 @@ from rich.console import Console
 from megaspeed.checkpoint.errors import CheckpointError
 from megaspeed.checkpoint.run_state import Progress
 from megaspeed.checkpoint.together import from_rank_0
-from megaspeed.config import Run
-from megaspeed.data import PreparedCorpus
-from megaspeed.pipeline import layers_of_stages, parameters_of_stages
-from megaspeed.topology import ParallelContext
+from megaspeed.config.resolve import Run
+from megaspeed.data.prepared import PreparedCorpus
+from megaspeed.pipeline.stages import layers_of_stages, parameters_of_stages
+from megaspeed.topology.context import ParallelContext
 from megaspeed.topology.failure import during, failures_reported
 from megaspeed.training.agreement import RanksDisagree, check_agreement
 from megaspeed.training.checkpointing import Checkpointing

@@ -1,7 +1,7 @@
 """Warnings about launches that work, but waste much of the machine's speed."""
 
-from megaspeed.config import Run
-from megaspeed.topology import LaunchEnvironment
+from megaspeed.config.resolve import Run
+from megaspeed.topology.launch import LaunchEnvironment
 
 
 def launch_warnings(

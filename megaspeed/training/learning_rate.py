@@ -11,8 +11,9 @@ The rate is a function of the number of steps taken, so a resumed run needs no s
 
 import math
 
-from megaspeed.config import OptimizerConfig, SchedulerConfig
+from megaspeed.config.optimizer import OptimizerConfig
 from megaspeed.config.scheduler import (
+    SchedulerConfig,
     WarmupCosineLR,
     WarmupCosineLRParams,
     WarmupDecayLR,

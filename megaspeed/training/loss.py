@@ -4,12 +4,10 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from megaspeed.config import Run
-from megaspeed.tensor_parallel import (
-    TensorAxis,
-    vocab_parallel_cross_entropy,
-    vocabulary_rows_per_rank,
-)
+from megaspeed.config.resolve import Run
+from megaspeed.tensor_parallel.axis import TensorAxis
+from megaspeed.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
+from megaspeed.tensor_parallel.plan import vocabulary_rows_per_rank
 
 
 def make_loss_function(run: Run, axis: TensorAxis) -> Callable[[Tensor, Tensor], Tensor]:
@@ -27,4 +25,4 @@ def backward_scale(run: Run) -> float:
     ZeRO averages gradients over the data axis, so the mean over all tokens is dp / tokens times the
     local sum.
     """
-    return run.degrees.dp / run.tokens_per_step
+    return run.grid.dp / run.tokens_per_step

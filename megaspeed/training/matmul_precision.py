@@ -12,7 +12,7 @@ after it.
 
 import torch
 
-from megaspeed.config import TrainingConfig
+from megaspeed.config.training import TrainingConfig
 
 
 def set_matmul_precision(training: TrainingConfig, device: torch.device) -> None:

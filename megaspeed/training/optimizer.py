@@ -6,8 +6,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from megaspeed.config import ModelConfig, OptimizerConfig
-from megaspeed.model import parameter_named
+from megaspeed.config.model import ModelConfig
+from megaspeed.config.optimizer import OptimizerConfig
+from megaspeed.model.parameters import parameter_named
 
 
 def parameter_groups(

@@ -17,20 +17,19 @@ from rich.console import Console
 from rich.markup import escape
 
 from megaspeed.checkpoint.errors import CheckpointError
-from megaspeed.config import ConfigError, Run, load_run
+from megaspeed.config.errors import ConfigError
+from megaspeed.config.loading import load_run
 from megaspeed.config.overrides import add_config_options
-from megaspeed.data import DataError, PreparedCorpus, prepare_corpus
+from megaspeed.config.resolve import Run
 from megaspeed.data.config_problems import find_problems_in_file
-from megaspeed.topology import (
-    Grid,
-    GroupError,
-    LaunchEnvironment,
-    LaunchError,
-    ParallelContext,
-    TopologyError,
-    read_launch_environment,
-)
+from megaspeed.data.errors import DataError
+from megaspeed.data.prepare import prepare_corpus
+from megaspeed.data.prepared import PreparedCorpus
+from megaspeed.topology.context import ParallelContext
 from megaspeed.topology.failure import during, failures_reported
+from megaspeed.topology.grid import TopologyError
+from megaspeed.topology.groups import GroupError
+from megaspeed.topology.launch import LaunchEnvironment, LaunchError, read_launch_environment
 from megaspeed.training.agreement import RanksDisagree
 from megaspeed.training.job import EXPECTED, run_job, tell_ending
 from megaspeed.training.launch_warnings import launch_warnings
@@ -133,7 +132,7 @@ def _train(
     launch: LaunchEnvironment,
     console: Console,
 ) -> int:
-    grid = Grid(pp=run.degrees.pp, dp=run.degrees.dp, tp=run.degrees.tp)
+    grid = run.grid
     try:
         with failures_reported(grid, launch.rank, expected=(TopologyError, GroupError)):
             context = ParallelContext.create(

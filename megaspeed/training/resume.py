@@ -18,9 +18,9 @@ from megaspeed.checkpoint.finding import Found, newest_whole
 from megaspeed.checkpoint.folders import is_leftover, locate
 from megaspeed.checkpoint.run_state import RunState
 from megaspeed.checkpoint.together import from_rank_0
-from megaspeed.config import Run
+from megaspeed.config.resolve import Run
 from megaspeed.files.places import expand_home
-from megaspeed.topology import ParallelContext
+from megaspeed.topology.context import ParallelContext
 from megaspeed.training.resumed_run import config_changes, mask_changes
 from megaspeed.training.run_folder import checkpoint_folder
 

@@ -12,7 +12,8 @@ from typing import Any
 
 from megaspeed import __version__
 from megaspeed.checkpoint.run_state import DataIdentity, Progress, RunState
-from megaspeed.config import ModelConfig, Run
+from megaspeed.config.model import ModelConfig
+from megaspeed.config.resolve import Run
 
 _DATA_KEYS = {
     "corpus": "the training text (data.train)",

@@ -10,7 +10,8 @@ import json
 from pathlib import Path
 
 from megaspeed.checkpoint.folders import CHECKPOINTS, CheckpointFolder, step_named
-from megaspeed.config import ConfigError, Run
+from megaspeed.config.errors import ConfigError
+from megaspeed.config.resolve import Run
 from megaspeed.files.durable import flush_folder, write_whole
 from megaspeed.files.places import folder_problem
 from megaspeed.training.metrics import records_up_to

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from megaspeed.checkpoint.errors import CheckpointError
 from megaspeed.checkpoint.together import from_rank_0
-from megaspeed.topology import ParallelContext
+from megaspeed.topology.context import ParallelContext
 
 LOCK = ".lock"
 

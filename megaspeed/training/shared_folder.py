@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from megaspeed.checkpoint.together import from_rank_0, gathered
-from megaspeed.topology import ParallelContext
+from megaspeed.topology.context import ParallelContext
 from megaspeed.training.agreement import RanksDisagree
 
 # A network file system may show a new file to other nodes a little later.

@@ -8,9 +8,10 @@ Neither keeps a position, so a step can be trained again, skipped or resumed fro
 
 import functools
 
-from megaspeed.config import Run
-from megaspeed.data import LoaderShape, PreparedCorpus, TrainingLoader
-from megaspeed.topology import ParallelContext
+from megaspeed.config.resolve import Run
+from megaspeed.data.prepared import PreparedCorpus
+from megaspeed.data.stream.loader import LoaderShape, TrainingLoader
+from megaspeed.topology.context import ParallelContext
 from megaspeed.training.learning_rate import learning_rate
 from megaspeed.training.worker import Load
 

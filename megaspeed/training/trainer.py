@@ -17,8 +17,9 @@ from typing import NoReturn, Protocol
 
 from megaspeed.checkpoint.run_state import Progress
 from megaspeed.checkpoint.saving import SaveReport
-from megaspeed.data import PreparedCorpus, ValidationLoader
-from megaspeed.model import training_flops_per_token
+from megaspeed.data.prepared import PreparedCorpus
+from megaspeed.data.stream.loader import ValidationLoader
+from megaspeed.model.flops import training_flops_per_token
 from megaspeed.topology.failure import during
 from megaspeed.training.checkpointing import Checkpointing
 from megaspeed.training.device_peak import peak_flops_per_second
@@ -168,7 +169,7 @@ class Trainer:
         self, progress: Progress, result: StepResult, rate: float, seconds: float
     ) -> StepMetrics:
         tokens = self._run.tokens_per_step
-        flops_per_rank = self._flops_per_token * tokens / seconds / self._run.degrees.world_size
+        flops_per_rank = self._flops_per_token * tokens / seconds / self._run.grid.world_size
         return StepMetrics(
             step=progress.step,
             loss=result.loss,

@@ -11,26 +11,25 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from megaspeed.config import Run
-from megaspeed.data import MicroBatch
-from megaspeed.pipeline import (
-    SCHEDULES,
-    Executor,
-    Neighbours,
-    check_schedule,
-    forward_only,
-    layers_of_stages,
-    stage_program,
-)
-from megaspeed.tensor_parallel import ParameterShard, TensorAxis
-from megaspeed.topology import ParallelContext
-from megaspeed.topology.failure import during
+from megaspeed.config.resolve import Run
+from megaspeed.model.micro_batch import MicroBatch
+from megaspeed.pipeline.exchanges import stage_program
+from megaspeed.pipeline.executor import Executor
+from megaspeed.pipeline.p2p import Neighbours
+from megaspeed.pipeline.schedules import SCHEDULES, forward_only
+from megaspeed.pipeline.simulation import check_schedule
+from megaspeed.pipeline.stages import layers_of_stages
+from megaspeed.tensor_parallel.axis import TensorAxis
+from megaspeed.tensor_parallel.plan import ParameterShard
+from megaspeed.topology.context import ParallelContext
 from megaspeed.training.loss import backward_scale, make_loss_function
 from megaspeed.training.matmul_precision import set_matmul_precision
 from megaspeed.training.memory import peak_memory
 from megaspeed.training.optimizer import make_optimizer, parameter_groups
-from megaspeed.zero import DTYPES, ZeroEngine, build_engine
+from megaspeed.zero.build import DTYPES, build_engine
+from megaspeed.zero.engine import StepOutcome, ZeroEngine
 from megaspeed.zero.global_norm import exchange
 
 Load = Callable[[int], MicroBatch]
@@ -98,15 +97,23 @@ class Worker:
                 Called after the gradients are reduced.
         """
         micro_batches = self.run.batch.gradient_accumulation_steps
-        executor = self._executor(load, micro_batches, scale=backward_scale(self.run))
+        outcomes: list[StepOutcome] = []
+
+        def take_step(loss_sum: Tensor | None) -> None:
+            outcomes.append(
+                self.engine.step(
+                    loss_sum,
+                    learning_rate,
+                    lambda: (peak_memory(self.context.device), stop_signal()),
+                )
+            )
+
+        executor = self._executor(
+            load, micro_batches, scale=backward_scale(self.run), take_step=take_step
+        )
         self.engine.train(True)
         executor.run(self._program)
-        with during("optimizer step"):
-            outcome = self.engine.step(
-                executor.loss_sum,
-                learning_rate,
-                lambda: (peak_memory(self.context.device), stop_signal()),
-            )
+        (outcome,) = outcomes
         peaks, signals = zip(*outcome.notes, strict=True)
         return StepResult(
             loss=self._loss_of(outcome.losses) / self.run.tokens_per_step,
@@ -133,7 +140,14 @@ class Worker:
         named = (f"{name} on rank {rank}" for rank, name in enumerate(found) if name is not None)
         return next(named, None)
 
-    def _executor(self, load: Load, micro_batches: int, *, scale: float) -> Executor:
+    def _executor(
+        self,
+        load: Load,
+        micro_batches: int,
+        *,
+        scale: float,
+        take_step: Callable[[Tensor | None], None] = lambda loss_sum: None,
+    ) -> Executor:
         return Executor(
             self.engine,
             self._neighbours,
@@ -141,6 +155,7 @@ class Worker:
             loss_function=self._loss_function,
             loss_scale=scale,
             micro_batches=micro_batches,
+            take_step=take_step,
         )
 
     def _loss_of(self, losses: Sequence[float]) -> float:

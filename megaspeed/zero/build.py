@@ -13,16 +13,13 @@ import deepspeed
 import torch
 from torch import nn
 
-from megaspeed.config import Run
-from megaspeed.model import EMBEDDING_WEIGHT, GPT, HEAD_WEIGHT
-from megaspeed.tensor_parallel import (
-    ParameterShard,
-    TensorAxis,
-    initial_shard,
-    materialize,
-    parallelize,
-)
-from megaspeed.topology import ParallelContext
+from megaspeed.config.resolve import Run
+from megaspeed.model.gpt import GPT
+from megaspeed.model.parameters import EMBEDDING_WEIGHT, HEAD_WEIGHT
+from megaspeed.tensor_parallel.axis import TensorAxis
+from megaspeed.tensor_parallel.parallelize import initial_shard, materialize, parallelize
+from megaspeed.tensor_parallel.plan import ParameterShard
+from megaspeed.topology.context import ParallelContext
 from megaspeed.zero.deepspeed_json import deepspeed_json
 from megaspeed.zero.engine import ZeroEngine
 from megaspeed.zero.mpu import DataAxis
@@ -146,7 +143,7 @@ def _accumulate_in(parameters: Mapping[str, nn.Parameter], dtype: torch.dtype) -
 
 
 def _tied_across_stages(run: Run, parameters: Mapping[str, nn.Parameter]) -> nn.Parameter | None:
-    if not run.config.model.tie_word_embeddings or run.degrees.pp == 1:
+    if not run.config.model.tie_word_embeddings or run.grid.pp == 1:
         return None
     return parameters.get(EMBEDDING_WEIGHT, parameters.get(HEAD_WEIGHT))
 

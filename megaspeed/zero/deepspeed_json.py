@@ -22,7 +22,7 @@ The keys keep their names. What differs, and why:
 
 from typing import Any
 
-from megaspeed.config import Run
+from megaspeed.config.resolve import Run
 
 _OURS = ("train_batch_size", "optimizer", "scheduler")
 
@@ -37,7 +37,7 @@ def deepspeed_json(run: Run, *, local_elements: int) -> dict[str, Any]:
     json = run.config.deepspeed_json()
     for key in _OURS:
         json.pop(key, None)
-    replicas = 1 if run.zero_stage == 0 else run.degrees.dp
+    replicas = 1 if run.zero_stage == 0 else run.grid.dp
     json["train_micro_batch_size_per_gpu"] = run.batch.micro_batch_size
     json["gradient_accumulation_steps"] = 1
     json["train_batch_size"] = run.batch.micro_batch_size * replicas

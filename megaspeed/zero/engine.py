@@ -22,12 +22,11 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
-from megaspeed.checkpoint.run_state import LossScale
-from megaspeed.config import Run
-from megaspeed.topology import ParallelContext
+from megaspeed.config.resolve import Run
+from megaspeed.topology.context import ParallelContext
 from megaspeed.zero.fragments import GradientFragment, gradient_fragments
 from megaspeed.zero.global_norm import exchange, first_non_finite, owned_squares
-from megaspeed.zero.loss_scale import read_loss_scale, take_loss_scale
+from megaspeed.zero.loss_scale import Counters, read_loss_scale, take_loss_scale
 from megaspeed.zero.optimizer_state import StateFragment, state_fragments, take_state
 from megaspeed.zero.reductions import add_gradients_of_other_end, average_over_replicas
 from megaspeed.zero.workarounds.gathers_after_the_step import let_gathers_wait
@@ -237,11 +236,11 @@ class ZeroEngine:
         take_state(self._optimizer, steps_taken)
         let_gathers_wait(self._optimizer)
 
-    def loss_scale(self) -> LossScale | None:
+    def loss_scale(self) -> Counters | None:
         """fp16's dynamic loss scale; None where there is none."""
         return read_loss_scale(self._optimizer.loss_scaler)
 
-    def take_loss_scale(self, saved: LossScale) -> None:
+    def take_loss_scale(self, saved: Counters) -> None:
         """Goes on with a saved loss scale; nothing happens where this run has none."""
         take_loss_scale(self._optimizer.loss_scaler, saved)
 

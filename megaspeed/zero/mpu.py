@@ -7,7 +7,7 @@ group: None, which its ZeRO optimizers understand (deepspeed/comm/pg_utils.py, i
 
 import torch.distributed as dist
 
-from megaspeed.topology import ParallelContext
+from megaspeed.topology.context import ParallelContext
 
 
 class DataAxis:

@@ -11,9 +11,10 @@ from torch import Tensor
 from megaspeed.analysis.verification.logical_tensors import gather_state, gather_weights
 from megaspeed.checkpoint.run_state import Progress
 from megaspeed.checkpoint.tensors import KINDS
-from megaspeed.config import Run
-from megaspeed.data import PreparedCorpus
-from megaspeed.topology import Grid, LaunchEnvironment, ParallelContext
+from megaspeed.config.resolve import Run
+from megaspeed.data.prepared import PreparedCorpus
+from megaspeed.topology.context import ParallelContext
+from megaspeed.topology.launch import LaunchEnvironment
 from megaspeed.training.checkpointing import Checkpointing
 from megaspeed.training.step_inputs import StepInputs
 from megaspeed.training.worker import Worker
@@ -93,7 +94,7 @@ class SavedRun:
 def started(launch: LaunchEnvironment, run: Run) -> ParallelContext:
     """The process groups of one rank."""
     torch.set_num_threads(1)
-    grid = Grid(pp=run.degrees.pp, dp=run.degrees.dp, tp=run.degrees.tp)
+    grid = run.grid
     return ParallelContext.create(grid, launch, timeout_seconds=60)
 
 

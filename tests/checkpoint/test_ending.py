@@ -13,9 +13,9 @@ import pytest
 from megaspeed.checkpoint import saving
 from megaspeed.checkpoint.errors import CheckpointError
 from megaspeed.checkpoint.soundness import problems_of
-from megaspeed.config import Run
-from megaspeed.data import PreparedCorpus
-from megaspeed.topology import LaunchEnvironment
+from megaspeed.config.resolve import Run
+from megaspeed.data.prepared import PreparedCorpus
+from megaspeed.topology.launch import LaunchEnvironment
 from megaspeed.training import checkpointing
 from tests.checkpoint.saved_runs import SavedRun, only_checkpoint, started
 from tests.parallel.tiny import tiny_corpus

@@ -11,7 +11,7 @@ import pytest
 from megaspeed.checkpoint.errors import CheckpointError
 from megaspeed.checkpoint.folders import CheckpointFolder, locate
 from megaspeed.checkpoint.manifest import MANIFEST, file_problems, read_manifest
-from megaspeed.topology import LaunchEnvironment
+from megaspeed.topology.launch import LaunchEnvironment
 from tests.checkpoint import dying
 from tests.rank_pool import RankPool
 

@@ -15,9 +15,9 @@ import pytest
 from megaspeed.checkpoint.finding import newest_whole
 from megaspeed.checkpoint.folders import CheckpointFolder
 from megaspeed.checkpoint.soundness import problems_of
-from megaspeed.config import Run
-from megaspeed.data import PreparedCorpus
-from megaspeed.topology import LaunchEnvironment
+from megaspeed.config.resolve import Run
+from megaspeed.data.prepared import PreparedCorpus
+from megaspeed.topology.launch import LaunchEnvironment
 from tests.checkpoint.saved_runs import SavedRun, started
 from tests.parallel.tiny import tiny_corpus
 from tests.rank_pool import RankFailure, RankPool

@@ -14,8 +14,8 @@ import torch
 
 from megaspeed.analysis.verification.comparison import TOLERANCES
 from megaspeed.checkpoint.tensors import KINDS
-from megaspeed.config import Run
-from megaspeed.data import PreparedCorpus
+from megaspeed.config.resolve import Run
+from megaspeed.data.prepared import PreparedCorpus
 from tests.checkpoint.saved_runs import (
     Stretch,
     go_on_from,
@@ -105,19 +105,19 @@ def test_a_run_goes_on_at_every_layout(
     saved: dict[Path, Stretch] = {}
     for layout in range(len(LAYOUTS)):
         run = run_at(layout, stages(number, layout)[0], tmp_path / f"{layout}", changes)
-        world_size = run.degrees.world_size
+        world_size = run.grid.world_size
         stretch = pool.run(world_size, save_and_go_on, run, corpus, BEFORE, AFTER)[0]
         saved[only_checkpoint(run.run_dir)] = stretch
     for layout in range(len(LAYOUTS)):
         run = run_at(layout, stages(number, layout)[1], tmp_path / "unused", changes)
         checkpoints = [list(saved)[source] for source in sources(number, layout)]
-        resumed = pool.run(run.degrees.world_size, go_on_from, run, corpus, checkpoints, AFTER)[0]
+        resumed = pool.run(run.grid.world_size, go_on_from, run, corpus, checkpoints, AFTER)[0]
         for checkpoint, after in zip(checkpoints, resumed, strict=True):
             assert_goes_on(saved[checkpoint], after, run, str(checkpoint))
 
 
 def assert_goes_on(before: Stretch, after: Stretch, run: Run, checkpoint: str) -> None:
-    where = f"{checkpoint} at {run.degrees}, ZeRO-{run.zero_stage}"
+    where = f"{checkpoint} at {run.grid}, ZeRO-{run.zero_stage}"
     assert after.copies_differ_by == 0.0, where
     for kind in KINDS:
         assert before.state[kind].keys() == after.state[kind].keys(), where

@@ -12,9 +12,9 @@ import pytest
 
 from megaspeed.checkpoint.saving import SaveReport
 from megaspeed.checkpoint.tensors import expected_tensors
-from megaspeed.config import Run
-from megaspeed.data import PreparedCorpus
-from megaspeed.topology import LaunchEnvironment
+from megaspeed.config.resolve import Run
+from megaspeed.data.prepared import PreparedCorpus
+from megaspeed.topology.launch import LaunchEnvironment
 from tests.checkpoint.saved_runs import SavedRun, only_checkpoint, save_only, started
 from tests.parallel.tiny import tiny_corpus
 from tests.rank_pool import RankPool

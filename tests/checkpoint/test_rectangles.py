@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from megaspeed.checkpoint.rectangles import Rectangle, rectangles_of
-from megaspeed.config import ModelConfig, parse_config
+from megaspeed.config.loading import parse_config
+from megaspeed.config.model import ModelConfig
 from megaspeed.model.parameters import parameters_of
-from megaspeed.tensor_parallel import ParameterShard
-from megaspeed.tensor_parallel.plan import shard_of
+from megaspeed.tensor_parallel.plan import ParameterShard, shard_of
 from tests.parallel.tiny import GPT2, LLAMA
 
 MANY = 10**9

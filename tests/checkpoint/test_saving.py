@@ -25,9 +25,9 @@ from megaspeed.checkpoint.manifest import FileSeal
 from megaspeed.checkpoint.pieces import HostCopy, Piece
 from megaspeed.checkpoint.saving import SaveReport
 from megaspeed.checkpoint.tensors import expected_tensors
-from megaspeed.config import Run
-from megaspeed.data import PreparedCorpus
-from megaspeed.topology import LaunchEnvironment
+from megaspeed.config.resolve import Run
+from megaspeed.data.prepared import PreparedCorpus
+from megaspeed.topology.launch import LaunchEnvironment
 from tests.checkpoint.saved_runs import (
     SavedRun,
     Stretch,
@@ -71,7 +71,7 @@ def test_the_same_layout_goes_on_to_the_last_bit(
 ) -> None:
     """In other processes than those that saved, in fp32."""
     run = run_in(tmp_path, layout, stage)
-    ranks = run.degrees.world_size
+    ranks = run.grid.world_size
     uninterrupted = pool.run(ranks, save_and_go_on, run, corpus, 3, AFTER)[0]
     checkpoint = only_checkpoint(tmp_path)
     (resumed,) = pool.run(ranks, go_on_from, run, corpus, [checkpoint], AFTER)[0]

@@ -3,7 +3,7 @@
 import pytest
 
 from megaspeed.checkpoint.tensors import KINDS, expected_shapes, expected_tensors, key, mismatches
-from megaspeed.config import ModelConfig
+from megaspeed.config.model import ModelConfig
 from tests.model.tiny_gpt import gpt2, initialized, llama
 
 

@@ -18,9 +18,12 @@ from torch.distributed import checkpoint as dcp
 from megaspeed.analysis.verification.comparison import TOLERANCES
 from megaspeed.checkpoint.run_state import RunState
 from megaspeed.checkpoint.tensors import KINDS, expected_tensors
-from megaspeed.config import Run, load_run
-from megaspeed.data import PreparedCorpus, ValidationLoader, prepare_corpus
-from megaspeed.topology import LaunchEnvironment
+from megaspeed.config.loading import load_run
+from megaspeed.config.resolve import Run
+from megaspeed.data.prepare import prepare_corpus
+from megaspeed.data.prepared import PreparedCorpus
+from megaspeed.data.stream.loader import ValidationLoader
+from megaspeed.topology.launch import LaunchEnvironment
 from megaspeed.training.resume import ResumeOptions, find_start
 from tests.checkpoint.saved_runs import SavedRun, Stretch, only_checkpoint, started
 from tests.rank_pool import RankPool
@@ -161,7 +164,7 @@ def check(pool: RankPool, run: Run, corpus: PreparedCorpus, name: str) -> None:
     between versions, so the steps are only near. The validation loss has no dropout and is equal.
     """
     checkpoint = only_checkpoint(FOLDER / name)
-    continued = pool.run(run.degrees.world_size, continue_from, run, corpus, checkpoint)[0]
+    continued = pool.run(run.grid.world_size, continue_from, run, corpus, checkpoint)[0]
     records = [json.loads(line) for line in (FOLDER / name / "metrics.jsonl").open()]
     steps = [r for r in records if r["step"] > continued.start_step and "loss" in r]
     (validation,) = (

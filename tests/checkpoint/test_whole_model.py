@@ -19,9 +19,9 @@ from megaspeed.checkpoint.whole_model import (
     model_config,
     saved_tokenizer,
 )
-from megaspeed.config import Run
-from megaspeed.data import PreparedCorpus
-from megaspeed.topology import LaunchEnvironment
+from megaspeed.config.resolve import Run
+from megaspeed.data.prepared import PreparedCorpus
+from megaspeed.topology.launch import LaunchEnvironment
 from tests.checkpoint.saved_runs import SavedRun, only_checkpoint, started
 from tests.checkpoint.written import CONFIG, seal, write_checkpoint
 from tests.parallel.tiny import LLAMA, tiny_corpus, tiny_run
@@ -60,7 +60,7 @@ def test_the_parameters_are_the_master_weights_bit_for_bit(
 ) -> None:
     run = tiny_run(TEXT, **layout, training={"run_dir": str(tmp_path / "run")})
     corpus = tiny_corpus(run, tmp_path / "cache")
-    saved = pool.run(run.degrees.world_size, train_and_save, run, corpus)[0]
+    saved = pool.run(run.grid.world_size, train_and_save, run, corpus)[0]
     checkpoint = only_checkpoint(tmp_path / "run")
     model = load_whole_model(checkpoint)
     loaded = dict(model.named_parameters())

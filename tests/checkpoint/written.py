@@ -15,7 +15,7 @@ from megaspeed.checkpoint.manifest import MANIFEST, FileSeal, write_manifest
 from megaspeed.checkpoint.run_state import RUN_STATE, DataIdentity, Layout, Progress, RunState
 from megaspeed.checkpoint.soundness import INDEX
 from megaspeed.checkpoint.tensors import expected_tensors
-from megaspeed.config import parse_config
+from megaspeed.config.loading import parse_config
 from tests.config.small import small
 from tests.parallel.tiny import GPT2
 

@@ -11,8 +11,9 @@ import pytest
 
 from megaspeed.analysis.planning.devices import DEVICES
 from megaspeed.analysis.planning.prediction import predict_peak_bytes
-from megaspeed.config import ModelConfig, read_config
 from megaspeed.config.json_schema import json_schema, json_schema_text
+from megaspeed.config.loading import read_config
+from megaspeed.config.model import ModelConfig
 from tests.config.small import load, small
 
 FOLDER = Path(__file__).parents[2] / "ds_configs"
@@ -30,13 +31,13 @@ def test_the_files_are_there() -> None:
 def test_every_file_loads_for_1_2_4_and_8_data_ranks(file: Path, processes: int) -> None:
     data_only = ("parallel.pipeline=1", "parallel.tensor=1")
     run = load(file, *data_only, world_size=processes)
-    assert run.degrees.dp == processes
+    assert run.grid.dp == processes
     assert run.batch.train_batch_size == load(file, *data_only).batch.train_batch_size
 
 
 def test_3d_is_two_by_two_by_two() -> None:
     run = load(FOLDER / "3d.json", world_size=8)
-    assert (run.degrees.pp, run.degrees.dp, run.degrees.tp, run.zero_stage) == (2, 2, 2, 3)
+    assert (run.grid.pp, run.grid.dp, run.grid.tp, run.zero_stage) == (2, 2, 2, 3)
     assert run.batch.gradient_accumulation_steps == 4
     assert run.config.zero_optimization.stage3_param_persistence_threshold == 0
 
@@ -55,7 +56,7 @@ def test_the_large_files_have_their_published_layouts(
     name: str, world_size: int, degrees: tuple[int, int, int], micro_batches: int
 ) -> None:
     run = load(FOLDER / f"{name}.json", world_size=world_size)
-    assert (run.degrees.pp, run.degrees.dp, run.degrees.tp) == degrees
+    assert (run.grid.pp, run.grid.dp, run.grid.tp) == degrees
     assert run.batch.gradient_accumulation_steps == micro_batches
 
 
@@ -108,7 +109,7 @@ def test_the_zero_files_differ_in_nothing_but_zero(stage: int) -> None:
 
 def test_a_layout_can_be_changed_with_set_alone() -> None:
     run = load(FOLDER / "zero1.json", "parallel.tensor=2", "parallel.pipeline=4", world_size=8)
-    assert (run.degrees.pp, run.degrees.dp, run.degrees.tp) == (4, 1, 2)
+    assert (run.grid.pp, run.grid.dp, run.grid.tp) == (4, 1, 2)
 
 
 def test_a_model_can_be_changed_with_set_alone() -> None:

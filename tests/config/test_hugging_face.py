@@ -14,9 +14,11 @@ from transformers import (
     Qwen3Config,
 )
 
-from megaspeed.config import PRESETS, ConfigError, ModelConfig
+from megaspeed.config.errors import ConfigError
 from megaspeed.config.from_hf import read_model_section
 from megaspeed.config.hugging_face import hugging_face_config, model_section
+from megaspeed.config.model import ModelConfig
+from megaspeed.config.presets import PRESETS
 from tests.config.small import load, only_problem, problems, small, write
 
 GPT2 = {

@@ -2,9 +2,10 @@
 
 import pytest
 
-from megaspeed.config import ConfigError, World
-from megaspeed.config.degrees import Degrees, data_degree_equation, degrees_in, divisors
+from megaspeed.config.degrees import World, data_degree_equation, divisors, grid_in
+from megaspeed.config.errors import ConfigError
 from megaspeed.config.parallel import ParallelConfig
+from megaspeed.topology.grid import Grid
 from tests.config.small import only_problem, problems
 
 
@@ -33,13 +34,13 @@ def test_stated_degrees_multiply_to_the_world() -> None:
 
 def test_auto_data_degree_is_what_remains() -> None:
     parallel = ParallelConfig(pipeline=2, tensor=4)
-    assert degrees_in(parallel, World(24, "x")) == Degrees(pp=2, dp=3, tp=4)
-    assert degrees_in(parallel, World(20, "x")) is None
+    assert grid_in(parallel, World(24, "x")) == Grid(pp=2, dp=3, tp=4)
+    assert grid_in(parallel, World(20, "x")) is None
 
 
 def test_the_equation_tells_how_dp_came_about() -> None:
-    degrees = Degrees(pp=1, dp=8, tp=2)
-    assert data_degree_equation(degrees, World(16, "SLURM_NTASKS")) == (
+    grid = Grid(pp=1, dp=8, tp=2)
+    assert data_degree_equation(grid, World(16, "SLURM_NTASKS")) == (
         "dp 8 = world 16 / (pipeline 1 x tensor 2), world from SLURM_NTASKS"
     )
 

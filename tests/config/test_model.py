@@ -4,8 +4,9 @@ from typing import get_args
 
 import pytest
 
-from megaspeed.config import PRESETS, ModelConfig, parse_config
-from megaspeed.config.model import PresetName
+from megaspeed.config.loading import parse_config
+from megaspeed.config.model import ModelConfig, PresetName
+from megaspeed.config.presets import PRESETS
 from tests.config.small import problems, small
 
 

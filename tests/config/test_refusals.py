@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from megaspeed.config import parse_config
 from megaspeed.config.keys import all_key_paths
+from megaspeed.config.loading import parse_config
 from megaspeed.config.refusals import REFUSED_KEYS
 from tests.config.small import only_problem, problems, small
 

@@ -5,7 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from megaspeed.config import ConfigError, Run, check_config, parse_config, read_config, resolve_run
+from megaspeed.config.check import check_config
+from megaspeed.config.errors import ConfigError
+from megaspeed.config.loading import parse_config, read_config
+from megaspeed.config.resolve import Run, resolve_run
 from tests.config.small import load, patch, small, write
 
 
@@ -22,8 +25,8 @@ def resolve(*overrides: str, world_size: int = 1, device_type: str = "cpu") -> R
 
 def test_auto_becomes_numbers() -> None:
     run = resolve("parallel.pipeline=2", "parallel.tensor=2", world_size=8)
-    assert (run.degrees.pp, run.degrees.dp, run.degrees.tp) == (2, 2, 2)
-    assert run.degrees.world_size == 8
+    assert (run.grid.pp, run.grid.dp, run.grid.tp) == (2, 2, 2)
+    assert run.grid.world_size == 8
     assert run.config.parallel.data == 2
     assert run.config.gradient_accumulation_steps == run.batch.gradient_accumulation_steps == 4
     assert run.run_dir == Path("runs/small")
@@ -117,4 +120,4 @@ def test_thousands_of_ranks_resolve_in_milliseconds(world_size: int, pp: int, tp
     start = time.perf_counter()
     run = resolve_run(config, name="big", world_size=world_size, world_source="SLURM_NTASKS")
     assert time.perf_counter() - start < 0.1
-    assert run.degrees.dp == world_size // (pp * tp)
+    assert run.grid.dp == world_size // (pp * tp)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megaspeed.config import parse_config
+from megaspeed.config.loading import parse_config
 from tests.config.small import only_problem, problems, small
 
 LLAMA = ("model.architecture=llama", "model.intermediate_size=384")

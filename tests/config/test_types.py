@@ -6,11 +6,10 @@ from typing import Any
 
 import pytest
 
-from megaspeed.config import ConfigError, parse_config
 from megaspeed.config.degrees import World
 from megaspeed.config.document import Document
-from megaspeed.config.errors import Problem, dotted
-from megaspeed.config.loading import find_problems
+from megaspeed.config.errors import ConfigError, Problem, dotted
+from megaspeed.config.loading import find_problems, parse_config
 from tests.config.small import only_problem, problems, small
 
 

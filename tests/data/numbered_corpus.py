@@ -6,8 +6,8 @@ from typing import BinaryIO
 
 import numpy as np
 
-from megaspeed.data import PreparedCorpus
 from megaspeed.data.cache import Cache, Facts
+from megaspeed.data.prepared import PreparedCorpus
 from megaspeed.data.stream.mixture import Component, Mixture
 from megaspeed.data.tokens.token_file import TokenFile, TokenIndex
 

@@ -9,7 +9,7 @@ import pytest
 from pyarrow import parquet
 
 from megaspeed.config.data import Source
-from megaspeed.data import DataError
+from megaspeed.data.errors import DataError
 from megaspeed.data.text.documents import read_documents
 from megaspeed.data.text.pieces import PIECE_BYTES, SKIP_BEFOREHAND, BadRecord
 from megaspeed.data.text.sources import SourceFile, list_files

@@ -5,8 +5,8 @@ from typing import BinaryIO
 
 import pytest
 
-from megaspeed.data import DataError
 from megaspeed.data.cache import Cache, Facts, cache_key, default_cache_dir, index_path
+from megaspeed.data.errors import DataError
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from tokenizers import pre_tokenizers
 
-from megaspeed.data import DataError
+from megaspeed.data.errors import DataError
 from megaspeed.data.text.documents import (
     Document,
     corpus_fingerprint,

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from megaspeed.config.data import Source
-from megaspeed.data import DataError
 from megaspeed.data.cache import Cache, cache_key
+from megaspeed.data.errors import DataError
 from megaspeed.data.tokens.megatron_index import MegatronIndex
 from megaspeed.data.tokens.token_file import TokenFile
 from megaspeed.data.tokens.token_sources import (

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from megaspeed.config.data import Source
-from megaspeed.data import DataError
 from megaspeed.data.cache import Cache
+from megaspeed.data.errors import DataError
 from megaspeed.data.tokens.hold_out import hold_out
 from megaspeed.data.tokens.token_file import TokenFile, TokenIndex
 from megaspeed.data.tokens.token_sources import open_token_source

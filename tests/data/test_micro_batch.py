@@ -3,8 +3,8 @@
 import numpy as np
 import torch
 
-from megaspeed.data import NOT_COUNTED, MicroBatch
 from megaspeed.data.stream.micro_batch import PADDING_SAMPLE, read_micro_batch
+from megaspeed.model.micro_batch import NOT_COUNTED, MicroBatch
 
 END = 9
 ROWS = [

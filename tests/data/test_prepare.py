@@ -15,9 +15,12 @@ from typing import Any
 import pytest
 
 from megaspeed.config.data import DataConfig
-from megaspeed.data import DataError, PreparedCorpus, find_problems, load_tokenizer, prepare_corpus
-from megaspeed.data.selection import select_files
+from megaspeed.data.errors import DataError
+from megaspeed.data.prepare import prepare_corpus
+from megaspeed.data.prepared import PreparedCorpus
+from megaspeed.data.selection import find_problems, select_files
 from megaspeed.data.stream.mixture import Mixture
+from megaspeed.data.tokenizer.text_tokenizer import load_tokenizer
 from megaspeed.data.tokens.token_file import TokenFile
 
 STDLIB = Path(sysconfig.get_path("stdlib"))

@@ -8,7 +8,10 @@ import pytest
 from transformers import AutoTokenizer
 
 from megaspeed.config.data import DataConfig
-from megaspeed.data import DataError, PreparedCorpus, find_problems, prepare_corpus
+from megaspeed.data.errors import DataError
+from megaspeed.data.prepare import prepare_corpus
+from megaspeed.data.prepared import PreparedCorpus
+from megaspeed.data.selection import find_problems
 from megaspeed.data.text.documents import read_documents
 from megaspeed.data.text.sources import SourceFile
 from megaspeed.data.tokenizer.text_tokenizer import TextTokenizer, load_tokenizer

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from megaspeed.data import DataError, PreparedCorpus
+from megaspeed.data.errors import DataError
+from megaspeed.data.prepared import PreparedCorpus
 from megaspeed.data.stream.mixture import Component, Mixture
 from megaspeed.data.tokens.token_file import TokenFile
 from tests.data.numbered_corpus import alone, numbered_mixture, write_numbered_tokens

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from megaspeed.config.data import DataConfig
-from megaspeed.data import DataError, find_problems
-from megaspeed.data.selection import Selection, select_files
+from megaspeed.data.errors import DataError
+from megaspeed.data.selection import Selection, find_problems, select_files
 from megaspeed.data.text.documents import read_documents
 from megaspeed.data.text.sources import SourceFile
 from megaspeed.data.tokenizer.text_tokenizer import TextTokenizer

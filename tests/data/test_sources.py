@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from megaspeed.config.data import Source
-from megaspeed.data import DataError
+from megaspeed.data.errors import DataError
 from megaspeed.data.text.json_lines import JsonLines
 from megaspeed.data.text.plain_text import PlainText
 from megaspeed.data.text.sources import SourceFile, list_files

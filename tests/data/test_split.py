@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from megaspeed.data import DataError
+from megaspeed.data.errors import DataError
 from megaspeed.data.text.documents import Document
 from megaspeed.data.text.sources import SourceFile
 from megaspeed.data.text.split import split_documents, split_groups

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from megaspeed.config.data import Source
-from megaspeed.data import DataError
 from megaspeed.data.cache import Cache
+from megaspeed.data.errors import DataError
 from megaspeed.data.tokens.token_folder import (
     Shard,
     TokenFolderIndex,

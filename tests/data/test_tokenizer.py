@@ -11,7 +11,7 @@ from tokenizers.models import BPE
 from transformers import AutoTokenizer
 
 from megaspeed.config.data import Source
-from megaspeed.data import DataError, load_tokenizer
+from megaspeed.data.errors import DataError
 from megaspeed.data.text.documents import Document, read_documents
 from megaspeed.data.text.sources import SourceFile, list_files
 from megaspeed.data.tokenizer import training as tokenizer_training
@@ -19,6 +19,7 @@ from megaspeed.data.tokenizer.text_tokenizer import (
     END_OF_TEXT,
     TextTokenizer,
     check_vocabulary,
+    load_tokenizer,
     tokenizer_files,
 )
 from megaspeed.data.tokenizer.training import train_tokenizer

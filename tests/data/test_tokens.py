@@ -5,8 +5,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megaspeed.data import DataError
 from megaspeed.data.cache import Cache
+from megaspeed.data.errors import DataError
 from megaspeed.data.text.documents import Document, corpus_fingerprint, read_documents
 from megaspeed.data.text.pieces import PIECE_BYTES
 from megaspeed.data.text.sources import SourceFile

@@ -7,9 +7,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megaspeed.config import Run
-from megaspeed.data import LoaderShape, PreparedCorpus
-from megaspeed.topology import LaunchEnvironment, ParallelContext
+from megaspeed.config.resolve import Run
+from megaspeed.data.prepared import PreparedCorpus
+from megaspeed.data.stream.loader import LoaderShape
+from megaspeed.topology.context import ParallelContext
+from megaspeed.topology.launch import LaunchEnvironment
 from tests.checkpoint.saved_runs import SavedRun, started
 
 

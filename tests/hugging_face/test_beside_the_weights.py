@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from megaspeed.checkpoint.soundness import inspect
 from megaspeed.checkpoint.whole_model import saved_tokenizer
 from megaspeed.cli import main
-from megaspeed.data import DataError
+from megaspeed.data.errors import DataError
 from megaspeed.data.tokenizer.text_tokenizer import NoEndOfText, load_tokenizer
 from megaspeed.hugging_face.errors import HuggingFaceError
 from megaspeed.hugging_face.exporting import export_model

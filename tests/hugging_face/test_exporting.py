@@ -16,7 +16,7 @@ from megaspeed.checkpoint.folders import CheckpointFolder
 from megaspeed.checkpoint.pieces import LARGEST_PIECE_BYTES
 from megaspeed.cli import main
 from megaspeed.cli.export_hf import byte_count
-from megaspeed.data import DataError
+from megaspeed.data.errors import DataError
 from megaspeed.hugging_face.errors import HuggingFaceError
 from megaspeed.hugging_face.exporting import Precision, export_model
 from megaspeed.hugging_face.importing import _rows_of, import_model

@@ -18,8 +18,8 @@ from megaspeed.checkpoint.tensors import expected_shapes
 from megaspeed.checkpoint.whole_model import load_whole_model, saved_tokenizer
 from megaspeed.checkpoint.writing_alone import write_pieces_alone
 from megaspeed.cli import main
-from megaspeed.config import ConfigError
-from megaspeed.data import DataError
+from megaspeed.config.errors import ConfigError
+from megaspeed.data.errors import DataError
 from megaspeed.hugging_face import free_space
 from megaspeed.hugging_face.errors import HuggingFaceError
 from megaspeed.hugging_face.importing import import_model

@@ -17,9 +17,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from megaspeed.config import Run
 from megaspeed.config.from_hf import read_model_section
-from megaspeed.data import LoaderShape, PreparedCorpus, TrainingLoader
+from megaspeed.config.resolve import Run
+from megaspeed.data.prepared import PreparedCorpus
+from megaspeed.data.stream.loader import LoaderShape, TrainingLoader
 from megaspeed.hugging_face.exporting import export_model
 from megaspeed.hugging_face.importing import import_model
 from tests.hugging_face.imported_run import train_imported
@@ -72,7 +73,7 @@ def test_an_imported_model_is_the_stock_model_at_every_layout(
     assert expected.losses[-1] < expected.losses[0]  # else training could be left out unnoticed
     for layout in LAYOUTS:
         run = run_at(layout, folder, tmp_path)
-        world_size = run.degrees.world_size
+        world_size = run.grid.world_size
         logits, losses = pool.run(world_size, train_imported, run, corpus, imported, STEPS)[0]
         torch.testing.assert_close(logits, expected.logits, rtol=0, atol=1e-4, msg=str(layout))
         torch.testing.assert_close(losses, expected.losses, rtol=1e-5, atol=0, msg=str(layout))

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from megaspeed.config import ModelConfig
+from megaspeed.config.model import ModelConfig
 from megaspeed.hugging_face import exporting, importing, matching
 from megaspeed.hugging_face.errors import Disagreement
 from megaspeed.hugging_face.exporting import export_model

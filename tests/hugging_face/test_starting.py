@@ -17,9 +17,9 @@ from megaspeed.checkpoint.tensors import KINDS
 from megaspeed.checkpoint.tokenizer_files import read_tokenizer_files
 from megaspeed.checkpoint.whole_model import load_whole_model, model_config
 from megaspeed.cli import main
-from megaspeed.config import Run
+from megaspeed.config.resolve import Run
 from megaspeed.hugging_face.importing import import_model
-from megaspeed.topology import LaunchEnvironment
+from megaspeed.topology.launch import LaunchEnvironment
 from megaspeed.training import pretrain
 from megaspeed.training.carried_files import generation_file
 from tests.checkpoint.saved_runs import SavedRun, started

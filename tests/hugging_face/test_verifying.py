@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from megaspeed.checkpoint.whole_model import load_whole_model
-from megaspeed.config import ModelConfig
+from megaspeed.config.model import ModelConfig
 from megaspeed.hugging_face import verifying
 from megaspeed.hugging_face.errors import Disagreement, HuggingFaceError
 from megaspeed.hugging_face.importing import import_model

@@ -9,10 +9,11 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from megaspeed.checkpoint.tensors import expected_shapes
-from megaspeed.config import PRESETS, ModelConfig
 from megaspeed.config.hugging_face import hugging_face_config
+from megaspeed.config.model import ModelConfig
+from megaspeed.config.presets import PRESETS
 from megaspeed.hugging_face.weights import parts_of
-from megaspeed.model import GPT
+from megaspeed.model.gpt import GPT
 from tests.config.small import write
 from tests.model.tiny_gpt import gpt2, llama
 

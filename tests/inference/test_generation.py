@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from megaspeed.config import ModelConfig
+from megaspeed.config.model import ModelConfig
 from megaspeed.inference import text_model
 from megaspeed.inference.errors import InferenceError
 from megaspeed.inference.generation import Continuation, generate

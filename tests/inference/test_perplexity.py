@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from megaspeed.config import ModelConfig
-from megaspeed.data import DataError
+from megaspeed.config.model import ModelConfig
+from megaspeed.data.errors import DataError
 from megaspeed.data.text.pieces import Piece
 from megaspeed.inference import text_model
 from megaspeed.inference.perplexity import Score, evaluate

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megaspeed.checkpoint.run_state import NOT_STATED
-from megaspeed.data import DataError
+from megaspeed.data.errors import DataError
 from megaspeed.inference.opening import Opening
 from megaspeed.inference.text_model import TextModel, load_text_model
 from tests.checkpoint.written import CONFIG, seal

@@ -11,8 +11,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megaspeed.analysis.measurement.allocations import AllocationLog
-from megaspeed.config import ModelConfig
-from megaspeed.model import GPT, Block, MaskShard, SampleDropout
+from megaspeed.config.model import ModelConfig
+from megaspeed.model.dropout import MaskShard, SampleDropout
+from megaspeed.model.gpt import GPT
+from megaspeed.model.layers import Block
 from tests.model.tiny_gpt import DROPOUTS, gpt2, gradients, initialized, llama, random_tokens
 
 BITS = [

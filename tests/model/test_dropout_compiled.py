@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from megaspeed.config import ModelConfig
-from megaspeed.model import SampleDropout
+from megaspeed.config.model import ModelConfig
+from megaspeed.model.dropout import SampleDropout
 from tests.model.tiny_gpt import DROPOUTS, gpt2, initialized, llama
 
 

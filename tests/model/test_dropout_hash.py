@@ -11,8 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megaspeed.model import SampleDropout
-from megaspeed.model.dropout import element_hashes, row_words
+from megaspeed.model.dropout import SampleDropout, element_hashes, row_words
 
 ROWS, COLUMNS = 1024, 1024
 SIGMAS = 5

@@ -7,8 +7,10 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megaspeed.config import ModelConfig
-from megaspeed.model import GPT, initial_slice, layer_count, logical_name
+from megaspeed.config.model import ModelConfig
+from megaspeed.model.gpt import GPT
+from megaspeed.model.initialization import initial_slice
+from megaspeed.model.parameters import layer_count, logical_name
 from tests.model.tiny_gpt import gpt2, initialized, llama
 
 WIDTH = 512

@@ -6,8 +6,10 @@ from typing import Any
 import pytest
 import torch
 
-from megaspeed.config import PRESETS, ModelConfig
-from megaspeed.model import GPT, layer_count, parameters_of
+from megaspeed.config.model import ModelConfig
+from megaspeed.config.presets import PRESETS
+from megaspeed.model.gpt import GPT
+from megaspeed.model.parameters import layer_count, parameters_of
 from tests.parallel.tiny import GPT2, LLAMA
 
 

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from megaspeed.config import ModelConfig
-from megaspeed.model import GPT
+from megaspeed.config.model import ModelConfig
+from megaspeed.model.gpt import GPT
 
 # Counted in the published weights, a tied head once.
 PUBLISHED = {

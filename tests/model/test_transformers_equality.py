@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from megaspeed.config import ModelConfig
-from megaspeed.model import GPT
+from megaspeed.config.model import ModelConfig
+from megaspeed.model.gpt import GPT
 from megaspeed.model.rotary import inverse_frequencies
 from tests.model.tiny_gpt import gpt2, llama, random_tokens
 

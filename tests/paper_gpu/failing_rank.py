@@ -17,7 +17,7 @@ from typing import Any
 import torch.distributed as dist
 
 from megaspeed.topology import groups
-from megaspeed.zero import ZeroEngine
+from megaspeed.zero.engine import ZeroEngine
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "pretrain.py"
 BACKWARDS_OF_A_STEP = 4

@@ -19,9 +19,13 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from megaspeed.config import Run, parse_config, resolve_run
-from megaspeed.data import MicroBatch
-from megaspeed.topology import Grid, LaunchEnvironment, ParallelContext, context
+from megaspeed.config.loading import parse_config
+from megaspeed.config.resolve import Run, resolve_run
+from megaspeed.model.micro_batch import MicroBatch
+from megaspeed.topology import context
+from megaspeed.topology.context import ParallelContext
+from megaspeed.topology.grid import Grid
+from megaspeed.topology.launch import LaunchEnvironment
 from megaspeed.training.worker import Worker
 from tests.parallel.tiny import merge
 
@@ -91,8 +95,8 @@ def fake_context(grid: Grid, rank: int) -> Iterator[ParallelContext]:
 @contextmanager
 def fake_rank(run: Run, rank: int) -> Iterator[Worker]:
     """Rank `rank` of the run, built and ready to train."""
-    degrees = run.degrees
-    with fake_context(Grid(pp=degrees.pp, dp=degrees.dp, tp=degrees.tp), rank) as made:
+    grid = run.grid
+    with fake_context(grid, rank) as made:
         yield Worker(run, made)
 
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from megaspeed.topology import LaunchEnvironment
+from megaspeed.topology.launch import LaunchEnvironment
 from tests.paper_gpu.accelerator import paper_accelerator
 from tests.paper_gpu.fake_world import batches, fake_rank, paper_run
 from tests.paper_gpu.recorder import Message, Recorder

@@ -20,10 +20,14 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from megaspeed.config import PRESETS, ModelConfig
-from megaspeed.model import GPT
-from megaspeed.tensor_parallel import TensorAxis, materialize, parallelize
-from megaspeed.topology import Grid, LaunchEnvironment, ParallelContext
+from megaspeed.config.model import ModelConfig
+from megaspeed.config.presets import PRESETS
+from megaspeed.model.gpt import GPT
+from megaspeed.tensor_parallel.axis import TensorAxis
+from megaspeed.tensor_parallel.parallelize import materialize, parallelize
+from megaspeed.topology.context import ParallelContext
+from megaspeed.topology.grid import Grid
+from megaspeed.topology.launch import LaunchEnvironment
 from tests.rank_pool import RankPool
 
 SAMPLES, SEQUENCE = (3, 8), 16

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megaspeed.topology import LaunchEnvironment
+from megaspeed.topology.launch import LaunchEnvironment
 from tests.paper_gpu.fake_world import GPT2, LLAMA
 from tests.paper_gpu.paper_step import paper_step, step_of
 from tests.rank_pool import RankPool

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from megaspeed.topology import Grid
 from megaspeed.topology.failure import during, failures_reported, note_phase
+from megaspeed.topology.grid import Grid
 from tests.launched import free_port
 from tests.parallel.tiny import GPT2
 

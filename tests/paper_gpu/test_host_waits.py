@@ -9,7 +9,7 @@ import pytest
 from deepspeed.comm.comm import comms_logger
 from deepspeed.comm.config import DeepSpeedCommsConfig
 
-from megaspeed.topology import LaunchEnvironment
+from megaspeed.topology.launch import LaunchEnvironment
 from tests.paper_gpu.accelerator import paper_accelerator
 from tests.paper_gpu.fake_world import GPT2, LLAMA, batches, fake_rank, paper_run
 from tests.paper_gpu.paper_step import PaperStep, paper_step, step_of

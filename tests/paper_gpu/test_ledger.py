@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from megaspeed.topology import LaunchEnvironment
+from megaspeed.topology.launch import LaunchEnvironment
 from tests.paper_gpu.accelerator import paper_accelerator
 from tests.paper_gpu.fake_world import GPT2, LLAMA, batches, fake_rank, paper_run
 from tests.paper_gpu.recorder import Message, Recorder

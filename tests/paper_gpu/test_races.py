@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from megaspeed.topology import LaunchEnvironment
+from megaspeed.topology.launch import LaunchEnvironment
 from tests.paper_gpu.accelerator import paper_accelerator
 from tests.paper_gpu.fake_world import batches, fake_rank, paper_run
 from tests.paper_gpu.races import RaceFinder

@@ -14,7 +14,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megaspeed.topology import Grid, LaunchEnvironment, TopologyError, groups
+from megaspeed.topology import groups
+from megaspeed.topology.grid import Grid, TopologyError
+from megaspeed.topology.launch import LaunchEnvironment
 from megaspeed.topology.process_settings import (
     allow_open_files,
     default_settings,

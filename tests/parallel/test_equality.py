@@ -16,9 +16,9 @@ from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 from megaspeed.analysis.verification.comparison import TOLERANCES, Comparison, Tolerance
 from megaspeed.analysis.verification.reference import ReferenceRun, train_reference
 from megaspeed.analysis.verification.verify import ParallelRun, compare, train_rank, whole_batch
-from megaspeed.config import Run
-from megaspeed.data import PreparedCorpus
-from megaspeed.topology import LaunchEnvironment
+from megaspeed.config.resolve import Run
+from megaspeed.data.prepared import PreparedCorpus
+from megaspeed.topology.launch import LaunchEnvironment
 from tests.parallel.covering import SETTINGS, Row, covering_rows, pairs_of, possible_pairs
 from tests.parallel.tiny import GPT2, LLAMA, short_documents, tiny_corpus, tiny_run
 from tests.rank_pool import RankPool
@@ -67,7 +67,7 @@ def train_and_compare(
 ) -> Comparison:
     corpus = tiny_corpus(run, references.cache)
     reference = references.of(run)
-    results = pool.run(run.degrees.world_size, train, run, corpus, STEPS)
+    results = pool.run(run.grid.world_size, train, run, corpus, STEPS)
     assert results[0] is not None
     return compare(run, results[0], reference)
 

@@ -22,15 +22,16 @@ from megaspeed.analysis.verification.amplification import LARGEST_WIDENING
 from megaspeed.analysis.verification.comparison import Comparison, Difference
 from megaspeed.analysis.verification.reference import ReferenceRun, train_reference
 from megaspeed.analysis.verification.verify import ParallelRun, compare, train_rank, whole_batch
-from megaspeed.config import Run
-from megaspeed.data import PreparedCorpus
+from megaspeed.config.resolve import Run
+from megaspeed.data.prepared import PreparedCorpus
 from megaspeed.model.dropout import MaskShard, SampleDropout
 from megaspeed.tensor_parallel import collectives
 from megaspeed.tensor_parallel.collectives import reduce_from_tensor_axis
 from megaspeed.tensor_parallel.layers import RowParallelLinear
-from megaspeed.topology import LaunchEnvironment
+from megaspeed.topology.launch import LaunchEnvironment
 from megaspeed.training import worker
-from megaspeed.zero import ZeroEngine, build, engine
+from megaspeed.zero import build, engine
+from megaspeed.zero.engine import ZeroEngine
 from tests.parallel.tiny import short_documents, tiny_corpus, tiny_run
 from tests.rank_pool import RankPool
 
@@ -229,7 +230,7 @@ def train(pool: RankPool, cache: Path, text: Path) -> Callable[[str | None, Run]
 
     def mutated(mutation: str | None, run: Run) -> Comparison:
         corpus = tiny_corpus(run, cache)
-        parallel = pool.run(run.degrees.world_size, train_mutated, run, corpus, mutation)[0]
+        parallel = pool.run(run.grid.world_size, train_mutated, run, corpus, mutation)[0]
         assert parallel is not None
         dropout = run.config.model.attention_dropout > 0.0
         reset = run.config.data.reset_at_documents

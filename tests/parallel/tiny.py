@@ -4,8 +4,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-from megaspeed.config import Run, parse_config, resolve_run
-from megaspeed.data import PreparedCorpus, prepare_corpus
+from megaspeed.config.loading import parse_config
+from megaspeed.config.resolve import Run, resolve_run
+from megaspeed.data.prepare import prepare_corpus
+from megaspeed.data.prepared import PreparedCorpus
 
 GPT2 = {
     "architecture": "gpt2",

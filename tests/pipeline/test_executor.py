@@ -14,16 +14,15 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
-from megaspeed.data import MicroBatch
-from megaspeed.pipeline import (
-    SCHEDULES,
-    Executor,
-    Neighbours,
-    forward_only,
-    stage_program,
-)
+from megaspeed.model.micro_batch import MicroBatch
+from megaspeed.pipeline.exchanges import stage_program
+from megaspeed.pipeline.executor import Executor
 from megaspeed.pipeline.instructions import Backward, Exchange, Forward, Instruction, SendActivation
-from megaspeed.topology import Grid, LaunchEnvironment, ParallelContext
+from megaspeed.pipeline.p2p import Neighbours
+from megaspeed.pipeline.schedules import SCHEDULES, forward_only
+from megaspeed.topology.context import ParallelContext
+from megaspeed.topology.grid import Grid
+from megaspeed.topology.launch import LaunchEnvironment
 from tests.rank_pool import RankPool
 
 ROWS, WIDTH = 2, 3

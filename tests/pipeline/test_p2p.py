@@ -19,7 +19,9 @@ from megaspeed.pipeline.instructions import (
 )
 from megaspeed.pipeline.p2p import Link, Neighbours, PipelineProtocolError
 from megaspeed.pipeline.schedules import SCHEDULES, Schedule
-from megaspeed.topology import Grid, LaunchEnvironment, ParallelContext
+from megaspeed.topology.context import ParallelContext
+from megaspeed.topology.grid import Grid
+from megaspeed.topology.launch import LaunchEnvironment
 from tests.rank_pool import RankPool
 
 STAGES, MICRO_BATCHES = 3, 6

@@ -8,15 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megaspeed.model import MaskShard, SampleDropout
-from megaspeed.tensor_parallel import (
-    RowParallelLinear,
-    TensorAxis,
-    collectives,
-    gathered_linear,
-    layers,
-)
+from megaspeed.model.dropout import MaskShard, SampleDropout
+from megaspeed.tensor_parallel import collectives, gathered_linear, layers
+from megaspeed.tensor_parallel.axis import TensorAxis
 from megaspeed.tensor_parallel.collectives import all_reduce
+from megaspeed.tensor_parallel.layers import RowParallelLinear
 
 # By name, because the package has a function of the module's name.
 _PARALLELIZE = import_module("megaspeed.tensor_parallel.parallelize")

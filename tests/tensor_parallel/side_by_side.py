@@ -16,17 +16,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megaspeed.config import ModelConfig
-from megaspeed.data import NOT_COUNTED
-from megaspeed.model import EMBEDDING_WEIGHT, GPT, HEAD_WEIGHT
-from megaspeed.tensor_parallel import (
-    ParameterShard,
-    TensorAxis,
-    materialize,
-    parallelize,
-    vocab_parallel_cross_entropy,
-)
-from megaspeed.topology import Grid, LaunchEnvironment, ParallelContext
+from megaspeed.config.model import ModelConfig
+from megaspeed.model.gpt import GPT
+from megaspeed.model.micro_batch import NOT_COUNTED
+from megaspeed.model.parameters import EMBEDDING_WEIGHT, HEAD_WEIGHT
+from megaspeed.tensor_parallel.axis import TensorAxis
+from megaspeed.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
+from megaspeed.tensor_parallel.parallelize import materialize, parallelize
+from megaspeed.tensor_parallel.plan import ParameterShard
+from megaspeed.topology.context import ParallelContext
+from megaspeed.topology.grid import Grid
+from megaspeed.topology.launch import LaunchEnvironment
 
 Mutation = Callable[[pytest.MonkeyPatch, TensorAxis], None]
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megaspeed.tensor_parallel import TensorAxis
+from megaspeed.tensor_parallel.axis import TensorAxis
 from megaspeed.tensor_parallel.collectives import (
     copy_to_tensor_axis,
     reduce_from_tensor_axis,
@@ -17,7 +17,9 @@ from megaspeed.tensor_parallel.collectives import (
 )
 from megaspeed.tensor_parallel.gathered_linear import gathered_linear
 from megaspeed.tensor_parallel.shared_rows import SharedRows, sum_shared_rows
-from megaspeed.topology import Grid, LaunchEnvironment, ParallelContext
+from megaspeed.topology.context import ParallelContext
+from megaspeed.topology.grid import Grid
+from megaspeed.topology.launch import LaunchEnvironment
 from tests.rank_pool import RankPool
 
 Collective = Callable[[Tensor, TensorAxis], Tensor]

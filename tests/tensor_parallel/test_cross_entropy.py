@@ -7,13 +7,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megaspeed.data import NOT_COUNTED
-from megaspeed.tensor_parallel import (
-    TensorAxis,
-    vocab_parallel_cross_entropy,
-    vocabulary_rows_per_rank,
-)
-from megaspeed.topology import Grid, LaunchEnvironment, ParallelContext
+from megaspeed.model.micro_batch import NOT_COUNTED
+from megaspeed.tensor_parallel.axis import TensorAxis
+from megaspeed.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
+from megaspeed.tensor_parallel.plan import vocabulary_rows_per_rank
+from megaspeed.topology.context import ParallelContext
+from megaspeed.topology.grid import Grid
+from megaspeed.topology.launch import LaunchEnvironment
 from tests.model.tiny_gpt import gpt2
 from tests.rank_pool import RankPool
 from tests.tensor_parallel.side_by_side import Case, steps_on_rank

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megaspeed.config import ModelConfig
+from megaspeed.config.model import ModelConfig
 from tests.model.tiny_gpt import DROPOUTS, gpt2, llama
 from tests.rank_pool import RankPool
 from tests.tensor_parallel import mutations

@@ -4,15 +4,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megaspeed.config import ModelConfig
-from megaspeed.model import GPT, layer_count
-from megaspeed.tensor_parallel import (
-    ParameterShard,
-    TensorAxis,
-    initial_shard,
-    materialize,
-    parallelize,
-)
+from megaspeed.config.model import ModelConfig
+from megaspeed.model.gpt import GPT
+from megaspeed.model.parameters import layer_count
+from megaspeed.tensor_parallel.axis import TensorAxis
+from megaspeed.tensor_parallel.parallelize import initial_shard, materialize, parallelize
+from megaspeed.tensor_parallel.plan import ParameterShard
 from tests.model.tiny_gpt import gpt2, initialized, llama
 
 CONFIGS = {

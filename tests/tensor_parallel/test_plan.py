@@ -5,11 +5,15 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from megaspeed.config import ModelConfig
-from megaspeed.model import GPT
+from megaspeed.config.model import ModelConfig
+from megaspeed.model.gpt import GPT
 from megaspeed.model.parameters import parameter_named
-from megaspeed.tensor_parallel import ParameterShard, shard_of, vocabulary_rows_per_rank
-from megaspeed.tensor_parallel.plan import key_value_replicas
+from megaspeed.tensor_parallel.plan import (
+    ParameterShard,
+    key_value_replicas,
+    shard_of,
+    vocabulary_rows_per_rank,
+)
 from tests.model.tiny_gpt import gpt2, llama
 
 CONFIGS = {

@@ -9,7 +9,8 @@ import time
 import pytest
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 
-from megaspeed.topology import AXES, Axis, Coordinates, Grid, TopologyError, grid
+from megaspeed.topology import grid
+from megaspeed.topology.grid import AXES, Axis, Coordinates, Grid, TopologyError
 
 SHAPES = [(1, 1, 1), (2, 2, 2), (4, 1, 2), (1, 3, 1), (3, 2, 4), (2, 3, 1), (1, 1, 8), (35, 2, 8)]
 DEEPSPEED_NAMES: dict[Axis, str] = {"pp": "pipe", "dp": "data", "tp": "model"}

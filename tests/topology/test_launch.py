@@ -2,7 +2,7 @@
 
 import pytest
 
-from megaspeed.topology import LaunchEnvironment, LaunchError, read_launch_environment
+from megaspeed.topology.launch import LaunchEnvironment, LaunchError, read_launch_environment
 
 MEETING_POINT = {"MASTER_ADDR": "node0", "MASTER_PORT": "29500"}
 

@@ -4,9 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from megaspeed.config import Run
-from megaspeed.data import PreparedCorpus
-from megaspeed.topology import Grid, LaunchEnvironment, ParallelContext
+from megaspeed.config.resolve import Run
+from megaspeed.data.prepared import PreparedCorpus
+from megaspeed.topology.context import ParallelContext
+from megaspeed.topology.grid import Grid
+from megaspeed.topology.launch import LaunchEnvironment
 from megaspeed.training.agreement import RanksDisagree, check_agreement
 from tests.parallel.tiny import tiny_corpus, tiny_run
 from tests.rank_pool import RankPool

@@ -9,11 +9,11 @@ from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler
 
 from megaspeed.checkpoint.errors import CheckpointError
 from megaspeed.checkpoint.run_state import LossScale, Progress, RunState
-from megaspeed.config import Run
-from megaspeed.topology import LaunchEnvironment
+from megaspeed.config.resolve import Run
+from megaspeed.topology.launch import LaunchEnvironment
 from megaspeed.training.resumed_run import config_changes, go_on
 from megaspeed.training.worker import Worker
-from megaspeed.zero.loss_scale import read_loss_scale, take_loss_scale
+from megaspeed.zero.loss_scale import Counters, read_loss_scale, take_loss_scale
 from tests.checkpoint.saved_runs import SavedRun, only_checkpoint, save_only, started
 from tests.parallel.tiny import tiny_corpus
 from tests.rank_pool import RankPool
@@ -193,7 +193,7 @@ def scales_of_both(launch: LaunchEnvironment) -> tuple[list[float], list[float]]
         scales(uninterrupted, range(6))
         state = read_loss_scale(uninterrupted)
         assert state is not None
-        take_loss_scale(resumed, LossScale.model_validate_json(state.model_dump_json()))
+        take_loss_scale(resumed, state)
         return scales(uninterrupted, range(6, 30)), scales(resumed, range(6, 30))
 
 
@@ -222,7 +222,7 @@ def save_with_scale(launch: LaunchEnvironment, run: Run, cache: Path) -> None:
 
 def loss_scale_after_load(
     launch: LaunchEnvironment, run: Run, cache: Path, checkpoint: Path
-) -> tuple[LossScale | None, LossScale | None]:
+) -> tuple[Counters | None, Counters | None]:
     """Of a new run's scaler, before and after."""
     with started(launch, run) as context:
         rank = SavedRun.start(run, tiny_corpus(run, cache), context)
@@ -242,14 +242,12 @@ def test_a_dynamic_loss_scale_goes_through_a_checkpoint(
     checkpoint = only_checkpoint(tmp_path)
     assert RunState.read(checkpoint).loss_scale == SCALE
     for before, after in pool.run(2, loss_scale_after_load, run, cache, checkpoint):
-        assert before is not None and before.scale == 2**16
-        assert after == SCALE
+        assert before is not None and before["scale"] == 2**16
+        assert after == SCALE.model_dump()
 
 
 def test_a_constant_loss_scale_has_no_state() -> None:
     constant = CreateLossScaler(torch.float, 1.0, dynamic_scaling=False, dynamic_loss_args=None)
     assert read_loss_scale(constant) is None
-    take_loss_scale(
-        constant, LossScale(scale=8, iteration=1, last_overflow_iteration=0, hysteresis=1)
-    )
+    take_loss_scale(constant, SCALE.model_dump())
     assert constant.cur_scale == 1.0

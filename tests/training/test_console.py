@@ -10,7 +10,7 @@ from rich.table import Table
 
 from megaspeed.checkpoint.run_state import Progress
 from megaspeed.checkpoint.saving import SaveReport
-from megaspeed.pipeline import layers_of_stages, parameters_of_stages
+from megaspeed.pipeline.stages import layers_of_stages, parameters_of_stages
 from megaspeed.training.console import ConsoleObserver, plan_table, summary_table
 from megaspeed.training.console_lines import describe_save, describe_step
 from megaspeed.training.metrics import MetricsFile, ValidationMetrics

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from megaspeed.topology import LaunchEnvironment
+from megaspeed.topology.launch import LaunchEnvironment
 from megaspeed.training.launch_warnings import launch_warnings
 from tests.zero.one_rank import OFFLOAD, small_run
 

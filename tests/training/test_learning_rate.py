@@ -8,7 +8,8 @@ import torch
 from deepspeed.runtime import lr_schedules
 from pydantic import TypeAdapter
 
-from megaspeed.config import OptimizerConfig, SchedulerConfig
+from megaspeed.config.optimizer import OptimizerConfig
+from megaspeed.config.scheduler import SchedulerConfig
 from megaspeed.training.learning_rate import learning_rate
 
 STEPS = 40

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from megaspeed.topology import LaunchEnvironment
+from megaspeed.topology.launch import LaunchEnvironment
 from megaspeed.training.metrics import (
     MetricsFile,
     StepMetrics,

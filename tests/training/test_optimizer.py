@@ -7,8 +7,10 @@ import pytest
 import torch
 from torch import nn
 
-from megaspeed.config import ModelConfig, OptimizerConfig
-from megaspeed.model import GPT, parameter_named
+from megaspeed.config.model import ModelConfig
+from megaspeed.config.optimizer import OptimizerConfig
+from megaspeed.model.gpt import GPT
+from megaspeed.model.parameters import parameter_named
 from megaspeed.training.optimizer import make_optimizer, parameter_groups
 from tests.parallel.tiny import GPT2, LLAMA
 

@@ -14,7 +14,9 @@ from typing import Any
 import pytest
 from filelock import FileLock
 
-from megaspeed.topology import Grid, LaunchEnvironment, ParallelContext
+from megaspeed.topology.context import ParallelContext
+from megaspeed.topology.grid import Grid
+from megaspeed.topology.launch import LaunchEnvironment
 from megaspeed.training import pretrain, shared_folder
 from megaspeed.training.run_lock import LOCK
 from tests.parallel.tiny import GPT2

@@ -8,8 +8,10 @@ import pytest
 
 from megaspeed.checkpoint.errors import CheckpointError
 from megaspeed.checkpoint.folders import CheckpointFolder
-from megaspeed.config import Run
-from megaspeed.topology import Grid, LaunchEnvironment, ParallelContext
+from megaspeed.config.resolve import Run
+from megaspeed.topology.context import ParallelContext
+from megaspeed.topology.grid import Grid
+from megaspeed.topology.launch import LaunchEnvironment
 from megaspeed.training.resume import ResumeOptions, Start, check_resume, find_start
 from tests.checkpoint.written import CONFIG, write_checkpoint
 from tests.parallel.tiny import tiny_run

@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from megaspeed.config import ConfigError, Run, parse_config, resolve_run
-from megaspeed.topology import LaunchEnvironment
+from megaspeed.config.errors import ConfigError
+from megaspeed.config.loading import parse_config
+from megaspeed.config.resolve import Run, resolve_run
+from megaspeed.topology.launch import LaunchEnvironment
 from megaspeed.training.run_folder import check_run_folder, continue_run_folder, start_run_folder
 from tests.rank_pool import RankPool
 

@@ -7,7 +7,9 @@ import pytest
 from filelock import FileLock
 
 from megaspeed.checkpoint.errors import CheckpointError
-from megaspeed.topology import Grid, LaunchEnvironment, ParallelContext
+from megaspeed.topology.context import ParallelContext
+from megaspeed.topology.grid import Grid
+from megaspeed.topology.launch import LaunchEnvironment
 from megaspeed.training.run_lock import LOCK, sole_use
 from tests.rank_pool import RankFailure, RankPool
 

@@ -3,7 +3,9 @@
 import os
 from pathlib import Path
 
-from megaspeed.topology import Grid, LaunchEnvironment, ParallelContext
+from megaspeed.topology.context import ParallelContext
+from megaspeed.topology.grid import Grid
+from megaspeed.topology.launch import LaunchEnvironment
 from megaspeed.training import shared_folder
 from megaspeed.training.agreement import RanksDisagree
 from megaspeed.training.shared_folder import check_shared_folder

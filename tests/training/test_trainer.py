@@ -18,16 +18,17 @@ from megaspeed.analysis.verification.reference import train_reference
 from megaspeed.analysis.verification.verify import whole_batch
 from megaspeed.checkpoint.run_state import Progress
 from megaspeed.checkpoint.saving import SaveReport
-from megaspeed.config import Run
-from megaspeed.data import PreparedCorpus
-from megaspeed.model import GPT
-from megaspeed.topology import Grid, LaunchEnvironment, ParallelContext
+from megaspeed.config.resolve import Run
+from megaspeed.data.prepared import PreparedCorpus
+from megaspeed.model.gpt import GPT
+from megaspeed.topology.context import ParallelContext
+from megaspeed.topology.launch import LaunchEnvironment
 from megaspeed.training.checkpointing import Checkpointing
 from megaspeed.training.metrics import StepMetrics, ValidationMetrics
 from megaspeed.training.stop_signal import STOP_SIGNALS, StopSignal
 from megaspeed.training.trainer import Trainer, TrainingDiverged, TrainingSummary
 from megaspeed.training.worker import Worker
-from megaspeed.zero import whole_parameters
+from megaspeed.zero.whole_parameters import whole_parameters
 from tests.parallel.tiny import tiny_corpus, tiny_run
 from tests.rank_pool import RankPool
 
@@ -84,7 +85,7 @@ def train(
     `prepare` may lay hands on the trainer before it starts.
     """
     record = Record()
-    grid = Grid(pp=run.degrees.pp, dp=run.degrees.dp, tp=run.degrees.tp)
+    grid = run.grid
     with StopSignal() as stop, ParallelContext.create(grid, launch, timeout_seconds=30) as context:
         worker = Worker(run, context)
         checkpointing = Checkpointing(worker, corpus)
@@ -145,7 +146,7 @@ class Runs:
         """Every rank's record."""
         if layout not in self._known:
             run, corpus = self.configured(layout)
-            self._known[layout] = self._pool.run(run.degrees.world_size, train, run, corpus)
+            self._known[layout] = self._pool.run(run.grid.world_size, train, run, corpus)
         return self._known[layout]
 
 

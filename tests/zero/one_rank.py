@@ -11,11 +11,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megaspeed.config import Run
-from megaspeed.data import LoaderShape, PreparedCorpus, TrainingLoader
-from megaspeed.topology import Grid, LaunchEnvironment, ParallelContext
+from megaspeed.config.resolve import Run
+from megaspeed.data.prepared import PreparedCorpus
+from megaspeed.data.stream.loader import LoaderShape, TrainingLoader
+from megaspeed.topology.context import ParallelContext
+from megaspeed.topology.launch import LaunchEnvironment
 from megaspeed.training.worker import StepResult, Worker
-from megaspeed.zero import ZeroEngine, whole_parameters
+from megaspeed.zero.engine import ZeroEngine
+from megaspeed.zero.whole_parameters import whole_parameters
 from tests.parallel.tiny import merge, tiny_run
 
 LEARNING_RATE = 1e-3
@@ -70,7 +73,7 @@ def small_run(text: Path, **changes: Any) -> Run:
 @contextmanager
 def one_rank(launch: LaunchEnvironment, run: Run, corpus: PreparedCorpus) -> Iterator[OneRank]:
     """This rank of `run`, built and ready to train."""
-    grid = Grid(pp=run.degrees.pp, dp=run.degrees.dp, tp=run.degrees.tp)
+    grid = run.grid
     with ParallelContext.create(grid, launch, timeout_seconds=60) as context:
         worker = Worker(run, context)
         batch = run.batch

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megaspeed.analysis.verification.reference import ReferenceRun, train_reference
 from megaspeed.analysis.verification.verify import train_rank, whole_batch
-from megaspeed.config import Run
+from megaspeed.config.resolve import Run
 from tests.parallel.tiny import merge, tiny_corpus
 from tests.rank_pool import RankPool
 from tests.zero.one_rank import OFFLOAD, OFFLOAD_ALL, small_run

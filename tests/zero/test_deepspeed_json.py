@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from megaspeed.config import Run
+from megaspeed.config.resolve import Run
 from megaspeed.zero.deepspeed_json import deepspeed_json
 from tests.parallel.tiny import tiny_run
 

@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 
-from megaspeed.config import ModelConfig, Run
-from megaspeed.data import PreparedCorpus
-from megaspeed.topology import LaunchEnvironment
+from megaspeed.config.model import ModelConfig
+from megaspeed.config.resolve import Run
+from megaspeed.data.prepared import PreparedCorpus
+from megaspeed.topology.launch import LaunchEnvironment
 from tests.parallel.tiny import merge, tiny_corpus, tiny_run
 from tests.rank_pool import RankPool
 from tests.zero.one_rank import OFFLOAD, OFFLOAD_ALL, OneRank, one_rank

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from megaspeed.analysis.verification.logical_tensors import LogicalTensors, gather_weights
-from megaspeed.config import Run
-from megaspeed.data import PreparedCorpus
-from megaspeed.model import GPT, initialize
-from megaspeed.topology import LaunchEnvironment
+from megaspeed.config.resolve import Run
+from megaspeed.data.prepared import PreparedCorpus
+from megaspeed.model.gpt import GPT
+from megaspeed.model.initialization import initialize
+from megaspeed.topology.launch import LaunchEnvironment
 from megaspeed.zero import build
 from tests.parallel.tiny import LLAMA, merge, tiny_corpus, tiny_run
 from tests.rank_pool import RankPool

@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from megaspeed.config import Run
-from megaspeed.data import PreparedCorpus
-from megaspeed.topology import LaunchEnvironment
+from megaspeed.config.resolve import Run
+from megaspeed.data.prepared import PreparedCorpus
+from megaspeed.topology.launch import LaunchEnvironment
 from megaspeed.training.worker import StepResult, Worker
 from tests.parallel.tiny import merge, tiny_corpus
 from tests.rank_pool import RankPool

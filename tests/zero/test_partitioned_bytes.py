@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 from torch import nn
 
-from megaspeed.config import Run
-from megaspeed.data import PreparedCorpus
-from megaspeed.topology import LaunchEnvironment
+from megaspeed.config.resolve import Run
+from megaspeed.data.prepared import PreparedCorpus
+from megaspeed.topology.launch import LaunchEnvironment
 from tests.parallel.tiny import tiny_corpus
 from tests.rank_pool import RankPool
 from tests.zero.held import (
@@ -60,7 +60,7 @@ def parameters_between_steps(
                 Held(
                     part_bytes=bytes_of(p.ds_tensor for p in parameters),
                     whole_bytes=sum(p.ds_numel * p.element_size() for p in parameters),
-                    rounded_up_bytes=FP32_BYTES * partition_elements(parameters, run.degrees.dp),
+                    rounded_up_bytes=FP32_BYTES * partition_elements(parameters, run.grid.dp),
                     gathered=sum(map(is_gathered, parameters)),
                 )
             )

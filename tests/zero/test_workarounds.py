@@ -30,9 +30,11 @@ from megaspeed.analysis.verification.comparison import TOLERANCES, compare_gradi
 from megaspeed.analysis.verification.logical_tensors import gather_gradients
 from megaspeed.analysis.verification.reference import ReferenceRun, train_reference
 from megaspeed.analysis.verification.verify import whole_batch
-from megaspeed.config import Run
-from megaspeed.data import PreparedCorpus
-from megaspeed.topology import Grid, LaunchEnvironment, ParallelContext
+from megaspeed.config.resolve import Run
+from megaspeed.data.prepared import PreparedCorpus
+from megaspeed.topology.context import ParallelContext
+from megaspeed.topology.grid import Grid
+from megaspeed.topology.launch import LaunchEnvironment
 from megaspeed.zero import build, engine
 from megaspeed.zero.mpu import DataAxis
 from megaspeed.zero.workarounds.process_environment import name_the_accelerator

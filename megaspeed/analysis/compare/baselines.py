@@ -15,9 +15,9 @@ from torch import Tensor
 
 from megaspeed.analysis.compare.data_parallel import DataParallel, Ddp, Fsdp2, local
 from megaspeed.analysis.compare.variants import Baseline
-from megaspeed.config import Run
-from megaspeed.tensor_parallel import TensorAxis
-from megaspeed.topology import ParallelContext
+from megaspeed.config.resolve import Run
+from megaspeed.tensor_parallel.axis import TensorAxis
+from megaspeed.topology.context import ParallelContext
 from megaspeed.training.loss import backward_scale, make_loss_function
 from megaspeed.training.matmul_precision import set_matmul_precision
 from megaspeed.training.optimizer import make_optimizer, parameter_groups

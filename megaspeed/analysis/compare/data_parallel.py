@@ -25,11 +25,14 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from megaspeed.config import Run
-from megaspeed.data import MicroBatch
-from megaspeed.model import GPT, Block, initial_slice, logical_name
-from megaspeed.tensor_parallel import materialize
-from megaspeed.topology import ParallelContext
+from megaspeed.config.resolve import Run
+from megaspeed.model.gpt import GPT
+from megaspeed.model.initialization import initial_slice
+from megaspeed.model.layers import Block
+from megaspeed.model.micro_batch import MicroBatch
+from megaspeed.model.parameters import logical_name
+from megaspeed.tensor_parallel.parallelize import materialize
+from megaspeed.topology.context import ParallelContext
 
 
 class DataParallel(Protocol):

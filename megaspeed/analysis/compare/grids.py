@@ -185,7 +185,7 @@ def _grid_by_stage(
     cells: Callable[[StageFigures], list[str]],
 ) -> Grid:
     """A row is named with its first pipeline stage; without a pipeline stages have no column."""
-    has_pipeline = result.run.degrees.pp > 1
+    has_pipeline = result.run.grid.pp > 1
     rows = [
         [
             _label(row.variant.label) if stage is row.stages[0] else "",

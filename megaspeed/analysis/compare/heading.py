@@ -1,7 +1,7 @@
 """What stands round the grids: the layout and the model above, what went wrong below."""
 
 from megaspeed.analysis.compare.result import ComparisonResult
-from megaspeed.model import parameters_of
+from megaspeed.model.parameters import parameters_of
 
 
 def layout_line(result: ComparisonResult) -> str:
@@ -44,10 +44,10 @@ def notes(result: ComparisonResult) -> list[str]:
 
 
 def _ranks(result: ComparisonResult) -> str:
-    degrees = result.run.degrees
+    grid = result.run.grid
     return (
-        f"{result.run.name}: pp {degrees.pp} x dp {degrees.dp} x tp {degrees.tp} = "
-        f"{degrees.world_size} ranks ({result.device}), {result.run.precision}"
+        f"{result.run.name}: pp {grid.pp} x dp {grid.dp} x tp {grid.tp} = "
+        f"{grid.world_size} ranks ({result.device}), {result.run.precision}"
     )
 
 

@@ -67,9 +67,9 @@ def run_task(task: Task, folder: Path, log: Path, *, timeout_seconds: float) -> 
             in_time = _wait(process, timeout_seconds)
         finally:
             _end_all(process)
-    outcomes = read_outcomes(folder, task.run.degrees.world_size)
+    outcomes = read_outcomes(folder, task.run.grid.world_size)
     records = [outcome for outcome in outcomes if isinstance(outcome, RankRecord)]
-    if len(records) == task.run.degrees.world_size:
+    if len(records) == task.run.grid.world_size:
         return records
     failures = [outcome for outcome in outcomes if isinstance(outcome, RankFailure)]
     raise RowFailed(_reason(failures, log, None if in_time else timeout_seconds))
@@ -80,7 +80,7 @@ def _command(task: Task, folder: Path) -> list[str]:
     return [
         *(sys.executable, "-m", "deepspeed.launcher.runner"),
         *("--hostfile", str(folder / "this machine alone")),  # there is none: no other machine
-        *_devices(task.device_type, task.run.degrees.world_size),
+        *_devices(task.device_type, task.run.grid.world_size),
         *("--master_port", str(free_port())),
         *("--no_local_rank", "--module", "megaspeed.analysis.compare.rank_program"),
         *("--folder", str(folder)),

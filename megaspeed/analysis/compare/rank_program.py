@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     import torch
 
     from megaspeed.analysis.measurement.watched_step import RankMeasurement
-    from megaspeed.topology import ParallelContext
+    from megaspeed.topology.context import ParallelContext
     from megaspeed.training.step_inputs import StepInputs
     from megaspeed.training.worker import Load, StepResult
 
@@ -59,11 +59,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _carry_out(task: Task) -> RankRecord:
     # Imported here: as it is imported, DeepSpeed looks for its accelerator.
-    from megaspeed.topology import Grid, ParallelContext, read_launch_environment
+    from megaspeed.topology.context import ParallelContext
+    from megaspeed.topology.launch import read_launch_environment
     from megaspeed.training.step_inputs import StepInputs
 
-    degrees = task.run.degrees
-    grid = Grid(pp=degrees.pp, dp=degrees.dp, tp=degrees.tp)
+    grid = task.run.grid
     launch = read_launch_environment(os.environ)
     with ParallelContext.create(grid, launch, timeout_seconds=task.timeout_seconds) as context:
         step, watched_step = _build(task, context)

@@ -15,8 +15,8 @@ from pathlib import Path
 from megaspeed.analysis.compare.variants import Engine
 from megaspeed.analysis.costs.memory import MemoryBytes
 from megaspeed.analysis.costs.traffic import Traffic
-from megaspeed.config import Run
-from megaspeed.data import PreparedCorpus
+from megaspeed.config.resolve import Run
+from megaspeed.data.prepared import PreparedCorpus
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,7 +19,7 @@ from megaspeed.analysis.costs.memory import MemoryBytes
 from megaspeed.analysis.costs.stage_memory import predict_memory
 from megaspeed.analysis.costs.traffic import Traffic, predict_traffic
 from megaspeed.analysis.verification.comparison import TOLERANCES
-from megaspeed.config import Run
+from megaspeed.config.resolve import Run
 
 Status = Literal["done", "failed", "refused"]
 
@@ -167,7 +167,7 @@ def predict_stages(variant: Variant, device_type: str) -> list[StagePrediction] 
     run = variant.run
     if run is None or variant.engine != "zero":
         return None
-    return [_predict(run, stage, device_type) for stage in range(run.degrees.pp)]
+    return [_predict(run, stage, device_type) for stage in range(run.grid.pp)]
 
 
 def finished_row(

@@ -17,7 +17,7 @@ def result_as_json(result: ComparisonResult) -> dict[str, Any]:
     return {
         "name": run.name,
         "device": result.device,
-        "degrees": asdict(run.degrees),
+        "degrees": asdict(run.grid),
         "precision": run.precision,
         "batch": asdict(run.batch),
         "sequence_length": run.config.data.sequence_length,

@@ -10,8 +10,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from megaspeed.config import ConfigError, Run, RunConfig, resolve_run
-from megaspeed.config.resolve import GradientReduction
+from megaspeed.config.errors import ConfigError
+from megaspeed.config.resolve import GradientReduction, Run, resolve_run
+from megaspeed.config.run import RunConfig
 
 Baseline = Literal["ddp", "fsdp"]
 Engine = Literal["zero", "ddp", "fsdp"]
@@ -77,7 +78,7 @@ def baseline_variants(run: Run, baselines: Sequence[Baseline], device_type: str)
 
 def _reductions(run: Run, zero_stage: int) -> _Reductions:
     """The settings that differ at this ZeRO stage; None alone where they do not."""
-    several = run.batch.gradient_accumulation_steps > 1 and run.degrees.dp > 1
+    several = run.batch.gradient_accumulation_steps > 1 and run.grid.dp > 1
     return ("per_micro_batch", "per_step") if zero_stage >= 2 and several else (None,)
 
 
@@ -96,7 +97,7 @@ def _variant(
         resolved = resolve_run(
             config.model_copy(update={"parallel": parallel}),
             name=run.name,
-            world_size=run.degrees.world_size,
+            world_size=run.grid.world_size,
             world_source="--world-size",
             device_type=device_type,
         )
@@ -106,11 +107,11 @@ def _variant(
 
 
 def _baseline_problems(run: Run) -> Iterator[str]:
-    degrees = run.degrees
-    if degrees.pp > 1 or degrees.tp > 1:
+    grid = run.grid
+    if grid.pp > 1 or grid.tp > 1:
         yield (
             "DDP and FSDP2 know the data axis alone, and this layout has parallel.pipeline "
-            f"{degrees.pp} and parallel.tensor {degrees.tp}; set both to 1, or leave --baselines "
+            f"{grid.pp} and parallel.tensor {grid.tp}; set both to 1, or leave --baselines "
             "out"
         )
     if run.precision == "fp16":

@@ -12,7 +12,7 @@ and keeps them until the backward of its first block is done.
 from dataclasses import replace
 
 from megaspeed.analysis.costs.layer_memory import LayerMemory, Shapes, block_memory
-from megaspeed.config import Run
+from megaspeed.config.resolve import Run
 
 _INT64 = 8
 

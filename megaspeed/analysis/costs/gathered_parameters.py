@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from megaspeed.analysis.costs.local_parameters import LocalParameter, elements_of
 from megaspeed.analysis.costs.model_states import stay_whole
 from megaspeed.analysis.costs.number_bytes import BYTES_OF
-from megaspeed.config import Run
+from megaspeed.config.resolve import Run
 
 
 class GatheredParameters:

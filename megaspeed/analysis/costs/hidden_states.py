@@ -5,7 +5,7 @@ split   (B, S/tp, D)    between them and between pipeline stages, with sequence 
 """
 
 from megaspeed.analysis.costs.number_bytes import BYTES_OF
-from megaspeed.config import Run
+from megaspeed.config.resolve import Run
 
 
 def whole_tokens(run: Run) -> int:
@@ -15,7 +15,7 @@ def whole_tokens(run: Run) -> int:
 
 def split_tokens(run: Run) -> int:
     """Those that one rank has between layers; all of them without sequence parallelism."""
-    ranks = run.degrees.tp if run.config.parallel.sequence_parallel else 1
+    ranks = run.grid.tp if run.config.parallel.sequence_parallel else 1
     return whole_tokens(run) // ranks
 
 

@@ -23,8 +23,8 @@ from megaspeed.analysis.costs.hidden_states import (
     whole_tokens,
 )
 from megaspeed.analysis.costs.number_bytes import BYTES_OF
-from megaspeed.config import Run
-from megaspeed.tensor_parallel import vocabulary_rows_per_rank
+from megaspeed.config.resolve import Run
+from megaspeed.tensor_parallel.plan import vocabulary_rows_per_rank
 
 _FP32, _INT64 = 4, 8
 
@@ -86,14 +86,14 @@ class Shapes:
 def embedding_memory(run: Run, shapes: Shapes) -> LayerMemory:
     """Token ids, and the hidden states that they become."""
     ids = shapes.whole_tokens * _INT64
-    masks = shapes.whole_tokens * (_INT64 + 1) if run.degrees.tp > 1 else 0
+    masks = shapes.whole_tokens * (_INT64 + 1) if run.grid.tp > 1 else 0
     whole = whole_hidden_bytes(run)
     hashing = 0
     if run.config.model.embedding_dropout > 0.0:
         hashing = shapes.whole_tokens * run.config.model.hidden_size * _HASHING
     return LayerMemory(
         kept=ids + masks + hidden_bytes(run),
-        forward_working=max(whole * (2 if run.degrees.tp > 1 else 1), hashing),
+        forward_working=max(whole * (2 if run.grid.tp > 1 else 1), hashing),
         backward_working=whole + hashing,
     )
 
@@ -119,7 +119,7 @@ def block_memory(run: Run, shapes: Shapes) -> LayerMemory:
 
 def head_memory(run: Run, shapes: Shapes) -> LayerMemory:
     """The final norm, logits (n, V/T) and the cross-entropy over them, whose softmax is fp32."""
-    columns = vocabulary_rows_per_rank(run.config.model.vocab_size, run.degrees.tp)
+    columns = vocabulary_rows_per_rank(run.config.model.vocab_size, run.grid.tp)
     logits = shapes.whole_tokens * columns * shapes.element_bytes
     softmax = shapes.whole_tokens * columns * _FP32
     gathered = _gathered_sequence(run, shapes)
@@ -156,7 +156,7 @@ def _norm_kept(run: Run, shapes: Shapes) -> int:
 
 
 def _attention_kept(run: Run, shapes: Shapes) -> int:
-    model, tp = run.config.model, run.degrees.tp
+    model, tp = run.config.model, run.grid.tp
     heads = model.num_attention_heads // tp
     key_value_heads = max(1, model.num_key_value_heads // tp)
     features = (heads + 2 * key_value_heads) * model.head_dim
@@ -187,7 +187,7 @@ def _head_norms_kept(shapes: Shapes, heads: int, head_dim: int) -> int:
 
 def _attention_weights(run: Run, shapes: Shapes) -> int:
     """Elements of the attention matrices (B, H/T, S, S)."""
-    heads = run.config.model.num_attention_heads // run.degrees.tp
+    heads = run.config.model.num_attention_heads // run.grid.tp
     return shapes.whole_tokens * run.config.data.sequence_length * heads
 
 
@@ -199,13 +199,13 @@ def _mlp_kept(run: Run, shapes: Shapes) -> int:
 
 def _wide(run: Run, shapes: Shapes) -> int:
     """One activation (n, F/T) inside the MLP."""
-    width = run.config.model.intermediate_size // run.degrees.tp
+    width = run.config.model.intermediate_size // run.grid.tp
     return shapes.whole_tokens * width * shapes.element_bytes
 
 
 def _gathered_sequence(run: Run, shapes: Shapes) -> int:
     """Sequence parallelism gathers a layer's input, and lays the gathered ranks side by side."""
-    if not run.config.parallel.sequence_parallel or run.degrees.tp == 1:
+    if not run.config.parallel.sequence_parallel or run.grid.tp == 1:
         return 0
     return _layouts_of_a_sequence(run) * whole_hidden_bytes(run)
 
@@ -215,7 +215,7 @@ def _column_parallel_backward(run: Run, shapes: Shapes) -> int:
     axis; with sequence parallelism also the input, gathered once more.
     """
     whole = whole_hidden_bytes(run)
-    if run.degrees.tp == 1:
+    if run.grid.tp == 1:
         return whole
     if not run.config.parallel.sequence_parallel:
         return 2 * whole
@@ -232,7 +232,7 @@ def _block_forward_working(run: Run, shapes: Shapes) -> int:
     """The output of a row-parallel layer before and after the sum over the tensor axis, or while
     dropout computes its mask.
     """
-    summed = whole_hidden_bytes(run) * (2 if run.degrees.tp > 1 else 1)
+    summed = whole_hidden_bytes(run) * (2 if run.grid.tp > 1 else 1)
     return max(summed, _gathered_sequence(run, shapes), _residual_hashing(run, shapes))
 
 

@@ -12,11 +12,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from megaspeed.config import Run
-from megaspeed.model import EMBEDDING_WEIGHT, HEAD_WEIGHT, parameters_of
-from megaspeed.model.parameters import Parameter
-from megaspeed.pipeline import layers_of_stages
-from megaspeed.tensor_parallel import shard_of
+from megaspeed.config.resolve import Run
+from megaspeed.model.parameters import EMBEDDING_WEIGHT, HEAD_WEIGHT, Parameter, parameters_of
+from megaspeed.pipeline.stages import layers_of_stages
+from megaspeed.tensor_parallel.plan import shard_of
 
 OptimizerGroup = Literal["tied", "decaying", "other"]
 OPTIMIZER_GROUPS: tuple[OptimizerGroup, ...] = ("tied", "decaying", "other")
@@ -49,12 +48,12 @@ def local_parameters(run: Run, pipeline_stage: int, tensor_rank: int = 0) -> lis
 
     Local shapes are the same for every ``tensor_rank``.
     """
-    model, degrees = run.config.model, run.degrees
+    model, grid = run.config.model, run.grid
     parameters = parameters_of(model, layers_of_stages(run)[pipeline_stage])
     return [
         LocalParameter(
             name=name,
-            shape=shard_of(model, parameter, rank=tensor_rank, size=degrees.tp).local_shape,
+            shape=shard_of(model, parameter, rank=tensor_rank, size=grid.tp).local_shape,
             group=_group_of(run, parameter),
         )
         for name, parameter in parameters.items()
@@ -87,7 +86,7 @@ def partition_elements(parameter: LocalParameter, dp: int) -> int:
 
 
 def _group_of(run: Run, parameter: Parameter) -> OptimizerGroup:
-    shared = run.config.model.tie_word_embeddings and run.degrees.pp > 1
+    shared = run.config.model.tie_word_embeddings and run.grid.pp > 1
     if shared and parameter.name in (EMBEDDING_WEIGHT, HEAD_WEIGHT):
         return "tied"
     return "decaying" if parameter.decays else "other"

@@ -28,7 +28,7 @@ from megaspeed.analysis.costs.local_parameters import (
 )
 from megaspeed.analysis.costs.memory import MemoryBytes
 from megaspeed.analysis.costs.number_bytes import BYTES_OF
-from megaspeed.config import Run
+from megaspeed.config.resolve import Run
 
 _OPTIMIZER_BYTES_PER_ELEMENT = 12  # fp32 master weight and AdamW's two fp32 moments
 
@@ -65,7 +65,7 @@ def keeps_whole_gradients(run: Run) -> bool:
 
 def partitioned_elements(run: Run, parameters: Sequence[LocalParameter]) -> int:
     """Elements of the parameters that this rank steps, padding included."""
-    dp = run.degrees.dp
+    dp = run.grid.dp
     if run.zero_stage == 3:
         return sum(partition_elements(parameter, dp) for parameter in parameters)
     owners = 1 if run.zero_stage == 0 else dp
@@ -83,7 +83,7 @@ def parameter_bytes(
     """What the model computes with, and at ZeRO-3 keeps between steps."""
     element = BYTES_OF[run.precision]
     if run.zero_stage < 3:
-        owners = 1 if run.zero_stage == 0 else run.degrees.dp
+        owners = 1 if run.zero_stage == 0 else run.grid.dp
         return element * sum(flat_group_elements(parameters, owners).values())
     whole = element * elements_of(stay_whole(run, parameters))
     if run.config.zero_optimization.offloads_parameters and not on_host:

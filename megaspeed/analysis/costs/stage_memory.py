@@ -40,9 +40,10 @@ from megaspeed.analysis.costs.model_states import (
     model_states,
 )
 from megaspeed.analysis.costs.number_bytes import BYTES_OF
-from megaspeed.config import Run
-from megaspeed.model import EMBEDDING_WEIGHT, HEAD_WEIGHT, layer_count
-from megaspeed.pipeline import SCHEDULES, layers_of_stages, peak_micro_batches_in_flight
+from megaspeed.config.resolve import Run
+from megaspeed.model.parameters import EMBEDDING_WEIGHT, HEAD_WEIGHT, layer_count
+from megaspeed.pipeline.schedules import SCHEDULES, peak_micro_batches_in_flight
+from megaspeed.pipeline.stages import layers_of_stages
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +81,7 @@ class _Step:
     def __init__(self, run: Run, pipeline_stage: int, device_type: str) -> None:
         self._run = run
         self._first_stage = pipeline_stage == 0
-        self._last_stage = pipeline_stage == run.degrees.pp - 1
+        self._last_stage = pipeline_stage == run.grid.pp - 1
         self._parameters = local_parameters(run, pipeline_stage)
         self.states = model_states(run, self._parameters, on_host=device_type == "cpu")
         shapes = Shapes.of(run, device_type)
@@ -93,7 +94,7 @@ class _Step:
         self._partition = gradient_partition_bytes(run, self._parameters)
         self._in_flight = peak_micro_batches_in_flight(
             SCHEDULES[run.config.parallel.schedule],
-            run.degrees.pp,
+            run.grid.pp,
             pipeline_stage,
             run.batch.gradient_accumulation_steps,
         )
@@ -190,7 +191,7 @@ class _Step:
         """DeepSpeed fetches ahead where it has seen the order of modules: not in the backwards of
         a pipeline, whose forwards have run on meanwhile.
         """
-        if self._run.degrees.pp == 1 and self._in_flight == 1:
+        if self._run.grid.pp == 1 and self._in_flight == 1:
             if layer is self._layers[0]:  # nothing comes after it
                 return self._gathered.live(layer.parameters)
             return self._gathered.live(layer.parameters) + self._gathered.arriving()

@@ -18,7 +18,7 @@ from megaspeed.analysis.costs.collective_cost import (
 from megaspeed.analysis.costs.traffic_data import add_data_axis
 from megaspeed.analysis.costs.traffic_pipeline import add_pipeline_axis
 from megaspeed.analysis.costs.traffic_tensor import add_tensor_axis
-from megaspeed.config import Run
+from megaspeed.config.resolve import Run
 
 __all__ = ["Collective", "Traffic", "TrafficAxis", "bytes_sent", "predict_traffic"]
 
@@ -40,7 +40,7 @@ def predict_traffic(run: Run, pipeline_stage: int) -> Traffic:
     messages.add(
         "world",
         "all_reduce",
-        run.degrees.world_size * _NUMBERS_OF_A_REPORT * _FP64_BYTES,
-        ranks=run.degrees.world_size,
+        run.grid.world_size * _NUMBERS_OF_A_REPORT * _FP64_BYTES,
+        ranks=run.grid.world_size,
     )
     return messages.traffic()

@@ -26,12 +26,12 @@ from megaspeed.analysis.costs.local_parameters import (
 )
 from megaspeed.analysis.costs.number_bytes import BYTES_OF
 from megaspeed.analysis.costs.traffic_gathers import gathers_of_a_step
-from megaspeed.config import Run
+from megaspeed.config.resolve import Run
 
 
 def add_data_axis(messages: Messages, run: Run, pipeline_stage: int) -> None:
     """Adds one step's messages of a rank of ``pipeline_stage``."""
-    dp = run.degrees.dp
+    dp = run.grid.dp
     if dp == 1:
         return
     parameters = local_parameters(run, pipeline_stage)
@@ -68,7 +68,7 @@ def _gradient_messages(run: Run, parameters: list[LocalParameter]) -> list[tuple
     if run.zero_stage < 3:
         collective: Collective = "all_reduce" if _reduces_everywhere(run) else "reduce"
         return [(collective, elements * number_bytes)]
-    dp = run.degrees.dp
+    dp = run.grid.dp
     whole = elements_of(p for p in parameters if _stays_whole(run, p))
     parts = sum(partition_elements(p, dp) for p in parameters if not _stays_whole(run, p))
     return [

@@ -22,9 +22,9 @@ from megaspeed.analysis.costs.local_parameters import (
 from megaspeed.analysis.costs.model_states import stay_whole
 from megaspeed.analysis.costs.zero3_coordinator import Coordinator, GatherSettings
 from megaspeed.analysis.costs.zero3_visits import Pass, visits_of_passes
-from megaspeed.config import Run
-from megaspeed.pipeline import SCHEDULES
+from megaspeed.config.resolve import Run
 from megaspeed.pipeline.instructions import Backward, Forward
+from megaspeed.pipeline.schedules import SCHEDULES
 
 _REPLAYED_MICRO_BATCHES = 64
 _MOST_STEPS = 8  # two or three are enough
@@ -58,7 +58,7 @@ def gathers_of_a_step(run: Run, pipeline_stage: int) -> Gathers:
     That is from the second or third step on: DeepSpeed records the order of modules first.
     """
     micro_batches = run.batch.gradient_accumulation_steps
-    replayed = _REPLAYED_MICRO_BATCHES + 2 * run.degrees.pp
+    replayed = _REPLAYED_MICRO_BATCHES + 2 * run.grid.pp
     if micro_batches <= replayed:
         return _replay(run, pipeline_stage, micro_batches)
     # The schedule repeats itself long before: each further micro-batch gathers as much as the last.
@@ -82,7 +82,7 @@ def _replay(run: Run, pipeline_stage: int, micro_batches: int) -> Gathers:
         counts = coordinator.run(passes)
         if coordinator.state() == before:
             break
-    dp = run.degrees.dp
+    dp = run.grid.dp
     padded = {p.name: dp * partition_elements(p, dp) for p in parameters}
     alone = sum(times * padded[name] for name, times in counts.alone.items())
     return Gathers(
@@ -96,7 +96,7 @@ def _replay(run: Run, pipeline_stage: int, micro_batches: int) -> Gathers:
 def _passes(run: Run, pipeline_stage: int, micro_batches: int) -> list[Pass]:
     schedule = SCHEDULES[run.config.parallel.schedule]
     passes: list[Pass] = []
-    for instruction in schedule(run.degrees.pp, pipeline_stage, micro_batches):
+    for instruction in schedule(run.grid.pp, pipeline_stage, micro_batches):
         if isinstance(instruction, Forward):
             passes.append("forward")
         elif isinstance(instruction, Backward):

@@ -15,12 +15,12 @@ from megaspeed.analysis.costs.local_parameters import (
     local_parameters,
 )
 from megaspeed.analysis.costs.number_bytes import BYTES_OF
-from megaspeed.config import Run
+from megaspeed.config.resolve import Run
 
 
 def add_pipeline_axis(messages: Messages, run: Run, pipeline_stage: int) -> None:
     """Adds one step's messages of a rank of ``pipeline_stage``."""
-    stages = run.degrees.pp
+    stages = run.grid.pp
     neighbours = (pipeline_stage > 0) + (pipeline_stage < stages - 1)
     if neighbours:
         sends = neighbours * run.batch.gradient_accumulation_steps
@@ -41,7 +41,7 @@ def tied_gradient_bytes(run: Run, pipeline_stage: int) -> int:
     elements = elements_of(tied)
     zero = run.config.zero_optimization
     if run.zero_stage > 0:
-        dp = run.degrees.dp
+        dp = run.grid.dp
         flat = flat_group_elements(tied, dp)["tied"]
         partition = flat // dp if run.zero_stage < 3 else -(-elements // dp)
         elements = min(elements, partition)

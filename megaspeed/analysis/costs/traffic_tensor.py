@@ -28,15 +28,15 @@ row-parallel layer of the MLP multiplies. Its g is left out.
 from megaspeed.analysis.costs.collective_cost import Collective, Messages
 from megaspeed.analysis.costs.hidden_states import whole_hidden_bytes, whole_tokens
 from megaspeed.analysis.costs.number_bytes import BYTES_OF
-from megaspeed.config import Run
-from megaspeed.model import layer_count, parameters_of
-from megaspeed.pipeline import layers_of_stages
+from megaspeed.config.resolve import Run
+from megaspeed.model.parameters import layer_count, parameters_of
+from megaspeed.pipeline.stages import layers_of_stages
 from megaspeed.tensor_parallel.plan import key_value_replicas
 
 
 def add_tensor_axis(messages: Messages, run: Run, pipeline_stage: int) -> None:
     """Adds one step's messages of a rank of ``pipeline_stage``."""
-    tp = run.degrees.tp
+    tp = run.grid.tp
     if tp == 1:
         return
     layers = layers_of_stages(run)[pipeline_stage]
@@ -103,7 +103,7 @@ def _partial_gradient_bytes(run: Run, layers: range) -> int:
 
 def _shared_head_gradient_bytes(run: Run) -> int:
     """Of one block: each rank's part lies at its head's place among zeros (``shared_rows``)."""
-    model, tp = run.config.model, run.degrees.tp
+    model, tp = run.config.model, run.grid.tp
     replicas = key_value_replicas(model, tp)
     if replicas == 1:
         return 0

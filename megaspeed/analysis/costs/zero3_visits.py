@@ -17,9 +17,9 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from megaspeed.analysis.costs.local_parameters import local_parameters
-from megaspeed.config import Run
-from megaspeed.model import EMBEDDING_WEIGHT, HEAD_WEIGHT, layer_count
-from megaspeed.pipeline import layers_of_stages
+from megaspeed.config.resolve import Run
+from megaspeed.model.parameters import EMBEDDING_WEIGHT, HEAD_WEIGHT, layer_count
+from megaspeed.pipeline.stages import layers_of_stages
 
 Pass = Literal["forward", "backward"]
 Kind = Literal["enter", "leave", "end"]

@@ -18,7 +18,7 @@ from megaspeed.analysis.costs.memory import MemoryBytes
 from megaspeed.analysis.costs.traffic import Traffic
 from megaspeed.analysis.measurement.allocations import AllocationLog
 from megaspeed.analysis.measurement.traffic import TrafficLog
-from megaspeed.topology import ParallelContext
+from megaspeed.topology.context import ParallelContext
 from megaspeed.training.worker import Load, StepResult
 
 

@@ -26,8 +26,8 @@ from typing import Any
 
 from megaspeed.analysis.planning.prediction import predict_peak_bytes
 from megaspeed.analysis.planning.variants import Settings, Training
-from megaspeed.config import ConfigError
 from megaspeed.config.degrees import divisors
+from megaspeed.config.errors import ConfigError
 
 WORLD_FACTORS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 """How many times the ranks are tried where no setting is enough."""

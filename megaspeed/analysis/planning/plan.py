@@ -25,9 +25,9 @@ from megaspeed.analysis.planning.prediction import (
 )
 from megaspeed.analysis.planning.rank_map import RankMap, map_ranks
 from megaspeed.analysis.planning.variants import Training
-from megaspeed.config import ConfigError, Run
-from megaspeed.pipeline import layers_of_stages, parameters_of_stages
-from megaspeed.topology.grid import Grid
+from megaspeed.config.errors import ConfigError
+from megaspeed.config.resolve import Run
+from megaspeed.pipeline.stages import layers_of_stages, parameters_of_stages
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,11 +105,11 @@ class Plan:
 
     def as_json(self) -> dict[str, Any]:
         """Every figure as JSON values; sizes in bytes, traffic in bytes a step."""
-        degrees = self.run.degrees
+        grid = self.run.grid
         return {
             "name": self.run.name,
-            "world_size": degrees.world_size,
-            "degrees": {"pp": degrees.pp, "dp": degrees.dp, "tp": degrees.tp},
+            "world_size": grid.world_size,
+            "degrees": {"pp": grid.pp, "dp": grid.dp, "tp": grid.tp},
             "zero_stage": self.run.zero_stage,
             "precision": self.run.precision,
             "batch": asdict(self.run.batch),
@@ -137,11 +137,11 @@ class Plan:
 
 def plan(training: Training, device: Device | None, gpus_per_node: int) -> Plan:
     """Works a training out, on nodes of ``gpus_per_node`` GPUs, ``device`` where it is named."""
-    run, degrees = training.run, training.run.degrees
+    run, grid = training.run, training.run.grid
     planned = Plan(
         run=run,
         device=device,
-        ranks=map_ranks(Grid(degrees.pp, degrees.dp, degrees.tp), gpus_per_node),
+        ranks=map_ranks(grid, gpus_per_node),
         stages=_stages(run),
         zero_stages=tuple(_at_zero_stage(training, zero_stage) for zero_stage in range(4)),
         bubble=ideal_bubble(run),

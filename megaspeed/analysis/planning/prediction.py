@@ -14,9 +14,11 @@ from itertools import groupby
 
 from megaspeed.analysis.costs.stage_memory import StageMemory, predict_memory
 from megaspeed.analysis.costs.traffic import Traffic, predict_traffic
-from megaspeed.config import Run
-from megaspeed.model import layer_count
-from megaspeed.pipeline import SCHEDULES, bubble_fraction, layers_of_stages
+from megaspeed.config.resolve import Run
+from megaspeed.model.parameters import layer_count
+from megaspeed.pipeline.schedules import SCHEDULES
+from megaspeed.pipeline.simulation import bubble_fraction
+from megaspeed.pipeline.stages import layers_of_stages
 
 CLOSED_FORM_SCHEDULES = ("gpipe", "1f1b")
 
@@ -153,7 +155,7 @@ def ideal_bubble(run: Run) -> float:
     al. 2019, section 2.3; Narayanan et al. 2021, section 2.2.1): what ``bubble_fraction`` finds by
     running the schedule, which takes seconds where there are thousands of micro-batches.
     """
-    pp, micro_batches = run.degrees.pp, run.batch.gradient_accumulation_steps
+    pp, micro_batches = run.grid.pp, run.batch.gradient_accumulation_steps
     name = run.config.parallel.schedule
     if name in CLOSED_FORM_SCHEDULES:
         return (pp - 1) / (micro_batches + pp - 1)

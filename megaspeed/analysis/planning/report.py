@@ -23,9 +23,8 @@ from megaspeed.analysis.units import (
     short_count,
     traffic_unit,
 )
-from megaspeed.config import Run
-from megaspeed.config.resolve import GradientReduction
-from megaspeed.pipeline import SCHEDULES, peak_micro_batches_in_flight
+from megaspeed.config.resolve import GradientReduction, Run
+from megaspeed.pipeline.schedules import SCHEDULES, peak_micro_batches_in_flight
 
 _SHOWN_RANKS = 4
 
@@ -53,7 +52,7 @@ def summary(plan: Plan) -> Iterator[str]:
     """What is planned, in a few lines."""
     run, batch, model = plan.run, plan.run.batch, plan.run.config.model
     yield (
-        f"{run.name}: {plan.ranks.grid} = {counted(run.degrees.world_size, 'rank')}, "
+        f"{run.name}: {plan.ranks.grid} = {counted(run.grid.world_size, 'rank')}, "
         f"ZeRO-{run.zero_stage}, {run.precision}"
     )
     yield (
@@ -72,7 +71,7 @@ def summary(plan: Plan) -> Iterator[str]:
         f"activations: {'recomputed in backward' if recomputed else 'kept for backward'}; "
         f"sequence parallelism {sequence}"
     )
-    if run.degrees.pp > 1:
+    if run.grid.pp > 1:
         yield (
             f"pipeline: {run.config.parallel.schedule}, ideal bubble {plan.bubble:.1%} of the step "
             "(pipeline stages of equal cost)"
@@ -223,13 +222,13 @@ def verdict(plan: Plan) -> Iterator[str]:
             f"{readable_memory(change.peak_bytes)} a rank, {excess} too much "
             f"({counted(change.world_size, 'rank')}, {text})"
         )
-    elif change.world_size == plan.run.degrees.world_size:
+    elif change.world_size == plan.run.grid.world_size:
         yield f"cheapest change: {text}   (peak {readable_memory(change.peak_bytes)})"
     else:
         yield (
             f"cheapest change: --world-size {change.world_size} {text}   "
             f"(peak {readable_memory(change.peak_bytes)}; no setting is enough on "
-            f"{counted(plan.run.degrees.world_size, 'rank')})"
+            f"{counted(plan.run.grid.world_size, 'rank')})"
         )
 
 
@@ -270,7 +269,7 @@ def _layers(alike: AlikeStages) -> str:
 def _in_flight(run: Run, pipeline_stage: int) -> int:
     schedule = SCHEDULES[run.config.parallel.schedule]
     micro_batches = run.batch.gradient_accumulation_steps
-    return peak_micro_batches_in_flight(schedule, run.degrees.pp, pipeline_stage, micro_batches)
+    return peak_micro_batches_in_flight(schedule, run.grid.pp, pipeline_stage, micro_batches)
 
 
 def _share(plan: Plan, zero_stage: int, peak_bytes: int) -> tuple[str, ...]:

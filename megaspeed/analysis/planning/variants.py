@@ -12,7 +12,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from megaspeed.config import ConfigError, Run, RunConfig, resolve_run
+from megaspeed.config.errors import ConfigError
+from megaspeed.config.resolve import Run, resolve_run
+from megaspeed.config.run import RunConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,9 +63,9 @@ class Training:
         """Those of the run; a gradient reduction that is left open stays open."""
         run, parallel = self.run, self.run.config.parallel
         return Settings(
-            pp=run.degrees.pp,
-            dp=run.degrees.dp,
-            tp=run.degrees.tp,
+            pp=run.grid.pp,
+            dp=run.grid.dp,
+            tp=run.grid.tp,
             zero_stage=run.zero_stage,
             micro_batch_size=run.batch.micro_batch_size,
             activation_checkpointing=parallel.activation_checkpointing,
@@ -107,7 +109,7 @@ class Training:
     def _gives(self, wanted: Run, keys: Mapping[str, Any]) -> bool:
         config = _with_keys(self.stated, keys)
         try:
-            run = _resolved(config, self.run.name, wanted.degrees.world_size)
+            run = _resolved(config, self.run.name, wanted.grid.world_size)
         except ConfigError:
             return False
         return run.batch == wanted.batch

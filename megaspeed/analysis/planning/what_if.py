@@ -22,8 +22,9 @@ from megaspeed.analysis.planning.prediction import (
 )
 from megaspeed.analysis.planning.rank_map import map_ranks
 from megaspeed.analysis.planning.variants import Settings, Training
-from megaspeed.config import ConfigError, Run
 from megaspeed.config.degrees import divisors
+from megaspeed.config.errors import ConfigError
+from megaspeed.config.resolve import Run
 from megaspeed.topology.grid import Grid
 
 
@@ -51,11 +52,11 @@ class Layout:
 
     def as_json(self) -> dict[str, Any]:
         """The figures as JSON values."""
-        degrees = self.run.degrees
+        grid = self.run.grid
         return {
-            "pp": degrees.pp,
-            "dp": degrees.dp,
-            "tp": degrees.tp,
+            "pp": grid.pp,
+            "dp": grid.dp,
+            "tp": grid.tp,
             "zero_stage": self.run.zero_stage,
             "activation_checkpointing": self.run.config.parallel.activation_checkpointing,
             "micro_batches": self.run.batch.gradient_accumulation_steps,

@@ -65,13 +65,13 @@ def _layout_table(order: str, layouts: Sequence[Layout]) -> Table:
         table.add_column(heading, justify="right")
     table.add_column("")
     for layout in shown:
-        degrees = layout.run.degrees
+        grid = layout.run.grid
         marks = ["best"] if layout.is_best else []
         marks += ["as configured"] if not layout.set_text else []
         table.add_row(
-            str(degrees.pp),
-            str(degrees.dp),
-            str(degrees.tp),
+            str(grid.pp),
+            str(grid.dp),
+            str(grid.tp),
             str(layout.run.zero_stage),
             layout.run.config.parallel.activation_checkpointing,
             f"{layout.run.batch.gradient_accumulation_steps:,}",

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from megaspeed.analysis.verification.comparison import relative_difference
-from megaspeed.data import MicroBatch
+from megaspeed.model.micro_batch import MicroBatch
 
 TIMES_SHUFFLED = 3
 # Measured with ten configurations (GPT-2 and Llama, learning rates 1e-3 to 3e-2) on tp 2,

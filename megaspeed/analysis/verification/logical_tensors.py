@@ -14,12 +14,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megaspeed.config import ModelConfig
-from megaspeed.model import logical_name
-from megaspeed.tensor_parallel import ParameterShard
-from megaspeed.topology import ParallelContext
+from megaspeed.config.model import ModelConfig
+from megaspeed.model.parameters import logical_name
+from megaspeed.tensor_parallel.plan import ParameterShard
+from megaspeed.topology.context import ParallelContext
 from megaspeed.training.worker import Worker
-from megaspeed.zero import whole_parameters
+from megaspeed.zero.whole_parameters import whole_parameters
 
 Fragment = tuple[nn.Parameter, int, Tensor]
 """Whose it is, its first element in the flattened local tensor, and its elements."""

@@ -4,13 +4,13 @@ from rich.table import Table
 
 from megaspeed.analysis.verification.amplification import FACTOR, LARGEST_WIDENING
 from megaspeed.analysis.verification.comparison import Comparison, Difference
-from megaspeed.config import Run
+from megaspeed.config.resolve import Run
 
 
 def step_table(run: Run, comparison: Comparison) -> Table:
     """Loss and gradient norm of every step, both ways, with their relative difference."""
-    degrees = run.degrees
-    layout = f"pp {degrees.pp} x dp {degrees.dp} x tp {degrees.tp}, ZeRO-{run.zero_stage}"
+    grid = run.grid
+    layout = f"pp {grid.pp} x dp {grid.dp} x tp {grid.tp}, ZeRO-{run.zero_stage}"
     table = Table(title=f"{layout}, {run.precision}, against one process", title_justify="left")
     for heading in ("step", "loss", "one process", "difference"):
         table.add_column(heading, justify="right")

@@ -40,14 +40,17 @@ from megaspeed.analysis.verification.logical_tensors import (
     gather_weights,
 )
 from megaspeed.analysis.verification.reference import CPU, ReferenceRun, train_reference
-from megaspeed.config import Run
-from megaspeed.data import LoaderShape, MicroBatch, PreparedCorpus, TrainingLoader
-from megaspeed.topology import Grid, LaunchEnvironment, ParallelContext
+from megaspeed.config.resolve import Run
+from megaspeed.data.prepared import PreparedCorpus
+from megaspeed.data.stream.loader import LoaderShape, TrainingLoader
+from megaspeed.model.micro_batch import MicroBatch
+from megaspeed.topology.context import ParallelContext
 from megaspeed.topology.free_port import free_port
+from megaspeed.topology.launch import LaunchEnvironment
 from megaspeed.topology.process_exit import end_process
 from megaspeed.training.step_inputs import StepInputs
 from megaspeed.training.worker import Worker
-from megaspeed.zero import DTYPES
+from megaspeed.zero.build import DTYPES
 
 DeviceType = Literal["cpu", "cuda"]
 
@@ -168,7 +171,7 @@ def train_on_ranks(
         result = Path(folder) / "rank0.pt"
         arguments = (run, corpus, steps, free_port(), result)
         with children_on(device_type):
-            mp.spawn(_rank_main, args=arguments, nprocs=run.degrees.world_size)
+            mp.spawn(_rank_main, args=arguments, nprocs=run.grid.world_size)
         parallel: ParallelRun = torch.load(result, weights_only=False)
     return parallel
 
@@ -194,7 +197,7 @@ def children_on(device_type: DeviceType) -> Iterator[None]:
 def _rank_main(
     rank: int, run: Run, corpus: PreparedCorpus, steps: int, port: int, result: Path
 ) -> None:
-    size = run.degrees.world_size
+    size = run.grid.world_size
     os.environ.update(
         RANK=str(rank),
         LOCAL_RANK=str(rank),
@@ -216,7 +219,7 @@ def train_rank(
     launch: LaunchEnvironment, run: Run, corpus: PreparedCorpus, steps: int
 ) -> ParallelRun | None:
     """One rank's part of the training; rank 0 returns the record, the others None."""
-    grid = Grid(pp=run.degrees.pp, dp=run.degrees.dp, tp=run.degrees.tp)
+    grid = run.grid
     with ParallelContext.create(grid, launch, timeout_seconds=_TIMEOUT_SECONDS) as context:
         worker = Worker(run, context)
         return _record_steps(worker, StepInputs(run, corpus, context), steps)

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from megaspeed.config.batch import StatedBatch, explain_batch, solve_batch
-from megaspeed.config.degrees import data_degree_equation, degrees_in, divisors
+from megaspeed.config.degrees import data_degree_equation, divisors, grid_in
 from megaspeed.config.rules.rule import Launch, Rule, rule
 
 
@@ -44,12 +44,12 @@ def degrees_multiply_to_world(launch: Launch) -> Iterator[str]:
     "parallel.pipeline",
 )
 def batch_multiplies(launch: Launch) -> Iterator[str]:
-    degrees = degrees_in(launch.config.parallel, launch.world)
-    if degrees is not None:
+    grid = grid_in(launch.config.parallel, launch.world)
+    if grid is not None:
         stated = StatedBatch.of(launch.config)
-        if solve_batch(stated, degrees.dp) is None:
-            equation = data_degree_equation(degrees, launch.world)
-            yield explain_batch(stated, degrees.dp, equation)
+        if solve_batch(stated, grid.dp) is None:
+            equation = data_degree_equation(grid, launch.world)
+            yield explain_batch(stated, grid.dp, equation)
 
 
 @rule("fp16.enabled")

@@ -18,11 +18,12 @@ from dataclasses import dataclass
 import torch
 
 from megaspeed.data.prepared import PreparedCorpus
-from megaspeed.data.stream.micro_batch import MicroBatch, read_micro_batch
+from megaspeed.data.stream.micro_batch import read_micro_batch
 from megaspeed.data.stream.mixture import Mixture
 from megaspeed.data.stream.prefetch import OneAhead
 from megaspeed.data.stream.rows import Rows
 from megaspeed.data.stream.sampler import TrainingOrder, ValidationOrder
+from megaspeed.model.micro_batch import MicroBatch
 
 
 @dataclass(frozen=True)

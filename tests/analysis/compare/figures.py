@@ -13,7 +13,7 @@ from megaspeed.analysis.compare.result import (
 )
 from megaspeed.analysis.compare.variants import Variant, zero_variants
 from megaspeed.analysis.costs.memory import MemoryBytes
-from megaspeed.config import Run
+from megaspeed.config.resolve import Run
 from tests.parallel.tiny import tiny_run
 
 MIB = 2**20

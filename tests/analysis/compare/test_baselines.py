@@ -17,13 +17,14 @@ from megaspeed.analysis.compare.variants import Variant, baseline_variants
 from megaspeed.analysis.costs.memory import MemoryBytes
 from megaspeed.analysis.costs.traffic import Traffic
 from megaspeed.analysis.verification.comparison import TOLERANCES
-from megaspeed.config import Run
-from megaspeed.data import PreparedCorpus
-from megaspeed.model import parameters_of
-from megaspeed.topology import Grid, LaunchEnvironment, ParallelContext
+from megaspeed.config.resolve import Run
+from megaspeed.data.prepared import PreparedCorpus
+from megaspeed.model.parameters import parameters_of
+from megaspeed.topology.context import ParallelContext
+from megaspeed.topology.launch import LaunchEnvironment
 from megaspeed.training.step_inputs import StepInputs
 from megaspeed.training.worker import StepResult, Worker
-from megaspeed.zero import whole_parameters
+from megaspeed.zero.whole_parameters import whole_parameters
 from tests.parallel.tiny import LLAMA, short_documents, tiny_corpus, tiny_run
 from tests.rank_pool import RankPool
 
@@ -76,7 +77,7 @@ def train_baseline(launch: LaunchEnvironment, variant: Variant, corpus: Prepared
 
 
 def _context(launch: LaunchEnvironment, run: Run) -> ParallelContext:
-    grid = Grid(pp=run.degrees.pp, dp=run.degrees.dp, tp=run.degrees.tp)
+    grid = run.grid
     return ParallelContext.create(grid, launch, timeout_seconds=60)
 
 

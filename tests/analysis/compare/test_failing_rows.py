@@ -11,7 +11,7 @@ import pytest
 from megaspeed.analysis.compare.comparing import run_variants
 from megaspeed.analysis.compare.result import Row
 from megaspeed.analysis.compare.variants import Variant, zero_variants
-from megaspeed.config import Run
+from megaspeed.config.resolve import Run
 from tests.parallel.tiny import tiny_corpus, tiny_run
 
 TEXT = Path(__file__).parents[3] / "LICENSE"

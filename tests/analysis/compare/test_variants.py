@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 from megaspeed.analysis.compare.variants import baseline_variants, zero_variants
-from megaspeed.config import ConfigError, Run
+from megaspeed.config.errors import ConfigError
+from megaspeed.config.resolve import Run
 from tests.parallel.tiny import tiny_run
 
 TEXT = Path(__file__).parents[3] / "LICENSE"
@@ -55,7 +56,7 @@ def test_a_row_differs_from_the_run_in_stage_and_reduction_alone() -> None:
     ):
         assert variant.run is not None
         assert (variant.run.zero_stage, variant.run.gradient_reduction) == (stage, reduction)
-        assert variant.run.degrees == asked.degrees and variant.run.batch == asked.batch
+        assert variant.run.grid == asked.grid and variant.run.batch == asked.batch
         before, after = asked.as_json(), variant.run.as_json()
         for json in (before, after):
             del json["zero_optimization"]["stage"], json["parallel"]["gradient_reduction"]

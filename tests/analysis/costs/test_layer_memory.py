@@ -10,9 +10,9 @@ from megaspeed.analysis.costs.document_mask import first_block_memory
 from megaspeed.analysis.costs.hidden_states import hidden_bytes
 from megaspeed.analysis.costs.layer_memory import Shapes, block_memory
 from megaspeed.analysis.measurement.allocations import AllocationLog
-from megaspeed.config import Run
-from megaspeed.model import Block
+from megaspeed.config.resolve import Run
 from megaspeed.model.documents import attention_mask, positions_in
+from megaspeed.model.layers import Block
 from tests.parallel.tiny import GPT2, LLAMA, tiny_run
 
 TEXT = Path(__file__)

@@ -8,7 +8,8 @@ import pytest
 from megaspeed.analysis.costs.local_parameters import elements_of, local_parameters
 from megaspeed.analysis.costs.memory import MemoryBytes
 from megaspeed.analysis.costs.model_states import model_states
-from megaspeed.config import Run, parse_config, resolve_run
+from megaspeed.config.loading import parse_config
+from megaspeed.config.resolve import Run, resolve_run
 from tests.parallel.tiny import merge, tiny_run
 
 TEXT = Path(__file__)

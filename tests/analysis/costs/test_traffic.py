@@ -17,10 +17,10 @@ from megaspeed.analysis.costs.local_parameters import (
 from megaspeed.analysis.costs.traffic import predict_traffic
 from megaspeed.analysis.costs.traffic_gathers import gathers_of_a_step
 from megaspeed.analysis.measurement.traffic import TrafficLog
-from megaspeed.config import Run
-from megaspeed.data import PreparedCorpus
-from megaspeed.pipeline import layers_of_stages
-from megaspeed.topology import LaunchEnvironment
+from megaspeed.config.resolve import Run
+from megaspeed.data.prepared import PreparedCorpus
+from megaspeed.pipeline.stages import layers_of_stages
+from megaspeed.topology.launch import LaunchEnvironment
 from tests.parallel.tiny import LLAMA, tiny_corpus
 from tests.rank_pool import RankPool
 from tests.zero.held import LET_GO
@@ -59,9 +59,9 @@ def run_of(layout: Layout, changes: Mapping[str, Any]) -> Run:
 
 def most_sent(pool: RankPool, cache: Path, run: Run) -> list[dict[Any, int]]:
     """Of the ranks of each pipeline stage, the most in each axis and collective."""
-    stages: list[dict[Any, int]] = [{} for _ in range(run.degrees.pp)]
+    stages: list[dict[Any, int]] = [{} for _ in range(run.grid.pp)]
     corpus = tiny_corpus(run, cache)
-    for stage, traffic in pool.run(run.degrees.world_size, sent_in_second_step, run, corpus):
+    for stage, traffic in pool.run(run.grid.world_size, sent_in_second_step, run, corpus):
         for key, sent in traffic.items():
             stages[stage][key] = max(sent, stages[stage].get(key, 0))
     return stages
@@ -69,7 +69,7 @@ def most_sent(pool: RankPool, cache: Path, run: Run) -> list[dict[Any, int]]:
 
 def assert_predicted(pool: RankPool, cache: Path, run: Run) -> None:
     sent = most_sent(pool, cache, run)
-    assert sent == [predict_traffic(run, stage) for stage in range(run.degrees.pp)]
+    assert sent == [predict_traffic(run, stage) for stage in range(run.grid.pp)]
 
 
 # --- data axis ------------------------------------------------------------------------------------

@@ -13,9 +13,9 @@ from megaspeed.analysis.costs.memory import MemoryBytes
 from megaspeed.analysis.costs.stage_memory import predict_memory
 from megaspeed.analysis.measurement.measured_step import measure_step
 from megaspeed.analysis.measurement.watched_step import RankMeasurement
-from megaspeed.config import Run
-from megaspeed.data import PreparedCorpus
-from megaspeed.topology import LaunchEnvironment
+from megaspeed.config.resolve import Run
+from megaspeed.data.prepared import PreparedCorpus
+from megaspeed.topology.launch import LaunchEnvironment
 from tests.parallel.tiny import LLAMA, merge, tiny_corpus, tiny_run
 from tests.rank_pool import RankPool
 from tests.zero.one_rank import LEARNING_RATE, one_rank
@@ -62,8 +62,8 @@ def one_measured_step(
 
 def measured_by_stage(pool: RankPool, run: Run, cache: Path) -> list[list[RankMeasurement]]:
     """For each pipeline stage, the measurements of its ranks."""
-    ranks = pool.run(run.degrees.world_size, one_measured_step, run, tiny_corpus(run, cache))
-    return [[m for m in ranks if m.pipeline_stage == stage] for stage in range(run.degrees.pp)]
+    ranks = pool.run(run.grid.world_size, one_measured_step, run, tiny_corpus(run, cache))
+    return [[m for m in ranks if m.pipeline_stage == stage] for stage in range(run.grid.pp)]
 
 
 def states_only(memory: MemoryBytes) -> tuple[int, int, int]:

@@ -16,9 +16,11 @@ from torch.utils._pytree import tree_leaves
 
 from megaspeed.analysis.costs.collective_cost import Traffic, bytes_sent
 from megaspeed.analysis.measurement.traffic import TrafficLog
-from megaspeed.config import Run
-from megaspeed.data import PreparedCorpus
-from megaspeed.topology import Grid, LaunchEnvironment, ParallelContext
+from megaspeed.config.resolve import Run
+from megaspeed.data.prepared import PreparedCorpus
+from megaspeed.topology.context import ParallelContext
+from megaspeed.topology.grid import Grid
+from megaspeed.topology.launch import LaunchEnvironment
 from tests.parallel.tiny import tiny_corpus
 from tests.rank_pool import RankFailure, RankPool
 from tests.zero.one_rank import one_rank, small_run
@@ -220,6 +222,6 @@ def test_a_step_sends_what_the_process_groups_are_handed(
         zero_optimization={"stage": zero_stage},
     )
     corpus = tiny_corpus(run, tmp_path)
-    for logged, second in pool.run(run.degrees.world_size, counted_twice, run, corpus):
+    for logged, second in pool.run(run.grid.world_size, counted_twice, run, corpus):
         assert logged == second
         assert logged["send"] > 0 and logged["all_reduce"] > 0

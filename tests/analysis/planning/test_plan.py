@@ -37,7 +37,7 @@ def test_every_file_plans_and_checks_at_its_world_size(
     assert main(["check", "--config", str(file), "--world-size", str(world_size)]) == 0
     assert "no problem found" in capsys.readouterr().out
     planned = plan(from_file(file, world_size=world_size), device_named("a100-80gb"), 8)
-    assert planned.run.degrees.world_size == world_size
+    assert planned.run.grid.world_size == world_size
     assert planned.fits is True and planned.change is None
 
 
@@ -57,7 +57,7 @@ def test_the_large_files_are_what_they_are_called(
 ) -> None:
     planned = plan(from_file(FOLDER / f"{name}.json", world_size=WORLD_SIZES[name]), None, 8)
     run = planned.run
-    assert (run.degrees.pp, run.degrees.dp, run.degrees.tp) == degrees
+    assert (run.grid.pp, run.grid.dp, run.grid.tp) == degrees
     assert run.zero_stage == zero_stage
     assert planned.parameters == pytest.approx(parameters, rel=1e-3)
     assert planned.ranks.axes_across_nodes.isdisjoint({"tp"})

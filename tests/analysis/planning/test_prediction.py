@@ -12,7 +12,8 @@ from megaspeed.analysis.planning.prediction import (
     predict_busiest,
     predict_peak_bytes,
 )
-from megaspeed.pipeline import SCHEDULES, bubble_fraction
+from megaspeed.pipeline.schedules import SCHEDULES
+from megaspeed.pipeline.simulation import bubble_fraction
 from tests.analysis.planning.tiny_runs import FOLDER, from_file, tiny
 
 

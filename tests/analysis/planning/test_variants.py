@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from megaspeed.config import ConfigError
+from megaspeed.config.errors import ConfigError
 from tests.analysis.planning.tiny_runs import from_file, tiny, tiny_file
 
 

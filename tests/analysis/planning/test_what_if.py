@@ -9,16 +9,16 @@ from megaspeed.analysis.costs.stage_memory import predict_memory
 from megaspeed.analysis.costs.traffic import predict_traffic
 from megaspeed.analysis.planning.devices import Device
 from megaspeed.analysis.planning.what_if import Layout, WhatIf, what_if
-from megaspeed.config import ConfigError
+from megaspeed.config.errors import ConfigError
 from tests.analysis.planning.tiny_runs import from_file, tiny, tiny_file
 
 Figures = dict[tuple[int, int, int, int, str], tuple[int, int]]
 
 
 def key_of(layout: Layout) -> tuple[int, int, int, int, str]:
-    degrees = layout.run.degrees
+    grid = layout.run.grid
     recomputed = layout.run.config.parallel.activation_checkpointing
-    return degrees.pp, degrees.dp, degrees.tp, layout.run.zero_stage, recomputed
+    return grid.pp, grid.dp, grid.tp, layout.run.zero_stage, recomputed
 
 
 def figures_of(found: WhatIf) -> Figures:
@@ -110,7 +110,7 @@ def test_tensor_groups_are_as_wide_as_a_node_unless_told_otherwise(file: Path) -
 
     def widest(gpus_per_node: int, largest_tensor: int | None = None) -> int:
         layouts = what_if(training, None, gpus_per_node, largest_tensor).layouts
-        return max(layout.run.degrees.tp for layout in layouts)
+        return max(layout.run.grid.tp for layout in layouts)
 
     assert (widest(2), widest(2, 4), widest(8, 1)) == (2, 4, 1)
 

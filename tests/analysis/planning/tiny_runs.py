@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from megaspeed.analysis.planning.variants import Training
-from megaspeed.config import parse_config, read_config
+from megaspeed.config.loading import parse_config, read_config
 from tests.config.small import patch, small, write
 
 FOLDER = Path(__file__).parents[3] / "ds_configs"

@@ -5,7 +5,7 @@ import math
 import torch
 
 from megaspeed.analysis.verification.logical_tensors import merge_shards
-from megaspeed.tensor_parallel import ParameterShard
+from megaspeed.tensor_parallel.plan import ParameterShard
 
 
 def copy_of(value: float) -> tuple[str, ParameterShard, torch.Tensor]:

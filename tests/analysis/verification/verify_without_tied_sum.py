@@ -8,7 +8,7 @@ process has no engine that could make it.
 import sys
 
 from megaspeed.cli import main
-from megaspeed.zero import ZeroEngine
+from megaspeed.zero.engine import ZeroEngine
 
 
 def keep_to_oneself(engine: ZeroEngine) -> None:

@@ -10,7 +10,7 @@ import zstandard
 from pyarrow import parquet
 
 from megaspeed.cli import main
-from megaspeed.data import load_tokenizer
+from megaspeed.data.tokenizer.text_tokenizer import load_tokenizer
 from megaspeed.data.tokens.token_folder import open_token_folder
 
 GOOD = ["first text", "second text"]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megaspeed.data import DataError
+from megaspeed.data.errors import DataError
 from megaspeed.data.text.documents import corpus_fingerprint, read_documents
 from megaspeed.data.text.json_lines import JsonLines
 from megaspeed.data.text.pieces import BadRecord, refuse

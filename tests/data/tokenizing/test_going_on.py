@@ -19,7 +19,7 @@ import pytest
 
 from megaspeed.cli import main
 from megaspeed.config.data import Source
-from megaspeed.data import DataError
+from megaspeed.data.errors import DataError
 from megaspeed.data.text.sources import SourceFile, list_files
 from megaspeed.data.tokenizer.text_tokenizer import TextTokenizer
 from megaspeed.data.tokenizing import batches, plan

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megaspeed.data import DataError
+from megaspeed.data.errors import DataError
 from megaspeed.data.tokenizing.shards import Shards, ShardWriter
 from megaspeed.data.tokens.packing import Packed
 

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 
 from megaspeed.cli import main
 from megaspeed.config.data import Source
-from megaspeed.data import DataError
+from megaspeed.data.errors import DataError
 from megaspeed.data.text.documents import corpus_fingerprint, read_documents
 from megaspeed.data.text.sources import SourceFile, list_files
 from megaspeed.data.tokenizer.text_tokenizer import TextTokenizer

@@ -3,7 +3,7 @@
 import pytest
 from transformers import PreTrainedModel
 
-from megaspeed.config import ModelConfig
+from megaspeed.config.model import ModelConfig
 from tests.model.documents.packed_rows import SHAPES, stock_of
 
 

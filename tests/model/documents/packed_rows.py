@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from megaspeed.config import ModelConfig
-from megaspeed.model import GPT
+from megaspeed.config.model import ModelConfig
+from megaspeed.model.gpt import GPT
 from tests.model.test_transformers_equality import (
     Weights,
     from_gpt2,

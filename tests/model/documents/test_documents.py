@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from megaspeed.config import ModelConfig
+from megaspeed.config.model import ModelConfig
 from megaspeed.model.documents import attention_mask, positions_in
 from tests.model.documents.packed_rows import (
     DOCUMENTS,

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from megaspeed.config import ModelConfig
-from megaspeed.model import GPT
+from megaspeed.config.model import ModelConfig
+from megaspeed.model.gpt import GPT
 from tests.model.documents.packed_rows import DOCUMENTS, ours, tokens_of
 from tests.model.tiny_gpt import DROPOUTS, gradients, initialized
 
