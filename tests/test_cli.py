@@ -222,13 +222,14 @@ def test_schedule_prints_the_grid_and_writes_the_bubble(
     assert json.loads(figures.read_text()) == {"bubble_fraction": bubble}
 
 
-def test_check_loads_no_torch() -> None:
+@pytest.mark.parametrize("name", ["check", "plan"])
+def test_checking_and_planning_load_no_torch(name: str) -> None:
     code = (
         "import sys; from megaspeed.cli import main; "
-        "code = main(['check', '--config', sys.argv[1], '--world-size', '8']); "
+        "code = main([*sys.argv[1:], '--world-size', '8']); "
         "sys.exit(code or ' '.join({'torch', 'deepspeed', 'datasets'} & set(sys.modules)) or None)"
     )
-    command = [sys.executable, "-c", code, str(FOLDER / "3d.json")]
+    command = [sys.executable, "-c", code, name, "--config", str(FOLDER / "3d.json")]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 

@@ -8,6 +8,7 @@ A GPT built over the whole range is the model; built over a part it is one pipel
 its parameters keep their full names. Nothing here knows of ranks or collectives.
 """
 
+import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -15,6 +16,9 @@ from megaspeed.config.model import ModelConfig
 from megaspeed.model.documents import attention_mask, positions_in
 from megaspeed.model.layers import Block, Embedding, Head
 from megaspeed.model.parameters import layer_count
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+"""torch's type of each precision."""
 
 
 class GPT(nn.Module):

@@ -5,6 +5,8 @@ Block       hidden (B, S, D) -> hidden (B, S, D)
 Head        hidden (B, S, D) -> logits (B, S, V)
 """
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor, nn
 
@@ -12,8 +14,21 @@ from megaspeed.config.model import ModelConfig
 from megaspeed.model.attention import Attention
 from megaspeed.model.dropout import SampleDropout
 from megaspeed.model.mlp import GeluMlp, SwiGluMlp
-from megaspeed.model.modules import make_modules
-from megaspeed.model.parameters import block_rows, embedding_rows, head_rows
+from megaspeed.model.parameters import Row, block_rows, embedding_rows, head_rows
+
+
+def make_modules(rows: Mapping[str, Row]) -> dict[str, nn.Module]:
+    """Name within the layer -> module, with weights as torch initialises them."""
+    return {name: _make_module(row) for name, row in rows.items()}
+
+
+def _make_module(row: Row) -> nn.Module:
+    if row.columns is None:
+        norm = nn.LayerNorm if row.kind == "layer_norm" else nn.RMSNorm
+        return norm(row.rows, eps=row.eps)
+    if row.kind == "embedding":
+        return nn.Embedding(row.rows, row.columns)
+    return nn.Linear(row.columns, row.rows, bias=row.bias)
 
 
 class Embedding(nn.Module):

@@ -14,22 +14,21 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megaspeed.config.resolve import Run
+from megaspeed.model.gpt import DTYPES
 from megaspeed.model.micro_batch import MicroBatch
 from megaspeed.pipeline.exchanges import stage_program
 from megaspeed.pipeline.executor import Executor
 from megaspeed.pipeline.p2p import Neighbours
 from megaspeed.pipeline.schedules import SCHEDULES, forward_only
 from megaspeed.pipeline.simulation import check_schedule
-from megaspeed.pipeline.stages import layers_of_stages
-from megaspeed.tensor_parallel.axis import TensorAxis
-from megaspeed.tensor_parallel.plan import ParameterShard
 from megaspeed.topology.context import ParallelContext
 from megaspeed.training.loss import backward_scale, make_loss_function
 from megaspeed.training.matmul_precision import set_matmul_precision
 from megaspeed.training.memory import peak_memory
 from megaspeed.training.optimizer import make_optimizer, parameter_groups
-from megaspeed.zero.build import DTYPES, build_engine
-from megaspeed.zero.engine import StepOutcome, ZeroEngine
+from megaspeed.training.rank_model import rank_model
+from megaspeed.zero.build import build_engine
+from megaspeed.zero.engine import StepOutcome
 from megaspeed.zero.global_norm import exchange
 
 Load = Callable[[int], MicroBatch]
@@ -66,12 +65,14 @@ class Worker:
         set_matmul_precision(run.config.training, context.device)
         self.run = run
         self.context = context
-        self.engine: ZeroEngine
-        self.shards: dict[str, ParameterShard]
-        self.engine, self.shards = build_engine(
+        model = rank_model(run, context)
+        self.shards = model.shards
+        self.engine = build_engine(
             run,
             context,
-            layers=layers_of_stages(run)[context.pp_rank],
+            model.module,
+            model.shards,
+            initial_value=model.initial_value,
             parameter_groups=lambda named: parameter_groups(
                 named, run.config.model, run.config.optimizer
             ),
@@ -82,8 +83,7 @@ class Worker:
         check_schedule(schedule, context.pp_size, micro_batches)
         self._program = stage_program(schedule, context.pp_size, context.pp_rank, micro_batches)
         self._neighbours = self._connect()
-        axis = TensorAxis(group=context.tp_group, rank=context.tp_rank, size=context.tp_size)
-        self._loss_function = make_loss_function(run, axis)
+        self._loss_function = make_loss_function(run, model.axis)
 
     def train_step(
         self, load: Load, learning_rate: float, stop_signal: Callable[[], int] = lambda: 0

@@ -1,7 +1,6 @@
-"""Builds one rank's engine: layers, shards, initial weights, optimizer, DeepSpeed round them.
+"""Builds one rank's engine: initial weights, optimizer, and DeepSpeed round the rank's model.
 
-GPT(layers of this pipeline stage)  on the meta device
-  -> parallelize                    tensor-parallel layers, still on meta
+model on the meta device
   -> materialize                    layer by layer; ZeRO-3 partitions each before the next is made
   -> AdamW over parameter groups    handed over to deepspeed.initialize
 """
@@ -11,13 +10,12 @@ from typing import Any
 
 import deepspeed
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from megaspeed.config.resolve import Run
-from megaspeed.model.gpt import GPT
+from megaspeed.model.gpt import DTYPES, GPT
 from megaspeed.model.parameters import EMBEDDING_WEIGHT, HEAD_WEIGHT
-from megaspeed.tensor_parallel.axis import TensorAxis
-from megaspeed.tensor_parallel.parallelize import initial_shard, materialize, parallelize
+from megaspeed.tensor_parallel.parallelize import materialize
 from megaspeed.tensor_parallel.plan import ParameterShard
 from megaspeed.topology.context import ParallelContext
 from megaspeed.zero.deepspeed_json import deepspeed_json
@@ -32,38 +30,36 @@ from megaspeed.zero.workarounds.stage3_world_check import skip_world_wide_module
 
 OptimizerFactory = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-
 
 def build_engine(
     run: Run,
     context: ParallelContext,
+    model: GPT,
+    shards: Mapping[str, ParameterShard],
     *,
-    layers: range,
+    initial_value: Callable[[str], Tensor],
     parameter_groups: Callable[[Mapping[str, nn.Parameter]], list[dict[str, Any]]],
     make_optimizer: OptimizerFactory,
-) -> tuple[ZeroEngine, dict[str, ParameterShard]]:
-    """This rank's engine over the flat layers ``layers``.
+) -> ZeroEngine:
+    """This rank's engine over ``model``.
 
     Args:
         run: the resolved run.
         context: this rank's groups.
-        layers: indices into the model's flat list of layers.
+        model: this rank's layers on the meta device, tensor-parallel; they get their values here.
+        shards: full name -> the part of the parameter that this rank holds.
+        initial_value: full name -> this rank's shard of the parameter's initial value.
         parameter_groups: this rank's parameters by full name -> groups for the optimizer.
         make_optimizer: groups -> optimizer.
-
-    Returns:
-        The engine, and the shard that this rank holds of each parameter.
     """
     _prepare_deepspeed(context)
-    model, shards = _parallel_model(run, context, layers)
     local_elements = sum(parameter.numel() for parameter in model.parameters())
     json = deepspeed_json(run, local_elements=local_elements)
     mpu = DataAxis(context, replicate=run.zero_stage == 0)
     partition = _LayerPartitioner(run, mpu, json)
     materialize(
         model,
-        lambda name: initial_shard(run.config.model, run.config.training.seed, name, shards[name]),
+        initial_value,
         device=context.device,
         dtype=DTYPES[run.precision],
         on_layer_ready=partition,
@@ -76,14 +72,13 @@ def build_engine(
         engine, *_ = deepspeed.initialize(
             model=model, optimizer=make_optimizer(groups), mpu=mpu, config=json
         )
-    zero = ZeroEngine(
+    return ZeroEngine(
         engine,
         run,
         context,
         owned_elements=_owned_elements(parameters, shards, tied, context),
         tied=tied,
     )
-    return zero, shards
 
 
 def _prepare_deepspeed(context: ParallelContext) -> None:
@@ -93,26 +88,6 @@ def _prepare_deepspeed(context: ParallelContext) -> None:
     count_numa_nodes_once()
     skip_world_wide_module_check()
     deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False)
-
-
-def _parallel_model(
-    run: Run, context: ParallelContext, layers: range
-) -> tuple[GPT, dict[str, ParameterShard]]:
-    config = run.config.model
-    with torch.device("meta"):
-        model = GPT(
-            config,
-            layers=layers,
-            seed=run.config.training.seed,
-            recompute_blocks=run.config.parallel.activation_checkpointing == "full",
-        )
-    axis = TensorAxis(
-        group=context.tp_group,
-        rank=context.tp_rank,
-        size=context.tp_size,
-        sequence_parallel=run.config.parallel.sequence_parallel and context.tp_size > 1,
-    )
-    return model, parallelize(model, config, axis)
 
 
 class _LayerPartitioner:

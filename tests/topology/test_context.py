@@ -234,7 +234,9 @@ def test_a_second_open_context_is_refused(pool: RankPool) -> None:
 def test_plain_python_needs_no_variables_at_all() -> None:
     code = (
         "import os\n"
-        "from megaspeed.topology import Grid, ParallelContext, read_launch_environment\n"
+        "from megaspeed.topology.context import ParallelContext\n"
+        "from megaspeed.topology.grid import Grid\n"
+        "from megaspeed.topology.launch import read_launch_environment\n"
         "launch = read_launch_environment(os.environ)\n"
         "with ParallelContext.create(Grid(1, 1, 1), launch, timeout_seconds=30) as context:\n"
         "    assert context.world_group.size() == 1\n"

@@ -33,6 +33,7 @@ from megaspeed.model.micro_batch import MicroBatch
 from megaspeed.model.parameters import logical_name
 from megaspeed.tensor_parallel.parallelize import materialize
 from megaspeed.topology.context import ParallelContext
+from megaspeed.training.rank_model import plain_model
 
 
 class DataParallel(Protocol):
@@ -133,12 +134,7 @@ def _plain_model(
     on_layer_ready: Callable[[nn.Module], None] = lambda layer: None,
 ) -> GPT:
     config, seed = run.config.model, run.config.training.seed
-    with torch.device("meta"):
-        model = GPT(
-            config,
-            seed=seed,
-            recompute_blocks=run.config.parallel.activation_checkpointing == "full",
-        )
+    model = plain_model(run)
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
     materialize(
         model,

@@ -13,13 +13,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megaspeed.config.resolve import Run
-from megaspeed.model.gpt import GPT
+from megaspeed.model.gpt import DTYPES, GPT
 from megaspeed.model.initialization import initialize
 from megaspeed.model.micro_batch import NOT_COUNTED, MicroBatch
 from megaspeed.training.learning_rate import learning_rate
 from megaspeed.training.matmul_precision import set_matmul_precision
 from megaspeed.training.optimizer import parameter_groups
-from megaspeed.zero.build import DTYPES
 
 CPU = torch.device("cpu")
 

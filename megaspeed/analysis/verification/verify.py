@@ -43,6 +43,7 @@ from megaspeed.analysis.verification.reference import CPU, ReferenceRun, train_r
 from megaspeed.config.resolve import Run
 from megaspeed.data.prepared import PreparedCorpus
 from megaspeed.data.stream.loader import LoaderShape, TrainingLoader
+from megaspeed.model.gpt import DTYPES
 from megaspeed.model.micro_batch import MicroBatch
 from megaspeed.topology.context import ParallelContext
 from megaspeed.topology.free_port import free_port
@@ -50,7 +51,6 @@ from megaspeed.topology.launch import LaunchEnvironment
 from megaspeed.topology.process_exit import end_process
 from megaspeed.training.step_inputs import StepInputs
 from megaspeed.training.worker import Worker
-from megaspeed.zero.build import DTYPES
 
 DeviceType = Literal["cpu", "cuda"]
 
