@@ -10,6 +10,7 @@ it does not.
 
 import dataclasses
 import functools
+import json
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
@@ -25,7 +26,7 @@ from megaspeed.analysis.verification.verify import ParallelRun, compare, train_r
 from megaspeed.config.resolve import Run
 from megaspeed.data.prepared import PreparedCorpus
 from megaspeed.model.dropout import MaskShard, SampleDropout
-from megaspeed.tensor_parallel import collectives
+from megaspeed.tensor_parallel import collectives, parallelize
 from megaspeed.tensor_parallel.collectives import reduce_from_tensor_axis
 from megaspeed.tensor_parallel.layers import RowParallelLinear
 from megaspeed.topology.launch import LaunchEnvironment
@@ -149,6 +150,11 @@ def later_pipeline_stages_are_not_told_of_documents() -> AbstractContextManager[
     return replaced(ZeroEngine, "forward", told_by_half)
 
 
+def the_norm_of_each_head_keeps_its_ranks_gradient() -> AbstractContextManager[None]:
+    # The weight is replicated, but each rank applies it to its own heads.
+    return replaced(parallelize, "_norm_of_a_part", lambda _: lambda norm, _axis: norm)
+
+
 # --- where each shows -----------------------------------------------------------------------------
 
 Shows = Callable[[Comparison], list[Difference]]
@@ -173,6 +179,7 @@ def in_gradients(comparison: Comparison) -> list[Difference]:
 ZERO1 = {"zero_optimization": {"stage": 1}}
 ZERO3 = {"zero_optimization": {"stage": 3}}
 DROPOUT = {"model": {"attention_dropout": 0.2}}
+QK_NORM = {"model": {"qk_norm": True}}
 RESET = {"data": {"reset_at_documents": True}}
 
 MUTATIONS: dict[Callable[[], AbstractContextManager[None]], tuple[dict[str, Any], Shows]] = {
@@ -186,6 +193,7 @@ MUTATIONS: dict[Callable[[], AbstractContextManager[None]], tuple[dict[str, Any]
     every_tensor_rank_reports_its_loss: ({"tp": 2}, in_losses),
     a_bias_is_added_on_every_tensor_rank: ({"tp": 2}, in_later_losses),
     every_tensor_rank_drops_the_same_part: ({"tp": 2, **DROPOUT}, in_gradients),
+    the_norm_of_each_head_keeps_its_ranks_gradient: ({"tp": 2, **QK_NORM}, in_gradients),
     later_pipeline_stages_are_not_told_of_documents: ({"pp": 2, **RESET}, in_gradients),
 }
 
@@ -199,8 +207,8 @@ def train_mutated(
 
 
 @functools.cache
-def reference_of(cache: Path, text: Path, dropout: bool, reset: bool) -> ReferenceRun:
-    run = tiny_run(text, **(DROPOUT if dropout else {}), **(RESET if reset else {}))
+def reference_of(cache: Path, text: Path, model: str, reset: bool) -> ReferenceRun:
+    run = tiny_run(text, model=json.loads(model), **(RESET if reset else {}))
     corpus = tiny_corpus(run, cache)
     return train_reference(run, functools.partial(whole_batch, run, corpus), STEPS)
 
@@ -232,9 +240,8 @@ def train(pool: RankPool, cache: Path, text: Path) -> Callable[[str | None, Run]
         corpus = tiny_corpus(run, cache)
         parallel = pool.run(run.grid.world_size, train_mutated, run, corpus, mutation)[0]
         assert parallel is not None
-        dropout = run.config.model.attention_dropout > 0.0
-        reset = run.config.data.reset_at_documents
-        reference = reference_of(cache, text, dropout, reset)
+        model = run.config.model.model_dump_json(exclude_none=True)
+        reference = reference_of(cache, text, model, run.config.data.reset_at_documents)
         return compare(run, parallel, reference, [] if mutation is None else [drifted(reference)])
 
     unharmed: dict[str, Comparison] = {}

@@ -115,3 +115,19 @@ def test_an_axis_of_one_rank_is_the_plain_model_bit_for_bit(config: ModelConfig)
     tokens = torch.arange(24).view(2, 12)
     logits = model(tokens)[..., : config.vocab_size]
     assert torch.equal(logits, initialized(config)(tokens))
+
+
+def test_a_module_without_a_row_in_the_table_is_refused() -> None:
+    with torch.device("meta"):
+        model = GPT(gpt2())
+        model.blocks["0"].attention.gate = nn.Linear(32, 4, bias=False)
+    with pytest.raises(LookupError, match=r"attention.gate.weight has no row in .*add one"):
+        parallelize(model, gpt2(), TensorAxis(None, 0, 2))
+
+
+def test_a_module_that_is_not_made_from_its_row_is_refused() -> None:
+    with torch.device("meta"):
+        model = GPT(gpt2())
+        model.blocks["0"].mlp.up = nn.Linear(32, 96)
+    with pytest.raises(ValueError, match=r"mlp.up.weight has the shape \(96, 32\), and its row"):
+        parallelize(model, gpt2(), TensorAxis(None, 0, 2))

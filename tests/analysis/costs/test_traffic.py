@@ -259,6 +259,7 @@ def test_the_most_that_zero3_has_whole_at_a_time(
 # --- tensor and pipeline axes ---------------------------------------------------------------------
 
 SEQUENCE = {"sequence_parallel": True}
+QWEN3 = {**LLAMA, "architecture": "qwen3", "head_dim": 12, "attention_output_bias": True}
 RECOMPUTE = {"activation_checkpointing": "full"}
 MODEL_AXES: dict[str, tuple[Layout, dict[str, Any]]] = {
     "gpt2": ((1, 1, 2), {}),
@@ -272,6 +273,8 @@ MODEL_AXES: dict[str, tuple[Layout, dict[str, Any]]] = {
         (1, 1, 2),
         {"parallel": {**SEQUENCE, **RECOMPUTE}, "model": {"residual_dropout": 0.1}},
     ),
+    "norms of each head": ((1, 1, 2), {"model": QWEN3}),
+    "norms of each head, sequence parallel": ((2, 1, 2), {"model": QWEN3, "parallel": SEQUENCE}),
     "shared heads": ((1, 1, 4), {"model": {**LLAMA, **SHARED_HEADS}}),
     "shared heads, sequence parallel": (
         (1, 1, 4),

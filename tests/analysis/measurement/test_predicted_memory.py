@@ -152,6 +152,15 @@ PEAKS: dict[str, tuple[tuple[int, int, int], list[dict[str, Any]]]] = {
             merge(RESET, {"model": {**LLAMA, **RESET["model"]}, **BF16}),
         ],
     ),
+    "features": (
+        (1, 1, 2),
+        [
+            merge(LONG, {"model": {**LLAMA, **LONG["model"], "architecture": "qwen3"}}),
+            merge(LONG, {"model": {**LLAMA, **LONG["model"], "architecture": "qwen3"}, **BF16}),
+            merge(LONG, {"model": {**LLAMA, **LONG["model"], "sliding_window": 40}}),
+            merge(LONG, {"model": {**LONG["model"], "qk_norm": True, "mlp_bias": False}}),
+        ],
+    ),
     "tensor ranks": (
         (1, 1, 2),
         [
