@@ -3,17 +3,22 @@
 The axes are `pp` (pipeline), `dp` (data, with ZeRO stages 0 to 3) and `tp` (tensor). Any layout of
 ranks trains the same model as one process. Each folder imports only from the folders above it:
 
-    config/           the JSON of a run, strictly checked
+    files/            files and folders, whole or not at all
     topology/         ranks, coordinates and process groups
-    data/             corpus, tokenizer, sampler, loader
-    model/            the GPT as plain torch.nn, nothing distributed
+    config/           the JSON of a run, strictly checked
+    model/            the GPT as plain torch.nn, and the table of its parameters
     tensor_parallel/  layers split over tp, and the plan that applies them to the model
+    data/             corpus, tokenizer, sampler, loader
+    checkpoint/       checkpoints that do not depend on the layout
+    inference/        generation and evaluation
+    hugging_face/     models of transformers, imported and exported
     pipeline/         schedules as data, the partition of layers, the executor
     zero/             the fence round DeepSpeed
-    training/         optimizer groups, learning rate, the loop, metrics
-    checkpoint/       checkpoints that know nothing of the layout
+    training/         the rank's model, optimizer groups, learning rate, the loop, metrics
     analysis/         memory, traffic and pipeline bubble, predicted and measured
     cli/              the `megaspeed` command, a file for each subcommand
+
+`docs/architecture.md` follows one micro-batch from the loader to the optimizer.
 """
 
 __version__ = "0.2.0"
