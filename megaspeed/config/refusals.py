@@ -33,6 +33,10 @@ _ZERO_PLUS_PLUS = (
     "DeepSpeed forms its groups from consecutive ranks of the whole world, which is wrong "
     "beside pipeline or tensor parallelism; remove it"
 )
+_WHOLE_LAYERS = (
+    "a layer is gathered in one all-gather when a pass enters it, and freed when the pass leaves "
+    "it; remove it"
+)
 _MEAN = "the loss and its gradient are means over the whole batch at every layout; remove it"
 _OWN_CHECKPOINTS = "megaspeed writes its own checkpoints, which fit every layout; remove it"
 _MONITOR = Refusal(
@@ -167,6 +171,16 @@ REFUSED_KEYS: Mapping[str, Refusal] = {
         "every parameter is used; remove it", (True, False, None)
     ),
     "zero_optimization.leaf_module": Refusal("it serves mixture of experts; remove it"),
+    "zero_optimization.stage3_max_reuse_distance": Refusal(_WHOLE_LAYERS, (0, None)),
+    "zero_optimization.stage3_module_granularity_threshold": Refusal(_WHOLE_LAYERS, (0, None)),
+    "zero_optimization.stage3_allgather_sequential": Refusal(_WHOLE_LAYERS, _OFF),
+    "zero_optimization.stage3_use_all_reduce_for_fetch_params": Refusal(_WHOLE_LAYERS, _OFF),
+    "zero_optimization.log_trace_cache_warnings": Refusal(
+        "the order in which layers are gathered is fixed, so there is no trace; remove it", _OFF
+    ),
+    "zero_optimization.memory_efficient_linear": Refusal(
+        "no layer keeps a gathered weight; remove it", (True, False, None)
+    ),
     "zero_optimization.override_module_apply": Refusal(
         "parameters are initialised before DeepSpeed sees them; remove it", (True, None)
     ),

@@ -70,8 +70,8 @@ class ZeroConfig(Section):
     )
     stage3_prefetch_bucket_size: Annotated[ElementCount, Field(ge=0)] | None = Field(
         default=None,
-        description="Elements fetched ahead of use; 0 for none. Left out: about one block, 12 x "
-        "model.hidden_size^2 / parallel.tensor.",
+        description="0: gather each layer when a pass enters it. Any other number, or none: gather "
+        "the next layer while one is at work, if stage3_max_live_parameters leaves room for it.",
     )
     stage3_param_persistence_threshold: Annotated[ElementCount, Field(ge=0)] | None = Field(
         default=None,
@@ -84,33 +84,21 @@ class ZeroConfig(Section):
     )
     stage3_max_live_parameters: Annotated[ElementCount, Field(ge=0)] | None = Field(
         default=None,
-        description="Elements gathered at a time, beyond which nothing is fetched ahead. Left "
-        "out: those of two blocks on one rank.",
+        description="The next layer is gathered while one is at work only if both together have "
+        "at most this many elements. Parameters that are kept whole do not count. If omitted: no "
+        "bound.",
     )
-    stage3_max_reuse_distance: ElementCount = Field(
-        default=0,
-        ge=0,
-        description="Keep a gathered parameter that is needed again within this many elements. "
-        "DeepSpeed's own default, 1e9, keeps a whole small model gathered from forward to "
-        "backward: less traffic, but no memory is saved.",
-    )
-    stage3_module_granularity_threshold: ElementCount = Field(
-        default=0,
-        ge=0,
-        description="Fetch modules with fewer elements a submodule than this as a whole.",
-    )
-    stage3_use_all_reduce_for_fetch_params: bool = Field(
-        default=False, description="Fetch parameters with all-reduce instead of all-gather."
-    )
-    stage3_allgather_sequential: bool = Field(
-        default=False, description="Gather parameters one by one: slower, with less memory."
-    )
-    memory_efficient_linear: bool = Field(
-        default=True, description="Stage 3: a linear layer that keeps no gathered weight."
-    )
-    log_trace_cache_warnings: bool = Field(
-        default=False, description="Stage 3: log when the order of modules changed."
-    )
+
+    def fetches_ahead(self, at_work: int, following: int) -> bool:
+        """Stage 3: whether the next layer is gathered while one is at work.
+
+        Args:
+            at_work: elements that are gathered of the layer at work, without padding.
+            following: those of the next layer.
+        """
+        bound = self.stage3_max_live_parameters
+        has_room = bound is None or at_work + following <= bound
+        return has_room and self.stage3_prefetch_bucket_size != 0
 
     @property
     def offloads_optimizer(self) -> bool:

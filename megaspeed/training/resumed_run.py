@@ -22,12 +22,18 @@ _DATA_KEYS = {
     "seed": "data.seed",
 }
 
-# They follow from other keys and change no number that is trained.
+# They follow from other keys or are no longer there, and change no number that is trained.
 _FOLLOWING_KEYS = {
     "training.run_dir",
     "zero_optimization.reduce_bucket_size",
     "zero_optimization.stage3_prefetch_bucket_size",
     "zero_optimization.stage3_max_live_parameters",
+    "zero_optimization.stage3_max_reuse_distance",
+    "zero_optimization.stage3_module_granularity_threshold",
+    "zero_optimization.stage3_allgather_sequential",
+    "zero_optimization.stage3_use_all_reduce_for_fetch_params",
+    "zero_optimization.memory_efficient_linear",
+    "zero_optimization.log_trace_cache_warnings",
 }
 
 # Regularisation may be changed in mid-training, and no weights are drawn anew. Where positions are

@@ -26,7 +26,6 @@ from megaspeed.zero.workarounds.no_compilation import declare_no_compiled_ops
 from megaspeed.zero.workarounds.numa_nodes_once import count_numa_nodes_once
 from megaspeed.zero.workarounds.process_environment import name_the_local_rank
 from megaspeed.zero.workarounds.stage1_fp32_accumulation import always_the_zero_optimizer
-from megaspeed.zero.workarounds.stage3_world_check import skip_world_wide_module_check
 
 OptimizerFactory = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 
@@ -86,7 +85,6 @@ def _prepare_deepspeed(context: ParallelContext) -> None:
     name_the_local_rank(context.device, context.local_rank)
     declare_no_compiled_ops()
     count_numa_nodes_once()
-    skip_world_wide_module_check()
     deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False)
 
 

@@ -49,5 +49,6 @@ def deepspeed_json(run: Run, *, local_elements: int) -> dict[str, Any]:
         json.setdefault("communication_data_type", run.accumulation_dtype)
     zero = json["zero_optimization"]
     zero["stage"] = max(1, run.zero_stage)
+    zero["memory_efficient_linear"] = False
     zero["reduce_bucket_size"] = min(zero["reduce_bucket_size"], local_elements)
     return json

@@ -26,16 +26,16 @@ from megaspeed.config.resolve import Run
 from megaspeed.topology.context import ParallelContext
 from megaspeed.zero.fragments import GradientFragment, gradient_fragments
 from megaspeed.zero.global_norm import exchange, first_non_finite, owned_squares
+from megaspeed.zero.layer_gathers import LayerGathers
 from megaspeed.zero.loss_scale import Counters, read_loss_scale, take_loss_scale
 from megaspeed.zero.optimizer_state import StateFragment, state_fragments, take_state
 from megaspeed.zero.reductions import add_gradients_of_other_end, average_over_replicas
-from megaspeed.zero.workarounds.gathers_after_the_step import let_gathers_wait
+from megaspeed.zero.workarounds.module_hooks import remove_module_hooks
 from megaspeed.zero.workarounds.one_copy_of_gradients import add_up_in_place
 from megaspeed.zero.workarounds.own_norm import use_norm
 from megaspeed.zero.workarounds.partitioned_gradients import keep_only_own_partition
 from megaspeed.zero.workarounds.reduction_dtype import reduce_in
 from megaspeed.zero.workarounds.smallest_loss_scale import stay_at_the_smallest_scale
-from megaspeed.zero.workarounds.stage3_in_flight import InFlightCounters
 from megaspeed.zero.workarounds.waits_on_the_device import wait_on_the_device
 
 
@@ -86,7 +86,7 @@ class ZeroEngine:
         self._replicated = run.zero_stage == 0
         self.names = {parameter: name for name, parameter in engine.module.named_parameters()}
         """Full name of each of this rank's parameters."""
-        self._in_flight = InFlightCounters(engine.module) if run.zero_stage == 3 else None
+        self._gathers: LayerGathers | None = None
         self._coalescing: AbstractContextManager[None] | None = None
         self._scaled_norm = math.nan
         self.non_finite_parameter: str | None = None
@@ -98,8 +98,10 @@ class ZeroEngine:
         use_norm(self._optimizer, lambda: self._scaled_norm)
         stay_at_the_smallest_scale(self._optimizer)
         wait_on_the_device(self._optimizer)
-        let_gathers_wait(self._optimizer)
-        if run.zero_stage < 3:
+        if run.zero_stage == 3:
+            remove_module_hooks(self._optimizer)
+            self._gathers = LayerGathers(engine.module, context, run.config.zero_optimization)
+        else:
             reduce_in(self._optimizer, self._optimizer.gradient_accumulation_dtype)
             add_up_in_place(self._optimizer)
             if not self._optimizer.cpu_offload:
@@ -120,9 +122,9 @@ class ZeroEngine:
         self, micro_batch: int, x: Tensor, samples: Tensor, documents: Tensor | None
     ) -> Tensor:
         """Runs the module on ``x``: tokens (B, S) or hidden states (B, S, D)."""
+        if self._gathers is not None:
+            self._gathers.begin_forward()
         output: Tensor = self._engine(x, samples, documents)
-        if self._in_flight is not None and torch.is_grad_enabled():
-            self._in_flight.save(micro_batch)
         return output
 
     def backward(
@@ -150,8 +152,6 @@ class ZeroEngine:
             self._hold_back_reduction()
         else:
             self._engine.set_gradient_accumulation_boundary(last)
-        if self._in_flight is not None:
-            self._in_flight.restore(micro_batch)
         if gradient is None:
             self._engine.backward(output)
         else:
@@ -159,6 +159,8 @@ class ZeroEngine:
             # (engine.py:3205-3211).
             self._engine._manual_backward_expected = True
             torch.autograd.backward(output, gradient)
+        if self._gathers is not None:
+            self._gathers.end_backward()
         self.after_backward()
 
     def reduce_gradients(self) -> None:
@@ -215,7 +217,6 @@ class ZeroEngine:
         loss_scale = float(self._optimizer.loss_scale)  # of this step: the scaler may change it
         self._engine.set_gradient_accumulation_boundary(True)
         self._engine.step()
-        let_gathers_wait(self._optimizer)
         return StepOutcome(
             grad_norm=self._scaled_norm / loss_scale,
             skipped=bool(self._optimizer.overflow),
@@ -234,7 +235,8 @@ class ZeroEngine:
     def take_state(self, steps_taken: int) -> None:
         """Goes on from state fragments that were written to; a collective over the data axis."""
         take_state(self._optimizer, steps_taken)
-        let_gathers_wait(self._optimizer)
+        if self._gathers is not None:
+            self._gathers.weights_changed()
 
     def loss_scale(self) -> Counters | None:
         """fp16's dynamic loss scale; None where there is none."""

@@ -54,4 +54,5 @@ def allocates_for_communication(module: str) -> bool | None:
         return False
     if module.startswith(("deepspeed.runtime.zero.", "deepspeed.runtime.comm.")):
         return True
-    return True if module == "megaspeed.zero.reductions" else None
+    own = ("megaspeed.zero.reductions", "megaspeed.zero.gathered_layer")
+    return True if module in own else None

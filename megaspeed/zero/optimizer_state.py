@@ -55,7 +55,8 @@ def take_state(optimizer: Any, steps_taken: int) -> None:
     for master in master_partitions(optimizer):
         _moments(optimizer.optimizer, master)["step"].fill_(steps_taken)
     if partitions_parameters(optimizer):
-        _refresh_partitioned_parameters(optimizer)
+        for sub_group in range(len(optimizer.fp32_partitioned_groups_flat)):
+            optimizer._reassign_or_swap_out_partitioned_parameters(sub_group)
     else:
         optimizer.update_lp_params()
 
@@ -77,11 +78,3 @@ def _moments(adamw: torch.optim.Optimizer, master: Tensor) -> dict[str, Tensor]:
         state["exp_avg_sq"] = torch.zeros_like(master.data)
     return state
 
-
-def _refresh_partitioned_parameters(optimizer: Any) -> None:
-    for sub_group in range(len(optimizer.fp32_partitioned_groups_flat)):
-        optimizer._reassign_or_swap_out_partitioned_parameters(sub_group)
-    persistent = optimizer.persistent_parameters
-    if persistent:  # kept whole between steps, so their copies are of old partitions
-        persistent[0].partition(persistent)
-        persistent[0].all_gather(persistent)

@@ -48,7 +48,7 @@ class RaceFinder(TorchDispatchMode):
         super().__init__()
         self._accelerator = accelerator
         self._accesses: dict[int, list[_Access]] = defaultdict(list)
-        self._storages: dict[int, torch.UntypedStorage] = {}  # kept, so that no address comes twice
+        self._storages: dict[int, torch.UntypedStorage] = {}  # kept, so that none comes twice
         self.races: Counter[tuple[str, str]] = Counter()
 
     def __torch_dispatch__(
@@ -82,10 +82,10 @@ class RaceFinder(TorchDispatchMode):
             write,
             where,
         )
-        address = storage.data_ptr()
-        self._storages[address] = storage
+        identity = storage._cdata  # its memory may be freed, and taken again elsewhere
+        self._storages[identity] = storage
         kept = []
-        for other in self._accesses[address]:
+        for other in self._accesses[identity]:
             overlaps = other.start < own.stop and own.start < other.stop
             done = other.time <= stream.clock.get(other.stream, 0)
             if overlaps and not done and (write or other.write):
@@ -93,7 +93,7 @@ class RaceFinder(TorchDispatchMode):
             covered = own.start <= other.start and other.stop <= own.stop
             if not (covered and done and (write or not other.write)):
                 kept.append(other)
-        self._accesses[address] = [*kept, own]
+        self._accesses[identity] = [*kept, own]
 
 
 def _touched(

@@ -69,7 +69,6 @@ def test_without_the_work_around_deepspeed_waits_after_every_backward(pool: Rank
     assert waits("zero1") == 0
     assert waits("zero2-overlap") >= 2
     assert waits("zero3") >= 2
-    assert waits("zero3-one-rank") > waits("zero3")
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])

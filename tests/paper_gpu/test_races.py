@@ -4,18 +4,19 @@ A wait that is removed makes a step faster and may let the next forward gather w
 still being written. On a GPU the loss then differs a little, sometimes.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
 from megaspeed.topology.launch import LaunchEnvironment
-from tests.paper_gpu.accelerator import paper_accelerator
+from tests.paper_gpu.accelerator import PaperStream, paper_accelerator
 from tests.paper_gpu.fake_world import batches, fake_rank, paper_run
 from tests.paper_gpu.races import RaceFinder
+from tests.paper_gpu.recorder import caller
 from tests.paper_gpu.test_host_waits import CASES, OVERLAP, PER_MICRO_BATCH, zero
 from tests.rank_pool import RankPool
-from tests.zero.test_workarounds import left_out
 
 NOTHING_PERSISTS = {"stage3_param_persistence_threshold": 0}
 OFFLOAD = {"offload_optimizer": {"device": "cpu", "pin_memory": False}}
@@ -53,30 +54,43 @@ def _races(launch: LaunchEnvironment, changes: dict[str, Any]) -> list[tuple[str
         return list(finder.races)
 
 
-def _races_without(
-    launch: LaunchEnvironment, changes: dict[str, Any], names: tuple[str, ...]
-) -> list[tuple[str, str]]:
-    with left_out(*names):
-        return _races(launch, changes)
-
-
 @pytest.mark.parametrize("case", ALL_CASES)
 def test_no_two_streams_race(pool: RankPool, case: str) -> None:
     assert pool.run(1, _races, ALL_CASES[case]) == [[]]
 
 
-def test_deepspeed_gathers_what_the_optimizer_still_writes_if_nothing_persists(
+def _races_without_order(launch: LaunchEnvironment, waits: Callable[..., bool]) -> list[str]:
+    """Both ends of all races, if a stream waits for another only where ``waits`` allows it."""
+    wait_stream = PaperStream.wait_stream
+
+    def sometimes(stream: PaperStream, other: PaperStream) -> None:
+        if "layer_gathers" not in caller() or waits(stream):
+            wait_stream(stream, other)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PaperStream, "wait_stream", sometimes)
+        return [f"{first} | {then}" for first, then in _races(launch, zero(3))]
+
+
+def _is_the_streams_own(stream: PaperStream) -> bool:
+    return stream.name != "default"
+
+
+def _computes(stream: PaperStream) -> bool:
+    return stream.name == "default"
+
+
+def test_a_gather_that_waits_for_nothing_races_with_the_step_and_with_the_layer_before(
     pool: RankPool,
 ) -> None:
-    both = ("wait_on_the_device", "let_gathers_wait")
-    (races,) = pool.run(1, _races_without, zero(3, **NOTHING_PERSISTS), both)
-    assert any("_reassign_or_swap_out" in first for first, _ in races)
-    assert pool.run(1, _races_without, zero(3), both) == [[]], "the device is synchronised"
+    (races,) = pool.run(1, _races_without_order, _computes)
+    assert any("_reassign_or_swap_out" in race for race in races), "partitions being written"
+    assert any("aten::" in race and "gathered_layer" in race for race in races)
 
 
-def test_without_the_devices_synchronisation_gathers_race_at_every_zero3(pool: RankPool) -> None:
-    (races,) = pool.run(1, _races_without, zero(3), ("let_gathers_wait",))
-    assert any("_reassign_or_swap_out" in first for first, _ in races)
+def test_a_layer_that_does_not_wait_for_its_gather_races_with_it(pool: RankPool) -> None:
+    (races,) = pool.run(1, _races_without_order, _is_the_streams_own)
+    assert any("split_with_sizes_copy" in race and "allgather" in race for race in races)
 
 
 def _kept_until_reduced(launch: LaunchEnvironment) -> set[int]:

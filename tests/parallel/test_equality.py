@@ -219,8 +219,8 @@ OPTIONS = [
 STAGE_3_OPTIONS = [
     {"sub_group_size": 3000},
     {"stage3_param_persistence_threshold": 1000},
-    {"stage3_prefetch_bucket_size": 0, "stage3_max_reuse_distance": 0},
-    {"memory_efficient_linear": False},
+    {"stage3_prefetch_bucket_size": 0},
+    {"stage3_max_live_parameters": 20_000},
     {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}},
 ]
 

@@ -4,12 +4,9 @@ from collections.abc import Iterable
 from typing import Any
 
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
-from torch import Tensor, nn
+from torch import Tensor
 
 from tests.zero.one_rank import OneRank
-
-# ZeRO-3 lets go of parameters at once: no prefetch, none kept because it is used again soon.
-LET_GO = {"stage3_prefetch_bucket_size": 0, "stage3_max_reuse_distance": 0}
 
 
 def bytes_of(tensors: Iterable[Tensor | None]) -> int:
@@ -41,42 +38,7 @@ def state_tensors(rank: OneRank) -> list[Tensor]:
 
 
 def is_gathered(parameter: Any) -> bool:
-    return parameter.ds_status == ZeroParamStatus.AVAILABLE or parameter.data.numel() > 0
-
-
-def most_gathered_in_a_step(rank: OneRank) -> tuple[int, int, int]:
-    """ZeRO-3: (most whole parameters in a backward, most between forwards and backwards, all)."""
-    parameters = list(rank.engine.module.parameters())
-    during: list[int] = []
-    between: list[int] = []
-
-    def look(into: list[int]) -> None:
-        into.append(sum(map(is_gathered, parameters)))
-
-    coordinator = rank.optimizer.parameter_offload.get_param_coordinator()
-    fetch = coordinator.fetch_sub_module
-
-    def watched_fetch(module: nn.Module, forward: bool) -> None:
-        fetch(module, forward=forward)
-        if not forward:
-            look(during)
-
-    coordinator.fetch_sub_module = watched_fetch
-    forward, backward = rank.engine.forward, rank.engine.backward
-
-    def watched_forward(*args: Any) -> Tensor:
-        output = forward(*args)
-        look(between)
-        return output
-
-    def watched_backward(*args: Any, **kwargs: Any) -> None:
-        backward(*args, **kwargs)
-        look(between)
-
-    rank.engine.forward = watched_forward  # type: ignore[method-assign]
-    rank.engine.backward = watched_backward  # type: ignore[method-assign]
-    rank.train_step(0)
-    return max(during), max(between), len(parameters)
+    return parameter.ds_status != ZeroParamStatus.NOT_AVAILABLE or parameter.data.numel() > 0
 
 
 def gradient_bytes_between_micro_batches(rank: OneRank) -> list[int]:

@@ -115,6 +115,7 @@ def three_bad_steps_and_a_good_one(
         (0, BF16_IN_FP32),
         (1, BF16),
         (1, {"zero_optimization": OFFLOAD}),
+        (3, {"zero_optimization": {"stage3_param_persistence_threshold": 1000}}),
         (2, PER_STEP),
         (2, BF16_IN_FP32),
         (2, {"bf16": {"enabled": True, "check_grad_overflow": False}}),

@@ -19,11 +19,9 @@ from megaspeed.topology.launch import LaunchEnvironment
 from tests.parallel.tiny import tiny_corpus
 from tests.rank_pool import RankPool
 from tests.zero.held import (
-    LET_GO,
     bytes_of,
     gradient_bytes_between_micro_batches,
     is_gathered,
-    most_gathered_in_a_step,
     state_tensors,
 )
 from tests.zero.one_rank import one_rank, small_run
@@ -90,32 +88,6 @@ def test_zero3_holds_its_share_of_the_parameters_between_steps_and_no_more(
             assert held.gathered == 0
             assert held.part_bytes == held.rounded_up_bytes
             assert held.part_bytes == pytest.approx(held.whole_bytes / dp, rel=0.01)
-
-
-def gathered_by_a_step(
-    launch: LaunchEnvironment, run: Run, corpus: PreparedCorpus
-) -> tuple[int, int, int]:
-    with one_rank(launch, run, corpus) as rank:
-        return most_gathered_in_a_step(rank)
-
-
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-def test_zero3_gathers_one_module_at_a_time_however_many_micro_batches_are_in_flight(
-    pool: RankPool, text: Path, cache: Path, schedule: str
-) -> None:
-    run = small_run(
-        text,
-        pp=2,
-        dp=2,
-        zero_optimization={"stage": 3, **LET_GO},
-        parallel={"schedule": schedule},
-        model={"num_hidden_layers": 8},
-    )
-    for during, between, all_parameters in pool.run(
-        4, gathered_by_a_step, run, tiny_corpus(run, cache)
-    ):
-        assert between == 0
-        assert during <= 2 < all_parameters, "a linear layer's weight and bias"
 
 
 # --- gradients ------------------------------------------------------------------------------------

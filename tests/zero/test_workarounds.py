@@ -23,7 +23,7 @@ from deepspeed.ops.op_builder.builder import OpBuilder
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
 from deepspeed.runtime.zero import partitioned_param_coordinator
 from deepspeed.runtime.zero import utils as zero_functions
-from torch import Tensor
+from torch import Tensor, nn
 
 from megaspeed.analysis.measurement.measured_step import measure_step
 from megaspeed.analysis.verification.comparison import TOLERANCES, compare_gradients
@@ -39,10 +39,9 @@ from megaspeed.zero import build, engine
 from megaspeed.zero.mpu import DataAxis
 from megaspeed.zero.workarounds.process_environment import name_the_accelerator
 from megaspeed.zero.workarounds.smallest_loss_scale import stay_at_the_smallest_scale
-from megaspeed.zero.workarounds.stage3_in_flight import InFlightCounters
 from tests.parallel.tiny import LLAMA, tiny_corpus
 from tests.rank_pool import RankFailure, RankPool
-from tests.zero.held import LET_GO, gradient_bytes_between_micro_batches, most_gathered_in_a_step
+from tests.zero.held import gradient_bytes_between_micro_batches, is_gathered
 from tests.zero.one_rank import LEARNING_RATE, OneRank, one_rank, small_run
 
 # A call that waits this long waits for ever.
@@ -172,20 +171,36 @@ def test_without_clearing_zero3_silently_keeps_the_last_micro_batch_alone(
     assert are_equal(gradients, reference)
 
 
-# --- stage3_world_check ---------------------------------------------------------------------------
+# --- module_hooks ---------------------------------------------------------------------------------
+
+
+class NoGathers:
+    """DeepSpeed's hooks are to gather."""
+
+    def __init__(self, *_args: object) -> None:
+        pass
+
+    begin_forward = end_backward = nothing
+
+
+@contextmanager
+def hooks_of_deepspeed() -> Iterator[None]:
+    with left_out("remove_module_hooks"), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine, "LayerGathers", NoGathers)
+        yield
 
 
 def two_zero3_stages(launch: LaunchEnvironment, run: Run, corpus: PreparedCorpus) -> float:
     check = ends_the_rank_where_it_hangs(
         "the check", zero_functions.assert_ints_same_as_other_ranks
     )
-    with left_out("skip_world_wide_module_check"), pytest.MonkeyPatch.context() as patch:
+    with hooks_of_deepspeed(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(partitioned_param_coordinator, "assert_ints_same_as_other_ranks", check)
         with one_rank(launch, run, corpus) as rank:
             return rank.train_step(0).loss
 
 
-def test_without_skipping_the_world_wide_check_zero3_hangs_in_a_pipeline(
+def test_with_deepspeeds_hooks_zero3_hangs_in_a_pipeline(
     pool: RankPool, text: Path, cache: Path
 ) -> None:
     run = small_run(text, pp=2, zero_optimization={"stage": 3})
@@ -193,31 +208,31 @@ def test_without_skipping_the_world_wide_check_zero3_hangs_in_a_pipeline(
         pool.run(2, two_zero3_stages, run, tiny_corpus(run, cache))
 
 
-# --- stage3_in_flight -----------------------------------------------------------------------------
-
-
-def gathered_in_a_step(
-    launch: LaunchEnvironment, run: Run, corpus: PreparedCorpus, counting: bool
+def most_gathered_by_hooks(
+    launch: LaunchEnvironment, run: Run, corpus: PreparedCorpus
 ) -> tuple[int, int]:
-    with pytest.MonkeyPatch.context() as patch:
-        if not counting:
-            patch.setattr(InFlightCounters, "restore", nothing)
-        with one_rank(launch, run, corpus) as rank:
-            during, _, all_parameters = most_gathered_in_a_step(rank)
-            return during, all_parameters
+    """(most parameters that are whole as a backward enters a module, all of them)."""
+    with hooks_of_deepspeed(), one_rank(launch, run, corpus) as rank:
+        parameters = list(rank.engine.module.parameters())
+        coordinator = rank.optimizer.parameter_offload.get_param_coordinator()
+        fetch, gathered = coordinator.fetch_sub_module, []
+
+        def watched(module: nn.Module, forward: bool) -> None:
+            fetch(module, forward=forward)
+            if not forward:
+                gathered.append(sum(map(is_gathered, parameters)))
+
+        coordinator.fetch_sub_module = watched
+        rank.train_step(0)
+        return max(gathered), len(parameters)
 
 
-def test_without_counters_for_each_micro_batch_zero3_keeps_a_whole_pipeline_stage_gathered(
+def test_with_deepspeeds_hooks_micro_batches_in_flight_keep_everything_gathered(
     pool: RankPool, text: Path, cache: Path
 ) -> None:
-    run = small_run(
-        text, dp=2, zero_optimization={"stage": 3, **LET_GO}, parallel={"schedule": "gpipe"}
-    )
-    corpus = tiny_corpus(run, cache)
-    for during, all_parameters in pool.run(2, gathered_in_a_step, run, corpus, False):
-        assert during > 0.9 * all_parameters
-    for during, _ in pool.run(2, gathered_in_a_step, run, corpus, True):
-        assert during <= 2, "a linear layer's weight and bias"
+    run = small_run(text, dp=2, zero_optimization={"stage": 3}, parallel={"schedule": "gpipe"})
+    for gathered, everything in pool.run(2, most_gathered_by_hooks, run, tiny_corpus(run, cache)):
+        assert gathered > 0.9 * everything
 
 
 # --- no_compilation -------------------------------------------------------------------------------

@@ -1,53 +1,128 @@
-"""ZeRO-3: the parameters that a rank has gathered at a time.
+"""ZeRO-3: what a rank gathers, layer by layer.
 
-    partition of every rank --all-gather--> one buffer --put together--> the layer's parameters
+    forward     gathers every layer once
+    backward    gathers every layer once, but not the embedding
+    step        gathers once what stays whole from step to step
 
-Until its parameters are put together, what is being fetched is there twice. DeepSpeed fetches a
-bucket ahead at every module, as long as no more than ``stage3_max_live_parameters`` are there;
-parameters that stay whole are never fetched.
+So a step of M micro-batches gathers M (2 P - E) + K elements: P of all layers and E of the
+embedding without what stays whole, which is K. A tied head counts in the embedding and in the head.
+(Rajbhandari et al. 2020, section 7.2.2, has 2 P.) A parameter travels padded to a multiple of dp.
+
+    partition of every rank --all-gather--> arriving --copy--> the layer's parameters
+
+A layer of several parameters is there twice until they are copied apart. One parameter arrives
+where it stays. Over one rank nothing is gathered, because its partitions are the parameters.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
 
-from megaspeed.analysis.costs.local_parameters import LocalParameter, elements_of
+from megaspeed.analysis.costs.local_parameters import (
+    LocalParameter,
+    elements_of,
+    partition_elements,
+)
 from megaspeed.analysis.costs.model_states import stay_whole
 from megaspeed.analysis.costs.number_bytes import BYTES_OF
 from megaspeed.config.resolve import Run
+from megaspeed.model.parameters import EMBEDDING_WEIGHT, HEAD_WEIGHT
+
+Pass = Literal["forward", "backward"]
 
 
-class GatheredParameters:
-    """Bytes that a rank with these parameters has gathered; nothing below ZeRO-3.
+@dataclass(frozen=True)
+class GatheredBytes:
+    """What a rank holds of gathered parameters around one layer of a pass.
 
-    Args:
-        run: the resolved run.
-        parameters: all of the rank's.
+    Attributes:
+        at_work: the layer's parameters.
+        arriving: a second time, until they are copied apart.
+        ahead: the next layer's, on their way while this one is at work.
     """
 
-    def __init__(self, run: Run, parameters: Sequence[LocalParameter]) -> None:
-        zero = run.config.zero_optimization
-        self._active = run.zero_stage == 3
-        self._whole = {parameter.name for parameter in stay_whole(run, parameters)}
-        self._element_bytes = BYTES_OF[run.precision]
-        self._all = self._fetched(parameters)
-        self._allowed = zero.stage3_max_live_parameters or 0
-        self._fetches_ahead = bool(zero.stage3_prefetch_bucket_size)
+    at_work: int = 0
+    arriving: int = 0
+    ahead: int = 0
 
-    def live(self, layer: Sequence[LocalParameter]) -> int:
-        """While a layer is at work: its own parameters, and the next ones where there is room."""
-        allowed = self._allowed if self._fetches_ahead else 0
-        return self._bytes(max(self._fetched(layer), allowed))
 
-    def arriving(self) -> int:
-        """The buffers of what is being fetched."""
-        return self._bytes(self._allowed if self._fetches_ahead else 0)
+def gathered_in_pass(
+    run: Run, parameters: Sequence[LocalParameter], direction: Pass, *, on_host: bool = False
+) -> list[GatheredBytes]:
+    """Of each layer of a rank with these parameters, in the order of the forward pass.
 
-    def one_matrix(self, layer: Sequence[LocalParameter]) -> int:
-        """Where nothing is fetched ahead: a layer's largest parameter, arriving and there."""
-        largest = max((p.elements for p in layer if p.name not in self._whole), default=0)
-        return 2 * self._bytes(largest)
+    ``on_host``: the device is the host's processor, so that offloaded partitions are on it.
+    """
+    layers = [
+        [] if direction == "backward" and name == "embedding" else layer
+        for name, layer in _travelling_by_layer(run, parameters).items()
+    ]
+    is_there = run.grid.dp == 1 and (
+        on_host or not run.config.zero_optimization.offloads_parameters
+    )
+    if run.zero_stage < 3 or is_there:
+        return [GatheredBytes() for _ in layers]
+    following = [*layers[1:], []] if direction == "forward" else [[], *layers[:-1]]
+    apart = run.grid.dp > 1
+    return [
+        GatheredBytes(
+            at_work=_bytes(run, layer),
+            arriving=_bytes(run, layer) if apart and len(layer) > 1 else 0,
+            ahead=_bytes(run, later) if _fetches_ahead(run, layer, later) else 0,
+        )
+        for layer, later in zip(layers, following, strict=True)
+    ]
 
-    def _fetched(self, parameters: Sequence[LocalParameter]) -> int:
-        return elements_of(p for p in parameters if p.name not in self._whole)
 
-    def _bytes(self, elements: int) -> int:
-        return min(elements, self._all) * self._element_bytes if self._active else 0
+def _parameters_by_layer(
+    parameters: Sequence[LocalParameter],
+) -> dict[str, list[LocalParameter]]:
+    """Name of each layer -> all parameters that it computes with, a tied head's weight included."""
+    layers: dict[str, list[LocalParameter]] = {}
+    for parameter in parameters:
+        layers.setdefault(layer_name(parameter.name), []).append(parameter)
+    named = {parameter.name: parameter for parameter in parameters}
+    if "head" in layers and HEAD_WEIGHT not in named:
+        layers["head"].append(named[EMBEDDING_WEIGHT])
+    return layers
+
+
+def gathered_elements_of_a_step(run: Run, parameters: Sequence[LocalParameter]) -> int:
+    """Elements that a rank with these parameters gathers in an optimizer step, padded."""
+    layers = _travelling_by_layer(run, parameters)
+    padded = {name: _padded(run, layer) for name, layer in layers.items()}
+    each_micro_batch = 2 * sum(padded.values()) - padded.get("embedding", 0)
+    kept = _padded(run, stay_whole(run, parameters))
+    return run.batch.gradient_accumulation_steps * each_micro_batch + kept
+
+
+def _travelling_by_layer(
+    run: Run, parameters: Sequence[LocalParameter]
+) -> dict[str, list[LocalParameter]]:
+    whole = {parameter.name for parameter in stay_whole(run, parameters)}
+    return {
+        name: [parameter for parameter in layer if parameter.name not in whole]
+        for name, layer in _parameters_by_layer(parameters).items()
+    }
+
+
+def _fetches_ahead(
+    run: Run, layer: Sequence[LocalParameter], later: Sequence[LocalParameter]
+) -> bool:
+    zero = run.config.zero_optimization
+    return zero.fetches_ahead(elements_of(layer), elements_of(later))
+
+
+def _padded(run: Run, parameters: Sequence[LocalParameter]) -> int:
+    dp = run.grid.dp
+    return sum(dp * partition_elements(parameter, dp) for parameter in parameters)
+
+
+def _bytes(run: Run, parameters: Sequence[LocalParameter]) -> int:
+    return _padded(run, parameters) * BYTES_OF[run.precision]
+
+
+def layer_name(parameter: str) -> str:
+    """ "blocks.3.mlp.up.weight" -> "blocks.3"; "head.norm.bias" -> "head"."""
+    first, second, *_ = parameter.split(".")
+    return f"{first}.{second}" if first == "blocks" else first

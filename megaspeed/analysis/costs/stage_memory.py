@@ -17,7 +17,11 @@ from dataclasses import dataclass, replace
 from itertools import chain, repeat
 
 from megaspeed.analysis.costs.document_mask import first_block_memory
-from megaspeed.analysis.costs.gathered_parameters import GatheredParameters
+from megaspeed.analysis.costs.gathered_parameters import (
+    GatheredBytes,
+    gathered_in_pass,
+    layer_name,
+)
 from megaspeed.analysis.costs.hidden_states import hidden_bytes
 from megaspeed.analysis.costs.layer_memory import (
     LayerMemory,
@@ -85,9 +89,8 @@ class _Step:
         self._parameters = local_parameters(run, pipeline_stage)
         self.states = model_states(run, self._parameters, on_host=device_type == "cpu")
         shapes = Shapes.of(run, device_type)
-        self._layers = _layers(run, shapes, pipeline_stage, self._parameters)
+        self._layers = _layers(run, shapes, pipeline_stage, self._parameters, device_type)
         self._hidden = hidden_bytes(run)
-        self._gathered = GatheredParameters(run, self._parameters)
         self._element = BYTES_OF[run.precision]
         self._gradient = BYTES_OF[run.accumulation_dtype]
         self._bucket = bucket_elements(run, self._parameters) * self._gradient
@@ -137,13 +140,14 @@ class _Step:
         if others and not (self._last_stage or gradients):
             ledger.hold("activations", self._hidden)  # the output sent before may not have arrived
         for layer in self._layers:
-            memory, parameters = layer.memory, layer.parameters
-            with ledger.briefly("communication_buffers", self._gathered.live(parameters)):
-                ledger.touch("communication_buffers", self._gathered.arriving())
-                if memory.kept_until_loss:  # the head's weight goes before the loss comes
+            memory, gathered = layer.memory, layer.forward
+            with ledger.briefly("communication_buffers", gathered.at_work):
+                ledger.touch("communication_buffers", gathered.arriving)
+                with ledger.briefly("communication_buffers", gathered.ahead):
+                    if not memory.kept_until_loss:
+                        ledger.hold("activations", memory.kept)
                     ledger.touch("activations", memory.forward_working)
-                    parameters = []
-            with ledger.briefly("communication_buffers", self._gathered.live(parameters)):
+            if memory.kept_until_loss:  # the head's weight goes before the loss comes
                 ledger.hold("activations", memory.kept)
                 ledger.touch("activations", memory.forward_working)
         return ledger
@@ -167,8 +171,11 @@ class _Step:
                 ledger.hold("gradients", waiting)
             if reduces and self._run.zero_stage == 2 and layer is self._layers[-1]:
                 ledger.hold("communication_buffers", self._bucket)
+            with ledger.briefly("communication_buffers", layer.backward.at_work):
+                ledger.touch("communication_buffers", layer.backward.arriving)
+            at_work = layer.backward.at_work + layer.backward.ahead
             with (
-                ledger.briefly("communication_buffers", self._gathered_in_backward(layer)),
+                ledger.briefly("communication_buffers", at_work),
                 ledger.briefly("activations", memory.backward_working),
                 ledger.briefly("gradients", self._fresh_gradient(layer)),
                 # The embedding's part of a tied gradient, and the sum of both.
@@ -186,16 +193,6 @@ class _Step:
             ledger.free("activations", memory.kept - memory.kept_until_loss)
         ledger.touch("communication_buffers", copy_in_flight)
         return ledger
-
-    def _gathered_in_backward(self, layer: "_Layer") -> int:
-        """DeepSpeed fetches ahead where it has seen the order of modules: not in the backwards of
-        a pipeline, whose forwards have run on meanwhile.
-        """
-        if self._run.grid.pp == 1 and self._in_flight == 1:
-            if layer is self._layers[0]:  # nothing comes after it
-                return self._gathered.live(layer.parameters)
-            return self._gathered.live(layer.parameters) + self._gathered.arriving()
-        return self._gathered.one_matrix(layer.parameters)
 
     def _fresh_gradient(self, layer: "_Layer") -> int:
         """The largest gradient of the layer as the backward pass makes it, and its cast."""
@@ -240,25 +237,35 @@ class _Step:
 class _Layer:
     memory: LayerMemory
     parameters: Sequence[LocalParameter]
+    forward: GatheredBytes
+    backward: GatheredBytes
 
 
 def _layers(
-    run: Run, shapes: Shapes, pipeline_stage: int, parameters: Sequence[LocalParameter]
+    run: Run,
+    shapes: Shapes,
+    pipeline_stage: int,
+    parameters: Sequence[LocalParameter],
+    device_type: str,
 ) -> list[_Layer]:
     """The pipeline stage's layers, each with its parameters (a tied head's are the embedding's)."""
     count = layer_count(run.config.model)
     own: dict[str, list[LocalParameter]] = {}
     for parameter in parameters:
-        own.setdefault(_layer_name(parameter.name), []).append(parameter)
+        own.setdefault(layer_name(parameter.name), []).append(parameter)
+    on_host = device_type == "cpu"
+    forward = gathered_in_pass(run, parameters, "forward", on_host=on_host)
+    backward = gathered_in_pass(run, parameters, "backward", on_host=on_host)
     blocks = chain([first_block_memory(run, shapes)], repeat(block_memory(run, shapes)))
     layers = []
-    for layer in layers_of_stages(run)[pipeline_stage]:
+    for index, layer in enumerate(layers_of_stages(run)[pipeline_stage]):
         if layer == 0:
-            layers.append(_Layer(embedding_memory(run, shapes), own["embedding"]))
+            memory, name = embedding_memory(run, shapes), "embedding"
         elif layer < count - 1:
-            layers.append(_Layer(next(blocks), own[f"blocks.{layer - 1}"]))
+            memory, name = next(blocks), f"blocks.{layer - 1}"
         else:
-            layers.append(_Layer(head_memory(run, shapes), own["head"]))
+            memory, name = head_memory(run, shapes), "head"
+        layers.append(_Layer(memory, own[name], forward[index], backward[index]))
     if layers[-1].memory.kept_until_loss == 0:
         layers[-1] = replace(layers[-1], memory=_sent(layers[-1].memory, hidden_bytes(run)))
     return layers
@@ -270,8 +277,3 @@ def _sent(memory: LayerMemory, output: int) -> LayerMemory:
         memory, kept=memory.kept - output, forward_working=memory.forward_working + output
     )
 
-
-def _layer_name(parameter: str) -> str:
-    """ "blocks.3.mlp.up.weight" -> "blocks.3"; "head.norm.bias" -> "head"."""
-    first, second, *_ = parameter.split(".")
-    return f"{first}.{second}" if first == "blocks" else first

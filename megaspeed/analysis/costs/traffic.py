@@ -1,6 +1,6 @@
 """Bytes that one rank sends in one optimizer step, by axis and collective.
 
-    dp      gradients and parameters, as ZeRO partitions them          traffic_data, traffic_gathers
+    dp      gradients and parameters, as ZeRO partitions them          traffic_data
     tp      activations within a layer, and the loss                   traffic_tensor
     pp      activations and their gradients, a tied weight's gradient  traffic_pipeline
     world   one report of a few fp64 numbers from every rank to every rank
@@ -29,9 +29,9 @@ _FP64_BYTES = 8
 def predict_traffic(run: Run, pipeline_stage: int) -> Traffic:
     """Of a rank of ``pipeline_stage``, in bytes, for one step after the first.
 
-    In the first step each direction of the pipeline also sends a header of 80 bytes, and ZeRO-3
-    learns the order of its modules. Ranks of one pipeline stage send alike, but for a tied weight
-    at ZeRO-1 to 3, whose last partition may be shorter: this is the longest.
+    In the first step each direction of the pipeline also sends a header of 80 bytes. Ranks of one
+    pipeline stage send alike, but for a tied weight at ZeRO-1 to 3, whose last partition may be
+    shorter: this is the longest.
     """
     messages = Messages()
     add_data_axis(messages, run, pipeline_stage)

@@ -4,7 +4,7 @@
     0       all-reduce P, once a step            -                                    2 x
     1       reduce P to its owners               all-gather P after the step          2 x
     2       the same                             the same                             2 x
-    3       reduce-scatter P                     all-gather P before each use         3 x and more
+    3       reduce-scatter P                     all-gather P in each pass            3 x
 
 "Once" is once a step or once a micro-batch, as ``parallel.gradient_reduction`` says; the counts on
 the right are of one reduction. Gradients travel in the type in which they are added up, or in
@@ -17,6 +17,7 @@ all-reduced: ``use_multi_rank_bucket_allreduce`` turned on (its own default), ``
 """
 
 from megaspeed.analysis.costs.collective_cost import Collective, Messages
+from megaspeed.analysis.costs.gathered_parameters import gathered_elements_of_a_step
 from megaspeed.analysis.costs.local_parameters import (
     LocalParameter,
     elements_of,
@@ -25,7 +26,6 @@ from megaspeed.analysis.costs.local_parameters import (
     partition_elements,
 )
 from megaspeed.analysis.costs.number_bytes import BYTES_OF
-from megaspeed.analysis.costs.traffic_gathers import gathers_of_a_step
 from megaspeed.config.resolve import Run
 
 
@@ -41,21 +41,8 @@ def add_data_axis(messages: Messages, run: Run, pipeline_stage: int) -> None:
         gathered = sum(flat_group_elements(parameters, dp).values())
         messages.add("dp", "all_gather", gathered * BYTES_OF[run.precision], ranks=dp)
     if run.zero_stage == 3:
-        for collective, message_bytes in _parameter_messages(run, pipeline_stage):
-            messages.add("dp", collective, message_bytes, ranks=dp)
-
-
-def _parameter_messages(run: Run, pipeline_stage: int) -> list[tuple[Collective, int]]:
-    """ZeRO-3's collectives that gather parameters, with the bytes of all their messages."""
-    gathers, zero = gathers_of_a_step(run, pipeline_stage), run.config.zero_optimization
-    number_bytes = BYTES_OF[run.precision]
-    if zero.stage3_use_all_reduce_for_fetch_params and not zero.stage3_allgather_sequential:
-        alone = gathers.alone + gathers.after_step
-        return [
-            ("all_reduce", gathers.together * number_bytes),
-            ("all_gather", alone * number_bytes),
-        ]
-    return [("all_gather", gathers.total * number_bytes)]
+        gathered = gathered_elements_of_a_step(run, parameters)
+        messages.add("dp", "all_gather", gathered * BYTES_OF[run.precision], ranks=dp)
 
 
 def _gradient_messages(run: Run, parameters: list[LocalParameter]) -> list[tuple[Collective, int]]:

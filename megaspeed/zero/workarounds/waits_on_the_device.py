@@ -4,21 +4,17 @@
     runtime/zero/stage_1_and_2.py:1028              after every backward, with overlap_comm
     runtime/zero/stage_1_and_2.py:2413              at every slice of a bucket, with overlap_comm
     runtime/engine.py:3307                          before every reduction, with overlap_comm
-    runtime/zero/partition_parameters.py:2128,2188  after ZeRO-3's step
-    runtime/zero/partition_parameters.py:84,114     at every parameter of ZeRO-3 over one rank
 
 While the host waits, it launches nothing, so the device is idle afterwards. Here the current stream
-waits for the reduction stream instead, and the host continues. (The wait after ZeRO-3's step also
-made the next gathers wait for the step. ``gathers_after_the_step`` does that now.)
+waits for the reduction stream instead, and the host continues.
 
 No memory is reused too early. Gradients are reduced in buckets that stay allocated; with
-``overlap_comm`` the configuration requires such buckets. ZeRO-3 calls ``record_stream`` on what it
-frees. A gradient larger than a bucket is reduced in place, so this file calls ``record_stream`` on
-it.
+``overlap_comm`` the configuration requires such buckets. A gradient larger than a bucket is reduced
+in place, so this file calls ``record_stream`` on it.
 
-Waits for single events stay (partitioned_param_coordinator.py:404, stage3.py:1667): they keep the
-host from gathering the whole model ahead of the device. With offload all waits stay: the optimizer
-step runs on the host and reads gradients that the device copies there.
+Waits for single events stay (stage3.py:1667): they keep the host from making gradients of many
+micro-batches ahead of their reduction. With offload all waits stay: the optimizer step runs on the
+host and reads gradients that the device copies there.
 """
 
 import functools
@@ -27,13 +23,11 @@ from contextlib import contextmanager
 from typing import Any
 
 from deepspeed.accelerator import get_accelerator
-from deepspeed.runtime.zero import partition_parameters
-from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from torch import Tensor
 
 from megaspeed.zero.fragments import partitions_parameters
 
-_WAITING = ("average_tensor", "independent_gradient_partition_epilogue", "_post_step")
+_WAITING = ("average_tensor", "independent_gradient_partition_epilogue")
 
 
 def wait_on_the_device(optimizer: Any) -> None:
@@ -56,8 +50,6 @@ def wait_on_the_device(optimizer: Any) -> None:
             setattr(optimizer, name, _joining(method, join))
     if not stage3 and optimizer.overlap_comm:
         _keep_until_reduced(optimizer, stream)
-    partition_parameters.NoGatherHandle.wait = _become_available_alone
-    partition_parameters.NoGatherCoalescedHandle.wait = _become_available_together
 
 
 def _keep_until_reduced(optimizer: Any, stream: Any) -> None:
@@ -88,17 +80,3 @@ def _synchronize_replaced(join: Callable[..., None]) -> Iterator[None]:
         yield
     finally:
         accelerator.synchronize = before
-
-
-# DeepSpeed calls these on the stream of the gathers and makes the current stream wait for it.
-def _become_available_alone(handle: Any, **_: Any) -> None:
-    if not handle._NoGatherHandle__complete:
-        handle._NoGatherHandle__param.ds_status = ZeroParamStatus.AVAILABLE
-        handle._NoGatherHandle__complete = True
-
-
-def _become_available_together(handle: Any, **_: Any) -> None:
-    if not handle._NoGatherCoalescedHandle__complete:
-        for parameter in handle._NoGatherCoalescedHandle__params:
-            parameter.ds_status = ZeroParamStatus.AVAILABLE
-        handle._NoGatherCoalescedHandle__complete = True

@@ -1,0 +1,269 @@
+"""ZeRO-3 gathers a layer when a pass enters it and frees it when the pass leaves it."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megaspeed.config.resolve import Run
+from megaspeed.data.prepared import PreparedCorpus
+from megaspeed.model.layers import Block
+from megaspeed.pipeline.stages import layers_of_stages
+from megaspeed.topology.launch import LaunchEnvironment
+from megaspeed.zero.gathered_layer import GatheredLayer
+from megaspeed.zero.layer_gathers import LayerGathers
+from tests.parallel.tiny import LLAMA, tiny_corpus
+from tests.rank_pool import RankPool
+from tests.zero.held import bytes_of
+from tests.zero.one_rank import OFFLOAD_ALL, OneRank, one_rank, small_run
+
+PER_STEP = {"gradient_reduction": "per_step"}
+RECOMPUTED = {"activation_checkpointing": "full"}
+ONE_BY_ONE = {"stage3_prefetch_bucket_size": 0}
+
+
+def zero(**more: Any) -> dict[str, Any]:
+    return {"zero_optimization": {"stage": 3, **more}}
+
+
+# --- the order ------------------------------------------------------------------------------------
+
+
+@contextmanager
+def watched(names: dict[int, str], events: list[str]) -> Iterator[None]:
+    """Notes "+name" as a layer starts to arrive, "name" as it is there, "-name" as it is freed.
+
+    `names`: of the layers, by number of the GatheredLayer in the order in which they were made.
+    """
+    numbers: dict[int, int] = {}
+
+    def noting(mark: str, method: Callable[..., None]) -> Callable[..., None]:
+        def call(layer: GatheredLayer) -> None:
+            method(layer)
+            name = names.get(numbers[id(layer)])
+            if name is not None:
+                events.append(mark + name)
+
+        return call
+
+    make = GatheredLayer.__init__
+
+    def numbered(layer: GatheredLayer, *args: Any) -> None:
+        make(layer, *args)
+        numbers[id(layer)] = len(numbers)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(GatheredLayer, "__init__", numbered)
+        for mark, name in (("+", "start"), ("", "finish"), ("-", "free")):
+            patch.setattr(GatheredLayer, name, noting(mark, getattr(GatheredLayer, name)))
+        yield
+
+
+def events_of_a_step(launch: LaunchEnvironment, run: Run, corpus: PreparedCorpus) -> str:
+    """Of this rank's first step, with its pipeline stage's layers named e, 0, 1, ..., h."""
+    events: list[str] = []
+    blocks = run.config.model.num_hidden_layers
+    model = ["e", *map(str, range(blocks)), "h"]
+    pp, ranks = run.grid.pp, run.grid.world_size
+    own = layers_of_stages(run)[launch.rank * pp // ranks]
+    # The first GatheredLayer holds what stays whole.
+    names = {0: "kept"} | {1 + index: model[layer] for index, layer in enumerate(own)}
+    with watched(names, events), one_rank(launch, run, corpus) as rank:
+        rank.train_step(0)
+    return " ".join(events)
+
+
+FORWARD = "+e e +0 -e 0 +1 -0 1 +h -1 h -h"
+BACKWARD = "+h h +1 -h 1 +0 -1 0 -0 -e"
+KEPT = "+kept kept"
+
+
+@pytest.mark.parametrize("parallel", [{}, PER_STEP, RECOMPUTED], ids=["", "per step", "recomputed"])
+def test_a_pass_gathers_every_layer_once_and_the_next_one_ahead_of_its_use(
+    pool: RankPool, text: Path, cache: Path, parallel: dict[str, Any]
+) -> None:
+    changes = {"model": {"num_hidden_layers": 2}, "gradient_accumulation_steps": 2}
+    run = small_run(text, dp=2, parallel=parallel, **changes, **zero())
+    for events in pool.run(2, events_of_a_step, run, tiny_corpus(run, cache)):
+        assert events == f"{FORWARD} {BACKWARD} {FORWARD} {BACKWARD}"
+
+
+def test_the_middle_of_a_pipeline_and_what_stays_whole(
+    pool: RankPool, text: Path, cache: Path
+) -> None:
+    run = small_run(
+        text,
+        pp=3,
+        dp=2,
+        model={"num_hidden_layers": 4},
+        parallel={"schedule": "gpipe"},
+        **zero(stage3_param_persistence_threshold=1000),
+    )
+    stages = layers_of_stages(run)
+    assert [list(stage) for stage in stages] == [[0, 1], [2, 3], [4, 5]]
+    forward, backward = "+1 1 +2 -1 2 -2", "+2 2 +1 -2 1 -1"
+    middle = pool.run(6, events_of_a_step, run, tiny_corpus(run, cache))[2]
+    assert middle == f"{KEPT} {forward} {forward} {backward} {backward}"
+
+
+@pytest.mark.parametrize("zero_changes", [ONE_BY_ONE, {"stage3_max_live_parameters": 20_000}])
+def test_nothing_is_fetched_ahead_if_told_or_if_there_is_no_room(
+    pool: RankPool, text: Path, cache: Path, zero_changes: dict[str, int]
+) -> None:
+    """A block has 12,704 elements, the embedding 10,496 and the head 9,792."""
+    run = small_run(text, dp=2, gradient_accumulation_steps=1, **zero(**zero_changes))
+    events = pool.run(2, events_of_a_step, run, tiny_corpus(run, cache))[0]
+    assert events.startswith("+e e -e +0 0 -0 +1 1 -1 +2 2 -2 +h h -h +h h -h +2 2 -2 +1")
+
+
+def test_there_is_room_for_exactly_so_many(pool: RankPool, text: Path, cache: Path) -> None:
+    """Room for the embedding and a block, or for a block and the head, but not for two blocks."""
+    bound = {"stage3_max_live_parameters": 10_496 + 12_704}
+    run = small_run(text, dp=2, gradient_accumulation_steps=1, **zero(**bound))
+    events = pool.run(2, events_of_a_step, run, tiny_corpus(run, cache))[0]
+    assert events.startswith("+e e +0 -e 0 -0 +1 1 -1 +2 2 +h -2 h -h +h h +2 -h 2 -2 +1")
+
+
+# --- memory ---------------------------------------------------------------------------------------
+
+
+def layers_in_memory(rank: OneRank) -> tuple[int, int]:
+    """(layers of which this rank has gathered memory, bytes of it)."""
+    gathers: Any = rank.engine._gathers
+    held = [bytes_of([layer._whole, layer._arriving]) for layer in gathers._layers]
+    return sum(size > 0 for size in held), sum(held)
+
+
+def most_layers_in_memory(
+    launch: LaunchEnvironment, run: Run, corpus: PreparedCorpus
+) -> tuple[int, int]:
+    """(as a pass has entered a layer, between the passes) of one step."""
+    during, between = [], []
+    with one_rank(launch, run, corpus) as rank, pytest.MonkeyPatch.context() as patch:
+        enter, forward, backward = LayerGathers._enter, rank.engine.forward, rank.engine.backward
+
+        def watched_enter(gathers: LayerGathers, *args: Any) -> None:
+            enter(gathers, *args)
+            during.append(layers_in_memory(rank)[0])
+
+        def watched_forward(*args: Any) -> Tensor:
+            output = forward(*args)
+            between.append(layers_in_memory(rank)[0])
+            return output
+
+        def watched_backward(*args: Any, **kwargs: Any) -> None:
+            backward(*args, **kwargs)
+            between.append(layers_in_memory(rank)[0])
+
+        patch.setattr(LayerGathers, "_enter", watched_enter)
+        patch.setattr(rank.engine, "forward", watched_forward)
+        patch.setattr(rank.engine, "backward", watched_backward)
+        rank.train_step(0)
+    return max(during), max(between)
+
+
+@pytest.mark.parametrize(("ahead", "most"), [({}, 2), (ONE_BY_ONE, 1)], ids=["ahead", "one by one"])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_two_layers_are_gathered_at_a_time_however_many_micro_batches_are_in_flight(
+    pool: RankPool, text: Path, cache: Path, schedule: str, ahead: dict[str, int], most: int
+) -> None:
+    run = small_run(
+        text,
+        pp=2,
+        dp=2,
+        model={"num_hidden_layers": 8},
+        parallel={"schedule": schedule},
+        gradient_accumulation_steps=4,
+        **zero(**ahead),
+    )
+    for during, between in pool.run(4, most_layers_in_memory, run, tiny_corpus(run, cache)):
+        assert during == most
+        assert between == 0
+
+
+# --- what autograd keeps --------------------------------------------------------------------------
+
+
+def kept_by_autograd(
+    launch: LaunchEnvironment, run: Run, corpus: PreparedCorpus, compiled: bool, frees: bool
+) -> tuple[int, int, float]:
+    """(views of gathered memory that a forward keeps, bytes of that memory, gradient norm)."""
+    kept: set[int] = set()
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept.add(tensor.untyped_storage()._cdata)
+        return tensor
+
+    with one_rank(launch, run, corpus) as rank, pytest.MonkeyPatch.context() as patch:
+        if not frees:
+            patch.setattr(GatheredLayer, "_free_memory", lambda _: None)
+        if compiled:
+            for block in rank.engine.module.modules():
+                if isinstance(block, Block):
+                    block.forward = torch.compile(  # type: ignore[method-assign]
+                        block.forward, backend="aot_eager", fullgraph=True, dynamic=False
+                    )
+        gathers: Any = rank.engine._gathers
+        storages = {layer._whole.untyped_storage()._cdata for layer in gathers._layers}
+        forward, held = rank.engine.forward, []
+
+        def watched_forward(*args: Any) -> Tensor:
+            with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+                output = forward(*args)
+            held.append(layers_in_memory(rank)[1])
+            return output
+
+        patch.setattr(rank.engine, "forward", watched_forward)
+        norm = rank.train_step(0).grad_norm
+        return len(kept & storages), max(held), norm
+
+
+@pytest.mark.parametrize("model", [{}, LLAMA], ids=["gpt2", "llama"])
+def test_views_that_autograd_keeps_hold_no_memory(
+    pool: RankPool, text: Path, cache: Path, model: dict[str, Any]
+) -> None:
+    run = small_run(text, dp=2, model={**model, "num_hidden_layers": 3}, **zero())
+    corpus = tiny_corpus(run, cache)
+    eager, _ = pool.run(2, kept_by_autograd, run, corpus, False, True)
+    compiled, _ = pool.run(2, kept_by_autograd, run, corpus, True, True)
+    keeping, _ = pool.run(2, kept_by_autograd, run, corpus, False, False)
+    assert eager[0] >= 3 and compiled[0] >= 3, "each block's weights, else this proves nothing"
+    assert eager[1] == compiled[1] == 0
+    assert keeping[1] > 0
+    assert eager[2] == keeping[2]
+    assert compiled[2] == pytest.approx(eager[2], rel=1e-5)
+
+
+# --- values ---------------------------------------------------------------------------------------
+
+
+def loss_after_evaluation_and_weights(
+    launch: LaunchEnvironment, run: Run, corpus: PreparedCorpus, disturbed: bool
+) -> list[float]:
+    """Losses of three steps, between which the weights are looked at and evaluated."""
+    losses = []
+    with one_rank(launch, run, corpus) as rank:
+        for step in range(3):
+            losses.append(rank.train_step(step).loss)
+            if disturbed:
+                rank.weights()
+                rank.worker.evaluate(lambda m: rank.loader.micro_batch(0, m), 1, 64)
+                rank.weights()
+    return losses
+
+
+@pytest.mark.parametrize("dp", [1, 2])
+@pytest.mark.parametrize("offload", [{}, OFFLOAD_ALL], ids=["", "offload"])
+@pytest.mark.parametrize("threshold", [0, 1000, 10**6])
+def test_gathers_between_two_steps_change_nothing(
+    pool: RankPool, text: Path, cache: Path, threshold: int, offload: dict[str, Any], dp: int
+) -> None:
+    run = small_run(text, dp=dp, **zero(stage3_param_persistence_threshold=threshold, **offload))
+    corpus = tiny_corpus(run, cache)
+    alone = pool.run(dp, loss_after_evaluation_and_weights, run, corpus, False)
+    assert pool.run(dp, loss_after_evaluation_and_weights, run, corpus, True) == alone
+    assert alone[0][2] < alone[0][0]
