@@ -122,9 +122,20 @@ def plain_deepspeed_step(run: Run, context: ParallelContext, batches: list[Micro
 
 
 def plain_deepspeed_json(run: Run) -> dict[str, Any]:
+    """The run's JSON; at ZeRO-3 DeepSpeed gathers two blocks at a time too.
+
+    Its own defaults would keep a small model gathered from forward to backward.
+    """
     values = run.config.deepspeed_json()
     for key in ("optimizer", "scheduler"):
         values.pop(key, None)
+    block = 12 * run.config.model.hidden_size**2
+    values["zero_optimization"] = {
+        "stage3_max_reuse_distance": 0,
+        "stage3_prefetch_bucket_size": block,
+        "stage3_max_live_parameters": 2 * block,
+        **values["zero_optimization"],
+    }
     return values
 
 
