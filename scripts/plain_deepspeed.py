@@ -32,7 +32,7 @@ from megaspeed.topology.context import ParallelContext
 from megaspeed.topology.grid import Grid
 from megaspeed.topology.launch import read_launch_environment
 from megaspeed.training.optimizer import make_optimizer
-from megaspeed.zero.workarounds.no_compilation import declare_no_compiled_ops
+from megaspeed.zero.workarounds.start_up import declare_no_compiled_ops
 
 Step = Callable[[], None]
 NO_TOKENS = {"bos_token_id": None, "eos_token_id": None}

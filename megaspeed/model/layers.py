@@ -8,12 +8,12 @@ Head        hidden (B, S, D) -> logits (B, S, V)
 from collections.abc import Mapping
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megaspeed.config.model import ModelConfig
 from megaspeed.model.attention import Attention
 from megaspeed.model.dropout import SampleDropout
-from megaspeed.model.mlp import GeluMlp, SwiGluMlp
 from megaspeed.model.parameters import Row, block_rows, embedding_rows, head_rows
 
 
@@ -51,6 +51,36 @@ class Embedding(nn.Module):
                 positions = torch.arange(tokens.shape[1], device=tokens.device)
             x = x + self.positions(positions)
         return self.dropout(x, samples)
+
+
+class GeluMlp(nn.Module):
+    """down(gelu(up(x))), GELU in its tanh approximation as in GPT-2; (B, S, D) -> (B, S, D)."""
+
+    def __init__(self, modules: Mapping[str, nn.Module]) -> None:
+        super().__init__()
+        self.up = modules["mlp.up"]
+        self.down = modules["mlp.down"]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Applies the network to ``x`` (B, S, D)."""
+        return self.down(F.gelu(self.up(x), approximate="tanh"))
+
+
+class SwiGluMlp(nn.Module):
+    """down(silu(gate(x)) * up(x)); gate and up are one matrix, gate's F rows first, then up's.
+
+    (Shazeer 2020, "GLU variants improve transformer").
+    """
+
+    def __init__(self, modules: Mapping[str, nn.Module]) -> None:
+        super().__init__()
+        self.gate_up = modules["mlp.gate_up"]
+        self.down = modules["mlp.down"]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Applies the network to ``x`` (B, S, D)."""
+        gate, up = self.gate_up(x).chunk(2, dim=-1)  # each (B, S, F)
+        return self.down(F.silu(gate) * up)
 
 
 class Block(nn.Module):

@@ -21,11 +21,13 @@ from megaspeed.topology.context import ParallelContext
 from megaspeed.zero.deepspeed_json import deepspeed_json
 from megaspeed.zero.engine import ZeroEngine
 from megaspeed.zero.mpu import DataAxis
-from megaspeed.zero.workarounds.announced_renames import hide_announced_renames
-from megaspeed.zero.workarounds.no_compilation import declare_no_compiled_ops
-from megaspeed.zero.workarounds.numa_nodes_once import count_numa_nodes_once
 from megaspeed.zero.workarounds.process_environment import name_the_local_rank
 from megaspeed.zero.workarounds.stage1_fp32_accumulation import always_the_zero_optimizer
+from megaspeed.zero.workarounds.start_up import (
+    count_numa_nodes_once,
+    declare_no_compiled_ops,
+    hide_announced_renames,
+)
 
 OptimizerFactory = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 

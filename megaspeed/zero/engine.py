@@ -31,11 +31,12 @@ from megaspeed.zero.loss_scale import Counters, read_loss_scale, take_loss_scale
 from megaspeed.zero.optimizer_state import StateFragment, state_fragments, take_state
 from megaspeed.zero.reductions import add_gradients_of_other_end, average_over_replicas
 from megaspeed.zero.workarounds.module_hooks import remove_module_hooks
-from megaspeed.zero.workarounds.one_copy_of_gradients import add_up_in_place
-from megaspeed.zero.workarounds.own_norm import use_norm
-from megaspeed.zero.workarounds.partitioned_gradients import keep_only_own_partition
-from megaspeed.zero.workarounds.reduction_dtype import reduce_in
-from megaspeed.zero.workarounds.smallest_loss_scale import stay_at_the_smallest_scale
+from megaspeed.zero.workarounds.own_norm import stay_at_the_smallest_scale, use_norm
+from megaspeed.zero.workarounds.partition_sums import (
+    add_up_in_place,
+    keep_only_own_partition,
+    reduce_in,
+)
 from megaspeed.zero.workarounds.waits_on_the_device import wait_on_the_device
 
 

@@ -6,6 +6,7 @@ Where a test of a "without" fails, DeepSpeed may no longer need that work-around
 import functools
 import os
 import subprocess
+import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -37,8 +38,8 @@ from megaspeed.topology.grid import Grid
 from megaspeed.topology.launch import LaunchEnvironment
 from megaspeed.zero import build, engine
 from megaspeed.zero.mpu import DataAxis
+from megaspeed.zero.workarounds.own_norm import stay_at_the_smallest_scale
 from megaspeed.zero.workarounds.process_environment import name_the_accelerator
-from megaspeed.zero.workarounds.smallest_loss_scale import stay_at_the_smallest_scale
 from tests.parallel.tiny import LLAMA, tiny_corpus
 from tests.rank_pool import RankFailure, RankPool
 from tests.zero.held import gradient_bytes_between_micro_batches, is_gathered
@@ -540,6 +541,18 @@ def test_without_a_named_accelerator_deepspeed_warns_of_the_cpu(pool: RankPool) 
     )
     assert without and "Setting accelerator to CPU" in without[0]
     assert named == []
+
+
+def test_the_package_names_the_accelerator_before_deepspeed_is_imported() -> None:
+    environment = {key: value for key, value in os.environ.items() if key != "DS_ACCELERATOR"}
+    done = subprocess.run(
+        [sys.executable, "-c", "import megaspeed.zero.engine"],
+        capture_output=True,
+        text=True,
+        env=environment,
+        check=True,
+    )
+    assert "Setting accelerator" not in done.stdout + done.stderr
 
 
 def local_ranks_under_open_mpi(launch: LaunchEnvironment, run: Run, corpus: PreparedCorpus) -> None:

@@ -42,3 +42,15 @@ def use_norm(optimizer: Any, norm: Callable[[], float]) -> None:
         optimizer.scaled_global_norm = in_host_memory
     else:
         optimizer._get_norm_groups = lambda: [in_host_memory()]
+
+
+def stay_at_the_smallest_scale(optimizer: Any) -> None:
+    """Keeps a dynamic loss scaler from raising; other scalers have nothing to raise.
+
+    runtime/fp16/loss_scaler.py:257: once the dynamic loss scale of fp16 is at its minimum, the next
+    overflow raises a bare exception, on whichever rank comes first. The run's own count of skipped
+    steps (``training.max_skipped_steps``) ends such a run on all ranks together, and names the
+    parameter.
+    """
+    if hasattr(optimizer.loss_scaler, "raise_error_at_min_scale"):
+        optimizer.loss_scaler.raise_error_at_min_scale = False
