@@ -67,9 +67,9 @@ def test_the_bucket_is_no_larger_than_what_the_rank_holds(
 
 
 def test_what_is_stated_is_told_and_what_has_no_value_is_left_to_deepspeed() -> None:
-    stated = {"stage": 3, "stage3_max_reuse_distance": 7}
+    stated = {"stage": 3, "sub_group_size": 7}
     zero = json_of(some_run(zero_optimization=stated))["zero_optimization"]
-    assert zero["stage3_max_reuse_distance"] == 7
+    assert zero["sub_group_size"] == 7
     assert "overlap_comm" not in zero
 
 
