@@ -24,7 +24,8 @@ from megaspeed.analysis.costs.hidden_states import (
 )
 from megaspeed.analysis.costs.number_bytes import BYTES_OF
 from megaspeed.config.resolve import Run
-from megaspeed.tensor_parallel.plan import vocabulary_rows_per_rank
+from megaspeed.model.parameters import parameter_named
+from megaspeed.tensor_parallel.plan import shard_of, vocabulary_rows_per_rank
 
 _FP32, _INT64 = 4, 8
 
@@ -156,11 +157,11 @@ def _norm_kept(run: Run, shapes: Shapes) -> int:
 
 
 def _attention_kept(run: Run, shapes: Shapes) -> int:
-    model, tp = run.config.model, run.grid.tp
-    heads = model.num_attention_heads // tp
-    key_value_heads = max(1, model.num_key_value_heads // tp)
-    features = (heads + 2 * key_value_heads) * model.head_dim
-    mixed = heads * model.head_dim
+    model = run.config.model
+    features, _ = _local_shape(run, "attention.qkv")
+    _, mixed = _local_shape(run, "attention.output")
+    heads = mixed // model.head_dim
+    key_value_heads = (features - mixed) // (2 * model.head_dim)
     turned = features - key_value_heads * model.head_dim  # queries and keys
     rotated = turned if model.positions == "rotary" else 0
     # A row's own cosines and sines, where its positions are its own.
@@ -192,15 +193,25 @@ def _attention_weights(run: Run, shapes: Shapes) -> int:
 
 
 def _mlp_kept(run: Run, shapes: Shapes) -> int:
-    """gelu: before and after GELU. swiglu: gate and up, silu(gate), and the product."""
-    widths = 2 if run.config.model.mlp == "gelu" else 4
-    return widths * _wide(run, shapes)
+    """The first matrix's output, silu(gate) if there is a gate, and the last matrix's input."""
+    gated = run.config.model.mlp == "swiglu"
+    before, _ = _local_shape(run, "mlp.gate_up" if gated else "mlp.up")
+    _, after = _local_shape(run, "mlp.down")
+    elements = before + after + (after if gated else 0)
+    return shapes.whole_tokens * elements * shapes.element_bytes
 
 
 def _wide(run: Run, shapes: Shapes) -> int:
     """One activation (n, F/T) inside the MLP."""
-    width = run.config.model.intermediate_size // run.grid.tp
+    _, width = _local_shape(run, "mlp.down")
     return shapes.whole_tokens * width * shapes.element_bytes
+
+
+def _local_shape(run: Run, module: str) -> tuple[int, int]:
+    """Rows and columns of a block's matrix on one tensor rank."""
+    weight = parameter_named(run.config.model, f"blocks.0.{module}.weight")
+    rows, columns = shard_of(run.config.model, weight, rank=0, size=run.grid.tp).local_shape
+    return rows, columns
 
 
 def _gathered_sequence(run: Run, shapes: Shapes) -> int:

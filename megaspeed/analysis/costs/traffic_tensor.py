@@ -29,7 +29,7 @@ from megaspeed.analysis.costs.collective_cost import Collective, Messages
 from megaspeed.analysis.costs.hidden_states import whole_hidden_bytes, whole_tokens
 from megaspeed.analysis.costs.number_bytes import BYTES_OF
 from megaspeed.config.resolve import Run
-from megaspeed.model.parameters import layer_count, parameters_of
+from megaspeed.model.parameters import block_rows, layer_count, parameters_of
 from megaspeed.pipeline.stages import layers_of_stages
 from megaspeed.tensor_parallel.plan import key_value_replicas
 
@@ -107,5 +107,7 @@ def _shared_head_gradient_bytes(run: Run) -> int:
     replicas = key_value_replicas(model, tp)
     if replicas == 1:
         return 0
+    qkv = block_rows(model)["attention.qkv"]
+    assert qkv.columns is not None
     rows = tp // replicas * 2 * model.head_dim  # a key and a value head of each part
-    return rows * model.hidden_size * BYTES_OF[run.precision]
+    return rows * (qkv.columns + qkv.bias) * BYTES_OF[run.precision]

@@ -258,6 +258,10 @@ MODEL_AXES: dict[str, tuple[Layout, dict[str, Any]]] = {
     "norms of each head": ((1, 1, 2), {"model": QWEN3}),
     "norms of each head, sequence parallel": ((2, 1, 2), {"model": QWEN3, "parallel": SEQUENCE}),
     "shared heads": ((1, 1, 4), {"model": {**LLAMA, **SHARED_HEADS}}),
+    "shared heads with biases": (
+        (1, 1, 4),
+        {"model": {**LLAMA, **SHARED_HEADS, "architecture": "qwen2"}},
+    ),
     "shared heads, sequence parallel": (
         (1, 1, 4),
         {"model": {**LLAMA, **SHARED_HEADS}, "parallel": SEQUENCE},
