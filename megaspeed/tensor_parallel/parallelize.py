@@ -127,8 +127,13 @@ def _parallel_module(
     if isinstance(module, nn.LayerNorm | nn.RMSNorm):
         sees_a_part = axis.sequence_parallel or (split == "each head" and axis.size > 1)
         return _norm_of_a_part(module, axis) if sees_a_part else None
-    if split == "replicated":
+    if split == "replicated" and isinstance(module, nn.Embedding):
         return None
+    if split in ("replicated", "each head"):
+        raise ValueError(
+            f"the row of {name} in megaspeed/model/parameters.py says {split}, which is built for "
+            "norms and embeddings; split a linear module by rows, columns, heads or vocabulary"
+        )
     shard = shard_of(config, parameter, rank=axis.rank, size=axis.size)
     rows, columns = shard.local_shape
     if isinstance(module, nn.Embedding):

@@ -1,10 +1,14 @@
 """Applying the plan: each rank gets the bits of its part of the initial weights, layer by layer."""
 
+import dataclasses
+from collections.abc import Iterator
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 from megaspeed.config.model import ModelConfig
+from megaspeed.model import parameters as table
 from megaspeed.model.gpt import GPT
 from megaspeed.model.parameters import layer_count
 from megaspeed.tensor_parallel.axis import TensorAxis
@@ -131,3 +135,18 @@ def test_a_module_that_is_not_made_from_its_row_is_refused() -> None:
         model.blocks["0"].mlp.up = nn.Linear(32, 96)
     with pytest.raises(ValueError, match=r"mlp.up.weight has the shape \(96, 32\), and its row"):
         parallelize(model, gpt2(), TensorAxis(None, 0, 2))
+
+
+def test_a_linear_module_that_all_ranks_hold_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its gradient would have to be summed if the sequence is split, and nothing would do it."""
+    rows = table._block
+
+    def replicated(config: ModelConfig) -> Iterator[table.Row]:
+        for row in rows(config):
+            yield dataclasses.replace(row, split="replicated") if row.name == "mlp.up" else row
+
+    monkeypatch.setattr(table, "_block", replicated)
+    config = gpt2(vocab_size=302)  # not one whose table is cached
+    with pytest.raises(ValueError, match=r"blocks.0.mlp.up .* says replicated, which is"):
+        on_meta(config, 0, 2)
+    table._by_name.cache_clear()
