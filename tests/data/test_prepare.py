@@ -32,7 +32,7 @@ PREPARE = """
 import json, logging, sys
 from pathlib import Path
 from megaspeed.config.data import DataConfig
-from megaspeed.data import prepare_corpus
+from megaspeed.data.prepare import prepare_corpus
 logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(message)s")
 opened = []
 sys.addaudithook(lambda event, args: opened.append(str(args[0])) if event == "open" else None)
