@@ -11,7 +11,7 @@ unless they are offloaded.
 While the layer is not gathered its memory has no bytes, but it stays the same memory. So autograd
 may keep a view of a weight from forward to backward (``weight.t()`` in a linear layer, or whatever
 a compiled block keeps): the view holds no memory, and shows the weight once it is gathered again.
-(FSDP2 does the same; Zhao et al. 2023, "PyTorch FSDP", section 4.3.)
+(torch's FSDP2 does the same: ``alloc_storage`` in torch/distributed/fsdp/_fully_shard/.)
 """
 
 from collections.abc import Sequence

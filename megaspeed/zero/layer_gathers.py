@@ -20,6 +20,9 @@ On a GPU the host never waits here. A gather runs on a stream of its own, after 
 launched before it: after the optimizer step that wrote the partitions, and after the layer before
 the one at work, whose memory it may take. The copy out of it runs on the stream that computes. So
 no more than two layers are gathered at a time, even if the host is far ahead of the device.
+
+The gradients of a layer are reduced one parameter at a time, as DeepSpeed does by default. Its leaf
+modules would reduce all of a block's gradients together, for which it must hold them together.
 """
 
 import functools

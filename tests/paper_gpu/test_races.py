@@ -106,3 +106,16 @@ def test_gradients_larger_than_a_bucket_are_kept_until_they_are_reduced(pool: Ra
     (kept,) = pool.run(1, _kept_until_reduced)
     embedding = 64 * 32 * torch.float32.itemsize
     assert embedding in kept
+
+
+def _gathered_memory_kept_for_a_stream(launch: LaunchEnvironment) -> int:
+    """How often a step asks the allocator to keep gathered memory until a stream is done."""
+    with paper_accelerator() as accelerator, fake_rank(paper_run(**zero(3)), 0) as worker:
+        worker.train_step(batches(worker.run), 1e-3)
+        gathers: Any = worker.engine._gathers
+        memory = {layer._whole.untyped_storage()._cdata for layer in gathers._layers}
+        return sum(storage._cdata in memory for storage, _ in accelerator.kept)
+
+
+def test_gathered_memory_is_free_at_once_because_the_next_gather_waits(pool: RankPool) -> None:
+    assert pool.run(1, _gathered_memory_kept_for_a_stream) == [0]

@@ -1,10 +1,10 @@
-"""DeepSpeed 0.19.8, runtime/zero/parameter_offload.py:391-566: ZeRO-3 hooks every module, to gather
+"""DeepSpeed 0.19.8, runtime/zero/parameter_offload.py:337-528: ZeRO-3 hooks every module, to gather
 its parameters before its forward and its backward and to free them afterwards.
 
 With several micro-batches in flight these hooks do the wrong thing. The counters that decide when a
-backward has left a module belong to the last forward (parameter_offload.py:500), so the other
+backward has left a module belong to the last forward (parameter_offload.py:438), so the other
 micro-batches' backwards free nothing. The order of modules never matches the one recorded
-(partitioned_param_coordinator.py:252), so nothing is fetched ahead; and before each forward that
+(partitioned_param_coordinator.py:202), so nothing is fetched ahead; and before each forward that
 has no record, all ranks of the world compare their modules (partitioned_param_coordinator.py:260),
 which never ends if they belong to different pipeline stages.
 
