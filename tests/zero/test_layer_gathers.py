@@ -267,3 +267,26 @@ def test_gathers_between_two_steps_change_nothing(
     alone = pool.run(dp, loss_after_evaluation_and_weights, run, corpus, False)
     assert pool.run(dp, loss_after_evaluation_and_weights, run, corpus, True) == alone
     assert alone[0][2] < alone[0][0]
+
+
+def loss_after_weights_were_written(
+    launch: LaunchEnvironment, run: Run, corpus: PreparedCorpus
+) -> float:
+    """As a checkpoint writes them, here after an evaluation has gathered the old ones."""
+    with one_rank(launch, run, corpus) as rank:
+        rank.train_step(0)
+        rank.worker.evaluate(lambda m: rank.loader.micro_batch(0, m), 1, 64)
+        for fragment in rank.engine.state_fragments():
+            fragment.weights.mul_(0.5)
+        rank.engine.take_state(1)
+        return rank.train_step(1).loss
+
+
+def test_what_stays_whole_is_gathered_again_after_weights_were_written(
+    pool: RankPool, text: Path, cache: Path
+) -> None:
+    def loss(threshold: int) -> float:
+        run = small_run(text, dp=2, **zero(stage3_param_persistence_threshold=threshold))
+        return pool.run(2, loss_after_weights_were_written, run, tiny_corpus(run, cache))[0]
+
+    assert loss(10**6) == pytest.approx(loss(0), rel=1e-6)
