@@ -179,9 +179,11 @@ def _attention_kept(run: Run, shapes: Shapes) -> int:
 
 
 def _head_norms_kept(shapes: Shapes, heads: int, head_dim: int) -> int:
-    """Statistics of each head's query and key norm, and the steps of a norm that is written out."""
+    """Statistics of each head's query and key norm, and on a CPU, where RMSNorm is written out, its
+    steps.
+    """
     steps = 0
-    if not shapes.fused_norm:
+    if not shapes.on_gpu:
         steps = 2 * _FP32 if shapes.element_bytes < _FP32 else _FP32
     return shapes.whole_tokens * heads * (_FP32 + head_dim * steps)
 
