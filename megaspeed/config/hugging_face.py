@@ -14,7 +14,7 @@ from typing import Any
 
 from megaspeed.config.errors import ConfigError
 from megaspeed.config.families import FAMILIES
-from megaspeed.config.families.family import FixedKey
+from megaspeed.config.families.family import Family, FixedKey
 from megaspeed.config.model import ModelConfig
 from megaspeed.config.rotary_keys import rotary_fields, rotary_keys, rotary_problems
 from megaspeed.config.strict_json import describe_value
@@ -54,6 +54,7 @@ def model_section(keys: Keys) -> tuple[dict[str, Any], list[str]]:
         if value is not None or key.default is not None:
             fields[key.ours] = value
     problems += _fixed_problems(keys, (*_EVERYWHERE, *family.fixed))
+    problems += _layer_problems(keys, family)
     if family.features["positions"] == "rotary":
         problems += rotary_problems(keys)
         fields |= {} if problems else rotary_fields(keys, fields["max_position_embeddings"])
@@ -104,6 +105,14 @@ def _fixed_problems(keys: Keys, fixed: tuple[FixedKey, ...]) -> Iterator[str]:
         # True == 1, so that types are compared as well.
         if not any(value == one and type(value) is type(one) for one in allowed):
             yield f"{key} is {describe_value(value)}, and must be {_listed(allowed)}"
+
+
+def _layer_problems(keys: Keys, family: Family) -> Iterator[str]:
+    """Qwen's list of which layers have a sliding window; transformers ignores it elsewhere."""
+    types = keys.get("layer_types")
+    is_read = any(each.key == "use_sliding_window" for each in family.fixed)
+    if is_read and types is not None and set(map(str, types)) != {"full_attention"}:
+        yield f'layer_types is {describe_value(types)}, and each must be "full_attention"'
 
 
 def _listed(values: Iterable[Any]) -> str:

@@ -1,6 +1,6 @@
 """The `model` section: the shape of the GPT, in Hugging Face's field names."""
 
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -114,9 +114,8 @@ class ModelConfig(Section):
         description="Width of the feed-forward layer, in elements. If omitted: 4 x hidden_size if "
         "mlp is gelu; swiglu must state it.",
     )
-    head_dim: int = Field(
+    head_dim: int = Field(  # type: ignore[assignment]
         default=None,
-        validate_default=True,
         gt=0,
         le=LARGEST_COUNT,
         description="Elements of one attention head. If omitted: hidden_size / "
@@ -218,6 +217,13 @@ class ModelConfig(Section):
         stated = {k: v for k, v in given.items() if v is not None or k not in DERIVED_FIELDS}
         return _derive({**shape, **stated})
 
+    @model_validator(mode="after")
+    def _fill_head_dim(self) -> Self:
+        """Here and not before, so that ``model_fields_set`` tells whether it was stated."""
+        if "head_dim" not in self.model_fields_set:
+            self.__dict__["head_dim"] = max(1, self.hidden_size // self.num_attention_heads)
+        return self
+
 
 def _derive(fields: dict[str, Any]) -> dict[str, Any]:
     """Adds the fields that follow from others, as far as those are stated."""
@@ -226,8 +232,6 @@ def _derive(fields: dict[str, Any]) -> dict[str, Any]:
     heads, hidden = fields.get("num_attention_heads"), fields.get("hidden_size")
     if heads is not None:
         derived["num_key_value_heads"] = heads
-    if type(heads) is int and type(hidden) is int and heads > 0:
-        derived["head_dim"] = max(1, hidden // heads)  # a law of the shape says if it is not whole
     if type(hidden) is int and {**derived, **fields}.get("mlp") == "gelu":
         derived["intermediate_size"] = 4 * hidden
     return {**derived, **fields}

@@ -28,6 +28,10 @@ def rotary_problems(keys: Mapping[str, Any]) -> Iterator[str]:
     if not isinstance(stated, dict):
         yield f"{name} is {describe_value(stated)}, and must be an object or null"
         return
+    nested = [key for key, value in stated.items() if isinstance(value, dict)]
+    if nested:
+        yield f"{name} differs by the type of layer ({', '.join(nested)}), and must be one for all"
+        return
     kind = _kind(stated)
     if kind not in ("default", "llama3"):
         yield f'{name} has rope_type {describe_value(kind)}, and must be "default" or "llama3"'

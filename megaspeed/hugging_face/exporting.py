@@ -68,6 +68,7 @@ def export_model(
 
     Raises:
         CheckpointError: the checkpoint cannot be read.
+        ConfigError: transformers' class of the family cannot compute the model.
         FileExistsError: ``out`` is there.
         HuggingFaceError: there is no room, or a weight is not finite in this precision.
         DataError: the tokenizer is none, or not the model's.
@@ -75,6 +76,7 @@ def export_model(
     """
     refuse_existing(out)
     model = model_config(checkpoint)
+    shape = hugging_face_config(model)
     vocabulary = find_tokenizer(
         checkpoint, model.vocab_size, named=tokenizer, mend="name another with --tokenizer"
     )
@@ -90,7 +92,7 @@ def export_model(
         shards = _shards(parts, dtype, max_shard_bytes)
         index = _write_weights(writing, checkpoint, shards, dtype)
         # torch_dtype: transformers 5 calls it dtype and reads both.
-        config = {**hugging_face_config(model), **ids, **token_ids(generation)}
+        config = {**shape, **ids, **token_ids(generation)}
         described = {CONFIG_FILE: {**config, "torch_dtype": precision}, GENERATION: generation}
         described |= index
         files = {name: json_file(values) for name, values in described.items()}

@@ -66,8 +66,9 @@ def attention_mask(documents: Tensor, dtype: torch.dtype, window: int | None = N
 @lru_cache(maxsize=1)
 def window_mask(sequence: int, window: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """The same for one document a row: (S, S), made once and kept for all blocks and steps."""
-    seen = torch.ones(sequence, sequence, dtype=torch.bool, device=device)
-    return _added(seen.tril_().triu_(1 - window), dtype)
+    with torch.inference_mode(False):  # autograd keeps it in a later step
+        seen = torch.ones(sequence, sequence, dtype=torch.bool, device=device)
+        return _added(seen.tril_().triu_(1 - window), dtype)
 
 
 def _added(seen: Tensor, dtype: torch.dtype) -> Tensor:

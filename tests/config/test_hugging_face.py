@@ -197,6 +197,14 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "rope_parameters of rope_type llama3 lacks low_freq_factor, high_freq_factor",
     ),
     "part of a head": ({**LLAMA, "partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
+    "rotary by type of layer": (
+        {**LLAMA, "model_type": "qwen3", "rope_parameters": {"full_attention": {"factor": 4.0}}},
+        "rope_parameters differs by the type of layer (full_attention), and must be one for all",
+    ),
+    "layers with a window": (
+        {**LLAMA, "model_type": "qwen2", "layer_types": ["full_attention", "sliding_attention"]},
+        'layer_types is ["full_attention", "sliding_attention"] (a list), and each must be',
+    ),
     "rotary text": ({**LLAMA, "rope_scaling": "llama3"}, 'rope_scaling is "llama3" (a string)'),
 }
 

@@ -56,7 +56,8 @@ def test_key_value_heads_divide_the_heads() -> None:
 
 
 def test_an_own_head_size_need_not_divide_the_hidden_size() -> None:
-    assert problems("model.hidden_size=100", "model.head_dim=16") == []
+    for head_dim in (16, 100 // 12):
+        assert problems("model.hidden_size=100", f"model.head_dim={head_dim}") == []
 
 
 def test_tensor_divides_the_feed_forward() -> None:

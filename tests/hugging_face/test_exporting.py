@@ -14,9 +14,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megaspeed.checkpoint.folders import CheckpointFolder
 from megaspeed.checkpoint.pieces import LARGEST_PIECE_BYTES
+from megaspeed.checkpoint.whole_model import model_config
 from megaspeed.cli import main
 from megaspeed.cli.export_hf import byte_count
+from megaspeed.config.model import ModelConfig
 from megaspeed.data.errors import DataError
+from megaspeed.hugging_face import exporting
 from megaspeed.hugging_face.errors import HuggingFaceError
 from megaspeed.hugging_face.exporting import Precision, export_model
 from megaspeed.hugging_face.importing import _rows_of, import_model
@@ -320,3 +323,23 @@ def test_neither_command_loads_deepspeed(checkpoint: Path, tmp_path: Path) -> No
     line = [sys.executable, "-c", code, *map(str, places)]
     done = subprocess.run(line, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize(
+    "changes", [{"mlp": "gelu"}, {"qk_norm": True}, {"qkv_bias": True}], ids=str
+)
+def test_what_the_family_lacks_is_refused_before_anything_is_written(
+    checkpoint: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    changes: dict[str, Any],
+) -> None:
+    """A checkpoint whose run had a feature that transformers' Llama has not."""
+    model = model_config(checkpoint).model_dump() | changes
+    monkeypatch.setattr(exporting, "model_config", lambda _: ModelConfig.model_validate(model))
+    monkeypatch.setattr(exporting, "check_disk", lambda *_: pytest.fail("it went on"))
+    assert main(["export-hf", str(checkpoint), str(tmp_path / "out")]) == 2
+    (name,) = changes
+    assert f"1. model.{name} is {changes[name]}, and LlamaForCausalLM" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()

@@ -3,7 +3,8 @@
     positions   (B, S)         8 bytes each
     mask        (B, 1, S, S)   in the model's precision, the same for all heads
 
-With one document a row and a sliding window shorter than it, the mask is (S, S) and stays.
+With one document a row and a sliding window shorter than it, all micro-batches and steps share one
+mask (S, S).
 
 Every rank makes both from its own micro-batch (``model/documents.py``), whole on every tensor rank,
 and keeps them until the backward of its first block is done.
@@ -20,11 +21,9 @@ _INT64 = 8
 def first_block_memory(run: Run, shapes: Shapes) -> LayerMemory:
     """The first block of a pipeline stage, with the mask and the positions if there are any."""
     block = block_memory(run, shapes)
-    sequence, window = run.config.data.sequence_length, run.config.model.sliding_window
     if not run.config.data.reset_at_documents:
-        if window is None or window >= sequence:
-            return block
-        return replace(block, kept=block.kept + sequence**2 * shapes.element_bytes)
+        return block
+    sequence = run.config.data.sequence_length
     pairs = shapes.whole_tokens * sequence
     made = pairs * shapes.element_bytes + shapes.whole_tokens * _INT64
     return replace(
@@ -33,3 +32,11 @@ def first_block_memory(run: Run, shapes: Shapes) -> LayerMemory:
         # Which pairs are of one document, a byte each, while nothing of the block is there yet.
         forward_working=max(block.forward_working, pairs - block.kept),
     )
+
+
+def window_mask_bytes(run: Run, shapes: Shapes) -> int:
+    """The mask of the sliding window that all blocks, micro-batches and steps share."""
+    sequence, window = run.config.data.sequence_length, run.config.model.sliding_window
+    if run.config.data.reset_at_documents or window is None or window >= sequence:
+        return 0
+    return sequence**2 * shapes.element_bytes

@@ -163,19 +163,25 @@ def _attention_kept(run: Run, shapes: Shapes) -> int:
     heads = mixed // model.head_dim
     key_value_heads = (features - mixed) // (2 * model.head_dim)
     turned = features - key_value_heads * model.head_dim  # queries and keys
-    rotated = turned if model.positions == "rotary" else 0
+    is_rotary = model.positions == "rotary"
+    changed = turned if is_rotary or model.qk_norm else 0
     # A row's own cosines and sines, where its positions are its own.
-    angles = model.head_dim if rotated and run.config.data.reset_at_documents else 0
-    elements = shapes.whole_tokens * (features + rotated + angles + mixed)
-    row_statistics = shapes.whole_tokens * heads * _FP32
+    angles = model.head_dim if is_rotary and run.config.data.reset_at_documents else 0
+    elements = shapes.whole_tokens * (features + changed + angles + mixed)
+    norms = 0
     if model.qk_norm:
-        row_statistics += _head_norms_kept(shapes, heads + key_value_heads, model.head_dim)
+        norms = _head_norms_kept(shapes, heads + key_value_heads, model.head_dim)
     if model.attention_dropout == 0.0:
-        return elements * shapes.element_bytes + row_statistics
+        row_statistics = shapes.whole_tokens * heads * _FP32
+        return elements * shapes.element_bytes + row_statistics + norms
     # Written out (model/attention.py): copies of queries and repeated keys and values, the output,
     # the fp32 softmax, and what is left of it after dropout.
     square_bytes = _attention_weights(run, shapes) * (_FP32 + shapes.element_bytes)
-    return 4 * shapes.whole_tokens * mixed * shapes.element_bytes + square_bytes
+    # A norm keeps its input, here a view of all features; if it is written out, in fp32 instead.
+    keeps_view = shapes.on_gpu or shapes.element_bytes == _FP32
+    others = angles + (features if model.qk_norm and keeps_view else 0)
+    kept = shapes.whole_tokens * (4 * mixed + others) * shapes.element_bytes
+    return kept + square_bytes + norms
 
 
 def _head_norms_kept(shapes: Shapes, heads: int, head_dim: int) -> int:

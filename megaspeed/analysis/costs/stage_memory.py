@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, repeat
 
-from megaspeed.analysis.costs.document_mask import first_block_memory
+from megaspeed.analysis.costs.document_mask import first_block_memory, window_mask_bytes
 from megaspeed.analysis.costs.gathered_parameters import (
     GatheredBytes,
     gathered_in_pass,
@@ -91,6 +91,7 @@ class _Step:
         shapes = Shapes.of(run, device_type)
         self._layers = _layers(run, shapes, pipeline_stage, self._parameters, device_type)
         self._hidden = hidden_bytes(run)
+        self._window_mask = window_mask_bytes(run, shapes)
         self._element = BYTES_OF[run.precision]
         self._gradient = BYTES_OF[run.accumulation_dtype]
         self._bucket = bucket_elements(run, self._parameters) * self._gradient
@@ -119,7 +120,7 @@ class _Step:
         ledger = Ledger()
         ledger.hold("parameters", self.states.parameters)
         ledger.hold("optimizer_states", self.states.optimizer_states)
-        ledger.hold("activations", others * self._kept_in_flight)
+        ledger.hold("activations", others * self._kept_in_flight + self._window_mask)
         if self._run.zero_stage == 3:  # the bucket and the partition stand from step to step
             ledger.hold("communication_buffers", self._bucket)
         if gradients:

@@ -171,8 +171,8 @@ SHAPE_RULES: tuple[Rule[RunConfig], ...] = (
 
 def _heads_do_not_divide(model: ModelConfig) -> bool:
     """Whether ``head_dim`` was derived from a quotient that is not whole."""
-    hidden, heads = model.hidden_size, model.num_attention_heads
-    return hidden % heads != 0 and model.head_dim == max(1, hidden // heads)
+    is_stated = "head_dim" in model.model_fields_set
+    return not is_stated and model.hidden_size % model.num_attention_heads != 0
 
 
 def _fits_key_value_heads(model: ModelConfig, tp: int) -> bool:

@@ -80,8 +80,15 @@ def run_block(run: Run, precision: str) -> tuple[int, int, int]:
         (GPT2, {"residual_dropout": 0.1}),
         (LLAMA, {}),
         (LLAMA, {"num_key_value_heads": 4}),
+        (GPT2, {"qk_norm": True}),
+        (GPT2, {"qk_norm": True, "head_dim": 16}),
+        (GPT2, {"qk_norm": True, "attention_dropout": 0.1}),
+        (LLAMA, {"qk_norm": True, "head_dim": 12}),
+        (LLAMA, {"qk_norm": True, "positions": "learned"}),
+        (LLAMA, {"qk_norm": True, "head_dim": 32, "attention_dropout": 0.1}),
+        (LLAMA, {"mlp": "gelu", "qkv_bias": True}),
     ],
-    ids=["gpt2", "gpt2 dropout", "llama", "llama without groups"],
+    ids=lambda value: value["architecture"] if "architecture" in value else str(value),
 )
 def test_a_block_really_keeps_this(
     shape: dict[str, Any], changes: dict[str, Any], precision: str, reset: bool

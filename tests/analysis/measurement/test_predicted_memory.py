@@ -36,6 +36,12 @@ RESET = {
     "model": {**WIDE, "vocab_size": 301, "max_position_embeddings": 512},
     "data": {"sequence_length": 512, "reset_at_documents": True},
 }
+# One mask of a sliding window, however many micro-batches are in flight.
+WINDOW = {
+    "model": {**LLAMA, **WIDE, "vocab_size": 301, "max_position_embeddings": 512}
+    | {"sliding_window": 40},
+    "data": {"sequence_length": 512},
+}
 
 
 @pytest.fixture(scope="module")
@@ -159,6 +165,13 @@ PEAKS: dict[str, tuple[tuple[int, int, int], list[dict[str, Any]]]] = {
             merge(LONG, {"model": {**LLAMA, **LONG["model"], "architecture": "qwen3"}, **BF16}),
             merge(LONG, {"model": {**LLAMA, **LONG["model"], "sliding_window": 40}}),
             merge(LONG, {"model": {**LONG["model"], "qk_norm": True, "mlp_bias": False}}),
+        ],
+    ),
+    "a pipeline of blocks with a window": (
+        (2, 1, 1),
+        [
+            merge(WINDOW, {"parallel": {"schedule": "gpipe"}}),
+            merge(WINDOW, {"parallel": {"schedule": "gpipe", **RECOMPUTED["parallel"]}}),
         ],
     ),
     "tensor ranks": (

@@ -12,7 +12,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from megaspeed.config.model import ModelConfig
-from megaspeed.model.documents import attention_mask, positions_in
+from megaspeed.model.documents import attention_mask, positions_in, window_mask
+from megaspeed.model.gpt import GPT
 from tests.model.documents.packed_rows import (
     DOCUMENTS,
     difference,
@@ -175,3 +176,12 @@ def test_rotary_angles_are_those_of_the_document(monkeypatch: pytest.MonkeyPatch
     assert moved_by_distance() < 1e-6
     monkeypatch.setattr("megaspeed.model.gpt.positions_in", places_in_the_row)
     assert moved_by_distance() > 3e-6
+
+
+def test_a_mask_of_a_window_made_in_inference_mode_serves_a_later_step() -> None:
+    model = GPT(llama(sliding_window=3))
+    tokens = tokens_of(llama())
+    window_mask.cache_clear()
+    with torch.inference_mode():
+        model(tokens)
+    model(tokens).sum().backward()
