@@ -3,11 +3,11 @@
 The axes are `pp` (pipeline), `dp` (data, with ZeRO stages 0 to 3) and `tp` (tensor). Any layout of
 ranks trains the same model as one process. Each folder imports only from the folders above it:
 
-    files/            files and folders, whole or not at all
+    files/            files and folders that are complete or absent
     topology/         ranks, coordinates and process groups
     config/           the JSON of a run, strictly checked
     model/            the GPT as plain torch.nn, and the table of its parameters
-    tensor_parallel/  layers split over tp, and the plan that applies them to the model
+    tensor_parallel/  layers split over tp, and `parallelize`, which puts them into the model
     data/             corpus, tokenizer, sampler, loader
     checkpoint/       checkpoints that do not depend on the layout
     inference/        generation and evaluation

@@ -122,9 +122,9 @@ def plain_deepspeed_step(run: Run, context: ParallelContext, batches: list[Micro
 
 
 def plain_deepspeed_json(run: Run) -> dict[str, Any]:
-    """The run's JSON; at ZeRO-3 DeepSpeed gathers two blocks at a time too.
+    """The run's JSON, with portions that let ZeRO-3 gather two blocks at a time, as ours does.
 
-    Its own defaults would keep a small model gathered from forward to backward.
+    With its own defaults, DeepSpeed would keep a small model gathered from forward to backward.
     """
     values = run.config.deepspeed_json()
     for key in ("optimizer", "scheduler"):

@@ -82,9 +82,9 @@ class ModelConfig(Section):
         "the fields in its place.",
     )
     architecture: FamilyName = Field(
-        description="The family, which sets every feature that is omitted (norm, positions, mlp, "
-        "biases, qk_norm, tie_word_embeddings) and is the family of Hugging Face models that the "
-        "model is exported to."
+        description="The family of Hugging Face models that the model is exported to. It sets "
+        "every feature that is omitted (norm, positions, mlp, biases, qk_norm, "
+        "tie_word_embeddings)."
     )
     vocab_size: int = Field(
         gt=0,
@@ -219,7 +219,7 @@ class ModelConfig(Section):
 
     @model_validator(mode="after")
     def _fill_head_dim(self) -> Self:
-        """Here and not before, so that ``model_fields_set`` tells whether it was stated."""
+        """Runs last, so that ``model_fields_set`` contains head_dim only if it was stated."""
         if "head_dim" not in self.model_fields_set:
             self.__dict__["head_dim"] = max(1, self.hidden_size // self.num_attention_heads)
         return self

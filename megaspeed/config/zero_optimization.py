@@ -70,8 +70,8 @@ class ZeroConfig(Section):
     )
     stage3_prefetch_bucket_size: Annotated[ElementCount, Field(ge=0)] | None = Field(
         default=None,
-        description="0: gather each layer when a pass enters it. Any other number, or none: gather "
-        "the next layer while one is at work, if stage3_max_live_parameters leaves room for it.",
+        description="0: gather each layer when a pass enters it. If another number or omitted: "
+        "gather the next layer while one computes, if stage3_max_live_parameters leaves room.",
     )
     stage3_param_persistence_threshold: Annotated[ElementCount, Field(ge=0)] | None = Field(
         default=None,

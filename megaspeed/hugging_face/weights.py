@@ -72,7 +72,11 @@ def parts_of(model: ModelConfig) -> Iterator[Part]:
 
 
 def _sections(parameter: Parameter, family: Family) -> list[tuple[str, int]]:
-    """Name and rows of each of the modules that one of ours is in theirs."""
+    """Name and rows of each of transformers' modules that together are one of our modules.
+
+    Raises:
+        LookupError: the family states no name for our module.
+    """
     row = parameter.row
     name = row.name if parameter.layer.startswith("blocks.") else f"{parameter.layer}.{row.name}"
     modules = family.modules.get(name)

@@ -2,8 +2,8 @@
 
     x (B, S, D) -> qkv (B, S, (H + 2 H_kv) K) -> softmax(q k^T / sqrt(K)) v -> output (B, S, D)
 
-Before the product, q and k pass a norm of each head (Henry et al. 2020) and the rotation of their
-positions, if the model has them.
+If the model has a norm of each head (Henry et al. 2020), it is applied to q and k first. If it has
+rotary positions, q and k are rotated after that.
 
 The rows of ``qkv.weight`` are all query heads, then all key heads, then all value heads, so that a
 tensor split takes a contiguous run of heads from each of the three sections. With H_kv < H, H /

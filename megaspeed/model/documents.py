@@ -66,7 +66,8 @@ def attention_mask(documents: Tensor, dtype: torch.dtype, window: int | None = N
 @lru_cache(maxsize=1)
 def window_mask(sequence: int, window: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """The same for one document a row: (S, S), made once and kept for all blocks and steps."""
-    with torch.inference_mode(False):  # autograd keeps it in a later step
+    # A later step saves the mask for backward. An inference tensor cannot be saved.
+    with torch.inference_mode(False):
         seen = torch.ones(sequence, sequence, dtype=torch.bool, device=device)
         return _added(seen.tril_().triu_(1 - window), dtype)
 

@@ -2,10 +2,9 @@
 
 A product of (m, k) by (k, n) is 2 m k n operations; everything else (norms, activations, softmax)
 is left out, as is usual (Narayanan et al. 2021, appendix; Chowdhery et al. 2022, PaLM, appendix B).
-Attention is counted over the full S x S square, as there. Masks of documents and of a sliding
-window leave as many products. A backward pass costs twice the
-forward; operations repeated by activation checkpointing are not counted, so MFU compares useful
-work.
+Attention is counted over the full S x S square, as there: a mask of documents or of a sliding
+window does not reduce the number of products. A backward pass costs twice the forward. Operations
+that activation checkpointing repeats are not counted, so MFU compares useful work.
 """
 
 from collections.abc import Iterable

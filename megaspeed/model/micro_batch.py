@@ -1,9 +1,9 @@
-"""What the pipeline stages are fed with.
+"""The input of the pipeline stages.
 
 first stage    tokens
 last stage     targets
-every stage    samples, of which dropout masks are a function, and documents, of which the
-               attention mask is one
+every stage    samples, which determine dropout masks, and documents, which determine the
+               attention mask
 """
 
 from __future__ import annotations

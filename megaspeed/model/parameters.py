@@ -75,7 +75,7 @@ class Row:
 
     @property
     def rows(self) -> int:
-        """Of the weight."""
+        """Rows of the weight, all sections together."""
         return sum(self.sections.values())
 
     @property
@@ -134,7 +134,7 @@ class Parameter:
 
     @property
     def elements(self) -> int:
-        """Of the full shape."""
+        """Number of elements of the full shape."""
         return math.prod(self.shape)
 
 
@@ -171,7 +171,7 @@ def _by_name(config: ModelConfig) -> Mapping[str, Parameter]:
 
 
 def layer_name(config: ModelConfig, layer: int) -> str:
-    """Of layer ``layer`` of the flat list: embedding, blocks.0, blocks.1, ..., head."""
+    """Name of layer ``layer`` of the flat list: embedding, blocks.0, blocks.1, ..., head."""
     if layer == 0:
         return "embedding"
     return "head" if layer == layer_count(config) - 1 else f"blocks.{layer - 1}"

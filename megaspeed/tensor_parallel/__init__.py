@@ -1,1 +1,1 @@
-"""Tensor parallelism: layers, collectives, and the plan that applies them to the plain model."""
+"""Tensor parallelism: layers, collectives, and ``parallelize``, which puts them into a GPT."""

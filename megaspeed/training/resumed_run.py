@@ -22,7 +22,7 @@ _DATA_KEYS = {
     "seed": "data.seed",
 }
 
-# They follow from other keys or are no longer there, and change no number that is trained.
+# These keys are derived from others or no longer exist. None changes the result of training.
 _FOLLOWING_KEYS = {
     "training.run_dir",
     "zero_optimization.reduce_bucket_size",

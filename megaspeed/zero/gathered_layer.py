@@ -8,9 +8,10 @@ A parameter travels padded to a multiple of the number of ranks. One parameter a
 ``whole`` directly. If there is one rank, its partitions are the parameters, and nothing is copied
 unless they are offloaded.
 
-While the layer is not gathered its memory has no bytes, but it stays the same memory. So autograd
-may keep a view of a weight from forward to backward (``weight.t()`` in a linear layer, or whatever
-a compiled block keeps): the view holds no memory, and shows the weight once it is gathered again.
+While the layer is not gathered, its storage has 0 bytes, but it remains the same storage object. So
+autograd may save a view of a weight from forward to backward (``weight.t()`` in a linear layer, or
+any view that a compiled block saves). The view takes no memory, and shows the weight again as soon
+as the layer is gathered again.
 (torch's FSDP2 does the same: ``alloc_storage`` in torch/distributed/fsdp/_fully_shard/.)
 """
 

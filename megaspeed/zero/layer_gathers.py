@@ -3,15 +3,15 @@
     forward     embedding > block 0 > block 1 > ... > head
     backward    head > ... > block 1 > block 0 > embedding, which gathers nothing
 
-A layer is gathered when a pass enters it and freed when the pass leaves it. While it is at work,
-the layer that comes next in the same pass is on its way, if there is room for both. So every pass
-gathers every layer once, and a step's traffic is a product. The embedding's backward adds rows to
-a gradient and reads no weight. A block that is recomputed is gathered already.
+A layer is gathered when a pass enters it and freed when the pass leaves it. While it computes, the
+layer that comes next in the same pass is gathered, if there is room for both. So every pass gathers
+every layer once. (The embedding's backward does not: it adds rows to a gradient and reads no
+weight.) A block that is recomputed in a backward is gathered already.
 
 DeepSpeed 0.19.8 gathers each module's own parameters, in an order that it records
-(partitioned_param_coordinator.py). With several micro-batches in flight the record never fits, so
-nothing is fetched ahead, and a hook on every module costs more than small modules compute. This
-file takes the hooks' place.
+(partitioned_param_coordinator.py). With several micro-batches in flight the order never matches the
+record, so nothing is fetched ahead. A hook on every module takes longer than a small module's
+computation. The hooks of this file replace DeepSpeed's.
 
 Parameters that stay whole (``stage3_param_persistence_threshold``) belong to no layer. They are
 gathered together when the first pass after an optimizer step begins.
@@ -21,8 +21,8 @@ launched before it: after the optimizer step that wrote the partitions, and afte
 the one at work, whose memory it may take. The copy out of it runs on the stream that computes. So
 no more than two layers are gathered at a time, even if the host is far ahead of the device.
 
-The gradients of a layer are reduced one parameter at a time, as DeepSpeed does by default. Its leaf
-modules would reduce all of a block's gradients together, for which it must hold them together.
+The gradients of a layer are reduced one parameter at a time, as DeepSpeed does by default. With its
+"leaf modules" it would reduce all gradients of a block together, but would hold all of them first.
 """
 
 import functools

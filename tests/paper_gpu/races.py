@@ -48,7 +48,7 @@ class RaceFinder(TorchDispatchMode):
         super().__init__()
         self._accelerator = accelerator
         self._accesses: dict[int, list[_Access]] = defaultdict(list)
-        self._storages: dict[int, torch.UntypedStorage] = {}  # kept, so that none comes twice
+        self._storages: dict[int, torch.UntypedStorage] = {}  # kept alive, so that no key is reused
         self.races: Counter[tuple[str, str]] = Counter()
 
     def __torch_dispatch__(

@@ -141,7 +141,7 @@ def layers_in_memory(rank: OneRank) -> tuple[int, int]:
 def most_layers_in_memory(
     launch: LaunchEnvironment, run: Run, corpus: PreparedCorpus
 ) -> tuple[int, int]:
-    """(as a pass has entered a layer, between the passes) of one step."""
+    """Most layers in memory in a step: (once a pass has entered a layer, between passes)."""
     during, between = [], []
     with one_rank(launch, run, corpus) as rank, pytest.MonkeyPatch.context() as patch:
         enter, forward, backward = LayerGathers._enter, rank.engine.forward, rank.engine.backward

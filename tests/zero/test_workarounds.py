@@ -176,7 +176,7 @@ def test_without_clearing_zero3_silently_keeps_the_last_micro_batch_alone(
 
 
 class NoGathers:
-    """DeepSpeed's hooks are to gather."""
+    """Gathers nothing, so that only DeepSpeed's hooks gather."""
 
     def __init__(self, *_args: object) -> None:
         pass

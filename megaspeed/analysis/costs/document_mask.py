@@ -3,11 +3,11 @@
     positions   (B, S)         8 bytes each
     mask        (B, 1, S, S)   in the model's precision, the same for all heads
 
-With one document a row and a sliding window shorter than it, all micro-batches and steps share one
-mask (S, S).
+Every rank makes both from its own micro-batch (``model/documents.py``), complete on every tensor
+rank, and keeps them until the backward of its first block is done.
 
-Every rank makes both from its own micro-batch (``model/documents.py``), whole on every tensor rank,
-and keeps them until the backward of its first block is done.
+If each row is one document and the sliding window is shorter than the row, all micro-batches and
+steps share one mask (S, S).
 """
 
 from dataclasses import replace

@@ -10,8 +10,9 @@ embedding without what stays whole, which is K. A tied head counts in the embedd
 
     partition of every rank --all-gather--> arriving --copy--> the layer's parameters
 
-A layer of several parameters is there twice until they are copied apart. One parameter arrives
-where it stays. Over one rank nothing is gathered, because its partitions are the parameters.
+While they are copied, the parameters of a layer are in memory twice. If a layer has one parameter,
+it arrives in its final place. With one data rank nothing is gathered, because its partitions are
+the parameters; but offloaded partitions are copied to the device.
 """
 
 from collections.abc import Sequence
@@ -33,12 +34,12 @@ Pass = Literal["forward", "backward"]
 
 @dataclass(frozen=True)
 class GatheredBytes:
-    """What a rank holds of gathered parameters around one layer of a pass.
+    """Bytes of gathered parameters on a rank while a pass computes one layer.
 
     Attributes:
         at_work: the layer's parameters.
-        arriving: a second time, until they are copied apart.
-        ahead: the next layer's, on their way while this one is at work.
+        arriving: the buffer in which they arrived, until they are copied out of it.
+        ahead: the next layer's parameters, which are gathered while this layer computes.
     """
 
     at_work: int = 0
@@ -49,9 +50,13 @@ class GatheredBytes:
 def gathered_in_pass(
     run: Run, parameters: Sequence[LocalParameter], direction: Pass, *, on_host: bool = False
 ) -> list[GatheredBytes]:
-    """Of each layer of a rank with these parameters, in the order of the forward pass.
+    """Gathered bytes at each layer, in the order of the forward pass (in both directions).
 
-    ``on_host``: the device is the host's processor, so that offloaded partitions are on it.
+    Args:
+        run: the resolved run.
+        parameters: those of the rank.
+        direction: of the pass.
+        on_host: whether the rank computes on the CPU, where offloaded partitions are already.
     """
     layers = [
         [] if direction == "backward" and name == "embedding" else layer

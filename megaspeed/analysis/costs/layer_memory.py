@@ -6,12 +6,15 @@ bytes an element, a block keeps (Korthikanti et al. 2022, "Reducing Activation R
 Large Transformer Models", section 4.1 and equations 1 to 4, here with a fused attention kernel,
 which keeps no S x S matrix, and a dropout that keeps no mask)
 
-    GPT-2    a (4 m D + n (Q + D + 2 F) / T)          their 10 s b h + 24 s b h / t less two masks
-    Llama    a (4 m D + n (Q + 2 D + 4 F) / T)        gate and up, silu(gate), and their product
+    GPT-2    a (4 m D + n (Q + H K + 2 F) / T)
+    Llama    a (4 m D + n (Q + (H + H_kv) K + H K + 4 F) / T)
 
-plus the statistics of norms and softmax. The input of a block is counted where it is made: as the
-output of the layer before it. With full recomputation a block keeps only its output, and its
-backward first makes the rest again (their section 5, "full recomputation": 2 s b h a layer).
+plus the statistics of norms and softmax. (H + H_kv) K are the queries and keys after the rotation
+or the norm of each head. 4 F are gate and up, silu(gate), and the product of silu(gate) and up.
+With H K = D, GPT-2's is the paper's 10 s b h + 24 s b h / t without its two masks. The input of a
+block is counted where it is made: as the output of the layer before it. With full recomputation a
+block keeps only its output, and its backward first makes the rest again (their section 5, "full
+recomputation": 2 s b h a layer).
 """
 
 from dataclasses import dataclass
@@ -185,9 +188,7 @@ def _attention_kept(run: Run, shapes: Shapes) -> int:
 
 
 def _head_norms_kept(shapes: Shapes, heads: int, head_dim: int) -> int:
-    """Statistics of each head's query and key norm, and on a CPU, where RMSNorm is written out, its
-    steps.
-    """
+    """Statistics of the norms of each head's query and key, and their intermediates on a CPU."""
     steps = 0
     if not shapes.on_gpu:
         steps = 2 * _FP32 if shapes.element_bytes < _FP32 else _FP32

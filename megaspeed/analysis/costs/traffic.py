@@ -30,8 +30,8 @@ def predict_traffic(run: Run, pipeline_stage: int) -> Traffic:
     """Of a rank of ``pipeline_stage``, in bytes, for one step after the first.
 
     In the first step each direction of the pipeline also sends a header of 80 bytes. Ranks of one
-    pipeline stage send alike, but for a tied weight at ZeRO-1 to 3, whose last partition may be
-    shorter: this is the longest.
+    pipeline stage send the same number of bytes, except for a tied weight at ZeRO-1 to 3: its last
+    partition may be shorter. The result is that of a rank with the longest partition.
     """
     messages = Messages()
     add_data_axis(messages, run, pipeline_stage)

@@ -7,7 +7,8 @@
     3       reduce-scatter P                     all-gather P in each pass            3 x
 
 "Once" is once a step or once a micro-batch, as ``parallel.gradient_reduction`` says; the counts on
-the right are of one reduction. Gradients travel in the type in which they are added up, or in
+the right are of one reduction. At stage 3 a backward does not gather the embedding, so it moves
+slightly less. Gradients travel in the type in which they are added up, or in
 ``communication_data_type``; parameters in their own. At ZeRO-1 and 2 every optimizer group is
 padded to a multiple of 2 x dp before it is gathered, at ZeRO-3 every parameter to a multiple of dp.
 

@@ -38,12 +38,13 @@ class Family:
         keys: the keys of its config.json that are fields of ours.
         fixed: the keys with only one value that our model can compute.
         other_names: second names of keys that transformers accepts.
-        prefix: of every tensor but the head's; files of the bare model leave it out.
-        blocks: the list of blocks.
-        modules: our module -> their modules. A module of a block stands without "blocks.3.". Either
-            there is one for each section of our rows (``model/parameters.py``), or one for all.
+        prefix: start of the name of every tensor but the head's. Files of the model without its
+            head omit it.
+        blocks: their name of the list of blocks.
+        modules: our module -> their modules. Names within a block omit "blocks.3.". There is one of
+            their modules for each section of our rows (``model/parameters.py``), or one for all.
         transposes_blocks: whether the matrices of a block are stored as (in, out).
-        buffers: regular expression of constants that older files hold beside the parameters.
+        buffers: regular expression for names of constants that older files also contain.
     """
 
     features: Mapping[str, Any]

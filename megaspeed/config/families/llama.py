@@ -1,6 +1,7 @@
 """Llama (Touvron et al. 2023), and the keys and names that later families share with it.
 
-The rotary pairing of these families, dim i with dim i + K/2, is ours too: no row of a head moves.
+These families rotate dim i of a head together with dim i + K/2. Our model does the same, so the
+rows of a head keep their order.
 """
 
 from megaspeed.config.families.family import Family, FixedKey, Key

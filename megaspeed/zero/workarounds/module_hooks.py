@@ -15,8 +15,9 @@ from typing import Any
 
 
 def remove_module_hooks(optimizer: Any) -> None:
-    """Removes the hooks by which ZeRO-3 gathers parameters, and DeepSpeed's list of those that it
-    would gather one by one after each step.
+    """Removes the hooks with which ZeRO-3 gathers parameters.
+
+    It also empties DeepSpeed's list of the parameters that it gathers one by one after each step.
     """
     optimizer.parameter_offload._remove_module_hooks()
     optimizer.persistent_parameters = []

@@ -7,9 +7,9 @@ only inference uses.
 comm/torch.py:47-200: collectives are called by names that torch 2.13 announces to rename. Each rank
 warns of it.
 
-accelerator/cpu_accelerator.py:70-79 and utils/numa.py:27: on a CPU every question for the number of
-devices starts the process ``numactl``, about ten times an optimizer step and rank, even if it is
-not installed.
+accelerator/cpu_accelerator.py:70-79 and utils/numa.py:27: on a CPU every call that counts devices
+starts a ``numactl`` process, about ten times for each optimizer step and rank. It tries to do so
+even if ``numactl`` is not installed.
 """
 
 import functools
@@ -20,7 +20,7 @@ import deepspeed.utils.numa
 
 
 def declare_no_compiled_ops() -> None:
-    """Tells DeepSpeed that no operator can be compiled here, so that it never tries.
+    """Declares that no operator can be compiled here, so that DeepSpeed never tries.
 
     The registry of compatible operators is filled on first use. An empty one means that there is
     nothing to build.
@@ -34,6 +34,6 @@ def hide_announced_renames() -> None:
 
 
 def count_numa_nodes_once() -> None:
-    """Lets DeepSpeed remember what ``numactl`` said: nodes do not change while a process runs."""
+    """Caches the result of ``numactl``, because nodes do not change while a process runs."""
     if not hasattr(deepspeed.utils.numa.get_numa_cores, "cache_info"):
         deepspeed.utils.numa.get_numa_cores = functools.cache(deepspeed.utils.numa.get_numa_cores)

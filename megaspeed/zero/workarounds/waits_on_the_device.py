@@ -12,8 +12,8 @@ No memory is reused too early. Gradients are reduced in buckets that stay alloca
 ``overlap_comm`` the configuration requires such buckets. A gradient larger than a bucket is reduced
 in place, so this file calls ``record_stream`` on it.
 
-Waits for single events stay (stage3.py:1667): they keep the host from making gradients of many
-micro-batches ahead of their reduction. With offload all waits stay: the optimizer step runs on the
+Waits for single events stay (stage3.py:1667): they limit how many gradients the host launches ahead
+of their reduction. With offload all waits stay: the optimizer step runs on the
 host and reads gradients that the device copies there.
 """
 

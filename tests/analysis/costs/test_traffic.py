@@ -155,9 +155,9 @@ def test_zero1_with_a_pipeline_moves_its_parameters_twice(
 
 @pytest.mark.parametrize("pp", [1, 2])
 def test_zero3_gathers_twice_a_micro_batch(pool: RankPool, cache: Path, pp: int) -> None:
-    """Rajbhandari et al. 2020, section 7.2.2: with the gradients 3 x, here for each micro-batch.
+    """Rajbhandari et al. 2020, section 7.2.2: gathers move 2 x the parameters, gradients 1 x.
 
-    The embedding's backward gathers nothing.
+    Here this is for each micro-batch, and the embedding's backward gathers nothing.
     """
     run = run_of((pp, 2, 1), {"zero_optimization": {"stage": 3}, "model": UNTIED})
     micro_batches = run.batch.gradient_accumulation_steps
