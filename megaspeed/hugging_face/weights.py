@@ -9,7 +9,8 @@
     blocks.0.mlp.up.weight          all         transformer.h.0.mlp.c_fc.weight, transposed
 
 The names are in the family's file (``config/families``), the rows in the model's table
-(``model/parameters.py``). GPT-2's c_attn has q, k and v beside each other in our order.
+(``model/parameters.py``). GPT-2's c_attn is one matrix of q, k and v, in the same order
+as ours.
 """
 
 from collections.abc import Iterator

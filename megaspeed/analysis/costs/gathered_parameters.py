@@ -85,7 +85,7 @@ def _parameters_by_layer(
     """Name of each layer -> all parameters that it computes with, a tied head's weight included."""
     layers: dict[str, list[LocalParameter]] = {}
     for parameter in parameters:
-        layers.setdefault(layer_name(parameter.name), []).append(parameter)
+        layers.setdefault(parameter.layer, []).append(parameter)
     named = {parameter.name: parameter for parameter in parameters}
     if "head" in layers and HEAD_WEIGHT not in named:
         layers["head"].append(named[EMBEDDING_WEIGHT])
@@ -125,9 +125,3 @@ def _padded(run: Run, parameters: Sequence[LocalParameter]) -> int:
 
 def _bytes(run: Run, parameters: Sequence[LocalParameter]) -> int:
     return _padded(run, parameters) * BYTES_OF[run.precision]
-
-
-def layer_name(parameter: str) -> str:
-    """ "blocks.3.mlp.up.weight" -> "blocks.3"; "head.norm.bias" -> "head"."""
-    first, second, *_ = parameter.split(".")
-    return f"{first}.{second}" if first == "blocks" else first

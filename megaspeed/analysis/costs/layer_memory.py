@@ -154,9 +154,16 @@ def _norm_kept(run: Run, shapes: Shapes) -> int:
     statistics = shapes.split_tokens * _FP32
     if shapes.fused_norm:
         return state + statistics
-    # x / rms, and in bf16 x in fp32 before it and the product after it.
-    steps = 2 * _FP32 if shapes.element_bytes < _FP32 else _FP32
+    steps = _written_out_bytes(shapes)
     return state + statistics + shapes.split_tokens * run.config.model.hidden_size * steps
+
+
+def _written_out_bytes(shapes: Shapes) -> int:
+    """Bytes an element that RMSNorm keeps if torch writes it out, as on a CPU.
+
+    They are x / rms and, in 16 bits, x in fp32 before it and the product after it.
+    """
+    return 2 * _FP32 if shapes.element_bytes < _FP32 else _FP32
 
 
 def _attention_kept(run: Run, shapes: Shapes) -> int:
@@ -189,9 +196,7 @@ def _attention_kept(run: Run, shapes: Shapes) -> int:
 
 def _head_norms_kept(shapes: Shapes, heads: int, head_dim: int) -> int:
     """Statistics of the norms of each head's query and key, and their intermediates on a CPU."""
-    steps = 0
-    if not shapes.on_gpu:
-        steps = 2 * _FP32 if shapes.element_bytes < _FP32 else _FP32
+    steps = 0 if shapes.on_gpu else _written_out_bytes(shapes)
     return shapes.whole_tokens * heads * (_FP32 + head_dim * steps)
 
 

@@ -29,11 +29,13 @@ class LocalParameter:
 
     Attributes:
         name: full name.
+        layer: name of its layer, such as "blocks.3".
         shape: of the local tensor, tensor-parallel padding included.
         group: the optimizer group that it is in.
     """
 
     name: str
+    layer: str
     shape: tuple[int, ...]
     group: OptimizerGroup
 
@@ -53,6 +55,7 @@ def local_parameters(run: Run, pipeline_stage: int, tensor_rank: int = 0) -> lis
     return [
         LocalParameter(
             name=name,
+            layer=parameter.layer,
             shape=shard_of(model, parameter, rank=tensor_rank, size=grid.tp).local_shape,
             group=_group_of(run, parameter),
         )

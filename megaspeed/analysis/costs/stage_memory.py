@@ -20,7 +20,6 @@ from megaspeed.analysis.costs.document_mask import first_block_memory, window_ma
 from megaspeed.analysis.costs.gathered_parameters import (
     GatheredBytes,
     gathered_in_pass,
-    layer_name,
 )
 from megaspeed.analysis.costs.hidden_states import hidden_bytes
 from megaspeed.analysis.costs.layer_memory import (
@@ -45,7 +44,7 @@ from megaspeed.analysis.costs.model_states import (
 )
 from megaspeed.analysis.costs.number_bytes import BYTES_OF
 from megaspeed.config.resolve import Run
-from megaspeed.model.parameters import EMBEDDING_WEIGHT, HEAD_WEIGHT, layer_count
+from megaspeed.model.parameters import EMBEDDING_WEIGHT, HEAD_WEIGHT, layer_count, layer_name
 from megaspeed.pipeline.schedules import SCHEDULES, peak_micro_batches_in_flight
 from megaspeed.pipeline.stages import layers_of_stages
 
@@ -253,7 +252,7 @@ def _layers(
     count = layer_count(run.config.model)
     own: dict[str, list[LocalParameter]] = {}
     for parameter in parameters:
-        own.setdefault(layer_name(parameter.name), []).append(parameter)
+        own.setdefault(parameter.layer, []).append(parameter)
     on_host = device_type == "cpu"
     forward = gathered_in_pass(run, parameters, "forward", on_host=on_host)
     backward = gathered_in_pass(run, parameters, "backward", on_host=on_host)
@@ -261,11 +260,12 @@ def _layers(
     layers = []
     for index, layer in enumerate(layers_of_stages(run)[pipeline_stage]):
         if layer == 0:
-            memory, name = embedding_memory(run, shapes), "embedding"
+            memory = embedding_memory(run, shapes)
         elif layer < count - 1:
-            memory, name = next(blocks), f"blocks.{layer - 1}"
+            memory = next(blocks)
         else:
-            memory, name = head_memory(run, shapes), "head"
+            memory = head_memory(run, shapes)
+        name = layer_name(run.config.model, layer)
         layers.append(_Layer(memory, own[name], forward[index], backward[index]))
     if layers[-1].memory.kept_until_loss == 0:
         layers[-1] = replace(layers[-1], memory=_sent(layers[-1].memory, hidden_bytes(run)))

@@ -6,17 +6,6 @@ rows of a head keep their order.
 
 from megaspeed.config.families.family import Family, FixedKey, Key
 
-FEATURES = {
-    "norm": "rms_norm",
-    "positions": "rotary",
-    "mlp": "swiglu",
-    "qkv_bias": False,
-    "attention_output_bias": False,
-    "mlp_bias": False,
-    "qk_norm": False,
-    "tie_word_embeddings": False,
-}
-
 KEYS = (
     Key("vocab_size", "vocab_size", 32000),
     Key("hidden_size", "hidden_size", 4096),
@@ -32,24 +21,17 @@ KEYS = (
     Key("initializer_range", "initializer_range", 0.02),
 )
 
-MODULES = {
-    "embedding.tokens": ("model.embed_tokens",),
-    "attention_norm": ("input_layernorm",),
-    "attention.qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-    "attention.query_norm": ("self_attn.q_norm",),
-    "attention.key_norm": ("self_attn.k_norm",),
-    "attention.output": ("self_attn.o_proj",),
-    "mlp_norm": ("post_attention_layernorm",),
-    "mlp.gate_up": ("mlp.gate_proj", "mlp.up_proj"),
-    "mlp.down": ("mlp.down_proj",),
-    "head.norm": ("model.norm",),
-    "head.output": ("lm_head",),
-}
-
-BUFFERS = r"(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq"
-
 LLAMA = Family(
-    features=FEATURES,
+    features={
+        "norm": "rms_norm",
+        "positions": "rotary",
+        "mlp": "swiglu",
+        "qkv_bias": False,
+        "attention_output_bias": False,
+        "mlp_bias": False,
+        "qk_norm": False,
+        "tie_word_embeddings": False,
+    },
     class_name="LlamaForCausalLM",
     keys=(
         *KEYS,
@@ -65,6 +47,18 @@ LLAMA = Family(
     ),
     prefix="model.",
     blocks="model.layers",
-    modules=MODULES,
-    buffers=BUFFERS,
+    modules={
+        "embedding.tokens": ("model.embed_tokens",),
+        "attention_norm": ("input_layernorm",),
+        "attention.qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+        "attention.query_norm": ("self_attn.q_norm",),
+        "attention.key_norm": ("self_attn.k_norm",),
+        "attention.output": ("self_attn.o_proj",),
+        "mlp_norm": ("post_attention_layernorm",),
+        "mlp.gate_up": ("mlp.gate_proj", "mlp.up_proj"),
+        "mlp.down": ("mlp.down_proj",),
+        "head.norm": ("model.norm",),
+        "head.output": ("lm_head",),
+    },
+    buffers=r"(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq",
 )

@@ -1,10 +1,12 @@
 """Mistral (Jiang et al. 2023): Llama with a sliding window."""
 
-from megaspeed.config.families.family import Family, FixedKey, Key
-from megaspeed.config.families.llama import BUFFERS, FEATURES, KEYS, MODULES
+from dataclasses import replace
 
-MISTRAL = Family(
-    features=FEATURES,
+from megaspeed.config.families.family import FixedKey, Key
+from megaspeed.config.families.llama import KEYS, LLAMA
+
+MISTRAL = replace(
+    LLAMA,
     class_name="MistralForCausalLM",
     keys=(
         *KEYS,
@@ -14,8 +16,4 @@ MISTRAL = Family(
         Key("sliding_window", "sliding_window", 4096),
     ),
     fixed=(FixedKey("hidden_act", ("silu", "swish")),),
-    prefix="model.",
-    blocks="model.layers",
-    modules=MODULES,
-    buffers=BUFFERS,
 )

@@ -1,10 +1,13 @@
 """Qwen2 and Qwen2.5, dense (Yang et al. 2024): Llama with biases of queries, keys and values."""
 
-from megaspeed.config.families.family import Family, FixedKey, Key
-from megaspeed.config.families.llama import BUFFERS, FEATURES, KEYS, MODULES
+from dataclasses import replace
 
-QWEN2 = Family(
-    features={**FEATURES, "qkv_bias": True},
+from megaspeed.config.families.family import FixedKey, Key
+from megaspeed.config.families.llama import KEYS, LLAMA
+
+QWEN2 = replace(
+    LLAMA,
+    features={**LLAMA.features, "qkv_bias": True},
     class_name="Qwen2ForCausalLM",
     keys=(
         *KEYS,
@@ -14,8 +17,4 @@ QWEN2 = Family(
         Key("max_position_embeddings", "max_position_embeddings", 32768),
     ),
     fixed=(FixedKey("hidden_act", ("silu", "swish")), FixedKey("use_sliding_window", (False,))),
-    prefix="model.",
-    blocks="model.layers",
-    modules=MODULES,
-    buffers=BUFFERS,
 )

@@ -1,10 +1,13 @@
 """Qwen3, dense (Yang et al. 2025): Llama with norms of queries and keys and an own head size."""
 
-from megaspeed.config.families.family import Family, FixedKey, Key
-from megaspeed.config.families.llama import BUFFERS, FEATURES, KEYS, MODULES
+from dataclasses import replace
 
-QWEN3 = Family(
-    features={**FEATURES, "qk_norm": True},
+from megaspeed.config.families.family import FixedKey, Key
+from megaspeed.config.families.llama import KEYS, LLAMA
+
+QWEN3 = replace(
+    LLAMA,
+    features={**LLAMA.features, "qk_norm": True},
     class_name="Qwen3ForCausalLM",
     keys=(
         *KEYS,
@@ -17,8 +20,4 @@ QWEN3 = Family(
         Key("attention_bias", "attention_output_bias", False),
     ),
     fixed=(FixedKey("hidden_act", ("silu", "swish")), FixedKey("use_sliding_window", (False,))),
-    prefix="model.",
-    blocks="model.layers",
-    modules=MODULES,
-    buffers=BUFFERS,
 )

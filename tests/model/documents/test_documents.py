@@ -185,3 +185,5 @@ def test_a_mask_of_a_window_made_in_inference_mode_serves_a_later_step() -> None
     with torch.inference_mode():
         model(tokens)
     model(tokens).sum().backward()
+    assert window_mask.cache_info().hits > 0
+    assert gradients(model)
