@@ -42,6 +42,14 @@ class TrainingConfig(Section):
         description="Steps in a row that may be skipped for a loss or gradient norm that is "
         "not finite before the run stops.",
     )
+    hang_timeout_seconds: float = Field(
+        default=300.0,
+        gt=0,
+        allow_inf_nan=False,
+        description="Without progress for so long, every rank writes its stacks, the ranks that "
+        "did not arrive are named, and the run ends with exit code 3. Starting up may take four "
+        "times as long; saving may take as long as it needs.",
+    )
     save_interval: int = Field(
         default=1000,
         ge=0,

@@ -8,6 +8,7 @@ Between a micro-batch's forward and its backward the stage holds its input and i
 its output: backward needs only the graph's last edge, so the output is freed once it is sent.
 """
 
+import functools
 from collections.abc import Callable, Iterable
 from typing import Protocol
 
@@ -31,6 +32,7 @@ from megaspeed.pipeline.instructions import (
     SendGradient,
 )
 from megaspeed.pipeline.p2p import Neighbours
+from megaspeed.topology.activity import Activity
 from megaspeed.topology.failure import note_phase
 
 LossFunction = Callable[[Tensor, Tensor], Tensor]
@@ -78,6 +80,7 @@ class Executor:
         micro_batches: how many there are.
         take_step: called at ``OptimizerStep`` with the sum of this rank's losses (an fp32 scalar),
             or None if this is not the last stage.
+        activity: told of each instruction before it is executed.
     """
 
     def __init__(
@@ -90,7 +93,9 @@ class Executor:
         loss_scale: float,
         micro_batches: int,
         take_step: Callable[[Tensor | None], None] = lambda loss_sum: None,
+        activity: Activity | None = None,
     ) -> None:
+        self._activity = activity or Activity()
         self._take_step = take_step
         self._engine = engine
         self._neighbours = neighbours
@@ -105,13 +110,19 @@ class Executor:
         self._ends: dict[int, Tensor | GradientEdge] = {}
         self._output_gradients: dict[int, Tensor] = {}
         self._input_gradients: dict[int, Tensor] = {}
-        self.loss_sum: Tensor | None = None
+        self.losses: dict[int, Tensor] = {}
+        """Sum of each micro-batch's losses so far (fp32 scalars); empty but on the last stage."""
+
+    @property
+    def loss_sum(self) -> Tensor | None:
         """Sum of this rank's losses so far (fp32 scalar); None but on the last stage."""
+        return functools.reduce(torch.add, self.losses.values()) if self.losses else None
 
     def run(self, program: Iterable[Instruction | Exchange]) -> None:
         """Executes a ``stage_program`` in order."""
         for instruction in program:
             try:
+                self._activity.begin(instruction)
                 self._execute(instruction)
             except Exception as error:
                 note_phase(error, repr(instruction))
@@ -162,9 +173,7 @@ class Executor:
         self._outputs[m] = self._engine.forward(m, x, batch.samples, batch.documents)
         if self._neighbours.after is None:
             loss = self._loss_function(self._outputs.pop(m), batch.targets).sum()
-            self.loss_sum = (
-                loss.detach() if self.loss_sum is None else self.loss_sum + loss.detach()
-            )
+            self.losses[m] = loss.detach()
             self._ends[m] = loss * self._loss_scale
         elif torch.is_grad_enabled():
             self._ends[m] = get_gradient_edge(self._outputs[m])

@@ -23,6 +23,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+_DIRECTIONS = {dist.isend: "send of {} to", dist.irecv: "receive of {} from"}
+
 
 class PipelineProtocolError(RuntimeError):
     """Two pipeline stages do not agree on what they send each other."""
@@ -56,6 +58,7 @@ class Link:
         # "cuda" names no one device, but the tensors to compare with do.
         self._device = torch.empty(0, device=device).device
         self._works: list[dist.Work] = []
+        self._in_flight: list[str] = []
         self._sent: Tensor | None = None
 
     def send(self, tensor: Tensor) -> None:
@@ -78,11 +81,20 @@ class Link:
         self._start(tensor, received)
         return received
 
+    def pending(self) -> list[str]:
+        """What this rank waits for, such as "receive of float32 of shape (4, 16, 64) from rank 2".
+
+        Another thread may ask.
+        """
+        what = _describe(self._shape, self._dtype)
+        return [f"{direction.format(what)} rank {self._peer}" for direction in self._in_flight]
+
     def finish(self) -> None:
         """Wait until the batch in flight is done, if there is one, and free what was sent."""
         for work in self._works:
             work.wait()
         self._works = []
+        self._in_flight = []
         self._sent = None
 
     def _start(self, sent: Tensor | None, received: Tensor | None) -> None:
@@ -95,6 +107,7 @@ class Link:
             messages.append(dist.P2POp(dist.isend, sent, self._peer, self._group))
         if received is not None:
             messages.append(dist.P2POp(dist.irecv, received, self._peer, self._group))
+        self._in_flight = [_DIRECTIONS[message.op] for message in messages]
         self._works = dist.batch_isend_irecv(messages)
 
     def _new_tensor(self) -> Tensor:
@@ -149,6 +162,11 @@ class Neighbours:
             return Link(group, peer, shape=shape, dtype=dtype, device=device)
 
         return cls(before=link(before), after=link(after))
+
+    def pending(self) -> list[str]:
+        """The messages that have not arrived, described."""
+        links = [link for link in (self.before, self.after) if link is not None]
+        return [message for link in links for message in link.pending()]
 
     def drain(self) -> None:
         """Wait until all messages have arrived."""

@@ -23,6 +23,7 @@ from typing import Self
 import torch
 import torch.distributed as dist
 
+from megaspeed.topology.activity import Activity
 from megaspeed.topology.grid import Coordinates, Grid, TopologyError
 from megaspeed.topology.groups import (
     abandon,
@@ -33,6 +34,7 @@ from megaspeed.topology.groups import (
     stop,
 )
 from megaspeed.topology.launch import LaunchEnvironment
+from megaspeed.topology.meeting import open_store
 from megaspeed.topology.process_settings import allow_open_files, default_settings
 
 # A group of one rank waits for no other rank. But NCCL's timeout starts at the call, and kernels
@@ -60,12 +62,22 @@ class ParallelContext:
     # the axis has one rank.
     pp_group: dist.ProcessGroup | None
     checkpoint_group: dist.ProcessGroup  # used by one thread at a time, which need not be the main
+    activity: Activity  # what this rank is doing
 
     @classmethod
-    def create(cls, grid: Grid, launch: LaunchEnvironment, *, timeout_seconds: float) -> Self:
+    def create(
+        cls,
+        grid: Grid,
+        launch: LaunchEnvironment,
+        *,
+        timeout_seconds: float,
+        store: dist.Store | None = None,
+        activity: Activity | None = None,
+    ) -> Self:
         """Start torch.distributed and make every group; all ranks call this together.
 
-        A GPU means NCCL, its absence gloo. Several ranks meet at MASTER_ADDR and MASTER_PORT. Each
+        A GPU means NCCL, its absence gloo. Several ranks find each other's addresses in `store`,
+        which is opened at MASTER_ADDR and MASTER_PORT if it is omitted. Each
         group is tried once before this returns. Whatever waits longer than `timeout_seconds` for
         other ranks, now or in a later collective, fails.
 
@@ -91,7 +103,8 @@ class ParallelContext:
         device = _take_device(launch) if on_gpu else torch.device("cpu")
         timeout = timedelta(seconds=timeout_seconds)
         try:
-            world_group = start_default_group(launch, device, timeout)
+            store = store or open_store(launch, timeout_seconds)
+            world_group = start_default_group(store, launch, device, timeout)
             groups = create_groups(grid, launch.rank, world_group, device, timeout)
             for name, group in groups.items():
                 on_host = name == "checkpoint"
@@ -110,6 +123,7 @@ class ParallelContext:
             dp_group=groups["dp"],
             pp_group=groups.get("pp"),
             checkpoint_group=groups["checkpoint"],
+            activity=activity or Activity(),
         )
 
     def close(self) -> None:

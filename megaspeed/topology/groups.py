@@ -27,25 +27,22 @@ from torch.distributed.distributed_c10d import _abort_process_group
 
 from megaspeed.topology.grid import Axis, Grid
 from megaspeed.topology.launch import LaunchEnvironment
+from megaspeed.topology.meeting import GroupError
 
 _DISKS_ARE_SLOWER = 4  # than networks: how much longer a rank may wait for another's
 _SECONDS_TO_ABORT = 5.0
 _ORDER: tuple[Axis, ...] = ("tp", "dp", "pp")
 
 
-class GroupError(RuntimeError):
-    """A process group could not be set up: some rank of it did not come."""
-
-
 def start_default_group(
-    launch: LaunchEnvironment, device: torch.device, timeout: timedelta
+    store: dist.Store, launch: LaunchEnvironment, device: torch.device, timeout: timedelta
 ) -> dist.ProcessGroup:
     """Start torch.distributed, NCCL on a GPU and gloo without; return the group of all ranks."""
     on_gpu = device.type == "cuda"
     with _naming_the_group("world", range(launch.world_size), launch.rank):
         dist.init_process_group(
             backend="nccl" if on_gpu else "gloo",
-            store=_meeting_point(launch, timeout),
+            store=_unused_names(store, launch.rank),
             rank=launch.rank,
             world_size=launch.world_size,
             timeout=timeout,
@@ -137,14 +134,11 @@ def abandon() -> None:
         aborting.join(_SECONDS_TO_ABORT)
 
 
-def _meeting_point(launch: LaunchEnvironment, timeout: timedelta) -> dist.Store:
-    """Where the ranks find each other's addresses."""
-    if launch.world_size == 1:
-        return dist.HashStore()  # no port is needed to meet nobody
-    # env:// reads MASTER_ADDR and MASTER_PORT, and joins the store that torchrun keeps there.
-    store, _, _ = next(dist.rendezvous("env://", launch.rank, launch.world_size, timeout=timeout))
-    # Such a store outlives a context. A later one must not find the addresses of the earlier.
-    generation = store.add(f"contexts of rank {launch.rank}", 1)
+def _unused_names(store: dist.Store, rank: int) -> dist.Store:
+    """The store, under a prefix of its own: it may outlive a context, and a later one must not find
+    the addresses of the earlier.
+    """
+    generation = store.add(f"contexts of rank {rank}", 1)
     return dist.PrefixStore(f"context {generation}", store)
 
 

@@ -9,9 +9,12 @@ references in its modules until the very end.
 """
 
 import atexit
+import contextlib
 import os
 import sys
 from typing import NoReturn
+
+EXIT_DONE, EXIT_FAILED, EXIT_WRONG_INPUT, EXIT_HANG = 0, 1, 2, 3
 
 
 def end_process(code: int) -> NoReturn:
@@ -20,6 +23,12 @@ def end_process(code: int) -> NoReturn:
     What was registered with `atexit` is called, and what was written is flushed.
     """
     atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    leave(code)
+
+
+def leave(code: int) -> NoReturn:
+    """End at once, from any thread; only what was written is flushed."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):  # whoever read it has gone
+            stream.flush()
     os._exit(code)

@@ -41,8 +41,9 @@ _SETTINGS = (
     _Setting(
         "TORCH_FR_BUFFER_SIZE",
         "2000",
-        "NCCL's flight recorder: the last 2,000 collectives of this rank",
+        "the flight recorder: the last 2,000 collectives of this rank, for a report of a hang",
         other_names=("TORCH_NCCL_TRACE_BUFFER_SIZE",),
+        devices=("cpu", "cuda"),
     ),
     _Setting(
         "TORCH_NCCL_DUMP_ON_TIMEOUT",

@@ -4,28 +4,21 @@ Each node reads its own files. Where they differ, ranks would train on different
 collective that the others do not call; both are found here by name.
 """
 
-import hashlib
-
 import torch.distributed as dist
 
 from megaspeed.checkpoint.run_state import NOT_STATED
-from megaspeed.config.resolve import Run
 from megaspeed.data.prepared import PreparedCorpus
 from megaspeed.topology.context import ParallelContext
+from megaspeed.topology.meeting import RanksDisagree
 
 
-class RanksDisagree(RuntimeError):
-    """Two ranks were started with different inputs."""
-
-
-def check_agreement(run: Run, corpus: PreparedCorpus, context: ParallelContext) -> None:
-    """Compares configuration, texts and tokenizer with rank 0's; a collective over all ranks.
+def check_agreement(corpus: PreparedCorpus, context: ParallelContext) -> None:
+    """Compares texts and tokenizer with rank 0's; a collective over all ranks.
 
     Raises:
         RanksDisagree: on every rank, naming what differs and on which ranks.
     """
     own = {
-        "the configuration": _hash(run.config.model_dump_json()),
         "the training text (data.train)": corpus.fingerprint,
         "the validation text (data.validation)": _validation_fingerprint(corpus),
         "the tokenizer (data.tokenizer)": corpus.tokenizer_fingerprint or NOT_STATED,
@@ -46,7 +39,3 @@ def check_agreement(run: Run, corpus: PreparedCorpus, context: ParallelContext) 
 
 def _validation_fingerprint(corpus: PreparedCorpus) -> str:
     return "none" if corpus.validation is None else corpus.validation.fingerprint
-
-
-def _hash(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()

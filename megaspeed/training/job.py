@@ -5,6 +5,8 @@
 The run folder is touched only once this run has all that it needs to go on.
 """
 
+import math
+
 from rich.console import Console
 
 from megaspeed.checkpoint.errors import CheckpointError
@@ -14,8 +16,11 @@ from megaspeed.config.resolve import Run
 from megaspeed.data.prepared import PreparedCorpus
 from megaspeed.pipeline.stages import layers_of_stages, parameters_of_stages
 from megaspeed.topology.context import ParallelContext
-from megaspeed.topology.failure import during, failures_reported
-from megaspeed.training.agreement import RanksDisagree, check_agreement
+from megaspeed.topology.meeting import RanksDisagree
+from megaspeed.topology.rank_log import RankLog
+from megaspeed.topology.stop_signal import StopSignal
+from megaspeed.topology.watch import Watch
+from megaspeed.training.agreement import check_agreement
 from megaspeed.training.checkpointing import Checkpointing
 from megaspeed.training.console import (
     ConsoleObserver,
@@ -35,8 +40,12 @@ from megaspeed.training.run_folder import (
 )
 from megaspeed.training.run_lock import sole_use
 from megaspeed.training.shared_folder import check_shared_folder
-from megaspeed.training.stop_signal import StopSignal
-from megaspeed.training.trainer import Trainer, TrainingDiverged, TrainingSummary
+from megaspeed.training.trainer import (
+    START_UP_PATIENCE,
+    Trainer,
+    TrainingDiverged,
+    TrainingSummary,
+)
 from megaspeed.training.worker import Worker
 
 EXPECTED = (CheckpointError, RanksDisagree, TrainingDiverged, OSError)
@@ -49,6 +58,8 @@ def run_job(
     options: ResumeOptions,
     context: ParallelContext,
     stop: StopSignal,
+    watch: Watch,
+    log: RankLog,
     console: Console,
 ) -> TrainingSummary | None:
     """Trains the run from where it starts; a collective over all ranks.
@@ -62,11 +73,14 @@ def run_job(
         TrainingDiverged: loss or gradient norm stay non-finite.
         OSError: a file or folder cannot be read or written.
 
-    Any other exception is written to standard error before it propagates.
+    Any other exception is reported before it propagates.
     """
-    with failures_reported(context.grid, context.rank, expected=EXPECTED):
-        check_agreement(run, corpus, context)
-        check_shared_folder(run.run_dir, context)
+    during = context.activity.during
+    with watch.failures_reported(expected=EXPECTED):
+        with during("comparing the ranks", patience=START_UP_PATIENCE):
+            check_agreement(corpus, context)
+            check_shared_folder(run.run_dir, context)
+        log.open(run.run_dir, context.rank)
         with sole_use(run.run_dir, context):
             start = find_start(options, run, context)
             for line in describe_start(start, run):
@@ -74,12 +88,12 @@ def run_job(
             if start.is_end_of(run):
                 return None
             console.print(plan_table(run, layers_of_stages(run), parameters_of_stages(run)))
-            with during("building the model"):
+            with during("building the model", patience=START_UP_PATIENCE):
                 worker = Worker(run, context)
             with (
                 Checkpointing(worker, corpus) as checkpointing,
                 # Once more, because the line above waits for a save that is under way.
-                failures_reported(context.grid, context.rank, expected=EXPECTED),
+                watch.failures_reported(expected=EXPECTED),
             ):
                 begin = _begin(start, options, run, checkpointing, context, console)
                 return _train(worker, corpus, checkpointing, stop, console, begin)
@@ -96,7 +110,7 @@ def _begin(
     """Loads the checkpoint, if there is one, and opens the run folder."""
     begin = Progress()
     if start.checkpoint is not None:
-        with during(f"loading {start.checkpoint}"):
+        with context.activity.during(f"loading {start.checkpoint}", patience=math.inf):
             allowed = options.allow_data_change
             begin = checkpointing.load(start.checkpoint, allow_data_change=allowed)
     from_rank_0(context.checkpoint_group, lambda: _open_run_folder(run, start, console))

@@ -1,16 +1,18 @@
 """The main job: one JSON file in, a trained model's metrics and loss curve out.
 
-    arguments -> launch environment -> run (checked) -> corpus
-        -> process groups -> the job of all ranks (job.py) -> exit code
+    arguments -> launch environment -> run (checked) -> ranks meet, and watch each other
+        -> corpus -> process groups -> the job of all ranks (job.py) -> exit code
 
-All input is checked before any process group exists, so a mistake is a message and not a hang.
+A mistake in the configuration is found before any rank waits for another.
 """
 
 import argparse
+import math
 import os
 import sys
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -25,25 +27,37 @@ from megaspeed.data.config_problems import find_problems_in_file
 from megaspeed.data.errors import DataError
 from megaspeed.data.prepare import prepare_corpus
 from megaspeed.data.prepared import PreparedCorpus
+from megaspeed.topology.activity import Activity
 from megaspeed.topology.context import ParallelContext
-from megaspeed.topology.failure import during, failures_reported
 from megaspeed.topology.grid import TopologyError
-from megaspeed.topology.groups import GroupError
 from megaspeed.topology.launch import LaunchEnvironment, LaunchError, read_launch_environment
-from megaspeed.training.agreement import RanksDisagree
+from megaspeed.topology.meeting import GroupError, Meeting, RanksDisagree, check_in
+from megaspeed.topology.process_exit import EXIT_DONE, EXIT_FAILED, EXIT_WRONG_INPUT
+from megaspeed.topology.rank_log import RankLog
+from megaspeed.topology.stop_signal import StopSignal
+from megaspeed.topology.watch import Watch
+from megaspeed.training.faults import inject_into_process
 from megaspeed.training.job import EXPECTED, run_job, tell_ending
 from megaspeed.training.launch_warnings import launch_warnings
 from megaspeed.training.resume import ResumeOptions, check_resume
 from megaspeed.training.run_folder import check_run_folder
-from megaspeed.training.stop_signal import StopSignal
-from megaspeed.training.trainer import TrainingDiverged
-
-EXIT_DONE, EXIT_FAILED, EXIT_WRONG_INPUT = 0, 1, 2
+from megaspeed.training.trainer import START_UP_PATIENCE, TrainingDiverged
 
 # Launchers end the whole job when one process ends badly; rank 0 speaks for all, so it gets this
 # head start.
 _SECONDS_FOR_RANK_0_TO_SPEAK = 5.0
 _COLLECTIVE_TIMEOUT_SECONDS = 1800.0
+"""At least; the watch ends a run that hangs long before."""
+
+_OF_A_NODE = {
+    "data": ("train", "validation", "tokenizer"),
+    "model": ("from_hf",),
+    "training": ("run_dir",),
+}
+"""Paths may differ between nodes. What is found there may not: it is compared by its contents."""
+
+
+_INPUT_ERRORS = (DataError, TopologyError)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -60,7 +74,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return EXIT_WRONG_INPUT
     console = Console(stderr=False, quiet=launch.rank != 0)
     try:
-        run, corpus = _check_input(options, launch, console)
+        run = _checked_run(options, launch)
+        activity = Activity()
+        inject_into_process(activity, launch.rank)
     except (ConfigError, DataError, CheckpointError) as error:
         return _refuse(error, launch)
     for warning in launch_warnings(
@@ -71,7 +87,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         threads=torch.get_num_threads(),
     ):
         console.print("[yellow]warning:[/yellow]", warning, highlight=False, soft_wrap=True)
-    return _train(run, corpus, ResumeOptions.of(options), launch, console)
+    with StopSignal() as stop:
+        try:
+            meeting = check_in(launch, _shared_by_all(run), _start_up_seconds(run))
+        except (GroupError, RanksDisagree) as error:
+            if launch.rank == 0 or isinstance(error, GroupError):
+                _say(error, launch)
+            return EXIT_FAILED
+        return _watched(run, ResumeOptions.of(options), meeting, activity, stop, console)
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -83,9 +106,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def _check_input(
-    options: argparse.Namespace, launch: LaunchEnvironment, console: Console
-) -> tuple[Run, PreparedCorpus]:
+def _checked_run(options: argparse.Namespace, launch: LaunchEnvironment) -> Run:
     try:
         run = load_run(
             options.config,
@@ -99,6 +120,23 @@ def _check_input(
         raise ConfigError([*error.problems, *others], error.where) from error
     check_run_folder(run)
     check_resume(ResumeOptions.of(options), run)
+    return run
+
+
+def _shared_by_all(run: Run) -> dict[str, Any]:
+    """The part of the configuration that must be the same on every rank."""
+    values = run.as_json()
+    for section, keys in _OF_A_NODE.items():
+        for key in keys:
+            values[section].pop(key, None)
+    return values
+
+
+def _start_up_seconds(run: Run) -> float:
+    return START_UP_PATIENCE * run.config.training.hang_timeout_seconds
+
+
+def _prepared_corpus(run: Run, console: Console) -> PreparedCorpus:
     start = time.perf_counter()
     with console.status("preparing the corpus"):
         corpus = prepare_corpus(run.config.data, run.config.model.vocab_size)
@@ -109,7 +147,7 @@ def _check_input(
         f"sequences{mixed}, ready in {time.perf_counter() - start:.1f} s",
         highlight=False,
     )
-    return run, corpus
+    return corpus
 
 
 def _refuse(error: Exception, launch: LaunchEnvironment) -> int:
@@ -125,36 +163,39 @@ def _say(error: Exception, launch: LaunchEnvironment) -> None:
     sys.stderr.flush()
 
 
-def _train(
+def _watched(
     run: Run,
-    corpus: PreparedCorpus,
     resume: ResumeOptions,
-    launch: LaunchEnvironment,
+    meeting: Meeting,
+    activity: Activity,
+    stop: StopSignal,
     console: Console,
 ) -> int:
-    grid = run.grid
+    """From the meeting to the exit code, while the ranks watch each other."""
+    launch, log = meeting.launch, RankLog()
+    patience = run.config.training.hang_timeout_seconds
+    watch = Watch(meeting, run.grid, activity, stop, log, hang_timeout_seconds=patience)
     try:
-        with failures_reported(grid, launch.rank, expected=(TopologyError, GroupError)):
-            context = ParallelContext.create(
-                grid, launch, timeout_seconds=_COLLECTIVE_TIMEOUT_SECONDS
-            )
-    except TopologyError as error:
-        return _refuse(error, launch)
-    except GroupError as error:
-        _say(error, launch)
-        return EXIT_FAILED
-    except Exception:  # reported with its traceback
-        return EXIT_FAILED
-    try:
-        with failures_reported(grid, launch.rank, expected=EXPECTED):
-            # A signal that comes from here on ends the run after a step, with a checkpoint.
-            with context, StopSignal() as stop:
-                summary = run_job(run, corpus, resume, context, stop, console)
-            if summary is None:
-                return EXIT_DONE
-            if launch.rank == 0:
-                with during("the loss curve"):
+        with watch, watch.failures_reported(expected=(*EXPECTED, *_INPUT_ERRORS, GroupError)):
+            with activity.during("preparing the corpus", patience=math.inf):
+                corpus = _prepared_corpus(run, console)
+            with activity.during("creating the process groups", patience=START_UP_PATIENCE):
+                context = ParallelContext.create(
+                    run.grid,
+                    launch,
+                    timeout_seconds=max(_COLLECTIVE_TIMEOUT_SECONDS, 2 * _start_up_seconds(run)),
+                    store=meeting.store,
+                    activity=activity,
+                )
+            with context:
+                summary = run_job(run, corpus, resume, context, stop, watch, log, console)
+            if summary is not None and launch.rank == 0:
+                with activity.during("the loss curve", patience=math.inf):
                     tell_ending(run, summary, console)
+    except (*_INPUT_ERRORS, GroupError) as error:
+        if watch.speaks:
+            _say(error, launch)
+        return EXIT_FAILED if isinstance(error, GroupError) else EXIT_WRONG_INPUT
     except CheckpointError as error:  # of all ranks alike
         if launch.rank == 0:
             _say(error, launch)
@@ -168,5 +209,7 @@ def _train(
         _say(error, launch)
         return EXIT_FAILED
     except Exception:  # reported with its traceback
-        return EXIT_FAILED
+        return watch.exit_code
+    if summary is None:
+        return EXIT_DONE
     return EXIT_DONE if summary.last_save.error is None else EXIT_FAILED

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from megaspeed.checkpoint.together import from_rank_0, gathered
 from megaspeed.topology.context import ParallelContext
-from megaspeed.training.agreement import RanksDisagree
+from megaspeed.topology.meeting import RanksDisagree
 
 # A network file system may show a new file to other nodes a little later.
 _SECONDS_TO_BE_SEEN = 10.0

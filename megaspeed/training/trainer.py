@@ -8,6 +8,7 @@ Every rank runs the same loop. The worker returns what they must agree on (loss,
 step was skipped, whether to stop), the same on every rank. Rank 0's observer reports.
 """
 
+import dataclasses
 import math
 import signal
 import time
@@ -20,13 +21,19 @@ from megaspeed.checkpoint.saving import SaveReport
 from megaspeed.data.prepared import PreparedCorpus
 from megaspeed.data.stream.loader import ValidationLoader
 from megaspeed.model.flops import training_flops_per_token
-from megaspeed.topology.failure import during
+from megaspeed.topology.stop_signal import StopSignal
 from megaspeed.training.checkpointing import Checkpointing
 from megaspeed.training.device_peak import peak_flops_per_second
 from megaspeed.training.metrics import StepMetrics, ValidationMetrics
 from megaspeed.training.step_inputs import StepInputs
-from megaspeed.training.stop_signal import StopSignal
 from megaspeed.training.worker import StepResult, Worker
+
+START_UP_PATIENCE = FIRST_STEP_PATIENCE = 4.0
+"""How many times longer than ``training.hang_timeout_seconds`` these may take."""
+
+
+_MOST_RANKS_NAMED = 4
+_MOST_SAMPLES_NAMED = 16
 
 
 class TrainingDiverged(RuntimeError):
@@ -117,17 +124,20 @@ class Trainer:
             TrainingDiverged: loss or gradient norm stay non-finite. Nothing is saved then.
         """
         assert begin.step < self._run.config.training.steps, "nothing is left to train"
+        activity = self.worker.context.activity
+        self._stop.can_save = True
         start = time.perf_counter()
         validation: ValidationMetrics | None = None
         stopped_by: signal.Signals | None = None
         progress = begin
         while progress.step < self._run.config.training.steps and stopped_by is None:
-            with during(f"step {progress.step + 1}"):
+            patience = FIRST_STEP_PATIENCE if progress is begin else 1.0
+            with activity.during(f"step {progress.step + 1}", patience=patience):
                 progress, metrics, stopped_by = self._train_step(progress)
             if self._is_time_to_validate(progress.step):
-                with during(f"validation after step {progress.step}"):
+                with activity.during(f"validation after step {progress.step}"):
                     validation = self._validate(progress.step)
-            with during(f"saving after step {progress.step}"):
+            with activity.during(f"saving after step {progress.step}", patience=math.inf):
                 self._save(progress, stopped_by)
         self._inputs.close()
         self._report(self._checkpointing.close())
@@ -152,7 +162,7 @@ class Trainer:
         metrics = self._measure(progress, result, rate, time.perf_counter() - start)
         self._observer.step(metrics)
         if progress.skipped_in_a_row >= self._run.config.training.max_skipped_steps:
-            self._give_up(metrics, progress.skipped_in_a_row)
+            self._give_up(metrics, progress)
         return progress, metrics, signal.Signals(result.stop_signal) if result.stop_signal else None
 
     def _after(self, before: Progress, result: StepResult) -> Progress:
@@ -184,18 +194,44 @@ class Trainer:
             skipped=result.skipped,
         )
 
-    def _give_up(self, metrics: StepMetrics, skipped: int) -> NoReturn:
-        culprit = self.worker.first_non_finite_parameter()
+    def _give_up(self, metrics: StepMetrics, progress: Progress) -> NoReturn:
+        culprit = self._culprit(progress)
         # A save under way is of an earlier step.
         self._report(self._checkpointing.close())
         raise TrainingDiverged(
-            f"{skipped} steps in a row (up to step {metrics.step}) were skipped because the loss "
-            f"({metrics.loss}) or the gradient norm ({metrics.grad_norm}) is not finite. First "
-            f"non-finite gradient: {culprit or 'none, the loss itself is not finite'}. Lower the "
-            "learning rate, lengthen its warmup, or set gradient_clipping; "
+            f"{progress.skipped_in_a_row} steps in a row (up to step {metrics.step}) were skipped "
+            f"because the loss ({metrics.loss}) or the gradient norm ({metrics.grad_norm}) is not "
+            f"finite. In the last of them {culprit}. Lower the learning rate, lengthen its warmup, "
+            "or set gradient_clipping; "
             f"training.max_skipped_steps ({self._run.config.training.max_skipped_steps}) says how "
             "many are borne."
         )
+
+    def _culprit(self, progress: Progress) -> str:
+        """Ranks, micro-batches and samples whose loss is not finite, or the first gradient."""
+        ranks = self.worker.non_finite()
+        before = progress.samples - self._run.batch.train_batch_size
+        named = []
+        for rank, found in enumerate(ranks):
+            place = self._run.grid.coordinates_of(rank)
+            if found.micro_batches and place.tp == 0:  # tensor ranks have copies of one loss
+                shape = dataclasses.replace(self._inputs.shape, dp_rank=place.dp)
+                rows = [row for m in found.micro_batches for row in shape.rows(m)]
+                samples = ", ".join(str(before + row) for row in rows[:_MOST_SAMPLES_NAMED])
+                more = ", ..." if len(rows) > _MOST_SAMPLES_NAMED else ""
+                micro_batches = ", ".join(map(str, found.micro_batches))
+                named.append(
+                    f"rank {rank} (pp {place.pp}, dp {place.dp}, tp {place.tp}) in micro-batch "
+                    f"{micro_batches} (samples {samples}{more})"
+                )
+        if named:
+            more = f" and {len(named) - _MOST_RANKS_NAMED} more" * (len(named) > _MOST_RANKS_NAMED)
+            return f"the loss is not finite on {'; '.join(named[:_MOST_RANKS_NAMED])}{more}"
+        parameters = ((r, f.parameter) for r, f in enumerate(ranks) if f.parameter is not None)
+        rank, parameter = next(parameters, (0, None))
+        if parameter is None:
+            return "neither a loss nor a gradient is, but their sums are"
+        return f"every loss is finite; the first gradient that is not: {parameter} on rank {rank}"
 
     def _save(self, progress: Progress, stopped_by: signal.Signals | None) -> None:
         training = self._run.config.training

@@ -6,6 +6,7 @@ The worker knows how one step and one evaluation are computed; when and on what 
 business.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -22,6 +23,7 @@ from megaspeed.pipeline.p2p import Neighbours
 from megaspeed.pipeline.schedules import SCHEDULES, forward_only
 from megaspeed.pipeline.simulation import check_schedule
 from megaspeed.topology.context import ParallelContext
+from megaspeed.training.faults import inject_into_model
 from megaspeed.training.loss import backward_scale, make_loss_function
 from megaspeed.training.matmul_precision import set_matmul_precision
 from megaspeed.training.memory import peak_memory
@@ -55,6 +57,19 @@ class StepResult:
     stop_signal: int = 0
 
 
+@dataclass(frozen=True)
+class NonFinite:
+    """What was not finite on one rank in one step.
+
+    Attributes:
+        micro_batches: whose loss was not; empty but on the last pipeline stage.
+        parameter: the first one whose reduced gradient was not; None if there is none.
+    """
+
+    micro_batches: tuple[int, ...]
+    parameter: str | None
+
+
 class Worker:
     """Builds this rank's part of the run and computes steps and evaluations with the other ranks.
 
@@ -78,11 +93,14 @@ class Worker:
             ),
             make_optimizer=lambda groups: make_optimizer(groups, run.config.optimizer),
         )
+        inject_into_model(context.activity, context.rank, self.engine)
         schedule = SCHEDULES[run.config.parallel.schedule]
         micro_batches = run.batch.gradient_accumulation_steps
         check_schedule(schedule, context.pp_size, micro_batches)
         self._program = stage_program(schedule, context.pp_size, context.pp_rank, micro_batches)
         self._neighbours = self._connect()
+        context.activity.pending = self._neighbours.pending
+        self._losses: dict[int, Tensor] = {}
         self._loss_function = make_loss_function(run, model.axis)
 
     def train_step(
@@ -113,6 +131,7 @@ class Worker:
         )
         self.engine.train(True)
         executor.run(self._program)
+        self._losses = executor.losses
         (outcome,) = outcomes
         peaks, signals = zip(*outcome.notes, strict=True)
         return StepResult(
@@ -133,12 +152,16 @@ class Worker:
         rows = exchange((executor.loss_sum,), self.context.world_group, self.context.device)
         return self._loss_of([loss for (loss,) in rows]) / predicted_tokens
 
-    def first_non_finite_parameter(self) -> str | None:
-        """The last step's first non-finite gradient, as "<name> on rank <r>" of the lowest rank."""
-        found: list[str | None] = [None] * self.context.grid.world_size
-        dist.all_gather_object(found, self.engine.non_finite_parameter, self.context.world_group)
-        named = (f"{name} on rank {rank}" for rank, name in enumerate(found) if name is not None)
-        return next(named, None)
+    def non_finite(self) -> list[NonFinite]:
+        """What was not finite in the last step, of each rank. Reads from the device."""
+        losses = {m: float(loss) for m, loss in self._losses.items()}
+        own = NonFinite(
+            micro_batches=tuple(m for m, loss in losses.items() if not math.isfinite(loss)),
+            parameter=self.engine.non_finite_parameter,
+        )
+        found = [own] * self.context.grid.world_size
+        dist.all_gather_object(found, own, self.context.world_group)
+        return found
 
     def _executor(
         self,
@@ -156,6 +179,7 @@ class Worker:
             loss_scale=scale,
             micro_batches=micro_batches,
             take_step=take_step,
+            activity=self.context.activity,
         )
 
     def _loss_of(self, losses: Sequence[float]) -> float:

@@ -58,7 +58,6 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorder]:
         monkeypatch.setattr(dist, name, getattr(recording, name))
     everyone = SimpleNamespace(ranks=list(range(recording.world_size)))
     monkeypatch.setattr(dist, "group", SimpleNamespace(WORLD=everyone))
-    monkeypatch.setattr(groups, "_meeting_point", lambda launch, timeout: None)
     yield recording
 
 
@@ -70,7 +69,7 @@ def start_up(recorder: Recorder, grid: Grid) -> dict[str, Any]:
         local_world_size=8,
         source="a test",
     )
-    world = groups.start_default_group(launch, GPU, TIMEOUT)
+    world = groups.start_default_group(dist.HashStore(), launch, GPU, TIMEOUT)
     return groups.create_groups(grid, recorder.rank, world, GPU, TIMEOUT)
 
 
@@ -125,7 +124,8 @@ def test_what_is_set_on_a_gpu_unless_the_user_has_set_it() -> None:
         "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
         "TORCH_GLOO_LAZY_INIT": "1",
     }
-    assert default_settings({}, "cpu") == {"TORCH_GLOO_LAZY_INIT": "1"}
+    on_a_cpu = {"TORCH_GLOO_LAZY_INIT": "1", "TORCH_FR_BUFFER_SIZE": "2000"}
+    assert default_settings({}, "cpu") == on_a_cpu
 
 
 @pytest.mark.parametrize(

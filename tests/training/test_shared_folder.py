@@ -6,8 +6,8 @@ from pathlib import Path
 from megaspeed.topology.context import ParallelContext
 from megaspeed.topology.grid import Grid
 from megaspeed.topology.launch import LaunchEnvironment
+from megaspeed.topology.meeting import RanksDisagree
 from megaspeed.training import shared_folder
-from megaspeed.training.agreement import RanksDisagree
 from megaspeed.training.shared_folder import check_shared_folder
 from tests.rank_pool import RankPool
 

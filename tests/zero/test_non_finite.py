@@ -14,7 +14,7 @@ from torch import Tensor
 from megaspeed.config.resolve import Run
 from megaspeed.data.prepared import PreparedCorpus
 from megaspeed.topology.launch import LaunchEnvironment
-from megaspeed.training.worker import StepResult, Worker
+from megaspeed.training.worker import NonFinite, StepResult, Worker
 from tests.parallel.tiny import merge, tiny_corpus
 from tests.rank_pool import RankPool
 from tests.zero.one_rank import OFFLOAD, OFFLOAD_ALL, OneRank, one_rank, small_run
@@ -32,7 +32,7 @@ class Skipped:
 
     result: StepResult
     weights_changed: bool
-    blamed: str | None
+    blamed: list[NonFinite]  # by rank
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ def skip(rank: OneRank, step: int) -> Skipped:
     before = rank.weights()
     result = rank.train_step(step)
     changed = any(not torch.equal(before[name], w) for name, w in rank.weights().items())
-    return Skipped(result, changed, rank.worker.first_non_finite_parameter())
+    return Skipped(result, changed, rank.worker.non_finite())
 
 
 def put_an_infinity(rank: OneRank) -> str:
@@ -136,12 +136,17 @@ def test_a_step_that_is_not_finite_on_one_rank_is_skipped_on_all_and_leaves_noth
         for bad in (outcome.infinite_gradient, outcome.nan_loss_alone, outcome.nan_everywhere):
             assert bad.result.skipped and not bad.weights_changed
             assert not math.isfinite(bad.result.grad_norm)
-        assert outcome.infinite_gradient.blamed == f"{poisoned} on rank {BAD_RANK}"
+        blamed = [found.parameter for found in outcome.infinite_gradient.blamed]
+        assert blamed == [poisoned if rank == BAD_RANK else None for rank in range(4)]
+        assert not any(found.micro_batches for found in outcome.infinite_gradient.blamed)
         assert math.isfinite(outcome.infinite_gradient.result.loss)
-        assert outcome.nan_loss_alone.blamed is None
+        # Rank 3 is the last pipeline stage of the second data index.
+        micro_batches = [found.micro_batches for found in outcome.nan_loss_alone.blamed]
+        assert micro_batches == [(), (), (), tuple(range(run.batch.gradient_accumulation_steps))]
+        assert not any(found.parameter for found in outcome.nan_loss_alone.blamed)
         assert math.isnan(outcome.nan_loss_alone.result.loss)
-        assert outcome.nan_everywhere.blamed is not None
-        assert outcome.nan_everywhere.blamed.endswith("on rank 0")
+        assert outcome.nan_everywhere.blamed[3].micro_batches == micro_batches[3]
+        assert outcome.nan_everywhere.blamed[0].parameter is not None
         assert not outcome.good.skipped
         assert outcome.good == outcome.good_if_it_were_the_first
         assert outcome.weights_equal

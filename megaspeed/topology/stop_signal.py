@@ -1,4 +1,9 @@
-"""Stop signals: SIGTERM or SIGUSR1 lets a run finish its step, save, and end well.
+"""Stop signals: they let a run finish its step, save, and end well.
+
+    SIGTERM, SIGUSR1   from a scheduler, a launcher or a user
+    SIGINT             Ctrl-C; the second one ends the process at once
+    SIGHUP             a closed terminal, unless it is ignored already (``nohup``)
+    launcher gone      counts as SIGHUP: nobody waits for this process any more
 
     rank 0   step 6   step 7 --- max(0, 10) --- save, end
     rank 1   step 6   step 7 --- max(10, 0) --- save, end
@@ -14,7 +19,7 @@ import signal
 from types import FrameType, TracebackType
 from typing import Any, Self
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 
 
 class StopSignal:
@@ -26,10 +31,14 @@ class StopSignal:
     def __init__(self) -> None:
         self.received: signal.Signals | None = None
         """The latest stop signal of this process."""
+        self.can_save = False
+        """Whether the run looks at `received` and saves. Before it trains, it just ends."""
         self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> Self:
-        self._before = {number: signal.signal(number, self._note) for number in STOP_SIGNALS}
+        ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+        noted = [one for one in STOP_SIGNALS if one is not signal.SIGHUP or not ignored]
+        self._before = {number: signal.signal(number, self._note) for number in noted}
         return self
 
     def __exit__(

@@ -1,0 +1,66 @@
+"""What this rank is doing: for its failure report, and for those who watch it.
+
+    start-up                     step 12                       saving after step 12
+      building the model           Forward(micro_batch=0)
+                                   Backward(micro_batch=0)
+
+A phase lasts as long as a ``with`` block. Within it, ``begin`` names one piece of work after
+another. Each of them counts as progress.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from megaspeed.topology.failure import note_phase
+
+
+class Activity:
+    """The phases that this rank is in, its current piece of work, and how far it has come.
+
+    The main thread writes it. Other threads may read it at any time.
+    """
+
+    def __init__(self) -> None:
+        self.beats = 0
+        """Grows with every phase and every piece of work."""
+        self.patience = math.inf
+        """How many times longer than usual this phase may take without progress."""
+        self.pending: Callable[[], list[str]] = list
+        """Returns descriptions of the messages that this rank waits for."""
+        self.on_begin: Callable[[str, object], None] | None = None
+        """Called with the phase and the piece of work, before the work begins."""
+        self._phases: tuple[str, ...] = ()
+        self._work: object = None
+
+    @contextmanager
+    def during(self, phase: object, *, patience: float = 1.0) -> Iterator[None]:
+        """A phase. An exception that leaves the block is told where it comes from.
+
+        Args:
+            phase: what is printed, such as "step 12".
+            patience: how many times longer than usual it may take without progress; infinity if
+                it waits for no other rank, or for a disk.
+        """
+        before = (self._phases, self._work, self.patience)
+        self._phases, self.patience = (*self._phases, str(phase)), patience
+        self.begin(None)
+        try:
+            yield
+        except Exception as error:
+            note_phase(error, phase)
+            raise  # what this rank was doing when it failed stays readable
+        self._phases, self._work, self.patience = before
+        self.beats += 1
+
+    def begin(self, work: object) -> None:
+        """Start the next piece of work in this phase."""
+        self._work = work
+        self.beats += 1
+        if self.on_begin is not None:
+            self.on_begin(self._phases[-1] if self._phases else "", work)
+
+    def __str__(self) -> str:
+        """Such as "step 12, Backward(micro_batch=1)"."""
+        work = () if self._work is None else (repr(self._work),)
+        return ", ".join((*self._phases, *work)) or "start-up"

@@ -1,0 +1,115 @@
+"""Who keeps the others waiting when a run makes no progress.
+
+    each rank     stacks of its threads, and what it waits for  -> its log file
+                  the same in short                             -> the store
+    one rank      reads what all have left there                -> one line on the console
+
+A rank that waits for others is not to blame. To blame are the ranks that did not answer at all, and
+otherwise those that wait for nobody. If all of them wait, they wait in different calls.
+"""
+
+import contextlib
+import json
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+from torch._C import _distributed_c10d as c10d
+
+from megaspeed.topology.meeting import ranks_named
+
+_MOST_CALLS_NAMED = 4
+
+
+@dataclass(frozen=True)
+class RankState:
+    """What one rank said when it was asked.
+
+    Attributes:
+        doing: its phase and piece of work.
+        calls: the collectives and messages that it waits for, the oldest first.
+    """
+
+    doing: str
+    calls: tuple[str, ...]
+
+    def to_json(self) -> str:
+        """For the store."""
+        return json.dumps([self.doing, self.calls])
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> "RankState":
+        """The inverse of ``to_json``."""
+        doing, calls = json.loads(text)
+        return cls(doing, tuple(calls))
+
+
+def pending_collectives() -> list[str]:
+    """The collectives that this rank has called and that are not done, the oldest first.
+
+    From torch's flight recorder. It records every collective, and NCCL's point-to-point messages,
+    if TORCH_FR_BUFFER_SIZE is set when torch first uses it.
+    """
+    try:
+        trace = json.loads(
+            c10d._dump_fr_trace_json(  # type: ignore[attr-defined]  # not in the stubs
+                includeCollectives=True, onlyActive=False
+            )
+        )
+    except Exception:  # a diagnosis must not fail: it is better to know less
+        return []
+    members = _members_by_group()
+    return [_describe(e, members) for e in trace.get("entries", ()) if not e["retired"]]
+
+
+def explain_hang(states: dict[int, RankState | None], seconds: float) -> str:
+    """One line that names who is missing, and one for each kind of call that others wait in.
+
+    Args:
+        states: of each rank; None if it did not answer.
+        seconds: how long there was no progress.
+    """
+    silent = [rank for rank, state in states.items() if state is None]
+    waiting_for_none = [r for r, state in states.items() if state is not None and not state.calls]
+    if silent:
+        verdict = (
+            f"{ranks_named(silent)} did not answer: a process that is stopped, that the system "
+            "has no memory for, or whose machine or network is gone"
+        )
+    elif waiting_for_none:
+        places = {state.doing for r in waiting_for_none if (state := states[r]) is not None}
+        verdict = (
+            f"{ranks_named(waiting_for_none)} did not arrive where the others wait "
+            f"({'; '.join(sorted(places))})"
+        )
+    else:
+        verdict = "all ranks wait, but in different calls"
+    lines = [f"no progress for {seconds:.0f} s: {verdict}"]
+    waiting: dict[tuple[str, str], list[int]] = {}
+    for rank, state in states.items():
+        if state is not None and state.calls:
+            waiting.setdefault((state.doing, state.calls[0]), []).append(rank)
+    for (doing, call), ranks in list(waiting.items())[:_MOST_CALLS_NAMED]:
+        lines.append(f"  {ranks_named(ranks)}: {doing}, waiting in {call}")
+    if len(waiting) > _MOST_CALLS_NAMED:
+        lines.append(f"  and {len(waiting) - _MOST_CALLS_NAMED} more kinds of calls")
+    return "\n".join(lines)
+
+
+def _members_by_group() -> dict[str, list[int]]:
+    """Global ranks of each process group of this rank, by torch's name for the group."""
+    members: dict[str, list[int]] = {}
+    with contextlib.suppress(Exception):  # no group exists yet, or they are being ended
+        for group, ranks in dist.distributed_c10d._world.pg_group_ranks.items():
+            members[str(dist.distributed_c10d._world.pg_names[group])] = sorted(ranks)
+    return members
+
+
+def _describe(entry: dict[str, Any], members: dict[str, list[int]]) -> str:
+    name, description = entry["process_group"]
+    group = "world" if description == "default_pg" else description
+    ranks = members.get(name)
+    of = f" of {ranks_named(ranks)}" if ranks else ""
+    number = entry["p2p_seq_id"] if entry["is_p2p"] else entry["collective_seq_id"]
+    sizes = ", ".join(str(tuple(size)) for size in entry["input_sizes"][:3])
+    return f"{entry['profiling_name']} of {sizes}, number {number} in the {group} group{of}"

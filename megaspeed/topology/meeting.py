@@ -1,0 +1,303 @@
+"""Where the ranks of a run meet before anything else: one key-value store that all of them reach.
+
+    rank 0       listens at MASTER_ADDR:MASTER_PORT (torchrun's agent does so in its place)
+    others       connect
+    every rank   checks in: host, process, and in what its configuration differs from rank 0's
+    rank 0       gives the verdict: everyone goes on, or everyone raises the same error
+
+A rank that does not come, an address that nobody has, and ranks that were started with different
+configurations are found here, by name. In a process group they would be a silent hang.
+"""
+
+import json
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from megaspeed.topology.launch import LaunchEnvironment
+
+_SECONDS_UNTIL_TOLD = 10.0
+"""How long a rank waits for others in silence; it speaks again after three times as long."""
+_SECONDS_A_TRY = 1.0
+_MOST_NAMED = 16
+
+
+class GroupError(RuntimeError):
+    """Ranks could not meet, or set up a process group: some rank did not come."""
+
+
+class RanksDisagree(RuntimeError):
+    """Two ranks were started with different inputs."""
+
+
+@dataclass(frozen=True)
+class Neighbour:
+    """Another rank of the same host."""
+
+    rank: int
+    process: int
+    error_file: str | None  # where torchrun looks for the reason of its end
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """The store, and who else is on this host."""
+
+    store: dist.Store
+    launch: LaunchEnvironment
+    neighbours: tuple[Neighbour, ...] = ()
+
+    @property
+    def hosts_the_store(self) -> bool:
+        """Whether the store ends with this process."""
+        return self.launch.rank == 0 and not _agent_keeps_the_store()
+
+    def own_connection(self) -> dist.Store:
+        """Another connection to the store. One connection serves one call at a time."""
+        connection: dist.Store = self.store.clone()  # type: ignore[attr-defined]  # not in stubs
+        return connection
+
+    def host_of(self, rank: int) -> str:
+        """The name of the machine that ``rank`` runs on."""
+        return str(json.loads(self.store.get(f"rank {rank}"))["host"])
+
+
+def open_store(launch: LaunchEnvironment, timeout_seconds: float) -> dist.Store:
+    """Connect to the store of all ranks. A single process has one of its own.
+
+    Raises GroupError, which names the address, if nobody answers there for ``timeout_seconds``.
+    """
+    if launch.world_size == 1:
+        return dist.HashStore()  # no port is needed to meet nobody
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    listens = launch.rank == 0 and not _agent_keeps_the_store()
+    if not listens:
+        _wait_until_reached(address, port, launch, timeout_seconds)
+    try:
+        store: dist.Store = dist.TCPStore(
+            address,
+            port,
+            is_master=listens,
+            timeout=timedelta(seconds=timeout_seconds),
+            wait_for_workers=False,
+            multi_tenant=True,
+        )
+    except RuntimeError as error:  # torch's own DistError is one
+        raise GroupError(
+            f"rank {launch.rank} could not {'listen' if listens else 'connect'} at "
+            f"{address}:{port} (MASTER_ADDR, MASTER_PORT), where the ranks meet: MASTER_ADDR must "
+            "be an address of rank 0's host, and MASTER_PORT a port that is free there. torch "
+            f"says: {error}"
+        ) from error
+    if _agent_keeps_the_store():
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        store = dist.PrefixStore(f"/worker/attempt_{attempt}", store)
+    return store
+
+
+def check_in(
+    launch: LaunchEnvironment, configuration: Mapping[str, Any], timeout_seconds: float
+) -> Meeting:
+    """Meet all ranks, and compare their configurations with rank 0's. All ranks call this.
+
+    Args:
+        launch: this process's place among the ranks.
+        configuration: what must be the same on every rank, as JSON values.
+        timeout_seconds: how long this rank waits for the others.
+
+    Raises:
+        GroupError: naming the ranks that did not come.
+        RanksDisagree: on every rank, naming the keys that differ.
+    """
+    store = dist.PrefixStore("meeting", open_store(launch, timeout_seconds))
+    if launch.world_size == 1:
+        _sign_in(store, 0, [])
+        return Meeting(store, launch)
+    waiting = _Waiting(launch, timeout_seconds)
+    if launch.rank == 0:
+        store.set("configuration", json.dumps(configuration))
+    else:
+        waiting.until_there(store, ["configuration"], lambda: [0])
+    reference = json.loads(store.get("configuration"))
+    _sign_in(store, launch.rank, _differences(reference, dict(configuration)))
+    if launch.rank == 0:
+        _give_verdict(store, launch.world_size, waiting)
+    else:
+        waiting.until_there(store, ["verdict"], lambda: _missing(store, launch.world_size))
+    verdict = json.loads(store.get("verdict"))
+    if verdict is not None:
+        raise RanksDisagree(verdict)
+    together = json.loads(store.get(f"place {_place()}"))
+    neighbours = tuple(Neighbour(*one) for one in together if one[0] != launch.rank)
+    return Meeting(store, launch, neighbours)
+
+
+def say(line: str) -> None:
+    """Write a line to standard error at once."""
+    sys.stderr.write(f"{line}\n")
+    sys.stderr.flush()
+
+
+def ranks_named(ranks: list[int]) -> str:
+    """Such as "rank 3" or "ranks 1, 4, 5 and 12 more"."""
+    listed = ", ".join(map(str, ranks[:_MOST_NAMED]))
+    more = f" and {len(ranks) - _MOST_NAMED} more" if len(ranks) > _MOST_NAMED else ""
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {listed}{more}"
+
+
+class _Waiting:
+    """A wait for other ranks that says from time to time for whom, and ends."""
+
+    def __init__(self, launch: LaunchEnvironment, timeout_seconds: float) -> None:
+        self._launch = launch
+        self._timeout = timeout_seconds
+        self._start = time.monotonic()
+        self._tell_at = self._start + _SECONDS_UNTIL_TOLD
+        # Rank 0 speaks for all ranks, and one rank on each other host speaks for that host.
+        self._speaks = launch.rank == 0 or (launch.local_rank == 0)
+
+    def until_there(
+        self, store: dist.Store, keys: list[str], missing: Callable[[], list[int]]
+    ) -> None:
+        """Wait for keys of the store; ``missing`` names the ranks that have not come yet."""
+        while True:
+            try:
+                store.wait(keys, timedelta(seconds=_SECONDS_A_TRY))
+                return
+            except dist.DistStoreError:  # they are not there yet
+                self._say_or_end(missing)
+            except dist.DistNetworkError as error:
+                raise GroupError(
+                    f"rank {self._launch.rank} lost the store where the ranks meet (at "
+                    f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}): the process that "
+                    "kept it has ended; look for the first error of rank 0 and of its launcher"
+                ) from error
+
+    def _say_or_end(self, missing: Callable[[], list[int]]) -> None:
+        now = time.monotonic()
+        waited = now - self._start
+        if waited >= self._timeout:
+            raise GroupError(f"{self._waited_for(missing())}; no rank can go on without them")
+        if now >= self._tell_at:
+            self._tell_at = now + 3 * _SECONDS_UNTIL_TOLD
+            absent = missing()
+            if self._speaks and absent:
+                say(f"{self._waited_for(absent)}; this ends after {self._timeout:.0f} s")
+
+    def _waited_for(self, absent: list[int]) -> str:
+        waited = time.monotonic() - self._start
+        return (
+            f"rank {self._launch.rank} has waited {waited:.0f} s for {ranks_named(absent)} of "
+            f"{self._launch.world_size} (world size from {self._launch.source}). Each of them must "
+            f"be started and reach {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        )
+
+
+def _agent_keeps_the_store() -> bool:
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def _wait_until_reached(
+    address: str, port: int, launch: LaunchEnvironment, timeout_seconds: float
+) -> None:
+    start = time.monotonic()
+    tell_at = start + _SECONDS_UNTIL_TOLD
+    while True:
+        try:
+            socket.create_connection((address, port), timeout=_SECONDS_UNTIL_TOLD).close()
+            return
+        except OSError as error:  # also if the name is not known
+            now = time.monotonic()
+            why = (
+                f"rank {launch.rank} has not reached the store of rank 0 at {address}:{port} "
+                f"(MASTER_ADDR, MASTER_PORT) for {now - start:.0f} s: {error.strerror or error}. "
+                "Rank 0 must be started, and the address must be one of its host, not behind a "
+                "firewall"
+            )
+            if now - start >= timeout_seconds:
+                raise GroupError(why) from error
+            if now >= tell_at and (launch.local_rank == 0 or launch.rank == 1):
+                tell_at = now + 3 * _SECONDS_UNTIL_TOLD
+                say(f"{why}; this ends after {timeout_seconds:.0f} s")
+            time.sleep(_SECONDS_A_TRY / 4)
+
+
+def _sign_in(store: dist.Store, rank: int, differences: list[str]) -> None:
+    record = {
+        "host": socket.gethostname(),
+        "place": _place(),
+        "process": os.getpid(),
+        "error_file": os.environ.get("TORCHELASTIC_ERROR_FILE"),
+        "differences": differences,
+    }
+    store.set(f"beat {rank}", json.dumps([0, "start-up"]))  # before anybody looks for it
+    store.set(f"rank {rank}", json.dumps(record))
+
+
+def _place() -> str:
+    """The same for processes that can see each other by number: one kernel, one namespace."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+
+
+def _missing(store: dist.Store, world_size: int) -> list[int]:
+    return [rank for rank in range(world_size) if not store.check([f"rank {rank}"])]
+
+
+def _give_verdict(store: dist.Store, world_size: int, waiting: _Waiting) -> None:
+    """Rank 0: wait for every rank, judge, and tell each host who is on it."""
+    keys = [f"rank {rank}" for rank in range(world_size)]
+    waiting.until_there(store, keys, lambda: _missing(store, world_size))
+    records = [json.loads(record) for record in store.multi_get(keys)]
+    places: dict[str, list[tuple[int, int, str | None]]] = {}
+    for rank, record in enumerate(records):
+        one = (rank, record["process"], record["error_file"])
+        places.setdefault(record["place"], []).append(one)
+    for place, ranks in places.items():
+        store.set(f"place {place}", json.dumps(ranks))
+    store.set("verdict", json.dumps(_verdict([record["differences"] for record in records])))
+
+
+def _verdict(differences: list[list[str]]) -> str | None:
+    ranks_by_difference: dict[tuple[str, ...], list[int]] = {}
+    for rank, own in enumerate(differences):
+        if own:
+            ranks_by_difference.setdefault(tuple(own), []).append(rank)
+    if not ranks_by_difference:
+        return None
+    lines = [
+        f"  {ranks_named(ranks)}: {', '.join(own)}" for own, ranks in ranks_by_difference.items()
+    ]
+    return "\n".join(
+        [
+            "All ranks must have one configuration. These differ from rank 0's (rank 0 -> theirs):",
+            *lines,
+            "Give every node the same files and the same command line.",
+        ]
+    )
+
+
+def _differences(reference: dict[str, Any], own: dict[str, Any]) -> list[str]:
+    """Such as "parallel.tensor 2 -> 1"."""
+    before, now = dict(_flat(reference)), dict(_flat(own))
+    return [
+        f"{key} {json.dumps(before.get(key))} -> {json.dumps(now.get(key))}"
+        for key in dict.fromkeys([*before, *now])
+        if before.get(key) != now.get(key)
+    ][:_MOST_NAMED]
+
+
+def _flat(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+    if isinstance(value, dict):
+        for name, inner in value.items():
+            yield from _flat(inner, f"{key}.{name}" if key else name)
+    else:
+        yield key, value

@@ -1,0 +1,132 @@
+"""Faults on purpose, so that tests can show what a run does about them.
+
+    MEGASPEED_FAULT="kill rank=1 step=3 work=Backward"
+    MEGASPEED_FAULT="hang rank=0 phase='saving after step 4'"
+
+    raise     RuntimeError                      stop      the process is stopped (SIGSTOP)
+    memory    more memory than there is         slow      sleeps for seconds=3, each time
+    hang      sleeps for ever                   nan       the stage's output becomes NaN
+    kill      the process is killed (SIGKILL)   corrupt   one master weight gets another value
+
+`work` is the beginning of an instruction, such as Forward or Backward(micro_batch=2). If it is
+omitted, the fault comes at the beginning of the phase. All but `slow` come once.
+"""
+
+import os
+import shlex
+import signal
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from megaspeed.config.errors import ConfigError
+from megaspeed.topology.activity import Activity
+from megaspeed.zero.engine import ZeroEngine
+
+VARIABLE = "MEGASPEED_FAULT"
+_MORE_THAN_THERE_IS = 1 << 50  # bytes
+
+
+@dataclass
+class Fault:
+    """What happens, and where."""
+
+    kind: str
+    rank: int
+    phase: str
+    work: str = ""
+    seconds: float = 3.0
+    came: bool = False
+
+    def comes(self, phase: str, work: object) -> bool:
+        """Whether this is the place."""
+        here = phase == self.phase and (repr(work) if work else "").startswith(self.work)
+        if not here or (self.came and self.kind != "slow") or bool(self.work) != bool(work):
+            return False
+        self.came = True
+        return True
+
+
+def inject_into_process(activity: Activity, rank: int) -> None:
+    """Let the fault of this rank come, if there is one and it needs no model."""
+    fault = _fault_of(rank)
+    if fault is not None and fault.kind in _OF_THE_PROCESS:
+        activity.on_begin = lambda phase, work: _cause(fault, phase, work)
+
+
+def inject_into_model(activity: Activity, rank: int, engine: ZeroEngine) -> None:
+    """Let the fault of this rank come, if there is one and it changes numbers."""
+    fault = _fault_of(rank)
+    if fault is None or fault.kind not in _OF_THE_MODEL:
+        return
+    if fault.kind == "corrupt":
+        activity.on_begin = lambda phase, work: _corrupt(fault, phase, work, engine)
+        return
+    poisoned = threading.Event()
+
+    def poison(module: nn.Module, inputs: object, output: Tensor) -> Tensor:
+        if not poisoned.is_set():
+            return output
+        poisoned.clear()
+        return output * torch.nan
+
+    engine.module.register_forward_hook(poison)
+    activity.on_begin = lambda phase, work: poisoned.set() if fault.comes(phase, work) else None
+
+
+def _cause(fault: Fault, phase: str, work: object) -> None:
+    if fault.comes(phase, work):
+        _OF_THE_PROCESS[fault.kind](fault)
+
+
+def _raise(fault: Fault) -> None:
+    raise RuntimeError(f"a fault on purpose ({VARIABLE})")
+
+
+_OF_THE_PROCESS: dict[str, Callable[[Fault], object]] = {
+    "raise": _raise,
+    "memory": lambda fault: torch.empty(_MORE_THAN_THERE_IS, dtype=torch.uint8),
+    "hang": lambda fault: threading.Event().wait(),
+    "kill": lambda fault: os.kill(os.getpid(), signal.SIGKILL),
+    "stop": lambda fault: os.kill(os.getpid(), signal.SIGSTOP),
+    "slow": lambda fault: time.sleep(fault.seconds),
+}
+_OF_THE_MODEL = ("nan", "corrupt")
+
+
+def _corrupt(fault: Fault, phase: str, work: object, engine: ZeroEngine) -> None:
+    if fault.comes(phase, work):
+        next(iter(engine.state_fragments())).weights[0] += 1.0
+
+
+def _fault_of(rank: int) -> Fault | None:
+    """Raises ConfigError if the variable cannot be read."""
+    text = os.environ.get(VARIABLE)
+    if not text:
+        return None
+    fault = _read(text)
+    return fault if fault.rank == rank else None
+
+
+def _read(text: str) -> Fault:
+    kind, *settings = shlex.split(text)
+    values = dict(setting.split("=", 1) for setting in settings if "=" in setting)
+    step = values.pop("step", None)
+    try:
+        fault = Fault(
+            kind=kind,
+            rank=int(values.pop("rank")),
+            phase=values.pop("phase", f"step {step}"),
+            work=values.pop("work", ""),
+            seconds=float(values.pop("seconds", "3")),
+        )
+    except (KeyError, ValueError) as error:
+        problem = f"{VARIABLE} is {text!r}, in which {error} is missing or wrong"
+        raise ConfigError([problem], VARIABLE) from error
+    if values or kind not in (*_OF_THE_PROCESS, *_OF_THE_MODEL):
+        raise ConfigError([f"{VARIABLE} is {text!r}, with an unknown kind or setting"], VARIABLE)
+    return fault

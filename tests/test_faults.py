@@ -1,0 +1,322 @@
+"""What a run does about faults, under the real launchers: it ends, in time, and says why."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.launched import free_port
+from tests.parallel.tiny import GPT2
+
+SCRIPT = Path(__file__).parents[1] / "scripts" / "pretrain.py"
+TEXT = Path(__file__).parents[1] / "LICENSE"
+HOST = socket.gethostname()
+SECONDS_TO_END = 30.0
+HANG_SECONDS = 8
+
+pytestmark = pytest.mark.timeout(300)
+
+CONFIG = {
+    "model": GPT2,
+    "data": {"train": [str(TEXT)], "validation_fraction": 0, "sequence_length": 16},
+    "train_batch_size": 12,
+    "train_micro_batch_size_per_gpu": 3,
+}
+
+
+@dataclass
+class Ended:
+    """A launch that is over.
+
+    Attributes:
+        code: exit code of the launcher.
+        out, err: what was written to the console.
+        seconds: from the fault to the end of the last process.
+        log: of each rank, by its number.
+    """
+
+    code: int
+    out: str
+    err: str
+    seconds: float
+    run_dir: Path
+
+    def log(self, rank: int) -> str:
+        return (self.run_dir / "logs" / f"rank-{rank:05d}.log").read_text()
+
+    @property
+    def saved(self) -> bool:
+        return any((self.run_dir / "checkpoints").glob("step-*"))
+
+
+class Job:
+    """A run under a launcher; every process that it starts can be found and is ended with it."""
+
+    def __init__(
+        self,
+        folder: Path,
+        launcher: str,
+        *changes: str,
+        fault: str = "",
+        ranks: int = 2,
+        arguments: Sequence[str] = (),
+    ) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.run_dir = folder / "run"
+        training = {"steps": 100_000, "run_dir": str(self.run_dir), "log_interval": 1000}
+        training["hang_timeout_seconds"] = HANG_SECONDS
+        (folder / "tiny.json").write_text(json.dumps({**CONFIG, "training": training}))
+        self.mark = f"mark-{free_port()}-{os.getpid()}"
+        environment = {
+            **os.environ,
+            "CUDA_VISIBLE_DEVICES": "",
+            "OMP_NUM_THREADS": "1",
+            "MEGASPEED_CACHE": str(folder / "cache"),
+            "MEGASPEED_FAULT": fault,
+            "MEGASPEED_TEST_MARK": self.mark,
+        }
+        self._out, self._err = folder / "out", folder / "err"
+        command = [*_launcher(launcher, ranks), str(SCRIPT), "--config", str(folder / "tiny.json")]
+        command += [*arguments, "--set", *changes] if changes else arguments
+        with self._out.open("w") as out, self._err.open("w") as err:
+            self.launcher = subprocess.Popen(
+                command, cwd=folder, env=environment, stdout=out, stderr=err, start_new_session=True
+            )
+        self._since = time.monotonic()
+
+    def processes(self) -> list[psutil.Process]:
+        """Those of this job that live, also if their launcher does not."""
+        found = []
+        for process in psutil.process_iter():
+            try:
+                marked = process.environ().get("MEGASPEED_TEST_MARK") == self.mark
+                if marked and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(process)
+            except psutil.Error:
+                continue
+        return found
+
+    def wait_until_training(self) -> None:
+        metrics = self.run_dir / "metrics.jsonl"
+        deadline = time.monotonic() + 120
+        while not (metrics.exists() and metrics.read_bytes().count(b"\n") >= 3):
+            assert time.monotonic() < deadline, self._err.read_text()
+            time.sleep(0.1)
+        self._since = time.monotonic()
+
+    def wait_until_said(self, words: str, seconds: float = 60) -> None:
+        deadline = time.monotonic() + seconds
+        while words not in self._out.read_text() + self._err.read_text():
+            assert time.monotonic() < deadline, self._err.read_text()
+            time.sleep(0.1)
+        self._since = time.monotonic()
+
+    def ended(self, within: float = 120) -> Ended:
+        try:
+            code = self.launcher.wait(timeout=within)
+            while self.processes():
+                assert time.monotonic() - self._since < within, "processes are left"
+                time.sleep(0.1)
+            seconds = time.monotonic() - self._since
+        finally:
+            for process in self.processes():
+                process.kill()
+            self.launcher.wait()
+        out, err = self._out.read_text(), self._err.read_text()
+        return Ended(code, out, err, seconds, self.run_dir)
+
+
+def _launcher(name: str, ranks: int) -> list[str]:
+    port = str(free_port())
+    if name == "deepspeed":
+        program = str(Path(sys.executable).with_name("deepspeed"))
+        return [program, "--num_accelerators", str(ranks), "--master_port", port]
+    if name == "torchrun":
+        options = ["--nproc-per-node", str(ranks), "--master-port", port]
+        return [sys.executable, "-m", "torch.distributed.run", *options]
+    return [sys.executable]
+
+
+@pytest.mark.parametrize(("launcher", "rank"), [("deepspeed", 1), ("torchrun", 0)])
+def test_a_rank_that_raises_has_the_last_word(tmp_path: Path, launcher: str, rank: int) -> None:
+    """Sixty lines of its peers' tracebacks followed its own."""
+    fault = f"raise rank={rank} step=3 work=Backward"
+    ended = Job(tmp_path, launcher, "parallel.pipeline=2", fault=fault).ended()
+    assert ended.code == 1
+    place = f"[{HOST}, rank {rank} (pp {rank}, dp 0, tp 0), step 3, Backward(micro_batch=0)]"
+    report = f"{place} RuntimeError: a fault on purpose (MEGASPEED_FAULT)\nTraceback "
+    assert ended.err.count(report) == 1
+    assert "Connection closed" not in ended.err
+    assert report in ended.log(rank)
+    if launcher == "torchrun":  # its own summary of the failure shows the report once more
+        assert ended.err.count(place) == 2
+
+
+@pytest.mark.parametrize(("launcher", "rank"), [*product(("deepspeed",), (0, 1)), ("torchrun", 1)])
+def test_a_rank_that_is_killed_is_named_by_another(
+    tmp_path: Path, launcher: str, rank: int
+) -> None:
+    """The last-spawned rank was named, whoever died. Rank 0 takes deepspeed's store with it."""
+    job = Job(tmp_path, launcher, fault=f"kill rank={rank} step=4 work=Forward")
+    job.wait_until_training()
+    ended = job.ended()
+    assert ended.code != 0 and ended.seconds < SECONDS_TO_END
+    (line,) = [line for line in ended.err.splitlines() if line.startswith(f"[{HOST}, rank {rank} ")]
+    assert "was killed: its process " in line
+    assert f"meanwhile rank {1 - rank} is in step 4" in line
+    assert "Traceback" not in ended.err or launcher == "torchrun"
+
+
+@pytest.mark.parametrize(("launcher", "kind"), [("deepspeed", "stop"), ("torchrun", "hang")])
+def test_a_run_that_hangs_names_who_is_missing(tmp_path: Path, launcher: str, kind: str) -> None:
+    """A stopped process was silent for 30 minutes, and then its peers were named."""
+    job = Job(tmp_path, launcher, "parallel.tensor=2", fault=f"{kind} rank=1 step=4 work=Backward")
+    job.wait_until_training()
+    ended = job.ended()
+    assert ended.code != 0 and ended.seconds < HANG_SECONDS + SECONDS_TO_END
+    missing = "did not answer" if kind == "stop" else "did not arrive where the others wait"
+    assert f"no progress for {HANG_SECONDS} s: rank 1 {missing}" in ended.err
+    assert "rank 0: step 4, Backward(micro_batch=0), waiting in gloo:all_reduce of (3, 16, " in (
+        ended.err
+    )
+    assert "in the world group of ranks 0, 1" in ended.err
+    assert "File " in ended.log(0) and "collectives.py" in ended.log(0), "stacks"
+
+
+def test_a_pipeline_stage_that_hangs_is_named_by_the_message_that_does_not_come(
+    tmp_path: Path,
+) -> None:
+    fault = "hang rank=0 step=4 work=Forward"
+    job = Job(tmp_path, "torchrun", "parallel.pipeline=2", fault=fault)
+    ended = job.ended()
+    assert ended.code == 1 or ended.code == 3
+    assert (
+        "rank 0 did not arrive where the others wait (step 4, Forward(micro_batch=0))" in ended.err
+    )
+    assert "waiting in receive of float32 of shape (3, 16, " in ended.err
+
+
+@pytest.mark.parametrize(
+    ("launcher", "number"), [("deepspeed", signal.SIGTERM), ("torchrun", signal.SIGKILL)]
+)
+def test_without_their_launcher_the_ranks_save_and_end(
+    tmp_path: Path, launcher: str, number: signal.Signals
+) -> None:
+    """Under deepspeed they trained on for ever, and a restart was refused."""
+    job = Job(tmp_path, launcher)
+    job.wait_until_training()
+    job.launcher.send_signal(number)
+    ended = job.ended()
+    assert ended.seconds < SECONDS_TO_END and ended.saved
+    assert "Traceback" not in ended.out
+
+
+@pytest.mark.parametrize(
+    ("launcher", "number"),
+    [("deepspeed", signal.SIGINT), ("torchrun", signal.SIGINT), ("deepspeed", signal.SIGHUP)],
+)
+def test_ctrl_c_and_a_closed_terminal_save(
+    tmp_path: Path, launcher: str, number: signal.Signals
+) -> None:
+    """A terminal signals every process of the foreground job."""
+    job = Job(tmp_path, launcher)
+    job.wait_until_training()
+    os.killpg(job.launcher.pid, number)
+    ended = job.ended()
+    assert ended.seconds < SECONDS_TO_END and ended.saved, ended.err
+    assert "told to stop by SIG" in ended.out and "Traceback" not in ended.out
+
+
+def test_the_second_ctrl_c_leaves_at_once_even_from_a_blocked_main_thread(tmp_path: Path) -> None:
+    job = Job(tmp_path, "python", fault="hang rank=0 step=6", ranks=1)
+    job.wait_until_training()
+    time.sleep(1)
+    job.launcher.send_signal(signal.SIGINT)
+    time.sleep(1.5)
+    job.launcher.send_signal(signal.SIGINT)
+    ended = job.ended()
+    assert ended.code == 130 and ended.seconds < HANG_SECONDS
+
+
+def test_nohup_keeps_a_run_alive_without_its_terminal(tmp_path: Path) -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        job = Job(tmp_path, "python", ranks=1)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    job.wait_until_training()
+    job.launcher.send_signal(signal.SIGHUP)
+    time.sleep(2)
+    assert job.launcher.poll() is None
+    job.launcher.send_signal(signal.SIGTERM)
+    ended = job.ended()
+    assert ended.code == 0 and "told to stop by SIGTERM" in ended.out
+
+
+def alone(folder: Path, *changes: str, **variables: str) -> Job:
+    """One rank of two, started without the other one."""
+    place = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
+    place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    before = dict(os.environ)
+    os.environ.update(place | variables)
+    try:
+        return Job(folder, "python", "training.hang_timeout_seconds=5", *changes)
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+@pytest.mark.parametrize(
+    ("rank", "said"),
+    [
+        ("0", "rank 0 has waited 10 s for rank 1 of 2 (world size from RANK/WORLD_SIZE)"),
+        ("1", "rank 1 has not reached the store of rank 0 at 127.0.0.1:"),
+    ],
+)
+def test_a_rank_that_never_comes_is_named(tmp_path: Path, rank: str, said: str) -> None:
+    job = alone(tmp_path, RANK=rank, LOCAL_RANK=rank)
+    job.wait_until_said(said)
+    ended = job.ended()
+    assert ended.code == 1 and "Traceback" not in ended.err
+
+
+def test_ranks_with_other_degrees_are_told_apart_before_they_wait(tmp_path: Path) -> None:
+    """They made process groups first, and waited for each other in silence."""
+    port = str(free_port())
+    first = alone(tmp_path / "0", "parallel.tensor=2", MASTER_PORT=port)
+    second = alone(tmp_path / "1", "parallel.tensor=1", MASTER_PORT=port, RANK="1", LOCAL_RANK="1")
+    ended = [first.ended(), second.ended()]
+    assert [one.code for one in ended] == [1, 1]
+    assert all(one.seconds < SECONDS_TO_END for one in ended)
+    told = ended[0].err
+    assert "All ranks must have one configuration" in told
+    assert "rank 1: " in told and "parallel.data 1 -> 2, parallel.tensor 2 -> 1" in told
+    assert ended[1].err == "" and "Traceback" not in told
+
+
+def test_a_loss_that_is_not_a_number_is_traced_to_rank_micro_batch_and_samples(
+    tmp_path: Path,
+) -> None:
+    fault = "nan rank=1 step=3 work=Forward(1)"
+    job = Job(
+        tmp_path,
+        "torchrun",
+        "training.max_skipped_steps=1",
+        fault=fault.replace("(1)", "(micro_batch=1)"),
+    )
+    ended = job.ended()
+    assert ended.code == 1
+    said = (
+        "the loss is not finite on rank 1 (pp 0, dp 1, tp 0) in micro-batch 1 (samples 33, 34, 35)"
+    )
+    assert said in ended.out
