@@ -1,10 +1,24 @@
 """Pretrains a GPT: ``deepspeed scripts/pretrain.py --config ds_configs/zero3.json``.
 
-Runs the same under ``deepspeed``, ``torchrun``, ``srun`` and plain ``python`` (one process).
+Runs the same under ``deepspeed``, ``torchrun``, ``srun``, ``mpirun`` and plain ``python`` (one
+process).
 """
 
+from megaspeed.config.resolve import Run
+from megaspeed.topology.context import ParallelContext
+from megaspeed.topology.lasting_output import keep_output_open
 from megaspeed.topology.process_exit import end_process
 from megaspeed.training.pretrain import main
+from megaspeed.zero.engine import ZeroEngine
+
+
+def explain_memory(run: Run, context: ParallelContext, engine: ZeroEngine | None) -> str:
+    """Loads what predicts memory only if memory has run out."""
+    from megaspeed.analysis.measurement.out_of_memory import explain_out_of_memory
+
+    return explain_out_of_memory(run, context, engine)
+
 
 if __name__ == "__main__":
-    end_process(main())
+    keep_output_open()
+    end_process(main(explain_memory=explain_memory))

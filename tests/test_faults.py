@@ -7,7 +7,6 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -69,7 +68,7 @@ class Job:
         *changes: str,
         fault: str = "",
         ranks: int = 2,
-        arguments: Sequence[str] = (),
+        output: int | None = None,
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.run_dir = folder / "run"
@@ -87,10 +86,15 @@ class Job:
         }
         self._out, self._err = folder / "out", folder / "err"
         command = [*_launcher(launcher, ranks), str(SCRIPT), "--config", str(folder / "tiny.json")]
-        command += [*arguments, "--set", *changes] if changes else arguments
+        command += ["--set", *changes] if changes else []
         with self._out.open("w") as out, self._err.open("w") as err:
             self.launcher = subprocess.Popen(
-                command, cwd=folder, env=environment, stdout=out, stderr=err, start_new_session=True
+                command,
+                cwd=folder,
+                env=environment,
+                stdout=output or out,
+                stderr=err,
+                start_new_session=True,
             )
         self._since = time.monotonic()
 
@@ -162,6 +166,23 @@ def test_a_rank_that_raises_has_the_last_word(tmp_path: Path, launcher: str, ran
         assert ended.err.count(place) == 2
 
 
+def test_a_rank_without_memory_shows_where_it_goes_and_what_would_help(tmp_path: Path) -> None:
+    fault = "memory rank=1 step=3 work=Backward"
+    ended = Job(tmp_path, "deepspeed", "zero_optimization.stage=0", fault=fault).ended()
+    assert ended.code == 1 and ended.err.count("can't allocate memory") == 2  # header and traceback
+    lines = ended.err.splitlines()
+    (start,) = [n for n, line in enumerate(lines) if line.startswith("Memory of rank 1 (pipeline ")]
+    table = dict(line.split(maxsplit=1) for line in lines[start + 2 : start + 4])
+    assert set(table) == {"parameters", "gradients"}
+    predicted, measured = table["parameters"].split()
+    assert float(measured) == pytest.approx(float(predicted), rel=0.02)
+    changes = [line.split(": --set ") for line in lines if ": --set " in line]
+    assert 1 <= len(changes) <= 3
+    freed = [float(change[0].split()[0]) for change in changes]
+    assert freed == sorted(freed, reverse=True) and freed[-1] > 0
+    assert any("zero_optimization.stage=" in what for _, what in changes)
+
+
 @pytest.mark.parametrize(("launcher", "rank"), [*product(("deepspeed",), (0, 1)), ("torchrun", 1)])
 def test_a_rank_that_is_killed_is_named_by_another(
     tmp_path: Path, launcher: str, rank: int
@@ -219,6 +240,18 @@ def test_without_their_launcher_the_ranks_save_and_end(
     ended = job.ended()
     assert ended.seconds < SECONDS_TO_END and ended.saved
     assert "Traceback" not in ended.out
+
+
+def test_a_run_whose_output_nobody_reads_any_more_still_saves(tmp_path: Path) -> None:
+    """`... | tee log`, and Ctrl-C ends tee first: every line that was printed raised an error."""
+    job = Job(tmp_path, "python", "training.log_interval=1", ranks=1, output=subprocess.PIPE)
+    job.wait_until_training()
+    assert job.launcher.stdout is not None
+    job.launcher.stdout.close()
+    time.sleep(0.5)
+    job.launcher.send_signal(signal.SIGINT)
+    ended = job.ended()
+    assert ended.code == 0 and ended.saved and "Traceback" not in ended.err
 
 
 @pytest.mark.parametrize(

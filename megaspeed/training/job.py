@@ -6,6 +6,9 @@ The run folder is touched only once this run has all that it needs to go on.
 """
 
 import math
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 
 from rich.console import Console
 
@@ -47,9 +50,16 @@ from megaspeed.training.trainer import (
     TrainingSummary,
 )
 from megaspeed.training.worker import Worker
+from megaspeed.zero.engine import ZeroEngine
 
 EXPECTED = (CheckpointError, RanksDisagree, TrainingDiverged, OSError)
 """Exceptions with a message for the user. Any other is reported here, with its traceback."""
+
+
+ExplainMemory = Callable[[Run, ParallelContext, ZeroEngine | None], str]
+"""What a rank says when its memory has run out; the engine is None while it is built."""
+
+_OUT_OF_MEMORY = re.compile("out of memory|can't allocate memory|ALLOC_FAILED")
 
 
 def run_job(
@@ -61,6 +71,7 @@ def run_job(
     watch: Watch,
     log: RankLog,
     console: Console,
+    explain_memory: ExplainMemory,
 ) -> TrainingSummary | None:
     """Trains the run from where it starts; a collective over all ranks.
 
@@ -88,15 +99,31 @@ def run_job(
             if start.is_end_of(run):
                 return None
             console.print(plan_table(run, layers_of_stages(run), parameters_of_stages(run)))
-            with during("building the model", patience=START_UP_PATIENCE):
+            with (
+                during("building the model", patience=START_UP_PATIENCE),
+                _explained(lambda: explain_memory(run, context, None)),
+            ):
                 worker = Worker(run, context)
             with (
                 Checkpointing(worker, corpus) as checkpointing,
                 # Once more, because the line above waits for a save that is under way.
                 watch.failures_reported(expected=EXPECTED),
+                _explained(lambda: explain_memory(run, context, worker.engine)),
             ):
                 begin = _begin(start, options, run, checkpointing, context, console)
                 return _train(worker, corpus, checkpointing, stop, console, begin)
+
+
+@contextmanager
+def _explained(explanation: Callable[[], str]) -> Iterator[None]:
+    """Adds an explanation to the report of an exception that says that memory ran out."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:  # torch.OutOfMemoryError is a RuntimeError
+        if isinstance(error, MemoryError) or _OUT_OF_MEMORY.search(str(error)):
+            with suppress(Exception):  # there may be no memory for an explanation either
+                error.add_note(explanation())
+        raise
 
 
 def _begin(

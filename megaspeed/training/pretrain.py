@@ -37,7 +37,7 @@ from megaspeed.topology.rank_log import RankLog
 from megaspeed.topology.stop_signal import StopSignal
 from megaspeed.topology.watch import Watch
 from megaspeed.training.faults import inject_into_process
-from megaspeed.training.job import EXPECTED, run_job, tell_ending
+from megaspeed.training.job import EXPECTED, ExplainMemory, run_job, tell_ending
 from megaspeed.training.launch_warnings import launch_warnings
 from megaspeed.training.resume import ResumeOptions, check_resume
 from megaspeed.training.run_folder import check_run_folder
@@ -60,8 +60,15 @@ _OF_A_NODE = {
 _INPUT_ERRORS = (DataError, TopologyError)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(
+    arguments: Sequence[str] | None = None,
+    explain_memory: ExplainMemory = lambda run, context, engine: "",
+) -> int:
     """Trains as the command line says; returns the exit code.
+
+    Args:
+        arguments: of the command line; the process's own if omitted.
+        explain_memory: asked if memory runs out.
 
     The caller must leave by ``end_process``. After a failure, threads may still wait for other
     ranks, and an ordinary exit would wait for these threads.
@@ -94,7 +101,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if launch.rank == 0 or isinstance(error, GroupError):
                 _say(error, launch)
             return EXIT_FAILED
-        return _watched(run, ResumeOptions.of(options), meeting, activity, stop, console)
+        resume = ResumeOptions.of(options)
+        return _watched(run, resume, meeting, activity, stop, console, explain_memory)
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -170,6 +178,7 @@ def _watched(
     activity: Activity,
     stop: StopSignal,
     console: Console,
+    explain_memory: ExplainMemory,
 ) -> int:
     """From the meeting to the exit code, while the ranks watch each other."""
     launch, log = meeting.launch, RankLog()
@@ -188,7 +197,9 @@ def _watched(
                     activity=activity,
                 )
             with context:
-                summary = run_job(run, corpus, resume, context, stop, watch, log, console)
+                summary = run_job(
+                    run, corpus, resume, context, stop, watch, log, console, explain_memory
+                )
             if summary is not None and launch.rank == 0:
                 with activity.during("the loss curve", patience=math.inf):
                     tell_ending(run, summary, console)
