@@ -36,6 +36,7 @@ from megaspeed.topology.groups import (
 from megaspeed.topology.launch import LaunchEnvironment
 from megaspeed.topology.meeting import open_store
 from megaspeed.topology.process_settings import allow_open_files, default_settings
+from megaspeed.topology.timeline import Timeline
 
 # A group of one rank waits for no other rank. But NCCL's timeout starts at the call, and kernels
 # that were launched before it may wait for other ranks.
@@ -63,6 +64,7 @@ class ParallelContext:
     pp_group: dist.ProcessGroup | None
     checkpoint_group: dist.ProcessGroup  # used by one thread at a time, which need not be the main
     activity: Activity  # what this rank is doing
+    timeline: Timeline  # where the time of a step goes
 
     @classmethod
     def create(
@@ -124,6 +126,7 @@ class ParallelContext:
             pp_group=groups.get("pp"),
             checkpoint_group=groups["checkpoint"],
             activity=activity or Activity(),
+            timeline=Timeline(device),
         )
 
     def close(self) -> None:

@@ -20,8 +20,14 @@ from megaspeed.checkpoint.run_state import Progress
 from megaspeed.checkpoint.saving import SaveReport
 from megaspeed.config.resolve import Run
 from megaspeed.model.parameters import layer_count
-from megaspeed.training.console_lines import describe_resumed, describe_save, describe_step
-from megaspeed.training.metrics import MetricsFile, StepMetrics, ValidationMetrics
+from megaspeed.training.console_lines import (
+    SLOW,
+    describe_resumed,
+    describe_save,
+    describe_slow_rank,
+    describe_step,
+)
+from megaspeed.training.metrics import MetricsFile, PartMetrics, StepMetrics, ValidationMetrics
 from megaspeed.training.trainer import TrainingSummary
 
 
@@ -29,6 +35,9 @@ class NullObserver:
     """Listens to nothing: every rank but 0."""
 
     def step(self, metrics: StepMetrics) -> None:
+        """Ignored."""
+
+    def parts(self, metrics: PartMetrics) -> None:
         """Ignored."""
 
     def validation(self, metrics: ValidationMetrics) -> None:
@@ -54,6 +63,7 @@ class ConsoleObserver:
     def __init__(
         self, run: Run, console: Console, metrics_file: MetricsFile, begin: Progress
     ) -> None:
+        self._run = run
         self._log_interval = run.config.training.log_interval
         self._steps = run.config.training.steps
         self._begin = begin
@@ -91,6 +101,12 @@ class ConsoleObserver:
             self._say(describe_step(metrics))
         if is_first and self._begin.step > 0:
             self._say(describe_resumed(self._begin, metrics))
+
+    def parts(self, metrics: PartMetrics) -> None:
+        """Records them, and prints a line if one rank keeps the others waiting."""
+        self._metrics_file.write(metrics)
+        if metrics.slowest_rank_seconds > SLOW * metrics.median_rank_seconds:
+            self._say(describe_slow_rank(metrics, self._run.grid))
 
     def validation(self, metrics: ValidationMetrics) -> None:
         """Records and prints an evaluation."""

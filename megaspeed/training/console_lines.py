@@ -5,7 +5,8 @@ from rich.markup import escape
 from megaspeed.checkpoint.run_state import Progress
 from megaspeed.checkpoint.saving import SaveReport
 from megaspeed.config.resolve import Run
-from megaspeed.training.metrics import StepMetrics
+from megaspeed.topology.grid import Grid
+from megaspeed.training.metrics import PartMetrics, StepMetrics
 from megaspeed.training.resume import Start
 
 WORSE_BY_NATS = 0.5
@@ -13,6 +14,9 @@ WORSE_BY_NATS = 0.5
 
 A step's loss is of other samples than the one before, so that they differ by some tenths.
 """
+
+SLOW = 1.5
+"""How many times longer than the median rank a rank must work to be named."""
 
 _MOST_CHANGES = 12
 
@@ -65,6 +69,16 @@ def describe_resumed(begin: Progress, first: StepMetrics) -> str:
     return (
         f"[yellow]{line}. It is more than {WORSE_BY_NATS} nats higher: "
         "is this the data, and the learning rate, that the run had?[/yellow]"
+    )
+
+
+def describe_slow_rank(metrics: PartMetrics, grid: Grid) -> str:
+    """The rank that the others wait for; a line, with markup."""
+    at = grid.coordinates_of(metrics.slowest_rank)
+    return (
+        f"[yellow]step {metrics.step:>6}  slowest: rank {metrics.slowest_rank} (pp {at.pp}, "
+        f"dp {at.dp}, tp {at.tp}) worked {metrics.slowest_rank_seconds:.3g} s, the median rank "
+        f"{metrics.median_rank_seconds:.3g} s[/yellow]"
     )
 
 
