@@ -31,6 +31,7 @@ from megaspeed.topology.grid import TopologyError
 from megaspeed.topology.groups import GroupError
 from megaspeed.topology.launch import LaunchEnvironment, LaunchError, read_launch_environment
 from megaspeed.training.agreement import RanksDisagree
+from megaspeed.training.console_lines import describe_corpus
 from megaspeed.training.job import EXPECTED, run_job, tell_ending
 from megaspeed.training.launch_warnings import launch_warnings
 from megaspeed.training.resume import ResumeOptions, check_resume
@@ -67,6 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         launch,
         run,
         visible_gpus=torch.cuda.device_count(),
+        has_bf16=torch.cuda.is_available() and torch.cuda.is_bf16_supported(False),
         processors=os.cpu_count() or 1,
         threads=torch.get_num_threads(),
     ):
@@ -102,13 +104,8 @@ def _check_input(
     start = time.perf_counter()
     with console.status("preparing the corpus"):
         corpus = prepare_corpus(run.config.data, run.config.model.vocab_size)
-    components = len(corpus.train.components)
-    mixed = f" mixed from {components} sources" if components > 1 else ""
-    console.print(
-        f"corpus: {corpus.train.tokens:,} training tokens, {corpus.training_sequences:,} "
-        f"sequences{mixed}, ready in {time.perf_counter() - start:.1f} s",
-        highlight=False,
-    )
+    line = describe_corpus(corpus, time.perf_counter() - start)
+    console.print(line, highlight=False, soft_wrap=True)
     return run, corpus
 
 

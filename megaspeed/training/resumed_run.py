@@ -10,10 +10,13 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from pydantic import ValidationError
+
 from megaspeed import __version__
 from megaspeed.checkpoint.run_state import DataIdentity, Progress, RunState
 from megaspeed.config.model import ModelConfig
 from megaspeed.config.resolve import Run
+from megaspeed.config.run import RunConfig
 
 _DATA_KEYS = {
     "corpus": "the training text (data.train)",
@@ -34,6 +37,25 @@ _FOLLOWING_KEYS = {
     "zero_optimization.stage3_use_all_reduce_for_fetch_params",
     "zero_optimization.memory_efficient_linear",
     "zero_optimization.log_trace_cache_warnings",
+}
+
+# What the weights after a number of steps are a function of. The number of steps itself is not in
+# it: if the schedule follows from it, its total_num_steps is.
+_TRAINING_SECTIONS = (
+    "model",
+    "data",
+    "optimizer",
+    "scheduler",
+    "gradient_clipping",
+    "train_batch_size",
+    "bf16",
+    "fp16",
+    "data_types",
+)
+_TRAINING_KEYS = {
+    "training.seed",
+    "training.allow_tf32",
+    "training.allow_reduced_precision_reduction",
 }
 
 # Regularisation may be changed in mid-training, and no weights are drawn anew. Where positions are
@@ -79,6 +101,19 @@ def config_changes(saved: RunState, run: Run) -> list[str]:
     ]
 
 
+def training_changes(saved: RunState, run: Run) -> list[str]:
+    """Of the changes of the configuration, those that train other weights, not to rounding alone.
+
+    Layout, ZeRO, reports and saves are none of them.
+    """
+    before, now = _trained(saved.config), _trained(run.as_json())
+    return [
+        f"{name}: {_told(before, name)} -> {_told(now, name)}"
+        for name in sorted(before.keys() | now.keys())
+        if before.get(name) != now.get(name)
+    ]
+
+
 def mask_changes(saved: RunState, run: Run) -> list[str]:
     """A line "key: before -> now" if dropout masks differ from the saved run's, else nothing.
 
@@ -115,6 +150,21 @@ def go_on(saved: RunState, own: DataIdentity) -> Progress:
         return progress
     samples = math.ceil(progress.samples * saved.data.sequence_length / own.sequence_length)
     return progress.model_copy(update={"samples": samples})
+
+
+def _trained(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The values that decide what is trained; keys that a version did not have, with defaults."""
+    parts = {name: config[name] for name in (*_TRAINING_SECTIONS, "training") if name in config}
+    try:
+        parts = RunConfig.model_validate(parts).to_json()
+    except ValidationError:  # of a version whose keys this one does not read
+        parts = dict(parts)
+    return {
+        name: value
+        for name, value in _leaves(parts)
+        if name != "model.preset"
+        and (name in _TRAINING_KEYS or name.split(".")[0] in _TRAINING_SECTIONS)
+    }
 
 
 def _drops(model: ModelConfig) -> bool:

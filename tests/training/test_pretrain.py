@@ -173,6 +173,31 @@ def test_a_run_that_is_started_again_goes_on_as_if_it_had_not_ended(
     assert kept == ["latest", "step-00000002", "step-00000003", "step-00000004"], "keep_last is 3"
 
 
+def test_a_sweep_into_the_folder_of_a_finished_run_is_refused(pool: RankPool, config: Path) -> None:
+    layout = ["train_micro_batch_size_per_gpu=6", "zero_optimization.stage=1"]
+    commands = [[], ["optimizer.params.lr=0.002"], ["bf16.enabled=true"], layout]
+    ((first, rate, precision, other_layout),) = pool.run(1, endings, config, commands)
+    assert [first[0], rate[0], precision[0], other_layout[0]] == [0, 2, 2, 0]
+    assert "  optimizer.params.lr: 0.001 -> 0.002\n" in rate[2]
+    assert "another training.run_dir" in rate[2] and "--fresh" in rate[2]
+    assert "larger training.steps" in rate[2] and "nothing is left" not in rate[1]
+    assert "  bf16.enabled: false -> true\n" in precision[2]
+    assert "nothing is left to train" in other_layout[1]
+
+
+def test_more_steps_that_move_the_rate_are_warned_of(pool: RankPool, config: Path) -> None:
+    scheduler = [
+        "scheduler.type=WarmupDecayLR",
+        "scheduler.params.warmup_num_steps=1",
+    ]
+    commands = [[steps(5), *scheduler], [steps(9), *scheduler]]
+    ((first, second),) = pool.run(1, endings, config, commands)
+    assert (first[0], second[0]) == (0, 0)
+    assert "warning: the learning rate of step 6 was to be" in second[1]
+    assert "scheduler.params.total_num_steps=5" in second[1]
+    assert "learning rate of step" not in first[1]
+
+
 def test_a_run_that_is_complete_says_so_and_changes_nothing(pool: RankPool, config: Path) -> None:
     ((first,),) = pool.run(1, endings, config, [[]])
     before = files_in(run_dir_of(config))
