@@ -81,6 +81,12 @@ def test_other_names_lead_to_keys_that_exist_and_are_no_keys_themselves() -> Non
 
 
 def test_keys_of_a_scheduler_are_those_of_its_type() -> None:
+    for kind in ("cosine", "linear"):
+        assert keys_at(("scheduler", "params"), {"scheduler": {"type": kind, "params": {}}}) == [
+            "min_ratio",
+            "total_num_steps",
+            "warmup_num_steps",
+        ]
     values = {"scheduler": {"type": "WarmupLR", "params": {}}}
     assert keys_at(("scheduler", "params"), values) == [
         "warmup_max_lr",
