@@ -35,6 +35,7 @@ from megaspeed.training.console_lines import describe_corpus
 from megaspeed.training.job import EXPECTED, run_job, tell_ending
 from megaspeed.training.launch_warnings import launch_warnings
 from megaspeed.training.resume import ResumeOptions, check_resume
+from megaspeed.training.resumed_split import keep_split
 from megaspeed.training.run_folder import check_run_folder
 from megaspeed.training.stop_signal import StopSignal
 from megaspeed.training.trainer import TrainingDiverged
@@ -100,7 +101,11 @@ def _check_input(
         others = find_problems_in_file(options.config, options.overrides)
         raise ConfigError([*error.problems, *others], error.where) from error
     check_run_folder(run)
-    check_resume(ResumeOptions.of(options), run)
+    resume = ResumeOptions.of(options)
+    check_resume(resume, run)
+    run, kept = keep_split(resume, run)
+    if kept is not None:
+        console.print(kept, highlight=False, markup=False, soft_wrap=True)
     start = time.perf_counter()
     with console.status("preparing the corpus"):
         corpus = prepare_corpus(run.config.data, run.config.model.vocab_size)

@@ -70,6 +70,14 @@ _FREE_MODEL_KEYS = {
 }
 
 
+def saved_config(saved: RunState) -> dict[str, Any]:
+    """The saved configuration; if it is older than ``data.hold_out_by``, with the rule it had."""
+    data = saved.config.get("data")
+    if data is None:
+        return saved.config
+    return {**saved.config, "data": {"hold_out_by": "documents", **data}}
+
+
 def model_changes(saved: RunState, run: Run) -> list[str]:
     """In what the model differs from the saved one, a sentence each.
 
@@ -91,7 +99,7 @@ def config_changes(saved: RunState, run: Run) -> list[str]:
 
     An imported model has a model section and no other.
     """
-    before = dict(_leaves(saved.config))
+    before = dict(_leaves(saved_config(saved)))
     said = saved.config if saved.imported_from is not None else run.as_json()
     now = dict(_leaves({key: value for key, value in run.as_json().items() if key in said}))
     return [
@@ -106,7 +114,7 @@ def training_changes(saved: RunState, run: Run) -> list[str]:
 
     Layout, ZeRO, reports and saves are none of them.
     """
-    before, now = _trained(saved.config), _trained(run.as_json())
+    before, now = _trained(saved_config(saved)), _trained(run.as_json())
     return [
         f"{name}: {_told(before, name)} -> {_told(now, name)}"
         for name in sorted(before.keys() | now.keys())

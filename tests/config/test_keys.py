@@ -39,8 +39,8 @@ def test_a_rule_is_silent_about_the_key_that_was_meant() -> None:
 
 def test_a_key_like_no_other_gets_the_list_of_its_section() -> None:
     assert only_problem(data={"zzz": 1}) == (
-        "data.zzz is an unknown key; data knows reset_at_documents, seed, sequence_length, "
-        "tokenizer, train, validation, validation_fraction"
+        "data.zzz is an unknown key; data knows hold_out_by, reset_at_documents, seed, "
+        "sequence_length, tokenizer, train, validation, validation_fraction"
     )
 
 
