@@ -78,18 +78,17 @@ class PreparedText:
         tokenizer: Path | None,
     ) -> Self:
         """Of the files, with a part of some training files held out."""
-        training: Stretches = []
-        validating: Stretches = []
-        for file, span in zip(train, held_out, strict=True):
-            assert file is not None or span is None, "what is held out is of a file"
-            whole = () if file is None else (file,)
-            sides = (whole, ()) if file is None or span is None else hold_out_spans(file, [span])
-            training.append(sides[0])
-            validating.append(sides[1])
-        others = [() if file is None else (file,) for file in validation]
-        if any(held_out):
-            others = [(*whole, *part) for whole, part in zip(others, validating, strict=True)]
-        return cls(training, others, tokenizer)
+        training, validating = _whole(train), _whole(validation)
+        for share, span in enumerate(held_out):
+            if span is not None:
+                (file,) = training[share]
+                training[share], part = hold_out_spans(file, [span])
+                validating[share] = (*validating[share], *part)
+        return cls(training, validating, tokenizer)
+
+
+def _whole(files: TokenFiles) -> Stretches:
+    return [() if file is None else (file,) for file in files]
 
 
 def recall_text(
