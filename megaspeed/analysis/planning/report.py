@@ -25,6 +25,7 @@ from megaspeed.analysis.units import (
 )
 from megaspeed.config.resolve import GradientReduction, Run
 from megaspeed.pipeline.schedules import SCHEDULES, peak_micro_batches_in_flight
+from megaspeed.training.launch_warnings import dropout_warning
 
 _SHOWN_RANKS = 4
 
@@ -71,6 +72,7 @@ def summary(plan: Plan) -> Iterator[str]:
         f"activations: {'recomputed in backward' if recomputed else 'kept for backward'}; "
         f"sequence parallelism {sequence}"
     )
+    yield from dropout_warning(run)
     if run.grid.pp > 1:
         yield (
             f"pipeline: {run.config.parallel.schedule}, ideal bubble {plan.bubble:.1%} of the step "
