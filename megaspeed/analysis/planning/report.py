@@ -23,9 +23,9 @@ from megaspeed.analysis.units import (
     short_count,
     traffic_unit,
 )
+from megaspeed.config.dropout_cost import dropout_warning
 from megaspeed.config.resolve import GradientReduction, Run
 from megaspeed.pipeline.schedules import SCHEDULES, peak_micro_batches_in_flight
-from megaspeed.training.launch_warnings import dropout_warning
 
 _SHOWN_RANKS = 4
 
