@@ -12,12 +12,20 @@ from typing import Any
 from pydantic import ValidationError
 
 from megaspeed.checkpoint.run_state import RunState
+from megaspeed.config.optimizer import OptimizerConfig
 from megaspeed.config.resolve import Run
-from megaspeed.config.run import RunConfig
+from megaspeed.config.scheduler import SchedulerConfig
+from megaspeed.config.section import Section
 from megaspeed.training.learning_rate import learning_rate
 
 _RELATIVE_DIFFERENCE = 1e-9
-_KEYS = ("optimizer.params.lr", "scheduler")
+
+
+class _Schedule(Section):
+    """What of a configuration the rate follows from."""
+
+    optimizer: OptimizerConfig
+    scheduler: SchedulerConfig | None = None
 
 
 def rate_change(saved: RunState, run: Run) -> str | None:
@@ -29,29 +37,27 @@ def rate_change(saved: RunState, run: Run) -> str | None:
     if saved.imported_from is not None:
         return None
     try:
-        before = RunConfig.model_validate(
-            {
-                name: saved.config[name]
-                for name in ("model", "data", "training", "optimizer", "scheduler")
-                if name in saved.config
-            }
+        before = _Schedule.model_validate(
+            {name: saved.config[name] for name in _Schedule.model_fields if name in saved.config}
         )
-    except ValidationError:  # of a version whose keys this one does not read
+    except ValidationError:  # of a version whose schedules this one does not read
         return None
+    now = _Schedule(optimizer=run.config.optimizer, scheduler=run.config.scheduler)
     taken = saved.progress.steps_taken
-    due, now = (
-        learning_rate(config.optimizer, config.scheduler, step=taken, steps=config.training.steps)
-        for config in (before, run.config)
+    # Both are definite: no schedule takes its length from training.steps.
+    due, rate = (
+        learning_rate(each.optimizer, each.scheduler, step=taken, steps=run.config.training.steps)
+        for each in (before, now)
     )
-    if math.isclose(due, now, rel_tol=_RELATIVE_DIFFERENCE):
+    if math.isclose(due, rate, rel_tol=_RELATIVE_DIFFERENCE):
         return None
     return (
         f"the learning rate of step {saved.progress.step + 1} was to be {due:.3e}, and is "
-        f"{now:.3e}; {_mend(before, run.config)}"
+        f"{rate:.3e}; {_mend(before, now)}"
     )
 
 
-def _mend(before: RunConfig, now: RunConfig) -> str:
+def _mend(before: _Schedule, now: _Schedule) -> str:
     """The differences, as ``--set`` takes them."""
     stated, current = _values(before), _values(now)
     back = [
@@ -64,7 +70,7 @@ def _mend(before: RunConfig, now: RunConfig) -> str:
     return f"to keep the saved schedule, pass --set {' '.join([*back, *away])}"
 
 
-def _values(config: RunConfig) -> Mapping[str, Any]:
+def _values(config: _Schedule) -> Mapping[str, Any]:
     """The keys that the rate follows from, as one states them."""
     values: dict[str, Any] = {"optimizer.params.lr": config.optimizer.params.lr}
     if config.scheduler is not None:

@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from megaspeed import __version__
 from megaspeed.checkpoint.run_state import DataIdentity, Progress, RunState
@@ -105,7 +105,8 @@ def config_changes(saved: RunState, run: Run) -> list[str]:
     return [
         f"{name}: {_told(before, name)} -> {_told(now, name)}"
         for name in sorted(before.keys() | now.keys())
-        if name not in _FOLLOWING_KEYS and before.get(name) != now.get(name)
+        if name not in _FOLLOWING_KEYS
+        and before.get(name, _default_of(name)) != now.get(name, _default_of(name))
     ]
 
 
@@ -162,7 +163,10 @@ def go_on(saved: RunState, own: DataIdentity) -> Progress:
 
 def _trained(config: Mapping[str, Any]) -> dict[str, Any]:
     """The values that decide what is trained; keys that a version did not have, with defaults."""
-    parts = {name: config[name] for name in (*_TRAINING_SECTIONS, "training") if name in config}
+    parts = {name: config[name] for name in _TRAINING_SECTIONS if name in config}
+    keys = {"training.steps", *_TRAINING_KEYS}
+    values = config.get("training", {}).items()
+    parts["training"] = {key: value for key, value in values if f"training.{key}" in keys}
     try:
         parts = RunConfig.model_validate(parts).to_json()
     except ValidationError:  # of a version whose keys this one does not read
@@ -185,6 +189,21 @@ def _leaves(tree: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]
             yield from _leaves(value, f"{path}{name}.")
         else:
             yield f"{path}{name}", value
+
+
+def _default_of(name: str) -> Any:
+    """Of a key of the configuration: what it is worth where a version did not have it yet."""
+    section: Any = RunConfig
+    *path, last = name.split(".")
+    for part in path:
+        field = section.model_fields.get(part)
+        section = None if field is None else field.annotation
+        if not (isinstance(section, type) and issubclass(section, BaseModel)):
+            return None
+    field = section.model_fields.get(last)
+    if field is None or field.is_required():
+        return None
+    return field.get_default(call_default_factory=True)
 
 
 def _told(values: Mapping[str, Any], name: str) -> str:

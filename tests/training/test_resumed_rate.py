@@ -46,6 +46,13 @@ def test_more_steps_stretch_the_cosine_and_both_rates_are_named() -> None:
     assert next_rate(now) > 1.5 * next_rate(before)
 
 
+def test_keys_that_this_version_does_not_know_hide_nothing() -> None:
+    saved = saved_by(run_of())
+    training = {**saved.config["training"], "key_of_a_later_version": 1}
+    of_later = saved.model_copy(update={"config": {**saved.config, "training": training}})
+    assert rate_change(of_later, run_of(200)) == rate_change(saved, run_of(200)) is not None
+
+
 def test_what_the_warning_says_keeps_the_rate() -> None:
     params = {**COSINE["params"], "total_num_steps": 100}  # type: ignore[dict-item]
     kept = run_of(200, {**COSINE, "params": params})
