@@ -4,6 +4,8 @@ Runs the same under ``deepspeed``, ``torchrun``, ``srun``, ``mpirun`` and plain 
 process).
 """
 
+import signal
+
 from megaspeed.config.resolve import Run
 from megaspeed.topology.context import ParallelContext
 from megaspeed.topology.lasting_output import keep_output_open
@@ -21,4 +23,8 @@ def explain_memory(run: Run, context: ParallelContext, engine: ZeroEngine | None
 
 if __name__ == "__main__":
     keep_output_open()
-    end_process(main(explain_memory=explain_memory))
+    try:
+        code = main(explain_memory=explain_memory)
+    except KeyboardInterrupt:  # before the ranks have met
+        code = 128 + signal.SIGINT
+    end_process(code)

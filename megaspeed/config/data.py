@@ -1,6 +1,6 @@
 """The `data` section: which text, which tokens."""
 
-from typing import Annotated, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -90,8 +90,15 @@ class DataConfig(Section):
         default=0.05,
         ge=0,
         lt=1,
-        description="Fraction of the training documents held out for validation where "
+        description="Fraction of the training data held out for validation where "
         "`validation` is left out; 0 for none.",
+    )
+    hold_out_by: Literal["tokens", "documents"] = Field(
+        default="tokens",
+        description="tokens: as much as validation_fraction says is held out, chosen by the hash "
+        "of what it says, and a long document is divided if it must be. documents: the rule of "
+        "version 0.1, which may hold out much more if documents are long, and of token files the "
+        "end. A resumed run keeps the rule that it began with, unless this is stated.",
     )
     tokenizer: str = Field(
         default="train",

@@ -1,5 +1,7 @@
 """The `training` section: how long, how often to look, how often to save."""
 
+from typing import Literal
+
 from pydantic import Field
 
 from megaspeed.config.section import Section
@@ -25,6 +27,18 @@ class TrainingConfig(Section):
         default=8,
         gt=0,
         description="Number of batches, each of train_batch_size samples, of one validation.",
+    )
+    lr_scaling: Literal["none", "linear", "sqrt"] = Field(
+        default="none",
+        description="Multiply the learning rate by k = train_batch_size / base_batch_size "
+        "(linear; Goyal et al. 2017) or by the square root of k (sqrt).",
+    )
+    base_batch_size: int | None = Field(
+        default=None,
+        gt=0,
+        description="Samples of the batch for which the stated learning rate is right; stated if "
+        "lr_scaling is not none. The resolved configuration has the scaled rate and states the "
+        "run's own batch here.",
     )
     allow_tf32: bool = Field(
         default=False,

@@ -5,9 +5,10 @@ from rich.markup import escape
 from megaspeed.checkpoint.run_state import Progress
 from megaspeed.checkpoint.saving import SaveReport
 from megaspeed.config.resolve import Run
+from megaspeed.data.prepared import PreparedCorpus
 from megaspeed.topology.grid import Grid
 from megaspeed.training.metrics import PartMetrics, StepMetrics
-from megaspeed.training.resume import Start
+from megaspeed.training.resume import MOST_CHANGES, Start
 
 WORSE_BY_NATS = 0.5
 """By how much the first loss after a resume may lie above the last one before without a warning.
@@ -18,7 +19,25 @@ A step's loss is of other samples than the one before, so that they differ by so
 SLOW = 1.5
 """How many times longer than the median rank a rank must work to be named."""
 
-_MOST_CHANGES = 12
+
+def describe_corpus(corpus: PreparedCorpus, seconds: float) -> str:
+    """What is trained on and what is held out of it, in tokens and sequences."""
+    train, validation = corpus.train, corpus.validation
+    sources = len(train.components)
+    mixed = f" mixed from {sources} sources" if sources > 1 else ""
+    line = (
+        f"corpus: {train.tokens:,} training tokens in {corpus.training_sequences:,} "
+        f"sequences{mixed}; "
+    )
+    if validation is None:
+        line += "no validation"
+    else:
+        share = validation.tokens / (train.tokens + validation.tokens)
+        line += (
+            f"{validation.tokens:,} validation tokens in {corpus.validation_sequences:,} "
+            f"sequences, {share:.1%} of all"
+        )
+    return f"{line}; ready in {seconds:.1f} s"
 
 
 def describe_start(start: Start, run: Run) -> list[str]:
@@ -36,9 +55,11 @@ def describe_start(start: Start, run: Run) -> list[str]:
     elif start.checkpoint is not None:
         begins = "resuming" if start.step else "starting"
         lines.append(f"{begins} from {escape(str(start.checkpoint))}")
-        lines += [f"  changed since: {escape(change)}" for change in start.changes[:_MOST_CHANGES]]
-        if len(start.changes) > _MOST_CHANGES:
-            lines.append(f"  and {len(start.changes) - _MOST_CHANGES} more")
+        lines += [f"  changed since: {escape(change)}" for change in start.changes[:MOST_CHANGES]]
+        if len(start.changes) > MOST_CHANGES:
+            lines.append(f"  and {len(start.changes) - MOST_CHANGES} more")
+        if start.rate_change is not None:
+            lines.append(f"[yellow]warning:[/yellow] {escape(start.rate_change)}")
     return lines
 
 

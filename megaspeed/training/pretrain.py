@@ -36,10 +36,12 @@ from megaspeed.topology.process_exit import EXIT_DONE, EXIT_FAILED, EXIT_WRONG_I
 from megaspeed.topology.rank_log import RankLog
 from megaspeed.topology.stop_signal import StopSignal
 from megaspeed.topology.watch import Watch
+from megaspeed.training.console_lines import describe_corpus
 from megaspeed.training.faults import inject_into_process
 from megaspeed.training.job import EXPECTED, ExplainMemory, run_job, tell_ending
 from megaspeed.training.launch_warnings import launch_warnings
 from megaspeed.training.resume import ResumeOptions, check_resume
+from megaspeed.training.resumed_split import keep_split
 from megaspeed.training.run_folder import check_run_folder
 from megaspeed.training.trainer import START_UP_PATIENCE, TrainingDiverged
 
@@ -81,7 +83,7 @@ def main(
         return EXIT_WRONG_INPUT
     console = Console(stderr=False, quiet=launch.rank != 0)
     try:
-        run = _checked_run(options, launch)
+        run = _checked_run(options, launch, console)
         activity = Activity()
         inject_into_process(activity, launch.rank)
     except (ConfigError, DataError, CheckpointError) as error:
@@ -90,17 +92,19 @@ def main(
         launch,
         run,
         visible_gpus=torch.cuda.device_count(),
+        has_bf16=torch.cuda.is_available() and torch.cuda.is_bf16_supported(False),
         processors=os.cpu_count() or 1,
         threads=torch.get_num_threads(),
     ):
         console.print("[yellow]warning:[/yellow]", warning, highlight=False, soft_wrap=True)
+    try:
+        meeting = check_in(launch, _shared_by_all(run), _start_up_seconds(run))
+    except (GroupError, RanksDisagree) as error:
+        if launch.rank == 0 or isinstance(error, GroupError):
+            _say(error, launch)
+        return EXIT_FAILED
+    # A signal that comes from here on does not end the process by itself.
     with StopSignal() as stop:
-        try:
-            meeting = check_in(launch, _shared_by_all(run), _start_up_seconds(run))
-        except (GroupError, RanksDisagree) as error:
-            if launch.rank == 0 or isinstance(error, GroupError):
-                _say(error, launch)
-            return EXIT_FAILED
         resume = ResumeOptions.of(options)
         return _watched(run, resume, meeting, activity, stop, console, explain_memory)
 
@@ -114,7 +118,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def _checked_run(options: argparse.Namespace, launch: LaunchEnvironment) -> Run:
+def _checked_run(options: argparse.Namespace, launch: LaunchEnvironment, console: Console) -> Run:
     try:
         run = load_run(
             options.config,
@@ -127,7 +131,11 @@ def _checked_run(options: argparse.Namespace, launch: LaunchEnvironment) -> Run:
         others = find_problems_in_file(options.config, options.overrides)
         raise ConfigError([*error.problems, *others], error.where) from error
     check_run_folder(run)
-    check_resume(ResumeOptions.of(options), run)
+    resume = ResumeOptions.of(options)
+    check_resume(resume, run)
+    run, kept = keep_split(resume, run)
+    if kept is not None:
+        console.print(kept, highlight=False, markup=False, soft_wrap=True)
     return run
 
 
@@ -148,13 +156,8 @@ def _prepared_corpus(run: Run, console: Console) -> PreparedCorpus:
     start = time.perf_counter()
     with console.status("preparing the corpus"):
         corpus = prepare_corpus(run.config.data, run.config.model.vocab_size)
-    components = len(corpus.train.components)
-    mixed = f" mixed from {components} sources" if components > 1 else ""
-    console.print(
-        f"corpus: {corpus.train.tokens:,} training tokens, {corpus.training_sequences:,} "
-        f"sequences{mixed}, ready in {time.perf_counter() - start:.1f} s",
-        highlight=False,
-    )
+    line = describe_corpus(corpus, time.perf_counter() - start)
+    console.print(line, highlight=False, soft_wrap=True)
     return corpus
 
 

@@ -9,7 +9,11 @@ from rich.text import Text
 
 from megaspeed.checkpoint.run_state import Progress
 from megaspeed.checkpoint.saving import SaveReport
+from megaspeed.data.prepared import PreparedCorpus
+from megaspeed.data.stream.mixture import Component, Mixture
+from megaspeed.data.tokens.token_file import TokenFile, TokenIndex
 from megaspeed.training.console_lines import (
+    describe_corpus,
     describe_resumed,
     describe_save,
     describe_start,
@@ -27,6 +31,25 @@ FOLDER = Path("run [a]/checkpoints")
 def shown(line: str) -> str:
     """Without markup, as it stands on the screen."""
     return Text.from_markup(line).plain
+
+
+def corpus_of(train: int, validation: int | None) -> PreparedCorpus:
+    """So many tokens of each side, in sequences of 10."""
+
+    def side(tokens: int) -> Mixture:
+        index = TokenIndex(tokens, None, "<u2", 1, None, None, None, "c0ffee")
+        return Mixture((Component((TokenFile(TEXT, index),), 1.0, "text"),))
+
+    held_out = None if validation is None else side(validation)
+    return PreparedCorpus(side(train), held_out, None, sequence_length=10, seed=1)
+
+
+def test_the_corpus_line_tells_what_is_held_out() -> None:
+    assert describe_corpus(corpus_of(71_001, 28_999), 0.34) == (
+        "corpus: 71,001 training tokens in 7,100 sequences; 28,999 validation tokens in 2,899 "
+        "sequences, 29.0% of all; ready in 0.3 s"
+    )
+    assert "; no validation; " in describe_corpus(corpus_of(71_001, None), 0.34)
 
 
 def test_one_line_tells_a_step() -> None:
