@@ -3,8 +3,9 @@
 Runs the same under ``deepspeed``, ``torchrun``, ``srun`` and plain ``python`` (one process).
 """
 
+from megaspeed.analysis.planning.prediction import predict_peaks
 from megaspeed.topology.process_exit import end_process
 from megaspeed.training.pretrain import main
 
 if __name__ == "__main__":
-    end_process(main())
+    end_process(main(predict_peaks=predict_peaks))

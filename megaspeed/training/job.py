@@ -5,27 +5,30 @@
 The run folder is touched only once this run has all that it needs to go on.
 """
 
+import functools
+
 from rich.console import Console
+from rich.markup import escape
 
 from megaspeed.checkpoint.errors import CheckpointError
 from megaspeed.checkpoint.run_state import Progress
 from megaspeed.checkpoint.together import from_rank_0
 from megaspeed.config.resolve import Run
 from megaspeed.data.prepared import PreparedCorpus
-from megaspeed.pipeline.stages import layers_of_stages, parameters_of_stages
 from megaspeed.topology.context import ParallelContext
 from megaspeed.topology.failure import during, failures_reported
 from megaspeed.training.agreement import RanksDisagree, check_agreement
+from megaspeed.training.banner import BANNER_WIDTH, PredictPeaks, banner
 from megaspeed.training.checkpointing import Checkpointing
 from megaspeed.training.console import (
     ConsoleObserver,
     NullObserver,
-    plan_table,
     summary_table,
 )
 from megaspeed.training.console_lines import describe_start
 from megaspeed.training.loss_curve import draw_loss_curve
 from megaspeed.training.metrics import MetricsFile
+from megaspeed.training.reporting import Reporting
 from megaspeed.training.resume import ResumeOptions, Start, find_start
 from megaspeed.training.run_folder import (
     LOSS_CURVE,
@@ -50,6 +53,7 @@ def run_job(
     context: ParallelContext,
     stop: StopSignal,
     console: Console,
+    predict_peaks: PredictPeaks | None = None,
 ) -> TrainingSummary | None:
     """Trains the run from where it starts; a collective over all ranks.
 
@@ -73,7 +77,8 @@ def run_job(
                 console.print(line, highlight=False, soft_wrap=True)
             if start.is_end_of(run):
                 return None
-            console.print(plan_table(run, layers_of_stages(run), parameters_of_stages(run)))
+            for part in banner(run, context.device, predict_peaks):
+                console.print(part, width=None if console.is_terminal else BANNER_WIDTH)
             with during("building the model"):
                 worker = Worker(run, context)
             with (
@@ -118,10 +123,15 @@ def _train(
     if worker.context.rank != 0:
         return Trainer(worker, corpus, checkpointing, stop, NullObserver()).train(begin)
     with (
+        Reporting(run, begin.step, functools.partial(_warn, console)) as reporting,
         MetricsFile(run.run_dir / METRICS) as metrics_file,
-        ConsoleObserver(run, console, metrics_file, begin) as observer,
+        ConsoleObserver(run, console, (metrics_file, reporting), begin) as observer,
     ):
         return Trainer(worker, corpus, checkpointing, stop, observer).train(begin)
+
+
+def _warn(console: Console, text: str) -> None:
+    console.print("[yellow]warning:[/yellow]", escape(text), highlight=False, soft_wrap=True)
 
 
 def tell_ending(run: Run, summary: TrainingSummary, console: Console) -> None:

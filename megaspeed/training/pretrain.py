@@ -31,8 +31,10 @@ from megaspeed.topology.grid import TopologyError
 from megaspeed.topology.groups import GroupError
 from megaspeed.topology.launch import LaunchEnvironment, LaunchError, read_launch_environment
 from megaspeed.training.agreement import RanksDisagree
+from megaspeed.training.banner import PredictPeaks
 from megaspeed.training.job import EXPECTED, run_job, tell_ending
 from megaspeed.training.launch_warnings import launch_warnings
+from megaspeed.training.reporting import check_packages
 from megaspeed.training.resume import ResumeOptions, check_resume
 from megaspeed.training.run_folder import check_run_folder
 from megaspeed.training.stop_signal import StopSignal
@@ -46,7 +48,7 @@ _SECONDS_FOR_RANK_0_TO_SPEAK = 5.0
 _COLLECTIVE_TIMEOUT_SECONDS = 1800.0
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str] | None = None, predict_peaks: PredictPeaks | None = None) -> int:
     """Trains as the command line says; returns the exit code.
 
     The caller must leave by ``end_process``. After a failure, threads may still wait for other
@@ -71,7 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         threads=torch.get_num_threads(),
     ):
         console.print("[yellow]warning:[/yellow]", warning, highlight=False, soft_wrap=True)
-    return _train(run, corpus, ResumeOptions.of(options), launch, console)
+    return _train(run, corpus, ResumeOptions.of(options), launch, console, predict_peaks)
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -98,6 +100,7 @@ def _check_input(
         others = find_problems_in_file(options.config, options.overrides)
         raise ConfigError([*error.problems, *others], error.where) from error
     check_run_folder(run)
+    check_packages(run)
     check_resume(ResumeOptions.of(options), run)
     start = time.perf_counter()
     with console.status("preparing the corpus"):
@@ -131,6 +134,7 @@ def _train(
     resume: ResumeOptions,
     launch: LaunchEnvironment,
     console: Console,
+    predict_peaks: PredictPeaks | None,
 ) -> int:
     grid = run.grid
     try:
@@ -149,7 +153,7 @@ def _train(
         with failures_reported(grid, launch.rank, expected=EXPECTED):
             # A signal that comes from here on ends the run after a step, with a checkpoint.
             with context, StopSignal() as stop:
-                summary = run_job(run, corpus, resume, context, stop, console)
+                summary = run_job(run, corpus, resume, context, stop, console, predict_peaks)
             if summary is None:
                 return EXIT_DONE
             if launch.rank == 0:
