@@ -9,6 +9,7 @@ import functools
 
 from rich.console import Console
 from rich.markup import escape
+from rich.text import Text
 
 from megaspeed.checkpoint.errors import CheckpointError
 from megaspeed.checkpoint.run_state import Progress
@@ -78,7 +79,8 @@ def run_job(
             if start.is_end_of(run):
                 return None
             for part in banner(run, context.device, predict_peaks):
-                console.print(part, width=None if console.is_terminal else BANNER_WIDTH)
+                width = None if console.is_terminal else BANNER_WIDTH
+                console.print(part, width=width, soft_wrap=isinstance(part, Text))
             with during("building the model"):
                 worker = Worker(run, context)
             with (

@@ -8,6 +8,7 @@ everything all the same. Rank 0 alone reports.
 """
 
 import dataclasses
+import functools
 import importlib.util
 import math
 import os
@@ -158,7 +159,7 @@ class Reporting:
         services: Mapping[ReportTo, Callable[[Run, int], Service]] = SERVICES,
     ) -> None:
         self._outboxes = [
-            _Outbox(name, lambda make=services[name]: make(run, step), warn)
+            _Outbox(name, functools.partial(services[name], run, step), warn)
             for name in dict.fromkeys(run.config.training.report_to)
         ]
 
