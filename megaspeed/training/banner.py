@@ -7,6 +7,7 @@
         1  block 3, head             198,528  0.8 MiB   9.7 MiB  4 5 | 6 7
     peak: of a rank, predicted as by megaspeed plan; tensors alone
     attention: scaled_dot_product_attention, fused
+    operations: 7.041 MFLOP a token; no MFU, because the peak of cpu is unknown
     files: runs/3d
 
 Under each data rank stand its tensor ranks.
@@ -19,10 +20,12 @@ from rich.table import Table
 from rich.text import Text
 
 from megaspeed.config.resolve import Run
+from megaspeed.model.flops import training_flops_per_token
 from megaspeed.model.gpt import DTYPES
 from megaspeed.model.parameters import layer_count
 from megaspeed.pipeline.stages import layers_of_stages, parameters_of_stages
 from megaspeed.topology.grid import Coordinates, Grid
+from megaspeed.training.device_peak import peak_flops_per_second
 
 PredictPeaks = Callable[[Run], Sequence[int]]
 """Bytes that a rank of each pipeline stage is predicted to hold at the highest moment of a step.
@@ -65,6 +68,7 @@ def banner(
     yield Text(f"attention: {describe_attention(run)}")
     if parallel.activation_checkpointing == "full":
         yield Text("activations: recomputed in backward")
+    yield Text(f"operations: {_describe_operations(run, device, on)}")
     services = "".join(f", {service}" for service in run.config.training.report_to)
     yield Text(f"files: {run.run_dir}{services}")
 
@@ -83,6 +87,16 @@ def describe_attention(run: Run) -> str:
     if model.sliding_window is not None and model.sliding_window < data.sequence_length:
         return f"{fused}, with a mask for model.sliding_window (so not FlashAttention)"
     return fused
+
+
+def _describe_operations(run: Run, device: torch.device, device_name: str) -> str:
+    flops = training_flops_per_token(run.config.model, run.config.data.sequence_length)
+    count = f"{flops / 1e6:,.4g} MFLOP a token"
+    peak = peak_flops_per_second(device, run.precision)
+    if peak is None:
+        precision = "" if device.type == "cpu" else f" in {run.precision}"
+        return f"{count}; no MFU, because the peak of {device_name}{precision} is unknown"
+    return f"{count}; MFU of {peak / 1e12:,.1f} TFLOP/s a rank (data sheet, dense)"
 
 
 def _stage_table(run: Run, predicted_peaks: Sequence[int] | None) -> Table:

@@ -6,17 +6,18 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from megaspeed.analysis.planning.prediction import predict_peaks
+from megaspeed.analysis.planning.prediction import predict_peak_bytes, predict_peaks
 from megaspeed.config.resolve import Run
-from megaspeed.training.banner import BANNER_WIDTH, banner, describe_attention
+from megaspeed.model.flops import training_flops_per_token
+from megaspeed.training.banner import BANNER_WIDTH, PredictPeaks, banner, describe_attention
 from tests.parallel.tiny import tiny_run
 
 TEXT = Path(__file__).parents[2] / "LICENSE"
 
 
-def printed(run: Run) -> list[str]:
+def printed(run: Run, predict: PredictPeaks | None = predict_peaks) -> list[str]:
     console = Console(file=StringIO(), width=BANNER_WIDTH)
-    for part in banner(run, torch.device("cpu"), predict_peaks):
+    for part in banner(run, torch.device("cpu"), predict):
         console.print(part)
     assert isinstance(console.file, StringIO)
     return [line.rstrip() for line in console.file.getvalue().splitlines()]
@@ -34,7 +35,8 @@ def test_a_layout_is_drawn_with_the_layers_of_each_pipeline_stage() -> None:
         training={"run_dir": "runs/[b]tiny", "report_to": ["tensorboard"]},
     )
     first, second = predict_peaks(run)
-    assert first != second
+    assert max(first, second) == predict_peak_bytes(run) and first != second
+    flops = training_flops_per_token(run.config.model, 16)
     assert printed(run) == [
         "tiny: pp 2 x dp 2 x tp 2 = 8 ranks on cpu, ZeRO-3, fp32",
         "step: 12 samples of 16 tokens; each data rank takes 3 micro-batches of 2, 1f1b",
@@ -43,6 +45,7 @@ def test_a_layout_is_drawn_with_the_layers_of_each_pipeline_stage() -> None:
         f"    1  blocks 3-4, head           25,472  0.1 MiB  {second / 2**20:.1f} MiB  4 5 | 6 7",
         "peak: of a rank, predicted as by megaspeed plan; tensors alone",
         "attention: scaled_dot_product_attention, fused",
+        f"operations: {flops / 1e6:.4g} MFLOP a token; no MFU, because the peak of cpu is unknown",
         "files: runs/[b]tiny, tensorboard",
     ]
 
@@ -57,8 +60,9 @@ def test_a_large_layout_takes_no_more_than_15_lines() -> None:
 
 
 def test_without_a_prediction_no_peak_is_shown() -> None:
-    parts = list(banner(tiny_run(TEXT), torch.device("cpu")))
-    assert not any("peak" in str(part) for part in parts)
+    lines = printed(tiny_run(TEXT), None)
+    assert lines[2].split() == ["stage", "layers", "parameters", "weights", "dp", "0"]
+    assert not any(line.startswith("peak") for line in lines)
 
 
 def test_attention_is_described_with_the_reason() -> None:
