@@ -6,6 +6,7 @@ lines alone, without control characters.
 
 import math
 import signal
+import sys
 from collections.abc import Sequence
 from types import TracebackType
 from typing import Protocol, Self
@@ -81,6 +82,7 @@ class ConsoleObserver:
             console=console,
             transient=True,
             disable=not console.is_terminal,
+            redirect_stderr=sys.stderr.isatty(),  # else a log file would lose the errors
             refresh_per_second=2,  # drawing takes processor time from training
             speed_estimate_period=_SPEED_SECONDS,
         )

@@ -233,7 +233,7 @@ def _memory_chart(shown: Sequence[_Shown]) -> Chart:
     for each in shown:
         records = each.run.steps.items()
         lists = [(step, record.get("peak_memory_bytes")) for step, record in records]
-        held = [(step, peaks) for step, peaks in lists if isinstance(peaks, list)]
+        held = [(step, peaks) for step, peaks in lists if peaks]
         for stage in range(max((len(peaks) for _, peaks in held), default=0)):
             colour = _COLOURS[stage % len(_COLOURS)] if len(shown) == 1 else each.colour
             points = [(s, peaks[stage] / _MEBIBYTE) for s, peaks in held if stage < len(peaks)]

@@ -5,7 +5,6 @@ a run that goes on has written half of its next one.
 """
 
 import json
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +12,11 @@ from typing import Any
 
 from megaspeed.config.strict_json import JsonSyntaxError, read_json_object
 from megaspeed.training.run_folder import CONFIG, METRICS, STARTS
+
+_LARGEST, _LARGEST_STEP = 1e100, 10**12
+"""Beyond them a record is damaged; sums and axes would overflow."""
+
+_LIST = "peak_memory_bytes"
 
 
 class RunFolderError(ValueError):
@@ -40,8 +44,8 @@ class RunRecord:
 
     Attributes:
         folder: of the run.
-        steps: step -> name -> value, in ascending order. Values are finite numbers, booleans, None
-            (a number that was not finite) or lists of numbers.
+        steps: step -> name -> value, in ascending order. Values are finite numbers, booleans or
+            None (a number that was not finite); that of peak_memory_bytes is a list of numbers.
         validations: the same of the evaluations after a step.
         starts: in the order in which they happened; none of a run before version 0.2.
         config: the resolved configuration; empty if it cannot be read.
@@ -87,9 +91,9 @@ def read_run(folder: Path) -> RunRecord:
     validations: dict[int, Mapping[str, Any]] = {}
     for record in _records(file, notes):
         step = record.get("step")
-        if isinstance(step, int) and not isinstance(step, bool) and step > 0:
+        if isinstance(step, int) and not isinstance(step, bool) and 0 < step < _LARGEST_STEP:
             kind = validations if "validation_loss" in record else steps
-            kind[step] = {name: _sound(value) for name, value in record.items()}
+            kind[step] = {name: _sound(name, value) for name, value in record.items()}
     return RunRecord(
         folder=folder,
         steps=dict(sorted(steps.items())),
@@ -101,13 +105,10 @@ def read_run(folder: Path) -> RunRecord:
 
 
 def number(value: object) -> float | None:
-    """A finite number of a record as a float; None if it is anything else."""
+    """A number of a record as a float; None if it is anything else, or too large to be drawn."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
-    try:
-        return float(value) if math.isfinite(value) else None
-    except OverflowError:  # an integer of more than 300 digits
-        return None
+    return float(value) if -_LARGEST < value < _LARGEST else None
 
 
 def _records(file: Path, notes: list[str]) -> Iterator[dict[str, Any]]:
@@ -129,13 +130,12 @@ def _records(file: Path, notes: list[str]) -> Iterator[dict[str, Any]]:
         notes.append(f"{unreadable:,} of the lines of {file.name} are not records; passed over")
 
 
-def _sound(value: object) -> Any:
-    """A number, a boolean or a list of numbers; None for anything else."""
-    if isinstance(value, bool):
-        return value
-    if isinstance(value, list):
-        return [each for each in map(number, value) if each is not None]
-    return None if number(value) is None else value
+def _sound(name: str, value: object) -> Any:
+    """A number or a boolean, of memory a list of numbers; None for anything else."""
+    if name == _LIST:
+        numbers = map(number, value) if isinstance(value, list) else ()
+        return [each for each in numbers if each is not None]
+    return value if isinstance(value, bool) or number(value) is not None else None
 
 
 def _starts(file: Path, notes: list[str]) -> Iterator[Start]:
@@ -143,7 +143,7 @@ def _starts(file: Path, notes: list[str]) -> Iterator[Start]:
         return
     for record in _records(file, notes):
         step = record.get("step")
-        if isinstance(step, int) and step >= 0:
+        if isinstance(step, int) and 0 <= step < _LARGEST_STEP:
             degrees = " x ".join(f"{axis} {record.get(axis, '?')}" for axis in ("pp", "dp", "tp"))
             yield Start(
                 step=step,

@@ -1,5 +1,6 @@
 """`megaspeed report`: one page that a real browser shows without an error."""
 
+import json
 import re
 from pathlib import Path
 
@@ -9,6 +10,7 @@ from PIL import Image
 from megaspeed.cli import main
 from tests.analysis.watching.written_runs import loss_at, written_run
 from tests.browser import open_page, photograph
+from tests.training.metrics_of_steps import STEP_KEYS
 
 EVIL = "<script>alert(1)<!--&$_{^\"'"
 
@@ -107,6 +109,24 @@ def test_a_run_of_a_hundred_thousand_steps_makes_a_small_page(tmp_path: Path) ->
     assert main(["report", str(long), "--output", str(file)]) == 0
     assert file.stat().st_size < 1_000_000
     assert f"long, step 100,000: {loss_at(100_000):.8g}" in file.read_text()
+
+
+STRANGE = (None, True, -1, 0, 5, 1e99, -1e99, 1e308, 1e-320, 10**30, "<b>", [1e99, "x"], {"a": 1})
+"""Values that a damaged or hostile file may hold for any name."""
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("strange", STRANGE, ids=str)
+def test_strange_values_of_any_name_make_a_page(tmp_path: Path, strange: object) -> None:
+    run, file = written_run(tmp_path / "run", steps=3), tmp_path / "report.html"
+    names = [*STEP_KEYS[1:], "validation_loss", "time", "pp"]
+    records = [{"step": 2, **dict.fromkeys(names, strange)}, {"step": strange, "loss": 1.0}]
+    for name in ("metrics.jsonl", "starts.jsonl"):
+        with (run / name).open("a") as lines:
+            lines.write("".join(json.dumps(record) + "\n" for record in records))
+    (run / "config.json").write_text(json.dumps({"training": strange, "model": strange}))
+    assert main(["report", str(run), "--output", str(file)]) == 0
+    assert "<b>" not in file.read_text()
 
 
 def test_a_folder_that_is_no_run_ends_with_2_and_writes_nothing(

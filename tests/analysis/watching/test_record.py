@@ -52,11 +52,13 @@ def test_broken_lines_cost_no_other_line(tmp_path: Path) -> None:
 
 def test_values_of_the_wrong_kind_become_none(tmp_path: Path) -> None:
     folder = written_run(tmp_path / "run", steps=1)
-    strange = {"step": 2, "loss": "<b>", "grad_norm": [1, "x", None], "tokens": 10**400, "mfu": {}}
+    strange: dict[str, object] = {"step": 2, "loss": "<b>", "grad_norm": [1], "tokens": 10**400}
+    strange |= {"mfu": {}, "peak_memory_bytes": [1, "x", None], "skipped": 1e300}
     with (folder / "metrics.jsonl").open("a") as file:
         file.write(json.dumps(strange) + "\n" + '{"step": 3, "loss": NaN}\n')
     steps = read_run(folder).steps
-    assert steps[2] == {"step": 2, "loss": None, "grad_norm": [1.0], "tokens": None, "mfu": None}
+    nothing = dict.fromkeys(("loss", "grad_norm", "tokens", "mfu", "skipped"))
+    assert steps[2] == {"step": 2, "peak_memory_bytes": [1.0], **nothing}
     assert steps[3]["loss"] is None
 
 
