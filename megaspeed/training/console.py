@@ -90,6 +90,7 @@ class ConsoleObserver:
 
     def __enter__(self) -> Self:
         self._progress.start()
+        self._console.show_cursor(True)  # the bar hides it, and a process may be killed
         return self
 
     def __exit__(

@@ -55,7 +55,8 @@ def test_a_terminal_gets_a_bar_with_the_time_that_is_left(tmp_path: Path) -> Non
         for step in range(1, 7):
             observer.step(step_metrics(step=step))
         observer._progress.refresh()
-    drawn = output.getvalue()
+        drawn = output.getvalue()
+    assert drawn.rfind("\x1b[?25h") > drawn.rfind("\x1b[?25l"), "the cursor survives a kill"
     assert "\x1b[" in drawn and "6/10" in drawn
     assert re.search(r"steps\S* \S*0:00:0\d", drawn), "four steps at this pace"
 

@@ -3,6 +3,7 @@
 import json
 import math
 import struct
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -11,11 +12,10 @@ from typing import Any
 
 import pytest
 
-from megaspeed.config.errors import ConfigError
 from megaspeed.config.resolve import Run
-from megaspeed.training import reporting
+from megaspeed.training import pretrain, reporting
 from megaspeed.training.metrics import ValidationMetrics
-from megaspeed.training.reporting import Reporting, check_packages
+from megaspeed.training.reporting import Reporting
 from tests.parallel.tiny import tiny_run
 from tests.training.metrics_of_steps import step_metrics
 
@@ -100,13 +100,18 @@ def rows(log: Path) -> list[dict[str, Any]]:
     return found
 
 
-def test_a_missing_package_is_named_with_the_command_that_installs_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_missing_package_ends_the_job_with_2_before_it_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(reporting.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"'wandb'.*not installed here; .* pip install wandb"):
-        check_packages(reporting_run(tmp_path, "wandb"))
-    check_packages(reporting_run(tmp_path))
+    monkeypatch.setitem(sys.modules, "wandb", None)  # as if it were not installed
+    run = reporting_run(tmp_path / "run", "tensorboard", "wandb")
+    config = tmp_path / "tiny.json"
+    config.write_text(json.dumps(run.as_json()))
+    assert pretrain.main(["--config", str(config)]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == "" and not (tmp_path / "run").exists()
+    assert "names 'wandb', and Python's package wandb is not installed here" in printed.err
+    assert "pip install wandb" in printed.err and "tensorboard" not in printed.err
 
 
 class Collecting:
