@@ -6,25 +6,28 @@ process).
 
 import signal
 
+from megaspeed.analysis.planning.prediction import predict_peaks
 from megaspeed.config.resolve import Run
 from megaspeed.topology.context import ParallelContext
 from megaspeed.topology.lasting_output import keep_output_open
 from megaspeed.topology.process_exit import end_process
+from megaspeed.training.predictions import Predictions
 from megaspeed.training.pretrain import main
 from megaspeed.zero.engine import ZeroEngine
 
 
-def explain_memory(run: Run, context: ParallelContext, engine: ZeroEngine | None) -> str:
-    """Loads what predicts memory only if memory has run out."""
-    from megaspeed.analysis.measurement.out_of_memory import explain_out_of_memory
+def explain_out_of_memory(run: Run, context: ParallelContext, engine: ZeroEngine | None) -> str:
+    """Loads what explains it only if memory has run out."""
+    from megaspeed.analysis.measurement.out_of_memory import explain_out_of_memory as explain
 
-    return explain_out_of_memory(run, context, engine)
+    return explain(run, context, engine)
 
 
 if __name__ == "__main__":
     keep_output_open()
+    predictions = Predictions(peaks=predict_peaks, out_of_memory=explain_out_of_memory)
     try:
-        code = main(explain_memory=explain_memory)
+        code = main(predictions=predictions)
     except KeyboardInterrupt:  # before the ranks have met
         code = 128 + signal.SIGINT
     end_process(code)

@@ -47,7 +47,8 @@ Command = Callable[[], list[str | Path]]
 
 def deepspeed() -> list[str | Path]:
     program = Path(sys.executable).with_name("deepspeed")
-    return [program, "--num_accelerators", "2", "--master_port", str(free_port()), SCRIPT]
+    options = ["--quiet", "--num_accelerators", "2", "--master_port", str(free_port())]
+    return [program, *options, SCRIPT]
 
 
 def torchrun() -> list[str | Path]:
@@ -112,6 +113,7 @@ def test_the_run_ends_well_and_leaves_its_files(launcher: str, runs: Runs) -> No
         "config.json",
         ".lock",
         "metrics.jsonl",
+        "starts.jsonl",
         "loss.png",
         "checkpoints",
     }
@@ -130,6 +132,15 @@ def test_rank_0_alone_speaks(launcher: str, runs: Runs) -> None:
     assert len([line for line in said if "grad norm" in line]) == STEPS
     assert len([line for line in said if "validation loss" in line]) == 1
     assert "Traceback" not in launched.err
+
+
+@pytest.mark.parametrize("launcher", LAUNCHES)
+def test_nothing_stands_before_our_lines(launcher: str, runs: Runs) -> None:
+    """DS_ACCELERATOR=cpu and --quiet silence DeepSpeed's launcher; the ranks silence themselves."""
+    launched = runs.launched(launcher)
+    assert launched.out.startswith("corpus: ")
+    assert "\x1b" not in launched.out and "\r" not in launched.out
+    assert launched.err == ""
 
 
 @pytest.mark.parametrize("launcher", ["deepspeed", "torchrun"])

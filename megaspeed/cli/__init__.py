@@ -4,6 +4,8 @@
     megaspeed verify   --config FILE --world-size N       these degrees against one plain process
     megaspeed schedule --config FILE --world-size N       the pipeline's timetable, as a grid
     megaspeed compare  --config FILE --world-size N       the ZeRO stages, trained side by side
+    megaspeed report RUN...                               one HTML page of one or several runs
+    megaspeed compare-runs A B                            the first step where two runs part
     megaspeed plan     --config FILE --world-size N       memory, traffic and rank map, worked out
     megaspeed show-batch --config FILE --step K           the ids and the text of any step
     megaspeed checkpoint show|verify DIR                  what checkpoints hold; are they whole
@@ -28,11 +30,13 @@ try:
         check,
         checkpoint,
         compare,
+        compare_runs,
         evaluate,
         export_hf,
         generate,
         import_hf,
         plan,
+        report,
         schedule,
         show_batch,
         tokenize,
@@ -51,6 +55,8 @@ _COMMANDS = (
     verify,
     schedule,
     compare,
+    report,
+    compare_runs,
     plan,
     show_batch,
     checkpoint,

@@ -6,6 +6,9 @@ from pydantic import Field
 
 from megaspeed.config.section import Section
 
+ReportTo = Literal["tensorboard", "wandb"]
+"""Services that a run can report to."""
+
 
 class TrainingConfig(Section):
     """The length of the run, what it reports and what it keeps."""
@@ -20,6 +23,12 @@ class TrainingConfig(Section):
         description="Folder the run writes to. Left out: runs/<name of the config file>.",
     )
     log_interval: int = Field(default=10, gt=0, description="Steps between two console lines.")
+    report_to: tuple[ReportTo, ...] = Field(
+        default=(),
+        strict=False,
+        description="Services that get the numbers of metrics.jsonl too: tensorboard, wandb. "
+        "Their packages must be installed.",
+    )
     eval_interval: int = Field(
         default=0, ge=0, description="Steps between two validations; 0: only at the end."
     )

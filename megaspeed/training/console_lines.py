@@ -64,14 +64,18 @@ def describe_start(start: Start, run: Run) -> list[str]:
 
 
 def describe_step(metrics: StepMetrics) -> str:
-    """One console line."""
-    mfu = "n/a" if metrics.mfu is None else f"{metrics.mfu:.1%}"
-    skipped = "  SKIPPED: loss or gradient norm is not finite" if metrics.skipped else ""
-    return (
-        f"step {metrics.step:>6}  loss {metrics.loss:.4f}  lr {metrics.learning_rate:.3e}  "
-        f"grad norm {metrics.grad_norm:.3f}  {metrics.tokens_per_second:,.0f} tokens/s  "
-        f"{metrics.tflops_per_rank:.3g} TFLOP/s/rank  MFU {mfu}{skipped}"
+    """One console line, of at most 100 columns; without an MFU, as on a CPU, of at most 80.
+
+    The rate of operations stands beside the MFU alone: where the device's peak is not known, it has
+    nothing to be compared with.
+    """
+    line = (
+        f"step {metrics.step:>6}  loss {metrics.loss:.4f}  lr {metrics.learning_rate:.2e}  "
+        f"grad norm {metrics.grad_norm:.3f}  {metrics.tokens_per_second:,.0f} tok/s"
     )
+    if metrics.mfu is not None:
+        line += f"  {metrics.tflops_per_rank:.3g} TFLOP/s/rank  MFU {metrics.mfu:.1%}"
+    return line + ("  SKIPPED" if metrics.skipped else "")
 
 
 def describe_resumed(begin: Progress, first: StepMetrics) -> str:

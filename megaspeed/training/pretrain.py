@@ -38,8 +38,10 @@ from megaspeed.topology.stop_signal import StopSignal
 from megaspeed.topology.watch import Watch
 from megaspeed.training.console_lines import describe_corpus
 from megaspeed.training.faults import inject_into_process
-from megaspeed.training.job import EXPECTED, ExplainMemory, run_job, tell_ending
+from megaspeed.training.job import EXPECTED, run_job, tell_ending
 from megaspeed.training.launch_warnings import launch_warnings
+from megaspeed.training.predictions import Predictions
+from megaspeed.training.reporting import check_packages
 from megaspeed.training.resume import ResumeOptions, check_resume
 from megaspeed.training.resumed_split import keep_split
 from megaspeed.training.run_folder import check_run_folder
@@ -62,15 +64,12 @@ _OF_A_NODE = {
 _INPUT_ERRORS = (DataError, TopologyError)
 
 
-def main(
-    arguments: Sequence[str] | None = None,
-    explain_memory: ExplainMemory = lambda run, context, engine: "",
-) -> int:
+def main(arguments: Sequence[str] | None = None, predictions: Predictions | None = None) -> int:
     """Trains as the command line says; returns the exit code.
 
     Args:
         arguments: of the command line; the process's own if omitted.
-        explain_memory: asked if memory runs out.
+        predictions: asked for the banner, and if memory runs out.
 
     The caller must leave by ``end_process``. After a failure, threads may still wait for other
     ranks, and an ordinary exit would wait for these threads.
@@ -106,7 +105,8 @@ def main(
     # A signal that comes from here on does not end the process by itself.
     with StopSignal() as stop:
         resume = ResumeOptions.of(options)
-        return _watched(run, resume, meeting, activity, stop, console, explain_memory)
+        predictions = predictions or Predictions()
+        return _watched(run, resume, meeting, activity, stop, console, predictions)
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -131,6 +131,7 @@ def _checked_run(options: argparse.Namespace, launch: LaunchEnvironment, console
         others = find_problems_in_file(options.config, options.overrides)
         raise ConfigError([*error.problems, *others], error.where) from error
     check_run_folder(run)
+    check_packages(run)
     resume = ResumeOptions.of(options)
     check_resume(resume, run)
     run, kept = keep_split(resume, run)
@@ -181,7 +182,7 @@ def _watched(
     activity: Activity,
     stop: StopSignal,
     console: Console,
-    explain_memory: ExplainMemory,
+    predictions: Predictions,
 ) -> int:
     """From the meeting to the exit code, while the ranks watch each other."""
     launch, log = meeting.launch, RankLog()
@@ -201,7 +202,7 @@ def _watched(
                 )
             with context:
                 summary = run_job(
-                    run, corpus, resume, context, stop, watch, log, console, explain_memory
+                    run, corpus, resume, context, stop, watch, log, console, predictions
                 )
             if summary is not None and launch.rank == 0:
                 with activity.during("the loss curve", patience=math.inf):

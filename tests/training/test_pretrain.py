@@ -254,6 +254,7 @@ def test_a_fresh_run_says_where_the_first_ones_files_are(pool: RankPool, config:
     assert {file.name for file in kept.iterdir()} == {
         "config.json",
         "metrics.jsonl",
+        "starts.jsonl",
         "loss.png",
         "checkpoints",
     }
