@@ -4,7 +4,12 @@ Runs the same under ``deepspeed``, ``torchrun``, ``srun``, ``mpirun`` and plain 
 process).
 """
 
+import os
 import signal
+
+# torch reads it while it is loaded. Without it, every rank of a job that ends prints some dozens of
+# lines about its connection to the store.
+os.environ["TORCH_CPP_LOG_LEVEL"] = os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 from megaspeed.analysis.planning.prediction import predict_peaks
 from megaspeed.config.resolve import Run

@@ -281,6 +281,17 @@ def test_the_second_ctrl_c_leaves_at_once_even_from_a_blocked_main_thread(tmp_pa
     assert ended.code == 130 and ended.seconds < HANG_SECONDS
 
 
+def test_a_signal_before_the_training_ends_the_run_at_once(tmp_path: Path) -> None:
+    """There is nothing to save, and a start may take longer than the launcher waits."""
+    job = Job(tmp_path, "python", fault="hang rank=0 phase='building the model'", ranks=1)
+    job.wait_until_said("attention: ")
+    time.sleep(1)
+    job.launcher.send_signal(signal.SIGTERM)
+    ended = job.ended()
+    assert ended.code == 128 + signal.SIGTERM and ended.seconds < HANG_SECONDS
+    assert "SIGTERM before the training began: nothing is saved" in ended.err
+
+
 def test_nohup_keeps_a_run_alive_without_its_terminal(tmp_path: Path) -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:

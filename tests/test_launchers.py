@@ -114,6 +114,8 @@ def test_the_run_ends_well_and_leaves_its_files(launcher: str, runs: Runs) -> No
         ".lock",
         "metrics.jsonl",
         "starts.jsonl",
+        "parts.jsonl",
+        "logs",
         "loss.png",
         "checkpoints",
     }

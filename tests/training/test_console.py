@@ -34,7 +34,9 @@ def test_every_step_is_recorded_and_each_log_interval_printed(tmp_path: Path) ->
     output = StringIO()
     with (
         MetricsFile(tmp_path / "metrics.jsonl") as file,
-        ConsoleObserver(run, Console(file=output, width=200), (file,), Progress()) as observer,
+        ConsoleObserver(
+            run, Console(file=output, width=200), (file,), None, Progress()
+        ) as observer,
     ):
         for step in range(1, 11):
             observer.step(step_metrics(step=step, skipped=step == 7))
@@ -51,7 +53,7 @@ def test_a_terminal_gets_a_bar_with_the_time_that_is_left(tmp_path: Path) -> Non
     run = tiny_run(TEXT, training={"steps": 10})
     output = StringIO()
     console = Console(file=output, width=80, force_terminal=True, _environ={"TERM": "xterm"})
-    with ConsoleObserver(run, console, (), Progress()) as observer:
+    with ConsoleObserver(run, console, (), None, Progress()) as observer:
         for step in range(1, 7):
             observer.step(step_metrics(step=step))
         observer._progress.refresh()
@@ -80,7 +82,7 @@ def test_a_resumed_run_prints_its_first_step_and_the_loss_beside_the_saved_one(
     begin = Progress(step=6, steps_taken=6, loss=3.5)
     with (
         MetricsFile(tmp_path / "metrics.jsonl") as file,
-        ConsoleObserver(run, Console(file=output, width=200), (file,), begin) as observer,
+        ConsoleObserver(run, Console(file=output, width=200), (file,), None, begin) as observer,
     ):
         for step in (7, 8):
             observer.step(step_metrics(step=step))

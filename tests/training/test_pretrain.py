@@ -4,9 +4,6 @@ import json
 import os
 import re
 import resource
-import signal
-import threading
-import time
 from contextlib import redirect_stderr, redirect_stdout
 from io import StringIO
 from pathlib import Path
@@ -255,6 +252,7 @@ def test_a_fresh_run_says_where_the_first_ones_files_are(pool: RankPool, config:
         "config.json",
         "metrics.jsonl",
         "starts.jsonl",
+        "parts.jsonl",
         "loss.png",
         "checkpoints",
     }
@@ -402,26 +400,6 @@ def test_fresh_takes_along_the_state_of_a_checkpoint_that_it_moves_away(
     assert (folder / "earlier-1" / "checkpoints" / "step-00000001").is_dir()
     anew = sorted(path.name for path in (folder / "checkpoints").iterdir())
     assert anew == ["latest", "step-00000001", "step-00000002"], "what it took along is saved again"
-
-
-def ending_told_at_once(launch: LaunchEnvironment, config: Path) -> Ending:
-    """The signal comes as soon as it is not deadly any more, long before the first step."""
-
-    def tell() -> None:
-        while signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-            time.sleep(0.001)
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    threading.Thread(target=tell).start()
-    return ending(config, steps(50))
-
-
-def test_a_signal_while_the_run_starts_is_not_lost(pool: RankPool, config: Path) -> None:
-    ((code, out, _),) = pool.run(1, ending_told_at_once, config)
-    assert code == 0
-    assert "told to stop by SIGTERM, after 1 of 50 steps" in out
-    assert [record["step"] for record in records(config)] == [1]
-    assert (run_dir_of(config) / "checkpoints" / "step-00000001").is_dir()
 
 
 def ending_without_room(launch: LaunchEnvironment, config: Path) -> Ending:
