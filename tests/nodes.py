@@ -21,7 +21,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -89,9 +89,7 @@ def two_nodes(folder: Path) -> Iterator[list[Node]]:
             addresses = ["10.213.77.1", "10.213.77.2"]
         except (OSError, subprocess.CalledProcessError):
             enters, addresses = [(), ()], ["127.0.0.2", "127.0.0.3"]
-        yield [
-            Node(index, folders[index], addresses[index], enters[index]) for index in range(2)
-        ]
+        yield [Node(index, folders[index], addresses[index], enters[index]) for index in range(2)]
 
 
 @contextmanager
@@ -113,10 +111,8 @@ def _namespaces(folders: list[Path]) -> Iterator[list[tuple[str, ...]]]:
             # In a mount namespace of its own: the other node's folder is covered.
             hidden = shlex.quote(str(folders[1 - index]))
             script = f'hostname node{index} && mount -t tmpfs none {hidden} && exec "$@"'
-            enters.append(
-                ("ip", "netns", "exec", name, "unshare", "--uts", "--mount", "sh", "-c", script)
-                + ("sh",)
-            )
+            own_host = ("unshare", "--uts", "--mount", "sh", "-c", script, "sh")
+            enters.append(("ip", "netns", "exec", name, *own_host))
         for enter in enters:
             _system(*enter, "true")
         yield enters
@@ -160,8 +156,7 @@ def run_on_both(
     """
     outs = [node.folder / "out" for node in nodes]
     started = [
-        node.start(command, out)
-        for node, command, out in zip(nodes, commands, outs, strict=True)
+        node.start(command, out) for node, command, out in zip(nodes, commands, outs, strict=True)
     ]
     try:
         codes = [process.wait(timeout=seconds) for process in started]
@@ -172,8 +167,6 @@ def run_on_both(
 
 
 def _end_session(process: subprocess.Popen[bytes]) -> None:
-    try:
+    with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
     process.wait()

@@ -5,6 +5,7 @@
     megaspeed schedule --config FILE --world-size N       the pipeline's timetable, as a grid
     megaspeed compare  --config FILE --world-size N       the ZeRO stages, trained side by side
     megaspeed plan     --config FILE --world-size N       memory, traffic and rank map, worked out
+    megaspeed doctor   --config FILE                      could a run start here; on all its ranks
     megaspeed show-batch --config FILE --step K           the ids and the text of any step
     megaspeed checkpoint show|verify DIR                  what checkpoints hold; are they whole
     megaspeed import-hf DIR OUT                           a Hugging Face model to start a run from
@@ -28,6 +29,7 @@ try:
         check,
         checkpoint,
         compare,
+        doctor,
         evaluate,
         export_hf,
         generate,
@@ -52,6 +54,7 @@ _COMMANDS = (
     schedule,
     compare,
     plan,
+    doctor,
     show_batch,
     checkpoint,
     import_hf,
@@ -87,6 +90,8 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="megaspeed", description="3D-parallel GPT pretraining on DeepSpeed."
     )
+    # The deepspeed launcher passes it before the command; the environment says the same.
+    parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
     commands = parser.add_subparsers(required=True, metavar="command", dest="command")
     for command in _COMMANDS:
         command.add_to(commands)

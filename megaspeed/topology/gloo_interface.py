@@ -24,14 +24,14 @@ def gloo_interface(launch: LaunchEnvironment, environ: Mapping[str, str]) -> dic
     """
     if _VARIABLE in environ or launch.local_world_size == launch.world_size:
         return {}
-    own = _address_towards(environ["MASTER_ADDR"])
+    own = address_towards(environ["MASTER_ADDR"])
     for name, addresses in psutil.net_if_addrs().items():
         if own is not None and any(entry.address == own for entry in addresses):
             return {_VARIABLE: name}
     return {}
 
 
-def _address_towards(host: str) -> str | None:
+def address_towards(host: str) -> str | None:
     """This machine's address on the way to `host`. Sends nothing: UDP connects without a packet."""
     try:
         family, kind, _, _, target = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]

@@ -32,7 +32,9 @@ def test_the_users_choice_stays() -> None:
 
 
 def test_one_node_needs_no_choice() -> None:
-    assert gloo_interface(replace(TWO_NODES, local_world_size=4), {"MASTER_ADDR": "127.0.0.1"}) == {}
+    assert (
+        gloo_interface(replace(TWO_NODES, local_world_size=4), {"MASTER_ADDR": "127.0.0.1"}) == {}
+    )
 
 
 def test_an_unknown_host_is_left_to_the_meeting_itself() -> None:
