@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megaspeed.analysis.costs.collective_cost import bytes_sent
+from megaspeed.analysis.costs.collective_cost import Collective, bytes_sent
 from megaspeed.topology.context import ParallelContext
 
 _SMALL_BYTES = 8
@@ -72,7 +72,7 @@ class Measurement:
         make = _neighbours if axis == "pp" else _all_reduce
         small_seconds = _median_seconds(make(group, _SMALL_BYTES, context), _SMALL_TIMES, context)
         seconds = _median_seconds(make(group, large, context), _LARGE_TIMES, context)
-        collective = "send" if axis == "pp" else "all_reduce"
+        collective: Collective = "send" if axis == "pp" else "all_reduce"
         self.links.append(
             Link(
                 axis=axis,
