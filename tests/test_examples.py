@@ -1,4 +1,4 @@
-"""The files of `examples/` and the commands of docs/launching.md: they run, or fit their programs."""
+"""The files of `examples/` and the commands of docs/launching.md run, or fit their programs."""
 
 import json
 import os
