@@ -1,8 +1,11 @@
-"""A run over two nodes, pp across them and tp within each, is the run of one process."""
+"""A run over two nodes, pp across them and tp within each, is the run of one process.
+
+The doctor sees what is wrong between them.
+"""
 
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -84,3 +87,30 @@ def test_two_nodes_train_the_model_of_one_process(
     assert (run_dir / "checkpoints" / f"step-{STEPS:08d}" / "manifest.json").is_file()
     for node in nodes:
         assert list((node.folder / "home" / ".cache" / "megaspeed").iterdir()), "its own corpus"
+
+
+def test_the_doctor_names_a_node_without_the_shared_folder_and_tp_across_nodes(
+    nodes: list[Node],
+) -> None:
+    """training.run_dir is a relative path here, so each node has a folder of its own."""
+    port = free_port()
+    options = ["doctor", "--config", "run.json", "--json", "doctor.json"]
+    changes = ["--set", "parallel.tensor=4", "training.run_dir=runs/here"]
+    for node in nodes:
+        (node.folder / "run.json").write_text(json.dumps(CONFIG))
+    commands: list[Sequence[str | Path]] = [
+        [*torchrun(node, nodes[0], port), "-m", "megaspeed.cli", *options, *changes]
+        for node in nodes
+    ]
+    (code, out), (other_code, _) = run_on_both(nodes, commands, SECONDS)
+    assert code != 0 and other_code != 0, out
+    told = json.loads((nodes[0].folder / "doctor.json").read_text())
+    assert [problem["rank"] for problem in told["problems"]] == [2, 3], told["problems"]
+    assert {problem["check"] for problem in told["problems"]} == {"run folder"}
+    if nodes[0].enter:  # otherwise both have this machine's name
+        assert told["nodes"] == {"node0": [0, 1], "node1": [2, 3]}
+        assert "wrong: rank 3 (node1), run folder: " in out
+        (remark,) = told["remarks"]
+        assert remark.startswith("tp crosses nodes in 1 group, such as ranks [0, 1, 2, 3]")
+        assert abs(told["clock_seconds"]["2"]) < 0.5
+    assert not (nodes[0].folder / "runs").exists()
