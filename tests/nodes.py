@@ -20,12 +20,13 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
 RANKS_OF_A_NODE = 2
 
 
@@ -125,7 +126,7 @@ def _system(*command: str) -> None:
 def torchrun(node: Node, first: Node, port: int) -> list[str]:
     """The launcher's command on one node, without the script."""
     return [
-        *(sys.executable, "-m", "torch.distributed.run"),
+        *TORCHRUN,
         *("--nnodes", "2", "--node-rank", str(node.index)),
         *("--nproc-per-node", str(RANKS_OF_A_NODE)),
         *("--master-addr", first.address, "--master-port", str(port)),
@@ -144,7 +145,10 @@ def deepspeed(node: Node, first: Node, port: int) -> list[str]:
 
 
 def run_on_both(
-    nodes: Sequence[Node], commands: Sequence[Sequence[str | Path]], seconds: float
+    nodes: Sequence[Node],
+    commands: Sequence[Sequence[str | Path]],
+    seconds: float,
+    variables: Sequence[Mapping[str, str]] = ({}, {}),
 ) -> list[tuple[int, str]]:
     """One command on each node, at the same time, to their ends.
 
@@ -156,7 +160,8 @@ def run_on_both(
     """
     outs = [node.folder / "out" for node in nodes]
     started = [
-        node.start(command, out) for node, command, out in zip(nodes, commands, outs, strict=True)
+        node.start(command, out, **own)
+        for node, command, out, own in zip(nodes, commands, outs, variables, strict=True)
     ]
     try:
         codes = [process.wait(timeout=seconds) for process in started]

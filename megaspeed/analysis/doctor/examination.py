@@ -154,7 +154,8 @@ def _measure(run: Run, launch: LaunchEnvironment, seconds: float) -> dict[str, o
     measurement = Measurement()
 
     def join_and_measure() -> None:
-        with ParallelContext.create(run.grid, launch, timeout_seconds=limit) as context:
+        # The groups wait longer, or NCCL would end the process before it has reported.
+        with ParallelContext.create(run.grid, launch, timeout_seconds=2 * limit) as context:
             measurement.measure(context)
 
     problem = None

@@ -91,7 +91,11 @@ def _rows(examined: Examined) -> dict[str, str]:
         if run is None
         else f"{run.name}: {run.grid}, ZeRO-{run.zero_stage}, hash {_hash(findings)}",
         "data": ", ".join(f"{name} {value[:12]}" for name, value in data.items()) or _NOT_TRIED,
-        "clock": f"at most {max(clocks) * 1e3:.1f} ms apart" if clocks else "one node",
+        "clock": _NOT_TRIED
+        if findings.folder is None
+        else f"at most {max(clocks) * 1e3:.1f} ms apart"
+        if clocks
+        else "one node",
         "run folder": _NOT_TRIED
         if run is None or findings.folder is None
         else f"{run.run_dir}: written and read by all ranks",
