@@ -20,10 +20,12 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+
+import yaml
 
 ROOT = Path(__file__).parents[1]
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
@@ -144,11 +146,22 @@ def deepspeed(node: Node, first: Node, port: int) -> list[str]:
     ]
 
 
+def kubernetes(node: Node, first: Node, port: int) -> list[str]:
+    """What the pods of examples/kubernetes.yaml run, with as many ranks as a node has here."""
+    job = yaml.safe_load((ROOT / "examples" / "kubernetes.yaml").read_text())
+    pod = job["spec"]["pytorchReplicaSpecs"]["Worker" if node.index else "Master"]["template"]
+    command: list[str] = pod["spec"]["containers"][0]["command"]
+    options = command[1 : command.index("scripts/pretrain.py")]
+    given = {"$(RANK)": node.index, "$(MASTER_ADDR)": first.address, "$(MASTER_PORT)": port}
+    for name, value in {**given, "-node=8": f"-node={RANKS_OF_A_NODE}"}.items():
+        options = [option.replace(name, str(value)) for option in options]
+    return [*TORCHRUN, *options]
+
+
 def run_on_both(
     nodes: Sequence[Node],
     commands: Sequence[Sequence[str | Path]],
     seconds: float,
-    variables: Sequence[Mapping[str, str]] = ({}, {}),
 ) -> list[tuple[int, str]]:
     """One command on each node, at the same time, to their ends.
 
@@ -160,8 +173,7 @@ def run_on_both(
     """
     outs = [node.folder / "out" for node in nodes]
     started = [
-        node.start(command, out, **own)
-        for node, command, out, own in zip(nodes, commands, outs, variables, strict=True)
+        node.start(command, out) for node, command, out in zip(nodes, commands, outs, strict=True)
     ]
     try:
         codes = [process.wait(timeout=seconds) for process in started]

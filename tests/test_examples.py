@@ -154,18 +154,23 @@ def test_the_two_pods_of_kubernetes_start_a_run_that_is_right() -> None:
         replicas[kind] for kind in ("Master", "Worker") for _ in range(replicas[kind]["replicas"])
     ]
     world_size = 0
-    for pod in pods:
+    for rank, pod in enumerate(pods):
         spec = pod["template"]["spec"]
         (container,) = spec["containers"]
+        given = {"$(RANK)": str(rank), "$(MASTER_ADDR)": "pod0", "$(MASTER_PORT)": "23456"}
         program, *arguments = container["command"]
+        for name, value in given.items():
+            arguments = [word.replace(name, value) for word in arguments]
         assert program == "torchrun" and container["name"] == "pytorch"
         ranks = container["resources"]["limits"]["nvidia.com/gpu"]
-        assert check_torchrun(arguments) == str(ranks) == job["spec"]["nprocPerNode"]
+        launch = check_torchrun(arguments)
+        assert (launch.nproc_per_node, launch.nnodes) == (str(ranks), str(len(pods)))
+        assert (launch.node_rank, launch.master_addr, launch.master_port) == (rank, "pod0", 23456)
         mounted = {mount["name"] for mount in container["volumeMounts"]}
         assert mounted == {volume["name"] for volume in spec["volumes"]}
         world_size += ranks
     run_dir = "training.run_dir=/shared/runs/gpt2_1.5b"
-    assert run_dir in pods[0]["template"]["spec"]["containers"][0]["command"]
+    assert run_dir in arguments
     config = ROOT / "ds_configs" / "gpt2_1.5b.json"
     assert check_config(config, [run_dir], world_size=world_size, device_type="cuda") == ()
 
@@ -246,11 +251,11 @@ def check_command(words: list[str]) -> None:
 
 
 def check_torchrun(arguments: list[str]) -> Any:
-    """Returns its --nproc-per-node."""
+    """Returns its options."""
     options = get_args_parser().parse_args(arguments)
     rest = options.training_script_args
     check_program(options.training_script, rest, module=options.module)
-    return options.nproc_per_node
+    return options
 
 
 def check_program(program: str, arguments: list[str], *, module: bool) -> None:

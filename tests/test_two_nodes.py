@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.launched import free_port
-from tests.nodes import ROOT, TORCHRUN, Node, deepspeed, run_on_both, torchrun, two_nodes
+from tests.nodes import ROOT, Node, deepspeed, kubernetes, run_on_both, torchrun, two_nodes
 from tests.parallel.tiny import GPT2
 
 STEPS = 4
@@ -97,12 +97,12 @@ def test_the_doctor_names_a_node_without_the_shared_folder_and_tp_across_nodes(
     changes = ["--set", "parallel.tensor=4", "training.run_dir=runs/here"]
     for node in nodes:
         (node.folder / "run.json").write_text(json.dumps(CONFIG))
-    command = [*TORCHRUN, "--nproc-per-node=2", "-m", "megaspeed.cli", *options, *changes]
-    # As the operator does that examples/kubernetes.yaml is for.
-    meeting = {"PET_NNODES": "2", "PET_MASTER_ADDR": nodes[0].address}
-    place = {**meeting, "PET_MASTER_PORT": str(free_port())}
-    variables = [{**place, "PET_NODE_RANK": str(node.index)} for node in nodes]
-    (code, out), (other_code, _) = run_on_both(nodes, [command, command], SECONDS, variables)
+    port = free_port()
+    commands = [
+        [*kubernetes(node, nodes[0], port), "-m", "megaspeed.cli", *options, *changes]
+        for node in nodes
+    ]
+    (code, out), (other_code, _) = run_on_both(nodes, commands, SECONDS)
     assert code != 0 and other_code != 0, out
     told = json.loads((nodes[0].folder / "doctor.json").read_text())
     assert [problem["rank"] for problem in told["problems"]] == [2, 3], told["problems"]

@@ -16,7 +16,7 @@ IPV4 = [
     (name, entry.address)
     for name, addresses in psutil.net_if_addrs().items()
     for entry in addresses
-    if entry.family == socket.AF_INET
+    if entry.family == socket.AF_INET and not entry.address.startswith("127.")
 ]
 
 
@@ -26,15 +26,19 @@ def test_it_is_the_interface_with_the_address_on_the_way(name: str, address: str
     assert gloo_interface(TWO_NODES, {"MASTER_ADDR": address}) == {"GLOO_SOCKET_IFNAME": name}
 
 
+@pytest.mark.parametrize("address", ["127.0.0.1", "127.0.0.2", "localhost"])
+def test_a_loopback_address_tells_nothing_of_other_nodes(address: str) -> None:
+    assert gloo_interface(TWO_NODES, {"MASTER_ADDR": address}) == {}
+
+
 def test_the_users_choice_stays() -> None:
-    environ = {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "ib0"}
+    environ = {"MASTER_ADDR": IPV4[0][1], "GLOO_SOCKET_IFNAME": "ib0"}
     assert gloo_interface(TWO_NODES, environ) == {}
 
 
 def test_one_node_needs_no_choice() -> None:
-    assert (
-        gloo_interface(replace(TWO_NODES, local_world_size=4), {"MASTER_ADDR": "127.0.0.1"}) == {}
-    )
+    alone = replace(TWO_NODES, local_world_size=4)
+    assert gloo_interface(alone, {"MASTER_ADDR": IPV4[0][1]}) == {}
 
 
 def test_an_unknown_host_is_left_to_the_meeting_itself() -> None:
