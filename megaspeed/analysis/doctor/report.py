@@ -93,7 +93,7 @@ def _rows(examined: Examined) -> dict[str, str]:
         "data": ", ".join(f"{name} {value[:12]}" for name, value in data.items()) or _NOT_TRIED,
         "clock": _NOT_TRIED
         if findings.folder is None
-        else f"at most {max(clocks) * 1e3:.1f} ms apart"
+        else f"at most {max(clocks) * 1e3:.2f} ms apart"
         if clocks
         else "one node",
         "run folder": _NOT_TRIED
