@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -127,13 +128,16 @@ def test_ranks_with_another_configuration_text_or_folder_are_named(tmp_path: Pat
 
 
 def test_a_rank_that_does_not_come_is_named_in_time(tmp_path: Path) -> None:
+    """Of three ranks 0 and 2 come, and one that counts four."""
     config, port = lay_out(tmp_path / "run"), free_port()
     before = time.monotonic()
-    ranks = ended([start(rank, 3, port, config, "--timeout", "10") for rank in (0, 2)])
+    places = [(0, 3), (2, 3), (3, 4)]
+    ranks = ended([start(*place, port, config, "--timeout", "10") for place in places])
     assert time.monotonic() - before < 60
-    assert [code for code, _ in ranks] == [1, 1]
+    assert [code for code, _ in ranks] == [1, 1, 1]
     (line,) = [line for line in ranks[0][1].splitlines() if line.startswith("wrong:")]
     assert "rank 1 (?), ranks: did not come within 20 s" in line
+    assert "rank 3 has no place: rank 0 counts 3 ranks, and this rank 4" in ranks[2][1]
 
 
 STUCK = """
@@ -180,3 +184,17 @@ def test_wrong_input_of_all_ranks_is_told_and_is_exit_code_2(tmp_path: Path) -> 
     ranks = ended([start(rank, 2, port, config) for rank in range(2)])
     assert [code for code, _ in ranks] == [2, 2]
     assert "gradient_clipping" in ranks[0][1] and ranks[1][1] == ""
+
+
+def test_a_meeting_point_that_is_taken_or_out_of_reach_is_named_in_time(tmp_path: Path) -> None:
+    config = lay_out(tmp_path / "run")
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # and nobody listens there
+        port = taken.getsockname()[1]
+        options = ("--timeout", "3")
+        (first,) = ended([start(0, 2, port, config, *options)])
+        (second,) = ended([start(1, 2, port, config, *options)])
+    assert (first[0], second[0]) == (1, 1)
+    assert f"rank 0 cannot listen at MASTER_ADDR:MASTER_PORT 127.0.0.1:{port}" in first[1]
+    assert f"rank 1 cannot reach MASTER_ADDR:MASTER_PORT 127.0.0.1:{port} within 3 s" in second[1]
+    assert "Traceback" not in first[1] + second[1]

@@ -60,12 +60,17 @@ def examine(
         The exit code.
 
     Raises:
-        NobodyThere: rank 0 has not answered.
+        NobodyThere: rank 0 has not answered, or does not count on this rank.
     """
     record, run = take_record(config, overrides, launch, seconds)
     meeting.put("record", record.as_json())
     if launch.rank != 0:
         steps = meeting.hear("steps", _LIMITS_OF_A_RECORD * seconds)
+        if launch.rank >= steps["world_size"]:
+            raise NobodyThere(
+                f"rank {launch.rank} has no place: rank 0 counts {steps['world_size']} ranks, and "
+                f"this rank {launch.world_size} (from {launch.source})"
+            )
         with suppress(NobodyThere):
             _take_part(steps["ring"], run, launch, meeting, address, seconds)
         code: int = meeting.hear("end", _LIMITS_OF_EVERYTHING * seconds)
@@ -89,8 +94,9 @@ def _collect(
     records = [None if each is None else Record.from_json(each) for each in answers]
     findings = Findings(records=records, waited_seconds=waited)
     ring = [each.rank for each in findings.came if each.first_of_node]
-    meeting.tell("steps", {"ring": ring if _is_one_run(records) else None})
-    if not _is_one_run(records):
+    together = _is_one_run(records)
+    meeting.tell("steps", {"world_size": launch.world_size, "ring": ring if together else None})
+    if not together:
         return findings
     assert run is not None, "every record has the degrees of its run"
     findings.clocks = measure_clocks(meeting, [rank for rank in ring if rank != 0], seconds)
