@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 
 from megaspeed.topology.activity import Activity
+from megaspeed.topology.gloo_interface import gloo_interface
 from megaspeed.topology.grid import Coordinates, Grid, TopologyError
 from megaspeed.topology.groups import (
     abandon,
@@ -83,8 +84,8 @@ class ParallelContext:
         group is tried once before this returns. Whatever waits longer than `timeout_seconds` for
         other ranks, now or in a later collective, fails.
 
-        Sets the environment variables of `process_settings.py`, unless they are set, and raises the
-        limit on open files.
+        Sets the environment variables of `process_settings.py` and `gloo_interface.py`, unless they
+        are set, and raises the limit on open files.
 
         Raises TopologyError if `grid` and the launcher differ in the number of ranks, if a rank
         finds no GPU of its own, or if its limit on open files is too low. Raises GroupError, which
@@ -101,6 +102,7 @@ class ParallelContext:
             )
         on_gpu = torch.cuda.is_available()
         os.environ.update(default_settings(os.environ, "cuda" if on_gpu else "cpu"))
+        os.environ.update(gloo_interface(launch, os.environ))
         allow_open_files(launch.rank, launch.world_size)
         device = _take_device(launch) if on_gpu else torch.device("cpu")
         timeout = timedelta(seconds=timeout_seconds)

@@ -1,5 +1,6 @@
 """Warnings about launches that work, but waste much of the machine's speed."""
 
+import math
 from collections.abc import Iterator
 
 from megaspeed.config.dropout_cost import dropout_warning
@@ -26,7 +27,11 @@ def launch_warnings(
         processors: how many this machine has.
         threads: how many torch uses on the CPU in this process.
     """
-    warnings = [*_one_gpu_a_rank(launch, visible_gpus), *dropout_warning(run)]
+    warnings = [
+        *_one_gpu_a_rank(launch, visible_gpus),
+        *_tensor_axis_in_one_machine(launch, run),
+        *dropout_warning(run),
+    ]
     if has_bf16 and not {"bf16", "fp16"} & run.config.model_fields_set:
         warnings.append(
             "the configuration states no precision, so the run trains in fp32, but this GPU "
@@ -52,3 +57,25 @@ def _one_gpu_a_rank(launch: LaunchEnvironment, visible_gpus: int) -> Iterator[st
             "--gpus-per-task=1 does), so NCCL may not use NVLink between them: replace it by "
             f"--gpus-per-node={ranks}"
         )
+
+
+def _tensor_axis_in_one_machine(launch: LaunchEnvironment, run: Run) -> Iterator[str]:
+    ranks, tp = launch.local_world_size, run.grid.tp
+    if ranks < launch.world_size and ranks % tp != 0:
+        yield (
+            f"parallel.tensor is {tp}, and {ranks} ranks run on this machine, so tensor groups "
+            f"cross machines. A rank sends about {_tensor_bytes(run) / 1e9:.3g} GB a step over tp, "
+            "and waits for it four times in each block. Choose a parallel.tensor that divides "
+            f"{ranks}, and let pp or dp cross; megaspeed doctor measures what each link carries"
+        )
+
+
+def _tensor_bytes(run: Run) -> int:
+    """What a rank sends for the all-reduces of its blocks: 4 h a micro-batch, each 2 (n-1)/n."""
+    config, tp = run.config, run.grid.tp
+    number_bytes = 4 if run.precision == "fp32" else 2
+    tokens = run.batch.micro_batch_size * config.data.sequence_length
+    hidden_bytes = tokens * config.model.hidden_size * number_bytes
+    blocks = math.ceil(config.model.num_hidden_layers / run.grid.pp)
+    messages = 4 * blocks * run.batch.gradient_accumulation_steps
+    return messages * hidden_bytes * 2 * (tp - 1) // tp
