@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, field_validator
 
 from megaspeed.files.places import path_problem
 
@@ -15,6 +15,14 @@ class Section(BaseModel):
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+    @field_validator("*")
+    @classmethod
+    def _fits_64_bits(cls, value: Any) -> Any:
+        """For fields without a bound of their own: larger numbers fit no tensor and no float."""
+        if isinstance(value, int) and abs(value) >= 2**63:
+            raise ValueError("a whole number of at most 2^63 - 1")
+        return value
 
 
 def _whole_number(value: Any) -> Any:

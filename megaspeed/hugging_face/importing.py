@@ -29,6 +29,8 @@ from megaspeed.config.families import FAMILIES
 from megaspeed.config.loading import parse_config
 from megaspeed.config.model import ModelConfig
 from megaspeed.files.new_folder import new_folder, refuse_existing
+from megaspeed.files.reading import special_files
+from megaspeed.hugging_face.errors import HuggingFaceError
 from megaspeed.hugging_face.free_space import check_disk
 from megaspeed.hugging_face.generation import generation_files
 from megaspeed.hugging_face.matching import matching_tensors
@@ -69,6 +71,9 @@ def import_model(
     """
     refuse_existing(out)
     model = _model_of(folder)
+    special = next(special_files(folder), None)
+    if special is not None:
+        raise HuggingFaceError(f"{special}; remove it, or fetch the model anew")
     vocabulary = ModelTokenizer({})
     if with_tokenizer:
         mend = "name another with --tokenizer, or import without by --no-tokenizer"
