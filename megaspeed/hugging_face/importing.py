@@ -19,9 +19,9 @@ from torch import Tensor
 from megaspeed import __version__
 from megaspeed.checkpoint.manifest import write_manifest
 from megaspeed.checkpoint.pieces import LARGEST_PIECE_BYTES, Piece
-from megaspeed.checkpoint.reader import BYTES_PER_ELEMENT
 from megaspeed.checkpoint.run_state import Progress, RunState
 from megaspeed.checkpoint.saving import write_run_state
+from megaspeed.checkpoint.stored import BYTES_PER_ELEMENT
 from megaspeed.checkpoint.tensors import WEIGHTS, expected_shapes, key
 from megaspeed.checkpoint.tokenizer_files import write_tokenizer_files
 from megaspeed.checkpoint.writing_alone import write_pieces_alone
