@@ -92,9 +92,7 @@ def test_sequence_parallel_splits_the_sequence_evenly() -> None:
 
 
 def test_a_rotary_head_is_even() -> None:
-    assert "model.head_dim 3 must be even" in only_problem(
-        *LLAMA, "model.num_attention_heads=32"
-    )
+    assert "model.head_dim 3 must be even" in only_problem(*LLAMA, "model.num_attention_heads=32")
     assert problems("model.num_attention_heads=32") == [], "gpt2 has no rotary positions"
 
 
