@@ -72,6 +72,8 @@ def named_place(text: str) -> Path:
             f"and {text!r} is not; name another"
         ) from error
     problem = path_problem(text)
+    if problem is None and os.path.islink(text) and not os.path.exists(text):
+        problem = f"it {file_problem(Path(text))}"
     if problem is not None:
         raise ArgumentTypeError(f"{problem}; name another")
     return expand_home(text)

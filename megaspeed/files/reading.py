@@ -68,8 +68,8 @@ def special_files(folder: Path) -> Iterator[str]:
 
 
 def special_among(paths: Iterable[Path]) -> Iterator[str]:
-    """Those of ``paths`` that exist and are neither a file nor a folder, a sentence each."""
+    """Those of ``paths`` that are there and neither a file nor a folder, a sentence each."""
     for path in paths:
         problem = file_problem(path)
-        if problem is not None and os.path.exists(path) and not os.path.isdir(path):
+        if problem is not None and os.path.lexists(path) and not os.path.isdir(path):
             yield f"{path} {problem}, and must be a file"
