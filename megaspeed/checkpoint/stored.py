@@ -31,6 +31,7 @@ BYTES_PER_ELEMENT = 4
 
 _TENSOR = "data.pkl"
 _LARGEST_PICKLE_BYTES = 1 << 12
+_ZIP_BEGINS, _ZIP_ENDS, _ZIP_END_BYTES = b"PK\x03\x04", b"PK\x05\x06", 22
 
 
 def place_problem(place: Any, box: Box, files: Mapping[str, FileSeal]) -> str | None:
@@ -103,9 +104,10 @@ def _rectangles(index: Metadata) -> Iterator[tuple[str, Box, _StorageInfo]]:
 
 def _archive_problem(stream: FileIO, box: Box, place: _StorageInfo) -> str | None:
     try:
-        archive: Any = torch._C.PyTorchFileReader(
-            _create_file_view(stream, place.offset, place.length)
-        )
+        if not _is_one_archive(stream, place):
+            return "is not one archive from its first byte to its last"
+        view: Any = _create_file_view(stream, place.offset, place.length)
+        archive: Any = torch._C.PyTorchFileReader(view)
         if archive.get_record_size(_TENSOR) > _LARGEST_PICKLE_BYTES:
             return "is more than a tensor"
         shape = _saved_shape(archive.get_record(_TENSOR))
@@ -117,6 +119,14 @@ def _archive_problem(stream: FileIO, box: Box, place: _StorageInfo) -> str | Non
     if size != prod(box.sizes) * BYTES_PER_ELEMENT or start + size > place.length:
         return f"has {size:,} bytes of elements"
     return None
+
+
+def _is_one_archive(stream: FileIO, place: _StorageInfo) -> bool:
+    """Whether it begins and ends as a zip archive without a comment does."""
+    stream.seek(place.offset)
+    begins = stream.read(len(_ZIP_BEGINS)) == _ZIP_BEGINS
+    stream.seek(place.offset + max(0, place.length - _ZIP_END_BYTES))
+    return begins and stream.read(len(_ZIP_ENDS)) == _ZIP_ENDS
 
 
 def _saved_shape(pickled: bytes) -> tuple[int, ...]:

@@ -75,7 +75,9 @@ def read_model_section(place: str) -> dict[str, Any]:
         ConfigError: it cannot be read, or is of a model that ours cannot be.
     """
     file = config_file(place)
-    problem = path_problem(place) or file_problem(file)
+    problem = path_problem(place)
+    if problem is None and (wrong := file_problem(file)) is not None:
+        problem = f"it {wrong}"
     if problem is not None:
         is_folder = file != expand_home(place)
         if is_folder and not os.path.lexists(file):
