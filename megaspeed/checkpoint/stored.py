@@ -91,6 +91,7 @@ def _is_place(place: Any) -> bool:
         and type(place.relative_path) is str
         and type(place.offset) is int
         and type(place.length) is int
+        and place.transform_descriptors is None
     )
 
 

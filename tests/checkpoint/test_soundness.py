@@ -270,6 +270,7 @@ def exchanged(name: str, other: str) -> Callable[[Metadata], None]:
         (moved(UP, length=lambda length: length + 1), ""),
         (moved(UP, relative_path=lambda path: f"../{path}"), "no file of the checkpoint holds"),
         (moved(UP, relative_path=lambda path: None), "is not an index of tensors"),
+        (moved(UP, transform_descriptors=lambda _: ["zstd"]), "no file of the checkpoint holds"),
         (lambda index: index.storage_data.update({place_of(index, UP): 3}), "no file of the check"),
         (lambda index: index.state_dict_metadata[UP].chunks.append(3), "is not an index of tens"),
     ],

@@ -254,6 +254,11 @@ _HF_KEYS: dict[str, Values] = {
     "heads that do not divide": {"num_attention_heads": 3},
     "dropout as text": {"attention_dropout": "much"},
     "null": {"vocab_size": None},
+    "a type of layers that is a number": {
+        "model_type": "qwen2",
+        "use_sliding_window": False,
+        "layer_types": 7,
+    },
 }
 
 
