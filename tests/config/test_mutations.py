@@ -1,6 +1,7 @@
 """Bad input is met with exit code 2 and one message, at once, and leaves nothing behind."""
 
 import contextlib
+import copy
 import io
 import re
 import subprocess
@@ -99,6 +100,17 @@ def test_there_are_200_mistakes_and_more(workshop: Workshop) -> None:
     names = [bad.name for _, mistakes in workshop.groups() for bad in mistakes()]
     assert tuple(name for name, _ in workshop.groups()) == GROUPS
     assert len(set(names)) > 0.95 * len(names) and len(names) >= 300
+
+
+def test_of_100_000_unknown_keys_20_are_told_and_the_rest_is_counted(workshop: Workshop) -> None:
+    for section in (None, "model"):
+        values = copy.deepcopy(workshop.good)
+        inner = values if section is None else values[section]
+        inner |= {f"key_{number}": {"a": number} for number in range(100_000)}
+        code, out, err, seconds = check(("--config", str(workshop.write(values))))
+        assert complaints(code, out, err, seconds) == []
+        assert err.startswith("100,000 problems in ") and err.endswith("\n  and 99,980 more\n")
+        assert len(err.splitlines()) == 22
 
 
 def test_a_process_meets_mistakes_like_that(workshop: Workshop) -> None:
