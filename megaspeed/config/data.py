@@ -1,10 +1,10 @@
 """The `data` section: which text, which tokens."""
 
-from typing import Annotated, Literal, Self
+from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from megaspeed.config.section import Section
+from megaspeed.config.section import PathText, Section
 
 BUNDLED_CORPUS = "python-stdlib"
 """The source that every machine has: the Python standard library's own files."""
@@ -13,9 +13,8 @@ BUNDLED_CORPUS = "python-stdlib"
 class Source(Section):
     """One source of text or of tokens, where more is to be said of it than its path."""
 
-    path: str | None = Field(
+    path: PathText | None = Field(
         default=None,
-        min_length=1,
         description="A file, a glob, a folder written by datasets' save_to_disk or by "
         "`megaspeed tokenize`, or python-stdlib. A file's format follows from its suffix.",
     )
@@ -68,7 +67,7 @@ class Source(Section):
         return str(self.path if self.dataset is None else self.dataset)
 
 
-PathOrSource = Annotated[str, Field(min_length=1)] | Source
+PathOrSource = PathText | Source
 
 
 class DataConfig(Section):
@@ -100,9 +99,8 @@ class DataConfig(Section):
         "version 0.1, which may hold out much more if documents are long, and of token files the "
         "end. A resumed run keeps the rule that it began with, unless this is stated.",
     )
-    tokenizer: str = Field(
+    tokenizer: PathText = Field(
         default="train",
-        min_length=1,
         description="train: the one that token files were made with, else a byte-level BPE of "
         "model.vocab_size tokens trained on the corpus; otherwise the path of a tokenizer.",
     )

@@ -57,8 +57,13 @@ OTHER_NAMES: Mapping[str, str] = {
 
 
 def unknown_key(path: KeyPath, siblings: list[str]) -> Problem:
-    """The problem of a key that nothing reads: the nearest known one, or the list of them."""
+    """The problem of a key that nothing reads: the nearest known one, or the list of them.
+
+    Without `siblings` neither is looked for.
+    """
     name = dotted(path)
+    if not siblings:
+        return Problem(path, f"{name} is an unknown key")
     if name in all_key_paths():
         return Problem(
             path,

@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from megaspeed.config.section import Section
+from megaspeed.config.section import PathText, Section
 
 ReportTo = Literal["tensorboard", "wandb"]
 """Services that a run can report to."""
@@ -17,9 +17,8 @@ class TrainingConfig(Section):
     seed: int = Field(
         default=1234, ge=0, lt=2**63, description="Seed of initial weights and of dropout."
     )
-    run_dir: str | None = Field(
+    run_dir: PathText | None = Field(
         default=None,
-        min_length=1,
         description="Folder the run writes to. Left out: runs/<name of the config file>.",
     )
     log_interval: int = Field(default=10, gt=0, description="Steps between two console lines.")

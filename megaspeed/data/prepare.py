@@ -51,6 +51,10 @@ def prepare_corpus(
         raise DataError(*wrong)
     text = recall_text(cache, data, vocab_size, selection)
     if text is None:
+        # Before the cache is made: wrong input leaves nothing behind.
+        problems = find_problems(data, vocab_size)
+        if problems:
+            raise DataError(*problems)
         with cache.lock():
             # While this process waited, another may have built it, or the files may have changed.
             selection = select_files(data)

@@ -12,7 +12,7 @@ import os
 import sys
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from rich.console import Console
@@ -78,6 +78,7 @@ def main(arguments: Sequence[str] | None = None, predictions: Predictions | None
     try:
         launch = read_launch_environment(os.environ)
     except LaunchError as error:
+        _let_rank_0_speak()
         sys.stderr.write(f"{error}\n")
         return EXIT_WRONG_INPUT
     console = Console(stderr=False, quiet=launch.rank != 0)
@@ -109,8 +110,20 @@ def main(arguments: Sequence[str] | None = None, predictions: Predictions | None
         return _watched(run, resume, meeting, activity, stop, console, predictions)
 
 
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        _let_rank_0_speak()
+        super().error(message)
+
+
+def _let_rank_0_speak() -> None:
+    """For mistakes that are found before a rank knows its place, or in its place."""
+    if os.environ.get("RANK", "0") != "0":
+        time.sleep(_SECONDS_FOR_RANK_0_TO_SPEAK)
+
+
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Pretrain a GPT as a JSON file says.")
+    parser = _Parser(description="Pretrain a GPT as a JSON file says.")
     add_config_options(parser)
     ResumeOptions.add_to(parser)
     # The deepspeed launcher passes it to every process; the environment says the same.

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from megaspeed.config.batch import StatedBatch, explain_batch, solve_batch
 from megaspeed.config.degrees import data_degree_equation, divisors, grid_in
 from megaspeed.config.rules.rule import Launch, Rule, rule
+from megaspeed.config.section import LARGEST_ACCUMULATION
 
 
 @rule("parallel.tensor", "parallel.pipeline")
@@ -52,6 +53,26 @@ def batch_multiplies(launch: Launch) -> Iterator[str]:
             yield explain_batch(stated, grid.dp, equation)
 
 
+@rule(
+    "train_micro_batch_size_per_gpu",
+    "train_batch_size",
+    "gradient_accumulation_steps",
+    "parallel.data",
+    "parallel.tensor",
+    "parallel.pipeline",
+)
+def micro_batches_are_bounded(launch: Launch) -> Iterator[str]:
+    grid = grid_in(launch.config.parallel, launch.world)
+    batch = None if grid is None else solve_batch(StatedBatch.of(launch.config), grid.dp)
+    if batch is not None and batch.gradient_accumulation_steps > LARGEST_ACCUMULATION:
+        yield (
+            f"gradient_accumulation_steps {batch.gradient_accumulation_steps:,} (train_batch_size "
+            f"{batch.train_batch_size:,} / (train_micro_batch_size_per_gpu "
+            f"{batch.micro_batch_size:,} x dp {grid.dp if grid else 1})) must be at most "
+            f"{LARGEST_ACCUMULATION:,}; raise train_micro_batch_size_per_gpu"
+        )
+
+
 @rule("fp16.enabled")
 def fp16_needs_a_gpu(launch: Launch) -> Iterator[str]:
     if launch.config.fp16.enabled and launch.world.device_type == "cpu":
@@ -65,5 +86,6 @@ LAUNCH_RULES: tuple[Rule[Launch], ...] = (
     pipeline_and_tensor_divide_world,
     degrees_multiply_to_world,
     batch_multiplies,
+    micro_batches_are_bounded,
     fp16_needs_a_gpu,
 )
