@@ -77,6 +77,11 @@ class Node:
                 start_new_session=True,
             )
 
+    def cut(self, *, off: bool) -> None:
+        """Take the node off its network, or bring it back; only with namespaces."""
+        script = "for link in /sys/class/net/ms*; do ip link set ${link##*/} $0; done"
+        _system(*self.enter, "sh", "-c", script, "down" if off else "up")
+
 
 @contextmanager
 def two_nodes(folder: Path) -> Iterator[list[Node]]:
@@ -179,11 +184,12 @@ def run_on_both(
         codes = [process.wait(timeout=seconds) for process in started]
     finally:
         for process in started:
-            _end_session(process)
+            end_session(process)
     return [(code, out.read_text()) for code, out in zip(codes, outs, strict=True)]
 
 
-def _end_session(process: subprocess.Popen[bytes]) -> None:
+def end_session(process: subprocess.Popen[bytes]) -> None:
+    """Kill what a command on a node may have left behind."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()

@@ -5,13 +5,23 @@ The doctor sees what is wrong between them.
 
 import json
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.launched import free_port
-from tests.nodes import ROOT, Node, deepspeed, kubernetes, run_on_both, torchrun, two_nodes
+from tests.nodes import (
+    ROOT,
+    Node,
+    deepspeed,
+    end_session,
+    kubernetes,
+    run_on_both,
+    torchrun,
+    two_nodes,
+)
 from tests.parallel.tiny import GPT2
 
 STEPS = 4
@@ -87,6 +97,39 @@ def test_two_nodes_train_the_model_of_one_process(
     assert (run_dir / "checkpoints" / f"step-{STEPS:08d}" / "manifest.json").is_file()
     for node in nodes:
         assert list((node.folder / "home" / ".cache" / "megaspeed").iterdir()), "its own corpus"
+
+
+@pytest.mark.parametrize("launcher", [deepspeed])
+def test_a_network_that_is_cut_ends_both_nodes_and_each_names_the_other(
+    launcher: Callable[[Node, Node, int], list[str]], nodes: list[Node], tmp_path: Path
+) -> None:
+    """No connection is closed: every rank would wait for half an hour, in silence."""
+    if not nodes[0].enter:
+        pytest.skip("only a network namespace can be cut off, and it takes root")
+    run_dir, port = tmp_path / "run", free_port()
+    changes = [*ACROSS, "training.steps=100000", "training.hang_timeout_seconds=8"]
+    outs = [node.folder / "out" for node in nodes]
+    started = [
+        node.start([*launcher(node, nodes[0], port), *pretrain(node, run_dir, *changes)], out)
+        for node, out in zip(nodes, outs, strict=True)
+    ]
+    try:
+        metrics = run_dir / "metrics.jsonl"
+        deadline = time.monotonic() + SECONDS
+        while not (metrics.exists() and metrics.read_bytes().count(b"\n") > 3):
+            assert time.monotonic() < deadline, outs[0].read_text() + outs[1].read_text()
+            time.sleep(0.2)
+        nodes[1].cut(off=True)
+        codes = [process.wait(timeout=90) for process in started]
+    finally:
+        for process in started:
+            end_session(process)
+        nodes[1].cut(off=False)
+    assert 0 not in codes
+    first, second = (out.read_text() for out in outs)
+    assert "no progress for 8 s: ranks 2, 3 did not answer" in first
+    assert "[node1, rank 2 (pp 1, dp 0, tp 0), step " in second
+    assert "lost the store that rank 0 keeps for all ranks (node0): no answer for " in second
 
 
 def test_the_doctor_names_a_node_without_the_shared_folder_and_tp_across_nodes(

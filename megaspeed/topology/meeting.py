@@ -249,9 +249,9 @@ def _sign_in(store: dist.Store, rank: int, differences: list[str]) -> None:
 
 
 def _place() -> str:
-    """The same for processes that can see each other by number: one kernel, one namespace."""
+    """The same for processes that can see each other by number: one host, one namespace."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+    return f"{socket.gethostname()} {boot} {os.readlink('/proc/self/ns/pid')}"
 
 
 def _missing(store: dist.Store, world_size: int) -> list[int]:
