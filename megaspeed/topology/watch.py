@@ -236,10 +236,12 @@ class Watch:
                 self._end_without_a_store()
             elif now - self._last_contact > self._hang_timeout:
                 self._store_lost, self._is_silent = now, True
-            elif now - since > self._hang_timeout * self._activity.patience:
-                # With a store that does not answer, wait until the line above speaks.
-                if now - self._last_contact < _PERIODS_OF_DOUBT * self._period:
-                    self._claim_as("hang", now - since)
+            elif (
+                now - since > self._hang_timeout * self._activity.patience
+                # A store that does not answer is not asked: the case above will speak of it.
+                and now - self._last_contact < _PERIODS_OF_DOUBT * self._period
+            ):
+                self._claim_as("hang", now - since)
 
     def _neighbour_ended(self, neighbour: Neighbour) -> None:
         if neighbour.rank == 0 and self._meeting.launch.rank != 0 and self._keeps_the_store():

@@ -88,7 +88,9 @@ def fake_context(grid: Grid, rank: int) -> Iterator[ParallelContext]:
         patch.setattr(context, "start_default_group", _start_fake_group)
         patch.setattr(context, "shake_hands", lambda *args: None)  # nobody answers
         patch.setattr(dist, "new_group", fake_group)
-        with ParallelContext.create(grid, launch, timeout_seconds=60) as made:
+        with ParallelContext.create(
+            grid, launch, timeout_seconds=60, store=dist.HashStore()
+        ) as made:
             yield made
 
 
@@ -101,7 +103,7 @@ def fake_rank(run: Run, rank: int) -> Iterator[Worker]:
 
 
 def _start_fake_group(
-    launch: LaunchEnvironment, device: torch.device, timeout: timedelta
+    store: dist.Store, launch: LaunchEnvironment, device: torch.device, timeout: timedelta
 ) -> dist.ProcessGroup:
     dist.init_process_group(
         "fake", store=FakeStore(), rank=launch.rank, world_size=launch.world_size

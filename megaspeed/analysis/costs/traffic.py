@@ -22,7 +22,8 @@ from megaspeed.config.resolve import Run
 
 __all__ = ["Collective", "Traffic", "TrafficAxis", "bytes_sent", "predict_traffic"]
 
-_NUMBERS_OF_A_REPORT = 4  # squares of the norm, loss, peak memory, stop signal: training.worker
+# Squares of the norm, loss, peak memory, stop signal, and the timeline of a step: training.worker.
+_NUMBERS_OF_A_REPORT = 4 + 1 + 8
 _FP64_BYTES = 8
 
 

@@ -15,7 +15,7 @@ from megaspeed.config.resolve import Run
 from tests.parallel.tiny import tiny_corpus, tiny_run
 
 TEXT = Path(__file__).parents[3] / "LICENSE"
-HUGE = {"vocab_size": 10**9, "hidden_size": 2**15}
+HUGE = {"vocab_size": 10**8, "hidden_size": 2**15}
 REFUSED = Variant(label="ZeRO-3", engine="zero", run=None, refused="It may not.")
 
 
