@@ -25,7 +25,9 @@ from megaspeed.checkpoint.run_state import Progress
 from megaspeed.checkpoint.saving import SaveReport
 from megaspeed.config.resolve import Run
 from megaspeed.training.console_lines import (
+    GRACE_SECONDS,
     SLOW,
+    describe_late_save,
     describe_resumed,
     describe_save,
     describe_slow_rank,
@@ -50,7 +52,7 @@ class NullObserver:
     def validation(self, metrics: ValidationMetrics) -> None:
         """Ignored."""
 
-    def stopping(self, told_by: signal.Signals, step: int) -> None:
+    def stopping(self, told_by: signal.Signals, step: int, save_seconds: float | None) -> None:
         """Ignored."""
 
     def saved(self, report: SaveReport) -> None:
@@ -143,11 +145,13 @@ class ConsoleObserver:
             f"perplexity {metrics.validation_perplexity:.2f}"
         )
 
-    def stopping(self, told_by: signal.Signals, step: int) -> None:
-        """Says why the run ends early."""
+    def stopping(self, told_by: signal.Signals, step: int, save_seconds: float | None) -> None:
+        """Says why the run ends early, and whether its last save may come too late."""
         self._say(
             f"step {step:>6}  told to stop by {told_by.name}, after {step} of {self._steps} steps"
         )
+        if save_seconds is not None and save_seconds > GRACE_SECONDS:
+            self._say(describe_late_save(save_seconds))
 
     def saved(self, report: SaveReport) -> None:
         """Prints where a checkpoint is, or why it is not."""

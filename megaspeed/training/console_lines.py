@@ -16,6 +16,9 @@ WORSE_BY_NATS = 0.5
 A step's loss is of other samples than the one before, so that they differ by some tenths.
 """
 
+GRACE_SECONDS = 30.0
+"""How long torchrun and DeepSpeed's launcher wait after SIGTERM before they kill."""
+
 SLOW = 1.5
 """How many times longer than the median rank a rank must work to be named."""
 
@@ -104,6 +107,15 @@ def describe_slow_rank(metrics: PartMetrics, grid: Grid) -> str:
         f"[yellow]step {metrics.step:>6}  slowest: rank {metrics.slowest_rank} (pp {at.pp}, "
         f"dp {at.dp}, tp {at.tp}) worked {metrics.slowest_rank_seconds:.3g} s, the median rank "
         f"{metrics.median_rank_seconds:.3g} s[/yellow]"
+    )
+
+
+def describe_late_save(seconds: float) -> str:
+    """A warning that the launcher may kill the run before its last save is done; with markup."""
+    return (
+        f"[yellow]the save before took {seconds:.0f} s, and torchrun and deepspeed kill a run "
+        f"{GRACE_SECONDS:.0f} s after they told it to stop. If this save is cut off, the run "
+        "resumes from the one before. To save in time, send SIGUSR1 to a rank earlier[/yellow]"
     )
 
 

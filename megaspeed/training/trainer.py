@@ -52,8 +52,8 @@ class Observer(Protocol):
     def validation(self, metrics: ValidationMetrics) -> None:
         """An evaluation is over."""
 
-    def stopping(self, told_by: signal.Signals, step: int) -> None:
-        """The run ends with this step, before its time."""
+    def stopping(self, told_by: signal.Signals, step: int, save_seconds: float | None) -> None:
+        """The run ends with this step, before its time; the save before took so long."""
 
     def saved(self, report: SaveReport) -> None:
         """A checkpoint is written, or could not be."""
@@ -249,7 +249,8 @@ class Trainer:
     def _save(self, progress: Progress, stopped_by: signal.Signals | None) -> None:
         training = self._run.config.training
         if stopped_by is not None:
-            self._observer.stopping(stopped_by, progress.step)
+            before = None if self._last_save is None else self._last_save.seconds
+            self._observer.stopping(stopped_by, progress.step, before)
         regular = training.save_interval > 0 and progress.step % training.save_interval == 0
         if regular or stopped_by is not None or progress.step == training.steps:
             self._checkpointing.save(progress)

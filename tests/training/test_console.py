@@ -86,7 +86,7 @@ def test_a_resumed_run_prints_its_first_step_and_the_loss_beside_the_saved_one(
     ):
         for step in (7, 8):
             observer.step(step_metrics(step=step))
-        observer.stopping(signal.SIGTERM, 8)
+        observer.stopping(signal.SIGTERM, 8, 45.0)
         observer.saved(SAVE)
     said = [line.strip() for line in output.getvalue().splitlines() if "step" in line]
     assert [line for line in said if "training" not in line] == [
@@ -95,6 +95,7 @@ def test_a_resumed_run_prints_its_first_step_and_the_loss_beside_the_saved_one(
         "step      8  told to stop by SIGTERM, after 8 of 10 steps",
     ]
     assert describe_save(SAVE) in said
+    assert "the save before took 45 s, and torchrun and deepspeed kill" in output.getvalue()
 
 
 def test_the_stages_parameters_add_up_to_the_model_whatever_the_layout() -> None:

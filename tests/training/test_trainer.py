@@ -66,7 +66,7 @@ class Record:
         self.validations.append(metrics)
         self.events.append(("validation", metrics.step))
 
-    def stopping(self, told_by: signal.Signals, step: int) -> None:
+    def stopping(self, told_by: signal.Signals, step: int, save_seconds: float | None) -> None:
         self.events.append((told_by.name, step))
 
     def saved(self, report: SaveReport) -> None:
