@@ -70,7 +70,7 @@ class TrainingConfig(Section):
         allow_inf_nan=False,
         description="Without progress for so long, every rank writes its stacks, the ranks that "
         "did not arrive are named, and the run ends with exit code 3. Starting up may take four "
-        "times as long; saving may take as long as it needs.",
+        "times as long, and saving 24 times.",
     )
     save_interval: int = Field(
         default=1000,

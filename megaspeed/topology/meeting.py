@@ -250,8 +250,12 @@ def _sign_in(store: dist.Store, rank: int, differences: list[str]) -> None:
 
 def _place() -> str:
     """The same for processes that can see each other by number: one host, one namespace."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{socket.gethostname()} {boot} {os.readlink('/proc/self/ns/pid')}"
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        namespace = os.readlink("/proc/self/ns/pid")
+    except OSError:  # not Linux
+        boot = namespace = ""
+    return f"{socket.gethostname()} {boot} {namespace}"
 
 
 def _missing(store: dist.Store, world_size: int) -> list[int]:

@@ -21,7 +21,6 @@ import faulthandler
 import json
 import os
 import re
-import select
 import signal
 import socket
 import sys
@@ -40,11 +39,11 @@ from megaspeed.topology.activity import Activity
 from megaspeed.topology.failure import describe_failure, place_of
 from megaspeed.topology.grid import Grid
 from megaspeed.topology.hang import RankState, explain_hang, pending_collectives
-from megaspeed.topology.launchers import launcher_processes
 from megaspeed.topology.meeting import Meeting, Neighbour, say
 from megaspeed.topology.process_exit import EXIT_FAILED, EXIT_HANG, leave
+from megaspeed.topology.processes import ProcessesAndPipe, launcher_processes
 from megaspeed.topology.rank_log import RankLog
-from megaspeed.topology.stop_signal import StopSignal
+from megaspeed.topology.stop_signal import STOP_SIGNALS, StopSignal
 
 Kind = Literal["failed", "hang"]
 
@@ -59,6 +58,7 @@ _SECONDS_TO_SEE_THE_END = 10.0
 """How long the process that keeps the store waits for the others to be done with it."""
 _PERIODS_OF_DOUBT = 3.0
 """A store that has not answered for so long is asked nothing, because the call may block."""
+_SECONDS_OF_A_STANDSTILL = 20.0
 _SECONDS_UNTIL_KILLED = 60.0
 """Whatever blocks a process that is to end, it ends then."""
 _SECONDS_BETWEEN_CTRL_C = 1.0
@@ -166,6 +166,9 @@ class Watch:
             if self._meeting.hosts_the_store:
                 self._wait_for_the_others(self._claims)
         faulthandler.cancel_dump_traceback_later()
+        if not self._threads[0].is_alive():
+            os.close(self._signals)
+            os.close(self._told)
 
     @contextmanager
     def failures_reported(self, *, expected: tuple[type[Exception], ...] = ()) -> Iterator[None]:
@@ -205,43 +208,50 @@ class Watch:
     # The thread that polls.
 
     def _guard(self) -> None:
-        poller = select.poll()
-        poller.register(self._signals, select.POLLIN)
-        neighbours = {_open(one.process): one for one in self._meeting.neighbours}
-        launchers = {_open(process): process for process in launcher_processes()}
-        for descriptor in (*neighbours, *launchers):
-            if descriptor is not None:
-                poller.register(descriptor, select.POLLIN)
+        neighbours = {one.process: one for one in self._meeting.neighbours}
+        launchers = launcher_processes()
         interrupted: float | None = None
-        beats, since = -1, time.monotonic()
-        while not self._closing.is_set():
-            for descriptor, _ in poller.poll(_PERIOD_SECONDS * 1000):
-                if descriptor in neighbours:
-                    poller.unregister(descriptor)
-                    self._neighbour_ended(neighbours[descriptor])
-                elif descriptor in launchers:
-                    poller.unregister(descriptor)
-                    self._launcher_ended(interrupted is not None)
-                else:
-                    told = os.read(self._signals, 64)
-                    interrupted = self._signalled(told, interrupted)
-            if self._closing.is_set():
-                return
-            now = time.monotonic()
-            if self._activity.beats != beats:
-                beats, since = self._activity.beats, now
-            if self._claimed.is_set():
-                self._end_with_the_others()
-            elif self._store_lost is not None:
-                self._end_without_a_store()
-            elif now - self._last_contact > self._hang_timeout:
-                self._store_lost, self._is_silent = now, True
-            elif (
-                now - since > self._hang_timeout * self._activity.patience
-                # A store that does not answer is not asked: the case above will speak of it.
-                and now - self._last_contact < _PERIODS_OF_DOUBT * self._period
-            ):
-                self._claim_as("hang", now - since)
+        beats, since, looked = -1, time.monotonic(), time.monotonic()
+        with ProcessesAndPipe((*neighbours, *launchers), self._signals) as seen:
+            while not self._closing.is_set():
+                ended, told = seen.wait(_PERIOD_SECONDS)
+                if self._closing.is_set():
+                    return
+                for process in ended:
+                    if process in neighbours:
+                        self._neighbour_ended(neighbours[process])
+                    else:
+                        self._launcher_ended(interrupted is not None)
+                interrupted = self._signalled(told, interrupted)
+                now = time.monotonic()
+                if now - looked > _SECONDS_OF_A_STANDSTILL:
+                    # This thread did not run either: the process was stopped, the machine slept, or
+                    # something held Python's lock. What others did meanwhile is not known.
+                    since = self._last_contact = now
+                if self._activity.beats != beats:
+                    beats, since = self._activity.beats, now
+                self._look(now, since)
+                looked = time.monotonic()
+
+    def _look(self, now: float, since: float) -> None:
+        """End this rank if the run is over, or claim that it is.
+
+        Args:
+            now: the time.
+            since: when this rank made progress last.
+        """
+        if self._claimed.is_set():
+            self._end_with_the_others()
+        elif self._store_lost is not None:
+            self._end_without_a_store()
+        elif now - self._last_contact > self._hang_timeout:
+            self._store_lost, self._is_silent = now, True
+        elif (
+            now - since > self._hang_timeout * self._activity.patience
+            # A store that does not answer is not asked: the case above will speak of it.
+            and now - self._last_contact < _PERIODS_OF_DOUBT * self._period
+        ):
+            self._claim_as("hang", now - since)
 
     def _neighbour_ended(self, neighbour: Neighbour) -> None:
         if neighbour.rank == 0 and self._meeting.launch.rank != 0 and self._keeps_the_store():
@@ -292,7 +302,8 @@ class Watch:
                 if interrupted is not None and now - interrupted > _SECONDS_BETWEEN_CTRL_C:
                     self._end(128 + signal.SIGINT)
                 interrupted = interrupted or now
-            is_stop = self._stop.received is not None and number != 0
+            # The main thread may be blocked, so that its handler has noted nothing.
+            is_stop = number in STOP_SIGNALS
             if is_stop and not self._stop.can_save and not self._claimed.is_set():
                 self._end_before_training(signal.Signals(number).name, 128 + number)
         return interrupted
@@ -354,9 +365,12 @@ class Watch:
 
     def _talk(self) -> None:
         heard: dict[int, tuple[bytes, float]] = {}
-        number = 0
+        number, asked = 0, time.monotonic()
         while not self._closing.wait(self._period if number else 0):
             number += 1
+            if time.monotonic() - asked > _SECONDS_OF_A_STANDSTILL:
+                heard.clear()  # as in _guard
+            asked = time.monotonic()
             try:
                 beat = json.dumps([number, str(self._activity)])
                 self._store.set(f"beat {self._rank}", beat)
@@ -465,14 +479,6 @@ class Watch:
 
 def _exit_code(claim: _Claim | None) -> int:
     return EXIT_HANG if claim is not None and claim.kind == "hang" else EXIT_FAILED
-
-
-def _open(process: int) -> int | None:
-    """A descriptor that can be polled for the end of a process; None if it has ended already."""
-    try:
-        return os.pidfd_open(process)
-    except OSError:
-        return None
 
 
 def _doing(beat: bytes) -> str:

@@ -6,7 +6,6 @@ The run folder is touched only once this run has all that it needs to go on.
 """
 
 import functools
-import math
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -49,6 +48,7 @@ from megaspeed.training.run_folder import (
 from megaspeed.training.run_lock import sole_use
 from megaspeed.training.shared_folder import check_shared_folder
 from megaspeed.training.trainer import (
+    SAVE_PATIENCE,
     START_UP_PATIENCE,
     Trainer,
     TrainingDiverged,
@@ -140,7 +140,7 @@ def _begin(
     """Loads the checkpoint, if there is one, and opens the run folder."""
     begin = Progress()
     if start.checkpoint is not None:
-        with context.activity.during(f"loading {start.checkpoint}", patience=math.inf):
+        with context.activity.during(f"loading {start.checkpoint}", patience=SAVE_PATIENCE):
             allowed = options.allow_data_change
             begin = checkpointing.load(start.checkpoint, allow_data_change=allowed)
     from_rank_0(context.checkpoint_group, lambda: _open_run_folder(run, start, console))

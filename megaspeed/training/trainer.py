@@ -31,6 +31,9 @@ from megaspeed.training.worker import StepResult, Worker
 START_UP_PATIENCE = FIRST_STEP_PATIENCE = 4.0
 """How many times longer than ``training.hang_timeout_seconds`` these may take."""
 
+SAVE_PATIENCE = 24.0
+"""A disk may be very slow, and a rank that has died or stopped is noticed all the same."""
+
 
 _MOST_RANKS_NAMED = 4
 _MOST_SAMPLES_NAMED = 16
@@ -140,7 +143,7 @@ class Trainer:
             if self._is_time_to_validate(progress.step):
                 with activity.during(f"validation after step {progress.step}"):
                     validation = self._validate(progress.step)
-            with activity.during(f"saving after step {progress.step}", patience=math.inf):
+            with activity.during(f"saving after step {progress.step}", patience=SAVE_PATIENCE):
                 self._save(progress, stopped_by)
         self._inputs.close()
         self._report(self._checkpointing.close())

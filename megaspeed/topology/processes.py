@@ -1,0 +1,120 @@
+"""Other processes of this host: the launchers above this one, and how to wait for anyone's end.
+
+    deepspeed (runner)  ->  python -m deepspeed.launcher.launch  ->  this rank
+    torchrun                                                     ->  this rank
+
+DeepSpeed's runner hands no signal on to a launch on the same host: if it is told to end, only it
+ends. Without its launcher nobody waits for this process any more.
+"""
+
+import os
+import select
+from collections.abc import Iterable
+from itertools import pairwise
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+_PROGRAMS = {"deepspeed", "torchrun"}
+_MODULES = {
+    "deepspeed.launcher.launch",
+    "deepspeed.launcher.runner",
+    "torch.distributed.run",
+    "torch.distributed.launch",
+}
+
+
+def launcher_processes() -> list[int]:
+    """Process numbers, from the parent upwards, as far as they are launchers."""
+    found: list[int] = []
+    process = os.getppid()
+    try:
+        while process > 0 and _is_launcher(_command_of(process)):
+            found.append(process)
+            process = _parent_of(process)
+    except OSError:  # it has ended, or this user may not look at it
+        pass
+    return found
+
+
+def _command_of(process: int) -> list[str]:
+    words = Path(f"/proc/{process}/cmdline").read_bytes().split(b"\0")
+    return [os.fsdecode(word) for word in words if word]
+
+
+def _parent_of(process: int) -> int:
+    # After the program's name, which stands in brackets and may hold anything: state, parent.
+    return int(Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()[1])
+
+
+def _is_launcher(command: list[str]) -> bool:
+    """Of a command line such as ``python -u -m torch.distributed.run ...``."""
+    program = [Path(word).name for word in command[:3] if not word.startswith("-")]
+    # The interpreter and its script, or the script alone; never the argument of a shell's -c.
+    if any(name in _PROGRAMS for name in program[:2]):
+        return True
+    return any(flag == "-m" and module in _MODULES for flag, module in pairwise(command))
+
+
+class ProcessesAndPipe:
+    """Waits until a process ends, or until something is written to a pipe.
+
+    The processes need not be children of this one. Linux tells of their end at once, through a
+    descriptor; elsewhere they are looked for again and again.
+
+    Args:
+        processes: their numbers.
+        pipe: the end to read from.
+    """
+
+    def __init__(self, processes: Iterable[int], pipe: int) -> None:
+        self._pipe = pipe
+        self._poller = select.poll()
+        self._poller.register(pipe, select.POLLIN)
+        self._descriptors: dict[int, int] = {}
+        self._looked_for: set[int] = set()
+        for process in processes:
+            try:
+                descriptor = os.pidfd_open(process)
+            except (OSError, AttributeError):  # it has ended, or the system has no such call
+                self._looked_for.add(process)
+            else:
+                self._descriptors[descriptor] = process
+                self._poller.register(descriptor, select.POLLIN)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        for descriptor in self._descriptors:
+            os.close(descriptor)
+
+    def wait(self, seconds: float) -> tuple[list[int], bytes]:
+        """The processes that have ended, each once, and what was written to the pipe; both may be
+        empty after ``seconds``.
+        """
+        told = b""
+        ended = [process for process in self._looked_for if not _lives(process)]
+        self._looked_for -= set(ended)
+        for descriptor, _ in self._poller.poll(0 if ended else seconds * 1000):
+            if descriptor == self._pipe:
+                told = os.read(self._pipe, 64)
+            else:
+                self._poller.unregister(descriptor)
+                ended.append(self._descriptors[descriptor])
+        return ended, told
+
+
+def _lives(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
