@@ -4,7 +4,7 @@ Runs the same under ``deepspeed``, ``torchrun``, ``srun`` and plain ``python`` (
 """
 
 from megaspeed.topology.process_exit import end_process
-from megaspeed.training.pretrain import main
+from megaspeed.training.supervisor import run_supervised
 
 if __name__ == "__main__":
-    end_process(main())
+    end_process(run_supervised())

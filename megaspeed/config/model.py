@@ -196,9 +196,7 @@ class ModelConfig(Section):
     rms_norm_eps: float = Field(
         default=1e-5, gt=0, description="Added to the mean square in rms_norm and qk_norm."
     )
-    rope_theta: float = Field(
-        default=10000.0, gt=0, description="Base of the rotary frequencies."
-    )
+    rope_theta: float = Field(default=10000.0, gt=0, description="Base of the rotary frequencies.")
     rope_scaling: RopeScaling | None = Field(
         default=None, description="Scaling of the rotary frequencies; null for none."
     )

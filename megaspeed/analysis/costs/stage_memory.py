@@ -277,4 +277,3 @@ def _sent(memory: LayerMemory, output: int) -> LayerMemory:
     return replace(
         memory, kept=memory.kept - output, forward_working=memory.forward_working + output
     )
-
