@@ -70,6 +70,7 @@ class Job:
         fault: str = "",
         ranks: int = 2,
         arguments: Sequence[str] = (),
+        launcher_options: Sequence[str] = (),
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.run_dir = folder / "run"
@@ -86,7 +87,8 @@ class Job:
             "MEGASPEED_TEST_MARK": self.mark,
         }
         self._out, self._err = folder / "out", folder / "err"
-        command = [*_launcher(launcher, ranks), str(SCRIPT), "--config", str(folder / "tiny.json")]
+        command = [*_launcher(launcher, ranks), *launcher_options, str(SCRIPT)]
+        command += ["--config", str(folder / "tiny.json")]
         command += [*arguments, "--set", *changes] if changes else arguments
         with self._out.open("w") as out, self._err.open("w") as err:
             self.launcher = subprocess.Popen(
@@ -106,6 +108,10 @@ class Job:
                 continue
         return found
 
+    def console(self) -> str:
+        """All that was written until now."""
+        return self._out.read_text() + self._err.read_text()
+
     def wait_until_training(self) -> None:
         metrics = self.run_dir / "metrics.jsonl"
         deadline = time.monotonic() + 120
@@ -116,7 +122,7 @@ class Job:
 
     def wait_until_said(self, words: str, seconds: float = 60) -> None:
         deadline = time.monotonic() + seconds
-        while words not in self._out.read_text() + self._err.read_text():
+        while words not in self.console():
             assert time.monotonic() < deadline, self._err.read_text()
             time.sleep(0.1)
         self._since = time.monotonic()

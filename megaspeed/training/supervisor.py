@@ -45,7 +45,7 @@ _PERIOD_SECONDS = 1.0
 _SECONDS_TO_END = 20.0
 """Of other children after a failure. They may be saving, or have something to report."""
 _SECONDS_TO_GATHER = 60.0
-"""After a failure, until all supervisors have started their next child."""
+"""After a failure, until all supervisors have started their next child; and at the end."""
 _SECONDS_TO_SEE_THE_END = 10.0
 _PR_SET_PDEATHSIG = 1
 
@@ -78,7 +78,8 @@ class _Supervisor:
         self._command = [sys.executable, "-u", sys.argv[0], *arguments]
         self._variables: dict[str, str] = {}
         self._child: subprocess.Popen[bytes] | None = None
-        self._attempt, self._since = 0, 0.0
+        self._attempt = 0
+        self._gathering: tuple[float, str] | None = None  # until when, and what each rank writes
         self._told: int | None = None
 
     def run(self) -> int:
@@ -124,7 +125,7 @@ class _Supervisor:
             self._look_for_the_others(store)
 
     def _start(self, store: "Store") -> None:
-        store.set(f"supervisor {self._rank} in attempt {self._attempt}", "")
+        self._gather(store, f"started in attempt {self._attempt}")
         variables = {
             "TORCHELASTIC_USE_AGENT_STORE": "True",
             "TORCHELASTIC_RESTART_COUNT": str(self._attempt),
@@ -133,7 +134,6 @@ class _Supervisor:
         }
         environment = {**os.environ, **self._variables, **variables}
         self._child = subprocess.Popen(self._command, env=environment)
-        self._since = time.monotonic()
         if self._told is not None:  # in the meantime
             self._child.send_signal(self._told)
 
@@ -148,10 +148,8 @@ class _Supervisor:
 
     def _report(self, store: "Store", code: int) -> None:
         """Tells the other supervisors how the child of this attempt has ended."""
-        done = f"done in attempt {self._attempt}"
         if code == EXIT_DONE:
-            store.set(f"{done}, rank {self._rank}", "")
-            if all(store.check([f"{done}, rank {rank}"]) for rank in range(self._world)):
+            if not self._missing(store, self._gather(store, f"done in attempt {self._attempt}")):
                 store.compare_set("end", "", str(EXIT_DONE))
             return
         given_up = store.check(["megaspeed/given up"])
@@ -168,25 +166,33 @@ class _Supervisor:
             store.compare_set("attempt", before, following)
             self._say(f"{_how(code)}: restart {following} of {self._restarts} of all ranks")
 
+    def _gather(self, store: "Store", what: str) -> str:
+        """Says that this supervisor has come to a point that all of them come to soon."""
+        store.set(f"{what}: {self._rank}", "")
+        if self._gathering is None or self._gathering[1] != what:
+            self._gathering = (time.monotonic() + _SECONDS_TO_GATHER, what)
+        return what
+
+    def _missing(self, store: "Store", what: str) -> list[int]:
+        return [rank for rank in range(self._world) if not store.check([f"{what}: {rank}"])]
+
     def _look_for_the_others(self, store: "Store") -> None:
-        """Without all of its ranks, an attempt would wait for a long time, again and again."""
-        if self._attempt == 0 or time.monotonic() - self._since < _SECONDS_TO_GATHER:
+        """A supervisor that was killed answers no more: the others would wait for its rank."""
+        if self._gathering is None or time.monotonic() < self._gathering[0]:
             return
-        self._since = float("inf")  # once is enough
-        missing = [
-            str(rank)
-            for rank in range(self._world)
-            if not store.check([f"supervisor {rank} in attempt {self._attempt}"])
-        ]
-        if missing and store.compare_set("end", "", str(EXIT_FAILED)).decode():
-            self._say(f"no restart without rank {', '.join(missing)}, whose supervisor is gone")
+        what, self._gathering = self._gathering[1], None
+        # How long the launcher takes to start all ranks is not known here; the ranks wait for it.
+        missing = [] if what == "started in attempt 0" else self._missing(store, what)
+        if missing:
+            store.compare_set("end", "", str(EXIT_FAILED))
+            self._say(f"ends, because no supervisor answers of rank {', '.join(map(str, missing))}")
 
     def _leave(self, store: "Store") -> int:
         code = int(store.get("end"))
         self._end_child()
-        store.set(f"supervisor {self._rank} has seen the end", "")
+        store.set(f"gone: {self._rank}", "")
         if self._rank == 0:  # the store ends with this process
-            seen = [f"supervisor {rank} has seen the end" for rank in range(self._world)]
+            seen = [f"gone: {rank}" for rank in range(self._world)]
             with contextlib.suppress(RuntimeError):
                 store.wait(seen, timedelta(seconds=_SECONDS_TO_END + _SECONDS_TO_SEE_THE_END))
         return code

@@ -28,7 +28,7 @@ class Layout(NamedTuple):
     dp: int
     tp: int
     stage: int
-    changes: dict[str, Any] = {}
+    changes: dict[str, Any]
 
     def run(self) -> Run:
         pp, dp, tp, stage, changes = self
