@@ -1,6 +1,7 @@
 # make install   the virtual environment .venv, every version as in constraints.txt
 # make pretrain  pretrain a small GPT on 8 ranks: pipeline 2 x data 2 x tensor 2, ZeRO-3
-# make test      all tests, two at a time;  PYTEST_ARGS="tests/topology -x" for some
+# make test      all tests, two at a time;  PYTEST_ARGS="tests/topology -x" for some;
+#                without Chromium, those that open a report in a browser are skipped
 # make lint      ruff, mypy and the import layers
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
@@ -11,6 +12,8 @@ TEST_PROCESSES ?= 2
 # Recipes find the tools of the environment by name, and so do the ranks that they launch.
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
 INSTALLED := .venv/.installed
+# DeepSpeed's launcher warns twice if it finds no GPU by itself.
+ON_CPU := $(if $(wildcard /dev/nvidia0 /dev/kfd),,DS_ACCELERATOR=cpu)
 
 .PHONY: install pretrain test lint
 
@@ -25,7 +28,7 @@ $(INSTALLED): setup.cfg setup.py constraints.txt
 	@touch $@
 
 pretrain: $(INSTALLED)
-	OMP_NUM_THREADS=1 deepspeed --num_accelerators 8 scripts/pretrain.py --config ds_configs/3d.json
+	OMP_NUM_THREADS=1 $(ON_CPU) deepspeed --quiet --num_accelerators 8 scripts/pretrain.py --config ds_configs/3d.json
 
 test: $(INSTALLED)
 	python -m pytest --numprocesses $(TEST_PROCESSES) --dist worksteal $(PYTEST_ARGS)

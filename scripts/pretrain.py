@@ -1,10 +1,50 @@
 """Pretrains a GPT: ``deepspeed scripts/pretrain.py --config ds_configs/zero3.json``.
 
-Runs the same under ``deepspeed``, ``torchrun``, ``srun`` and plain ``python`` (one process).
+Runs the same under ``deepspeed``, ``torchrun``, ``srun``, ``mpirun`` and plain ``python`` (one
+process).
 """
 
+import os
+import signal
+from typing import TYPE_CHECKING
+
+# torch reads it while it is loaded. Without it, every rank of a job that ends prints some dozens of
+# lines about its connection to the store.
+os.environ["TORCH_CPP_LOG_LEVEL"] = os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR")
+
+from megaspeed.topology.lasting_output import keep_output_open
 from megaspeed.topology.process_exit import end_process
 from megaspeed.training.supervisor import run_supervised
 
+if TYPE_CHECKING:
+    from megaspeed.config.resolve import Run
+    from megaspeed.topology.context import ParallelContext
+    from megaspeed.zero.engine import ZeroEngine
+
+
+def train() -> int:
+    """One rank. Imports here what a supervisor has no use for."""
+    from megaspeed.analysis.planning.prediction import predict_peaks
+    from megaspeed.training.predictions import Predictions
+    from megaspeed.training.pretrain import main
+
+    predictions = Predictions(peaks=predict_peaks, out_of_memory=explain_out_of_memory)
+    return main(predictions=predictions)
+
+
+def explain_out_of_memory(
+    run: "Run", context: "ParallelContext", engine: "ZeroEngine | None"
+) -> str:
+    """Loads what explains it only if memory has run out."""
+    from megaspeed.analysis.measurement.out_of_memory import explain_out_of_memory as explain
+
+    return explain(run, context, engine)
+
+
 if __name__ == "__main__":
-    end_process(run_supervised())
+    keep_output_open()
+    try:
+        code = run_supervised(train)
+    except KeyboardInterrupt:  # before the ranks have met
+        code = 128 + signal.SIGINT
+    end_process(code)

@@ -65,6 +65,7 @@ def launch(
         TORCH_EXTENSIONS_DIR=str(extensions),
         MEGASPEED_CACHE=str(folder / "cache"),
         CUDA_VISIBLE_DEVICES="",
+        DS_ACCELERATOR="cpu",
         OMP_NUM_THREADS="1",
     )
     with (folder / "out").open("w") as out, (folder / "err").open("w") as err:

@@ -71,6 +71,7 @@ class Job:
         ranks: int = 2,
         arguments: Sequence[str] = (),
         launcher_options: Sequence[str] = (),
+        output: int | None = None,
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.run_dir = folder / "run"
@@ -92,7 +93,12 @@ class Job:
         command += [*arguments, "--set", *changes] if changes else arguments
         with self._out.open("w") as out, self._err.open("w") as err:
             self.launcher = subprocess.Popen(
-                command, cwd=folder, env=environment, stdout=out, stderr=err, start_new_session=True
+                command,
+                cwd=folder,
+                env=environment,
+                stdout=output or out,
+                stderr=err,
+                start_new_session=True,
             )
         self._since = time.monotonic()
 
@@ -168,6 +174,23 @@ def test_a_rank_that_raises_has_the_last_word(tmp_path: Path, launcher: str, ran
         assert ended.err.count(place) == 2
 
 
+def test_a_rank_without_memory_shows_where_it_goes_and_what_would_help(tmp_path: Path) -> None:
+    fault = "memory rank=1 step=3 work=Backward"
+    ended = Job(tmp_path, "deepspeed", "zero_optimization.stage=0", fault=fault).ended()
+    assert ended.code == 1 and ended.err.count("can't allocate memory") == 2  # header and traceback
+    lines = ended.err.splitlines()
+    (start,) = [n for n, line in enumerate(lines) if line.startswith("Memory of rank 1 (pipeline ")]
+    table = dict(line.split(maxsplit=1) for line in lines[start + 2 : start + 4])
+    assert set(table) == {"parameters", "gradients"}
+    predicted, measured = table["parameters"].split()
+    assert float(measured) == pytest.approx(float(predicted), rel=0.02)
+    changes = [line.split(": --set ") for line in lines if ": --set " in line]
+    assert 1 <= len(changes) <= 3
+    freed = [float(change[0].split()[0]) for change in changes]
+    assert freed == sorted(freed, reverse=True) and freed[-1] > 0
+    assert any("zero_optimization.stage=" in what for _, what in changes)
+
+
 @pytest.mark.parametrize(("launcher", "rank"), [*product(("deepspeed",), (0, 1)), ("torchrun", 1)])
 def test_a_rank_that_is_killed_is_named_by_another(
     tmp_path: Path, launcher: str, rank: int
@@ -227,6 +250,18 @@ def test_without_their_launcher_the_ranks_save_and_end(
     assert "Traceback" not in ended.out
 
 
+def test_a_run_whose_output_nobody_reads_any_more_still_saves(tmp_path: Path) -> None:
+    """`... | tee log`, and Ctrl-C ends tee first: every line that was printed raised an error."""
+    job = Job(tmp_path, "python", "training.log_interval=1", ranks=1, output=subprocess.PIPE)
+    job.wait_until_training()
+    assert job.launcher.stdout is not None
+    job.launcher.stdout.close()
+    time.sleep(0.5)
+    job.launcher.send_signal(signal.SIGINT)
+    ended = job.ended()
+    assert ended.code == 0 and ended.saved and "Traceback" not in ended.err
+
+
 @pytest.mark.parametrize(
     ("launcher", "number"),
     [("deepspeed", signal.SIGINT), ("torchrun", signal.SIGINT), ("deepspeed", signal.SIGHUP)],
@@ -252,6 +287,17 @@ def test_the_second_ctrl_c_leaves_at_once_even_from_a_blocked_main_thread(tmp_pa
     job.launcher.send_signal(signal.SIGINT)
     ended = job.ended()
     assert ended.code == 130 and ended.seconds < HANG_SECONDS
+
+
+def test_a_signal_before_the_training_ends_the_run_at_once(tmp_path: Path) -> None:
+    """There is nothing to save, and a start may take longer than the launcher waits."""
+    job = Job(tmp_path, "python", fault="hang rank=0 phase='building the model'", ranks=1)
+    job.wait_until_said("attention: ")
+    time.sleep(1)
+    job.launcher.send_signal(signal.SIGTERM)
+    ended = job.ended()
+    assert ended.code == 128 + signal.SIGTERM and ended.seconds < HANG_SECONDS
+    assert "SIGTERM before the training began: nothing is saved" in ended.err
 
 
 def test_nohup_keeps_a_run_alive_without_its_terminal(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import functools
 import json
 import os
+import shutil
 import signal
 import sys
 from collections.abc import Callable
@@ -47,7 +48,8 @@ Command = Callable[[], list[str | Path]]
 
 def deepspeed() -> list[str | Path]:
     program = Path(sys.executable).with_name("deepspeed")
-    return [program, "--num_accelerators", "2", "--master_port", str(free_port()), SCRIPT]
+    options = ["--quiet", "--num_accelerators", "2", "--master_port", str(free_port())]
+    return [program, *options, SCRIPT]
 
 
 def torchrun() -> list[str | Path]:
@@ -59,12 +61,24 @@ def python() -> list[str | Path]:
     return [sys.executable, SCRIPT]
 
 
+def mpirun() -> list[str | Path]:
+    """Open MPI's, which finds no ssh here and needs none; the ranks are told where to meet."""
+    program = shutil.which("mpirun")
+    assert program is not None
+    # It gives the ranks a terminal of its own, wherever its output goes.
+    settings = ["MASTER_ADDR=127.0.0.1", f"MASTER_PORT={free_port()}", "TERM=dumb"]
+    exported = [word for setting in settings for word in ("-x", setting)]
+    alone = ["--allow-run-as-root", "--oversubscribe", "--mca", "plm", "isolated"]
+    return [program, "-n", "2", *alone, *exported, sys.executable, SCRIPT]
+
+
 LAUNCHES: dict[str, tuple[Command, list[str]]] = {
     "python": (python, []),
     "deepspeed": (deepspeed, []),
     "torchrun": (torchrun, ["--set", "parallel.pipeline=2"]),
+    **({"mpirun": (mpirun, ["--set", "parallel.tensor=2"])} if shutil.which("mpirun") else {}),
 }
-"""How each run is started, and what it changes on the command line: 1 rank, dp 2, pp 2."""
+"""How each run is started, and what it changes on the command line: 1 rank, dp 2, pp 2, tp 2."""
 
 
 class Runs:
@@ -112,6 +126,9 @@ def test_the_run_ends_well_and_leaves_its_files(launcher: str, runs: Runs) -> No
         "config.json",
         ".lock",
         "metrics.jsonl",
+        "starts.jsonl",
+        "parts.jsonl",
+        "logs",
         "loss.png",
         "checkpoints",
     }
@@ -132,7 +149,16 @@ def test_rank_0_alone_speaks(launcher: str, runs: Runs) -> None:
     assert "Traceback" not in launched.err
 
 
-@pytest.mark.parametrize("launcher", ["deepspeed", "torchrun"])
+@pytest.mark.parametrize("launcher", ["deepspeed", "torchrun", "python"])
+def test_nothing_stands_before_our_lines(launcher: str, runs: Runs) -> None:
+    """DS_ACCELERATOR=cpu and --quiet silence DeepSpeed's launcher; the ranks silence themselves."""
+    launched = runs.launched(launcher)
+    assert launched.out.startswith("corpus: ")
+    assert "\x1b" not in launched.out and "\r" not in launched.out
+    assert launched.err == ""
+
+
+@pytest.mark.parametrize("launcher", [name for name in LAUNCHES if name != "python"])
 def test_two_processes_train_the_model_of_one(launcher: str, runs: Runs) -> None:
     alone, together = runs.records("python"), runs.records(launcher)
     for one, two in zip(alone[:STEPS], together[:STEPS], strict=True):

@@ -6,9 +6,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from megaspeed.checkpoint.errors import CheckpointError
-from megaspeed.checkpoint.manifest import file_problems, read_manifest
-from megaspeed.checkpoint.soundness import glance
+from megaspeed.checkpoint.soundness import inspect_share
 from megaspeed.checkpoint.together import from_rank_0, gathered
 
 
@@ -28,7 +26,7 @@ class Found:
 def newest_whole(candidates: Sequence[Path], group: dist.ProcessGroup) -> Found:
     """Looks through ``candidates``, newest first; rank 0's list counts. Collective over ``group``.
 
-    Every file of a candidate is read by one rank.
+    Every file of a candidate is read by one rank, its index and its run state by all.
     """
     passed_over: list[tuple[Path, str]] = []
     for checkpoint in from_rank_0(group, lambda: list(candidates)):
@@ -41,13 +39,5 @@ def newest_whole(candidates: Sequence[Path], group: dist.ProcessGroup) -> Found:
 
 
 def _problems_of_share(checkpoint: Path, rank: int, ranks: int) -> str | None:
-    """What is wrong with this rank's share of the files."""
-    try:
-        seals = read_manifest(checkpoint)
-        names = sorted(seals)[rank::ranks]
-        problems = file_problems(checkpoint, {name: seals[name] for name in names})
-        if not problems and rank == 0:
-            problems = list(glance(checkpoint).problems)
-    except CheckpointError as error:
-        return str(error)
-    return "; ".join(problems) or None
+    """What is wrong with this rank's share of the files, and with the index."""
+    return "; ".join(inspect_share(checkpoint, rank, ranks).problems) or None

@@ -19,6 +19,7 @@ from megaspeed.checkpoint.errors import CheckpointError
 from megaspeed.checkpoint.manifest import MANIFEST, read_manifest, size_problems
 from megaspeed.files.durable import TEMPORARY, flush_folder, write_whole
 from megaspeed.files.places import nearest_existing
+from megaspeed.files.reading import read_whole
 
 CHECKPOINTS = "checkpoints"
 """The folder of checkpoints in a run's folder."""
@@ -185,7 +186,7 @@ class CheckpointFolder:
 
     def _latest(self) -> Path | None:
         try:
-            return self.root / (self.root / LATEST).read_text(encoding="utf-8").strip()
+            return self.root / read_whole(self.root / LATEST).decode("utf-8").strip()
         except (OSError, ValueError):
             return None
 

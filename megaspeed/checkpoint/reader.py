@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
 from megaspeed.checkpoint.errors import CheckpointError
+from megaspeed.checkpoint.stored import BYTES_PER_ELEMENT, ELEMENTS
 
 INDEX = ".metadata"
 
@@ -47,12 +48,6 @@ _PARTS_OF_AN_INDEX = {
 }
 _GETATTR = ("builtins", "getattr")
 """How Python 3.11.0 to 3.11.3 name a member of an enumeration in a pickle."""
-
-_ELEMENTS = "data/0"
-"""The record of an archive that holds the elements of its only tensor, uncompressed."""
-
-BYTES_PER_ELEMENT = 4
-"""Every tensor is fp32."""
 
 
 class CheckpointReader(FileSystemReader):
@@ -111,7 +106,7 @@ class CheckpointReader(FileSystemReader):
         row_elements = sizes[1:].numel()
         first_row, rows = item.storage_offsets[0], item.lengths[0]
         archive: Any = torch._C.PyTorchFileReader(self._slice_file(file, place))
-        start = place.offset + archive.get_record_offset(_ELEMENTS)  # as torch.load(mmap=True) does
+        start = place.offset + archive.get_record_offset(ELEMENTS)  # as torch.load(mmap=True) does
         file.seek(start + first_row * row_elements * BYTES_PER_ELEMENT)
         in_place = target.is_cpu and target.is_contiguous() and target.dtype == torch.float32
         if in_place and item.lengths[1:] == sizes[1:]:

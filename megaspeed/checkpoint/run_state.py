@@ -14,6 +14,7 @@ from megaspeed.checkpoint.errors import CheckpointError
 from megaspeed.checkpoint.tensors import KINDS, WEIGHTS
 from megaspeed.config.model import ModelConfig
 from megaspeed.config.section import Section
+from megaspeed.files.reading import read_whole
 
 RUN_STATE = "run_state.json"
 
@@ -136,7 +137,7 @@ class RunState(Section):
         """
         file = folder / RUN_STATE
         try:
-            return cls.model_validate_json(file.read_bytes())
+            return cls.model_validate_json(read_whole(file))
         except OSError as error:
             raise CheckpointError(f"{file} cannot be read ({error.strerror})") from error
         except ValidationError as error:

@@ -26,8 +26,9 @@ from megaspeed.checkpoint.hashed_files import HashedFiles
 from megaspeed.checkpoint.manifest import FileSeal, size_problems, write_manifest
 from megaspeed.checkpoint.pieces import Piece
 from megaspeed.checkpoint.planners import SavePieces
-from megaspeed.checkpoint.reader import BYTES_PER_ELEMENT, saved_shapes
+from megaspeed.checkpoint.reader import saved_shapes
 from megaspeed.checkpoint.run_state import RUN_STATE, RunState
+from megaspeed.checkpoint.stored import BYTES_PER_ELEMENT
 from megaspeed.checkpoint.tensors import mismatches
 from megaspeed.checkpoint.together import first_failure, from_rank_0, gathered, told
 from megaspeed.checkpoint.tokenizer_files import write_tokenizer_files

@@ -2,7 +2,8 @@
 
 manifest.json  ->  every file: there, of its size, of its checksum
 run_state.json ->  the model  ->  names and shapes of all tensors
-.metadata      ->  each of them, float32, every element in exactly one place of one file
+.metadata      ->  each of them, float32, every element in exactly one place of one file, which
+                   holds a tensor of that shape there
 """
 
 from collections.abc import Iterator, Mapping
@@ -25,7 +26,9 @@ from megaspeed.checkpoint.manifest import (
 )
 from megaspeed.checkpoint.reader import INDEX, CheckpointReader
 from megaspeed.checkpoint.run_state import RUN_STATE, RunState
-from megaspeed.checkpoint.tensors import expected_tensors, mismatches, shortened
+from megaspeed.checkpoint.stored import archive_problems, place_problem, shared_bytes
+from megaspeed.checkpoint.tensors import MOST_TOLD, expected_tensors, mismatches
+from megaspeed.config.errors import shortened
 from megaspeed.config.model import ModelConfig
 from megaspeed.model.parameters import Shape
 
@@ -63,15 +66,24 @@ def problems_of(checkpoint: Path) -> list[str]:
 
 def inspect(checkpoint: Path) -> Inspection:
     """What a checkpoint holds; reads every byte of it."""
-    return _inspect(checkpoint, every_byte=True)
+    return _inspect(checkpoint, slice(None))
+
+
+def inspect_share(checkpoint: Path, rank: int, ranks: int) -> Inspection:
+    """What a checkpoint holds; of its files, sorted by name, reads every ``ranks``-th one whole.
+
+    The shares of all ranks together are what `inspect` reads.
+    """
+    return _inspect(checkpoint, slice(rank, None, ranks))
 
 
 def glance(checkpoint: Path) -> Inspection:
     """What a checkpoint holds, in a moment: of the large files only the sizes are checked."""
-    return _inspect(checkpoint, every_byte=False)
+    return _inspect(checkpoint, slice(0))
 
 
-def _inspect(checkpoint: Path, *, every_byte: bool) -> Inspection:
+def _inspect(checkpoint: Path, read: slice) -> Inspection:
+    """Reads the index, the run state, and ``read`` of the sorted names of the files."""
     try:
         files = read_manifest(checkpoint)
     except CheckpointError as error:
@@ -79,9 +91,11 @@ def _inspect(checkpoint: Path, *, every_byte: bool) -> Inspection:
     unlisted = {
         name: f"{MANIFEST} does not list {name}" for name in (RUN_STATE, INDEX) if name not in files
     }
-    small = {name: files[name] for name in (RUN_STATE, INDEX) if name in files}
-    damaged = problems_by_file(checkpoint, files if every_byte else small)
-    damaged = {**unlisted, **size_problems(checkpoint, files), **damaged}
+    names = {*sorted(files)[read], *({RUN_STATE, INDEX} & files.keys())}
+    damaged = problems_by_file(checkpoint, {name: files[name] for name in files if name in names})
+    # Of many ranks, one asks for the sizes of all files.
+    sized = {name: files[name] for name in names} if read.start else files
+    damaged = {**unlisted, **size_problems(checkpoint, sized), **damaged}
     problems = list(damaged.values())
     state = model = expected = None
     try:
@@ -92,7 +106,11 @@ def _inspect(checkpoint: Path, *, every_byte: bool) -> Inspection:
             expected = expected_tensors(model, state.kinds)
         if INDEX not in damaged:
             index = CheckpointReader(checkpoint).read_metadata()
-            problems += _index_problems(index, expected, files)
+            wrong = _index_problems(index, expected, files)
+            if not wrong:
+                whole = names - damaged.keys()
+                wrong = shortened(archive_problems(checkpoint, index, whole), MOST_TOLD)
+            problems += wrong
     except CheckpointError as error:
         problems.append(str(error))
     return Inspection(
@@ -125,6 +143,15 @@ def _name_problems(checkpoint: Path, state: RunState) -> Iterator[str]:
 def _index_problems(
     index: Metadata, expected: Mapping[str, Shape] | None, files: Mapping[str, FileSeal]
 ) -> list[str]:
+    try:
+        return _checked_index(index, expected, files)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{INDEX} is not an index of tensors ({error})") from error
+
+
+def _checked_index(
+    index: Metadata, expected: Mapping[str, Shape] | None, files: Mapping[str, FileSeal]
+) -> list[str]:
     tensors = {
         name: entry
         for name, entry in index.state_dict_metadata.items()
@@ -135,11 +162,12 @@ def _index_problems(
         shapes = {name: tuple(entry.size) for name, entry in tensors.items()}
         problems = mismatches(expected, shapes)
     stored = index.storage_data if isinstance(index.storage_data, dict) else {}
-    return problems + shortened(
+    wrong = [
         f"{name}: {problem}"
         for name, entry in tensors.items()
         for problem in _tensor_problems(name, entry, stored, files)
-    )
+    ]
+    return problems + shortened(wrong or shared_bytes(index), MOST_TOLD)
 
 
 def _tensor_problems(
@@ -156,7 +184,6 @@ def _tensor_problems(
         yield problem
     for box in boxes:
         place = stored.get(MetadataIndex(name, box.offsets))
-        if place is None or place.relative_path not in files:
-            yield f"no file of the checkpoint holds its {box}"
-        elif place.offset + place.length > files[place.relative_path].size_bytes:
-            yield f"its {box} is said to stand behind the end of {place.relative_path}"
+        problem = place_problem(place, box, files)
+        if problem is not None:
+            yield problem

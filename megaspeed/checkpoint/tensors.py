@@ -9,8 +9,9 @@ Pure arithmetic on names and shapes.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
+from megaspeed.config.errors import shortened
 from megaspeed.config.model import ModelConfig
 from megaspeed.model.parameters import Shape, parameters_of
 
@@ -18,7 +19,8 @@ WEIGHTS = "weights"
 KINDS = (WEIGHTS, "exp_avg", "exp_avg_sq")
 """Master weights, and Adam's first and second moment (Kingma and Ba 2015, algorithm 1)."""
 
-_MOST_TOLD = 10
+MOST_TOLD = 10
+"""Sentences about the tensors of one checkpoint; the rest is counted."""
 
 
 def key(kind: str, name: str) -> str:
@@ -47,18 +49,12 @@ def mismatches(expected: Mapping[str, Shape], saved: Mapping[str, Shape]) -> lis
     for full_name, complaint in _complaints(expected, saved):
         kind, name = _split(full_name)
         kinds[name, complaint].append(kind)
-    return shortened(
+    sentences = (
         f"{full_name} {complaint}"
         for (name, complaint), of in kinds.items()
         for full_name in _full_names(name, of)
     )
-
-
-def shortened(sentences: Iterable[str]) -> list[str]:
-    """The first ten, and how many more there are."""
-    told = list(sentences)
-    more = len(told) - _MOST_TOLD
-    return told if more <= 0 else [*told[:_MOST_TOLD], f"and {more:,} more"]
+    return shortened(sentences, MOST_TOLD)
 
 
 def shape_text(shape: Shape) -> str:

@@ -4,7 +4,10 @@
     megaspeed verify   --config FILE --world-size N       these degrees against one plain process
     megaspeed schedule --config FILE --world-size N       the pipeline's timetable, as a grid
     megaspeed compare  --config FILE --world-size N       the ZeRO stages, trained side by side
+    megaspeed report RUN...                               one HTML page of one or several runs
+    megaspeed compare-runs A B                            the first step where two runs part
     megaspeed plan     --config FILE --world-size N       memory, traffic and rank map, worked out
+    megaspeed doctor   --config FILE                      could a run start here; on all its ranks
     megaspeed show-batch --config FILE --step K           the ids and the text of any step
     megaspeed checkpoint show|verify DIR                  what checkpoints hold; are they whole
     megaspeed import-hf DIR OUT                           a Hugging Face model to start a run from
@@ -28,11 +31,14 @@ try:
         check,
         checkpoint,
         compare,
+        compare_runs,
+        doctor,
         evaluate,
         export_hf,
         generate,
         import_hf,
         plan,
+        report,
         schedule,
         show_batch,
         tokenize,
@@ -51,7 +57,10 @@ _COMMANDS = (
     verify,
     schedule,
     compare,
+    report,
+    compare_runs,
     plan,
+    doctor,
     show_batch,
     checkpoint,
     import_hf,
@@ -87,6 +96,8 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="megaspeed", description="3D-parallel GPT pretraining on DeepSpeed."
     )
+    # The deepspeed launcher passes it before the command; the environment says the same.
+    parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
     commands = parser.add_subparsers(required=True, metavar="command", dest="command")
     for command in _COMMANDS:
         command.add_to(commands)

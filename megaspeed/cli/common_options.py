@@ -10,6 +10,7 @@ from megaspeed.config.errors import ConfigError
 from megaspeed.config.loading import load_run
 from megaspeed.config.overrides import add_config_options
 from megaspeed.config.resolve import Run
+from megaspeed.config.section import LARGEST_COUNT, LARGEST_WORLD
 from megaspeed.data.config_problems import find_problems_in_file
 from megaspeed.files.places import named_place
 
@@ -30,7 +31,7 @@ def add_command(
     add_config_options(parser)
     parser.add_argument(
         "--world-size",
-        type=positive,
+        type=_world_size,
         required=needs_world_size,
         help="number of processes of the run",
     )
@@ -63,8 +64,16 @@ def positive(text: str) -> int:
         number = int(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"it must be a whole number, not {text!r}") from error
-    if not 1 <= number <= 10**9:
-        raise argparse.ArgumentTypeError("it must be at least 1 and at most 10^9")
+    return _in_range(number, LARGEST_COUNT)
+
+
+def _world_size(text: str) -> int:
+    return _in_range(positive(text), LARGEST_WORLD)
+
+
+def _in_range(number: int, largest: int) -> int:
+    if not 1 <= number <= largest:
+        raise argparse.ArgumentTypeError(f"it must be at least 1 and at most {largest:,}")
     return number
 
 

@@ -9,6 +9,7 @@ from megaspeed.config.data import Source
 from megaspeed.data.errors import DataError
 from megaspeed.data.text.sources import SourceFile, list_files
 from megaspeed.data.tokens.token_sources import token_paths
+from megaspeed.files.places import path_problem
 
 
 def add_text_options(parser: argparse.ArgumentParser) -> None:
@@ -16,7 +17,7 @@ def add_text_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "input",
         nargs="*",
-        type=_not_empty,
+        type=_input,
         metavar="INPUT",
         help="file, glob, folder written by save_to_disk, or python-stdlib; as in data.train",
     )
@@ -73,6 +74,13 @@ def text_files(options: argparse.Namespace) -> list[SourceFile]:
 def _not_empty(text: str) -> str:
     if not text:
         raise argparse.ArgumentTypeError("it is a name, and this one is empty; write one")
+    return text
+
+
+def _input(text: str) -> str:
+    problem = path_problem(_not_empty(text))
+    if problem is not None:
+        raise argparse.ArgumentTypeError(f"{problem}; name another")
     return text
 
 

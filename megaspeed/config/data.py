@@ -1,10 +1,10 @@
 """The `data` section: which text, which tokens."""
 
-from typing import Annotated, Self
+from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from megaspeed.config.section import Section
+from megaspeed.config.section import PathText, Section
 
 BUNDLED_CORPUS = "python-stdlib"
 """The source that every machine has: the Python standard library's own files."""
@@ -13,9 +13,8 @@ BUNDLED_CORPUS = "python-stdlib"
 class Source(Section):
     """One source of text or of tokens, where more is to be said of it than its path."""
 
-    path: str | None = Field(
+    path: PathText | None = Field(
         default=None,
-        min_length=1,
         description="A file, a glob, a folder written by datasets' save_to_disk or by "
         "`megaspeed tokenize`, or python-stdlib. A file's format follows from its suffix.",
     )
@@ -68,7 +67,7 @@ class Source(Section):
         return str(self.path if self.dataset is None else self.dataset)
 
 
-PathOrSource = Annotated[str, Field(min_length=1)] | Source
+PathOrSource = PathText | Source
 
 
 class DataConfig(Section):
@@ -90,12 +89,18 @@ class DataConfig(Section):
         default=0.05,
         ge=0,
         lt=1,
-        description="Fraction of the training documents held out for validation where "
+        description="Fraction of the training data held out for validation where "
         "`validation` is left out; 0 for none.",
     )
-    tokenizer: str = Field(
+    hold_out_by: Literal["tokens", "documents"] = Field(
+        default="tokens",
+        description="tokens: as much as validation_fraction says is held out, chosen by the hash "
+        "of what it says, and a long document is divided if it must be. documents: the rule of "
+        "version 0.1, which may hold out much more if documents are long, and of token files the "
+        "end. A resumed run keeps the rule that it began with, unless this is stated.",
+    )
+    tokenizer: PathText = Field(
         default="train",
-        min_length=1,
         description="train: the one that token files were made with, else a byte-level BPE of "
         "model.vocab_size tokens trained on the corpus; otherwise the path of a tokenizer.",
     )

@@ -8,7 +8,12 @@ from megaspeed.config.observation import CommsLoggerConfig, FlopsProfilerConfig
 from megaspeed.config.optimizer import OptimizerConfig
 from megaspeed.config.precision import Bf16Config, DataTypesConfig, Fp16Config
 from megaspeed.config.scheduler import SchedulerConfig
-from megaspeed.config.section import Section
+from megaspeed.config.section import (
+    LARGEST_ACCUMULATION,
+    LARGEST_BATCH,
+    LARGEST_COUNT,
+    Section,
+)
 from megaspeed.config.zero_optimization import ZeroConfig
 
 
@@ -18,16 +23,21 @@ class DeepSpeedKeys(Section):
     train_batch_size: int | None = Field(
         default=None,
         gt=0,
+        le=LARGEST_BATCH,
         description="Samples of one optimizer step over all ranks = "
         "train_micro_batch_size_per_gpu x gradient_accumulation_steps x dp. State it: it makes "
         "the batch the same at every layout.",
     )
     train_micro_batch_size_per_gpu: int | None = Field(
-        default=None, gt=0, description="Samples of one micro-batch on one data-parallel rank."
+        default=None,
+        gt=0,
+        le=LARGEST_BATCH,
+        description="Samples of one micro-batch on one data-parallel rank.",
     )
     gradient_accumulation_steps: int | None = Field(
         default=None,
         gt=0,
+        le=LARGEST_ACCUMULATION,
         description="Micro-batches of one optimizer step; with a pipeline, those that flow "
         "through it.",
     )
@@ -59,7 +69,10 @@ class DeepSpeedKeys(Section):
         description="The learning rate over the steps. Left out: constant.",
     )
     steps_per_print: int | None = Field(
-        default=None, gt=0, description="Steps between DeepSpeed's own log lines; none if null."
+        default=None,
+        gt=0,
+        le=LARGEST_COUNT,
+        description="Steps between DeepSpeed's own log lines; none if null.",
     )
     log_level: Literal["debug", "info", "warning", "error", "critical"] | None = Field(
         default=None, description="Level of DeepSpeed's own log. Left out: DeepSpeed's choice."

@@ -1,6 +1,7 @@
 """A config file, the files it extends and the overrides, laid over each other into one tree."""
 
 import difflib
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,6 +11,11 @@ from megaspeed.config.errors import KeyPath, Problem
 from megaspeed.config.merging import merge, paths_in
 from megaspeed.config.overrides import ORIGIN, parse_override
 from megaspeed.config.strict_json import JsonSyntaxError, describe_value, read_json_object
+from megaspeed.files.places import path_problem
+from megaspeed.files.reading import file_problem
+
+_LONGEST_CHAIN = 32
+"""Files that extend each other, the first one included."""
 
 
 @dataclass(frozen=True)
@@ -38,11 +44,17 @@ def read_document(path: Path, overrides: Sequence[str] = ()) -> Document:
 
 def _read_chain(path: Path, chain: tuple[Path, ...], root: Path) -> Document:
     """This file over the file it extends; `chain` holds the files that led here."""
+    problem = file_problem(path)
+    if problem is not None:
+        return _unreadable(_missing_file(path, chain, problem))
     if path.resolve() in [earlier.resolve() for earlier in chain]:
         circle = " -> ".join(str(file) for file in (*chain, path))
         return _unreadable(f"extends goes in a circle: {circle}; take one of them out")
-    if not path.is_file():
-        return _unreadable(_missing_file(path, chain))
+    if len(chain) == _LONGEST_CHAIN:
+        return _unreadable(
+            f"{chain[0]} extends a file that extends a file, and so on; a chain must have at most "
+            f"{_LONGEST_CHAIN} files, and {path} is one more: merge some of them"
+        )
     try:
         values, found = read_json_object(path)
     except JsonSyntaxError as error:
@@ -53,12 +65,14 @@ def _read_chain(path: Path, chain: tuple[Path, ...], root: Path) -> Document:
     own_origins = {} if path == root else dict.fromkeys(paths_in(values), str(path))
     if parent is None:
         return Document(values, problems, own_origins)
-    if not isinstance(parent, str):
-        message = f"extends: given {describe_value(parent)}, wanted the path of one file"
+    unusable = path_problem(parent) if isinstance(parent, str) else "wanted the path of one file"
+    if not isinstance(parent, str) or unusable is not None:
+        message = f"extends: given {describe_value(parent)}, {unusable}"
         wrong = _in_file(Problem(("extends",), message), path, root)
         return Document(values, (*problems, wrong), own_origins, is_complete=False)
     base = _read_chain(path.parent / parent, (*chain, path), root)
-    inherited = {p: origin for p, origin in base.origins.items() if p not in set(paths_in(values))}
+    own = set(paths_in(values))
+    inherited = {path: origin for path, origin in base.origins.items() if path not in own}
     return Document(
         merge(base.values, values),
         (*base.problems, *problems),
@@ -76,11 +90,13 @@ def _in_file(problem: Problem, path: Path, root: Path) -> Problem:
     return problem if path == root else Problem(problem.path, f"{problem.message} (in {path})")
 
 
-def _missing_file(path: Path, chain: tuple[Path, ...]) -> str:
+def _missing_file(path: Path, chain: tuple[Path, ...], problem: str) -> str:
     asked = f", which {chain[-1]} extends," if chain else ""
-    if path.is_dir():
+    if os.path.isdir(path):
         return f"{path}{asked} is a folder; name a JSON file in it"
+    if os.path.lexists(path):
+        return f"{path}{asked} {problem}; name a JSON file"
     siblings = sorted(file.name for file in path.parent.glob("*.json"))
     nearest = difflib.get_close_matches(path.name, siblings, n=1)
     hint = f"; did you mean {path.parent / nearest[0]}?" if nearest else ""
-    return f"{path}{asked} does not exist{hint}"
+    return f"{path}{asked} {problem}{hint}"

@@ -1,10 +1,16 @@
 """What a wrong configuration raises: every problem at once, each one naming its key."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 KeyPath = tuple[str | int, ...]
 """The way to a value in the JSON: ("data", "train", 0) is the first source in `data.train`."""
+
+MOST_TOLD = 20
+"""Problems that one message names; the rest is counted."""
+
+_LONGEST_KEY = 100
+"""Characters of a key that are shown."""
 
 
 def dotted(path: KeyPath) -> str:
@@ -18,7 +24,8 @@ def dotted(path: KeyPath) -> str:
         if isinstance(part, int):
             text += f"[{part}]"
         else:
-            text += f".{part}" if text else part
+            shown = part if len(part) <= _LONGEST_KEY else part[:_LONGEST_KEY] + "..."
+            text += f".{shown}" if text else shown
     return text
 
 
@@ -51,8 +58,21 @@ class ConfigError(ValueError):
         super().__init__(numbered(self.problems, where))
 
 
+def shortened(sentences: Iterable[str], most: int) -> list[str]:
+    """The first ``most``, and how many more there are.
+
+    >>> shortened(["one", "two", "three"], 1)
+    ['one', 'and 2 more']
+    """
+    told = list(sentences)
+    more = len(told) - most
+    return told if more <= 0 else [*told[:most], f"and {more:,} more"]
+
+
 def numbered(problems: Sequence[str], where: str) -> str:
-    """The problems as a numbered list under one heading."""
-    count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
-    lines = [f"{index}. {problem}" for index, problem in enumerate(problems, start=1)]
+    """The problems as a numbered list under one heading; after the first, the rest is counted."""
+    count = "1 problem" if len(problems) == 1 else f"{len(problems):,} problems"
+    told = problems[:MOST_TOLD]
+    lines = [f"{index}. {problem}" for index, problem in enumerate(told, start=1)]
+    lines += shortened(problems, MOST_TOLD)[len(told) :]
     return "\n".join([f"{count} in {where}:", *(f"  {line}" for line in lines)])

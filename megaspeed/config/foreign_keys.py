@@ -1,5 +1,6 @@
 """What people bring along from their DeepSpeed files and what cannot work here."""
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -28,11 +29,14 @@ def refuse_foreign_keys(values: Mapping[str, Any]) -> tuple[dict[str, Any], list
 def without(values: Mapping[str, Any], paths: list[KeyPath]) -> dict[str, Any]:
     """A copy of a tree with the values at these paths taken out, where they exist."""
     here = {path[0] for path in paths if len(path) == 1}
+    below: dict[str | int, list[KeyPath]] = defaultdict(list)
+    for path in paths:
+        below[path[0]].append(path[1:])
     kept: dict[str, Any] = {}
     for key, value in values.items():
         if key in here:
             continue
-        inside = [path[1:] for path in paths if len(path) > 1 and path[0] == key]
+        inside = below.get(key)
         kept[key] = without(value, inside) if inside and isinstance(value, dict) else value
     return kept
 

@@ -5,6 +5,7 @@
 The fields take the place of the key, so that the resolved config of a run no longer needs DIR.
 """
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,7 +15,8 @@ from megaspeed.config.errors import ConfigError, KeyPath, Problem
 from megaspeed.config.hugging_face import model_section
 from megaspeed.config.model import DERIVED_FIELDS
 from megaspeed.config.strict_json import JsonSyntaxError, read_json_object
-from megaspeed.files.places import expand_home
+from megaspeed.files.places import expand_home, path_problem
+from megaspeed.files.reading import file_problem
 
 CONFIG_FILE = "config.json"
 FETCH_ANEW = "cut short or damaged; fetch it anew"
@@ -63,7 +65,7 @@ def fill_from_hugging_face(values: Mapping[str, Any]) -> Filled:
 def config_file(place: str) -> Path:
     """The config.json of a model's folder; `place` itself where it is a file."""
     path = expand_home(place)
-    return path / CONFIG_FILE if path.is_dir() else path
+    return path / CONFIG_FILE if os.path.isdir(path) else path
 
 
 def read_model_section(place: str) -> dict[str, Any]:
@@ -73,9 +75,13 @@ def read_model_section(place: str) -> dict[str, Any]:
         ConfigError: it cannot be read, or is of a model that ours cannot be.
     """
     file = config_file(place)
-    if not file.exists():
+    problem = path_problem(place)
+    if problem is None and (wrong := file_problem(file)) is not None:
+        problem = f"it {wrong}"
+    if problem is not None:
         is_folder = file != expand_home(place)
-        problem = f"there is no {CONFIG_FILE}" if is_folder else "it does not exist"
+        if is_folder and not os.path.lexists(file):
+            problem = f"there is no {CONFIG_FILE}"
         raise ConfigError(
             [
                 f"{problem}; name a folder as save_pretrained writes it, or the "

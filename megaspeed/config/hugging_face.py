@@ -111,7 +111,8 @@ def _layer_problems(keys: Keys, family: Family) -> Iterator[str]:
     """Qwen's list of which layers have a sliding window; transformers ignores it elsewhere."""
     types = keys.get("layer_types")
     is_read = any(each.key == "use_sliding_window" for each in family.fixed)
-    if is_read and types is not None and set(map(str, types)) != {"full_attention"}:
+    is_full = isinstance(types, list) and all(each == "full_attention" for each in types)
+    if is_read and types is not None and not is_full:
         yield f'layer_types is {describe_value(types)}, and each must be "full_attention"'
 
 

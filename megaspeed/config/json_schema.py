@@ -23,7 +23,7 @@ _FILE_KEYS = {
 
 
 # pydantic's words, where a validator stands before the bound, and JSON schema's.
-_BOUNDS = {"ge": "minimum", "gt": "exclusiveMinimum"}
+_BOUNDS = {"ge": "minimum", "gt": "exclusiveMinimum", "le": "maximum"}
 
 
 def json_schema() -> dict[str, Any]:
@@ -54,7 +54,7 @@ def _simplify(field: dict[str, Any]) -> None:
     field.pop("title", None)
     if field.get("default", ...) is None:
         field.pop("default", None)
-    for choice in field.get("anyOf", []):
+    for choice in (field, *field.get("anyOf", [])):
         for pydantics, ours in _BOUNDS.items():
             if pydantics in choice:
                 choice[ours] = choice.pop(pydantics)

@@ -57,8 +57,13 @@ OTHER_NAMES: Mapping[str, str] = {
 
 
 def unknown_key(path: KeyPath, siblings: list[str]) -> Problem:
-    """The problem of a key that nothing reads: the nearest known one, or the list of them."""
+    """The problem of a key that nothing reads: the nearest known one, or the list of them.
+
+    Without `siblings` neither is looked for.
+    """
     name = dotted(path)
+    if not siblings:
+        return Problem(path, f"{name} is an unknown key")
     if name in all_key_paths():
         return Problem(
             path,
@@ -89,7 +94,7 @@ def keys_at(path: KeyPath, values: Mapping[str, Any]) -> list[str]:
             for inner in _sections_in(model.model_fields[part].annotation)
         )
         kind = here.get("type") if isinstance(here, dict) else None
-        models = tuple(model for model in models if model.__name__ == kind) or models
+        models = tuple(model for model in models if kind in _types(model)) or models
     return sorted({key for model in models for key in model.model_fields})
 
 
@@ -123,6 +128,12 @@ def _walk(model: type[BaseModel], path: KeyPath) -> Iterator[str]:
         yield dotted((*path, name))
         for inner in _sections_in(info.annotation):
             yield from _walk(inner, (*path, name))
+
+
+def _types(model: type[BaseModel]) -> tuple[Any, ...]:
+    """The values of `type` for which a section is this one."""
+    field = model.model_fields.get("type")
+    return () if field is None else get_args(field.annotation)
 
 
 def _sections_in(annotation: Any) -> Iterator[type[BaseModel]]:

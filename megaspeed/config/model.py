@@ -6,7 +6,15 @@ from pydantic import Field, model_validator
 
 from megaspeed.config.families import FAMILIES, FamilyName
 from megaspeed.config.presets import PRESETS
-from megaspeed.config.section import LARGEST_COUNT, Section
+from megaspeed.config.section import (
+    LARGEST_HEADS,
+    LARGEST_LAYERS,
+    LARGEST_LENGTH,
+    LARGEST_VOCABULARY,
+    LARGEST_WIDTH,
+    PathText,
+    Section,
+)
 
 PresetName = Literal[
     "gpt2-nano",
@@ -62,7 +70,7 @@ class RopeScaling(Section):
         "positions are left alone; between the two the scaling is blended.",
     )
     original_max_position_embeddings: int = Field(
-        gt=0, description="Positions the model was first trained on."
+        gt=0, le=LARGEST_LENGTH, description="Positions the model was first trained on."
     )
 
 
@@ -74,9 +82,8 @@ class ModelConfig(Section):
         description="Name of a public shape that gives every field of this section; fields "
         "stated beside it override the preset's.",
     )
-    from_hf: str | None = Field(
+    from_hf: PathText | None = Field(
         default=None,
-        min_length=1,
         description="Folder of a Hugging Face model, or its config.json, which gives every field "
         "of this section; fields stated beside it override the file's. The resolved config has "
         "the fields in its place.",
@@ -88,36 +95,36 @@ class ModelConfig(Section):
     )
     vocab_size: int = Field(
         gt=0,
-        le=LARGEST_COUNT,
+        le=LARGEST_VOCABULARY,
         description="Number of token ids. It need not divide by parallel.tensor: it is padded "
         "inside and the padding is never visible.",
     )
     hidden_size: int = Field(
-        gt=0, le=LARGEST_COUNT, description="Width of the residual stream, in elements."
+        gt=0, le=LARGEST_WIDTH, description="Width of the residual stream, in elements."
     )
     num_hidden_layers: int = Field(
-        gt=0, le=LARGEST_COUNT, description="Number of transformer blocks."
+        gt=0, le=LARGEST_LAYERS, description="Number of transformer blocks."
     )
-    num_attention_heads: int = Field(gt=0, le=LARGEST_COUNT, description="Number of query heads.")
+    num_attention_heads: int = Field(gt=0, le=LARGEST_HEADS, description="Number of query heads.")
     num_key_value_heads: int = Field(
         default=None,
         validate_default=True,
         gt=0,
-        le=LARGEST_COUNT,
+        le=LARGEST_HEADS,
         description="Number of key and value heads. Left out: num_attention_heads.",
     )
     intermediate_size: int = Field(
         default=None,
         validate_default=True,
         gt=0,
-        le=LARGEST_COUNT,
+        le=LARGEST_WIDTH,
         description="Width of the feed-forward layer, in elements. If omitted: 4 x hidden_size if "
         "mlp is gelu; swiglu must state it.",
     )
     head_dim: int = Field(  # type: ignore[assignment]
         default=None,
         gt=0,
-        le=LARGEST_COUNT,
+        le=LARGEST_WIDTH,
         description="Elements of one attention head. If omitted: hidden_size / "
         "num_attention_heads.",
     )
@@ -166,12 +173,12 @@ class ModelConfig(Section):
     sliding_window: int | None = Field(
         default=None,
         gt=0,
-        le=LARGEST_COUNT,
+        le=LARGEST_LENGTH,
         description="Each token attends to this many tokens, itself included; null for all "
         "earlier ones. A sequence that is longer needs a mask, which flash attention cannot take.",
     )
     max_position_embeddings: int = Field(
-        gt=0, le=LARGEST_COUNT, description="Longest sequence the model can take, in tokens."
+        gt=0, le=LARGEST_LENGTH, description="Longest sequence the model can take, in tokens."
     )
     tie_word_embeddings: bool = Field(
         default=None,

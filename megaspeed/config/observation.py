@@ -2,7 +2,7 @@
 
 from pydantic import Field
 
-from megaspeed.config.section import Section
+from megaspeed.config.section import PathText, Section
 
 
 class CommsLoggerConfig(Section):
@@ -28,6 +28,6 @@ class FlopsProfilerConfig(Section):
     module_depth: int = Field(default=-1, ge=-1, description="Depth reported; -1: the deepest.")
     top_modules: int = Field(default=1, gt=0, description="Modules listed for each depth.")
     detailed: bool = Field(default=True, description="Print the profile of each module.")
-    output_file: str | None = Field(
-        default=None, min_length=1, description="File to write to. Left out: the console."
+    output_file: PathText | None = Field(
+        default=None, description="File to write to. Left out: the console."
     )

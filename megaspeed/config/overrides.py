@@ -10,6 +10,10 @@ from megaspeed.files.places import named_place
 ORIGIN = "--set"
 """How an override is named where an error tells which source a value came from."""
 
+_NO_VALUE = "write key.path=value, for example --set parallel.tensor=2"
+_MOST_KEYS = 16
+_SHOWN_CHARACTERS = 200
+
 
 def add_config_options(parser: ArgumentParser) -> None:
     """`--config` and `--set`, alike in every program: `options.config`, `options.overrides`."""
@@ -33,22 +37,30 @@ def parse_override(text: str) -> tuple[dict[str, Any], list[Problem]]:
     """
     path, equals, value_text = text.partition("=")
     keys = path.split(".")
-    if not equals:
-        message = f"--set {text}: write key.path=value, for example --set parallel.tensor=2"
-        return {}, [Problem((), message)]
-    if any(not key or key != key.strip() for key in keys):
-        message = f"--set {text}: the key path {path!r} has an empty part or a space"
-        return {}, [Problem((), message)]
-    if keys[0] == "extends":
-        message = f"--set {text}: extends belongs in the file; set the keys themselves"
-        return {}, [Problem((), message)]
+    shown = f"--set {_short(text)}"
+    wrong = _problem_of_path(path, keys) if equals else _NO_VALUE
+    if wrong is not None:
+        return {}, [Problem((), f"{shown}: {wrong}")]
     tree, duplicates = _parse_value(value_text)
     for key in reversed(keys):
         tree = {key: tree}
     return tree, [
-        Problem((*keys, *problem.path), f"--set {text}: {problem.message}")
-        for problem in duplicates
+        Problem((*keys, *problem.path), f"{shown}: {problem.message}") for problem in duplicates
     ]
+
+
+def _problem_of_path(path: str, keys: list[str]) -> str | None:
+    if len(keys) > _MOST_KEYS:
+        return f"the key path has {len(keys):,} parts, and no key has more than {_MOST_KEYS}"
+    if any(not key or key != key.strip() for key in keys):
+        return f"the key path {_short(path)!r} has an empty part or a space"
+    if keys[0] == "extends":
+        return "extends belongs in the file; set the keys themselves"
+    return None
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}..."
 
 
 def _parse_value(text: str) -> tuple[Any, list[Problem]]:

@@ -4,26 +4,26 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from megaspeed.config.section import LARGEST_COUNT, Section
+from megaspeed.config.section import LARGEST_WORLD, Section
 
 
 class ParallelConfig(Section):
     """Degrees of the three axes. data x pipeline x tensor is the number of processes."""
 
-    data: Annotated[int, Field(gt=0, le=LARGEST_COUNT)] | Literal["auto"] = Field(
+    data: Annotated[int, Field(gt=0, le=LARGEST_WORLD)] | Literal["auto"] = Field(
         default="auto",
         description='Data-parallel degree (dp); "auto" = world size / (pipeline x tensor).',
     )
     pipeline: int = Field(
         default=1,
         gt=0,
-        le=LARGEST_COUNT,
+        le=LARGEST_WORLD,
         description="Number of pipeline stages (pp); at most as many as there are blocks.",
     )
     tensor: int = Field(
         default=1,
         gt=0,
-        le=LARGEST_COUNT,
+        le=LARGEST_WORLD,
         description="Tensor-parallel degree (tp); must divide the attention heads and the "
         "feed-forward width.",
     )

@@ -24,7 +24,7 @@ class Fp16Config(Section):
         default=0.0, ge=0, description="Factor on the loss; 0: found while training."
     )
     initial_scale_power: int = Field(
-        default=16, ge=0, description="The first dynamic loss scale is 2 to this power."
+        default=16, ge=0, le=127, description="The first dynamic loss scale is 2 to this power."
     )
     loss_scale_window: int = Field(
         default=1000, gt=0, description="Steps without overflow before the loss scale doubles."

@@ -41,7 +41,8 @@ _MEAN = "the loss and its gradient are means over the whole batch at every layou
 _OWN_CHECKPOINTS = "megaspeed writes its own checkpoints, which fit every layout; remove it"
 _MONITOR = Refusal(
     "DeepSpeed's monitors would get the learning rate alone, against a number of samples that is "
-    "not the run's; remove it and read metrics.jsonl, which has every number of every step",
+    "not the run's; remove it and read metrics.jsonl, which has every number of every step, or set "
+    'training.report_to: ["tensorboard", "wandb"]',
     (None,),
     is_off_unless_enabled=True,
 )

@@ -1,5 +1,6 @@
 """A config made definite for one world size: no "auto", no number left to be worked out."""
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -8,6 +9,7 @@ from megaspeed.config.batch import Batch, StatedBatch, solve_batch
 from megaspeed.config.degrees import World
 from megaspeed.config.errors import ConfigError, KeyPath, Problem
 from megaspeed.config.layout import layout_in
+from megaspeed.config.optimizer import OptimizerConfig
 from megaspeed.config.rules.launch import LAUNCH_RULES
 from megaspeed.config.rules.learning_rate import LEARNING_RATE_RULES
 from megaspeed.config.rules.numerics import NUMERIC_RULES
@@ -15,7 +17,14 @@ from megaspeed.config.rules.rule import Launch, apply_rules
 from megaspeed.config.rules.shape import SHAPE_RULES
 from megaspeed.config.rules.sources import SOURCE_RULES
 from megaspeed.config.run import RunConfig
-from megaspeed.config.scheduler import SchedulerConfig, WarmupLR, WarmupLRParams
+from megaspeed.config.scheduler import (
+    DecayParams,
+    SchedulerConfig,
+    WarmupCosineLRParams,
+    WarmupDecayLRParams,
+    WarmupLRParams,
+)
+from megaspeed.config.training import TrainingConfig
 from megaspeed.config.zero_portions import definite_zero
 from megaspeed.topology.grid import Grid
 
@@ -29,7 +38,8 @@ class Run:
 
     `config` is definite: `parallel.data` is a number, the batch keys are all stated,
     `parallel.gradient_reduction` is not "auto", `training.run_dir` is a path, and ZeRO's portions
-    and the scheduler's numbers that follow from other sections are filled in.
+    and the scheduler's numbers that follow from other sections are filled in. Learning rates are
+    scaled for the batch.
     """
 
     config: RunConfig
@@ -113,6 +123,7 @@ def definite_run(config: RunConfig, name: str, world: World) -> Run:
     batch = solve_batch(StatedBatch.of(config), grid.dp)
     assert batch is not None, "the launch rules checked that the batch multiplies"
     reduction = _gradient_reduction(config)
+    scaling = _lr_factor(config, batch)
     definite = config.model_copy(
         update={
             "train_batch_size": batch.train_batch_size,
@@ -121,10 +132,9 @@ def definite_run(config: RunConfig, name: str, world: World) -> Run:
             "parallel": config.parallel.model_copy(
                 update={"data": grid.dp, "gradient_reduction": reduction}
             ),
-            "training": config.training.model_copy(
-                update={"run_dir": config.training.run_dir or default_run_dir(name)}
-            ),
-            "scheduler": _definite_scheduler(config),
+            "training": _definite_training(config, name, batch),
+            "optimizer": _definite_optimizer(config, scaling),
+            "scheduler": _definite_scheduler(config, scaling),
             "zero_optimization": definite_zero(config.zero_optimization, config.model, grid.tp),
         }
     )
@@ -146,14 +156,40 @@ def _precision(config: RunConfig) -> Precision:
     return "fp16" if config.fp16.enabled else "fp32"
 
 
-def _definite_scheduler(config: RunConfig) -> SchedulerConfig | None:
+def _lr_factor(config: RunConfig, batch: Batch) -> float:
+    """What `training.lr_scaling` multiplies every stated learning rate by."""
+    base = config.training.base_batch_size
+    if config.training.lr_scaling == "none":
+        return 1.0
+    assert base is not None, "a rule checked that the base is stated"
+    ratio = batch.train_batch_size / base
+    return ratio if config.training.lr_scaling == "linear" else math.sqrt(ratio)
+
+
+def _definite_training(config: RunConfig, name: str, batch: Batch) -> TrainingConfig:
+    """With the folder; the base is now the run's own batch, so nothing is scaled twice."""
+    update: dict[str, object] = {"run_dir": config.training.run_dir or default_run_dir(name)}
+    if config.training.lr_scaling != "none":
+        update["base_batch_size"] = batch.train_batch_size
+    return config.training.model_copy(update=update)
+
+
+def _definite_optimizer(config: RunConfig, scaling: float) -> OptimizerConfig:
+    params = config.optimizer.params
+    scaled = params.model_copy(update={"lr": params.lr * scaling})
+    return config.optimizer.model_copy(update={"params": scaled})
+
+
+def _definite_scheduler(config: RunConfig, scaling: float) -> SchedulerConfig | None:
     scheduler = config.scheduler
     if scheduler is None:
         return None
     update: dict[str, object] = {}
     params = scheduler.params
-    if isinstance(params, WarmupLRParams) and params.warmup_max_lr is None:
-        update["warmup_max_lr"] = config.optimizer.params.lr
-    if not isinstance(scheduler, WarmupLR) and scheduler.params.total_num_steps is None:
-        update["total_num_steps"] = config.training.steps
+    if isinstance(params, WarmupLRParams):
+        highest = params.warmup_max_lr or config.optimizer.params.lr
+        update["warmup_max_lr"] = highest * scaling
+        update["warmup_min_lr"] = params.warmup_min_lr * scaling
+    if isinstance(params, DecayParams | WarmupDecayLRParams | WarmupCosineLRParams):
+        update["total_num_steps"] = params.total_num_steps or config.training.steps
     return scheduler.model_copy(update={"params": params.model_copy(update=update)})

@@ -1,7 +1,11 @@
-"""DeepSpeed's `scheduler`: the learning rate as a function of the step.
+"""`scheduler`: the learning rate as a function of the step.
 
-Each scheduler warms up over `warmup_num_steps` steps and then stays (WarmupLR), falls in a straight
-line to 0 (WarmupDecayLR) or falls as a cosine to `cos_min_ratio` (WarmupCosineLR).
+    cosine, linear, constant                ours: the rate of step s of T, after W steps of warmup
+    WarmupCosineLR, WarmupDecayLR, WarmupLR DeepSpeed's, by its formulas (training/learning_rate.py)
+
+Each warms up and then falls as a cosine, falls in a straight line or stays. With DeepSpeed's, steps
+1 and 2 both have the lowest rate (0 if nothing else is stated) and the full rate comes at step
+W + 2, because DeepSpeed counts iterations from -1.
 """
 
 from typing import Annotated, Literal
@@ -11,8 +15,48 @@ from pydantic import Field
 from megaspeed.config.section import Section
 
 
+class ConstantParams(Section):
+    """What cosine, linear and constant have in common."""
+
+    warmup_num_steps: int = Field(
+        default=0,
+        ge=0,
+        description="Steps of linear warmup: step 1 has the full rate divided by it, and the step "
+        "of this number has the full rate.",
+    )
+
+
+class DecayParams(ConstantParams):
+    """Warm up, then fall."""
+
+    total_num_steps: int | None = Field(
+        default=None,
+        gt=0,
+        description="Step at which the smallest rate is reached. Left out: training.steps.",
+    )
+    min_ratio: float = Field(
+        default=0.1, ge=0, le=1, description="Smallest rate, as a fraction of the full one."
+    )
+
+
+class Decay(Section):
+    """A fall after warmup, which ends with the run."""
+
+    type: Literal["cosine", "linear"] = Field(
+        description="cosine: falls as half a cosine; linear: falls in a straight line."
+    )
+    params: DecayParams = Field(default_factory=DecayParams, description="The numbers.")
+
+
+class Constant(Section):
+    """Constant after warmup."""
+
+    type: Literal["constant"] = Field(description="Constant after warmup.")
+    params: ConstantParams = Field(default_factory=ConstantParams, description="The numbers.")
+
+
 class WarmupParams(Section):
-    """What every scheduler has."""
+    """What every scheduler of DeepSpeed has."""
 
     warmup_num_steps: int = Field(default=1000, gt=0, description="Steps of warmup.")
     warmup_type: Literal["log", "linear"] = Field(
@@ -85,6 +129,8 @@ class WarmupCosineLR(Section):
     )
 
 
-SchedulerConfig = Annotated[WarmupLR | WarmupDecayLR | WarmupCosineLR, Field(discriminator="type")]
+SchedulerConfig = Annotated[
+    Decay | Constant | WarmupLR | WarmupDecayLR | WarmupCosineLR, Field(discriminator="type")
+]
 
-SCHEDULER_TYPES = ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR")
+SCHEDULER_TYPES = ("cosine", "linear", "constant", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR")

@@ -2,7 +2,9 @@
 
 from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, field_validator
+
+from megaspeed.files.places import path_problem
 
 
 class Section(BaseModel):
@@ -14,10 +16,25 @@ class Section(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
+    @field_validator("*")
+    @classmethod
+    def _fits_64_bits(cls, value: Any) -> Any:
+        """For fields without a bound of their own: larger numbers fit no tensor and no float."""
+        if isinstance(value, int) and abs(value) >= 2**63:
+            raise ValueError("a whole number of at most 2^63 - 1")
+        return value
+
 
 def _whole_number(value: Any) -> Any:
     """5e8 is how everybody writes bucket sizes, and JSON reads that as a float."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _possible_path(text: str) -> str:
+    problem = path_problem(text)
+    if problem is not None:
+        raise ValueError(f"a path: {problem}")
+    return text
 
 
 def _no_boolean(value: Any) -> Any:
@@ -27,11 +44,23 @@ def _no_boolean(value: Any) -> Any:
     return value
 
 
-ElementCount = Annotated[int, BeforeValidator(_whole_number)]
+ElementCount = Annotated[int, BeforeValidator(_whole_number), Field(le=10**15)]
 """A number of tensor elements; 5e8 may be written for 500000000."""
 
-LARGEST_COUNT = 10**9
-"""Of layers, heads, widths, ranks: beyond it, messages that list divisors would take for ever."""
+# A hundred times what large runs have. A larger number is a mistake, and what is worked out for
+# each layer, rank or micro-batch would take all memory.
+LARGEST_LAYERS = 10**4
+LARGEST_WIDTH = 10**7  # elements of an activation of one token
+LARGEST_HEADS = 10**5
+LARGEST_VOCABULARY = 10**8
+LARGEST_LENGTH = 10**8  # tokens of a sequence
+LARGEST_WORLD = 10**6  # processes
+LARGEST_BATCH = 10**7  # samples of a step
+LARGEST_ACCUMULATION = 10**5  # micro-batches of a step
+LARGEST_COUNT = 10**9  # anything else
+
+PathText = Annotated[str, Field(min_length=1), AfterValidator(_possible_path)]
+"""A path or a glob that is not empty, and that something can have."""
 
 NoBoolean = BeforeValidator(_no_boolean)
 """Marks a field that lists allowed numbers, so that a boolean is refused."""

@@ -4,15 +4,20 @@ Python's own reader keeps the last of two equal keys in silence, and takes NaN f
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
 from megaspeed.config.errors import KeyPath, Problem, dotted
+from megaspeed.files.reading import read_whole
 
 
 class JsonSyntaxError(ValueError):
     """The text is not JSON; the message has the line, the column and the mend."""
+
+
+_DEEPEST = 64
+_TOO_DEEP = f"it is nested too deeply: objects and lists must be at most {_DEEPEST} levels deep"
 
 
 class _Pairs(list[tuple[str, Any]]):
@@ -30,6 +35,7 @@ def parse_json(text: str) -> tuple[Any, list[Problem]]:
     """
     try:
         value = json.loads(text, object_pairs_hook=_Pairs, parse_constant=_refuse_constant)
+        _check_depth(value)
     except json.JSONDecodeError as error:
         raise JsonSyntaxError(_describe_syntax_error(text, error)) from None
     except JsonSyntaxError:
@@ -37,7 +43,7 @@ def parse_json(text: str) -> tuple[Any, list[Problem]]:
     except ValueError:  # Python reads no integer of more than 4,300 digits
         raise JsonSyntaxError("it has a number of thousands of digits") from None
     except RecursionError:
-        raise JsonSyntaxError("it is nested too deeply to be a configuration") from None
+        raise JsonSyntaxError(_TOO_DEEP) from None
     problems = [
         Problem(path, f"{dotted(path)} stands twice in one object; keep one of them")
         for path in _duplicates(value, ())
@@ -52,7 +58,7 @@ def read_json_object(path: Path) -> tuple[dict[str, Any], list[Problem]]:
         JsonSyntaxError: it cannot be read, or is not JSON, or not an object.
     """
     try:
-        text = path.read_bytes().decode("utf-8-sig")
+        text = read_whole(path).decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise JsonSyntaxError(
             f"{path} is not UTF-8 text: byte {error.start} is {error.object[error.start]:#04x}"
@@ -95,6 +101,21 @@ def _type_name(value: Any) -> str:
 
 def _refuse_constant(name: str) -> NoReturn:
     raise JsonSyntaxError(f"{name} is not a JSON number; write a finite number")
+
+
+def _check_depth(value: Any) -> None:
+    level = [value]
+    for _ in range(_DEEPEST + 1):
+        level = [inner for outer in level for inner in _values_in(outer)]
+        if not level:
+            return
+    raise JsonSyntaxError(_TOO_DEEP)
+
+
+def _values_in(value: Any) -> Iterable[Any]:
+    if isinstance(value, _Pairs):
+        return (inner for _, inner in value)
+    return value if isinstance(value, list) else ()
 
 
 def _duplicates(value: Any, path: KeyPath) -> Iterator[KeyPath]:

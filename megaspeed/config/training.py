@@ -1,8 +1,13 @@
 """The `training` section: how long, how often to look, how often to save."""
 
+from typing import Literal
+
 from pydantic import Field
 
-from megaspeed.config.section import Section
+from megaspeed.config.section import PathText, Section
+
+ReportTo = Literal["tensorboard", "wandb"]
+"""Services that a run can report to."""
 
 
 class TrainingConfig(Section):
@@ -12,12 +17,17 @@ class TrainingConfig(Section):
     seed: int = Field(
         default=1234, ge=0, lt=2**63, description="Seed of initial weights and of dropout."
     )
-    run_dir: str | None = Field(
+    run_dir: PathText | None = Field(
         default=None,
-        min_length=1,
         description="Folder the run writes to. Left out: runs/<name of the config file>.",
     )
     log_interval: int = Field(default=10, gt=0, description="Steps between two console lines.")
+    report_to: tuple[ReportTo, ...] = Field(
+        default=(),
+        strict=False,
+        description="Services that get the numbers of metrics.jsonl too: tensorboard, wandb. "
+        "Their packages must be installed.",
+    )
     eval_interval: int = Field(
         default=0, ge=0, description="Steps between two validations; 0: only at the end."
     )
@@ -25,6 +35,18 @@ class TrainingConfig(Section):
         default=8,
         gt=0,
         description="Number of batches, each of train_batch_size samples, of one validation.",
+    )
+    lr_scaling: Literal["none", "linear", "sqrt"] = Field(
+        default="none",
+        description="Multiply the learning rate by k = train_batch_size / base_batch_size "
+        "(linear; Goyal et al. 2017) or by the square root of k (sqrt).",
+    )
+    base_batch_size: int | None = Field(
+        default=None,
+        gt=0,
+        description="Samples of the batch for which the stated learning rate is right; stated if "
+        "lr_scaling is not none. The resolved configuration has the scaled rate and states the "
+        "run's own batch here.",
     )
     allow_tf32: bool = Field(
         default=False,

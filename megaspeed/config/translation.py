@@ -2,7 +2,7 @@
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Set
 from difflib import get_close_matches
 from math import isfinite
 from typing import Any
@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from megaspeed.config.errors import KeyPath, Problem, dotted
+from megaspeed.config.errors import MOST_TOLD, KeyPath, Problem, dotted
 from megaspeed.config.families import FAMILIES
 from megaspeed.config.keys import keys_at, unknown_key
 from megaspeed.config.model import DERIVED_FIELDS
@@ -29,10 +29,10 @@ _WANTED: Mapping[str, str] = {
     "model_type": "an object",
     "model_attributes_type": "an object",
     "dict_type": "an object",
-    "greater_than": "more than {gt:g}",
-    "greater_than_equal": "at least {ge:g}",
-    "less_than": "less than {lt:g}",
-    "less_than_equal": "at most {le:g}",
+    "greater_than": "more than {gt:,.12g}",
+    "greater_than_equal": "at least {ge:,.12g}",
+    "less_than": "less than {lt:,.12g}",
+    "less_than_equal": "at most {le:,.12g}",
     "string_too_short": "a string that is not empty",
     "too_short": "a list of at least {min_length}",
     "too_long": "a list of at most {max_length}",
@@ -49,14 +49,19 @@ def translate(error: ValidationError, values: Mapping[str, Any]) -> list[Problem
     for detail in error.errors(include_url=False):
         by_path[_path_in_json(detail, values)].append(detail)
     has_bad_preset = ("model", "preset") in by_path
+    containers = {path[:length] for path in by_path for length in range(len(path))}
+    unknown = 0
     problems = []
     for path, details in by_path.items():
         if has_bad_preset and details[0]["type"] == "missing" and path[0] == "model":
             continue
-        if _follows_from_another(path, values) or _follows_from_a_part(details, path, by_path):
+        if _follows_from_another(path, values) or _follows_from_a_part(details, path, containers):
             continue
         if details[0]["type"] == "extra_forbidden":
-            problems.append(unknown_key(path, keys_at(path[:-1], values)))
+            unknown += 1
+            # To find the nearest known key takes a millisecond, and nobody reads the hundredth.
+            known = keys_at(path[:-1], values) if unknown <= MOST_TOLD else []
+            problems.append(unknown_key(path, known))
         else:
             problems.append(Problem(path, _message(path, details, values)))
     return problems
@@ -168,7 +173,7 @@ def _is_left_out(path: KeyPath, values: Mapping[str, Any]) -> bool:
 
 
 def _follows_from_a_part(
-    details: list[ErrorDetails], path: KeyPath, wrong: Iterable[KeyPath]
+    details: list[ErrorDetails], path: KeyPath, containers: Set[KeyPath]
 ) -> bool:
     """What is said of a whole because a part of it is wrong, and that is told by itself.
 
@@ -176,9 +181,7 @@ def _follows_from_a_part(
     too short without its wrong entries.
     """
     is_consequence = isinstance(details[0]["input"], dict) or details[0]["type"] == "too_short"
-    return is_consequence and any(
-        len(other) > len(path) and other[: len(path)] == path for other in wrong
-    )
+    return is_consequence and path in containers
 
 
 def _follows_from_another(path: KeyPath, values: Mapping[str, Any]) -> bool:

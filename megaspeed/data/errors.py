@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from megaspeed.config.errors import MOST_TOLD, shortened
+
 
 class DataError(ValueError):
     """The corpus, the tokenizer or the token files cannot be trained on.
@@ -17,4 +19,5 @@ class DataError(ValueError):
     def __str__(self) -> str:
         if len(self.problems) == 1:
             return self.problems[0]
-        return "\n".join(f"{i}. {problem}" for i, problem in enumerate(self.problems, start=1))
+        numbers = (f"{i}. {problem}" for i, problem in enumerate(self.problems, start=1))
+        return "\n".join(shortened(numbers, MOST_TOLD))

@@ -17,11 +17,11 @@ from megaspeed.config.data import DataConfig
 from megaspeed.data.cache import Cache, default_cache_dir
 from megaspeed.data.errors import DataError
 from megaspeed.data.prepared import PreparedCorpus
-from megaspeed.data.prepared_text import PreparedText, TokenFiles, build_text, recall_text
+from megaspeed.data.prepared_text import PreparedText, Stretches, build_text, recall_text
 from megaspeed.data.selection import Selection, find_problems, first_ids, select_files
 from megaspeed.data.shares import Share
 from megaspeed.data.stream.mixture import Component, Mixture
-from megaspeed.data.tokens.hold_out import hold_out
+from megaspeed.data.tokens.hold_out import Sides, hold_out_tails, hold_out_tokens
 from megaspeed.data.tokens.token_file import TokenFile
 from megaspeed.data.tokens.token_sources import open_token_source
 
@@ -51,6 +51,10 @@ def prepare_corpus(
         raise DataError(*wrong)
     text = recall_text(cache, data, vocab_size, selection)
     if text is None:
+        # Before the cache is made: wrong input leaves nothing behind.
+        problems = find_problems(data, vocab_size)
+        if problems:
+            raise DataError(*problems)
         with cache.lock():
             # While this process waited, another may have built it, or the files may have changed.
             selection = select_files(data)
@@ -69,7 +73,7 @@ def _corpus_of(
     training = _open_token_sources(cache, selection.train)
     if selection.validation is None:
         validation_shares = selection.train
-        sides = [hold_out(files, data.validation_fraction) for files in training]
+        sides = [_hold_out(files, data) for files in training]
         training, validation = [train for train, _ in sides], [held_out for _, held_out in sides]
     else:
         validation_shares = selection.validation
@@ -84,6 +88,12 @@ def _corpus_of(
         seed=data.seed,
         reset_at_documents=data.reset_at_documents,
     )
+
+
+def _hold_out(files: Sequence[TokenFile], data: DataConfig) -> Sides:
+    if data.hold_out_by == "tokens":
+        return hold_out_tokens(files, data.validation_fraction, data.seed)
+    return hold_out_tails(files, data.validation_fraction)
 
 
 def _open_token_sources(cache: Cache, shares: Sequence[Share]) -> list[tuple[TokenFile, ...]]:
@@ -108,13 +118,10 @@ def _open_token_sources(cache: Cache, shares: Sequence[Share]) -> list[tuple[Tok
 
 
 def _mixture(
-    shares: Sequence[Share], texts: TokenFiles, tokens: Sequence[tuple[TokenFile, ...]]
+    shares: Sequence[Share], texts: Stretches, tokens: Sequence[tuple[TokenFile, ...]]
 ) -> Mixture | None:
     """A component of each share: its text's files, then its token sources'; None of no files."""
-    files = [
-        others if text is None else (text, *others)
-        for text, others in zip(texts, tokens, strict=True)
-    ]
+    files = [(*text, *others) for text, others in zip(texts, tokens, strict=True)]
     if not any(files):
         return None
     assert all(files), "a share without files would be left out in silence"

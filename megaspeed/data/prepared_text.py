@@ -18,6 +18,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Self
 
 import tokenizers
 
@@ -29,9 +30,10 @@ from megaspeed.data.shares import Share
 from megaspeed.data.text.cutting import HOW_CUT
 from megaspeed.data.text.documents import Document, corpus_fingerprint, read_documents
 from megaspeed.data.text.pieces import SKIP_BEFOREHAND
-from megaspeed.data.text.split import split_groups
+from megaspeed.data.text.split import Cut, Groups, split_by_tokens, split_groups
 from megaspeed.data.tokenizer.cached import is_whole, keep_tokenizer, provide_trained
 from megaspeed.data.tokenizer.text_tokenizer import TextTokenizer
+from megaspeed.data.tokens.hold_out import document_span, hold_out_spans
 from megaspeed.data.tokens.token_file import TokenFile
 from megaspeed.data.tokens.writing import write_tokens
 
@@ -40,13 +42,16 @@ logger = logging.getLogger(__name__)
 # Part of a token file's key: raise it when the same documents are to give other ids.
 _TOKENS_FORMAT = 2
 # Part of a recipe's key: raise it when recipes say something else.
-_RECIPE_FORMAT = 3
-
-Groups = list[list[Document]]
-"""The documents of each share; none where it has no text."""
+_RECIPE_FORMAT = 4
 
 TokenFiles = list[TokenFile | None]
 """The token file of each share's text; None where it has no text."""
+
+Stretches = list[tuple[TokenFile, ...]]
+"""The stretches of token files that each share's text gives; none where it has no text."""
+
+Span = tuple[int, int]
+"""[first, stop) in a training file."""
 
 
 @dataclass(frozen=True)
@@ -60,9 +65,30 @@ class PreparedText:
         tokenizer: its folder; None where there is no text and no tokenizer is named.
     """
 
-    train: TokenFiles
-    validation: TokenFiles
+    train: Stretches
+    validation: Stretches
     tokenizer: Path | None
+
+    @classmethod
+    def of(
+        cls,
+        train: TokenFiles,
+        validation: TokenFiles,
+        held_out: Sequence[Span | None],
+        tokenizer: Path | None,
+    ) -> Self:
+        """Of the files, with a part of some training files held out."""
+        training, validating = _whole(train), _whole(validation)
+        for share, span in enumerate(held_out):
+            if span is not None:
+                (file,) = training[share]
+                training[share], part = hold_out_spans(file, [span])
+                validating[share] = (*validating[share], *part)
+        return cls(training, validating, tokenizer)
+
+
+def _whole(files: TokenFiles) -> Stretches:
+    return [() if file is None else (file,) for file in files]
 
 
 def recall_text(
@@ -78,7 +104,8 @@ def recall_text(
         return None
     if tokenizer is not None and not is_whole(cache, tokenizer):
         return None
-    return PreparedText(train, validation, tokenizer)
+    held_out = [None if span is None else (span[0], span[1]) for span in recipe["held_out"]]
+    return PreparedText.of(train, validation, held_out, tokenizer)
 
 
 def build_text(
@@ -91,21 +118,28 @@ def build_text(
             that the model has not.
     """
     logger.info("preparing the corpus in %s", cache.root)
-    training, held_out = _read_split(data, selection)
+    training, validating, cuts = _read_split(data, selection)
     folder, tokenizer = _provide_tokenizer(cache, vocab_size, selection, training)
-    text = PreparedText(
-        [_provide_tokens(cache, documents, tokenizer) for documents in training],
-        [_provide_tokens(cache, documents, tokenizer) for documents in held_out],
-        folder,
-    )
+    train = [_provide_tokens(cache, documents, tokenizer) for documents in training]
+    validation = [_provide_tokens(cache, documents, tokenizer) for documents in validating]
+    held_out = [_span(file, cut) for file, cut in zip(train, cuts, strict=True)]
     if selection.is_settled():
         recipe: Facts = {
-            "train": _names(cache, text.train),
-            "validation": _names(cache, text.validation),
+            "train": _names(cache, train),
+            "validation": _names(cache, validation),
+            "held_out": held_out,
             "tokenizer": None if folder is None else folder.relative_to(cache.root).as_posix(),
         }
         cache.write_index(_recipe_path(cache, data, vocab_size, selection), recipe)
-    return text
+    return PreparedText.of(train, validation, held_out, folder)
+
+
+def _span(file: TokenFile | None, cut: Cut | None) -> Span | None:
+    """The tokens at the end of a document that are held out; at least one, and not all."""
+    if file is None or cut is None:
+        return None
+    first, stop = document_span(file, cut.document)
+    return stop - min(max(round(cut.fraction * (stop - first)), 1), stop - first - 1), stop
 
 
 def _recipe_path(cache: Cache, data: DataConfig, vocab_size: int, selection: Selection) -> Path:
@@ -116,7 +150,7 @@ def _recipe_path(cache: Cache, data: DataConfig, vocab_size: int, selection: Sel
         selection.states,
         [[repr(file.format) for file in share.files] for share in selection.shares],
         len(selection.train),
-        data.validation_fraction if selection.validation is None else None,
+        (data.validation_fraction, data.hold_out_by) if selection.validation is None else None,
         selection.tokenizer,
         vocab_size,
         data.seed,
@@ -138,12 +172,18 @@ def _open_all(cache: Cache, names: Sequence[str | None]) -> TokenFiles | None:
     return files if all(are_whole) else None
 
 
-def _read_split(data: DataConfig, selection: Selection) -> tuple[Groups, Groups]:
-    """(training documents, validation documents), the latter empty where none are held out."""
+def _read_split(
+    data: DataConfig, selection: Selection
+) -> tuple[Groups, Groups, Sequence[Cut | None]]:
+    """(training documents, validation documents, what is cut) of each share."""
     groups = _read_shares(selection.train)
+    cuts: Sequence[Cut | None] = [None for _ in groups]
     if selection.validation is not None:
-        return groups, _read_shares(selection.validation)
-    training, held_out = split_groups(groups, data.validation_fraction, data.seed)
+        return groups, _read_shares(selection.validation), cuts
+    if data.hold_out_by == "tokens":
+        training, held_out, cuts = split_by_tokens(groups, data.validation_fraction, data.seed)
+    else:
+        training, held_out = split_groups(groups, data.validation_fraction, data.seed)
     problems = [
         _none_left(share, len(held), data.validation_fraction)
         for share, left, held in zip(selection.train, training, held_out, strict=True)
@@ -151,7 +191,7 @@ def _read_split(data: DataConfig, selection: Selection) -> tuple[Groups, Groups]
     ]
     if problems:
         raise DataError(*problems)
-    return training, held_out
+    return training, held_out, cuts
 
 
 def _none_left(share: Share, documents: int, fraction: float) -> str:

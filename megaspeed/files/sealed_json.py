@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from megaspeed.files.durable import write_whole
+from megaspeed.files.reading import read_whole
 
 Facts = dict[str, Any]
 """What such a file says: plain JSON values."""
@@ -31,7 +32,7 @@ def write_sealed(path: Path, facts: Facts) -> None:
 def read_sealed(path: Path) -> Facts | None:
     """The facts at ``path`` if they are there and as they were written, else None."""
     try:
-        return unsealed(path.read_bytes())
+        return unsealed(read_whole(path))
     except OSError:
         return None
 

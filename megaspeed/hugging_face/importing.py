@@ -19,9 +19,9 @@ from torch import Tensor
 from megaspeed import __version__
 from megaspeed.checkpoint.manifest import write_manifest
 from megaspeed.checkpoint.pieces import LARGEST_PIECE_BYTES, Piece
-from megaspeed.checkpoint.reader import BYTES_PER_ELEMENT
 from megaspeed.checkpoint.run_state import Progress, RunState
 from megaspeed.checkpoint.saving import write_run_state
+from megaspeed.checkpoint.stored import BYTES_PER_ELEMENT
 from megaspeed.checkpoint.tensors import WEIGHTS, expected_shapes, key
 from megaspeed.checkpoint.tokenizer_files import write_tokenizer_files
 from megaspeed.checkpoint.writing_alone import write_pieces_alone
@@ -29,6 +29,8 @@ from megaspeed.config.families import FAMILIES
 from megaspeed.config.loading import parse_config
 from megaspeed.config.model import ModelConfig
 from megaspeed.files.new_folder import new_folder, refuse_existing
+from megaspeed.files.reading import special_files
+from megaspeed.hugging_face.errors import HuggingFaceError
 from megaspeed.hugging_face.free_space import check_disk
 from megaspeed.hugging_face.generation import generation_files
 from megaspeed.hugging_face.matching import matching_tensors
@@ -69,6 +71,9 @@ def import_model(
     """
     refuse_existing(out)
     model = _model_of(folder)
+    special = next(special_files(folder), None)
+    if special is not None:
+        raise HuggingFaceError(f"{special}; remove it, or fetch the model anew")
     vocabulary = ModelTokenizer({})
     if with_tokenizer:
         mend = "name another with --tokenizer, or import without by --no-tokenizer"

@@ -34,6 +34,16 @@ from megaspeed.pipeline.instructions import (
 from megaspeed.pipeline.p2p import Neighbours
 from megaspeed.topology.activity import Activity
 from megaspeed.topology.failure import note_phase
+from megaspeed.topology.timeline import Part, Timeline
+
+_PARTS: dict[type, Part] = {
+    LoadMicroBatch: "data_loading",
+    Forward: "compute",
+    Backward: "compute",
+    ReduceGradients: "data",
+    OptimizerStep: "optimizer",
+}
+"""For what the time of an instruction counts; that of all others for the pipeline."""
 
 LossFunction = Callable[[Tensor, Tensor], Tensor]
 
@@ -81,6 +91,7 @@ class Executor:
         take_step: called at ``OptimizerStep`` with the sum of this rank's losses (an fp32 scalar),
             or None if this is not the last stage.
         activity: told of each instruction before it is executed.
+        timeline: told how long each takes.
     """
 
     def __init__(
@@ -94,8 +105,10 @@ class Executor:
         micro_batches: int,
         take_step: Callable[[Tensor | None], None] = lambda loss_sum: None,
         activity: Activity | None = None,
+        timeline: Timeline | None = None,
     ) -> None:
         self._activity = activity or Activity()
+        self._timeline = timeline or Timeline(torch.device("cpu"))
         self._take_step = take_step
         self._engine = engine
         self._neighbours = neighbours
@@ -123,11 +136,13 @@ class Executor:
         for instruction in program:
             try:
                 self._activity.begin(instruction)
-                self._execute(instruction)
+                with self._timeline.part(_PARTS.get(type(instruction), "pipeline")):
+                    self._execute(instruction)
             except Exception as error:
                 note_phase(error, repr(instruction))
                 raise
-        self._neighbours.drain()
+        with self._timeline.part("pipeline"):
+            self._neighbours.drain()
 
     def _execute(self, instruction: Instruction | Exchange) -> None:
         before, after = self._neighbours.before, self._neighbours.after
@@ -161,14 +176,16 @@ class Executor:
             case ReduceTiedGradients():
                 self._engine.reduce_tied_gradients()
             case OptimizerStep():
-                self._neighbours.drain()
+                with self._timeline.part("pipeline"):
+                    self._neighbours.drain()
                 self._take_step(self.loss_sum)
 
     def _forward(self, m: int) -> None:
         batch = self._batches.pop(m)
         x = batch.tokens
         if self._neighbours.before is not None:
-            self._neighbours.before.finish()
+            with self._timeline.part("pipeline"):
+                self._neighbours.before.finish()
             x = self._inputs[m].requires_grad_(torch.is_grad_enabled())
         self._outputs[m] = self._engine.forward(m, x, batch.samples, batch.documents)
         if self._neighbours.after is None:
@@ -183,7 +200,8 @@ class Executor:
 
     def _backward(self, m: int) -> None:
         if self._neighbours.after is not None:
-            self._neighbours.after.finish()
+            with self._timeline.part("pipeline"):
+                self._neighbours.after.finish()
         end, gradient = self._ends.pop(m), self._output_gradients.pop(m, None)
         self._backwards_left -= 1
         self._engine.backward(m, end, gradient, last=self._backwards_left == 0)

@@ -60,7 +60,8 @@ def sum_gradients(axis: TensorAxis, *parameters: Tensor) -> tuple[Tensor, ...]:
 def all_reduce(x: Tensor, axis: TensorAxis) -> Tensor:
     """A new tensor with the sum of ``x`` over the axis."""
     total = x.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(total, group=axis.group)
+    with axis.timed():
+        dist.all_reduce(total, group=axis.group)
     return total
 
 
@@ -69,7 +70,8 @@ def all_gather_sequence(x: Tensor, axis: TensorAxis) -> Tensor:
     # The collective stacks ranks along dim 0, so the sequence goes there and back.
     part = x.transpose(0, _SEQUENCE_DIM).contiguous()
     whole = part.new_empty((part.shape[0] * axis.size, *part.shape[1:]))
-    _all_gather(whole, part, group=axis.group)
+    with axis.timed():
+        _all_gather(whole, part, group=axis.group)
     return whole.transpose(0, _SEQUENCE_DIM).contiguous()
 
 
@@ -77,7 +79,8 @@ def reduce_scatter_sum(x: Tensor, axis: TensorAxis) -> Tensor:
     """This rank's (B, S/tp, ...) of the sum over the axis of ``x`` (B, S, ...); no gradient."""
     whole = x.transpose(0, _SEQUENCE_DIM).contiguous()
     part = whole.new_empty((whole.shape[0] // axis.size, *whole.shape[1:]))
-    _reduce_scatter(part, whole, group=axis.group)
+    with axis.timed():
+        _reduce_scatter(part, whole, group=axis.group)
     return part.transpose(0, _SEQUENCE_DIM).contiguous()
 
 
@@ -137,6 +140,7 @@ class _SumGradients(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         flat = torch.cat([g.reshape(-1) for g in gradients])
-        dist.all_reduce(flat, group=ctx.axis.group)
+        with ctx.axis.timed():
+            dist.all_reduce(flat, group=ctx.axis.group)
         parts = flat.split([g.numel() for g in gradients])
         return None, *(part.view_as(g) for part, g in zip(parts, gradients, strict=True))

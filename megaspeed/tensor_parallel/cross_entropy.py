@@ -53,7 +53,8 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         exponentials = shifted.exp_()
         sums = torch.stack((exponentials.sum(dim=-1), target_logit))
         if axis.size > 1:
-            dist.all_reduce(sums, group=axis.group)
+            with axis.timed():
+                dist.all_reduce(sums, group=axis.group)
         counted = targets != NOT_COUNTED
         softmax = exponentials.div_(sums[0].unsqueeze(-1))
         ctx.save_for_backward(softmax, local, here, counted)
@@ -79,5 +80,6 @@ def _row_maximum(z: Tensor, axis: TensorAxis) -> Tensor:
     """max_j z_j over all ranks' columns; a rank whose columns are all padding has -inf."""
     maximum = z.amax(dim=-1) if z.shape[-1] else z.new_full(z.shape[:-1], float("-inf"))
     if axis.size > 1:
-        dist.all_reduce(maximum, op=dist.ReduceOp.MAX, group=axis.group)
+        with axis.timed():
+            dist.all_reduce(maximum, op=dist.ReduceOp.MAX, group=axis.group)
     return maximum

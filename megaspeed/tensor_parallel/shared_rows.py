@@ -42,5 +42,6 @@ class _SumSharedRows(torch.autograd.Function):
         own = gradient[shared.first :]
         parts = own.new_zeros((shared.count, *own.shape))
         parts[shared.index] = own
-        dist.all_reduce(parts, group=ctx.axis.group)
+        with ctx.axis.timed():
+            dist.all_reduce(parts, group=ctx.axis.group)
         return torch.cat((gradient[: shared.first], parts[shared.index])), None, None

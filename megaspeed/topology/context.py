@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 
 from megaspeed.topology.activity import Activity
+from megaspeed.topology.gloo_interface import gloo_interface
 from megaspeed.topology.grid import Coordinates, Grid, TopologyError
 from megaspeed.topology.groups import (
     abandon,
@@ -36,6 +37,7 @@ from megaspeed.topology.groups import (
 from megaspeed.topology.launch import LaunchEnvironment
 from megaspeed.topology.meeting import open_store
 from megaspeed.topology.process_settings import allow_open_files, default_settings
+from megaspeed.topology.timeline import Timeline
 
 # A group of one rank waits for no other rank. But NCCL's timeout starts at the call, and kernels
 # that were launched before it may wait for other ranks.
@@ -63,6 +65,7 @@ class ParallelContext:
     pp_group: dist.ProcessGroup | None
     checkpoint_group: dist.ProcessGroup  # used by one thread at a time, which need not be the main
     activity: Activity  # what this rank is doing
+    timeline: Timeline  # where the time of a step goes
 
     @classmethod
     def create(
@@ -81,8 +84,8 @@ class ParallelContext:
         group is tried once before this returns. Whatever waits longer than `timeout_seconds` for
         other ranks, now or in a later collective, fails.
 
-        Sets the environment variables of `process_settings.py`, unless they are set, and raises the
-        limit on open files.
+        Sets the environment variables of `process_settings.py` and `gloo_interface.py`, unless they
+        are set, and raises the limit on open files.
 
         Raises TopologyError if `grid` and the launcher differ in the number of ranks, if a rank
         finds no GPU of its own, or if its limit on open files is too low. Raises GroupError, which
@@ -99,6 +102,7 @@ class ParallelContext:
             )
         on_gpu = torch.cuda.is_available()
         os.environ.update(default_settings(os.environ, "cuda" if on_gpu else "cpu"))
+        os.environ.update(gloo_interface(launch, os.environ))
         allow_open_files(launch.rank, launch.world_size)
         device = _take_device(launch) if on_gpu else torch.device("cpu")
         timeout = timedelta(seconds=timeout_seconds)
@@ -124,6 +128,7 @@ class ParallelContext:
             pp_group=groups.get("pp"),
             checkpoint_group=groups["checkpoint"],
             activity=activity or Activity(),
+            timeline=Timeline(device),
         )
 
     def close(self) -> None:

@@ -3,6 +3,7 @@
     launcher                  rank                      world size
     torchrun, deepspeed       RANK                      WORLD_SIZE
     mpirun (Open MPI)         OMPI_COMM_WORLD_RANK      OMPI_COMM_WORLD_SIZE
+    mpirun (MPICH, Intel)     PMI_RANK                  PMI_SIZE
     srun                      SLURM_PROCID              SLURM_NTASKS
     plain python              0                         1
 
@@ -13,8 +14,13 @@ refused: sixteen processes that each believe they are alone would train sixteen 
 """
 
 import re
+import socket
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+
+_RESOLVE_SECONDS = 5.0
+"""For how long an unknown MASTER_ADDR is asked for: a name may be younger than the job."""
 
 
 class LaunchError(ValueError):
@@ -70,6 +76,13 @@ _LAUNCHERS = (
         local_world_sizes=("OMPI_COMM_WORLD_LOCAL_SIZE",),
     ),
     _Launcher(
+        source="PMI_*",
+        rank="PMI_RANK",
+        world_size="PMI_SIZE",
+        local_rank="MPI_LOCALRANKID",
+        local_world_sizes=("MPI_LOCALNRANKS",),
+    ),
+    _Launcher(
         source="SLURM_*",
         rank="SLURM_PROCID",
         world_size="SLURM_NTASKS",
@@ -87,14 +100,15 @@ def read_launch_environment(environ: Mapping[str, str]) -> LaunchEnvironment:
     """This process's place in the run, from `environ` (usually `os.environ`).
 
     Raises LaunchError where a variable is missing or is no integer, where two launchers contradict
-    each other, and where several ranks have no MASTER_ADDR and MASTER_PORT to meet at.
+    each other, and where several ranks have no MASTER_ADDR and MASTER_PORT to meet at: one that is
+    not set, no number of a port, or no name that is known here.
     """
-    launchers = [launcher for launcher in _LAUNCHERS if _started_by(launcher, environ)]
-    if not launchers:
-        return _SINGLE_PROCESS
-    launch = _read(launchers[0], environ)
-    for outer in launchers[1:]:
-        _check_agreement(launch, outer, environ)
+    launcher = next((one for one in _LAUNCHERS if _started_by(one, environ)), None)
+    launch = _SINGLE_PROCESS if launcher is None else _read(launcher, environ)
+    for other in _LAUNCHERS:
+        if other is not launcher and other.world_size in environ:
+            _check_agreement(launch, other, environ)
+    _check_other_numbers(launch, environ)
     if launch.world_size > 1:
         _check_meeting_point(launch, environ)
     return launch
@@ -105,6 +119,8 @@ def _started_by(launcher: _Launcher, environ: Mapping[str, str]) -> bool:
         # A shell or a batch script inside an allocation of one task knows SLURM_NTASKS too; it is
         # an ordinary single process. With more tasks, python was meant to run once in each.
         return _integer(environ, launcher.world_size, default=1) > 1 or "SLURM_STEP_ID" in environ
+    if launcher.source == "PMI_*" and launcher.local_rank not in environ:
+        return False  # srun sets the other two as well
     return launcher.rank in environ or launcher.world_size in environ
 
 
@@ -194,6 +210,24 @@ def _check_agreement(
         )
 
 
+def _check_other_numbers(launch: LaunchEnvironment, environ: Mapping[str, str]) -> None:
+    """Refuses a rank or a number of processes of one machine that exceeds the world."""
+    rank = _integer(environ, "PMIX_RANK", default=0)
+    if rank >= launch.world_size:
+        raise LaunchError(
+            f"two launchers disagree: the world size is {launch.world_size} from {launch.source}, "
+            f"but PMIX_RANK={rank}, so there are at least {rank + 1} processes: start python with "
+            "srun, mpirun or torchrun, or unset PMIX_RANK"
+        )
+    for name in (name for launcher in _LAUNCHERS for name in launcher.local_world_sizes):
+        size = _integer(environ, name, default=1)
+        if size > launch.world_size:
+            raise LaunchError(
+                f"the world size is {launch.world_size} from {launch.source}, but {name}={size}, "
+                "which counts the processes of one machine only: correct or unset one of them"
+            )
+
+
 def _check_meeting_point(launch: LaunchEnvironment, environ: Mapping[str, str]) -> None:
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not environ.get(name)]
     if missing:
@@ -205,3 +239,26 @@ def _check_meeting_point(launch: LaunchEnvironment, environ: Mapping[str, str]) 
             '"$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)") '
             "and MASTER_PORT=<a free port of that host, such as 29500>"
         )
+    port = environ["MASTER_PORT"]
+    if not (port.isascii() and port.isdecimal() and len(port) <= 5 and 1 <= int(port) <= 65535):
+        raise LaunchError(
+            f"MASTER_PORT must be a port, a number from 1 to 65535, but is {port!r}; "
+            "export a free port of the host of rank 0, such as 29500, the same for all ranks"
+        )
+    _check_address(environ["MASTER_ADDR"])
+
+
+def _check_address(address: str) -> None:
+    """Raises LaunchError where no address is known for the name; ranks would wait in silence."""
+    give_up = time.monotonic() + _RESOLVE_SECONDS
+    while True:
+        try:
+            socket.getaddrinfo(address, None)
+            return
+        except (OSError, UnicodeError) as error:
+            if time.monotonic() > give_up:
+                raise LaunchError(
+                    f"MASTER_ADDR is {address!r}, which this machine knows no address of "
+                    f"({error}); export the name or the address of the host of rank 0"
+                ) from None
+        time.sleep(0.5)

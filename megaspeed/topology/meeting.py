@@ -16,6 +16,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -160,6 +161,11 @@ def check_in(
         waiting.until_there(store, ["verdict"], lambda: _missing(store, launch.world_size))
     verdict = json.loads(store.get("verdict"))
     if verdict is not None:
+        store.set(f"told {launch.rank}", "")
+        if launch.rank == 0:  # the store may end with this process
+            told = [f"told {rank}" for rank in range(launch.world_size)]
+            with suppress(RuntimeError):
+                store.wait(told, timedelta(seconds=_SECONDS_UNTIL_TOLD))
         raise RanksDisagree(verdict)
     together = json.loads(store.get(f"place {_place()}"))
     neighbours = tuple(Neighbour(*one) for one in together if one[0] != launch.rank)
@@ -270,9 +276,9 @@ def _sign_in(store: dist.Store, rank: int, differences: list[str]) -> None:
 
 
 def _place() -> str:
-    """The same for processes that can see each other by number: one kernel, one namespace."""
+    """The same for processes that can see each other by number: one host, one namespace."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+    return f"{socket.gethostname()} {boot} {os.readlink('/proc/self/ns/pid')}"
 
 
 def _missing(store: dist.Store, world_size: int) -> list[int]:

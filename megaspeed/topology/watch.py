@@ -57,6 +57,10 @@ _SECONDS_FOR_A_BETTER_REASON = 4.0
 """A rank that lost a connection waits this long for the rank that knows why."""
 _SECONDS_TO_SEE_THE_END = 10.0
 """How long the process that keeps the store waits for the others to be done with it."""
+_PERIODS_OF_DOUBT = 3.0
+"""A store that has not answered for so long is asked nothing, because the call may block."""
+_SECONDS_UNTIL_KILLED = 60.0
+"""Whatever blocks a process that is to end, it ends then."""
 _SECONDS_BETWEEN_CTRL_C = 1.0
 """Terminals and launchers may both send one Ctrl-C on."""
 
@@ -111,6 +115,8 @@ class Watch:
         self._stop = stop
         self._log = log
         self._hang_timeout = hang_timeout_seconds
+        # The store answers some thousand questions a second, and shares rank 0's processors.
+        self._period = min(_PERIOD_SECONDS * (1 + self._world / 1024), hang_timeout_seconds / 8)
         self._end = end
         # A store's connection serves one call at a time, and a call may block.
         self._store = meeting.own_connection()
@@ -126,6 +132,7 @@ class Watch:
         self._seconds_without_progress = 0.0
         self._last_contact = time.monotonic()
         self._store_lost: float | None = None
+        self._is_silent = False  # the store: neither its end nor an answer has come
         self._signals, self._told = os.pipe()
         os.set_blocking(self._told, False)
         self._threads = [
@@ -148,6 +155,7 @@ class Watch:
     ) -> None:
         """This rank is done, well or not; nobody needs to wonder where it is."""
         self._closing.set()
+        self._end_in_any_case()
         signal.set_wakeup_fd(-1)
         with contextlib.suppress(OSError):
             os.write(self._told, b"\0")
@@ -157,6 +165,7 @@ class Watch:
             self._claims.set(f"ended {self._rank}", "")
             if self._meeting.hosts_the_store:
                 self._wait_for_the_others(self._claims)
+        faulthandler.cancel_dump_traceback_later()
 
     @contextmanager
     def failures_reported(self, *, expected: tuple[type[Exception], ...] = ()) -> Iterator[None]:
@@ -233,10 +242,14 @@ class Watch:
                 self._end_with_the_others()
             elif self._store_lost is not None:
                 self._end_without_a_store()
-            elif now - since > self._hang_timeout * self._activity.patience:
-                self._claim_as("hang", now - since)
             elif now - self._last_contact > self._hang_timeout:
-                self._store_lost = now
+                self._store_lost, self._is_silent = now, True
+            elif (
+                now - since > self._hang_timeout * self._activity.patience
+                # With a store that does not answer, wait until the line above speaks.
+                and now - self._last_contact < _PERIODS_OF_DOUBT * self._period
+            ):
+                self._claim_as("hang", now - since)
 
     def _neighbour_ended(self, neighbour: Neighbour) -> None:
         if neighbour.rank == 0 and not agent_keeps_the_store():
@@ -296,6 +309,7 @@ class Watch:
 
     def _end_with_the_others(self) -> None:
         assert self._claim is not None
+        self._end_in_any_case()
         if self._claim.kind == "hang":
             self._write_stacks()
             self._explain_or_wait(self._claim.by)
@@ -310,17 +324,30 @@ class Watch:
                 self._wait_for_the_others(self._claims)
         self._end(_exit_code(self._claim))
 
+    def _end_in_any_case(self) -> None:
+        """A call to the store may block for ever; this timer needs no Python thread."""
+        faulthandler.dump_traceback_later(_SECONDS_UNTIL_KILLED, exit=True, file=self._log.stream)
+
     def _end_without_a_store(self) -> None:
         """Rank 0 is gone, so nobody can be asked: one rank of each host speaks."""
+        self._end_in_any_case()
         if self._closing.wait(_SECONDS_FOR_A_BETTER_REASON):
             return
         launch = self._meeting.launch
         if launch.local_rank == 0 or launch.rank == 1:
             seen = [one.process for one in self._meeting.neighbours if one.rank == 0]
-            if agent_keeps_the_store():
-                line = "the launcher's process that keeps the store of all ranks does not answer"
+            host = self._host_of_rank_0
+            if self._is_silent or agent_keeps_the_store():
+                keeper = "the launcher's process that" if agent_keeps_the_store() else "that rank 0"
+                line = (
+                    f"{place_of(self._grid, self._rank, str(self._activity))} lost the store "
+                    f"{keeper} keeps for all ranks ({host}): "
+                    + ("no answer" if self._is_silent else "it has ended")
+                    + f" for {time.monotonic() - self._last_contact:.0f} s. The process is stopped "
+                    "or gone, or the network between the hosts is"
+                )
             else:
-                line = self._killed(0, "", self._host_of_rank_0, seen[0] if seen else None)
+                line = self._killed(0, "", host, seen[0] if seen else None)
             say(line)
             if seen:
                 rank_0 = next(one for one in self._meeting.neighbours if one.rank == 0)
@@ -331,10 +358,9 @@ class Watch:
     # The thread that asks the store.
 
     def _talk(self) -> None:
-        period = min(_PERIOD_SECONDS * (1 + self._world / 1024), self._hang_timeout / 4)
         heard: dict[int, tuple[bytes, float]] = {}
         number = 0
-        while not self._closing.wait(period if number else 0):
+        while not self._closing.wait(self._period if number else 0):
             number += 1
             try:
                 beat = json.dumps([number, str(self._activity)])

@@ -1,10 +1,15 @@
-"""What rank 0 prints: where the run starts, its plan, a line a log interval, a summary."""
+"""What rank 0 prints while the run goes on, and at its end: a line a log interval, a summary.
+
+On a terminal, a bar with the time that is left stands below the lines. A file or a pipe gets the
+lines alone, without control characters.
+"""
 
 import math
 import signal
+import sys
 from collections.abc import Sequence
 from types import TracebackType
-from typing import Self
+from typing import Protocol, Self
 
 from rich.console import Console
 from rich.progress import (
@@ -19,16 +24,27 @@ from rich.table import Table
 from megaspeed.checkpoint.run_state import Progress
 from megaspeed.checkpoint.saving import SaveReport
 from megaspeed.config.resolve import Run
-from megaspeed.model.parameters import layer_count
-from megaspeed.training.console_lines import describe_resumed, describe_save, describe_step
-from megaspeed.training.metrics import MetricsFile, StepMetrics, ValidationMetrics
+from megaspeed.training.console_lines import (
+    SLOW,
+    describe_resumed,
+    describe_save,
+    describe_slow_rank,
+    describe_step,
+)
+from megaspeed.training.metrics import PartMetrics, StepMetrics, ValidationMetrics
 from megaspeed.training.trainer import TrainingSummary
+
+_SPEED_SECONDS = 3600.0
+"""Over how long the time that is left is estimated; rich's 30 s may not see two steps."""
 
 
 class NullObserver:
     """Listens to nothing: every rank but 0."""
 
     def step(self, metrics: StepMetrics) -> None:
+        """Ignored."""
+
+    def parts(self, metrics: PartMetrics) -> None:
         """Ignored."""
 
     def validation(self, metrics: ValidationMetrics) -> None:
@@ -41,24 +57,39 @@ class NullObserver:
         """Ignored."""
 
 
+class Record(Protocol):
+    """What records are written to: ``metrics.jsonl``, other services."""
+
+    def write(self, metrics: StepMetrics | PartMetrics | ValidationMetrics) -> None:
+        """Takes one of them."""
+
+
 class ConsoleObserver:
-    """Writes every step to ``metrics.jsonl`` and every ``log_interval``-th to the console.
+    """Writes every step to the records and every ``log_interval``-th to the console.
 
     Args:
         run: the resolved run.
         console: to print to.
-        metrics_file: to write to.
+        records: get every step and every evaluation.
+        parts: gets where the time of a step went.
         begin: where the run starts or goes on.
     """
 
     def __init__(
-        self, run: Run, console: Console, metrics_file: MetricsFile, begin: Progress
+        self,
+        run: Run,
+        console: Console,
+        records: Sequence[Record],
+        parts: Record | None,
+        begin: Progress,
     ) -> None:
+        self._run = run
+        self._parts = parts
         self._log_interval = run.config.training.log_interval
         self._steps = run.config.training.steps
         self._begin = begin
         self._console = console
-        self._metrics_file = metrics_file
+        self._records = records
         self._progress = ProgressBar(
             TextColumn("training"),
             BarColumn(),
@@ -67,11 +98,16 @@ class ConsoleObserver:
             TimeRemainingColumn(),
             console=console,
             transient=True,
+            disable=not console.is_terminal,
+            redirect_stderr=sys.stderr.isatty(),  # else a log file would lose the errors
+            refresh_per_second=2,  # drawing takes processor time from training
+            speed_estimate_period=_SPEED_SECONDS,
         )
         self._task = self._progress.add_task("training", total=self._steps, completed=begin.step)
 
     def __enter__(self) -> Self:
         self._progress.start()
+        self._console.show_cursor(True)  # the bar hides it, and a process may be killed
         return self
 
     def __exit__(
@@ -84,7 +120,7 @@ class ConsoleObserver:
 
     def step(self, metrics: StepMetrics) -> None:
         """Records the step and moves the bar."""
-        self._metrics_file.write(metrics)
+        self._write(metrics)
         self._progress.update(self._task, completed=metrics.step)
         is_first = metrics.step == self._begin.step + 1
         if metrics.skipped or is_first or metrics.step % self._log_interval == 0:
@@ -92,9 +128,16 @@ class ConsoleObserver:
         if is_first and self._begin.step > 0:
             self._say(describe_resumed(self._begin, metrics))
 
+    def parts(self, metrics: PartMetrics) -> None:
+        """Records them, and prints a line if one rank keeps the others waiting."""
+        if self._parts is not None:
+            self._parts.write(metrics)
+        if metrics.slowest_rank_seconds > SLOW * metrics.median_rank_seconds:
+            self._say(describe_slow_rank(metrics, self._run.grid))
+
     def validation(self, metrics: ValidationMetrics) -> None:
         """Records and prints an evaluation."""
-        self._metrics_file.write(metrics)
+        self._write(metrics)
         self._say(
             f"step {metrics.step:>6}  validation loss {metrics.validation_loss:.4f}  "
             f"perplexity {metrics.validation_perplexity:.2f}"
@@ -110,33 +153,12 @@ class ConsoleObserver:
         """Prints where a checkpoint is, or why it is not."""
         self._say(describe_save(report))
 
+    def _write(self, metrics: StepMetrics | PartMetrics | ValidationMetrics) -> None:
+        for record in self._records:
+            record.write(metrics)
+
     def _say(self, line: str) -> None:
         self._console.print(line, highlight=False, soft_wrap=True)
-
-
-def plan_table(run: Run, stages: Sequence[range], parameters: Sequence[int]) -> Table:
-    """Layers and parameters of each pipeline stage, under a line that names the layout.
-
-    Args:
-        run: the resolved run.
-        stages: flat layers of each pipeline stage.
-        parameters: logical parameters of each pipeline stage.
-    """
-    grid, batch = run.grid, run.batch
-    table = Table(
-        title=f"{run.name}: pp {grid.pp} x dp {grid.dp} x tp {grid.tp} = "
-        f"{grid.world_size} ranks, ZeRO-{run.zero_stage}, {run.precision}, "
-        f"{batch.train_batch_size} samples a step in {batch.gradient_accumulation_steps} "
-        f"micro-batches of {batch.micro_batch_size}",
-        title_justify="left",
-    )
-    for heading in ("pipeline stage", "layers", "parameters"):
-        table.add_column(heading, justify="right")
-    for index, (layers, count) in enumerate(zip(stages, parameters, strict=True)):
-        table.add_row(
-            str(index), _describe_layers(layers, layer_count(run.config.model)), f"{count:,}"
-        )
-    return table
 
 
 def summary_table(run: Run, summary: TrainingSummary) -> Table:
@@ -159,17 +181,3 @@ def summary_table(run: Run, summary: TrainingSummary) -> Table:
     peaks = ", ".join(f"{peak / 2**20:,.0f}" for peak in last.peak_memory_bytes)
     table.add_row("peak memory by pipeline stage", f"{peaks} MiB")
     return table
-
-
-def _describe_layers(layers: range, count: int) -> str:
-    names = []
-    if 0 in layers:
-        names.append("embedding")
-    blocks = [index - 1 for index in layers if 0 < index < count - 1]
-    if blocks:
-        names.append(
-            f"blocks {blocks[0]}-{blocks[-1]}" if len(blocks) > 1 else f"block {blocks[0]}"
-        )
-    if count - 1 in layers:
-        names.append("head")
-    return ", ".join(names)

@@ -5,8 +5,10 @@ from rich.markup import escape
 from megaspeed.checkpoint.run_state import Progress
 from megaspeed.checkpoint.saving import SaveReport
 from megaspeed.config.resolve import Run
-from megaspeed.training.metrics import StepMetrics
-from megaspeed.training.resume import Start
+from megaspeed.data.prepared import PreparedCorpus
+from megaspeed.topology.grid import Grid
+from megaspeed.training.metrics import PartMetrics, StepMetrics
+from megaspeed.training.resume import MOST_CHANGES, Start
 
 WORSE_BY_NATS = 0.5
 """By how much the first loss after a resume may lie above the last one before without a warning.
@@ -14,7 +16,28 @@ WORSE_BY_NATS = 0.5
 A step's loss is of other samples than the one before, so that they differ by some tenths.
 """
 
-_MOST_CHANGES = 12
+SLOW = 1.5
+"""How many times longer than the median rank a rank must work to be named."""
+
+
+def describe_corpus(corpus: PreparedCorpus, seconds: float) -> str:
+    """What is trained on and what is held out of it, in tokens and sequences."""
+    train, validation = corpus.train, corpus.validation
+    sources = len(train.components)
+    mixed = f" mixed from {sources} sources" if sources > 1 else ""
+    line = (
+        f"corpus: {train.tokens:,} training tokens in {corpus.training_sequences:,} "
+        f"sequences{mixed}; "
+    )
+    if validation is None:
+        line += "no validation"
+    else:
+        share = validation.tokens / (train.tokens + validation.tokens)
+        line += (
+            f"{validation.tokens:,} validation tokens in {corpus.validation_sequences:,} "
+            f"sequences, {share:.1%} of all"
+        )
+    return f"{line}; ready in {seconds:.1f} s"
 
 
 def describe_start(start: Start, run: Run) -> list[str]:
@@ -32,9 +55,11 @@ def describe_start(start: Start, run: Run) -> list[str]:
     elif start.checkpoint is not None:
         begins = "resuming" if start.step else "starting"
         lines.append(f"{begins} from {escape(str(start.checkpoint))}")
-        lines += [f"  changed since: {escape(change)}" for change in start.changes[:_MOST_CHANGES]]
-        if len(start.changes) > _MOST_CHANGES:
-            lines.append(f"  and {len(start.changes) - _MOST_CHANGES} more")
+        lines += [f"  changed since: {escape(change)}" for change in start.changes[:MOST_CHANGES]]
+        if len(start.changes) > MOST_CHANGES:
+            lines.append(f"  and {len(start.changes) - MOST_CHANGES} more")
+        if start.rate_change is not None:
+            lines.append(f"[yellow]warning:[/yellow] {escape(start.rate_change)}")
     return lines
 
 
@@ -50,14 +75,18 @@ def describe_spare_ranks(run: Run) -> str:
 
 
 def describe_step(metrics: StepMetrics) -> str:
-    """One console line."""
-    mfu = "n/a" if metrics.mfu is None else f"{metrics.mfu:.1%}"
-    skipped = "  SKIPPED: loss or gradient norm is not finite" if metrics.skipped else ""
-    return (
-        f"step {metrics.step:>6}  loss {metrics.loss:.4f}  lr {metrics.learning_rate:.3e}  "
-        f"grad norm {metrics.grad_norm:.3f}  {metrics.tokens_per_second:,.0f} tokens/s  "
-        f"{metrics.tflops_per_rank:.3g} TFLOP/s/rank  MFU {mfu}{skipped}"
+    """One console line, of at most 100 columns; without an MFU, as on a CPU, of at most 80.
+
+    The rate of operations stands beside the MFU alone: where the device's peak is not known, it has
+    nothing to be compared with.
+    """
+    line = (
+        f"step {metrics.step:>6}  loss {metrics.loss:.4f}  lr {metrics.learning_rate:.2e}  "
+        f"grad norm {metrics.grad_norm:.3f}  {metrics.tokens_per_second:,.0f} tok/s"
     )
+    if metrics.mfu is not None:
+        line += f"  {metrics.tflops_per_rank:.3g} TFLOP/s/rank  MFU {metrics.mfu:.1%}"
+    return line + ("  SKIPPED" if metrics.skipped else "")
 
 
 def describe_resumed(begin: Progress, first: StepMetrics) -> str:
@@ -76,6 +105,16 @@ def describe_resumed(begin: Progress, first: StepMetrics) -> str:
     return (
         f"[yellow]{line}. It is more than {WORSE_BY_NATS} nats higher: "
         "is this the data, and the learning rate, that the run had?[/yellow]"
+    )
+
+
+def describe_slow_rank(metrics: PartMetrics, grid: Grid) -> str:
+    """The rank that the others wait for; a line, with markup."""
+    at = grid.coordinates_of(metrics.slowest_rank)
+    return (
+        f"[yellow]step {metrics.step:>6}  slowest: rank {metrics.slowest_rank} (pp {at.pp}, "
+        f"dp {at.dp}, tp {at.tp}) worked {metrics.slowest_rank_seconds:.3g} s, the median rank "
+        f"{metrics.median_rank_seconds:.3g} s[/yellow]"
     )
 
 

@@ -5,38 +5,46 @@
 The run folder is touched only once this run has all that it needs to go on.
 """
 
+import functools
 import math
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 
 from rich.console import Console
+from rich.markup import escape
+from rich.text import Text
 
 from megaspeed.checkpoint.errors import CheckpointError
 from megaspeed.checkpoint.run_state import Progress
 from megaspeed.checkpoint.together import from_rank_0
 from megaspeed.config.resolve import Run
 from megaspeed.data.prepared import PreparedCorpus
-from megaspeed.pipeline.stages import layers_of_stages, parameters_of_stages
 from megaspeed.topology.context import ParallelContext
 from megaspeed.topology.meeting import RanksDisagree
 from megaspeed.topology.rank_log import RankLog
 from megaspeed.topology.stop_signal import StopSignal
 from megaspeed.topology.watch import Watch
 from megaspeed.training.agreement import check_agreement
+from megaspeed.training.banner import BANNER_WIDTH, banner
 from megaspeed.training.checkpointing import Checkpointing
 from megaspeed.training.console import (
     ConsoleObserver,
     NullObserver,
-    plan_table,
     summary_table,
 )
 from megaspeed.training.console_lines import describe_start
 from megaspeed.training.loss_curve import draw_loss_curve
 from megaspeed.training.metrics import MetricsFile
+from megaspeed.training.predictions import Predictions
 from megaspeed.training.replicas import ReplicasDiffer
+from megaspeed.training.reporting import Reporting
 from megaspeed.training.restarts import NoProgress, Restarts
 from megaspeed.training.resume import ResumeOptions, Start, find_start
 from megaspeed.training.run_folder import (
     LOSS_CURVE,
     METRICS,
+    PARTS,
     continue_run_folder,
     start_run_folder,
 )
@@ -57,6 +65,9 @@ EXPECTED = (*STOPPED, CheckpointError, OSError)
 """Exceptions with a message for the user. Any other is reported here, with its traceback."""
 
 
+_OUT_OF_MEMORY = re.compile("out of memory|can't allocate memory|ALLOC_FAILED")
+
+
 def run_job(
     run: Run,
     corpus: PreparedCorpus,
@@ -67,6 +78,7 @@ def run_job(
     watch: Watch,
     log: RankLog,
     console: Console,
+    predictions: Predictions,
 ) -> TrainingSummary | None:
     """Trains the run from where it starts; a collective over all ranks.
 
@@ -99,17 +111,35 @@ def run_job(
                 console.print(line, highlight=False, soft_wrap=True)
             if start.is_end_of(run):
                 return None
-            console.print(plan_table(run, layers_of_stages(run), parameters_of_stages(run)))
-            with during("building the model", patience=START_UP_PATIENCE):
+            for part in banner(run, context.device, predictions.peaks):
+                width = None if console.is_terminal else BANNER_WIDTH
+                console.print(part, width=width, soft_wrap=isinstance(part, Text))
+            with (
+                during("building the model", patience=START_UP_PATIENCE),
+                _explained(lambda: predictions.out_of_memory(run, context, None)),
+            ):
                 worker = Worker(run, context)
             with (
                 Checkpointing(worker, corpus) as checkpointing,
                 # Once more, because the line above waits for a save that is under way.
                 watch.failures_reported(expected=EXPECTED),
+                _explained(lambda: predictions.out_of_memory(run, context, worker.engine)),
             ):
                 begin = _begin(start, options, run, checkpointing, context, console)
                 restarts.note_opened()
                 return _train(worker, corpus, checkpointing, stop, console, begin)
+
+
+@contextmanager
+def _explained(explanation: Callable[[], str]) -> Iterator[None]:
+    """Adds an explanation to the report of an exception that says that memory ran out."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:  # torch.OutOfMemoryError is a RuntimeError
+        if isinstance(error, MemoryError) or _OUT_OF_MEMORY.search(str(error)):
+            with suppress(Exception):  # there may be no memory for an explanation either
+                error.add_note(explanation())
+        raise
 
 
 def _begin(
@@ -145,10 +175,16 @@ def _train(
     if worker.context.rank != 0:
         return Trainer(worker, corpus, checkpointing, stop, NullObserver()).train(begin)
     with (
+        Reporting(run, begin.step, functools.partial(_warn, console)) as reporting,
         MetricsFile(run.run_dir / METRICS) as metrics_file,
-        ConsoleObserver(run, console, metrics_file, begin) as observer,
+        MetricsFile(run.run_dir / PARTS) as parts_file,
+        ConsoleObserver(run, console, (metrics_file, reporting), parts_file, begin) as observer,
     ):
         return Trainer(worker, corpus, checkpointing, stop, observer).train(begin)
+
+
+def _warn(console: Console, text: str) -> None:
+    console.print("[yellow]warning:[/yellow]", escape(text), highlight=False, soft_wrap=True)
 
 
 def tell_ending(run: Run, summary: TrainingSummary, console: Console) -> None:

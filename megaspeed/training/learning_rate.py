@@ -1,10 +1,19 @@
-"""The learning rate of each step, as DeepSpeed's schedulers of the same names compute it.
+"""The learning rate of each step: ours, and as DeepSpeed's schedulers compute it.
+
+Ours, for the s-th step (counted from 1) of T, with W steps of warmup and a floor of m:
+
+    s <= W   s / W
+    s > W    m + (1 - m) f((s - W) / (T - W))    f(p) = (1 + cos(pi p)) / 2, 1 - p, or 1 (no fall)
+
+So step 1 has 1 / W of the full rate, step W all of it, and step T the floor.
 
 DeepSpeed 0.19.8 (runtime/lr_schedules.py) counts iterations from -1, which is the first optimizer
-step's, so step s (counted from 0) has iteration s - 1. Warmup goes over
+step's, so its s-th step has iteration s - 2. Warmup goes over
 W = max(2, warmup_num_steps) iterations along
 
     linear   i / W            log   ln(i + 1) / ln(W)
+
+So steps 1 and 2 both have the lowest rate, and the full rate comes at step W + 2.
 
 The rate is a function of the number of steps taken, so a resumed run needs no state.
 """
@@ -13,6 +22,8 @@ import math
 
 from megaspeed.config.optimizer import OptimizerConfig
 from megaspeed.config.scheduler import (
+    Constant,
+    Decay,
     SchedulerConfig,
     WarmupCosineLR,
     WarmupCosineLRParams,
@@ -28,13 +39,15 @@ def learning_rate(
 
     Args:
         optimizer: its ``lr`` is the rate without a scheduler, and what ratios refer to.
-        scheduler: one of DeepSpeed's, or None for a constant rate.
+        scheduler: None for a constant rate.
         step: number of optimizer steps taken before this one.
         steps: length of the run, for schedulers whose ``total_num_steps`` is left out.
     """
     base = optimizer.params.lr
     if scheduler is None:
         return base
+    if isinstance(scheduler, Decay | Constant):
+        return base * _ratio(scheduler, step + 1, steps)
     iteration = step - 1
     if isinstance(scheduler, WarmupCosineLR):
         return base * _cosine_ratio(scheduler.params, iteration, steps)
@@ -51,6 +64,19 @@ def learning_rate(
     else:
         fraction = 1.0
     return low + (high - low) * fraction
+
+
+def _ratio(scheduler: Decay | Constant, step: int, steps: int) -> float:
+    """Of the full rate, at the ``step``-th step, counted from 1."""
+    warmup = scheduler.params.warmup_num_steps
+    if step <= warmup:
+        return step / warmup
+    if isinstance(scheduler, Constant):
+        return 1.0
+    total, floor = scheduler.params.total_num_steps or steps, scheduler.params.min_ratio
+    progress = min(1.0, (step - warmup) / max(1, total - warmup))
+    left = (1 + math.cos(math.pi * progress)) / 2 if scheduler.type == "cosine" else 1 - progress
+    return floor + (1 - floor) * left
 
 
 def _cosine_ratio(params: WarmupCosineLRParams, iteration: int, steps: int) -> float:

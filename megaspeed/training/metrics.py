@@ -4,10 +4,14 @@ import contextlib
 import dataclasses
 import json
 import math
+import statistics
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
+
+from megaspeed.topology.timeline import OWN_WORK, PARTS
+from megaspeed.training.worker import StepParts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +63,40 @@ class ValidationMetrics:
         return cls(step=step, validation_loss=loss, validation_perplexity=perplexity)
 
 
+@dataclass(frozen=True, kw_only=True)
+class PartMetrics:
+    """Where the time of one step went, which was timed (every ``training.log_interval`` steps).
+
+    Attributes:
+        step: which one.
+        parts_seconds: seconds of each part, the mean over all ranks.
+        slowest_rank: the rank that worked longest, waits for other ranks left out.
+        slowest_rank_seconds: how long it worked.
+        median_rank_seconds: how long the rank in the middle worked.
+    """
+
+    step: int
+    parts_seconds: dict[str, float]
+    slowest_rank: int
+    slowest_rank_seconds: float
+    median_rank_seconds: float
+
+    @classmethod
+    def of(cls, parts: StepParts) -> Self:
+        """From the parts of all ranks."""
+        own = [PARTS.index(part) for part in OWN_WORK]
+        work = [sum(seconds[index] for index in own) for seconds in parts.seconds]
+        means = [statistics.fmean(column) for column in zip(*parts.seconds, strict=True)]
+        slowest = max(range(len(work)), key=work.__getitem__)
+        return cls(
+            step=parts.step,
+            parts_seconds=dict(zip(PARTS, means, strict=True)),
+            slowest_rank=slowest,
+            slowest_rank_seconds=work[slowest],
+            median_rank_seconds=statistics.median(work),
+        )
+
+
 class MetricsFile:
     """``metrics.jsonl`` of a run, one line an object, written at once so that it can be followed.
 
@@ -71,7 +109,7 @@ class MetricsFile:
         self._file = path.open("ab", buffering=0)
         self._unwritten = b""
 
-    def write(self, metrics: StepMetrics | ValidationMetrics) -> None:
+    def write(self, metrics: StepMetrics | PartMetrics | ValidationMetrics) -> None:
         """Appends one object."""
         record = {key: _finite(value) for key, value in dataclasses.asdict(metrics).items()}
         self._unwritten += json.dumps(record).encode() + b"\n"

@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from rich.console import Console
@@ -37,12 +37,15 @@ from megaspeed.topology.process_exit import EXIT_DONE, EXIT_FAILED, EXIT_WRONG_I
 from megaspeed.topology.rank_log import RankLog
 from megaspeed.topology.stop_signal import StopSignal
 from megaspeed.topology.watch import Watch
-from megaspeed.training.console_lines import describe_spare_ranks
+from megaspeed.training.console_lines import describe_corpus, describe_spare_ranks
 from megaspeed.training.faults import inject_into_process
 from megaspeed.training.job import EXPECTED, STOPPED, run_job, tell_ending
 from megaspeed.training.launch_warnings import launch_warnings
+from megaspeed.training.predictions import Predictions
+from megaspeed.training.reporting import check_packages
 from megaspeed.training.restarts import Restarts, restart_number
 from megaspeed.training.resume import ResumeOptions, check_resume
+from megaspeed.training.resumed_split import keep_split
 from megaspeed.training.run_folder import check_run_folder
 from megaspeed.training.trainer import START_UP_PATIENCE
 
@@ -65,8 +68,12 @@ _OF_A_NODE = {
 _INPUT_ERRORS = (DataError, TopologyError)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str] | None = None, predictions: Predictions | None = None) -> int:
     """Trains as the command line says; returns the exit code.
+
+    Args:
+        arguments: of the command line; the process's own if omitted.
+        predictions: asked for the banner, and if memory runs out.
 
     The caller must leave by ``end_process``. After a failure, threads may still wait for other
     ranks, and an ordinary exit would wait for these threads.
@@ -75,11 +82,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         launch = read_launch_environment(os.environ)
     except LaunchError as error:
+        _let_rank_0_speak()
         sys.stderr.write(f"{error}\n")
         return EXIT_WRONG_INPUT
     console = Console(stderr=False, quiet=launch.rank != 0)
     try:
-        run = _checked_run(options, launch)
+        run = _checked_run(options, launch, console)
         activity = Activity()
         inject_into_process(activity, launch.rank)
     except (ConfigError, DataError, CheckpointError) as error:
@@ -88,27 +96,43 @@ def main(arguments: Sequence[str] | None = None) -> int:
         launch,
         run,
         visible_gpus=torch.cuda.device_count(),
+        has_bf16=torch.cuda.is_available() and torch.cuda.is_bf16_supported(False),
         processors=os.cpu_count() or 1,
         threads=torch.get_num_threads(),
     ):
         console.print("[yellow]warning:[/yellow]", warning, highlight=False, soft_wrap=True)
+    try:
+        meeting = check_in(launch, _shared_by_all(run), _start_up_seconds(run))
+    except (GroupError, RanksDisagree) as error:
+        if launch.rank == 0 or isinstance(error, GroupError):
+            _say(error, launch)
+        return EXIT_FAILED
+    # A signal that comes from here on does not end the process by itself.
     with StopSignal() as stop:
-        try:
-            meeting = check_in(launch, _shared_by_all(run), _start_up_seconds(run))
-        except (GroupError, RanksDisagree) as error:
-            if launch.rank == 0 or isinstance(error, GroupError):
-                _say(error, launch)
-            return EXIT_FAILED
         if Restarts(meeting).given_up:
             return EXIT_FAILED
         if run.spare_ranks:
             meeting = meeting.without_spare_ranks(run.grid.world_size)
             console.print(describe_spare_ranks(run), highlight=False, soft_wrap=True)
-        return _watched(run, ResumeOptions.of(options), meeting, activity, stop, console)
+        resume = ResumeOptions.of(options)
+        predictions = predictions or Predictions()
+        return _watched(run, resume, meeting, activity, stop, console, predictions)
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        _let_rank_0_speak()
+        super().error(message)
+
+
+def _let_rank_0_speak() -> None:
+    """For mistakes that are found before a rank knows its place, or in its place."""
+    if os.environ.get("RANK", "0") != "0":
+        time.sleep(_SECONDS_FOR_RANK_0_TO_SPEAK)
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Pretrain a GPT as a JSON file says.")
+    parser = _Parser(description="Pretrain a GPT as a JSON file says.")
     add_config_options(parser)
     ResumeOptions.add_to(parser)
     # The deepspeed launcher passes it to every process; the environment says the same.
@@ -116,7 +140,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def _checked_run(options: argparse.Namespace, launch: LaunchEnvironment) -> Run:
+def _checked_run(options: argparse.Namespace, launch: LaunchEnvironment, console: Console) -> Run:
     try:
         run = load_run(
             options.config,
@@ -129,8 +153,13 @@ def _checked_run(options: argparse.Namespace, launch: LaunchEnvironment) -> Run:
         others = find_problems_in_file(options.config, options.overrides)
         raise ConfigError([*error.problems, *others], error.where) from error
     check_run_folder(run)
+    check_packages(run)
+    resume = ResumeOptions.of(options)
     if not restart_number():  # the folder may be full of this launch's own checkpoints
-        check_resume(ResumeOptions.of(options), run)
+        check_resume(resume, run)
+    run, kept = keep_split(resume, run)
+    if kept is not None:
+        console.print(kept, highlight=False, markup=False, soft_wrap=True)
     return run
 
 
@@ -151,13 +180,8 @@ def _prepared_corpus(run: Run, console: Console) -> PreparedCorpus:
     start = time.perf_counter()
     with console.status("preparing the corpus"):
         corpus = prepare_corpus(run.config.data, run.config.model.vocab_size)
-    components = len(corpus.train.components)
-    mixed = f" mixed from {components} sources" if components > 1 else ""
-    console.print(
-        f"corpus: {corpus.train.tokens:,} training tokens, {corpus.training_sequences:,} "
-        f"sequences{mixed}, ready in {time.perf_counter() - start:.1f} s",
-        highlight=False,
-    )
+    line = describe_corpus(corpus, time.perf_counter() - start)
+    console.print(line, highlight=False, soft_wrap=True)
     return corpus
 
 
@@ -181,6 +205,7 @@ def _watched(
     activity: Activity,
     stop: StopSignal,
     console: Console,
+    predictions: Predictions,
 ) -> int:
     """From the meeting to the exit code, while the ranks watch each other."""
     launch, log = meeting.launch, RankLog()
@@ -202,7 +227,16 @@ def _watched(
                 )
             with context:
                 summary = run_job(
-                    run, corpus, resume, Restarts(meeting), context, stop, watch, log, console
+                    run,
+                    corpus,
+                    resume,
+                    Restarts(meeting),
+                    context,
+                    stop,
+                    watch,
+                    log,
+                    console,
+                    predictions,
                 )
             if summary is not None and launch.rank == 0:
                 with activity.during("the loss curve", patience=math.inf):

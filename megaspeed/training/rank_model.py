@@ -1,7 +1,7 @@
 """One rank's part of the model, on the meta device, and the initial values of its parameters.
 
-GPT(layers of this pipeline stage) --parallelize--> RankModel --zero.build_engine--> ZeroEngine
-GPT(all layers) -----------------------------------------------> the baselines of `compare`
+    GPT(layers of this pipeline stage) --parallelize--> RankModel --zero.build_engine--> ZeroEngine
+    GPT(all layers) -----------------------------------------------> the baselines of `compare`
 """
 
 from dataclasses import dataclass
@@ -47,6 +47,7 @@ def rank_model(run: Run, context: ParallelContext) -> RankModel:
         rank=context.tp_rank,
         size=context.tp_size,
         sequence_parallel=run.config.parallel.sequence_parallel and context.tp_size > 1,
+        timeline=context.timeline,
     )
     module = plain_model(run, layers_of_stages(run)[context.pp_rank])
     return RankModel(module, parallelize(module, run.config.model, axis), axis, run)

@@ -19,12 +19,16 @@ from megaspeed.checkpoint.folders import is_leftover, locate
 from megaspeed.checkpoint.run_state import RunState
 from megaspeed.checkpoint.together import from_rank_0
 from megaspeed.config.resolve import Run
-from megaspeed.files.places import expand_home
+from megaspeed.files.places import expand_home, named_place
 from megaspeed.topology.context import ParallelContext
-from megaspeed.training.resumed_run import config_changes, mask_changes
+from megaspeed.training.resumed_rate import rate_change
+from megaspeed.training.resumed_run import config_changes, mask_changes, training_changes
 from megaspeed.training.run_folder import checkpoint_folder
 
 AUTO, NEVER = "auto", "never"
+
+MOST_CHANGES = 12
+"""How many changes of the configuration are listed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +51,7 @@ class ResumeOptions:
         parser.add_argument(
             "--resume",
             default=AUTO,
+            type=lambda text: str(named_place(text)),
             metavar="auto|never|DIR",
             help="auto: from the newest whole checkpoint of training.run_dir, if it has any; "
             "never: at step 0; DIR: from this checkpoint, or the newest whole one in this folder",
@@ -89,6 +94,7 @@ class Start:
         passed_over: newer checkpoints that are not whole, each with what is wrong with it.
         changes: in dropout masks and in the configuration since it was saved, as "key: before ->
             now".
+        rate_change: a sentence, if the next step's learning rate is not the one that was due.
     """
 
     checkpoint: Path | None = None
@@ -96,6 +102,7 @@ class Start:
     in_place: bool = False
     passed_over: tuple[tuple[Path, str], ...] = ()
     changes: tuple[str, ...] = ()
+    rate_change: str | None = None
 
     def is_end_of(self, run: Run) -> bool:
         """Whether nothing is left to train."""
@@ -126,7 +133,8 @@ def find_start(options: ResumeOptions, run: Run, context: ParallelContext) -> St
     """Finds the checkpoint to start from, the same on every rank; a collective.
 
     Raises:
-        CheckpointError: on every rank, where there are checkpoints and none is whole.
+        CheckpointError: on every rank, if there are checkpoints and none is whole, or if nothing
+            is left to train of a run that trained otherwise.
     """
     group = context.checkpoint_group
     candidates = from_rank_0(group, lambda: _candidates(options, run))
@@ -137,13 +145,17 @@ def find_start(options: ResumeOptions, run: Run, context: ParallelContext) -> St
         raise CheckpointError(_none_is_whole(found))
     checkpoint = found.checkpoint
     saved = from_rank_0(group, lambda: RunState.read(checkpoint))
-    return Start(
-        checkpoint=found.checkpoint,
+    start = Start(
+        checkpoint=checkpoint,
         step=saved.progress.step,
-        in_place=not options.fresh and _is_of(run, found.checkpoint),
+        in_place=not options.fresh and _is_of(run, checkpoint),
         passed_over=found.passed_over,
         changes=(*mask_changes(saved, run), *config_changes(saved, run)),
+        rate_change=rate_change(saved, run),
     )
+    if start.is_end_of(run) and (others := training_changes(saved, run)):
+        raise CheckpointError(_finished_otherwise(checkpoint, start.step, others))
+    return start
 
 
 def _candidates(options: ResumeOptions, run: Run) -> list[Path]:
@@ -181,6 +193,22 @@ def _named(path: Path) -> list[Path]:
 def _is_of(run: Run, checkpoint: Path) -> bool:
     """Whether it is in the folder of this run's checkpoints, by whatever name that was reached."""
     return checkpoint.resolve().parent == checkpoint_folder(run).root.resolve()
+
+
+def _finished_otherwise(checkpoint: Path, step: int, changes: list[str]) -> str:
+    shown = [f"  {change}" for change in changes[:MOST_CHANGES]]
+    if len(changes) > MOST_CHANGES:
+        shown.append(f"  and {len(changes) - MOST_CHANGES} more")
+    return "\n".join(
+        [
+            f"{checkpoint} is of a run that has taken its {step} steps with another configuration, "
+            "so this one would not be trained:",
+            *shown,
+            "Set another training.run_dir, start this one at step 0 with --fresh (which moves what "
+            f"is there to earlier-N/ and deletes nothing), or train on from step {step} by a "
+            "larger training.steps.",
+        ]
+    )
 
 
 def _none_is_whole(found: Found) -> str:

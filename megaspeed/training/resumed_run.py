@@ -10,10 +10,13 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from pydantic import BaseModel, ValidationError
+
 from megaspeed import __version__
 from megaspeed.checkpoint.run_state import DataIdentity, Progress, RunState
 from megaspeed.config.model import ModelConfig
 from megaspeed.config.resolve import Run
+from megaspeed.config.run import RunConfig
 
 _DATA_KEYS = {
     "corpus": "the training text (data.train)",
@@ -36,6 +39,25 @@ _FOLLOWING_KEYS = {
     "zero_optimization.log_trace_cache_warnings",
 }
 
+# What the weights after a number of steps are a function of. The number of steps itself is not in
+# it: if the schedule follows from it, its total_num_steps is.
+_TRAINING_SECTIONS = (
+    "model",
+    "data",
+    "optimizer",
+    "scheduler",
+    "gradient_clipping",
+    "train_batch_size",
+    "bf16",
+    "fp16",
+    "data_types",
+)
+_TRAINING_KEYS = {
+    "training.seed",
+    "training.allow_tf32",
+    "training.allow_reduced_precision_reduction",
+}
+
 # Regularisation may be changed in mid-training, and no weights are drawn anew. Where positions are
 # learnt, their number shows in a shape; where they are turned, it is a limit and no more.
 _FREE_MODEL_KEYS = {
@@ -46,6 +68,14 @@ _FREE_MODEL_KEYS = {
     "initializer_range",
     "max_position_embeddings",
 }
+
+
+def saved_config(saved: RunState) -> dict[str, Any]:
+    """The saved configuration; if it is older than ``data.hold_out_by``, with the rule it had."""
+    data = saved.config.get("data")
+    if data is None:
+        return saved.config
+    return {**saved.config, "data": {"hold_out_by": "documents", **data}}
 
 
 def model_changes(saved: RunState, run: Run) -> list[str]:
@@ -69,13 +99,27 @@ def config_changes(saved: RunState, run: Run) -> list[str]:
 
     An imported model has a model section and no other.
     """
-    before = dict(_leaves(saved.config))
+    before = dict(_leaves(saved_config(saved)))
     said = saved.config if saved.imported_from is not None else run.as_json()
     now = dict(_leaves({key: value for key, value in run.as_json().items() if key in said}))
     return [
         f"{name}: {_told(before, name)} -> {_told(now, name)}"
         for name in sorted(before.keys() | now.keys())
-        if name not in _FOLLOWING_KEYS and before.get(name) != now.get(name)
+        if name not in _FOLLOWING_KEYS
+        and before.get(name, _default_of(name)) != now.get(name, _default_of(name))
+    ]
+
+
+def training_changes(saved: RunState, run: Run) -> list[str]:
+    """Of the changes of the configuration, those that train other weights, not to rounding alone.
+
+    Layout, ZeRO, reports and saves are none of them.
+    """
+    before, now = _trained(saved_config(saved)), _trained(run.as_json())
+    return [
+        f"{name}: {_told(before, name)} -> {_told(now, name)}"
+        for name in sorted(before.keys() | now.keys())
+        if before.get(name) != now.get(name)
     ]
 
 
@@ -117,6 +161,24 @@ def go_on(saved: RunState, own: DataIdentity) -> Progress:
     return progress.model_copy(update={"samples": samples})
 
 
+def _trained(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The values that decide what is trained; keys that a version did not have, with defaults."""
+    parts = {name: config[name] for name in _TRAINING_SECTIONS if name in config}
+    keys = {"training.steps", *_TRAINING_KEYS}
+    values = config.get("training", {}).items()
+    parts["training"] = {key: value for key, value in values if f"training.{key}" in keys}
+    try:
+        parts = RunConfig.model_validate(parts).to_json()
+    except ValidationError:  # of a version whose keys this one does not read
+        parts = dict(parts)
+    return {
+        name: value
+        for name, value in _leaves(parts)
+        if name != "model.preset"
+        and (name in _TRAINING_KEYS or name.split(".")[0] in _TRAINING_SECTIONS)
+    }
+
+
 def _drops(model: ModelConfig) -> bool:
     return max(model.embedding_dropout, model.attention_dropout, model.residual_dropout) > 0.0
 
@@ -127,6 +189,21 @@ def _leaves(tree: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]
             yield from _leaves(value, f"{path}{name}.")
         else:
             yield f"{path}{name}", value
+
+
+def _default_of(name: str) -> Any:
+    """Of a key of the configuration: what it is worth where a version did not have it yet."""
+    section: Any = RunConfig
+    *path, last = name.split(".")
+    for part in path:
+        field = section.model_fields.get(part)
+        section = None if field is None else field.annotation
+        if not (isinstance(section, type) and issubclass(section, BaseModel)):
+            return None
+    field = section.model_fields.get(last)
+    if field is None or field.is_required():
+        return None
+    return field.get_default(call_default_factory=True)
 
 
 def _told(values: Mapping[str, Any], name: str) -> str:

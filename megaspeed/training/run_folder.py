@@ -1,12 +1,16 @@
 """The folder that a run writes to: found usable before anything starts, and never overwritten.
 
     config.json  metrics.jsonl  loss.png  checkpoints/     of this run
+    starts.jsonl                                           when it was started and resumed
+    tensorboard/ wandb/                                    if training.report_to names them
     earlier-1/   earlier-2/  ...                           what made way for it, with the same names
 
 A run that starts anew moves all that is there; one that goes on from a step, what came after it.
 """
 
+import dataclasses
 import json
+from datetime import UTC, datetime
 from pathlib import Path
 
 from megaspeed.checkpoint.folders import CHECKPOINTS, CheckpointFolder, step_named
@@ -16,7 +20,9 @@ from megaspeed.files.durable import flush_folder, write_whole
 from megaspeed.files.places import folder_problem
 from megaspeed.training.metrics import records_up_to
 
-CONFIG, METRICS, LOSS_CURVE = "config.json", "metrics.jsonl", "loss.png"
+CONFIG, LOSS_CURVE = "config.json", "loss.png"
+METRICS, PARTS, STARTS = "metrics.jsonl", "parts.jsonl", "starts.jsonl"
+TENSORBOARD, WANDB = "tensorboard", "wandb"
 
 
 def check_run_folder(run: Run) -> None:
@@ -40,9 +46,10 @@ def start_run_folder(run: Run) -> Path | None:
     run.run_dir.mkdir(parents=True, exist_ok=True)
     earlier = _next_earlier(run.run_dir)
     # Checkpoints first: without them what is left is no run that somebody could go on with.
-    for name in (CHECKPOINTS, METRICS, CONFIG, LOSS_CURVE):
+    for name in (CHECKPOINTS, METRICS, PARTS, STARTS, CONFIG, LOSS_CURVE, TENSORBOARD, WANDB):
         _move(run.run_dir / name, run.run_dir, earlier)
     _write_config(run)
+    _record_start(run, 0)
     return _existing(earlier)
 
 
@@ -57,8 +64,10 @@ def continue_run_folder(run: Run, step: int) -> Path | None:
     """
     earlier = _next_earlier(run.run_dir)
     _move_later_checkpoints(run, step, earlier)
-    _cut_metrics(run.run_dir / METRICS, step, earlier / METRICS)
+    for name in (METRICS, PARTS):
+        _cut_records(run.run_dir / name, step, earlier / name)
     _write_config(run)
+    _record_start(run, step)
     return _existing(earlier)
 
 
@@ -92,7 +101,7 @@ def _move_later_checkpoints(run: Run, step: int, target: Path) -> None:
         folder.point_latest_to(folder.path(step))
 
 
-def _cut_metrics(file: Path, step: int, copy: Path) -> None:
+def _cut_records(file: Path, step: int, copy: Path) -> None:
     if not file.exists():
         return
     lines = file.read_bytes()
@@ -101,6 +110,18 @@ def _cut_metrics(file: Path, step: int, copy: Path) -> None:
         copy.parent.mkdir(exist_ok=True)
         write_whole(copy, lambda stream: stream.write(lines))
         write_whole(file, lambda stream: stream.write(kept))
+
+
+def _record_start(run: Run, step: int) -> None:
+    """One line for each start: metrics.jsonl alone would not show that the run was interrupted."""
+    start = {
+        "step": step,
+        "time": datetime.now(UTC).isoformat(timespec="seconds"),
+        **dataclasses.asdict(run.grid),
+        "zero_stage": run.zero_stage,
+    }
+    with (run.run_dir / STARTS).open("a", encoding="utf-8") as file:
+        file.write(json.dumps(start) + "\n")
 
 
 def _write_config(run: Run) -> None:

@@ -23,9 +23,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-from importlib import import_module
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
@@ -50,32 +49,32 @@ _SECONDS_TO_SEE_THE_END = 10.0
 _PR_SET_PDEATHSIG = 1
 
 
-def run_supervised(arguments: Sequence[str] | None = None) -> int:
-    """Trains as the command line says, in this process or in a child; returns the exit code."""
-    arguments = sys.argv[1:] if arguments is None else arguments
-    try:
-        training = _training_of(arguments)
-        if training.restart and "TORCHELASTIC_RESTART_COUNT" not in os.environ:
-            launch = read_launch_environment(os.environ)
-            return _Supervisor(launch, training, arguments).run()
-    except (ConfigError, LaunchError, ValueError):
-        pass  # the rank itself reports it
+def run_supervised(train: Callable[[], int]) -> int:
+    """Calls ``train`` in this process, or becomes the supervisor of a child that does.
+
+    Returns the exit code. The child gets the command line of this process.
+    """
+    supervisor = None
+    if "TORCHELASTIC_RESTART_COUNT" not in os.environ:
+        with contextlib.suppress(ConfigError, LaunchError, ValueError):  # the rank reports it
+            training = _training_of(sys.argv[1:])
+            if training.restart:
+                supervisor = _Supervisor(read_launch_environment(os.environ), training)
+    if supervisor is not None:
+        return supervisor.run()
     _end_with_the_supervisor()
-    code: int = import_module("megaspeed.training.pretrain").main(arguments)
-    return code
+    return train()
 
 
 class _Supervisor:
     """Of one rank."""
 
-    def __init__(
-        self, launch: LaunchEnvironment, training: TrainingConfig, arguments: Sequence[str]
-    ) -> None:
+    def __init__(self, launch: LaunchEnvironment, training: TrainingConfig) -> None:
         self._rank, self._world = launch.rank, launch.world_size
         self._launch = launch
         self._restarts = training.restart
         self._patience = training.hang_timeout_seconds
-        self._command = [sys.executable, "-u", sys.argv[0], *arguments]
+        self._command = [sys.executable, "-u", *sys.argv]
         self._variables: dict[str, str] = {}
         self._child: subprocess.Popen[bytes] | None = None
         self._attempt = 0

@@ -24,7 +24,7 @@ from megaspeed.model.flops import training_flops_per_token
 from megaspeed.topology.stop_signal import StopSignal
 from megaspeed.training.checkpointing import Checkpointing
 from megaspeed.training.device_peak import peak_flops_per_second
-from megaspeed.training.metrics import StepMetrics, ValidationMetrics
+from megaspeed.training.metrics import PartMetrics, StepMetrics, ValidationMetrics
 from megaspeed.training.replicas import Replicas
 from megaspeed.training.step_inputs import StepInputs
 from megaspeed.training.worker import StepResult, Worker
@@ -46,6 +46,9 @@ class Observer(Protocol):
 
     def step(self, metrics: StepMetrics) -> None:
         """An optimizer step is over."""
+
+    def parts(self, metrics: PartMetrics) -> None:
+        """It is known where the time of an earlier step went."""
 
     def validation(self, metrics: ValidationMetrics) -> None:
         """An evaluation is over."""
@@ -160,12 +163,18 @@ class Trainer:
     def _train_step(self, before: Progress) -> tuple[Progress, StepMetrics, signal.Signals | None]:
         start = time.perf_counter()
         rate = self._inputs.learning_rate(before.steps_taken)
+        timeline = self.worker.context.timeline
+        if self._is_timed(before.step + 1):
+            timeline.begin(before.step + 1)
         result = self.worker.train_step(
             self._inputs.load(before.samples), rate, lambda: self._stop.received or 0
         )
+        timeline.end()
         progress = self._after(before, result)
         metrics = self._measure(progress, result, rate, time.perf_counter() - start)
         self._observer.step(metrics)
+        if result.parts is not None:
+            self._observer.parts(PartMetrics.of(result.parts))
         if progress.skipped_in_a_row >= self._run.config.training.max_skipped_steps:
             self._give_up(metrics, progress)
         return progress, metrics, signal.Signals(result.stop_signal) if result.stop_signal else None
@@ -237,6 +246,10 @@ class Trainer:
         if parameter is None:
             return "neither a loss nor a gradient is, but their sums are"
         return f"every loss is finite; the first gradient that is not: {parameter} on rank {rank}"
+
+    def _is_timed(self, step: int) -> bool:
+        """Those that the console shows, so that knowing their parts costs next to nothing."""
+        return step % self._run.config.training.log_interval == 0
 
     def _save(self, progress: Progress, stopped_by: signal.Signals | None) -> None:
         if stopped_by is not None:

@@ -37,6 +37,19 @@ Load = Callable[[int], MicroBatch]
 
 
 @dataclass(frozen=True)
+class StepParts:
+    """Where the time of an earlier step went.
+
+    Attributes:
+        step: which step it was.
+        seconds: of each rank, the seconds of each of ``PARTS``.
+    """
+
+    step: int
+    seconds: list[list[float]]
+
+
+@dataclass(frozen=True)
 class StepResult:
     """What one optimizer step did, the same on every rank.
 
@@ -48,6 +61,7 @@ class StepResult:
         peak_memory_bytes: the most that any rank of each pipeline stage has held, up to the
             gradients of this step.
         stop_signal: the highest number of a stop signal that a rank has received; 0 if none has.
+        parts: of the last step that was timed, once all ranks know them.
     """
 
     loss: float
@@ -55,6 +69,7 @@ class StepResult:
     skipped: bool
     peak_memory_bytes: tuple[int, ...] = ()
     stop_signal: int = 0
+    parts: StepParts | None = None
 
 
 @dataclass(frozen=True)
@@ -122,7 +137,11 @@ class Worker:
                 self.engine.step(
                     loss_sum,
                     learning_rate,
-                    lambda: (peak_memory(self.context.device), stop_signal()),
+                    lambda: (
+                        peak_memory(self.context.device),
+                        stop_signal(),
+                        *self.context.timeline.take(),
+                    ),
                 )
             )
 
@@ -133,13 +152,17 @@ class Worker:
         executor.run(self._program)
         self._losses = executor.losses
         (outcome,) = outcomes
-        peaks, signals = zip(*outcome.notes, strict=True)
+        peaks, signals, timed, *parts = zip(*outcome.notes, strict=True)
         return StepResult(
             loss=self._loss_of(outcome.losses) / self.run.tokens_per_step,
             grad_norm=outcome.grad_norm,
             skipped=outcome.skipped,
             peak_memory_bytes=self._by_pipeline_stage(peaks),
             stop_signal=int(max(signals)),
+            # A rank whose GPU was not done with it has sent zeros: then nobody looks at it.
+            parts=StepParts(int(timed[0]), list(map(list, zip(*parts, strict=True))))
+            if min(timed) > 0
+            else None,
         )
 
     @torch.no_grad()
@@ -180,6 +203,7 @@ class Worker:
             micro_batches=micro_batches,
             take_step=take_step,
             activity=self.context.activity,
+            timeline=self.context.timeline,
         )
 
     def _loss_of(self, losses: Sequence[float]) -> float:

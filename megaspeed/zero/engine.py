@@ -37,6 +37,7 @@ from megaspeed.zero.workarounds.partition_sums import (
     keep_only_own_partition,
     reduce_in,
 )
+from megaspeed.zero.workarounds.timed_reductions import time_reductions
 from megaspeed.zero.workarounds.waits_on_the_device import wait_on_the_device
 
 
@@ -99,6 +100,7 @@ class ZeroEngine:
         use_norm(self._optimizer, lambda: self._scaled_norm)
         stay_at_the_smallest_scale(self._optimizer)
         wait_on_the_device(self._optimizer)
+        time_reductions(self._optimizer, context.timeline)
         if run.zero_stage == 3:
             remove_module_hooks(self._optimizer)
             self._gathers = LayerGathers(engine.module, context, run.config.zero_optimization)
@@ -208,7 +210,8 @@ class ZeroEngine:
         self.before_step()
         squares = owned_squares(self.gradient_fragments(), self._owned_elements)
         context = self._context
-        reports = exchange((squares, loss, *notes()), context.world_group, context.device)
+        with context.timeline.part("world"):
+            reports = exchange((squares, loss, *notes()), context.world_group, context.device)
         losses = [report[1] for report in reports]
         self._scaled_norm = self._norm_of([report[0] for report in reports], losses)
         finite = math.isfinite(self._scaled_norm)

@@ -83,7 +83,9 @@ class GatheredLayer:
         partitions = [p.ds_tensor.to(self._device, non_blocking=True) for p in self._parameters]
         torch.cat(partitions, out=own)
         if self._ranks > 1:
-            self._message = comm.allgather_fn(self._arriving, own, group=self._group, async_op=True)
+            self._message = comm.allgather_fn(
+                self._arriving, own, group=self._group, async_op=True
+            )
 
     @torch.no_grad()
     def finish(self) -> None:

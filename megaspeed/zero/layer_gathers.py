@@ -49,6 +49,7 @@ class LayerGathers:
     """
 
     def __init__(self, model: GPT, context: ParallelContext, config: ZeroConfig) -> None:
+        self._timeline = context.timeline
         layers = model.layer_modules()
         kept: list[Any] = [p for p in model.parameters() if _stays_whole(p)]
         self._kept = GatheredLayer(kept, context.dp_group, context.device)
@@ -127,9 +128,10 @@ class LayerGathers:
             layer.start()
 
     def _finish(self, layer: GatheredLayer) -> None:
-        if self._stream is not None:
-            self._accelerator.current_stream().wait_stream(self._stream)
-        layer.finish()
+        with self._timeline.part("data"):
+            if self._stream is not None:
+                self._accelerator.current_stream().wait_stream(self._stream)
+            layer.finish()
 
     def _on_own_stream(self) -> AbstractContextManager[None]:
         on_stream: AbstractContextManager[None] = self._accelerator.stream(self._stream)

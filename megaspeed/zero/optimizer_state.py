@@ -77,3 +77,4 @@ def _moments(adamw: torch.optim.Optimizer, master: Tensor) -> dict[str, Tensor]:
         state["exp_avg"] = torch.zeros_like(master.data)
         state["exp_avg_sq"] = torch.zeros_like(master.data)
     return state
+

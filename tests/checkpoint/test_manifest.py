@@ -111,7 +111,7 @@ def test_a_manifest_that_is_cut_or_altered_is_not_believed(folder: Path) -> None
 def test_a_manifest_that_is_a_folder_is_told(folder: Path) -> None:
     (folder / MANIFEST).unlink()
     (folder / MANIFEST).mkdir()
-    with pytest.raises(CheckpointError, match=r"cannot be read \(Is a directory\)"):
+    with pytest.raises(CheckpointError, match=r"cannot be read \(it is a folder\)"):
         read_manifest(folder)
 
 

@@ -209,3 +209,111 @@ def test_a_place_that_is_in_no_file_is_told(
 
     change_index(checkpoint, move)
     assert only_problem(checkpoint) == f"{UP}: {told}"
+
+
+DOWN, QKV = "weights.blocks.0.mlp.down.weight", "weights.blocks.0.attention.qkv.weight"
+UP_WEIGHT = "weights.blocks.0.mlp.up.weight"  # of DOWN's elements, in another shape
+
+
+def place_of(index: Metadata, name: str) -> MetadataIndex:
+    """Where the only piece of a tensor stands in the index."""
+    (place,) = (place for place in index.storage_data if place.fqn == name)
+    return place
+
+
+def moved(name: str, **change: Callable[[int], object]) -> Callable[[Metadata], None]:
+    """The place of a tensor with some of its numbers changed."""
+
+    def move(index: Metadata) -> None:
+        place = place_of(index, name)
+        before = index.storage_data[place]
+        numbers = {key: new(getattr(before, key)) for key, new in change.items()}
+        index.storage_data[place] = replace(before, **numbers)
+
+    return move
+
+
+def pointing(name: str, other: str) -> Callable[[Metadata], None]:
+    """A tensor whose bytes are said to be another's."""
+
+    def point(index: Metadata) -> None:
+        stored = index.storage_data
+        stored[place_of(index, name)] = stored[place_of(index, other)]
+
+    return point
+
+
+def exchanged(name: str, other: str) -> Callable[[Metadata], None]:
+    """Two tensors, each with the other's place."""
+
+    def exchange(index: Metadata) -> None:
+        stored, (one, two) = index.storage_data, (place_of(index, name), place_of(index, other))
+        stored[one], stored[two] = stored[two], stored[one]
+
+    return exchange
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (pointing(UP, UP_WEIGHT), "are said to be in the same bytes of __0_0.distcp"),
+        (exchanged(UP_WEIGHT, DOWN), f"is a tensor of {[32, 128]}"),
+        (exchanged(QKV, DOWN), "bytes in __0_0.distcp, and its "),
+        (moved(UP, offset=lambda offset: -offset), "is said to stand at byte -"),
+        (moved(UP, offset=lambda offset: offset + 64), ""),
+        (moved(UP, offset=lambda offset: offset - 64), ""),
+        (moved(UP, offset=float), "no file of the checkpoint holds its [0:128, 0:32]"),
+        (moved(UP, offset=str), "no file of the checkpoint holds its [0:128, 0:32]"),
+        (moved(UP, length=lambda length: -length), "is said to have -"),
+        (moved(UP, length=lambda length: 0), "is said to have 0 bytes in __0_0.distcp, and its"),
+        (moved(UP, length=lambda length: length - 1), "is not one archive from its first byte"),
+        (moved(UP, length=lambda length: length + 1), ""),
+        (moved(UP, relative_path=lambda path: f"../{path}"), "no file of the checkpoint holds"),
+        (moved(UP, relative_path=lambda path: None), "is not an index of tensors"),
+        (moved(UP, transform_descriptors=lambda _: ["zstd"]), "no file of the checkpoint holds"),
+        (lambda index: index.storage_data.update({place_of(index, UP): 3}), "no file of the check"),
+        (lambda index: index.state_dict_metadata[UP].chunks.append(3), "is not an index of tens"),
+    ],
+)
+def test_a_place_that_cannot_be_right_is_told_though_it_was_sealed(
+    checkpoint: Path, change: Callable[[Metadata], None], told: str
+) -> None:
+    change_index(checkpoint, change)
+    found = problems_of(checkpoint)
+    assert len(found) in (1, 2) and told in found[0]
+
+
+@pytest.mark.parametrize(
+    ("saved", "told"),
+    [
+        (torch.zeros(128, 32, dtype=torch.int32), "is no archive of a float32 tensor"),
+        (torch.zeros(32, 128).T, "is no archive of a float32 tensor (it is a view"),
+        ("text " * 4_000, "is more than a tensor"),
+    ],
+)
+def test_bytes_that_are_no_float32_tensor_are_told(
+    checkpoint: Path, saved: object, told: str
+) -> None:
+    """Behind the others, so that every place is right."""
+    with (checkpoint / TENSORS).open("ab") as file:
+        offset = file.tell()
+        torch.save(saved, file)
+        length = file.tell() - offset
+    change_index(checkpoint, moved(UP, offset=lambda _: offset, length=lambda _: length))
+    assert told in only_problem(checkpoint)
+
+
+def test_a_pickle_in_an_archive_is_no_program(checkpoint: Path, tmp_path: Path) -> None:
+    trace = tmp_path / "unpickled"
+
+    class Trap:
+        def __reduce__(self) -> tuple[Callable[[str], None], tuple[str]]:
+            return os.mkdir, (str(trace),)
+
+    with (checkpoint / TENSORS).open("ab") as file:
+        offset = file.tell()
+        torch.save([Trap(), torch.zeros(128, 32)], file)
+        length = file.tell() - offset
+    change_index(checkpoint, moved(UP, offset=lambda _: offset, length=lambda _: length))
+    assert "it names posix.mkdir" in only_problem(checkpoint)
+    assert not trace.exists()

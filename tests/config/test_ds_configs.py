@@ -35,6 +35,12 @@ def test_every_file_loads_for_1_2_4_and_8_data_ranks(file: Path, processes: int)
     assert run.batch.train_batch_size == load(file, *data_only).batch.train_batch_size
 
 
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_what_is_large_enough_for_a_gpu_states_bf16(file: Path) -> None:
+    config = read_config(file)
+    assert config.bf16.enabled == (config.model.hidden_size >= 1024)
+
+
 def test_3d_is_two_by_two_by_two() -> None:
     run = load(FOLDER / "3d.json", world_size=8)
     assert (run.grid.pp, run.grid.dp, run.grid.tp, run.zero_stage) == (2, 2, 2, 3)

@@ -39,8 +39,8 @@ def test_a_rule_is_silent_about_the_key_that_was_meant() -> None:
 
 def test_a_key_like_no_other_gets_the_list_of_its_section() -> None:
     assert only_problem(data={"zzz": 1}) == (
-        "data.zzz is an unknown key; data knows reset_at_documents, seed, sequence_length, "
-        "tokenizer, train, validation, validation_fraction"
+        "data.zzz is an unknown key; data knows hold_out_by, reset_at_documents, seed, "
+        "sequence_length, tokenizer, train, validation, validation_fraction"
     )
 
 
@@ -81,6 +81,12 @@ def test_other_names_lead_to_keys_that_exist_and_are_no_keys_themselves() -> Non
 
 
 def test_keys_of_a_scheduler_are_those_of_its_type() -> None:
+    for kind in ("cosine", "linear"):
+        assert keys_at(("scheduler", "params"), {"scheduler": {"type": kind, "params": {}}}) == [
+            "min_ratio",
+            "total_num_steps",
+            "warmup_num_steps",
+        ]
     values = {"scheduler": {"type": "WarmupLR", "params": {}}}
     assert keys_at(("scheduler", "params"), values) == [
         "warmup_max_lr",

@@ -9,6 +9,7 @@ from megaspeed.config.check import check_config
 from megaspeed.config.errors import ConfigError
 from megaspeed.config.loading import parse_config, read_config
 from megaspeed.config.resolve import Run, resolve_run
+from megaspeed.config.scheduler import WarmupLR
 from tests.config.small import load, patch, small, write
 
 
@@ -60,10 +61,39 @@ def test_the_scheduler_takes_its_length_and_height_from_other_sections() -> None
     assert (params["total_num_steps"], params["warmup_max_lr"]) == (100, 1e-3)
 
 
-def test_a_resolved_config_resolves_to_itself() -> None:
+@pytest.mark.parametrize(
+    ("scaling", "base", "factor"), [("linear", 4, 4.0), ("sqrt", 4, 2.0), ("linear", 32, 0.5)]
+)
+def test_the_learning_rate_follows_the_batch(scaling: str, base: int, factor: float) -> None:
     run = resolve(
-        "scheduler.type=WarmupCosineLR", "scheduler.params.warmup_num_steps=5", world_size=4
+        f"training.lr_scaling={scaling}",
+        f"training.base_batch_size={base}",
+        "scheduler.type=WarmupLR",
+        "scheduler.params.warmup_num_steps=5",
+        "scheduler.params.warmup_min_lr=1e-5",
+        "scheduler.params.warmup_max_lr=3e-3",
     )
+    scheduler, training = run.config.scheduler, run.config.training
+    assert run.config.optimizer.params.lr == factor * 1e-3
+    assert isinstance(scheduler, WarmupLR)
+    assert scheduler.params.warmup_max_lr == factor * 3e-3
+    assert scheduler.params.warmup_min_lr == factor * 1e-5
+    assert (training.lr_scaling, training.base_batch_size) == (scaling, 16)
+
+
+def test_a_resolved_rate_is_not_scaled_again_but_follows_another_batch() -> None:
+    scaled = resolve("training.lr_scaling=linear", "training.base_batch_size=4").as_json()
+    for batch, rate in ((16, 4e-3), (32, 8e-3)):
+        config = parse_config(
+            {**scaled, "train_batch_size": batch, "gradient_accumulation_steps": None}
+        )
+        again = resolve_run(config, name="small", world_size=1, world_source="x")
+        assert again.config.optimizer.params.lr == rate
+
+
+@pytest.mark.parametrize("kind", ["WarmupCosineLR", "cosine"])
+def test_a_resolved_config_resolves_to_itself(kind: str) -> None:
+    run = resolve(f"scheduler.type={kind}", "scheduler.params.warmup_num_steps=5", world_size=4)
     again = resolve_run(parse_config(run.as_json()), name="small", world_size=4, world_source="x")
     assert again == run
 

@@ -92,9 +92,7 @@ def test_sequence_parallel_splits_the_sequence_evenly() -> None:
 
 
 def test_a_rotary_head_is_even() -> None:
-    assert "model.head_dim 3 must be even" in only_problem(
-        *LLAMA, "model.num_attention_heads=32"
-    )
+    assert "model.head_dim 3 must be even" in only_problem(*LLAMA, "model.num_attention_heads=32")
     assert problems("model.num_attention_heads=32") == [], "gpt2 has no rotary positions"
 
 
@@ -163,7 +161,9 @@ def test_offload_needs_what_the_zero_stage_partitions(stage: int) -> None:
     assert problems(zero, "zero_optimization.offload_param.device=none") == []
 
 
-@pytest.mark.parametrize("kind", ["WarmupDecayLR", "WarmupCosineLR"])
+@pytest.mark.parametrize(
+    "kind", ["cosine", "linear", "constant", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR"]
+)
 def test_warmup_is_shorter_than_the_run(kind: str) -> None:
     scheduler = f"scheduler.type={kind}"
     assert problems(scheduler, "scheduler.params.warmup_num_steps=99") == []
@@ -182,14 +182,21 @@ def test_warmup_is_shorter_than_the_stated_schedule() -> None:
 
 @pytest.mark.parametrize(
     ("kind", "floor", "is_valid"),
-    [("WarmupDecayLR", None, False), ("WarmupCosineLR", 0, False), ("WarmupCosineLR", 0.1, True)],
+    [
+        ("WarmupDecayLR", None, False),
+        ("WarmupCosineLR", 0, False),
+        ("WarmupCosineLR", 0.1, True),
+        ("cosine", 0, False),
+        ("linear", 0, False),
+        ("linear", 0.1, True),
+    ],
 )
 def test_no_step_has_a_learning_rate_of_zero(
     kind: str, floor: float | None, is_valid: bool
 ) -> None:
     params: dict[str, float] = {"warmup_num_steps": 5, "total_num_steps": 80}
     if floor is not None:
-        params["cos_min_ratio"] = floor
+        params["min_ratio" if kind in ("cosine", "linear") else "cos_min_ratio"] = floor
     found = problems(scheduler={"type": kind, "params": params})
     assert (found == []) == is_valid
     if not is_valid:
@@ -200,6 +207,13 @@ def test_warmup_rises() -> None:
     params = {"warmup_num_steps": 5, "warmup_min_lr": 0.01}
     message = only_problem(scheduler={"type": "WarmupLR", "params": params})
     assert "warmup_min_lr 0.01 must be at most optimizer.params.lr 0.001" in message
+
+
+def test_a_scaled_rate_has_a_base_and_a_base_scales() -> None:
+    both = ["training.lr_scaling=sqrt", "training.base_batch_size=8"]
+    assert problems(*both) == problems("training.lr_scaling=none") == []
+    assert "state training.base_batch_size" in only_problem(both[0])
+    assert 'no effect with training.lr_scaling "none"' in only_problem(both[1])
 
 
 @pytest.mark.parametrize("setting", ["train", "validation"])

@@ -71,6 +71,15 @@ def test_nesting_without_end_is_refused() -> None:
         parse_json("[" * 100_000)
 
 
+@pytest.mark.parametrize("levels", [65, 900, 5_000])
+def test_more_than_64_levels_are_refused(levels: int) -> None:
+    deepest = "[" * 64 + "]" * 64
+    assert parse_json(deepest)[1] == []
+    for opening, closing in (("[", "]"), ('{"a":', "}")):
+        with pytest.raises(JsonSyntaxError, match="must be at most 64 levels deep"):
+            parse_json(opening * levels + "1" + closing * levels)
+
+
 def test_a_number_of_5000_digits_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "long.json"
     file.write_text(f'{{"a": {"1" * 5000}}}')

@@ -109,7 +109,10 @@ def test_a_missing_key_is_named(override: str, message: str) -> None:
 
 
 def test_an_unknown_scheduler_gets_the_list_of_them() -> None:
-    wanted = 'wanted "WarmupLR" or "WarmupDecayLR" or "WarmupCosineLR"'
+    wanted = (
+        'wanted "cosine" or "linear" or "constant" or "WarmupLR" or "WarmupDecayLR" or '
+        '"WarmupCosineLR"'
+    )
     assert only_problem("scheduler.type=OneCycle") == (
         f'scheduler.type: given "OneCycle" (a string), {wanted}'
     )

@@ -1,4 +1,4 @@
-"""What is held out of token files: their tails, cut between documents, nothing on both sides."""
+"""What is held out of token files: blocks, or tails, between documents; nothing on both sides."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ import pytest
 from megaspeed.config.data import Source
 from megaspeed.data.cache import Cache
 from megaspeed.data.errors import DataError
-from megaspeed.data.tokens.hold_out import hold_out
+from megaspeed.data.tokens.hold_out import document_span, hold_out_tails, hold_out_tokens
 from megaspeed.data.tokens.token_file import TokenFile, TokenIndex
 from megaspeed.data.tokens.token_sources import open_token_source
 from tests.data.foreign_tokens import write_megatron
@@ -17,8 +17,12 @@ END = 0
 
 
 def token_file(folder: Path, documents: list[int], end_of_text: int | None = END) -> TokenFile:
-    """Documents of these lengths: 1, 2, 3 ... and an end."""
-    ids = [token for length in documents for token in (*range(1, length), END)]
+    """Documents of these lengths: 1, 2, 3 ... (from 60,000 on from 1 again) and an end."""
+    ids = [
+        token
+        for length in documents
+        for token in (*(1 + i % 60_000 for i in range(length - 1)), END)
+    ]
     path = folder / "tokens.bin"
     path.write_bytes(np.array(ids, dtype="<u2").tobytes())
     index = TokenIndex(
@@ -36,7 +40,7 @@ def token_file(folder: Path, documents: list[int], end_of_text: int | None = END
 
 def cut_of(file: TokenFile, fraction: float) -> int:
     """How many tokens are for training, once it is seen that the two sides make up the file."""
-    (train,), (validation,) = hold_out([file], fraction)
+    (train,), (validation,) = hold_out_tails([file], fraction)
     both = np.concatenate([train.map(), validation.map()])
     assert both.tolist() == file.map().tolist()
     fingerprints = {each.index.corpus_fingerprint for each in (file, train, validation)}
@@ -89,16 +93,113 @@ def test_where_nothing_is_known_of_documents_the_cut_is_where_the_fraction_says(
 
 def test_a_fraction_of_zero_holds_nothing_out(tmp_path: Path) -> None:
     file = token_file(tmp_path, [10, 10])
-    assert hold_out([file], 0.0) == ((file,), ())
+    assert hold_out_tails([file], 0.0) == ((file,), ())
 
 
 def test_a_single_token_cannot_be_shared(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="takes at least 2 tokens, and it has 1"):
-        hold_out([token_file(tmp_path, [1])], 0.5)
+        hold_out_tails([token_file(tmp_path, [1])], 0.5)
 
 
 def test_an_id_beyond_the_vocabulary_is_told_of_the_side_that_has_it(tmp_path: Path) -> None:
-    (train,), (validation,) = hold_out([token_file(tmp_path, [5, 20])], 0.5)
+    (train,), (validation,) = hold_out_tails([token_file(tmp_path, [5, 20])], 0.5)
     train.check_vocabulary(10)  # the largest id of the file, 19, is held out
     with pytest.raises(DataError, match=r"has id 10 at token 14 \(byte 28\)"):
         validation.check_vocabulary(10)
+
+
+# --- by tokens ------------------------------------------------------------------------------------
+
+
+def sides(file: TokenFile, fraction: float, seed: int = 1) -> tuple[list[TokenFile], float]:
+    """(the stretches that are held out, their share), once both sides make up the file."""
+    train, validation = hold_out_tokens([file], fraction, seed)
+    parts = sorted((*train, *validation), key=lambda part: part.first_token)
+    assert np.concatenate([part.map() for part in parts]).tolist() == file.map().tolist()
+    assert train and validation
+    assert len({part.index.corpus_fingerprint for part in parts}) == len(parts)
+    return list(validation), sum(part.index.tokens for part in validation) / file.index.tokens
+
+
+def skewed(documents: int, longest: int) -> list[int]:
+    """Most documents are short and a few are long, in an order that is the same each time."""
+    generator = np.random.default_rng(3)
+    return [2 + int(longest / rank) for rank in 1 + generator.permutation(documents)]
+
+
+@pytest.mark.parametrize("fraction", [0.01, 0.05, 0.3, 0.9])
+@pytest.mark.parametrize(
+    "documents",
+    [[29_000, 33_000, 38_000], skewed(2000, 40_000), [10] * 20_000, [200_000]],
+    ids=["three", "skewed", "short", "one"],
+)
+def test_the_share_held_out_is_the_fraction_however_long_documents_are(
+    tmp_path: Path, documents: list[int], fraction: float
+) -> None:
+    _, share = sides(token_file(tmp_path, documents), fraction)
+    assert 0.999 * fraction <= share <= 1.021 * fraction
+
+
+def test_the_tail_of_the_same_file_was_far_from_the_fraction(tmp_path: Path) -> None:
+    file = token_file(tmp_path, [33_000, 38_000, 29_000])
+    (_,), (tail,) = hold_out_tails([file], 0.05)
+    assert tail.index.tokens / file.index.tokens == 0.29
+    assert sides(file, 0.05)[1] == pytest.approx(0.05, rel=0.021)
+
+
+def test_blocks_begin_and_end_between_documents_if_these_are_short(tmp_path: Path) -> None:
+    file = token_file(tmp_path, skewed(300, 900) * 400)
+    held_out, _ = sides(file, 0.5)
+    ids = file.map()
+    assert len(held_out) > 3, "several blocks"
+    for part in held_out:
+        for cut in (part.first_token, part.first_token + part.index.tokens):
+            assert cut in (0, len(ids)) or ids[cut - 1] == END
+
+
+def test_blocks_are_chosen_by_their_ids_and_the_seed_not_by_their_place(tmp_path: Path) -> None:
+    text = np.random.default_rng(5).integers(1, 60_000, (20, 10_000))
+    text[:, -1] = END
+
+    def held_out_of(folder: str, order: list[int], seed: int) -> list[int]:
+        (tmp_path / folder).mkdir()
+        file = token_file(tmp_path / folder, [10_000] * 20)
+        file.path.write_bytes(text[order].astype("<u2").tobytes())
+        (part,), _ = sides(file, 0.05, seed)
+        return part.map()[:10].tolist()
+
+    forwards = list(range(20))
+    first = held_out_of("a", forwards, 1)
+    assert held_out_of("b", forwards[::-1], 1) == first
+    assert {tuple(held_out_of(str(seed), forwards, seed)) for seed in range(2, 8)} != {tuple(first)}
+
+
+def test_megatrons_documents_bound_blocks_too(tmp_path: Path) -> None:
+    documents = [[[7] * (50 + i % 9)] for i in range(4000)]
+    prefix = write_megatron(tmp_path / "corpus", documents)
+    (file,) = open_token_source(Source(path=str(prefix)), Cache(tmp_path / "cache"))
+    ends = set(np.cumsum([len(sequences[0]) for sequences in documents]).tolist()) | {0}
+    held_out, share = sides(file, 0.05)
+    assert share == pytest.approx(0.05, rel=0.021)
+    for part in held_out:
+        assert {part.first_token, part.first_token + part.index.tokens} <= ends
+
+
+@pytest.mark.parametrize("fraction", [1e-9, 0.5, 0.999999])
+def test_two_tokens_make_two_sides(tmp_path: Path, fraction: float) -> None:
+    assert sides(token_file(tmp_path, [2]), fraction)[1] == 0.5
+    with pytest.raises(DataError, match="takes at least 2 tokens, and it has 1"):
+        hold_out_tokens([token_file(tmp_path, [1])], fraction, 1)
+
+
+def test_no_fraction_takes_all(tmp_path: Path) -> None:
+    file = token_file(tmp_path, [10] * 50)
+    for fraction in (0.98, 0.99, 0.999, 0.9999):
+        sides(file, fraction)
+    assert hold_out_tokens([file], 0.0, 1) == ((file,), ())
+
+
+def test_a_documents_ids_are_found_by_its_number(tmp_path: Path) -> None:
+    file = token_file(tmp_path, [3, 7, 2_000_000, 5])
+    spans = [document_span(file, number) for number in range(4)]
+    assert spans == [(0, 3), (3, 10), (10, 2_000_010), (2_000_010, 2_000_015)]

@@ -172,7 +172,7 @@ def test_a_damaged_entry_is_built_again(
 
 def test_a_changed_file_changes_the_corpus_even_with_its_size_and_time_kept(tmp_path: Path) -> None:
     sources = write_texts(tmp_path, a="one two three " * 50, b="four five " * 50)
-    data = config(train=sources, sequence_length=4)
+    data = config(train=sources, sequence_length=4, validation_fraction=0.0)
     first = prepare_corpus(data, 512, cache_dir=tmp_path / "cache")
     stat = (tmp_path / "a.txt").stat()
     (tmp_path / "a.txt").write_text("two one three " * 50)

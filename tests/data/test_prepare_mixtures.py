@@ -148,9 +148,10 @@ def test_foreign_tokens_alone_need_no_tokenizer(tmp_path: Path) -> None:
     path = write_nanogpt(tmp_path / "train.bin", list(range(400)))
     corpus = prepared(tmp_path, str(path), validation_fraction=0.25)
     assert corpus.tokenizer is None
-    assert ids_of(corpus) == list(range(300))
     assert corpus.validation is not None
-    assert corpus.validation.files[0].map().tolist() == list(range(300, 400))
+    held_out = corpus.validation.files[0].map().tolist()
+    assert held_out == list(range(held_out[0], held_out[0] + 100))
+    assert sorted(ids_of(corpus) + held_out) == list(range(400))
     assert prepared(tmp_path, str(path), validation_fraction=0.25) == corpus
 
 
@@ -160,7 +161,8 @@ def test_foreign_tokens_beside_text_take_the_tokenizer_that_is_named(
     path = write_nanogpt(tmp_path / "train.bin", list(range(280)))
     with pytest.raises(DataError, match=r"name that tokenizer in data\.tokenizer"):
         prepared(tmp_path, str(text), str(path))
-    corpus = prepared(tmp_path, str(text), str(path), tokenizer=str(tokens))
+    tokenizer = str(tokens)
+    corpus = prepared(tmp_path, str(text), str(path), tokenizer=tokenizer, validation_fraction=0.0)
     assert [len(component.files) for component in corpus.train.components] == [2]
 
 
@@ -262,3 +264,75 @@ def test_16_bit_ids_are_right_for_a_model_of_any_vocabulary(
     """A vocabulary may be padded, so a large one alone says nothing of the file."""
     path = write_nanogpt(tmp_path / "train.bin", list(range(400)))
     assert find_problems(DataConfig(train=(str(path),), sequence_length=8), vocab_size) == ()
+
+
+def shares_held_out(folder: Path, path: Path) -> list[float]:
+    """Of the tokens: by the rule of version 0.1, and by tokens; the same from a warm cache."""
+    shares = []
+    for rule in ("documents", "tokens"):
+        corpus = prepared(folder, str(path), validation_fraction=0.05, hold_out_by=rule)
+        assert corpus.validation is not None
+        assert corpus.validation_sequences > 0
+        assert prepared(folder, str(path), validation_fraction=0.05, hold_out_by=rule) == corpus
+        tokens = corpus.validation.tokens
+        shares.append(tokens / (tokens + corpus.train.tokens))
+    return shares
+
+
+def test_of_long_documents_the_fraction_is_held_out_and_no_more(tmp_path: Path) -> None:
+    texts = [" ".join(f"{n}{i}" for i in range(n)) for n in (290, 330, 380)]
+    path = tmp_path / "three.txt"
+    path.write_bytes(plain_text(texts))
+    by_documents, by_tokens = shares_held_out(tmp_path, path)
+    assert by_documents > 0.27
+    assert by_tokens == pytest.approx(0.05, abs=0.005)
+
+
+def test_of_token_files_with_long_documents_too(tmp_path: Path, tokenizer: TextTokenizer) -> None:
+    path = tmp_path / "long.txt"
+    texts = [" ".join(f"{n}{i}" for i in range(n)) for n in (330, 380, 290)]
+    path.write_bytes(plain_text(texts))
+    folder = write_token_folder(tmp_path / "long", path, tokenizer)
+    by_documents, by_tokens = shares_held_out(tmp_path, folder)
+    assert by_documents > 0.27
+    assert by_tokens == pytest.approx(0.05, abs=0.005)
+
+
+def test_a_single_document_is_divided(tmp_path: Path) -> None:
+    path = tmp_path / "one.txt"
+    path.write_text(" ".join(f"word{i}" for i in range(3000)))
+    corpus = prepared(tmp_path, str(path), validation_fraction=0.1)
+    assert corpus.validation is not None
+    (train,), (tail,) = corpus.train.files, corpus.validation.files
+    assert train.first_token + train.index.tokens == tail.first_token
+    assert tail.index.tokens == pytest.approx(0.1 * (train.index.tokens + tail.index.tokens), abs=1)
+    with pytest.raises(DataError, match="1 distinct document"):
+        prepared(tmp_path, str(path), validation_fraction=0.1, hold_out_by="documents")
+
+
+@pytest.mark.parametrize(
+    ("name", "train", "validation"),
+    [
+        (
+            "a.txt",
+            "e9ba5d8ef56c7a6139eed2a88210e3770d7426f40406905f2271e0400d52a82c",
+            "ccfb0d48df714712080089ee2acb68b38e9f7c11f502e0a4b9271be7e13e217f",
+        ),
+        (
+            "train.bin",
+            "d996b0fc6752c6c42f3e79ddbae5b512547e260549ee2a3e240e71fce02236b4",
+            "e12c72a69e9e3d276308d8c296e5dfc4d1ce7af5e3de7a43a6c62fb08080b1bc",
+        ),
+    ],
+)
+def test_by_documents_the_split_is_the_one_of_version_0_1(
+    tmp_path: Path, name: str, train: str, validation: str
+) -> None:
+    """The fingerprints are those that version 0.1 computed; a run of it could not continue else."""
+    texts = [f"the text of document {number} " * (1 + number**2 % 31) for number in range(40)]
+    (tmp_path / "a.txt").write_bytes(plain_text(texts))
+    write_nanogpt(tmp_path / "train.bin", [i * 7 % 300 for i in range(1000)])
+    rule = {"validation_fraction": 0.2, "hold_out_by": "documents"}
+    corpus = prepared(tmp_path, str(tmp_path / name), **rule)
+    assert corpus.validation is not None
+    assert (corpus.fingerprint, corpus.validation.fingerprint) == (train, validation)

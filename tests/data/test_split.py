@@ -7,7 +7,7 @@ import pytest
 from megaspeed.data.errors import DataError
 from megaspeed.data.text.documents import Document
 from megaspeed.data.text.sources import SourceFile
-from megaspeed.data.text.split import split_documents, split_groups
+from megaspeed.data.text.split import Cut, split_by_tokens, split_documents, split_groups
 
 
 def document(name: str, size_bytes: int, content: str | None = None) -> Document:
@@ -84,3 +84,56 @@ def test_every_group_that_cannot_be_split_is_named() -> None:
     with pytest.raises(DataError) as caught:
         split_groups([[document("a", 10)], HUNDRED, [document("b", 10)]], 0.1, seed=1)
     assert ["(a, " in caught.value.problems[0], "(b, " in caught.value.problems[1]] == [True, True]
+
+
+# --- by tokens ------------------------------------------------------------------------------------
+
+
+def share_of(groups: list[list[Document]], fraction: float) -> list[float]:
+    """The share of each group's bytes that is held out, once no document was lost."""
+    training, validation, cuts = split_by_tokens(groups, fraction, seed=1)
+    shares = []
+    for group, trained, held, cut in zip(groups, training, validation, cuts, strict=True):
+        assert sorted(trained + held, key=group.index) == group
+        part = 0.0 if cut is None else cut.fraction * trained[cut.document].size_bytes
+        total = sum(document.size_bytes for document in group)
+        shares.append((sum(document.size_bytes for document in held) + part) / total)
+    return shares
+
+
+THREE = [document("a", 29_000), document("b", 33_000), document("c", 38_000)]
+SKEWED = [document(f"s{i}", 10 + 40_000 // (i + 1)) for i in range(500)]
+
+
+@pytest.mark.parametrize("fraction", [0.01, 0.05, 0.3])
+@pytest.mark.parametrize("documents", [THREE, SKEWED, HUNDRED, [document("one", 50_000)]])
+def test_the_share_is_the_fraction_however_long_documents_are(
+    documents: list[Document], fraction: float
+) -> None:
+    assert share_of([documents], fraction) == pytest.approx([fraction], rel=0.1)
+
+
+def test_without_cuts_three_long_documents_lose_one() -> None:
+    _, (shortest,) = split_documents(THREE, 0.05, seed=1)
+    assert shortest.size_bytes == 29_000
+    assert split_by_tokens([THREE], 0.05, seed=1) == ([THREE], [[]], [Cut(2, 5_000 / 38_000)])
+
+
+def test_documents_that_come_close_enough_are_not_cut() -> None:
+    training, validation, cuts = split_by_tokens([HUNDRED], 0.2, seed=1)
+    assert ((training[0], validation[0]), cuts) == (split_documents(HUNDRED, 0.2, seed=1), [None])
+
+
+def test_a_text_that_is_elsewhere_too_is_not_cut() -> None:
+    copies = [document("c1", 38_000, "c"), document("c2", 38_000, "c"), *THREE[:2]]
+    others = [document("b2", 33_000, "b"), document("d", 20_000)]
+    training, validation, cuts = split_by_tokens([copies, others], 0.05, seed=1)
+    assert (training, validation) == ([copies, others], [[], []])
+    assert cuts == [Cut(2, 0.05 * 138_000 / 29_000), Cut(1, 0.05 * 53_000 / 20_000)]
+
+
+def test_documents_of_which_none_can_be_cut_are_held_out_whole() -> None:
+    twice = [document(f"{name}{i}", 30_000, name) for name in "abc" for i in range(2)]
+    training, (validation,), cuts = split_by_tokens([twice], 0.05, seed=1)
+    assert ([training[0], validation], cuts) == ([*split_documents(twice, 0.05, seed=1)], [None])
+    assert len(validation) == 2

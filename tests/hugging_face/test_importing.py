@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import resource
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -315,6 +316,30 @@ def test_a_model_that_ours_cannot_be(folder: Path, copy: Path) -> None:
     change_config(copy, activation_function="gelu_new")
     told = refusal(copy, ConfigError)
     assert "model.hidden_size 32 must be divisible by model.num_attention_heads 5" in told
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "most"),
+    [("n_layer", 10**9, "10,000"), ("n_embd", 10**9, "10,000,000"), ("vocab_size", 10**15, "100,")],
+)
+def test_a_size_that_no_model_has_takes_no_memory(
+    folder: Path, copy: Path, key: str, value: int, most: str
+) -> None:
+    written(weights_in(folder), copy)
+    change_config(copy, **{key: value})
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    assert f"given {value} (a whole number), wanted at most {most}" in refusal(copy, ConfigError)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 50_000  # KB
+
+
+@pytest.mark.parametrize("name", ["special_tokens_map.json", "model.bin", "notes"])
+def test_a_pipe_among_the_files_of_a_model_is_not_opened(
+    folder: Path, copy: Path, name: str
+) -> None:
+    written(weights_in(folder), copy)
+    os.mkfifo(copy / name)
+    told = f"{copy / name} is a named pipe, and must be a file"
+    assert told in refusal(copy, HuggingFaceError)
 
 
 def test_a_tokenizer_larger_than_the_model(tmp_path: Path) -> None:

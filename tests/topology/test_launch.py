@@ -1,10 +1,13 @@
 """Every launcher's variables give the rank and world size, and contradictions are refused."""
 
+import re
+
 import pytest
 
+from megaspeed.topology import launch
 from megaspeed.topology.launch import LaunchEnvironment, LaunchError, read_launch_environment
 
-MEETING_POINT = {"MASTER_ADDR": "node0", "MASTER_PORT": "29500"}
+MEETING_POINT = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 
 
 def _torchrun(**changes: str) -> dict[str, str]:
@@ -31,6 +34,11 @@ def _mpirun(**changes: str) -> dict[str, str]:
         "OMPI_COMM_WORLD_LOCAL_RANK": "1",
         "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
     }
+    return {**names, **MEETING_POINT, **changes}
+
+
+def _mpich(**changes: str) -> dict[str, str]:
+    names = {"PMI_RANK": "3", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
     return {**names, **MEETING_POINT, **changes}
 
 
@@ -61,6 +69,17 @@ def test_mpirun_is_read() -> None:
     )
 
 
+def test_mpich_is_read() -> None:
+    assert read_launch_environment(_mpich()) == LaunchEnvironment(
+        rank=3, world_size=4, local_rank=1, local_world_size=2, source="PMI_*"
+    )
+
+
+def test_srun_is_read_where_its_plugin_speaks_pmi_as_well() -> None:
+    environ = _srun(PMI_RANK="9", PMI_SIZE="11", PMIX_RANK="9")
+    assert read_launch_environment(environ).source == "SLURM_*"
+
+
 def test_plain_python_is_one_process() -> None:
     assert read_launch_environment({"PATH": "/usr/bin"}) == LaunchEnvironment(
         rank=0, world_size=1, local_rank=0, local_world_size=1, source="single process"
@@ -83,6 +102,43 @@ def test_ranks_beside_other_mpi_ranks_are_refused_naming_both() -> None:
     environ = _torchrun(OMPI_COMM_WORLD_SIZE="3", OMPI_COMM_WORLD_RANK="0")
     with pytest.raises(LaunchError, match=r"8 from RANK/WORLD_SIZE, but OMPI_COMM_WORLD_SIZE=3"):
         read_launch_environment(environ)
+
+
+@pytest.mark.parametrize(
+    ("environ", "told"),
+    [
+        (_torchrun(PMI_SIZE="5"), "8 from RANK/WORLD_SIZE, but PMI_SIZE=5"),
+        (_mpirun(PMI_SIZE="3"), "4 from OMPI_*, but PMI_SIZE=3"),
+        (_srun(PMI_SIZE="2"), "11 from SLURM_*, but PMI_SIZE=2"),
+        ({"PMI_RANK": "0", "PMI_SIZE": "4"}, "1 from single process, but PMI_SIZE=4"),
+        ({"PMIX_RANK": "3"}, "1 from single process, but PMIX_RANK=3"),
+        (_torchrun(PMIX_RANK="8"), "8 from RANK/WORLD_SIZE, but PMIX_RANK=8"),
+        (_torchrun(LOCAL_WORLD_SIZE="9"), "8 from RANK/WORLD_SIZE, but LOCAL_WORLD_SIZE=9"),
+        (_torchrun(LOCAL_SIZE="16"), "8 from RANK/WORLD_SIZE, but LOCAL_SIZE=16"),
+        ({"LOCAL_WORLD_SIZE": "2"}, "1 from single process, but LOCAL_WORLD_SIZE=2"),
+        ({"RANK": "0", "WORLD_SIZE": "1", "SLURM_NTASKS": "0"}, "but SLURM_NTASKS=0"),
+    ],
+)
+def test_numbers_that_contradict_each_other_are_refused_naming_both(
+    environ: dict[str, str], told: str
+) -> None:
+    with pytest.raises(LaunchError, match=re.escape(told)):
+        read_launch_environment(environ)
+
+
+@pytest.mark.parametrize("port", ["abc", "0", "65536", "-1", "29500 ", "1e3", "٣", "2" * 5000])
+def test_a_port_that_is_none_is_refused_with_its_text(port: str) -> None:
+    with pytest.raises(LaunchError, match="MASTER_PORT must be a port, a number from 1 to 65535"):
+        read_launch_environment(_torchrun(MASTER_PORT=port))
+
+
+@pytest.mark.parametrize("address", ["no-such-host.invalid", "a..b", "x" * 300, "256.0.0.1"])
+def test_an_address_that_no_machine_has_is_refused_with_its_name(
+    address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch, "_RESOLVE_SECONDS", 0.0)
+    with pytest.raises(LaunchError, match=f"MASTER_ADDR is '{address}', which this machine knows"):
+        read_launch_environment(_torchrun(MASTER_ADDR=address))
 
 
 @pytest.mark.parametrize("nodes", ["1", "2", "8"])

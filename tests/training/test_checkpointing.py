@@ -1,5 +1,6 @@
 """What a run may go on from, what it is told where it may not, and where its data goes on."""
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from megaspeed.checkpoint.errors import CheckpointError
 from megaspeed.checkpoint.run_state import LossScale, Progress, RunState
 from megaspeed.config.resolve import Run
 from megaspeed.topology.launch import LaunchEnvironment
-from megaspeed.training.resumed_run import config_changes, go_on
+from megaspeed.training.resumed_run import config_changes, go_on, training_changes
 from megaspeed.training.worker import Worker
 from megaspeed.zero.loss_scale import Counters, read_loss_scale, take_loss_scale
 from tests.checkpoint.saved_runs import SavedRun, only_checkpoint, save_only, started
@@ -140,6 +141,23 @@ def test_what_the_configuration_says_otherwise_is_told(saved: Path) -> None:
     scheduled = small_run(TEXT, dp=2, scheduler=WARMUP)
     told = config_changes(RunState.read(saved), scheduled)
     assert 'scheduler.type: none -> "WarmupLR"' in told
+
+
+def test_a_key_that_the_saved_version_did_not_have_is_no_change_at_its_default(
+    saved: Path,
+) -> None:
+    state = RunState.read(saved)
+    of_before = copy.deepcopy(state.config)
+    del of_before["training"]["lr_scaling"], of_before["parallel"]["schedule"]
+    state = state.model_copy(update={"config": of_before})
+    assert config_changes(state, small_run(TEXT, dp=2)) == []
+    assert training_changes(state, small_run(TEXT, dp=2)) == []
+    scaled = {"lr_scaling": "linear", "base_batch_size": 12}
+    assert config_changes(state, small_run(TEXT, dp=2, training=scaled)) == [
+        "optimizer.params.lr: 0.001 -> 0.002",
+        "training.base_batch_size: none -> 24",
+        'training.lr_scaling: none -> "linear"',
+    ]
 
 
 def test_what_is_no_checkpoint_is_told_and_not_thrown(

@@ -1,6 +1,7 @@
 """What rank 0 prints, word for word."""
 
 import json
+import re
 import signal
 from io import StringIO
 from pathlib import Path
@@ -10,8 +11,8 @@ from rich.table import Table
 
 from megaspeed.checkpoint.run_state import Progress
 from megaspeed.checkpoint.saving import SaveReport
-from megaspeed.pipeline.stages import layers_of_stages, parameters_of_stages
-from megaspeed.training.console import ConsoleObserver, plan_table, summary_table
+from megaspeed.pipeline.stages import parameters_of_stages
+from megaspeed.training.console import ConsoleObserver, summary_table
 from megaspeed.training.console_lines import describe_save, describe_step
 from megaspeed.training.metrics import MetricsFile, ValidationMetrics
 from megaspeed.training.trainer import TrainingSummary
@@ -33,16 +34,33 @@ def test_every_step_is_recorded_and_each_log_interval_printed(tmp_path: Path) ->
     output = StringIO()
     with (
         MetricsFile(tmp_path / "metrics.jsonl") as file,
-        ConsoleObserver(run, Console(file=output, width=200), file, Progress()) as observer,
+        ConsoleObserver(
+            run, Console(file=output, width=200), (file,), None, Progress()
+        ) as observer,
     ):
         for step in range(1, 11):
             observer.step(step_metrics(step=step, skipped=step == 7))
         observer.validation(ValidationMetrics.of(10, 2.0))
-    lines = [line.split()[:2] for line in output.getvalue().splitlines() if "loss" in line]
+    lines = [line.split()[:2] for line in output.getvalue().splitlines()]
     assert lines == [["step", str(step)] for step in (1, 4, 7, 8, 10)]
+    assert not set(output.getvalue()) & {"\x1b", "\r", "\b"}, "a pipe gets no control characters"
     assert "step     10  validation loss 2.0000  perplexity 7.39" in output.getvalue()
     records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [record["step"] for record in records] == [*range(1, 11), 10]
+
+
+def test_a_terminal_gets_a_bar_with_the_time_that_is_left(tmp_path: Path) -> None:
+    run = tiny_run(TEXT, training={"steps": 10})
+    output = StringIO()
+    console = Console(file=output, width=80, force_terminal=True, _environ={"TERM": "xterm"})
+    with ConsoleObserver(run, console, (), None, Progress()) as observer:
+        for step in range(1, 7):
+            observer.step(step_metrics(step=step))
+        observer._progress.refresh()
+        drawn = output.getvalue()
+    assert drawn.rfind("\x1b[?25h") > drawn.rfind("\x1b[?25l"), "the cursor survives a kill"
+    assert "\x1b[" in drawn and "6/10" in drawn
+    assert re.search(r"steps\S* \S*0:00:0\d", drawn), "four steps at this pace"
 
 
 SAVE = SaveReport(
@@ -64,7 +82,7 @@ def test_a_resumed_run_prints_its_first_step_and_the_loss_beside_the_saved_one(
     begin = Progress(step=6, steps_taken=6, loss=3.5)
     with (
         MetricsFile(tmp_path / "metrics.jsonl") as file,
-        ConsoleObserver(run, Console(file=output, width=200), file, begin) as observer,
+        ConsoleObserver(run, Console(file=output, width=200), (file,), None, begin) as observer,
     ):
         for step in (7, 8):
             observer.step(step_metrics(step=step))
@@ -77,23 +95,6 @@ def test_a_resumed_run_prints_its_first_step_and_the_loss_beside_the_saved_one(
         "step      8  told to stop by SIGTERM, after 8 of 10 steps",
     ]
     assert describe_save(SAVE) in said
-
-
-def test_the_plan_names_the_layout_and_each_stages_layers() -> None:
-    run = tiny_run(
-        TEXT,
-        pp=2,
-        tp=2,
-        dp=2,
-        train_batch_size=12,
-        gradient_accumulation_steps=3,
-        zero_optimization={"stage": 3},
-    )
-    table = plan_table(run, layers_of_stages(run), parameters_of_stages(run))
-    text = " ".join(printed(table).split())  # the title is as narrow as the table
-    assert "tiny: pp 2 x dp 2 x tp 2 = 8 ranks, ZeRO-3, fp32" in text
-    assert "12 samples a step in 3 micro-batches of 2" in text
-    assert "embedding, blocks 0-" in text and "head" in text
 
 
 def test_the_stages_parameters_add_up_to_the_model_whatever_the_layout() -> None:

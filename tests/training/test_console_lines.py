@@ -9,7 +9,11 @@ from rich.text import Text
 
 from megaspeed.checkpoint.run_state import Progress
 from megaspeed.checkpoint.saving import SaveReport
+from megaspeed.data.prepared import PreparedCorpus
+from megaspeed.data.stream.mixture import Component, Mixture
+from megaspeed.data.tokens.token_file import TokenFile, TokenIndex
 from megaspeed.training.console_lines import (
+    describe_corpus,
     describe_resumed,
     describe_save,
     describe_start,
@@ -29,10 +33,28 @@ def shown(line: str) -> str:
     return Text.from_markup(line).plain
 
 
+def corpus_of(train: int, validation: int | None) -> PreparedCorpus:
+    """So many tokens of each side, in sequences of 10."""
+
+    def side(tokens: int) -> Mixture:
+        index = TokenIndex(tokens, None, "<u2", 1, None, None, None, "c0ffee")
+        return Mixture((Component((TokenFile(TEXT, index),), 1.0, "text"),))
+
+    held_out = None if validation is None else side(validation)
+    return PreparedCorpus(side(train), held_out, None, sequence_length=10, seed=1)
+
+
+def test_the_corpus_line_tells_what_is_held_out() -> None:
+    assert describe_corpus(corpus_of(71_001, 28_999), 0.34) == (
+        "corpus: 71,001 training tokens in 7,100 sequences; 28,999 validation tokens in 2,899 "
+        "sequences, 29.0% of all; ready in 0.3 s"
+    )
+    assert "; no validation; " in describe_corpus(corpus_of(71_001, None), 0.34)
+
+
 def test_one_line_tells_a_step() -> None:
     assert describe_step(step_metrics(tokens_per_second=15360.4)) == (
-        "step      7  loss 3.2500  lr 1.000e-03  grad norm 0.500  15,360 tokens/s  "
-        "0.002 TFLOP/s/rank  MFU n/a"
+        "step      7  loss 3.2500  lr 1.00e-03  grad norm 0.500  15,360 tok/s"
     )
 
 
@@ -41,10 +63,20 @@ def test_a_known_peak_gives_an_mfu() -> None:
     assert line.endswith("417 TFLOP/s/rank  MFU 42.2%")
 
 
-def test_a_skipped_step_says_why() -> None:
+def test_a_skipped_step_says_so() -> None:
     line = describe_step(step_metrics(loss=math.nan, grad_norm=math.inf, skipped=True))
     assert "loss nan" in line and "grad norm inf" in line
-    assert line.endswith("SKIPPED: loss or gradient norm is not finite")
+    assert line.endswith("SKIPPED")
+
+
+@pytest.mark.parametrize(("mfu", "columns"), [(None, 80), (0.4217, 100)])
+def test_a_step_fits_its_columns(mfu: float | None, columns: int) -> None:
+    large = step_metrics(
+        step=999_999, loss=9.8765, grad_norm=9.999, tokens_per_second=9_999_999.0, mfu=mfu,
+        tflops_per_rank=417.2,
+    )  # fmt: skip
+    assert len(describe_step(large)) <= columns
+    assert len(describe_step(dataclasses.replace(large, mfu=None, skipped=True))) <= columns
 
 
 def test_a_run_that_starts_at_step_0_says_nothing_of_it() -> None:

@@ -1,11 +1,13 @@
 """A launch that costs speed is reported with its mend, and no other."""
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from megaspeed.analysis.costs.traffic import predict_traffic
 from megaspeed.topology.launch import LaunchEnvironment
 from megaspeed.training.launch_warnings import launch_warnings
 from tests.zero.one_rank import OFFLOAD, small_run
@@ -17,10 +19,15 @@ BY_SRUN = LaunchEnvironment(
 BY_TORCHRUN = replace(BY_SRUN, source="RANK/WORLD_SIZE")
 
 
-def warnings(launch: LaunchEnvironment, *, offload: bool = False, **machine: int) -> list[str]:
-    changes: dict[str, Any] = {"zero_optimization": {"stage": 1, **OFFLOAD}} if offload else {}
-    all_of_it = {"visible_gpus": 8, "processors": 96, "threads": 12, **machine}
-    return launch_warnings(launch, small_run(TEXT, **changes), **all_of_it)
+OFFLOADED = {"zero_optimization": {"stage": 1, **OFFLOAD}}
+DROPOUTS = {"embedding_dropout": 0.1, "attention_dropout": 0.1, "residual_dropout": 0.25}
+
+
+def warnings(
+    launch: LaunchEnvironment, changes: dict[str, Any] | None = None, **machine: Any
+) -> list[str]:
+    all_of_it = {"visible_gpus": 8, "has_bf16": False, "processors": 96, "threads": 12, **machine}
+    return launch_warnings(launch, small_run(TEXT, **(changes or {})), **all_of_it)
 
 
 def test_srun_that_shows_each_rank_its_own_gpu_alone_loses_nvlink() -> None:
@@ -42,7 +49,48 @@ def test_other_launches_are_fine(launch: LaunchEnvironment, machine: dict[str, i
 
 
 def test_an_offloaded_optimizer_with_one_thread_is_slow() -> None:
-    (warning,) = warnings(BY_TORCHRUN, offload=True, threads=1)
+    (warning,) = warnings(BY_TORCHRUN, OFFLOADED, threads=1)
     assert "1 thread a rank" in warning and "OMP_NUM_THREADS=12" in warning
-    assert warnings(BY_TORCHRUN, offload=True, threads=12) == []
-    assert warnings(BY_TORCHRUN, offload=True, threads=1, processors=8) == [], "one for each rank"
+    assert warnings(BY_TORCHRUN, OFFLOADED, threads=12) == []
+    assert warnings(BY_TORCHRUN, OFFLOADED, threads=1, processors=8) == [], "one for each rank"
+
+
+def test_a_gpu_with_bf16_and_no_stated_precision_is_slow() -> None:
+    (warning,) = warnings(BY_TORCHRUN, has_bf16=True)
+    assert "trains in fp32" in warning and "bf16.enabled=true" in warning
+    for stated in ({"bf16": {"enabled": True}}, {"bf16": {"enabled": False}}):
+        assert warnings(BY_TORCHRUN, stated, has_bf16=True) == []
+
+
+def test_dropout_is_named_with_its_cost_and_how_to_do_without() -> None:
+    changes = {"model": DROPOUTS, "train_batch_size": 2400}
+    (warning,) = warnings(BY_TORCHRUN, changes)
+    rows, heads, tokens = small_run(TEXT, **changes).batch.micro_batch_size, 4, 16
+    kept = rows * heads * tokens * tokens * (4 + 4) / 2**20
+    assert kept > 9
+    assert f"({kept:,.1f} MiB for each block and micro-batch)" in warning
+    for name, rate in DROPOUTS.items():
+        assert f"model.{name} {rate:g}" in warning and f"model.{name}=0" in warning
+
+
+def test_dropout_without_attention_dropout_keeps_the_fused_attention() -> None:
+    (warning,) = warnings(BY_TORCHRUN, {"model": {"residual_dropout": 0.1}})
+    assert "fused" not in warning and warning.endswith("--set model.residual_dropout=0")
+
+
+def test_a_tensor_axis_across_machines_is_reported_with_its_bytes() -> None:
+    run = small_run(TEXT, dp=4, tp=4)
+    crossing = replace(BY_TORCHRUN, local_world_size=2)
+    (warning,) = launch_warnings(
+        crossing, run, visible_gpus=2, has_bf16=False, processors=8, threads=4
+    )
+    assert "parallel.tensor is 4, and 2 ranks run on this machine" in warning
+    stated = re.search(r"about (\S+) GB a step", warning)
+    predicted = sum(sent for (axis, _), sent in predict_traffic(run, 0).items() if axis == "tp")
+    assert stated is not None
+    # Of two small blocks; the embedding, the head and the loss send the rest.
+    assert 0.5 * predicted < float(stated[1]) * 1e9 <= predicted
+    within = replace(BY_TORCHRUN, local_world_size=4)
+    assert (
+        launch_warnings(within, run, visible_gpus=4, has_bf16=False, processors=8, threads=4) == []
+    )

@@ -1,6 +1,7 @@
-"""The learning rate of every step is the one that DeepSpeed's scheduler of that name gives."""
+"""Our schedules, by hand; DeepSpeed's, against its own schedulers."""
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -88,3 +89,42 @@ def test_a_decay_without_a_length_lasts_as_long_as_the_run(kind: str) -> None:
 @pytest.mark.parametrize("kind", ["WarmupLR", "WarmupDecayLR"])
 def test_a_warmup_without_a_goal_leads_to_the_optimizers_rate(kind: str) -> None:
     assert max(our_rates(kind, {"warmup_num_steps": 5}, TAKEN)) == OPTIMIZER.params.lr
+
+
+def test_a_cosine_starts_at_once_peaks_when_warmup_ends_and_ends_at_its_floor() -> None:
+    rates = our_rates("cosine", {"warmup_num_steps": 4, "min_ratio": 0.1}, TAKEN)
+    peak = OPTIMIZER.params.lr
+    assert rates[:4] == pytest.approx([peak / 4, peak / 2, 3 * peak / 4, peak], rel=1e-12)
+    assert rates[4] < peak and rates == rates[:4] + sorted(rates[4:], reverse=True)
+    # Step 22 is half way from step 4 to step 40.
+    assert rates[21] == pytest.approx(peak * (0.1 + 1) / 2, rel=1e-12)
+    assert rates[-1] == pytest.approx(0.1 * peak, rel=1e-12)
+
+
+def test_a_linear_fall_is_a_straight_line() -> None:
+    params = {"warmup_num_steps": 4, "min_ratio": 0.1, "total_num_steps": 22}
+    rates = our_rates("linear", params, TAKEN)
+    peak = OPTIMIZER.params.lr
+    steps = [before - after for before, after in pairwise(rates[3:22])]
+    assert steps == pytest.approx([0.9 * peak / 18] * 18, rel=1e-9)
+    assert rates[21:] == pytest.approx([0.1 * peak] * 19, rel=1e-12), "it stays at its floor"
+
+
+def test_a_constant_rate_is_warmed_up_to() -> None:
+    rates = our_rates("constant", {"warmup_num_steps": 2}, TAKEN)
+    assert rates == pytest.approx([1.5e-4, *[3e-4] * 39], rel=1e-12)
+
+
+@pytest.mark.parametrize("kind", ["cosine", "linear", "constant"])
+def test_without_warmup_every_step_has_a_rate(kind: str) -> None:
+    rates = our_rates(kind, {}, TAKEN)
+    assert max(rates) <= OPTIMIZER.params.lr and min(rates) >= 0.1 * OPTIMIZER.params.lr * (
+        1 - 1e-9
+    )
+    assert rates[0] == pytest.approx(OPTIMIZER.params.lr, rel=0.03)
+
+
+def test_deepspeeds_warmup_starts_twice_at_its_lowest_rate_and_peaks_two_steps_late() -> None:
+    params = {"warmup_num_steps": 4, "warmup_type": "linear"}
+    rates = our_rates("WarmupLR", params, TAKEN)
+    assert rates[:2] == [0.0, 0.0] and rates[4] < rates[5] == OPTIMIZER.params.lr

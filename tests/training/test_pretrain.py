@@ -2,10 +2,8 @@
 
 import json
 import os
+import re
 import resource
-import signal
-import threading
-import time
 from contextlib import redirect_stderr, redirect_stdout
 from io import StringIO
 from pathlib import Path
@@ -14,11 +12,13 @@ from typing import Any
 import pytest
 from filelock import FileLock
 
+from megaspeed.checkpoint.run_state import RUN_STATE
 from megaspeed.topology.context import ParallelContext
 from megaspeed.topology.grid import Grid
 from megaspeed.topology.launch import LaunchEnvironment
 from megaspeed.training import pretrain, shared_folder
 from megaspeed.training.run_lock import LOCK
+from tests.checkpoint.written import seal
 from tests.parallel.tiny import GPT2
 from tests.rank_pool import RankPool
 
@@ -171,6 +171,68 @@ def test_a_run_that_is_started_again_goes_on_as_if_it_had_not_ended(
     assert kept == ["latest", "step-00000002", "step-00000003", "step-00000004"], "keep_last is 3"
 
 
+def test_a_sweep_into_the_folder_of_a_finished_run_is_refused(pool: RankPool, config: Path) -> None:
+    layout = ["train_micro_batch_size_per_gpu=6", "zero_optimization.stage=1"]
+    commands = [[], ["optimizer.params.lr=0.002"], ["bf16.enabled=true"], layout]
+    ((first, rate, precision, other_layout),) = pool.run(1, endings, config, commands)
+    assert [first[0], rate[0], precision[0], other_layout[0]] == [0, 2, 2, 0]
+    assert "  optimizer.params.lr: 0.001 -> 0.002\n" in rate[2]
+    assert "another training.run_dir" in rate[2] and "--fresh" in rate[2]
+    assert "larger training.steps" in rate[2] and "nothing is left" not in rate[1]
+    assert "  bf16.enabled: false -> true\n" in precision[2]
+    assert "nothing is left to train" in other_layout[1]
+
+
+def test_more_steps_that_move_the_rate_are_warned_of(pool: RankPool, config: Path) -> None:
+    scheduler = [
+        "scheduler.type=WarmupDecayLR",
+        "scheduler.params.warmup_num_steps=1",
+    ]
+    commands = [[steps(5), *scheduler], [steps(9), *scheduler]]
+    ((first, second),) = pool.run(1, endings, config, commands)
+    assert (first[0], second[0]) == (0, 0)
+    assert "warning: the learning rate of step 6 was to be" in second[1]
+    assert "scheduler.params.total_num_steps=5" in second[1]
+    assert "learning rate of step" not in first[1]
+
+
+def of_before_the_rule_was_stated(config: Path) -> None:
+    """Takes `data.hold_out_by` out of the newest checkpoint's configuration, and seals it anew."""
+    (checkpoint,) = (run_dir_of(config) / "checkpoints").glob("step-*")
+    state = json.loads((checkpoint / RUN_STATE).read_text())
+    del state["config"]["data"]["hold_out_by"]
+    (checkpoint / RUN_STATE).write_text(json.dumps(state))
+    seal(checkpoint)
+
+
+def test_a_run_of_before_keeps_the_rule_that_held_its_validation_data_out(
+    pool: RankPool, config: Path, tmp_path: Path
+) -> None:
+    text = tmp_path / "three.txt"
+    parts = [" ".join(f"{length}-{i}" for i in range(length)) for length in (290, 330, 380)]
+    text.write_text("<|endoftext|>".join(parts))
+    data = [f"data.train={json.dumps([str(text)])}", "data.validation_fraction=0.05"]
+    by_documents = [*data, "data.hold_out_by=documents"]
+    ((first,),) = pool.run(1, endings, config, [by_documents])
+    of_before_the_rule_was_stated(config)
+    commands = [
+        [*data, steps(2)],
+        [*data, steps(3), "data.hold_out_by=tokens"],
+        [*data, steps(2)],
+        [*data, f"training.run_dir={tmp_path / 'new'}"],
+    ]
+    ((second, stated, again, new),) = pool.run(1, endings, config, commands)
+    assert [first[0], second[0], stated[0], again[0], new[0]] == [0, 0, 2, 0, 0]
+    said = 'validation data is held out as when the run began (data.hold_out_by "documents")'
+    assert said in second[1] and "changed since: data" not in second[1]
+    assert "the training text (data.train) was" in stated[2]
+    assert "nothing is left to train" in again[1]
+    assert said not in first[1] + new[1]
+    shares = [re.findall(r"sequences, ([\d.]+)% of all", out[1])[0] for out in (first, second, new)]
+    assert shares[0] == shares[1] and float(shares[0]) > 27
+    assert float(shares[2]) == pytest.approx(5, abs=0.5)
+
+
 def test_a_run_that_is_complete_says_so_and_changes_nothing(pool: RankPool, config: Path) -> None:
     ((first,),) = pool.run(1, endings, config, [[]])
     before = files_in(run_dir_of(config))
@@ -189,6 +251,8 @@ def test_a_fresh_run_says_where_the_first_ones_files_are(pool: RankPool, config:
     assert {file.name for file in kept.iterdir()} == {
         "config.json",
         "metrics.jsonl",
+        "starts.jsonl",
+        "parts.jsonl",
         "loss.png",
         "checkpoints",
     }
@@ -336,26 +400,6 @@ def test_fresh_takes_along_the_state_of_a_checkpoint_that_it_moves_away(
     assert (folder / "earlier-1" / "checkpoints" / "step-00000001").is_dir()
     anew = sorted(path.name for path in (folder / "checkpoints").iterdir())
     assert anew == ["latest", "step-00000001", "step-00000002"], "what it took along is saved again"
-
-
-def ending_told_at_once(launch: LaunchEnvironment, config: Path) -> Ending:
-    """The signal comes as soon as it is not deadly any more, long before the first step."""
-
-    def tell() -> None:
-        while signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-            time.sleep(0.001)
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    threading.Thread(target=tell).start()
-    return ending(config, steps(50))
-
-
-def test_a_signal_while_the_run_starts_is_not_lost(pool: RankPool, config: Path) -> None:
-    ((code, out, _),) = pool.run(1, ending_told_at_once, config)
-    assert code == 0
-    assert "told to stop by SIGTERM, after 1 of 50 steps" in out
-    assert [record["step"] for record in records(config)] == [1]
-    assert (run_dir_of(config) / "checkpoints" / "step-00000001").is_dir()
 
 
 def ending_without_room(launch: LaunchEnvironment, config: Path) -> Ending:

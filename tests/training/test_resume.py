@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.distributed.checkpoint.metadata import Metadata
 
 from megaspeed.checkpoint.errors import CheckpointError
 from megaspeed.checkpoint.folders import CheckpointFolder
@@ -13,7 +14,7 @@ from megaspeed.topology.context import ParallelContext
 from megaspeed.topology.grid import Grid
 from megaspeed.topology.launch import LaunchEnvironment
 from megaspeed.training.resume import ResumeOptions, Start, check_resume, find_start
-from tests.checkpoint.written import CONFIG, write_checkpoint
+from tests.checkpoint.written import CONFIG, change_index, write_checkpoint
 from tests.parallel.tiny import tiny_run
 from tests.rank_pool import RankPool
 
@@ -123,6 +124,17 @@ def test_auto_passes_over_what_is_broken_and_says_why(pool: RankPool, run: Run) 
     ((passed_over, why),) = start.passed_over
     assert passed_over == checkpoint(run, 200)
     assert "__0_0.distcp has other bytes than were written" in why
+
+
+def test_auto_passes_over_an_index_that_was_sealed_with_a_mistake(pool: RankPool, run: Run) -> None:
+    def point_at_another(index: Metadata) -> None:
+        places = sorted(index.storage_data, key=lambda place: str(place.fqn))
+        index.storage_data[places[0]] = index.storage_data[places[1]]
+
+    change_index(checkpoint(run, 200), point_at_another)
+    start = found(pool, AUTO, run)
+    assert start.checkpoint == checkpoint(run, 100)
+    assert "are said to be in the same bytes of" in start.passed_over[0][1]
 
 
 def test_auto_refuses_where_no_checkpoint_is_whole_and_names_each(pool: RankPool, run: Run) -> None:

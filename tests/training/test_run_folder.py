@@ -2,6 +2,7 @@
 
 import json
 import os
+from datetime import datetime
 from pathlib import Path
 
 import pytest
@@ -82,10 +83,16 @@ def test_a_run_that_starts_anew_moves_what_is_there_and_loses_nothing(tmp_path: 
     assert start_run_folder(run) == tmp_path / "earlier-2"
     for number in (1, 2):
         earlier = tmp_path / f"earlier-{number}"
-        assert names(earlier) == {"config.json", "metrics.jsonl", "checkpoints"}
+        assert names(earlier) == {"config.json", "metrics.jsonl", "starts.jsonl", "checkpoints"}
         assert (earlier / "metrics.jsonl").read_text() == f"run {number}"
         assert names(earlier / "checkpoints") == {f"step-0000000{number}", "latest"}
-    assert names(tmp_path) == {"config.json", "notes.txt", "earlier-1", "earlier-2"}
+    assert names(tmp_path) == {
+        "config.json",
+        "starts.jsonl",
+        "notes.txt",
+        "earlier-1",
+        "earlier-2",
+    }
 
 
 def record(step: int, **values: float) -> str:
@@ -100,7 +107,7 @@ def test_a_run_that_goes_on_from_its_last_step_leaves_all_as_it_is(tmp_path: Pat
     kept = checkpoint(tmp_path, 2)
     assert continue_run_folder(run, 2) is None
     assert (tmp_path / "metrics.jsonl").read_text() == lines and kept.is_dir()
-    assert names(tmp_path) == {"config.json", "metrics.jsonl", "checkpoints"}
+    assert names(tmp_path) == {"config.json", "metrics.jsonl", "starts.jsonl", "checkpoints"}
 
 
 def test_the_configuration_of_a_run_that_goes_on_is_its_new_one(tmp_path: Path) -> None:
@@ -134,3 +141,23 @@ def test_a_torn_line_alone_is_cut_too(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text(record(1) + '{"step": 1, "valid')
     assert continue_run_folder(run, 7) == tmp_path / "earlier-1"
     assert (tmp_path / "metrics.jsonl").read_text() == record(1)
+
+
+def test_every_start_leaves_a_line_with_its_step_and_layout(tmp_path: Path) -> None:
+    run = run_in(tmp_path)
+    start_run_folder(run)
+    for step in (5, 3):  # the second resumption is from an earlier step, and the first stays
+        continue_run_folder(run, step)
+    starts = [json.loads(line) for line in (tmp_path / "starts.jsonl").read_text().splitlines()]
+    assert [start.pop("step") for start in starts] == [0, 5, 3]
+    for start in starts:
+        assert datetime.fromisoformat(start.pop("time")).tzinfo is not None
+        assert start == {"pp": 1, "dp": 1, "tp": 1, "zero_stage": 0}
+
+
+def test_what_services_wrote_is_moved_with_the_run(tmp_path: Path) -> None:
+    run = run_in(tmp_path)
+    for service in ("tensorboard", "wandb"):
+        (tmp_path / service).mkdir()
+    assert start_run_folder(run) == tmp_path / "earlier-1"
+    assert names(tmp_path / "earlier-1") == {"tensorboard", "wandb"}

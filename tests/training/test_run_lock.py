@@ -1,6 +1,7 @@
 """Two runs in one folder: the second is told, and leaves it alone."""
 
 import os
+import socket
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,30 @@ def use(launch: LaunchEnvironment, run_dir: Path) -> str | None:
                 return None
         except CheckpointError as error:
             return str(error)
+
+
+def use_beside_itself(launch: LaunchEnvironment, run_dir: Path) -> tuple[str, str, str | None]:
+    """What the file says in the meantime, what it should, and what a second run is told."""
+    with (
+        ParallelContext.create(Grid(pp=1, dp=1, tp=1), launch, timeout_seconds=30) as context,
+        sole_use(run_dir, context),
+    ):
+        written = (run_dir / LOCK).read_text()
+        try:
+            with sole_use(run_dir, context):
+                told = None
+        except CheckpointError as error:
+            told = str(error)
+    return written, f"{socket.gethostname()} {os.getpid()}\n", told
+
+
+def test_the_lock_names_the_process_to_signal(pool: RankPool, tmp_path: Path) -> None:
+    (tmp_path / LOCK).write_text("a host with a long name 4194304\n")
+    ((written, expected, told),) = pool.run(1, use_beside_itself, tmp_path)
+    host, process = expected.split()
+    assert written == expected
+    assert told is not None
+    assert told.startswith(f"another run (process {process} of rank 0 on {host}) writes to")
 
 
 def test_one_run_at_a_time(pool: RankPool, tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from megaspeed.topology.context import ParallelContext
 from megaspeed.topology.launch import LaunchEnvironment
 from megaspeed.topology.stop_signal import STOP_SIGNALS, StopSignal
 from megaspeed.training.checkpointing import Checkpointing
-from megaspeed.training.metrics import StepMetrics, ValidationMetrics
+from megaspeed.training.metrics import PartMetrics, StepMetrics, ValidationMetrics
 from megaspeed.training.trainer import Trainer, TrainingDiverged, TrainingSummary
 from megaspeed.training.worker import Worker
 from megaspeed.zero.whole_parameters import whole_parameters
@@ -48,6 +48,7 @@ class Record:
 
     steps: list[StepMetrics] = field(default_factory=list)
     validations: list[ValidationMetrics] = field(default_factory=list)
+    parts_of_steps: list[PartMetrics] = field(default_factory=list)
     saves: list[SaveReport] = field(default_factory=list)
     events: list[tuple[str, int]] = field(default_factory=list)  # what and at which step, in order
     summary: TrainingSummary | None = None
@@ -57,6 +58,9 @@ class Record:
     def step(self, metrics: StepMetrics) -> None:
         self.steps.append(metrics)
         self.events.append(("step", metrics.step))
+
+    def parts(self, metrics: PartMetrics) -> None:
+        self.parts_of_steps.append(metrics)
 
     def validation(self, metrics: ValidationMetrics) -> None:
         self.validations.append(metrics)

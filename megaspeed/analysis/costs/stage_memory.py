@@ -277,3 +277,4 @@ def _sent(memory: LayerMemory, output: int) -> LayerMemory:
     return replace(
         memory, kept=memory.kept - output, forward_working=memory.forward_working + output
     )
+

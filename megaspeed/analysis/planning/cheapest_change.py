@@ -72,6 +72,24 @@ def cheapest_change(training: Training, usable_bytes: int, gpus_per_node: int) -
     )
 
 
+def single_changes(training: Training, gpus_per_node: int) -> list[tuple[int, tuple[str, ...]]]:
+    """Each change alone, on as many ranks: the bytes that it frees on the fullest rank, and what to
+    type after ``--set``. The one that frees most comes first; those that free nothing are left out.
+    """
+    start = training.settings
+    peak = predict_peak_bytes(training.run)
+    best: dict[tuple[str, ...], tuple[int, tuple[str, ...]]] = {}
+    for change in _changes(training.stated.model.num_hidden_layers, gpus_per_node):
+        for attempt in change.attempts(start):
+            try:
+                freed = peak - predict_peak_bytes(training.under(attempt))
+            except ConfigError:
+                continue
+            if freed > best.get(change.touches, (0, ()))[0]:
+                best[change.touches] = (freed, training.set_text(attempt))
+    return sorted(best.values(), reverse=True)
+
+
 @dataclass(frozen=True, kw_only=True)
 class _Change:
     """One kind of change: the settings that it leads to, cheapest first, and what it touches."""

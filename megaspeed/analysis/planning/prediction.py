@@ -10,7 +10,7 @@ and under gpipe all of them. So one prediction for each kind tells the largest o
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import groupby, repeat
 
 from megaspeed.analysis.costs.stage_memory import StageMemory, predict_memory
 from megaspeed.analysis.costs.traffic import Traffic, predict_traffic
@@ -105,6 +105,18 @@ def predict(run: Run) -> Prediction:
 def predict_peak_bytes(run: Run) -> int:
     """The peak of the rank that holds most, alone."""
     return max(predict_memory(run, stage).peak.total for stage in _first_of_each_kind(run))
+
+
+def predict_peaks(run: Run) -> list[int]:
+    """The peak of a rank of each pipeline stage, in the order of the pipeline."""
+    return [
+        peak
+        for alike in alike_stages(run)
+        for peak in repeat(
+            predict_memory(run, alike.pipeline_stages.start).peak.total,
+            len(alike.pipeline_stages),
+        )
+    ]
 
 
 def predict_busiest(run: Run) -> Traffic:

@@ -23,6 +23,7 @@ from megaspeed.analysis.units import (
     short_count,
     traffic_unit,
 )
+from megaspeed.config.dropout_cost import dropout_warning
 from megaspeed.config.resolve import GradientReduction, Run
 from megaspeed.pipeline.schedules import SCHEDULES, peak_micro_batches_in_flight
 
@@ -71,6 +72,7 @@ def summary(plan: Plan) -> Iterator[str]:
         f"activations: {'recomputed in backward' if recomputed else 'kept for backward'}; "
         f"sequence parallelism {sequence}"
     )
+    yield from dropout_warning(run)
     if run.grid.pp > 1:
         yield (
             f"pipeline: {run.config.parallel.schedule}, ideal bubble {plan.bubble:.1%} of the step "

@@ -6,6 +6,7 @@ from megaspeed.config.batch import StatedBatch, explain_batch, solve_batch
 from megaspeed.config.degrees import data_degree_equation, divisors
 from megaspeed.config.layout import layout_in
 from megaspeed.config.rules.rule import Launch, Rule, rule
+from megaspeed.config.section import LARGEST_ACCUMULATION
 
 
 @rule("parallel.tensor", "parallel.pipeline", "parallel.spare_ranks")
@@ -82,6 +83,27 @@ def _no_layout_with_spare_ranks(launch: Launch) -> Iterator[str]:
         yield explain_batch(stated, dp, f"no dp of {most} or less fits {launch.world}")
 
 
+@rule(
+    "train_micro_batch_size_per_gpu",
+    "train_batch_size",
+    "gradient_accumulation_steps",
+    "parallel.data",
+    "parallel.tensor",
+    "parallel.pipeline",
+    "parallel.spare_ranks",
+)
+def micro_batches_are_bounded(launch: Launch) -> Iterator[str]:
+    grid = layout_in(launch.config, launch.world)
+    batch = None if grid is None else solve_batch(StatedBatch.of(launch.config), grid.dp)
+    if batch is not None and batch.gradient_accumulation_steps > LARGEST_ACCUMULATION:
+        yield (
+            f"gradient_accumulation_steps {batch.gradient_accumulation_steps:,} (train_batch_size "
+            f"{batch.train_batch_size:,} / (train_micro_batch_size_per_gpu "
+            f"{batch.micro_batch_size:,} x dp {grid.dp if grid else 1})) must be at most "
+            f"{LARGEST_ACCUMULATION:,}; raise train_micro_batch_size_per_gpu"
+        )
+
+
 @rule("fp16.enabled")
 def fp16_needs_a_gpu(launch: Launch) -> Iterator[str]:
     if launch.config.fp16.enabled and launch.world.device_type == "cpu":
@@ -96,5 +118,6 @@ LAUNCH_RULES: tuple[Rule[Launch], ...] = (
     ranks_suffice_where_some_may_be_spare,
     degrees_multiply_to_world,
     batch_multiplies,
+    micro_batches_are_bounded,
     fp16_needs_a_gpu,
 )

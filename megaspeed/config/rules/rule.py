@@ -28,9 +28,9 @@ class Rule(Generic[Subject]):
     reads: tuple[KeyPath, ...]
     check: Check[Subject]
 
-    def problems(self, subject: Subject, broken: frozenset[KeyPath]) -> Iterator[Problem]:
+    def problems(self, subject: Subject, broken: "_Broken") -> Iterator[Problem]:
         """What the subject breaks; nothing where a key it reads is already known to be wrong."""
-        if not any(_overlap(read, path) for read in self.reads for path in broken):
+        if not any(map(broken.touches, self.reads)):
             for message in self.check(subject):
                 yield Problem(self.reads[0], message)
 
@@ -45,10 +45,18 @@ def apply_rules(
     rules: Iterable[Rule[Subject]], subject: Subject, broken: frozenset[KeyPath]
 ) -> list[Problem]:
     """All problems of all rules, in order."""
-    return [problem for law in rules for problem in law.problems(subject, broken)]
+    index = _Broken(broken)
+    return [problem for law in rules for problem in law.problems(subject, index)]
 
 
-def _overlap(one: KeyPath, other: KeyPath) -> bool:
-    """Whether one path is the other or leads to it."""
-    shared = min(len(one), len(other))
-    return one[:shared] == other[:shared]
+class _Broken:
+    """The broken paths, found by what they lead to and by what leads to them."""
+
+    def __init__(self, paths: frozenset[KeyPath]) -> None:
+        self._paths = paths
+        self._above = {path[:length] for path in paths for length in range(len(path))}
+
+    def touches(self, read: KeyPath) -> bool:
+        """Whether a broken path is this one, leads to it, or is led to by it."""
+        leading = (read[:length] for length in range(1, len(read) + 1))
+        return read in self._above or any(path in self._paths for path in leading)

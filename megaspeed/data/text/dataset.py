@@ -22,6 +22,7 @@ from megaspeed.data.text.records import STATE_FIELD, no_such_field
 from megaspeed.data.text.rows import cannot_be_read, pieces_of_rows, until_broken
 from megaspeed.data.text.text_format import TextFormat
 from megaspeed.files.changes import FileState
+from megaspeed.files.reading import special_files
 
 # datasets imports slowly and is rarely needed: it is imported where it is used.
 
@@ -53,7 +54,7 @@ class SavedDataset(TextFormat):
     def pieces(self, path: Path, after: int, on_bad: OnBad) -> Iterator[Piece]:
         import datasets
 
-        wrong = self.wrong_split(path)
+        wrong = self.problem(path)
         if wrong is not None:
             raise DataError(wrong)
         try:
@@ -76,7 +77,11 @@ class SavedDataset(TextFormat):
     def part(self) -> str:
         return self.split
 
-    def wrong_split(self, path: Path) -> str | None:
+    def problem(self, path: Path) -> str | None:
+        """Why the folder cannot be opened, as far as the names in it show."""
+        return self._wrong_split(path) or next(special_files(self._folder(path)), None)
+
+    def _wrong_split(self, path: Path) -> str | None:
         """That the folder has several splits and not this one; None where all is well."""
         if not (path / _SEVERAL_SPLITS).is_file() or self._folder(path).is_dir():
             return None

@@ -26,6 +26,7 @@ from megaspeed.data.text.standard_library import library_files, library_folder
 from megaspeed.data.text.text_format import TextFormat
 from megaspeed.files.changes import FileState
 from megaspeed.files.places import expand_home
+from megaspeed.files.reading import file_problem
 
 _PLAIN_TEXT = PlainText()
 _LOOKED_AT_FILES = 10_000
@@ -182,6 +183,8 @@ def _nothing_found(source: Source, setting: str) -> str:
             f"{setting}: a glob must match at least one file, and '{source}' matches 0 under "
             f"{_fixed_part(path).absolute()}; relative paths start from the working directory"
         )
+    if os.path.lexists(path):
+        return f"{setting}: {path.absolute()} {file_problem(path)}; name a file of text"
     return (
         f"{setting}: there is no file {path.absolute()}; correct the path, "
         f'or use "{BUNDLED_CORPUS}" for the default corpus'
@@ -223,7 +226,7 @@ def _unreadable(file: SourceFile, setting: str) -> str | None:
     if mend is not None:
         return f"{setting}: {file.path} is a {file.path.suffix} file, which is not read; {mend}"
     if isinstance(file.format, SavedDataset):
-        wrong = file.format.wrong_split(file.path)
+        wrong = file.format.problem(file.path)
         return None if wrong is None else f"{setting}: {wrong}"
     if not os.access(file.path, os.R_OK):
         return f"{setting}: {file.path} cannot be read by this user; change its permissions"

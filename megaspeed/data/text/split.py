@@ -1,16 +1,83 @@
-"""The validation split: whole documents, chosen by the hash of what they say.
+"""The validation split: documents, chosen by the hash of what they say.
 
 Documents with equal content always go to the same side, so nothing that is validated on was
 trained on, and the order in which files are listed does not matter.
+
+    by documents    only complete ones, as in version 0.1; if none is short enough, the shortest
+    by tokens       if complete ones come to less than 9/10 of the fraction, the end of the longest
+                    document is held out as well
 """
 
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from megaspeed.data.errors import DataError
 from megaspeed.data.text.documents import Document
+
+Groups = list[list[Document]]
+_SHORT_OF = 0.1
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A document of which the end is held out.
+
+    Attributes:
+        document: its number among the training documents of its group.
+        fraction: of the document that is held out, in (0, 1).
+    """
+
+    document: int
+    fraction: float
+
+
+def split_by_tokens(
+    groups: Sequence[Sequence[Document]], fraction: float, seed: int
+) -> tuple[Groups, Groups, list[Cut | None]]:
+    """(training documents, validation documents, cut) of each group.
+
+    `fraction` of the bytes of every group that has documents is held out by itself. A document
+    is cut only if its text is nowhere else.
+
+    Raises:
+        DataError: a group has fewer than two distinct documents, and they cannot be cut.
+    """
+    whole = [list(group) for group in groups]
+    nothing_cut: list[Cut | None] = [None for _ in groups]
+    if fraction == 0:
+        return whole, [[] for _ in groups], nothing_cut
+    held_out = {
+        content for group in groups for content in _held_out(_bytes_of(group), fraction, seed)
+    }
+    copies = Counter(document.content for group in groups for document in group)
+    cuts = [_cut(group, held_out, copies, fraction) for group in groups]
+    if any(
+        group and cut is None and not any(document.content in held_out for document in group)
+        for group, cut in zip(groups, cuts, strict=True)
+    ):
+        return *split_groups(groups, fraction, seed), nothing_cut
+    return *_sides(groups, held_out), cuts
+
+
+def _cut(
+    group: Sequence[Document], held_out: set[str], copies: Counter[str], fraction: float
+) -> Cut | None:
+    """What is to be held out beyond complete documents, if it is much; of the longest document."""
+    wanted = fraction * sum(document.size_bytes for document in group)
+    training = [document for document in group if document.content not in held_out]
+    held_bytes = sum(document.size_bytes for document in group) - sum(
+        document.size_bytes for document in training
+    )
+    single = [number for number, doc in enumerate(training) if copies[doc.content] == 1]
+    if wanted - held_bytes <= _SHORT_OF * wanted or not single:
+        return None
+    longest = max(single, key=lambda n: (training[n].size_bytes, training[n].content))
+    missing = (wanted - held_bytes) / training[longest].size_bytes
+    return Cut(longest, min(missing, 1 - _SHORT_OF))
 
 
 def split_documents(
@@ -31,7 +98,7 @@ def split_documents(
 
 def split_groups(
     groups: Sequence[Sequence[Document]], fraction: float, seed: int
-) -> tuple[list[list[Document]], list[list[Document]]]:
+) -> tuple[Groups, Groups]:
     """(training documents, validation documents) of each group.
 
     `fraction` of every group that has documents is held out by itself, so that each is validated
@@ -46,12 +113,16 @@ def split_groups(
     problems = [_too_few(group) for group in groups if group and len(_bytes_of(group)) < 2]
     if problems:
         raise DataError(*problems)
-    held_out = {
-        content
-        for group in groups
-        if group
-        for content in _held_out(_bytes_of(group), fraction, seed)
-    }
+    held_out: set[str] = set()
+    for group in groups:
+        if group:
+            bytes_of = _bytes_of(group)
+            shortest = min(bytes_of, key=lambda content: (bytes_of[content], content))
+            held_out |= _held_out(bytes_of, fraction, seed) or {shortest}
+    return _sides(groups, held_out)
+
+
+def _sides(groups: Sequence[Sequence[Document]], held_out: set[str]) -> tuple[Groups, Groups]:
     training = [[doc for doc in group if doc.content not in held_out] for group in groups]
     validation = [[doc for doc in group if doc.content in held_out] for group in groups]
     return training, validation
@@ -75,7 +146,7 @@ def _too_few(documents: Sequence[Document]) -> str:
 
 
 def _held_out(bytes_of: dict[str, int], fraction: float, seed: int) -> set[str]:
-    """The contents held out for validation; `bytes_of` is content hash -> bytes."""
+    """The contents that fit into the fraction; `bytes_of` is content hash -> bytes."""
     room_bytes = fraction * sum(bytes_of.values())
     ranked = sorted(bytes_of, key=lambda content: _rank(seed, content))
     held_out: set[str] = set()
@@ -83,7 +154,7 @@ def _held_out(bytes_of: dict[str, int], fraction: float, seed: int) -> set[str]:
         if bytes_of[content] <= room_bytes:
             held_out.add(content)
             room_bytes -= bytes_of[content]
-    return held_out or {min(ranked, key=lambda content: (bytes_of[content], content))}
+    return held_out
 
 
 def _rank(seed: int, content: str) -> bytes:

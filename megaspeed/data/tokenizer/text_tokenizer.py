@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -22,6 +23,7 @@ from megaspeed.config.strict_json import JsonSyntaxError, read_json_object
 from megaspeed.data.errors import DataError
 from megaspeed.data.tokenizer.quiet_transformers import quiet_transformers
 from megaspeed.files.durable import write_whole
+from megaspeed.files.reading import special_among
 
 TRAIN = "train"
 END_OF_TEXT = "<|endoftext|>"
@@ -189,12 +191,15 @@ def load_tokenizer(source: str, setting: str = _SETTING) -> TextTokenizer:
     """
     path = Path(source)
     file = path / TOKENIZER_FILE if path.is_dir() else path
-    if not path.exists():
+    if not os.path.exists(path):
         law = f'is "{TRAIN}" or a path' if setting == _SETTING else "is a path"
         raise DataError(
             f"{setting} {law} (nothing is downloaded), and there is no {path.absolute()}; "
             "correct the path"
         )
+    special = next(special_among(_files_beside(path)), None)
+    if special is not None:
+        raise DataError(f"{setting}: {special}; name another tokenizer")
     stated = _read_object(file.parent / CONFIG_FILE)
     tokenizer = _of_file(file, setting) if file.is_file() else _older_format(path, setting)
     if not tokenizer.get_vocab_size(with_added_tokens=True):
@@ -204,12 +209,14 @@ def load_tokenizer(source: str, setting: str = _SETTING) -> TextTokenizer:
 
 def tokenizer_files(source: str) -> list[Path]:
     """Every file that `load_tokenizer(source)` may read, sorted."""
-    path = Path(source).absolute()
+    return [file for file in _files_beside(Path(source).absolute()) if file.is_file()]
+
+
+def _files_beside(path: Path) -> list[Path]:
+    """Where the files of the tokenizer at `path` may be."""
     if path.is_dir():
-        files = {file for pattern in _TOKENIZER_FILES for file in path.glob(pattern)}
-    else:
-        files = {path, *(path.parent / name for name in _CONFIG_FILES)}
-    return sorted(file for file in files if file.is_file())
+        return sorted({file for pattern in _TOKENIZER_FILES for file in path.glob(pattern)})
+    return sorted({path, *(path.parent / name for name in _CONFIG_FILES)})
 
 
 def check_vocabulary(tokenizer_size: int, source: str, vocab_size: int) -> None:

@@ -24,6 +24,7 @@ from megaspeed.data.tokens.shard_checksums import check_shard_checksums
 from megaspeed.data.tokens.token_file import TokenFile
 from megaspeed.data.tokens.token_folder import INDEX, SHARDS, is_token_folder, open_token_folder
 from megaspeed.files.places import expand_home
+from megaspeed.files.reading import special_among
 
 
 def is_token_source(path: Path) -> bool:
@@ -73,6 +74,9 @@ def open_token_source(source: Source, cache: Cache) -> tuple[TokenFile, ...]:
 
 def why_not_tokens(path: Path, vocab_size: int) -> str | None:
     """What the first ids of one of `token_paths` show to be wrong; None where all is well."""
+    special = next(special_among([path]), None)
+    if special is not None:
+        return special
     has_index = _is_shard(path) or index_path(path).is_file()
     is_nanogpt = path.suffix == ".bin" and path.is_file() and not has_index
     return why_not_16_bit(path, vocab_size) if is_nanogpt else None
@@ -116,6 +120,9 @@ def _open(path: Path, cache: Cache) -> tuple[TokenFile, ...]:
         files = open_token_folder(path)
         check_shard_checksums(path, cache)
         return files
+    special = next(special_among([path]), None)
+    if special is not None:
+        raise DataError(special)
     if path.suffix == ".idx":
         return (open_megatron(path.with_suffix(""), cache),)
     if _is_shard(path):

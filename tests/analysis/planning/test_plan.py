@@ -4,6 +4,7 @@ import pytest
 
 from megaspeed.analysis.planning.devices import Device, device_named
 from megaspeed.analysis.planning.plan import plan
+from megaspeed.analysis.planning.report import summary
 from megaspeed.cli import main
 from tests.analysis.planning.tiny_runs import FOLDER, WORLD_SIZES, from_file, tiny
 
@@ -107,6 +108,14 @@ def test_a_run_fits_up_to_the_usable_bytes_and_not_one_beyond() -> None:
 
 def test_an_fp16_run_is_planned_without_a_gpu() -> None:
     assert plan(tiny("fp16.enabled=true", world_size=2), None, 8).run.precision == "fp16"
+
+
+def test_a_plan_names_what_dropout_costs() -> None:
+    dropout = "model.attention_dropout=0.1"
+    lines = [list(summary(plan(tiny(*each), None, 8))) for each in ((dropout,), ())]
+    named = [line for line in lines[0] if "without its fused kernel" in line]
+    assert len(named) == 1 and "model.attention_dropout=0" in named[0]
+    assert lines[1] == [line for line in lines[0] if line not in named]
 
 
 def exactly(usable_bytes: int) -> Device:

@@ -1,0 +1,14 @@
+"""Whether a run could start here, asked under its own launcher, before any process group exists.
+
+    every rank     record: versions, configuration, data, limits, GPUs      record.py
+        |             over a store, with a deadline for each answer         meeting.py
+    rank 0         who did not come
+        |
+    all ranks      clock, run folder, ports                                 clock, folder, ports.py
+        |
+    all ranks      the run's own process groups: latency, bandwidth         links.py
+        |
+    rank 0         what differs and what is wrong, on which rank            diagnosis.py, report.py
+
+No step waits longer than its limit, and a rank that is stuck is named.
+"""

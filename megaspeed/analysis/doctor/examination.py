@@ -1,0 +1,181 @@
+"""The doctor's visit, step by step; every rank calls `examine`, and rank 0 gets the findings.
+
+Rank 0 decides after the records which further steps make sense, and tells the others. So ranks with
+different configurations, or fewer than expected, never wait in a collective.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from megaspeed.analysis.doctor.clock import answer_clock, measure_clocks
+from megaspeed.analysis.doctor.deadline import within
+from megaspeed.analysis.doctor.findings import Findings, LinkAnswer
+from megaspeed.analysis.doctor.folder import SharedFolderCheck
+from megaspeed.analysis.doctor.links import Link, Measurement
+from megaspeed.analysis.doctor.meeting import Meeting, NobodyThere
+from megaspeed.analysis.doctor.ports import check_ports
+from megaspeed.analysis.doctor.record import Record, take_record
+from megaspeed.config.resolve import Run
+from megaspeed.topology.context import ParallelContext
+from megaspeed.topology.launch import LaunchEnvironment
+
+# A record has several steps, each with a limit; making all groups of a large run takes minutes.
+_LIMITS_OF_A_RECORD = 4
+_LIMITS_OF_THE_LINKS = 4
+_LIMITS_OF_EVERYTHING = 30
+
+
+@dataclass(frozen=True, kw_only=True)
+class Examined:
+    """What rank 0 knows at the end."""
+
+    findings: Findings
+    run: Run | None  # rank 0's
+
+
+def examine(
+    config: Path,
+    overrides: Sequence[str],
+    launch: LaunchEnvironment,
+    meeting: Meeting,
+    *,
+    address: str,
+    seconds: float,
+    report: Callable[[Examined], int],
+) -> int:
+    """All steps; every rank calls this.
+
+    Args:
+        config, overrides: of this rank.
+        launch: how it was started.
+        meeting: where the ranks answer rank 0.
+        address: this machine's, on the way to rank 0.
+        seconds: the limit of each step.
+        report: called on rank 0; returns the exit code of all ranks.
+
+    Returns:
+        The exit code.
+
+    Raises:
+        NobodyThere: rank 0 has not answered, or does not count on this rank.
+    """
+    record, run = take_record(config, overrides, launch, seconds)
+    meeting.put("record", record.as_json())
+    if launch.rank != 0:
+        steps = meeting.hear("steps", _LIMITS_OF_A_RECORD * seconds)
+        if launch.rank >= steps["world_size"]:
+            raise NobodyThere(
+                f"rank {launch.rank} has no place: rank 0 counts {steps['world_size']} ranks, and "
+                f"this rank {launch.world_size} (from {launch.source})"
+            )
+        with suppress(NobodyThere):
+            _take_part(steps["ring"], run, launch, meeting, address, seconds)
+        code: int = meeting.hear("end", _LIMITS_OF_EVERYTHING * seconds)
+        meeting.put("bye", None)
+        return code
+    findings = _collect(run, launch, meeting, address, seconds)
+    code = report(Examined(findings=findings, run=run))
+    meeting.tell("end", code)
+    # The store may end with this process, and an exit code other than 0 ends the others.
+    came = {each.rank for each in findings.came} - {0}
+    if came:
+        _wait_for_goodbyes(meeting, came)
+    return code
+
+
+def _collect(
+    run: Run | None, launch: LaunchEnvironment, meeting: Meeting, address: str, seconds: float
+) -> Findings:
+    waited = _LIMITS_OF_A_RECORD / 2 * seconds
+    answers = meeting.everyones("record", waited)
+    records = [None if each is None else Record.from_json(each) for each in answers]
+    findings = Findings(records=records, waited_seconds=waited)
+    ring = [each.rank for each in findings.came if each.first_of_node]
+    together = _is_one_run(records)
+    meeting.tell("steps", {"world_size": launch.world_size, "ring": ring if together else None})
+    if not together:
+        return findings
+    assert run is not None, "every record has the degrees of its run"
+    findings.clocks = measure_clocks(meeting, [rank for rank in ring if rank != 0], seconds)
+    folder = SharedFolderCheck(run.run_dir, meeting, seconds)
+    folder.leave()
+    folder.look()
+    findings.folder = folder.judge()
+    findings.ports = check_ports(meeting, address, ring, seconds)
+    deadline = time.monotonic() + (_LIMITS_OF_THE_LINKS + 1) * seconds
+    meeting.put("links", _measure(run, launch, seconds))
+    all_links = meeting.everyones("links", deadline - time.monotonic())
+    findings.links = [
+        None
+        if answer is None
+        else LinkAnswer(
+            links=tuple(
+                Link(**{**link, "ranks": tuple(link["ranks"])}) for link in answer["links"]
+            ),
+            problem=answer["problem"],
+        )
+        for answer in all_links
+    ]
+    return findings
+
+
+def _take_part(
+    ring: list[int] | None,
+    run: Run | None,
+    launch: LaunchEnvironment,
+    meeting: Meeting,
+    address: str,
+    seconds: float,
+) -> None:
+    """The same steps, of another rank."""
+    if ring is None:
+        return
+    assert run is not None, "every record has the degrees of its run"
+    if launch.rank in ring:
+        with suppress(NobodyThere):
+            answer_clock(meeting, seconds * len(ring))
+    with suppress(NobodyThere):
+        # Rank 0 comes to it after all clocks.
+        meeting.hear("token", seconds * (len(ring) + 1))
+        SharedFolderCheck(run.run_dir, meeting, seconds).look()
+    if launch.rank in ring:
+        with suppress(NobodyThere):
+            check_ports(meeting, address, ring, 4 * seconds)
+    meeting.put("links", _measure(run, launch, seconds))
+
+
+def _is_one_run(records: list[Record | None]) -> bool:
+    """Whether all came, with the same number of ranks along each axis, and one can train."""
+    degrees = {None if each is None else each.degrees for each in records}
+    kinds = {None if each is None else each.device == "cpu" for each in records}
+    wrong = all(each is not None and each.wrong_input is not None for each in records)
+    return not wrong and len(degrees) == 1 and len(kinds) == 1 and not degrees & {None, ()}
+
+
+def _measure(run: Run, launch: LaunchEnvironment, seconds: float) -> dict[str, object]:
+    limit = _LIMITS_OF_THE_LINKS * seconds
+    measurement = Measurement()
+
+    def join_and_measure() -> None:
+        # The groups wait longer, or NCCL would end the process before it has reported.
+        with ParallelContext.create(run.grid, launch, timeout_seconds=2 * limit) as context:
+            measurement.measure(context)
+
+    problem = None
+    try:
+        within(limit, join_and_measure)
+    except TimeoutError:
+        problem = f"was stuck for {limit:g} s in {measurement.at}"
+    except (RuntimeError, ValueError, OSError) as error:  # torch's and ours
+        problem = f"failed in {measurement.at}: {str(error).strip().splitlines()[0]}"
+    return {"links": [link.as_json() for link in measurement.links], "problem": problem}
+
+
+def _wait_for_goodbyes(meeting: Meeting, ranks: set[int]) -> None:
+    deadline = time.monotonic() + 5.0
+    for rank in sorted(ranks):
+        with suppress(NobodyThere):
+            meeting.hear(f"bye/{rank}", max(0.01, deadline - time.monotonic()))

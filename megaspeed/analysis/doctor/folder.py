@@ -1,0 +1,110 @@
+"""Whether all ranks share training.run_dir: they read what rank 0 writes, and rank 0 theirs.
+
+    rank 0       writes .doctor-<random>                            looks for the marks
+    every rank                   reads it, writes .doctor-<random>-<rank>
+
+What is created on the way is removed.
+"""
+
+import secrets
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+from megaspeed.analysis.doctor.deadline import within
+from megaspeed.analysis.doctor.meeting import Meeting
+
+# A network file system may show a new file to other nodes a little later.
+_SECONDS_TO_BE_SEEN = 5.0
+_POLL_SECONDS = 0.05
+
+
+class SharedFolderCheck:
+    """The steps of one rank, in order: `leave` (rank 0), `look`, `judge` (rank 0)."""
+
+    def __init__(self, run_dir: Path, meeting: Meeting, seconds: float) -> None:
+        self._run_dir = run_dir
+        self._meeting = meeting
+        self._seconds = seconds
+        self._made: list[Path] = []
+        self._name = ""
+
+    def leave(self) -> None:
+        """Writes the token and tells its name."""
+        self._name = f".doctor-{secrets.token_hex(8)}"
+        problem = _tried(self._seconds, self._write_token)
+        self._meeting.tell("token", {"name": self._name, "problem": problem})
+
+    def look(self) -> None:
+        """Reads the token, leaves this rank's mark, and reports what went wrong to rank 0."""
+        token = self._meeting.hear("token", self._seconds)
+        self._name = token["name"]
+        problem = token["problem"] or _tried(
+            self._seconds + _SECONDS_TO_BE_SEEN, self._read_token_and_mark
+        )
+        self._meeting.put("folder", {"problem": problem})
+
+    def judge(self) -> dict[int, str]:
+        """By rank what is wrong with the folder there. Removes all that was made."""
+        answers = self._meeting.everyones("folder", self._seconds + 2 * _SECONDS_TO_BE_SEEN)
+        problems = {
+            rank: "did not answer when it was asked to look"
+            if answer is None
+            else answer["problem"]
+            for rank, answer in enumerate(answers)
+            if answer is None or answer["problem"] is not None
+        }
+        marks = {
+            rank: self._mark(rank)
+            for rank in range(self._meeting.world_size)
+            if rank not in problems
+        }
+        _tried(self._seconds + _SECONDS_TO_BE_SEEN, lambda: _wait_for(*marks.values()))
+        unseen = [rank for rank, mark in marks.items() if _tried(1.0, mark.stat) is not None]
+        _tried(self._seconds, self._clean)
+        text = f"what it writes to {self._run_dir} is not seen by rank 0: the folder is not shared"
+        return problems | dict.fromkeys(unseen, text)
+
+    def _write_token(self) -> None:
+        above = (self._run_dir.absolute(), *self._run_dir.absolute().parents)
+        self._made = [folder for folder in above if not folder.exists()]
+        self._run_dir.mkdir(parents=True, exist_ok=True)
+        (self._run_dir / self._name).write_text(self._name)
+
+    def _read_token_and_mark(self) -> None:
+        token = self._run_dir / self._name
+        _wait_for(token)
+        if token.read_text() != self._name:
+            raise OSError(f"{token} does not hold what rank 0 wrote there")
+        self._mark(self._meeting.rank).touch()
+
+    def _mark(self, rank: int) -> Path:
+        return self._run_dir / f"{self._name}-{rank}"
+
+    def _clean(self) -> None:
+        for file in self._run_dir.glob(f"{self._name}*"):
+            file.unlink(missing_ok=True)
+        with suppress(OSError):
+            for folder in self._made:
+                folder.rmdir()
+
+
+def _wait_for(*files: Path) -> None:
+    deadline = time.monotonic() + _SECONDS_TO_BE_SEEN
+    for file in files:
+        while not file.exists():
+            if time.monotonic() > deadline:
+                raise OSError(f"{file} of rank 0 is not seen here: the folder is not shared")
+            time.sleep(_POLL_SECONDS)
+
+
+def _tried(seconds: float, step: Callable[[], object]) -> str | None:
+    """What went wrong; None if nothing did."""
+    try:
+        within(seconds, step)
+    except TimeoutError:
+        return f"the file system of training.run_dir did not answer within {seconds:g} s"
+    except OSError as error:
+        return str(error)
+    return None

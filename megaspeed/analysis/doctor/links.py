@@ -1,0 +1,123 @@
+"""Latency and bandwidth of each group of the run, measured with what training sends over it.
+
+    tp, dp, world    all-reduce of few and of many bytes
+    pp               each stage sends to the next and receives from the one before, at once
+
+All groups of one axis work at the same time, as they do in a step. Bandwidth is what a rank sends a
+second: 2 (n-1)/n of the message for an all-reduce of n ranks (`costs.collective_cost`).
+"""
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megaspeed.analysis.costs.collective_cost import Collective, bytes_sent
+from megaspeed.topology.context import ParallelContext
+
+_SMALL_BYTES = 8
+_LARGE_BYTES = {"cpu": 4 * 2**20, "cuda": 64 * 2**20}
+_SMALL_TIMES, _LARGE_TIMES = 20, 5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Link:
+    """One group, as a rank of it measured.
+
+    Attributes:
+        axis: pp, dp, tp or world.
+        ranks: of the group.
+        latency_seconds: of a message of 8 bytes, the median.
+        bytes_per_second: that a rank sends of a large message, by the median time.
+    """
+
+    axis: str
+    ranks: tuple[int, ...]
+    latency_seconds: float
+    bytes_per_second: float
+
+    def as_json(self) -> dict[str, Any]:
+        """Its fields."""
+        return asdict(self)
+
+
+class Measurement:
+    """Measures the links of one rank. `at` says what it is doing, for whoever asks meanwhile."""
+
+    def __init__(self) -> None:
+        self.at = "joining the process groups"
+        self.links: list[Link] = []
+
+    def measure(self, context: ParallelContext) -> None:
+        """All groups of more than one rank; all ranks call this together."""
+        groups = {
+            "tp": context.tp_group,
+            "dp": context.dp_group,
+            "pp": context.pp_group,
+            "world": context.world_group,
+        }
+        for axis, group in groups.items():
+            if group is not None and group.size() > 1:
+                self.at = f"measuring {axis} {dist.get_process_group_ranks(group)}"
+                self._measure_group(axis, group, context)
+            # The next axis starts together, and does not share its time with this one.
+            dist.all_reduce(torch.zeros(1, device=context.device), group=context.world_group)
+
+    def _measure_group(self, axis: str, group: dist.ProcessGroup, context: ParallelContext) -> None:
+        large = _LARGE_BYTES[context.device.type]
+        make = _neighbours if axis == "pp" else _all_reduce
+        small_seconds = _median_seconds(make(group, _SMALL_BYTES, context), _SMALL_TIMES, context)
+        seconds = _median_seconds(make(group, large, context), _LARGE_TIMES, context)
+        collective: Collective = "send" if axis == "pp" else "all_reduce"
+        self.links.append(
+            Link(
+                axis=axis,
+                ranks=tuple(dist.get_process_group_ranks(group)),
+                latency_seconds=small_seconds,
+                bytes_per_second=bytes_sent(collective, large, group.size()) / seconds,
+            )
+        )
+
+
+def _all_reduce(
+    group: dist.ProcessGroup, message_bytes: int, context: ParallelContext
+) -> Callable[[], None]:
+    message = torch.zeros(message_bytes // 4, device=context.device)
+
+    def send() -> None:
+        dist.all_reduce(message, group=group)
+
+    return send
+
+
+def _neighbours(
+    group: dist.ProcessGroup, message_bytes: int, context: ParallelContext
+) -> Callable[[], None]:
+    outgoing = torch.zeros(message_bytes // 4, device=context.device)
+    incoming = torch.empty_like(outgoing)
+
+    def send() -> None:
+        batch = []
+        if context.next_rank is not None:
+            batch.append(dist.P2POp(dist.isend, outgoing, context.next_rank, group))
+        if context.previous_rank is not None:
+            batch.append(dist.P2POp(dist.irecv, incoming, context.previous_rank, group))
+        for work in dist.batch_isend_irecv(batch):
+            work.wait()
+
+    return send
+
+
+def _median_seconds(send: Callable[[], None], times: int, context: ParallelContext) -> float:
+    seconds = []
+    for _ in range(times + 1):
+        start = time.perf_counter()
+        send()
+        if context.device.type == "cuda":
+            torch.cuda.synchronize(context.device)
+        seconds.append(time.perf_counter() - start)
+    return statistics.median(seconds[1:])  # the first one connects

@@ -1,0 +1,204 @@
+"""What a rank finds out about itself and its machine."""
+
+import hashlib
+import os
+import platform
+import resource
+import shutil
+import socket
+import subprocess
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import megaspeed
+from megaspeed.analysis.doctor.deadline import within
+from megaspeed.config.errors import ConfigError
+from megaspeed.config.loading import load_run
+from megaspeed.config.resolve import Run
+from megaspeed.data.config_problems import find_problems_in_file
+from megaspeed.data.errors import DataError
+from megaspeed.data.prepare import prepare_corpus
+from megaspeed.data.prepared import PreparedCorpus
+from megaspeed.topology.launch import LaunchEnvironment
+from megaspeed.topology.process_settings import open_files_of
+
+_LIBRARIES = ("deepspeed", "transformers", "tokenizers", "safetensors", "numpy")
+_SHARED_MEMORY = Path("/dev/shm")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Record:
+    """One rank's answers; it travels as JSON.
+
+    Attributes:
+        rank, world_size, host, process: who answers.
+        first_of_node: whether it is the lowest rank of its machine.
+        launcher: the variables that gave rank and world size.
+        versions: what must be alike, by name.
+        settings: the resolved configuration, by dotted key; empty if it is wrong.
+        data: fingerprints of texts and tokenizer; empty if they were not prepared.
+        degrees: ranks along pp, dp and tp; empty if the configuration is wrong.
+        device: "cpu", or the GPU's name.
+        open_files: what the rank needs, and what the system allows (-1: any number).
+        shared_memory_bytes: free in /dev/shm; None if there is none.
+        gpu_links: `nvidia-smi topo -m`, of the first rank of a node with GPUs.
+        wrong_input: what `megaspeed check` or the corpus complains of.
+        too_slow: steps that did not end within their limit.
+    """
+
+    rank: int
+    world_size: int
+    host: str
+    process: int
+    first_of_node: bool
+    launcher: str
+    versions: dict[str, str]
+    settings: dict[str, str] = field(default_factory=dict)
+    data: dict[str, str] = field(default_factory=dict)
+    degrees: tuple[int, ...] = ()
+    device: str = "cpu"
+    open_files: tuple[int, int] = (0, -1)
+    shared_memory_bytes: int | None = None
+    gpu_links: str | None = None
+    wrong_input: str | None = None
+    too_slow: tuple[str, ...] = ()
+
+    def as_json(self) -> dict[str, Any]:
+        """Its fields."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> "Record":
+        """The record that `as_json` was called on."""
+        tuples = ("degrees", "open_files", "too_slow")
+        return cls(**{**values, **{name: tuple(values[name]) for name in tuples}})
+
+
+def take_record(
+    config: Path, overrides: Sequence[str], launch: LaunchEnvironment, seconds: float
+) -> tuple[Record, Run | None]:
+    """This rank's record, and its run if the configuration is right. No step exceeds `seconds`."""
+    too_slow: list[str] = []
+
+    def limited(what: str, make: Callable[[], Any]) -> Any:
+        try:
+            return within(seconds, make)
+        except TimeoutError:
+            too_slow.append(what)
+            return None
+
+    on_gpu = torch.cuda.is_available()
+    run, corpus, wrong = None, None, None
+    try:
+        run = limited("reading the configuration", lambda: _load(config, overrides, launch, on_gpu))
+        if run is not None:
+            data, vocabulary = run.config.data, run.config.model.vocab_size
+            corpus = limited("preparing the corpus", lambda: prepare_corpus(data, vocabulary))
+    except (ConfigError, DataError, OSError) as error:
+        wrong = str(error)
+    record = Record(
+        rank=launch.rank,
+        world_size=launch.world_size,
+        host=socket.gethostname(),
+        process=os.getpid(),
+        first_of_node=launch.local_rank == 0,
+        launcher=launch.source,
+        versions=limited("reading the versions", _versions) or {},
+        settings={} if run is None else _flat(run.config.model_dump(mode="json")),
+        data={} if corpus is None else _fingerprints(corpus),
+        degrees=() if run is None else (run.grid.pp, run.grid.dp, run.grid.tp),
+        device=limited("naming the GPU", _device_name) if on_gpu else "cpu",
+        open_files=_open_files(launch),
+        shared_memory_bytes=limited("looking at /dev/shm", _shared_memory),
+        gpu_links=limited("nvidia-smi", _gpu_links) if on_gpu and launch.local_rank == 0 else None,
+        wrong_input=wrong,
+        too_slow=tuple(too_slow),
+    )
+    return record, run
+
+
+def _load(config: Path, overrides: Sequence[str], launch: LaunchEnvironment, on_gpu: bool) -> Run:
+    try:
+        return load_run(
+            config,
+            overrides,
+            world_size=launch.world_size,
+            world_source=launch.source,
+            device_type="cuda" if on_gpu else "cpu",
+        )
+    except ConfigError as error:
+        others = find_problems_in_file(config, overrides)
+        raise ConfigError([*error.problems, *others], error.where) from error
+
+
+def _versions() -> dict[str, str]:
+    found = {
+        "python": platform.python_version(),
+        "megaspeed": f"{megaspeed.__version__} (code {_code_hash()})",
+        "torch": str(torch.__version__),
+        **{name: version(name) for name in _LIBRARIES},
+    }
+    if torch.cuda.is_available():
+        found["CUDA"] = str(torch.version.cuda)
+        found["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
+        found["driver"] = _nvidia_smi("--query-gpu=driver_version", "--format=csv,noheader")
+    return found
+
+
+def _code_hash() -> str:
+    """Of this package's source: two checkouts may have one version number."""
+    root = Path(megaspeed.__file__).parent
+    total = hashlib.sha256()
+    for file in sorted(root.rglob("*.py")):
+        total.update(str(file.relative_to(root)).encode() + b"\0" + file.read_bytes() + b"\0")
+    return total.hexdigest()[:12]
+
+
+def _fingerprints(corpus: PreparedCorpus) -> dict[str, str]:
+    return {
+        "training text": corpus.fingerprint,
+        "validation text": "none" if corpus.validation is None else corpus.validation.fingerprint,
+        "tokenizer": corpus.tokenizer_fingerprint or "not stated",
+    }
+
+
+def _flat(values: Any, path: str = "") -> dict[str, str]:
+    """{"a": {"b": 1}} as {"a.b": "1"}."""
+    if not isinstance(values, dict):
+        return {path: str(values)}
+    pairs = (_flat(value, f"{path}.{key}" if path else key) for key, value in values.items())
+    return {key: value for pair in pairs for key, value in pair.items()}
+
+
+def _device_name() -> str:
+    return torch.cuda.get_device_name()
+
+
+def _open_files(launch: LaunchEnvironment) -> tuple[int, int]:
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return open_files_of(launch.rank, launch.world_size), hard
+
+
+def _shared_memory() -> int | None:
+    return shutil.disk_usage(_SHARED_MEMORY).free if _SHARED_MEMORY.is_dir() else None
+
+
+def _gpu_links() -> str:
+    return _nvidia_smi("topo", "-m")
+
+
+def _nvidia_smi(*arguments: str) -> str:
+    """Its first answer, or that there is none: a container may lack the program."""
+    try:
+        done = subprocess.run(
+            ["nvidia-smi", *arguments], capture_output=True, text=True, check=True, timeout=20
+        )
+    except (OSError, subprocess.SubprocessError):
+        return "unknown"
+    text = done.stdout.strip()
+    return text if arguments[0] == "topo" else text.splitlines()[0]

@@ -1,0 +1,132 @@
+"""Where two runs part: the first step and quantity, and the keys of their configurations."""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from megaspeed.analysis.watching.record import RunRecord, number
+
+QUANTITIES = (
+    "tokens",
+    "learning_rate",
+    "loss",
+    "grad_norm",
+    "skipped",
+    "validation_loss",
+    "validation_perplexity",
+)
+"""What training determines, causes first; times and memory differ between equal runs."""
+
+_EXACT = frozenset({"tokens", "skipped"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parting:
+    """The first step at which a quantity differs by more than the tolerance.
+
+    Attributes:
+        step: the step.
+        quantity: its name in metrics.jsonl.
+        values: in the first run and in the second; None is a number that is not finite.
+        relative: their difference over the larger; None if one of them is not a number.
+    """
+
+    step: int
+    quantity: str
+    values: tuple[Any, Any]
+    relative: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunComparison:
+    """Two runs side by side.
+
+    Attributes:
+        common_steps: that both recorded.
+        missing: steps that one recorded and the other did not, before the shorter's end.
+        partings: of each quantity that parts, in the order of their steps.
+        largest: quantity -> the largest relative difference over all common steps.
+        config: keys whose values differ: key, value in the first run, value in the second.
+    """
+
+    common_steps: int
+    missing: tuple[int, ...]
+    partings: tuple[Parting, ...]
+    largest: Mapping[str, float]
+    config: tuple[tuple[str, str, str], ...]
+
+    @property
+    def equal(self) -> bool:
+        """Whether no quantity parts and no step is missing."""
+        return not self.partings and not self.missing
+
+    def as_json(self) -> dict[str, Any]:
+        """The same as JSON values."""
+        return {"equal": self.equal, **asdict(self)}
+
+
+def compare_runs(one: RunRecord, two: RunRecord, tolerance: float) -> RunComparison:
+    """Compares the steps that both recorded.
+
+    Args:
+        one: the first run.
+        two: the second run.
+        tolerance: largest relative difference that counts as equal; tokens and skipped steps must
+            be the same.
+    """
+    partings: dict[str, Parting] = {}
+    largest: dict[str, float] = {}
+    for of_one, of_two in ((one.steps, two.steps), (one.validations, two.validations)):
+        for step in sorted(of_one.keys() & of_two.keys()):
+            for parting in _differences(step, of_one[step], of_two[step]):
+                if parting.relative is not None:
+                    before = largest.get(parting.quantity, 0.0)
+                    largest[parting.quantity] = max(before, parting.relative)
+                allowed = 0.0 if parting.quantity in _EXACT else tolerance
+                if parting.relative is None or parting.relative > allowed:
+                    partings.setdefault(parting.quantity, parting)
+    end = min(one.last_step, two.last_step)
+    return RunComparison(
+        common_steps=len(one.steps.keys() & two.steps.keys()),
+        missing=tuple(step for step in sorted(one.steps.keys() ^ two.steps.keys()) if step <= end),
+        # Of one step, causes come first: sorted keeps the order of QUANTITIES.
+        partings=tuple(
+            sorted(
+                (partings[name] for name in QUANTITIES if name in partings),
+                key=lambda parting: parting.step,
+            )
+        ),
+        largest=largest,
+        config=tuple((key, values[0], values[1]) for key, values in config_differences([one, two])),
+    )
+
+
+def _differences(step: int, one: Mapping[str, Any], two: Mapping[str, Any]) -> Iterator[Parting]:
+    for name in QUANTITIES:
+        values = one.get(name), two.get(name)
+        if values[0] == values[1]:
+            continue
+        a, b = (number(float(v) if isinstance(v, bool) else v) for v in values)
+        relative = None if a is None or b is None else abs(a - b) / max(abs(a), abs(b))
+        yield Parting(step=step, quantity=name, values=values, relative=relative)
+
+
+def config_differences(runs: Sequence[RunRecord]) -> Iterator[tuple[str, list[str]]]:
+    """Each key whose values differ among the runs, with its value in each; "-" where it lacks."""
+    flat = [dict(_flat(run.config)) for run in runs]
+    for settings in flat:
+        settings.pop("training.run_dir", None)  # differs always
+    for key in sorted(set().union(*flat)):
+        values = [settings.get(key, "-") for settings in flat]
+        if len(set(values)) > 1:
+            yield key, values
+
+
+def _flat(value: Any, path: str = "") -> Iterator[tuple[str, str]]:
+    """``section.key`` and its value as JSON."""
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from _flat(inner, f"{path}.{key}" if path else str(key))
+    else:
+        yield path, json.dumps(value)

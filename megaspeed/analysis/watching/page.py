@@ -1,0 +1,333 @@
+"""One HTML page of one or several runs: it needs no network, no script and no other file.
+
+    heading       the runs and their colours
+    summary       a column for each run
+    charts        loss, gradient norm, learning rate, throughput, memory, ...; runs laid over each
+                  other, a dashed line at each resumption
+    predictions   bubble, traffic, peak memory
+    restarts      when a run was started and resumed, and on which layout
+    configuration its difference between the runs, and all of it
+
+Whatever comes from a run is escaped, and the page's own policy lets no script run.
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from html import escape
+from statistics import median
+
+from megaspeed.analysis.units import readable_memory, traffic_unit
+from megaspeed.analysis.watching.charts import Chart, Series, draw
+from megaspeed.analysis.watching.differences import config_differences
+from megaspeed.analysis.watching.predictions import predictions_of
+from megaspeed.analysis.watching.record import RunRecord, number
+from megaspeed.topology.timeline import PARTS
+
+# Read on white and on black.
+_COLOURS = ("#3b82f6", "#f07818", "#16a34a", "#d946ef", "#0ea5b7", "#ef4444", "#8b7cf6", "#a08000")
+_MEBIBYTE = 2**20
+
+_STYLE = """
+:root { color-scheme: light dark; --line: #8884; --soft: #8881; }
+body { font: 15px/1.45 system-ui, sans-serif; margin: 0 auto; padding: 1rem; max-width: 75rem;
+  background: Canvas; color: CanvasText; }
+h1 { font-size: 1.35rem; margin: .3rem 0; }
+h2 { font-size: 1.05rem; margin: 1.6rem 0 .5rem; }
+.runs { display: flex; flex-wrap: wrap; gap: .2rem 1.2rem; padding: 0; margin: .3rem 0;
+  list-style: none; overflow-wrap: anywhere; }
+.swatch { display: inline-block; width: .8em; height: .8em; border-radius: 50%;
+  margin-right: .4em; }
+.charts { display: grid; gap: 1rem;
+  grid-template-columns: repeat(auto-fit, minmax(min(100%, 26rem), 1fr)); }
+figure { margin: 0; padding: .5rem; border: 1px solid var(--line); border-radius: .5rem;
+  min-width: 0; }
+figcaption { font-weight: 600; }
+figcaption small { font-weight: normal; opacity: .75; }
+svg { width: 100%; height: auto; display: block; }
+svg text { font-family: system-ui, sans-serif !important; }
+.hover circle { fill: transparent; }
+.hover circle:hover { fill: currentColor; fill-opacity: .5; }
+.wide { overflow-x: auto; }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
+th, td { text-align: right; padding: .2rem .8rem .2rem 0; border-bottom: 1px solid var(--line); }
+th:first-child, td:first-child { text-align: left; }
+th { font-weight: 600; }
+pre { background: var(--soft); padding: .6rem; overflow-x: auto; border-radius: .5rem; }
+.note { opacity: .8; margin: .2rem 0; }
+""".strip()
+
+
+@dataclass(frozen=True)
+class _Shown:
+    """A run on the page: its name, which no other has, its colour and the width of its lines."""
+
+    run: RunRecord
+    name: str
+    colour: str
+    width: float
+
+
+def page(runs: Sequence[RunRecord]) -> str:
+    """The HTML page of these runs, at least one."""
+    shown = _named(runs)
+    title = " and ".join(each.name for each in shown)
+    parts = (_heading, _summary, _charts, _predictions, _restarts, _configurations)
+    body = "\n".join(line for part in parts for line in part(shown))
+    return f"""<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
+<title>{escape(title)}</title>
+<style>{_STYLE}</style>
+</head>
+<body>
+{body}
+</body>
+</html>
+"""
+
+
+def _named(runs: Sequence[RunRecord]) -> list[_Shown]:
+    """Runs whose folders have one name are told apart by their paths."""
+    names = [run.folder.resolve().name for run in runs]
+    return [
+        _Shown(
+            run,
+            name if names.count(name) == 1 else str(run.folder),
+            _COLOURS[index % len(_COLOURS)],
+            1.3 + 1.2 * min(len(runs) - 1 - index, 3),
+        )
+        for index, (run, name) in enumerate(zip(runs, names, strict=True))
+    ]
+
+
+def _heading(shown: Sequence[_Shown]) -> Iterator[str]:
+    yield "<h1>megaspeed report</h1>"
+    names = "".join(
+        f'<li><span class="swatch" style="background:{each.colour}"></span>{escape(each.name)}</li>'
+        for each in shown
+    )
+    yield f'<ul class="runs">{names}</ul>'
+    for each in shown:
+        for note in each.run.notes:
+            yield f'<p class="note">{escape(each.name)}: {escape(note)}</p>'
+
+
+def _summary(shown: Sequence[_Shown]) -> Iterator[str]:
+    columns = [_figures(each.run) for each in shown]
+    rows = [[name, *(column[name] for column in columns)] for name in columns[0]]
+    yield "<h2>Summary</h2>"
+    yield _table(["", *(each.name for each in shown)], rows)
+
+
+def _figures(run: RunRecord) -> dict[str, str]:
+    """What the summary says of a run."""
+    steps = list(run.steps.values())
+    last = steps[-1] if steps else {}
+    seconds = [value for _, value in _points(run, "step_time_seconds")]
+    rates = [value for _, value in _points(run, "tokens_per_second")]
+    losses = [value for _, value in _points(run, "validation_loss", of_validation=True)]
+    peaks = last.get("peak_memory_bytes") or []
+    tokens, loss = number(last.get("tokens")), number(last.get("loss"))
+    return {
+        "step": _progress(run),
+        "loss": "-" if loss is None else f"{loss:.4f}",
+        "validation loss": f"{losses[-1]:.4f}" if losses else "-",
+        "tokens": "-" if tokens is None else f"{tokens:,.0f}",
+        "tokens/s (median)": f"{median(rates):,.0f}" if rates else "-",
+        "time of its steps": f"{sum(seconds):,.1f} s" if seconds else "-",
+        "peak memory by pipeline stage": ", ".join(readable_memory(int(peak)) for peak in peaks)
+        or "-",
+        "skipped steps": f"{sum(step.get('skipped') is True for step in steps):,}",
+        "resumptions": f"{len(_resumptions(run)):,}",
+    }
+
+
+def _progress(run: RunRecord) -> str:
+    planned = run.planned_steps
+    if planned is None:
+        return f"{run.last_step:,}"
+    ended = "" if run.last_step >= planned else ", under way or interrupted"
+    return f"{run.last_step:,} of {planned:,}{ended}"
+
+
+def _resumptions(run: RunRecord) -> list[int]:
+    return [start.step for start in run.starts if start.step > 0]
+
+
+def _points(run: RunRecord, name: str, *, of_validation: bool = False) -> list[tuple[int, float]]:
+    records = run.validations if of_validation else run.steps
+    found = ((step, number(record.get(name))) for step, record in records.items())
+    return [(step, value) for step, value in found if value is not None]
+
+
+def _charts(shown: Sequence[_Shown]) -> Iterator[str]:
+    yield "<h2>Steps</h2>"
+    restarts = sorted({step for each in shown for step in _resumptions(each.run)})
+    figures = []
+    for chart in (*_step_charts(shown), *_part_charts(shown), _memory_chart(shown)):
+        lines = [series for series in chart.series if series.points]
+        if not lines:
+            continue
+        drawn = draw(
+            Chart(title=chart.title, unit=chart.unit, series=lines, logarithmic=chart.logarithmic),
+            restarts,
+        )
+        caption = f" <small>{escape(chart.caption)}</small>" if chart.caption else ""
+        figures.append(
+            f"<figure><figcaption>{escape(chart.title)}{caption}</figcaption>{drawn}</figure>"
+        )
+    if figures:
+        yield f'<div class="charts">{"".join(figures)}</div>'
+        if restarts:
+            yield '<p class="note">A dashed line marks a step from which a run was resumed.</p>'
+    else:
+        yield '<p class="note">No step is recorded yet.</p>'
+
+
+def _step_charts(shown: Sequence[_Shown]) -> Iterator[Chart]:
+    def lines(name: str, *, positive: bool = False) -> list[Series]:
+        return [
+            Series(
+                name=each.name,
+                colour=each.colour,
+                width=each.width,
+                points=[p for p in _points(each.run, name) if p[1] > 0 or not positive],
+            )
+            for each in shown
+        ]
+
+    validations = [
+        Series(
+            name=f"{each.name}, validation",
+            colour=each.colour,
+            width=each.width,
+            points=_points(each.run, "validation_loss", of_validation=True),
+            dotted=True,
+        )
+        for each in shown
+    ]
+    yield Chart(
+        title="Loss",
+        unit="nats per token",
+        series=[*lines("loss"), *validations],
+        caption="line: training; dots: validation",
+    )
+    yield Chart(
+        title="Gradient norm",
+        unit="before clipping",
+        series=lines("grad_norm", positive=True),
+        logarithmic=True,
+    )
+    yield Chart(title="Learning rate", unit="", series=lines("learning_rate"))
+    yield Chart(title="Throughput", unit="tokens/s, all ranks", series=lines("tokens_per_second"))
+    yield Chart(title="Operations", unit="TFLOP/s a rank", series=lines("tflops_per_rank"))
+    yield Chart(title="MFU", unit="share of the dense peak", series=lines("mfu"))
+
+
+def _part_charts(shown: Sequence[_Shown]) -> Iterator[Chart]:
+    """Where the time of a step goes: a chart for each run, a line for each part."""
+    for each in shown:
+        names = [
+            name for name in PARTS if any(parts.get(name) for parts in each.run.parts.values())
+        ]
+        series = [
+            Series(
+                name=name.replace("_", " "),
+                colour=_COLOURS[index % len(_COLOURS)],
+                width=each.width,
+                points=[
+                    (s, 1000 * parts[name]) for s, parts in each.run.parts.items() if name in parts
+                ],
+            )
+            for index, name in enumerate(names)
+        ]
+        yield Chart(
+            title=f"Parts of a step, {each.name}",
+            unit="ms, mean over the ranks",
+            series=series,
+            caption="tensor, data, pipeline: as far as computation waits for that axis",
+        )
+
+
+def _memory_chart(shown: Sequence[_Shown]) -> Chart:
+    """A line for each pipeline stage; of a single run, each in its own colour."""
+    series = []
+    for each in shown:
+        records = each.run.steps.items()
+        lists = [(step, record.get("peak_memory_bytes")) for step, record in records]
+        held = [(step, peaks) for step, peaks in lists if peaks]
+        for stage in range(max((len(peaks) for _, peaks in held), default=0)):
+            colour = _COLOURS[stage % len(_COLOURS)] if len(shown) == 1 else each.colour
+            points = [(s, peaks[stage] / _MEBIBYTE) for s, peaks in held if stage < len(peaks)]
+            name = f"{each.name}, pipeline stage {stage}"
+            series.append(Series(name=name, colour=colour, width=each.width, points=points))
+    caption = "a line for each pipeline stage" if len(series) > len(shown) else ""
+    return Chart(title="Peak memory of a rank", unit="MiB", series=series, caption=caption)
+
+
+def _predictions(shown: Sequence[_Shown]) -> Iterator[str]:
+    rows = []
+    for each in shown:
+        found = predictions_of(each.run.config, each.name)
+        if found is None:
+            continue
+        sent = ", ".join(
+            f"{axis} {traffic_unit((sent,)).named(sent)}" for axis, sent in found.sent_bytes.items()
+        )
+        peaks = [readable_memory(peak) for peak in found.peak_bytes]
+        rows.append(
+            [
+                each.name,
+                f"{found.run.grid}, ZeRO-{found.run.zero_stage}, {found.run.precision}",
+                f"{found.bubble:.1%}",
+                sent or "nothing",
+                ", ".join(peaks[:8]) + (", ..." if len(peaks) > 8 else ""),
+            ]
+        )
+    if rows:
+        yield "<h2>Predicted</h2>"
+        headings = ["", "layout", "bubble", "sent in a step", "peak by pipeline stage"]
+        yield _table(headings, rows)
+        yield (
+            '<p class="note">Worked out from config.json as by megaspeed plan: the bubble of '
+            "pipeline stages of equal cost; what the busiest rank sends, by axis; tensors alone, "
+            "while a measured peak on a CPU includes the process.</p>"
+        )
+
+
+def _restarts(shown: Sequence[_Shown]) -> Iterator[str]:
+    rows = [
+        [each.name, f"{start.step:,}", start.time.replace("T", " "), start.layout]
+        for each in shown
+        for start in each.run.starts
+    ]
+    if rows:
+        yield "<h2>Starts</h2>"
+        yield _table(["", "after step", "at", "layout"], rows)
+
+
+def _configurations(shown: Sequence[_Shown]) -> Iterator[str]:
+    yield "<h2>Configuration</h2>"
+    if len(shown) > 1:
+        rows = [[key, *values] for key, values in config_differences([s.run for s in shown])]
+        if rows:
+            yield _table(["differs", *(each.name for each in shown)], rows)
+        else:
+            yield '<p class="note">The runs have the same configuration.</p>'
+    for each in shown:
+        text = json.dumps(each.run.config, indent=2)
+        yield (
+            f"<details><summary>{escape(each.name)}</summary><pre>{escape(text)}</pre></details>"
+        )
+
+
+def _table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    def line(cells: Sequence[str], tag: str) -> str:
+        return "<tr>" + "".join(f"<{tag}>{escape(cell)}</{tag}>" for cell in cells) + "</tr>"
+
+    body = "".join(line(row, "td") for row in rows)
+    return f'<div class="wide"><table>{line(headings, "th")}{body}</table></div>'

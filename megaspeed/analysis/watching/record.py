@@ -1,0 +1,174 @@
+"""What a run folder holds, read while the run may still be writing to it.
+
+A line that cannot be read is passed over and counted: a run that was killed leaves half a line, and
+a run that goes on has written half of its next one.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megaspeed.config.strict_json import JsonSyntaxError, read_json_object
+from megaspeed.training.run_folder import CONFIG, METRICS, PARTS, STARTS
+
+_LARGEST, _LARGEST_STEP = 1e100, 10**12
+"""Beyond them a record is damaged; sums and axes would overflow."""
+
+_LIST = "peak_memory_bytes"
+
+
+class RunFolderError(ValueError):
+    """A folder that is not a run's; the message names it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Start:
+    """One start of a run.
+
+    Attributes:
+        step: it went on from; 0 is the beginning.
+        time: in ISO 8601, with the time zone.
+        layout: such as "pp 2 x dp 2 x tp 1, ZeRO-3".
+    """
+
+    step: int
+    time: str
+    layout: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunRecord:
+    """One run.
+
+    Attributes:
+        folder: of the run.
+        steps: step -> name -> value, in ascending order. Values are finite numbers, booleans or
+            None (a number that was not finite); that of peak_memory_bytes is a list of numbers.
+        validations: the same of the evaluations after a step.
+        parts: step -> part -> seconds, of the steps that were timed.
+        starts: in the order in which they happened; none of a run before version 0.2.
+        config: the resolved configuration; empty if it cannot be read.
+        notes: what could not be read, one sentence each.
+    """
+
+    folder: Path
+    steps: Mapping[int, Mapping[str, Any]]
+    validations: Mapping[int, Mapping[str, Any]]
+    parts: Mapping[int, Mapping[str, float]]
+    starts: tuple[Start, ...]
+    config: Mapping[str, Any]
+    notes: tuple[str, ...]
+
+    @property
+    def last_step(self) -> int:
+        """The last recorded step; 0 if there is none yet."""
+        return max(self.steps, default=0)
+
+    @property
+    def planned_steps(self) -> int | None:
+        """``training.steps``; None if the configuration cannot be read."""
+        training = self.config.get("training")
+        steps = training.get("steps") if isinstance(training, dict) else None
+        return steps if isinstance(steps, int) else None
+
+
+def read_run(folder: Path) -> RunRecord:
+    """The run of that folder.
+
+    Raises:
+        RunFolderError: the folder has no metrics.jsonl, or it cannot be read.
+    """
+    file = folder / METRICS
+    if not folder.is_dir():
+        raise RunFolderError(f"{folder} is not a folder; name the folder of a run")
+    if not file.is_file():
+        raise RunFolderError(
+            f"{folder} holds no {METRICS}, so it is not the folder of a run that has started; name "
+            "one that has (training.run_dir, by default runs/<config name>)"
+        )
+    notes: list[str] = []
+    steps: dict[int, Mapping[str, Any]] = {}
+    validations: dict[int, Mapping[str, Any]] = {}
+    for record in _records(file, notes):
+        step = record.get("step")
+        if isinstance(step, int) and not isinstance(step, bool) and 0 < step < _LARGEST_STEP:
+            kind = validations if "validation_loss" in record else steps
+            kind[step] = {name: _sound(name, value) for name, value in record.items()}
+    return RunRecord(
+        folder=folder,
+        steps=dict(sorted(steps.items())),
+        validations=dict(sorted(validations.items())),
+        parts=dict(sorted(_parts(folder / PARTS, notes))),
+        starts=tuple(_starts(folder / STARTS, notes)),
+        config=_config(folder / CONFIG, notes),
+        notes=tuple(notes),
+    )
+
+
+def number(value: object) -> float | None:
+    """A number of a record as a float; None if it is anything else, or too large to be drawn."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    return float(value) if -_LARGEST < value < _LARGEST else None
+
+
+def _records(file: Path, notes: list[str]) -> Iterator[dict[str, Any]]:
+    unreadable = 0
+    try:
+        with file.open("rb") as lines:
+            for line in lines:
+                try:
+                    record = json.loads(line)
+                except (ValueError, RecursionError):
+                    record = None
+                if isinstance(record, dict):
+                    yield record
+                else:
+                    unreadable += 1
+    except OSError as error:
+        raise RunFolderError(f"{file} cannot be read: {error.strerror}") from error
+    if unreadable:
+        notes.append(f"{unreadable:,} of the lines of {file.name} are not records; passed over")
+
+
+def _sound(name: str, value: object) -> Any:
+    """A number or a boolean, of memory a list of numbers; None for anything else."""
+    if name == _LIST:
+        numbers = map(number, value) if isinstance(value, list) else ()
+        return [each for each in numbers if each is not None]
+    return value if isinstance(value, bool) or number(value) is not None else None
+
+
+def _parts(file: Path, notes: list[str]) -> Iterator[tuple[int, dict[str, float]]]:
+    for record in _records(file, notes) if file.is_file() else ():
+        step, seconds = record.get("step"), record.get("parts_seconds")
+        if isinstance(step, int) and 0 < step < _LARGEST_STEP and isinstance(seconds, dict):
+            numbers = {name: number(value) for name, value in seconds.items()}
+            yield step, {name: value for name, value in numbers.items() if value is not None}
+
+
+def _starts(file: Path, notes: list[str]) -> Iterator[Start]:
+    if not file.is_file():
+        return
+    for record in _records(file, notes):
+        step = record.get("step")
+        if isinstance(step, int) and 0 <= step < _LARGEST_STEP:
+            degrees = " x ".join(f"{axis} {record.get(axis, '?')}" for axis in ("pp", "dp", "tp"))
+            yield Start(
+                step=step,
+                time=str(record.get("time", "")),
+                layout=f"{degrees}, ZeRO-{record.get('zero_stage', '?')}",
+            )
+
+
+def _config(file: Path, notes: list[str]) -> dict[str, Any]:
+    try:
+        if not file.is_file():
+            raise JsonSyntaxError(f"{file} is not there")
+        config, _ = read_json_object(file)
+    except JsonSyntaxError as error:
+        notes.append(f"no configuration: {error}")
+        return {}
+    return config

@@ -1,0 +1,96 @@
+"""``megaspeed doctor``: whether a run could start here, asked on all its ranks.
+
+torchrun --nproc-per-node 8 -m megaspeed.cli doctor --config F
+deepspeed --num_accelerators 8 --module megaspeed.cli doctor --config F
+srun / mpirun ... megaspeed doctor --config F
+"""
+
+import argparse
+import os
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+
+from megaspeed.cli.common_options import (
+    EXIT_DONE,
+    EXIT_FAILED,
+    EXIT_WRONG_INPUT,
+    new_file,
+    positive,
+)
+from megaspeed.cli.output import say, write_json
+from megaspeed.config.overrides import add_config_options
+from megaspeed.topology.launch import LaunchError, read_launch_environment
+
+
+def add_to(commands: Any) -> None:
+    """Adds the command and its options."""
+    text = "find out, under the run's launcher, whether it could start here"
+    parser: argparse.ArgumentParser = commands.add_parser("doctor", help=text, description=text)
+    parser.set_defaults(run=run)
+    add_config_options(parser)
+    parser.add_argument(
+        "--timeout", type=positive, default=30, metavar="SECONDS", help="limit of each step (30)"
+    )
+    parser.add_argument("--json", type=new_file, metavar="FILE", help="write the figures there too")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Examines all ranks; rank 0 reports. Ends the process if there are several."""
+    try:
+        launch = read_launch_environment(os.environ)
+    except LaunchError as error:
+        say(str(error), error=True)
+        return EXIT_WRONG_INPUT
+    # Imported here: torch takes seconds, which other commands need not wait for.
+    from megaspeed.analysis.doctor.diagnosis import find_problems
+    from megaspeed.analysis.doctor.examination import Examined, examine
+    from megaspeed.analysis.doctor.meeting import Meeting, NobodyThere
+    from megaspeed.analysis.doctor.remarks import make_remarks
+    from megaspeed.analysis.doctor.report import as_json, doctor_table, problem_lines
+    from megaspeed.topology.gloo_interface import address_towards
+    from megaspeed.topology.process_exit import end_process
+
+    def report(examined: Examined) -> int:
+        wrong = [each.wrong_input for each in examined.findings.came]
+        if wrong[0] is not None and all(wrong):
+            say(wrong[0], error=True)
+            return EXIT_WRONG_INPUT
+        problems = find_problems(examined.findings)
+        remarks = make_remarks(examined.findings, examined.run)
+        console = Console()
+        console.print(doctor_table(examined, problems))
+        for line in problem_lines(problems):
+            console.print("[red]wrong:[/red]", escape(line), highlight=False, soft_wrap=True)
+        for remark in remarks:
+            console.print(
+                "[yellow]remark:[/yellow]", escape(remark), highlight=False, soft_wrap=True
+            )
+        write_json(options, as_json(examined, problems, remarks))
+        return EXIT_FAILED if problems else EXIT_DONE
+
+    host = os.environ.get("MASTER_ADDR", "localhost")
+    try:
+        meeting = Meeting.join(
+            launch,
+            address=host,
+            port=int(os.environ.get("MASTER_PORT", "0")),
+            agent_store=os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+            seconds=options.timeout,
+        )
+        code = examine(
+            options.config,
+            options.overrides,
+            launch,
+            meeting,
+            address=address_towards(host) or "127.0.0.1",
+            seconds=options.timeout,
+            report=report,
+        )
+    except NobodyThere as error:
+        say(str(error), error=True)
+        code = EXIT_FAILED
+    if launch.world_size > 1:
+        end_process(code)  # threads may still wait for other ranks
+    return code

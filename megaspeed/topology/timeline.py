@@ -1,0 +1,108 @@
+"""Where the time of a step goes on this rank: each moment counts for one part.
+
+    compute ... | tensor | compute ... | pipeline (a neighbour's message) | compute ...
+
+The innermost part counts: while a collective is waited for within a forward, the time is the
+collective's. On a GPU the current stream is timed by events, so communication counts only as far as
+computation waits for it. On a CPU the host is timed.
+
+Only the steps that somebody wants to know of are timed. In all other steps a part costs a test of
+one attribute.
+"""
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import pairwise
+from typing import Any, Literal
+
+import torch
+
+Part = Literal[
+    "data_loading", "compute", "tensor", "data", "pipeline", "world", "optimizer", "host"
+]
+
+PARTS: tuple[Part, ...] = (
+    "data_loading",  # until a micro-batch is there
+    "compute",  # forward and backward
+    "tensor",  # communication over the tensor axis
+    "data",  # gradients and gathered parameters over the data axis
+    "pipeline",  # messages of the neighbours: the bubble, and the time on the wire
+    "world",  # until all ranks have brought loss and norm: a wait for the slowest
+    "optimizer",  # clipping and the optimizer
+    "host",  # anything else
+)
+OWN_WORK: tuple[Part, ...] = ("data_loading", "compute", "optimizer", "host")
+"""The parts in which a rank waits for no other."""
+
+
+class Timeline:
+    """The parts of one step at a time.
+
+    Args:
+        device: whose stream is timed if it is a GPU.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_gpu = device.type == "cuda"
+        self._step: int | None = None
+        self._marks: list[tuple[Any, Part]] = []
+        self._now: Part = "host"
+        self._last: tuple[int, list[tuple[Any, Part]]] | None = None
+
+    @property
+    def is_on(self) -> bool:
+        """Whether this step is timed."""
+        return self._step is not None
+
+    def begin(self, step: int) -> None:
+        """Time this step."""
+        self._step, self._now = step, "host"
+        self._marks = [(self._moment(), "host")]
+
+    def end(self) -> None:
+        """The step is over."""
+        if self._step is not None:
+            self._marks.append((self._moment(), "host"))
+            self._last = (self._step, self._marks)
+        self._step = None
+
+    def part(self, name: Part) -> AbstractContextManager[None]:
+        """The time within this block counts for ``name``, unless an inner block says otherwise."""
+        return self._timed(name) if self._step is not None else nullcontext()
+
+    def take(self) -> Sequence[float]:
+        """The last timed step's number and the seconds of each of ``PARTS``, once; zeros if there
+        is none, or if a GPU has not come to its end. Waits for nothing.
+        """
+        nothing = [0.0] * (1 + len(PARTS))
+        if self._last is None:
+            return nothing
+        step, marks = self._last
+        if self._on_gpu and not marks[-1][0].query():
+            return nothing
+        self._last = None
+        seconds = dict.fromkeys(PARTS, 0.0)
+        for (start, name), (end, _) in pairwise(marks):
+            seconds[name] += start.elapsed_time(end) / 1000 if self._on_gpu else end - start
+        return [float(step), *seconds.values()]
+
+    @contextmanager
+    def _timed(self, name: Part) -> Iterator[None]:
+        outer = self._now
+        self._switch(name)
+        try:
+            yield
+        finally:
+            self._switch(outer)
+
+    def _switch(self, name: Part) -> None:
+        self._now = name
+        self._marks.append((self._moment(), name))
+
+    def _moment(self) -> Any:
+        if not self._on_gpu:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event

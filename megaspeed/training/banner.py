@@ -1,0 +1,176 @@
+"""What rank 0 prints before the first step: layout, what each pipeline stage holds, kernels.
+
+    3d: pp 2 x dp 2 x tp 2 = 8 ranks on cpu, ZeRO-3, fp32
+    step: 32 samples of 128 tokens; each data rank takes 4 micro-batches of 4, 1f1b
+    stage  layers                 parameters  weights      peak  dp 0 | dp 1
+        0  embedding, blocks 0-2     883,584  3.4 MiB  21.5 MiB  0 1 | 2 3
+        1  block 3, head             198,528  0.8 MiB   9.7 MiB  4 5 | 6 7
+    peak: of a rank, predicted as by megaspeed plan; tensors alone
+    attention: scaled_dot_product_attention, fused
+    operations: 7.041 MFLOP a token; no MFU, because the peak of cpu is unknown
+    files: runs/3d
+
+Under each data rank stand its tensor ranks.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from rich.table import Table
+from rich.text import Text
+
+from megaspeed.config.resolve import Run
+from megaspeed.model.flops import training_flops_per_token
+from megaspeed.model.gpt import DTYPES
+from megaspeed.model.parameters import layer_count
+from megaspeed.pipeline.stages import layers_of_stages, parameters_of_stages
+from megaspeed.topology.grid import Coordinates, Grid
+from megaspeed.training.device_peak import peak_flops_per_second
+
+PredictPeaks = Callable[[Run], Sequence[int]]
+"""Bytes that a rank of each pipeline stage is predicted to hold at the highest moment of a step.
+
+``analysis`` predicts them and stands above this folder, so the script hands the function in.
+"""
+
+BANNER_WIDTH = 120
+"""Columns of the banner if it does not go to a terminal."""
+
+_MOST_STAGES = 6
+_MOST_DATA_RANKS = 4
+
+
+def banner(
+    run: Run, device: torch.device, predict_peaks: PredictPeaks | None = None
+) -> Iterator[Text | Table]:
+    """At most 15 lines.
+
+    Args:
+        run: the resolved run.
+        device: of this rank.
+        predict_peaks: without it, no peak is shown.
+    """
+    grid, batch, parallel = run.grid, run.batch, run.config.parallel
+    on = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    micro_batches = batch.gradient_accumulation_steps
+    yield Text(
+        f"{run.name}: {grid} = {_counted(grid.world_size, 'rank', 'ranks')} on {on}, "
+        f"ZeRO-{run.zero_stage}, {run.precision}"
+    )
+    yield Text(
+        f"step: {batch.train_batch_size:,} samples of {run.config.data.sequence_length:,} tokens; "
+        f"each data rank takes {_counted(micro_batches, 'micro-batch', 'micro-batches')} of "
+        f"{batch.micro_batch_size:,}" + (f", {parallel.schedule}" if grid.pp > 1 else "")
+    )
+    yield _stage_table(run, None if predict_peaks is None else predict_peaks(run))
+    if predict_peaks is not None:
+        yield Text("peak: of a rank, predicted as by megaspeed plan; tensors alone")
+    yield Text(f"attention: {describe_attention(run)}")
+    if parallel.activation_checkpointing == "full":
+        yield Text("activations: recomputed in backward")
+    yield Text(f"operations: {_describe_operations(run, device, on)}")
+    services = "".join(f", {service}" for service in run.config.training.report_to)
+    yield Text(f"files: {run.run_dir}{services}")
+
+
+def describe_attention(run: Run) -> str:
+    """How the attention of this run is computed, and why not by the fastest kernel if it is not."""
+    model, data = run.config.model, run.config.data
+    if model.attention_dropout > 0:
+        return (
+            f"written out, not fused, because model.attention_dropout is {model.attention_dropout} "
+            "(a fused kernel would drop other elements at each layout)"
+        )
+    fused = "scaled_dot_product_attention, fused"
+    if data.reset_at_documents:
+        return f"{fused}, with a mask for data.reset_at_documents (so not FlashAttention)"
+    if model.sliding_window is not None and model.sliding_window < data.sequence_length:
+        return f"{fused}, with a mask for model.sliding_window (so not FlashAttention)"
+    return fused
+
+
+def _describe_operations(run: Run, device: torch.device, device_name: str) -> str:
+    flops = training_flops_per_token(run.config.model, run.config.data.sequence_length)
+    count = f"{flops / 1e6:,.4g} MFLOP a token"
+    peak = peak_flops_per_second(device, run.precision)
+    if peak is None:
+        precision = "" if device.type == "cpu" else f" in {run.precision}"
+        return f"{count}; no MFU, because the peak of {device_name}{precision} is unknown"
+    return f"{count}; MFU of {peak / 1e12:,.1f} TFLOP/s a rank (data sheet, dense)"
+
+
+def _stage_table(run: Run, predicted_peaks: Sequence[int] | None) -> Table:
+    """A row for each pipeline stage; of many, the first and the last."""
+    layers, parameters = layers_of_stages(run), parameters_of_stages(run)
+    element = DTYPES[run.precision].itemsize
+    table = Table(box=None, pad_edge=False, header_style="")
+    table.add_column("stage", justify="right")
+    table.add_column("layers")
+    table.add_column("parameters", justify="right")
+    table.add_column("weights", justify="right")
+    if predicted_peaks is not None:
+        table.add_column("peak", justify="right")
+    table.add_column(_ranks_heading(run.grid))
+    for stage in _shown(run.grid.pp, _MOST_STAGES):
+        if stage is None:
+            table.add_row("...")
+            continue
+        peak = [] if predicted_peaks is None else [_mebibytes(predicted_peaks[stage])]
+        table.add_row(
+            str(stage),
+            _describe_layers(layers[stage], layer_count(run.config.model)),
+            f"{parameters[stage]:,}",
+            _mebibytes(element * parameters[stage]),
+            *peak,
+            _ranks_of(run.grid, stage),
+        )
+    return table
+
+
+def _ranks_heading(grid: Grid) -> str:
+    return " | ".join(
+        "..." if dp is None else f"dp {dp}" for dp in _shown(grid.dp, _MOST_DATA_RANKS)
+    )
+
+
+def _ranks_of(grid: Grid, stage: int) -> str:
+    """The tensor ranks of each data rank: "0-3 | 4-7"."""
+    groups = []
+    for dp in _shown(grid.dp, _MOST_DATA_RANKS):
+        if dp is None:
+            groups.append("...")
+            continue
+        first = grid.rank_of(Coordinates(pp=stage, dp=dp, tp=0))
+        last = first + grid.tp - 1
+        between = " " if grid.tp == 2 else "-"
+        groups.append(str(first) if first == last else f"{first}{between}{last}")
+    return " | ".join(groups)
+
+
+def _shown(count: int, most: int) -> list[int | None]:
+    """The indices below ``count``; if there are more than ``most``, None for those left out."""
+    if count <= most:
+        return list(range(count))
+    return [*range(most - 2), None, count - 1]
+
+
+def _counted(number: int, one: str, many: str) -> str:
+    return f"1 {one}" if number == 1 else f"{number:,} {many}"
+
+
+def _mebibytes(number: int) -> str:
+    return f"{number / 2**30:,.1f} GiB" if number >= 2**30 else f"{number / 2**20:,.1f} MiB"
+
+
+def _describe_layers(layers: range, count: int) -> str:
+    names = []
+    if 0 in layers:
+        names.append("embedding")
+    blocks = [index - 1 for index in layers if 0 < index < count - 1]
+    if blocks:
+        names.append(
+            f"blocks {blocks[0]}-{blocks[-1]}" if len(blocks) > 1 else f"block {blocks[0]}"
+        )
+    if count - 1 in layers:
+        names.append("head")
+    return ", ".join(names)

@@ -1,0 +1,248 @@
+"""TensorBoard and Weights & Biases, which get what ``metrics.jsonl`` gets.
+
+    observer --write--> queue --(one thread for each service)--> SummaryWriter, wandb.Run
+
+A service that is slow or gone costs training nothing: ``write`` never waits, a queue that is full
+loses records, and a service that raises is dropped with one warning. ``metrics.jsonl`` has
+everything all the same. Rank 0 alone reports.
+"""
+
+import dataclasses
+import functools
+import importlib.util
+import math
+import os
+import queue
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol, Self
+
+from megaspeed.config.errors import ConfigError
+from megaspeed.config.resolve import Run
+from megaspeed.config.training import ReportTo
+from megaspeed.training.metrics import PartMetrics, StepMetrics, ValidationMetrics
+from megaspeed.training.run_folder import TENSORBOARD, WANDB
+
+CLOSING_SECONDS = 30.0
+"""How long the end of a run waits for what its services have not taken yet."""
+
+_CLOSING_SECONDS_OF_A_FAILURE = 5.0
+
+_WAITING_RECORDS = 10_000
+
+
+class Service(Protocol):
+    """Where numbers go. Its own thread makes it, and calls it."""
+
+    def report(self, step: int, values: Mapping[str, float]) -> None:
+        """The numbers of one step, or of one validation."""
+
+    def close(self) -> None:
+        """Hands on what is still held back."""
+
+
+class TensorBoard:
+    """Event files in ``tensorboard/`` of the run's folder.
+
+    Args:
+        run: the resolved run.
+        step: from which it starts or resumes; TensorBoard hides what it has of later steps.
+    """
+
+    def __init__(self, run: Run, step: int) -> None:
+        # Imported here: it takes a second, which only who asked for it waits for.
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(str(run.run_dir / TENSORBOARD), purge_step=step + 1)
+
+    def report(self, step: int, values: Mapping[str, float]) -> None:
+        """One scalar for each number."""
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        """Flushes the file."""
+        self._writer.close()
+
+
+class WeightsAndBiases:
+    """A run of W&B; all its variables (``WANDB_PROJECT``, ``WANDB_MODE``, ...) have their effect.
+
+    A run that is resumed stays the same run there: its id is kept in the run's folder.
+
+    Args:
+        run: the resolved run.
+        step: from which it starts or resumes; unused, because the step is one of the numbers.
+    """
+
+    def __init__(self, run: Run, step: int) -> None:
+        import wandb
+
+        offline = os.environ.get("WANDB_MODE", "online") != "online"
+        if not offline and not wandb.login(prompt=False):
+            raise RuntimeError(
+                "there are no credentials: call `wandb login`, or set WANDB_MODE=offline and "
+                "upload later with `wandb sync`"
+            )
+        folder = run.run_dir / WANDB
+        folder.mkdir(exist_ok=True)
+        self._run = wandb.init(
+            project=os.environ.get("WANDB_PROJECT", "megaspeed"),
+            name=os.environ.get("WANDB_NAME", run.name),
+            id=os.environ.get("WANDB_RUN_ID") or _kept_id(folder / "run_id"),
+            dir=str(run.run_dir),
+            config=run.as_json(),
+            resume="allow",
+            settings=wandb.Settings(
+                console="off",  # else it would replace the standard output of this process
+                silent=True,
+                init_timeout=CLOSING_SECONDS,
+                finish_timeout=CLOSING_SECONDS / 2,
+            ),
+        )
+        # Not wandb's own counter, which drops the steps that a resumed run takes again.
+        self._run.define_metric("*", step_metric="step")
+
+    def report(self, step: int, values: Mapping[str, float]) -> None:
+        """One row."""
+        self._run.log({"step": step, **values})
+
+    def close(self) -> None:
+        """Uploads what is left, for at most half of the closing time."""
+        self._run.finish()
+
+
+def _kept_id(file: Path) -> str:
+    if not file.exists():
+        file.write_text(uuid.uuid4().hex[:8], encoding="utf-8")
+    return file.read_text(encoding="utf-8")
+
+
+SERVICES: Mapping[ReportTo, Callable[[Run, int], Service]] = {
+    "tensorboard": TensorBoard,
+    "wandb": WeightsAndBiases,
+}
+
+
+def check_packages(run: Run) -> None:
+    """Raises ConfigError if ``training.report_to`` names a service whose package is missing."""
+    wanted = run.config.training.report_to
+    missing = [name for name in wanted if importlib.util.find_spec(name) is None]
+    problems = [
+        f"training.report_to names {name!r}, and Python's package {name} is not installed here; "
+        f"install it with: pip install {name}"
+        for name in missing
+    ]
+    if problems:
+        raise ConfigError(problems, where=run.name)
+
+
+class Reporting:
+    """Sends each record to every service that ``training.report_to`` names.
+
+    Args:
+        run: the resolved run.
+        step: from which it starts or resumes.
+        warn: prints one line; called from other threads.
+        services: makes each service.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        step: int,
+        warn: Callable[[str], None],
+        services: Mapping[ReportTo, Callable[[Run, int], Service]] = SERVICES,
+    ) -> None:
+        self._outboxes = [
+            _Outbox(name, functools.partial(services[name], run, step), warn)
+            for name in dict.fromkeys(run.config.training.report_to)
+        ]
+
+    def write(self, metrics: StepMetrics | PartMetrics | ValidationMetrics) -> None:
+        """Hands one record on; never waits."""
+        if self._outboxes and not isinstance(metrics, PartMetrics):
+            values = dict(_numbers(dataclasses.asdict(metrics)))
+            for outbox in self._outboxes:
+                outbox.put(metrics.step, values)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        patience = CLOSING_SECONDS if kind is None else _CLOSING_SECONDS_OF_A_FAILURE
+        end = time.monotonic() + patience
+        for outbox in self._outboxes:
+            outbox.close()
+        for outbox in self._outboxes:
+            outbox.join_until(end)
+
+
+class _Outbox:
+    """One service, the records that wait for it, and the thread that hands them over."""
+
+    def __init__(self, name: str, make: Callable[[], Service], warn: Callable[[str], None]) -> None:
+        self._name, self._make, self._warn = name, make, warn
+        self._waiting: queue.Queue[tuple[int, Mapping[str, float]]] = queue.Queue(_WAITING_RECORDS)
+        self._closing = threading.Event()
+        self._has_failed = False
+        self._lost = 0
+        # A daemon, so that a service that hangs does not keep the process alive.
+        self._thread = threading.Thread(target=self._deliver, name=f"report to {name}", daemon=True)
+        self._thread.start()
+
+    def put(self, step: int, values: Mapping[str, float]) -> None:
+        if self._has_failed:
+            return
+        try:
+            self._waiting.put_nowait((step, values))
+        except queue.Full:
+            self._lost += 1
+
+    def close(self) -> None:
+        self._closing.set()
+
+    def join_until(self, end: float) -> None:
+        self._thread.join(max(0.0, end - time.monotonic()))
+        if not self._has_failed and (self._lost or self._thread.is_alive()):
+            lost = self._lost + self._waiting.qsize()
+            self._warn(f"{self._name} was too slow for {lost:,} records; metrics.jsonl has all")
+
+    def _deliver(self) -> None:
+        try:
+            service = self._make()
+            for step, values in self._arriving():
+                service.report(step, values)
+            service.close()
+        except (Exception, SystemExit) as error:
+            self._has_failed = True
+            self._warn(
+                f"{self._name} gets nothing more of this run; training continues, and "
+                f"metrics.jsonl has all: {type(error).__name__}: {error}"
+            )
+
+    def _arriving(self) -> Iterator[tuple[int, Mapping[str, float]]]:
+        while True:
+            try:
+                yield self._waiting.get(timeout=0.2)
+            except queue.Empty:
+                if self._closing.is_set():
+                    return
+
+
+def _numbers(record: Mapping[str, Any]) -> Iterable[tuple[str, float]]:
+    """The finite numbers of a record by name, but for the step; those of a list each by itself."""
+    for name, value in record.items():
+        values = value if isinstance(value, list) else [value]
+        for index, number in enumerate(values):
+            if name != "step" and number is not None and math.isfinite(number):
+                yield (f"{name}/{index}" if isinstance(value, list) else name), float(number)

@@ -1,0 +1,87 @@
+"""A run folder is read whatever state its run has left it in."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from megaspeed.analysis.watching.record import RunFolderError, read_run
+from tests.analysis.watching.written_runs import loss_at, written_run
+
+
+def test_a_run_that_is_over_is_read_whole(tmp_path: Path) -> None:
+    run = read_run(written_run(tmp_path / "run", resumed_at=30))
+    assert list(run.steps) == list(range(1, 61))
+    assert run.steps[60]["loss"] == loss_at(60)
+    assert run.steps[60]["peak_memory_bytes"] == [2**20, 3 * 2**20]
+    assert list(run.validations) == [20, 40, 60]
+    assert [(start.step, start.layout) for start in run.starts] == [
+        (0, "pp 2 x dp 2 x tp 1, ZeRO-0"),
+        (30, "pp 2 x dp 2 x tp 1, ZeRO-0"),
+    ]
+    assert (run.last_step, run.planned_steps, run.notes) == (60, 60, ())
+
+
+def test_half_a_line_of_a_run_under_way_is_passed_over(tmp_path: Path) -> None:
+    folder = written_run(tmp_path / "run", steps=7)
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 8, "lo')
+    run = read_run(folder)
+    assert run.last_step == 7
+    assert run.notes == ("1 of the lines of metrics.jsonl are not records; passed over",)
+
+
+BROKEN_LINES = (
+    b"\xff\xfe\x00",
+    b"[" * 100_000,
+    b'"step"',
+    b'{"step": "9", "loss": 1.0}',
+    b'{"step": -3, "loss": 1.0}',
+    b'{"loss": 1.0}',
+    b"",
+)
+
+
+def test_broken_lines_cost_no_other_line(tmp_path: Path) -> None:
+    folder = written_run(tmp_path / "run", steps=3)
+    lines = (folder / "metrics.jsonl").read_bytes().splitlines()
+    (folder / "metrics.jsonl").write_bytes(b"\n".join([lines[0], *BROKEN_LINES, *lines[1:]]))
+    assert list(read_run(folder).steps) == [1, 2, 3]
+
+
+def test_values_of_the_wrong_kind_become_none(tmp_path: Path) -> None:
+    folder = written_run(tmp_path / "run", steps=1)
+    strange: dict[str, object] = {"step": 2, "loss": "<b>", "grad_norm": [1], "tokens": 10**400}
+    strange |= {"mfu": {}, "peak_memory_bytes": [1, "x", None], "skipped": 1e300}
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps(strange) + "\n" + '{"step": 3, "loss": NaN}\n')
+    steps = read_run(folder).steps
+    nothing = dict.fromkeys(("loss", "grad_norm", "tokens", "mfu", "skipped"))
+    assert steps[2] == {"step": 2, "peak_memory_bytes": [1.0], **nothing}
+    assert steps[3]["loss"] is None
+
+
+def test_a_run_whose_configuration_is_broken_keeps_its_steps(tmp_path: Path) -> None:
+    folder = written_run(tmp_path / "run", steps=2)
+    (folder / "config.json").write_text('{"training": ')
+    run = read_run(folder)
+    assert run.last_step == 2 and run.config == {} and run.planned_steps is None
+    assert run.notes[0].startswith("no configuration: ")
+    (folder / "config.json").unlink()
+    assert "is not there" in read_run(folder).notes[0]
+
+
+def test_a_run_before_its_first_step_has_none(tmp_path: Path) -> None:
+    folder = written_run(tmp_path / "run", steps=0)
+    assert read_run(folder).last_step == 0
+
+
+def test_what_is_no_run_folder_is_named(tmp_path: Path) -> None:
+    with pytest.raises(RunFolderError, match="nothing is not a folder"):
+        read_run(tmp_path / "nothing")
+    with pytest.raises(RunFolderError, match=r"holds no metrics\.jsonl"):
+        read_run(tmp_path)
+    os.mkfifo(tmp_path / "metrics.jsonl")
+    with pytest.raises(RunFolderError, match=r"holds no metrics\.jsonl"):
+        read_run(tmp_path)

@@ -1,0 +1,61 @@
+"""A real browser without a window: Chromium opens a page, and we look at what it made of it.
+
+Where there is none, tests are skipped with the command that installs one. Continuous integration
+sets CI, and there a missing browser is a failure: `.ci/run` installs it.
+"""
+
+import os
+import shutil
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+_PROGRAMS = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
+_MISSING = "there is no Chromium here; install one with: apt-get install chromium-headless-shell"
+_OPTIONS = (
+    "--headless",
+    "--no-sandbox",  # which root may not have, and continuous integration is root
+    "--disable-gpu",
+    "--hide-scrollbars",
+    "--enable-logging=stderr",
+)
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A page that a browser has opened.
+
+    Attributes:
+        dom: its elements after rendering, as HTML.
+        console: what the browser's console shows: errors of scripts, resources and policies.
+    """
+
+    dom: str
+    console: list[str]
+
+
+def open_page(page: Path) -> Opened:
+    """Opens a local page."""
+    ended = _run("--dump-dom", page.as_uri())
+    return Opened(ended.stdout, [line for line in ended.stderr.splitlines() if "CONSOLE" in line])
+
+
+def photograph(page: Path, picture: Path, width: int, height: int, *, dark: bool) -> Image.Image:
+    """The page as it looks in a window of this size, in the light or in the dark mode."""
+    mode = f"--blink-settings=preferredColorScheme={0 if dark else 1}"
+    _run(f"--screenshot={picture}", f"--window-size={width},{height}", mode, page.as_uri())
+    return Image.open(picture).convert("RGB")
+
+
+def _run(*options: str) -> subprocess.CompletedProcess[str]:
+    program = next(filter(None, map(shutil.which, _PROGRAMS)), None)
+    if program is None:
+        if os.environ.get("CI"):
+            pytest.fail(_MISSING)
+        pytest.skip(_MISSING)
+    return subprocess.run(
+        [program, *_OPTIONS, *options], check=True, capture_output=True, text=True, timeout=100
+    )

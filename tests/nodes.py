@@ -1,0 +1,195 @@
+"""Two machines on this one: each has a network, a host name and folders of its own.
+
+    node0                              node1
+    +------------------+               +------------------+
+    | ranks 0, 1       |     veth      | ranks 2, 3       |
+    | 10.213.77.1      +---------------+ 10.213.77.2      |
+    | own checkout,    |               | own checkout,    |
+    | HOME, caches     +-----------+---+ HOME, caches     |
+    +------------------+           |   +------------------+
+                             shared folder
+
+A node is a network namespace. Its processes cannot see the other node's folder, and its host name
+resolves to nothing that the other node reaches. Where the system does not permit namespaces (they
+take root), the nodes are two loopback addresses, and the folders are only not used by the other.
+"""
+
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+
+ROOT = Path(__file__).parents[1]
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
+RANKS_OF_A_NODE = 2
+
+
+@dataclass(frozen=True)
+class Node:
+    """One of the two machines.
+
+    Attributes:
+        folder: its own folder, with a checkout of this repository in it.
+        address: where the other node reaches it.
+        enter: what a command begins with to run there.
+    """
+
+    index: int
+    folder: Path
+    address: str
+    enter: tuple[str, ...]
+
+    def start(
+        self, command: Sequence[str | Path], out: Path, **variables: str
+    ) -> subprocess.Popen[bytes]:
+        """Starts a command in the node's folder; what it prints goes to the file `out`."""
+        kept = {
+            name: value
+            for name, value in os.environ.items()
+            if name in ("PATH", "LANG", "RES_OPTIONS", "VIRTUAL_ENV")
+        }
+        home = self.folder / "home"
+        with out.open("wb") as stream:
+            return subprocess.Popen(
+                [*self.enter, *map(str, command)],
+                cwd=self.folder,
+                env={
+                    **kept,
+                    "HOME": str(home),
+                    "XDG_CACHE_HOME": str(home / ".cache"),
+                    "TMPDIR": str(home),
+                    "PYTHONPATH": str(self.folder),
+                    "PYTHONDONTWRITEBYTECODE": "1",
+                    "CUDA_VISIBLE_DEVICES": "",
+                    "OMP_NUM_THREADS": "1",
+                    **variables,
+                },
+                stdout=stream,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def cut(self, *, off: bool) -> None:
+        """Take the node off its network, or bring it back; only with namespaces."""
+        script = "for link in /sys/class/net/ms*; do ip link set ${link##*/} $0; done"
+        _system(*self.enter, "sh", "-c", script, "down" if off else "up")
+
+
+@contextmanager
+def two_nodes(folder: Path) -> Iterator[list[Node]]:
+    """Two nodes whose folders are made in `folder`; they and their networks end with the block."""
+    folders = [folder / "first", folder / "second"]
+    for own in folders:
+        (own / "home").mkdir(parents=True)
+        for part in ("megaspeed", "scripts"):
+            shutil.copytree(ROOT / part, own / part, ignore=shutil.ignore_patterns("__pycache__"))
+    with ExitStack() as stack:
+        try:
+            enters = stack.enter_context(_namespaces(folders))
+            addresses = ["10.213.77.1", "10.213.77.2"]
+        except (OSError, subprocess.CalledProcessError):
+            enters, addresses = [(), ()], ["127.0.0.2", "127.0.0.3"]
+        yield [Node(index, folders[index], addresses[index], enters[index]) for index in range(2)]
+
+
+@contextmanager
+def _namespaces(folders: list[Path]) -> Iterator[list[tuple[str, ...]]]:
+    names = [f"megaspeed-{os.getpid()}-{index}" for index in range(2)]
+    ends = [f"ms{os.getpid()}-{index}" for index in range(2)]
+    with ExitStack() as stack:
+        for name in names:
+            _system("ip", "netns", "add", name)
+            stack.callback(_system, "ip", "netns", "delete", name)
+        _system("ip", "link", "add", ends[0], "type", "veth", "peer", "name", ends[1])
+        for index, (name, end) in enumerate(zip(names, ends, strict=True)):
+            _system("ip", "link", "set", end, "netns", name)
+            _system("ip", "-n", name, "address", "add", f"10.213.77.{index + 1}/24", "dev", end)
+            _system("ip", "-n", name, "link", "set", end, "up")
+            _system("ip", "-n", name, "link", "set", "lo", "up")
+        enters = []
+        for index, name in enumerate(names):
+            # In a mount namespace of its own: the other node's folder is covered.
+            hidden = shlex.quote(str(folders[1 - index]))
+            script = f'hostname node{index} && mount -t tmpfs none {hidden} && exec "$@"'
+            own_host = ("unshare", "--uts", "--mount", "sh", "-c", script, "sh")
+            enters.append(("ip", "netns", "exec", name, *own_host))
+        for enter in enters:
+            _system(*enter, "true")
+        yield enters
+
+
+def _system(*command: str) -> None:
+    subprocess.run(command, check=True, capture_output=True, timeout=30)
+
+
+def torchrun(node: Node, first: Node, port: int) -> list[str]:
+    """The launcher's command on one node, without the script."""
+    return [
+        *TORCHRUN,
+        *("--nnodes", "2", "--node-rank", str(node.index)),
+        *("--nproc-per-node", str(RANKS_OF_A_NODE)),
+        *("--master-addr", first.address, "--master-port", str(port)),
+    ]
+
+
+def deepspeed(node: Node, first: Node, port: int) -> list[str]:
+    """The same with a hostfile, without ssh."""
+    hostfile = node.folder / "hostfile"
+    hostfile.write_text("".join(f"node{i} slots={RANKS_OF_A_NODE}\n" for i in range(2)))
+    return [
+        str(Path(sys.executable).with_name("deepspeed")),
+        *("--hostfile", str(hostfile), "--no_ssh", "--node_rank", str(node.index)),
+        *("--master_addr", first.address, "--master_port", str(port)),
+    ]
+
+
+def kubernetes(node: Node, first: Node, port: int) -> list[str]:
+    """What the pods of examples/kubernetes.yaml run, with as many ranks as a node has here."""
+    job = yaml.safe_load((ROOT / "examples" / "kubernetes.yaml").read_text())
+    pod = job["spec"]["pytorchReplicaSpecs"]["Worker" if node.index else "Master"]["template"]
+    command: list[str] = pod["spec"]["containers"][0]["command"]
+    options = command[1 : command.index("scripts/pretrain.py")]
+    given = {"$(RANK)": node.index, "$(MASTER_ADDR)": first.address, "$(MASTER_PORT)": port}
+    for name, value in {**given, "-node=8": f"-node={RANKS_OF_A_NODE}"}.items():
+        options = [option.replace(name, str(value)) for option in options]
+    return [*TORCHRUN, *options]
+
+
+def run_on_both(
+    nodes: Sequence[Node],
+    commands: Sequence[Sequence[str | Path]],
+    seconds: float,
+) -> list[tuple[int, str]]:
+    """One command on each node, at the same time, to their ends.
+
+    Returns:
+        Exit code and output of each.
+
+    Raises:
+        subprocess.TimeoutExpired: after `seconds`. Nothing is left running.
+    """
+    outs = [node.folder / "out" for node in nodes]
+    started = [
+        node.start(command, out) for node, command, out in zip(nodes, commands, outs, strict=True)
+    ]
+    try:
+        codes = [process.wait(timeout=seconds) for process in started]
+    finally:
+        for process in started:
+            end_session(process)
+    return [(code, out.read_text()) for code, out in zip(codes, outs, strict=True)]
+
+
+def end_session(process: subprocess.Popen[bytes]) -> None:
+    """Kill what a command on a node may have left behind."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()

@@ -1,0 +1,90 @@
+"""Bad input under a launcher of two ranks: one message, not one of each rank, and soon the end."""
+
+import resource
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.config.mutations import Workshop
+from tests.launched import Launched, free_port, launch
+
+ROOT = Path(__file__).parents[1]
+SCRIPT = ROOT / "scripts" / "pretrain.py"
+MOST_SECONDS = 15.0
+"""Of a launch, on a machine that does nothing else, with a core for each rank."""
+
+pytestmark = pytest.mark.timeout(300)
+
+LAUNCHERS = {
+    "deepspeed": [str(Path(sys.executable).with_name("deepspeed")), "--num_accelerators", "2"],
+    "torchrun": [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"],
+}
+PORT = {"deepspeed": "--master_port", "torchrun": "--master-port"}
+
+MISTAKES = {
+    "keys": ("torchrun", "1 problem in "),
+    "--set": ("deepspeed", "1 problem in "),
+    "extends": ("torchrun", "1 problem in "),
+    "tokenizers": ("deepspeed", "every token id must be below model.vocab_size"),
+    "models of Hugging Face": ("torchrun", "1 problem in "),
+}
+"""Group of mistakes, of which the last one is launched -> launcher, and what is said once."""
+
+
+def processor_seconds() -> float:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+def launched(launcher: str, folder: Path, *options: str) -> Launched:
+    """A launch that must end by itself, with a bad exit code and without a trace."""
+    folder.mkdir()
+    before = processor_seconds()
+    command = [*LAUNCHERS[launcher], PORT[launcher], str(free_port()), str(SCRIPT), *options]
+    ended = launch(command, folder, folder / "runs")
+    # Two ranks share two cores: half of it is what the launch takes.
+    assert (processor_seconds() - before) / 2 < MOST_SECONDS
+    assert ended.code == {"deepspeed": 2, "torchrun": 1}[launcher], ended.out + ended.err
+    # torchrun ends with a traceback of its own files.
+    assert f'File "{ROOT}' not in ended.out + ended.err, ended.err
+    assert not (folder / "runs").exists() and not (folder / "cache").exists()
+    return ended
+
+
+@pytest.fixture(scope="module")
+def workshop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
+    return Workshop(tmp_path_factory.mktemp("bad"), seed=13)
+
+
+@pytest.mark.parametrize("group", MISTAKES)
+def test_a_mistake_is_told_once_under_a_launcher(
+    group: str, workshop: Workshop, tmp_path: Path
+) -> None:
+    *_, bad = dict(workshop.groups())[group]()
+    launcher, told = MISTAKES[group]
+    ended = launched(launcher, tmp_path / "launch", *bad.options)
+    assert ended.err.count(told) == 1, ended.err
+
+
+def test_a_pipe_as_configuration_holds_no_launcher_up(tmp_path: Path, workshop: Workshop) -> None:
+    pipe = workshop.folder / "special" / "pipe"
+    if not pipe.exists():
+        list(dict(workshop.groups())["special files"]())
+    ended = launched("deepspeed", tmp_path / "launch", "--config", str(pipe))
+    assert ended.err.count(f"{pipe} is a named pipe; name a JSON file") == 1
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_a_wrong_option_is_told_once(launcher: str, tmp_path: Path) -> None:
+    ended = launched(launcher, tmp_path / "launch", "--config", "a.json", "--resum", "auto", "x")
+    assert ended.err.count("error: unrecognized arguments: x") == 1
+
+
+def test_launchers_that_disagree_are_told_once(
+    tmp_path: Path, workshop: Workshop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLURM_NTASKS", "16")
+    ended = launched("torchrun", tmp_path / "launch", "--config", str(workshop.write({})))
+    told = "the world size is 2 from RANK/WORLD_SIZE, but SLURM_NTASKS=16"
+    assert ended.err.count(told) == 1

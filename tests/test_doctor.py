@@ -1,0 +1,200 @@
+"""``megaspeed doctor`` under real launchers, and of ranks that differ or never come."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.launched import free_port, launch
+from tests.parallel.tiny import GPT2
+
+TEXT = Path(__file__).parents[1] / "LICENSE"
+CONFIG: dict[str, Any] = {
+    "model": GPT2,
+    "data": {"train": ["text.txt"], "validation_fraction": 0, "sequence_length": 16},
+    "training": {"steps": 4},
+    "train_batch_size": 12,
+    "gradient_clipping": 1.0,
+}
+SECONDS = 120.0
+
+pytestmark = pytest.mark.timeout(300)
+
+
+def torchrun(ranks: int) -> list[str | Path]:
+    options = ["--nproc-per-node", str(ranks), "--master-port", str(free_port())]
+    return [sys.executable, "-m", "torch.distributed.run", *options, "-m", "megaspeed.cli"]
+
+
+def deepspeed(ranks: int) -> list[str | Path]:
+    program = Path(sys.executable).with_name("deepspeed")
+    options = ["--num_accelerators", str(ranks), "--master_port", str(free_port())]
+    return [program, *options, "--module", "megaspeed.cli"]
+
+
+def lay_out(folder: Path, **changes: Any) -> Path:
+    """The configuration and its text in a folder; returns the configuration."""
+    folder.mkdir(exist_ok=True)
+    (folder / "text.txt").write_bytes(TEXT.read_bytes())
+    config = folder / "run.json"
+    config.write_text(json.dumps({**CONFIG, **changes}))
+    return config
+
+
+@pytest.mark.parametrize(
+    ("command", "degrees", "groups"),
+    [
+        (torchrun(4), {"pipeline": 2, "tensor": 2}, [("pp", 2), ("tp", 2), ("world", 1)]),
+        (deepspeed(2), {}, [("dp", 1), ("world", 1)]),
+    ],
+    ids=["torchrun", "deepspeed"],
+)
+def test_all_is_fine(
+    command: list[str | Path],
+    degrees: dict[str, int],
+    groups: list[tuple[str, int]],
+    tmp_path: Path,
+) -> None:
+    config = lay_out(tmp_path, parallel=degrees)
+    options = ["doctor", "--config", config, "--json", tmp_path / "doctor.json"]
+    launched = launch([*command, *options], tmp_path, tmp_path / "runs")
+    assert launched.code == 0, launched.out + launched.err
+    assert "wrong" not in launched.out
+    assert launched.out.count("doctor  ") == 1, "rank 0 alone speaks"
+    told = json.loads((tmp_path / "doctor.json").read_text())
+    assert told["fine"] and told["problems"] == []
+    axes = [group["axis"] for group in told["groups"]]
+    assert [(axis, axes.count(axis)) for axis in dict.fromkeys(axes)] == groups
+    for group in told["groups"]:
+        assert 0 < group["latency_seconds"] < 10 and group["bytes_per_second"] > 0
+    assert not (tmp_path / "runs").exists(), "what was written to the run folder is gone"
+
+
+def start(
+    rank: int, world_size: int, port: int, config: Path, *options: str
+) -> subprocess.Popen[str]:
+    """One rank, in the folder of its configuration, as any launcher would start it."""
+    place = {"RANK": rank, "WORLD_SIZE": world_size, "LOCAL_RANK": rank}
+    variables = {**place, "LOCAL_WORLD_SIZE": world_size, "MASTER_PORT": port}
+    return subprocess.Popen(
+        [sys.executable, "-m", "megaspeed.cli", "doctor", "--config", str(config), *options],
+        cwd=config.parent,
+        env={
+            **os.environ,
+            **{name: str(value) for name, value in variables.items()},
+            "MASTER_ADDR": "127.0.0.1",
+            "MEGASPEED_CACHE": str(config.parent / "cache"),
+            "CUDA_VISIBLE_DEVICES": "",
+            "OMP_NUM_THREADS": "1",
+            "COLUMNS": "200",
+        },
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def ended(ranks: list[subprocess.Popen[str]]) -> list[tuple[int, str]]:
+    """Exit code and output of each."""
+    try:
+        outs = [rank.communicate(timeout=SECONDS)[0] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    return [(rank.returncode, out) for rank, out in zip(ranks, outs, strict=True)]
+
+
+def test_ranks_with_another_configuration_text_or_folder_are_named(tmp_path: Path) -> None:
+    """Ranks 0 and 1 are alike but for their folders, 2 clips elsewhere, 3 has one letter more."""
+    run_dir = {"steps": 4, "run_dir": str(tmp_path / "shared")}
+    configs = [lay_out(tmp_path / str(rank), training=run_dir) for rank in range(4)]
+    lay_out(tmp_path / "2", training=run_dir, gradient_clipping=0.5)
+    with (tmp_path / "3" / "text.txt").open("a") as text:
+        text.write("x")
+    port = free_port()
+    ranks = ended([start(rank, 4, port, config) for rank, config in enumerate(configs)])
+    assert [code for code, _ in ranks] == [1, 1, 1, 1], ranks
+    lines = [line for line in ranks[0][1].splitlines() if line.startswith("wrong:")]
+    assert len(lines) == 2, ranks[0][1]
+    assert "rank 2 " in lines[0] and "gradient_clipping is 0.5, and 1.0 on most ranks" in lines[0]
+    assert "rank 3 " in lines[1] and "data: training text is " in lines[1]
+    assert [out for _, out in ranks[1:]] == ["", "", ""]
+
+
+def test_a_rank_that_does_not_come_is_named_in_time(tmp_path: Path) -> None:
+    """Of three ranks 0 and 2 come, and one that counts four."""
+    config, port = lay_out(tmp_path / "run"), free_port()
+    before = time.monotonic()
+    places = [(0, 3), (2, 3), (3, 4)]
+    ranks = ended([start(*place, port, config, "--timeout", "10") for place in places])
+    assert time.monotonic() - before < 60
+    assert [code for code, _ in ranks] == [1, 1, 1]
+    (line,) = [line for line in ranks[0][1].splitlines() if line.startswith("wrong:")]
+    assert "rank 1 (?), ranks: did not come within 20 s" in line
+    assert "rank 3 has no place: rank 0 counts 3 ranks, and this rank 4" in ranks[2][1]
+
+
+STUCK = """
+import os, sys, time
+from pathlib import Path
+from megaspeed.analysis.doctor.meeting import Meeting
+from megaspeed.analysis.doctor.record import take_record
+from megaspeed.topology.launch import read_launch_environment
+
+launch = read_launch_environment(os.environ)
+port = int(os.environ["MASTER_PORT"])
+meeting = Meeting.join(launch, address="127.0.0.1", port=port, agent_store=False, seconds=60)
+record, _ = take_record(Path(sys.argv[-1]), [], launch, 60)
+meeting.put("record", record.as_json())
+time.sleep(600)
+"""
+
+
+def test_a_rank_that_stops_on_the_way_is_named_in_time(tmp_path: Path) -> None:
+    """It came, and answers nothing afterwards: no step waits for it for ever."""
+    config, port = lay_out(tmp_path / "run"), free_port()
+    before = time.monotonic()
+    ranks = [start(0, 2, port, config, "--timeout", "5")]
+    environment = {**os.environ, "RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}
+    stuck = subprocess.Popen(
+        [sys.executable, "-c", STUCK, str(config)],
+        cwd=config.parent,
+        env={**environment, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)},
+    )
+    try:
+        ((code, out),) = ended(ranks)
+    finally:
+        stuck.kill()
+        stuck.wait()
+    assert code == 1
+    assert time.monotonic() - before < 90
+    assert "run folder: did not answer" in out
+    assert "rank 0 " in out and "stuck for 20 s in joining the process groups" in out
+    assert "rank 1 " in out and "did not report its process groups" in out
+
+
+def test_wrong_input_of_all_ranks_is_told_and_is_exit_code_2(tmp_path: Path) -> None:
+    config, port = lay_out(tmp_path / "run", gradient_clipping=-1), free_port()
+    ranks = ended([start(rank, 2, port, config) for rank in range(2)])
+    assert [code for code, _ in ranks] == [2, 2]
+    assert "gradient_clipping" in ranks[0][1] and ranks[1][1] == ""
+
+
+def test_a_meeting_point_that_is_taken_or_out_of_reach_is_named_in_time(tmp_path: Path) -> None:
+    config = lay_out(tmp_path / "run")
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # and nobody listens there
+        port = taken.getsockname()[1]
+        options = ("--timeout", "3")
+        (first,) = ended([start(0, 2, port, config, *options)])
+        (second,) = ended([start(1, 2, port, config, *options)])
+    assert (first[0], second[0]) == (1, 1)
+    assert f"rank 0 cannot listen at MASTER_ADDR:MASTER_PORT 127.0.0.1:{port}" in first[1]
+    assert f"rank 1 cannot reach MASTER_ADDR:MASTER_PORT 127.0.0.1:{port} within 3 s" in second[1]
+    assert "Traceback" not in first[1] + second[1]

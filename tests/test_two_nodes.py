@@ -1,0 +1,159 @@
+"""A run over two nodes, pp across them and tp within each, is the run of one process.
+
+The doctor sees what is wrong between them.
+"""
+
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.launched import free_port
+from tests.nodes import (
+    ROOT,
+    Node,
+    deepspeed,
+    end_session,
+    kubernetes,
+    run_on_both,
+    torchrun,
+    two_nodes,
+)
+from tests.parallel.tiny import GPT2
+
+STEPS = 4
+CONFIG = {
+    "model": GPT2,
+    "data": {"train": ["text/a.txt"], "validation": ["text/b.txt"], "sequence_length": 16},
+    "training": {"steps": STEPS, "log_interval": 1},
+    "train_batch_size": 12,
+    "train_micro_batch_size_per_gpu": 3,
+    "gradient_clipping": 0.5,
+    "zero_optimization": {"stage": 1},
+}
+ACROSS = ["parallel.pipeline=2", "parallel.tensor=2"]
+SECONDS = 240.0
+
+pytestmark = pytest.mark.timeout(600)
+
+
+@pytest.fixture(scope="module")
+def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Node]]:
+    """Each with its own configuration, at another path, and its own texts."""
+    with two_nodes(tmp_path_factory.mktemp("nodes")) as both:
+        for node in both:
+            texts = node.folder / "text"
+            texts.mkdir()
+            (texts / "a.txt").write_bytes((ROOT / "LICENSE").read_bytes())
+            (texts / "b.txt").write_bytes((ROOT / "scripts" / "pretrain.py").read_bytes())
+            config_of(node).parent.mkdir()
+            config_of(node).write_text(json.dumps(CONFIG))
+        yield both
+
+
+def config_of(node: Node) -> Path:
+    return node.folder / f"configs-of-node{node.index}" / "tiny.json"
+
+
+def pretrain(node: Node, run_dir: Path, *changes: str) -> list[str | Path]:
+    options = ["--set", f"training.run_dir={run_dir}", *changes]
+    return [node.folder / "scripts" / "pretrain.py", "--config", config_of(node), *options]
+
+
+def losses(run_dir: Path) -> list[float]:
+    lines = (run_dir / "metrics.jsonl").read_text().splitlines()
+    records = [json.loads(line) for line in lines]
+    return [record.get("loss", record.get("validation_loss")) for record in records]
+
+
+@pytest.fixture(scope="module")
+def alone(nodes: list[Node], tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    """The losses of one process on one node."""
+    run_dir = tmp_path_factory.mktemp("alone") / "run"
+    out = run_dir.with_name("out")
+    process = nodes[0].start([sys.executable, *pretrain(nodes[0], run_dir)], out)
+    assert process.wait(timeout=SECONDS) == 0, out.read_text()
+    return losses(run_dir)
+
+
+@pytest.mark.parametrize("launcher", [torchrun, deepspeed])
+def test_two_nodes_train_the_model_of_one_process(
+    launcher: Callable[[Node, Node, int], list[str]],
+    nodes: list[Node],
+    alone: list[float],
+    tmp_path: Path,
+) -> None:
+    run_dir, port = tmp_path / "shared" / "run", free_port()
+    commands = [
+        [*launcher(node, nodes[0], port), *pretrain(node, run_dir, *ACROSS)] for node in nodes
+    ]
+    for code, out in run_on_both(nodes, commands, SECONDS):
+        assert code == 0, out
+    assert losses(run_dir) == pytest.approx(alone, rel=1e-6)
+    assert len(losses(run_dir)) == STEPS + 1
+    assert (run_dir / "checkpoints" / f"step-{STEPS:08d}" / "manifest.json").is_file()
+    for node in nodes:
+        assert list((node.folder / "home" / ".cache" / "megaspeed").iterdir()), "its own corpus"
+
+
+@pytest.mark.parametrize("launcher", [deepspeed])
+def test_a_network_that_is_cut_ends_both_nodes_and_each_names_the_other(
+    launcher: Callable[[Node, Node, int], list[str]], nodes: list[Node], tmp_path: Path
+) -> None:
+    """No connection is closed: every rank would wait for half an hour, in silence."""
+    if not nodes[0].enter:
+        pytest.skip("only a network namespace can be cut off, and it takes root")
+    run_dir, port = tmp_path / "run", free_port()
+    changes = [*ACROSS, "training.steps=100000", "training.hang_timeout_seconds=8"]
+    outs = [node.folder / "out" for node in nodes]
+    started = [
+        node.start([*launcher(node, nodes[0], port), *pretrain(node, run_dir, *changes)], out)
+        for node, out in zip(nodes, outs, strict=True)
+    ]
+    try:
+        metrics = run_dir / "metrics.jsonl"
+        deadline = time.monotonic() + SECONDS
+        while not (metrics.exists() and metrics.read_bytes().count(b"\n") > 3):
+            assert time.monotonic() < deadline, outs[0].read_text() + outs[1].read_text()
+            time.sleep(0.2)
+        nodes[1].cut(off=True)
+        codes = [process.wait(timeout=90) for process in started]
+    finally:
+        for process in started:
+            end_session(process)
+        nodes[1].cut(off=False)
+    assert 0 not in codes
+    first, second = (out.read_text() for out in outs)
+    assert "no progress for 8 s: ranks 2, 3 did not answer" in first
+    assert "[node1, rank 2 (pp 1, dp 0, tp 0), step " in second
+    assert "lost the store that rank 0 keeps for all ranks (node0): no answer for " in second
+
+
+def test_the_doctor_names_a_node_without_the_shared_folder_and_tp_across_nodes(
+    nodes: list[Node],
+) -> None:
+    """training.run_dir is a relative path here, so each node has a folder of its own."""
+    options = ["doctor", "--config", "run.json", "--json", "doctor.json"]
+    changes = ["--set", "parallel.tensor=4", "training.run_dir=runs/here"]
+    for node in nodes:
+        (node.folder / "run.json").write_text(json.dumps(CONFIG))
+    port = free_port()
+    commands = [
+        [*kubernetes(node, nodes[0], port), "-m", "megaspeed.cli", *options, *changes]
+        for node in nodes
+    ]
+    (code, out), (other_code, _) = run_on_both(nodes, commands, SECONDS)
+    assert code != 0 and other_code != 0, out
+    told = json.loads((nodes[0].folder / "doctor.json").read_text())
+    assert [problem["rank"] for problem in told["problems"]] == [2, 3], told["problems"]
+    assert {problem["check"] for problem in told["problems"]} == {"run folder"}
+    if nodes[0].enter:  # otherwise both have this machine's name
+        assert told["nodes"] == {"node0": [0, 1], "node1": [2, 3]}
+        assert "wrong: rank 3 (node1), run folder: " in out
+        (remark,) = told["remarks"]
+        assert remark.startswith("tp crosses nodes in 1 group, such as ranks [0, 1, 2, 3]")
+        assert abs(told["clock_seconds"]["2"]) < 0.5
+    assert not (nodes[0].folder / "runs").exists()

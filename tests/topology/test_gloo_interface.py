@@ -1,0 +1,45 @@
+"""gloo takes the interface that reaches rank 0, unless the user or the layout makes it needless."""
+
+import socket
+from dataclasses import replace
+
+import psutil
+import pytest
+
+from megaspeed.topology.gloo_interface import gloo_interface
+from megaspeed.topology.launch import LaunchEnvironment
+
+TWO_NODES = LaunchEnvironment(
+    rank=3, world_size=4, local_rank=1, local_world_size=2, source="RANK/WORLD_SIZE"
+)
+IPV4 = [
+    (name, entry.address)
+    for name, addresses in psutil.net_if_addrs().items()
+    for entry in addresses
+    if entry.family == socket.AF_INET and not entry.address.startswith("127.")
+]
+
+
+@pytest.mark.parametrize(("name", "address"), IPV4)
+def test_it_is_the_interface_with_the_address_on_the_way(name: str, address: str) -> None:
+    """To an address of this machine the way begins at that address itself."""
+    assert gloo_interface(TWO_NODES, {"MASTER_ADDR": address}) == {"GLOO_SOCKET_IFNAME": name}
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "127.0.0.2", "localhost"])
+def test_a_loopback_address_tells_nothing_of_other_nodes(address: str) -> None:
+    assert gloo_interface(TWO_NODES, {"MASTER_ADDR": address}) == {}
+
+
+def test_the_users_choice_stays() -> None:
+    environ = {"MASTER_ADDR": IPV4[0][1], "GLOO_SOCKET_IFNAME": "ib0"}
+    assert gloo_interface(TWO_NODES, environ) == {}
+
+
+def test_one_node_needs_no_choice() -> None:
+    alone = replace(TWO_NODES, local_world_size=4)
+    assert gloo_interface(alone, {"MASTER_ADDR": IPV4[0][1]}) == {}
+
+
+def test_an_unknown_host_is_left_to_the_meeting_itself() -> None:
+    assert gloo_interface(TWO_NODES, {"MASTER_ADDR": "nowhere.invalid"}) == {}

@@ -1,0 +1,74 @@
+"""The lines before the first step: the layout, what pipeline stages hold, the kernels."""
+
+from io import StringIO
+from pathlib import Path
+
+import torch
+from rich.console import Console
+
+from megaspeed.analysis.planning.prediction import predict_peak_bytes, predict_peaks
+from megaspeed.config.resolve import Run
+from megaspeed.model.flops import training_flops_per_token
+from megaspeed.training.banner import BANNER_WIDTH, PredictPeaks, banner, describe_attention
+from tests.parallel.tiny import tiny_run
+
+TEXT = Path(__file__).parents[2] / "LICENSE"
+
+
+def printed(run: Run, predict: PredictPeaks | None = predict_peaks) -> list[str]:
+    console = Console(file=StringIO(), width=BANNER_WIDTH)
+    for part in banner(run, torch.device("cpu"), predict):
+        console.print(part)
+    assert isinstance(console.file, StringIO)
+    return [line.rstrip() for line in console.file.getvalue().splitlines()]
+
+
+def test_a_layout_is_drawn_with_the_layers_of_each_pipeline_stage() -> None:
+    run = tiny_run(
+        TEXT,
+        pp=2,
+        tp=2,
+        dp=2,
+        train_batch_size=12,
+        gradient_accumulation_steps=3,
+        zero_optimization={"stage": 3},
+        training={"run_dir": "runs/[b]tiny", "report_to": ["tensorboard"]},
+    )
+    first, second = predict_peaks(run)
+    assert max(first, second) == predict_peak_bytes(run) and first != second
+    flops = training_flops_per_token(run.config.model, 16)
+    assert printed(run) == [
+        "tiny: pp 2 x dp 2 x tp 2 = 8 ranks on cpu, ZeRO-3, fp32",
+        "step: 12 samples of 16 tokens; each data rank takes 3 micro-batches of 2, 1f1b",
+        "stage  layers                 parameters  weights     peak  dp 0 | dp 1",
+        f"    0  embedding, blocks 0-2      48,512  0.2 MiB  {first / 2**20:.1f} MiB  0 1 | 2 3",
+        f"    1  blocks 3-4, head           25,472  0.1 MiB  {second / 2**20:.1f} MiB  4 5 | 6 7",
+        "peak: of a rank, predicted as by megaspeed plan; tensors alone",
+        "attention: scaled_dot_product_attention, fused",
+        f"operations: {flops / 1e6:.4g} MFLOP a token; no MFU, because the peak of cpu is unknown",
+        "files: runs/[b]tiny, tensorboard",
+    ]
+
+
+def test_a_large_layout_takes_no_more_than_15_lines() -> None:
+    run = tiny_run(TEXT, pp=16, dp=8, tp=4, train_batch_size=64, model={"num_hidden_layers": 20})
+    lines = printed(run)
+    assert len(lines) <= 15
+    assert lines[2].endswith("dp 0 | dp 1 | ... | dp 7")
+    assert lines[3].endswith("0-3 | 4-7 | ... | 28-31")
+    assert lines[8].split()[0] == "15" and lines[8].endswith("480-483 | 484-487 | ... | 508-511")
+
+
+def test_without_a_prediction_no_peak_is_shown() -> None:
+    lines = printed(tiny_run(TEXT), None)
+    assert lines[2].split() == ["stage", "layers", "parameters", "weights", "dp", "0"]
+    assert not any(line.startswith("peak") for line in lines)
+
+
+def test_attention_is_described_with_the_reason() -> None:
+    fused = "scaled_dot_product_attention, fused"
+    assert describe_attention(tiny_run(TEXT)) == fused
+    dropping = describe_attention(tiny_run(TEXT, model={"attention_dropout": 0.1}))
+    assert dropping.startswith("written out, not fused, because model.attention_dropout is 0.1")
+    documents = describe_attention(tiny_run(TEXT, data={"reset_at_documents": True}))
+    assert documents.startswith(f"{fused}, with a mask for data.reset_at_documents")

@@ -1,0 +1,82 @@
+"""Where the time of a step goes: every moment counts once, and a slow rank is named."""
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from megaspeed.topology.timeline import PARTS, Timeline
+from megaspeed.training.console_lines import SLOW, describe_slow_rank
+from megaspeed.training.faults import inject_into_process
+from megaspeed.training.trainer import Trainer
+from tests.parallel.tiny import tiny_corpus, tiny_run
+from tests.rank_pool import RankPool
+from tests.training.test_trainer import Record, train
+
+TEXT = Path(__file__).parents[2] / "LICENSE"
+SLOW_STEP, SLEEP_SECONDS = 4, 0.4
+
+
+def test_the_innermost_part_counts_and_no_moment_counts_twice() -> None:
+    timeline = Timeline(torch.device("cpu"))
+    with timeline.part("compute"):  # nobody asked for this step
+        time.sleep(0.01)
+    assert not any(timeline.take())
+    start = time.perf_counter()
+    timeline.begin(7)
+    with timeline.part("compute"):
+        time.sleep(0.02)
+        with timeline.part("tensor"):
+            time.sleep(0.04)
+        time.sleep(0.02)
+    time.sleep(0.01)
+    timeline.end()
+    whole = time.perf_counter() - start
+    step, *seconds = timeline.take()
+    by_part = dict(zip(PARTS, seconds, strict=True))
+    assert step == 7 and sum(seconds) == pytest.approx(whole, abs=0.01)
+    assert by_part["compute"] >= 0.04 and by_part["tensor"] >= 0.04 and by_part["host"] >= 0.01
+    assert sum(by_part[name] for name in ("compute", "tensor", "host")) == sum(seconds)
+    assert not any(timeline.take()), "each step is told once"
+
+
+def make_one_rank_slow(trainer: Trainer, record: Record) -> None:
+
+    fault = f"slow rank=5 step={SLOW_STEP} work=Forward seconds={SLEEP_SECONDS}"
+    os.environ["MEGASPEED_FAULT"] = fault
+    context = trainer.worker.context
+    inject_into_process(context.activity, context.rank)
+
+
+@pytest.mark.parametrize(
+    ("zero_stage", "reduction"), [(1, "per_step"), (2, "per_micro_batch"), (3, "per_micro_batch")]
+)
+def test_every_axis_has_its_part_and_the_slow_rank_is_named_on_all(
+    pool: RankPool, tmp_path: Path, zero_stage: int, reduction: str
+) -> None:
+    run = tiny_run(
+        TEXT,
+        pp=2,
+        dp=2,
+        tp=2,
+        training={"steps": 6, "log_interval": 2, "run_dir": str(tmp_path / "run")},
+        zero_optimization={"stage": zero_stage},
+        parallel={"gradient_reduction": reduction},
+    )
+    corpus = tiny_corpus(run, tmp_path)
+    records = pool.run(8, train, run, corpus, make_one_rank_slow)
+    assert all(record.parts_of_steps == records[0].parts_of_steps for record in records)
+    first, slow = records[0].parts_of_steps
+    assert (first.step, slow.step) == (2, SLOW_STEP)
+    for name in ("data_loading", "compute", "tensor", "data", "pipeline", "world", "optimizer"):
+        assert first.parts_seconds[name] > 0, name
+    for parts, step in ((first, records[0].steps[1]), (slow, records[0].steps[3])):
+        total = sum(parts.parts_seconds.values())
+        assert total == pytest.approx(step.step_time_seconds, rel=0.25)
+    micro_batches = run.batch.gradient_accumulation_steps
+    assert slow.slowest_rank == 5
+    assert slow.slowest_rank_seconds >= micro_batches * SLEEP_SECONDS
+    assert slow.slowest_rank_seconds > SLOW * slow.median_rank_seconds
+    assert "slowest: rank 5 (pp 1, dp 0, tp 1) worked" in describe_slow_rank(slow, run.grid)

@@ -1,0 +1,89 @@
+"""A resumed run whose next learning rate is not the one that was due reports both."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megaspeed.checkpoint.run_state import RunState
+from megaspeed.config.resolve import Run
+from megaspeed.training.learning_rate import learning_rate
+from megaspeed.training.resumed_rate import rate_change
+from tests.checkpoint.written import run_state
+from tests.parallel.tiny import tiny_run
+
+TEXT = Path(__file__).parents[2] / "LICENSE"
+COSINE = {"type": "WarmupCosineLR", "params": {"warmup_num_steps": 10}}
+STEPS, SAVED = 100, 60
+
+
+def run_of(steps: int = STEPS, scheduler: Any = COSINE, **changes: Any) -> Run:
+    return tiny_run(TEXT, training={"steps": steps}, scheduler=scheduler, **changes)
+
+
+def saved_by(run: Run) -> RunState:
+    """The state of step 60, of which one step was skipped."""
+    return run_state(SAVED, config=run.as_json())
+
+
+def next_rate(run: Run) -> float:
+    config = run.config
+    return learning_rate(config.optimizer, config.scheduler, step=SAVED - 1, steps=-1)
+
+
+def test_the_same_configuration_continues_the_rate() -> None:
+    assert rate_change(saved_by(run_of()), run_of()) is None
+
+
+def test_more_steps_stretch_the_cosine_and_both_rates_are_named() -> None:
+    before, now = run_of(), run_of(200)
+    change = rate_change(saved_by(before), now)
+    assert change == (
+        f"the learning rate of step 61 was to be {next_rate(before):.3e}, and is "
+        f"{next_rate(now):.3e}; to keep the saved schedule, pass --set "
+        "scheduler.params.total_num_steps=100"
+    )
+    assert next_rate(now) > 1.5 * next_rate(before)
+
+
+def test_keys_that_this_version_does_not_know_hide_nothing() -> None:
+    saved = saved_by(run_of())
+    training = {**saved.config["training"], "key_of_a_later_version": 1}
+    of_later = saved.model_copy(update={"config": {**saved.config, "training": training}})
+    assert rate_change(of_later, run_of(200)) == rate_change(saved, run_of(200)) is not None
+
+
+def test_what_the_warning_says_keeps_the_rate() -> None:
+    params = {**COSINE["params"], "total_num_steps": 100}  # type: ignore[dict-item]
+    kept = run_of(200, {**COSINE, "params": params})
+    assert rate_change(saved_by(run_of()), kept) is None
+
+
+LR_2E_3 = {"optimizer": {"params": {"lr": 2e-3}}}
+
+
+@pytest.mark.parametrize(
+    ("now", "mend"),
+    [
+        (run_of(**LR_2E_3), "optimizer.params.lr=0.001"),
+        (
+            run_of(scheduler=None),
+            'scheduler.type="WarmupCosineLR" scheduler.params.warmup_num_steps=10 '
+            'scheduler.params.warmup_type="log" scheduler.params.total_num_steps=100 '
+            "scheduler.params.warmup_min_ratio=0.0 scheduler.params.cos_min_ratio=0.0001",
+        ),
+    ],
+)
+def test_every_key_that_moved_the_rate_is_named(now: Run, mend: str) -> None:
+    change = rate_change(saved_by(run_of()), now)
+    assert change is not None and change.endswith(f"pass --set {mend}")
+
+
+def test_a_schedule_that_is_new_can_be_taken_away() -> None:
+    change = rate_change(saved_by(run_of(scheduler=None)), run_of())
+    assert change is not None and change.endswith("pass --set scheduler=null")
+
+
+def test_an_imported_model_had_no_rate() -> None:
+    imported = run_state(1, imported_from="gpt2", config={"model": run_of().as_json()["model"]})
+    assert rate_change(imported, run_of()) is None

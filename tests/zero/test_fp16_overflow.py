@@ -1,0 +1,116 @@
+"""fp16: an overflow on any one rank makes all ranks skip the step and halve the loss scale.
+
+A rank that kept its scale would weigh its gradients twice as much from then on, and one that took
+the step would have other weights than its replicas; neither raises.
+
+fp16 needs a GPU in a real run. Here DeepSpeed is told that the CPU has it, and torch does.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
+
+from megaspeed.config.resolve import Run
+from megaspeed.data.prepared import PreparedCorpus
+from megaspeed.topology.launch import LaunchEnvironment
+from megaspeed.training.worker import Worker
+from tests.parallel.tiny import tiny_corpus
+from tests.rank_pool import RankPool
+from tests.zero.one_rank import OneRank, one_rank, small_run
+from tests.zero.test_non_finite import put_an_infinity, without_memory
+
+POWER = 10
+FP16 = {"enabled": True, "initial_scale_power": POWER, "hysteresis": 1, "loss_scale_window": 1000}
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A step in which one rank's gradient overflows, as this rank saw it."""
+
+    skipped: bool
+    weights_changed: bool
+    scale: float
+    blamed: str | None
+
+
+@dataclass(frozen=True)
+class Seen:
+    """By one rank.
+
+    Attributes:
+        turns: with the overflow on each rank in turn.
+        poisoned: the parameter that got the infinity when it was this rank's turn.
+        steps_equal: whether the good step that follows gives the result and the weights, to the
+            last bit, of a run that takes it first, with the same loss scale.
+        good_is_taken: whether this step changes the weights.
+    """
+
+    turns: list[Turn]
+    poisoned: str
+    steps_equal: bool
+    good_is_taken: bool
+
+
+def scale_of(rank: OneRank) -> float:
+    counters = rank.engine.loss_scale()
+    assert counters is not None, "the scale is dynamic"
+    return float(counters["scale"])
+
+
+def overflow_everywhere_in_turn(
+    launch: LaunchEnvironment, run: Run, corpus: PreparedCorpus
+) -> Seen:
+    CPU_Accelerator.is_fp16_supported = lambda self: True
+    with one_rank(launch, run, corpus) as rank:
+        turns: list[Turn] = []
+        poisoned: list[str] = []
+        for bad in range(launch.world_size):
+            if launch.rank == bad:
+                rank.engine.before_step = lambda: poisoned.append(put_an_infinity(rank))
+            before = rank.weights()
+            result = rank.train_step(bad)
+            rank.engine.before_step = lambda: None
+            changed = any(not torch.equal(before[name], w) for name, w in rank.weights().items())
+            blamed = rank.worker.first_non_finite_parameter()
+            turns.append(Turn(result.skipped, changed, scale_of(rank), blamed))
+
+        before = rank.weights()
+        good = rank.train_step(launch.world_size)
+        fresh = OneRank(Worker(run, rank.context), rank.loader)
+        saved = rank.engine.loss_scale()
+        assert saved is not None
+        fresh.engine.take_loss_scale({**saved, "scale": turns[-1].scale})
+        first = fresh.train_step(launch.world_size)
+        expected = fresh.weights()
+        return Seen(
+            turns,
+            "".join(poisoned),
+            steps_equal=without_memory(good) == without_memory(first)
+            and all(torch.equal(expected[name], w) for name, w in rank.weights().items()),
+            good_is_taken=not good.skipped
+            and any(not torch.equal(before[name], w) for name, w in rank.weights().items()),
+        )
+
+
+@pytest.mark.parametrize(
+    ("layout", "stage"), [((2, 1, 2), 0), ((2, 1, 2), 1), ((2, 2, 2), 2), ((2, 2, 2), 3)]
+)
+def test_an_overflow_on_any_rank_is_one_of_all_ranks(
+    pool: RankPool, text: Path, cache: Path, layout: tuple[int, int, int], stage: int
+) -> None:
+    pp, dp, tp = layout
+    changes: dict[str, Any] = {"fp16": FP16, "zero_optimization": {"stage": stage}}
+    run = small_run(text, pp=pp, dp=dp, tp=tp, device_type="cuda", **changes)
+    ranks = run.grid.world_size
+    seen = pool.run(ranks, overflow_everywhere_in_turn, run, tiny_corpus(run, cache))
+    poisoned = [each.poisoned for each in seen]
+    for each in seen:
+        assert [turn.scale for turn in each.turns] == [2.0 ** (POWER - 1 - i) for i in range(ranks)]
+        assert all(turn.skipped and not turn.weights_changed for turn in each.turns)
+        blamed = [turn.blamed for turn in each.turns]
+        assert blamed == [f"{name} on rank {rank}" for rank, name in enumerate(poisoned)]
+        assert each.good_is_taken and each.steps_equal
