@@ -201,6 +201,15 @@ def test_a_run_goes_on_with_half_of_its_nodes_and_a_spare_rank(tmp_path: Path) -
     assert all(abs(loss - expected[step]) <= 1e-6 for step, loss in found.items())
 
 
+def test_spare_ranks_wait_for_a_run_that_is_told_to_stop(tmp_path: Path) -> None:
+    job = Job(tmp_path, "torchrun", *SAVES, "parallel.spare_ranks=true", ranks=3)
+    job.wait_until_training()
+    job.launcher.send_signal(signal.SIGTERM)
+    ended = job.ended()
+    assert "rank 2 is spare: " in ended.out and ended.saved
+    assert "told to stop by SIGTERM" in ended.out and "before the training" not in ended.err
+
+
 def test_copies_that_differ_end_the_run_and_name_rank_and_parameter(tmp_path: Path) -> None:
     job = Job(
         tmp_path,

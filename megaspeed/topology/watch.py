@@ -338,10 +338,10 @@ class Watch:
             seen = [one.process for one in self._meeting.neighbours if one.rank == 0]
             host = self._host_of_rank_0
             if self._is_silent or agent_keeps_the_store():
-                keeper = "the launcher's process that" if agent_keeps_the_store() else "that rank 0"
+                keeper = "the launcher's agent" if agent_keeps_the_store() else "rank 0"
                 line = (
                     f"{place_of(self._grid, self._rank, str(self._activity))} lost the store "
-                    f"{keeper} keeps for all ranks ({host}): "
+                    f"that {keeper} keeps for all ranks ({host}): "
                     + ("no answer" if self._is_silent else "it has ended")
                     + f" for {time.monotonic() - self._last_contact:.0f} s. The process is stopped "
                     "or gone, or the network between the hosts is"

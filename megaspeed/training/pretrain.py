@@ -99,6 +99,7 @@ def main(arguments: Sequence[str] | None = None, predictions: Predictions | None
         has_bf16=torch.cuda.is_available() and torch.cuda.is_bf16_supported(False),
         processors=os.cpu_count() or 1,
         threads=torch.get_num_threads(),
+        is_torchrun="TORCHELASTIC_RUN_ID" in os.environ,
     ):
         console.print("[yellow]warning:[/yellow]", warning, highlight=False, soft_wrap=True)
     try:
@@ -214,7 +215,7 @@ def _watched(
     try:
         with watch, watch.failures_reported(expected=(*EXPECTED, *_INPUT_ERRORS, GroupError)):
             if launch.rank >= run.grid.world_size:
-                return _wait_as_spare(watch, activity)
+                return _wait_as_spare(watch, activity, stop)
             with activity.during("preparing the corpus", patience=math.inf):
                 corpus = _prepared_corpus(run, console)
             with activity.during("creating the process groups", patience=START_UP_PATIENCE):
@@ -264,8 +265,9 @@ def _watched(
     return EXIT_DONE if summary.last_save.error is None else EXIT_FAILED
 
 
-def _wait_as_spare(watch: Watch, activity: Activity) -> int:
+def _wait_as_spare(watch: Watch, activity: Activity, stop: StopSignal) -> int:
     """A rank without a place in the grid ends when rank 0 does, and well."""
+    stop.can_save = True  # the ranks that train are told to stop, too, and save
     with activity.during("waiting as a spare rank", patience=math.inf), suppress(RuntimeError):
         while not watch.is_over:
             time.sleep(_SPARE_PERIOD_SECONDS)
