@@ -6,22 +6,35 @@ process).
 
 import os
 import signal
+from typing import TYPE_CHECKING
 
 # torch reads it while it is loaded. Without it, every rank of a job that ends prints some dozens of
 # lines about its connection to the store.
 os.environ["TORCH_CPP_LOG_LEVEL"] = os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR")
 
-from megaspeed.analysis.planning.prediction import predict_peaks
-from megaspeed.config.resolve import Run
-from megaspeed.topology.context import ParallelContext
 from megaspeed.topology.lasting_output import keep_output_open
 from megaspeed.topology.process_exit import end_process
-from megaspeed.training.predictions import Predictions
-from megaspeed.training.pretrain import main
-from megaspeed.zero.engine import ZeroEngine
+from megaspeed.training.supervisor import run_supervised
+
+if TYPE_CHECKING:
+    from megaspeed.config.resolve import Run
+    from megaspeed.topology.context import ParallelContext
+    from megaspeed.zero.engine import ZeroEngine
 
 
-def explain_out_of_memory(run: Run, context: ParallelContext, engine: ZeroEngine | None) -> str:
+def train() -> int:
+    """One rank. Imports here what a supervisor has no use for."""
+    from megaspeed.analysis.planning.prediction import predict_peaks
+    from megaspeed.training.predictions import Predictions
+    from megaspeed.training.pretrain import main
+
+    predictions = Predictions(peaks=predict_peaks, out_of_memory=explain_out_of_memory)
+    return main(predictions=predictions)
+
+
+def explain_out_of_memory(
+    run: "Run", context: "ParallelContext", engine: "ZeroEngine | None"
+) -> str:
     """Loads what explains it only if memory has run out."""
     from megaspeed.analysis.measurement.out_of_memory import explain_out_of_memory as explain
 
@@ -30,9 +43,8 @@ def explain_out_of_memory(run: Run, context: ParallelContext, engine: ZeroEngine
 
 if __name__ == "__main__":
     keep_output_open()
-    predictions = Predictions(peaks=predict_peaks, out_of_memory=explain_out_of_memory)
     try:
-        code = main(predictions=predictions)
+        code = run_supervised(train)
     except KeyboardInterrupt:  # before the ranks have met
         code = 128 + signal.SIGINT
     end_process(code)

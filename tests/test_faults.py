@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -68,6 +69,8 @@ class Job:
         *changes: str,
         fault: str = "",
         ranks: int = 2,
+        arguments: Sequence[str] = (),
+        launcher_options: Sequence[str] = (),
         output: int | None = None,
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -85,8 +88,9 @@ class Job:
             "MEGASPEED_TEST_MARK": self.mark,
         }
         self._out, self._err = folder / "out", folder / "err"
-        command = [*_launcher(launcher, ranks), str(SCRIPT), "--config", str(folder / "tiny.json")]
-        command += ["--set", *changes] if changes else []
+        command = [*_launcher(launcher, ranks), *launcher_options, str(SCRIPT)]
+        command += ["--config", str(folder / "tiny.json")]
+        command += [*arguments, "--set", *changes] if changes else arguments
         with self._out.open("w") as out, self._err.open("w") as err:
             self.launcher = subprocess.Popen(
                 command,
@@ -110,6 +114,10 @@ class Job:
                 continue
         return found
 
+    def console(self) -> str:
+        """All that was written until now."""
+        return self._out.read_text() + self._err.read_text()
+
     def wait_until_training(self) -> None:
         metrics = self.run_dir / "metrics.jsonl"
         deadline = time.monotonic() + 120
@@ -120,7 +128,7 @@ class Job:
 
     def wait_until_said(self, words: str, seconds: float = 60) -> None:
         deadline = time.monotonic() + seconds
-        while words not in self._out.read_text() + self._err.read_text():
+        while words not in self.console():
             assert time.monotonic() < deadline, self._err.read_text()
             time.sleep(0.1)
         self._since = time.monotonic()

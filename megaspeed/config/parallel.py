@@ -27,6 +27,12 @@ class ParallelConfig(Section):
         description="Tensor-parallel degree (tp); must divide the attention heads and the "
         "feed-forward width.",
     )
+    spare_ranks: bool = Field(
+        default=False,
+        description="Accept a number of processes that the layout and the batch do not use up. "
+        'With data "auto", data is the largest degree for which train_batch_size divides; the '
+        "other ranks wait, without work, for the end of the run. false: such a number is refused.",
+    )
     sequence_parallel: bool = Field(
         default=False,
         description="Split activations between blocks along the sequence over the tensor axis; "

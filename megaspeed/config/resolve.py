@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megaspeed.config.batch import Batch, StatedBatch, solve_batch
-from megaspeed.config.degrees import World, grid_in
+from megaspeed.config.degrees import World
 from megaspeed.config.errors import ConfigError, KeyPath, Problem
+from megaspeed.config.layout import layout_in
 from megaspeed.config.optimizer import OptimizerConfig
 from megaspeed.config.rules.launch import LAUNCH_RULES
 from megaspeed.config.rules.learning_rate import LEARNING_RATE_RULES
@@ -47,6 +48,8 @@ class Run:
     batch: Batch
     gradient_reduction: GradientReduction
     precision: Precision
+    spare_ranks: int = 0
+    """Processes that have no place in the grid."""
 
     def as_json(self) -> dict[str, Any]:
         """The definite config as JSON values; a file of them gives the same run again."""
@@ -115,7 +118,7 @@ def resolve_run(
 
 def definite_run(config: RunConfig, name: str, world: World) -> Run:
     """The run of a config that has no problems in this world."""
-    grid = grid_in(config.parallel, world)
+    grid = layout_in(config, world)
     assert grid is not None, "the launch rules checked that the degrees multiply"
     batch = solve_batch(StatedBatch.of(config), grid.dp)
     assert batch is not None, "the launch rules checked that the batch multiplies"
@@ -135,7 +138,8 @@ def definite_run(config: RunConfig, name: str, world: World) -> Run:
             "zero_optimization": definite_zero(config.zero_optimization, config.model, grid.tp),
         }
     )
-    return Run(definite, name, grid, batch, reduction, _precision(config))
+    spare = world.size - grid.world_size
+    return Run(definite, name, grid, batch, reduction, _precision(config), spare)
 
 
 def _gradient_reduction(config: RunConfig) -> GradientReduction:

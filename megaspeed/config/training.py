@@ -72,6 +72,18 @@ class TrainingConfig(Section):
         "did not arrive are named, and the run ends with exit code 3. Starting up may take four "
         "times as long, and saving 24 times.",
     )
+    restart: int = Field(
+        default=0,
+        ge=0,
+        description="How many times the ranks are started again after a failure, under deepspeed, "
+        "srun, mpirun or plain python. torchrun does this by itself (--max-restarts).",
+    )
+    check_replicas_interval: int = Field(
+        default=0,
+        ge=0,
+        description="Steps between two comparisons of what several ranks hold copies of, bit by "
+        "bit; also before each checkpoint. 0: never.",
+    )
     save_interval: int = Field(
         default=1000,
         ge=0,

@@ -9,6 +9,7 @@ A rank that does not come, an address that nobody has, and ranks that were start
 configurations are found here, by name. In a process group they would be a silent hang.
 """
 
+import dataclasses
 import json
 import os
 import socket
@@ -55,11 +56,26 @@ class Meeting:
     store: dist.Store
     launch: LaunchEnvironment
     neighbours: tuple[Neighbour, ...] = ()
+    between_attempts: dist.Store | None = None
+    """What an attempt leaves there, the next one finds; None if nobody keeps it."""
+    spare_ranks: tuple[int, ...] = ()
 
     @property
     def hosts_the_store(self) -> bool:
         """Whether the store ends with this process."""
-        return self.launch.rank == 0 and not _agent_keeps_the_store()
+        return self.launch.rank == 0 and not agent_keeps_the_store()
+
+    def without_spare_ranks(self, world_size: int) -> "Meeting":
+        """The meeting of the first ``world_size`` ranks, which train; the others are spare."""
+        launch = self.launch
+        if launch.rank < world_size:
+            launch = dataclasses.replace(launch, world_size=world_size)
+        return dataclasses.replace(
+            self,
+            launch=launch,
+            neighbours=tuple(one for one in self.neighbours if one.rank < world_size),
+            spare_ranks=tuple(range(world_size, self.launch.world_size)),
+        )
 
     def own_connection(self) -> dist.Store:
         """Another connection to the store. One connection serves one call at a time."""
@@ -76,14 +92,18 @@ def open_store(launch: LaunchEnvironment, timeout_seconds: float) -> dist.Store:
 
     Raises GroupError, which names the address, if nobody answers there for ``timeout_seconds``.
     """
-    if launch.world_size == 1:
+    return _of_this_attempt(_connect(launch, timeout_seconds))
+
+
+def _connect(launch: LaunchEnvironment, timeout_seconds: float) -> dist.Store:
+    if launch.world_size == 1 and not agent_keeps_the_store():
         return dist.HashStore()  # no port is needed to meet nobody
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    listens = launch.rank == 0 and not _agent_keeps_the_store()
+    listens = launch.rank == 0 and not agent_keeps_the_store()
     if not listens:
         _wait_until_reached(address, port, launch, timeout_seconds)
     try:
-        store: dist.Store = dist.TCPStore(
+        return dist.TCPStore(
             address,
             port,
             is_master=listens,
@@ -98,10 +118,14 @@ def open_store(launch: LaunchEnvironment, timeout_seconds: float) -> dist.Store:
             "be an address of rank 0's host, and MASTER_PORT a port that is free there. torch "
             f"says: {error}"
         ) from error
-    if _agent_keeps_the_store():
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        store = dist.PrefixStore(f"/worker/attempt_{attempt}", store)
-    return store
+
+
+def _of_this_attempt(store: dist.Store) -> dist.Store:
+    """One that holds nothing of earlier attempts."""
+    if not agent_keeps_the_store():
+        return store
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return dist.PrefixStore(f"/worker/attempt_{attempt}", store)
 
 
 def check_in(
@@ -118,10 +142,12 @@ def check_in(
         GroupError: naming the ranks that did not come.
         RanksDisagree: on every rank, naming the keys that differ.
     """
-    store = dist.PrefixStore("meeting", open_store(launch, timeout_seconds))
+    connection = _connect(launch, timeout_seconds)
+    store = dist.PrefixStore("meeting", _of_this_attempt(connection))
+    kept = dist.PrefixStore("megaspeed", connection) if agent_keeps_the_store() else None
     if launch.world_size == 1:
         _sign_in(store, 0, [])
-        return Meeting(store, launch)
+        return Meeting(store, launch, between_attempts=kept)
     waiting = _Waiting(launch, timeout_seconds)
     if launch.rank == 0:
         store.set("configuration", json.dumps(configuration))
@@ -143,7 +169,7 @@ def check_in(
         raise RanksDisagree(verdict)
     together = json.loads(store.get(f"place {_place()}"))
     neighbours = tuple(Neighbour(*one) for one in together if one[0] != launch.rank)
-    return Meeting(store, launch, neighbours)
+    return Meeting(store, launch, neighbours, kept)
 
 
 def say(line: str) -> None:
@@ -207,7 +233,8 @@ class _Waiting:
         )
 
 
-def _agent_keeps_the_store() -> bool:
+def agent_keeps_the_store() -> bool:
+    """Whether torchrun's agent, or rank 0's supervisor, keeps the store beyond the ranks' ends."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 

@@ -2,6 +2,7 @@
 
     deepspeed (runner)  ->  python -m deepspeed.launcher.launch  ->  this rank
     torchrun                                                     ->  this rank
+    any of them, or none  ->  supervisor (training/supervisor.py)  ->  this rank
 
 DeepSpeed's runner hands no signal on to a launch on the same host: if it is told to end, only it
 ends. Without its launcher nobody waits for this process any more.
@@ -14,6 +15,9 @@ from itertools import pairwise
 from pathlib import Path
 from types import TracebackType
 from typing import Self
+
+SUPERVISOR = "MEGASPEED_SUPERVISOR"
+"""The variable with the process number of the supervisor that has started this process."""
 
 _PROGRAMS = {"deepspeed", "torchrun"}
 _MODULES = {
@@ -29,12 +33,16 @@ def launcher_processes() -> list[int]:
     found: list[int] = []
     process = os.getppid()
     try:
-        while process > 0 and _is_launcher(_command_of(process)):
+        while process > 0 and (_supervises(process) or _is_launcher(_command_of(process))):
             found.append(process)
             process = _parent_of(process)
     except OSError:  # it has ended, or this user may not look at it
         pass
     return found
+
+
+def _supervises(process: int) -> bool:
+    return os.environ.get(SUPERVISOR) == str(process)
 
 
 def _command_of(process: int) -> list[str]:

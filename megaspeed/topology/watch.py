@@ -39,7 +39,7 @@ from megaspeed.topology.activity import Activity
 from megaspeed.topology.failure import describe_failure, place_of
 from megaspeed.topology.grid import Grid
 from megaspeed.topology.hang import RankState, explain_hang, pending_collectives
-from megaspeed.topology.meeting import Meeting, Neighbour, say
+from megaspeed.topology.meeting import Meeting, Neighbour, agent_keeps_the_store, say
 from megaspeed.topology.process_exit import EXIT_FAILED, EXIT_HANG, leave
 from megaspeed.topology.processes import ProcessesAndPipe, launcher_processes
 from megaspeed.topology.rank_log import RankLog
@@ -109,7 +109,7 @@ class Watch:
     ) -> None:
         self._meeting = meeting
         self._rank = meeting.launch.rank
-        self._world = meeting.launch.world_size
+        self._world = grid.world_size
         self._grid = grid
         self._activity = activity
         self._stop = stop
@@ -191,6 +191,14 @@ class Watch:
             raise
 
     @property
+    def is_over(self) -> bool:
+        """Whether rank 0 is done, or a rank has failed. Asks the store; for a rank that is spare.
+
+        Raises RuntimeError if the store is gone.
+        """
+        return self._claimed.is_set() or self._claims.check(["ended 0"])
+
+    @property
     def exit_code(self) -> int:
         """After a failure: of which kind the first one was."""
         return _exit_code(self._claim)
@@ -254,7 +262,7 @@ class Watch:
             self._claim_as("hang", now - since)
 
     def _neighbour_ended(self, neighbour: Neighbour) -> None:
-        if neighbour.rank == 0 and self._meeting.launch.rank != 0 and self._keeps_the_store():
+        if neighbour.rank == 0 and not agent_keeps_the_store():
             self._store_lost = time.monotonic()
             return
         try:
@@ -270,9 +278,6 @@ class Watch:
             line = self._killed(neighbour.rank, doing, host, neighbour.process)
             say(line)
             _leave_for_torchrun(neighbour.error_file, line)
-
-    def _keeps_the_store(self) -> bool:
-        return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
 
     def _killed(self, rank: int, doing: str, host: str, process: int | None = None) -> str:
         place = place_of(self._grid, rank, doing, host)
@@ -343,11 +348,11 @@ class Watch:
         if launch.local_rank == 0 or launch.rank == 1:
             seen = [one.process for one in self._meeting.neighbours if one.rank == 0]
             host = self._host_of_rank_0
-            if self._is_silent or not self._keeps_the_store():
+            if self._is_silent or agent_keeps_the_store():
+                keeper = "the launcher's agent" if agent_keeps_the_store() else "rank 0"
                 line = (
-                    f"{place_of(self._grid, self._rank, str(self._activity))} lost the store that "
-                    f"{'rank 0' if self._keeps_the_store() else 'the agent of torchrun'} keeps for "
-                    f"all ranks ({host}): "
+                    f"{place_of(self._grid, self._rank, str(self._activity))} lost the store "
+                    f"that {keeper} keeps for all ranks ({host}): "
                     + ("no answer" if self._is_silent else "it has ended")
                     + f" for {time.monotonic() - self._last_contact:.0f} s. The process is stopped "
                     "or gone, or the network between the hosts is"
@@ -471,7 +476,7 @@ class Watch:
         """Until they are done with the store that ends with this process."""
         deadline = time.monotonic() + _SECONDS_TO_SEE_THE_END
         while time.monotonic() < deadline:
-            others = set(range(self._world)) - self._dead
+            others = {*range(self._world), *self._meeting.spare_ranks} - self._dead
             if all(store.check([f"ended {rank}"]) for rank in others):
                 return
             time.sleep(0.05)

@@ -66,6 +66,17 @@ def describe_start(start: Start, run: Run) -> list[str]:
     return lines
 
 
+def describe_spare_ranks(run: Run) -> str:
+    """Which ranks have no place in the grid, and why."""
+    first, world = run.grid.world_size, run.grid.world_size + run.spare_ranks
+    named = ", ".join(map(str, range(first, world)[:8])) + (", ..." if run.spare_ranks > 8 else "")
+    which = f"rank {named} is" if run.spare_ranks == 1 else f"ranks {named} are"
+    return (
+        f"{which} spare: with train_batch_size "
+        f"{run.batch.train_batch_size}, {run.grid} = {first} is the largest layout of {world} ranks"
+    )
+
+
 def describe_step(metrics: StepMetrics) -> str:
     """One console line, of at most 100 columns; without an MFU, as on a CPU, of at most 80.
 

@@ -9,7 +9,8 @@
     kill      the process is killed (SIGKILL)   corrupt   one master weight gets another value
 
 `work` is the beginning of an instruction, such as Forward or Backward(micro_batch=2). If it is
-omitted, the fault comes at the beginning of the phase. All but `slow` come once.
+omitted, the fault comes at the beginning of the phase. All but `slow` come once. `parameter` is a
+part of the name of the parameter to corrupt; the rank's first one if it is omitted.
 """
 
 import os
@@ -40,6 +41,7 @@ class Fault:
     phase: str
     work: str = ""
     seconds: float = 3.0
+    parameter: str = ""
     came: bool = False
 
     def comes(self, phase: str, work: object) -> bool:
@@ -100,7 +102,8 @@ _OF_THE_MODEL = ("nan", "corrupt")
 
 def _corrupt(fault: Fault, phase: str, work: object, engine: ZeroEngine) -> None:
     if fault.comes(phase, work):
-        next(iter(engine.state_fragments())).weights[0] += 1.0
+        held = (one for one in engine.state_fragments() if len(one.weights))
+        next(one for one in held if fault.parameter in engine.names[one.parameter]).weights[0] += 1
 
 
 def _fault_of(rank: int) -> Fault | None:
@@ -123,6 +126,7 @@ def _read(text: str) -> Fault:
             phase=values.pop("phase", f"step {step}"),
             work=values.pop("work", ""),
             seconds=float(values.pop("seconds", "3")),
+            parameter=values.pop("parameter", ""),
         )
     except (KeyError, ValueError) as error:
         problem = f"{VARIABLE} is {text!r}, in which {error} is missing or wrong"

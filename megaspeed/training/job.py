@@ -36,7 +36,9 @@ from megaspeed.training.console_lines import describe_start
 from megaspeed.training.loss_curve import draw_loss_curve
 from megaspeed.training.metrics import MetricsFile
 from megaspeed.training.predictions import Predictions
+from megaspeed.training.replicas import ReplicasDiffer
 from megaspeed.training.reporting import Reporting
+from megaspeed.training.restarts import NoProgress, Restarts
 from megaspeed.training.resume import ResumeOptions, Start, find_start
 from megaspeed.training.run_folder import (
     LOSS_CURVE,
@@ -56,7 +58,10 @@ from megaspeed.training.trainer import (
 )
 from megaspeed.training.worker import Worker
 
-EXPECTED = (CheckpointError, RanksDisagree, TrainingDiverged, OSError)
+STOPPED = (RanksDisagree, TrainingDiverged, ReplicasDiffer, NoProgress)
+"""Exceptions that end training on every rank alike, with a message for the user."""
+
+EXPECTED = (*STOPPED, CheckpointError, OSError)
 """Exceptions with a message for the user. Any other is reported here, with its traceback."""
 
 
@@ -66,7 +71,8 @@ _OUT_OF_MEMORY = re.compile("out of memory|can't allocate memory|ALLOC_FAILED")
 def run_job(
     run: Run,
     corpus: PreparedCorpus,
-    options: ResumeOptions,
+    stated: ResumeOptions,
+    restarts: Restarts,
     context: ParallelContext,
     stop: StopSignal,
     watch: Watch,
@@ -83,19 +89,25 @@ def run_job(
         RanksDisagree: the ranks were given different inputs, or folders.
         CheckpointError: what is to be resumed from cannot be.
         TrainingDiverged: loss or gradient norm stay non-finite.
+        ReplicasDiffer: ranks hold different copies of something.
+        NoProgress: restarts do not help.
         OSError: a file or folder cannot be read or written.
 
     Any other exception is reported before it propagates.
     """
-    during = context.activity.during
+    during, group = context.activity.during, context.checkpoint_group
     with watch.failures_reported(expected=EXPECTED):
         with during("comparing the ranks", patience=START_UP_PATIENCE):
             check_agreement(corpus, context)
             check_shared_folder(run.run_dir, context)
         log.open(run.run_dir, context.rank)
         with sole_use(run.run_dir, context):
+            no_progress = from_rank_0(group, lambda: restarts.problem(run))
+            if no_progress is not None:
+                raise NoProgress(no_progress)
+            options = from_rank_0(group, lambda: restarts.options(stated, run))
             start = find_start(options, run, context)
-            for line in describe_start(start, run):
+            for line in (*restarts.describe(start.step), *describe_start(start, run)):
                 console.print(line, highlight=False, soft_wrap=True)
             if start.is_end_of(run):
                 return None
@@ -114,6 +126,7 @@ def run_job(
                 _explained(lambda: predictions.out_of_memory(run, context, worker.engine)),
             ):
                 begin = _begin(start, options, run, checkpointing, context, console)
+                restarts.note_opened()
                 return _train(worker, corpus, checkpointing, stop, console, begin)
 
 

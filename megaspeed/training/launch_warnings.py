@@ -1,4 +1,4 @@
-"""Warnings about launches that work, but waste much of the machine's speed."""
+"""Warnings about launches that work, but waste speed or ignore what was asked for."""
 
 import math
 from collections.abc import Iterator
@@ -16,6 +16,7 @@ def launch_warnings(
     has_bf16: bool,
     processors: int,
     threads: int,
+    is_torchrun: bool = False,
 ) -> list[str]:
     """One warning for each such problem, with what to change.
 
@@ -26,6 +27,7 @@ def launch_warnings(
         has_bf16: whether its GPU computes in bf16; false without a GPU.
         processors: how many this machine has.
         threads: how many torch uses on the CPU in this process.
+        is_torchrun: whether torchrun started it.
     """
     warnings = [
         *_one_gpu_a_rank(launch, visible_gpus),
@@ -37,6 +39,11 @@ def launch_warnings(
             "the configuration states no precision, so the run trains in fp32, but this GPU "
             "computes in bf16 many times as fast (H100: 989 TFLOP/s, fp32 67) and with half the "
             "memory for activations: set bf16.enabled=true, or bf16.enabled=false if fp32 is meant"
+        )
+    if is_torchrun and run.config.training.restart:
+        warnings.append(
+            "training.restart has no effect under torchrun, which restarts ranks by itself: start "
+            f"torchrun with --max-restarts {run.config.training.restart}"
         )
     fair = processors // launch.local_world_size
     if run.config.zero_optimization.offloads_optimizer and threads == 1 and fair > 1:

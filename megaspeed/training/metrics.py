@@ -143,6 +143,13 @@ def records_up_to(step: int, lines: bytes) -> bytes:
     return b"".join(line + b"\n" for line in kept)
 
 
+def last_step(file: Path) -> int:
+    """The last step that a metrics file has a record of; 0 if it has none."""
+    if not file.exists():
+        return 0
+    return max((_step_of(line) for line in file.read_bytes().splitlines()), default=0)
+
+
 def _step_of(line: bytes) -> int:
     """Of a record; -1 where the line is none."""
     try:

@@ -12,6 +12,7 @@ import os
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any, NoReturn
 
 import torch
@@ -36,22 +37,25 @@ from megaspeed.topology.process_exit import EXIT_DONE, EXIT_FAILED, EXIT_WRONG_I
 from megaspeed.topology.rank_log import RankLog
 from megaspeed.topology.stop_signal import StopSignal
 from megaspeed.topology.watch import Watch
-from megaspeed.training.console_lines import describe_corpus
+from megaspeed.training.console_lines import describe_corpus, describe_spare_ranks
 from megaspeed.training.faults import inject_into_process
-from megaspeed.training.job import EXPECTED, run_job, tell_ending
+from megaspeed.training.job import EXPECTED, STOPPED, run_job, tell_ending
 from megaspeed.training.launch_warnings import launch_warnings
 from megaspeed.training.predictions import Predictions
 from megaspeed.training.reporting import check_packages
+from megaspeed.training.restarts import Restarts, restart_number
 from megaspeed.training.resume import ResumeOptions, check_resume
 from megaspeed.training.resumed_split import keep_split
 from megaspeed.training.run_folder import check_run_folder
-from megaspeed.training.trainer import START_UP_PATIENCE, TrainingDiverged
+from megaspeed.training.trainer import START_UP_PATIENCE
 
 # Launchers end the whole job when one process ends badly; rank 0 speaks for all, so it gets this
 # head start.
 _SECONDS_FOR_RANK_0_TO_SPEAK = 5.0
 _COLLECTIVE_TIMEOUT_SECONDS = 1800.0
 """At least; the watch ends a run that hangs long before."""
+
+_SPARE_PERIOD_SECONDS = 0.5
 
 _OF_A_NODE = {
     "data": ("train", "validation", "tokenizer"),
@@ -95,6 +99,7 @@ def main(arguments: Sequence[str] | None = None, predictions: Predictions | None
         has_bf16=torch.cuda.is_available() and torch.cuda.is_bf16_supported(False),
         processors=os.cpu_count() or 1,
         threads=torch.get_num_threads(),
+        is_torchrun="TORCHELASTIC_RUN_ID" in os.environ,
     ):
         console.print("[yellow]warning:[/yellow]", warning, highlight=False, soft_wrap=True)
     try:
@@ -105,6 +110,11 @@ def main(arguments: Sequence[str] | None = None, predictions: Predictions | None
         return EXIT_FAILED
     # A signal that comes from here on does not end the process by itself.
     with StopSignal() as stop:
+        if Restarts(meeting).given_up:
+            return EXIT_FAILED
+        if run.spare_ranks:
+            meeting = meeting.without_spare_ranks(run.grid.world_size)
+            console.print(describe_spare_ranks(run), highlight=False, soft_wrap=True)
         resume = ResumeOptions.of(options)
         predictions = predictions or Predictions()
         return _watched(run, resume, meeting, activity, stop, console, predictions)
@@ -146,7 +156,8 @@ def _checked_run(options: argparse.Namespace, launch: LaunchEnvironment, console
     check_run_folder(run)
     check_packages(run)
     resume = ResumeOptions.of(options)
-    check_resume(resume, run)
+    if not restart_number():  # the folder may be full of this launch's own checkpoints
+        check_resume(resume, run)
     run, kept = keep_split(resume, run)
     if kept is not None:
         console.print(kept, highlight=False, markup=False, soft_wrap=True)
@@ -203,6 +214,8 @@ def _watched(
     watch = Watch(meeting, run.grid, activity, stop, log, hang_timeout_seconds=patience)
     try:
         with watch, watch.failures_reported(expected=(*EXPECTED, *_INPUT_ERRORS, GroupError)):
+            if launch.rank >= run.grid.world_size:
+                return _wait_as_spare(watch, activity, stop)
             with activity.during("preparing the corpus", patience=math.inf):
                 corpus = _prepared_corpus(run, console)
             with activity.during("creating the process groups", patience=START_UP_PATIENCE):
@@ -215,7 +228,16 @@ def _watched(
                 )
             with context:
                 summary = run_job(
-                    run, corpus, resume, context, stop, watch, log, console, predictions
+                    run,
+                    corpus,
+                    resume,
+                    Restarts(meeting),
+                    context,
+                    stop,
+                    watch,
+                    log,
+                    console,
+                    predictions,
                 )
             if summary is not None and launch.rank == 0:
                 with activity.during("the loss curve", patience=math.inf):
@@ -228,7 +250,7 @@ def _watched(
         if launch.rank == 0:
             _say(error, launch)
         return EXIT_WRONG_INPUT
-    except (RanksDisagree, TrainingDiverged) as error:
+    except STOPPED as error:
         console.print(
             "[red]training stopped:[/red]", escape(str(error)), highlight=False, soft_wrap=True
         )
@@ -241,3 +263,12 @@ def _watched(
     if summary is None:
         return EXIT_DONE
     return EXIT_DONE if summary.last_save.error is None else EXIT_FAILED
+
+
+def _wait_as_spare(watch: Watch, activity: Activity, stop: StopSignal) -> int:
+    """A rank without a place in the grid ends when rank 0 does, and well."""
+    stop.can_save = True  # the ranks that train are told to stop, too, and save
+    with activity.during("waiting as a spare rank", patience=math.inf), suppress(RuntimeError):
+        while not watch.is_over:
+            time.sleep(_SPARE_PERIOD_SECONDS)
+    return EXIT_DONE

@@ -25,6 +25,7 @@ from megaspeed.topology.stop_signal import StopSignal
 from megaspeed.training.checkpointing import Checkpointing
 from megaspeed.training.device_peak import peak_flops_per_second
 from megaspeed.training.metrics import PartMetrics, StepMetrics, ValidationMetrics
+from megaspeed.training.replicas import Replicas
 from megaspeed.training.step_inputs import StepInputs
 from megaspeed.training.worker import StepResult, Worker
 
@@ -128,6 +129,7 @@ class Trainer:
 
         Raises:
             TrainingDiverged: loss or gradient norm stay non-finite. Nothing is saved then.
+            ReplicasDiffer: ranks hold different copies. Nothing is saved then.
         """
         assert begin.step < self._run.config.training.steps, "nothing is left to train"
         activity = self.worker.context.activity
@@ -135,11 +137,14 @@ class Trainer:
         start = time.perf_counter()
         validation: ValidationMetrics | None = None
         stopped_by: signal.Signals | None = None
-        progress = begin
+        progress, replicas = begin, Replicas(self.worker, begin.step)
         while progress.step < self._run.config.training.steps and stopped_by is None:
             patience = FIRST_STEP_PATIENCE if progress is begin else 1.0
             with activity.during(f"step {progress.step + 1}", patience=patience):
                 progress, metrics, stopped_by = self._train_step(progress)
+            if self._is_time_to_compare(progress.step, stopped_by):
+                with activity.during(f"comparing copies after step {progress.step}"):
+                    replicas.check(progress.step)
             if self._is_time_to_validate(progress.step):
                 with activity.during(f"validation after step {progress.step}"):
                     validation = self._validate(progress.step)
@@ -250,14 +255,22 @@ class Trainer:
         return step % self._run.config.training.log_interval == 0
 
     def _save(self, progress: Progress, stopped_by: signal.Signals | None) -> None:
-        training = self._run.config.training
         if stopped_by is not None:
             before = None if self._last_save is None else self._last_save.seconds
             self._observer.stopping(stopped_by, progress.step, before)
-        regular = training.save_interval > 0 and progress.step % training.save_interval == 0
-        if regular or stopped_by is not None or progress.step == training.steps:
+        if self._is_time_to_save(progress.step, stopped_by):
             self._checkpointing.save(progress)
         self._report(self._checkpointing.finished())
+
+    def _is_time_to_save(self, step: int, stopped_by: signal.Signals | None) -> bool:
+        training = self._run.config.training
+        regular = training.save_interval > 0 and step % training.save_interval == 0
+        return regular or stopped_by is not None or step == training.steps
+
+    def _is_time_to_compare(self, step: int, stopped_by: signal.Signals | None) -> bool:
+        interval = self._run.config.training.check_replicas_interval
+        # Also before a save, so that every checkpoint is of a step after which copies were equal.
+        return interval > 0 and (step % interval == 0 or self._is_time_to_save(step, stopped_by))
 
     def _report(self, reports: Iterable[SaveReport]) -> None:
         for report in reports:

@@ -1,12 +1,14 @@
 """Laws of the number and kind of processes, with where the number came from."""
 
+from pathlib import Path
+
 import pytest
 
 from megaspeed.config.degrees import World, data_degree_equation, divisors, grid_in
 from megaspeed.config.errors import ConfigError
 from megaspeed.config.parallel import ParallelConfig
 from megaspeed.topology.grid import Grid
-from tests.config.small import only_problem, problems
+from tests.config.small import load, only_problem, problems, small, write
 
 
 def test_pipeline_and_tensor_divide_the_world() -> None:
@@ -63,3 +65,38 @@ def test_the_batch_is_not_judged_by_degrees_that_are_wrong() -> None:
 def test_divisors_are_all_and_ascending() -> None:
     for number in range(1, 200):
         assert divisors(number) == [d for d in range(1, number + 1) if number % d == 0]
+
+
+@pytest.mark.parametrize(
+    ("world", "overrides", "grid", "spare"),
+    [
+        (7, (), Grid(1, 4, 1), 3),  # 16 samples in micro-batches of 2: dp 5, 6 and 7 do not divide
+        (8, (), Grid(1, 8, 1), 0),
+        (7, ("parallel.tensor=2",), Grid(1, 2, 2), 3),
+        (7, ("parallel.tensor=2", "parallel.pipeline=2"), Grid(2, 1, 2), 3),
+        (7, ("parallel.data=2",), Grid(1, 2, 1), 5),
+    ],
+)
+def test_spare_ranks_are_those_beyond_the_largest_layout_that_keeps_the_batch(
+    tmp_path: Path, world: int, overrides: tuple[str, ...], grid: Grid, spare: int
+) -> None:
+    file = write(tmp_path / "run.json", small())
+    run = load(file, "parallel.spare_ranks=true", *overrides, world_size=world)
+    assert (run.grid, run.spare_ranks) == (grid, spare)
+    assert (run.batch.train_batch_size, run.batch.micro_batch_size) == (16, 2)
+    written = write(tmp_path / "resolved.json", run.as_json())
+    again = load(written, world_size=world)
+    assert (again.grid, again.spare_ranks) == (grid, spare)
+
+
+def test_without_spare_ranks_a_number_that_does_not_fit_is_refused() -> None:
+    assert "is not a multiple of" in only_problem(world_size=7)
+
+
+def test_even_with_spare_ranks_one_group_of_pipeline_and_tensor_is_needed() -> None:
+    assert only_problem("parallel.spare_ranks=true", "parallel.tensor=4", world_size=3) == (
+        "world size 3 (from WORLD_SIZE) is less than parallel.pipeline 1 x data 1 x "
+        "parallel.tensor 4 = 4; start 4 processes at least"
+    )
+    told = only_problem("parallel.spare_ranks=true", world_size=3, train_batch_size=None)
+    assert "state train_batch_size" in told

@@ -94,3 +94,10 @@ def test_a_tensor_axis_across_machines_is_reported_with_its_bytes() -> None:
     assert (
         launch_warnings(within, run, visible_gpus=4, has_bf16=False, processors=8, threads=4) == []
     )
+
+
+def test_torchrun_is_not_told_by_the_configuration_to_restart() -> None:
+    restart = {"training": {"restart": 4}}
+    (warning,) = warnings(BY_TORCHRUN, restart, is_torchrun=True)
+    assert "--max-restarts 4" in warning
+    assert warnings(BY_TORCHRUN, restart) == [], "deepspeed sets the same variables"

@@ -56,6 +56,9 @@ def summary(plan: Plan) -> Iterator[str]:
         f"{run.name}: {plan.ranks.grid} = {counted(run.grid.world_size, 'rank')}, "
         f"ZeRO-{run.zero_stage}, {run.precision}"
     )
+    if run.spare_ranks:
+        world = run.grid.world_size + run.spare_ranks
+        yield f"spare: {run.spare_ranks} of {counted(world, 'rank')} have no work"
     yield (
         f"model: {short_count(plan.parameters)} parameters, "
         f"{counted(model.num_hidden_layers, 'block')} of hidden size {model.hidden_size:,}, "

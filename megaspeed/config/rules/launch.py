@@ -3,16 +3,17 @@
 from collections.abc import Iterator
 
 from megaspeed.config.batch import StatedBatch, explain_batch, solve_batch
-from megaspeed.config.degrees import data_degree_equation, divisors, grid_in
+from megaspeed.config.degrees import data_degree_equation, divisors
+from megaspeed.config.layout import layout_in
 from megaspeed.config.rules.rule import Launch, Rule, rule
 from megaspeed.config.section import LARGEST_ACCUMULATION
 
 
-@rule("parallel.tensor", "parallel.pipeline")
+@rule("parallel.tensor", "parallel.pipeline", "parallel.spare_ranks")
 def pipeline_and_tensor_divide_world(launch: Launch) -> Iterator[str]:
     parallel, world = launch.config.parallel, launch.world
     product = parallel.pipeline * parallel.tensor
-    if world.size % product:
+    if world.size % product and not parallel.spare_ranks:
         around = world.size // product * product
         sizes = " or ".join(str(size) for size in (around, around + product) if size > 0)
         valid = ", ".join(map(str, divisors(world.size)))
@@ -23,11 +24,25 @@ def pipeline_and_tensor_divide_world(launch: Launch) -> Iterator[str]:
         )
 
 
-@rule("parallel.data", "parallel.tensor", "parallel.pipeline")
+@rule("parallel.data", "parallel.tensor", "parallel.pipeline", "parallel.spare_ranks")
+def ranks_suffice_where_some_may_be_spare(launch: Launch) -> Iterator[str]:
+    parallel, world = launch.config.parallel, launch.world
+    data = 1 if parallel.data == "auto" else parallel.data
+    product = parallel.pipeline * data * parallel.tensor
+    if parallel.spare_ranks and world.size < product:
+        yield (
+            f"{world} is less than parallel.pipeline {parallel.pipeline} x data {data} x "
+            f"parallel.tensor {parallel.tensor} = {product}; start {product} processes at least"
+        )
+
+
+@rule("parallel.data", "parallel.tensor", "parallel.pipeline", "parallel.spare_ranks")
 def degrees_multiply_to_world(launch: Launch) -> Iterator[str]:
     parallel, world = launch.config.parallel, launch.world
     rest, remainder = divmod(world.size, parallel.pipeline * parallel.tensor)
-    if parallel.data != "auto" and not remainder and parallel.data != rest:
+    if parallel.spare_ranks or parallel.data == "auto" or remainder:
+        return
+    if parallel.data != rest:
         product = parallel.data * parallel.pipeline * parallel.tensor
         yield (
             f"parallel.data {parallel.data} x parallel.pipeline {parallel.pipeline} x "
@@ -43,14 +58,29 @@ def degrees_multiply_to_world(launch: Launch) -> Iterator[str]:
     "parallel.data",
     "parallel.tensor",
     "parallel.pipeline",
+    "parallel.spare_ranks",
 )
 def batch_multiplies(launch: Launch) -> Iterator[str]:
-    grid = grid_in(launch.config.parallel, launch.world)
+    config = launch.config
+    if config.parallel.spare_ranks:
+        yield from _no_layout_with_spare_ranks(launch)
+        return
+    grid = layout_in(config, launch.world)
     if grid is not None:
-        stated = StatedBatch.of(launch.config)
+        stated = StatedBatch.of(config)
         if solve_batch(stated, grid.dp) is None:
             equation = data_degree_equation(grid, launch.world)
             yield explain_batch(stated, grid.dp, equation)
+
+
+def _no_layout_with_spare_ranks(launch: Launch) -> Iterator[str]:
+    parallel, stated = launch.config.parallel, StatedBatch.of(launch.config)
+    most = launch.world.size // (parallel.pipeline * parallel.tensor)
+    dp = min(most, 1) if parallel.data == "auto" else parallel.data
+    if stated.train is None:
+        yield "parallel.spare_ranks needs a batch that every dp has; state train_batch_size"
+    elif 0 < dp <= most and layout_in(launch.config, launch.world) is None:
+        yield explain_batch(stated, dp, f"no dp of {most} or less fits {launch.world}")
 
 
 @rule(
@@ -60,9 +90,10 @@ def batch_multiplies(launch: Launch) -> Iterator[str]:
     "parallel.data",
     "parallel.tensor",
     "parallel.pipeline",
+    "parallel.spare_ranks",
 )
 def micro_batches_are_bounded(launch: Launch) -> Iterator[str]:
-    grid = grid_in(launch.config.parallel, launch.world)
+    grid = layout_in(launch.config, launch.world)
     batch = None if grid is None else solve_batch(StatedBatch.of(launch.config), grid.dp)
     if batch is not None and batch.gradient_accumulation_steps > LARGEST_ACCUMULATION:
         yield (
@@ -84,6 +115,7 @@ def fp16_needs_a_gpu(launch: Launch) -> Iterator[str]:
 
 LAUNCH_RULES: tuple[Rule[Launch], ...] = (
     pipeline_and_tensor_divide_world,
+    ranks_suffice_where_some_may_be_spare,
     degrees_multiply_to_world,
     batch_multiplies,
     micro_batches_are_bounded,

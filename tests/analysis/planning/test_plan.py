@@ -1,5 +1,8 @@
 """Plans: the ZeRO paper's table, every file of ds_configs, what the configuration refuses."""
 
+import json
+from pathlib import Path
+
 import pytest
 
 from megaspeed.analysis.planning.devices import Device, device_named
@@ -125,3 +128,14 @@ def exactly(usable_bytes: int) -> Device:
         if device.usable_bytes == usable_bytes:
             return device
     raise AssertionError("rounding leaves out less than every second number")
+
+
+def test_a_plan_takes_the_largest_layout_and_names_the_spare_ranks(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "run.json"
+    values = {"extends": str(FOLDER / "zero3.json"), "parallel": {"spare_ranks": True}}
+    file.write_text(json.dumps(values))
+    command = ["--config", str(file), "--world-size", "7"]
+    assert main(["check", *command]) == 0 and main(["plan", *command]) == 0
+    assert "spare: 3 of 7 ranks have no work" in capsys.readouterr().out

@@ -1,0 +1,212 @@
+"""Whether the ranks' copies of one thing are still equal, bit by bit.
+
+    what                                                    whose copies
+    parameters (ZeRO-0 to 2), master weights (ZeRO-0)       of data ranks
+    norms, learned positions, row-parallel biases           of tensor ranks
+    key and value heads, if there are fewer than ranks      of neighbouring tensor ranks
+    a tied embedding                                        of the first and the last pipeline stage
+
+What ZeRO partitions, data ranks hold no copies of; then each part is compared along the other axes.
+
+Each rank adds up the bits of all that it shares with the same ranks, read as integers. So a rank
+has at most eight sums, and one small collective and one host read compare them. Only if they differ
+is it found out which parameter it is.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megaspeed.model.parameters import (
+    EMBEDDING_WEIGHT,
+    HEAD_WEIGHT,
+    logical_name,
+    parameter_named,
+)
+from megaspeed.tensor_parallel.plan import key_value_replicas
+from megaspeed.topology.grid import Coordinates
+from megaspeed.topology.meeting import ranks_named
+from megaspeed.training.worker import Worker
+from megaspeed.zero.global_norm import exchange
+from megaspeed.zero.held_parameters import held_parameters
+
+Kind = Literal["parameter", "master weight"]
+Holders = Literal["own", "tensor ranks", "key and value heads", "tied"]
+_SLOTS: tuple[tuple[Kind, Holders], ...] = tuple(
+    (kind, holders) for kind in get_args(Kind) for holders in get_args(Holders)
+)
+_ELEMENTS_AT_ONCE = 1 << 24
+_EXACT_IN_FP64 = (1 << 52) - 1
+_INTEGERS = {2: torch.int16, 4: torch.int32}
+_MOST_NAMED = 4
+
+
+class ReplicasDiffer(RuntimeError):
+    """Ranks hold different values of what should be one thing."""
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A flat range of one parameter that the same ranks hold copies of."""
+
+    name: str
+    kind: Kind
+    holders: Holders
+    values: Tensor
+
+
+class Replicas:
+    """Compares the copies of one run; all ranks call ``check`` together."""
+
+    def __init__(self, worker: Worker, begin: int) -> None:
+        self._worker = worker
+        self._run, self._context = worker.run, worker.context
+        self._last_equal = begin
+
+    def check(self, step: int) -> None:
+        """Raises ReplicasDiffer, on every rank with the same words, if copies differ."""
+        parts: dict[tuple[Kind, Holders], list[Tensor]] = {slot: [] for slot in _SLOTS}
+        for part in self._parts():
+            parts[part.kind, part.holders].append(part.values)
+        sums = [_sum_of_bits(parts[slot]) if parts[slot] else None for slot in _SLOTS]
+        table = exchange(sums, self._context.world_group, self._context.device)
+        differing = [
+            slot
+            for place, slot in enumerate(_SLOTS)
+            if any(
+                len({table[rank][place] for rank in ranks}) > 1 for ranks in self._ranks_of(slot)
+            )
+        ]
+        if differing:
+            raise ReplicasDiffer(self._describe(step, differing))
+        self._last_equal = step
+
+    def _parts(self) -> Iterator[_Part]:
+        engine = self._worker.engine
+        for parameter, start, values in held_parameters(engine.module, engine.optimizer):
+            yield from self._shared(parameter, "parameter", start, values)
+        for fragment in engine.state_fragments():
+            yield from self._shared(
+                fragment.parameter, "master weight", fragment.start, fragment.weights
+            )
+
+    def _shared(
+        self, parameter: nn.Parameter, kind: Kind, start: int, values: Tensor
+    ) -> Iterator[_Part]:
+        """The part of elements [start, start + len(values)), by who holds copies of it."""
+        model = self._run.config.model
+        name = self._worker.engine.names[parameter]
+        split = parameter_named(model, name).split
+        values = values.detach().view(-1)
+        if self._is_tied(name):
+            yield _Part(logical_name(model, name), kind, "tied", values)
+        elif split in ("replicated", "each head"):
+            yield _Part(name, kind, "tensor ranks", values)
+        elif split == "heads" and self._key_value_replicas > 1:
+            queries = self._first_key_element(name) - start
+            queries = max(0, min(queries, len(values)))
+            yield _Part(name, kind, "own", values[:queries])
+            yield _Part(name, kind, "key and value heads", values[queries:])
+        else:
+            yield _Part(name, kind, "own", values)
+
+    def _is_tied(self, name: str) -> bool:
+        tied = self._run.config.model.tie_word_embeddings and self._run.grid.pp > 1
+        return tied and name in (EMBEDDING_WEIGHT, HEAD_WEIGHT)
+
+    @property
+    def _key_value_replicas(self) -> int:
+        return key_value_replicas(self._run.config.model, self._run.grid.tp)
+
+    def _first_key_element(self, name: str) -> int:
+        """Keys and values are below the queries in a rank's tensor."""
+        shard = self._worker.shards[name]
+        width = shard.local_shape[1] if len(shard.local_shape) == 2 else 1
+        return len(shard.rows[0]) * width
+
+    def _ranks_of(self, slot: tuple[Kind, Holders]) -> list[list[int]]:
+        """Groups of ranks whose sums must be equal."""
+        grid = self._run.grid
+        ends = (0, grid.pp - 1)
+        groups: dict[tuple[int, ...], list[int]] = {}
+        for rank in range(grid.world_size):
+            place = grid.coordinates_of(rank)
+            if slot[1] != "tied" or place.pp in ends:
+                groups.setdefault(self._held_with(place, *slot), []).append(rank)
+        return [ranks for ranks in groups.values() if len(ranks) > 1]
+
+    def _held_with(self, place: Coordinates, kind: Kind, holders: Holders) -> tuple[int, ...]:
+        """The same for all ranks that hold the same copies."""
+        copies_over_dp = self._run.zero_stage <= (2 if kind == "parameter" else 0)
+        part = 0 if copies_over_dp else place.dp
+        return {
+            "own": (part, place.pp, place.tp),
+            "tensor ranks": (part, place.pp),
+            "key and value heads": (part, place.pp, place.tp // self._key_value_replicas),
+            "tied": (part, place.tp),
+        }[holders]
+
+    def _describe(self, step: int, slots: Sequence[tuple[Kind, Holders]]) -> str:
+        """Asks every rank for the sum of each part."""
+        own = {
+            (part.kind, part.holders, part.name): float(_sum_of_bits([part.values]))
+            for part in self._parts()
+            if (part.kind, part.holders) in slots
+        }
+        sums: list[dict[tuple[Kind, Holders, str], float]] = [{}] * self._run.grid.world_size
+        dist.all_gather_object(sums, own, self._context.world_group)
+        found: list[str] = []
+        for slot in slots:
+            for ranks in self._ranks_of(slot):
+                for key in (key for key in sums[ranks[0]] if key[:2] == slot):
+                    odd = _differing(ranks, [sums[rank][key] for rank in ranks])
+                    if odd:
+                        found.append(f"the {key[0]} {key[2]} on {odd}")
+        more = f", and {len(found) - _MOST_NAMED} more" if len(found) > _MOST_NAMED else ""
+        return (
+            f"after step {step}, copies that must be equal differ: "
+            f"{'; '.join(found[:_MOST_NAMED])}{more}. They were last equal after step "
+            f"{self._last_equal}, and so they are in every checkpoint of this run, which is of "
+            "that step or an earlier one. If the same rank is named again, its device may be "
+            "faulty: run it without this host"
+        )
+
+
+def _differing(ranks: Sequence[int], sums: Sequence[float]) -> str | None:
+    """Who differs from the majority; if there is none, all of them. None if nobody differs."""
+    if len(set(sums)) == 1:
+        return None
+    (usual, count), *_ = Counter(sums).most_common()
+    if count <= len(sums) / 2:
+        return f"{ranks_named(list(ranks))}, which do not agree"
+    odd = [rank for rank, own in zip(ranks, sums, strict=True) if own != usual]
+    return f"{ranks_named(odd)}, unlike {count} other ranks"
+
+
+def _sum_of_bits(tensors: Sequence[Tensor]) -> Tensor:
+    """The elements' bits, added up as integers; a few kernels for any number of tensors."""
+    total: Tensor | int = 0
+    for some in _batches(tensors):
+        flat = some[0] if len(some) == 1 else torch.cat(some)
+        total = total + flat.view(_INTEGERS[flat.element_size()]).sum(dtype=torch.int64)
+    assert isinstance(total, Tensor), "there is at least one tensor"
+    return (total & _EXACT_IN_FP64).to(torch.float64)
+
+
+def _batches(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """As many at once as are worth a copy."""
+    batch: list[Tensor] = []
+    elements = 0
+    for tensor in tensors:
+        if batch and elements + tensor.numel() > _ELEMENTS_AT_ONCE:
+            yield batch
+            batch, elements = [], 0
+        batch.append(tensor)
+        elements += tensor.numel()
+    if batch:
+        yield batch

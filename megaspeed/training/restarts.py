@@ -1,0 +1,92 @@
+"""What an attempt of a launch knows of the attempts before it.
+
+    attempt 0    --fresh: step 0 ... 57, fails
+    restart 1    auto: from the checkpoint of step 50 ... 63, fails
+    restart 2    auto: from the checkpoint of step 60 ... 63, fails
+    restart 3    no step was reached that restart 1 had not reached: it ends at once
+
+torchrun's agent, or the supervisor of rank 0, counts the attempts and keeps the store in which an
+attempt leaves word for the next one.
+"""
+
+import dataclasses
+import json
+import os
+
+import torch.distributed as dist
+
+from megaspeed.config.resolve import Run
+from megaspeed.topology.meeting import Meeting
+from megaspeed.training.metrics import last_step
+from megaspeed.training.resume import AUTO, ResumeOptions
+from megaspeed.training.run_folder import METRICS, checkpoint_folder
+
+_OPENED, _REACHED, GIVEN_UP = "opened", "reached", "given up"
+
+
+class NoProgress(RuntimeError):
+    """The last two attempts failed without a step that no earlier attempt had reached."""
+
+
+def restart_number() -> int:
+    """How many times the launcher has started the ranks again."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+
+
+class Restarts:
+    """Asked and told by the ranks of one attempt.
+
+    Args:
+        meeting: with the store that outlives the attempt, if there is one.
+    """
+
+    def __init__(self, meeting: Meeting) -> None:
+        self._store: dist.Store | None = meeting.between_attempts
+        self.number = restart_number()
+        self._limit = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "?")
+        self.opened = self._store.check([_OPENED]) if self._store is not None else self.number > 0
+        """Whether an earlier attempt has opened the run folder, so that this one goes on there."""
+
+    @property
+    def given_up(self) -> bool:
+        """Whether an earlier attempt has found that restarts do not help."""
+        return self._store is not None and self._store.check([GIVEN_UP])
+
+    def options(self, stated: ResumeOptions, run: Run) -> ResumeOptions:
+        """What this attempt resumes from: this launch's own checkpoints once there are some."""
+        if self.opened and checkpoint_folder(run).newest_first():
+            return dataclasses.replace(stated, source=AUTO, fresh=False)
+        return stated
+
+    def note_opened(self) -> None:
+        """The run folder is this launch's own from now on."""
+        if self._store is not None:
+            self._store.set(_OPENED, "")
+
+    def describe(self, step: int) -> list[str]:
+        """A line for the console; none in the first attempt.
+
+        Args:
+            step: after which this attempt goes on.
+        """
+        if not self.number:
+            return []
+        return [f"restart {self.number} of {self._limit}: the run goes on after step {step}"]
+
+    def problem(self, run: Run) -> str | None:
+        """Why a restart does not help, if it does not; for rank 0, before it changes the folder."""
+        if not self.number or self._store is None:
+            return None
+        step = last_step(run.run_dir / METRICS) if self.opened else 0
+        reached = json.loads(self._store.get(_REACHED)) if self._store.check([_REACHED]) else {}
+        before = [at for number, at in reached.items() if int(number) < self.number]
+        reached[self.number] = step
+        self._store.set(_REACHED, json.dumps(reached))
+        if not before or step > max(before):
+            return None
+        self._store.set(GIVEN_UP, "")
+        return (
+            f"two attempts in a row have failed after step {max(before)}, so another restart would "
+            "not help. Mend the cause, which is in the messages above and in the ranks' log files, "
+            f"and start the run again; it goes on from the newest checkpoint of {run.run_dir}"
+        )

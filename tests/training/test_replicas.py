@@ -1,0 +1,142 @@
+"""Copies of one thing are compared bit by bit over whoever holds them, and who differs is named."""
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from megaspeed.config.resolve import Run
+from megaspeed.data.prepared import PreparedCorpus
+from megaspeed.topology.launch import LaunchEnvironment
+from megaspeed.training.replicas import Replicas, ReplicasDiffer
+from megaspeed.zero.held_parameters import held_parameters
+from tests.parallel.tiny import GPT2, LLAMA, tiny_corpus, tiny_run
+from tests.rank_pool import RankPool
+from tests.zero.one_rank import OFFLOAD, one_rank
+
+TEXT = Path(__file__).parents[2] / "LICENSE"
+STEPS = 3
+TIED = {**GPT2, "num_hidden_layers": 3, "tie_word_embeddings": True}
+SHARED_HEADS = {**LLAMA, "num_hidden_layers": 3, "num_key_value_heads": 1, "qk_norm": True}
+
+
+class Layout(NamedTuple):
+    """A run of small ranks; the rest is as in every tiny run."""
+
+    pp: int
+    dp: int
+    tp: int
+    stage: int
+    changes: dict[str, Any]
+
+    def run(self) -> Run:
+        pp, dp, tp, stage, changes = self
+        zero = {"stage": stage, **changes.get("zero_optimization", {})}
+        values = {"gradient_accumulation_steps": 2, **changes, "zero_optimization": zero}
+        return tiny_run(TEXT, pp=pp, dp=dp, tp=tp, **values)
+
+
+BF16 = {"bf16": {"enabled": True}}
+SEQUENCE = {"parallel": {"sequence_parallel": True}}
+LAYOUTS = [
+    Layout(1, 3, 1, 0, {"model": TIED}),
+    Layout(1, 2, 2, 0, {"model": SHARED_HEADS, **SEQUENCE}),
+    Layout(2, 1, 2, 1, {"model": TIED}),
+    Layout(1, 2, 2, 1, {"model": SHARED_HEADS, **BF16}),
+    Layout(2, 2, 2, 2, {"model": TIED, **BF16}),
+    Layout(2, 2, 2, 3, {"model": TIED, **SEQUENCE}),
+    Layout(2, 2, 1, 0, {"model": TIED, **BF16}),
+    Layout(1, 2, 2, 3, {"model": SHARED_HEADS, **BF16}),
+    Layout(1, 2, 1, 2, {"model": TIED, "zero_optimization": OFFLOAD, **BF16}),
+]
+
+
+def trained(
+    launch: LaunchEnvironment, run: Run, corpus: PreparedCorpus, damage: "Damage | None"
+) -> str | None:
+    """What this rank is told after it has trained a little."""
+    torch.set_num_threads(1)
+    with one_rank(launch, run, corpus) as rank:
+        replicas = Replicas(rank.worker, 0)
+        for step in range(STEPS):
+            rank.train_step(step)
+            replicas.check(step + 1)
+        if damage is not None and launch.rank == damage.rank:
+            damage.do(rank.worker.engine)
+        try:
+            replicas.check(STEPS + 1)
+        except ReplicasDiffer as error:
+            return str(error)
+    return None
+
+
+class Damage(NamedTuple):
+    """The last element that a rank holds of a parameter gets its lowest bit changed."""
+
+    rank: int
+    kind: str
+    name: str
+
+    def do(self, engine: Any) -> None:
+        held = (
+            ((p, values) for p, _, values in held_parameters(engine.module, engine.optimizer))
+            if self.kind == "parameter"
+            else ((part.parameter, part.weights) for part in engine.state_fragments())
+        )
+        (values,) = (v for p, v in held if engine.names[p] == self.name and len(v))
+        bits = values.detach()[-1:].view(torch.int32 if values.element_size() == 4 else torch.int16)
+        bits ^= 1
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: str(layout[:4]))
+def test_ranks_that_train_well_hold_equal_copies(
+    pool: RankPool, tmp_path: Path, layout: Layout
+) -> None:
+    run = layout.run()
+    corpus = tiny_corpus(run, tmp_path)
+    assert pool.run(run.grid.world_size, trained, run, corpus, None) == [None] * (
+        run.grid.world_size
+    )
+
+
+NORM = "blocks.0.attention_norm.weight"
+QKV = "blocks.1.attention.qkv.weight"
+HEAD = "head.output.weight"
+
+
+@pytest.mark.parametrize(
+    ("layout", "damage", "named"),
+    [
+        (LAYOUTS[0], Damage(1, "master weight", QKV), f"master weight {QKV} on rank 1, unlike 2"),
+        (LAYOUTS[0], Damage(2, "parameter", NORM), f"parameter {NORM} on rank 2, unlike 2"),
+        (LAYOUTS[1], Damage(3, "parameter", NORM), f"parameter {NORM} on rank 3, unlike 3"),
+        (LAYOUTS[1], Damage(3, "parameter", QKV), f"parameter {QKV} on rank 3, unlike 3"),
+        (
+            LAYOUTS[2],
+            Damage(2, "master weight", HEAD),
+            "master weight embedding.tokens.weight on ranks 0, 2, which do not agree",
+        ),
+        (
+            LAYOUTS[4],
+            Damage(7, "master weight", "head.norm.weight"),
+            "master weight head.norm.weight on ranks 6, 7, which do not agree",
+        ),
+        (LAYOUTS[4], Damage(7, "parameter", HEAD), "embedding.tokens.weight on rank 7, unlike 3"),
+        (
+            LAYOUTS[5],
+            Damage(1, "parameter", NORM),
+            f"parameter {NORM} on ranks 0, 1, which do not agree",
+        ),
+    ],
+)
+def test_one_bit_that_differs_is_found_and_named(
+    pool: RankPool, tmp_path: Path, layout: Layout, damage: Damage, named: str
+) -> None:
+    """The copies are those of data ranks, tensor ranks, groups of heads and pipeline ends."""
+    run = layout.run()
+    told = pool.run(run.grid.world_size, trained, run, tiny_corpus(run, tmp_path), damage)
+    assert len(set(told)) == 1 and told[0] is not None, "all ranks end, with the same words"
+    assert told[0].startswith(f"after step {STEPS + 1}, copies that must be equal differ: the ")
+    assert named in told[0]
+    assert f"They were last equal after step {STEPS}" in told[0]
