@@ -14,12 +14,15 @@ os.environ["TORCH_CPP_LOG_LEVEL"] = os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR
 
 from megaspeed.topology.lasting_output import keep_output_open
 from megaspeed.topology.process_exit import end_process
+from megaspeed.topology.processes import launcher_processes
 from megaspeed.training.supervisor import run_supervised
 
 if TYPE_CHECKING:
     from megaspeed.config.resolve import Run
     from megaspeed.topology.context import ParallelContext
     from megaspeed.zero.engine import ZeroEngine
+
+LAUNCHERS = launcher_processes()  # one that ends while torch is loaded would not be found later
 
 
 def train() -> int:
@@ -29,7 +32,7 @@ def train() -> int:
     from megaspeed.training.pretrain import main
 
     predictions = Predictions(peaks=predict_peaks, out_of_memory=explain_out_of_memory)
-    return main(predictions=predictions)
+    return main(predictions=predictions, launchers=LAUNCHERS)
 
 
 def explain_out_of_memory(

@@ -300,6 +300,39 @@ def test_a_signal_before_the_training_ends_the_run_at_once(tmp_path: Path) -> No
     assert "SIGTERM before the training began: nothing is saved" in ended.err
 
 
+def test_ctrl_c_in_a_long_step_saves_although_the_launcher_has_gone(tmp_path: Path) -> None:
+    """DeepSpeed's runner ends at once, and the ranks took its end for the second Ctrl-C."""
+    fault = "slow rank=1 step=4 work=Backward(micro_batch=0 seconds=5"
+    job = Job(tmp_path, "deepspeed", fault=fault)
+    job.wait_until_training()
+    os.killpg(job.launcher.pid, signal.SIGINT)
+    ended = job.ended()
+    assert ended.seconds < SECONDS_TO_END and ended.saved, ended.err
+
+
+def test_a_slow_run_that_makes_progress_goes_on(tmp_path: Path) -> None:
+    """Rank 0 waits longer than the timeout in one collective, while rank 1 comes forward."""
+    seconds = HANG_SECONDS * 0.7
+    fault = f"slow rank=1 step=4 work=Forward seconds={seconds}"
+    job = Job(tmp_path, "torchrun", "training.steps=5", fault=fault)
+    ended = job.ended()
+    assert ended.code == 0 and ended.saved, ended.err
+
+
+def test_a_run_that_was_stopped_and_continued_goes_on(tmp_path: Path) -> None:
+    """As by Slurm's suspend, Ctrl-Z and fg, or a machine that sleeps."""
+    job = Job(tmp_path, "torchrun")
+    job.wait_until_training()
+    processes = job.processes()
+    for number in (signal.SIGSTOP, signal.SIGCONT):
+        for process in processes:
+            process.send_signal(number)
+        time.sleep(HANG_SECONDS + 3)
+    assert job.launcher.poll() is None and len(job.processes()) == len(processes)
+    job.launcher.send_signal(signal.SIGTERM)
+    assert job.ended().saved
+
+
 def test_nohup_keeps_a_run_alive_without_its_terminal(tmp_path: Path) -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:

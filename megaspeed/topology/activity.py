@@ -8,11 +8,13 @@ A phase lasts as long as a ``with`` block. Within it, ``begin`` names one piece 
 another. Each of them counts as progress.
 """
 
-import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from megaspeed.topology.failure import note_phase
+
+START_UP_PATIENCE = 4.0
+"""How many times longer than a step a part of the start may take."""
 
 
 class Activity:
@@ -24,7 +26,7 @@ class Activity:
     def __init__(self) -> None:
         self.beats = 0
         """Grows with every phase and every piece of work."""
-        self.patience = math.inf
+        self.patience = START_UP_PATIENCE
         """How many times longer than usual this phase may take without progress."""
         self.pending: Callable[[], list[str]] = list
         """Returns descriptions of the messages that this rank waits for."""
@@ -43,6 +45,7 @@ class Activity:
                 it waits for no other rank, or for a disk.
         """
         before = (self._phases, self._work, self.patience)
+        self.beats += 1
         self._phases, self.patience = (*self._phases, str(phase)), patience
         self.begin(None)
         try:

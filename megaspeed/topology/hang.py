@@ -18,6 +18,9 @@ from torch._C import _distributed_c10d as c10d
 
 from megaspeed.topology.meeting import ranks_named
 
+_RECORDERS = ("_dump_fr_trace_json", "_dump_nccl_trace_json")
+"""Of gloo, and of NCCL in builds that have it; neither is in torch's stubs."""
+
 _MOST_CALLS_NAMED = 4
 
 
@@ -50,16 +53,14 @@ def pending_collectives() -> list[str]:
     From torch's flight recorder. It records every collective, and NCCL's point-to-point messages,
     if TORCH_FR_BUFFER_SIZE is set when torch first uses it.
     """
-    try:
-        trace = json.loads(
-            c10d._dump_fr_trace_json(  # type: ignore[attr-defined]  # not in the stubs
-                includeCollectives=True, onlyActive=False
-            )
-        )
-    except Exception:  # a diagnosis must not fail: it is better to know less
-        return []
+    entries: list[dict[str, Any]] = []
+    for dump in _RECORDERS:
+        with contextlib.suppress(Exception):  # a diagnosis must not fail: it is better to know less
+            trace = json.loads(getattr(c10d, dump)(includeCollectives=True, onlyActive=False))
+            entries += trace.get("entries", ())
     members = _members_by_group()
-    return [_describe(e, members) for e in trace.get("entries", ()) if not e["retired"]]
+    calls = [_describe(entry, members) for entry in entries if not entry["retired"]]
+    return list(dict.fromkeys(calls))
 
 
 def explain_hang(states: dict[int, RankState | None], seconds: float) -> str:
@@ -76,6 +77,8 @@ def explain_hang(states: dict[int, RankState | None], seconds: float) -> str:
             f"{ranks_named(silent)} did not answer: a process that is stopped, that the system "
             "has no memory for, or whose machine or network is gone"
         )
+    elif len(waiting_for_none) == len(states) > 1:
+        verdict = "all ranks answered, and none of them knows what it waits for; see their stacks"
     elif waiting_for_none:
         places = {state.doing for r in waiting_for_none if (state := states[r]) is not None}
         verdict = (

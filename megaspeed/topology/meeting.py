@@ -174,8 +174,9 @@ def check_in(
 
 def say(line: str) -> None:
     """Write a line to standard error at once."""
-    sys.stderr.write(f"{line}\n")
-    sys.stderr.flush()
+    with suppress(OSError, ValueError):  # a full disk, a closed file
+        sys.stderr.write(f"{line}\n")
+        sys.stderr.flush()
 
 
 def ranks_named(ranks: list[int]) -> str:
@@ -271,7 +272,7 @@ def _sign_in(store: dist.Store, rank: int, differences: list[str]) -> None:
         "error_file": os.environ.get("TORCHELASTIC_ERROR_FILE"),
         "differences": differences,
     }
-    store.set(f"beat {rank}", json.dumps([0, "start-up"]))  # before anybody looks for it
+    store.set(f"beat {rank}", json.dumps([0, "start-up", 0, 1.0]))  # before anybody looks for it
     store.set(f"rank {rank}", json.dumps(record))
 
 

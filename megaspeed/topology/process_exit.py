@@ -10,9 +10,14 @@ references in its modules until the very end.
 
 import atexit
 import contextlib
+import faulthandler
 import os
 import sys
 from typing import NoReturn
+
+_SECONDS_FOR_EXIT_FUNCTIONS = 60.0
+_SECONDS_TO_FLUSH = 5.0
+_STANDARD_ERROR = 2
 
 EXIT_DONE, EXIT_FAILED, EXIT_WRONG_INPUT, EXIT_HANG = 0, 1, 2, 3
 
@@ -22,12 +27,15 @@ def end_process(code: int) -> NoReturn:
 
     What was registered with `atexit` is called, and what was written is flushed.
     """
+    faulthandler.dump_traceback_later(_SECONDS_FOR_EXIT_FUNCTIONS, exit=True, file=_STANDARD_ERROR)
     atexit._run_exitfuncs()
     leave(code)
 
 
 def leave(code: int) -> NoReturn:
     """End at once, from any thread; only what was written is flushed."""
+    # A stream blocks if its reader does not read, or if a blocked thread holds its lock.
+    faulthandler.dump_traceback_later(_SECONDS_TO_FLUSH, exit=True, file=_STANDARD_ERROR)
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):  # whoever read it has gone
             stream.flush()

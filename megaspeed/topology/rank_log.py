@@ -5,60 +5,86 @@
 Until it is opened, what is written is kept in memory: a run that is refused leaves no file.
 """
 
+import contextlib
 import logging
 import sys
 import time
 from pathlib import Path
-from typing import TextIO
+from types import TracebackType
+from typing import Self, TextIO
 
 FOLDER = "logs"
 
 
 class RankLog:
-    """This rank's log file. Any thread may write."""
+    """This rank's log file. Any thread may write.
 
-    def __init__(self) -> None:
+    Args:
+        run_dir: the folder of the run.
+        rank: whose log it is.
+    """
+
+    def __init__(self, run_dir: Path, rank: int) -> None:
+        self._to_be = run_dir / FOLDER / f"rank-{rank:05d}.log"
         self._file: TextIO | None = None
+        self._handler: logging.Handler | None = None
         self._before: list[str] = []
 
     @property
     def stream(self) -> TextIO:
-        """An open file with a descriptor; standard error before the log is opened."""
-        return self._file or sys.__stderr__ or sys.stderr  # the latter may have none
+        """An open file with a descriptor; standard error if the log could not be opened."""
+        return self._file or sys.__stderr__ or sys.stderr
 
     @property
     def path(self) -> Path | None:
         """Where it is; None before it is opened."""
-        return None if self._file is None else Path(self._file.name)
+        return None if self._file is None else self._to_be
 
-    def open(self, run_dir: Path, rank: int) -> None:
-        """Append to the file of ``rank``, also what was written before and Python's log records.
+    def open(self) -> None:
+        """Append to the file, also what was written before and, from now on, Python's log records.
 
         A folder that cannot be written to leaves the log in memory: the run itself will say so.
         """
-        path = run_dir / FOLDER / f"rank-{rank:05d}.log"
+        if self._file is not None:
+            return
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = path.open("a", buffering=1, encoding="utf-8", errors="replace")
+            self._to_be.parent.mkdir(parents=True, exist_ok=True)
+            self._file = self._to_be.open("a", buffering=1, encoding="utf-8", errors="replace")
         except OSError:
             return
-        self._file.writelines(self._before)
-        self._before.clear()
-        handler = logging.StreamHandler(self._file)
-        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s %(message)s"))
-        logging.getLogger().addHandler(handler)
+        self._handler = logging.StreamHandler(self._file)
+        form = logging.Formatter("%(asctime)s %(levelname)s %(name)s %(message)s")
+        self._handler.setFormatter(form)
+        logging.getLogger().addHandler(self._handler)
         logging.captureWarnings(True)
+        self.write("".join(self._before))
+        self._before.clear()
 
     def write(self, text: str) -> None:
         """Write text as it is. A full disk is borne."""
         if self._file is None:
             self._before.append(text)
             return
-        try:
+        with contextlib.suppress(OSError, ValueError):
             self._file.write(text)
-        except (OSError, ValueError):
-            self._before.append(text)
 
     def note(self, line: str) -> None:
         """Write a line with the time."""
         self.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {line}\n")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if self._handler is not None:
+            logging.getLogger().removeHandler(self._handler)
+            logging.captureWarnings(False)
+        if self._file is not None:
+            with contextlib.suppress(OSError):
+                self._file.close()
+            self._file = None

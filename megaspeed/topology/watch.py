@@ -6,7 +6,7 @@
     the launcher has ended                          every rank below it (pidfd)         1 s
     rank 0's process, which keeps the store, ended  every rank that asks the store      3 s
     a rank gives no sign of life                    rank 0 (and rank 1 watches rank 0)  hang timeout
-    no progress                                     every rank                          hang timeout
+    no rank makes progress                          rank 0, which sees all              hang timeout
 
 Whoever sees something first claims it in the store: that rank alone writes to the console. All
 others see the claim, write what they know to their log files, and end. A main thread that waits for
@@ -26,7 +26,8 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+import traceback as tracebacks
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,7 +42,7 @@ from megaspeed.topology.grid import Grid
 from megaspeed.topology.hang import RankState, explain_hang, pending_collectives
 from megaspeed.topology.meeting import Meeting, Neighbour, agent_keeps_the_store, say
 from megaspeed.topology.process_exit import EXIT_FAILED, EXIT_HANG, leave
-from megaspeed.topology.processes import ProcessesAndPipe, launcher_processes
+from megaspeed.topology.processes import ProcessesAndPipe
 from megaspeed.topology.rank_log import RankLog
 from megaspeed.topology.stop_signal import STOP_SIGNALS, StopSignal
 
@@ -54,11 +55,12 @@ _SECONDS_TO_ANSWER = 6.0
 """After a hang was found, until each rank has said what it waits for."""
 _SECONDS_FOR_A_BETTER_REASON = 4.0
 """A rank that lost a connection waits this long for the rank that knows why."""
-_SECONDS_TO_SEE_THE_END = 10.0
-"""How long the process that keeps the store waits for the others to be done with it."""
-_PERIODS_OF_DOUBT = 3.0
-"""A store that has not answered for so long is asked nothing, because the call may block."""
-_SECONDS_OF_A_STANDSTILL = 20.0
+_SECONDS_TO_SEE_THE_END = 5.0
+"""How long the process that keeps the store waits after a failure for the others to see it."""
+_SECONDS_TO_FINISH = 45.0
+"""The same at the end of a run, until all others are done."""
+_SECONDS_OF_A_STANDSTILL = 5.0
+"""Two turns of a thread that lie so far apart: it did not run."""
 _SECONDS_UNTIL_KILLED = 60.0
 """Whatever blocks a process that is to end, it ends then."""
 _SECONDS_BETWEEN_CTRL_C = 1.0
@@ -92,7 +94,8 @@ class Watch:
         activity: what this rank is doing.
         stop: what this process was told by signals.
         log: this rank's log file.
-        hang_timeout_seconds: how long a rank may make no progress.
+        launchers: process numbers of the launchers above this process.
+        hang_timeout_seconds: how long the run may make no progress.
         end: ends this process at once.
     """
 
@@ -104,6 +107,7 @@ class Watch:
         stop: StopSignal,
         log: RankLog,
         *,
+        launchers: Sequence[int],
         hang_timeout_seconds: float,
         end: Callable[[int], None] = leave,
     ) -> None:
@@ -118,6 +122,7 @@ class Watch:
         # The store answers some thousand questions a second, and shares rank 0's processors.
         self._period = min(_PERIOD_SECONDS * (1 + self._world / 1024), hang_timeout_seconds / 8)
         self._end = end
+        self._launchers = launchers
         # A store's connection serves one call at a time, and a call may block.
         self._store = meeting.own_connection()
         self._claims = meeting.own_connection()
@@ -132,7 +137,9 @@ class Watch:
         self._seconds_without_progress = 0.0
         self._last_contact = time.monotonic()
         self._store_lost: float | None = None
+        self._launcher_is_gone = False
         self._is_silent = False  # the store: neither its end nor an answer has come
+        self._earlier_pipe = -1
         self._signals, self._told = os.pipe()
         os.set_blocking(self._told, False)
         self._threads = [
@@ -142,7 +149,7 @@ class Watch:
 
     def __enter__(self) -> Self:
         # Even if the main thread is blocked, this pipe gets the number of each signal.
-        signal.set_wakeup_fd(self._told, warn_on_full_buffer=False)
+        self._earlier_pipe = signal.set_wakeup_fd(self._told, warn_on_full_buffer=False)
         for thread in self._threads:
             thread.start()
         return self
@@ -156,7 +163,7 @@ class Watch:
         """This rank is done, well or not; nobody needs to wonder where it is."""
         self._closing.set()
         self._end_in_any_case()
-        signal.set_wakeup_fd(-1)
+        signal.set_wakeup_fd(self._earlier_pipe)
         with contextlib.suppress(OSError):
             os.write(self._told, b"\0")
         for thread in self._threads:
@@ -164,7 +171,8 @@ class Watch:
         with contextlib.suppress(RuntimeError):  # the store is gone
             self._claims.set(f"ended {self._rank}", "")
             if self._meeting.hosts_the_store:
-                self._wait_for_the_others(self._claims)
+                well = self._claim is None
+                self._wait_for_the_others(_SECONDS_TO_FINISH if well else _SECONDS_TO_SEE_THE_END)
         faulthandler.cancel_dump_traceback_later()
         if not self._threads[0].is_alive():
             os.close(self._signals)
@@ -185,6 +193,7 @@ class Watch:
                 raise
             setattr(error, _REPORTED, True)
             if isinstance(error, expected):
+                self._wait_for_a_better_reason(error)
                 self.speaks = self._claim_as("failed")
             else:
                 self._report(error)
@@ -205,21 +214,48 @@ class Watch:
 
     def _report(self, error: Exception) -> None:
         text = describe_failure(error, self._grid, self._rank)
+        self._log.open()
         self._log.write(text)
-        if _LOST_PEER.search(str(error)) and self._world > 1:
-            self._claimed.wait(_SECONDS_FOR_A_BETTER_REASON)
+        gone = self._wait_for_a_better_reason(error)
         if self._claim_as("failed"):
+            for rank in gone:
+                doing, host = self._doing(rank), self._meeting.host_of(rank)
+                say(f"{place_of(self._grid, rank, doing, host)} gives no sign of life")
             sys.stderr.write(text)
             sys.stderr.flush()
             _leave_for_torchrun(os.environ.get("TORCHELASTIC_ERROR_FILE"), text)
 
+    def _wait_for_a_better_reason(self, error: Exception) -> list[int]:
+        """Wait for another rank to say why a connection was lost; find who is gone if none does."""
+        if not _LOST_PEER.search(str(error)) or self._world == 1:
+            return []
+        if self._claimed.wait(_SECONDS_FOR_A_BETTER_REASON):
+            return []
+        try:
+            keys = [f"beat {rank}" for rank in range(self._world)]
+            before = self._claims.multi_get(keys)
+            if self._claimed.wait(3 * self._period):
+                return []
+            pairs = enumerate(zip(before, self._claims.multi_get(keys), strict=True))
+            still = [rank for rank, (beat, later) in pairs if beat == later and rank != self._rank]
+            return [rank for rank in still if not self._claims.check([f"ended {rank}"])]
+        except RuntimeError:  # the store is gone, too
+            return []
+
     # The thread that polls.
 
     def _guard(self) -> None:
+        try:
+            self._guard_until_the_end()
+        except Exception:  # without this thread nothing would end this process
+            self._log.write(tracebacks.format_exc())
+            self._end(EXIT_FAILED)
+
+    def _guard_until_the_end(self) -> None:
         neighbours = {one.process: one for one in self._meeting.neighbours}
-        launchers = launcher_processes()
+        launchers = self._launchers
         interrupted: float | None = None
-        beats, since, looked = -1, time.monotonic(), time.monotonic()
+        looked = time.monotonic()
         with ProcessesAndPipe((*neighbours, *launchers), self._signals) as seen:
             while not self._closing.is_set():
                 ended, told = seen.wait(_PERIOD_SECONDS)
@@ -229,37 +265,27 @@ class Watch:
                     if process in neighbours:
                         self._neighbour_ended(neighbours[process])
                     else:
-                        self._launcher_ended(interrupted is not None)
+                        self._launcher_ended()
                 interrupted = self._signalled(told, interrupted)
                 now = time.monotonic()
                 if now - looked > _SECONDS_OF_A_STANDSTILL:
                     # This thread did not run either: the process was stopped, the machine slept, or
                     # something held Python's lock. What others did meanwhile is not known.
-                    since = self._last_contact = now
-                if self._activity.beats != beats:
-                    beats, since = self._activity.beats, now
-                self._look(now, since)
+                    self._last_contact = now
+                self._look(now)
                 looked = time.monotonic()
 
-    def _look(self, now: float, since: float) -> None:
-        """End this rank if the run is over, or claim that it is.
-
-        Args:
-            now: the time.
-            since: when this rank made progress last.
-        """
+    def _look(self, now: float) -> None:
+        """End this rank if the run is over."""
         if self._claimed.is_set():
             self._end_with_the_others()
         elif self._store_lost is not None:
-            self._end_without_a_store()
+            # torchrun's agent takes the store with it, and the run is to save without both.
+            saves = self._launcher_is_gone and self._stop.can_save
+            if not saves or now - self._store_lost > self._hang_timeout:
+                self._end_without_a_store()
         elif now - self._last_contact > self._hang_timeout:
             self._store_lost, self._is_silent = now, True
-        elif (
-            now - since > self._hang_timeout * self._activity.patience
-            # A store that does not answer is not asked: the case above will speak of it.
-            and now - self._last_contact < _PERIODS_OF_DOUBT * self._period
-        ):
-            self._claim_as("hang", now - since)
 
     def _neighbour_ended(self, neighbour: Neighbour) -> None:
         if neighbour.rank == 0 and not agent_keeps_the_store():
@@ -268,7 +294,7 @@ class Watch:
         try:
             if self._claims.check([f"ended {neighbour.rank}"]):
                 return
-            doing = _doing(self._claims.get(f"beat {neighbour.rank}"))
+            doing = self._doing(neighbour.rank)
         except RuntimeError:
             self._store_lost = time.monotonic()
             return
@@ -290,9 +316,8 @@ class Watch:
             f"rank {self._rank} is in {self._activity}"
         )
 
-    def _launcher_ended(self, interrupted: bool) -> None:
-        if interrupted:
-            self._end(128 + signal.SIGINT)
+    def _launcher_ended(self) -> None:
+        self._launcher_is_gone = True
         self._stop.received = signal.SIGHUP
         if self._stop.can_save:
             self._log.note("the launcher has ended: this run saves after its step, and ends")
@@ -332,7 +357,7 @@ class Watch:
         with contextlib.suppress(RuntimeError):
             self._claims.set(f"ended {self._rank}", "")
             if self._meeting.hosts_the_store:
-                self._wait_for_the_others(self._claims)
+                self._wait_for_the_others(_SECONDS_TO_SEE_THE_END)
         self._end(_exit_code(self._claim))
 
     def _end_in_any_case(self) -> None:
@@ -346,59 +371,57 @@ class Watch:
             return
         launch = self._meeting.launch
         if launch.local_rank == 0 or launch.rank == 1:
-            seen = [one.process for one in self._meeting.neighbours if one.rank == 0]
-            host = self._host_of_rank_0
-            if self._is_silent or agent_keeps_the_store():
-                keeper = "the launcher's agent" if agent_keeps_the_store() else "rank 0"
+            neighbour = next((one for one in self._meeting.neighbours if one.rank == 0), None)
+            host, keeper = self._host_of_rank_0, "the launcher's agent"
+            if not agent_keeps_the_store():
+                keeper = "rank 0"
+                process = None if neighbour is None else neighbour.process
+                line = self._killed(0, "", host, process)
+            if self._is_silent:
                 line = (
-                    f"{place_of(self._grid, self._rank, str(self._activity))} lost the store "
-                    f"that {keeper} keeps for all ranks ({host}): "
-                    + ("no answer" if self._is_silent else "it has ended")
-                    + f" for {time.monotonic() - self._last_contact:.0f} s. The process is stopped "
-                    "or gone, or the network between the hosts is"
+                    f"no progress for {time.monotonic() - self._last_contact:.0f} s: {keeper} did "
+                    f"not answer ({host}), which keeps the store of all ranks: a process that is "
+                    f"stopped, or whose machine or network is gone; rank {self._rank} is in "
+                    f"{self._activity}"
                 )
-            else:
-                line = self._killed(0, "", host, seen[0] if seen else None)
+            elif agent_keeps_the_store():
+                line = f"{keeper} ({host}), which keeps the store of all ranks, has ended"
             say(line)
-            if seen:
-                rank_0 = next(one for one in self._meeting.neighbours if one.rank == 0)
-                _leave_for_torchrun(rank_0.error_file, line)
+            if neighbour is not None:
+                _leave_for_torchrun(neighbour.error_file, line)
+        if self._is_silent and not agent_keeps_the_store():
+            self._kill_neighbours([0])
         self._write_stacks()
-        self._end(EXIT_FAILED)
+        self._end(EXIT_HANG if self._is_silent else EXIT_FAILED)
 
     # The thread that asks the store.
 
     def _talk(self) -> None:
-        heard: dict[int, tuple[bytes, float]] = {}
+        ranks = range(self._world) if self._rank == 0 else range(self._rank == 1)
+        survey = _Survey(ranks, sees_all=self._rank == 0)
         number, asked = 0, time.monotonic()
         while not self._closing.wait(self._period if number else 0):
             number += 1
             if time.monotonic() - asked > _SECONDS_OF_A_STANDSTILL:
-                heard.clear()  # as in _guard
+                survey.restart()
             asked = time.monotonic()
+            activity = self._activity
+            beat = [number, str(activity), activity.beats, activity.patience]
             try:
-                beat = json.dumps([number, str(self._activity)])
-                self._store.set(f"beat {self._rank}", beat)
+                self._store.set(f"beat {self._rank}", json.dumps(beat))
                 if self._claim is None and self._store.check(["claim"]):
                     self._learn(self._store.get("claim"))
-                silent = self._silent(heard)
+                seconds = survey.seconds_of_a_hang(self._store, self._hang_timeout)
             except RuntimeError:  # DistNetworkError: the store's process has ended
                 self._store_lost = time.monotonic()
                 return
             self._last_contact = time.monotonic()
-            if silent:
-                self._claim_as("hang", self._hang_timeout)
+            # Rank 0 sees all ranks, so it alone says that none of them makes progress.
+            if seconds is not None:
+                self._claim_as("hang", seconds)
 
-    def _silent(self, heard: dict[int, tuple[bytes, float]]) -> list[int]:
-        """Ranks whose beat has not changed for too long: rank 0 looks at all, rank 1 at rank 0."""
-        watched = range(1, self._world) if self._rank == 0 else range(self._rank == 1)
-        now = time.monotonic()
-        beats = self._store.multi_get([f"beat {rank}" for rank in watched]) if watched else []
-        for rank, beat in zip(watched, beats, strict=True):
-            if rank not in heard or heard[rank][0] != beat:
-                heard[rank] = (beat, now)
-        late = [rank for rank in watched if now - heard[rank][1] > self._hang_timeout]
-        return [rank for rank in late if not self._store.check([f"ended {rank}"])]
+    def _doing(self, rank: int) -> str:
+        return f"last heard in {json.loads(self._claims.get(f'beat {rank}'))[1]}"
 
     # Claims.
 
@@ -423,6 +446,7 @@ class Watch:
     # A hang.
 
     def _write_stacks(self) -> None:
+        self._log.open()
         self._log.note(f"stacks of all threads, in {self._activity}:")
         faulthandler.dump_traceback(self._log.stream, all_threads=True)
 
@@ -466,15 +490,15 @@ class Watch:
     def _explanation(self, states: dict[int, RankState | None]) -> str:
         lines = [explain_hang(states, self._seconds_without_progress)]
         for rank in [rank for rank, state in states.items() if state is None][:8]:
-            doing = _doing(self._claims.get(f"beat {rank}"))
+            doing = self._doing(rank)
             lines.append("  " + place_of(self._grid, rank, doing, self._meeting.host_of(rank)))
         if self._log.path is not None:
             lines.append(f"  stacks of the ranks that answered: {self._log.path.parent}/")
         return "\n".join(lines)
 
-    def _wait_for_the_others(self, store: dist.Store) -> None:
+    def _wait_for_the_others(self, seconds: float) -> None:
         """Until they are done with the store that ends with this process."""
-        deadline = time.monotonic() + _SECONDS_TO_SEE_THE_END
+        store, deadline = self._claims, time.monotonic() + seconds
         while time.monotonic() < deadline:
             others = {*range(self._world), *self._meeting.spare_ranks} - self._dead
             if all(store.check([f"ended {rank}"]) for rank in others):
@@ -482,13 +506,47 @@ class Watch:
             time.sleep(0.05)
 
 
+class _Survey:
+    """Looks at the beats of some ranks: who is silent, and does any of them come forward?
+
+    A rank is silent if its beat stays as it is. A run hangs if no rank makes progress, and all
+    phases that ranks are in have had their time.
+    """
+
+    def __init__(self, ranks: range, *, sees_all: bool) -> None:
+        self._ranks = ranks
+        self._sees_all = sees_all
+        self._heard: dict[int, tuple[int, float]] = {}  # the beat's number, and since when
+        self._progress: dict[int, int] = {}
+        self._moved = time.monotonic()
+
+    def restart(self) -> None:
+        """Nothing is known of the time until now."""
+        self._heard.clear()
+        self._moved = time.monotonic()
+
+    def seconds_of_a_hang(self, store: dist.Store, timeout: float) -> float | None:
+        """How long the run has hung; None if it does not. Waits for nothing."""
+        if not self._ranks:
+            return None
+        beats = store.multi_get([f"beat {rank}" for rank in self._ranks])
+        now, patience = time.monotonic(), 1.0
+        for rank, beat in zip(self._ranks, beats, strict=True):
+            number, _, progress, own_patience = json.loads(beat)
+            if self._heard.get(rank, (-1, now))[0] != number:
+                self._heard[rank] = (number, now)
+            if self._progress.get(rank) != progress:
+                self._progress[rank], self._moved = progress, now
+            patience = max(patience, own_patience)
+        late = [rank for rank in self._ranks if now - self._heard[rank][1] > timeout]
+        if any(not store.check([f"ended {rank}"]) for rank in late):
+            return timeout
+        hangs = self._sees_all and now - self._moved > timeout * patience
+        return now - self._moved if hangs else None
+
+
 def _exit_code(claim: _Claim | None) -> int:
     return EXIT_HANG if claim is not None and claim.kind == "hang" else EXIT_FAILED
-
-
-def _doing(beat: bytes) -> str:
-    doing: str = json.loads(beat)[1]
-    return doing
 
 
 def _processes_killed_for_memory() -> int:

@@ -19,6 +19,7 @@ from megaspeed.checkpoint.run_state import Progress
 from megaspeed.checkpoint.together import from_rank_0
 from megaspeed.config.resolve import Run
 from megaspeed.data.prepared import PreparedCorpus
+from megaspeed.topology.activity import START_UP_PATIENCE
 from megaspeed.topology.context import ParallelContext
 from megaspeed.topology.meeting import RanksDisagree
 from megaspeed.topology.rank_log import RankLog
@@ -51,7 +52,6 @@ from megaspeed.training.run_lock import sole_use
 from megaspeed.training.shared_folder import check_shared_folder
 from megaspeed.training.trainer import (
     SAVE_PATIENCE,
-    START_UP_PATIENCE,
     Trainer,
     TrainingDiverged,
     TrainingSummary,
@@ -100,7 +100,7 @@ def run_job(
         with during("comparing the ranks", patience=START_UP_PATIENCE):
             check_agreement(corpus, context)
             check_shared_folder(run.run_dir, context)
-        log.open(run.run_dir, context.rank)
+        log.open()
         with sole_use(run.run_dir, context):
             no_progress = from_rank_0(group, lambda: restarts.problem(run))
             if no_progress is not None:

@@ -28,12 +28,13 @@ from megaspeed.data.config_problems import find_problems_in_file
 from megaspeed.data.errors import DataError
 from megaspeed.data.prepare import prepare_corpus
 from megaspeed.data.prepared import PreparedCorpus
-from megaspeed.topology.activity import Activity
+from megaspeed.topology.activity import START_UP_PATIENCE, Activity
 from megaspeed.topology.context import ParallelContext
 from megaspeed.topology.grid import TopologyError
 from megaspeed.topology.launch import LaunchEnvironment, LaunchError, read_launch_environment
 from megaspeed.topology.meeting import GroupError, Meeting, RanksDisagree, check_in
 from megaspeed.topology.process_exit import EXIT_DONE, EXIT_FAILED, EXIT_WRONG_INPUT
+from megaspeed.topology.processes import launcher_processes
 from megaspeed.topology.rank_log import RankLog
 from megaspeed.topology.stop_signal import StopSignal
 from megaspeed.topology.watch import Watch
@@ -47,7 +48,6 @@ from megaspeed.training.restarts import Restarts, restart_number
 from megaspeed.training.resume import ResumeOptions, check_resume
 from megaspeed.training.resumed_split import keep_split
 from megaspeed.training.run_folder import check_run_folder
-from megaspeed.training.trainer import START_UP_PATIENCE
 
 # Launchers end the whole job when one process ends badly; rank 0 speaks for all, so it gets this
 # head start.
@@ -68,12 +68,18 @@ _OF_A_NODE = {
 _INPUT_ERRORS = (DataError, TopologyError)
 
 
-def main(arguments: Sequence[str] | None = None, predictions: Predictions | None = None) -> int:
+def main(
+    arguments: Sequence[str] | None = None,
+    predictions: Predictions | None = None,
+    launchers: Sequence[int] | None = None,
+) -> int:
     """Trains as the command line says; returns the exit code.
 
     Args:
         arguments: of the command line; the process's own if omitted.
         predictions: asked for the banner, and if memory runs out.
+        launchers: process numbers of the launchers above this process, as they were when it began;
+            found now if omitted.
 
     The caller must leave by ``end_process``. After a failure, threads may still wait for other
     ranks, and an ordinary exit would wait for these threads.
@@ -105,8 +111,8 @@ def main(arguments: Sequence[str] | None = None, predictions: Predictions | None
     try:
         meeting = check_in(launch, _shared_by_all(run), _start_up_seconds(run))
     except (GroupError, RanksDisagree) as error:
-        if launch.rank == 0 or isinstance(error, GroupError):
-            _say(error, launch)
+        if launch.local_rank == 0 or (launch.rank == 1 and isinstance(error, GroupError)):
+            _say(error, launch)  # one rank of each host
         return EXIT_FAILED
     # A signal that comes from here on does not end the process by itself.
     with StopSignal() as stop:
@@ -117,7 +123,9 @@ def main(arguments: Sequence[str] | None = None, predictions: Predictions | None
             console.print(describe_spare_ranks(run), highlight=False, soft_wrap=True)
         resume = ResumeOptions.of(options)
         predictions = predictions or Predictions()
-        return _watched(run, resume, meeting, activity, stop, console, predictions)
+        if launchers is None:
+            launchers = launcher_processes()
+        return _watched(run, resume, meeting, activity, stop, console, predictions, launchers)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -207,13 +215,22 @@ def _watched(
     stop: StopSignal,
     console: Console,
     predictions: Predictions,
+    launchers: Sequence[int],
 ) -> int:
     """From the meeting to the exit code, while the ranks watch each other."""
-    launch, log = meeting.launch, RankLog()
+    launch, log = meeting.launch, RankLog(run.run_dir, meeting.launch.rank)
     patience = run.config.training.hang_timeout_seconds
-    watch = Watch(meeting, run.grid, activity, stop, log, hang_timeout_seconds=patience)
+    watch = Watch(
+        meeting,
+        run.grid,
+        activity,
+        stop,
+        log,
+        launchers=launchers,
+        hang_timeout_seconds=patience,
+    )
     try:
-        with watch, watch.failures_reported(expected=(*EXPECTED, *_INPUT_ERRORS, GroupError)):
+        with log, watch, watch.failures_reported(expected=(*EXPECTED, *_INPUT_ERRORS, GroupError)):
             if launch.rank >= run.grid.world_size:
                 return _wait_as_spare(watch, activity, stop)
             with activity.during("preparing the corpus", patience=math.inf):
@@ -256,7 +273,8 @@ def _watched(
         )
         return EXIT_FAILED
     except OSError as error:  # a full disk, a folder that has gone
-        _say(error, launch)
+        if watch.speaks:
+            _say(error, launch)
         return EXIT_FAILED
     except Exception:  # reported with its traceback
         return watch.exit_code

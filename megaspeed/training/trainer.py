@@ -21,6 +21,7 @@ from megaspeed.checkpoint.saving import SaveReport
 from megaspeed.data.prepared import PreparedCorpus
 from megaspeed.data.stream.loader import ValidationLoader
 from megaspeed.model.flops import training_flops_per_token
+from megaspeed.topology.activity import START_UP_PATIENCE
 from megaspeed.topology.stop_signal import StopSignal
 from megaspeed.training.checkpointing import Checkpointing
 from megaspeed.training.device_peak import peak_flops_per_second
@@ -28,9 +29,6 @@ from megaspeed.training.metrics import PartMetrics, StepMetrics, ValidationMetri
 from megaspeed.training.replicas import Replicas
 from megaspeed.training.step_inputs import StepInputs
 from megaspeed.training.worker import StepResult, Worker
-
-START_UP_PATIENCE = FIRST_STEP_PATIENCE = 4.0
-"""How many times longer than ``training.hang_timeout_seconds`` these may take."""
 
 SAVE_PATIENCE = 24.0
 """A disk may be very slow, and a rank that has died or stopped is noticed all the same."""
@@ -139,7 +137,7 @@ class Trainer:
         stopped_by: signal.Signals | None = None
         progress, replicas = begin, Replicas(self.worker, begin.step)
         while progress.step < self._run.config.training.steps and stopped_by is None:
-            patience = FIRST_STEP_PATIENCE if progress is begin else 1.0
+            patience = START_UP_PATIENCE if progress is begin else 1.0
             with activity.during(f"step {progress.step + 1}", patience=patience):
                 progress, metrics, stopped_by = self._train_step(progress)
             if self._is_time_to_compare(progress.step, stopped_by):
