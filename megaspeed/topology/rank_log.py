@@ -24,7 +24,7 @@ class RankLog:
     @property
     def stream(self) -> TextIO:
         """An open file with a descriptor; standard error before the log is opened."""
-        return self._file or sys.stderr
+        return self._file or sys.__stderr__ or sys.stderr  # the latter may have none
 
     @property
     def path(self) -> Path | None:
