@@ -92,12 +92,25 @@ def open_store(launch: LaunchEnvironment, timeout_seconds: float) -> dist.Store:
 
     Raises GroupError, which names the address, if nobody answers there for ``timeout_seconds``.
     """
-    return _of_this_attempt(_connect(launch, timeout_seconds))
+    return _open_stores(launch, timeout_seconds)[0]
+
+
+def _open_stores(
+    launch: LaunchEnvironment, timeout_seconds: float
+) -> tuple[dist.Store, dist.Store | None]:
+    """The store of this attempt's ranks, and what outlives the attempt, if an agent keeps it."""
+    alone = dist.HashStore() if launch.world_size == 1 else None  # nobody to meet at a port
+    if alone is not None and not agent_keeps_the_store():
+        return alone, None
+    connection = _connect(launch, timeout_seconds)
+    if not agent_keeps_the_store():
+        return connection, None
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    of_this_attempt = dist.PrefixStore(f"/worker/attempt_{attempt}", connection)
+    return alone or of_this_attempt, dist.PrefixStore("megaspeed", connection)
 
 
 def _connect(launch: LaunchEnvironment, timeout_seconds: float) -> dist.Store:
-    if launch.world_size == 1 and not agent_keeps_the_store():
-        return dist.HashStore()  # no port is needed to meet nobody
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     listens = launch.rank == 0 and not agent_keeps_the_store()
     if not listens:
@@ -120,14 +133,6 @@ def _connect(launch: LaunchEnvironment, timeout_seconds: float) -> dist.Store:
         ) from error
 
 
-def _of_this_attempt(store: dist.Store) -> dist.Store:
-    """One that holds nothing of earlier attempts."""
-    if not agent_keeps_the_store():
-        return store
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return dist.PrefixStore(f"/worker/attempt_{attempt}", store)
-
-
 def check_in(
     launch: LaunchEnvironment, configuration: Mapping[str, Any], timeout_seconds: float
 ) -> Meeting:
@@ -142,9 +147,8 @@ def check_in(
         GroupError: naming the ranks that did not come.
         RanksDisagree: on every rank, naming the keys that differ.
     """
-    connection = _connect(launch, timeout_seconds)
-    store = dist.PrefixStore("meeting", _of_this_attempt(connection))
-    kept = dist.PrefixStore("megaspeed", connection) if agent_keeps_the_store() else None
+    ranks_store, kept = _open_stores(launch, timeout_seconds)
+    store = dist.PrefixStore("meeting", ranks_store)
     if launch.world_size == 1:
         _sign_in(store, 0, [])
         return Meeting(store, launch, between_attempts=kept)

@@ -44,13 +44,13 @@ class Restarts:
         self._store: dist.Store | None = meeting.between_attempts
         self.number = restart_number()
         self._limit = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "?")
-        self.opened = self._store.check([_OPENED]) if self._store is not None else self.number > 0
+        self.opened = self.number > 0 and (self._store is None or self._store.check([_OPENED]))
         """Whether an earlier attempt has opened the run folder, so that this one goes on there."""
 
     @property
     def given_up(self) -> bool:
         """Whether an earlier attempt has found that restarts do not help."""
-        return self._store is not None and self._store.check([GIVEN_UP])
+        return self.number > 0 and self._store is not None and self._store.check([GIVEN_UP])
 
     def options(self, stated: ResumeOptions, run: Run) -> ResumeOptions:
         """What this attempt resumes from: this launch's own checkpoints once there are some."""
