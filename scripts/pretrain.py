@@ -8,8 +8,8 @@ import os
 import signal
 from typing import TYPE_CHECKING
 
-# torch reads it while it is loaded. Without it, every rank of a job that ends prints some dozens of
-# lines about its connection to the store.
+# torch reads this when it is imported. Without it, every rank prints dozens of lines about its
+# connection to the store when a job ends.
 os.environ["TORCH_CPP_LOG_LEVEL"] = os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 from megaspeed.topology.lasting_output import keep_output_open
@@ -26,7 +26,7 @@ LAUNCHERS = launcher_processes()  # one that ends while torch is loaded would no
 
 
 def train() -> int:
-    """One rank. Imports here what a supervisor has no use for."""
+    """Run one rank. The imports are here because a supervisor does not need them."""
     from megaspeed.analysis.planning.prediction import predict_peaks
     from megaspeed.training.predictions import Predictions
     from megaspeed.training.pretrain import main
@@ -38,7 +38,7 @@ def train() -> int:
 def explain_out_of_memory(
     run: "Run", context: "ParallelContext", engine: "ZeroEngine | None"
 ) -> str:
-    """Loads what explains it only if memory has run out."""
+    """Explain a lack of memory. The import is here because it is rarely needed."""
     from megaspeed.analysis.measurement.out_of_memory import explain_out_of_memory as explain
 
     return explain(run, context, engine)

@@ -1,4 +1,4 @@
-"""What a run does about faults, under the real launchers: it ends, in time, and says why."""
+"""How a run reacts to faults, under the real launchers: it ends in time and reports the reason."""
 
 import json
 import os
@@ -208,7 +208,7 @@ def test_a_rank_that_is_killed_is_named_by_another(
 
 @pytest.mark.parametrize(("launcher", "kind"), [("deepspeed", "stop"), ("torchrun", "hang")])
 def test_a_run_that_hangs_names_who_is_missing(tmp_path: Path, launcher: str, kind: str) -> None:
-    """A stopped process was silent for 30 minutes, and then its peers were named."""
+    """Once, a stopped process was found only after 30 minutes, and its peers were named."""
     job = Job(tmp_path, launcher, "parallel.tensor=2", fault=f"{kind} rank=1 step=4 work=Backward")
     job.wait_until_training()
     ended = job.ended()

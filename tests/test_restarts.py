@@ -1,4 +1,4 @@
-"""Runs whose ranks die come back by themselves, and end where an undisturbed run ends."""
+"""Runs whose ranks die restart automatically, and end with the result of an undisturbed run."""
 
 import json
 import os

@@ -1,9 +1,9 @@
-"""Whether the files hold what the index says: each rectangle in bytes of its own, as a tensor.
+"""Checks that the files contain what the index states: each rectangle once, as a tensor.
 
     __0_0.distcp    | archive | archive | ...      each rectangle's offset and length: one archive
     archive         | data.pkl: shape, dtype | data/0: the elements |
 
-A manifest can be written anew for an index with mistakes, and then all checksums are right.
+Checksums alone are not enough: a new manifest can be written for an index with mistakes.
 """
 
 import pickle

@@ -5,9 +5,9 @@
     megaspeed schedule --config FILE --world-size N       the pipeline's timetable, as a grid
     megaspeed compare  --config FILE --world-size N       the ZeRO stages, trained side by side
     megaspeed report RUN...                               one HTML page of one or several runs
-    megaspeed compare-runs A B                            the first step where two runs part
+    megaspeed compare-runs A B                            the first step where two runs differ
     megaspeed plan     --config FILE --world-size N       memory, traffic and rank map, worked out
-    megaspeed doctor   --config FILE                      could a run start here; on all its ranks
+    megaspeed doctor   --config FILE                      can a run start here; checks all ranks
     megaspeed show-batch --config FILE --step K           the ids and the text of any step
     megaspeed checkpoint show|verify DIR                  what checkpoints hold; are they whole
     megaspeed import-hf DIR OUT                           a Hugging Face model to start a run from

@@ -1,8 +1,8 @@
-"""``megaspeed compare-runs A B``: the first step and quantity where two runs part.
+"""``megaspeed compare-runs A B``: the first step and quantity in which two runs differ.
 
-Compares what metrics.jsonl holds of both, for the steps that both have: learning rate, tokens,
-loss, gradient norm, skipped steps, validation. Exit code 0: no difference; 1: they part; 2: a
-folder is not a run's, or the runs have no step in common.
+Compares both metrics.jsonl files at the steps that both have: learning rate, tokens, loss, gradient
+norm, skipped steps, validation. Exit code 0: no difference; 1: they differ; 2: a folder is not a
+run folder, or the runs have no step in common.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""``megaspeed doctor``: whether a run could start here, asked on all its ranks.
+"""``megaspeed doctor``: checks on all ranks whether a run can start here.
 
 torchrun --nproc-per-node 8 -m megaspeed.cli doctor --config F
 deepspeed --num_accelerators 8 --module megaspeed.cli doctor --config F
@@ -26,7 +26,7 @@ from megaspeed.topology.launch import LaunchError, read_launch_environment
 
 def add_to(commands: Any) -> None:
     """Adds the command and its options."""
-    text = "find out, under the run's launcher, whether it could start here"
+    text = "check, under the run's launcher, whether the run can start here"
     parser: argparse.ArgumentParser = commands.add_parser("doctor", help=text, description=text)
     parser.set_defaults(run=run)
     add_config_options(parser)

@@ -1,7 +1,7 @@
 """``megaspeed report RUN...``: one HTML page of one or several runs, laid over each other.
 
-The page is one file that needs no network. A run may still be going on, or have died: the page
-shows what its folder holds now.
+The page is one file that needs no network. A run may still be training, or may have failed. The
+page shows what its folder contains now.
 """
 
 import argparse

@@ -89,15 +89,15 @@ class DataConfig(Section):
         default=0.05,
         ge=0,
         lt=1,
-        description="Fraction of the training data held out for validation where "
-        "`validation` is left out; 0 for none.",
+        description="Fraction of the training data held out for validation if `validation` is "
+        "omitted; 0 for none.",
     )
     hold_out_by: Literal["tokens", "documents"] = Field(
         default="tokens",
-        description="tokens: as much as validation_fraction says is held out, chosen by the hash "
-        "of what it says, and a long document is divided if it must be. documents: the rule of "
-        "version 0.1, which may hold out much more if documents are long, and of token files the "
-        "end. A resumed run keeps the rule that it began with, unless this is stated.",
+        description="tokens: validation_fraction of the tokens is held out, chosen by the hash of "
+        "the text; a long document is divided if necessary. documents: the rule of version 0.1, "
+        "which holds out complete documents, much more than the fraction if they are long, and the "
+        "end of token files. If omitted, a resumed run keeps the rule that it began with.",
     )
     tokenizer: PathText = Field(
         default="train",

@@ -52,8 +52,8 @@ def _read_chain(path: Path, chain: tuple[Path, ...], root: Path) -> Document:
         return _unreadable(f"extends goes in a circle: {circle}; take one of them out")
     if len(chain) == _LONGEST_CHAIN:
         return _unreadable(
-            f"{chain[0]} extends a file that extends a file, and so on; a chain must have at most "
-            f"{_LONGEST_CHAIN} files, and {path} is one more: merge some of them"
+            f"the chain of extends that begins at {chain[0]} must have at most {_LONGEST_CHAIN} "
+            f"files, and {path} is one more; merge some of them"
         )
     try:
         values, found = read_json_object(path)

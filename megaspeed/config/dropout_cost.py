@@ -1,4 +1,4 @@
-"""What dropout costs; GPT-2's own configuration brings it, and nobody asked for it."""
+"""The cost of dropout. GPT-2's own configuration enables it, often unnoticed."""
 
 from collections.abc import Iterator
 

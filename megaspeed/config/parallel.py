@@ -29,9 +29,9 @@ class ParallelConfig(Section):
     )
     spare_ranks: bool = Field(
         default=False,
-        description="Accept a number of processes that the layout and the batch do not use up. "
-        'With data "auto", data is the largest degree for which train_batch_size divides; the '
-        "other ranks wait, without work, for the end of the run. false: such a number is refused.",
+        description="true: more processes may be started than the layout uses. The spare ranks "
+        'wait until the run ends. With data "auto", data is the largest degree that fits the '
+        "batch. false: the number of processes must fit.",
     )
     sequence_parallel: bool = Field(
         default=False,

@@ -31,6 +31,12 @@ from megaspeed.topology.grid import Grid
 GradientReduction = Literal["per_step", "per_micro_batch"]
 Precision = Literal["fp32", "bf16", "fp16"]
 
+_PATHS = {
+    "data": ("train", "validation", "tokenizer"),
+    "model": ("from_hf",),
+    "training": ("run_dir",),
+}
+
 
 @dataclass(frozen=True)
 class Run:
@@ -54,6 +60,16 @@ class Run:
     def as_json(self) -> dict[str, Any]:
         """The definite config as JSON values; a file of them gives the same run again."""
         return self.config.to_json()
+
+    def common_json(self) -> dict[str, Any]:
+        """The part of `as_json` that is the same on all ranks of a run. Paths may differ between
+        nodes; what is found there is compared by its contents.
+        """
+        values = self.as_json()
+        for section, keys in _PATHS.items():
+            for key in keys:
+                values[section].pop(key, None)
+        return values
 
     @property
     def zero_stage(self) -> int:

@@ -47,8 +47,8 @@ def _no_boolean(value: Any) -> Any:
 ElementCount = Annotated[int, BeforeValidator(_whole_number), Field(le=10**15)]
 """A number of tensor elements; 5e8 may be written for 500000000."""
 
-# A hundred times what large runs have. A larger number is a mistake, and what is worked out for
-# each layer, rank or micro-batch would take all memory.
+# About a hundred times the numbers of large runs. A larger number is a mistake, and computing
+# something for each layer, rank or micro-batch would use up all memory.
 LARGEST_LAYERS = 10**4
 LARGEST_WIDTH = 10**7  # elements of an activation of one token
 LARGEST_HEADS = 10**5

@@ -44,8 +44,8 @@ class TrainingConfig(Section):
     base_batch_size: int | None = Field(
         default=None,
         gt=0,
-        description="Samples of the batch for which the stated learning rate is right; stated if "
-        "lr_scaling is not none. The resolved configuration has the scaled rate and states the "
+        description="Samples of the batch for which the stated learning rate is right; required "
+        "if lr_scaling is not none. The resolved configuration has the scaled rate and states the "
         "run's own batch here.",
     )
     allow_tf32: bool = Field(
@@ -68,9 +68,9 @@ class TrainingConfig(Section):
         default=300.0,
         gt=0,
         allow_inf_nan=False,
-        description="Without progress for so long, every rank writes its stacks, the ranks that "
-        "did not arrive are named, and the run ends with exit code 3. Starting up may take four "
-        "times as long, and saving 24 times.",
+        description="If there is no progress for this long, every rank writes its stacks, the "
+        "ranks that did not arrive are named, and the run ends with exit code 3. Start-up and the "
+        "first step may take four times as long, saving and loading 24 times.",
     )
     restart: int = Field(
         default=0,
@@ -81,8 +81,8 @@ class TrainingConfig(Section):
     check_replicas_interval: int = Field(
         default=0,
         ge=0,
-        description="Steps between two comparisons of what several ranks hold copies of, bit by "
-        "bit; also before each checkpoint. 0: never.",
+        description="Steps between two comparisons, bit by bit, of the copies that several ranks "
+        "hold. They are also compared before each checkpoint. 0: never.",
     )
     save_interval: int = Field(
         default=1000,

@@ -59,7 +59,7 @@ def translate(error: ValidationError, values: Mapping[str, Any]) -> list[Problem
             continue
         if details[0]["type"] == "extra_forbidden":
             unknown += 1
-            # To find the nearest known key takes a millisecond, and nobody reads the hundredth.
+            # Finding the nearest known key takes a millisecond; only the first are printed.
             known = keys_at(path[:-1], values) if unknown <= MOST_TOLD else []
             problems.append(unknown_key(path, known))
         else:

@@ -1,11 +1,11 @@
-"""Files that others wrote: only ordinary ones are opened, and only so much of them is read.
+"""Reads files that others wrote: only regular files, and only up to a size limit.
 
     regular file      read, up to a limit
     named pipe        opening it would wait for a writer
     device, socket    may never end
     folder            none of these
 
-Links are followed to what they lead to.
+Links are followed.
 """
 
 import errno
@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 LARGEST_BYTES = 1 << 24
-"""Of a file that is read whole into memory: 16 MiB. The largest index of a model has 10 MB."""
+"""Limit for a file that is read into memory: 16 MiB. The largest model index has 10 MB."""
 
 _KINDS = (
     (stat.S_ISDIR, "a folder"),

@@ -73,7 +73,7 @@ def import_model(
     model = _model_of(folder)
     special = next(special_files(folder), None)
     if special is not None:
-        raise HuggingFaceError(f"{special}; remove it, or fetch the model anew")
+        raise HuggingFaceError(f"{special}; remove it, or download the model again")
     vocabulary = ModelTokenizer({})
     if with_tokenizer:
         mend = "name another with --tokenizer, or import without by --no-tokenizer"

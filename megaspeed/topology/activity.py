@@ -1,4 +1,4 @@
-"""What this rank is doing: for its failure report, and for those who watch it.
+"""What this rank is doing, for failure reports and for the watch.
 
     start-up                     step 12                       saving after step 12
       building the model           Forward(micro_batch=0)
@@ -37,7 +37,7 @@ class Activity:
 
     @contextmanager
     def during(self, phase: object, *, patience: float = 1.0) -> Iterator[None]:
-        """A phase. An exception that leaves the block is told where it comes from.
+        """A phase. An exception that leaves the block gets a note with the phase.
 
         Args:
             phase: what is printed, such as "step 12".

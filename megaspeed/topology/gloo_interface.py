@@ -1,11 +1,11 @@
 """The network interface over which gloo connects nodes: the one that reaches MASTER_ADDR.
 
-gloo listens at the address that this machine's own host name resolves to. Where that is a loopback
-address (127.0.1.1 in many a /etc/hosts), or where the name does not resolve, ranks on other nodes
-connect to themselves, and no group comes up. A rank has reached rank 0 at MASTER_ADDR, so the
-interface on the way there does join the nodes. GLOO_SOCKET_IFNAME names another, such as that of a
-faster network. If MASTER_ADDR is a loopback address (rank 0's own node may call it localhost), it
-says nothing about the way to other nodes, and gloo chooses.
+gloo listens at the address that this machine's own host name resolves to. This may be a loopback
+address (often 127.0.1.1 in /etc/hosts), or the name may not resolve. Then ranks on other nodes
+connect to themselves, and no group can be created. The interface that reaches MASTER_ADDR does
+connect the nodes. Set GLOO_SOCKET_IFNAME to use another one, such as that of a faster network. If
+MASTER_ADDR is a loopback address (as localhost on rank 0's own node), it gives no information
+about the other nodes, and gloo chooses.
 """
 
 import ipaddress

@@ -135,8 +135,8 @@ def abandon() -> None:
 
 
 def _unused_names(store: dist.Store, rank: int) -> dist.Store:
-    """The store, under a prefix of its own: it may outlive a context, and a later one must not find
-    the addresses of the earlier.
+    """The store under a new prefix. The store may outlive a context, and a later context must not
+    find the addresses of an earlier one.
     """
     generation = store.add(f"contexts of rank {rank}", 1)
     return dist.PrefixStore(f"context {generation}", store)

@@ -1,11 +1,11 @@
-"""Who keeps the others waiting when a run makes no progress.
+"""Which ranks the others wait for if a run makes no progress.
 
     each rank     stacks of its threads, and what it waits for  -> its log file
                   the same in short                             -> the store
-    one rank      reads what all have left there                -> one line on the console
+    one rank      reads the states of all ranks                 -> one line on the console
 
-A rank that waits for others is not to blame. To blame are the ranks that did not answer at all, and
-otherwise those that wait for nobody. If all of them wait, they wait in different calls.
+A rank that waits for others is not the cause. The cause is a rank that does not answer, or else a
+rank that waits for no other. If all ranks wait, they wait in different calls.
 """
 
 import contextlib

@@ -1,7 +1,7 @@
 """Standard output and error that outlive their readers.
 
-``deepspeed ... | tee log``: Ctrl-C ends ``tee`` too, and a terminal may close. Without a reader
-every line that is written raises an exception, and the run would die before it has saved.
+With ``deepspeed ... | tee log``, Ctrl-C also ends ``tee``, and a terminal may be closed. Then every
+write would raise an exception, and the run would end before it has saved.
 """
 
 import errno
@@ -13,13 +13,13 @@ _READER_GONE = (errno.EPIPE, errno.EIO)
 
 
 def keep_output_open() -> None:
-    """From now on, what nobody reads any more is lost in silence."""
+    """From now on, output is discarded without an error after its reader has ended."""
     sys.stdout = _Lasting(sys.stdout)
     sys.stderr = _Lasting(sys.stderr)
 
 
 class _Lasting:
-    """A text stream that turns to the null device once its reader has gone."""
+    """A text stream that switches to the null device after its reader has ended."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream

@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 _RESOLVE_SECONDS = 5.0
-"""For how long an unknown MASTER_ADDR is asked for: a name may be younger than the job."""
+"""How long to retry an unknown MASTER_ADDR: a name may be registered after the job starts."""
 
 
 class LaunchError(ValueError):
@@ -249,7 +249,7 @@ def _check_meeting_point(launch: LaunchEnvironment, environ: Mapping[str, str]) 
 
 
 def _check_address(address: str) -> None:
-    """Raises LaunchError where no address is known for the name; ranks would wait in silence."""
+    """Raises LaunchError if the name cannot be resolved; ranks would wait without a message."""
     give_up = time.monotonic() + _RESOLVE_SECONDS
     while True:
         try:

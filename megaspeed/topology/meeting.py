@@ -3,10 +3,10 @@
     rank 0       listens at MASTER_ADDR:MASTER_PORT (torchrun's agent does so in its place)
     others       connect
     every rank   checks in: host, process, and in what its configuration differs from rank 0's
-    rank 0       gives the verdict: everyone goes on, or everyone raises the same error
+    rank 0       gives the verdict: all ranks continue, or all raise the same error
 
-A rank that does not come, an address that nobody has, and ranks that were started with different
-configurations are found here, by name. In a process group they would be a silent hang.
+Missing ranks, a wrong address and different configurations are detected here, and the error names
+them. In a process group, each of them would be a silent hang.
 """
 
 import dataclasses
@@ -27,13 +27,13 @@ import torch.distributed as dist
 from megaspeed.topology.launch import LaunchEnvironment
 
 _SECONDS_UNTIL_TOLD = 10.0
-"""How long a rank waits for others in silence; it speaks again after three times as long."""
+"""A rank waits this long before its first message; later ones come three times as rarely."""
 _SECONDS_A_TRY = 1.0
 _MOST_NAMED = 16
 
 
 class GroupError(RuntimeError):
-    """Ranks could not meet, or set up a process group: some rank did not come."""
+    """Ranks could not connect, or could not create a process group: a rank is missing."""
 
 
 class RanksDisagree(RuntimeError):
@@ -57,7 +57,7 @@ class Meeting:
     launch: LaunchEnvironment
     neighbours: tuple[Neighbour, ...] = ()
     between_attempts: dist.Store | None = None
-    """What an attempt leaves there, the next one finds; None if nobody keeps it."""
+    """A store that outlives this attempt, for the next one; None if no process keeps one."""
     spare_ranks: tuple[int, ...] = ()
 
     @property
@@ -191,14 +191,14 @@ def ranks_named(ranks: list[int]) -> str:
 
 
 class _Waiting:
-    """A wait for other ranks that says from time to time for whom, and ends."""
+    """Waits for other ranks with a timeout, and reports from time to time which are missing."""
 
     def __init__(self, launch: LaunchEnvironment, timeout_seconds: float) -> None:
         self._launch = launch
         self._timeout = timeout_seconds
         self._start = time.monotonic()
         self._tell_at = self._start + _SECONDS_UNTIL_TOLD
-        # Rank 0 speaks for all ranks, and one rank on each other host speaks for that host.
+        # Rank 0 and one rank on each other host print messages.
         self._speaks = launch.rank == 0 or (launch.local_rank == 0)
 
     def until_there(
@@ -222,7 +222,7 @@ class _Waiting:
         now = time.monotonic()
         waited = now - self._start
         if waited >= self._timeout:
-            raise GroupError(f"{self._waited_for(missing())}; no rank can go on without them")
+            raise GroupError(f"{self._waited_for(missing())}; no rank can continue without them")
         if now >= self._tell_at:
             self._tell_at = now + 3 * _SECONDS_UNTIL_TOLD
             absent = missing()
@@ -239,7 +239,7 @@ class _Waiting:
 
 
 def agent_keeps_the_store() -> bool:
-    """Whether torchrun's agent, or rank 0's supervisor, keeps the store beyond the ranks' ends."""
+    """Whether torchrun's agent or rank 0's supervisor keeps the store after the ranks end."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
@@ -281,7 +281,7 @@ def _sign_in(store: dist.Store, rank: int, differences: list[str]) -> None:
 
 
 def _place() -> str:
-    """The same for processes that can see each other by number: one host, one namespace."""
+    """Equal for processes on one host and in one PID namespace, which can see each other."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         namespace = os.readlink("/proc/self/ns/pid")
@@ -295,7 +295,7 @@ def _missing(store: dist.Store, world_size: int) -> list[int]:
 
 
 def _give_verdict(store: dist.Store, world_size: int, waiting: _Waiting) -> None:
-    """Rank 0: wait for every rank, judge, and tell each host who is on it."""
+    """Rank 0: wait for every rank, compare them, and publish the ranks of each host."""
     keys = [f"rank {rank}" for rank in range(world_size)]
     waiting.until_there(store, keys, lambda: _missing(store, world_size))
     records = [json.loads(record) for record in store.multi_get(keys)]

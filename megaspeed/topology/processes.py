@@ -1,11 +1,11 @@
-"""Other processes of this host: the launchers above this one, and how to wait for anyone's end.
+"""Other processes of this host: the launchers of this one, and how to wait until one ends.
 
     deepspeed (runner)  ->  python -m deepspeed.launcher.launch  ->  this rank
     torchrun                                                     ->  this rank
     any of them, or none  ->  supervisor (training/supervisor.py)  ->  this rank
 
-DeepSpeed's runner hands no signal on to a launch on the same host: if it is told to end, only it
-ends. Without its launcher nobody waits for this process any more.
+DeepSpeed's runner does not forward signals to a launcher on the same host. If the runner is
+stopped, only the runner ends, and no process waits for this one any more.
 """
 
 import os
@@ -67,8 +67,8 @@ def _is_launcher(command: list[str]) -> bool:
 class ProcessesAndPipe:
     """Waits until a process ends, or until something is written to a pipe.
 
-    The processes need not be children of this one. Linux tells of their end at once, through a
-    descriptor; elsewhere they are looked for again and again.
+    The processes need not be children of this one. On Linux a descriptor reports their end at
+    once. On other systems they are polled.
 
     Args:
         processes: their numbers.

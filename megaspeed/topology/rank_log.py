@@ -1,8 +1,8 @@
-"""One log file for each rank, with what is too much for the console.
+"""One log file for each rank, with details that the console does not show.
 
     logs/rank-00005.log     failure reports, stacks of a hang, Python's log records and warnings
 
-Until it is opened, what is written is kept in memory: a run that is refused leaves no file.
+Until the file is opened, text is kept in memory, so a run that is refused leaves no file.
 """
 
 import contextlib
@@ -61,7 +61,7 @@ class RankLog:
         self._before.clear()
 
     def write(self, text: str) -> None:
-        """Write text as it is. A full disk is borne."""
+        """Write text as it is. If the disk is full, keep it in memory."""
         if self._file is None:
             self._before.append(text)
             return

@@ -32,7 +32,7 @@ class StopSignal:
         self.received: signal.Signals | None = None
         """The latest stop signal of this process."""
         self.can_save = False
-        """Whether the run looks at `received` and saves. Before it trains, it just ends."""
+        """Whether the run checks `received` and saves. Before training starts, it only ends."""
         self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> Self:

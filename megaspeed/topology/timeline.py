@@ -2,12 +2,12 @@
 
     compute ... | tensor | compute ... | pipeline (a neighbour's message) | compute ...
 
-The innermost part counts: while a collective is waited for within a forward, the time is the
-collective's. On a GPU the current stream is timed by events, so communication counts only as far as
-computation waits for it. On a CPU the host is timed.
+The innermost part counts: if a forward waits for a collective, this time counts for the collective.
+On a GPU, events time the current stream, so communication counts only while computation waits for
+it. On a CPU, the host is timed.
 
-Only the steps that somebody wants to know of are timed. In all other steps a part costs a test of
-one attribute.
+Only some steps are timed (every ``training.log_interval``-th). In all other steps a part costs a
+test of one attribute.
 """
 
 import time

@@ -1,16 +1,16 @@
 """Watches a run from inside each of its ranks, so that no failure is silent.
 
-    what is seen                                    by whom                             found within
-    this rank raised                                the rank itself                     at once
+    failure                                         detected by                         within
+    this rank raised an exception                   the rank itself                     at once
     another process of this host has ended          every rank of the host (pidfd)      1 s
     the launcher has ended                          every rank below it (pidfd)         1 s
     rank 0's process, which keeps the store, ended  every rank that asks the store      3 s
-    a rank gives no sign of life                    rank 0 (and rank 1 watches rank 0)  hang timeout
+    a rank no longer responds                       rank 0 (and rank 1 watches rank 0)  hang timeout
     no rank makes progress                          rank 0, which sees all              hang timeout
 
-Whoever sees something first claims it in the store: that rank alone writes to the console. All
-others see the claim, write what they know to their log files, and end. A main thread that waits for
-a dead rank, perhaps in a kernel of NCCL, is not asked.
+The first rank that detects a failure claims it in the store, and only that rank writes to the
+console. The other ranks see the claim, write what they know to their log files, and end. They do
+not wait for their main threads, which may be blocked by a dead rank, for example in an NCCL kernel.
 
 Two threads run in each rank. One polls file descriptors and clocks, and can end the process. The
 other asks the store, and may block if the store's host is gone.
@@ -50,9 +50,9 @@ Kind = Literal["failed", "hang"]
 
 _PERIOD_SECONDS = 1.0
 _SECONDS_FOR_THE_MAIN_THREAD = 12.0
-"""After another rank's failure: a little longer than a save under way may take (10 s)."""
+"""For the main thread to end after another rank failed. A save in progress may take 10 s."""
 _SECONDS_TO_ANSWER = 6.0
-"""After a hang was found, until each rank has said what it waits for."""
+"""For each rank to report what it waits for, after a hang was detected."""
 _SECONDS_FOR_A_BETTER_REASON = 4.0
 """A rank that lost a connection waits this long for the rank that knows why."""
 _SECONDS_TO_SEE_THE_END = 5.0
@@ -60,39 +60,39 @@ _SECONDS_TO_SEE_THE_END = 5.0
 _SECONDS_TO_FINISH = 45.0
 """The same at the end of a run, until all others are done."""
 _SECONDS_OF_A_STANDSTILL = 5.0
-"""Two turns of a thread that lie so far apart: it did not run."""
+"""If a thread has not run for so long, the process was stopped or the machine slept."""
 _SECONDS_UNTIL_KILLED = 60.0
-"""Whatever blocks a process that is to end, it ends then."""
+"""A process that must end is killed after this time, whatever blocks it."""
 _SECONDS_BETWEEN_CTRL_C = 1.0
-"""Terminals and launchers may both send one Ctrl-C on."""
+"""One Ctrl-C may arrive twice: from the terminal and from the launcher."""
 
 _REPORTED = "_megaspeed_reported"
 
 _LOST_PEER = re.compile(
     "by peer|Broken pipe|Socket closed|NCCL|ncclRemoteError|remote process|Connection refused",
 )
-"""How gloo and NCCL tell that another rank is gone."""
+"""What errors of gloo and NCCL say if another rank has ended."""
 
 
 @dataclass(frozen=True)
 class _Claim:
-    """What has ended the run, as the store has it."""
+    """The failure that ends the run, as it is kept in the store."""
 
     kind: Kind
-    by: int  # the rank that saw it, which tells the user
+    by: int  # the rank that detected it, which reports it to the user
 
     def to_json(self) -> str:
         return json.dumps([self.kind, self.by])
 
 
 class Watch:
-    """Two threads beside the training; made and closed by the main thread.
+    """Two threads that run beside training. The main thread creates and closes them.
 
     Args:
         meeting: the store, and the other ranks of this host.
         grid: the layout.
         activity: what this rank is doing.
-        stop: what this process was told by signals.
+        stop: the stop signals that this process has received.
         log: this rank's log file.
         launchers: process numbers of the launchers above this process.
         hang_timeout_seconds: how long the run may make no progress.
@@ -129,16 +129,16 @@ class Watch:
         self._host_of_rank_0 = meeting.host_of(0)
         self._memory_kills = _processes_killed_for_memory()
         self.speaks = False
-        """Whether this rank was the first to raise an expected exception, and so tells of it."""
+        """Whether this rank raised an expected exception first, and therefore reports it."""
         self._claim: _Claim | None = None
         self._claimed = threading.Event()
         self._closing = threading.Event()
-        self._dead: set[int] = set()  # ranks that ended without a word
+        self._dead: set[int] = set()  # ranks that ended without a report
         self._seconds_without_progress = 0.0
         self._last_contact = time.monotonic()
         self._store_lost: float | None = None
         self._launcher_is_gone = False
-        self._is_silent = False  # the store: neither its end nor an answer has come
+        self._is_silent = False  # the store neither answers nor is known to have ended
         self._earlier_pipe = -1
         self._signals, self._told = os.pipe()
         os.set_blocking(self._told, False)
@@ -160,7 +160,7 @@ class Watch:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """This rank is done, well or not; nobody needs to wonder where it is."""
+        """Report that this rank has ended, with or without success, and stop both threads."""
         self._closing.set()
         self._end_in_any_case()
         signal.set_wakeup_fd(self._earlier_pipe)
@@ -180,11 +180,11 @@ class Watch:
 
     @contextmanager
     def failures_reported(self, *, expected: tuple[type[Exception], ...] = ()) -> Iterator[None]:
-        """Reports an exception that leaves this block, unless another rank's is the reason. Nested
-        blocks report it once.
+        """Reports an exception that leaves this block, unless another rank caused it. Nested blocks
+        report it once.
 
         Args:
-            expected: exceptions that the caller tells in its own words. Other ranks learn of them.
+            expected: exceptions that the caller reports itself. Other ranks are informed.
         """
         try:
             yield
@@ -201,7 +201,7 @@ class Watch:
 
     @property
     def is_over(self) -> bool:
-        """Whether rank 0 is done, or a rank has failed. Asks the store; for a rank that is spare.
+        """Whether rank 0 has ended, or a rank has failed. Spare ranks call this; it asks the store.
 
         Raises RuntimeError if the store is gone.
         """
@@ -209,7 +209,7 @@ class Watch:
 
     @property
     def exit_code(self) -> int:
-        """After a failure: of which kind the first one was."""
+        """The exit code after a failure; the first failure decides it."""
         return _exit_code(self._claim)
 
     def _report(self, error: Exception) -> None:
@@ -270,7 +270,7 @@ class Watch:
                 now = time.monotonic()
                 if now - looked > _SECONDS_OF_A_STANDSTILL:
                     # This thread did not run either: the process was stopped, the machine slept, or
-                    # something held Python's lock. What others did meanwhile is not known.
+                    # another thread held Python's lock. What other ranks did meanwhile is unknown.
                     self._last_contact = now
                 self._look(now)
                 looked = time.monotonic()
@@ -325,7 +325,7 @@ class Watch:
             self._end_before_training("the launcher has ended")
 
     def _signalled(self, numbers: bytes, interrupted: float | None) -> float | None:
-        """What to do at once; returns when Ctrl-C came first."""
+        """Act on signals at once. Returns the time of the first Ctrl-C; None if there was none."""
         now = time.monotonic()
         for number in numbers:
             if number == signal.SIGINT:
@@ -352,7 +352,7 @@ class Watch:
         else:
             self._closing.wait(_SECONDS_FOR_THE_MAIN_THREAD)
             if self._closing.is_set():
-                return  # the main thread has seen it too, and ends this rank in good order
+                return  # the main thread has detected it, too, and ends this rank in an orderly way
             self._write_stacks()
         with contextlib.suppress(RuntimeError):
             self._claims.set(f"ended {self._rank}", "")
@@ -361,11 +361,11 @@ class Watch:
         self._end(_exit_code(self._claim))
 
     def _end_in_any_case(self) -> None:
-        """A call to the store may block for ever; this timer needs no Python thread."""
+        """End this process later even if a call to the store blocks. The timer needs no Python."""
         faulthandler.dump_traceback_later(_SECONDS_UNTIL_KILLED, exit=True, file=self._log.stream)
 
     def _end_without_a_store(self) -> None:
-        """Rank 0 is gone, so nobody can be asked: one rank of each host speaks."""
+        """The store is gone, so no claim is possible. One rank of each host reports it."""
         self._end_in_any_case()
         if self._closing.wait(_SECONDS_FOR_A_BETTER_REASON):
             return
@@ -426,7 +426,7 @@ class Watch:
     # Claims.
 
     def _claim_as(self, kind: Kind, seconds: float = 0.0) -> bool:
-        """Say what has ended the run; False if another rank said so first."""
+        """Claim what has ended the run. Returns False if another rank did so first."""
         if self._claim is not None:
             return False
         own = _Claim(kind, self._rank).to_json()
@@ -434,7 +434,7 @@ class Watch:
         try:
             first = self._claims.compare_set("claim", "", own).decode() == own
             self._learn(self._claims.get("claim"))
-        except RuntimeError:  # nobody can be asked, so this rank speaks for itself
+        except RuntimeError:  # the store is gone, so this rank reports its own failure
             return True
         return first
 
@@ -481,7 +481,7 @@ class Watch:
         return states
 
     def _kill_neighbours(self, silent: list[int]) -> None:
-        """A stopped process answers to no launcher, which would wait for it for half a minute."""
+        """A launcher would wait half a minute for a stopped process, which handles no SIGTERM."""
         for neighbour in self._meeting.neighbours:
             if neighbour.rank in silent:
                 with contextlib.suppress(OSError):
@@ -497,7 +497,7 @@ class Watch:
         return "\n".join(lines)
 
     def _wait_for_the_others(self, seconds: float) -> None:
-        """Until they are done with the store that ends with this process."""
+        """Wait until the other ranks no longer need the store, which ends with this process."""
         store, deadline = self._claims, time.monotonic() + seconds
         while time.monotonic() < deadline:
             others = {*range(self._world), *self._meeting.spare_ranks} - self._dead
@@ -507,7 +507,7 @@ class Watch:
 
 
 class _Survey:
-    """Looks at the beats of some ranks: who is silent, and does any of them come forward?
+    """Looks at the beats of some ranks: which are silent, and does any make progress?
 
     A rank is silent if its beat stays as it is. A run hangs if no rank makes progress, and all
     phases that ranks are in have had their time.

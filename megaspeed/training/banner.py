@@ -30,7 +30,7 @@ from megaspeed.training.device_peak import peak_flops_per_second
 PredictPeaks = Callable[[Run], Sequence[int]]
 """Bytes that a rank of each pipeline stage is predicted to hold at the highest moment of a step.
 
-``analysis`` predicts them and stands above this folder, so the script hands the function in.
+``analysis`` predicts them and imports this folder, so the script passes the function in.
 """
 
 BANNER_WIDTH = 120

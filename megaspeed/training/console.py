@@ -1,7 +1,7 @@
 """What rank 0 prints while the run goes on, and at its end: a line a log interval, a summary.
 
-On a terminal, a bar with the time that is left stands below the lines. A file or a pipe gets the
-lines alone, without control characters.
+On a terminal, a progress bar with the remaining time is shown below the lines. A file or a pipe
+gets only the lines, without control characters.
 """
 
 import math

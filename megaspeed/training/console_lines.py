@@ -80,8 +80,8 @@ def describe_spare_ranks(run: Run) -> str:
 def describe_step(metrics: StepMetrics) -> str:
     """One console line, of at most 100 columns; without an MFU, as on a CPU, of at most 80.
 
-    The rate of operations stands beside the MFU alone: where the device's peak is not known, it has
-    nothing to be compared with.
+    The rate of operations is printed only together with MFU. If the device's peak is unknown, there
+    is nothing to compare it with.
     """
     line = (
         f"step {metrics.step:>6}  loss {metrics.loss:.4f}  lr {metrics.learning_rate:.2e}  "
@@ -126,7 +126,7 @@ def describe_late_save(seconds: float) -> str:
     return (
         f"[yellow]the save before took {seconds:.0f} s, and torchrun and deepspeed kill a run "
         f"{GRACE_SECONDS:.0f} s after they told it to stop. If this save is cut off, the run "
-        "resumes from the one before. To save in time, send SIGUSR1 to a rank earlier[/yellow]"
+        "resumes from the previous one. To save in time, send SIGUSR1 to a rank earlier[/yellow]"
     )
 
 

@@ -1,4 +1,4 @@
-"""Faults on purpose, so that tests can show what a run does about them.
+"""Fault injection: tests use it to check how a run reacts to a fault.
 
     MEGASPEED_FAULT="kill rank=1 step=3 work=Backward"
     MEGASPEED_FAULT="hang rank=0 phase='saving after step 4'"
@@ -129,7 +129,7 @@ def _read(text: str) -> Fault:
             parameter=values.pop("parameter", ""),
         )
     except (KeyError, ValueError) as error:
-        problem = f"{VARIABLE} is {text!r}, in which {error} is missing or wrong"
+        problem = f"{VARIABLE} is {text!r}; this setting is missing or wrong: {error}"
         raise ConfigError([problem], VARIABLE) from error
     if values or kind not in (*_OF_THE_PROCESS, *_OF_THE_MODEL):
         raise ConfigError([f"{VARIABLE} is {text!r}, with an unknown kind or setting"], VARIABLE)

@@ -72,7 +72,7 @@ def _tensor_axis_in_one_machine(launch: LaunchEnvironment, run: Run) -> Iterator
         yield (
             f"parallel.tensor is {tp}, and {ranks} ranks run on this machine, so tensor groups "
             f"cross machines. A rank sends about {_tensor_bytes(run) / 1e9:.3g} GB a step over tp, "
-            "and waits for it four times in each block. Choose a parallel.tensor that divides "
+            "and each block waits for this four times. Choose a parallel.tensor that divides "
             f"{ranks}, and let pp or dp cross; megaspeed doctor measures what each link carries"
         )
 

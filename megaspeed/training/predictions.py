@@ -1,4 +1,4 @@
-"""What ``analysis`` predicts of a run. It stands above this folder, so the script hands it in."""
+"""Predictions of ``analysis``, which imports this folder; so the script passes them in."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 from rich.console import Console
@@ -57,14 +57,6 @@ _COLLECTIVE_TIMEOUT_SECONDS = 1800.0
 
 _SPARE_PERIOD_SECONDS = 0.5
 
-_OF_A_NODE = {
-    "data": ("train", "validation", "tokenizer"),
-    "model": ("from_hf",),
-    "training": ("run_dir",),
-}
-"""Paths may differ between nodes. What is found there may not: it is compared by its contents."""
-
-
 _INPUT_ERRORS = (DataError, TopologyError)
 
 
@@ -78,8 +70,8 @@ def main(
     Args:
         arguments: of the command line; the process's own if omitted.
         predictions: asked for the banner, and if memory runs out.
-        launchers: process numbers of the launchers above this process, as they were when it began;
-            found now if omitted.
+        launchers: process numbers of the launchers that were above this process when it started.
+            If omitted, the launchers that are above it now.
 
     The caller must leave by ``end_process``. After a failure, threads may still wait for other
     ranks, and an ordinary exit would wait for these threads.
@@ -109,7 +101,7 @@ def main(
     ):
         console.print("[yellow]warning:[/yellow]", warning, highlight=False, soft_wrap=True)
     try:
-        meeting = check_in(launch, _shared_by_all(run), _start_up_seconds(run))
+        meeting = check_in(launch, run.common_json(), _start_up_seconds(run))
     except (GroupError, RanksDisagree) as error:
         if launch.local_rank == 0 or (launch.rank == 1 and isinstance(error, GroupError)):
             _say(error, launch)  # one rank of each host
@@ -170,15 +162,6 @@ def _checked_run(options: argparse.Namespace, launch: LaunchEnvironment, console
     if kept is not None:
         console.print(kept, highlight=False, markup=False, soft_wrap=True)
     return run
-
-
-def _shared_by_all(run: Run) -> dict[str, Any]:
-    """The part of the configuration that must be the same on every rank."""
-    values = run.as_json()
-    for section, keys in _OF_A_NODE.items():
-        for key in keys:
-            values[section].pop(key, None)
-    return values
 
 
 def _start_up_seconds(run: Run) -> float:

@@ -1,4 +1,4 @@
-"""Whether the ranks' copies of one thing are still equal, bit by bit.
+"""Check that the copies which several ranks hold are still equal, bit by bit.
 
     what                                                    whose copies
     parameters (ZeRO-0 to 2), master weights (ZeRO-0)       of data ranks
@@ -6,11 +6,12 @@
     key and value heads, if there are fewer than ranks      of neighbouring tensor ranks
     a tied embedding                                        of the first and the last pipeline stage
 
-What ZeRO partitions, data ranks hold no copies of; then each part is compared along the other axes.
+If ZeRO partitions a tensor, data ranks hold no copies of it. Then each part is compared along the
+other axes.
 
-Each rank adds up the bits of all that it shares with the same ranks, read as integers. So a rank
-has at most eight sums, and one small collective and one host read compare them. Only if they differ
-is it found out which parameter it is.
+Each rank reads the bits of its copies as integers and adds them up, with one sum for each set of
+ranks that hold the same copies. A rank has at most eight sums, which one small collective and one
+host read compare. Only if sums differ, a second comparison finds the parameter.
 """
 
 from collections import Counter
@@ -47,7 +48,7 @@ _MOST_NAMED = 4
 
 
 class ReplicasDiffer(RuntimeError):
-    """Ranks hold different values of what should be one thing."""
+    """Ranks hold different values of something that must be equal."""
 
 
 @dataclass(frozen=True)
@@ -171,9 +172,9 @@ class Replicas:
         return (
             f"after step {step}, copies that must be equal differ: "
             f"{'; '.join(found[:_MOST_NAMED])}{more}. They were last equal after step "
-            f"{self._last_equal}, and so they are in every checkpoint of this run, which is of "
-            "that step or an earlier one. If the same rank is named again, its device may be "
-            "faulty: run it without this host"
+            f"{self._last_equal}. Every checkpoint of this run is of that step or an earlier one, "
+            "so its copies are equal. If the same rank is named again, its device may be faulty: "
+            "run without this host"
         )
 
 

@@ -2,9 +2,9 @@
 
     observer --write--> queue --(one thread for each service)--> SummaryWriter, wandb.Run
 
-A service that is slow or gone costs training nothing: ``write`` never waits, a queue that is full
-loses records, and a service that raises is dropped with one warning. ``metrics.jsonl`` has
-everything all the same. Rank 0 alone reports.
+A slow or failed service does not slow training: ``write`` never waits, a full queue drops records,
+and a service that raises an exception is dropped with one warning. ``metrics.jsonl`` still has
+everything. Only rank 0 reports.
 """
 
 import dataclasses

@@ -1,12 +1,12 @@
-"""What an attempt of a launch knows of the attempts before it.
+"""What an attempt of a launch knows about earlier attempts.
 
     attempt 0    --fresh: step 0 ... 57, fails
     restart 1    auto: from the checkpoint of step 50 ... 63, fails
     restart 2    auto: from the checkpoint of step 60 ... 63, fails
     restart 3    no step was reached that restart 1 had not reached: it ends at once
 
-torchrun's agent, or the supervisor of rank 0, counts the attempts and keeps the store in which an
-attempt leaves word for the next one.
+torchrun's agent or the supervisor of rank 0 counts the attempts. It also keeps the store in which
+an attempt leaves information for the next one.
 """
 
 import dataclasses
@@ -34,7 +34,7 @@ def restart_number() -> int:
 
 
 class Restarts:
-    """Asked and told by the ranks of one attempt.
+    """The earlier attempts, as seen by the ranks of one attempt.
 
     Args:
         meeting: with the store that outlives the attempt, if there is one.
@@ -45,7 +45,7 @@ class Restarts:
         self.number = restart_number()
         self._limit = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "?")
         self.opened = self.number > 0 and (self._store is None or self._store.check([_OPENED]))
-        """Whether an earlier attempt has opened the run folder, so that this one goes on there."""
+        """Whether an earlier attempt has opened the run folder, so this one continues in it."""
 
     @property
     def given_up(self) -> bool:
@@ -67,7 +67,7 @@ class Restarts:
         """A line for the console; none in the first attempt.
 
         Args:
-            step: after which this attempt goes on.
+            step: the step after which this attempt continues.
         """
         if not self.number:
             return []
@@ -87,6 +87,6 @@ class Restarts:
         self._store.set(GIVEN_UP, "")
         return (
             f"two attempts in a row have failed after step {max(before)}, so another restart would "
-            "not help. Mend the cause, which is in the messages above and in the ranks' log files, "
-            f"and start the run again; it goes on from the newest checkpoint of {run.run_dir}"
+            "not help. The messages above and the ranks' log files state the cause. Fix it and "
+            f"start the run again; it continues from the newest checkpoint of {run.run_dir}"
         )

@@ -201,11 +201,11 @@ def _finished_otherwise(checkpoint: Path, step: int, changes: list[str]) -> str:
         shown.append(f"  and {len(changes) - MOST_CHANGES} more")
     return "\n".join(
         [
-            f"{checkpoint} is of a run that has taken its {step} steps with another configuration, "
-            "so this one would not be trained:",
+            f"{checkpoint} is of a finished run: it took {step} steps with another configuration, "
+            "so nothing would be trained with this one:",
             *shown,
-            "Set another training.run_dir, start this one at step 0 with --fresh (which moves what "
-            f"is there to earlier-N/ and deletes nothing), or train on from step {step} by a "
+            "Set another training.run_dir, or start at step 0 with --fresh (it moves the earlier "
+            f"files to earlier-N/ and deletes nothing), or continue after step {step} with a "
             "larger training.steps.",
         ]
     )

@@ -22,7 +22,7 @@ _RELATIVE_DIFFERENCE = 1e-9
 
 
 class _Schedule(Section):
-    """What of a configuration the rate follows from."""
+    """The sections of a configuration that determine the rate."""
 
     optimizer: OptimizerConfig
     scheduler: SchedulerConfig | None = None

@@ -39,8 +39,8 @@ _FOLLOWING_KEYS = {
     "zero_optimization.log_trace_cache_warnings",
 }
 
-# What the weights after a number of steps are a function of. The number of steps itself is not in
-# it: if the schedule follows from it, its total_num_steps is.
+# The sections that determine the weights after a given number of steps. training.steps is not
+# among them: if it determines the schedule, the resolved total_num_steps differs.
 _TRAINING_SECTIONS = (
     "model",
     "data",

@@ -1,6 +1,6 @@
-"""Which rule holds validation data out: that of the run, whatever a new run's rule is.
+"""A resumed run keeps the rule by which its validation data was held out.
 
-Another rule would train on other text, and the run could not be resumed. The corpus is prepared
+With another rule it would train on other text, and could not be resumed. The corpus is prepared
 before ranks meet, so each rank reads the rule from the newest checkpoint that it can read.
 """
 

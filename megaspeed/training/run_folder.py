@@ -1,7 +1,9 @@
 """The folder that a run writes to: found usable before anything starts, and never overwritten.
 
     config.json  metrics.jsonl  loss.png  checkpoints/     of this run
+    parts.jsonl                                            where the time of a step goes
     starts.jsonl                                           when it was started and resumed
+    logs/                                                  one file for each rank
     tensorboard/ wandb/                                    if training.report_to names them
     earlier-1/   earlier-2/  ...                           what made way for it, with the same names
 

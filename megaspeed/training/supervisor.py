@@ -1,16 +1,16 @@
-"""Starts a rank again after a failure, under launchers that do not: ``training.restart``.
+"""Restarts ranks after a failure, if the launcher does not: ``training.restart``.
 
     launcher  ->  supervisor of rank 0 (keeps the store)  ->  rank 0      attempt 0, 1, 2, ...
               ->  supervisor of rank 1                    ->  rank 1      attempt 0, 1, 2, ...
 
 Each process that the launcher has started becomes a supervisor, and the rank is its child. If a
 child fails, its supervisor raises the attempt's number in the store. All supervisors look there
-once a second; they end their children, and start the next ones. To a child, its supervisor is what
-torchrun's agent is: the same variables tell it of the store and of the attempt.
+once a second, end their children, and start the next ones. For a child, its supervisor takes the
+place of torchrun's agent: the same variables state the store and the attempt.
 
-torch's own agent (torch.distributed.elastic) is not used for this. It starts all ranks of a host
-from one process. But where srun gives each task its own GPU and processors, only that task can use
-them, and signals, exit codes and limits of memory belong to a task, too.
+torch's own agent (torch.distributed.elastic) is not used, because it starts all ranks of a host
+from one process. If srun gives each task its own GPU and processors, only that task can use them.
+Signals, exit codes and memory limits also belong to a task.
 
 Exit codes: 0 (done, or told to stop) and 2 (the input is wrong) end all ranks. Others restart them.
 """
@@ -97,7 +97,7 @@ class _Supervisor:
         return code
 
     def _open_store(self) -> "Store":
-        # Imported here: a process that supervises nothing would wait for torch before its time.
+        # Imported here: only a supervisor needs it, and torch takes seconds to import.
         import torch.distributed as dist
 
         from megaspeed.topology.meeting import open_store
@@ -176,15 +176,15 @@ class _Supervisor:
         return [rank for rank in range(self._world) if not store.check([f"{what}: {rank}"])]
 
     def _look_for_the_others(self, store: "Store") -> None:
-        """A supervisor that was killed answers no more: the others would wait for its rank."""
+        """Detect a supervisor that was killed. Otherwise the others would wait for its rank."""
         if self._gathering is None or time.monotonic() < self._gathering[0]:
             return
         what, self._gathering = self._gathering[1], None
-        # How long the launcher takes to start all ranks is not known here; the ranks wait for it.
+        # The launcher may take any time to start all ranks; the ranks themselves wait for them.
         missing = [] if what == "started in attempt 0" else self._missing(store, what)
         if missing:
             store.compare_set("end", "", str(EXIT_FAILED))
-            self._say(f"ends, because no supervisor answers of rank {', '.join(map(str, missing))}")
+            self._say(f"ends: no answer from the supervisor of rank {', '.join(map(str, missing))}")
 
     def _leave(self, store: "Store") -> int:
         code = int(store.get("end"))
@@ -237,7 +237,7 @@ def _training_of(arguments: Sequence[str]) -> TrainingConfig:
 
 
 def _end_with_the_supervisor() -> None:
-    """If this process has one: without it, nobody waits for this process any more."""
+    """Let this process end with its supervisor, if it has one."""
     supervisor = os.environ.get(SUPERVISOR)
     if supervisor is not None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)

@@ -31,7 +31,7 @@ from megaspeed.training.step_inputs import StepInputs
 from megaspeed.training.worker import StepResult, Worker
 
 SAVE_PATIENCE = 24.0
-"""A disk may be very slow, and a rank that has died or stopped is noticed all the same."""
+"""A disk may be very slow. A rank that has died or stopped is still detected earlier."""
 
 
 _MOST_RANKS_NAMED = 4
@@ -49,13 +49,13 @@ class Observer(Protocol):
         """An optimizer step is over."""
 
     def parts(self, metrics: PartMetrics) -> None:
-        """It is known where the time of an earlier step went."""
+        """The time of each part of an earlier step is known."""
 
     def validation(self, metrics: ValidationMetrics) -> None:
         """An evaluation is over."""
 
     def stopping(self, told_by: signal.Signals, step: int, save_seconds: float | None) -> None:
-        """The run ends with this step, before its time; the save before took so long."""
+        """The run stops early, after this step; the previous save took ``save_seconds``."""
 
     def saved(self, report: SaveReport) -> None:
         """A checkpoint is written, or could not be."""
@@ -218,8 +218,8 @@ class Trainer:
             f"because the loss ({metrics.loss}) or the gradient norm ({metrics.grad_norm}) is not "
             f"finite. In the last of them {culprit}. Lower the learning rate, lengthen its warmup, "
             "or set gradient_clipping; "
-            f"training.max_skipped_steps ({self._run.config.training.max_skipped_steps}) says how "
-            "many are borne."
+            "the limit is training.max_skipped_steps "
+            f"({self._run.config.training.max_skipped_steps})."
         )
 
     def _culprit(self, progress: Progress) -> str:
@@ -245,11 +245,11 @@ class Trainer:
         parameters = ((r, f.parameter) for r, f in enumerate(ranks) if f.parameter is not None)
         rank, parameter = next(parameters, (0, None))
         if parameter is None:
-            return "neither a loss nor a gradient is, but their sums are"
+            return "every loss and every gradient is finite, but a sum of them is not"
         return f"every loss is finite; the first gradient that is not: {parameter} on rank {rank}"
 
     def _is_timed(self, step: int) -> bool:
-        """Those that the console shows, so that knowing their parts costs next to nothing."""
+        """Only the steps that the console prints are timed, so the cost is small."""
         return step % self._run.config.training.log_interval == 0
 
     def _save(self, progress: Progress, stopped_by: signal.Signals | None) -> None:

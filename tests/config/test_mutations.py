@@ -1,4 +1,4 @@
-"""Bad input is met with exit code 2 and one message, at once, and leaves nothing behind."""
+"""Bad input gives exit code 2 and one message, quickly, and leaves no files."""
 
 import contextlib
 import copy

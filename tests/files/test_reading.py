@@ -1,4 +1,4 @@
-"""What is no ordinary file is told by its kind, and never opened."""
+"""A path that is not a regular file is reported with its kind, and never opened."""
 
 import os
 import re

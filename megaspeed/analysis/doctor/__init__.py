@@ -1,4 +1,4 @@
-"""Whether a run could start here, asked under its own launcher, before any process group exists.
+"""Checks whether a run can start here, under its own launcher, before it creates process groups.
 
     every rank     record: versions, configuration, data, limits, GPUs      record.py
         |             over a store, with a deadline for each answer         meeting.py
@@ -10,5 +10,5 @@
         |
     rank 0         what differs and what is wrong, on which rank            diagnosis.py, report.py
 
-No step waits longer than its limit, and a rank that is stuck is named.
+Every step has a time limit, and a rank that does not respond is named.
 """

@@ -1,4 +1,4 @@
-"""A limit on the seconds that a step may take, even where it waits for a disk or a driver."""
+"""A time limit for a step, even if it waits for a disk or a driver."""
 
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -9,7 +9,7 @@ Result = TypeVar("Result")
 
 
 def within(seconds: float, make: Callable[[], Result]) -> Result:
-    """What `make` returns, computed in another thread, which is left behind after `seconds`.
+    """What `make` returns. It runs in another thread, which is abandoned after `seconds`.
 
     Raises:
         TimeoutError: `make` has not returned.

@@ -1,7 +1,7 @@
-"""What is wrong, on which rank, and what is only worth a remark.
+"""What is wrong, and on which rank.
 
-Ranks are compared with what most of them have, so that one odd rank is one line, and not a line for
-every other.
+Each rank is compared with the value that most ranks have. So one rank that differs gives one line,
+not one for each of the others.
 """
 
 from collections import Counter

@@ -1,7 +1,7 @@
-"""The doctor's visit, step by step; every rank calls `examine`, and rank 0 gets the findings.
+"""The checks of the doctor, in order. Every rank calls `examine`, and rank 0 gets the findings.
 
-Rank 0 decides after the records which further steps make sense, and tells the others. So ranks with
-different configurations, or fewer than expected, never wait in a collective.
+Rank 0 reads the records, decides which further checks are possible, and informs the other ranks. So
+no rank waits in a collective if configurations differ or ranks are missing.
 """
 
 import time

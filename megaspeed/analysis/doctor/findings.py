@@ -1,4 +1,4 @@
-"""All that the ranks found, before anybody judges it."""
+"""What the ranks measured, before it is evaluated."""
 
 from dataclasses import dataclass, field
 
@@ -8,7 +8,7 @@ from megaspeed.analysis.doctor.record import Record
 
 @dataclass(frozen=True, kw_only=True)
 class LinkAnswer:
-    """What one rank measured, or what kept it from it."""
+    """What one rank measured, or why it could not."""
 
     links: tuple[Link, ...]
     problem: str | None

@@ -1,4 +1,4 @@
-"""Whether all ranks share training.run_dir: they read what rank 0 writes, and rank 0 theirs.
+"""Checks that all ranks share training.run_dir: all read rank 0's file, and rank 0 reads theirs.
 
     rank 0       writes .doctor-<random>                            looks for the marks
     every rank                   reads it, writes .doctor-<random>-<rank>

@@ -1,4 +1,4 @@
-"""Answers of all ranks to rank 0, and rank 0's word to all, over a store and without a collective.
+"""Messages from all ranks to rank 0, and from rank 0 to all, over a store, without collectives.
 
     rank 1, 2, ...  --put("record", {...})-->  store  --everyones("record")-->  rank 0
     rank 1, 2, ...  <--hear("next")----------  store  <--tell("next", ...)----  rank 0
@@ -81,19 +81,19 @@ class Meeting:
         ]
 
     def tell(self, name: str, value: Any) -> None:
-        """Rank 0's word."""
+        """Rank 0 sends a value to all ranks."""
         self._store.set(name, json.dumps(value))
 
     def hear(self, name: str, seconds: float) -> Any:
-        """What rank 0 tells.
+        """Wait for a value, usually from rank 0.
 
         Raises:
-            NobodyThere: it tells nothing within `seconds`, or has ended.
+            NobodyThere: it does not arrive within `seconds`, or the store has ended.
         """
         try:
             self._store.wait([name], timedelta(seconds=seconds))
             return json.loads(self._store.get(name))
         except RuntimeError as error:  # torch's DistError is one
             raise NobodyThere(
-                f"rank {self.rank} waited {seconds:g} s for rank 0 ({name}), which is stuck or dead"
+                f"rank {self.rank} waited {seconds:g} s for rank 0 ({name}), which did not answer"
             ) from error

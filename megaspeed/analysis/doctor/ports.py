@@ -1,4 +1,4 @@
-"""Whether machines can connect to each other at ports that nobody named, as gloo and NCCL do.
+"""Checks that machines can connect at ports that the system chooses, as gloo and NCCL do.
 
 node 0 --> node 1 --> node 2 --> ... --> node 0      each listens, and the one before it connects
 """

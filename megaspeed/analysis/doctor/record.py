@@ -1,4 +1,4 @@
-"""What a rank finds out about itself and its machine."""
+"""What a rank reports about itself and its machine."""
 
 import hashlib
 import os
@@ -109,7 +109,7 @@ def take_record(
         first_of_node=launch.local_rank == 0,
         launcher=launch.source,
         versions=limited("reading the versions", _versions) or {},
-        settings={} if run is None else _flat(run.config.model_dump(mode="json")),
+        settings={} if run is None else _flat(run.common_json()),
         data={} if corpus is None else _fingerprints(corpus),
         degrees=() if run is None else (run.grid.pp, run.grid.dp, run.grid.tp),
         device=limited("naming the GPU", _device_name) if on_gpu else "cpu",

@@ -1,4 +1,4 @@
-"""What works, but costs speed."""
+"""Remarks on settings and links that work, but are slow."""
 
 import statistics
 from collections.abc import Iterator
@@ -83,7 +83,7 @@ def _slow_groups(groups: dict[str, list[Link]]) -> Iterator[str]:
             if len(links) >= _MANY_GROUPS and link.bytes_per_second < _SLOW * middle:
                 yield (
                     f"the {axis} group of ranks {list(link.ranks)} is slow: "
-                    f"{rate(link.bytes_per_second)}, where half of the groups reach {rate(middle)}"
+                    f"{rate(link.bytes_per_second)}, but half of the groups reach {rate(middle)}"
                 )
 
 

@@ -4,7 +4,7 @@
                                    predicted    measured
     parameters                          2.90        2.90
     ...
-    What frees most on the fullest rank, by prediction:
+    Changes that free most memory on the fullest rank (predicted):
         18.11 GiB: --set parallel.activation_checkpointing=full
 
 Nothing here runs unless memory has run out.
@@ -69,12 +69,12 @@ def explain_out_of_memory(run: Run, context: ParallelContext, engine: ZeroEngine
         )
     changes = single_changes(Training(stated=run.config, run=run), gpus_per_node)[:_MOST_CHANGES]
     if changes:
-        lines.append("What frees most on the fullest rank, by prediction:")
+        lines.append("Changes that free most memory on the fullest rank (predicted):")
         lines += [
             f"{unit.of(freed):>9} {unit.name}: --set {' '.join(text)}" for freed, text in changes
         ]
     else:
-        lines.append("No single change of the settings frees memory on as many ranks: use more.")
+        lines.append("No single change of the settings frees memory: use more ranks.")
     return "\n".join(lines)
 
 

@@ -1,7 +1,7 @@
-"""Runs as their folders tell of them, while they train and afterwards.
+"""What run folders record, while a run trains and afterwards.
 
 record.py        what a run folder holds: steps, validations, starts, the configuration
-differences.py   where two runs part: the first step and number, and the keys of the configuration
+differences.py   where two runs differ: the first step and quantity, the keys of the configuration
 predictions.py   bubble, traffic and peak memory as predicted from a run's configuration
 charts.py        numbers over steps as SVG
 page.py          one HTML page of one or several runs

@@ -1,7 +1,7 @@
 """What a run folder holds, read while the run may still be writing to it.
 
-A line that cannot be read is passed over and counted: a run that was killed leaves half a line, and
-a run that goes on has written half of its next one.
+A line that cannot be read is skipped and counted. A run that was killed may leave half a line, and
+a run that is still training may have written only half of the next one.
 """
 
 import json
@@ -28,7 +28,7 @@ class Start:
     """One start of a run.
 
     Attributes:
-        step: it went on from; 0 is the beginning.
+        step: the step after which it continued; 0 for a new run.
         time: in ISO 8601, with the time zone.
         layout: such as "pp 2 x dp 2 x tp 1, ZeRO-3".
     """

@@ -1,6 +1,6 @@
 """DeepSpeed 0.19.8 reduces gradients in the middle of a backward pass (runtime/zero/
-stage_1_and_2.py:2205 and stage3.py:1648), and says nothing of how long it takes. Each call of these
-two methods counts for the data axis here, also where DeepSpeed calls them from its hooks.
+stage_1_and_2.py:2205 and stage3.py:1648), and does not report how long this takes. Here each call
+of these two methods counts for the data axis, including the calls from DeepSpeed's hooks.
 """
 
 from typing import Any
