@@ -16,6 +16,8 @@ def pytest_configure() -> None:
     os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
     # What a shell starts in the background ignores Ctrl-C, and so does all that is started there.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    # And `nohup` ignores the end of the terminal.
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 @pytest.fixture(scope="session")

@@ -23,7 +23,6 @@ import os
 import re
 import signal
 import socket
-import sys
 import threading
 import time
 import traceback as tracebacks
@@ -221,8 +220,7 @@ class Watch:
             for rank in gone:
                 doing, host = self._doing(rank), self._meeting.host_of(rank)
                 say(f"{place_of(self._grid, rank, doing, host)} gives no sign of life")
-            sys.stderr.write(text)
-            sys.stderr.flush()
+            say(text.rstrip("\n"))
             _leave_for_torchrun(os.environ.get("TORCHELASTIC_ERROR_FILE"), text)
 
     def _wait_for_a_better_reason(self, error: Exception) -> list[int]:
