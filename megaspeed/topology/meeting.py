@@ -15,7 +15,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -24,6 +24,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from megaspeed.files.leaves import leaves
 from megaspeed.topology.launch import LaunchEnvironment
 
 _SECONDS_UNTIL_TOLD = 10.0
@@ -329,17 +330,9 @@ def _verdict(differences: list[list[str]]) -> str | None:
 
 def _differences(reference: dict[str, Any], own: dict[str, Any]) -> list[str]:
     """Such as "parallel.tensor 2 -> 1"."""
-    before, now = dict(_flat(reference)), dict(_flat(own))
+    before, now = dict(leaves(reference)), dict(leaves(own))
     return [
         f"{key} {json.dumps(before.get(key))} -> {json.dumps(now.get(key))}"
         for key in dict.fromkeys([*before, *now])
         if before.get(key) != now.get(key)
     ][:_MOST_NAMED]
-
-
-def _flat(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
-    if isinstance(value, dict):
-        for name, inner in value.items():
-            yield from _flat(inner, f"{key}.{name}" if key else name)
-    else:
-        yield key, value

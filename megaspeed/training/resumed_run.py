@@ -7,7 +7,7 @@ something else.
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
@@ -17,6 +17,7 @@ from megaspeed.checkpoint.run_state import DataIdentity, Progress, RunState
 from megaspeed.config.model import ModelConfig
 from megaspeed.config.resolve import Run
 from megaspeed.config.run import RunConfig
+from megaspeed.files.leaves import leaves
 
 _DATA_KEYS = {
     "corpus": "the training text (data.train)",
@@ -99,9 +100,9 @@ def config_changes(saved: RunState, run: Run) -> list[str]:
 
     An imported model has a model section and no other.
     """
-    before = dict(_leaves(saved_config(saved)))
+    before = dict(leaves(saved_config(saved)))
     said = saved.config if saved.imported_from is not None else run.as_json()
-    now = dict(_leaves({key: value for key, value in run.as_json().items() if key in said}))
+    now = dict(leaves({key: value for key, value in run.as_json().items() if key in said}))
     return [
         f"{name}: {_told(before, name)} -> {_told(now, name)}"
         for name in sorted(before.keys() | now.keys())
@@ -173,7 +174,7 @@ def _trained(config: Mapping[str, Any]) -> dict[str, Any]:
         parts = dict(parts)
     return {
         name: value
-        for name, value in _leaves(parts)
+        for name, value in leaves(parts)
         if name != "model.preset"
         and (name in _TRAINING_KEYS or name.split(".")[0] in _TRAINING_SECTIONS)
     }
@@ -181,14 +182,6 @@ def _trained(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _drops(model: ModelConfig) -> bool:
     return max(model.embedding_dropout, model.attention_dropout, model.residual_dropout) > 0.0
-
-
-def _leaves(tree: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in tree.items():
-        if isinstance(value, Mapping):
-            yield from _leaves(value, f"{path}{name}.")
-        else:
-            yield f"{path}{name}", value
 
 
 def _default_of(name: str) -> Any:

@@ -24,6 +24,7 @@ from megaspeed.data.config_problems import find_problems_in_file
 from megaspeed.data.errors import DataError
 from megaspeed.data.prepare import prepare_corpus
 from megaspeed.data.prepared import PreparedCorpus
+from megaspeed.files.leaves import leaves
 from megaspeed.topology.launch import LaunchEnvironment
 from megaspeed.topology.process_settings import open_files_of
 
@@ -109,7 +110,7 @@ def take_record(
         first_of_node=launch.local_rank == 0,
         launcher=launch.source,
         versions=limited("reading the versions", _versions) or {},
-        settings={} if run is None else _flat(run.common_json()),
+        settings={} if run is None else {k: str(v) for k, v in leaves(run.common_json())},
         data={} if corpus is None else _fingerprints(corpus),
         degrees=() if run is None else (run.grid.pp, run.grid.dp, run.grid.tp),
         device=limited("naming the GPU", _device_name) if on_gpu else "cpu",
@@ -165,14 +166,6 @@ def _fingerprints(corpus: PreparedCorpus) -> dict[str, str]:
         "validation text": "none" if corpus.validation is None else corpus.validation.fingerprint,
         "tokenizer": corpus.tokenizer_fingerprint or "not stated",
     }
-
-
-def _flat(values: Any, path: str = "") -> dict[str, str]:
-    """{"a": {"b": 1}} as {"a.b": "1"}."""
-    if not isinstance(values, dict):
-        return {path: str(values)}
-    pairs = (_flat(value, f"{path}.{key}" if path else key) for key, value in values.items())
-    return {key: value for pair in pairs for key, value in pair.items()}
 
 
 def _device_name() -> str:

@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from megaspeed.analysis.watching.record import RunRecord, number
+from megaspeed.files.leaves import leaves
 
 QUANTITIES = (
     "tokens",
@@ -114,19 +115,10 @@ def _differences(step: int, one: Mapping[str, Any], two: Mapping[str, Any]) -> I
 
 def config_differences(runs: Sequence[RunRecord]) -> Iterator[tuple[str, list[str]]]:
     """Each key whose values differ among the runs, with its value in each; "-" where it lacks."""
-    flat = [dict(_flat(run.config)) for run in runs]
+    flat = [{key: json.dumps(value) for key, value in leaves(run.config)} for run in runs]
     for settings in flat:
         settings.pop("training.run_dir", None)  # differs always
     for key in sorted(set().union(*flat)):
         values = [settings.get(key, "-") for settings in flat]
         if len(set(values)) > 1:
             yield key, values
-
-
-def _flat(value: Any, path: str = "") -> Iterator[tuple[str, str]]:
-    """``section.key`` and its value as JSON."""
-    if isinstance(value, Mapping):
-        for key, inner in value.items():
-            yield from _flat(inner, f"{path}.{key}" if path else str(key))
-    else:
-        yield path, json.dumps(value)
