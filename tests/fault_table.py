@@ -15,7 +15,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from tests.nodes import deepspeed, torchrun, two_nodes
 from tests.test_faults import HOST, Job
+from tests.test_two_nodes import lay_out, run_with_a_cut
 
 LAYOUT = ("parallel.pipeline=2", "parallel.tensor=2", "parallel.data=2")
 LAUNCHERS = ("deepspeed", "torchrun")
@@ -32,15 +34,23 @@ FAULTS: dict[str, tuple[str, tuple[str, ...], str]] = {
     "NaN": (
         "nan rank={} step=4 work=Forward",
         ("training.max_skipped_steps=1",),
-        r"not finite on rank (?!{{)",
+        r"the loss is not finite on rank {computes_the_loss} \(.*micro-batch 0 \(samples ",
     ),
     "slow": (
         "slow rank={} step=4 work=Forward seconds=1",
         ("training.steps=8", "training.log_interval=1"),
         r"step +4  slowest: rank {rank} \(",
     ),
+    "full disk": (
+        "disk rank={} step=4 work=Forward",
+        ("training.steps=8", "training.save_interval=4", "zero_optimization.stage=1"),
+        r"step +4  no checkpoint: rank {rank}: File too large",
+    ),
 }
 """Fault -> what is injected, the run's settings, and what the console must say."""
+
+CUT = "network cut"
+RANKS_CUT_OFF = "4 to 7"
 
 
 def measure(fault: str, launcher: str, rank: int) -> dict[str, Any]:
@@ -50,25 +60,27 @@ def measure(fault: str, launcher: str, rank: int) -> dict[str, Any]:
         job = Job(Path(folder), launcher, *LAYOUT, *changes, fault=injected.format(rank), ranks=8)
         job.wait_until_training()
         ended = job.ended()
-    said = re.search(named.format(host=re.escape(HOST), rank=rank), ended.out + ended.err)
-    return {
-        "fault": fault,
-        "launcher": launcher,
-        "rank": rank,
-        "seconds": round(ended.seconds, 1),
-        "code": ended.code,
-        "named": said is not None,
-    }
+    computes_the_loss = 4 + rank // 2 % 2 * 2  # tp 0 of the last pipeline stage, of this dp
+    pattern = named.format(host=re.escape(HOST), rank=rank, computes_the_loss=computes_the_loss)
+    said = re.search(pattern, ended.out + ended.err)
+    return {"seconds": round(ended.seconds, 1), "code": ended.code, "named": said is not None}
 
 
-def missing(results: Path, ranks: list[int]) -> Iterator[tuple[str, str, int]]:
-    """What has not been measured yet."""
+def measure_cut(launcher: str) -> dict[str, Any]:
+    """One launch on two nodes of four ranks each, of which the second loses its network."""
+    start = {"deepspeed": deepspeed, "torchrun": torchrun}[launcher]
+    with tempfile.TemporaryDirectory() as folder, two_nodes(Path(folder), ranks=4) as nodes:
+        lay_out(nodes)
+        cut = run_with_a_cut(start, nodes, Path(folder) / "run", *LAYOUT)
+    named = "ranks 4, 5, 6, 7 did not answer" in cut.outs[0] and "not answer (node0" in cut.outs[1]
+    return {"seconds": round(cut.seconds, 1), "code": max(cut.codes), "named": named}
+
+
+def missing(results: Path, ranks: list[int]) -> Iterator[tuple[str, str, int | str]]:
+    """What has not been measured yet: fault, launcher, ranks."""
     known = {(r["fault"], r["launcher"], r["rank"]) for r in read(results)}
-    for rank in ranks:
-        for fault in FAULTS:
-            for launcher in LAUNCHERS:
-                if (fault, launcher, rank) not in known:
-                    yield fault, launcher, rank
+    wanted = [*product(FAULTS, LAUNCHERS, ranks), *product([CUT], LAUNCHERS, [RANKS_CUT_OFF])]
+    yield from (one for one in wanted if one not in known)
 
 
 def read(results: Path) -> list[dict[str, Any]]:
@@ -80,12 +92,12 @@ def table(results: list[dict[str, Any]]) -> Iterator[str]:
     """The lines of the table, as Markdown."""
     yield "| fault | launcher | ranks | seconds to the end, median (most) | exit code | named |"
     yield "|---|---|---|---|---|---|"
-    for fault, launcher in product(FAULTS, LAUNCHERS):
+    for fault, launcher in product((*FAULTS, CUT), LAUNCHERS):
         found = [r for r in results if (r["fault"], r["launcher"]) == (fault, launcher)]
         if not found:
             continue
         seconds = [r["seconds"] for r in found]
-        ranks = ", ".join(str(r["rank"]) for r in found)
+        ranks = ", ".join(sorted(str(r["rank"]) for r in found))
         codes = ", ".join(map(str, sorted({r["code"] for r in found})))
         named = f"{sum(r['named'] for r in found)} of {len(found)}"
         ended = f"{median(seconds):.0f} ({max(seconds):.0f})"
@@ -95,14 +107,16 @@ def table(results: list[dict[str, Any]]) -> Iterator[str]:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("results", type=Path)
-    parser.add_argument("--ranks", type=int, nargs="+", default=[0, 5, 2, 1, 4, 7, 3, 6])
+    parser.add_argument("--ranks", type=int, nargs="+", default=list(range(8)))
     parser.add_argument("--show", action="store_true")
     options = parser.parse_args()
     if not options.show:
         for fault, launcher, rank in missing(options.results, options.ranks):
-            result = measure(fault, launcher, rank)
+            is_cut = isinstance(rank, str)
+            result = measure_cut(launcher) if is_cut else measure(fault, launcher, rank)
+            key = {"fault": fault, "launcher": launcher, "rank": rank}
             with options.results.open("a") as file:
-                file.write(json.dumps(result) + "\n")
+                file.write(json.dumps(key | result) + "\n")
     sys.stdout.writelines(f"{line}\n" for line in table(read(options.results)))
 
 

@@ -29,7 +29,6 @@ import yaml
 
 ROOT = Path(__file__).parents[1]
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
-RANKS_OF_A_NODE = 2
 
 
 @dataclass(frozen=True)
@@ -40,12 +39,14 @@ class Node:
         folder: its own folder, with a checkout of this repository in it.
         address: where the other node reaches it.
         enter: what a command begins with to run there.
+        ranks: how many ranks run there.
     """
 
     index: int
     folder: Path
     address: str
     enter: tuple[str, ...]
+    ranks: int = 2
 
     def start(
         self, command: Sequence[str | Path], out: Path, **variables: str
@@ -84,7 +85,7 @@ class Node:
 
 
 @contextmanager
-def two_nodes(folder: Path) -> Iterator[list[Node]]:
+def two_nodes(folder: Path, ranks: int = 2) -> Iterator[list[Node]]:
     """Two nodes whose folders are made in `folder`; they and their networks end with the block."""
     folders = [folder / "first", folder / "second"]
     for own in folders:
@@ -97,7 +98,10 @@ def two_nodes(folder: Path) -> Iterator[list[Node]]:
             addresses = ["10.213.77.1", "10.213.77.2"]
         except (OSError, subprocess.CalledProcessError):
             enters, addresses = [(), ()], ["127.0.0.2", "127.0.0.3"]
-        yield [Node(index, folders[index], addresses[index], enters[index]) for index in range(2)]
+        yield [
+            Node(index, folders[index], addresses[index], enters[index], ranks)
+            for index in range(2)
+        ]
 
 
 @contextmanager
@@ -135,7 +139,7 @@ def torchrun(node: Node, first: Node, port: int) -> list[str]:
     return [
         *TORCHRUN,
         *("--nnodes", "2", "--node-rank", str(node.index)),
-        *("--nproc-per-node", str(RANKS_OF_A_NODE)),
+        *("--nproc-per-node", str(node.ranks)),
         *("--master-addr", first.address, "--master-port", str(port)),
     ]
 
@@ -143,7 +147,7 @@ def torchrun(node: Node, first: Node, port: int) -> list[str]:
 def deepspeed(node: Node, first: Node, port: int) -> list[str]:
     """The same with a hostfile, without ssh."""
     hostfile = node.folder / "hostfile"
-    hostfile.write_text("".join(f"node{i} slots={RANKS_OF_A_NODE}\n" for i in range(2)))
+    hostfile.write_text("".join(f"node{i} slots={node.ranks}\n" for i in range(2)))
     return [
         str(Path(sys.executable).with_name("deepspeed")),
         *("--hostfile", str(hostfile), "--no_ssh", "--node_rank", str(node.index)),
@@ -158,7 +162,7 @@ def kubernetes(node: Node, first: Node, port: int) -> list[str]:
     command: list[str] = pod["spec"]["containers"][0]["command"]
     options = command[1 : command.index("scripts/pretrain.py")]
     given = {"$(RANK)": node.index, "$(MASTER_ADDR)": first.address, "$(MASTER_PORT)": port}
-    for name, value in {**given, "-node=8": f"-node={RANKS_OF_A_NODE}"}.items():
+    for name, value in {**given, "-node=8": f"-node={node.ranks}"}.items():
         options = [option.replace(name, str(value)) for option in options]
     return [*TORCHRUN, *options]
 

@@ -143,15 +143,15 @@ def test_a_rank_that_does_not_come_is_named_in_time(tmp_path: Path) -> None:
 STUCK = """
 import os, sys, time
 from pathlib import Path
-from megaspeed.analysis.doctor.meeting import Meeting
+from megaspeed.analysis.doctor.messages import Messages
 from megaspeed.analysis.doctor.record import take_record
 from megaspeed.topology.launch import read_launch_environment
+from megaspeed.topology.meeting import open_store
 
 launch = read_launch_environment(os.environ)
-port = int(os.environ["MASTER_PORT"])
-meeting = Meeting.join(launch, address="127.0.0.1", port=port, agent_store=False, seconds=60)
+messages = Messages(launch, open_store(launch, 60))
 record, _ = take_record(Path(sys.argv[-1]), [], launch, 60)
-meeting.put("record", record.as_json())
+messages.put("record", record.as_json())
 time.sleep(600)
 """
 
@@ -195,6 +195,6 @@ def test_a_meeting_point_that_is_taken_or_out_of_reach_is_named_in_time(tmp_path
         (first,) = ended([start(0, 2, port, config, *options)])
         (second,) = ended([start(1, 2, port, config, *options)])
     assert (first[0], second[0]) == (1, 1)
-    assert f"rank 0 cannot listen at MASTER_ADDR:MASTER_PORT 127.0.0.1:{port}" in first[1]
-    assert f"rank 1 cannot reach MASTER_ADDR:MASTER_PORT 127.0.0.1:{port} within 3 s" in second[1]
+    assert f"rank 0 could not listen at 127.0.0.1:{port} (MASTER_ADDR, MASTER_PORT)" in first[1]
+    assert f"rank 1 has not reached the store of rank 0 at 127.0.0.1:{port}" in second[1]
     assert "Traceback" not in first[1] + second[1]

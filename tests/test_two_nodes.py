@@ -7,6 +7,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -44,14 +45,18 @@ pytestmark = pytest.mark.timeout(600)
 def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Node]]:
     """Each with its own configuration, at another path, and its own texts."""
     with two_nodes(tmp_path_factory.mktemp("nodes")) as both:
-        for node in both:
-            texts = node.folder / "text"
-            texts.mkdir()
-            (texts / "a.txt").write_bytes((ROOT / "LICENSE").read_bytes())
-            (texts / "b.txt").write_bytes((ROOT / "scripts" / "pretrain.py").read_bytes())
-            config_of(node).parent.mkdir()
-            config_of(node).write_text(json.dumps(CONFIG))
+        lay_out(both)
         yield both
+
+
+def lay_out(nodes: list[Node]) -> None:
+    for node in nodes:
+        texts = node.folder / "text"
+        texts.mkdir()
+        (texts / "a.txt").write_bytes((ROOT / "LICENSE").read_bytes())
+        (texts / "b.txt").write_bytes((ROOT / "scripts" / "pretrain.py").read_bytes())
+        config_of(node).parent.mkdir()
+        config_of(node).write_text(json.dumps(CONFIG))
 
 
 def config_of(node: Node) -> Path:
@@ -99,18 +104,31 @@ def test_two_nodes_train_the_model_of_one_process(
         assert list((node.folder / "home" / ".cache" / "megaspeed").iterdir()), "its own corpus"
 
 
-@pytest.mark.parametrize("launcher", [deepspeed])
-def test_a_network_that_is_cut_ends_both_nodes_and_each_names_the_other(
-    launcher: Callable[[Node, Node, int], list[str]], nodes: list[Node], tmp_path: Path
-) -> None:
-    """No connection is closed: every rank would wait for half an hour, in silence."""
-    if not nodes[0].enter:
-        pytest.skip("only a network namespace can be cut off, and it takes root")
-    run_dir, port = tmp_path / "run", free_port()
-    changes = [*ACROSS, "training.steps=100000", "training.hang_timeout_seconds=8"]
-    outs = [node.folder / "out" for node in nodes]
+@dataclass(frozen=True)
+class Cut:
+    """Both launches of a run whose network was cut.
+
+    Attributes:
+        codes, outs: exit code and output of each node.
+        seconds: from the cut to the end of both.
+    """
+
+    codes: list[int]
+    outs: list[str]
+    seconds: float
+
+
+def run_with_a_cut(
+    launcher: Callable[[Node, Node, int], list[str]],
+    nodes: list[Node],
+    run_dir: Path,
+    *changes: str,
+) -> Cut:
+    """A run over both nodes; the second one is taken off the network after three steps."""
+    port, outs = free_port(), [node.folder / "out" for node in nodes]
+    endless = (*changes, "training.steps=100000", "training.hang_timeout_seconds=8")
     started = [
-        node.start([*launcher(node, nodes[0], port), *pretrain(node, run_dir, *changes)], out)
+        node.start([*launcher(node, nodes[0], port), *pretrain(node, run_dir, *endless)], out)
         for node, out in zip(nodes, outs, strict=True)
     ]
     try:
@@ -120,13 +138,25 @@ def test_a_network_that_is_cut_ends_both_nodes_and_each_names_the_other(
             assert time.monotonic() < deadline, outs[0].read_text() + outs[1].read_text()
             time.sleep(0.2)
         nodes[1].cut(off=True)
+        since = time.monotonic()
         codes = [process.wait(timeout=90) for process in started]
+        seconds = time.monotonic() - since
     finally:
         for process in started:
             end_session(process)
         nodes[1].cut(off=False)
-    assert 0 not in codes
-    first, second = (out.read_text() for out in outs)
+    return Cut(codes, [out.read_text() for out in outs], seconds)
+
+
+def test_a_network_that_is_cut_ends_both_nodes_and_each_names_the_other(
+    nodes: list[Node], tmp_path: Path
+) -> None:
+    """No connection is closed: every rank would wait for half an hour, in silence."""
+    if not nodes[0].enter:
+        pytest.skip("only a network namespace can be cut off, and it takes root")
+    cut = run_with_a_cut(deepspeed, nodes, tmp_path / "run", *ACROSS)
+    assert 0 not in cut.codes
+    first, second = cut.outs
     assert "no progress for 8 s: ranks 2, 3 did not answer" in first
     assert "rank 0 did not answer (node0), which keeps the store of all ranks: " in second
     assert "rank 2 is in step " in second

@@ -46,10 +46,11 @@ def run(options: argparse.Namespace) -> int:
     # Imported here: torch takes seconds, which other commands need not wait for.
     from megaspeed.analysis.doctor.diagnosis import find_problems
     from megaspeed.analysis.doctor.examination import Examined, examine
-    from megaspeed.analysis.doctor.meeting import Meeting, NobodyThere
+    from megaspeed.analysis.doctor.messages import Messages
     from megaspeed.analysis.doctor.remarks import make_remarks
     from megaspeed.analysis.doctor.report import as_json, doctor_table, problem_lines
     from megaspeed.topology.gloo_interface import address_towards
+    from megaspeed.topology.meeting import GroupError, open_store
     from megaspeed.topology.process_exit import end_process
 
     def report(examined: Examined) -> int:
@@ -70,25 +71,17 @@ def run(options: argparse.Namespace) -> int:
         write_json(options, as_json(examined, problems, remarks))
         return EXIT_FAILED if problems else EXIT_DONE
 
-    host = os.environ.get("MASTER_ADDR", "localhost")
     try:
-        meeting = Meeting.join(
-            launch,
-            address=host,
-            port=int(os.environ.get("MASTER_PORT", "0")),
-            agent_store=os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
-            seconds=options.timeout,
-        )
         code = examine(
             options.config,
             options.overrides,
             launch,
-            meeting,
-            address=address_towards(host) or "127.0.0.1",
+            Messages(launch, open_store(launch, options.timeout)),
+            address=address_towards(os.environ.get("MASTER_ADDR", "localhost")) or "127.0.0.1",
             seconds=options.timeout,
             report=report,
         )
-    except NobodyThere as error:
+    except GroupError as error:
         say(str(error), error=True)
         code = EXIT_FAILED
     if launch.world_size > 1:

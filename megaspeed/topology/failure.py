@@ -8,8 +8,13 @@ The report is written while the exception propagates, before anything waits. Oth
 for this rank, and objects that close after the exception may wait for them.
 """
 
+import contextlib
+import json
 import socket
+import time
 import traceback
+from pathlib import Path
+from typing import Any
 
 from megaspeed.topology.grid import Grid
 
@@ -39,3 +44,26 @@ def describe_failure(error: Exception, grid: Grid, rank: int) -> str:
     lines = str(error).strip().splitlines() or [""]
     trace = "".join(traceback.format_exception(error))
     return f"{place_of(grid, rank, ', '.join(phases))} {type(error).__name__}: {lines[0]}\n{trace}"
+
+
+def write_error_file(error_file: str | None, text: str) -> None:
+    """Write the file in which torchrun looks for the reason why a rank has ended.
+
+    Args:
+        error_file: where torchrun looks; None if another launcher started the rank.
+        text: the report. Its first line becomes the message.
+    """
+    if error_file is None or Path(error_file).exists():
+        return
+    extra: dict[str, Any] = {"py_callstack": text, "timestamp": str(int(time.time()))}
+    message = {"message": text.splitlines()[0], "extraInfo": extra}
+    with contextlib.suppress(OSError):
+        Path(error_file).write_text(json.dumps({"message": message}))
+
+
+def processes_killed_for_memory() -> int:
+    """How many processes the kernel has ended on this host because memory ran out."""
+    with contextlib.suppress(OSError, StopIteration, ValueError):
+        lines = Path("/proc/vmstat").read_text().splitlines()
+        return int(next(line for line in lines if line.startswith("oom_kill ")).split()[1])
+    return 0

@@ -47,6 +47,16 @@ class RankState:
         return cls(doing, tuple(calls))
 
 
+def states_of_ranks(store: dist.Store, world_size: int) -> dict[int, RankState | None]:
+    """What each rank has written to the store; None if it has not answered yet."""
+    return {
+        rank: RankState.from_json(store.get(f"state {rank}"))
+        if store.check([f"state {rank}"])
+        else None
+        for rank in range(world_size)
+    }
+
+
 def pending_collectives() -> list[str]:
     """The collectives that this rank has called and that are not done, the oldest first.
 

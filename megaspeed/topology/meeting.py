@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -192,15 +193,18 @@ def ranks_named(ranks: list[int]) -> str:
 
 
 class _Waiting:
-    """Waits for other ranks with a timeout, and reports from time to time which are missing."""
+    """Waits for other ranks with a timeout, and reports from time to time what it waits for."""
 
     def __init__(self, launch: LaunchEnvironment, timeout_seconds: float) -> None:
         self._launch = launch
         self._timeout = timeout_seconds
         self._start = time.monotonic()
         self._tell_at = self._start + _SECONDS_UNTIL_TOLD
-        # Rank 0 and one rank on each other host print messages.
-        self._speaks = launch.rank == 0 or (launch.local_rank == 0)
+
+    @property
+    def seconds(self) -> float:
+        """How long this rank has waited until now."""
+        return time.monotonic() - self._start
 
     def until_there(
         self, store: dist.Store, keys: list[str], missing: Callable[[], list[int]]
@@ -211,7 +215,7 @@ class _Waiting:
                 store.wait(keys, timedelta(seconds=_SECONDS_A_TRY))
                 return
             except dist.DistStoreError:  # they are not there yet
-                self._say_or_end(missing)
+                self.say_or_end(lambda: self._waited_for(missing()))
             except dist.DistNetworkError as error:
                 raise GroupError(
                     f"rank {self._launch.rank} lost the store where the ranks meet (at "
@@ -219,23 +223,31 @@ class _Waiting:
                     "kept it has ended; look for the first error of rank 0 and of its launcher"
                 ) from error
 
-    def _say_or_end(self, missing: Callable[[], list[int]]) -> None:
-        now = time.monotonic()
-        waited = now - self._start
-        if waited >= self._timeout:
-            raise GroupError(f"{self._waited_for(missing())}; no rank can continue without them")
-        if now >= self._tell_at:
-            self._tell_at = now + 3 * _SECONDS_UNTIL_TOLD
-            absent = missing()
-            if self._speaks and absent:
-                say(f"{self._waited_for(absent)}; this ends after {self._timeout:.0f} s")
+    def say_or_end(self, why: Callable[[], str], *, also_rank_1: bool = False) -> None:
+        """Print why this rank waits, if it is time; one rank of each host does.
+
+        Args:
+            why: the message; empty if the wait is just over.
+            also_rank_1: because rank 0, which is on the same host, may not have started.
+
+        Raises:
+            GroupError: the time is over.
+        """
+        if self.seconds >= self._timeout:
+            raise GroupError(f"{why()}; no rank can continue without the others")
+        if time.monotonic() >= self._tell_at:
+            self._tell_at = time.monotonic() + 3 * _SECONDS_UNTIL_TOLD
+            speaks = self._launch.local_rank == 0 or (also_rank_1 and self._launch.rank == 1)
+            if speaks and (line := why()):
+                say(f"{line}; this ends after {self._timeout:.0f} s")
 
     def _waited_for(self, absent: list[int]) -> str:
-        waited = time.monotonic() - self._start
+        if not absent:
+            return ""
         return (
-            f"rank {self._launch.rank} has waited {waited:.0f} s for {ranks_named(absent)} of "
-            f"{self._launch.world_size} (world size from {self._launch.source}). Each of them must "
-            f"be started and reach {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+            f"rank {self._launch.rank} has waited {self.seconds:.0f} s for {ranks_named(absent)} "
+            f"of {self._launch.world_size} (world size from {self._launch.source}). Each of them "
+            f"must be started and reach {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         )
 
 
@@ -247,25 +259,19 @@ def agent_keeps_the_store() -> bool:
 def _wait_until_reached(
     address: str, port: int, launch: LaunchEnvironment, timeout_seconds: float
 ) -> None:
-    start = time.monotonic()
-    tell_at = start + _SECONDS_UNTIL_TOLD
+    waiting = _Waiting(launch, timeout_seconds)
     while True:
         try:
             socket.create_connection((address, port), timeout=_SECONDS_UNTIL_TOLD).close()
             return
         except OSError as error:  # also if the name is not known
-            now = time.monotonic()
             why = (
                 f"rank {launch.rank} has not reached the store of rank 0 at {address}:{port} "
-                f"(MASTER_ADDR, MASTER_PORT) for {now - start:.0f} s: {error.strerror or error}. "
-                "Rank 0 must be started, and the address must be one of its host, not behind a "
-                "firewall"
+                f"(MASTER_ADDR, MASTER_PORT) for {waiting.seconds:.0f} s: "
+                f"{error.strerror or error}. Rank 0 must be started, and the address must be one "
+                "of its host, not behind a firewall"
             )
-            if now - start >= timeout_seconds:
-                raise GroupError(why) from error
-            if now >= tell_at and (launch.local_rank == 0 or launch.rank == 1):
-                tell_at = now + 3 * _SECONDS_UNTIL_TOLD
-                say(f"{why}; this ends after {timeout_seconds:.0f} s")
+            waiting.say_or_end(partial(str, why), also_rank_1=True)
             time.sleep(_SECONDS_A_TRY / 4)
 
 

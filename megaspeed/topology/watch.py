@@ -29,21 +29,29 @@ import traceback as tracebacks
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Self
-
-import torch.distributed as dist
+from typing import Literal, Self
 
 from megaspeed.topology.activity import Activity
-from megaspeed.topology.failure import describe_failure, place_of
+from megaspeed.topology.failure import (
+    describe_failure,
+    place_of,
+    processes_killed_for_memory,
+    write_error_file,
+)
 from megaspeed.topology.grid import Grid
-from megaspeed.topology.hang import RankState, explain_hang, pending_collectives
+from megaspeed.topology.hang import (
+    RankState,
+    explain_hang,
+    pending_collectives,
+    states_of_ranks,
+)
 from megaspeed.topology.meeting import Meeting, Neighbour, agent_keeps_the_store, say
 from megaspeed.topology.process_exit import EXIT_FAILED, EXIT_HANG, leave
 from megaspeed.topology.processes import ProcessesAndPipe
 from megaspeed.topology.rank_log import RankLog
 from megaspeed.topology.stop_signal import STOP_SIGNALS, StopSignal
+from megaspeed.topology.survey import Survey
 
 Kind = Literal["failed", "hang"]
 
@@ -126,7 +134,7 @@ class Watch:
         self._store = meeting.own_connection()
         self._claims = meeting.own_connection()
         self._host_of_rank_0 = meeting.host_of(0)
-        self._memory_kills = _processes_killed_for_memory()
+        self._memory_kills = processes_killed_for_memory()
         self.speaks = False
         """Whether this rank raised an expected exception first, and therefore reports it."""
         self._claim: _Claim | None = None
@@ -221,7 +229,7 @@ class Watch:
                 doing, host = self._doing(rank), self._meeting.host_of(rank)
                 say(f"{place_of(self._grid, rank, doing, host)} gives no sign of life")
             say(text.rstrip("\n"))
-            _leave_for_torchrun(os.environ.get("TORCHELASTIC_ERROR_FILE"), text)
+            write_error_file(os.environ.get("TORCHELASTIC_ERROR_FILE"), text)
 
     def _wait_for_a_better_reason(self, error: Exception) -> list[int]:
         """Wait for another rank to say why a connection was lost; find who is gone if none does."""
@@ -301,13 +309,13 @@ class Watch:
             host = socket.gethostname()
             line = self._killed(neighbour.rank, doing, host, neighbour.process)
             say(line)
-            _leave_for_torchrun(neighbour.error_file, line)
+            write_error_file(neighbour.error_file, line)
 
     def _killed(self, rank: int, doing: str, host: str, process: int | None = None) -> str:
         place = place_of(self._grid, rank, doing, host)
         which = "" if process is None else f" {process}"
         memory = ""
-        if process is not None and _processes_killed_for_memory() > self._memory_kills:
+        if process is not None and processes_killed_for_memory() > self._memory_kills:
             memory = "; the system has killed a process of this host because memory ran out"
         return (
             f"{place} was killed: its process{which} has ended without a word{memory}; meanwhile "
@@ -386,7 +394,7 @@ class Watch:
                 line = f"{keeper} ({host}), which keeps the store of all ranks, has ended"
             say(line)
             if neighbour is not None:
-                _leave_for_torchrun(neighbour.error_file, line)
+                write_error_file(neighbour.error_file, line)
         if self._is_silent and not agent_keeps_the_store():
             self._kill_neighbours([0])
         self._write_stacks()
@@ -396,7 +404,7 @@ class Watch:
 
     def _talk(self) -> None:
         ranks = range(self._world) if self._rank == 0 else range(self._rank == 1)
-        survey = _Survey(ranks, sees_all=self._rank == 0)
+        survey = Survey(ranks, sees_all=self._rank == 0)
         number, asked = 0, time.monotonic()
         while not self._closing.wait(self._period if number else 0):
             number += 1
@@ -457,7 +465,7 @@ class Watch:
             self._claims.set(f"state {self._rank}", state.to_json())
             if by == self._rank:
                 time.sleep(min(_SECONDS_TO_ANSWER, 2 + self._hang_timeout / 4))
-                states = self._states()
+                states = states_of_ranks(self._claims, self._world)
                 say(self._explanation(states))
                 silent = [rank for rank, state in states.items() if state is None]
                 self._claims.set("silent", json.dumps(silent))
@@ -469,14 +477,6 @@ class Watch:
                 self._kill_neighbours(json.loads(self._claims.get("silent")))
         except RuntimeError:
             say(f"no progress, and the store of all ranks does not answer: {self._activity}")
-
-    def _states(self) -> dict[int, RankState | None]:
-        states: dict[int, RankState | None] = {}
-        for rank in range(self._world):
-            answered = self._claims.check([f"state {rank}"])
-            state = self._claims.get(f"state {rank}") if answered else None
-            states[rank] = None if state is None else RankState.from_json(state)
-        return states
 
     def _kill_neighbours(self, silent: list[int]) -> None:
         """A launcher would wait half a minute for a stopped process, which handles no SIGTERM."""
@@ -504,62 +504,5 @@ class Watch:
             time.sleep(0.05)
 
 
-class _Survey:
-    """Looks at the beats of some ranks: which are silent, and does any make progress?
-
-    A rank is silent if its beat stays as it is. A run hangs if no rank makes progress, and all
-    phases that ranks are in have had their time.
-    """
-
-    def __init__(self, ranks: range, *, sees_all: bool) -> None:
-        self._ranks = ranks
-        self._sees_all = sees_all
-        self._heard: dict[int, tuple[int, float]] = {}  # the beat's number, and since when
-        self._progress: dict[int, int] = {}
-        self._moved = time.monotonic()
-
-    def restart(self) -> None:
-        """Nothing is known of the time until now."""
-        self._heard.clear()
-        self._moved = time.monotonic()
-
-    def seconds_of_a_hang(self, store: dist.Store, timeout: float) -> float | None:
-        """How long the run has hung; None if it does not. Waits for nothing."""
-        if not self._ranks:
-            return None
-        beats = store.multi_get([f"beat {rank}" for rank in self._ranks])
-        now, patience = time.monotonic(), 1.0
-        for rank, beat in zip(self._ranks, beats, strict=True):
-            number, _, progress, own_patience = json.loads(beat)
-            if self._heard.get(rank, (-1, now))[0] != number:
-                self._heard[rank] = (number, now)
-            if self._progress.get(rank) != progress:
-                self._progress[rank], self._moved = progress, now
-            patience = max(patience, own_patience)
-        late = [rank for rank in self._ranks if now - self._heard[rank][1] > timeout]
-        if any(not store.check([f"ended {rank}"]) for rank in late):
-            return timeout
-        hangs = self._sees_all and now - self._moved > timeout * patience
-        return now - self._moved if hangs else None
-
-
 def _exit_code(claim: _Claim | None) -> int:
     return EXIT_HANG if claim is not None and claim.kind == "hang" else EXIT_FAILED
-
-
-def _processes_killed_for_memory() -> int:
-    """How many processes the kernel has ended on this host because memory ran out."""
-    with contextlib.suppress(OSError, StopIteration, ValueError):
-        lines = Path("/proc/vmstat").read_text().splitlines()
-        return int(next(line for line in lines if line.startswith("oom_kill ")).split()[1])
-    return 0
-
-
-def _leave_for_torchrun(error_file: str | None, text: str) -> None:
-    """Write the file in which torchrun looks for the reason why a rank has ended."""
-    if error_file is None or Path(error_file).exists():
-        return
-    extra: dict[str, Any] = {"py_callstack": text, "timestamp": str(int(time.time()))}
-    message = {"message": text.splitlines()[0], "extraInfo": extra}
-    with contextlib.suppress(OSError):
-        Path(error_file).write_text(json.dumps({"message": message}))

@@ -7,6 +7,7 @@
     memory    more memory than there is         slow      sleeps for seconds=3, each time
     hang      sleeps for ever                   nan       the stage's output becomes NaN
     kill      the process is killed (SIGKILL)   corrupt   one master weight gets another value
+    disk      no file of the process may grow past 32 KiB, so a save fails as on a full disk
 
 `work` is the beginning of an instruction, such as Forward or Backward(micro_batch=2). If it is
 omitted, the fault comes at the beginning of the phase. All but `slow` come once. `parameter` is a
@@ -14,6 +15,7 @@ part of the name of the parameter to corrupt; the rank's first one if it is omit
 """
 
 import os
+import resource
 import shlex
 import signal
 import threading
@@ -30,6 +32,7 @@ from megaspeed.zero.engine import ZeroEngine
 
 VARIABLE = "MEGASPEED_FAULT"
 _MORE_THAN_THERE_IS = 1 << 50  # bytes
+_BYTES_OF_A_FILE = 32 << 10  # enough for the log and the metrics of a few steps
 
 
 @dataclass
@@ -96,6 +99,7 @@ _OF_THE_PROCESS: dict[str, Callable[[Fault], object]] = {
     "kill": lambda fault: os.kill(os.getpid(), signal.SIGKILL),
     "stop": lambda fault: os.kill(os.getpid(), signal.SIGSTOP),
     "slow": lambda fault: time.sleep(fault.seconds),
+    "disk": lambda fault: resource.setrlimit(resource.RLIMIT_FSIZE, (_BYTES_OF_A_FILE,) * 2),
 }
 _OF_THE_MODEL = ("nan", "corrupt")
 

@@ -27,12 +27,11 @@ from megaspeed.config.resolve import Run
 from megaspeed.data.config_problems import find_problems_in_file
 from megaspeed.data.errors import DataError
 from megaspeed.data.prepare import prepare_corpus
-from megaspeed.data.prepared import PreparedCorpus
 from megaspeed.topology.activity import START_UP_PATIENCE, Activity
 from megaspeed.topology.context import ParallelContext
 from megaspeed.topology.grid import TopologyError
 from megaspeed.topology.launch import LaunchEnvironment, LaunchError, read_launch_environment
-from megaspeed.topology.meeting import GroupError, Meeting, RanksDisagree, check_in
+from megaspeed.topology.meeting import GroupError, RanksDisagree, check_in
 from megaspeed.topology.process_exit import EXIT_DONE, EXIT_FAILED, EXIT_WRONG_INPUT
 from megaspeed.topology.processes import launcher_processes
 from megaspeed.topology.rank_log import RankLog
@@ -40,7 +39,7 @@ from megaspeed.topology.stop_signal import StopSignal
 from megaspeed.topology.watch import Watch
 from megaspeed.training.console_lines import describe_corpus, describe_spare_ranks
 from megaspeed.training.faults import inject_into_process
-from megaspeed.training.job import EXPECTED, STOPPED, run_job, tell_ending
+from megaspeed.training.job import EXPECTED, STOPPED, Job
 from megaspeed.training.launch_warnings import launch_warnings
 from megaspeed.training.predictions import Predictions
 from megaspeed.training.reporting import check_packages
@@ -48,6 +47,7 @@ from megaspeed.training.restarts import Restarts, restart_number
 from megaspeed.training.resume import ResumeOptions, check_resume
 from megaspeed.training.resumed_split import keep_split
 from megaspeed.training.run_folder import check_run_folder
+from megaspeed.training.trainer import TrainingSummary
 
 # Launchers end the whole job when one process ends badly; rank 0 speaks for all, so it gets this
 # head start.
@@ -113,11 +113,28 @@ def main(
         if run.spare_ranks:
             meeting = meeting.without_spare_ranks(run.grid.world_size)
             console.print(describe_spare_ranks(run), highlight=False, soft_wrap=True)
-        resume = ResumeOptions.of(options)
-        predictions = predictions or Predictions()
-        if launchers is None:
-            launchers = launcher_processes()
-        return _watched(run, resume, meeting, activity, stop, console, predictions, launchers)
+        log = RankLog(run.run_dir, launch.rank)
+        watch = Watch(
+            meeting,
+            run.grid,
+            activity,
+            stop,
+            log,
+            launchers=launcher_processes() if launchers is None else launchers,
+            hang_timeout_seconds=run.config.training.hang_timeout_seconds,
+        )
+        job = Job(
+            run=run,
+            stated=ResumeOptions.of(options),
+            meeting=meeting,
+            activity=activity,
+            stop=stop,
+            watch=watch,
+            log=log,
+            console=console,
+            predictions=predictions or Predictions(),
+        )
+        return _exit_code(job)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -168,15 +185,6 @@ def _start_up_seconds(run: Run) -> float:
     return START_UP_PATIENCE * run.config.training.hang_timeout_seconds
 
 
-def _prepared_corpus(run: Run, console: Console) -> PreparedCorpus:
-    start = time.perf_counter()
-    with console.status("preparing the corpus"):
-        corpus = prepare_corpus(run.config.data, run.config.model.vocab_size)
-    line = describe_corpus(corpus, time.perf_counter() - start)
-    console.print(line, highlight=False, soft_wrap=True)
-    return corpus
-
-
 def _refuse(error: Exception, launch: LaunchEnvironment) -> int:
     if launch.rank != 0:
         time.sleep(_SECONDS_FOR_RANK_0_TO_SPEAK)
@@ -190,58 +198,15 @@ def _say(error: Exception, launch: LaunchEnvironment) -> None:
     sys.stderr.flush()
 
 
-def _watched(
-    run: Run,
-    resume: ResumeOptions,
-    meeting: Meeting,
-    activity: Activity,
-    stop: StopSignal,
-    console: Console,
-    predictions: Predictions,
-    launchers: Sequence[int],
-) -> int:
-    """From the meeting to the exit code, while the ranks watch each other."""
-    launch, log = meeting.launch, RankLog(run.run_dir, meeting.launch.rank)
-    patience = run.config.training.hang_timeout_seconds
-    watch = Watch(
-        meeting,
-        run.grid,
-        activity,
-        stop,
-        log,
-        launchers=launchers,
-        hang_timeout_seconds=patience,
-    )
+def _exit_code(job: Job) -> int:
+    """Runs the job while the ranks watch each other, and reports how it ended."""
+    watch, launch = job.watch, job.meeting.launch
+    expected = (*EXPECTED, *_INPUT_ERRORS, GroupError)
     try:
-        with log, watch, watch.failures_reported(expected=(*EXPECTED, *_INPUT_ERRORS, GroupError)):
-            if launch.rank >= run.grid.world_size:
-                return _wait_as_spare(watch, activity, stop)
-            with activity.during("preparing the corpus", patience=math.inf):
-                corpus = _prepared_corpus(run, console)
-            with activity.during("creating the process groups", patience=START_UP_PATIENCE):
-                context = ParallelContext.create(
-                    run.grid,
-                    launch,
-                    timeout_seconds=max(_COLLECTIVE_TIMEOUT_SECONDS, 2 * _start_up_seconds(run)),
-                    store=meeting.store,
-                    activity=activity,
-                )
-            with context:
-                summary = run_job(
-                    run,
-                    corpus,
-                    resume,
-                    Restarts(meeting),
-                    context,
-                    stop,
-                    watch,
-                    log,
-                    console,
-                    predictions,
-                )
-            if summary is not None and launch.rank == 0:
-                with activity.during("the loss curve", patience=math.inf):
-                    tell_ending(run, summary, console)
+        with job.log, watch, watch.failures_reported(expected=expected):
+            if launch.rank >= job.run.grid.world_size:
+                return _wait_as_spare(job)
+            summary = _train(job)
     except (*_INPUT_ERRORS, GroupError) as error:
         if watch.speaks:
             _say(error, launch)
@@ -251,9 +216,8 @@ def _watched(
             _say(error, launch)
         return EXIT_WRONG_INPUT
     except STOPPED as error:
-        console.print(
-            "[red]training stopped:[/red]", escape(str(error)), highlight=False, soft_wrap=True
-        )
+        line = ("[red]training stopped:[/red]", escape(str(error)))
+        job.console.print(*line, highlight=False, soft_wrap=True)
         return EXIT_FAILED
     except OSError as error:  # a full disk, a folder that has gone
         if watch.speaks:
@@ -266,10 +230,36 @@ def _watched(
     return EXIT_DONE if summary.last_save.error is None else EXIT_FAILED
 
 
-def _wait_as_spare(watch: Watch, activity: Activity, stop: StopSignal) -> int:
+def _train(job: Job) -> TrainingSummary | None:
+    """From the corpus to the last figures."""
+    run, during = job.run, job.activity.during
+    with during("preparing the corpus", patience=math.inf):
+        start = time.perf_counter()
+        with job.console.status("preparing the corpus"):
+            corpus = prepare_corpus(run.config.data, run.config.model.vocab_size)
+        line = describe_corpus(corpus, time.perf_counter() - start)
+        job.console.print(line, highlight=False, soft_wrap=True)
+    with during("creating the process groups", patience=START_UP_PATIENCE):
+        context = ParallelContext.create(
+            run.grid,
+            job.meeting.launch,
+            timeout_seconds=max(_COLLECTIVE_TIMEOUT_SECONDS, 2 * _start_up_seconds(run)),
+            store=job.meeting.store,
+            activity=job.activity,
+        )
+    with context:
+        summary = job.train(corpus, context)
+    if summary is not None and context.rank == 0:
+        with during("the loss curve", patience=math.inf):
+            job.print_summary(summary)
+    return summary
+
+
+def _wait_as_spare(job: Job) -> int:
     """A rank without a place in the grid ends when rank 0 does, and well."""
-    stop.can_save = True  # the ranks that train are told to stop, too, and save
-    with activity.during("waiting as a spare rank", patience=math.inf), suppress(RuntimeError):
-        while not watch.is_over:
+    job.stop.can_save = True  # the ranks that train are told to stop, too, and save
+    waiting = job.activity.during("waiting as a spare rank", patience=math.inf)
+    with waiting, suppress(RuntimeError):
+        while not job.watch.is_over:
             time.sleep(_SPARE_PERIOD_SECONDS)
     return EXIT_DONE

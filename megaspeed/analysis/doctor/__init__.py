@@ -1,7 +1,7 @@
 """Checks whether a run can start here, under its own launcher, before it creates process groups.
 
     every rank     record: versions, configuration, data, limits, GPUs      record.py
-        |             over a store, with a deadline for each answer         meeting.py
+        |             over a store, with a deadline for each answer         messages.py
     rank 0         who did not come
         |
     all ranks      clock, run folder, ports                                 clock, folder, ports.py

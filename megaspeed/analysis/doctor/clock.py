@@ -8,34 +8,35 @@ Clocks that differ confuse logs, network file systems and certificates.
 
 import time
 
-from megaspeed.analysis.doctor.meeting import Meeting, NobodyThere
+from megaspeed.analysis.doctor.messages import Messages
+from megaspeed.topology.meeting import GroupError
 
 _ROUNDS = 5
 
 
-def answer_clock(meeting: Meeting, seconds: float) -> None:
+def answer_clock(messages: Messages, seconds: float) -> None:
     """For a rank that `measure_clocks` asks; returns when it has asked enough."""
     for number in range(_ROUNDS):
-        meeting.hear(f"clock/{meeting.rank}/{number}", seconds)
-        meeting.put(f"time/{number}", time.time())
+        messages.hear(f"clock/{messages.rank}/{number}", seconds)
+        messages.put(f"time/{number}", time.time())
 
 
-def measure_clocks(meeting: Meeting, ranks: list[int], seconds: float) -> dict[int, float | None]:
+def measure_clocks(messages: Messages, ranks: list[int], seconds: float) -> dict[int, float | None]:
     """For rank 0: by rank the seconds that its clock is ahead; None if it does not answer."""
-    return {rank: _offset(meeting, rank, seconds) for rank in ranks}
+    return {rank: _offset(messages, rank, seconds) for rank in ranks}
 
 
-def _offset(meeting: Meeting, rank: int, seconds: float) -> float | None:
+def _offset(messages: Messages, rank: int, seconds: float) -> float | None:
     best: tuple[float, float] | None = None
     try:
         for number in range(_ROUNDS):
             sent = time.time()
-            meeting.tell(f"clock/{rank}/{number}", None)
-            answer = meeting.hear(f"time/{number}/{rank}", seconds)
+            messages.tell(f"clock/{rank}/{number}", None)
+            answer = messages.hear(f"time/{number}/{rank}", seconds)
             received = time.time()
             uncertain = received - sent
             if best is None or uncertain < best[0]:
                 best = uncertain, answer - (sent + received) / 2
-    except NobodyThere:
+    except GroupError:
         return None
     return None if best is None else best[1]

@@ -15,12 +15,13 @@ from megaspeed.analysis.doctor.deadline import within
 from megaspeed.analysis.doctor.findings import Findings, LinkAnswer
 from megaspeed.analysis.doctor.folder import SharedFolderCheck
 from megaspeed.analysis.doctor.links import Link, Measurement
-from megaspeed.analysis.doctor.meeting import Meeting, NobodyThere
+from megaspeed.analysis.doctor.messages import Messages
 from megaspeed.analysis.doctor.ports import check_ports
 from megaspeed.analysis.doctor.record import Record, take_record
 from megaspeed.config.resolve import Run
 from megaspeed.topology.context import ParallelContext
 from megaspeed.topology.launch import LaunchEnvironment
+from megaspeed.topology.meeting import GroupError
 
 # A record has several steps, each with a limit; making all groups of a large run takes minutes.
 _LIMITS_OF_A_RECORD = 4
@@ -40,7 +41,7 @@ def examine(
     config: Path,
     overrides: Sequence[str],
     launch: LaunchEnvironment,
-    meeting: Meeting,
+    messages: Messages,
     *,
     address: str,
     seconds: float,
@@ -51,7 +52,7 @@ def examine(
     Args:
         config, overrides: of this rank.
         launch: how it was started.
-        meeting: where the ranks answer rank 0.
+        messages: where the ranks answer rank 0.
         address: this machine's, on the way to rank 0.
         seconds: the limit of each step.
         report: called on rank 0; returns the exit code of all ranks.
@@ -60,54 +61,54 @@ def examine(
         The exit code.
 
     Raises:
-        NobodyThere: rank 0 has not answered, or does not count on this rank.
+        GroupError: rank 0 has not answered, or does not count on this rank.
     """
     record, run = take_record(config, overrides, launch, seconds)
-    meeting.put("record", record.as_json())
+    messages.put("record", record.as_json())
     if launch.rank != 0:
-        steps = meeting.hear("steps", _LIMITS_OF_A_RECORD * seconds)
+        steps = messages.hear("steps", _LIMITS_OF_A_RECORD * seconds)
         if launch.rank >= steps["world_size"]:
-            raise NobodyThere(
+            raise GroupError(
                 f"rank {launch.rank} has no place: rank 0 counts {steps['world_size']} ranks, and "
                 f"this rank {launch.world_size} (from {launch.source})"
             )
-        with suppress(NobodyThere):
-            _take_part(steps["ring"], run, launch, meeting, address, seconds)
-        code: int = meeting.hear("end", _LIMITS_OF_EVERYTHING * seconds)
-        meeting.put("bye", None)
+        with suppress(GroupError):
+            _take_part(steps["ring"], run, launch, messages, address, seconds)
+        code: int = messages.hear("end", _LIMITS_OF_EVERYTHING * seconds)
+        messages.put("bye", None)
         return code
-    findings = _collect(run, launch, meeting, address, seconds)
+    findings = _collect(run, launch, messages, address, seconds)
     code = report(Examined(findings=findings, run=run))
-    meeting.tell("end", code)
+    messages.tell("end", code)
     # The store may end with this process, and an exit code other than 0 ends the others.
     came = {each.rank for each in findings.came} - {0}
     if came:
-        _wait_for_goodbyes(meeting, came)
+        _wait_for_goodbyes(messages, came)
     return code
 
 
 def _collect(
-    run: Run | None, launch: LaunchEnvironment, meeting: Meeting, address: str, seconds: float
+    run: Run | None, launch: LaunchEnvironment, messages: Messages, address: str, seconds: float
 ) -> Findings:
     waited = _LIMITS_OF_A_RECORD / 2 * seconds
-    answers = meeting.everyones("record", waited)
+    answers = messages.everyones("record", waited)
     records = [None if each is None else Record.from_json(each) for each in answers]
     findings = Findings(records=records, waited_seconds=waited)
     ring = [each.rank for each in findings.came if each.first_of_node]
     together = _is_one_run(records)
-    meeting.tell("steps", {"world_size": launch.world_size, "ring": ring if together else None})
+    messages.tell("steps", {"world_size": launch.world_size, "ring": ring if together else None})
     if not together:
         return findings
     assert run is not None, "every record has the degrees of its run"
-    findings.clocks = measure_clocks(meeting, [rank for rank in ring if rank != 0], seconds)
-    folder = SharedFolderCheck(run.run_dir, meeting, seconds)
+    findings.clocks = measure_clocks(messages, [rank for rank in ring if rank != 0], seconds)
+    folder = SharedFolderCheck(run.run_dir, messages, seconds)
     folder.leave()
     folder.look()
     findings.folder = folder.judge()
-    findings.ports = check_ports(meeting, address, ring, seconds)
+    findings.ports = check_ports(messages, address, ring, seconds)
     deadline = time.monotonic() + (_LIMITS_OF_THE_LINKS + 1) * seconds
-    meeting.put("links", _measure(run, launch, seconds))
-    all_links = meeting.everyones("links", deadline - time.monotonic())
+    messages.put("links", _measure(run, launch, seconds))
+    all_links = messages.everyones("links", deadline - time.monotonic())
     findings.links = [
         None
         if answer is None
@@ -126,7 +127,7 @@ def _take_part(
     ring: list[int] | None,
     run: Run | None,
     launch: LaunchEnvironment,
-    meeting: Meeting,
+    messages: Messages,
     address: str,
     seconds: float,
 ) -> None:
@@ -135,16 +136,16 @@ def _take_part(
         return
     assert run is not None, "every record has the degrees of its run"
     if launch.rank in ring:
-        with suppress(NobodyThere):
-            answer_clock(meeting, seconds * len(ring))
-    with suppress(NobodyThere):
+        with suppress(GroupError):
+            answer_clock(messages, seconds * len(ring))
+    with suppress(GroupError):
         # Rank 0 comes to it after all clocks.
-        meeting.hear("token", seconds * (len(ring) + 1))
-        SharedFolderCheck(run.run_dir, meeting, seconds).look()
+        messages.hear("token", seconds * (len(ring) + 1))
+        SharedFolderCheck(run.run_dir, messages, seconds).look()
     if launch.rank in ring:
-        with suppress(NobodyThere):
-            check_ports(meeting, address, ring, 4 * seconds)
-    meeting.put("links", _measure(run, launch, seconds))
+        with suppress(GroupError):
+            check_ports(messages, address, ring, 4 * seconds)
+    messages.put("links", _measure(run, launch, seconds))
 
 
 def _is_one_run(records: list[Record | None]) -> bool:
@@ -174,8 +175,8 @@ def _measure(run: Run, launch: LaunchEnvironment, seconds: float) -> dict[str, o
     return {"links": [link.as_json() for link in measurement.links], "problem": problem}
 
 
-def _wait_for_goodbyes(meeting: Meeting, ranks: set[int]) -> None:
+def _wait_for_goodbyes(messages: Messages, ranks: set[int]) -> None:
     deadline = time.monotonic() + 5.0
     for rank in sorted(ranks):
-        with suppress(NobodyThere):
-            meeting.hear(f"bye/{rank}", max(0.01, deadline - time.monotonic()))
+        with suppress(GroupError):
+            messages.hear(f"bye/{rank}", max(0.01, deadline - time.monotonic()))

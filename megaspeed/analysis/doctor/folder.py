@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from megaspeed.analysis.doctor.deadline import within
-from megaspeed.analysis.doctor.meeting import Meeting
+from megaspeed.analysis.doctor.messages import Messages
 
 # A network file system may show a new file to other nodes a little later.
 _SECONDS_TO_BE_SEEN = 5.0
@@ -23,9 +23,9 @@ _POLL_SECONDS = 0.05
 class SharedFolderCheck:
     """The steps of one rank, in order: `leave` (rank 0), `look`, `judge` (rank 0)."""
 
-    def __init__(self, run_dir: Path, meeting: Meeting, seconds: float) -> None:
+    def __init__(self, run_dir: Path, messages: Messages, seconds: float) -> None:
         self._run_dir = run_dir
-        self._meeting = meeting
+        self._messages = messages
         self._seconds = seconds
         self._made: list[Path] = []
         self._name = ""
@@ -34,20 +34,20 @@ class SharedFolderCheck:
         """Writes the token and tells its name."""
         self._name = f".doctor-{secrets.token_hex(8)}"
         problem = _tried(self._seconds, self._write_token)
-        self._meeting.tell("token", {"name": self._name, "problem": problem})
+        self._messages.tell("token", {"name": self._name, "problem": problem})
 
     def look(self) -> None:
         """Reads the token, leaves this rank's mark, and reports what went wrong to rank 0."""
-        token = self._meeting.hear("token", self._seconds)
+        token = self._messages.hear("token", self._seconds)
         self._name = token["name"]
         problem = token["problem"] or _tried(
             self._seconds + _SECONDS_TO_BE_SEEN, self._read_token_and_mark
         )
-        self._meeting.put("folder", {"problem": problem})
+        self._messages.put("folder", {"problem": problem})
 
     def judge(self) -> dict[int, str]:
         """By rank what is wrong with the folder there. Removes all that was made."""
-        answers = self._meeting.everyones("folder", self._seconds + 2 * _SECONDS_TO_BE_SEEN)
+        answers = self._messages.everyones("folder", self._seconds + 2 * _SECONDS_TO_BE_SEEN)
         problems = {
             rank: "did not answer when it was asked to look"
             if answer is None
@@ -57,7 +57,7 @@ class SharedFolderCheck:
         }
         marks = {
             rank: self._mark(rank)
-            for rank in range(self._meeting.world_size)
+            for rank in range(self._messages.world_size)
             if rank not in problems
         }
         _tried(self._seconds + _SECONDS_TO_BE_SEEN, lambda: _wait_for(*marks.values()))
@@ -77,7 +77,7 @@ class SharedFolderCheck:
         _wait_for(token)
         if token.read_text() != self._name:
             raise OSError(f"{token} does not hold what rank 0 wrote there")
-        self._mark(self._meeting.rank).touch()
+        self._mark(self._messages.rank).touch()
 
     def _mark(self, rank: int) -> Path:
         return self._run_dir / f"{self._name}-{rank}"

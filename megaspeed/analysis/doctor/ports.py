@@ -6,16 +6,19 @@ node 0 --> node 1 --> node 2 --> ... --> node 0      each listens, and the one b
 import socket
 from contextlib import suppress
 
-from megaspeed.analysis.doctor.meeting import Meeting, NobodyThere
+from megaspeed.analysis.doctor.messages import Messages
+from megaspeed.topology.meeting import GroupError
 
 _HELLO = b"megaspeed"
 
 
-def check_ports(meeting: Meeting, address: str, ring: list[int], seconds: float) -> dict[int, str]:
+def check_ports(
+    messages: Messages, address: str, ring: list[int], seconds: float
+) -> dict[int, str]:
     """For the ranks of `ring`, one of each machine, together; rank 0 is the first of them.
 
     Args:
-        meeting: the store.
+        messages: the store.
         address: this machine's, on the way to MASTER_ADDR.
         ring: the first rank of each machine.
         seconds: how long a connection may take.
@@ -23,37 +26,37 @@ def check_ports(meeting: Meeting, address: str, ring: list[int], seconds: float)
     Returns:
         On rank 0, by rank, which machine it cannot reach. Empty on other ranks.
     """
-    place = ring.index(meeting.rank)
+    place = ring.index(messages.rank)
     after = ring[(place + 1) % len(ring)]
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.socket(family) as server:
         server.bind((address, 0))
         server.listen()
-        meeting.tell(f"port/{meeting.rank}", server.getsockname()[:2])
-        meeting.put("reached", _connect(meeting, after, seconds))
+        messages.tell(f"port/{messages.rank}", server.getsockname()[:2])
+        messages.put("reached", _connect(messages, after, seconds))
         # Until all have tried: a closed port refuses.
-        if meeting.rank != 0:
-            with suppress(NobodyThere):
-                meeting.hear("ports tried", 2 * seconds)
+        if messages.rank != 0:
+            with suppress(GroupError):
+                messages.hear("ports tried", 2 * seconds)
             return {}
-        answers = {rank: _answer(meeting, rank, 2 * seconds) for rank in ring}
-        meeting.tell("ports tried", None)
+        answers = {rank: _answer(messages, rank, 2 * seconds) for rank in ring}
+        messages.tell("ports tried", None)
     return {rank: text for rank, text in answers.items() if text is not None}
 
 
-def _answer(meeting: Meeting, rank: int, seconds: float) -> str | None:
+def _answer(messages: Messages, rank: int, seconds: float) -> str | None:
     try:
-        text: str | None = meeting.hear(f"reached/{rank}", seconds)
-    except NobodyThere:
+        text: str | None = messages.hear(f"reached/{rank}", seconds)
+    except GroupError:
         return "did not answer when ports were tried"
     return text
 
 
-def _connect(meeting: Meeting, rank: int, seconds: float) -> str | None:
+def _connect(messages: Messages, rank: int, seconds: float) -> str | None:
     """Why this rank does not reach `rank`; None if it does."""
     try:
-        host, port = meeting.hear(f"port/{rank}", seconds)
-    except NobodyThere as error:
+        host, port = messages.hear(f"port/{rank}", seconds)
+    except GroupError as error:
         return str(error)
     try:
         with socket.create_connection((host, port), timeout=seconds) as link:

@@ -14,57 +14,18 @@ from typing import Any
 import torch.distributed as dist
 
 from megaspeed.topology.launch import LaunchEnvironment
+from megaspeed.topology.meeting import GroupError
 
 _POLL_SECONDS = 0.02
 
 
-class NobodyThere(RuntimeError):
-    """What was waited for did not come in time."""
-
-
-class Meeting:
-    """This rank's end of the store at MASTER_ADDR and MASTER_PORT."""
+class Messages:
+    """This rank's end of the store of all ranks."""
 
     def __init__(self, launch: LaunchEnvironment, store: dist.Store) -> None:
         self.rank = launch.rank
         self.world_size = launch.world_size
-        self._store = store
-
-    @classmethod
-    def join(
-        cls,
-        launch: LaunchEnvironment,
-        *,
-        address: str,
-        port: int,
-        agent_store: bool,
-        seconds: float,
-    ) -> "Meeting":
-        """Opens the store, on rank 0 unless torchrun has one there.
-
-        Raises:
-            NobodyThere: it cannot be reached.
-        """
-        if launch.world_size == 1:
-            return cls(launch, dist.HashStore())
-        serves = launch.rank == 0 and not agent_store
-        try:
-            store = dist.TCPStore(
-                address,
-                port,
-                is_master=serves,
-                timeout=timedelta(seconds=seconds),
-                wait_for_workers=False,
-                multi_tenant=True,
-            )
-        except (RuntimeError, ValueError) as error:
-            what = "cannot listen at" if serves else "cannot reach"
-            raise NobodyThere(
-                f"rank {launch.rank} {what} MASTER_ADDR:MASTER_PORT {address}:{port} within "
-                f"{seconds:g} s. They must be rank 0's machine and a port that is free there and "
-                f"open to the others. torch says: {str(error).splitlines()[0]}"
-            ) from error
-        return cls(launch, dist.PrefixStore("doctor", store))
+        self._store = dist.PrefixStore("doctor", store)
 
     def put(self, name: str, value: Any) -> None:
         """This rank's answer to rank 0."""
@@ -88,12 +49,12 @@ class Meeting:
         """Wait for a value, usually from rank 0.
 
         Raises:
-            NobodyThere: it does not arrive within `seconds`, or the store has ended.
+            GroupError: it does not arrive within `seconds`, or the store has ended.
         """
         try:
             self._store.wait([name], timedelta(seconds=seconds))
             return json.loads(self._store.get(name))
         except RuntimeError as error:  # torch's DistError is one
-            raise NobodyThere(
+            raise GroupError(
                 f"rank {self.rank} waited {seconds:g} s for rank 0 ({name}), which did not answer"
             ) from error
