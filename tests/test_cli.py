@@ -196,7 +196,7 @@ def test_a_path_that_cannot_be_used_is_refused_before_anything_is_done(
         _parse([word.format(name) for word in PATHS[command].split()])
     assert stop.value.code == 2
     told = capsys.readouterr().err
-    assert "a name must be UTF-8" in told if name else "it is a path" in told
+    assert "a path must be UTF-8" in told if name else "the path is empty" in told
 
 
 @pytest.mark.parametrize("schedule", sorted(SCHEDULES))

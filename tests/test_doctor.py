@@ -136,8 +136,8 @@ def test_a_rank_that_does_not_come_is_named_in_time(tmp_path: Path) -> None:
     assert time.monotonic() - before < 60
     assert [code for code, _ in ranks] == [1, 1, 1]
     (line,) = [line for line in ranks[0][1].splitlines() if line.startswith("wrong:")]
-    assert "rank 1 (?), ranks: did not come within 20 s" in line
-    assert "rank 3 has no place: rank 0 counts 3 ranks, and this rank 4" in ranks[2][1]
+    assert "rank 1 (?), ranks: did not answer within 20 s" in line
+    assert "rank 3 is not part of the run: rank 0 has world size 3, this rank 4" in ranks[2][1]
 
 
 STUCK = """

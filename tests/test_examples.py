@@ -126,7 +126,7 @@ def test_the_slurm_job_saves_at_its_time_limit_is_queued_again_and_continues(
     os.kill(job.pid, signal.SIGUSR1)  # as B:USR1@300 does: to the batch script alone
     out = end(job)
     assert job.returncode == 0, out
-    assert "told to stop by SIGUSR1" in out
+    assert "stopped by SIGUSR1" in out
     assert len(slurm.requeued.read_text().splitlines()) == 1
     done = slurm.steps()[-1]
 

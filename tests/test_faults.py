@@ -166,7 +166,7 @@ def test_a_rank_that_raises_has_the_last_word(tmp_path: Path, launcher: str, ran
     ended = Job(tmp_path, launcher, "parallel.pipeline=2", fault=fault).ended()
     assert ended.code == 1
     place = f"[{HOST}, rank {rank} (pp {rank}, dp 0, tp 0), step 3, Backward(micro_batch=0)]"
-    report = f"{place} RuntimeError: a fault on purpose (MEGASPEED_FAULT)\nTraceback "
+    report = f"{place} RuntimeError: an injected fault (MEGASPEED_FAULT)\nTraceback "
     assert ended.err.count(report) == 1
     assert "Connection closed" not in ended.err
     assert report in ended.log(rank)
@@ -275,7 +275,7 @@ def test_ctrl_c_and_a_closed_terminal_save(
     os.killpg(job.launcher.pid, number)
     ended = job.ended()
     assert ended.seconds < SECONDS_TO_END and ended.saved, ended.err
-    assert "told to stop by SIG" in ended.out and "Traceback" not in ended.out
+    assert "stopped by SIG" in ended.out and "Traceback" not in ended.out
 
 
 def test_the_second_ctrl_c_leaves_at_once_even_from_a_blocked_main_thread(tmp_path: Path) -> None:
@@ -297,7 +297,7 @@ def test_a_signal_before_the_training_ends_the_run_at_once(tmp_path: Path) -> No
     job.launcher.send_signal(signal.SIGTERM)
     ended = job.ended()
     assert ended.code == 128 + signal.SIGTERM and ended.seconds < HANG_SECONDS
-    assert "SIGTERM before the training began: nothing is saved" in ended.err
+    assert "SIGTERM before training began: there is nothing to save" in ended.err
 
 
 def test_ctrl_c_in_a_long_step_saves_although_the_launcher_has_gone(tmp_path: Path) -> None:
@@ -345,7 +345,7 @@ def test_nohup_keeps_a_run_alive_without_its_terminal(tmp_path: Path) -> None:
     assert job.launcher.poll() is None
     job.launcher.send_signal(signal.SIGTERM)
     ended = job.ended()
-    assert ended.code == 0 and "told to stop by SIGTERM" in ended.out
+    assert ended.code == 0 and "stopped by SIGTERM" in ended.out
 
 
 def alone(folder: Path, *changes: str, **variables: str) -> Job:

@@ -214,7 +214,7 @@ def test_a_run_that_is_told_to_stop_goes_on_at_another_layout(tmp_path: Path) ->
         ended = launch(command, tmp_path / name, run_dir, after_first_step=stop)
         assert ended.code == 0, ended.out + ended.err
         assert "Traceback" not in ended.err
-        assert f"told to stop by {number.name}, after {last_step(run_dir)} of" in ended.out
+        assert f"stopped by {number.name} after {last_step(run_dir)} of" in ended.out
         return ended
 
     launched("first", signal.SIGUSR1)

@@ -92,7 +92,7 @@ def test_random_kills_of_random_ranks_leave_no_trace_in_the_losses(
         victim.wait()
     ended = job.ended(SECONDS)
     assert ended.code == 0, ended.err
-    assert ended.out.count(f" of {KILLS}: the run goes on after step ") == KILLS
+    assert ended.out.count(f" of {KILLS}: the run continues after step ") == KILLS
     found = losses(job.run_dir)
     assert list(found) == list(range(first, STEPS + 1))
     assert all(abs(loss - expected[step]) <= 1e-6 for step, loss in found.items())
@@ -112,7 +112,7 @@ def test_a_run_that_always_fails_at_one_step_ends(tmp_path: Path, launcher: str)
     ended = job.ended()
     assert ended.code == 1
     assert ended.out.count("two attempts in a row have failed after step 7, so another rest") == 1
-    assert ended.out.count("the run goes on after step 5") == 1, "after the first failure"
+    assert ended.out.count("the run continues after step 5") == 1, "after the first failure"
 
 
 def test_a_single_process_is_started_again_and_told_to_stop(tmp_path: Path) -> None:
@@ -120,11 +120,11 @@ def test_a_single_process_is_started_again_and_told_to_stop(tmp_path: Path) -> N
     wait_for_step(job, 7)
     (rank,) = ranks_of(job)
     rank.kill()
-    job.wait_until_said("restart 1 of 1: the run goes on after step ")
+    job.wait_until_said("restart 1 of 1: the run continues after step ")
     job.wait_until_said("resumed at step")
     job.launcher.send_signal(signal.SIGTERM)
     ended = job.ended()
-    assert ended.code == 0 and "told to stop by SIGTERM" in ended.out and ended.saved
+    assert ended.code == 0 and "stopped by SIGTERM" in ended.out and ended.saved
     assert "rank 0 was ended by SIGKILL: restart 1 of 1 of all ranks" in ended.err
 
 
@@ -208,7 +208,7 @@ def test_spare_ranks_wait_for_a_run_that_is_told_to_stop(tmp_path: Path) -> None
     job.launcher.send_signal(signal.SIGTERM)
     ended = job.ended()
     assert "rank 2 is spare: " in ended.out and ended.saved
-    assert "told to stop by SIGTERM" in ended.out and "before the training" not in ended.err
+    assert "stopped by SIGTERM" in ended.out and "before training" not in ended.err
 
 
 def test_copies_that_differ_end_the_run_and_name_rank_and_parameter(tmp_path: Path) -> None:

@@ -1,9 +1,9 @@
-"""Checks that the files contain what the index states: each rectangle once, as a tensor.
+"""Checks that the files contain each rectangle of the index exactly once, as a tensor.
 
-    __0_0.distcp    | archive | archive | ...      each rectangle's offset and length: one archive
+    __0_0.distcp    | archive | archive | ...      one for each rectangle; offsets are in the index
     archive         | data.pkl: shape, dtype | data/0: the elements |
 
-Checksums alone are not enough: a new manifest can be written for an index with mistakes.
+Checksums alone are not enough, because a manifest may have been written for a wrong index.
 """
 
 import pickle
@@ -35,26 +35,26 @@ _ZIP_BEGINS, _ZIP_ENDS, _ZIP_END_BYTES = b"PK\x03\x04", b"PK\x05\x06", 22
 
 
 def place_problem(place: Any, box: Box, files: Mapping[str, FileSeal]) -> str | None:
-    """Why a rectangle cannot lie where the index says, by the sizes of the files alone."""
+    """Why the location of a rectangle in the index is impossible, by the sizes of the files."""
     if place is None or not _is_place(place) or place.relative_path not in files:
         return f"no file of the checkpoint holds its {box}"
     name, elements = place.relative_path, prod(box.sizes)
     if place.offset < 0:
-        return f"its {box} is said to stand at byte {place.offset:,} of {name}"
+        return f"its {box} has the impossible offset {place.offset:,} in {name}"
     if place.offset + place.length > files[name].size_bytes:
-        return f"its {box} is said to stand behind the end of {name}"
+        return f"its {box} ends after the end of {name}, according to the index"
     if place.length < elements * BYTES_PER_ELEMENT:
         return (
-            f"its {box} is said to have {place.length:,} bytes in {name}, and its {elements:,} "
-            f"elements take {elements * BYTES_PER_ELEMENT:,}"
+            f"its {box} has {place.length:,} bytes in {name}, according to the index, but its "
+            f"{elements:,} elements take {elements * BYTES_PER_ELEMENT:,}"
         )
     return None
 
 
 def shared_bytes(index: Metadata) -> Iterator[str]:
-    """A sentence for each two rectangles of an index that are said to be in the same bytes.
+    """A sentence for each two rectangles of an index whose byte ranges overlap.
 
-    Every place is one that `place_problem` finds nothing wrong with.
+    `place_problem` must have found no problem before.
     """
     by_file: dict[str, list[tuple[int, int, str]]] = defaultdict(list)
     for name, box, place in _rectangles(index):
@@ -65,7 +65,7 @@ def shared_bytes(index: Metadata) -> Iterator[str]:
         spans.sort()
         for (_, end, one), (start, _, other) in pairwise(spans):
             if start < end:
-                yield f"{one} and {other} are said to be in the same bytes of {file}"
+                yield f"{one} and {other} have the same bytes of {file}, according to the index"
 
 
 def archive_problems(folder: Path, index: Metadata, names: Collection[str]) -> Iterator[str]:
@@ -123,7 +123,7 @@ def _archive_problem(stream: FileIO, box: Box, place: _StorageInfo) -> str | Non
 
 
 def _is_one_archive(stream: FileIO, place: _StorageInfo) -> bool:
-    """Whether it begins and ends as a zip archive without a comment does."""
+    """Whether it begins and ends like a zip archive without a comment."""
     stream.seek(place.offset)
     begins = stream.read(len(_ZIP_BEGINS)) == _ZIP_BEGINS
     stream.seek(place.offset + max(0, place.length - _ZIP_END_BYTES))
@@ -131,7 +131,7 @@ def _is_one_archive(stream: FileIO, place: _StorageInfo) -> bool:
 
 
 def _saved_shape(pickled: bytes) -> tuple[int, ...]:
-    """Of a contiguous float32 tensor as torch.save pickles it; anything else raises."""
+    """The shape of a contiguous float32 tensor, as torch.save pickles it; anything else raises."""
     loaded = _TensorUnpickler(BytesIO(pickled)).load()
     if not isinstance(loaded, _SavedTensor):
         raise pickle.UnpicklingError("it is no tensor")
@@ -139,7 +139,7 @@ def _saved_shape(pickled: bytes) -> tuple[int, ...]:
 
 
 class _SavedTensor:
-    """In the place of torch's function that makes the tensor."""
+    """Replaces the torch function that creates the tensor, and only keeps the shape."""
 
     def __init__(self, storage: Any, offset: int, shape: Any, stride: Any, *_: Any) -> None:
         self.shape = tuple(shape)
@@ -157,7 +157,7 @@ _NAMES: Mapping[tuple[str, str], Any] = {
 
 
 class _TensorUnpickler(pickle._Unpickler):
-    """The one in Python: the one in C takes memory for as many objects as a pickle claims."""
+    """Python's own unpickler. The one in C allocates as much memory as a pickle requests."""
 
     def find_class(self, module: str, name: str) -> Any:
         found: Callable[..., Any] | str | None = _NAMES.get((module, name))
@@ -166,5 +166,5 @@ class _TensorUnpickler(pickle._Unpickler):
         return found
 
     def persistent_load(self, pid: Any) -> Any:
-        """The class of a storage, of which the record is the only one."""
+        """The class of the storage, if the pickle refers to the only storage of the archive."""
         return pid[1] if pid[0] == "storage" and pid[2] == "0" else None

@@ -11,7 +11,7 @@ BUNDLED_CORPUS = "python-stdlib"
 
 
 class Source(Section):
-    """One source of text or of tokens, where more is to be said of it than its path."""
+    """One source of text or of tokens, with settings besides its path."""
 
     path: PathText | None = Field(
         default=None,
@@ -21,7 +21,7 @@ class Source(Section):
     dataset: str | None = Field(
         default=None,
         min_length=1,
-        description="Instead of a path: what datasets.load_dataset is asked for.",
+        description="Instead of a path: the name that is passed to datasets.load_dataset.",
     )
     configuration: str | None = Field(
         default=None, min_length=1, description="load_dataset's configuration of the dataset."
@@ -31,7 +31,7 @@ class Source(Section):
     )
     streaming: bool = Field(
         default=False,
-        description="Whether load_dataset reads over the network as it goes, and keeps no copy.",
+        description="Whether load_dataset streams over the network, without a local copy.",
     )
     split: str = Field(
         default="train",
@@ -41,13 +41,13 @@ class Source(Section):
     text_field: str = Field(
         default="text",
         min_length=1,
-        description="Field of the text in JSON lines, or column of it in a table.",
+        description="Field in JSON lines, or column in a table, that has the text.",
     )
     weight: float | None = Field(
         default=None,
         gt=0,
         description="Share of the samples that come from this source, relative to the weights of "
-        "the others; stated for all sources of a list or for none. Left out: every source is "
+        "the others; stated for all sources of a list or for none. If omitted: every source is "
         "read once an epoch.",
     )
 
@@ -83,7 +83,7 @@ class DataConfig(Section):
         default=None,
         strict=False,
         min_length=1,
-        description="Sources of the validation data. Left out: validation_fraction of `train`.",
+        description="Sources of the validation data. If omitted: validation_fraction of `train`.",
     )
     validation_fraction: float = Field(
         default=0.05,
@@ -101,7 +101,7 @@ class DataConfig(Section):
     )
     tokenizer: PathText = Field(
         default="train",
-        description="train: the one that token files were made with, else a byte-level BPE of "
+        description="train: the one with which token files were made, else a byte-level BPE of "
         "model.vocab_size tokens trained on the corpus; otherwise the path of a tokenizer.",
     )
     sequence_length: int = Field(
@@ -110,7 +110,7 @@ class DataConfig(Section):
     )
     reset_at_documents: bool = Field(
         default=False,
-        description="Whether attention and positions begin anew with every document of a sample, "
+        description="Whether attention and positions restart at every document of a sample, "
         "so that no token sees another document's text.",
     )
     seed: int = Field(default=1234, ge=0, lt=2**63, description="Seed of the sampling order.")
@@ -122,7 +122,7 @@ class DataConfig(Section):
 
     @property
     def validation_sources(self) -> tuple[Source, ...] | None:
-        """`validation`, each as an object; None where it is left out."""
+        """`validation`, each as an object; None if omitted."""
         return None if self.validation is None else _as_objects(self.validation)
 
 

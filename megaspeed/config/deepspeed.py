@@ -1,4 +1,4 @@
-"""DeepSpeed's own keys, which stand at the top level of the JSON as they do in DeepSpeed's file."""
+"""DeepSpeed's own keys, at the top level of the JSON, as in DeepSpeed's own file."""
 
 from typing import Literal
 
@@ -25,8 +25,8 @@ class DeepSpeedKeys(Section):
         gt=0,
         le=LARGEST_BATCH,
         description="Samples of one optimizer step over all ranks = "
-        "train_micro_batch_size_per_gpu x gradient_accumulation_steps x dp. State it: it makes "
-        "the batch the same at every layout.",
+        "train_micro_batch_size_per_gpu x gradient_accumulation_steps x dp. If it is stated, "
+        "the batch is the same at every layout.",
     )
     train_micro_batch_size_per_gpu: int | None = Field(
         default=None,
@@ -58,15 +58,15 @@ class DeepSpeedKeys(Section):
     )
     communication_data_type: Literal["fp32", "bf16", "fp16"] | None = Field(
         default=None,
-        description="Type in which gradients are reduced. Left out: the type in which they are "
-        "added up.",
+        description="Type in which gradients are reduced. If omitted: the type in which they are "
+        "summed over micro-batches.",
     )
     optimizer: OptimizerConfig = Field(
         default_factory=OptimizerConfig, description="The optimizer."
     )
     scheduler: SchedulerConfig | None = Field(
         default=None,
-        description="The learning rate over the steps. Left out: constant.",
+        description="The learning rate over the steps. If omitted: constant.",
     )
     steps_per_print: int | None = Field(
         default=None,
@@ -75,7 +75,7 @@ class DeepSpeedKeys(Section):
         description="Steps between DeepSpeed's own log lines; none if null.",
     )
     log_level: Literal["debug", "info", "warning", "error", "critical"] | None = Field(
-        default=None, description="Level of DeepSpeed's own log. Left out: DeepSpeed's choice."
+        default=None, description="Level of DeepSpeed's own log. If omitted: DeepSpeed's default."
     )
     wall_clock_breakdown: bool = Field(
         default=False, description="Log the time of forward, backward and step."

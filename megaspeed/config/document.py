@@ -1,4 +1,4 @@
-"""A config file, the files it extends and the overrides, laid over each other into one tree."""
+"""Merges a config file, the files that it extends and the overrides into one tree."""
 
 import difflib
 import os
@@ -25,13 +25,13 @@ class Document:
     values: dict[str, Any]
     problems: tuple[Problem, ...] = ()
     origins: Mapping[KeyPath, str] = field(default_factory=dict)
-    """Where a value stands, if not in the config file itself: a path or `--set`."""
+    """Where a value comes from, if not from the config file itself: a path or `--set`."""
     is_complete: bool = True
-    """False where a file could not be read, so that keys are missing for no fault of their own."""
+    """False if a file could not be read, so missing keys are not the user's mistake."""
 
 
 def read_document(path: Path, overrides: Sequence[str] = ()) -> Document:
-    """Read a config file with everything that it extends, and lay the overrides over it."""
+    """Read a config file and all files that it extends, and apply the overrides."""
     document = _read_chain(path, chain=(), root=path)
     values, problems, origins = document.values, list(document.problems), dict(document.origins)
     for text in overrides:
@@ -43,13 +43,13 @@ def read_document(path: Path, overrides: Sequence[str] = ()) -> Document:
 
 
 def _read_chain(path: Path, chain: tuple[Path, ...], root: Path) -> Document:
-    """This file over the file it extends; `chain` holds the files that led here."""
+    """Merge this file over the file that it extends; `chain` has the files that extend it."""
     problem = file_problem(path)
     if problem is not None:
         return _unreadable(_missing_file(path, chain, problem))
     if path.resolve() in [earlier.resolve() for earlier in chain]:
         circle = " -> ".join(str(file) for file in (*chain, path))
-        return _unreadable(f"extends goes in a circle: {circle}; take one of them out")
+        return _unreadable(f"extends forms a cycle: {circle}; remove one of them")
     if len(chain) == _LONGEST_CHAIN:
         return _unreadable(
             f"the chain of extends that begins at {chain[0]} must have at most {_LONGEST_CHAIN} "
@@ -86,7 +86,7 @@ def _unreadable(message: str) -> Document:
 
 
 def _in_file(problem: Problem, path: Path, root: Path) -> Problem:
-    """Name the file where it is not the one that the user asked for."""
+    """Add the file's name to the message, unless it is the file that the user named."""
     return problem if path == root else Problem(problem.path, f"{problem.message} (in {path})")
 
 

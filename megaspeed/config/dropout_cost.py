@@ -9,7 +9,7 @@ _FP32_BYTES, _MIB = 4, 2**20
 
 
 def dropout_warning(run: Run) -> Iterator[str]:
-    """A sentence with the rates, the cost and the mend; nothing for a model without dropout."""
+    """A warning with the rates, the cost and a fix; nothing for a model without dropout."""
     model = run.config.model
     rates = {name: getattr(model, name) for name in _DROPOUTS if getattr(model, name) > 0.0}
     if not rates:

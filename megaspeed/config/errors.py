@@ -1,13 +1,13 @@
-"""What a wrong configuration raises: every problem at once, each one naming its key."""
+"""The exception for a wrong configuration. It lists all problems, each with its key."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 KeyPath = tuple[str | int, ...]
-"""The way to a value in the JSON: ("data", "train", 0) is the first source in `data.train`."""
+"""The path of a value in the JSON: ("data", "train", 0) is the first source in `data.train`."""
 
 MOST_TOLD = 20
-"""Problems that one message names; the rest is counted."""
+"""The largest number of problems that one message lists; it counts the others."""
 
 _LONGEST_KEY = 100
 """Characters of a key that are shown."""
@@ -34,9 +34,9 @@ class Problem:
     """One thing that is wrong.
 
     Args:
-        path: where in the JSON; empty if not at one key.
-        message: what to say of it.
-        meant: for an unknown key the one that was probably meant, whose value is in doubt as well.
+        path: where in the JSON; empty if it does not belong to one key.
+        message: the error message.
+        meant: for an unknown key, the key that was probably meant. Its value may be wrong, too.
     """
 
     path: KeyPath
@@ -59,7 +59,7 @@ class ConfigError(ValueError):
 
 
 def shortened(sentences: Iterable[str], most: int) -> list[str]:
-    """The first ``most``, and how many more there are.
+    """The first ``most`` sentences, and the number of the others.
 
     >>> shortened(["one", "two", "three"], 1)
     ['one', 'and 2 more']
@@ -70,7 +70,7 @@ def shortened(sentences: Iterable[str], most: int) -> list[str]:
 
 
 def numbered(problems: Sequence[str], where: str) -> str:
-    """The problems as a numbered list under one heading; after the first, the rest is counted."""
+    """The problems as a numbered list with a heading, at most ``MOST_TOLD`` of them."""
     count = "1 problem" if len(problems) == 1 else f"{len(problems):,} problems"
     told = problems[:MOST_TOLD]
     lines = [f"{index}. {problem}" for index, problem in enumerate(told, start=1)]

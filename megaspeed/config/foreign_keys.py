@@ -1,4 +1,4 @@
-"""What people bring along from their DeepSpeed files and what cannot work here."""
+"""Refuses keys and values of DeepSpeed files that cannot work here."""
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
@@ -12,7 +12,7 @@ _BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_a
 
 
 def refuse_foreign_keys(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
-    """Take out the keys that cannot work, with a problem for each that asks for something.
+    """Remove the keys that cannot work, with a problem for each that is not inert.
 
     Returns:
         The remaining values (a copy) and the problems.
@@ -27,7 +27,7 @@ def refuse_foreign_keys(values: Mapping[str, Any]) -> tuple[dict[str, Any], list
 
 
 def without(values: Mapping[str, Any], paths: list[KeyPath]) -> dict[str, Any]:
-    """A copy of a tree with the values at these paths taken out, where they exist."""
+    """A copy of a tree without the values at these paths, if they exist."""
     here = {path[0] for path in paths if len(path) == 1}
     below: dict[str | int, list[KeyPath]] = defaultdict(list)
     for path in paths:
@@ -50,10 +50,10 @@ def _refused_keys(values: Mapping[str, Any]) -> Iterator[Problem]:
 
 
 def _auto_values(values: Mapping[str, Any]) -> Iterator[Problem]:
-    """Hugging Face's Trainer fills "auto" in; nothing else does, DeepSpeed neither."""
+    """Only Hugging Face's Trainer replaces "auto" by a value. DeepSpeed does not."""
     for key in DeepSpeedKeys.model_fields:
         for path in _paths_of_auto(values.get(key), (key,)):
-            mend = "leave the key out for its default, or write a value"
+            mend = "omit the key to use its default, or write a value"
             if key in _BATCH_KEYS:
                 mend = "leave it out: any two of the three batch keys give the third"
             yield Problem(
@@ -68,7 +68,7 @@ def _nvme(values: Mapping[str, Any]) -> Iterator[Problem]:
         if _value_at(values, path) == "nvme":
             yield Problem(
                 path,
-                f'{dotted(path)} is "nvme", and state moves to host memory only; write "cpu"',
+                f'{dotted(path)} is "nvme", but state can only move to host memory; write "cpu"',
             )
 
 
@@ -81,7 +81,7 @@ def _paths_of_auto(value: Any, path: KeyPath) -> Iterator[KeyPath]:
 
 
 class _Absent:
-    """Stands for a key that is not there, which null is not."""
+    """Represents a key that is absent. (A key with the value null is present.)"""
 
 
 _ABSENT = _Absent()

@@ -1,8 +1,8 @@
-"""`"model": {"from_hf": DIR}`: the model section that a Hugging Face config.json stands for.
+"""`"model": {"from_hf": DIR}`: a model section from a Hugging Face config.json.
 
-    {"from_hf": "gpt2-dir", "num_hidden_layers": 6}   ->   every field of the file, but for 6 layers
+    {"from_hf": "gpt2-dir", "num_hidden_layers": 6}   ->   every field of the file, with 6 layers
 
-The fields take the place of the key, so that the resolved config of a run no longer needs DIR.
+The fields replace the key, so the resolved config of a run does not need DIR.
 """
 
 import os
@@ -20,19 +20,19 @@ from megaspeed.files.reading import file_problem
 
 CONFIG_FILE = "config.json"
 FETCH_ANEW = "cut short or damaged; fetch it anew"
-"""What is said of every file of a model that cannot be read."""
+"""Part of the message about a model's file that cannot be read."""
 
 FROM_HF: KeyPath = ("model", "from_hf")
 
 
 @dataclass(frozen=True)
 class Filled:
-    """What became of a config's values.
+    """The values of a config after `from_hf` was replaced.
 
     Attributes:
-        values: with the fields in the place of `from_hf`, which is gone.
+        values: the values, with the fields of the file instead of `from_hf`.
         origins: the file, for each field that came from it.
-        problems: all at `model.from_hf`; with any, no field came from the file.
+        problems: problems with `model.from_hf`. If there are any, no field came from the file.
     """
 
     values: dict[str, Any]
@@ -41,7 +41,7 @@ class Filled:
 
 
 def fill_from_hugging_face(values: Mapping[str, Any]) -> Filled:
-    """The values with `model.from_hf` replaced by what it stands for."""
+    """The values with `model.from_hf` replaced by the fields of the file."""
     section = values.get("model")
     if not isinstance(section, dict) or not isinstance(section.get("from_hf"), str):
         return Filled(dict(values))
@@ -63,16 +63,16 @@ def fill_from_hugging_face(values: Mapping[str, Any]) -> Filled:
 
 
 def config_file(place: str) -> Path:
-    """The config.json of a model's folder; `place` itself where it is a file."""
+    """The config.json of a model's folder; `place` itself if it is a file."""
     path = expand_home(place)
     return path / CONFIG_FILE if os.path.isdir(path) else path
 
 
 def read_model_section(place: str) -> dict[str, Any]:
-    """The fields of `model` that the config.json of a folder, or a file, stands for.
+    """The fields of `model` from a config.json, named by its folder or its path.
 
     Raises:
-        ConfigError: it cannot be read, or is of a model that ours cannot be.
+        ConfigError: it cannot be read, or describes a model that our model cannot express.
     """
     file = config_file(place)
     problem = path_problem(place)
@@ -107,7 +107,7 @@ def _fields(place: str, stated: Mapping[str, Any]) -> dict[str, Any]:
             raise ConfigError(
                 [
                     f"it gives every field, and model.{name} {stated[name]!r} contradicts it; "
-                    "leave one of them out (null takes an inherited key away)"
+                    "omit one of them (null removes an inherited key)"
                 ],
                 where=place,
             )

@@ -1,9 +1,9 @@
-"""Hugging Face's `config.json` in the terms of the `model` section, and back.
+"""Converts Hugging Face's `config.json` to fields of the `model` section, and back.
 
     config.json  --model_section-->  fields of `model`  --hugging_face_config-->  config.json
 
-The tables are in ``families/``: which of their keys is which of our fields, and which of their keys
-must have which value because our model computes nothing else. If a file omits a key, it has
+The tables are in ``families/``: which of their keys correspond to our fields, and which must
+have a certain value because our model supports no other. If a file omits a key, it has
 transformers' default, which sometimes differs from ours. A key that is in no table changes nothing
 in transformers' model of the family, so it is ignored.
 """
@@ -20,7 +20,7 @@ from megaspeed.config.rotary_keys import rotary_fields, rotary_keys, rotary_prob
 from megaspeed.config.strict_json import describe_value
 
 Keys = Mapping[str, Any]
-"""What stands in a config.json."""
+"""The content of a config.json."""
 
 
 _EVERYWHERE = (
@@ -77,7 +77,7 @@ def hugging_face_config(model: ModelConfig) -> dict[str, Any]:
     }
     read_again = ModelConfig.model_validate(model_section(keys)[0])
     problems = [
-        f"model.{name} is {getattr(model, name)}, and {family.class_name} of transformers has "
+        f"model.{name} is {getattr(model, name)}, but {family.class_name} of transformers has "
         f"{getattr(read_again, name)}; train with that value to export the model"
         for name in ModelConfig.model_fields
         if name not in _NOT_SAVED and getattr(read_again, name) != getattr(model, name)
@@ -88,7 +88,7 @@ def hugging_face_config(model: ModelConfig) -> dict[str, Any]:
 
 
 def _under_one_name(keys: Keys, other_names: Mapping[str, str]) -> tuple[Keys, list[str]]:
-    """transformers takes a GPT-2 key under a second name as well."""
+    """Renames second names of keys, because transformers accepts two names for some keys."""
     renamed, problems = dict(keys), []
     for other, name in other_names.items():
         if other in renamed and renamed.setdefault(name, renamed[other]) != renamed[other]:
@@ -102,7 +102,7 @@ def _under_one_name(keys: Keys, other_names: Mapping[str, str]) -> tuple[Keys, l
 def _fixed_problems(keys: Keys, fixed: tuple[FixedKey, ...]) -> Iterator[str]:
     for key, allowed in ((each.key, each.allowed) for each in fixed):
         value = keys.get(key, allowed[0])
-        # True == 1, so that types are compared as well.
+        # True == 1, so types are compared, too.
         if not any(value == one and type(value) is type(one) for one in allowed):
             yield f"{key} is {describe_value(value)}, and must be {_listed(allowed)}"
 

@@ -1,6 +1,6 @@
-"""The JSON Schema that lets an editor complete and check configs, generated from the models.
+"""The JSON Schema with which editors complete and check configs, generated from the models.
 
-Write the committed file anew with
+Generate the committed file again with
 
     python -m megaspeed.config.json_schema ds_configs/megaspeed.schema.json
 """
@@ -17,12 +17,12 @@ _FILE_KEYS = {
     "extends": {
         "type": "string",
         "description": "Path, relative to this file, of a config whose keys are the defaults of "
-        "this one. Objects are merged key by key; null takes an inherited key away.",
+        "this one. Objects are merged key by key; null removes an inherited key.",
     },
 }
 
 
-# pydantic's words, where a validator stands before the bound, and JSON schema's.
+# pydantic's names, which it writes if a validator precedes the bound, and JSON Schema's names.
 _BOUNDS = {"ge": "minimum", "gt": "exclusiveMinimum", "le": "maximum"}
 
 
@@ -50,7 +50,7 @@ def json_schema_text() -> str:
 
 
 def _simplify(field: dict[str, Any]) -> None:
-    """Editors show the key itself; a default of null says only that the key may be left out."""
+    """Removes titles, because editors show the key, and defaults of null, which mean "omitted"."""
     field.pop("title", None)
     if field.get("default", ...) is None:
         field.pop("default", None)
@@ -58,8 +58,8 @@ def _simplify(field: dict[str, Any]) -> None:
         for pydantics, ours in _BOUNDS.items():
             if pydantics in choice:
                 choice[ours] = choice.pop(pydantics)
-        # A file may change one number of a scheduler whose type stands in the file it extends, so
-        # that more than one type can fit.
+        # A file may change one number of a scheduler whose type is in the file that it extends.
+        # Then several types fit.
         if "oneOf" in choice:
             choice["anyOf"] = choice.pop("oneOf")
             choice.pop("discriminator", None)

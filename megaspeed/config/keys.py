@@ -1,4 +1,4 @@
-"""Which keys the JSON knows, and which of them an unknown key was probably meant to be."""
+"""The known keys of the JSON, and the one that an unknown key was probably meant to be."""
 
 import difflib
 from collections.abc import Iterator, Mapping
@@ -53,13 +53,13 @@ OTHER_NAMES: Mapping[str, str] = {
     "grad_clip": "gradient_clipping",
     "zero_stage": "zero_optimization.stage",
 }
-"""What GPT-2's, Megatron's and nanoGPT's configs call things."""
+"""Names in the configs of GPT-2, Megatron and nanoGPT, and our keys for them."""
 
 
 def unknown_key(path: KeyPath, siblings: list[str]) -> Problem:
-    """The problem of a key that nothing reads: the nearest known one, or the list of them.
+    """The problem of an unknown key, with the nearest known key or the list of known keys.
 
-    Without `siblings` neither is looked for.
+    If `siblings` is empty, the message has neither.
     """
     name = dotted(path)
     if not siblings:
@@ -67,8 +67,8 @@ def unknown_key(path: KeyPath, siblings: list[str]) -> Problem:
     if name in all_key_paths():
         return Problem(
             path,
-            f"{name} belongs to another {path[0]}.type than the one chosen; take it out (null "
-            "takes an inherited key away)",
+            f"{name} belongs to another {path[0]}.type than the one chosen; remove it (null "
+            "removes an inherited key)",
         )
     nearest = _nearest(path, siblings)
     if nearest is not None:
@@ -79,11 +79,11 @@ def unknown_key(path: KeyPath, siblings: list[str]) -> Problem:
 
 
 def keys_at(path: KeyPath, values: Mapping[str, Any]) -> list[str]:
-    """The keys that the section at `path` knows; `values` tells which scheduler it is."""
+    """The known keys of the section at `path`; `values` states which scheduler it is."""
     models: tuple[type[BaseModel], ...] = (RunConfig,)
     here: Any = values
     for part in path:
-        if isinstance(part, int):  # the sections that a list holds are those of its field
+        if isinstance(part, int):  # the sections in a list are those of its field
             here = here[part] if isinstance(here, list) else None
             continue
         here = here.get(part) if isinstance(here, dict) else None
@@ -131,7 +131,7 @@ def _walk(model: type[BaseModel], path: KeyPath) -> Iterator[str]:
 
 
 def _types(model: type[BaseModel]) -> tuple[Any, ...]:
-    """The values of `type` for which a section is this one."""
+    """The values of `type` that select this section."""
     field = model.model_fields.get("type")
     return () if field is None else get_args(field.annotation)
 

@@ -1,10 +1,10 @@
-"""The grid of a run in a world of so many processes, all of them in use or some of them spare.
+"""The grid of a run for a world size, which uses all processes or leaves some spare.
 
 parallel.data   parallel.spare_ranks   grid
 a number        false                  pipeline x data x tensor = world
 "auto"          false                  data = world / (pipeline x tensor)
 a number        true                   pipeline x data x tensor <= world
-"auto"          true                   the largest data for which the batch multiplies
+"auto"          true                   the largest data that fits the batch sizes
 """
 
 from megaspeed.config.batch import StatedBatch, solve_batch
@@ -14,7 +14,7 @@ from megaspeed.topology.grid import Grid
 
 
 def layout_in(config: RunConfig, world: World) -> Grid | None:
-    """The grid; None if there is none. With spare ranks its batch multiplies, too."""
+    """The grid; None if there is none. With spare ranks, the batch sizes fit it, too."""
     parallel = config.parallel
     if not parallel.spare_ranks:
         return grid_in(parallel, world)

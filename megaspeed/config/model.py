@@ -51,10 +51,10 @@ DERIVED_FIELDS = (*FEATURES, "num_key_value_heads", "head_dim", "intermediate_si
 
 
 class RopeScaling(Section):
-    """Llama-3's stretching of the rotary embedding to longer sequences."""
+    """Llama 3's scaling of the rotary frequencies for longer sequences."""
 
     rope_type: Literal["llama3"] = Field(
-        description="How the frequencies are scaled; llama3 is the only way there is."
+        description="How the frequencies are scaled; only llama3 is supported."
     )
     factor: float = Field(
         gt=0, description="Low frequencies are divided by this number (8.0 in Llama 3.1)."
@@ -96,8 +96,8 @@ class ModelConfig(Section):
     vocab_size: int = Field(
         gt=0,
         le=LARGEST_VOCABULARY,
-        description="Number of token ids. It need not divide by parallel.tensor: it is padded "
-        "inside and the padding is never visible.",
+        description="Number of token ids. It need not be divisible by parallel.tensor: it is "
+        "padded internally, and the padding is never visible.",
     )
     hidden_size: int = Field(
         gt=0, le=LARGEST_WIDTH, description="Width of the residual stream, in elements."
@@ -111,7 +111,7 @@ class ModelConfig(Section):
         validate_default=True,
         gt=0,
         le=LARGEST_HEADS,
-        description="Number of key and value heads. Left out: num_attention_heads.",
+        description="Number of key and value heads. If omitted: num_attention_heads.",
     )
     intermediate_size: int = Field(
         default=None,

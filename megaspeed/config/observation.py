@@ -1,4 +1,4 @@
-"""DeepSpeed's ways to look at a run: communication log, FLOPs profiler."""
+"""DeepSpeed's tools for observing a run: communication log, FLOPs profiler."""
 
 from pydantic import Field
 
@@ -11,7 +11,7 @@ class CommsLoggerConfig(Section):
     enabled: bool = Field(default=False, description="Record DeepSpeed's collectives.")
     prof_all: bool = Field(default=True, description="Record every operation.")
     prof_ops: tuple[str, ...] = Field(
-        default=(), strict=False, description="Operations to record where prof_all is false."
+        default=(), strict=False, description="Operations to record if prof_all is false."
     )
     verbose: bool = Field(default=False, description="A log line for every operation.")
     debug: bool = Field(default=False, description="Name the calling function in the log.")
@@ -29,5 +29,5 @@ class FlopsProfilerConfig(Section):
     top_modules: int = Field(default=1, gt=0, description="Modules listed for each depth.")
     detailed: bool = Field(default=True, description="Print the profile of each module.")
     output_file: PathText | None = Field(
-        default=None, description="File to write to. Left out: the console."
+        default=None, description="File to write to. If omitted: the console."
     )

@@ -8,7 +8,7 @@ from megaspeed.config.strict_json import JsonSyntaxError, parse_json
 from megaspeed.files.places import named_place
 
 ORIGIN = "--set"
-"""How an override is named where an error tells which source a value came from."""
+"""The name of an override in an error message that states where a value came from."""
 
 _NO_VALUE = "write key.path=value, for example --set parallel.tensor=2"
 _MOST_KEYS = 16
@@ -16,7 +16,7 @@ _SHOWN_CHARACTERS = 200
 
 
 def add_config_options(parser: ArgumentParser) -> None:
-    """`--config` and `--set`, alike in every program: `options.config`, `options.overrides`."""
+    """Add `--config` and `--set`, as `options.config` and `options.overrides`."""
     parser.add_argument("--config", required=True, type=named_place, help="the run's JSON file")
     parser.add_argument(
         "--set",
@@ -32,8 +32,8 @@ def add_config_options(parser: ArgumentParser) -> None:
 def parse_override(text: str) -> tuple[dict[str, Any], list[Problem]]:
     """Turn `a.b=value` into `{"a": {"b": value}}`.
 
-    The value is JSON where it can be read as JSON (`2`, `true`, `[0.9, 0.95]`, `{"stage": 3}`), a
-    plain string otherwise (`runs/first`). Quote what is a string but reads as JSON: `'"16"'`.
+    The value is parsed as JSON (`2`, `true`, `[0.9, 0.95]`, `{"stage": 3}`). If it is not JSON, it
+    is a plain string (`runs/first`). Quote a string that would be parsed as JSON: `'"16"'`.
     """
     path, equals, value_text = text.partition("=")
     keys = path.split(".")

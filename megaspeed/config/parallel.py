@@ -36,7 +36,7 @@ class ParallelConfig(Section):
     sequence_parallel: bool = Field(
         default=False,
         description="Split activations between blocks along the sequence over the tensor axis; "
-        "data.sequence_length must divide by tensor.",
+        "data.sequence_length must be divisible by tensor.",
     )
     schedule: Literal["gpipe", "1f1b"] = Field(
         default="1f1b",

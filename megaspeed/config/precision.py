@@ -1,4 +1,4 @@
-"""DeepSpeed's `bf16`, `fp16` and `data_types`: in which numbers the model computes."""
+"""DeepSpeed's `bf16`, `fp16` and `data_types`: the number types of the model."""
 
 from typing import Literal
 
@@ -21,7 +21,7 @@ class Fp16Config(Section):
 
     enabled: bool = Field(default=False, description="Compute in float16 (GPU only).")
     loss_scale: float = Field(
-        default=0.0, ge=0, description="Factor on the loss; 0: found while training."
+        default=0.0, ge=0, description="Factor on the loss; 0: adjusted during training."
     )
     initial_scale_power: int = Field(
         default=16, ge=0, le=127, description="The first dynamic loss scale is 2 to this power."
@@ -30,7 +30,7 @@ class Fp16Config(Section):
         default=1000, gt=0, description="Steps without overflow before the loss scale doubles."
     )
     hysteresis: int = Field(
-        default=2, gt=0, description="Overflows borne before the loss scale is halved."
+        default=2, gt=0, description="Number of overflows after which the loss scale is halved."
     )
     consecutive_hysteresis: bool = Field(
         default=False, description="Refill the hysteresis after a step without overflow."
@@ -39,7 +39,7 @@ class Fp16Config(Section):
 
 
 class DataTypesConfig(Section):
-    """Types of numbers that need not be the model's."""
+    """Number types that may differ from the model's."""
 
     grad_accum_dtype: Literal["fp32", "bf16"] = Field(
         default="fp32",

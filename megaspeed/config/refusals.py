@@ -1,6 +1,6 @@
-"""Keys that DeepSpeed 0.19.8 knows and that cannot work here, each with its reason and its mend.
+"""Keys of DeepSpeed 0.19.8 that cannot work here, each with the reason and a fix.
 
-A key that says what happens anyway (`"prescale_gradients": false`) is let pass and not handed on.
+A value that has no effect (`"prescale_gradients": false`) is accepted, and not passed to DeepSpeed.
 """
 
 from collections.abc import Mapping
@@ -14,21 +14,21 @@ class Refusal:
 
     reason: str
     inert: tuple[Any, ...] = ()
-    """Values that ask for nothing, so that they are let pass."""
+    """Values that have no effect, so they are accepted."""
     is_off_unless_enabled: bool = False
-    """Whether the key is a section that asks for nothing while its `enabled` is not set."""
+    """Whether the key is a section that has no effect unless its `enabled` is true."""
 
     def lets_pass(self, value: Any) -> bool:
-        """Whether this value asks for nothing."""
+        """Whether this value has no effect, so it is accepted."""
         if self.is_off_unless_enabled and isinstance(value, dict):
             return value.get("enabled") in _OFF
         return value in self.inert
 
 
 _OFF = (False, None)
-_NVME_ONLY = Refusal("it belongs to NVMe offload; state moves to host memory only, so remove it")
+_NVME_ONLY = Refusal("it belongs to NVMe offload; state can only move to host memory, so remove it")
 _MASTER_WEIGHTS = "master weights and optimizer states are kept in fp32; remove it"
-_REMOVED = "DeepSpeed 0.19 has removed it; remove it"
+_REMOVED = "DeepSpeed 0.19 no longer supports it; remove it"
 _ZERO_PLUS_PLUS = (
     "DeepSpeed forms its groups from consecutive ranks of the whole world, which is wrong "
     "beside pipeline or tensor parallelism; remove it"

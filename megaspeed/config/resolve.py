@@ -1,4 +1,4 @@
-"""A config made definite for one world size: no "auto", no number left to be worked out."""
+"""Resolves a config for one world size: replaces "auto" and computes all derived numbers."""
 
 import math
 from dataclasses import dataclass
@@ -55,7 +55,7 @@ class Run:
     gradient_reduction: GradientReduction
     precision: Precision
     spare_ranks: int = 0
-    """Processes that have no place in the grid."""
+    """Number of processes that the grid does not use."""
 
     def as_json(self) -> dict[str, Any]:
         """The definite config as JSON values; a file of them gives the same run again."""
@@ -78,7 +78,7 @@ class Run:
 
     @property
     def accumulation_dtype(self) -> Precision:
-        """In what the gradients of successive micro-batches are added up."""
+        """The type in which gradients are summed over micro-batches."""
         return self.config.data_types.grad_accum_dtype
 
     @property
@@ -93,12 +93,12 @@ class Run:
 
 
 def default_run_dir(name: str) -> str:
-    """Where a run writes to if the JSON does not say."""
+    """The run folder if the JSON does not state one."""
     return f"runs/{name}"
 
 
 def config_problems(config: RunConfig, broken: frozenset[KeyPath] = frozenset()) -> list[Problem]:
-    """Problems that can be seen without knowing the world."""
+    """Problems that do not depend on the processes."""
     rules = (*SHAPE_RULES, *NUMERIC_RULES, *LEARNING_RATE_RULES, *SOURCE_RULES)
     return apply_rules(rules, config, broken)
 
@@ -106,24 +106,24 @@ def config_problems(config: RunConfig, broken: frozenset[KeyPath] = frozenset())
 def launch_problems(
     config: RunConfig, world: World, broken: frozenset[KeyPath] = frozenset()
 ) -> list[Problem]:
-    """Problems of this config on this number and kind of processes."""
+    """Problems of this config with this number and kind of processes."""
     return apply_rules(LAUNCH_RULES, Launch(config, world), broken)
 
 
 def resolve_run(
     config: RunConfig, *, name: str, world_size: int, world_source: str, device_type: str = "cpu"
 ) -> Run:
-    """Work out everything that depends on the number of processes.
+    """Compute everything that depends on the number of processes.
 
     Args:
-        config: a config that may say "auto".
+        config: a config that may have "auto".
         name: the run's name, which is the stem of its config file.
         world_size: number of processes.
         world_source: where that number comes from, for errors.
         device_type: "cpu" or "cuda".
 
     Raises:
-        ConfigError: with all problems, those of the config by itself included.
+        ConfigError: with all problems, including those that do not depend on the processes.
     """
     world = World(world_size, world_source, device_type)
     problems = [*config_problems(config), *launch_problems(config, world)]
@@ -159,7 +159,7 @@ def definite_run(config: RunConfig, name: str, world: World) -> Run:
 
 
 def _gradient_reduction(config: RunConfig) -> GradientReduction:
-    """auto keeps the promise of each ZeRO stage: 2 and 3 partition gradients, 0 and 1 do not."""
+    """auto follows the ZeRO stage: 2 and 3 partition gradients, 0 and 1 do not."""
     stated = config.parallel.gradient_reduction
     if stated != "auto":
         return stated
@@ -183,7 +183,7 @@ def _lr_factor(config: RunConfig, batch: Batch) -> float:
 
 
 def _definite_training(config: RunConfig, name: str, batch: Batch) -> TrainingConfig:
-    """With the folder; the base is now the run's own batch, so nothing is scaled twice."""
+    """Adds the run folder, and the run's batch as the base, so rates are not scaled twice."""
     update: dict[str, object] = {"run_dir": config.training.run_dir or default_run_dir(name)}
     if config.training.lr_scaling != "none":
         update["base_batch_size"] = batch.train_batch_size

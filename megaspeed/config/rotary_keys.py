@@ -5,8 +5,8 @@
     before               "rope_theta": 10000.0,  "rope_scaling": {"type": "linear", ...} or null
 
 All are read, with the precedence that transformers 5 gives them. The second is written, because
-both major versions read it. original_max_position_embeddings counts where it stands beside the
-other numbers of the scaling: at the top of a file, some versions read it and others do not.
+both major versions read it. original_max_position_embeddings must be beside the other
+numbers of the scaling: at the top level of a file, only some versions of transformers read it.
 """
 
 from collections.abc import Iterator, Mapping
@@ -16,14 +16,14 @@ from megaspeed.config.model import ModelConfig, RopeScaling
 from megaspeed.config.strict_json import describe_value
 
 _THETA = 10_000.0
-"""transformers' base where a file states none."""
+"""transformers' base if a file states none."""
 
 _ORIGINAL = "original_max_position_embeddings"
 _LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor")
 
 
 def rotary_problems(keys: Mapping[str, Any]) -> Iterator[str]:
-    """What of a Llama's rotary positions our model cannot express, a sentence each."""
+    """The settings of rotary positions that our model does not support, a sentence for each."""
     name, stated = _parameters(keys)
     if not isinstance(stated, dict):
         yield f"{name} is {describe_value(stated)}, and must be an object or null"
@@ -49,7 +49,7 @@ def rotary_problems(keys: Mapping[str, Any]) -> Iterator[str]:
 
 
 def rotary_fields(keys: Mapping[str, Any], positions: Any) -> dict[str, Any]:
-    """`rope_theta` and `rope_scaling` of a Llama without problems of `positions` positions."""
+    """`rope_theta` and `rope_scaling`; `rotary_problems` must have found no problem before."""
     _, stated = _parameters(keys)
     fields = {"rope_theta": stated.get("rope_theta", keys.get("rope_theta", _THETA))}
     if _kind(stated) == "default":
@@ -61,7 +61,7 @@ def rotary_fields(keys: Mapping[str, Any], positions: Any) -> dict[str, Any]:
 
 
 def rotary_keys(model: ModelConfig) -> dict[str, Any]:
-    """What a config.json says of a Llama's rotary positions."""
+    """The keys of a config.json for rotary positions."""
     scaling: RopeScaling | None = model.rope_scaling
     return {
         "rope_theta": model.rope_theta,
@@ -70,7 +70,7 @@ def rotary_keys(model: ModelConfig) -> dict[str, Any]:
 
 
 def _parameters(keys: Mapping[str, Any]) -> tuple[str, Any]:
-    """The key that counts and its value; an empty object where nothing is stated."""
+    """The key that is used, and its value; an empty object if none is stated."""
     for name in ("rope_scaling", "rope_parameters"):
         if keys.get(name):
             return name, keys[name]
@@ -80,7 +80,7 @@ def _parameters(keys: Mapping[str, Any]) -> tuple[str, Any]:
 def _original_problems(
     keys: Mapping[str, Any], name: str, stated: Mapping[str, Any]
 ) -> Iterator[str]:
-    """Where the original length at the top of the file is not the one of the scaling."""
+    """Problems if the original length at the top level differs from the one in the scaling."""
     above, inside = keys.get(_ORIGINAL), stated.get(_ORIGINAL)
     if above is not None and above != inside:
         yield (

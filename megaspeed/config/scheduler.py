@@ -3,9 +3,9 @@
     cosine, linear, constant                ours: the rate of step s of T, after W steps of warmup
     WarmupCosineLR, WarmupDecayLR, WarmupLR DeepSpeed's, by its formulas (training/learning_rate.py)
 
-Each warms up and then falls as a cosine, falls in a straight line or stays. With DeepSpeed's, steps
-1 and 2 both have the lowest rate (0 if nothing else is stated) and the full rate comes at step
-W + 2, because DeepSpeed counts iterations from -1.
+Each warms up and then falls as a cosine, falls linearly or stays constant. With DeepSpeed's types,
+steps 1 and 2 both have the lowest rate (0 by default), and step W + 2 has the full rate, because
+DeepSpeed counts iterations from -1.
 """
 
 from typing import Annotated, Literal
@@ -21,8 +21,8 @@ class ConstantParams(Section):
     warmup_num_steps: int = Field(
         default=0,
         ge=0,
-        description="Steps of linear warmup: step 1 has the full rate divided by it, and the step "
-        "of this number has the full rate.",
+        description="Number W of steps of linear warmup: step 1 has 1/W of the full rate, and step "
+        "W has the full rate.",
     )
 
 
@@ -32,7 +32,7 @@ class DecayParams(ConstantParams):
     total_num_steps: int | None = Field(
         default=None,
         gt=0,
-        description="Step at which the smallest rate is reached. Left out: training.steps.",
+        description="Step at which the smallest rate is reached. If omitted: training.steps.",
     )
     min_ratio: float = Field(
         default=0.1, ge=0, le=1, description="Smallest rate, as a fraction of the full one."
@@ -67,11 +67,11 @@ class WarmupParams(Section):
 class WarmupLRParams(WarmupParams):
     """Warm up, then stay."""
 
-    warmup_min_lr: float = Field(default=0.0, ge=0, description="Learning rate at step 0.")
+    warmup_min_lr: float = Field(default=0.0, ge=0, description="Lowest learning rate of warmup.")
     warmup_max_lr: float | None = Field(
         default=None,
         gt=0,
-        description="Learning rate after warmup. Left out: optimizer.params.lr.",
+        description="Learning rate after warmup. If omitted: optimizer.params.lr.",
     )
 
 
@@ -79,7 +79,7 @@ class WarmupDecayLRParams(WarmupLRParams):
     """Warm up, then fall to 0."""
 
     total_num_steps: int | None = Field(
-        default=None, gt=0, description="Step at which 0 is reached. Left out: training.steps."
+        default=None, gt=0, description="Step at which 0 is reached. If omitted: training.steps."
     )
 
 
@@ -89,10 +89,10 @@ class WarmupCosineLRParams(WarmupParams):
     total_num_steps: int | None = Field(
         default=None,
         gt=0,
-        description="Step at which the smallest rate is reached. Left out: training.steps.",
+        description="Step at which the smallest rate is reached. If omitted: training.steps.",
     )
     warmup_min_ratio: float = Field(
-        default=0.0, ge=0, le=1, description="Rate at step 0, as a fraction of the optimizer's."
+        default=0.0, ge=0, le=1, description="Lowest warmup rate, as a fraction of the optimizer's."
     )
     cos_min_ratio: float = Field(
         default=0.0001,

@@ -19,14 +19,14 @@ class Section(BaseModel):
     @field_validator("*")
     @classmethod
     def _fits_64_bits(cls, value: Any) -> Any:
-        """For fields without a bound of their own: larger numbers fit no tensor and no float."""
+        """For fields without their own bound: larger numbers do not fit a 64-bit integer."""
         if isinstance(value, int) and abs(value) >= 2**63:
             raise ValueError("a whole number of at most 2^63 - 1")
         return value
 
 
 def _whole_number(value: Any) -> Any:
-    """5e8 is how everybody writes bucket sizes, and JSON reads that as a float."""
+    """Bucket sizes are usually written as 5e8, which JSON reads as a float."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
@@ -38,7 +38,7 @@ def _possible_path(text: str) -> str:
 
 
 def _no_boolean(value: Any) -> Any:
-    """True == 1, so that a list of allowed numbers would let true pass."""
+    """True == 1, so a list of allowed numbers would accept true."""
     if isinstance(value, bool):
         raise ValueError("a whole number")
     return value
@@ -60,7 +60,7 @@ LARGEST_ACCUMULATION = 10**5  # micro-batches of a step
 LARGEST_COUNT = 10**9  # anything else
 
 PathText = Annotated[str, Field(min_length=1), AfterValidator(_possible_path)]
-"""A path or a glob that is not empty, and that something can have."""
+"""A path or a glob that is not empty, and that is possible on this system."""
 
 NoBoolean = BeforeValidator(_no_boolean)
 """Marks a field that lists allowed numbers, so that a boolean is refused."""

@@ -1,6 +1,6 @@
-"""JSON read to the letter: a syntax error has a line and a column, a key stands once.
+"""A strict JSON reader: syntax errors have a line and a column, duplicate keys are errors.
 
-Python's own reader keeps the last of two equal keys in silence, and takes NaN for a number.
+Python's own reader silently keeps the last of two equal keys, and accepts NaN as a number.
 """
 
 import json
@@ -13,7 +13,7 @@ from megaspeed.files.reading import read_whole
 
 
 class JsonSyntaxError(ValueError):
-    """The text is not JSON; the message has the line, the column and the mend."""
+    """The text is not JSON; the message has the line, the column and, if known, a fix."""
 
 
 _DEEPEST = 64
@@ -21,14 +21,14 @@ _TOO_DEEP = f"it is nested too deeply: objects and lists must be at most {_DEEPE
 
 
 class _Pairs(list[tuple[str, Any]]):
-    """An object as it stands in the text, before duplicate keys are lost."""
+    """An object as a list of pairs, with its duplicate keys."""
 
 
 def parse_json(text: str) -> tuple[Any, list[Problem]]:
-    """Read JSON and find the keys that stand twice, at any depth.
+    """Read JSON and find duplicate keys at any depth.
 
     Returns:
-        The value (of two equal keys the last one counts) and one problem for each duplicate.
+        The value (the last of two equal keys is used) and one problem for each duplicate.
 
     Raises:
         JsonSyntaxError: the text is not JSON.
@@ -41,11 +41,11 @@ def parse_json(text: str) -> tuple[Any, list[Problem]]:
     except JsonSyntaxError:
         raise
     except ValueError:  # Python reads no integer of more than 4,300 digits
-        raise JsonSyntaxError("it has a number of thousands of digits") from None
+        raise JsonSyntaxError("it has a number with more than 4,300 digits") from None
     except RecursionError:
         raise JsonSyntaxError(_TOO_DEEP) from None
     problems = [
-        Problem(path, f"{dotted(path)} stands twice in one object; keep one of them")
+        Problem(path, f"{dotted(path)} is a duplicate key in one object; keep one of them")
         for path in _duplicates(value, ())
     ]
     return _plain(value), problems
@@ -77,7 +77,7 @@ def read_json_object(path: Path) -> tuple[dict[str, Any], list[Problem]]:
 
 
 def describe_value(value: Any) -> str:
-    """A JSON value with its type, as it reads in an error: 16 and "16" must look different."""
+    """A JSON value with its type, for errors: 16 and "16" must look different."""
     text = json.dumps(value, default=str)
     shown = text if len(text) <= 60 else text[:57] + "..."
     return f"{shown} ({_type_name(value)})"
@@ -147,7 +147,7 @@ def _describe_syntax_error(text: str, error: json.JSONDecodeError) -> str:
 
 
 def _mend(text: str, position: int) -> str:
-    """What people who come from DeepSpeed's hjson or from Python trip over."""
+    """A hint for common mistakes of users of DeepSpeed's hjson or of Python."""
     if not text.strip():
         return " (the text is empty)"
     here = text[position:].lstrip()

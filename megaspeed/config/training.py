@@ -1,4 +1,4 @@
-"""The `training` section: how long, how often to look, how often to save."""
+"""The `training` section: the length of the run, validations, reports and checkpoints."""
 
 from typing import Literal
 
@@ -19,7 +19,7 @@ class TrainingConfig(Section):
     )
     run_dir: PathText | None = Field(
         default=None,
-        description="Folder the run writes to. Left out: runs/<name of the config file>.",
+        description="Folder the run writes to. If omitted: runs/<name of the config file>.",
     )
     log_interval: int = Field(default=10, gt=0, description="Steps between two console lines.")
     report_to: tuple[ReportTo, ...] = Field(
@@ -61,8 +61,8 @@ class TrainingConfig(Section):
     max_skipped_steps: int = Field(
         default=20,
         gt=0,
-        description="Steps in a row that may be skipped for a loss or gradient norm that is "
-        "not finite before the run stops.",
+        description="The run stops after this many steps in a row were skipped because the loss or "
+        "the gradient norm was not finite.",
     )
     hang_timeout_seconds: float = Field(
         default=300.0,

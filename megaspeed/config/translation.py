@@ -1,4 +1,4 @@
-"""pydantic's errors in our words: the full path, what was given, what is wanted."""
+"""Converts pydantic's errors to our messages: full path, given value, wanted value."""
 
 import re
 from collections import defaultdict
@@ -43,7 +43,7 @@ def translate(error: ValidationError, values: Mapping[str, Any]) -> list[Problem
     """One problem for each key that is wrong; `values` is the JSON that was refused.
 
     pydantic gives one error for each branch of a union ("a whole number" or "auto"); they become
-    one problem. Errors that only follow from another one are left out.
+    one problem. Errors that only follow from another one are omitted.
     """
     by_path: dict[KeyPath, list[ErrorDetails]] = defaultdict(list)
     for detail in error.errors(include_url=False):
@@ -102,7 +102,7 @@ def _has(value: Any, part: str | int) -> bool:
 
 
 def _last_of_tuple(details: list[ErrorDetails]) -> list[ErrorDetails]:
-    """A list that is too short has one error for each missing entry; the last tells its length."""
+    """A list that is too short has one error for each missing entry; the last has its length."""
     return details[-1:] if details[0]["type"] == "missing" else details
 
 
@@ -133,10 +133,10 @@ def _wrong_tag(path: KeyPath, detail: ErrorDetails) -> str:
 
 def _missing(path: KeyPath) -> str:
     if path == ("model",):
-        return f"model is missing; the least it needs is a preset ({', '.join(PRESETS)})"
+        return f"model is missing; it needs at least a preset ({', '.join(PRESETS)})"
     if path[0] == "model" and len(path) == 2:
         return f"{dotted(path)} is missing: state it, or name a model.preset such as gpt2"
-    return f"{dotted(path)} is missing, and has no default"
+    return f"{dotted(path)} is missing and has no default"
 
 
 def _mend(given: Any, details: list[ErrorDetails]) -> str:
@@ -168,24 +168,24 @@ def _is_derived(location: tuple[str | int, ...]) -> bool:
 
 
 def _is_left_out(path: KeyPath, values: Mapping[str, Any]) -> bool:
-    """Whether this is a field that is derived from others where the JSON leaves it out."""
+    """Whether the JSON omits this field, and it is derived from others."""
     return _is_derived(path) and values["model"].get(path[1]) is None
 
 
 def _follows_from_a_part(
     details: list[ErrorDetails], path: KeyPath, containers: Set[KeyPath]
 ) -> bool:
-    """What is said of a whole because a part of it is wrong, and that is told by itself.
+    """Whether an error of an object or a list only follows from an error of one of its parts.
 
-    An object with a wrong key was meant to be one, also where a string may stand; and a list is
-    too short without its wrong entries.
+    An object with a wrong key is meant to be an object, even if a string is also allowed. A list
+    may be too short only because its wrong entries do not count.
     """
     is_consequence = isinstance(details[0]["input"], dict) or details[0]["type"] == "too_short"
     return is_consequence and path in containers
 
 
 def _follows_from_another(path: KeyPath, values: Mapping[str, Any]) -> bool:
-    """A field that is derived from a wrong one is wrong as well, and that is not worth a line."""
+    """Whether a derived field is wrong only because the field that it derives from is wrong."""
     if not _is_left_out(path, values):
         return False
     family = FAMILIES.get(str(values["model"].get("architecture")))

@@ -8,15 +8,15 @@ from megaspeed.config.section import ElementCount, NoBoolean, Section
 
 
 class OffloadConfig(Section):
-    """Where a part of the state lives between uses."""
+    """Where a part of the state is kept between uses."""
 
     device: Literal["none", "cpu"] = Field(
         default="none", description="none: on the accelerator; cpu: in the host's memory."
     )
     pin_memory: bool = Field(
         default=True,
-        description="Page-locked host memory, for transfers at full speed. Turn off only where "
-        "`ulimit -l` is tight.",
+        description="Page-locked host memory, for transfers at full speed. Turn it off only if "
+        "`ulimit -l` is too low.",
     )
 
 
@@ -42,8 +42,8 @@ class ZeroConfig(Section):
         default=False,
         description="Stages 1 and 2: all-reduce each bucket of gradients, instead of reducing "
         "each part of it to the rank that owns it. DeepSpeed's own default is true: fewer "
-        "messages, which may be faster where buckets are small and owners many, but twice the "
-        "bytes, so that a step moves 3 x the parameters in place of ZeRO's 2 x.",
+        "messages, which may be faster if buckets are small and there are many owners, but twice "
+        "the bytes, so a step moves 3 x the parameters instead of ZeRO's 2 x.",
     )
     allgather_partitions: bool = Field(
         default=True,
@@ -75,26 +75,26 @@ class ZeroConfig(Section):
     )
     stage3_param_persistence_threshold: Annotated[ElementCount, Field(ge=0)] | None = Field(
         default=None,
-        description="Parameters with up to this many elements are kept whole. Left out: 10 x "
+        description="Parameters with up to this many elements stay gathered. If omitted: 10 x "
         "model.hidden_size.",
     )
     stage3_model_persistence_threshold: Annotated[ElementCount, Field(ge=0)] | None = Field(
         default=None,
-        description="Most elements that may stay unpartitioned in all. Left out: no bound.",
+        description="Largest total number of elements that stay gathered. If omitted: no bound.",
     )
     stage3_max_live_parameters: Annotated[ElementCount, Field(ge=0)] | None = Field(
         default=None,
-        description="The next layer is gathered while one is at work only if both together have "
-        "at most this many elements. Parameters that are kept whole do not count. If omitted: no "
+        description="The next layer is gathered while one computes only if both together have "
+        "at most this many elements. Parameters that stay gathered do not count. If omitted: no "
         "bound.",
     )
 
     def fetches_ahead(self, at_work: int, following: int) -> bool:
-        """Stage 3: whether the next layer is gathered while one is at work.
+        """Stage 3: whether the next layer is gathered while the current one computes.
 
         Args:
-            at_work: elements that are gathered of the layer at work, without padding.
-            following: those of the next layer.
+            at_work: gathered elements of the current layer, without padding.
+            following: gathered elements of the next layer.
         """
         bound = self.stage3_max_live_parameters
         has_room = bound is None or at_work + following <= bound
@@ -102,10 +102,10 @@ class ZeroConfig(Section):
 
     @property
     def offloads_optimizer(self) -> bool:
-        """Whether optimizer states live in host memory."""
+        """Whether optimizer states are kept in host memory."""
         return self.offload_optimizer is not None and self.offload_optimizer.device != "none"
 
     @property
     def offloads_parameters(self) -> bool:
-        """Whether partitioned parameters live in host memory."""
+        """Whether partitioned parameters are kept in host memory."""
         return self.offload_param is not None and self.offload_param.device != "none"

@@ -1,4 +1,4 @@
-"""Where a path leads: from whose home, and as far as it is there yet."""
+"""Paths: home folders, the nearest existing folder, and paths that cannot exist."""
 
 import os
 from argparse import ArgumentTypeError
@@ -7,7 +7,7 @@ from pathlib import Path
 from megaspeed.files.reading import file_problem
 
 _LONGEST_NAME, _LONGEST_PATH = 255, 4095
-"""Bytes, as Linux and its file systems limit them."""
+"""Limits of Linux and its file systems, in bytes."""
 
 
 def nearest_existing(path: Path) -> Path:
@@ -18,9 +18,9 @@ def nearest_existing(path: Path) -> Path:
 
 
 def folder_problem(name: str, folder: Path) -> str | None:
-    """Why ``folder``, given as ``name``, cannot be made or written to; None where it can."""
+    """Why ``folder``, given as ``name``, cannot be created or written to; None if it can."""
     whole = folder.absolute()
-    # A link that leads nowhere is there as well: nothing can be made in its place.
+    # A broken link counts as existing, because no folder can be created in its place.
     existing = next(place for place in (whole, *whole.parents) if os.path.lexists(place))
     if not os.path.isdir(existing):
         why = file_problem(existing) or "is a file"
@@ -33,14 +33,14 @@ def folder_problem(name: str, folder: Path) -> str | None:
 
 
 def expand_home(source: str | Path) -> Path:
-    """The path with a leading ~ replaced; where there is no such user, the path as it is."""
+    """The path with a leading ~ replaced; the path itself if there is no such user."""
     return Path(os.path.expanduser(source))
 
 
 def path_problem(text: str) -> str | None:
-    """Why nothing can have this path; None if something can. Looks at the text alone.
+    """Why no file can have this path; None if one can. Does not access the file system.
 
-    Globs count as well: each of their parts stands for a name.
+    Also works for globs, because each part of a glob stands for a name.
     """
     if "\0" in text:
         return "it has a NUL character, which ends a path; remove it"
@@ -57,19 +57,19 @@ def _encoded(text: str) -> bytes:
 
 
 def named_place(text: str) -> Path:
-    """A path on the command line, of which a shell leaves the ~ of ``--output=~/x`` to us.
+    """A path on the command line. Expands ~, because a shell does not do so in ``--output=~/x``.
 
     Raises:
-        ArgumentTypeError: it is empty, its bytes are no UTF-8, or no file can have it.
+        ArgumentTypeError: it is empty, not UTF-8 or a broken link, or no file can have it.
     """
     if not text:
-        raise ArgumentTypeError("it is a path, and this one is empty; name one")
+        raise ArgumentTypeError("the path is empty; state one")
     try:
         text.encode("utf-8")
-    except UnicodeEncodeError as error:  # Python hands such bytes on as lone surrogates
+    except UnicodeEncodeError as error:  # Python represents such bytes as lone surrogates
         raise ArgumentTypeError(
-            f"a name must be UTF-8, because the libraries that read and write there take no other, "
-            f"and {text!r} is not; name another"
+            f"a path must be UTF-8, because the libraries that read and write there accept nothing "
+            f"else, and {text!r} is not; name another"
         ) from error
     problem = path_problem(text)
     if problem is None and os.path.islink(text) and not os.path.exists(text):

@@ -1,9 +1,9 @@
-"""Reads files that others wrote: only regular files, and only up to a size limit.
+"""Reads files from other sources: only regular files, and only up to a size limit.
 
     regular file      read, up to a limit
     named pipe        opening it would wait for a writer
     device, socket    may never end
-    folder            none of these
+    folder            has no content to read
 
 Links are followed.
 """
@@ -34,7 +34,7 @@ def file_problem(path: Path) -> str | None:
     try:
         mode = os.stat(path).st_mode
     except FileNotFoundError:
-        return "is a link that leads nowhere" if os.path.islink(path) else "does not exist"
+        return "is a broken link" if os.path.islink(path) else "does not exist"
     except (OSError, ValueError) as error:  # ValueError: the path has a NUL
         return f"cannot be reached ({getattr(error, 'strerror', None) or error})"
     kind = next((name for is_kind, name in _KINDS if is_kind(mode)), None)
@@ -60,15 +60,15 @@ def read_whole(path: Path, largest_bytes: int = LARGEST_BYTES) -> bytes:
 
 
 def special_files(folder: Path) -> Iterator[str]:
-    """What in a folder is neither a file nor a folder, a sentence each.
+    """A sentence for each entry of a folder that is neither a file nor a folder.
 
-    For folders that a library reads, which would open them.
+    For folders that a library reads, because the library would open such entries.
     """
     yield from special_among(sorted(folder.iterdir()))
 
 
 def special_among(paths: Iterable[Path]) -> Iterator[str]:
-    """Those of ``paths`` that are there and neither a file nor a folder, a sentence each."""
+    """A sentence for each of ``paths`` that exists and is neither a file nor a folder."""
     for path in paths:
         problem = file_problem(path)
         if problem is not None and os.path.lexists(path) and not os.path.isdir(path):

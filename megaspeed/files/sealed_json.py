@@ -1,8 +1,9 @@
-"""Small JSON files that know whether they are what was written: they hold a hash of themselves.
+"""Small JSON files with a hash of their own content, so that damage is detected.
 
     {"answer": 42, "index_hash": sha256 of {"answer": 42}}
 
-The seal finds a file that was cut, mixed or edited. It keeps nobody from sealing anew.
+The hash detects a file that was truncated, mixed or edited. It does not protect against a user who
+computes the hash again.
 """
 
 import hashlib
@@ -14,13 +15,13 @@ from megaspeed.files.durable import write_whole
 from megaspeed.files.reading import read_whole
 
 Facts = dict[str, Any]
-"""What such a file says: plain JSON values."""
+"""The content of such a file: plain JSON values."""
 
 _SEAL = "index_hash"
 
 
 def write_sealed(path: Path, facts: Facts) -> None:
-    """Writes ``facts`` and their hash, whole or not at all."""
+    """Writes ``facts`` and their hash. The file is complete or absent."""
     sealed = json.dumps(facts | {_SEAL: _hash_of(facts)}, indent=1).encode("utf-8")
 
     def fill(stream: BinaryIO) -> None:
@@ -30,7 +31,7 @@ def write_sealed(path: Path, facts: Facts) -> None:
 
 
 def read_sealed(path: Path) -> Facts | None:
-    """The facts at ``path`` if they are there and as they were written, else None."""
+    """The facts in the file at ``path``; None if it does not exist or its hash does not match."""
     try:
         return unsealed(read_whole(path))
     except OSError:
@@ -38,7 +39,7 @@ def read_sealed(path: Path) -> Facts | None:
 
 
 def unsealed(text: bytes) -> Facts | None:
-    """The facts in what such a file holds if they are as they were written, else None."""
+    """The facts in the content of such a file; None if the hash does not match."""
     try:
         facts = json.loads(text)
     except (ValueError, RecursionError):

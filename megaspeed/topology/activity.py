@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from megaspeed.topology.failure import note_phase
 
 START_UP_PATIENCE = 4.0
-"""How many times longer than a step a part of the start may take."""
+"""How many times longer than a step each phase of start-up may take."""
 
 
 class Activity:
@@ -42,7 +42,7 @@ class Activity:
         Args:
             phase: what is printed, such as "step 12".
             patience: how many times longer than usual it may take without progress; infinity if
-                it waits for no other rank, or for a disk.
+                it may take any time.
         """
         before = (self._phases, self._work, self.patience)
         self.beats += 1
@@ -52,7 +52,7 @@ class Activity:
             yield
         except Exception as error:
             note_phase(error, phase)
-            raise  # what this rank was doing when it failed stays readable
+            raise  # keep the phase, because the failure report prints it
         self._phases, self._work, self.patience = before
         self.beats += 1
 

@@ -1,17 +1,17 @@
-"""ParallelContext: where this rank stands, and the process groups that it shares with others.
+"""ParallelContext: the coordinates of this rank, and its process groups.
 
 Rank 5 of pp 2 x dp 2 x tp 2 (drawn in `grid.py`) belongs to
 
     world_group       0 .. 7     all ranks
     tp_group          4 5        shares every matrix of pipeline stage 1
     dp_group          5 7        holds the same weights, sees other samples
-    pp_group          1 5        along pp: activations forward, gradients back, tied gradients
+    pp_group          1 5        activations forward, gradients back, gradients of tied weights
     checkpoint_group  0 .. 7     all ranks, over gloo, for saves beside the training
 
 There is no tp_group or pp_group if that axis has one rank. How they are created: `groups.py`.
 
-The context is passed to whoever communicates. Nothing outside this folder creates a process group,
-and nothing keeps one in a module global.
+Code that communicates takes the context as an argument. Nothing outside this folder creates a
+process group, and no module keeps one in a global.
 """
 
 import os
@@ -46,10 +46,10 @@ _ONE_RANK_NEVER_WAITS = timedelta(days=1)
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelContext:
-    """This rank's coordinates, device and process groups. Made by `create`, ended by `close`.
+    """This rank's coordinates, device and process groups. Created by `create`, closed by `close`.
 
-    At most one is open in a process at a time, because torch has one default group. As a context
-    manager it closes itself. After an exception it aborts its groups and waits for no other rank.
+    At most one is open in a process at a time, because torch has one default group. At the end of
+    a ``with`` block it is closed. After an exception it aborts its groups without waiting.
     """
 
     grid: Grid
@@ -58,14 +58,14 @@ class ParallelContext:
     coordinates: Coordinates
     device: torch.device
     world_group: dist.ProcessGroup
-    tp_group: dist.ProcessGroup | None  # None if the axis has one rank: nothing is ever sent
-    dp_group: dist.ProcessGroup  # also of one rank, because DeepSpeed partitions over it
-    # After start-up it carries no collectives, so a message can only meet its own receive. None if
-    # the axis has one rank.
+    tp_group: dist.ProcessGroup | None  # None if the axis has one rank, because nothing is sent
+    dp_group: dist.ProcessGroup  # exists even with one rank, because DeepSpeed partitions over it
+    # After start-up it carries no collectives, only point-to-point messages. None if the axis has
+    # one rank.
     pp_group: dist.ProcessGroup | None
-    checkpoint_group: dist.ProcessGroup  # used by one thread at a time, which need not be the main
+    checkpoint_group: dist.ProcessGroup  # used by one thread at a time, not always the main one
     activity: Activity  # what this rank is doing
-    timeline: Timeline  # where the time of a step goes
+    timeline: Timeline  # times the parts of a step
 
     @classmethod
     def create(
@@ -79,10 +79,10 @@ class ParallelContext:
     ) -> Self:
         """Start torch.distributed and make every group; all ranks call this together.
 
-        A GPU means NCCL, its absence gloo. Several ranks find each other's addresses in `store`,
-        which is opened at MASTER_ADDR and MASTER_PORT if it is omitted. Each
-        group is tried once before this returns. Whatever waits longer than `timeout_seconds` for
-        other ranks, now or in a later collective, fails.
+        Uses NCCL on a GPU and gloo on a CPU. Several ranks find each other's addresses in `store`,
+        which is opened at MASTER_ADDR and MASTER_PORT if it is omitted. Runs one all-reduce in
+        each group before it returns. A call that waits longer than `timeout_seconds` for other
+        ranks fails, now or in a later collective.
 
         Sets the environment variables of `process_settings.py` and `gloo_interface.py`, unless they
         are set, and raises the limit on open files.
@@ -200,7 +200,7 @@ class ParallelContext:
 
     @property
     def other_end_rank(self) -> int | None:
-        """On the first pipeline stage the global rank of the last, and the reverse; else None."""
+        """On the first stage the rank of the last one, and the reverse; None on other stages."""
         if self.pp_size == 1 or not (self.is_first_pipeline_stage or self.is_last_pipeline_stage):
             return None
         return self._rank_at_stage(self.pp_size - 1 - self.pp_rank)
@@ -210,13 +210,13 @@ class ParallelContext:
 
 
 def _take_device(launch: LaunchEnvironment) -> torch.device:
-    """The GPU of this rank, made the current one."""
+    """Return the GPU of this rank, after making it the current device."""
     visible = torch.cuda.device_count()
-    # One visible GPU: the launcher gave each process its own. (NCCL refuses two ranks on one GPU.)
+    # If one GPU is visible, the launcher gave each process its own. (NCCL refuses to share one.)
     index = 0 if visible == 1 else launch.local_rank
     if index >= visible:
         raise TopologyError(
-            f"each rank takes a GPU of its own, but local rank {launch.local_rank} finds only "
+            f"each rank needs its own GPU, but local rank {launch.local_rank} finds only "
             f"{visible} on this machine: start at most {visible} ranks here, or set "
             'CUDA_VISIBLE_DEVICES="" to run on the CPU'
         )

@@ -1,4 +1,4 @@
-"""What a rank reports when it fails: where it stands, what it was doing, and the traceback.
+"""What a rank reports when it fails: its coordinates, what it was doing, and the traceback.
 
     [gpu17, rank 5 (pp 1, dp 0, tp 1), step 12, Backward(micro_batch=3)] RuntimeError: ...
     Traceback (most recent call last):
@@ -22,12 +22,12 @@ _DURING = "during "
 
 
 def note_phase(error: Exception, phase: object) -> None:
-    """Adds the phase, as a note, to an exception that leaves it."""
+    """Adds the phase as a note to an exception that propagates out of it."""
     error.add_note(f"{_DURING}{phase}")
 
 
 def place_of(grid: Grid, rank: int, doing: str = "", host: str | None = None) -> str:
-    """Such as "[gpu17, rank 5 (pp 1, dp 0, tp 1), step 12]"; without a host, this one."""
+    """Such as "[gpu17, rank 5 (pp 1, dp 0, tp 1), step 12]"; without ``host``, this host."""
     if rank < grid.world_size:
         at = grid.coordinates_of(rank)
         where = f"rank {rank} (pp {at.pp}, dp {at.dp}, tp {at.tp})"
@@ -62,7 +62,7 @@ def write_error_file(error_file: str | None, text: str) -> None:
 
 
 def processes_killed_for_memory() -> int:
-    """How many processes the kernel has ended on this host because memory ran out."""
+    """How many processes the kernel has killed on this host because memory ran out."""
     with contextlib.suppress(OSError, StopIteration, ValueError):
         lines = Path("/proc/vmstat").read_text().splitlines()
         return int(next(line for line in lines if line.startswith("oom_kill ")).split()[1])

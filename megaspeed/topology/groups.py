@@ -11,7 +11,7 @@ need to call ``new_group``, so it is one call for each axis too.
 
 An axis of one rank sends nothing and has no group, except the data axis, because DeepSpeed
 partitions over it. An axis that spans all ranks uses the world's group, because a communicator
-costs GPU memory and the collectives of one thread cannot overtake each other. A pipeline axis that
+costs GPU memory, and one thread issues all its collectives in order. A pipeline axis that
 spans all ranks still has its own group, so that point-to-point messages share it with no other
 traffic.
 """
@@ -29,7 +29,7 @@ from megaspeed.topology.grid import Axis, Grid
 from megaspeed.topology.launch import LaunchEnvironment
 from megaspeed.topology.meeting import GroupError
 
-_DISKS_ARE_SLOWER = 4  # than networks: how much longer a rank may wait for another's
+_DISKS_ARE_SLOWER = 4  # how many times longer a rank may wait for another rank's disk
 _SECONDS_TO_ABORT = 5.0
 _ORDER: tuple[Axis, ...] = ("tp", "dp", "pp")
 
@@ -37,7 +37,7 @@ _ORDER: tuple[Axis, ...] = ("tp", "dp", "pp")
 def start_default_group(
     store: dist.Store, launch: LaunchEnvironment, device: torch.device, timeout: timedelta
 ) -> dist.ProcessGroup:
-    """Start torch.distributed, NCCL on a GPU and gloo without; return the group of all ranks."""
+    """Start torch.distributed (NCCL on a GPU, gloo on a CPU); return the group of all ranks."""
     on_gpu = device.type == "cuda"
     with _naming_the_group("world", range(launch.world_size), launch.rank):
         dist.init_process_group(
@@ -74,8 +74,8 @@ def create_groups(
             mine[axis] = world_group
         else:
             mine[axis] = own_group(axis, grid.groups_along(axis), rank, device, timeout)
-    # Checkpoints are written from host memory, by a thread of their own: never over NCCL, and never
-    # between the collectives of the training. A rank that waits there mostly waits for a disk.
+    # Checkpoints are written from host memory by a separate thread, so they do not use NCCL, and
+    # their collectives do not mix with those of training. Ranks mostly wait here for a disk.
     patience = timeout * _DISKS_ARE_SLOWER
     with _naming_the_group("checkpoint", range(grid.world_size), rank):
         checkpoint: dist.ProcessGroup = dist.new_group(
@@ -104,7 +104,7 @@ def own_group(
 
 
 def shake_hands(name: str, group: dist.ProcessGroup, rank: int, device: torch.device) -> None:
-    """Sum a 1 over the group, so that a rank out of reach is named now and not in mid-training."""
+    """Sum a 1 over the group, so an unreachable rank is named now and not during training."""
     if group.size() == 1:
         return
     ranks = dist.get_process_group_ranks(group)
@@ -116,7 +116,7 @@ def shake_hands(name: str, group: dist.ProcessGroup, rank: int, device: torch.de
 
 
 def stop() -> None:
-    """Destroy every group, if there are any. Waits for what is still being sent."""
+    """Destroy every group, if there are any. Waits for pending messages."""
     if dist.is_initialized():
         dist.destroy_process_group()
 

@@ -19,14 +19,14 @@ from torch._C import _distributed_c10d as c10d
 from megaspeed.topology.meeting import ranks_named
 
 _RECORDERS = ("_dump_fr_trace_json", "_dump_nccl_trace_json")
-"""Of gloo, and of NCCL in builds that have it; neither is in torch's stubs."""
+"""The dump functions of gloo and, in builds with it, of NCCL; torch's stubs omit both."""
 
 _MOST_CALLS_NAMED = 4
 
 
 @dataclass(frozen=True)
 class RankState:
-    """What one rank said when it was asked.
+    """What one rank reported after a hang was detected.
 
     Attributes:
         doing: its phase and piece of work.
@@ -65,7 +65,7 @@ def pending_collectives() -> list[str]:
     """
     entries: list[dict[str, Any]] = []
     for dump in _RECORDERS:
-        with contextlib.suppress(Exception):  # a diagnosis must not fail: it is better to know less
+        with contextlib.suppress(Exception):  # an incomplete diagnosis is better than none
             trace = json.loads(getattr(c10d, dump)(includeCollectives=True, onlyActive=False))
             entries += trace.get("entries", ())
     members = _members_by_group()
@@ -74,21 +74,21 @@ def pending_collectives() -> list[str]:
 
 
 def explain_hang(states: dict[int, RankState | None], seconds: float) -> str:
-    """One line that names who is missing, and one for each kind of call that others wait in.
+    """One line that names the missing ranks, and one for each kind of call that others wait in.
 
     Args:
-        states: of each rank; None if it did not answer.
+        states: the state of each rank; None if it did not answer.
         seconds: how long there was no progress.
     """
     silent = [rank for rank, state in states.items() if state is None]
     waiting_for_none = [r for r, state in states.items() if state is not None and not state.calls]
     if silent:
         verdict = (
-            f"{ranks_named(silent)} did not answer: a process that is stopped, that the system "
-            "has no memory for, or whose machine or network is gone"
+            f"{ranks_named(silent)} did not answer: the process was stopped, its system "
+            "is out of memory, or its machine or network has failed"
         )
     elif len(waiting_for_none) == len(states) > 1:
-        verdict = "all ranks answered, and none of them knows what it waits for; see their stacks"
+        verdict = "all ranks answered, but no pending call is known; see their stacks"
     elif waiting_for_none:
         places = {state.doing for r in waiting_for_none if (state := states[r]) is not None}
         verdict = (
@@ -112,7 +112,7 @@ def explain_hang(states: dict[int, RankState | None], seconds: float) -> str:
 def _members_by_group() -> dict[str, list[int]]:
     """Global ranks of each process group of this rank, by torch's name for the group."""
     members: dict[str, list[int]] = {}
-    with contextlib.suppress(Exception):  # no group exists yet, or they are being ended
+    with contextlib.suppress(Exception):  # no group exists yet, or the groups are being destroyed
         for group, ranks in dist.distributed_c10d._world.pg_group_ranks.items():
             members[str(dist.distributed_c10d._world.pg_names[group])] = sorted(ranks)
     return members

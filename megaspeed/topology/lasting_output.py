@@ -1,4 +1,4 @@
-"""Standard output and error that outlive their readers.
+"""Standard output and error that still accept writes after their reader has ended.
 
 With ``deepspeed ... | tee log``, Ctrl-C also ends ``tee``, and a terminal may be closed. Then every
 write would raise an exception, and the run would end before it has saved.

@@ -1,4 +1,4 @@
-"""Who started this process: its rank and the number of ranks, read from the launcher's variables.
+"""The rank of this process and the number of ranks, read from the launcher's variables.
 
     launcher                  rank                      world size
     torchrun, deepspeed       RANK                      WORLD_SIZE
@@ -7,10 +7,10 @@
     srun                      SLURM_PROCID              SLURM_NTASKS
     plain python              0                         1
 
-Where several are set, the first of the table counts. That is right where a launcher was started
-once for each task of another (srun starts one torchrun on every node, torchrun starts the ranks),
-and then its world size is a multiple of the other's number of tasks. Anything else is a mistake and
-refused: sixteen processes that each believe they are alone would train sixteen models in silence.
+If several are set, the first in the table is used. This is correct if one launcher starts another
+(srun starts one torchrun on every node, torchrun starts the ranks). Then the world size is a
+multiple of the outer launcher's number of tasks. Anything else is a mistake and is refused.
+Otherwise, sixteen processes that each assume world size 1 would train sixteen separate models.
 """
 
 import re
@@ -29,11 +29,11 @@ class LaunchError(ValueError):
 
 @dataclass(frozen=True)
 class LaunchEnvironment:
-    """This process's place among all ranks, and who said so."""
+    """This process's place among all ranks, and the variables that state it."""
 
     rank: int  # 0 .. world_size - 1
     world_size: int  # processes of the whole run
-    local_rank: int  # place among the processes of this machine, which is the GPU to take
+    local_rank: int  # index among the processes of this machine, also the index of its GPU
     local_world_size: int  # processes of this machine
     source: str  # the variables that gave the world size, for messages
 
@@ -50,13 +50,13 @@ class LaunchEnvironment:
 
 @dataclass(frozen=True)
 class _Launcher:
-    """The names under which one launcher passes on the four numbers."""
+    """The variables in which one launcher states the four numbers."""
 
     source: str
     rank: str
     world_size: str
     local_rank: str
-    local_world_sizes: tuple[str, ...]  # the first that is set
+    local_world_sizes: tuple[str, ...]  # the first one that is set is used
 
 
 # In order of precedence: the innermost launcher first.
@@ -99,9 +99,9 @@ _SINGLE_PROCESS = LaunchEnvironment(
 def read_launch_environment(environ: Mapping[str, str]) -> LaunchEnvironment:
     """This process's place in the run, from `environ` (usually `os.environ`).
 
-    Raises LaunchError where a variable is missing or is no integer, where two launchers contradict
-    each other, and where several ranks have no MASTER_ADDR and MASTER_PORT to meet at: one that is
-    not set, no number of a port, or no name that is known here.
+    Raises LaunchError if a variable is missing or not an integer, if two launchers contradict each
+    other, or if there are several ranks and MASTER_ADDR or MASTER_PORT is not set, is not a port
+    number, or cannot be resolved.
     """
     launcher = next((one for one in _LAUNCHERS if _started_by(one, environ)), None)
     launch = _SINGLE_PROCESS if launcher is None else _read(launcher, environ)
@@ -116,8 +116,8 @@ def read_launch_environment(environ: Mapping[str, str]) -> LaunchEnvironment:
 
 def _started_by(launcher: _Launcher, environ: Mapping[str, str]) -> bool:
     if launcher.source == "SLURM_*":
-        # A shell or a batch script inside an allocation of one task knows SLURM_NTASKS too; it is
-        # an ordinary single process. With more tasks, python was meant to run once in each.
+        # In an allocation of one task, a shell or a batch script has SLURM_NTASKS too, but is an
+        # ordinary single process. With more tasks, python should run once in each.
         return _integer(environ, launcher.world_size, default=1) > 1 or "SLURM_STEP_ID" in environ
     if launcher.source == "PMI_*" and launcher.local_rank not in environ:
         return False  # srun sets the other two as well
@@ -128,7 +128,7 @@ def _read(launcher: _Launcher, environ: Mapping[str, str]) -> LaunchEnvironment:
     if launcher.source == "SLURM_*":
         _check_started_by_srun(environ)
     world_size = _integer(environ, launcher.world_size)
-    alone = 0 if world_size == 1 else None  # a single process needs no local rank to be told apart
+    alone = 0 if world_size == 1 else None  # a single process needs no local rank
     local_rank = _integer(environ, launcher.local_rank, default=alone)
     return LaunchEnvironment(
         rank=_integer(environ, launcher.rank),
@@ -148,7 +148,7 @@ def _local_world_size(launcher: _Launcher, environ: Mapping[str, str], world_siz
         node = _integer(environ, "SLURM_NODEID", default=0)
         if node < len(counts):
             return counts[node]
-    return world_size  # nobody spoke of several machines
+    return world_size  # no variable states several machines
 
 
 def _slurm_tasks_per_node(text: str) -> list[int]:
@@ -205,13 +205,13 @@ def _check_agreement(
     if tasks < 1 or launch.world_size % tasks != 0:
         raise LaunchError(
             f"two launchers disagree: the world size is {launch.world_size} from {launch.source}, "
-            f"but {outer.world_size}={tasks}; it must be that number, or a multiple of it where "
+            f"but {outer.world_size}={tasks}; it must be that number, or a multiple of it if "
             f"each of those tasks starts its own ranks: correct or unset one of them"
         )
 
 
 def _check_other_numbers(launch: LaunchEnvironment, environ: Mapping[str, str]) -> None:
-    """Refuses a rank or a number of processes of one machine that exceeds the world."""
+    """Raises LaunchError if PMIX_RANK or a local world size exceeds the world size."""
     rank = _integer(environ, "PMIX_RANK", default=0)
     if rank >= launch.world_size:
         raise LaunchError(
@@ -232,7 +232,7 @@ def _check_meeting_point(launch: LaunchEnvironment, environ: Mapping[str, str]) 
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not environ.get(name)]
     if missing:
         raise LaunchError(
-            f"{launch.world_size} ranks (from {launch.source}) need a meeting point, but "
+            f"{launch.world_size} ranks (from {launch.source}) need an address to connect to, but "
             f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not set. "
             "torchrun and deepspeed set both; elsewhere export, the same for all ranks, "
             "MASTER_ADDR=<host of rank 0> (under SLURM: "
@@ -249,7 +249,7 @@ def _check_meeting_point(launch: LaunchEnvironment, environ: Mapping[str, str]) 
 
 
 def _check_address(address: str) -> None:
-    """Raises LaunchError if the name cannot be resolved; ranks would wait without a message."""
+    """Raises LaunchError if the name cannot be resolved. Otherwise ranks would wait silently."""
     give_up = time.monotonic() + _RESOLVE_SECONDS
     while True:
         try:
@@ -258,7 +258,7 @@ def _check_address(address: str) -> None:
         except (OSError, UnicodeError) as error:
             if time.monotonic() > give_up:
                 raise LaunchError(
-                    f"MASTER_ADDR is {address!r}, which this machine knows no address of "
+                    f"MASTER_ADDR is {address!r}, which cannot be resolved on this machine "
                     f"({error}); export the name or the address of the host of rank 0"
                 ) from None
         time.sleep(0.5)

@@ -1,12 +1,12 @@
-"""Where the ranks of a run meet before anything else: one key-value store that all of them reach.
+"""The first step of a run: all ranks connect to one key-value store and compare their settings.
 
     rank 0       listens at MASTER_ADDR:MASTER_PORT (torchrun's agent does so in its place)
     others       connect
-    every rank   checks in: host, process, and in what its configuration differs from rank 0's
-    rank 0       gives the verdict: all ranks continue, or all raise the same error
+    every rank   checks in: host, process, and how its configuration differs from rank 0's
+    rank 0       writes the result: all ranks continue, or all raise the same error
 
 Missing ranks, a wrong address and different configurations are detected here, and the error names
-them. In a process group, each of them would be a silent hang.
+them. Without these checks, each would be a silent hang in a process group.
 """
 
 import dataclasses
@@ -29,7 +29,7 @@ from megaspeed.files.leaves import leaves
 from megaspeed.topology.launch import LaunchEnvironment
 
 _SECONDS_UNTIL_TOLD = 10.0
-"""A rank waits this long before its first message; later ones come three times as rarely."""
+"""A rank waits this long before its first message, and three times as long before later ones."""
 _SECONDS_A_TRY = 1.0
 _MOST_NAMED = 16
 
@@ -48,12 +48,12 @@ class Neighbour:
 
     rank: int
     process: int
-    error_file: str | None  # where torchrun looks for the reason of its end
+    error_file: str | None  # the file in which torchrun looks for the reason why the rank ended
 
 
 @dataclass(frozen=True)
 class Meeting:
-    """The store, and who else is on this host."""
+    """The store, and the other ranks of this host."""
 
     store: dist.Store
     launch: LaunchEnvironment
@@ -90,9 +90,9 @@ class Meeting:
 
 
 def open_store(launch: LaunchEnvironment, timeout_seconds: float) -> dist.Store:
-    """Connect to the store of all ranks. A single process has one of its own.
+    """Connect to the store of all ranks. If there is one rank, create a local store.
 
-    Raises GroupError, which names the address, if nobody answers there for ``timeout_seconds``.
+    Raises GroupError, which names the address, if no process answers for ``timeout_seconds``.
     """
     return _open_stores(launch, timeout_seconds)[0]
 
@@ -100,8 +100,8 @@ def open_store(launch: LaunchEnvironment, timeout_seconds: float) -> dist.Store:
 def _open_stores(
     launch: LaunchEnvironment, timeout_seconds: float
 ) -> tuple[dist.Store, dist.Store | None]:
-    """The store of this attempt's ranks, and what outlives the attempt, if an agent keeps it."""
-    alone = dist.HashStore() if launch.world_size == 1 else None  # nobody to meet at a port
+    """The store of this attempt's ranks, and a store that outlives it if an agent keeps one."""
+    alone = dist.HashStore() if launch.world_size == 1 else None  # no port needed
     if alone is not None and not agent_keeps_the_store():
         return alone, None
     connection = _connect(launch, timeout_seconds)
@@ -128,10 +128,10 @@ def _connect(launch: LaunchEnvironment, timeout_seconds: float) -> dist.Store:
         )
     except RuntimeError as error:  # torch's own DistError is one
         raise GroupError(
-            f"rank {launch.rank} could not {'listen' if listens else 'connect'} at "
-            f"{address}:{port} (MASTER_ADDR, MASTER_PORT), where the ranks meet: MASTER_ADDR must "
-            "be an address of rank 0's host, and MASTER_PORT a port that is free there. torch "
-            f"says: {error}"
+            f"rank {launch.rank} could not {'listen at' if listens else 'connect to'} "
+            f"{address}:{port} (MASTER_ADDR, MASTER_PORT), the address of the store: MASTER_ADDR "
+            "must be an address of rank 0's host, and MASTER_PORT a free port of that host. torch "
+            f"reports: {error}"
         ) from error
 
 
@@ -146,8 +146,8 @@ def check_in(
         timeout_seconds: how long this rank waits for the others.
 
     Raises:
-        GroupError: naming the ranks that did not come.
-        RanksDisagree: on every rank, naming the keys that differ.
+        GroupError: names the ranks that did not check in.
+        RanksDisagree: on every rank; names the keys that differ.
     """
     ranks_store, kept = _open_stores(launch, timeout_seconds)
     store = dist.PrefixStore("meeting", ranks_store)
@@ -209,18 +209,18 @@ class _Waiting:
     def until_there(
         self, store: dist.Store, keys: list[str], missing: Callable[[], list[int]]
     ) -> None:
-        """Wait for keys of the store; ``missing`` names the ranks that have not come yet."""
+        """Wait for keys of the store; ``missing`` returns the ranks that have not set them yet."""
         while True:
             try:
                 store.wait(keys, timedelta(seconds=_SECONDS_A_TRY))
                 return
-            except dist.DistStoreError:  # they are not there yet
+            except dist.DistStoreError:  # not all keys are set yet
                 self.say_or_end(lambda: self._waited_for(missing()))
             except dist.DistNetworkError as error:
                 raise GroupError(
-                    f"rank {self._launch.rank} lost the store where the ranks meet (at "
+                    f"rank {self._launch.rank} lost the connection to the store (at "
                     f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}): the process that "
-                    "kept it has ended; look for the first error of rank 0 and of its launcher"
+                    "keeps it has ended; look for the first error of rank 0 and of its launcher"
                 ) from error
 
     def say_or_end(self, why: Callable[[], str], *, also_rank_1: bool = False) -> None:
@@ -239,7 +239,7 @@ class _Waiting:
             self._tell_at = time.monotonic() + 3 * _SECONDS_UNTIL_TOLD
             speaks = self._launch.local_rank == 0 or (also_rank_1 and self._launch.rank == 1)
             if speaks and (line := why()):
-                say(f"{line}; this ends after {self._timeout:.0f} s")
+                say(f"{line}; the limit is {self._timeout:.0f} s")
 
     def _waited_for(self, absent: list[int]) -> str:
         if not absent:
@@ -264,7 +264,7 @@ def _wait_until_reached(
         try:
             socket.create_connection((address, port), timeout=_SECONDS_UNTIL_TOLD).close()
             return
-        except OSError as error:  # also if the name is not known
+        except OSError as error:  # also raised if the name cannot be resolved
             why = (
                 f"rank {launch.rank} has not reached the store of rank 0 at {address}:{port} "
                 f"(MASTER_ADDR, MASTER_PORT) for {waiting.seconds:.0f} s: "
@@ -283,7 +283,7 @@ def _sign_in(store: dist.Store, rank: int, differences: list[str]) -> None:
         "error_file": os.environ.get("TORCHELASTIC_ERROR_FILE"),
         "differences": differences,
     }
-    store.set(f"beat {rank}", json.dumps([0, "start-up", 0, 1.0]))  # before anybody looks for it
+    store.set(f"beat {rank}", json.dumps([0, "start-up", 0, 1.0]))  # before other ranks read it
     store.set(f"rank {rank}", json.dumps(record))
 
 

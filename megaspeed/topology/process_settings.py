@@ -53,7 +53,7 @@ _SETTINGS = (
     _Setting(
         "TORCH_GLOO_LAZY_INIT",
         "1",
-        "gloo connects two ranks when they first talk, instead of every rank to every other",
+        "gloo connects two ranks when they first communicate, instead of all ranks at start-up",
         devices=("cpu", "cuda"),
     ),
 )
@@ -63,11 +63,11 @@ _FILES_OF_A_RANK = 512
 """An allowance for data, checkpoints, libraries and connections to neighbours."""
 
 _CONNECTIONS_OF_RANK_0 = 2
-"""To each rank: that of the store where ranks meet, and that of the checkpoint group."""
+"""To each rank: one for the store, one for the checkpoint group."""
 
 
 def default_settings(environ: Mapping[str, str], device_type: DeviceType) -> dict[str, str]:
-    """The variables to set, by name: those of the table that `environ` does not have."""
+    """The variables to set, by name: the table without the variables that `environ` has."""
     return {
         setting.name: setting.value
         for setting in _SETTINGS

@@ -5,7 +5,7 @@
     any of them, or none  ->  supervisor (training/supervisor.py)  ->  this rank
 
 DeepSpeed's runner does not forward signals to a launcher on the same host. If the runner is
-stopped, only the runner ends, and no process waits for this one any more.
+stopped, only the runner ends, and this process continues without it.
 """
 
 import os
@@ -36,7 +36,7 @@ def launcher_processes() -> list[int]:
         while process > 0 and (_supervises(process) or _is_launcher(_command_of(process))):
             found.append(process)
             process = _parent_of(process)
-    except OSError:  # it has ended, or this user may not look at it
+    except OSError:  # the process has ended, or this user may not read its files
         pass
     return found
 
@@ -51,12 +51,13 @@ def _command_of(process: int) -> list[str]:
 
 
 def _parent_of(process: int) -> int:
-    # After the program's name, which stands in brackets and may hold anything: state, parent.
+    # The state and the parent follow the program's name, which is in brackets and may contain any
+    # characters.
     return int(Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()[1])
 
 
 def _is_launcher(command: list[str]) -> bool:
-    """Of a command line such as ``python -u -m torch.distributed.run ...``."""
+    """Whether a command line is a launcher's, such as ``python -m torch.distributed.run ...``."""
     program = [Path(word).name for word in command[:3] if not word.startswith("-")]
     # The interpreter and its script, or the script alone; never the argument of a shell's -c.
     if any(name in _PROGRAMS for name in program[:2]):

@@ -37,13 +37,14 @@ class RankLog:
 
     @property
     def path(self) -> Path | None:
-        """Where it is; None before it is opened."""
+        """The path of the file; None before it is opened."""
         return None if self._file is None else self._to_be
 
     def open(self) -> None:
-        """Append to the file, also what was written before and, from now on, Python's log records.
+        """Open the file for appending. Write the text kept in memory, and from now on also Python's
+        log records.
 
-        A folder that cannot be written to leaves the log in memory: the run itself will say so.
+        If the folder cannot be written to, the log stays in memory; the run reports the problem.
         """
         if self._file is not None:
             return
@@ -61,7 +62,7 @@ class RankLog:
         self._before.clear()
 
     def write(self, text: str) -> None:
-        """Write text as it is. If the disk is full, keep it in memory."""
+        """Write text; keep it in memory until the file is open. Ignores a full disk."""
         if self._file is None:
             self._before.append(text)
             return

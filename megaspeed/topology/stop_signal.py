@@ -1,9 +1,9 @@
-"""Stop signals: they let a run finish its step, save, and end well.
+"""Stop signals: after one, a run finishes its step, saves, and ends with exit code 0.
 
     SIGTERM, SIGUSR1   from a scheduler, a launcher or a user
     SIGINT             Ctrl-C; the second one ends the process at once
     SIGHUP             a closed terminal, unless it is ignored already (``nohup``)
-    launcher gone      counts as SIGHUP: nobody waits for this process any more
+    launcher ended     counts as SIGHUP, because no process waits for this one any more
 
     rank 0   step 6   step 7 --- max(0, 10) --- save, end
     rank 1   step 6   step 7 --- max(10, 0) --- save, end
@@ -23,9 +23,9 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 
 
 class StopSignal:
-    """Notes the stop signals of this process while it is open; for the main thread.
+    """Stores the stop signals of this process inside a ``with`` block; for the main thread.
 
-    When it is closed, the handlers that were there before are back.
+    At the end of the block, the earlier handlers are restored.
     """
 
     def __init__(self) -> None:
@@ -48,7 +48,7 @@ class StopSignal:
         traceback: TracebackType | None,
     ) -> None:
         for number, handler in self._before.items():
-            # None: it was installed by something else than Python, which cannot put it back.
+            # None: the handler was not installed from Python, so Python cannot restore it.
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
     def _note(self, number: int, frame: FrameType | None) -> None:

@@ -33,12 +33,12 @@ class Survey:
         self._moved = time.monotonic()
 
     def restart(self) -> None:
-        """Forget all times, for example because this process was stopped for a while."""
+        """Forget what was observed, for example because this process was stopped for a while."""
         self._heard.clear()
         self._moved = time.monotonic()
 
     def seconds_of_a_hang(self, store: dist.Store, timeout: float) -> float | None:
-        """How long the run has hung; None if it does not hang. Does not wait."""
+        """How long the run has made no progress; None if it does not hang. Does not wait."""
         if not self._ranks:
             return None
         beats = store.multi_get([f"beat {rank}" for rank in self._ranks])

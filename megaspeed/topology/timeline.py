@@ -1,4 +1,4 @@
-"""Where the time of a step goes on this rank: each moment counts for one part.
+"""Times the parts of a step on this rank. Each moment counts for one part.
 
     compute ... | tensor | compute ... | pipeline (a neighbour's message) | compute ...
 
@@ -6,8 +6,8 @@ The innermost part counts: if a forward waits for a collective, this time counts
 On a GPU, events time the current stream, so communication counts only while computation waits for
 it. On a CPU, the host is timed.
 
-Only some steps are timed (every ``training.log_interval``-th). In all other steps a part costs a
-test of one attribute.
+Only some steps are timed (every ``training.log_interval``-th). In all other steps, a part costs
+only a check of one attribute.
 """
 
 import time
@@ -23,12 +23,12 @@ Part = Literal[
 ]
 
 PARTS: tuple[Part, ...] = (
-    "data_loading",  # until a micro-batch is there
+    "data_loading",  # waiting for a micro-batch
     "compute",  # forward and backward
     "tensor",  # communication over the tensor axis
     "data",  # gradients and gathered parameters over the data axis
-    "pipeline",  # messages of the neighbours: the bubble, and the time on the wire
-    "world",  # until all ranks have brought loss and norm: a wait for the slowest
+    "pipeline",  # waiting for a neighbour's message: bubble and transfer time
+    "world",  # the all-reduce of loss and norm, which waits for the slowest rank
     "optimizer",  # clipping and the optimizer
     "host",  # anything else
 )
@@ -40,7 +40,7 @@ class Timeline:
     """The parts of one step at a time.
 
     Args:
-        device: whose stream is timed if it is a GPU.
+        device: if it is a GPU, its current stream is timed.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -68,12 +68,12 @@ class Timeline:
         self._step = None
 
     def part(self, name: Part) -> AbstractContextManager[None]:
-        """The time within this block counts for ``name``, unless an inner block says otherwise."""
+        """The time within this block counts for ``name``, except the time within inner blocks."""
         return self._timed(name) if self._step is not None else nullcontext()
 
     def take(self) -> Sequence[float]:
         """The last timed step's number and the seconds of each of ``PARTS``, once; zeros if there
-        is none, or if a GPU has not come to its end. Waits for nothing.
+        is none, or if the GPU has not finished that step. Does not wait.
         """
         nothing = [0.0] * (1 + len(PARTS))
         if self._last is None:

@@ -57,19 +57,19 @@ Kind = Literal["failed", "hang"]
 
 _PERIOD_SECONDS = 1.0
 _SECONDS_FOR_THE_MAIN_THREAD = 12.0
-"""For the main thread to end after another rank failed. A save in progress may take 10 s."""
+"""The main thread has this time to end after another rank failed. A save may take 10 s of it."""
 _SECONDS_TO_ANSWER = 6.0
-"""For each rank to report what it waits for, after a hang was detected."""
+"""Each rank has this time to report what it waits for, after a hang was detected."""
 _SECONDS_FOR_A_BETTER_REASON = 4.0
 """A rank that lost a connection waits this long for the rank that knows why."""
 _SECONDS_TO_SEE_THE_END = 5.0
 """How long the process that keeps the store waits after a failure for the others to see it."""
 _SECONDS_TO_FINISH = 45.0
-"""The same at the end of a run, until all others are done."""
+"""At the end of a run, the process that keeps the store waits this long for the others."""
 _SECONDS_OF_A_STANDSTILL = 5.0
-"""If a thread has not run for so long, the process was stopped or the machine slept."""
+"""If a thread has not run for this long, the process was stopped or the machine slept."""
 _SECONDS_UNTIL_KILLED = 60.0
-"""A process that must end is killed after this time, whatever blocks it."""
+"""A process that must end is killed after this time, even if it is blocked."""
 _SECONDS_BETWEEN_CTRL_C = 1.0
 """One Ctrl-C may arrive twice: from the terminal and from the launcher."""
 
@@ -78,7 +78,7 @@ _REPORTED = "_megaspeed_reported"
 _LOST_PEER = re.compile(
     "by peer|Broken pipe|Socket closed|NCCL|ncclRemoteError|remote process|Connection refused",
 )
-"""What errors of gloo and NCCL say if another rank has ended."""
+"""Matches the errors that gloo and NCCL raise if another rank has ended."""
 
 
 @dataclass(frozen=True)
@@ -126,11 +126,11 @@ class Watch:
         self._stop = stop
         self._log = log
         self._hang_timeout = hang_timeout_seconds
-        # The store answers some thousand questions a second, and shares rank 0's processors.
+        # The store answers a few thousand requests a second, on the same processors as rank 0.
         self._period = min(_PERIOD_SECONDS * (1 + self._world / 1024), hang_timeout_seconds / 8)
         self._end = end
         self._launchers = launchers
-        # A store's connection serves one call at a time, and a call may block.
+        # A connection to the store handles one call at a time, and a call may block.
         self._store = meeting.own_connection()
         self._claims = meeting.own_connection()
         self._host_of_rank_0 = meeting.host_of(0)
@@ -227,12 +227,14 @@ class Watch:
         if self._claim_as("failed"):
             for rank in gone:
                 doing, host = self._doing(rank), self._meeting.host_of(rank)
-                say(f"{place_of(self._grid, rank, doing, host)} gives no sign of life")
+                say(f"{place_of(self._grid, rank, doing, host)} does not respond")
             say(text.rstrip("\n"))
             write_error_file(os.environ.get("TORCHELASTIC_ERROR_FILE"), text)
 
     def _wait_for_a_better_reason(self, error: Exception) -> list[int]:
-        """Wait for another rank to say why a connection was lost; find who is gone if none does."""
+        """Wait for another rank to report why a connection was lost. If none does, return the ranks
+        that no longer respond.
+        """
         if not _LOST_PEER.search(str(error)) or self._world == 1:
             return []
         if self._claimed.wait(_SECONDS_FOR_A_BETTER_REASON):
@@ -253,7 +255,7 @@ class Watch:
     def _guard(self) -> None:
         try:
             self._guard_until_the_end()
-        except Exception:  # without this thread nothing would end this process
+        except Exception:  # only this thread can end a process whose main thread is blocked
             self._log.write(tracebacks.format_exc())
             self._end(EXIT_FAILED)
 
@@ -286,7 +288,7 @@ class Watch:
         if self._claimed.is_set():
             self._end_with_the_others()
         elif self._store_lost is not None:
-            # torchrun's agent takes the store with it, and the run is to save without both.
+            # If torchrun's agent ends, the store ends, too. The run saves without them.
             saves = self._launcher_is_gone and self._stop.can_save
             if not saves or now - self._store_lost > self._hang_timeout:
                 self._end_without_a_store()
@@ -318,7 +320,7 @@ class Watch:
         if process is not None and processes_killed_for_memory() > self._memory_kills:
             memory = "; the system has killed a process of this host because memory ran out"
         return (
-            f"{place} was killed: its process{which} has ended without a word{memory}; meanwhile "
+            f"{place} was killed: its process{which} has ended without a report{memory}; meanwhile "
             f"rank {self._rank} is in {self._activity}"
         )
 
@@ -326,7 +328,7 @@ class Watch:
         self._launcher_is_gone = True
         self._stop.received = signal.SIGHUP
         if self._stop.can_save:
-            self._log.note("the launcher has ended: this run saves after its step, and ends")
+            self._log.note("the launcher has ended: this run finishes its step, saves and ends")
         else:
             self._end_before_training("the launcher has ended")
 
@@ -338,7 +340,7 @@ class Watch:
                 if interrupted is not None and now - interrupted > _SECONDS_BETWEEN_CTRL_C:
                     self._end(128 + signal.SIGINT)
                 interrupted = interrupted or now
-            # The main thread may be blocked, so that its handler has noted nothing.
+            # If the main thread is blocked, its signal handler has not run yet.
             is_stop = number in STOP_SIGNALS
             if is_stop and not self._stop.can_save and not self._claimed.is_set():
                 self._end_before_training(signal.Signals(number).name, 128 + number)
@@ -346,7 +348,7 @@ class Watch:
 
     def _end_before_training(self, reason: str, code: int = EXIT_FAILED) -> None:
         if self._claim_as("failed"):
-            say(f"{reason} before the training began: nothing is saved, and nothing is lost")
+            say(f"{reason} before training began: there is nothing to save")
         self._end(code)
 
     def _end_with_the_others(self) -> None:
@@ -358,7 +360,7 @@ class Watch:
         else:
             self._closing.wait(_SECONDS_FOR_THE_MAIN_THREAD)
             if self._closing.is_set():
-                return  # the main thread has detected it, too, and ends this rank in an orderly way
+                return  # the main thread has detected the failure, too, and ends this rank itself
             self._write_stacks()
         with contextlib.suppress(RuntimeError):
             self._claims.set(f"ended {self._rank}", "")
@@ -367,7 +369,9 @@ class Watch:
         self._end(_exit_code(self._claim))
 
     def _end_in_any_case(self) -> None:
-        """End this process later even if a call to the store blocks. The timer needs no Python."""
+        """Start a timer that ends this process even if a call to the store blocks. It runs in C, so
+        it also works if a thread holds the interpreter lock.
+        """
         faulthandler.dump_traceback_later(_SECONDS_UNTIL_KILLED, exit=True, file=self._log.stream)
 
     def _end_without_a_store(self) -> None:
@@ -386,8 +390,8 @@ class Watch:
             if self._is_silent:
                 line = (
                     f"no progress for {time.monotonic() - self._last_contact:.0f} s: {keeper} did "
-                    f"not answer ({host}), which keeps the store of all ranks: a process that is "
-                    f"stopped, or whose machine or network is gone; rank {self._rank} is in "
+                    f"not answer ({host}). It keeps the store of all ranks. It was stopped, or its "
+                    f"machine or network has failed; rank {self._rank} is in "
                     f"{self._activity}"
                 )
             elif agent_keeps_the_store():
@@ -422,12 +426,12 @@ class Watch:
                 self._store_lost = time.monotonic()
                 return
             self._last_contact = time.monotonic()
-            # Rank 0 sees all ranks, so it alone says that none of them makes progress.
+            # Only rank 0 sees all ranks, so only rank 0 reports that none of them makes progress.
             if seconds is not None:
                 self._claim_as("hang", seconds)
 
     def _doing(self, rank: int) -> str:
-        return f"last heard in {json.loads(self._claims.get(f'beat {rank}'))[1]}"
+        return f"last known phase: {json.loads(self._claims.get(f'beat {rank}'))[1]}"
 
     # Claims.
 

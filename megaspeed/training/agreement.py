@@ -1,7 +1,7 @@
-"""What every rank must have alike before training starts, compared once.
+"""Compares the inputs that must be the same on every rank, once, before training starts.
 
-Each node reads its own files. Where they differ, ranks would train on different text, or hang in a
-collective that the others do not call; both are found here by name.
+Each node reads its own files. If they differ, ranks would train on different text, or hang in a
+collective that the others do not call. An error names the ranks and the inputs that differ.
 """
 
 import torch.distributed as dist
@@ -16,7 +16,7 @@ def check_agreement(corpus: PreparedCorpus, context: ParallelContext) -> None:
     """Compares texts and tokenizer with rank 0's; a collective over all ranks.
 
     Raises:
-        RanksDisagree: on every rank, naming what differs and on which ranks.
+        RanksDisagree: on every rank; names what differs and on which ranks.
     """
     own = {
         "the training text (data.train)": corpus.fingerprint,

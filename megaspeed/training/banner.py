@@ -10,7 +10,7 @@
     operations: 7.041 MFLOP a token; no MFU, because the peak of cpu is unknown
     files: runs/3d
 
-Under each data rank stand its tensor ranks.
+The columns `dp 0`, `dp 1`, ... list the tensor ranks of each data rank.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -28,7 +28,7 @@ from megaspeed.topology.grid import Coordinates, Grid
 from megaspeed.training.device_peak import peak_flops_per_second
 
 PredictPeaks = Callable[[Run], Sequence[int]]
-"""Bytes that a rank of each pipeline stage is predicted to hold at the highest moment of a step.
+"""Predicted peak memory, in bytes, of a rank of each pipeline stage during a step.
 
 ``analysis`` predicts them and imports this folder, so the script passes the function in.
 """
@@ -74,12 +74,12 @@ def banner(
 
 
 def describe_attention(run: Run) -> str:
-    """How the attention of this run is computed, and why not by the fastest kernel if it is not."""
+    """How attention is computed in this run, and why not by the fastest kernel, if so."""
     model, data = run.config.model, run.config.data
     if model.attention_dropout > 0:
         return (
             f"written out, not fused, because model.attention_dropout is {model.attention_dropout} "
-            "(a fused kernel would drop other elements at each layout)"
+            "(a fused kernel would drop different elements at each layout)"
         )
     fused = "scaled_dot_product_attention, fused"
     if data.reset_at_documents:
@@ -100,7 +100,7 @@ def _describe_operations(run: Run, device: torch.device, device_name: str) -> st
 
 
 def _stage_table(run: Run, predicted_peaks: Sequence[int] | None) -> Table:
-    """A row for each pipeline stage; of many, the first and the last."""
+    """A row for each pipeline stage; if there are many, for the first ones and the last."""
     layers, parameters = layers_of_stages(run), parameters_of_stages(run)
     element = DTYPES[run.precision].itemsize
     table = Table(box=None, pad_edge=False, header_style="")

@@ -1,4 +1,4 @@
-"""What rank 0 prints while the run goes on, and at its end: a line a log interval, a summary.
+"""What rank 0 prints during a run and at its end: a line for each log interval, a summary.
 
 On a terminal, a progress bar with the remaining time is shown below the lines. A file or a pipe
 gets only the lines, without control characters.
@@ -37,11 +37,11 @@ from megaspeed.training.metrics import PartMetrics, StepMetrics, ValidationMetri
 from megaspeed.training.trainer import TrainingSummary
 
 _SPEED_SECONDS = 3600.0
-"""Over how long the time that is left is estimated; rich's 30 s may not see two steps."""
+"""The remaining time is estimated from this period; rich's 30 s may have less than two steps."""
 
 
 class NullObserver:
-    """Listens to nothing: every rank but 0."""
+    """The observer on all ranks but rank 0, which does nothing."""
 
     def step(self, metrics: StepMetrics) -> None:
         """Ignored."""
@@ -60,10 +60,10 @@ class NullObserver:
 
 
 class Record(Protocol):
-    """What records are written to: ``metrics.jsonl``, other services."""
+    """A destination of records: ``metrics.jsonl``, or other services."""
 
     def write(self, metrics: StepMetrics | PartMetrics | ValidationMetrics) -> None:
-        """Takes one of them."""
+        """Writes one record."""
 
 
 class ConsoleObserver:
@@ -71,10 +71,10 @@ class ConsoleObserver:
 
     Args:
         run: the resolved run.
-        console: to print to.
-        records: get every step and every evaluation.
-        parts: gets where the time of a step went.
-        begin: where the run starts or goes on.
+        console: the console to print to.
+        records: destinations of every step and every evaluation.
+        parts: destination of the times of the parts of a step.
+        begin: where the run starts or resumes.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class ConsoleObserver:
             console=console,
             transient=True,
             disable=not console.is_terminal,
-            redirect_stderr=sys.stderr.isatty(),  # else a log file would lose the errors
+            redirect_stderr=sys.stderr.isatty(),  # otherwise a log file would lack the errors
             refresh_per_second=2,  # drawing takes processor time from training
             speed_estimate_period=_SPEED_SECONDS,
         )
@@ -131,7 +131,7 @@ class ConsoleObserver:
             self._say(describe_resumed(self._begin, metrics))
 
     def parts(self, metrics: PartMetrics) -> None:
-        """Records them, and prints a line if one rank keeps the others waiting."""
+        """Records the parts, and prints a line if one rank is much slower than the median rank."""
         if self._parts is not None:
             self._parts.write(metrics)
         if metrics.slowest_rank_seconds > SLOW * metrics.median_rank_seconds:
@@ -146,15 +146,13 @@ class ConsoleObserver:
         )
 
     def stopping(self, told_by: signal.Signals, step: int, save_seconds: float | None) -> None:
-        """Says why the run ends early, and whether its last save may come too late."""
-        self._say(
-            f"step {step:>6}  told to stop by {told_by.name}, after {step} of {self._steps} steps"
-        )
+        """Prints why the run ends early, and a warning if its last save may end too late."""
+        self._say(f"step {step:>6}  stopped by {told_by.name} after {step} of {self._steps} steps")
         if save_seconds is not None and save_seconds > GRACE_SECONDS:
             self._say(describe_late_save(save_seconds))
 
     def saved(self, report: SaveReport) -> None:
-        """Prints where a checkpoint is, or why it is not."""
+        """Prints that a checkpoint was saved, or why it was not."""
         self._say(describe_save(report))
 
     def _write(self, metrics: StepMetrics | PartMetrics | ValidationMetrics) -> None:

@@ -1,4 +1,4 @@
-"""The lines that rank 0 prints while a run goes on, as text; some with rich's markup."""
+"""The lines that rank 0 prints during a run, as text; some with rich's markup."""
 
 from rich.markup import escape
 
@@ -11,9 +11,9 @@ from megaspeed.training.metrics import PartMetrics, StepMetrics
 from megaspeed.training.resume import MOST_CHANGES, Start
 
 WORSE_BY_NATS = 0.5
-"""By how much the first loss after a resume may lie above the last one before without a warning.
+"""If the first loss after a resume is higher than the last one before by more, a warning is shown.
 
-A step's loss is of other samples than the one before, so that they differ by some tenths.
+Each step has different samples, so losses of neighbouring steps differ by some tenths.
 """
 
 GRACE_SECONDS = 30.0
@@ -24,7 +24,7 @@ SLOW = 1.5
 
 
 def describe_corpus(corpus: PreparedCorpus, seconds: float) -> str:
-    """What is trained on and what is held out of it, in tokens and sequences."""
+    """The sizes of the training and the validation data, in tokens and sequences."""
     train, validation = corpus.train, corpus.validation
     sources = len(train.components)
     mixed = f" mixed from {sources} sources" if sources > 1 else ""
@@ -44,15 +44,15 @@ def describe_corpus(corpus: PreparedCorpus, seconds: float) -> str:
 
 
 def describe_start(start: Start, run: Run) -> list[str]:
-    """Lines that say from where the run starts, and what was found on the way."""
+    """Lines that state where the run starts, and which checkpoints were skipped."""
     lines = [
-        f"[yellow]passed over {escape(str(checkpoint))}:[/yellow] {escape(why)}"
+        f"[yellow]skipped {escape(str(checkpoint))}:[/yellow] {escape(why)}"
         for checkpoint, why in start.passed_over
     ]
     if start.is_end_of(run):
         lines.append(
-            f"nothing is left to train: {escape(str(start.checkpoint))} is of step {start.step}, "
-            f"and training.steps is {run.config.training.steps}. Raise training.steps to go on, or "
+            f"nothing is left to train: {escape(str(start.checkpoint))} has step {start.step}, "
+            f"and training.steps is {run.config.training.steps}. Raise training.steps to train, or "
             "start at step 0 with --fresh and without --resume DIR."
         )
     elif start.checkpoint is not None:
@@ -67,7 +67,7 @@ def describe_start(start: Start, run: Run) -> list[str]:
 
 
 def describe_spare_ranks(run: Run) -> str:
-    """Which ranks have no place in the grid, and why."""
+    """Which ranks are not in the grid, and why."""
     first, world = run.grid.world_size, run.grid.world_size + run.spare_ranks
     named = ", ".join(map(str, range(first, world)[:8])) + (", ..." if run.spare_ranks > 8 else "")
     which = f"rank {named} is" if run.spare_ranks == 1 else f"ranks {named} are"
@@ -93,7 +93,7 @@ def describe_step(metrics: StepMetrics) -> str:
 
 
 def describe_resumed(begin: Progress, first: StepMetrics) -> str:
-    """The first loss after a resume beside the last one before; a line, with markup."""
+    """The first loss after a resume and the last one before it; a line, with markup."""
     if begin.loss is None:
         before, is_worse = "not finite", False
     else:
@@ -107,7 +107,7 @@ def describe_resumed(begin: Progress, first: StepMetrics) -> str:
         return line
     return (
         f"[yellow]{line}. It is more than {WORSE_BY_NATS} nats higher: "
-        "is this the data, and the learning rate, that the run had?[/yellow]"
+        "check that the data and the learning rate are those of the saved run[/yellow]"
     )
 
 
@@ -124,8 +124,8 @@ def describe_slow_rank(metrics: PartMetrics, grid: Grid) -> str:
 def describe_late_save(seconds: float) -> str:
     """A warning that the launcher may kill the run before its last save is done; with markup."""
     return (
-        f"[yellow]the save before took {seconds:.0f} s, and torchrun and deepspeed kill a run "
-        f"{GRACE_SECONDS:.0f} s after they told it to stop. If this save is cut off, the run "
+        f"[yellow]the previous save took {seconds:.0f} s, and torchrun and deepspeed kill a run "
+        f"{GRACE_SECONDS:.0f} s after the stop signal. If this save is cut off, the run "
         "resumes from the previous one. To save in time, send SIGUSR1 to a rank earlier[/yellow]"
     )
 
@@ -137,6 +137,6 @@ def describe_save(report: SaveReport) -> str:
     deleted = ", ".join(path.name for path in report.deleted)
     return (
         f"step {report.step:>6}  checkpoint {report.size_bytes / 1e6:,.1f} MB in "
-        f"{report.seconds:.1f} s, training stood still for {report.stall_seconds:.1f} s"
+        f"{report.seconds:.1f} s, training paused for {report.stall_seconds:.1f} s"
         + (f"; deleted {deleted}" if deleted else "")
     )

@@ -4,14 +4,14 @@
     MEGASPEED_FAULT="hang rank=0 phase='saving after step 4'"
 
     raise     RuntimeError                      stop      the process is stopped (SIGSTOP)
-    memory    more memory than there is         slow      sleeps for seconds=3, each time
-    hang      sleeps for ever                   nan       the stage's output becomes NaN
+    memory    more memory than there is         slow      sleeps for `seconds` (3) each time
+    hang      sleeps forever                    nan       the stage's output becomes NaN
     kill      the process is killed (SIGKILL)   corrupt   one master weight gets another value
     disk      no file of the process may grow past 32 KiB, so a save fails as on a full disk
 
 `work` is the beginning of an instruction, such as Forward or Backward(micro_batch=2). If it is
-omitted, the fault comes at the beginning of the phase. All but `slow` come once. `parameter` is a
-part of the name of the parameter to corrupt; the rank's first one if it is omitted.
+omitted, the fault is injected at the beginning of the phase. All kinds but `slow` are injected
+once. `parameter` is a part of the name of the parameter to corrupt; if omitted, the rank's first.
 """
 
 import os
@@ -37,7 +37,7 @@ _BYTES_OF_A_FILE = 32 << 10  # enough for the log and the metrics of a few steps
 
 @dataclass
 class Fault:
-    """What happens, and where."""
+    """The kind of a fault, and the rank, phase and instruction where it is injected."""
 
     kind: str
     rank: int
@@ -48,7 +48,7 @@ class Fault:
     came: bool = False
 
     def comes(self, phase: str, work: object) -> bool:
-        """Whether this is the place."""
+        """Whether the fault is due now. Marks it as injected."""
         here = phase == self.phase and (repr(work) if work else "").startswith(self.work)
         if not here or (self.came and self.kind != "slow") or bool(self.work) != bool(work):
             return False
@@ -57,14 +57,14 @@ class Fault:
 
 
 def inject_into_process(activity: Activity, rank: int) -> None:
-    """Let the fault of this rank come, if there is one and it needs no model."""
+    """Inject the fault of this rank, if there is one and it does not need the model."""
     fault = _fault_of(rank)
     if fault is not None and fault.kind in _OF_THE_PROCESS:
         activity.on_begin = lambda phase, work: _cause(fault, phase, work)
 
 
 def inject_into_model(activity: Activity, rank: int, engine: ZeroEngine) -> None:
-    """Let the fault of this rank come, if there is one and it changes numbers."""
+    """Inject the fault of this rank, if there is one and it changes values of the model."""
     fault = _fault_of(rank)
     if fault is None or fault.kind not in _OF_THE_MODEL:
         return
@@ -89,7 +89,7 @@ def _cause(fault: Fault, phase: str, work: object) -> None:
 
 
 def _raise(fault: Fault) -> None:
-    raise RuntimeError(f"a fault on purpose ({VARIABLE})")
+    raise RuntimeError(f"an injected fault ({VARIABLE})")
 
 
 _OF_THE_PROCESS: dict[str, Callable[[Fault], object]] = {

@@ -1,8 +1,8 @@
-"""What all ranks of a run do together, from their meeting to the last figures.
+"""What all ranks of a run do together, from the comparison of their inputs to the summary.
 
     same inputs? one folder? -> where to start -> model and its state -> run folder -> training
 
-The run folder is touched only once this run has all that it needs to go on.
+Earlier files in the run folder are moved only after the checkpoint, if any, has been loaded.
 """
 
 import re
@@ -103,7 +103,7 @@ class Job:
 
         Raises:
             RanksDisagree: the ranks were given different inputs, or folders.
-            CheckpointError: what is to be resumed from cannot be.
+            CheckpointError: the run cannot resume from the checkpoint.
             TrainingDiverged: loss or gradient norm stay non-finite.
             ReplicasDiffer: ranks hold different copies of something.
             NoProgress: restarts do not help.
@@ -136,7 +136,7 @@ class Job:
                     worker = Worker(run, context)
                 with (
                     Checkpointing(worker, corpus) as checkpointing,
-                    # Once more, because the line above waits for a save that is under way.
+                    # Again, because `Checkpointing` waits for a pending save when it closes.
                     self.watch.failures_reported(expected=EXPECTED),
                     self._out_of_memory_explained(context, worker.engine),
                 ):
@@ -153,7 +153,7 @@ class Job:
     def _out_of_memory_explained(
         self, context: ParallelContext, engine: ZeroEngine | None
     ) -> Iterator[None]:
-        """Adds an explanation to an exception that says that memory ran out."""
+        """Adds an explanation to an exception if its cause is that memory ran out."""
         try:
             yield
         except (RuntimeError, MemoryError) as error:  # torch.OutOfMemoryError is a RuntimeError
@@ -177,18 +177,18 @@ class Job:
                 begin = checkpointing.load(start.checkpoint, allow_data_change=allowed)
         from_rank_0(context.checkpoint_group, lambda: self._open_run_folder(start))
         if start.checkpoint is not None and not start.in_place:
-            # Else a run that died before its first save would start at step 0 the next time.
+            # Otherwise a run that fails before its first save would restart at step 0.
             checkpointing.save(begin)
         return begin
 
     def _open_run_folder(self, start: Start) -> None:
         if start.in_place:
             moved = continue_run_folder(self.run, start.step)
-            what = f"what came after step {start.step} is"
+            what = f"the records after step {start.step}"
         else:
-            moved, what = start_run_folder(self.run), "an earlier run's files are"
+            moved, what = start_run_folder(self.run), "an earlier run's files"
         if moved is not None:
-            line = f"{what} now in {moved}"
+            line = f"{what} are now in {moved}"
             self.console.print(line, highlight=False, markup=False, soft_wrap=True)
 
     def _train(

@@ -24,9 +24,9 @@ def launch_warnings(
         launch: how this process was started.
         run: the resolved run.
         visible_gpus: how many GPUs this process sees.
-        has_bf16: whether its GPU computes in bf16; false without a GPU.
-        processors: how many this machine has.
-        threads: how many torch uses on the CPU in this process.
+        has_bf16: whether the GPU of this process supports bf16; false without a GPU.
+        processors: number of processors of this machine.
+        threads: number of CPU threads that torch uses in this process.
         is_torchrun: whether torchrun started it.
     """
     warnings = [
@@ -61,7 +61,7 @@ def _one_gpu_a_rank(launch: LaunchEnvironment, visible_gpus: int) -> Iterator[st
     if launch.source == "SLURM_*" and ranks > 1 and visible_gpus == 1:
         yield (
             f"{ranks} ranks run on this machine, but srun shows each of them only its own GPU (as "
-            "--gpus-per-task=1 does), so NCCL may not use NVLink between them: replace it by "
+            "--gpus-per-task=1 does), so NCCL may not use NVLink between them: replace it with "
             f"--gpus-per-node={ranks}"
         )
 
@@ -78,7 +78,7 @@ def _tensor_axis_in_one_machine(launch: LaunchEnvironment, run: Run) -> Iterator
 
 
 def _tensor_bytes(run: Run) -> int:
-    """What a rank sends for the all-reduces of its blocks: 4 h a micro-batch, each 2 (n-1)/n."""
+    """Bytes a rank sends per step: 4 all-reduces a block and micro-batch, each 2 (n-1)/n of h."""
     config, tp = run.config, run.grid.tp
     number_bytes = 4 if run.precision == "fp32" else 2
     tokens = run.batch.micro_batch_size * config.data.sequence_length

@@ -1,4 +1,4 @@
-"""The learning rate of each step: ours, and as DeepSpeed's schedulers compute it.
+"""The learning rate of each step, by our schedules or by DeepSpeed's.
 
 Ours, for the s-th step (counted from 1) of T, with W steps of warmup and a floor of m:
 
@@ -7,9 +7,9 @@ Ours, for the s-th step (counted from 1) of T, with W steps of warmup and a floo
 
 So step 1 has 1 / W of the full rate, step W all of it, and step T the floor.
 
-DeepSpeed 0.19.8 (runtime/lr_schedules.py) counts iterations from -1, which is the first optimizer
-step's, so its s-th step has iteration s - 2. Warmup goes over
-W = max(2, warmup_num_steps) iterations along
+DeepSpeed 0.19.8 (runtime/lr_schedules.py) counts iterations from -1, the iteration of the first
+optimizer step. So the s-th step has iteration i = s - 2. Warmup takes W = max(2, warmup_num_steps)
+iterations with this fraction of the full rate:
 
     linear   i / W            log   ln(i + 1) / ln(W)
 
@@ -38,10 +38,10 @@ def learning_rate(
     """The learning rate of optimizer step ``step``.
 
     Args:
-        optimizer: its ``lr`` is the rate without a scheduler, and what ratios refer to.
+        optimizer: its ``lr`` is the rate without a scheduler, and the full rate of ratios.
         scheduler: None for a constant rate.
         step: number of optimizer steps taken before this one.
-        steps: length of the run, for schedulers whose ``total_num_steps`` is left out.
+        steps: length of the run, for schedulers without ``total_num_steps``.
     """
     base = optimizer.params.lr
     if scheduler is None:
@@ -67,7 +67,7 @@ def learning_rate(
 
 
 def _ratio(scheduler: Decay | Constant, step: int, steps: int) -> float:
-    """Of the full rate, at the ``step``-th step, counted from 1."""
+    """The fraction of the full rate at the ``step``-th step, counted from 1."""
     warmup = scheduler.params.warmup_num_steps
     if step <= warmup:
         return step / warmup

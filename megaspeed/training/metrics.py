@@ -22,16 +22,16 @@ class StepMetrics:
         step: counted from 1.
         loss: mean over the step's predicted tokens, nats.
         grad_norm: before clipping, over all logical parameters.
-        learning_rate: that the step was taken with.
+        learning_rate: the rate of this step.
         tokens: predicted tokens so far, this step included.
         step_time_seconds: wall time of the step on the host. A GPU may still run the optimizer step
             when it ends; that time counts in the next step.
         tokens_per_second: of this step, over all ranks.
         tflops_per_rank: useful matrix operations of this step, in 10^12 a second and rank.
-        mfu: that as a fraction of the device's dense peak; None where the peak is not known, as
-            in fp32.
-        peak_memory_bytes: the most that a rank of each pipeline stage has held, until the gradients
-            of this step were complete.
+        mfu: ``tflops_per_rank`` as a fraction of the device's dense peak; None if the peak is not
+            known, as in fp32.
+        peak_memory_bytes: for each pipeline stage, the largest peak memory of its ranks, up to when
+            the gradients of this step were complete.
         skipped: the step was not taken because loss or gradient norm was not finite.
     """
 
@@ -50,7 +50,7 @@ class StepMetrics:
 
 @dataclass(frozen=True, kw_only=True)
 class ValidationMetrics:
-    """One evaluation: after which step, the mean loss in nats, and e to its power."""
+    """One evaluation: the step before it, the mean loss in nats, and its perplexity e^loss."""
 
     step: int
     validation_loss: float
@@ -65,12 +65,12 @@ class ValidationMetrics:
 
 @dataclass(frozen=True, kw_only=True)
 class PartMetrics:
-    """Where the time of one step went, which was timed (every ``training.log_interval`` steps).
+    """The times of the parts of one step; every ``training.log_interval``-th step is timed.
 
     Attributes:
-        step: which one.
+        step: the step that was timed.
         parts_seconds: seconds of each part, the mean over all ranks.
-        slowest_rank: the rank that worked longest, waits for other ranks left out.
+        slowest_rank: the rank that worked longest, without its waits for other ranks.
         slowest_rank_seconds: how long it worked.
         median_rank_seconds: how long the rank in the middle worked.
     """
@@ -98,11 +98,11 @@ class PartMetrics:
 
 
 class MetricsFile:
-    """``metrics.jsonl`` of a run, one line an object, written at once so that it can be followed.
+    """``metrics.jsonl`` of a run: one object on each line, written at once.
 
-    What it holds already stays. JSON has no infinity and no NaN: they are written as null. Where
-    the disk is full, training goes on: what could not be written is tried again with each object,
-    and the last time when the file is closed.
+    Appends to an existing file. Infinity and NaN, which JSON does not have, are written as null. If
+    the disk is full, training continues, and the write is tried again with each object, and a last
+    time when the file is closed.
     """
 
     def __init__(self, path: Path) -> None:
@@ -130,28 +130,28 @@ class MetricsFile:
                 self._write()
 
     def _write(self) -> None:
-        while self._unwritten:  # a full disk takes a part before it refuses
+        while self._unwritten:  # if the disk is almost full, only a part may be written
             self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
 
 
 def records_up_to(step: int, lines: bytes) -> bytes:
-    """The lines of a metrics file that are of step ``step`` or an earlier one.
+    """The lines of a metrics file for step ``step`` and earlier steps.
 
-    A line that its writer did not live to finish is none.
+    A line that is incomplete, because its writer was killed, is dropped.
     """
     kept = [line for line in lines.splitlines() if 0 <= _step_of(line) <= step]
     return b"".join(line + b"\n" for line in kept)
 
 
 def last_step(file: Path) -> int:
-    """The last step that a metrics file has a record of; 0 if it has none."""
+    """The last step in a metrics file; 0 if it has none."""
     if not file.exists():
         return 0
     return max((_step_of(line) for line in file.read_bytes().splitlines()), default=0)
 
 
 def _step_of(line: bytes) -> int:
-    """Of a record; -1 where the line is none."""
+    """The step of a record; -1 if the line is not a record."""
     try:
         step = json.loads(line)["step"]
     except (ValueError, TypeError, KeyError):

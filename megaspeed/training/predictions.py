@@ -1,4 +1,4 @@
-"""Predictions of ``analysis``, which imports this folder; so the script passes them in."""
+"""Functions of ``analysis``. It imports this folder, so the script passes the functions in."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,12 +11,12 @@ from megaspeed.zero.engine import ZeroEngine
 
 @dataclass(frozen=True, kw_only=True)
 class Predictions:
-    """Functions that a run may ask.
+    """Functions that a run calls.
 
     Attributes:
-        peaks: for the banner; None if nobody predicts them.
-        out_of_memory: what a rank says if its memory has run out; the engine is None while it is
-            built.
+        peaks: predicts the peak memory for the banner; None: the banner shows no peaks.
+        out_of_memory: returns the report of a rank whose memory has run out; its engine argument
+            is None while the engine is built.
     """
 
     peaks: PredictPeaks | None = None

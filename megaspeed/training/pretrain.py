@@ -49,11 +49,11 @@ from megaspeed.training.resumed_split import keep_split
 from megaspeed.training.run_folder import check_run_folder
 from megaspeed.training.trainer import TrainingSummary
 
-# Launchers end the whole job when one process ends badly; rank 0 speaks for all, so it gets this
-# head start.
+# Launchers end the whole job if one process fails. Only rank 0 prints errors that all ranks have,
+# so the other ranks wait this long before they end.
 _SECONDS_FOR_RANK_0_TO_SPEAK = 5.0
 _COLLECTIVE_TIMEOUT_SECONDS = 1800.0
-"""At least; the watch ends a run that hangs long before."""
+"""The minimum timeout of collectives. The watch usually ends a run that hangs much earlier."""
 
 _SPARE_PERIOD_SECONDS = 0.5
 
@@ -68,8 +68,8 @@ def main(
     """Trains as the command line says; returns the exit code.
 
     Args:
-        arguments: of the command line; the process's own if omitted.
-        predictions: asked for the banner, and if memory runs out.
+        arguments: the command line; this process's own if omitted.
+        predictions: used for the banner, and if memory runs out.
         launchers: process numbers of the launchers that were above this process when it started.
             If omitted, the launchers that are above it now.
 
@@ -106,7 +106,7 @@ def main(
         if launch.local_rank == 0 or (launch.rank == 1 and isinstance(error, GroupError)):
             _say(error, launch)  # one rank of each host
         return EXIT_FAILED
-    # A signal that comes from here on does not end the process by itself.
+    # From here on, a stop signal does not end the process by itself.
     with StopSignal() as stop:
         if Restarts(meeting).given_up:
             return EXIT_FAILED
@@ -144,16 +144,16 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _let_rank_0_speak() -> None:
-    """For mistakes that are found before a rank knows its place, or in its place."""
+    """For errors in the launcher's variables or the command line: other ranks wait for rank 0."""
     if os.environ.get("RANK", "0") != "0":
         time.sleep(_SECONDS_FOR_RANK_0_TO_SPEAK)
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = _Parser(description="Pretrain a GPT as a JSON file says.")
+    parser = _Parser(description="Pretrain a GPT that a JSON file describes.")
     add_config_options(parser)
     ResumeOptions.add_to(parser)
-    # The deepspeed launcher passes it to every process; the environment says the same.
+    # The deepspeed launcher passes it to every process. It is not used: LOCAL_RANK has the value.
     parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
     return parser.parse_args(arguments)
 
@@ -173,7 +173,7 @@ def _checked_run(options: argparse.Namespace, launch: LaunchEnvironment, console
     check_run_folder(run)
     check_packages(run)
     resume = ResumeOptions.of(options)
-    if not restart_number():  # the folder may be full of this launch's own checkpoints
+    if not restart_number():  # after a restart, the folder may have this launch's own checkpoints
         check_resume(resume, run)
     run, kept = keep_split(resume, run)
     if kept is not None:
@@ -211,7 +211,7 @@ def _exit_code(job: Job) -> int:
         if watch.speaks:
             _say(error, launch)
         return EXIT_FAILED if isinstance(error, GroupError) else EXIT_WRONG_INPUT
-    except CheckpointError as error:  # of all ranks alike
+    except CheckpointError as error:  # raised on all ranks
         if launch.rank == 0:
             _say(error, launch)
         return EXIT_WRONG_INPUT
@@ -219,7 +219,7 @@ def _exit_code(job: Job) -> int:
         line = ("[red]training stopped:[/red]", escape(str(error)))
         job.console.print(*line, highlight=False, soft_wrap=True)
         return EXIT_FAILED
-    except OSError as error:  # a full disk, a folder that has gone
+    except OSError as error:  # a full disk, a deleted folder
         if watch.speaks:
             _say(error, launch)
         return EXIT_FAILED
@@ -256,8 +256,8 @@ def _train(job: Job) -> TrainingSummary | None:
 
 
 def _wait_as_spare(job: Job) -> int:
-    """A rank without a place in the grid ends when rank 0 does, and well."""
-    job.stop.can_save = True  # the ranks that train are told to stop, too, and save
+    """A spare rank waits until rank 0 ends, and then ends with exit code 0."""
+    job.stop.can_save = True  # a stop signal also reaches the ranks that train, which save
     waiting = job.activity.during("waiting as a spare rank", patience=math.inf)
     with waiting, suppress(RuntimeError):
         while not job.watch.is_over:

@@ -1,10 +1,10 @@
 """Check that the copies which several ranks hold are still equal, bit by bit.
 
-    what                                                    whose copies
-    parameters (ZeRO-0 to 2), master weights (ZeRO-0)       of data ranks
-    norms, learned positions, row-parallel biases           of tensor ranks
-    key and value heads, if there are fewer than ranks      of neighbouring tensor ranks
-    a tied embedding                                        of the first and the last pipeline stage
+    tensors                                                 ranks that hold copies
+    parameters (ZeRO-0 to 2), master weights (ZeRO-0)       data ranks
+    norms, learned positions, row-parallel biases           tensor ranks
+    key and value heads, if there are fewer than ranks      neighbouring tensor ranks
+    a tied embedding                                        first and last pipeline stage
 
 If ZeRO partitions a tensor, data ranks hold no copies of it. Then each part is compared along the
 other axes.
@@ -70,7 +70,7 @@ class Replicas:
         self._last_equal = begin
 
     def check(self, step: int) -> None:
-        """Raises ReplicasDiffer, on every rank with the same words, if copies differ."""
+        """Raises ReplicasDiffer, with the same message on every rank, if copies differ."""
         parts: dict[tuple[Kind, Holders], list[Tensor]] = {slot: [] for slot in _SLOTS}
         for part in self._parts():
             parts[part.kind, part.holders].append(part.values)
@@ -99,7 +99,7 @@ class Replicas:
     def _shared(
         self, parameter: nn.Parameter, kind: Kind, start: int, values: Tensor
     ) -> Iterator[_Part]:
-        """The part of elements [start, start + len(values)), by who holds copies of it."""
+        """The elements [start, start + len(values)), as parts that share their holders."""
         model = self._run.config.model
         name = self._worker.engine.names[parameter]
         split = parameter_named(model, name).split
@@ -125,7 +125,7 @@ class Replicas:
         return key_value_replicas(self._run.config.model, self._run.grid.tp)
 
     def _first_key_element(self, name: str) -> int:
-        """Keys and values are below the queries in a rank's tensor."""
+        """The number of elements of the queries, which precede the keys in a rank's tensor."""
         shard = self._worker.shards[name]
         width = shard.local_shape[1] if len(shard.local_shape) == 2 else 1
         return len(shard.rows[0]) * width
@@ -142,7 +142,7 @@ class Replicas:
         return [ranks for ranks in groups.values() if len(ranks) > 1]
 
     def _held_with(self, place: Coordinates, kind: Kind, holders: Holders) -> tuple[int, ...]:
-        """The same for all ranks that hold the same copies."""
+        """A key that is equal for all ranks that hold the same copies."""
         copies_over_dp = self._run.zero_stage <= (2 if kind == "parameter" else 0)
         part = 0 if copies_over_dp else place.dp
         return {
@@ -153,7 +153,7 @@ class Replicas:
         }[holders]
 
     def _describe(self, step: int, slots: Sequence[tuple[Kind, Holders]]) -> str:
-        """Asks every rank for the sum of each part."""
+        """Gathers the sums of single parameters, and names those that differ."""
         own = {
             (part.kind, part.holders, part.name): float(_sum_of_bits([part.values]))
             for part in self._parts()
@@ -179,7 +179,7 @@ class Replicas:
 
 
 def _differing(ranks: Sequence[int], sums: Sequence[float]) -> str | None:
-    """Who differs from the majority; if there is none, all of them. None if nobody differs."""
+    """The ranks that differ from the majority; all if there is no majority; None if all agree."""
     if len(set(sums)) == 1:
         return None
     (usual, count), *_ = Counter(sums).most_common()
@@ -200,7 +200,7 @@ def _sum_of_bits(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def _batches(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """As many at once as are worth a copy."""
+    """Groups of tensors that are small enough to be concatenated."""
     batch: list[Tensor] = []
     elements = 0
     for tensor in tensors:

@@ -1,4 +1,4 @@
-"""TensorBoard and Weights & Biases, which get what ``metrics.jsonl`` gets.
+"""Reports the numbers of ``metrics.jsonl`` to TensorBoard and Weights & Biases.
 
     observer --write--> queue --(one thread for each service)--> SummaryWriter, wandb.Run
 
@@ -28,7 +28,7 @@ from megaspeed.training.metrics import PartMetrics, StepMetrics, ValidationMetri
 from megaspeed.training.run_folder import TENSORBOARD, WANDB
 
 CLOSING_SECONDS = 30.0
-"""How long the end of a run waits for what its services have not taken yet."""
+"""How long the end of a run waits until its services have received all records."""
 
 _CLOSING_SECONDS_OF_A_FAILURE = 5.0
 
@@ -36,13 +36,13 @@ _WAITING_RECORDS = 10_000
 
 
 class Service(Protocol):
-    """Where numbers go. Its own thread makes it, and calls it."""
+    """A service that receives numbers. It is created and called in a separate thread."""
 
     def report(self, step: int, values: Mapping[str, float]) -> None:
         """The numbers of one step, or of one validation."""
 
     def close(self) -> None:
-        """Hands on what is still held back."""
+        """Sends the records that are still buffered."""
 
 
 class TensorBoard:
@@ -50,11 +50,11 @@ class TensorBoard:
 
     Args:
         run: the resolved run.
-        step: from which it starts or resumes; TensorBoard hides what it has of later steps.
+        step: from which it starts or resumes; TensorBoard hides earlier records of later steps.
     """
 
     def __init__(self, run: Run, step: int) -> None:
-        # Imported here: it takes a second, which only who asked for it waits for.
+        # Imported here, because the import takes a second and most runs do not need it.
         from torch.utils.tensorboard import SummaryWriter
 
         self._writer = SummaryWriter(str(run.run_dir / TENSORBOARD), purge_step=step + 1)
@@ -70,9 +70,9 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """A run of W&B; all its variables (``WANDB_PROJECT``, ``WANDB_MODE``, ...) have their effect.
+    """A W&B run. W&B's environment variables (``WANDB_PROJECT``, ...) have their usual effect.
 
-    A run that is resumed stays the same run there: its id is kept in the run's folder.
+    A resumed run continues the same W&B run: its id is stored in the run folder.
 
     Args:
         run: the resolved run.
@@ -98,7 +98,7 @@ class WeightsAndBiases:
             config=run.as_json(),
             resume="allow",
             settings=wandb.Settings(
-                console="off",  # else it would replace the standard output of this process
+                console="off",  # otherwise it would replace the standard output of this process
                 silent=True,
                 init_timeout=CLOSING_SECONDS,
                 finish_timeout=CLOSING_SECONDS / 2,
@@ -164,7 +164,7 @@ class Reporting:
         ]
 
     def write(self, metrics: StepMetrics | PartMetrics | ValidationMetrics) -> None:
-        """Hands one record on; never waits."""
+        """Queues one record; never waits."""
         if self._outboxes and not isinstance(metrics, PartMetrics):
             values = dict(_numbers(dataclasses.asdict(metrics)))
             for outbox in self._outboxes:
@@ -188,7 +188,7 @@ class Reporting:
 
 
 class _Outbox:
-    """One service, the records that wait for it, and the thread that hands them over."""
+    """One service, the queue of its records, and the thread that sends them."""
 
     def __init__(self, name: str, make: Callable[[], Service], warn: Callable[[str], None]) -> None:
         self._name, self._make, self._warn = name, make, warn
@@ -196,7 +196,7 @@ class _Outbox:
         self._closing = threading.Event()
         self._has_failed = False
         self._lost = 0
-        # A daemon, so that a service that hangs does not keep the process alive.
+        # A daemon thread, so a service that hangs does not keep the process alive.
         self._thread = threading.Thread(target=self._deliver, name=f"report to {name}", daemon=True)
         self._thread.start()
 
@@ -226,7 +226,7 @@ class _Outbox:
         except (Exception, SystemExit) as error:
             self._has_failed = True
             self._warn(
-                f"{self._name} gets nothing more of this run; training continues, and "
+                f"{self._name} receives no more records of this run; training continues, and "
                 f"metrics.jsonl has all: {type(error).__name__}: {error}"
             )
 
@@ -240,7 +240,7 @@ class _Outbox:
 
 
 def _numbers(record: Mapping[str, Any]) -> Iterable[tuple[str, float]]:
-    """The finite numbers of a record by name, but for the step; those of a list each by itself."""
+    """The finite numbers of a record by name, without the step; one entry per list element."""
     for name, value in record.items():
         values = value if isinstance(value, list) else [value]
         for index, number in enumerate(values):

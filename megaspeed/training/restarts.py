@@ -1,9 +1,9 @@
-"""What an attempt of a launch knows about earlier attempts.
+"""The information that an attempt of a launch has about earlier attempts.
 
     attempt 0    --fresh: step 0 ... 57, fails
     restart 1    auto: from the checkpoint of step 50 ... 63, fails
     restart 2    auto: from the checkpoint of step 60 ... 63, fails
-    restart 3    no step was reached that restart 1 had not reached: it ends at once
+    restart 3    restart 2 reached no step that restart 1 had not reached: it ends at once
 
 torchrun's agent or the supervisor of rank 0 counts the attempts. It also keeps the store in which
 an attempt leaves information for the next one.
@@ -34,7 +34,7 @@ def restart_number() -> int:
 
 
 class Restarts:
-    """The earlier attempts, as seen by the ranks of one attempt.
+    """The earlier attempts, for the ranks of one attempt.
 
     Args:
         meeting: with the store that outlives the attempt, if there is one.
@@ -53,13 +53,13 @@ class Restarts:
         return self.number > 0 and self._store is not None and self._store.check([GIVEN_UP])
 
     def options(self, stated: ResumeOptions, run: Run) -> ResumeOptions:
-        """What this attempt resumes from: this launch's own checkpoints once there are some."""
+        """The options of this attempt, which resumes from this launch's checkpoints, if any."""
         if self.opened and checkpoint_folder(run).newest_first():
             return dataclasses.replace(stated, source=AUTO, fresh=False)
         return stated
 
     def note_opened(self) -> None:
-        """The run folder is this launch's own from now on."""
+        """Store that this launch has opened the run folder."""
         if self._store is not None:
             self._store.set(_OPENED, "")
 
@@ -71,7 +71,7 @@ class Restarts:
         """
         if not self.number:
             return []
-        return [f"restart {self.number} of {self._limit}: the run goes on after step {step}"]
+        return [f"restart {self.number} of {self._limit}: the run continues after step {step}"]
 
     def problem(self, run: Run) -> str | None:
         """Why a restart does not help, if it does not; for rank 0, before it changes the folder."""

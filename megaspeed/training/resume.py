@@ -1,11 +1,11 @@
 """Where a run starts: at step 0, or at a checkpoint.
 
-    --resume auto     the newest whole checkpoint of training.run_dir; step 0 if it has none at all
-    --resume never    step 0, and refused if training.run_dir has checkpoints
-    --resume DIR      DIR, or the newest whole checkpoint in it
-    --fresh           what training.run_dir has is moved out of the way, so nothing is refused
+    --resume auto     the newest complete checkpoint in training.run_dir; step 0 if it has none
+    --resume never    step 0; refused if training.run_dir has checkpoints
+    --resume DIR      DIR, or the newest complete checkpoint in it
+    --fresh           earlier files in training.run_dir are moved away, so nothing is refused
 
-Nothing but what dead saves have left is changed before the run has taken the checkpoint's state.
+Until the checkpoint is loaded, only the remains of failed saves are removed.
 """
 
 from argparse import ArgumentParser, Namespace
@@ -33,12 +33,12 @@ MOST_CHANGES = 12
 
 @dataclass(frozen=True, kw_only=True)
 class ResumeOptions:
-    """What the command line says.
+    """The options of the command line.
 
     Attributes:
         source: ``auto``, ``never``, or a path.
-        fresh: what the run folder has makes way.
-        allow_data_change: a checkpoint of other data is taken.
+        fresh: whether earlier files in the run folder are moved away first.
+        allow_data_change: whether the data may differ from the checkpoint's.
     """
 
     source: str = AUTO
@@ -53,24 +53,24 @@ class ResumeOptions:
             default=AUTO,
             type=lambda text: str(named_place(text)),
             metavar="auto|never|DIR",
-            help="auto: from the newest whole checkpoint of training.run_dir, if it has any; "
-            "never: at step 0; DIR: from this checkpoint, or the newest whole one in this folder",
+            help="auto: from the newest complete checkpoint in training.run_dir, if there is one; "
+            "never: at step 0; DIR: from this checkpoint, or the newest complete one in DIR",
         )
         parser.add_argument(
             "--fresh",
             action="store_true",
-            help="move what training.run_dir has to earlier-N/ in it, and start it anew; at step 0 "
+            help="first move the files in training.run_dir to earlier-N/ in it; start at step 0, "
             "unless --resume DIR names a checkpoint",
         )
         parser.add_argument(
             "--allow-data-change",
             action="store_true",
-            help="resume although corpus, tokenizer, sequence length or data.seed are others",
+            help="resume even if corpus, tokenizer, sequence length or data.seed has changed",
         )
 
     @classmethod
     def of(cls, options: Namespace) -> Self:
-        """From a command line that was parsed."""
+        """From a parsed command line."""
         return cls(
             source=options.resume,
             fresh=options.fresh,
@@ -79,7 +79,7 @@ class ResumeOptions:
 
     @property
     def path(self) -> Path | None:
-        """What is to be resumed from, where it was named."""
+        """The path in ``--resume``; None if it is ``auto`` or ``never``."""
         return None if self.source in (AUTO, NEVER) else expand_home(self.source)
 
 
@@ -88,13 +88,13 @@ class Start:
     """Where a run starts.
 
     Attributes:
-        checkpoint: whose state it takes; None: the initial weights.
-        step: of the checkpoint; 0 without one.
-        in_place: the run folder goes on; else it starts anew.
-        passed_over: newer checkpoints that are not whole, each with what is wrong with it.
-        changes: in dropout masks and in the configuration since it was saved, as "key: before ->
-            now".
-        rate_change: a sentence, if the next step's learning rate is not the one that was due.
+        checkpoint: the checkpoint to load; None: the initial weights.
+        step: the step of the checkpoint; 0 without one.
+        in_place: whether the run continues in its own run folder; else the folder restarts.
+        passed_over: newer checkpoints that are not complete, each with the reason.
+        changes: changes of dropout masks and configuration since the checkpoint was saved, as
+            "key: before -> now".
+        rate_change: a warning if the next step's learning rate differs from the saved schedule.
     """
 
     checkpoint: Path | None = None
@@ -110,10 +110,10 @@ class Start:
 
 
 def check_resume(options: ResumeOptions, run: Run) -> None:
-    """What can be refused before ranks meet.
+    """Checks the options, as far as possible before the ranks connect.
 
     Raises:
-        CheckpointError: the run folder's checkpoints are in the way, or ``--resume`` names none.
+        CheckpointError: the run folder already has checkpoints, or ``--resume`` names none.
     """
     named = None if options.path is None else _named(options.path)
     if named == []:
@@ -123,8 +123,8 @@ def check_resume(options: ResumeOptions, run: Run) -> None:
     if present and not goes_on and not options.fresh:
         raise CheckpointError(
             f"--resume {options.source} would start over a run that has {len(present)} "
-            f"checkpoints, the newest {present[0]}. Go on from it with --resume {AUTO}, start anew "
-            "with --fresh (which moves what is there to earlier-N/ and deletes nothing), or set "
+            f"checkpoints, the newest {present[0]}. Resume from it with --resume {AUTO}, start at "
+            "step 0 with --fresh (which moves its files to earlier-N/ and deletes nothing), or set "
             "another training.run_dir."
         )
 
@@ -133,8 +133,8 @@ def find_start(options: ResumeOptions, run: Run, context: ParallelContext) -> St
     """Finds the checkpoint to start from, the same on every rank; a collective.
 
     Raises:
-        CheckpointError: on every rank, if there are checkpoints and none is whole, or if nothing
-            is left to train of a run that trained otherwise.
+        CheckpointError: on every rank, if there are checkpoints but none is complete, or if a run
+            with a different configuration has already taken all steps.
     """
     group = context.checkpoint_group
     candidates = from_rank_0(group, lambda: _candidates(options, run))
@@ -159,7 +159,7 @@ def find_start(options: ResumeOptions, run: Run, context: ParallelContext) -> St
 
 
 def _candidates(options: ResumeOptions, run: Run) -> list[Path]:
-    """Newest first; what saves that died have left goes before."""
+    """The checkpoints to try, newest first. Removes the remains of failed saves before."""
     own = checkpoint_folder(run)
     own.clear_leftovers()
     if options.path is not None:
@@ -176,7 +176,7 @@ def _candidates(options: ResumeOptions, run: Run) -> list[Path]:
 
 
 def _named(path: Path) -> list[Path]:
-    """The checkpoints of what the command line names."""
+    """The checkpoints at a path of the command line."""
     if not path.name or not path.exists():
         raise CheckpointError(
             f"--resume takes {AUTO}, {NEVER}, or the folder of a checkpoint or of a run, and "
@@ -184,14 +184,14 @@ def _named(path: Path) -> list[Path]:
         )
     if is_leftover(path.resolve().name):
         raise CheckpointError(
-            f"--resume {path} is a save that did not end; name a checkpoint, or the folder "
-            f"{path.parent}, of which the newest whole one is taken"
+            f"--resume {path} is an incomplete save; name a checkpoint, or the folder "
+            f"{path.parent} to resume from its newest complete checkpoint"
         )
     return locate(path)
 
 
 def _is_of(run: Run, checkpoint: Path) -> bool:
-    """Whether it is in the folder of this run's checkpoints, by whatever name that was reached."""
+    """Whether the checkpoint is in the folder of this run's checkpoints. Follows links."""
     return checkpoint.resolve().parent == checkpoint_folder(run).root.resolve()
 
 
@@ -201,7 +201,7 @@ def _finished_otherwise(checkpoint: Path, step: int, changes: list[str]) -> str:
         shown.append(f"  and {len(changes) - MOST_CHANGES} more")
     return "\n".join(
         [
-            f"{checkpoint} is of a finished run: it took {step} steps with another configuration, "
+            f"{checkpoint} is from a finished run, which took {step} steps with other settings, "
             "so nothing would be trained with this one:",
             *shown,
             "Set another training.run_dir, or start at step 0 with --fresh (it moves the earlier "
@@ -215,7 +215,7 @@ def _none_is_whole(found: Found) -> str:
     lines = [f"  {checkpoint}: {why}" for checkpoint, why in found.passed_over]
     return "\n".join(
         [
-            "There are checkpoints to resume from, and none is whole:",
+            "There are checkpoints to resume from, but none is complete:",
             *lines,
             "Name another with --resume DIR, or start at step 0 with --fresh, which moves them to "
             "earlier-N/ and deletes nothing.",

@@ -1,7 +1,7 @@
-"""Whether the learning rate continues where the saved run left it, or jumps.
+"""Detects whether the learning rate jumps when a run resumes.
 
 A schedule without ``total_num_steps`` ends with ``training.steps``. If a resumed run has more
-steps, the schedule is stretched, and the rate of the next step is not the one that was due.
+steps, the schedule is stretched, and the rate of the next step differs from the saved schedule.
 """
 
 import json
@@ -29,10 +29,10 @@ class _Schedule(Section):
 
 
 def rate_change(saved: RunState, run: Run) -> str | None:
-    """A sentence with both rates of the next step and what keeps the saved one.
+    """A warning with both rates of the next step and the settings that keep the saved schedule.
 
     Returns:
-        None if the rates are equal, or no run saved the checkpoint.
+        None if the rates are equal, or if the checkpoint was imported.
     """
     if saved.imported_from is not None:
         return None
@@ -40,11 +40,11 @@ def rate_change(saved: RunState, run: Run) -> str | None:
         before = _Schedule.model_validate(
             {name: saved.config[name] for name in _Schedule.model_fields if name in saved.config}
         )
-    except ValidationError:  # of a version whose schedules this one does not read
+    except ValidationError:  # saved by a version whose schedules this version cannot read
         return None
     now = _Schedule(optimizer=run.config.optimizer, scheduler=run.config.scheduler)
     taken = saved.progress.steps_taken
-    # Both are definite: no schedule takes its length from training.steps.
+    # Both are resolved, so total_num_steps is set, and training.steps is not used.
     due, rate = (
         learning_rate(each.optimizer, each.scheduler, step=taken, steps=run.config.training.steps)
         for each in (before, now)
@@ -52,8 +52,8 @@ def rate_change(saved: RunState, run: Run) -> str | None:
     if math.isclose(due, rate, rel_tol=_RELATIVE_DIFFERENCE):
         return None
     return (
-        f"the learning rate of step {saved.progress.step + 1} was to be {due:.3e}, and is "
-        f"{rate:.3e}; {_mend(before, now)}"
+        f"the learning rate of step {saved.progress.step + 1} is {rate:.3e}, but the saved "
+        f"schedule has {due:.3e}; {_mend(before, now)}"
     )
 
 
@@ -71,7 +71,7 @@ def _mend(before: _Schedule, now: _Schedule) -> str:
 
 
 def _values(config: _Schedule) -> Mapping[str, Any]:
-    """The keys that the rate follows from, as one states them."""
+    """The keys that determine the rate, in the form of the configuration."""
     values: dict[str, Any] = {"optimizer.params.lr": config.optimizer.params.lr}
     if config.scheduler is not None:
         values["scheduler.type"] = config.scheduler.type

@@ -1,8 +1,8 @@
-"""In what a run may differ from the one whose checkpoint it goes on from.
+"""Compares a run with the run whose checkpoint it resumes from.
 
-Layout, ZeRO stage, schedule, precision, batch, optimizer and dropout may change. The model's
-function may not, and the data only where the user says so: a loss would go on falling, and mean
-something else.
+Layout, ZeRO stage, schedule, precision, batch, optimizer and dropout may change. The function of
+the model may not change, and the data only if the user allows it. Otherwise the loss would continue
+to fall, but would no longer measure the same thing.
 """
 
 import json
@@ -59,8 +59,8 @@ _TRAINING_KEYS = {
     "training.allow_reduced_precision_reduction",
 }
 
-# Regularisation may be changed in mid-training, and no weights are drawn anew. Where positions are
-# learnt, their number shows in a shape; where they are turned, it is a limit and no more.
+# Dropout may change during training, and initial weights are not drawn again. If positions are
+# learned, their number is part of a shape; if they are rotary, it is only a limit.
 _FREE_MODEL_KEYS = {
     "preset",
     "embedding_dropout",
@@ -72,7 +72,7 @@ _FREE_MODEL_KEYS = {
 
 
 def saved_config(saved: RunState) -> dict[str, Any]:
-    """The saved configuration; if it is older than ``data.hold_out_by``, with the rule it had."""
+    """The saved configuration, with the rule of version 0.1 if it lacks ``data.hold_out_by``."""
     data = saved.config.get("data")
     if data is None:
         return saved.config
@@ -80,11 +80,11 @@ def saved_config(saved: RunState) -> dict[str, Any]:
 
 
 def model_changes(saved: RunState, run: Run) -> list[str]:
-    """In what the model differs from the saved one, a sentence each.
+    """The differences between the model and the saved one, a sentence for each.
 
-    Shapes alone would not tell: 4 heads of 8 hold the same matrices as 8 heads of 4.
+    Shapes are not enough: 4 heads of size 8 have the same matrices as 8 heads of size 4.
     """
-    # Read as a model, so that a field that was not there yet has its default.
+    # Parsed, so fields that did not exist in the saved version have their defaults.
     before = ModelConfig.model_validate(saved.config["model"]).model_dump(mode="json")
     now = run.config.model.model_dump(mode="json")
     return [
@@ -96,9 +96,9 @@ def model_changes(saved: RunState, run: Run) -> list[str]:
 
 
 def config_changes(saved: RunState, run: Run) -> list[str]:
-    """What the configuration says now and what it said, as "key: before -> now", for people.
+    """The changes of the configuration for the console, as "key: before -> now".
 
-    An imported model has a model section and no other.
+    For an imported model, only the model section is compared, because it has no other.
     """
     before = dict(leaves(saved_config(saved)))
     said = saved.config if saved.imported_from is not None else run.as_json()
@@ -112,9 +112,9 @@ def config_changes(saved: RunState, run: Run) -> list[str]:
 
 
 def training_changes(saved: RunState, run: Run) -> list[str]:
-    """Of the changes of the configuration, those that train other weights, not to rounding alone.
+    """The changes of the configuration that change the trained weights by more than rounding.
 
-    Layout, ZeRO, reports and saves are none of them.
+    Changes of layout, ZeRO, reports and saves are not included.
     """
     before, now = _trained(saved_config(saved)), _trained(run.as_json())
     return [
@@ -134,26 +134,27 @@ def mask_changes(saved: RunState, run: Run) -> list[str]:
     if not (drew and _drops(saved.model_section()) and _drops(run.config.model)):
         return []
     return [
-        f"dropout masks: of version {version} -> of version {__version__}, which drops other "
+        f"dropout masks: of version {version} -> of version {__version__}, which drops different "
         "elements with the same probabilities"
     ]
 
 
 def data_changes(saved: DataIdentity, own: DataIdentity) -> list[str]:
-    """In what the training stream differs from the saved run's, a sentence each."""
+    """The differences between the data and the saved run's, a sentence for each."""
     before, now = saved.model_dump(), own.model_dump()
     return [
-        f"{described} was {_short(before[name])} and is {_short(now[name])}; set it back, or go on "
-        "with --allow-data-change"
+        f"{described} was {_short(before[name])} and is {_short(now[name])}; set it back, or "
+        "resume with --allow-data-change"
         for name, described in _DATA_KEYS.items()
         if before[name] != now[name]
     ]
 
 
 def go_on(saved: RunState, own: DataIdentity) -> Progress:
-    """Where in this run's data training goes on.
+    """Where training continues in this run's data.
 
-    Samples of another length are counted so that as many tokens are behind them.
+    If the sequence length has changed, the number of samples changes so that the number of tokens
+    stays the same.
     """
     progress = saved.progress
     if saved.data is None or saved.data.sequence_length == own.sequence_length:
@@ -163,14 +164,14 @@ def go_on(saved: RunState, own: DataIdentity) -> Progress:
 
 
 def _trained(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The values that decide what is trained; keys that a version did not have, with defaults."""
+    """The values that determine the weights. Keys that the saved version lacks have defaults."""
     parts = {name: config[name] for name in _TRAINING_SECTIONS if name in config}
     keys = {"training.steps", *_TRAINING_KEYS}
     values = config.get("training", {}).items()
     parts["training"] = {key: value for key, value in values if f"training.{key}" in keys}
     try:
         parts = RunConfig.model_validate(parts).to_json()
-    except ValidationError:  # of a version whose keys this one does not read
+    except ValidationError:  # saved by a version whose keys this version cannot read
         parts = dict(parts)
     return {
         name: value
@@ -185,7 +186,7 @@ def _drops(model: ModelConfig) -> bool:
 
 
 def _default_of(name: str) -> Any:
-    """Of a key of the configuration: what it is worth where a version did not have it yet."""
+    """The default of a key, for configurations of versions that did not have it yet."""
     section: Any = RunConfig
     *path, last = name.split(".")
     for part in path:

@@ -1,7 +1,7 @@
 """A resumed run keeps the rule by which its validation data was held out.
 
-With another rule it would train on other text, and could not be resumed. The corpus is prepared
-before ranks meet, so each rank reads the rule from the newest checkpoint that it can read.
+With another rule, it would train on different text, and resuming would be refused. The corpus is
+prepared before the ranks communicate, so each rank reads the rule from the newest checkpoint.
 """
 
 from dataclasses import replace
@@ -32,7 +32,7 @@ def keep_split(options: ResumeOptions, run: Run) -> tuple[Run, str | None]:
     run = replace(run, config=run.config.model_copy(update={"data": kept}))
     if data.validation is not None or data.validation_fraction == 0:
         return run, None
-    return run, f'validation data is held out as when the run began (data.{RULE} "{rule}")'
+    return run, f'validation data is held out as in the saved run (data.{RULE} "{rule}")'
 
 
 def _saved_rule(options: ResumeOptions, run: Run) -> Any:
@@ -45,7 +45,7 @@ def _saved_rule(options: ResumeOptions, run: Run) -> Any:
     for checkpoint in candidates:
         try:
             saved = RunState.read(checkpoint)
-        except CheckpointError:  # it is passed over later, with the reason
+        except CheckpointError:  # reported later, with the reason
             continue
         return saved_config(saved).get("data", {}).get(RULE)
     return None

@@ -1,13 +1,14 @@
-"""The folder that a run writes to: found usable before anything starts, and never overwritten.
+"""The folder that a run writes to. It is checked first, and a start deletes no results.
 
     config.json  metrics.jsonl  loss.png  checkpoints/     of this run
-    parts.jsonl                                            where the time of a step goes
+    parts.jsonl                                            the times of the parts of a step
     starts.jsonl                                           when it was started and resumed
     logs/                                                  one file for each rank
     tensorboard/ wandb/                                    if training.report_to names them
-    earlier-1/   earlier-2/  ...                           what made way for it, with the same names
+    earlier-1/   earlier-2/  ...                           earlier files, with the same names
 
-A run that starts anew moves all that is there; one that goes on from a step, what came after it.
+A new run moves all earlier files. A run that resumes after a step moves later checkpoints, and
+copies the records before it removes those of later steps.
 """
 
 import dataclasses
@@ -28,7 +29,7 @@ TENSORBOARD, WANDB = "tensorboard", "wandb"
 
 
 def check_run_folder(run: Run) -> None:
-    """Raises ConfigError where ``training.run_dir`` is no folder or cannot be written to."""
+    """Raises ConfigError if ``training.run_dir`` is not a folder or cannot be written to."""
     problem = folder_problem("training.run_dir", run.run_dir)
     if problem is not None:
         raise ConfigError([problem], where=run.name)
@@ -47,7 +48,7 @@ def start_run_folder(run: Run) -> Path | None:
     """
     run.run_dir.mkdir(parents=True, exist_ok=True)
     earlier = _next_earlier(run.run_dir)
-    # Checkpoints first: without them what is left is no run that somebody could go on with.
+    # Checkpoints first: if this is interrupted, nobody can resume from a half-moved run.
     for name in (CHECKPOINTS, METRICS, PARTS, STARTS, CONFIG, LOSS_CURVE, TENSORBOARD, WANDB):
         _move(run.run_dir / name, run.run_dir, earlier)
     _write_config(run)
@@ -56,13 +57,13 @@ def start_run_folder(run: Run) -> Path | None:
 
 
 def continue_run_folder(run: Run, step: int) -> Path | None:
-    """Brings the folder back to what it was after ``step``; for one rank.
+    """Restores the folder to its state after ``step``; for one rank.
 
-    Checkpoints of later steps are moved away, or a later start would find what this run abandons,
-    and records of later steps are cut from the metrics. The configuration is written anew.
+    Checkpoints of later steps are moved away, so that a later start does not resume from them.
+    Records of later steps are removed from the metrics. The configuration is written again.
 
     Returns:
-        Where the checkpoints are now, and the metrics as they were; None if nothing was later.
+        The folder with the moved checkpoints and the old metrics; None if nothing was later.
     """
     earlier = _next_earlier(run.run_dir)
     _move_later_checkpoints(run, step, earlier)
@@ -74,7 +75,7 @@ def continue_run_folder(run: Run, step: int) -> Path | None:
 
 
 def _next_earlier(folder: Path) -> Path:
-    """The first name of its kind that is not in use; not made yet."""
+    """The first unused ``earlier-N``; does not create it."""
     number = 1
     while (folder / f"earlier-{number}").exists():
         number += 1
@@ -86,7 +87,7 @@ def _existing(folder: Path) -> Path | None:
 
 
 def _move(path: Path, folder: Path, target: Path) -> None:
-    """To the place below ``target`` that it has below ``folder``, if it is there."""
+    """Moves ``path``, if it exists, to the same relative path in ``target`` as in ``folder``."""
     if path.exists():
         destination = target / path.relative_to(folder)
         destination.parent.mkdir(parents=True, exist_ok=True)

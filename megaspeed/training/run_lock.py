@@ -1,7 +1,7 @@
-"""One run at a time writes to a run folder: a second would clear away the first one's saves.
+"""A lock, so only one run writes to a run folder. A second run would delete the first one's saves.
 
-The lock is held by rank 0; the kernel frees it however the process ends. The file names that
-process, as "host pid", so that one run can be signalled: `kill -USR1 $(cut -d' ' -f2 .lock)`.
+Rank 0 holds the lock. The kernel releases it even if the process is killed. The file contains the
+process as "host pid", so one run can be signalled: `kill -USR1 $(cut -d' ' -f2 .lock)`.
 """
 
 import fcntl
@@ -23,7 +23,7 @@ def sole_use(run_dir: Path, context: ParallelContext) -> Iterator[None]:
     """Holds the lock of an existing run folder; entered by all ranks together.
 
     Raises:
-        CheckpointError: on every rank, where another run holds it, or it cannot be made.
+        CheckpointError: on every rank, if another run holds the lock, or it cannot be created.
     """
     held: list[int] = []
     from_rank_0(context.checkpoint_group, lambda: held.append(_take(run_dir)))
@@ -31,7 +31,7 @@ def sole_use(run_dir: Path, context: ParallelContext) -> Iterator[None]:
         yield
     finally:
         for descriptor in held:
-            os.ftruncate(descriptor, 0)  # nobody may signal a process that has taken the number
+            os.ftruncate(descriptor, 0)  # its number may be reused by another process
             os.close(descriptor)
 
 
@@ -44,11 +44,11 @@ def _take(run_dir: Path) -> int:
         holder = _holder(descriptor)
         os.close(descriptor)
         raise CheckpointError(
-            f"another run{holder} writes to {run_dir}; wait until it has ended, or set another "
+            f"another run{holder} is writing to {run_dir}; wait until it has ended, or set another "
             "training.run_dir"
         ) from error
     except OSError:
-        # Some network file systems know no locks. Then it is as if nobody else were there.
+        # Some network file systems do not support locks. Then the run continues without one.
         pass
     os.ftruncate(descriptor, 0)
     os.pwrite(descriptor, f"{socket.gethostname()} {os.getpid()}\n".encode(), 0)
@@ -56,6 +56,6 @@ def _take(run_dir: Path) -> int:
 
 
 def _holder(descriptor: int) -> str:
-    """Which process has the lock, if the file says so."""
+    """The process that holds the lock, if the file names it."""
     host, _, process = os.pread(descriptor, 300, 0).decode(errors="replace").strip().partition(" ")
     return f" (process {process} of rank 0 on {host})" if process.isdigit() else ""

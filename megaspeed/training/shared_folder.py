@@ -1,10 +1,10 @@
-"""Whether all ranks see the run folder of rank 0: every rank writes its part of a checkpoint there.
+"""Checks that all ranks see rank 0's run folder, where each writes its part of a checkpoint.
 
     rank 0   writes .seen-by-all-ranks-<random>      removes it
     all                                         look
 
-A folder of the same name on each node's own disk would hold a part of each checkpoint, and none
-would be whole.
+If each node had a local folder of the same name, each folder would have only a part of every
+checkpoint.
 """
 
 import secrets
@@ -25,8 +25,8 @@ def check_shared_folder(run_dir: Path, context: ParallelContext) -> None:
     """Makes the folder and lets all ranks look for a file of rank 0's in it; a collective.
 
     Raises:
-        RanksDisagree: on every rank, naming the ranks that do not see it.
-        CheckpointError: on every rank, where rank 0 cannot make it or write to it.
+        RanksDisagree: on every rank; names the ranks that do not see the file.
+        CheckpointError: on every rank, if rank 0 cannot create the folder or write to it.
     """
     group = context.checkpoint_group
     name = from_rank_0(group, lambda: _leave_a_mark(run_dir))
@@ -44,7 +44,7 @@ def check_shared_folder(run_dir: Path, context: ParallelContext) -> None:
 
 
 def _leave_a_mark(run_dir: Path) -> str:
-    """Its name."""
+    """Creates the file and returns its name."""
     name = f".seen-by-all-ranks-{secrets.token_hex(8)}"
     run_dir.mkdir(parents=True, exist_ok=True)
     (run_dir / name).touch()

@@ -5,14 +5,14 @@
 
 Each process that the launcher has started becomes a supervisor, and the rank is its child. If a
 child fails, its supervisor raises the attempt's number in the store. All supervisors look there
-once a second, end their children, and start the next ones. For a child, its supervisor takes the
-place of torchrun's agent: the same variables state the store and the attempt.
+once a second, end their children, and start the next ones. A child gets the same
+environment variables for the store and the attempt as from torchrun's agent.
 
 torch's own agent (torch.distributed.elastic) is not used, because it starts all ranks of a host
 from one process. If srun gives each task its own GPU and processors, only that task can use them.
 Signals, exit codes and memory limits also belong to a task.
 
-Exit codes: 0 (done, or told to stop) and 2 (the input is wrong) end all ranks. Others restart them.
+Exit codes 0 (done, or stopped by a signal) and 2 (wrong input) end all ranks. Others restart them.
 """
 
 import argparse
@@ -42,9 +42,9 @@ if TYPE_CHECKING:
 
 _PERIOD_SECONDS = 1.0
 _SECONDS_TO_END = 20.0
-"""Of other children after a failure. They may be saving, or have something to report."""
+"""After a failure, the other children have this time to end. They may be saving or reporting."""
 _SECONDS_TO_GATHER = 60.0
-"""After a failure, until all supervisors have started their next child; and at the end."""
+"""Within this time, all supervisors must start their next child after a failure, or be done."""
 _SECONDS_TO_SEE_THE_END = 10.0
 _PR_SET_PDEATHSIG = 1
 
@@ -67,7 +67,7 @@ def run_supervised(train: Callable[[], int]) -> int:
 
 
 class _Supervisor:
-    """Of one rank."""
+    """Starts one rank as a child, and restarts it after a failure of any rank."""
 
     def __init__(self, launch: LaunchEnvironment, training: TrainingConfig) -> None:
         self._rank, self._world = launch.rank, launch.world_size
@@ -91,7 +91,7 @@ class _Supervisor:
             store.compare_set("attempt", "", "0")
             code = self._supervise(store)
         except RuntimeError as error:  # of the store; GroupError is one
-            self._say(f"the store of all ranks, which rank 0's supervisor keeps, is gone: {error}")
+            self._say(f"lost the store of all ranks, which rank 0's supervisor keeps: {error}")
             code = EXIT_FAILED
         self._end_child()
         return code
@@ -137,16 +137,16 @@ class _Supervisor:
             self._child.send_signal(self._told)
 
     def _exit_code_of_child(self) -> int | None:
-        """After a period at most; None if it lives."""
+        """The exit code of the child; None if it still runs. Waits for at most one period."""
         assert self._child is not None
-        if self._child.returncode is not None:  # it waits for the other ranks
+        if self._child.returncode is not None:  # ended; the others may still run
             time.sleep(_PERIOD_SECONDS)
         with contextlib.suppress(subprocess.TimeoutExpired):
             return self._child.wait(_PERIOD_SECONDS)
         return None
 
     def _report(self, store: "Store", code: int) -> None:
-        """Tells the other supervisors how the child of this attempt has ended."""
+        """Informs the other supervisors how the child of this attempt has ended."""
         if code == EXIT_DONE:
             if not self._missing(store, self._gather(store, f"done in attempt {self._attempt}")):
                 store.compare_set("end", "", str(EXIT_DONE))
@@ -166,7 +166,7 @@ class _Supervisor:
             self._say(f"{_how(code)}: restart {following} of {self._restarts} of all ranks")
 
     def _gather(self, store: "Store", what: str) -> str:
-        """Says that this supervisor has come to a point that all of them come to soon."""
+        """Store that this supervisor has reached a point that all must reach in time."""
         store.set(f"{what}: {self._rank}", "")
         if self._gathering is None or self._gathering[1] != what:
             self._gathering = (time.monotonic() + _SECONDS_TO_GATHER, what)
@@ -180,7 +180,7 @@ class _Supervisor:
         if self._gathering is None or time.monotonic() < self._gathering[0]:
             return
         what, self._gathering = self._gathering[1], None
-        # The launcher may take any time to start all ranks; the ranks themselves wait for them.
+        # The launcher may take any time to start all ranks. Each rank itself waits for the others.
         missing = [] if what == "started in attempt 0" else self._missing(store, what)
         if missing:
             store.compare_set("end", "", str(EXIT_FAILED))
@@ -222,14 +222,14 @@ def _how(code: int) -> str:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Leaves it to the rank's own parser to refuse a command line."""
+    """Raises an exception for a wrong command line. The rank's own parser reports the error."""
 
     def error(self, message: str) -> NoReturn:
         raise ValueError(message)
 
 
 def _training_of(arguments: Sequence[str]) -> TrainingConfig:
-    """Raises ConfigError or ValueError if it cannot be read."""
+    """The ``training`` section. Raises ConfigError or ValueError if it cannot be read."""
     parser = _Parser(add_help=False)
     add_config_options(parser)
     options, _ = parser.parse_known_args(arguments)

@@ -1,8 +1,8 @@
 """The training loop.
 
     for each step:  learning rate(steps taken), micro-batches(samples) -> worker -> metrics
-                    now and then: validation
-                    now and then, at the end, when told to stop: checkpoint
+                    at intervals and at the end: validation
+                    at intervals, at the end, after a stop signal: checkpoint
 
 Every rank runs the same loop. The worker returns what they must agree on (loss, norm, whether the
 step was skipped, whether to stop), the same on every rank. Rank 0's observer reports.
@@ -43,7 +43,7 @@ class TrainingDiverged(RuntimeError):
 
 
 class Observer(Protocol):
-    """Who is told what happens; on every rank but 0 nobody listens."""
+    """Receives the events of training. Only rank 0's observer reports them."""
 
     def step(self, metrics: StepMetrics) -> None:
         """An optimizer step is over."""
@@ -66,13 +66,13 @@ class TrainingSummary:
     """How the run ended.
 
     Attributes:
-        last_step: that was trained.
-        last_validation: of this process; None where it evaluated nothing.
-        skipped_steps: of the whole run, those before it was resumed included.
-        tokens: that this process predicted.
-        seconds: that this process trained.
-        stopped_by: the signal that ended it; None where it went to its end.
-        last_save: of the last step.
+        last_step: metrics of the last step.
+        last_validation: the last validation since this start; None if there was none.
+        skipped_steps: in the whole run, including steps before it was resumed.
+        tokens: predicted tokens since this start.
+        seconds: training time since this start.
+        stopped_by: the signal that stopped the run; None if it took all steps.
+        last_save: the report of the last save.
     """
 
     last_step: StepMetrics
@@ -85,14 +85,14 @@ class TrainingSummary:
 
 
 class Trainer:
-    """Trains a run to its last step, or until it is told to stop.
+    """Trains a run to its last step, or until a stop signal.
 
     Args:
         worker: this rank of the run.
         corpus: the prepared data.
         checkpointing: saves the run.
-        stop: what this process was told.
-        observer: told of each step, evaluation and checkpoint.
+        stop: the stop signals that this process has received.
+        observer: receives each step, evaluation and checkpoint.
     """
 
     def __init__(
@@ -211,7 +211,7 @@ class Trainer:
 
     def _give_up(self, metrics: StepMetrics, progress: Progress) -> NoReturn:
         culprit = self._culprit(progress)
-        # A save under way is of an earlier step.
+        # A save in progress is of an earlier step, so wait for it.
         self._report(self._checkpointing.close())
         raise TrainingDiverged(
             f"{progress.skipped_in_a_row} steps in a row (up to step {metrics.step}) were skipped "

@@ -2,8 +2,7 @@
 
     learning rate, micro-batches -> [schedule -> executor -> engine] -> loss, gradient norm, skipped
 
-The worker knows how one step and one evaluation are computed; when and on what is the trainer's
-business.
+The worker computes one step or one evaluation. The trainer decides when, and on which samples.
 """
 
 import math
@@ -38,11 +37,11 @@ Load = Callable[[int], MicroBatch]
 
 @dataclass(frozen=True)
 class StepParts:
-    """Where the time of an earlier step went.
+    """The times of the parts of an earlier step.
 
     Attributes:
         step: which step it was.
-        seconds: of each rank, the seconds of each of ``PARTS``.
+        seconds: for each rank, the seconds of each of ``PARTS``.
     """
 
     step: int
@@ -55,13 +54,13 @@ class StepResult:
 
     Attributes:
         loss: mean over all predicted tokens of the step, in nats.
-        grad_norm: before clipping, over all logical parameters; not finite where that is why it was
-            skipped.
+        grad_norm: before clipping, over all logical parameters; not finite if the step was skipped
+            for this reason.
         skipped: whether the step was not taken because loss or norm was not finite.
-        peak_memory_bytes: the most that any rank of each pipeline stage has held, up to the
-            gradients of this step.
+        peak_memory_bytes: for each pipeline stage, the largest peak memory of its ranks, up to
+            when the gradients of this step were complete.
         stop_signal: the highest number of a stop signal that a rank has received; 0 if none has.
-        parts: of the last step that was timed, once all ranks know them.
+        parts: the times of the last timed step, in one result after all ranks know them; else None.
     """
 
     loss: float
@@ -77,8 +76,8 @@ class NonFinite:
     """What was not finite on one rank in one step.
 
     Attributes:
-        micro_batches: whose loss was not; empty but on the last pipeline stage.
-        parameter: the first one whose reduced gradient was not; None if there is none.
+        micro_batches: those with a loss that is not finite; only on the last pipeline stage.
+        parameter: the first one with a reduced gradient that is not finite; None if none.
     """
 
     micro_batches: tuple[int, ...]
@@ -125,7 +124,7 @@ class Worker:
 
         Args:
             load: micro-batch index -> this data rank's rows.
-            learning_rate: of this step.
+            learning_rate: the rate of this step.
             stop_signal: the number of the stop signal that this process has received; 0 if none.
                 Called after the gradients are reduced.
         """
@@ -159,7 +158,7 @@ class Worker:
             skipped=outcome.skipped,
             peak_memory_bytes=self._by_pipeline_stage(peaks),
             stop_signal=int(max(signals)),
-            # A rank whose GPU was not done with it has sent zeros: then nobody looks at it.
+            # If a rank's GPU had not finished the timed step, it sent zeros: no times are used.
             parts=StepParts(int(timed[0]), list(map(list, zip(*parts, strict=True))))
             if min(timed) > 0
             else None,
@@ -176,7 +175,7 @@ class Worker:
         return self._loss_of([loss for (loss,) in rows]) / predicted_tokens
 
     def non_finite(self) -> list[NonFinite]:
-        """What was not finite in the last step, of each rank. Reads from the device."""
+        """For each rank, what was not finite in the last step. Reads from the device."""
         losses = {m: float(loss) for m, loss in self._losses.items()}
         own = NonFinite(
             micro_batches=tuple(m for m, loss in losses.items() if not math.isfinite(loss)),
@@ -207,7 +206,7 @@ class Worker:
         )
 
     def _loss_of(self, losses: Sequence[float]) -> float:
-        """Adds up the loss sums that all ranks sent; those before the last pipeline stage sent 0.
+        """Adds up the loss sums of all ranks. Ranks before the last pipeline stage send 0.
 
         Tensor ranks hold copies of one loss, so only the first tensor rank counts.
         """

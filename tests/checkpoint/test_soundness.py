@@ -197,7 +197,10 @@ def test_a_tensor_in_half_precision_is_told(checkpoint: Path) -> None:
     ("change", "told"),
     [
         ({"relative_path": "__9_0.distcp"}, "no file of the checkpoint holds its [0:128, 0:32]"),
-        ({"length": 10**9}, "its [0:128, 0:32] is said to stand behind the end of __0_0.distcp"),
+        (
+            {"length": 10**9},
+            "its [0:128, 0:32] ends after the end of __0_0.distcp, according to the index",
+        ),
     ],
 )
 def test_a_place_that_is_in_no_file_is_told(
@@ -256,16 +259,16 @@ def exchanged(name: str, other: str) -> Callable[[Metadata], None]:
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        (pointing(UP, UP_WEIGHT), "are said to be in the same bytes of __0_0.distcp"),
+        (pointing(UP, UP_WEIGHT), "have the same bytes of __0_0.distcp"),
         (exchanged(UP_WEIGHT, DOWN), f"is a tensor of {[32, 128]}"),
-        (exchanged(QKV, DOWN), "bytes in __0_0.distcp, and its "),
-        (moved(UP, offset=lambda offset: -offset), "is said to stand at byte -"),
+        (exchanged(QKV, DOWN), "bytes in __0_0.distcp, according to the index"),
+        (moved(UP, offset=lambda offset: -offset), "has the impossible offset -"),
         (moved(UP, offset=lambda offset: offset + 64), ""),
         (moved(UP, offset=lambda offset: offset - 64), ""),
         (moved(UP, offset=float), "no file of the checkpoint holds its [0:128, 0:32]"),
         (moved(UP, offset=str), "no file of the checkpoint holds its [0:128, 0:32]"),
-        (moved(UP, length=lambda length: -length), "is said to have -"),
-        (moved(UP, length=lambda length: 0), "is said to have 0 bytes in __0_0.distcp, and its"),
+        (moved(UP, length=lambda length: -length), "has -"),
+        (moved(UP, length=lambda length: 0), "according to the index, but its"),
         (moved(UP, length=lambda length: length - 1), "is not one archive from its first byte"),
         (moved(UP, length=lambda length: length + 1), ""),
         (moved(UP, relative_path=lambda path: f"../{path}"), "no file of the checkpoint holds"),

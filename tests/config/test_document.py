@@ -51,13 +51,13 @@ def test_extends_in_a_circle_shows_the_circle(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         read_config(tmp_path / "a.json")
     files = [str(tmp_path / f"{name}.json") for name in "abca"]
-    assert f"extends goes in a circle: {' -> '.join(files)}" in caught.value.problems[0]
+    assert f"extends forms a cycle: {' -> '.join(files)}" in caught.value.problems[0]
     assert len(caught.value.problems) == 1, "missing keys are no fault of their own"
 
 
 def test_a_file_that_extends_itself_is_a_circle(tmp_path: Path) -> None:
     file = write(tmp_path / "a.json", {"extends": "./a.json"})
-    with pytest.raises(ConfigError, match="goes in a circle"):
+    with pytest.raises(ConfigError, match="forms a cycle"):
         read_config(file)
 
 
@@ -146,7 +146,7 @@ def test_set_values_are_json_or_plain_strings(text: str, tree: dict[str, Any]) -
         ("parallel..tensor=3", "empty part"),
         ("parallel. tensor=3", "a space"),
         ("extends=base.json", "belongs in the file"),
-        ('data={"seed": 1, "seed": 2}', "stands twice"),
+        ('data={"seed": 1, "seed": 2}', "is a duplicate key"),
     ],
 )
 def test_a_wrong_set_is_quoted_with_its_reason(text: str, reason: str) -> None:

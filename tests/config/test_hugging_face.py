@@ -147,9 +147,9 @@ def test_biases_and_an_own_head_size_are_taken_and_given_back() -> None:
     [
         ({"architecture": "llama", "qk_norm": True, "intermediate_size": 96}, "model.qk_norm"),
         ({"architecture": "llama", "qkv_bias": True, "intermediate_size": 96}, "model.qkv_bias"),
-        ({"num_key_value_heads": 4}, "model.num_key_value_heads is 4, and GPT2LMHeadModel of "),
-        ({"norm": "rms_norm"}, "model.norm is rms_norm, and GPT2LMHeadModel of transformers has "),
-        ({"sliding_window": 8}, "model.sliding_window is 8, and GPT2LMHeadModel of transformers "),
+        ({"num_key_value_heads": 4}, "model.num_key_value_heads is 4, but GPT2LMHeadModel of "),
+        ({"norm": "rms_norm"}, "model.norm is rms_norm, but GPT2LMHeadModel of transformers has "),
+        ({"sliding_window": 8}, "model.sliding_window is 8, but GPT2LMHeadModel of transformers "),
     ],
 )
 def test_features_that_the_family_lacks_cannot_be_exported(
@@ -299,7 +299,7 @@ def test_a_wrong_value_names_the_file_it_is_from(gpt2: Path) -> None:
 @pytest.mark.parametrize(("key", "value"), [("preset", "gpt2"), ("architecture", "llama")])
 def test_two_sources_of_every_field_contradict_each_other(gpt2: Path, key: str, value: str) -> None:
     told = problem_of(**{"from_hf": str(gpt2), key: value})
-    assert f"model.{key} '{value}' contradicts it; leave one of them out" in told
+    assert f"model.{key} '{value}' contradicts it; omit one of them" in told
 
 
 @pytest.mark.parametrize("name", ["rope_scaling", "rope_parameters"])

@@ -96,7 +96,7 @@ def test_without_spare_ranks_a_number_that_does_not_fit_is_refused() -> None:
 def test_even_with_spare_ranks_one_group_of_pipeline_and_tensor_is_needed() -> None:
     assert only_problem("parallel.spare_ranks=true", "parallel.tensor=4", world_size=3) == (
         "world size 3 (from WORLD_SIZE) is less than parallel.pipeline 1 x data 1 x "
-        "parallel.tensor 4 = 4; start 4 processes at least"
+        "parallel.tensor 4 = 4; start at least 4 processes"
     )
     told = only_problem("parallel.spare_ranks=true", world_size=3, train_batch_size=None)
     assert "state train_batch_size" in told

@@ -90,7 +90,7 @@ def test_what_deepspeed_removed_is_refused() -> None:
         ),
         ({"checkpoint": {"load_universal": True}}, "its own checkpoints"),
         ({"amp": {"enabled": True}}, "use bf16"),
-        ({"sparse_attention": {"mode": "fixed"}}, "has removed it"),
+        ({"sparse_attention": {"mode": "fixed"}}, "no longer supports it"),
         ({"zero_optimization": {"zero_hpz_partition_size": 8}}, "beside pipeline or tensor"),
         ({"zero_optimization": {"zero_quantized_gradients": True}}, "beside pipeline or tensor"),
         ({"zero_optimization": {"zero_quantized_weights": True}}, "no longer train the same model"),
@@ -111,8 +111,8 @@ def test_nvme_is_refused_where_it_stands() -> None:
     zero = {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": "/local"}}
     assert problems(zero_optimization=zero) == [
         "zero_optimization.offload_param.nvme_path cannot be used here: it belongs to NVMe "
-        "offload; state moves to host memory only, so remove it",
-        'zero_optimization.offload_param.device is "nvme", and state moves to host memory only; '
+        "offload; state can only move to host memory, so remove it",
+        'zero_optimization.offload_param.device is "nvme", but state can only move to host memory; '
         'write "cpu"',
     ]
 

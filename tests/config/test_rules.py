@@ -80,7 +80,7 @@ def test_a_sequence_is_no_longer_than_the_positions() -> None:
     assert problems("data.sequence_length=64") == []
     assert only_problem("data.sequence_length=65") == (
         "data.sequence_length 65 must be at most model.max_position_embeddings 64; shorten the "
-        "one or raise the other"
+        "sequence or raise the limit"
     )
 
 

@@ -96,8 +96,8 @@ def test_a_wrong_entry_of_a_list_is_named_by_its_index(override: str, message: s
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("data.sequence_length=null", "data.sequence_length is missing, and has no default"),
-        ("training.steps=null", "training.steps is missing, and has no default"),
+        ("data.sequence_length=null", "data.sequence_length is missing and has no default"),
+        ("training.steps=null", "training.steps is missing and has no default"),
         (
             "model.vocab_size=null",
             "model.vocab_size is missing: state it, or name a model.preset such as gpt2",

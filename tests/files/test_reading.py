@@ -45,7 +45,7 @@ def test_what_is_no_file_is_told_and_not_opened(tmp_path: Path) -> None:
 def test_what_cannot_be_reached_is_told_by_the_system(tmp_path: Path) -> None:
     for path, told in (
         (tmp_path / "nothing", "does not exist"),
-        (link(tmp_path / "dangling", "nowhere"), "is a link that leads nowhere"),
+        (link(tmp_path / "dangling", "nowhere"), "is a broken link"),
         (link(tmp_path / "loop", "loop"), "cannot be reached (Too many levels of symbolic links)"),
         (tmp_path / ("n" * 300), "cannot be reached (File name too long)"),
         (tmp_path / "a\0b", "cannot be reached (embedded null byte)"),
@@ -60,7 +60,7 @@ def test_a_folder_for_a_library_has_files_and_folders_only(tmp_path: Path) -> No
     pipe(tmp_path / "pipe")
     link(tmp_path / "dangling", "nowhere")
     assert list(special_files(tmp_path)) == [
-        f"{tmp_path / 'dangling'} is a link that leads nowhere, and must be a file",
+        f"{tmp_path / 'dangling'} is a broken link, and must be a file",
         f"{tmp_path / 'pipe'} is a named pipe, and must be a file",
     ]
 

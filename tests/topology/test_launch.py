@@ -137,7 +137,7 @@ def test_an_address_that_no_machine_has_is_refused_with_its_name(
     address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(launch, "_RESOLVE_SECONDS", 0.0)
-    with pytest.raises(LaunchError, match=f"MASTER_ADDR is '{address}', which this machine knows"):
+    with pytest.raises(LaunchError, match=f"MASTER_ADDR is '{address}', which cannot be resolved"):
         read_launch_environment(_torchrun(MASTER_ADDR=address))
 
 
@@ -170,7 +170,7 @@ def test_several_ranks_without_a_meeting_point_are_told_what_to_export(
     environ: dict[str, str], missing: str
 ) -> None:
     with pytest.raises(
-        LaunchError, match=rf"need a meeting point, but {missing} is not set.*expor"
+        LaunchError, match=rf"need an address to connect to, but {missing} is not set.*expor"
     ):
         read_launch_environment(_without(environ, missing))
 

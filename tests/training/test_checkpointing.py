@@ -79,7 +79,7 @@ REFUSED = {
     ),
     "sequence length": (
         {"data": {"sequence_length": 8}},
-        ["data.sequence_length was 16 and is 8; set it back, or go on with --allow-data-change"],
+        ["data.sequence_length was 16 and is 8; set it back, or resume with --allow-data-change"],
     ),
     "seed": ({"data": {"seed": 5}}, ["data.seed was 1234 and is 5"]),
 }

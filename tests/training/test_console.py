@@ -92,10 +92,10 @@ def test_a_resumed_run_prints_its_first_step_and_the_loss_beside_the_saved_one(
     assert [line for line in said if "training" not in line] == [
         describe_step(step_metrics(step=7)),
         "resumed at step 7: loss 3.2500; 3.5000 when saved (step 6)",
-        "step      8  told to stop by SIGTERM, after 8 of 10 steps",
+        "step      8  stopped by SIGTERM after 8 of 10 steps",
     ]
     assert describe_save(SAVE) in said
-    assert "the save before took 45 s, and torchrun and deepspeed kill" in output.getvalue()
+    assert "the previous save took 45 s, and torchrun and deepspeed kill" in output.getvalue()
 
 
 def test_the_stages_parameters_add_up_to_the_model_whatever_the_layout() -> None:

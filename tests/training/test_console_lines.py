@@ -91,7 +91,7 @@ def test_a_resumed_run_says_from_where_and_what_it_passed_over() -> None:
         passed_over=((FOLDER / "step-00000008", "__0_0.distcp is missing"),),
     )
     assert [shown(line) for line in describe_start(start, tiny_run(TEXT))] == [
-        "passed over run [a]/checkpoints/step-00000008: __0_0.distcp is missing",
+        "skipped run [a]/checkpoints/step-00000008: __0_0.distcp is missing",
         "resuming from run [a]/checkpoints/step-00000005",
     ]
 
@@ -100,8 +100,8 @@ def test_a_run_that_is_over_says_how_to_go_on() -> None:
     start = Start(checkpoint=FOLDER / "step-00000010", step=10, in_place=True)
     (line,) = describe_start(start, tiny_run(TEXT, training={"steps": 10}))
     assert shown(line) == (
-        "nothing is left to train: run [a]/checkpoints/step-00000010 is of step 10, and "
-        "training.steps is 10. Raise training.steps to go on, or start at step 0 with --fresh and "
+        "nothing is left to train: run [a]/checkpoints/step-00000010 has step 10, and "
+        "training.steps is 10. Raise training.steps to train, or start at step 0 with --fresh and "
         "without --resume DIR."
     )
 
@@ -140,7 +140,7 @@ SAVE = SaveReport(
 
 def test_a_save_says_what_it_cost() -> None:
     assert describe_save(SAVE) == (
-        "step      8  checkpoint 1,234.6 MB in 2.5 s, training stood still for 0.2 s"
+        "step      8  checkpoint 1,234.6 MB in 2.5 s, training paused for 0.2 s"
     )
     gone = tuple(FOLDER / name for name in ("step-00000002", "step-00000004"))
     line = describe_save(dataclasses.replace(SAVE, deleted=gone))

@@ -16,8 +16,8 @@ from tests.parallel.tiny import tiny_run
 TEXT = Path(__file__).parents[2] / "LICENSE"
 DROPPING = {"attention_dropout": 0.1}
 LINE = (
-    f"dropout masks: of version 0.1.0 -> of version {__version__}, which drops other elements with "
-    "the same probabilities"
+    f"dropout masks: of version 0.1.0 -> of version {__version__}, which drops different "
+    "elements with the same probabilities"
 )
 
 

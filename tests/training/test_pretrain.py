@@ -191,7 +191,7 @@ def test_more_steps_that_move_the_rate_are_warned_of(pool: RankPool, config: Pat
     commands = [[steps(5), *scheduler], [steps(9), *scheduler]]
     ((first, second),) = pool.run(1, endings, config, commands)
     assert (first[0], second[0]) == (0, 0)
-    assert "warning: the learning rate of step 6 was to be" in second[1]
+    assert "warning: the learning rate of step 6 is " in second[1]
     assert "scheduler.params.total_num_steps=5" in second[1]
     assert "learning rate of step" not in first[1]
 
@@ -223,7 +223,7 @@ def test_a_run_of_before_keeps_the_rule_that_held_its_validation_data_out(
     ]
     ((second, stated, again, new),) = pool.run(1, endings, config, commands)
     assert [first[0], second[0], stated[0], again[0], new[0]] == [0, 0, 2, 0, 0]
-    said = 'validation data is held out as when the run began (data.hold_out_by "documents")'
+    said = 'validation data is held out as in the saved run (data.hold_out_by "documents")'
     assert said in second[1] and "changed since: data" not in second[1]
     assert "the training text (data.train) was" in stated[2]
     assert "nothing is left to train" in again[1]
@@ -287,7 +287,7 @@ def test_a_run_in_the_folder_of_one_that_still_writes_is_refused_and_changes_not
         (((code, _, err),),) = pool.run(1, endings, config, [[steps(2)]])
         assert files_in(folder) == before
     assert code == 2 and "Traceback" not in err
-    assert f"another run writes to {folder}" in err and "training.run_dir" in err
+    assert f"another run is writing to {folder}" in err and "training.run_dir" in err
 
 
 def ending_on_a_disk_of_its_own(
@@ -326,7 +326,7 @@ def test_going_back_to_an_older_checkpoint_leaves_no_trace_of_the_abandoned_bran
     ((_, back, on),) = pool.run(1, endings, config, commands)
     assert back[0] == on[0] == 0
     earlier = run_dir_of(config) / "earlier-1"
-    assert f"what came after step 2 is now in {earlier}" in back[1].splitlines()
+    assert f"the records after step 2 are now in {earlier}" in back[1].splitlines()
     assert sorted(path.name for path in (earlier / "checkpoints").iterdir()) == [
         "step-00000003",
         "step-00000004",
@@ -343,7 +343,7 @@ def test_a_broken_checkpoint_is_passed_over_and_moved_away(pool: RankPool, confi
     (broken / "run_state.json").write_bytes(b"")
     ((ending,),) = pool.run(1, endings, config, [[steps(2), *EACH_STEP]])
     assert ending[0] == 0
-    assert f"passed over {broken}: run_state.json is cut short" in ending[1]
+    assert f"skipped {broken}: run_state.json is cut short" in ending[1]
     assert "resumed at step 2" in ending[1]
     assert (run_dir_of(config) / "earlier-1" / "checkpoints" / "step-00000002").is_dir()
     assert (broken / "run_state.json").stat().st_size > 0, "step 2 was trained and saved again"

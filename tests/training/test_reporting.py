@@ -151,7 +151,7 @@ def test_a_service_that_fails_is_dropped_with_one_warning_and_the_other_goes_on(
             report.write(step_metrics(step=step))
     assert failing.got == [1] and well.got == [1, 2, 3, 4, 5, -1]
     (warning,) = warnings
-    assert warning.startswith("tensorboard gets nothing more of this run; training continues")
+    assert warning.startswith("tensorboard receives no more records of this run; ")
     assert warning.endswith("ConnectionError: no route to host")
 
 

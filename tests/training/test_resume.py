@@ -134,7 +134,7 @@ def test_auto_passes_over_an_index_that_was_sealed_with_a_mistake(pool: RankPool
     change_index(checkpoint(run, 200), point_at_another)
     start = found(pool, AUTO, run)
     assert start.checkpoint == checkpoint(run, 100)
-    assert "are said to be in the same bytes of" in start.passed_over[0][1]
+    assert "have the same bytes of" in start.passed_over[0][1]
 
 
 def test_auto_refuses_where_no_checkpoint_is_whole_and_names_each(pool: RankPool, run: Run) -> None:

@@ -39,8 +39,8 @@ def test_more_steps_stretch_the_cosine_and_both_rates_are_named() -> None:
     before, now = run_of(), run_of(200)
     change = rate_change(saved_by(before), now)
     assert change == (
-        f"the learning rate of step 61 was to be {next_rate(before):.3e}, and is "
-        f"{next_rate(now):.3e}; to keep the saved schedule, pass --set "
+        f"the learning rate of step 61 is {next_rate(now):.3e}, but the saved schedule has "
+        f"{next_rate(before):.3e}; to keep the saved schedule, pass --set "
         "scheduler.params.total_num_steps=100"
     )
     assert next_rate(now) > 1.5 * next_rate(before)

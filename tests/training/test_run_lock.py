@@ -46,7 +46,7 @@ def test_the_lock_names_the_process_to_signal(pool: RankPool, tmp_path: Path) ->
     host, process = expected.split()
     assert written == expected
     assert told is not None
-    assert told.startswith(f"another run (process {process} of rank 0 on {host}) writes to")
+    assert told.startswith(f"another run (process {process} of rank 0 on {host}) is writing to")
 
 
 def test_one_run_at_a_time(pool: RankPool, tmp_path: Path) -> None:
@@ -56,7 +56,7 @@ def test_one_run_at_a_time(pool: RankPool, tmp_path: Path) -> None:
     assert (
         told
         == [
-            f"another run writes to {tmp_path}; wait until it has ended, or set another "
+            f"another run is writing to {tmp_path}; wait until it has ended, or set another "
             "training.run_dir"
         ]
         * 2

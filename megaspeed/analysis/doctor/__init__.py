@@ -2,7 +2,7 @@
 
     every rank     record: versions, configuration, data, limits, GPUs      record.py
         |             over a store, with a deadline for each answer         messages.py
-    rank 0         who did not come
+    rank 0         which ranks are missing
         |
     all ranks      clock, run folder, ports                                 clock, folder, ports.py
         |

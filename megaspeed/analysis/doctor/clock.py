@@ -1,7 +1,7 @@
 """How far the clock of each machine is from that of rank 0.
 
     rank 0    sent ---------------------> received        offset = answer - (sent + received) / 2,
-    rank r         \\--> answer: its time /                known to half of the way there and back
+    rank r         \\--> answer: its time /                exact to half the round trip
 
 Clocks that differ confuse logs, network file systems and certificates.
 """
@@ -15,14 +15,14 @@ _ROUNDS = 5
 
 
 def answer_clock(messages: Messages, seconds: float) -> None:
-    """For a rank that `measure_clocks` asks; returns when it has asked enough."""
+    """Answers the requests of `measure_clocks` on another rank; returns after the last one."""
     for number in range(_ROUNDS):
         messages.hear(f"clock/{messages.rank}/{number}", seconds)
         messages.put(f"time/{number}", time.time())
 
 
 def measure_clocks(messages: Messages, ranks: list[int], seconds: float) -> dict[int, float | None]:
-    """For rank 0: by rank the seconds that its clock is ahead; None if it does not answer."""
+    """For rank 0: how many seconds each rank's clock is ahead; None if it does not answer."""
     return {rank: _offset(messages, rank, seconds) for rank in ranks}
 
 

@@ -9,10 +9,10 @@ Result = TypeVar("Result")
 
 
 def within(seconds: float, make: Callable[[], Result]) -> Result:
-    """What `make` returns. It runs in another thread, which is abandoned after `seconds`.
+    """Returns the result of `make`, which runs in another thread for at most `seconds`.
 
     Raises:
-        TimeoutError: `make` has not returned.
+        TimeoutError: `make` has not returned in time. Its thread continues in the background.
     """
     future: Future[Result] = Future()
 

@@ -1,7 +1,7 @@
 """What is wrong, and on which rank.
 
-Each rank is compared with the value that most ranks have. So one rank that differs gives one line,
-not one for each of the others.
+Each rank is compared with the value that most ranks have. So if one rank differs, only this rank is
+reported.
 """
 
 from collections import Counter
@@ -27,7 +27,7 @@ class Problem(NamedTuple):
 
 
 def find_problems(findings: Findings) -> list[Problem]:
-    """All of them, in the order of checks."""
+    """All problems, in the order of the checks."""
     return [
         Problem(rank, findings.host_of(rank), check, text)
         for check, finder in _CHECKS.items()
@@ -43,13 +43,13 @@ def _ranks(findings: Findings) -> Found:
         if record is None:
             yield (
                 rank,
-                f"did not come within {findings.waited_seconds:g} s: it is not running, or does "
-                "not reach MASTER_ADDR and MASTER_PORT; look for its output on its machine",
+                f"did not answer within {findings.waited_seconds:g} s: it is not running, or it "
+                "cannot reach MASTER_ADDR and MASTER_PORT; look for its output on its machine",
             )
     world = len(findings.records)
     for record in findings.came:
         if record.world_size != world:
-            yield record.rank, f"counts {record.world_size} ranks, and rank 0 counts {world}"
+            yield record.rank, f"has world size {record.world_size}, and rank 0 has {world}"
 
 
 def _versions(findings: Findings) -> Found:
@@ -68,7 +68,7 @@ def _data(findings: Findings) -> Found:
 
 
 def _odd(findings: Findings, part: Callable[[Record], dict[str, str]]) -> Found:
-    """Ranks of which a part is not the usual one. A part that is empty was reported before."""
+    """Ranks whose part differs from the usual one. An empty part was already reported."""
     common = usual([part(record) for record in findings.came])
     for record in findings.came:
         own = part(record)
@@ -83,7 +83,7 @@ def _odd(findings: Findings, part: Callable[[Record], dict[str, str]]) -> Found:
 
 
 def usual(parts: list[dict[str, str]]) -> dict[str, str]:
-    """What most have; of equally many, what comes first."""
+    """The most frequent part; in a tie, the one of the lowest rank."""
     filled = [tuple(sorted(part.items())) for part in parts if part]
     return dict(Counter(filled).most_common(1)[0][0]) if filled else {}
 
@@ -103,7 +103,7 @@ def _speed_of_a_step(findings: Findings) -> Found:
 def _clock(findings: Findings) -> Found:
     for rank, offset in findings.clocks.items():
         if offset is None:
-            yield rank, "did not answer when its clock was asked"
+            yield rank, "did not answer when its clock was measured"
         elif abs(offset) > _CLOCK_SECONDS:
             where = "ahead of" if offset > 0 else "behind"
             yield (
@@ -140,7 +140,7 @@ def _shared_memory(findings: Findings) -> Found:
         if record.device != "cpu" and several and free is not None and free < _SHARED_MEMORY_BYTES:
             yield (
                 record.rank,
-                f"finds {GIB.named(free)} free in /dev/shm, where NCCL needs up to 1 GiB: "
+                f"finds {GIB.named(free)} free in /dev/shm, but NCCL needs up to 1 GiB: "
                 "docker run --shm-size=8g, or in Kubernetes a volume with medium: Memory",
             )
 
@@ -155,7 +155,7 @@ def _devices(findings: Findings) -> Found:
 def _links(findings: Findings) -> Found:
     for rank, answer in enumerate(findings.links or []):
         if answer is None:
-            yield rank, "did not report its process groups: it died, or is stuck"
+            yield rank, "did not report its process groups: it has ended or hangs"
         elif answer.problem is not None:
             yield rank, answer.problem
 

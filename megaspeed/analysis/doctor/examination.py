@@ -31,7 +31,7 @@ _LIMITS_OF_EVERYTHING = 30
 
 @dataclass(frozen=True, kw_only=True)
 class Examined:
-    """What rank 0 knows at the end."""
+    """The result on rank 0."""
 
     findings: Findings
     run: Run | None  # rank 0's
@@ -50,10 +50,10 @@ def examine(
     """All steps; every rank calls this.
 
     Args:
-        config, overrides: of this rank.
-        launch: how it was started.
-        messages: where the ranks answer rank 0.
-        address: this machine's, on the way to rank 0.
+        config, overrides: this rank's command line.
+        launch: how this process was started.
+        messages: between rank 0 and the others.
+        address: this machine's address, as rank 0 reaches it.
         seconds: the limit of each step.
         report: called on rank 0; returns the exit code of all ranks.
 
@@ -61,7 +61,7 @@ def examine(
         The exit code.
 
     Raises:
-        GroupError: rank 0 has not answered, or does not count on this rank.
+        GroupError: rank 0 did not answer, or its world size does not include this rank.
     """
     record, run = take_record(config, overrides, launch, seconds)
     messages.put("record", record.as_json())
@@ -69,8 +69,8 @@ def examine(
         steps = messages.hear("steps", _LIMITS_OF_A_RECORD * seconds)
         if launch.rank >= steps["world_size"]:
             raise GroupError(
-                f"rank {launch.rank} has no place: rank 0 counts {steps['world_size']} ranks, and "
-                f"this rank {launch.world_size} (from {launch.source})"
+                f"rank {launch.rank} is not part of the run: rank 0 has world size "
+                f"{steps['world_size']}, this rank {launch.world_size} (from {launch.source})"
             )
         with suppress(GroupError):
             _take_part(steps["ring"], run, launch, messages, address, seconds)
@@ -131,7 +131,7 @@ def _take_part(
     address: str,
     seconds: float,
 ) -> None:
-    """The same steps, of another rank."""
+    """The same steps on the other ranks."""
     if ring is None:
         return
     assert run is not None, "every record has the degrees of its run"
@@ -139,7 +139,7 @@ def _take_part(
         with suppress(GroupError):
             answer_clock(messages, seconds * len(ring))
     with suppress(GroupError):
-        # Rank 0 comes to it after all clocks.
+        # Rank 0 sends the token after it has measured all clocks.
         messages.hear("token", seconds * (len(ring) + 1))
         SharedFolderCheck(run.run_dir, messages, seconds).look()
     if launch.rank in ring:
@@ -149,7 +149,7 @@ def _take_part(
 
 
 def _is_one_run(records: list[Record | None]) -> bool:
-    """Whether all came, with the same number of ranks along each axis, and one can train."""
+    """Whether all ranks answered with one layout and kind of device, and one has valid input."""
     degrees = {None if each is None else each.degrees for each in records}
     kinds = {None if each is None else each.device == "cpu" for each in records}
     wrong = all(each is not None and each.wrong_input is not None for each in records)
@@ -161,7 +161,7 @@ def _measure(run: Run, launch: LaunchEnvironment, seconds: float) -> dict[str, o
     measurement = Measurement()
 
     def join_and_measure() -> None:
-        # The groups wait longer, or NCCL would end the process before it has reported.
+        # The groups have a longer timeout. Otherwise NCCL would end the process before its report.
         with ParallelContext.create(run.grid, launch, timeout_seconds=2 * limit) as context:
             measurement.measure(context)
 

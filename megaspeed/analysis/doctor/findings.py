@@ -16,15 +16,15 @@ class LinkAnswer:
 
 @dataclass(kw_only=True)
 class Findings:
-    """Collected by rank 0. What is None or empty was not tried, because an earlier step failed.
+    """Collected by rank 0. None or empty means not measured, because an earlier step failed.
 
     Attributes:
-        records: of every rank; None of one that did not come.
+        records: the record of every rank; None if the rank did not answer.
         waited_seconds: how long rank 0 waited for the records.
-        clocks: seconds that a machine is ahead of rank 0, by its first rank; None: no answer.
+        clocks: how many seconds a machine is ahead of rank 0, by its first rank; None: no answer.
         folder: by rank, what is wrong with training.run_dir there.
         ports: by rank, which machine it cannot connect to.
-        links: of every rank; None of one that did not answer.
+        links: the measurement of every rank; None if the rank did not answer.
     """
 
     records: list[Record | None]
@@ -36,7 +36,7 @@ class Findings:
 
     @property
     def came(self) -> list[Record]:
-        """The records of the ranks that came."""
+        """The records of the ranks that answered."""
         return [record for record in self.records if record is not None]
 
     @property
@@ -48,7 +48,7 @@ class Findings:
         return ranks
 
     def host_of(self, rank: int) -> str:
-        """The machine of a rank; "?" if it did not come."""
+        """The machine of a rank; "?" if the rank did not answer."""
         record = self.records[rank]
         return "?" if record is None else record.host
 

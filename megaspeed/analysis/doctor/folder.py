@@ -1,9 +1,9 @@
 """Checks that all ranks share training.run_dir: all read rank 0's file, and rank 0 reads theirs.
 
-    rank 0       writes .doctor-<random>                            looks for the marks
+    rank 0       writes .doctor-<random>                            looks for the others' files
     every rank                   reads it, writes .doctor-<random>-<rank>
 
-What is created on the way is removed.
+All files and folders that the check creates are removed.
 """
 
 import secrets
@@ -31,7 +31,7 @@ class SharedFolderCheck:
         self._name = ""
 
     def leave(self) -> None:
-        """Writes the token and tells its name."""
+        """Writes the token file and sends its name to all ranks."""
         self._name = f".doctor-{secrets.token_hex(8)}"
         problem = _tried(self._seconds, self._write_token)
         self._messages.tell("token", {"name": self._name, "problem": problem})
@@ -46,10 +46,10 @@ class SharedFolderCheck:
         self._messages.put("folder", {"problem": problem})
 
     def judge(self) -> dict[int, str]:
-        """By rank what is wrong with the folder there. Removes all that was made."""
+        """What is wrong with the folder, by rank. Removes all files of the check."""
         answers = self._messages.everyones("folder", self._seconds + 2 * _SECONDS_TO_BE_SEEN)
         problems = {
-            rank: "did not answer when it was asked to look"
+            rank: "did not answer when it was asked for the file"
             if answer is None
             else answer["problem"]
             for rank, answer in enumerate(answers)
@@ -63,7 +63,7 @@ class SharedFolderCheck:
         _tried(self._seconds + _SECONDS_TO_BE_SEEN, lambda: _wait_for(*marks.values()))
         unseen = [rank for rank, mark in marks.items() if _tried(1.0, mark.stat) is not None]
         _tried(self._seconds, self._clean)
-        text = f"what it writes to {self._run_dir} is not seen by rank 0: the folder is not shared"
+        text = f"rank 0 does not see what it writes to {self._run_dir}: the folder is not shared"
         return problems | dict.fromkeys(unseen, text)
 
     def _write_token(self) -> None:
@@ -76,7 +76,7 @@ class SharedFolderCheck:
         token = self._run_dir / self._name
         _wait_for(token)
         if token.read_text() != self._name:
-            raise OSError(f"{token} does not hold what rank 0 wrote there")
+            raise OSError(f"{token} does not contain what rank 0 wrote there")
         self._mark(self._messages.rank).touch()
 
     def _mark(self, rank: int) -> Path:
@@ -95,7 +95,7 @@ def _wait_for(*files: Path) -> None:
     for file in files:
         while not file.exists():
             if time.monotonic() > deadline:
-                raise OSError(f"{file} of rank 0 is not seen here: the folder is not shared")
+                raise OSError(f"{file} of rank 0 is not visible here: the folder is not shared")
             time.sleep(_POLL_SECONDS)
 
 

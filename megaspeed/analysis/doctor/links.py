@@ -1,10 +1,11 @@
-"""Latency and bandwidth of each group of the run, measured with what training sends over it.
+"""Latency and bandwidth of each group of the run, with the same operations as in training.
 
     tp, dp, world    all-reduce of few and of many bytes
     pp               each stage sends to the next and receives from the one before, at once
 
-All groups of one axis work at the same time, as they do in a step. Bandwidth is what a rank sends a
-second: 2 (n-1)/n of the message for an all-reduce of n ranks (`costs.collective_cost`).
+All groups of one axis work at the same time, as they do in a step. Bandwidth is the bytes that a
+rank sends per second: 2 (n-1)/n of the message for an all-reduce over n ranks
+(`costs.collective_cost`).
 """
 
 import statistics
@@ -26,13 +27,13 @@ _SMALL_TIMES, _LARGE_TIMES = 20, 5
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """One group, as a rank of it measured.
+    """One group, as measured by one of its ranks.
 
     Attributes:
         axis: pp, dp, tp or world.
-        ranks: of the group.
-        latency_seconds: of a message of 8 bytes, the median.
-        bytes_per_second: that a rank sends of a large message, by the median time.
+        ranks: the ranks of the group.
+        latency_seconds: median time for a message of 8 bytes.
+        bytes_per_second: bytes that a rank sends for a large message / the median time.
     """
 
     axis: str
@@ -46,7 +47,7 @@ class Link:
 
 
 class Measurement:
-    """Measures the links of one rank. `at` says what it is doing, for whoever asks meanwhile."""
+    """Measures the links of one rank. `at` is the current step, which an error names."""
 
     def __init__(self) -> None:
         self.at = "joining the process groups"
@@ -64,7 +65,7 @@ class Measurement:
             if group is not None and group.size() > 1:
                 self.at = f"measuring {axis} {dist.get_process_group_ranks(group)}"
                 self._measure_group(axis, group, context)
-            # The next axis starts together, and does not share its time with this one.
+            # A barrier: all ranks start the next axis together, so measurements do not overlap.
             dist.all_reduce(torch.zeros(1, device=context.device), group=context.world_group)
 
     def _measure_group(self, axis: str, group: dist.ProcessGroup, context: ParallelContext) -> None:
@@ -120,4 +121,4 @@ def _median_seconds(send: Callable[[], None], times: int, context: ParallelConte
         if context.device.type == "cuda":
             torch.cuda.synchronize(context.device)
         seconds.append(time.perf_counter() - start)
-    return statistics.median(seconds[1:])  # the first one connects
+    return statistics.median(seconds[1:])  # the first call also opens connections

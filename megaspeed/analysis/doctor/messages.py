@@ -3,7 +3,7 @@
     rank 1, 2, ...  --put("record", {...})-->  store  --everyones("record")-->  rank 0
     rank 1, 2, ...  <--hear("next")----------  store  <--tell("next", ...)----  rank 0
 
-A collective would wait for a rank that never comes, and could not name it.
+A collective would wait for a missing rank, and could not name it.
 """
 
 import json
@@ -32,7 +32,7 @@ class Messages:
         self._store.set(f"{name}/{self.rank}", json.dumps(value))
 
     def everyones(self, name: str, seconds: float) -> list[Any]:
-        """The answers of all ranks; None of a rank that has not answered. All share the seconds."""
+        """The answers of all ranks; None if a rank has not answered after `seconds` in all."""
         keys = [f"{name}/{rank}" for rank in range(self.world_size)]
         deadline = time.monotonic() + seconds
         while not self._store.check(keys) and time.monotonic() < deadline:

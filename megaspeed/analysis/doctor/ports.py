@@ -19,7 +19,7 @@ def check_ports(
 
     Args:
         messages: the store.
-        address: this machine's, on the way to MASTER_ADDR.
+        address: this machine's address, as MASTER_ADDR reaches it.
         ring: the first rank of each machine.
         seconds: how long a connection may take.
 
@@ -34,7 +34,7 @@ def check_ports(
         server.listen()
         messages.tell(f"port/{messages.rank}", server.getsockname()[:2])
         messages.put("reached", _connect(messages, after, seconds))
-        # Until all have tried: a closed port refuses.
+        # Keep the port open until all ranks have tried to connect.
         if messages.rank != 0:
             with suppress(GroupError):
                 messages.hear("ports tried", 2 * seconds)
@@ -48,7 +48,7 @@ def _answer(messages: Messages, rank: int, seconds: float) -> str | None:
     try:
         text: str | None = messages.hear(f"reached/{rank}", seconds)
     except GroupError:
-        return "did not answer when ports were tried"
+        return "did not answer when ports were tested"
     return text
 
 
@@ -64,7 +64,7 @@ def _connect(messages: Messages, rank: int, seconds: float) -> str | None:
     except OSError as error:
         return (
             f"cannot connect to {host} port {port}, where rank {rank} listens ({error}): gloo and "
-            "NCCL connect at ports that the system chooses, so the firewall must let every port "
-            "between the machines pass"
+            "NCCL connect at ports that the system chooses, so the firewall must allow every "
+            "port between the machines"
         )
     return None

@@ -40,15 +40,15 @@ class Record:
         rank, world_size, host, process: who answers.
         first_of_node: whether it is the lowest rank of its machine.
         launcher: the variables that gave rank and world size.
-        versions: what must be alike, by name.
+        versions: versions that must be the same on all ranks, by name.
         settings: the resolved configuration, by dotted key; empty if it is wrong.
         data: fingerprints of texts and tokenizer; empty if they were not prepared.
         degrees: ranks along pp, dp and tp; empty if the configuration is wrong.
         device: "cpu", or the GPU's name.
-        open_files: what the rank needs, and what the system allows (-1: any number).
+        open_files: how many the rank needs, and how many the system allows (-1: no limit).
         shared_memory_bytes: free in /dev/shm; None if there is none.
         gpu_links: `nvidia-smi topo -m`, of the first rank of a node with GPUs.
-        wrong_input: what `megaspeed check` or the corpus complains of.
+        wrong_input: the errors of the configuration or of the corpus; None if there are none.
         too_slow: steps that did not end within their limit.
     """
 
@@ -83,7 +83,7 @@ class Record:
 def take_record(
     config: Path, overrides: Sequence[str], launch: LaunchEnvironment, seconds: float
 ) -> tuple[Record, Run | None]:
-    """This rank's record, and its run if the configuration is right. No step exceeds `seconds`."""
+    """This rank's record, and its run if the configuration is valid. No step exceeds `seconds`."""
     too_slow: list[str] = []
 
     def limited(what: str, make: Callable[[], Any]) -> Any:
@@ -152,7 +152,7 @@ def _versions() -> dict[str, str]:
 
 
 def _code_hash() -> str:
-    """Of this package's source: two checkouts may have one version number."""
+    """Hash of this package's source, because two checkouts may have the same version number."""
     root = Path(megaspeed.__file__).parent
     total = hashlib.sha256()
     for file in sorted(root.rglob("*.py")):
@@ -186,7 +186,7 @@ def _gpu_links() -> str:
 
 
 def _nvidia_smi(*arguments: str) -> str:
-    """Its first answer, or that there is none: a container may lack the program."""
+    """The output of nvidia-smi; "unknown" if it fails, because a container may lack it."""
     try:
         done = subprocess.run(
             ["nvidia-smi", *arguments], capture_output=True, text=True, check=True, timeout=20

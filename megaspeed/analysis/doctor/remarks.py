@@ -27,7 +27,7 @@ def make_remarks(findings: Findings, run: Run | None) -> list[str]:
 
 
 def measured_groups(findings: Findings) -> dict[str, list[Link]]:
-    """By axis each group once, with its slowest rank's figures."""
+    """The groups of each axis, each with the figures of its slowest rank."""
     slowest: dict[tuple[str, tuple[int, ...]], Link] = {}
     for answer in findings.links or []:
         for link in () if answer is None else answer.links:

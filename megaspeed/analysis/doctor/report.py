@@ -84,8 +84,8 @@ def _rows(examined: Examined) -> dict[str, str]:
     free = [record.shared_memory_bytes for record in findings.came]
     run = examined.run
     return {
-        "ranks": f"{len(findings.came)} of {len(findings.records)} came, from {first.launcher}, on "
-        f"{counted(len(findings.nodes), 'node')}: {nodes}",
+        "ranks": f"{len(findings.came)} of {len(findings.records)} answered, from "
+        f"{first.launcher}, on {counted(len(findings.nodes), 'node')}: {nodes}",
         "versions": ", ".join(f"{name} {number}" for name, number in versions.items()),
         "configuration": _NOT_TRIED
         if run is None

@@ -1,4 +1,4 @@
-"""What a rank says when memory runs out: predicted beside measured, and the changes that help most.
+"""A rank's report if memory runs out: predicted and measured memory, and the best changes.
 
     Memory of rank 5 (pipeline stage 1) in GiB, measured on the GPU:
                                    predicted    measured
@@ -7,7 +7,7 @@
     Changes that free most memory on the fullest rank (predicted):
         18.11 GiB: --set parallel.activation_checkpointing=full
 
-Nothing here runs unless memory has run out.
+This code runs only after memory has run out.
 """
 
 from collections.abc import Iterable
@@ -33,8 +33,8 @@ def explain_out_of_memory(run: Run, context: ParallelContext, engine: ZeroEngine
 
     Args:
         run: the run.
-        context: this rank's place and device.
-        engine: what holds the model states; None if memory ran out while it was built.
+        context: this rank's coordinates and device.
+        engine: holds the model states; None if memory ran out while it was built.
     """
     predicted = predict_memory(run, context.pp_rank)
     measured = {} if engine is None else _held_by(engine)
@@ -87,7 +87,7 @@ def _held_by(engine: ZeroEngine) -> dict[str, int]:
 
 
 def _bytes(tensors: Iterable[Tensor | None]) -> int:
-    """Of the memory under these tensors, each part once."""
+    """The bytes of the storages of these tensors; shared storages count once."""
     storages = {
         storage.data_ptr(): storage.nbytes()
         for tensor in tensors

@@ -1,4 +1,4 @@
-"""What run folders record, while a run trains and afterwards.
+"""Reads what run folders record, while a run trains and afterwards.
 
 record.py        what a run folder holds: steps, validations, starts, the configuration
 differences.py   where two runs differ: the first step and quantity, the keys of the configuration

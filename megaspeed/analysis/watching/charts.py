@@ -1,8 +1,8 @@
-"""Numbers over steps as SVG that stands in an HTML page.
+"""Charts of numbers over steps, as SVG inside an HTML page.
 
 matplotlib draws. Its text and axes take the colour of the page's text (``currentColor``), so a
-chart can be read in dark mode too. Over the lines lie invisible circles with a ``<title>``, which a
-browser shows on hover: the exact number, without a script.
+chart can be read in dark mode too. Invisible circles with a ``<title>`` are drawn over the lines. A
+browser shows the title, which is the exact number, on hover, without a script.
 """
 
 import io
@@ -67,7 +67,7 @@ def draw(chart: Chart, restarts: Sequence[int] = ()) -> str:
 
     style = {
         "svg.fonttype": "none",  # text stays text
-        "svg.hashsalt": chart.title,  # names differ from chart to chart, and not from day to day
+        "svg.hashsalt": chart.title,  # ids depend only on the chart's title
         "text.color": _TEXT_COLOUR,
         "axes.labelcolor": _TEXT_COLOUR,
         "axes.edgecolor": _TEXT_COLOUR,
@@ -118,7 +118,7 @@ def draw(chart: Chart, restarts: Sequence[int] = ()) -> str:
 
 
 def _thinned(points: Sequence[tuple[int, float]]) -> list[tuple[float, float]]:
-    """At most as many points as can be seen: the means of as many neighbours each."""
+    """At most ``_MOST_DRAWN`` points, each the mean of equally many neighbours."""
     size = -(-len(points) // _MOST_DRAWN)
     groups = [points[start : start + size] for start in range(0, len(points), size)]
     return [
@@ -134,7 +134,7 @@ def _spaced(points: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
 
 
 def _inline(svg: str, title: str, hovers: Sequence[tuple[float, float, str]]) -> str:
-    """Without what only a file of its own needs, and with the hovers on top."""
+    """The SVG without what only a separate file needs, and with the circles for hover on top."""
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
     svg = re.sub(r' id="[a-z_]+_\d+"', "", svg)  # one page holds several charts

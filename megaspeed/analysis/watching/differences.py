@@ -1,4 +1,4 @@
-"""Where two runs part: the first step and quantity, and the keys of their configurations."""
+"""Where two runs differ: the first step and quantity, and the keys of their configurations."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,7 +17,7 @@ QUANTITIES = (
     "validation_loss",
     "validation_perplexity",
 )
-"""What training determines, causes first; times and memory differ between equal runs."""
+"""Quantities that training determines, causes first. (Times and memory always differ.)"""
 
 _EXACT = frozenset({"tokens", "skipped"})
 
@@ -30,7 +30,7 @@ class Parting:
         step: the step.
         quantity: its name in metrics.jsonl.
         values: in the first run and in the second; None is a number that is not finite.
-        relative: their difference over the larger; None if one of them is not a number.
+        relative: their difference divided by the larger; None if one is not a number.
     """
 
     step: int
@@ -44,9 +44,9 @@ class RunComparison:
     """Two runs side by side.
 
     Attributes:
-        common_steps: that both recorded.
-        missing: steps that one recorded and the other did not, before the shorter's end.
-        partings: of each quantity that parts, in the order of their steps.
+        common_steps: number of steps that both recorded.
+        missing: steps that only one run recorded, up to the end of the shorter run.
+        partings: the first difference of each quantity that differs, in the order of steps.
         largest: quantity -> the largest relative difference over all common steps.
         config: keys whose values differ: key, value in the first run, value in the second.
     """
@@ -59,7 +59,7 @@ class RunComparison:
 
     @property
     def equal(self) -> bool:
-        """Whether no quantity parts and no step is missing."""
+        """Whether no quantity differs and no step is missing."""
         return not self.partings and not self.missing
 
     def as_json(self) -> dict[str, Any]:
@@ -91,7 +91,7 @@ def compare_runs(one: RunRecord, two: RunRecord, tolerance: float) -> RunCompari
     return RunComparison(
         common_steps=len(one.steps.keys() & two.steps.keys()),
         missing=tuple(step for step in sorted(one.steps.keys() ^ two.steps.keys()) if step <= end),
-        # Of one step, causes come first: sorted keeps the order of QUANTITIES.
+        # sorted is stable, so within a step the order of QUANTITIES is kept.
         partings=tuple(
             sorted(
                 (partings[name] for name in QUANTITIES if name in partings),
@@ -114,10 +114,10 @@ def _differences(step: int, one: Mapping[str, Any], two: Mapping[str, Any]) -> I
 
 
 def config_differences(runs: Sequence[RunRecord]) -> Iterator[tuple[str, list[str]]]:
-    """Each key whose values differ among the runs, with its value in each; "-" where it lacks."""
+    """Each key whose values differ among the runs, with its value in each; "-" if missing."""
     flat = [{key: json.dumps(value) for key, value in leaves(run.config)} for run in runs]
     for settings in flat:
-        settings.pop("training.run_dir", None)  # differs always
+        settings.pop("training.run_dir", None)  # always differs
     for key in sorted(set().union(*flat)):
         values = [settings.get(key, "-") for settings in flat]
         if len(set(values)) > 1:

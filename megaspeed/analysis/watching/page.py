@@ -2,13 +2,13 @@
 
     heading       the runs and their colours
     summary       a column for each run
-    charts        loss, gradient norm, learning rate, throughput, memory, ...; runs laid over each
-                  other, a dashed line at each resumption
+    charts        loss, gradient norm, learning rate, throughput, memory, ...; all runs in each
+                  chart, a dashed line at each resumption
     predictions   bubble, traffic, peak memory
     restarts      when a run was started and resumed, and on which layout
-    configuration its difference between the runs, and all of it
+    configuration the keys that differ between the runs, and all keys of each run
 
-Whatever comes from a run is escaped, and the page's own policy lets no script run.
+All text from a run is escaped, and the page's content security policy blocks scripts.
 """
 
 import json
@@ -24,7 +24,7 @@ from megaspeed.analysis.watching.predictions import predictions_of
 from megaspeed.analysis.watching.record import RunRecord, number
 from megaspeed.topology.timeline import PARTS
 
-# Read on white and on black.
+# Readable on white and on black.
 _COLOURS = ("#3b82f6", "#f07818", "#16a34a", "#d946ef", "#0ea5b7", "#ef4444", "#8b7cf6", "#a08000")
 _MEBIBYTE = 2**20
 
@@ -60,7 +60,7 @@ pre { background: var(--soft); padding: .6rem; overflow-x: auto; border-radius: 
 
 @dataclass(frozen=True)
 class _Shown:
-    """A run on the page: its name, which no other has, its colour and the width of its lines."""
+    """A run on the page: its unique name, its colour and the width of its lines."""
 
     run: RunRecord
     name: str
@@ -91,7 +91,7 @@ def page(runs: Sequence[RunRecord]) -> str:
 
 
 def _named(runs: Sequence[RunRecord]) -> list[_Shown]:
-    """Runs whose folders have one name are told apart by their paths."""
+    """Names of the runs. If several folders have the same name, their paths are used."""
     names = [run.folder.resolve().name for run in runs]
     return [
         _Shown(
@@ -124,7 +124,7 @@ def _summary(shown: Sequence[_Shown]) -> Iterator[str]:
 
 
 def _figures(run: RunRecord) -> dict[str, str]:
-    """What the summary says of a run."""
+    """The figures of a run in the summary."""
     steps = list(run.steps.values())
     last = steps[-1] if steps else {}
     seconds = [value for _, value in _points(run, "step_time_seconds")]
@@ -229,7 +229,7 @@ def _step_charts(shown: Sequence[_Shown]) -> Iterator[Chart]:
 
 
 def _part_charts(shown: Sequence[_Shown]) -> Iterator[Chart]:
-    """Where the time of a step goes: a chart for each run, a line for each part."""
+    """The time of each part of a step: a chart for each run, a line for each part."""
     for each in shown:
         names = [
             name for name in PARTS if any(parts.get(name) for parts in each.run.parts.values())
@@ -254,7 +254,7 @@ def _part_charts(shown: Sequence[_Shown]) -> Iterator[Chart]:
 
 
 def _memory_chart(shown: Sequence[_Shown]) -> Chart:
-    """A line for each pipeline stage; of a single run, each in its own colour."""
+    """A line for each pipeline stage. If there is one run, each stage has its own colour."""
     series = []
     for each in shown:
         records = each.run.steps.items()
@@ -293,9 +293,9 @@ def _predictions(shown: Sequence[_Shown]) -> Iterator[str]:
         headings = ["", "layout", "bubble", "sent in a step", "peak by pipeline stage"]
         yield _table(headings, rows)
         yield (
-            '<p class="note">Worked out from config.json as by megaspeed plan: the bubble of '
-            "pipeline stages of equal cost; what the busiest rank sends, by axis; tensors alone, "
-            "while a measured peak on a CPU includes the process.</p>"
+            '<p class="note">Predicted from config.json, as by megaspeed plan: the bubble if '
+            "pipeline stages cost the same; what the busiest rank sends, by axis; the memory of "
+            "tensors only, while a measured peak on a CPU includes the whole process.</p>"
         )
 
 

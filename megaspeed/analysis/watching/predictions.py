@@ -1,4 +1,4 @@
-"""What is predicted of a run from the configuration in its folder."""
+"""Predictions for a run, from the configuration in its folder."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,13 +12,13 @@ from megaspeed.config.resolve import Run, resolve_run
 
 @dataclass(frozen=True, kw_only=True)
 class Predictions:
-    """Of one run.
+    """The predictions for one run.
 
     Attributes:
-        run: resolved again.
+        run: the run, resolved again from its configuration.
         bubble: the share of a step in which pipeline stages of equal cost wait for each other.
         sent_bytes: axis -> bytes that the busiest rank sends in a step.
-        peak_bytes: of a rank of each pipeline stage.
+        peak_bytes: peak memory of a rank, for each pipeline stage.
     """
 
     run: Run
@@ -28,7 +28,7 @@ class Predictions:
 
 
 def predictions_of(config: Mapping[str, Any], name: str) -> Predictions | None:
-    """None if the configuration is not one that this version accepts."""
+    """Predicts from a configuration; None if this version does not accept it."""
     try:
         parsed = parse_config(config)
         parallel = parsed.parallel

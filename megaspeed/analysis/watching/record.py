@@ -1,4 +1,4 @@
-"""What a run folder holds, read while the run may still be writing to it.
+"""Reads a run folder, even while the run is still writing to it.
 
 A line that cannot be read is skipped and counted. A run that was killed may leave half a line, and
 a run that is still training may have written only half of the next one.
@@ -14,13 +14,13 @@ from megaspeed.config.strict_json import JsonSyntaxError, read_json_object
 from megaspeed.training.run_folder import CONFIG, METRICS, PARTS, STARTS
 
 _LARGEST, _LARGEST_STEP = 1e100, 10**12
-"""Beyond them a record is damaged; sums and axes would overflow."""
+"""A record with larger values is damaged. Sums and axes would overflow."""
 
 _LIST = "peak_memory_bytes"
 
 
 class RunFolderError(ValueError):
-    """A folder that is not a run's; the message names it."""
+    """A folder is not a run folder; the message names it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,12 +43,12 @@ class RunRecord:
     """One run.
 
     Attributes:
-        folder: of the run.
+        folder: the run folder.
         steps: step -> name -> value, in ascending order. Values are finite numbers, booleans or
-            None (a number that was not finite); that of peak_memory_bytes is a list of numbers.
-        validations: the same of the evaluations after a step.
+            None (a number that was not finite); peak_memory_bytes is a list of numbers.
+        validations: the same for evaluations.
         parts: step -> part -> seconds, of the steps that were timed.
-        starts: in the order in which they happened; none of a run before version 0.2.
+        starts: in order of time; empty for runs before version 0.2.
         config: the resolved configuration; empty if it cannot be read.
         notes: what could not be read, one sentence each.
     """
@@ -130,11 +130,11 @@ def _records(file: Path, notes: list[str]) -> Iterator[dict[str, Any]]:
     except OSError as error:
         raise RunFolderError(f"{file} cannot be read: {error.strerror}") from error
     if unreadable:
-        notes.append(f"{unreadable:,} of the lines of {file.name} are not records; passed over")
+        notes.append(f"{unreadable:,} of the lines of {file.name} are not records and were skipped")
 
 
 def _sound(name: str, value: object) -> Any:
-    """A number or a boolean, of memory a list of numbers; None for anything else."""
+    """The value if it is a number or a boolean (for memory: a list of numbers); else None."""
     if name == _LIST:
         numbers = map(number, value) if isinstance(value, list) else ()
         return [each for each in numbers if each is not None]

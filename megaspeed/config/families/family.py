@@ -36,11 +36,11 @@ class Family:
         features: fields of the `model` section that the family sets unless the JSON states them.
         class_name: transformers' class with the language-modelling head.
         keys: the keys of its config.json that are fields of ours.
-        fixed: the keys with only one value that our model can compute.
+        fixed: the keys for which our model supports only some values.
         other_names: second names of keys that transformers accepts.
         prefix: start of the name of every tensor but the head's. Files of the model without its
             head omit it.
-        blocks: their name of the list of blocks.
+        blocks: their name for the list of blocks.
         modules: our module -> their modules. Names within a block omit "blocks.3.". There is one of
             their modules for each section of our rows (``model/parameters.py``), or one for all.
         transposes_blocks: whether the matrices of a block are stored as (in, out).

@@ -1,4 +1,4 @@
-"""Qwen3, dense (Yang et al. 2025): Llama with norms of queries and keys and an own head size."""
+"""Qwen3, dense (Yang et al. 2025): Llama with norms of queries and keys and its own head size."""
 
 from dataclasses import replace
 

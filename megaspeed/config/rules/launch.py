@@ -1,4 +1,4 @@
-"""Laws that the number and the kind of processes take part in."""
+"""Rules that depend on the number and the kind of processes."""
 
 from collections.abc import Iterator
 
@@ -32,7 +32,7 @@ def ranks_suffice_where_some_may_be_spare(launch: Launch) -> Iterator[str]:
     if parallel.spare_ranks and world.size < product:
         yield (
             f"{world} is less than parallel.pipeline {parallel.pipeline} x data {data} x "
-            f"parallel.tensor {parallel.tensor} = {product}; start {product} processes at least"
+            f"parallel.tensor {parallel.tensor} = {product}; start at least {product} processes"
         )
 
 
@@ -78,7 +78,7 @@ def _no_layout_with_spare_ranks(launch: Launch) -> Iterator[str]:
     most = launch.world.size // (parallel.pipeline * parallel.tensor)
     dp = min(most, 1) if parallel.data == "auto" else parallel.data
     if stated.train is None:
-        yield "parallel.spare_ranks needs a batch that every dp has; state train_batch_size"
+        yield "parallel.spare_ranks needs the same batch at every dp; state train_batch_size"
     elif 0 < dp <= most and layout_in(launch.config, launch.world) is None:
         yield explain_batch(stated, dp, f"no dp of {most} or less fits {launch.world}")
 

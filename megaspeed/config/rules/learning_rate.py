@@ -1,4 +1,4 @@
-"""Laws of the learning-rate schedule."""
+"""Rules for the learning-rate schedule."""
 
 from collections.abc import Iterator
 
@@ -74,7 +74,7 @@ def warmup_rises(config: RunConfig) -> Iterator[str]:
         if low > high:
             yield (
                 f"scheduler.params.warmup_min_lr {low} must be at most {source} {high}, because "
-                "warmup leads from the one to the other"
+                "the rate rises during warmup"
             )
 
 

@@ -1,4 +1,4 @@
-"""What a rule is: a law over the keys that it names, and the sentences for where it is broken."""
+"""A rule: a condition on the keys that it names, and an error message for each violation."""
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from megaspeed.config.run import RunConfig
 
 @dataclass(frozen=True)
 class Launch:
-    """A config together with the processes that it is to run on."""
+    """A config and the processes that will run it."""
 
     config: RunConfig
     world: World
@@ -23,20 +23,20 @@ Check = Callable[[Subject], Iterator[str]]
 
 @dataclass(frozen=True)
 class Rule(Generic[Subject]):
-    """One law. `reads` names the keys it looks at: it is silent where one of them is broken."""
+    """One rule. `reads` names its keys. If one of them is invalid, the rule is not checked."""
 
     reads: tuple[KeyPath, ...]
     check: Check[Subject]
 
     def problems(self, subject: Subject, broken: "_Broken") -> Iterator[Problem]:
-        """What the subject breaks; nothing where a key it reads is already known to be wrong."""
+        """The violations; none if one of the keys is already known to be invalid."""
         if not any(map(broken.touches, self.reads)):
             for message in self.check(subject):
                 yield Problem(self.reads[0], message)
 
 
 def rule(*reads: str) -> Callable[[Check[Subject]], Rule[Subject]]:
-    """Make a rule of a generator function; `reads` are the dotted keys that it looks at."""
+    """Make a rule from a generator function; `reads` are the dotted keys that it reads."""
     paths = tuple(tuple(name.split(".")) for name in reads)
     return lambda check: Rule(paths, check)
 
@@ -50,13 +50,13 @@ def apply_rules(
 
 
 class _Broken:
-    """The broken paths, found by what they lead to and by what leads to them."""
+    """The paths of invalid values, and all paths above them."""
 
     def __init__(self, paths: frozenset[KeyPath]) -> None:
         self._paths = paths
         self._above = {path[:length] for path in paths for length in range(len(path))}
 
     def touches(self, read: KeyPath) -> bool:
-        """Whether a broken path is this one, leads to it, or is led to by it."""
+        """Whether an invalid path is this one, above it, or below it."""
         leading = (read[:length] for length in range(1, len(read) + 1))
         return read in self._above or any(path in self._paths for path in leading)

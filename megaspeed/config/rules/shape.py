@@ -1,4 +1,4 @@
-"""Laws of the model's shape, by itself and under the degrees that split it."""
+"""Rules for the model's shape, and for the degrees that split it."""
 
 from collections.abc import Iterator
 
@@ -138,7 +138,7 @@ def sequence_fits_positions(config: RunConfig) -> Iterator[str]:
     if length > positions:
         yield (
             f"data.sequence_length {length} must be at most model.max_position_embeddings "
-            f"{positions}; shorten the one or raise the other"
+            f"{positions}; shorten the sequence or raise the limit"
         )
 
 
@@ -147,7 +147,7 @@ def tensor_divides_sequence(config: RunConfig) -> Iterator[str]:
     length, tp = config.data.sequence_length, config.parallel.tensor
     if config.parallel.sequence_parallel and length % tp:
         yield (
-            f"data.sequence_length {length} must be divisible by parallel.tensor {tp} where "
+            f"data.sequence_length {length} must be divisible by parallel.tensor {tp} if "
             "parallel.sequence_parallel is true, because tensor ranks hold equal parts of the "
             f"sequence; nearest: {length // tp * tp} or {-(-length // tp) * tp}"
         )
@@ -170,7 +170,7 @@ SHAPE_RULES: tuple[Rule[RunConfig], ...] = (
 
 
 def _heads_do_not_divide(model: ModelConfig) -> bool:
-    """Whether ``head_dim`` was derived from a quotient that is not whole."""
+    """Whether ``head_dim`` was derived from a division with a remainder."""
     is_stated = "head_dim" in model.model_fields_set
     return not is_stated and model.hidden_size % model.num_attention_heads != 0
 

@@ -77,7 +77,7 @@ LAST = record(3, "gpu18")
         (replace(LAST, open_files=(9000, 4096)), "open files", "may open 4,096"),
         (replace(LAST, shared_memory_bytes=2**26), "shared memory", "0.06 GiB free in /dev/shm"),
         (replace(LAST, device="cpu"), "device", "runs on cpu"),
-        (replace(LAST, world_size=8), "ranks", "counts 8 ranks, and rank 0 counts 4"),
+        (replace(LAST, world_size=8), "ranks", "has world size 8, and rank 0 has 4"),
     ],
 )
 def test_an_odd_rank_is_one_line(changed: Record, check: str, text: str) -> None:
@@ -95,7 +95,7 @@ def test_an_odd_rank_0_is_the_one_that_is_named() -> None:
 
 def test_a_rank_that_did_not_come_is_named() -> None:
     (problem,) = find_problems(findings(None))
-    assert problem.rank == 3 and "did not come within 60 s" in problem.text
+    assert problem.rank == 3 and "did not answer within 60 s" in problem.text
 
 
 def test_clocks_folders_ports_and_links_are_judged() -> None:

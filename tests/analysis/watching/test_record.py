@@ -29,7 +29,7 @@ def test_half_a_line_of_a_run_under_way_is_passed_over(tmp_path: Path) -> None:
         file.write('{"step": 8, "lo')
     run = read_run(folder)
     assert run.last_step == 7
-    assert run.notes == ("1 of the lines of metrics.jsonl are not records; passed over",)
+    assert run.notes == ("1 of the lines of metrics.jsonl are not records and were skipped",)
 
 
 BROKEN_LINES = (
