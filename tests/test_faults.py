@@ -1,5 +1,6 @@
 """How a run reacts to faults, under the real launchers: it ends in time and reports the reason."""
 
+import contextlib
 import json
 import os
 import signal
@@ -225,14 +226,66 @@ def test_a_run_that_hangs_names_who_is_missing(tmp_path: Path, launcher: str, ki
 def test_a_pipeline_stage_that_hangs_is_named_by_the_message_that_does_not_come(
     tmp_path: Path,
 ) -> None:
-    fault = "hang rank=0 step=4 work=Forward"
+    """Rank 0 has sent micro-batch 0, and was said to wait until that message is done."""
+    fault = "hang rank=0 step=4 work='Forward(micro_batch=1'"
     job = Job(tmp_path, "torchrun", "parallel.pipeline=2", fault=fault)
     ended = job.ended()
     assert ended.code == 1 or ended.code == 3
     assert (
-        "rank 0 did not arrive where the others wait (step 4, Forward(micro_batch=0))" in ended.err
+        "rank 0 did not arrive where the others wait (step 4, Forward(micro_batch=1))" in ended.err
     )
     assert "waiting in receive of float32 of shape (3, 16, " in ended.err
+
+
+def rank_processes(job: Job) -> dict[str, psutil.Process]:
+    """The processes of the ranks, by RANK."""
+    processes = (process for process in job.processes() if process.pid != job.launcher.pid)
+    return {process.environ()["RANK"]: process for process in processes}
+
+
+def test_ranks_0_and_1_that_stop_together_are_missed_by_the_others(tmp_path: Path) -> None:
+    """As if their host lost its power. Only rank 1 watched rank 0, and nothing was said."""
+    job = Job(tmp_path, "torchrun", "parallel.pipeline=3", ranks=3)
+    job.wait_until_training()
+    processes = rank_processes(job)
+    for rank in "01":
+        processes[rank].suspend()
+    ended = job.ended()
+    assert ended.code != 0 and ended.seconds < HANG_SECONDS + SECONDS_TO_END
+    assert "ranks 0, 1 did not answer" in ended.err
+
+
+def test_log_files_on_a_disk_that_hangs_do_not_silence_a_report(tmp_path: Path) -> None:
+    """Stacks were written before anything was said, and the timer that ends a process wrote, too.
+    The logs are pipes that nobody reads.
+    """
+    logs = tmp_path / "run" / "logs"
+    logs.mkdir(parents=True)
+    pipes = []
+    for rank in range(2):
+        os.mkfifo(logs / f"rank-{rank:05d}.log")
+        pipes.append(os.open(logs / f"rank-{rank:05d}.log", os.O_RDWR | os.O_NONBLOCK))
+    job = Job(tmp_path, "torchrun", fault="hang rank=1 step=9 work=Forward")
+    job.wait_until_training()
+    for pipe in pipes:
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                os.write(pipe, bytes(4096))
+    ended = job.ended()
+    assert ended.code != 0 and ended.seconds < HANG_SECONDS + SECONDS_TO_END
+    assert "rank 1 did not arrive where the others wait" in ended.err
+
+
+def test_a_spare_rank_ends_as_the_run_does(tmp_path: Path) -> None:
+    """It ended with 0, so that torchrun's agent took its node for done after another one failed."""
+    port = str(free_port())
+    fault = "raise rank=1 step=4 work=Forward"
+    ranks = []
+    for rank in "012":
+        variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "3"}
+        spare = ("parallel.spare_ranks=true", "parallel.tensor=2")
+        ranks.append(alone(tmp_path / rank, *spare, MASTER_PORT=port, fault=fault, **variables))
+    assert [rank.ended().code for rank in ranks] == [1, 1, 1]
 
 
 @pytest.mark.parametrize(
@@ -348,14 +401,14 @@ def test_nohup_keeps_a_run_alive_without_its_terminal(tmp_path: Path) -> None:
     assert ended.code == 0 and "stopped by SIGTERM" in ended.out
 
 
-def alone(folder: Path, *changes: str, **variables: str) -> Job:
+def alone(folder: Path, *changes: str, fault: str = "", **variables: str) -> Job:
     """One rank of two, started without the other one."""
     place = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
     place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     before = dict(os.environ)
     os.environ.update(place | variables)
     try:
-        return Job(folder, "python", "training.hang_timeout_seconds=5", *changes)
+        return Job(folder, "python", "training.hang_timeout_seconds=5", *changes, fault=fault)
     finally:
         os.environ.clear()
         os.environ.update(before)

@@ -59,6 +59,7 @@ class Link:
         self._device = torch.empty(0, device=device).device
         self._works: list[dist.Work] = []
         self._in_flight: list[str] = []
+        self._is_waiting = False
         self._sent: Tensor | None = None
 
     def send(self, tensor: Tensor) -> None:
@@ -84,15 +85,21 @@ class Link:
     def pending(self) -> list[str]:
         """What this rank waits for, such as "receive of float32 of shape (4, 16, 64) from rank 2".
 
-        Another thread may ask.
+        On a CPU, a message is pending while `finish` waits for it. On a GPU the host does not wait
+        there, so a message is pending until it is done. Another thread may call this.
         """
+        on_gpu = self._device.type != "cpu"
+        if all(work.is_completed() for work in self._works) if on_gpu else not self._is_waiting:
+            return []
         what = _describe(self._shape, self._dtype)
         return [f"{direction.format(what)} rank {self._peer}" for direction in self._in_flight]
 
     def finish(self) -> None:
         """Wait until the batch in flight is done, if there is one, and free what was sent."""
+        self._is_waiting = True
         for work in self._works:
             work.wait()
+        self._is_waiting = False
         self._works = []
         self._in_flight = []
         self._sent = None
@@ -107,7 +114,8 @@ class Link:
             messages.append(dist.P2POp(dist.isend, sent, self._peer, self._group))
         if received is not None:
             messages.append(dist.P2POp(dist.irecv, received, self._peer, self._group))
-        self._in_flight = [_DIRECTIONS[message.op] for message in messages]
+        # The receive first, because it is usually the one that takes longer.
+        self._in_flight = [_DIRECTIONS[message.op] for message in reversed(messages)]
         self._works = dist.batch_isend_irecv(messages)
 
     def _new_tensor(self) -> Tensor:

@@ -12,6 +12,7 @@ them. Without these checks, each would be a silent hang in a process group.
 import dataclasses
 import json
 import os
+import secrets
 import socket
 import sys
 import time
@@ -21,16 +22,17 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch.distributed as dist
 
 from megaspeed.files.leaves import leaves
 from megaspeed.topology.launch import LaunchEnvironment
+from megaspeed.topology.process_settings import allow_open_files
 
 _SECONDS_UNTIL_TOLD = 10.0
 """A rank waits this long before its first message, and three times as long before later ones."""
-_SECONDS_A_TRY = 1.0
+_SECONDS_A_TRY = 0.25
 _MOST_NAMED = 16
 
 
@@ -75,7 +77,6 @@ class Meeting:
         return dataclasses.replace(
             self,
             launch=launch,
-            neighbours=tuple(one for one in self.neighbours if one.rank < world_size),
             spare_ranks=tuple(range(world_size, self.launch.world_size)),
         )
 
@@ -90,26 +91,13 @@ class Meeting:
 
 
 def open_store(launch: LaunchEnvironment, timeout_seconds: float) -> dist.Store:
-    """Connect to the store of all ranks. If there is one rank, create a local store.
+    """Connect to the store of all ranks. A single process has one of its own.
 
     Raises GroupError, which names the address, if no process answers for ``timeout_seconds``.
     """
-    return _open_stores(launch, timeout_seconds)[0]
-
-
-def _open_stores(
-    launch: LaunchEnvironment, timeout_seconds: float
-) -> tuple[dist.Store, dist.Store | None]:
-    """The store of this attempt's ranks, and a store that outlives it if an agent keeps one."""
-    alone = dist.HashStore() if launch.world_size == 1 else None  # no port needed
-    if alone is not None and not agent_keeps_the_store():
-        return alone, None
-    connection = _connect(launch, timeout_seconds)
-    if not agent_keeps_the_store():
-        return connection, None
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    of_this_attempt = dist.PrefixStore(f"/worker/attempt_{attempt}", connection)
-    return alone or of_this_attempt, dist.PrefixStore("megaspeed", connection)
+    if launch.world_size == 1 and not agent_keeps_the_store():
+        return dist.HashStore()  # no port needed
+    return _connect(launch, timeout_seconds)
 
 
 def _connect(launch: LaunchEnvironment, timeout_seconds: float) -> dist.Store:
@@ -149,12 +137,15 @@ def check_in(
         GroupError: names the ranks that did not check in.
         RanksDisagree: on every rank; names the keys that differ.
     """
-    ranks_store, kept = _open_stores(launch, timeout_seconds)
-    store = dist.PrefixStore("meeting", ranks_store)
+    allow_open_files(launch.rank, launch.world_size)
+    connection = open_store(launch, timeout_seconds)
+    waiting = _Waiting(launch, timeout_seconds)
+    round_ = _Round.join(connection, launch, waiting) if agent_keeps_the_store() else None
+    kept = None if round_ is None else dist.PrefixStore("megaspeed", connection)
+    store = dist.PrefixStore("meeting" if round_ is None else f"meeting {round_.name}", connection)
     if launch.world_size == 1:
         _sign_in(store, 0, [])
         return Meeting(store, launch, between_attempts=kept)
-    waiting = _Waiting(launch, timeout_seconds)
     if launch.rank == 0:
         store.set("configuration", json.dumps(configuration))
     else:
@@ -162,9 +153,9 @@ def check_in(
     reference = json.loads(store.get("configuration"))
     _sign_in(store, launch.rank, _differences(reference, dict(configuration)))
     if launch.rank == 0:
-        _give_verdict(store, launch.world_size, waiting)
+        _give_verdict(store, launch.world_size, waiting, round_)
     else:
-        waiting.until_there(store, ["verdict"], lambda: _missing(store, launch.world_size))
+        waiting.until_there(store, ["verdict"], lambda: _missing_as_published(store))
     verdict = json.loads(store.get("verdict"))
     if verdict is not None:
         store.set(f"told {launch.rank}", "")
@@ -192,6 +183,43 @@ def ranks_named(ranks: list[int]) -> str:
     return f"{'rank' if len(ranks) == 1 else 'ranks'} {listed}{more}"
 
 
+class _Round:
+    """One attempt of the ranks of a store that outlives them, under a name that all of them know.
+
+        each rank    appends a random word to a list in the store
+        rank 0       answers each word of the list with the name of the attempt
+
+    The number of restarts does not name an attempt: torchrun does not count the restarts after
+    which nodes have joined or left, so it may differ from node to node, or be that of an earlier
+    attempt, whose keys are still in the store.
+    """
+
+    def __init__(self, store: dist.Store, name: str) -> None:
+        self.name = name
+        self._store = store
+        self._answered: set[str] = set()
+
+    @classmethod
+    def join(cls, connection: dist.Store, launch: LaunchEnvironment, waiting: "_Waiting") -> Self:
+        """All ranks call this; ranks other than 0 wait for rank 0."""
+        store, own = dist.PrefixStore("rounds", connection), secrets.token_hex(8)
+        if launch.rank == 0:
+            store.append("arrivals", "")  # type: ignore[attr-defined]  # not in stubs
+            return cls(store, own)
+        store.append("arrivals", f"{own} ")  # type: ignore[attr-defined]  # not in stubs
+        waiting.until_there(store, [f"round of {own}"], lambda: [0])
+        return cls(store, store.get(f"round of {own}").decode())
+
+    def answer_arrivals(self) -> None:
+        """Rank 0: tell the name of the attempt to all ranks that have arrived, also to dead ones of
+        earlier attempts.
+        """
+        arrived = set(self._store.get("arrivals").decode().split())
+        for word in arrived - self._answered:
+            self._store.set(f"round of {word}", self.name)
+        self._answered = arrived
+
+
 class _Waiting:
     """Waits for other ranks with a timeout, and reports from time to time what it waits for."""
 
@@ -207,11 +235,23 @@ class _Waiting:
         return time.monotonic() - self._start
 
     def until_there(
-        self, store: dist.Store, keys: list[str], missing: Callable[[], list[int]]
+        self,
+        store: dist.Store,
+        keys: list[str],
+        missing: Callable[[], list[int]],
+        meanwhile: Callable[[], None] = lambda: None,
     ) -> None:
-        """Wait for keys of the store; ``missing`` returns the ranks that have not set them yet."""
+        """Wait for keys of the store.
+
+        Args:
+            store: where other ranks set the keys.
+            keys: what to wait for.
+            missing: returns the ranks that have not set them yet; called only for a message.
+            meanwhile: called several times a second.
+        """
         while True:
             try:
+                meanwhile()
                 store.wait(keys, timedelta(seconds=_SECONDS_A_TRY))
                 return
             except dist.DistStoreError:  # not all keys are set yet
@@ -272,7 +312,7 @@ def _wait_until_reached(
                 "of its host, not behind a firewall"
             )
             waiting.say_or_end(partial(str, why), also_rank_1=True)
-            time.sleep(_SECONDS_A_TRY / 4)
+            time.sleep(_SECONDS_A_TRY)
 
 
 def _sign_in(store: dist.Store, rank: int, differences: list[str]) -> None:
@@ -297,14 +337,31 @@ def _place() -> str:
     return f"{socket.gethostname()} {boot} {namespace}"
 
 
-def _missing(store: dist.Store, world_size: int) -> list[int]:
-    return [rank for rank in range(world_size) if not store.check([f"rank {rank}"])]
+def _publish_missing(store: dist.Store, world_size: int) -> list[int]:
+    """Rank 0: the ranks that have not checked in. The others read this answer, because asking for
+    each rank takes the store long if all ranks ask.
+    """
+    missing = [rank for rank in range(world_size) if not store.check([f"rank {rank}"])]
+    store.set("missing", json.dumps(missing))
+    return missing
 
 
-def _give_verdict(store: dist.Store, world_size: int, waiting: _Waiting) -> None:
+def _missing_as_published(store: dist.Store) -> list[int]:
+    published: list[int] = json.loads(store.get("missing")) if store.check(["missing"]) else []
+    return published
+
+
+def _give_verdict(
+    store: dist.Store, world_size: int, waiting: _Waiting, round_: "_Round | None"
+) -> None:
     """Rank 0: wait for every rank, compare them, and publish the ranks of each host."""
     keys = [f"rank {rank}" for rank in range(world_size)]
-    waiting.until_there(store, keys, lambda: _missing(store, world_size))
+    waiting.until_there(
+        store,
+        keys,
+        lambda: _publish_missing(store, world_size),
+        meanwhile=(lambda: None) if round_ is None else round_.answer_arrivals,
+    )
     records = [json.loads(record) for record in store.multi_get(keys)]
     places: dict[str, list[tuple[int, int, str | None]]] = {}
     for rank, record in enumerate(records):

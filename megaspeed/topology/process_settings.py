@@ -62,8 +62,10 @@ _COMFORTABLE_FILES = 65_536
 _FILES_OF_A_RANK = 512
 """An allowance for data, checkpoints, libraries and connections to neighbours."""
 
-_CONNECTIONS_OF_RANK_0 = 2
-"""To each rank: one for the store, one for the checkpoint group."""
+_CONNECTIONS_OF_RANK_0 = 5
+"""To each rank: three for the store (check-in, heartbeats, claims), one for its supervisor, one for
+the checkpoint group.
+"""
 
 
 def default_settings(environ: Mapping[str, str], device_type: DeviceType) -> dict[str, str]:

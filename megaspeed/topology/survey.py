@@ -12,6 +12,11 @@ import time
 
 import torch.distributed as dist
 
+SECONDS_OF_A_STANDSTILL = 5.0
+"""If a thread runs this much later than it should, its process was stopped or the machine slept.
+What other ranks did meanwhile is unknown.
+"""
+
 
 class Survey:
     """Reads the beats of some ranks again and again.
@@ -23,24 +28,24 @@ class Survey:
         ranks: whose beats are read.
         sees_all: whether these are all ranks. Otherwise their progress is not judged, because
             they may wait for another rank that makes progress.
+        period: seconds between two beats of a rank, and between two calls of this object.
     """
 
-    def __init__(self, ranks: range, *, sees_all: bool) -> None:
+    def __init__(self, ranks: range, *, sees_all: bool, period: float) -> None:
         self._ranks = ranks
         self._sees_all = sees_all
+        self._period = period
+        self._asked = time.monotonic()
         self._heard: dict[int, tuple[int, float]] = {}  # the beat's number, and since when
         self._progress: dict[int, int] = {}
         self._moved = time.monotonic()
 
-    def restart(self) -> None:
-        """Forget what was observed, for example because this process was stopped for a while."""
-        self._heard.clear()
-        self._moved = time.monotonic()
-
     def seconds_of_a_hang(self, store: dist.Store, timeout: float) -> float | None:
         """How long the run has made no progress; None if it does not hang. Does not wait."""
-        if not self._ranks:
-            return None
+        if time.monotonic() - self._asked > self._period + SECONDS_OF_A_STANDSTILL:
+            self._heard.clear()
+            self._moved = time.monotonic()
+        self._asked = time.monotonic()
         beats = store.multi_get([f"beat {rank}" for rank in self._ranks])
         now, patience = time.monotonic(), 1.0
         for rank, beat in zip(self._ranks, beats, strict=True):

@@ -5,7 +5,7 @@
     another process of this host has ended          every rank of the host (pidfd)      1 s
     the launcher has ended                          every rank below it (pidfd)         1 s
     rank 0's process, which keeps the store, ended  every rank that asks the store      3 s
-    a rank no longer responds                       rank 0 (and rank 1 watches rank 0)  hang timeout
+    a rank no longer responds                       rank 0 (all ranks watch rank 0)     hang timeout
     no rank makes progress                          rank 0, which sees all              hang timeout
 
 The first rank that detects a failure claims it in the store, and only that rank writes to the
@@ -48,16 +48,17 @@ from megaspeed.topology.hang import (
 )
 from megaspeed.topology.meeting import Meeting, Neighbour, agent_keeps_the_store, say
 from megaspeed.topology.process_exit import EXIT_FAILED, EXIT_HANG, leave
-from megaspeed.topology.processes import ProcessesAndPipe
+from megaspeed.topology.processes import SUPERVISOR, ProcessesAndPipe
 from megaspeed.topology.rank_log import RankLog
 from megaspeed.topology.stop_signal import STOP_SIGNALS, StopSignal
-from megaspeed.topology.survey import Survey
+from megaspeed.topology.survey import SECONDS_OF_A_STANDSTILL, Survey
 
 Kind = Literal["failed", "hang"]
 
 _PERIOD_SECONDS = 1.0
 _SECONDS_FOR_THE_MAIN_THREAD = 12.0
 """The main thread has this time to end after another rank failed. A save may take 10 s of it."""
+_SECONDS_TO_WRITE_STACKS = 2.0
 _SECONDS_TO_ANSWER = 6.0
 """Each rank has this time to report what it waits for, after a hang was detected."""
 _SECONDS_FOR_A_BETTER_REASON = 4.0
@@ -66,8 +67,6 @@ _SECONDS_TO_SEE_THE_END = 5.0
 """How long the process that keeps the store waits after a failure for the others to see it."""
 _SECONDS_TO_FINISH = 45.0
 """At the end of a run, the process that keeps the store waits this long for the others."""
-_SECONDS_OF_A_STANDSTILL = 5.0
-"""If a thread has not run for this long, the process was stopped or the machine slept."""
 _SECONDS_UNTIL_KILLED = 60.0
 """A process that must end is killed after this time, even if it is blocked."""
 _SECONDS_BETWEEN_CTRL_C = 1.0
@@ -155,6 +154,7 @@ class Watch:
         ]
 
     def __enter__(self) -> Self:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)  # of the timer of _end_in_any_case
         # Even if the main thread is blocked, this pipe gets the number of each signal.
         self._earlier_pipe = signal.set_wakeup_fd(self._told, warn_on_full_buffer=False)
         for thread in self._threads:
@@ -180,7 +180,7 @@ class Watch:
             if self._meeting.hosts_the_store:
                 well = self._claim is None
                 self._wait_for_the_others(_SECONDS_TO_FINISH if well else _SECONDS_TO_SEE_THE_END)
-        faulthandler.cancel_dump_traceback_later()
+        signal.setitimer(signal.ITIMER_REAL, 0)
         if not self._threads[0].is_alive():
             os.close(self._signals)
             os.close(self._told)
@@ -207,12 +207,19 @@ class Watch:
             raise
 
     @property
-    def is_over(self) -> bool:
-        """Whether rank 0 has ended, or a rank has failed. Spare ranks call this; it asks the store.
+    def has_failed(self) -> bool:
+        """Whether a rank has failed, or the store of all ranks is gone."""
+        return self._claimed.is_set() or self._store_lost is not None
+
+    def rank_0_has_ended(self) -> bool:
+        """Whether rank 0 has ended. If a rank has failed, ``has_failed`` is true from now on.
 
         Raises RuntimeError if the store is gone.
         """
-        return self._claimed.is_set() or self._claims.check(["ended 0"])
+        ended = self._claims.check(["ended 0"])
+        if self._claims.check(["claim"]):
+            self._learn(self._claims.get("claim"))
+        return ended
 
     @property
     def exit_code(self) -> int:
@@ -221,8 +228,6 @@ class Watch:
 
     def _report(self, error: Exception) -> None:
         text = describe_failure(error, self._grid, self._rank)
-        self._log.open()
-        self._log.write(text)
         gone = self._wait_for_a_better_reason(error)
         if self._claim_as("failed"):
             for rank in gone:
@@ -230,6 +235,9 @@ class Watch:
                 say(f"{place_of(self._grid, rank, doing, host)} does not respond")
             say(text.rstrip("\n"))
             write_error_file(os.environ.get("TORCHELASTIC_ERROR_FILE"), text)
+        # After all else: the run folder's disk may be what does not respond.
+        self._log.open()
+        self._log.write(text)
 
     def _wait_for_a_better_reason(self, error: Exception) -> list[int]:
         """Wait for another rank to report why a connection was lost. If none does, return the ranks
@@ -276,7 +284,7 @@ class Watch:
                         self._launcher_ended()
                 interrupted = self._signalled(told, interrupted)
                 now = time.monotonic()
-                if now - looked > _SECONDS_OF_A_STANDSTILL:
+                if now - looked > SECONDS_OF_A_STANDSTILL:
                     # This thread did not run either: the process was stopped, the machine slept, or
                     # another thread held Python's lock. What other ranks did meanwhile is unknown.
                     self._last_contact = now
@@ -290,7 +298,8 @@ class Watch:
         elif self._store_lost is not None:
             # If torchrun's agent ends, the store ends, too. The run saves without them.
             saves = self._launcher_is_gone and self._stop.can_save
-            if not saves or now - self._store_lost > self._hang_timeout:
+            time_to_save = self._hang_timeout * self._activity.patience
+            if not saves or now - self._store_lost > time_to_save:
                 self._end_without_a_store()
         elif now - self._last_contact > self._hang_timeout:
             self._store_lost, self._is_silent = now, True
@@ -355,7 +364,6 @@ class Watch:
         assert self._claim is not None
         self._end_in_any_case()
         if self._claim.kind == "hang":
-            self._write_stacks()
             self._explain_or_wait(self._claim.by)
         else:
             self._closing.wait(_SECONDS_FOR_THE_MAIN_THREAD)
@@ -369,10 +377,10 @@ class Watch:
         self._end(_exit_code(self._claim))
 
     def _end_in_any_case(self) -> None:
-        """Start a timer that ends this process even if a call to the store blocks. It runs in C, so
-        it also works if a thread holds the interpreter lock.
+        """Start a timer that ends this process even if its threads are blocked: the kernel sends
+        SIGALRM, whose default action needs neither Python nor a disk.
         """
-        faulthandler.dump_traceback_later(_SECONDS_UNTIL_KILLED, exit=True, file=self._log.stream)
+        signal.setitimer(signal.ITIMER_REAL, _SECONDS_UNTIL_KILLED)
 
     def _end_without_a_store(self) -> None:
         """The store is gone, so no claim is possible. One rank of each host reports it."""
@@ -382,7 +390,8 @@ class Watch:
         launch = self._meeting.launch
         if launch.local_rank == 0 or launch.rank == 1:
             neighbour = next((one for one in self._meeting.neighbours if one.rank == 0), None)
-            host, keeper = self._host_of_rank_0, "the launcher's agent"
+            host = self._host_of_rank_0
+            keeper = "rank 0's supervisor" if SUPERVISOR in os.environ else "the launcher's agent"
             if not agent_keeps_the_store():
                 keeper = "rank 0"
                 process = None if neighbour is None else neighbour.process
@@ -407,14 +416,11 @@ class Watch:
     # The thread that asks the store.
 
     def _talk(self) -> None:
-        ranks = range(self._world) if self._rank == 0 else range(self._rank == 1)
-        survey = Survey(ranks, sees_all=self._rank == 0)
-        number, asked = 0, time.monotonic()
+        ranks = range(self._world if self._rank == 0 else 1)
+        survey = Survey(ranks, sees_all=self._rank == 0, period=self._period)
+        number = 0
         while not self._closing.wait(self._period if number else 0):
             number += 1
-            if time.monotonic() - asked > _SECONDS_OF_A_STANDSTILL:
-                survey.restart()
-            asked = time.monotonic()
             activity = self._activity
             beat = [number, str(activity), activity.beats, activity.patience]
             try:
@@ -455,26 +461,39 @@ class Watch:
 
     # A hang.
 
-    def _write_stacks(self) -> None:
-        self._log.open()
-        self._log.note(f"stacks of all threads, in {self._activity}:")
-        faulthandler.dump_traceback(self._log.stream, all_threads=True)
+    def _write_stacks(self, calls: Sequence[str] = ()) -> None:
+        """Write the stacks of all threads to the log, unless its disk does not respond."""
+
+        def write() -> None:
+            self._log.open()
+            for call in calls:
+                self._log.note(f"  waiting in {call}")
+            self._log.note(f"stacks of all threads, in {self._activity}:")
+            faulthandler.dump_traceback(self._log.stream, all_threads=True)
+
+        writer = threading.Thread(target=write, name="watch: stacks", daemon=True)
+        writer.start()
+        writer.join(_SECONDS_TO_WRITE_STACKS)
 
     def _explain_or_wait(self, by: int) -> None:
         calls = (*pending_collectives(), *self._activity.pending())
-        for call in calls:
-            self._log.note(f"  waiting in {call}")
+        # A rank learns of the claim after one period, and then polls once more.
+        seconds_to_answer = min(_SECONDS_TO_ANSWER, 2 + self._hang_timeout / 4) + 2 * self._period
         try:
             state = RankState(str(self._activity), calls)
             self._claims.set(f"state {self._rank}", state.to_json())
+            self._write_stacks(calls)
             if by == self._rank:
-                time.sleep(min(_SECONDS_TO_ANSWER, 2 + self._hang_timeout / 4))
+                deadline = time.monotonic() + seconds_to_answer
+                keys = [f"state {rank}" for rank in range(self._world)]
+                while not self._claims.check(keys) and time.monotonic() < deadline:
+                    time.sleep(_PERIOD_SECONDS / 4)
                 states = states_of_ranks(self._claims, self._world)
                 say(self._explanation(states))
                 silent = [rank for rank, state in states.items() if state is None]
                 self._claims.set("silent", json.dumps(silent))
             else:
-                deadline = time.monotonic() + 2 * _SECONDS_TO_ANSWER
+                deadline = time.monotonic() + 2 * seconds_to_answer
                 while not self._claims.check(["silent"]) and time.monotonic() < deadline:
                     time.sleep(_PERIOD_SECONDS / 4)
             if self._claims.check(["silent"]):

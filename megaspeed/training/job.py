@@ -66,6 +66,9 @@ EXPECTED = (*STOPPED, CheckpointError, OSError)
 """Exceptions with a message for the user. Any other is reported here, with its traceback."""
 
 
+_SECONDS_OF_A_DEAD_LOCK = 120.0
+"""A network file system keeps the lock of a dead host for up to 90 s. A restart waits for it."""
+
 _OUT_OF_MEMORY = re.compile("out of memory|can't allocate memory|ALLOC_FAILED")
 
 
@@ -118,12 +121,14 @@ class Job:
                 check_agreement(corpus, context)
                 check_shared_folder(run.run_dir, context)
             self.log.open()
-            with sole_use(run.run_dir, context):
+            waited = _SECONDS_OF_A_DEAD_LOCK if restarts.number else 0.0
+            with sole_use(run.run_dir, context, wait_seconds=waited):
                 no_progress = from_rank_0(group, lambda: restarts.problem(run))
                 if no_progress is not None:
                     raise NoProgress(no_progress)
                 options = from_rank_0(group, lambda: restarts.options(self.stated, run))
-                start = find_start(options, run, context)
+                with during("checking checkpoints", patience=SAVE_PATIENCE):
+                    start = find_start(options, run, context)
                 for line in (*restarts.describe(start.step), *describe_start(start, run)):
                     self.console.print(line, highlight=False, soft_wrap=True)
                 if start.is_end_of(run):
@@ -178,7 +183,8 @@ class Job:
         from_rank_0(context.checkpoint_group, lambda: self._open_run_folder(start))
         if start.checkpoint is not None and not start.in_place:
             # Otherwise a run that fails before its first save would restart at step 0.
-            checkpointing.save(begin)
+            with self.activity.during("saving the first checkpoint", patience=SAVE_PATIENCE):
+                checkpointing.save(begin)
         return begin
 
     def _open_run_folder(self, start: Start) -> None:

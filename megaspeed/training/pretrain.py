@@ -12,14 +12,13 @@ import os
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from typing import NoReturn
 
 import torch
 from rich.console import Console
 from rich.markup import escape
 
-from megaspeed.checkpoint.errors import CheckpointError
+from megaspeed.checkpoint.errors import CheckpointError, StorageFailed
 from megaspeed.config.errors import ConfigError
 from megaspeed.config.loading import load_run
 from megaspeed.config.overrides import add_config_options
@@ -102,6 +101,9 @@ def main(
         console.print("[yellow]warning:[/yellow]", warning, highlight=False, soft_wrap=True)
     try:
         meeting = check_in(launch, run.common_json(), _start_up_seconds(run))
+    except TopologyError as error:  # of this rank alone
+        _say(error, launch)
+        return EXIT_WRONG_INPUT
     except (GroupError, RanksDisagree) as error:
         if launch.local_rank == 0 or (launch.rank == 1 and isinstance(error, GroupError)):
             _say(error, launch)  # one rank of each host
@@ -214,7 +216,7 @@ def _exit_code(job: Job) -> int:
     except CheckpointError as error:  # raised on all ranks
         if launch.rank == 0:
             _say(error, launch)
-        return EXIT_WRONG_INPUT
+        return EXIT_FAILED if isinstance(error, StorageFailed) else EXIT_WRONG_INPUT
     except STOPPED as error:
         line = ("[red]training stopped:[/red]", escape(str(error)))
         job.console.print(*line, highlight=False, soft_wrap=True)
@@ -256,10 +258,13 @@ def _train(job: Job) -> TrainingSummary | None:
 
 
 def _wait_as_spare(job: Job) -> int:
-    """A spare rank waits until rank 0 ends, and then ends with exit code 0."""
-    job.stop.can_save = True  # a stop signal also reaches the ranks that train, which save
-    waiting = job.activity.during("waiting as a spare rank", patience=math.inf)
-    with waiting, suppress(RuntimeError):
-        while not job.watch.is_over:
-            time.sleep(_SPARE_PERIOD_SECONDS)
-    return EXIT_DONE
+    """A spare rank waits until the run ends, and then ends as the run does."""
+    job.stop.can_save = True  # the ranks that train are told to stop, too, and save
+    with job.activity.during("waiting as a spare rank", patience=math.inf):
+        try:
+            while not job.watch.has_failed and not job.watch.rank_0_has_ended():
+                time.sleep(_SPARE_PERIOD_SECONDS)
+        except RuntimeError:  # the store is gone
+            return EXIT_FAILED
+    # After a failure, exit code 0 would tell torchrun's agent that its node is no longer needed.
+    return job.watch.exit_code if job.watch.has_failed else EXIT_DONE

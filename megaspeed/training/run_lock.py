@@ -7,6 +7,7 @@ process as "host pid", so one run can be signalled: `kill -USR1 $(cut -d' ' -f2 
 import fcntl
 import os
 import socket
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,17 +17,25 @@ from megaspeed.checkpoint.together import from_rank_0
 from megaspeed.topology.context import ParallelContext
 
 LOCK = ".lock"
+_PERIOD_SECONDS = 1.0
 
 
 @contextmanager
-def sole_use(run_dir: Path, context: ParallelContext) -> Iterator[None]:
+def sole_use(
+    run_dir: Path, context: ParallelContext, *, wait_seconds: float = 0.0
+) -> Iterator[None]:
     """Holds the lock of an existing run folder; entered by all ranks together.
+
+    Args:
+        run_dir: the folder of the run.
+        context: the ranks.
+        wait_seconds: how long to wait for a run that holds the lock.
 
     Raises:
         CheckpointError: on every rank, if another run holds the lock, or it cannot be created.
     """
     held: list[int] = []
-    from_rank_0(context.checkpoint_group, lambda: held.append(_take(run_dir)))
+    from_rank_0(context.checkpoint_group, lambda: held.append(_take(run_dir, wait_seconds)))
     try:
         yield
     finally:
@@ -35,11 +44,19 @@ def sole_use(run_dir: Path, context: ParallelContext) -> Iterator[None]:
             os.close(descriptor)
 
 
-def _take(run_dir: Path) -> int:
+def _take(run_dir: Path, wait_seconds: float) -> int:
     """The open file that the lock is on."""
     descriptor = os.open(run_dir / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
+    deadline = time.monotonic() + wait_seconds
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        while True:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() >= deadline:
+                    raise
+                time.sleep(_PERIOD_SECONDS)
     except BlockingIOError as error:
         holder = _holder(descriptor)
         os.close(descriptor)

@@ -149,7 +149,8 @@ class Trainer:
             with activity.during(f"saving after step {progress.step}", patience=SAVE_PATIENCE):
                 self._save(progress, stopped_by)
         self._inputs.close()
-        self._report(self._checkpointing.close())
+        with activity.during("waiting for the last save", patience=SAVE_PATIENCE):
+            self._report(self._checkpointing.close())
         assert self._last_save is not None, "the last step is always saved"
         return TrainingSummary(
             last_step=metrics,

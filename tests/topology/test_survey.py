@@ -1,0 +1,85 @@
+"""A run hangs if a rank writes no more beats, or if no rank makes progress; clocks may jump."""
+
+import json
+
+import pytest
+import torch.distributed as dist
+
+from megaspeed.topology import survey as module
+from megaspeed.topology.survey import Survey
+
+TIMEOUT = 12.0
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(module, "time", clock)
+    return clock
+
+
+def write_beats(store: dist.Store, *beats: tuple[int, int], patience: float = 1.0) -> None:
+    """Of each rank its number and its progress."""
+    for rank, (number, progress) in enumerate(beats):
+        store.set(f"beat {rank}", json.dumps([number, "step 1", progress, patience]))
+
+
+@pytest.mark.parametrize("period", [1.0, 5.0, 17.0])
+def test_a_rank_without_beats_is_found_at_every_period(clock: Clock, period: float) -> None:
+    """From 4,096 ranks on, a beat comes every 5 s, and each turn was taken for a standstill."""
+    store = dist.HashStore()
+    survey, found = Survey(range(2), sees_all=True, period=period), None
+    for turn in range(200):
+        write_beats(store, (turn, turn), (0, 0))
+        found = survey.seconds_of_a_hang(store, TIMEOUT)
+        if found is not None:
+            break
+        clock.now += period
+    assert found == TIMEOUT and TIMEOUT < clock.now <= TIMEOUT + 2 * period
+
+
+def test_no_progress_is_a_hang_only_after_the_patience_of_the_phase(clock: Clock) -> None:
+    store = dist.HashStore()
+    survey = Survey(range(2), sees_all=True, period=1.0)
+    hangs = []
+    for turn in range(60):
+        write_beats(store, (turn, 7), (turn, 7), patience=4.0)
+        hangs.append(survey.seconds_of_a_hang(store, TIMEOUT))
+        clock.now += 1.0
+    assert hangs[:49] == [None] * 49 and hangs[49] == 49.0
+
+
+def test_one_rank_does_not_judge_the_progress_of_another(clock: Clock) -> None:
+    store = dist.HashStore()
+    survey = Survey(range(1), sees_all=False, period=1.0)
+    for turn in range(60):
+        write_beats(store, (turn, 7))
+        assert survey.seconds_of_a_hang(store, TIMEOUT) is None
+        clock.now += 1.0
+
+
+def test_a_process_that_was_stopped_forgets_what_it_saw_before(clock: Clock) -> None:
+    store = dist.HashStore()
+    survey = Survey(range(2), sees_all=True, period=1.0)
+    write_beats(store, (1, 1), (1, 1))
+    assert survey.seconds_of_a_hang(store, TIMEOUT) is None
+    clock.now += 3600.0
+    assert survey.seconds_of_a_hang(store, TIMEOUT) is None
+
+
+def test_a_rank_that_has_ended_is_not_missed(clock: Clock) -> None:
+    store = dist.HashStore()
+    store.set("ended 1", "")
+    survey = Survey(range(2), sees_all=True, period=1.0)
+    for turn in range(30):
+        write_beats(store, (turn, turn), (0, 0))
+        assert survey.seconds_of_a_hang(store, TIMEOUT) is None
+        clock.now += 1.0
