@@ -121,7 +121,7 @@ class Job:
 
     def wait_until_training(self) -> None:
         metrics = self.run_dir / "metrics.jsonl"
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + 240
         while not (metrics.exists() and metrics.read_bytes().count(b"\n") >= 3):
             assert time.monotonic() < deadline, self._err.read_text()
             time.sleep(0.1)
