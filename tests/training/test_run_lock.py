@@ -2,6 +2,7 @@
 
 import os
 import socket
+import threading
 from pathlib import Path
 
 import pytest
@@ -15,11 +16,11 @@ from megaspeed.training.run_lock import LOCK, sole_use
 from tests.rank_pool import RankFailure, RankPool
 
 
-def use(launch: LaunchEnvironment, run_dir: Path) -> str | None:
+def use(launch: LaunchEnvironment, run_dir: Path, wait_seconds: float = 0.0) -> str | None:
     """What this rank of two is told."""
     with ParallelContext.create(Grid(pp=1, dp=2, tp=1), launch, timeout_seconds=30) as context:
         try:
-            with sole_use(run_dir, context):
+            with sole_use(run_dir, context, wait_seconds=wait_seconds):
                 return None
         except CheckpointError as error:
             return str(error)
@@ -62,6 +63,16 @@ def test_one_run_at_a_time(pool: RankPool, tmp_path: Path) -> None:
         * 2
     )
     assert pool.run(2, use, tmp_path) == [None, None]
+
+
+def test_a_restart_waits_for_the_lock_of_a_dead_host(pool: RankPool, tmp_path: Path) -> None:
+    """A network file system releases it a minute later. The restart was refused as wrong input."""
+    lock = FileLock(tmp_path / LOCK, thread_local=False)
+    lock.acquire()
+    later = threading.Timer(2.0, lock.release)
+    later.start()
+    assert pool.run(2, use, tmp_path, 30.0) == [None, None]
+    later.join()
 
 
 def die_with_it(launch: LaunchEnvironment, run_dir: Path) -> None:
