@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import Protocol, Self
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -166,7 +167,8 @@ class ConsoleObserver:
 def summary_table(run: Run, summary: TrainingSummary) -> Table:
     """The run's last figures."""
     last = summary.last_step
-    table = Table(title=f"{run.name}: {last.step} steps", title_justify="left", show_header=False)
+    title = f"{escape(run.name)}: {last.step} steps"
+    table = Table(title=title, title_justify="left", show_header=False)
     table.add_row("training loss (last step)", f"{last.loss:.4f}")
     if summary.last_validation is not None:
         table.add_row("validation loss", f"{summary.last_validation.validation_loss:.4f}")
