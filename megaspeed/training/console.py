@@ -5,6 +5,7 @@ gets only the lines, without control characters.
 """
 
 import math
+import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -26,7 +27,6 @@ from megaspeed.checkpoint.run_state import Progress
 from megaspeed.checkpoint.saving import SaveReport
 from megaspeed.config.resolve import Run
 from megaspeed.training.console_lines import (
-    GRACE_SECONDS,
     SLOW,
     describe_late_save,
     describe_resumed,
@@ -149,8 +149,9 @@ class ConsoleObserver:
     def stopping(self, told_by: signal.Signals, step: int, save_seconds: float | None) -> None:
         """Prints why the run ends early, and a warning if its last save may end too late."""
         self._say(f"step {step:>6}  stopped by {told_by.name} after {step} of {self._steps} steps")
-        if save_seconds is not None and save_seconds > GRACE_SECONDS:
-            self._say(describe_late_save(save_seconds))
+        warning = describe_late_save(save_seconds, self._run, os.environ)
+        if told_by is not signal.SIGUSR1 and warning is not None:  # no launcher sends SIGUSR1
+            self._say(warning)
 
     def saved(self, report: SaveReport) -> None:
         """Prints that a checkpoint was saved, or why it was not."""

@@ -55,7 +55,9 @@ class Observer(Protocol):
         """An evaluation is over."""
 
     def stopping(self, told_by: signal.Signals, step: int, save_seconds: float | None) -> None:
-        """The run stops early, after this step; the previous save took ``save_seconds``."""
+        """The run stops early, after this step; the previous save took ``save_seconds`` (None if
+        none has ended yet).
+        """
 
     def saved(self, report: SaveReport) -> None:
         """A checkpoint is written, or could not be."""
