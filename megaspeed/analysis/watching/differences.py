@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from megaspeed.analysis.watching.record import RunRecord, number
+from megaspeed.analysis.watching.record import Recorded, RunRecord, number
 from megaspeed.files.leaves import leaves
 
 QUANTITIES = (
@@ -103,9 +103,9 @@ def compare_runs(one: RunRecord, two: RunRecord, tolerance: float) -> RunCompari
     )
 
 
-def _differences(step: int, one: Mapping[str, Any], two: Mapping[str, Any]) -> Iterator[Parting]:
+def _differences(step: int, one: Recorded, two: Recorded) -> Iterator[Parting]:
     for name in QUANTITIES:
-        values = one.get(name), two.get(name)
+        values = getattr(one, name), getattr(two, name)
         if values[0] == values[1]:
             continue
         a, b = (number(float(v) if isinstance(v, bool) else v) for v in values)
