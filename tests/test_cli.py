@@ -150,6 +150,8 @@ def test_a_file_that_does_not_exist_is_wrong_input(capsys: pytest.CaptureFixture
         ["schedule", "--config", str(FOLDER / "3d.json")],
         ["check", "--config", "x.json", "--json", "/no/such/place/figures.json"],
         ["check", "--config", "x.json", "--json", "/tmp"],
+        ["check", "--config", "x.json", "--json", "/dev/null"],
+        ["report", "x", "--output", "/dev/null"],
     ],
     ids=" ".join,
 )

@@ -2,6 +2,7 @@
 
 import argparse
 import math
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from megaspeed.config.resolve import Run
 from megaspeed.config.section import LARGEST_COUNT, LARGEST_WORLD
 from megaspeed.data.config_problems import find_problems_in_file
 from megaspeed.files.places import named_place
+from megaspeed.files.reading import file_problem
 
 EXIT_DONE, EXIT_FAILED, EXIT_WRONG_INPUT = 0, 1, 2
 
@@ -101,10 +103,12 @@ def utf8_text(words: str) -> str:
 
 
 def new_file(text: str) -> Path:
-    """A file on the command line that can be written."""
+    """A file on the command line that can be written: a new one, or one to replace."""
     file = named_place(text)
     if file.is_dir():
         raise argparse.ArgumentTypeError(f"{file} is a folder; name a file in it")
     if not file.parent.is_dir():
         raise argparse.ArgumentTypeError(f"{file.parent} is not a folder; create it first")
+    if os.path.exists(file) and (problem := file_problem(file)) is not None:
+        raise argparse.ArgumentTypeError(f"{file} {problem}, and cannot be replaced; name a file")
     return file

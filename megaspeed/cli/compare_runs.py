@@ -1,8 +1,9 @@
 """``megaspeed compare-runs A B``: the first step and quantity in which two runs differ.
 
-Compares both metrics.jsonl files at the steps that both have: learning rate, tokens, loss, gradient
-norm, skipped steps, validation. Exit code 0: no difference; 1: they differ; 2: a folder is not a
-run folder, or the runs have no step in common.
+Compares both metrics.jsonl files from the step at which the later run begins to the end of the
+shorter one: learning rate, tokens, loss, gradient norm, skipped steps, validation. Exit code 0: no
+difference; 1: they differ, or one run lacks a step or a validation there; 2: a folder is not a run
+folder, or the runs have no step in common.
 """
 
 import argparse
@@ -65,6 +66,9 @@ def run(options: argparse.Namespace) -> int:
     for record in (one, two):
         for note in record.notes:
             say(f"note: {record.folder}: {note}")
+    begins = min(one.steps), min(two.steps)
+    if begins[0] != begins[1]:
+        say(f"note: the runs begin at steps {begins[0]:,} and {begins[1]:,}")
     if one.last_step != two.last_step:
         say(f"note: the runs end at steps {one.last_step:,} and {two.last_step:,}")
     write_json(
@@ -75,13 +79,18 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _report(found: Any, folders: tuple[Path, Path], tolerance: float) -> list[str]:
-    lines = []
-    if found.missing:
-        lines.append(f"step {found.missing[0]:,} is missing in one of the runs")
+    differences = []
     for parting in found.partings:
         one, two = ("not finite" if value is None else value for value in parting.values)
         by = "" if parting.relative is None else f", relative difference {parting.relative:.1e}"
-        lines.append(f"step {parting.step:,}: {parting.quantity} {one} and {two}{by}")
+        differences.append((parting.step, f"{parting.quantity} {one} and {two}{by}"))
+    for missing in found.missing:
+        first, *others = missing.steps
+        more = f", and {len(others):,} later" if others else ""
+        is_missing = f"{folders[missing.run]} lacks this {missing.quantity}{more}"
+        differences.append((first, is_missing))
+    differences.sort(key=lambda difference: difference[0])
+    lines = [f"step {step:,}: {text}" for step, text in differences]
     if lines:
         lines[0] = f"they part at {lines[0]}"
     else:
@@ -89,8 +98,8 @@ def _report(found: Any, folders: tuple[Path, Path], tolerance: float) -> list[st
             f"{found.common_steps:,} steps are equal within a relative difference of {tolerance:g}"
         )
     if found.largest:
-        differences = ", ".join(f"{name} {value:.1e}" for name, value in found.largest.items())
-        lines.append(f"largest relative differences: {differences}")
+        largest = ", ".join(f"{name} {value:.1e}" for name, value in found.largest.items())
+        lines.append(f"largest relative differences: {largest}")
     if found.config:
         lines.append(f"configuration ({folders[0]} -> {folders[1]}):")
         lines += [f"  {key}: {one} -> {two}" for key, one, two in found.config]

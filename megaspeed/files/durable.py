@@ -22,11 +22,13 @@ T = TypeVar("T")
 def write_whole(path: Path, fill: Callable[[BinaryIO], T]) -> T:
     """Writes ``path`` with ``fill``, which is given the open file; what was there is replaced.
 
-    For one process at a time. Where ``fill`` fails, the temporary file stays.
+    A link stays, and the file that it names is replaced. For one process at a time. Where ``fill``
+    fails, the temporary file stays.
 
     Returns:
         What ``fill`` returns.
     """
+    path = path.resolve()
     temporary = path.with_name(path.name + TEMPORARY)
     with temporary.open("wb") as stream:
         filled = fill(stream)

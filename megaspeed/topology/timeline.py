@@ -71,15 +71,20 @@ class Timeline:
         """The time within this block counts for ``name``, except the time within inner blocks."""
         return self._timed(name) if self._step is not None else nullcontext()
 
-    def take(self) -> Sequence[float]:
+    def take(self, *, wait: bool = False) -> Sequence[float]:
         """The last timed step's number and the seconds of each of ``PARTS``, once; zeros if there
-        is none, or if the GPU has not finished that step. Does not wait.
+        is none, or if the GPU has not finished that step.
+
+        Args:
+            wait: wait until the GPU has finished that step.
         """
         nothing = [0.0] * (1 + len(PARTS))
         if self._last is None:
             return nothing
         step, marks = self._last
-        if self._on_gpu and not marks[-1][0].query():
+        if self._on_gpu and wait:
+            marks[-1][0].synchronize()
+        elif self._on_gpu and not marks[-1][0].query():
             return nothing
         self._last = None
         seconds = dict.fromkeys(PARTS, 0.0)

@@ -5,6 +5,7 @@ gets only the lines, without control characters.
 """
 
 import math
+import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -12,6 +13,7 @@ from types import TracebackType
 from typing import Protocol, Self
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -25,7 +27,6 @@ from megaspeed.checkpoint.run_state import Progress
 from megaspeed.checkpoint.saving import SaveReport
 from megaspeed.config.resolve import Run
 from megaspeed.training.console_lines import (
-    GRACE_SECONDS,
     SLOW,
     describe_late_save,
     describe_resumed,
@@ -148,8 +149,9 @@ class ConsoleObserver:
     def stopping(self, told_by: signal.Signals, step: int, save_seconds: float | None) -> None:
         """Prints why the run ends early, and a warning if its last save may end too late."""
         self._say(f"step {step:>6}  stopped by {told_by.name} after {step} of {self._steps} steps")
-        if save_seconds is not None and save_seconds > GRACE_SECONDS:
-            self._say(describe_late_save(save_seconds))
+        warning = describe_late_save(save_seconds, self._run, os.environ)
+        if told_by is not signal.SIGUSR1 and warning is not None:  # no launcher sends SIGUSR1
+            self._say(warning)
 
     def saved(self, report: SaveReport) -> None:
         """Prints that a checkpoint was saved, or why it was not."""
@@ -166,7 +168,8 @@ class ConsoleObserver:
 def summary_table(run: Run, summary: TrainingSummary) -> Table:
     """The run's last figures."""
     last = summary.last_step
-    table = Table(title=f"{run.name}: {last.step} steps", title_justify="left", show_header=False)
+    title = f"{escape(run.name)}: {last.step} steps"
+    table = Table(title=title, title_justify="left", show_header=False)
     table.add_row("training loss (last step)", f"{last.loss:.4f}")
     if summary.last_validation is not None:
         table.add_row("validation loss", f"{summary.last_validation.validation_loss:.4f}")

@@ -1,11 +1,16 @@
 """The lines that rank 0 prints during a run, as text; some with rich's markup."""
 
+from collections.abc import Mapping
+
 from rich.markup import escape
 
 from megaspeed.checkpoint.run_state import Progress
 from megaspeed.checkpoint.saving import SaveReport
+from megaspeed.checkpoint.stored import BYTES_PER_ELEMENT
+from megaspeed.checkpoint.tensors import KINDS
 from megaspeed.config.resolve import Run
 from megaspeed.data.prepared import PreparedCorpus
+from megaspeed.pipeline.stages import parameters_of_stages
 from megaspeed.topology.grid import Grid
 from megaspeed.training.metrics import PartMetrics, StepMetrics
 from megaspeed.training.resume import MOST_CHANGES, Start
@@ -16,8 +21,11 @@ WORSE_BY_NATS = 0.5
 Each step has different samples, so losses of neighbouring steps differ by some tenths.
 """
 
-GRACE_SECONDS = 30.0
-"""How long torchrun and DeepSpeed's launcher wait after SIGTERM before they kill."""
+_GRACE_SECONDS = 30.0
+"""How long torchrun and DeepSpeed's launcher wait after SIGTERM before they kill, by default."""
+
+_SLOW_DISK = 200e6
+"""Bytes a second. If no save of this start has ended yet, its duration is estimated with it."""
 
 SLOW = 1.5
 """How many times longer than the median rank a rank must work to be named."""
@@ -121,12 +129,35 @@ def describe_slow_rank(metrics: PartMetrics, grid: Grid) -> str:
     )
 
 
-def describe_late_save(seconds: float) -> str:
-    """A warning that the launcher may kill the run before its last save is done; with markup."""
+def describe_late_save(
+    save_seconds: float | None, run: Run, environ: Mapping[str, str]
+) -> str | None:
+    """A warning if the launcher may kill the run before its last save is done; with markup.
+
+    Args:
+        save_seconds: how long the previous save took; None if none has ended yet.
+        run: the run that is saved.
+        environ: the environment of this process, which may state torchrun's grace period.
+    """
+    stated = environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "")
+    by_torchrun = "TORCHELASTIC_RUN_ID" in environ
+    grace = float(stated) if by_torchrun and stated.isdecimal() else _GRACE_SECONDS
+    if save_seconds is not None:
+        seconds, took = save_seconds, f"the previous save took {save_seconds:.0f} s"
+    else:
+        size = sum(parameters_of_stages(run)) * len(KINDS) * BYTES_PER_ELEMENT
+        seconds = size / _SLOW_DISK
+        took = (
+            f"how long this save takes is unknown, because it is the first ({size / 1e9:.1f} GB, "
+            f"{seconds:.0f} s at {_SLOW_DISK / 1e6:.0f} MB/s)"
+        )
+    if seconds <= grace:
+        return None
+    longer = ", or raise TORCH_ELASTIC_SHUTDOWN_TIMEOUT" if by_torchrun else ""
     return (
-        f"[yellow]the previous save took {seconds:.0f} s, and torchrun and deepspeed kill a run "
-        f"{GRACE_SECONDS:.0f} s after the stop signal. If this save is cut off, the run "
-        "resumes from the previous one. To save in time, send SIGUSR1 to a rank earlier[/yellow]"
+        f"[yellow]{took}, and a launcher that is stopped kills its ranks after {grace:.0f} s. If "
+        "this save is cut off, the run resumes from an earlier checkpoint, if there is one. To "
+        f"save in time, send SIGUSR1 to a rank earlier{longer}[/yellow]"
     )
 
 

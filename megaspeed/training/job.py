@@ -222,7 +222,11 @@ class Job:
     def print_summary(self, summary: TrainingSummary) -> None:
         """Draws the loss curve and prints the last figures; for rank 0."""
         metrics, picture = self.run.run_dir / METRICS, self.run.run_dir / LOSS_CURVE
-        draw_loss_curve(metrics, picture, title=self.run.name)
-        self.console.print(summary_table(self.run, summary))
         files = f"metrics: {metrics}   loss curve: {picture}"
+        try:
+            draw_loss_curve(metrics, picture, title=self.run.name)
+        except Exception as error:  # the run has succeeded, whatever the picture does
+            self._warn(f"the loss curve could not be drawn: {type(error).__name__}: {error}")
+            files = f"metrics: {metrics}"
+        self.console.print(summary_table(self.run, summary))
         self.console.print(files, highlight=False, markup=False, soft_wrap=True)

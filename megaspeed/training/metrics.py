@@ -5,13 +5,17 @@ import dataclasses
 import json
 import math
 import statistics
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, BinaryIO, Self
 
 from megaspeed.topology.timeline import OWN_WORK, PARTS
 from megaspeed.training.worker import StepParts
+
+_LONGEST_LINE = 1 << 20
+"""A longer line is no record. The peaks of 10,000 pipeline stages have 150 kB."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,6 +136,34 @@ class MetricsFile:
     def _write(self) -> None:
         while self._unwritten:  # if the disk is almost full, only a part may be written
             self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
+
+
+def read_records(file: Path) -> Iterator[dict[str, Any] | None]:
+    """The object of each line of a metrics file; None for a line that is not an object.
+
+    A run that was killed may have written half a line, and a damaged file may have a line of any
+    length, so at most 1 MiB of a line is in memory. A MiB of zeros is a hole, which may be larger
+    than any disk, and ends the reading.
+    """
+    with file.open("rb") as stream:
+        for line in _lines(stream):
+            try:
+                record = json.loads(line)
+            except (ValueError, RecursionError):
+                record = None
+            yield record if isinstance(record, dict) else None
+
+
+def _lines(stream: BinaryIO) -> Iterator[bytes]:
+    """The lines of a file; an empty one in place of a line that is too long."""
+    while line := stream.readline(_LONGEST_LINE):
+        is_whole = True
+        while len(line) == _LONGEST_LINE and not line.endswith(b"\n"):
+            is_whole = False
+            line = stream.readline(_LONGEST_LINE) if any(line) else b""
+        yield line if is_whole else b""
+        if not line:
+            return
 
 
 def records_up_to(step: int, lines: bytes) -> bytes:

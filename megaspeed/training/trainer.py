@@ -28,7 +28,7 @@ from megaspeed.training.device_peak import peak_flops_per_second
 from megaspeed.training.metrics import PartMetrics, StepMetrics, ValidationMetrics
 from megaspeed.training.replicas import Replicas
 from megaspeed.training.step_inputs import StepInputs
-from megaspeed.training.worker import StepResult, Worker
+from megaspeed.training.worker import StepParts, StepResult, Worker
 
 SAVE_PATIENCE = 24.0
 """A disk may be very slow. A rank that has died or stopped is still detected earlier."""
@@ -55,7 +55,9 @@ class Observer(Protocol):
         """An evaluation is over."""
 
     def stopping(self, told_by: signal.Signals, step: int, save_seconds: float | None) -> None:
-        """The run stops early, after this step; the previous save took ``save_seconds``."""
+        """The run stops early, after this step; the previous save took ``save_seconds`` (None if
+        none has ended yet).
+        """
 
     def saved(self, report: SaveReport) -> None:
         """A checkpoint is written, or could not be."""
@@ -148,6 +150,9 @@ class Trainer:
                     validation = self._validate(progress.step)
             with activity.during(f"saving after step {progress.step}", patience=SAVE_PATIENCE):
                 self._save(progress, stopped_by)
+        if self._is_timed(progress.step):
+            with activity.during(f"exchanging the times of step {progress.step}"):
+                self._observe(self.worker.parts_of_last_step())
         self._inputs.close()
         with activity.during("waiting for the last save", patience=SAVE_PATIENCE):
             self._report(self._checkpointing.close())
@@ -175,11 +180,14 @@ class Trainer:
         progress = self._after(before, result)
         metrics = self._measure(progress, result, rate, time.perf_counter() - start)
         self._observer.step(metrics)
-        if result.parts is not None:
-            self._observer.parts(PartMetrics.of(result.parts))
+        self._observe(result.parts)
         if progress.skipped_in_a_row >= self._run.config.training.max_skipped_steps:
             self._give_up(metrics, progress)
         return progress, metrics, signal.Signals(result.stop_signal) if result.stop_signal else None
+
+    def _observe(self, parts: StepParts | None) -> None:
+        if parts is not None:
+            self._observer.parts(PartMetrics.of(parts))
 
     def _after(self, before: Progress, result: StepResult) -> Progress:
         return Progress(

@@ -8,6 +8,7 @@ The worker computes one step or one evaluation. The trainer decides when, and on
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 import torch.distributed as dist
@@ -47,6 +48,14 @@ class StepParts:
     step: int
     seconds: list[list[float]]
 
+    @classmethod
+    def of(cls, rows: Sequence[Sequence[float]]) -> Self | None:
+        """From what each rank's timeline gave. A rank whose GPU had not finished the step gave
+        zeros, and then there are no times.
+        """
+        steps = [row[0] for row in rows]
+        return cls(int(steps[0]), [list(row[1:]) for row in rows]) if min(steps) > 0 else None
+
 
 @dataclass(frozen=True)
 class StepResult:
@@ -60,7 +69,8 @@ class StepResult:
         peak_memory_bytes: for each pipeline stage, the largest peak memory of its ranks, up to
             when the gradients of this step were complete.
         stop_signal: the highest number of a stop signal that a rank has received; 0 if none has.
-        parts: the times of the last timed step, in one result after all ranks know them; else None.
+        parts: the times of an earlier step that was timed, in one result after all ranks know them;
+            else None.
     """
 
     loss: float
@@ -151,18 +161,23 @@ class Worker:
         executor.run(self._program)
         self._losses = executor.losses
         (outcome,) = outcomes
-        peaks, signals, timed, *parts = zip(*outcome.notes, strict=True)
+        peaks, signals, *timelines = zip(*outcome.notes, strict=True)
         return StepResult(
             loss=self._loss_of(outcome.losses) / self.run.tokens_per_step,
             grad_norm=outcome.grad_norm,
             skipped=outcome.skipped,
             peak_memory_bytes=self._by_pipeline_stage(peaks),
             stop_signal=int(max(signals)),
-            # If a rank's GPU had not finished the timed step, it sent zeros: no times are used.
-            parts=StepParts(int(timed[0]), list(map(list, zip(*parts, strict=True))))
-            if min(timed) > 0
-            else None,
+            parts=StepParts.of(list(zip(*timelines, strict=True))),
         )
+
+    def parts_of_last_step(self) -> StepParts | None:
+        """The times of the last step, if it was timed; no later step returns them.
+
+        Waits until the device has finished that step.
+        """
+        own = self.context.timeline.take(wait=True)
+        return StepParts.of(exchange(own, self.context.world_group, self.context.device))
 
     @torch.no_grad()
     def evaluate(self, load: Load, micro_batches: int, predicted_tokens: int) -> float:

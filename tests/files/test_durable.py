@@ -37,6 +37,16 @@ def test_who_has_the_old_file_open_keeps_it(tmp_path: Path) -> None:
         assert old.read() == b"old"
 
 
+def test_a_link_stays_and_its_file_is_replaced(tmp_path: Path) -> None:
+    target, link = tmp_path / "folder" / "file", tmp_path / "link"
+    target.parent.mkdir()
+    target.write_bytes(b"old")
+    link.symlink_to(target)
+    write_whole(link, lambda stream: stream.write(b"new"))
+    assert link.is_symlink() and target.read_bytes() == b"new"
+    assert [path.name for path in target.parent.iterdir()] == ["file"]
+
+
 def test_only_a_folder_can_be_flushed_as_one(tmp_path: Path) -> None:
     flush_folder(tmp_path)
     (tmp_path / "file").touch()

@@ -95,7 +95,7 @@ def test_a_resumed_run_prints_its_first_step_and_the_loss_beside_the_saved_one(
         "step      8  stopped by SIGTERM after 8 of 10 steps",
     ]
     assert describe_save(SAVE) in said
-    assert "the previous save took 45 s, and torchrun and deepspeed kill" in output.getvalue()
+    assert "the previous save took 45 s, and a launcher" in output.getvalue()
 
 
 def test_the_stages_parameters_add_up_to_the_model_whatever_the_layout() -> None:

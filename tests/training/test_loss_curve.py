@@ -30,6 +30,35 @@ def test_draws_a_png(tmp_path: Path, records: list[StepMetrics | ValidationMetri
             file.write(record)
     picture = tmp_path / "loss.png"
     draw_loss_curve(tmp_path / "metrics.jsonl", picture, title="tiny")
+    assert_is_the_picture(picture)
+
+
+def test_the_name_of_a_run_is_no_formula(tmp_path: Path) -> None:
+    with MetricsFile(tmp_path / "metrics.jsonl") as file:
+        file.write(step_metrics())
+    picture = tmp_path / "loss.png"
+    draw_loss_curve(tmp_path / "metrics.jsonl", picture, title="cost_$5_vs_$10")
+    assert_is_the_picture(picture)
+
+
+def test_half_a_line_and_a_validation_without_its_step_are_left_out(tmp_path: Path) -> None:
+    """A resumption drops the half line of a killed run, but not the validation after it."""
+    with MetricsFile(tmp_path / "metrics.jsonl") as file:
+        for record in LEARNING:
+            file.write(record)
+    with (tmp_path / "metrics.jsonl").open("a") as lines:
+        lines.write('{"step": 20, "lo\n\x00\n[20]\n{}\n')
+        lines.write('{"step": 20, "validation_loss": 0.4, "validation_perplexity": 1.5}\n')
+    picture, whole = tmp_path / "loss.png", tmp_path / "whole.png"
+    draw_loss_curve(tmp_path / "metrics.jsonl", picture, title="tiny")
+    with MetricsFile(tmp_path / "whole.jsonl") as file:
+        for record in LEARNING:
+            file.write(record)
+    draw_loss_curve(tmp_path / "whole.jsonl", whole, title="tiny")
+    assert picture.read_bytes() == whole.read_bytes()
+
+
+def assert_is_the_picture(picture: Path) -> None:
     content = picture.read_bytes()
     assert content.startswith(b"\x89PNG\r\n\x1a\n")
     assert struct.unpack(">II", content[16:24]) == (7 * 120, 4 * 120)

@@ -68,11 +68,12 @@ def test_every_axis_has_its_part_and_the_slow_rank_is_named_on_all(
     corpus = tiny_corpus(run, tmp_path)
     records = pool.run(8, train, run, corpus, make_one_rank_slow)
     assert all(record.parts_of_steps == records[0].parts_of_steps for record in records)
-    first, slow = records[0].parts_of_steps
-    assert (first.step, slow.step) == (2, SLOW_STEP)
+    first, slow, last = records[0].parts_of_steps
+    assert (first.step, slow.step, last.step) == (2, SLOW_STEP, 6), "the last step of the run too"
     for name in ("data_loading", "compute", "tensor", "data", "pipeline", "world", "optimizer"):
         assert first.parts_seconds[name] > 0, name
-    for parts, step in ((first, records[0].steps[1]), (slow, records[0].steps[3])):
+    for parts in (first, slow, last):
+        step = records[0].steps[parts.step - 1]
         total = sum(parts.parts_seconds.values())
         assert total == pytest.approx(step.step_time_seconds, rel=0.25)
     micro_batches = run.batch.gradient_accumulation_steps

@@ -418,6 +418,22 @@ def test_a_last_checkpoint_that_cannot_be_written_ends_the_run_with_1(
     assert list((run_dir_of(config) / "checkpoints").iterdir()) == []
 
 
+def test_no_name_and_no_picture_makes_a_run_that_has_succeeded_fail(
+    pool: RankPool, config: Path
+) -> None:
+    config = config.rename(config.with_name("[red] cost_$5_vs_$10.json"))
+    picture = config.with_name("run") / "loss.png"
+    ((code, out, err),) = pool.run(1, ending_alone, config)
+    assert (code, err) == (0, "") and "[red] cost_$5_vs_$10: 1 steps" in out
+    assert f"loss curve: {picture}" in out and picture.is_file()
+    picture.unlink()
+    picture.mkdir()
+    (((code, out, err),),) = pool.run(1, endings, config, [[steps(2)]])
+    assert (code, err) == (0, "") and "[red] cost_$5_vs_$10: 2 steps" in out
+    assert out.count("warning: the loss curve could not be drawn: IsADirectoryError") == 1
+    assert "loss curve: " not in out
+
+
 def test_a_command_line_without_a_config_is_wrong_input(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stop:
         pretrain.main([])

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from megaspeed.analysis.watching.record import RunRecord, number
+from megaspeed.analysis.watching.record import Recorded, RunRecord, number
 from megaspeed.files.leaves import leaves
 
 QUANTITIES = (
@@ -40,26 +40,42 @@ class Parting:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Missing:
+    """What one run did not record, and the other did.
+
+    Attributes:
+        run: 0 if the first run lacks it, 1 if the second does.
+        quantity: "step" or "validation".
+        steps: of which steps, in ascending order; at least one.
+    """
+
+    run: int
+    quantity: str
+    steps: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
 class RunComparison:
     """Two runs side by side.
 
     Attributes:
         common_steps: number of steps that both recorded.
-        missing: steps that only one run recorded, up to the end of the shorter run.
+        missing: steps and validations that only one run recorded, from where the later run begins
+            to where the shorter one ends.
         partings: the first difference of each quantity that differs, in the order of steps.
         largest: quantity -> the largest relative difference over all common steps.
         config: keys whose values differ: key, value in the first run, value in the second.
     """
 
     common_steps: int
-    missing: tuple[int, ...]
+    missing: tuple[Missing, ...]
     partings: tuple[Parting, ...]
     largest: Mapping[str, float]
     config: tuple[tuple[str, str, str], ...]
 
     @property
     def equal(self) -> bool:
-        """Whether no quantity differs and no step is missing."""
+        """Whether no quantity differs and nothing is missing."""
         return not self.partings and not self.missing
 
     def as_json(self) -> dict[str, Any]:
@@ -87,10 +103,9 @@ def compare_runs(one: RunRecord, two: RunRecord, tolerance: float) -> RunCompari
                 allowed = 0.0 if parting.quantity in _EXACT else tolerance
                 if parting.relative is None or parting.relative > allowed:
                     partings.setdefault(parting.quantity, parting)
-    end = min(one.last_step, two.last_step)
     return RunComparison(
         common_steps=len(one.steps.keys() & two.steps.keys()),
-        missing=tuple(step for step in sorted(one.steps.keys() ^ two.steps.keys()) if step <= end),
+        missing=tuple(_missing(one, two)),
         # sorted is stable, so within a step the order of QUANTITIES is kept.
         partings=tuple(
             sorted(
@@ -103,9 +118,24 @@ def compare_runs(one: RunRecord, two: RunRecord, tolerance: float) -> RunCompari
     )
 
 
-def _differences(step: int, one: Mapping[str, Any], two: Mapping[str, Any]) -> Iterator[Parting]:
+def _missing(one: RunRecord, two: RunRecord) -> Iterator[Missing]:
+    begin = max(min(run.steps, default=0) for run in (one, two))
+    end = min(one.last_step, two.last_step)
+    # After its last step a run is validated in any case, and a run under way not yet.
+    end_of_validations = end if one.last_step == two.last_step else end - 1
+    for run, (lacking, having) in enumerate(((one, two), (two, one))):
+        for quantity, lacked, had, last in (
+            ("step", lacking.steps, having.steps, end),
+            ("validation", lacking.validations, having.validations, end_of_validations),
+        ):
+            steps = tuple(s for s in had if begin <= s <= last and s not in lacked)
+            if steps:
+                yield Missing(run=run, quantity=quantity, steps=steps)
+
+
+def _differences(step: int, one: Recorded, two: Recorded) -> Iterator[Parting]:
     for name in QUANTITIES:
-        values = one.get(name), two.get(name)
+        values = getattr(one, name), getattr(two, name)
         if values[0] == values[1]:
             continue
         a, b = (number(float(v) if isinstance(v, bool) else v) for v in values)

@@ -15,13 +15,14 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
+from itertools import chain
 from statistics import median
 
 from megaspeed.analysis.units import readable_memory, traffic_unit
 from megaspeed.analysis.watching.charts import Chart, Series, draw
 from megaspeed.analysis.watching.differences import config_differences
 from megaspeed.analysis.watching.predictions import predictions_of
-from megaspeed.analysis.watching.record import RunRecord, number
+from megaspeed.analysis.watching.record import Recorded, RunRecord, number
 from megaspeed.topology.timeline import PARTS
 
 # Readable on white and on black.
@@ -126,12 +127,12 @@ def _summary(shown: Sequence[_Shown]) -> Iterator[str]:
 def _figures(run: RunRecord) -> dict[str, str]:
     """The figures of a run in the summary."""
     steps = list(run.steps.values())
-    last = steps[-1] if steps else {}
+    last = steps[-1] if steps else Recorded()
     seconds = [value for _, value in _points(run, "step_time_seconds")]
     rates = [value for _, value in _points(run, "tokens_per_second")]
     losses = [value for _, value in _points(run, "validation_loss", of_validation=True)]
-    peaks = last.get("peak_memory_bytes") or []
-    tokens, loss = number(last.get("tokens")), number(last.get("loss"))
+    peaks = last.peak_memory_bytes
+    tokens, loss = number(last.tokens), number(last.loss)
     return {
         "step": _progress(run),
         "loss": "-" if loss is None else f"{loss:.4f}",
@@ -141,7 +142,7 @@ def _figures(run: RunRecord) -> dict[str, str]:
         "time of its steps": f"{sum(seconds):,.1f} s" if seconds else "-",
         "peak memory by pipeline stage": ", ".join(readable_memory(int(peak)) for peak in peaks)
         or "-",
-        "skipped steps": f"{sum(step.get('skipped') is True for step in steps):,}",
+        "skipped steps": f"{sum(step.skipped is True for step in steps):,}",
         "resumptions": f"{len(_resumptions(run)):,}",
     }
 
@@ -160,7 +161,7 @@ def _resumptions(run: RunRecord) -> list[int]:
 
 def _points(run: RunRecord, name: str, *, of_validation: bool = False) -> list[tuple[int, float]]:
     records = run.validations if of_validation else run.steps
-    found = ((step, number(record.get(name))) for step, record in records.items())
+    found = ((step, number(getattr(record, name))) for step, record in records.items())
     return [(step, value) for step, value in found if value is not None]
 
 
@@ -168,7 +169,8 @@ def _charts(shown: Sequence[_Shown]) -> Iterator[str]:
     yield "<h2>Steps</h2>"
     restarts = sorted({step for each in shown for step in _resumptions(each.run)})
     figures = []
-    for chart in (*_step_charts(shown), *_part_charts(shown), _memory_chart(shown)):
+    # One chart at a time: each has a point of every step until it is drawn.
+    for chart in chain(_step_charts(shown), _part_charts(shown), _memory_charts(shown)):
         lines = [series for series in chart.series if series.points]
         if not lines:
             continue
@@ -253,20 +255,18 @@ def _part_charts(shown: Sequence[_Shown]) -> Iterator[Chart]:
         )
 
 
-def _memory_chart(shown: Sequence[_Shown]) -> Chart:
+def _memory_charts(shown: Sequence[_Shown]) -> Iterator[Chart]:
     """A line for each pipeline stage. If there is one run, each stage has its own colour."""
     series = []
     for each in shown:
-        records = each.run.steps.items()
-        lists = [(step, record.get("peak_memory_bytes")) for step, record in records]
-        held = [(step, peaks) for step, peaks in lists if peaks]
+        held = [(step, record.peak_memory_bytes) for step, record in each.run.steps.items()]
         for stage in range(max((len(peaks) for _, peaks in held), default=0)):
             colour = _COLOURS[stage % len(_COLOURS)] if len(shown) == 1 else each.colour
             points = [(s, peaks[stage] / _MEBIBYTE) for s, peaks in held if stage < len(peaks)]
             name = f"{each.name}, pipeline stage {stage}"
             series.append(Series(name=name, colour=colour, width=each.width, points=points))
     caption = "a line for each pipeline stage" if len(series) > len(shown) else ""
-    return Chart(title="Peak memory of a rank", unit="MiB", series=series, caption=caption)
+    yield Chart(title="Peak memory of a rank", unit="MiB", series=series, caption=caption)
 
 
 def _predictions(shown: Sequence[_Shown]) -> Iterator[str]:

@@ -4,23 +4,44 @@ A line that cannot be read is skipped and counted. A run that was killed may lea
 a run that is still training may have written only half of the next one.
 """
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from megaspeed.config.strict_json import JsonSyntaxError, read_json_object
+from megaspeed.training.metrics import read_records
 from megaspeed.training.run_folder import CONFIG, METRICS, PARTS, STARTS
 
 _LARGEST, _LARGEST_STEP = 1e100, 10**12
 """A record with larger values is damaged. Sums and axes would overflow."""
 
-_LIST = "peak_memory_bytes"
-
 
 class RunFolderError(ValueError):
     """A folder is not a run folder; the message names it."""
+
+
+class Recorded(NamedTuple):
+    """A step or a validation, as in metrics.jsonl; None if missing or not finite.
+
+    A tuple, because a run may have a million steps.
+    """
+
+    loss: Any = None
+    grad_norm: Any = None
+    learning_rate: Any = None
+    tokens: Any = None
+    step_time_seconds: Any = None
+    tokens_per_second: Any = None
+    tflops_per_rank: Any = None
+    mfu: Any = None
+    skipped: Any = None
+    peak_memory_bytes: tuple[float, ...] = ()  # by pipeline stage
+    validation_loss: Any = None
+    validation_perplexity: Any = None
+
+
+_NUMBERS = tuple(name for name in Recorded._fields if name != "peak_memory_bytes")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,8 +65,8 @@ class RunRecord:
 
     Attributes:
         folder: the run folder.
-        steps: step -> name -> value, in ascending order. Values are finite numbers, booleans or
-            None (a number that was not finite); peak_memory_bytes is a list of numbers.
+        steps: step -> what was recorded, in ascending order. Values are finite numbers, booleans or
+            None.
         validations: the same for evaluations.
         parts: step -> part -> seconds, of the steps that were timed.
         starts: in order of time; empty for runs before version 0.2.
@@ -54,8 +75,8 @@ class RunRecord:
     """
 
     folder: Path
-    steps: Mapping[int, Mapping[str, Any]]
-    validations: Mapping[int, Mapping[str, Any]]
+    steps: Mapping[int, Recorded]
+    validations: Mapping[int, Recorded]
     parts: Mapping[int, Mapping[str, float]]
     starts: tuple[Start, ...]
     config: Mapping[str, Any]
@@ -89,18 +110,20 @@ def read_run(folder: Path) -> RunRecord:
             "one that has (training.run_dir, by default runs/<config name>)"
         )
     notes: list[str] = []
-    steps: dict[int, Mapping[str, Any]] = {}
-    validations: dict[int, Mapping[str, Any]] = {}
+    steps: dict[int, Recorded] = {}
+    validations: dict[int, Recorded] = {}
+    peaks: tuple[float, ...] = ()
     for record in _records(file, notes):
         step = record.get("step")
         if isinstance(step, int) and not isinstance(step, bool) and 0 < step < _LARGEST_STEP:
-            kind = validations if "validation_loss" in record else steps
-            kind[step] = {name: _sound(name, value) for name, value in record.items()}
+            found = _recorded(record, peaks)
+            peaks = found.peak_memory_bytes or peaks
+            (validations if "validation_loss" in record else steps)[step] = found
     return RunRecord(
         folder=folder,
         steps=dict(sorted(steps.items())),
         validations=dict(sorted(validations.items())),
-        parts=dict(sorted(_parts(folder / PARTS, notes))),
+        parts=dict(sorted(dict(_parts(folder / PARTS, notes)).items())),
         starts=tuple(_starts(folder / STARTS, notes)),
         config=_config(folder / CONFIG, notes),
         notes=tuple(notes),
@@ -117,27 +140,27 @@ def number(value: object) -> float | None:
 def _records(file: Path, notes: list[str]) -> Iterator[dict[str, Any]]:
     unreadable = 0
     try:
-        with file.open("rb") as lines:
-            for line in lines:
-                try:
-                    record = json.loads(line)
-                except (ValueError, RecursionError):
-                    record = None
-                if isinstance(record, dict):
-                    yield record
-                else:
-                    unreadable += 1
+        for record in read_records(file):
+            if record is None:
+                unreadable += 1
+            else:
+                yield record
     except OSError as error:
         raise RunFolderError(f"{file} cannot be read: {error.strerror}") from error
     if unreadable:
         notes.append(f"{unreadable:,} of the lines of {file.name} are not records and were skipped")
 
 
-def _sound(name: str, value: object) -> Any:
-    """The value if it is a number or a boolean (for memory: a list of numbers); else None."""
-    if name == _LIST:
-        numbers = map(number, value) if isinstance(value, list) else ()
-        return [each for each in numbers if each is not None]
+def _recorded(record: Mapping[str, Any], last_peaks: tuple[float, ...]) -> Recorded:
+    """The values of a record that are numbers or booleans. Equal peaks share one tuple."""
+    listed = record.get("peak_memory_bytes")
+    numbers = map(number, listed) if isinstance(listed, list) else ()
+    peaks = tuple(each for each in numbers if each is not None)
+    values = {name: _sound(record[name]) for name in _NUMBERS if name in record}
+    return Recorded(**values, peak_memory_bytes=last_peaks if peaks == last_peaks else peaks)
+
+
+def _sound(value: object) -> Any:
     return value if isinstance(value, bool) or number(value) is not None else None
 
 

@@ -1,7 +1,9 @@
 """`megaspeed compare-runs`: the first step and quantity where two runs part."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -90,14 +92,64 @@ def test_a_run_under_way_is_compared_as_far_as_it_has_come(
     assert said.startswith("25 steps are equal") and "the runs end at steps 60 and 25" in said
 
 
+def keep(folder: Path, wanted: Callable[[dict[str, Any]], bool]) -> None:
+    """Keeps some of the records of a run."""
+    file = folder / "metrics.jsonl"
+    lines = file.read_text().splitlines(keepends=True)
+    file.write_text("".join(line for line in lines if wanted(json.loads(line))))
+
+
 def test_a_step_that_one_run_lacks_is_a_difference(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     one, two = written_run(tmp_path / "one"), written_run(tmp_path / "two")
-    lines = (two / "metrics.jsonl").read_text().splitlines(keepends=True)
-    (two / "metrics.jsonl").write_text("".join(lines[:4] + lines[5:]))
+    keep(two, lambda record: record["step"] not in (5, 8, 9))
     assert main(["compare-runs", str(one), str(two)]) == 1
-    assert capsys.readouterr().out.startswith("they part at step 5 is missing in one of the runs")
+    assert capsys.readouterr().out == f"they part at step 5: {two} lacks this step, and 2 later\n"
+
+
+def test_the_first_difference_comes_first_whether_it_is_a_number_or_a_missing_step(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one, two = written_run(tmp_path / "one"), written_run(tmp_path / "two", factor_from=(3, 1.001))
+    keep(one, lambda record: record["step"] != 50)
+    assert main(["compare-runs", str(one), str(two)]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("they part at step 3: loss ")
+    assert [int(line.split()[1].rstrip(":")) for line in lines[1:5]] == [3, 20, 20, 50]
+    assert lines[4] == f"step 50: {one} lacks this step"
+
+
+def test_a_run_that_goes_on_in_a_folder_of_its_own_is_compared_from_where_it_begins(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one, two = written_run(tmp_path / "one"), written_run(tmp_path / "two")
+    keep(two, lambda record: record["step"] > 30)
+    for pair in ((one, two), (two, one)):
+        assert main(["compare-runs", *map(str, pair)]) == 0
+        said = capsys.readouterr().out
+        assert said.startswith("30 steps are equal") and "note: the runs begin at steps " in said
+
+
+def test_a_validation_that_one_run_lacks_is_a_difference(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one, two = written_run(tmp_path / "one"), written_run(tmp_path / "two")
+    keep(one, lambda record: "loss" in record)
+    assert main(["compare-runs", str(one), str(two)]) == 1
+    said = capsys.readouterr().out
+    assert said == f"they part at step 20: {one} lacks this validation, and 2 later\n"
+
+
+def test_the_validation_at_the_end_of_the_shorter_run_need_not_be_in_both(tmp_path: Path) -> None:
+    """A run is validated after its last step, and a run under way not yet."""
+    one = written_run(tmp_path / "one")
+    two, three = written_run(tmp_path / "two", steps=45), written_run(tmp_path / "three", steps=40)
+    with (two / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 45, "validation_loss": 3.0, "validation_perplexity": 20.1}\n')
+    keep(three, lambda record: "loss" in record or record["step"] < 40)
+    assert main(["compare-runs", str(one), str(two)]) == 0
+    assert main(["compare-runs", str(one), str(three)]) == 0
 
 
 def test_wrong_input_ends_with_2_and_one_message(

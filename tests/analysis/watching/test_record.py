@@ -2,19 +2,20 @@
 
 import json
 import os
+import tracemalloc
 from pathlib import Path
 
 import pytest
 
-from megaspeed.analysis.watching.record import RunFolderError, read_run
+from megaspeed.analysis.watching.record import Recorded, RunFolderError, read_run
 from tests.analysis.watching.written_runs import loss_at, written_run
 
 
 def test_a_run_that_is_over_is_read_whole(tmp_path: Path) -> None:
     run = read_run(written_run(tmp_path / "run", resumed_at=30))
     assert list(run.steps) == list(range(1, 61))
-    assert run.steps[60]["loss"] == loss_at(60)
-    assert run.steps[60]["peak_memory_bytes"] == [2**20, 3 * 2**20]
+    assert run.steps[60].loss == loss_at(60)
+    assert run.steps[60].peak_memory_bytes == (2**20, 3 * 2**20)
     assert list(run.validations) == [20, 40, 60]
     assert [(start.step, start.layout) for start in run.starts] == [
         (0, "pp 2 x dp 2 x tp 1, ZeRO-0"),
@@ -50,6 +51,49 @@ def test_broken_lines_cost_no_other_line(tmp_path: Path) -> None:
     assert list(read_run(folder).steps) == [1, 2, 3]
 
 
+def test_neither_a_long_line_nor_a_hole_costs_memory_or_time(tmp_path: Path) -> None:
+    folder = written_run(tmp_path / "run", steps=3)
+    file = folder / "metrics.jsonl"
+    later = file.read_bytes().replace(b'"step": 3', b'"step": 4')
+    with file.open("ab") as stream:
+        stream.write(b"[" * (48 << 20) + b"\n" + later)
+    os.truncate(file, 1 << 40)
+    tracemalloc.start()
+    try:
+        run = read_run(folder)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert list(run.steps) == [1, 2, 3, 4]
+    assert run.notes == ("2 of the lines of metrics.jsonl are not records and were skipped",)
+    assert peak < 32 << 20
+
+
+def test_the_last_record_of_a_step_counts(tmp_path: Path) -> None:
+    folder = written_run(tmp_path / "run", steps=2)
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 1, "loss": 9.0}\n')
+    seconds = [{"compute": 1.0}, {"compute": 2.0}]
+    lines = [json.dumps({"step": 10, "parts_seconds": each}) for each in seconds]
+    (folder / "parts.jsonl").write_text("\n".join(lines))
+    run = read_run(folder)
+    assert list(run.steps) == [1, 2] and run.steps[1].loss == 9.0
+    assert run.parts == {10: {"compute": 2.0}}
+
+
+def test_a_step_takes_less_than_half_a_kilobyte_of_memory(tmp_path: Path) -> None:
+    folder = written_run(tmp_path / "run", steps=3000)
+    read_run(folder)  # what is loaded once does not count
+    tracemalloc.start()
+    try:
+        run = read_run(folder)
+        held, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert len(run.steps) == 3000
+    assert held / 3000 < 500
+
+
 def test_values_of_the_wrong_kind_become_none(tmp_path: Path) -> None:
     folder = written_run(tmp_path / "run", steps=1)
     strange: dict[str, object] = {"step": 2, "loss": "<b>", "grad_norm": [1], "tokens": 10**400}
@@ -57,9 +101,8 @@ def test_values_of_the_wrong_kind_become_none(tmp_path: Path) -> None:
     with (folder / "metrics.jsonl").open("a") as file:
         file.write(json.dumps(strange) + "\n" + '{"step": 3, "loss": NaN}\n')
     steps = read_run(folder).steps
-    nothing = dict.fromkeys(("loss", "grad_norm", "tokens", "mfu", "skipped"))
-    assert steps[2] == {"step": 2, "peak_memory_bytes": [1.0], **nothing}
-    assert steps[3]["loss"] is None
+    assert steps[2] == Recorded(peak_memory_bytes=(1.0,))
+    assert steps[3] == Recorded()
 
 
 def test_a_run_whose_configuration_is_broken_keeps_its_steps(tmp_path: Path) -> None:
