@@ -52,12 +52,13 @@ def lay_out(folder: Path, **changes: Any) -> Path:
     [
         (torchrun(4), {"pipeline": 2, "tensor": 2}, [("pp", 2), ("tp", 2), ("world", 1)]),
         (deepspeed(2), {}, [("dp", 1), ("world", 1)]),
+        (torchrun(3), {"pipeline": 2, "spare_ranks": True}, [("pp", 1), ("world", 1)]),
     ],
-    ids=["torchrun", "deepspeed"],
+    ids=["torchrun", "deepspeed", "a spare rank"],
 )
 def test_all_is_fine(
     command: list[str | Path],
-    degrees: dict[str, int],
+    degrees: dict[str, Any],
     groups: list[tuple[str, int]],
     tmp_path: Path,
 ) -> None:

@@ -7,7 +7,7 @@ no rank waits in a collective if configurations differ or ranks are missing.
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megaspeed.analysis.doctor.clock import answer_clock, measure_clocks
@@ -157,12 +157,16 @@ def _is_one_run(records: list[Record | None]) -> bool:
 
 
 def _measure(run: Run, launch: LaunchEnvironment, seconds: float) -> dict[str, object]:
+    in_layout = run.grid.world_size
+    if launch.rank >= in_layout:  # a spare rank, which joins no group
+        return {"links": [], "problem": None}
     limit = _LIMITS_OF_THE_LINKS * seconds
     measurement = Measurement()
 
     def join_and_measure() -> None:
         # The groups have a longer timeout. Otherwise NCCL would end the process before its report.
-        with ParallelContext.create(run.grid, launch, timeout_seconds=2 * limit) as context:
+        training = replace(launch, world_size=in_layout)
+        with ParallelContext.create(run.grid, training, timeout_seconds=2 * limit) as context:
             measurement.measure(context)
 
     problem = None
