@@ -53,7 +53,7 @@ def examine(
         config, overrides: this rank's command line.
         launch: how this process was started.
         messages: between rank 0 and the others.
-        address: this machine's address, as rank 0 reaches it.
+        address: this machine's address, as the other machines reach it.
         seconds: the limit of each step.
         report: called on rank 0; returns the exit code of all ranks.
 

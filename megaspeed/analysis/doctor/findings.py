@@ -25,7 +25,7 @@ class Findings:
         waited_seconds: how long rank 0 waited for the records.
         clocks: how many seconds a machine is ahead of rank 0, by its first rank; None: no answer.
         folder: by rank, what is wrong with training.run_dir there.
-        ports: by rank, which machine it cannot connect to.
+        ports: by rank, which machine it cannot reach, or why it cannot be reached.
         links: the measurement of every rank; None if the rank did not answer.
     """
 

@@ -74,8 +74,9 @@ def _without_nvlink(findings: Findings) -> Iterator[str]:
         links = nvlinks(record.gpu_links or "")
         if links.linked < links.pairs:
             yield (
-                f"{findings.node_of(record)}: {links.pairs - links.linked} of {links.pairs} pairs of GPUs have "
-                "no NVLink, so what they exchange goes over PCIe; see nvidia-smi topo -m"
+                f"{findings.node_of(record)}: {links.pairs - links.linked} of {links.pairs} pairs "
+                "of GPUs have no NVLink, so what they exchange goes over PCIe; see nvidia-smi "
+                "topo -m"
             )
 
 
