@@ -9,9 +9,10 @@
     +------------------+           |   +------------------+
                              shared folder
 
-A node is a network namespace. Its processes cannot see the other node's folder, and its host name
-resolves to nothing that the other node reaches. Where the system does not permit namespaces (they
-take root), the nodes are two loopback addresses, and the folders are only not used by the other.
+A node is a network namespace. Its processes cannot see the other node's folder. As under Debian,
+its own host name resolves to 127.0.1.1 there, and to its address on the other node. Where the
+system does not permit namespaces (they take root), the nodes are two loopback addresses, and the
+folders are only not used by the other.
 """
 
 import os
@@ -118,11 +119,18 @@ def _namespaces(folders: list[Path]) -> Iterator[list[tuple[str, ...]]]:
             _system("ip", "-n", name, "address", "add", f"10.213.77.{index + 1}/24", "dev", end)
             _system("ip", "-n", name, "link", "set", end, "up")
             _system("ip", "-n", name, "link", "set", "lo", "up")
+            _system("ip", "-n", name, "route", "add", "default", "dev", end)
         enters = []
         for index, name in enumerate(names):
             # In a mount namespace of its own: the other node's folder is covered.
             hidden = shlex.quote(str(folders[1 - index]))
-            script = f'hostname node{index} && mount -t tmpfs none {hidden} && exec "$@"'
+            hosts = folders[index] / "hosts"
+            other = f"10.213.77.{2 - index} node{1 - index}"
+            hosts.write_text(f"127.0.0.1 localhost\n127.0.1.1 node{index}\n{other}\n")
+            mounts = (
+                f"mount --bind {shlex.quote(str(hosts))} /etc/hosts && mount -t tmpfs none {hidden}"
+            )
+            script = f'hostname node{index} && {mounts} && exec "$@"'
             own_host = ("unshare", "--uts", "--mount", "sh", "-c", script, "sh")
             enters.append(("ip", "netns", "exec", name, *own_host))
         for enter in enters:

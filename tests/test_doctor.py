@@ -52,12 +52,13 @@ def lay_out(folder: Path, **changes: Any) -> Path:
     [
         (torchrun(4), {"pipeline": 2, "tensor": 2}, [("pp", 2), ("tp", 2), ("world", 1)]),
         (deepspeed(2), {}, [("dp", 1), ("world", 1)]),
+        (torchrun(3), {"pipeline": 2, "spare_ranks": True}, [("pp", 1), ("world", 1)]),
     ],
-    ids=["torchrun", "deepspeed"],
+    ids=["torchrun", "deepspeed", "a spare rank"],
 )
 def test_all_is_fine(
     command: list[str | Path],
-    degrees: dict[str, int],
+    degrees: dict[str, Any],
     groups: list[tuple[str, int]],
     tmp_path: Path,
 ) -> None:
@@ -77,7 +78,7 @@ def test_all_is_fine(
 
 
 def start(
-    rank: int, world_size: int, port: int, config: Path, *options: str
+    rank: int, world_size: int, port: int | str, config: Path, *options: str
 ) -> subprocess.Popen[str]:
     """One rank, in the folder of its configuration, as any launcher would start it."""
     place = {"RANK": rank, "WORLD_SIZE": world_size, "LOCAL_RANK": rank}
@@ -177,6 +178,13 @@ def test_a_rank_that_stops_on_the_way_is_named_in_time(tmp_path: Path) -> None:
     assert "run folder: did not answer" in out
     assert "rank 0 " in out and "stuck for 20 s in joining the process groups" in out
     assert "rank 1 " in out and "did not report its process groups" in out
+
+
+def test_one_process_needs_no_port(tmp_path: Path) -> None:
+    """A MASTER_PORT that a shell still has ended in a traceback of int()."""
+    ((code, out),) = ended([start(0, 1, "abc", lay_out(tmp_path / "run"))])
+    assert code == 0, out
+    assert "wrong" not in out and "Traceback" not in out
 
 
 def test_wrong_input_of_all_ranks_is_told_and_is_exit_code_2(tmp_path: Path) -> None:

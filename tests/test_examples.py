@@ -28,6 +28,9 @@ SECONDS = 240.0
 
 # What Slurm's programs do for the batch file, for two tasks on this machine.
 SRUN = """#!/bin/bash
+[ "$1" = "--cpus-per-task=$SLURM_CPUS_PER_TASK" ] || exit 3
+shift
+unset SLURM_CPUS_PER_TASK
 export SLURM_STEP_ID=0 SLURM_NTASKS=2 SLURM_STEP_TASKS_PER_NODE=2 SLURM_NODEID=0
 for task in 0 1; do
     SLURM_PROCID=$task SLURM_LOCALID=$task "$@" &
@@ -165,6 +168,8 @@ def test_the_two_pods_of_kubernetes_start_a_run_that_is_right() -> None:
         ranks = container["resources"]["limits"]["nvidia.com/gpu"]
         launch = check_torchrun(arguments)
         assert (launch.nproc_per_node, launch.nnodes) == (str(ranks), str(len(pods)))
+        # torchrun is the pod's first process, and kills the ranks before Kubernetes does.
+        assert 240 <= launch.shutdown_timeout < spec["terminationGracePeriodSeconds"]
         assert (launch.node_rank, launch.master_addr, launch.master_port) == (rank, "pod0", 23456)
         mounted = {mount["name"] for mount in container["volumeMounts"]}
         assert mounted == {volume["name"] for volume in spec["volumes"]}

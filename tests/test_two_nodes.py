@@ -7,7 +7,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -165,14 +165,18 @@ def test_a_network_that_is_cut_ends_both_nodes_and_each_names_the_other(
 def test_the_doctor_names_a_node_without_the_shared_folder_and_tp_across_nodes(
     nodes: list[Node],
 ) -> None:
-    """training.run_dir is a relative path here, so each node has a folder of its own."""
+    """training.run_dir is a relative path here, so each node has a folder of its own.
+
+    The ranks meet at the name of the first node, which is a loopback address on that node itself.
+    """
     options = ["doctor", "--config", "run.json", "--json", "doctor.json"]
     changes = ["--set", "parallel.tensor=4", "training.run_dir=runs/here"]
     for node in nodes:
         (node.folder / "run.json").write_text(json.dumps(CONFIG))
     port = free_port()
+    first = replace(nodes[0], address="node0") if nodes[0].enter else nodes[0]
     commands = [
-        [*kubernetes(node, nodes[0], port), "-m", "megaspeed.cli", *options, *changes]
+        [*kubernetes(node, first, port), "-m", "megaspeed.cli", *options, *changes]
         for node in nodes
     ]
     (code, out), (other_code, _) = run_on_both(nodes, commands, SECONDS)

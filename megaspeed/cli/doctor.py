@@ -49,7 +49,7 @@ def run(options: argparse.Namespace) -> int:
     from megaspeed.analysis.doctor.messages import Messages
     from megaspeed.analysis.doctor.remarks import make_remarks
     from megaspeed.analysis.doctor.report import as_json, doctor_table, problem_lines
-    from megaspeed.topology.gloo_interface import address_towards
+    from megaspeed.topology.gloo_interface import node_address
     from megaspeed.topology.meeting import GroupError, open_store
     from megaspeed.topology.process_exit import end_process
 
@@ -77,7 +77,7 @@ def run(options: argparse.Namespace) -> int:
             options.overrides,
             launch,
             Messages(launch, open_store(launch, options.timeout)),
-            address=address_towards(os.environ.get("MASTER_ADDR", "localhost")) or "127.0.0.1",
+            address=node_address(launch, os.environ) or "127.0.0.1",
             seconds=options.timeout,
             report=report,
         )

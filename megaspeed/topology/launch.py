@@ -14,6 +14,7 @@ Otherwise, sixteen processes that each assume world size 1 would train sixteen s
 """
 
 import re
+import reprlib
 import socket
 import time
 from collections.abc import Mapping
@@ -21,6 +22,10 @@ from dataclasses import dataclass
 
 _RESOLVE_SECONDS = 5.0
 """How long to retry an unknown MASTER_ADDR: a name may be registered after the job starts."""
+_MOST_DIGITS = 9
+_QUOTES = reprlib.Repr()
+_QUOTES.maxstring = 320  # a host name has at most 253 characters
+_quoted = _QUOTES.repr
 
 
 class LaunchError(ValueError):
@@ -144,24 +149,25 @@ def _local_world_size(launcher: _Launcher, environ: Mapping[str, str], world_siz
         if name in environ:
             return _integer(environ, name)
     if launcher.source == "SLURM_*" and "SLURM_STEP_TASKS_PER_NODE" in environ:
-        counts = _slurm_tasks_per_node(environ["SLURM_STEP_TASKS_PER_NODE"])
+        counts = _slurm_tasks_per_node(environ["SLURM_STEP_TASKS_PER_NODE"], world_size)
         node = _integer(environ, "SLURM_NODEID", default=0)
         if node < len(counts):
             return counts[node]
     return world_size  # no variable states several machines
 
 
-def _slurm_tasks_per_node(text: str) -> list[int]:
+def _slurm_tasks_per_node(text: str, tasks: int) -> list[int]:
     """SLURM's short form, one number a machine: "4(x2),3" is [4, 4, 3]."""
-    counts: list[int] = []
-    for part in text.split(","):
-        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())
-        if match is None:
-            raise LaunchError(
-                f"SLURM_STEP_TASKS_PER_NODE is {text!r}; expected a list such as 4(x2),3"
-            )
-        counts += [int(match[1])] * int(match[2] or 1)
-    return counts
+    form = re.compile(r"([1-9][0-9]{0,8})(?:\(x([1-9][0-9]{0,8})\))?")
+    matches = [form.fullmatch(part.strip()) for part in text.split(",")]
+    runs = [(int(match[1]), int(match[2] or 1)) for match in matches if match is not None]
+    # The sum comes first: a list of all machines may not fit the memory.
+    if len(runs) < len(matches) or sum(count * repeats for count, repeats in runs) > tasks:
+        raise LaunchError(
+            f"SLURM_STEP_TASKS_PER_NODE is {_quoted(text)}; expected a list such as 4(x2),3, "
+            f"whose sum is at most SLURM_NTASKS={tasks}"
+        )
+    return [count for count, repeats in runs for _ in range(repeats)]
 
 
 def _integer(environ: Mapping[str, str], name: str, default: int | None = None) -> int:
@@ -174,10 +180,11 @@ def _integer(environ: Mapping[str, str], name: str, default: int | None = None) 
             f"{name} is not set, but {', '.join(present)} say that a launcher started this "
             f"process: set {name} too, or unset the others to run a single process"
         )
-    try:
-        return int(text)
-    except ValueError:
-        raise LaunchError(f"{name} must be an integer, but is {text!r}") from None
+    if not (text.isascii() and text.isdecimal() and len(text) <= _MOST_DIGITS):
+        raise LaunchError(
+            f"{name} must be an integer of at most {_MOST_DIGITS} digits, but is {_quoted(text)}"
+        )
+    return int(text)
 
 
 def _known_names() -> list[str]:
@@ -242,7 +249,7 @@ def _check_meeting_point(launch: LaunchEnvironment, environ: Mapping[str, str]) 
     port = environ["MASTER_PORT"]
     if not (port.isascii() and port.isdecimal() and len(port) <= 5 and 1 <= int(port) <= 65535):
         raise LaunchError(
-            f"MASTER_PORT must be a port, a number from 1 to 65535, but is {port!r}; "
+            f"MASTER_PORT must be a port, a number from 1 to 65535, but is {_quoted(port)}; "
             "export a free port of the host of rank 0, such as 29500, the same for all ranks"
         )
     _check_address(environ["MASTER_ADDR"])
@@ -258,7 +265,7 @@ def _check_address(address: str) -> None:
         except (OSError, UnicodeError) as error:
             if time.monotonic() > give_up:
                 raise LaunchError(
-                    f"MASTER_ADDR is {address!r}, which cannot be resolved on this machine "
+                    f"MASTER_ADDR is {_quoted(address)}, which cannot be resolved on this machine "
                     f"({error}); export the name or the address of the host of rank 0"
                 ) from None
         time.sleep(0.5)

@@ -2,11 +2,12 @@
 
 import socket
 from dataclasses import replace
+from pathlib import Path
 
 import psutil
 import pytest
 
-from megaspeed.topology.gloo_interface import gloo_interface
+from megaspeed.topology.gloo_interface import gloo_interface, node_address
 from megaspeed.topology.launch import LaunchEnvironment
 
 TWO_NODES = LaunchEnvironment(
@@ -26,9 +27,18 @@ def test_it_is_the_interface_with_the_address_on_the_way(name: str, address: str
     assert gloo_interface(TWO_NODES, {"MASTER_ADDR": address}) == {"GLOO_SOCKET_IFNAME": name}
 
 
-@pytest.mark.parametrize("address", ["127.0.0.1", "127.0.0.2", "localhost"])
-def test_a_loopback_address_tells_nothing_of_other_nodes(address: str) -> None:
-    assert gloo_interface(TWO_NODES, {"MASTER_ADDR": address}) == {}
+@pytest.mark.parametrize("address", ["127.0.0.1", "127.0.1.1", "localhost"])
+def test_a_loopback_address_leaves_the_interface_of_the_default_route(address: str) -> None:
+    """The name of rank 0's node resolves to 127.0.1.1 on that node itself under Debian."""
+    routes = Path("/proc/net/route").read_text().splitlines()[1:]
+    default = [line.split()[0] for line in routes if line.split()[1] == "00000000"]
+    expected = {"GLOO_SOCKET_IFNAME": default[0]} if default else {}
+    assert gloo_interface(TWO_NODES, {"MASTER_ADDR": address}) == expected
+
+
+def test_the_address_of_a_node_is_that_of_the_users_interface() -> None:
+    environ = {"MASTER_ADDR": IPV4[0][1], "GLOO_SOCKET_IFNAME": "lo"}
+    assert node_address(TWO_NODES, environ) == "127.0.0.1"
 
 
 def test_the_users_choice_stays() -> None:

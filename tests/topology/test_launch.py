@@ -175,17 +175,39 @@ def test_several_ranks_without_a_meeting_point_are_told_what_to_export(
         read_launch_environment(_without(environ, missing))
 
 
-def test_a_rank_that_is_no_number_is_refused_with_its_text() -> None:
-    with pytest.raises(LaunchError, match="RANK must be an integer, but is 'first'"):
-        read_launch_environment(_torchrun(RANK="first"))
+@pytest.mark.parametrize("text", ["first", "-1", "1_6", " 1", "٣", "", "2" * 10])
+def test_a_rank_that_is_no_number_is_refused_with_its_text(text: str) -> None:
+    with pytest.raises(LaunchError, match=f"RANK must be an integer of .*, but is '{text}'"):
+        read_launch_environment(_torchrun(RANK=text))
 
 
-def test_tasks_per_node_that_make_no_list_are_refused_with_their_text() -> None:
-    with pytest.raises(LaunchError, match=r"SLURM_STEP_TASKS_PER_NODE is '4\(y2\)'"):
-        read_launch_environment(_srun(SLURM_STEP_TASKS_PER_NODE="4(y2)"))
+@pytest.mark.parametrize(
+    ("name", "environ"),
+    [
+        ("WORLD_SIZE", _torchrun()),
+        ("MASTER_PORT", _torchrun()),
+        ("SLURM_NTASKS", _srun()),
+        ("SLURM_STEP_TASKS_PER_NODE", _srun()),
+    ],
+)
+def test_a_value_of_thousands_of_digits_is_not_repeated_in_full(
+    name: str, environ: dict[str, str]
+) -> None:
+    with pytest.raises(LaunchError, match=f"{name} .*77...77") as refused:
+        read_launch_environment({**environ, name: "7" * 5000})
+    assert len(str(refused.value)) < 600
 
 
-@pytest.mark.parametrize("changes", [{"RANK": "8"}, {"LOCAL_RANK": "4"}, {"RANK": "-1"}])
+@pytest.mark.parametrize("text", ["4(y2)", "4(x2),4", "4(x99999999999)", "1(x999999999)", "0", ""])
+def test_tasks_per_node_that_make_no_list_of_the_tasks_are_refused_with_their_text(
+    text: str,
+) -> None:
+    told = re.escape(f"SLURM_STEP_TASKS_PER_NODE is {text!r}; expected")
+    with pytest.raises(LaunchError, match=f"{told} .* at most SLURM_NTASKS=11"):
+        read_launch_environment(_srun(SLURM_STEP_TASKS_PER_NODE=text))
+
+
+@pytest.mark.parametrize("changes", [{"RANK": "8"}, {"LOCAL_RANK": "4"}])
 def test_a_rank_beyond_its_world_is_refused(changes: dict[str, str]) -> None:
     with pytest.raises(LaunchError, match="does not exist among"):
         read_launch_environment(_torchrun(**changes))

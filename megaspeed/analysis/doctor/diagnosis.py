@@ -136,7 +136,7 @@ def _shared_memory(findings: Findings) -> Found:
     """NCCL exchanges data in /dev/shm between the GPUs of a machine."""
     for record in findings.came:
         free = record.shared_memory_bytes
-        several = len(findings.nodes[record.host]) > 1
+        several = len(findings.nodes[findings.node_of(record)]) > 1
         if record.device != "cpu" and several and free is not None and free < _SHARED_MEMORY_BYTES:
             yield (
                 record.rank,
@@ -148,7 +148,9 @@ def _shared_memory(findings: Findings) -> Found:
 def _devices(findings: Findings) -> Found:
     common = usual([{"device": record.device} for record in findings.came]).get("device")
     for record in findings.came:
-        if (record.device == "cpu") != (common == "cpu"):
+        if record.unusable_gpu is not None:
+            yield record.rank, record.unusable_gpu
+        elif (record.device == "cpu") != (common == "cpu"):
             yield record.rank, f"runs on {record.device}, and most ranks on {common}"
 
 

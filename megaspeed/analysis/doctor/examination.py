@@ -7,7 +7,7 @@ no rank waits in a collective if configurations differ or ranks are missing.
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megaspeed.analysis.doctor.clock import answer_clock, measure_clocks
@@ -53,7 +53,7 @@ def examine(
         config, overrides: this rank's command line.
         launch: how this process was started.
         messages: between rank 0 and the others.
-        address: this machine's address, as rank 0 reaches it.
+        address: this machine's address, as the other machines reach it.
         seconds: the limit of each step.
         report: called on rank 0; returns the exit code of all ranks.
 
@@ -157,12 +157,16 @@ def _is_one_run(records: list[Record | None]) -> bool:
 
 
 def _measure(run: Run, launch: LaunchEnvironment, seconds: float) -> dict[str, object]:
+    in_layout = run.grid.world_size
+    if launch.rank >= in_layout:  # a spare rank, which joins no group
+        return {"links": [], "problem": None}
     limit = _LIMITS_OF_THE_LINKS * seconds
     measurement = Measurement()
 
     def join_and_measure() -> None:
         # The groups have a longer timeout. Otherwise NCCL would end the process before its report.
-        with ParallelContext.create(run.grid, launch, timeout_seconds=2 * limit) as context:
+        training = replace(launch, world_size=in_layout)
+        with ParallelContext.create(run.grid, training, timeout_seconds=2 * limit) as context:
             measurement.measure(context)
 
     problem = None

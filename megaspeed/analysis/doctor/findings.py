@@ -1,6 +1,8 @@
 """What the ranks measured, before it is evaluated."""
 
+from collections import Counter
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from megaspeed.analysis.doctor.links import Link
 from megaspeed.analysis.doctor.record import Record
@@ -23,7 +25,7 @@ class Findings:
         waited_seconds: how long rank 0 waited for the records.
         clocks: how many seconds a machine is ahead of rank 0, by its first rank; None: no answer.
         folder: by rank, what is wrong with training.run_dir there.
-        ports: by rank, which machine it cannot connect to.
+        ports: by rank, which machine it cannot reach, or why it cannot be reached.
         links: the measurement of every rank; None if the rank did not answer.
     """
 
@@ -44,13 +46,25 @@ class Findings:
         """The ranks of each machine."""
         ranks: dict[str, list[int]] = {}
         for record in self.came:
-            ranks.setdefault(record.host, []).append(record.rank)
+            ranks.setdefault(self.node_of(record), []).append(record.rank)
         return ranks
+
+    @cached_property
+    def shared_names(self) -> dict[str, int]:
+        """Host names that several machines have, and how many."""
+        machines = {(record.host, record.boot) for record in self.came}
+        counts = Counter(host for host, _ in machines)
+        return {host: count for host, count in counts.items() if count > 1}
+
+    def node_of(self, record: Record) -> str:
+        """The machine's name: its host name, with its boot id if others have the same name."""
+        name = record.host
+        return f"{name}/{record.boot[:8]}" if name in self.shared_names else name
 
     def host_of(self, rank: int) -> str:
         """The machine of a rank; "?" if the rank did not answer."""
         record = self.records[rank]
-        return "?" if record is None else record.host
+        return "?" if record is None else self.node_of(record)
 
     def crosses_nodes(self, ranks: tuple[int, ...]) -> bool:
         """Whether these ranks are on more than one machine."""

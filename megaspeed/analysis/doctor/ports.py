@@ -7,6 +7,7 @@ import socket
 from contextlib import suppress
 
 from megaspeed.analysis.doctor.messages import Messages
+from megaspeed.topology.gloo_interface import is_loopback
 from megaspeed.topology.meeting import GroupError
 
 _HELLO = b"megaspeed"
@@ -19,12 +20,12 @@ def check_ports(
 
     Args:
         messages: the store.
-        address: this machine's address, as MASTER_ADDR reaches it.
+        address: this machine's address, as the other machines reach it.
         ring: the first rank of each machine.
         seconds: how long a connection may take.
 
     Returns:
-        On rank 0, by rank, which machine it cannot reach. Empty on other ranks.
+        On rank 0, by rank, why it cannot reach or be reached. Empty on other ranks.
     """
     place = ring.index(messages.rank)
     after = ring[(place + 1) % len(ring)]
@@ -39,30 +40,36 @@ def check_ports(
             with suppress(GroupError):
                 messages.hear("ports tried", 2 * seconds)
             return {}
-        answers = {rank: _answer(messages, rank, 2 * seconds) for rank in ring}
+        answers = [_answer(messages, rank, 2 * seconds) for rank in ring]
         messages.tell("ports tried", None)
-    return {rank: text for rank, text in answers.items() if text is not None}
+    return dict(answer for answer in answers if answer is not None)
 
 
-def _answer(messages: Messages, rank: int, seconds: float) -> str | None:
+def _answer(messages: Messages, rank: int, seconds: float) -> tuple[int, str] | None:
     try:
-        text: str | None = messages.hear(f"reached/{rank}", seconds)
+        answer = messages.hear(f"reached/{rank}", seconds)
     except GroupError:
-        return "did not answer when ports were tested"
-    return text
+        return rank, "did not answer when ports were tested"
+    return None if answer is None else (answer[0], answer[1])
 
 
-def _connect(messages: Messages, rank: int, seconds: float) -> str | None:
-    """Why this rank does not reach `rank`; None if it does."""
+def _connect(messages: Messages, rank: int, seconds: float) -> tuple[int, str] | None:
+    """Which rank prevents that this one reaches `rank`, and why; None if it is reached."""
     try:
         host, port = messages.hear(f"port/{rank}", seconds)
     except GroupError as error:
-        return str(error)
+        return messages.rank, str(error)
     try:
         with socket.create_connection((host, port), timeout=seconds) as link:
             link.sendall(_HELLO)
     except OSError as error:
-        return (
+        if is_loopback(host):
+            return rank, (
+                f"MASTER_ADDR resolves to a loopback address there ({host}), and there is no "
+                f"default route, so rank {messages.rank} cannot connect to it: set "
+                "GLOO_SOCKET_IFNAME on that machine to its interface that reaches the other nodes"
+            )
+        return messages.rank, (
             f"cannot connect to {host} port {port}, where rank {rank} listens ({error}): gloo and "
             "NCCL connect at ports that the system chooses, so the firewall must allow every "
             "port between the machines"

@@ -30,6 +30,9 @@ from megaspeed.topology.process_settings import open_files_of
 
 _LIBRARIES = ("deepspeed", "transformers", "tokenizers", "safetensors", "numpy")
 _SHARED_MEMORY = Path("/dev/shm")
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+_FIRST_GPU = Path("/dev/nvidia0")
+_UNKNOWN = "unknown"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +41,7 @@ class Record:
 
     Attributes:
         rank, world_size, host, process: who answers.
+        boot: differs between machines, even if they have the same host name; "" if unknown.
         first_of_node: whether it is the lowest rank of its machine.
         launcher: the variables that gave rank and world size.
         versions: versions that must be the same on all ranks, by name.
@@ -45,6 +49,7 @@ class Record:
         data: fingerprints of texts and tokenizer; empty if they were not prepared.
         degrees: ranks along pp, dp and tp; empty if the configuration is wrong.
         device: "cpu", or the GPU's name.
+        unusable_gpu: why torch finds no GPU although the machine has one; None if this is not so.
         open_files: how many the rank needs, and how many the system allows (-1: no limit).
         shared_memory_bytes: free in /dev/shm; None if there is none.
         gpu_links: `nvidia-smi topo -m`, of the first rank of a node with GPUs.
@@ -59,10 +64,12 @@ class Record:
     first_of_node: bool
     launcher: str
     versions: dict[str, str]
+    boot: str = ""
     settings: dict[str, str] = field(default_factory=dict)
     data: dict[str, str] = field(default_factory=dict)
     degrees: tuple[int, ...] = ()
     device: str = "cpu"
+    unusable_gpu: str | None = None
     open_files: tuple[int, int] = (0, -1)
     shared_memory_bytes: int | None = None
     gpu_links: str | None = None
@@ -106,6 +113,7 @@ def take_record(
         rank=launch.rank,
         world_size=launch.world_size,
         host=socket.gethostname(),
+        boot=_BOOT_ID.read_text().strip() if _BOOT_ID.exists() else "",
         process=os.getpid(),
         first_of_node=launch.local_rank == 0,
         launcher=launch.source,
@@ -114,6 +122,7 @@ def take_record(
         data={} if corpus is None else _fingerprints(corpus),
         degrees=() if run is None else (run.grid.pp, run.grid.dp, run.grid.tp),
         device=limited("naming the GPU", _device_name) if on_gpu else "cpu",
+        unusable_gpu=None if on_gpu else limited("looking for a GPU", _unusable_gpu),
         open_files=_open_files(launch),
         shared_memory_bytes=limited("looking at /dev/shm", _shared_memory),
         gpu_links=limited("nvidia-smi", _gpu_links) if on_gpu and launch.local_rank == 0 else None,
@@ -147,7 +156,7 @@ def _versions() -> dict[str, str]:
     if torch.cuda.is_available():
         found["CUDA"] = str(torch.version.cuda)
         found["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
-        found["driver"] = _nvidia_smi("--query-gpu=driver_version", "--format=csv,noheader")
+        found["driver"] = _driver_version()
     return found
 
 
@@ -172,6 +181,20 @@ def _device_name() -> str:
     return torch.cuda.get_device_name()
 
 
+def _unusable_gpu() -> str | None:
+    if os.environ.get("CUDA_VISIBLE_DEVICES") == "":  # a run on the CPU is intended
+        return None
+    driver = _driver_version()
+    if driver == _UNKNOWN and not _FIRST_GPU.exists():
+        return None
+    build = "the CPU only" if torch.version.cuda is None else f"CUDA {torch.version.cuda}"
+    return (
+        f"torch finds no GPU, but the machine has one: torch {torch.__version__} is built for "
+        f"{build}, and the driver's version is {driver}. Install a torch that fits the driver, and "
+        'let the launcher give this process a GPU, or export CUDA_VISIBLE_DEVICES="" to use the CPU'
+    )
+
+
 def _open_files(launch: LaunchEnvironment) -> tuple[int, int]:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     return open_files_of(launch.rank, launch.world_size), hard
@@ -185,13 +208,17 @@ def _gpu_links() -> str:
     return _nvidia_smi("topo", "-m")
 
 
+def _driver_version() -> str:
+    lines = _nvidia_smi("--query-gpu=driver_version", "--format=csv,noheader").splitlines()
+    return lines[0] if lines else _UNKNOWN
+
+
 def _nvidia_smi(*arguments: str) -> str:
-    """The output of nvidia-smi; "unknown" if it fails, because a container may lack it."""
+    """The output of nvidia-smi; `_UNKNOWN` if it fails, because a container may lack it."""
     try:
         done = subprocess.run(
             ["nvidia-smi", *arguments], capture_output=True, text=True, check=True, timeout=20
         )
     except (OSError, subprocess.SubprocessError):
-        return "unknown"
-    text = done.stdout.strip()
-    return text if arguments[0] == "topo" else text.splitlines()[0]
+        return _UNKNOWN
+    return done.stdout.strip()

@@ -19,11 +19,20 @@ def make_remarks(findings: Findings, run: Run | None) -> list[str]:
     groups = measured_groups(findings)
     crossing = [] if run is None else _tensor_axis_across_nodes(findings, run, groups)
     return [
+        *_shared_names(findings),
         *crossing,
         *_without_nvlink(findings),
         *_different_gpus(findings),
         *_slow_groups(groups),
     ]
+
+
+def _shared_names(findings: Findings) -> Iterator[str]:
+    for host, count in findings.shared_names.items():
+        yield (
+            f"{count} machines have the host name {host}, so messages and log files of a run do "
+            "not show which of them is meant: give each its own name"
+        )
 
 
 def measured_groups(findings: Findings) -> dict[str, list[Link]]:
@@ -65,8 +74,9 @@ def _without_nvlink(findings: Findings) -> Iterator[str]:
         links = nvlinks(record.gpu_links or "")
         if links.linked < links.pairs:
             yield (
-                f"{record.host}: {links.pairs - links.linked} of {links.pairs} pairs of GPUs have "
-                "no NVLink, so what they exchange goes over PCIe; see nvidia-smi topo -m"
+                f"{findings.node_of(record)}: {links.pairs - links.linked} of {links.pairs} pairs "
+                "of GPUs have no NVLink, so what they exchange goes over PCIe; see nvidia-smi "
+                "topo -m"
             )
 
 

@@ -11,6 +11,7 @@ from megaspeed.analysis.doctor.findings import Findings
 from megaspeed.analysis.doctor.gpu_links import nvlinks
 from megaspeed.analysis.doctor.remarks import measured_groups, rate
 from megaspeed.analysis.units import counted, readable_memory
+from megaspeed.config.resolve import Run
 
 _LINES = 40
 
@@ -89,7 +90,7 @@ def _rows(examined: Examined) -> dict[str, str]:
         "versions": ", ".join(f"{name} {number}" for name, number in versions.items()),
         "configuration": _NOT_TRIED
         if run is None
-        else f"{run.name}: {run.grid}, ZeRO-{run.zero_stage}, hash {_hash(findings)}",
+        else f"{run.name}: {run.grid}, {_spare(run)}ZeRO-{run.zero_stage}, hash {_hash(findings)}",
         "data": ", ".join(f"{name} {value[:12]}" for name, value in data.items()) or _NOT_TRIED,
         "clock": _NOT_TRIED
         if findings.folder is None
@@ -106,6 +107,10 @@ def _rows(examined: Examined) -> dict[str, str]:
         else "there is no /dev/shm",
         "device": _devices(findings),
     }
+
+
+def _spare(run: Run) -> str:
+    return f"{counted(run.spare_ranks, 'spare rank')}, " if run.spare_ranks else ""
 
 
 def _hash(findings: Findings) -> str:

@@ -77,6 +77,7 @@ LAST = record(3, "gpu18")
         (replace(LAST, open_files=(9000, 4096)), "open files", "may open 4,096"),
         (replace(LAST, shared_memory_bytes=2**26), "shared memory", "0.06 GiB free in /dev/shm"),
         (replace(LAST, device="cpu"), "device", "runs on cpu"),
+        (replace(LAST, device="cpu", unusable_gpu="torch finds no GPU"), "device", "finds no GPU"),
         (replace(LAST, world_size=8), "ranks", "has world size 8, and rank 0 has 4"),
     ],
 )
@@ -127,6 +128,18 @@ def test_gpus_without_nvlink_and_unequal_gpus_are_remarks() -> None:
     without, unequal = make_remarks(findings(other, LAST), None)
     assert without.startswith("gpu18: 1 of 3 pairs of GPUs have no NVLink")
     assert "A100" in unequal and "H100" in unequal
+
+
+def test_two_machines_with_one_host_name_are_two_nodes() -> None:
+    """They were one node, so that tp across them was no remark."""
+    one = findings(*(replace(record(rank), boot=f"{rank // 2}" * 36) for rank in range(4)))
+    assert one.nodes == {"gpu17/00000000": [0, 1], "gpu17/11111111": [2, 3]}
+    one.links = [link("tp", (0, 1, 2, 3), 1e6)] * 4
+    name, crossing = make_remarks(one, tiny_run(TEXT, tp=4))
+    assert name.startswith("2 machines have the host name gpu17, ")
+    assert crossing.startswith("tp crosses nodes in 1 group, ")
+    one.clocks = {2: 9.0}
+    assert [problem.host for problem in find_problems(one)] == ["gpu17/11111111"]
 
 
 def link(axis: str, ranks: tuple[int, ...], bytes_per_second: float) -> LinkAnswer:
