@@ -91,6 +91,9 @@ class Cache:
                     self._holder.write_text(f"{socket.gethostname()} {os.getpid()}\n")
             yield
         finally:
+            if lock.lock_counter == 1:
+                with suppress(OSError):
+                    self._holder.unlink(missing_ok=True)  # the next process writes its own
             lock.release()
 
     def write(self, path: Path, fill: Callable[[BinaryIO], Facts]) -> Facts:
@@ -131,7 +134,7 @@ class Cache:
 
     @property
     def _holder(self) -> Path:
-        """The file that names the process that holds the lock, or held it last."""
+        """The file that names the process that holds the lock."""
         return self.root / "write.lock.holder"
 
     def _who_is_writing(self) -> str:
