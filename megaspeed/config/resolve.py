@@ -1,6 +1,5 @@
 """Resolves a config for one world size: replaces "auto" and computes all derived numbers."""
 
-import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -139,7 +138,7 @@ def definite_run(config: RunConfig, name: str, world: World) -> Run:
     batch = solve_batch(StatedBatch.of(config), grid.dp)
     assert batch is not None, "the launch rules checked that the batch multiplies"
     reduction = _gradient_reduction(config)
-    scaling = _lr_factor(config, batch)
+    scaling = config.training.lr_factor(batch.train_batch_size)
     definite = config.model_copy(
         update={
             "train_batch_size": batch.train_batch_size,
@@ -170,16 +169,6 @@ def _precision(config: RunConfig) -> Precision:
     if config.bf16.enabled:
         return "bf16"
     return "fp16" if config.fp16.enabled else "fp32"
-
-
-def _lr_factor(config: RunConfig, batch: Batch) -> float:
-    """What `training.lr_scaling` multiplies every stated learning rate by."""
-    base = config.training.base_batch_size
-    if config.training.lr_scaling == "none":
-        return 1.0
-    assert base is not None, "a rule checked that the base is stated"
-    ratio = batch.train_batch_size / base
-    return ratio if config.training.lr_scaling == "linear" else math.sqrt(ratio)
 
 
 def _definite_training(config: RunConfig, name: str, batch: Batch) -> TrainingConfig:

@@ -18,10 +18,12 @@ class Section(BaseModel):
 
     @field_validator("*")
     @classmethod
-    def _fits_64_bits(cls, value: Any) -> Any:
-        """For fields without their own bound: larger numbers do not fit a 64-bit integer."""
+    def _is_not_huge(cls, value: Any) -> Any:
+        """For fields without their own bound: torch takes 64-bit integers and fp32 numbers."""
         if isinstance(value, int) and abs(value) >= 2**63:
             raise ValueError("a whole number of at most 2^63 - 1")
+        if isinstance(value, float) and abs(value) > LARGEST_NUMBER:
+            raise ValueError(f"a number of at most {LARGEST_NUMBER:g}")
         return value
 
 
@@ -58,6 +60,8 @@ LARGEST_WORLD = 10**6  # processes
 LARGEST_BATCH = 10**7  # samples of a step
 LARGEST_ACCUMULATION = 10**5  # micro-batches of a step
 LARGEST_COUNT = 10**9  # anything else
+LARGEST_SECONDS = 10**7  # 115 days; the C libraries below cannot represent a much longer wait
+LARGEST_NUMBER = 1e20  # of a float; AdamW divides by 1 - beta, and the result must fit fp32
 
 PathText = Annotated[str, Field(min_length=1), AfterValidator(_possible_path)]
 """A path or a glob that is not empty, and that is possible on this system."""

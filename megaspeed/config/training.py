@@ -1,10 +1,11 @@
 """The `training` section: the length of the run, validations, reports and checkpoints."""
 
+import math
 from typing import Literal
 
 from pydantic import Field
 
-from megaspeed.config.section import PathText, Section
+from megaspeed.config.section import LARGEST_SECONDS, PathText, Section
 
 ReportTo = Literal["tensorboard", "wandb"]
 """Services that a run can report to."""
@@ -67,7 +68,7 @@ class TrainingConfig(Section):
     hang_timeout_seconds: float = Field(
         default=300.0,
         gt=0,
-        allow_inf_nan=False,
+        le=LARGEST_SECONDS,
         description="If there is no progress for this long, every rank writes its stacks, the "
         "ranks that did not arrive are named, and the run ends with exit code 3. Start-up and the "
         "first step may take four times as long, saving and loading 24 times.",
@@ -98,3 +99,11 @@ class TrainingConfig(Section):
         "From the first save to the end of the run, this takes 12 bytes of host memory for each "
         "parameter that a rank writes. If the rank trains on a GPU, the memory is page-locked.",
     )
+
+    def lr_factor(self, train_batch_size: int) -> float:
+        """What `lr_scaling` multiplies every stated learning rate by."""
+        if self.lr_scaling == "none":
+            return 1.0
+        assert self.base_batch_size is not None, "a rule checked that the base is stated"
+        ratio = train_batch_size / self.base_batch_size
+        return ratio if self.lr_scaling == "linear" else math.sqrt(ratio)

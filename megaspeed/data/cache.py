@@ -13,13 +13,16 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import socket
+import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from filelock import FileLock
+from filelock import FileLock, Timeout
 
 from megaspeed.data.errors import DataError
 from megaspeed.files.durable import TEMPORARY, write_whole
@@ -33,6 +36,7 @@ CACHE_VARIABLE = "MEGASPEED_CACHE"
 _BLOCK_BYTES = 1 << 20
 _BLOCKS_CHECKED = 64
 _KEY_DIGITS = 32
+_SILENT_SECONDS = 10.0
 _ANY_KEY = "[0-9a-f]" * _KEY_DIGITS
 
 
@@ -49,15 +53,22 @@ def cache_key(*parts: Any) -> str:
 
 @dataclass(frozen=True)
 class Cache:
-    """A folder of sealed files, shared by the processes of a machine."""
+    """A folder of sealed files, shared by the processes of a machine.
+
+    Attributes:
+        root: the folder.
+        speaks: whether to report on standard error that another process holds the lock.
+    """
 
     root: Path
+    speaks: bool = True
 
     @contextmanager
     def lock(self) -> Iterator[None]:
         """One process at a time writes; the kernel frees the lock of a process that died.
 
-        A thread that holds it may enter it again.
+        A thread that holds it may enter it again. A process that waits for more than ten seconds
+        reports once who holds it.
 
         Raises:
             DataError: the folder cannot be made or written to.
@@ -65,14 +76,24 @@ class Cache:
         try:
             self.root.mkdir(parents=True, exist_ok=True)
             lock = FileLock(self.root / "write.lock", is_singleton=True)
-            lock.acquire()
+            try:
+                lock.acquire(timeout=_SILENT_SECONDS)
+            except Timeout:
+                if self.speaks:
+                    sys.stderr.write(f"{self._who_is_writing()}\n")
+                lock.acquire()
         except OSError as error:
             raise _cannot_write(self.root, error) from error
         try:
             if lock.lock_counter == 1:  # else what is being written further out is no leftover
                 self._remove_leftovers()
+                with suppress(OSError):  # it only names this process to those that wait
+                    self._holder.write_text(f"{socket.gethostname()} {os.getpid()}\n")
             yield
         finally:
+            if lock.lock_counter == 1:
+                with suppress(OSError):
+                    self._holder.unlink(missing_ok=True)  # the next process writes its own
             lock.release()
 
     def write(self, path: Path, fill: Callable[[BinaryIO], Facts]) -> Facts:
@@ -110,6 +131,23 @@ class Cache:
     def read_index(self, path: Path) -> Facts | None:
         """The facts at `path` if they are whole, else None."""
         return read_sealed(path)
+
+    @property
+    def _holder(self) -> Path:
+        """The file that names the process that holds the lock."""
+        return self.root / "write.lock.holder"
+
+    def _who_is_writing(self) -> str:
+        try:
+            host, process = self._holder.read_text().split()
+        except (OSError, ValueError):
+            holder = ""
+        else:
+            holder = f" (process {process} on {host})"
+        return (
+            f"another process{holder} is preparing data in {self.root}; waiting until it is done. "
+            f"To prepare it elsewhere, set {CACHE_VARIABLE} to another folder"
+        )
 
     def _remove_leftovers(self) -> None:
         """Of entries that somebody died of; others may keep files of their own in the folder."""

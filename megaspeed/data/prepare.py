@@ -27,7 +27,7 @@ from megaspeed.data.tokens.token_sources import open_token_source
 
 
 def prepare_corpus(
-    data: DataConfig, vocab_size: int, *, cache_dir: Path | None = None
+    data: DataConfig, vocab_size: int, *, cache_dir: Path | None = None, speaks: bool = True
 ) -> PreparedCorpus:
     """The corpus as token files, built if this machine has not built it before.
 
@@ -37,11 +37,12 @@ def prepare_corpus(
         data: the `data` section.
         vocab_size: `model.vocab_size`; token ids are below it.
         cache_dir: where prepared data is kept; None is $MEGASPEED_CACHE, else ~/.cache/megaspeed.
+        speaks: whether to report on standard error that another process prepares data for long.
 
     Raises:
         DataError: with every problem found.
     """
-    cache = Cache((cache_dir or default_cache_dir(os.environ)).absolute())
+    cache = Cache((cache_dir or default_cache_dir(os.environ)).absolute(), speaks)
     try:
         selection = select_files(data)
     except DataError as error:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -76,15 +76,19 @@ def select_files(data: DataConfig) -> Selection:
 
 def find_problems(data: DataConfig, vocab_size: int) -> tuple[str, ...]:
     """Every problem that shows without reading the corpus; empty where there is none."""
-    problems: list[str] = []
+    return tuple(each_problem(data, vocab_size))
+
+
+def each_problem(data: DataConfig, vocab_size: int) -> Iterator[str]:
+    """As `find_problems`, each as it is found."""
     shares: Sequence[Share] = ()
     try:
         train, validation = _find_both(data)
         shares = (*train, *(validation or ()))
     except DataError as error:
-        problems.extend(error.problems)
-    problems.extend(_first_records(shares))
-    problems.extend(first_ids(shares, vocab_size))
+        yield from error.problems
+    yield from _first_records(shares)
+    yield from first_ids(shares, vocab_size)
     try:
         tokenizer = choose_tokenizer(data, shares)
         if tokenizer is not None:
@@ -92,8 +96,7 @@ def find_problems(data: DataConfig, vocab_size: int) -> tuple[str, ...]:
         elif data.tokenizer == TRAIN and not token_places(shares):
             check_trainable(vocab_size)
     except DataError as error:
-        problems.extend(error.problems)
-    return tuple(problems)
+        yield from error.problems
 
 
 def first_ids(shares: Sequence[Share], vocab_size: int) -> list[str]:
@@ -138,13 +141,11 @@ def _places(shares: Sequence[Share]) -> dict[tuple[str, str], str]:
     return text | {(str(place.resolve()), ""): str(place) for place in token_places(shares)}
 
 
-def _first_records(shares: Sequence[Share]) -> list[str]:
+def _first_records(shares: Sequence[Share]) -> Iterator[str]:
     """What is wrong with the first record of each file of records; a wrong field shows there."""
-    problems: list[str] = []
     on_bad = partial(refuse, otherwise=SKIP_BEFOREHAND)
     for file in (file for share in shares for file in share.files if file.format.has_records):
         try:
             next(file.pieces(on_bad=on_bad), None)
         except DataError as error:
-            problems.extend(error.problems)
-    return problems
+            yield from error.problems

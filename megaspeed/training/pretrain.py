@@ -238,7 +238,11 @@ def _train(job: Job) -> TrainingSummary | None:
     with during("preparing the corpus", patience=math.inf):
         start = time.perf_counter()
         with job.console.status("preparing the corpus"):
-            corpus = prepare_corpus(run.config.data, run.config.model.vocab_size)
+            corpus = prepare_corpus(
+                run.config.data,
+                run.config.model.vocab_size,
+                speaks=job.meeting.launch.local_rank == 0,
+            )
         line = describe_corpus(corpus, time.perf_counter() - start)
         job.console.print(line, highlight=False, soft_wrap=True)
     with during("creating the process groups", patience=START_UP_PATIENCE):

@@ -9,9 +9,9 @@
 If ZeRO partitions a tensor, data ranks hold no copies of it. Then each part is compared along the
 other axes.
 
-Each rank reads the bits of its copies as integers and adds them up, with one sum for each set of
-ranks that hold the same copies. A rank has at most eight sums, which one small collective and one
-host read compare. Only if sums differ, a second comparison finds the parameter.
+Each rank computes one number from the bits of its copies (fingerprint.py) for each set of ranks
+that hold the same copies. A rank has at most eight, which one small collective and one host read
+compare. Only if they differ, a second comparison finds the parameter.
 """
 
 from collections import Counter
@@ -19,7 +19,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -32,6 +31,7 @@ from megaspeed.model.parameters import (
 from megaspeed.tensor_parallel.plan import key_value_replicas
 from megaspeed.topology.grid import Coordinates
 from megaspeed.topology.meeting import ranks_named
+from megaspeed.training.fingerprint import fingerprint
 from megaspeed.training.worker import Worker
 from megaspeed.zero.global_norm import exchange
 from megaspeed.zero.held_parameters import held_parameters
@@ -41,9 +41,6 @@ Holders = Literal["own", "tensor ranks", "key and value heads", "tied"]
 _SLOTS: tuple[tuple[Kind, Holders], ...] = tuple(
     (kind, holders) for kind in get_args(Kind) for holders in get_args(Holders)
 )
-_ELEMENTS_AT_ONCE = 1 << 24
-_EXACT_IN_FP64 = (1 << 52) - 1
-_INTEGERS = {2: torch.int16, 4: torch.int32}
 _MOST_NAMED = 4
 
 
@@ -74,8 +71,8 @@ class Replicas:
         parts: dict[tuple[Kind, Holders], list[Tensor]] = {slot: [] for slot in _SLOTS}
         for part in self._parts():
             parts[part.kind, part.holders].append(part.values)
-        sums = [_sum_of_bits(parts[slot]) if parts[slot] else None for slot in _SLOTS]
-        table = exchange(sums, self._context.world_group, self._context.device)
+        own = [fingerprint(parts[slot]) if parts[slot] else None for slot in _SLOTS]
+        table = exchange(own, self._context.world_group, self._context.device)
         differing = [
             slot
             for place, slot in enumerate(_SLOTS)
@@ -131,7 +128,7 @@ class Replicas:
         return len(shard.rows[0]) * width
 
     def _ranks_of(self, slot: tuple[Kind, Holders]) -> list[list[int]]:
-        """Groups of ranks whose sums must be equal."""
+        """Groups of ranks whose fingerprints must be equal."""
         grid = self._run.grid
         ends = (0, grid.pp - 1)
         groups: dict[tuple[int, ...], list[int]] = {}
@@ -153,19 +150,19 @@ class Replicas:
         }[holders]
 
     def _describe(self, step: int, slots: Sequence[tuple[Kind, Holders]]) -> str:
-        """Gathers the sums of single parameters, and names those that differ."""
+        """Gathers the fingerprints of single parameters, and names those that differ."""
         own = {
-            (part.kind, part.holders, part.name): float(_sum_of_bits([part.values]))
+            (part.kind, part.holders, part.name): float(fingerprint([part.values]))
             for part in self._parts()
             if (part.kind, part.holders) in slots
         }
-        sums: list[dict[tuple[Kind, Holders, str], float]] = [{}] * self._run.grid.world_size
-        dist.all_gather_object(sums, own, self._context.world_group)
+        marks: list[dict[tuple[Kind, Holders, str], float]] = [{}] * self._run.grid.world_size
+        dist.all_gather_object(marks, own, self._context.world_group)
         found: list[str] = []
         for slot in slots:
             for ranks in self._ranks_of(slot):
-                for key in (key for key in sums[ranks[0]] if key[:2] == slot):
-                    odd = _differing(ranks, [sums[rank][key] for rank in ranks])
+                for key in (key for key in marks[ranks[0]] if key[:2] == slot):
+                    odd = _differing(ranks, [marks[rank][key] for rank in ranks])
                     if odd:
                         found.append(f"the {key[0]} {key[2]} on {odd}")
         more = f", and {len(found) - _MOST_NAMED} more" if len(found) > _MOST_NAMED else ""
@@ -178,36 +175,12 @@ class Replicas:
         )
 
 
-def _differing(ranks: Sequence[int], sums: Sequence[float]) -> str | None:
+def _differing(ranks: Sequence[int], marks: Sequence[float]) -> str | None:
     """The ranks that differ from the majority; all if there is no majority; None if all agree."""
-    if len(set(sums)) == 1:
+    if len(set(marks)) == 1:
         return None
-    (usual, count), *_ = Counter(sums).most_common()
-    if count <= len(sums) / 2:
+    (usual, count), *_ = Counter(marks).most_common()
+    if count <= len(marks) / 2:
         return f"{ranks_named(list(ranks))}, which do not agree"
-    odd = [rank for rank, own in zip(ranks, sums, strict=True) if own != usual]
+    odd = [rank for rank, own in zip(ranks, marks, strict=True) if own != usual]
     return f"{ranks_named(odd)}, unlike {count} other ranks"
-
-
-def _sum_of_bits(tensors: Sequence[Tensor]) -> Tensor:
-    """The elements' bits, added up as integers; a few kernels for any number of tensors."""
-    total: Tensor | int = 0
-    for some in _batches(tensors):
-        flat = some[0] if len(some) == 1 else torch.cat(some)
-        total = total + flat.view(_INTEGERS[flat.element_size()]).sum(dtype=torch.int64)
-    assert isinstance(total, Tensor), "there is at least one tensor"
-    return (total & _EXACT_IN_FP64).to(torch.float64)
-
-
-def _batches(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Groups of tensors that are small enough to be concatenated."""
-    batch: list[Tensor] = []
-    elements = 0
-    for tensor in tensors:
-        if batch and elements + tensor.numel() > _ELEMENTS_AT_ONCE:
-            yield batch
-            batch, elements = [], 0
-        batch.append(tensor)
-        elements += tensor.numel()
-    if batch:
-        yield batch

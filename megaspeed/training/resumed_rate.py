@@ -6,19 +6,26 @@ steps, the schedule is stretched, and the rate of the next step differs from the
 
 import json
 import math
-from collections.abc import Mapping
+import shlex
 from typing import Any
 
 from pydantic import ValidationError
 
 from megaspeed.checkpoint.run_state import RunState
 from megaspeed.config.optimizer import OptimizerConfig
-from megaspeed.config.resolve import Run
+from megaspeed.config.resolve import Run, config_problems
 from megaspeed.config.scheduler import SchedulerConfig
 from megaspeed.config.section import Section
 from megaspeed.training.learning_rate import learning_rate
 
 _RELATIVE_DIFFERENCE = 1e-9
+_RATES = {
+    "optimizer.params.lr",
+    "scheduler",
+    "scheduler.params.warmup_min_lr",
+    "scheduler.params.warmup_max_lr",
+}
+"""The keys that ``training.lr_scaling`` multiplies, or that contain such a key."""
 
 
 class _Schedule(Section):
@@ -53,29 +60,41 @@ def rate_change(saved: RunState, run: Run) -> str | None:
         return None
     return (
         f"the learning rate of step {saved.progress.step + 1} is {rate:.3e}, but the saved "
-        f"schedule has {due:.3e}; {_mend(before, now)}"
+        f"schedule has {due:.3e}; {_mend(before, now, run)}"
     )
 
 
-def _mend(before: _Schedule, now: _Schedule) -> str:
-    """The differences, as ``--set`` takes them."""
-    stated, current = _values(before), _values(now)
-    back = [
-        f"{key}={json.dumps(value)}" for key, value in stated.items() if current.get(key) != value
-    ]
-    if before.scheduler is None:
-        away = ["scheduler=null"] if now.scheduler is not None else []
-    else:
-        away = [f"{key}=null" for key in current if key not in stated]
-    return f"to keep the saved schedule, pass --set {' '.join([*back, *away])}"
+def _mend(before: _Schedule, now: _Schedule, run: Run) -> str:
+    """The words of ``--set`` that give the saved rates again, quoted for a shell."""
+    problems = config_problems(run.config.model_copy(update=dict(before)))
+    if problems:
+        return f"the saved schedule cannot be kept: {problems[0].message}"
+    # Each type has its own keys, so a scheduler of another type is replaced as a whole.
+    whole = _type_of(before) != _type_of(now)
+    saved, current = _values(before, whole), _values(now, whole)
+    changed = {key for key, value in saved.items() if value != current.get(key)}
+    words: list[str] = []
+    if run.config.training.lr_scaling != "none" and changed & _RATES:
+        # The saved rates are scaled already.
+        words += ["training.lr_scaling=none", "training.base_batch_size=null"]
+        changed |= saved.keys() & _RATES
+    for key in (key for key in saved if key in changed):
+        if whole and key == "scheduler" and current[key] is not None:
+            words.append("scheduler=null")
+        if saved[key] is not None:
+            words.append(shlex.quote(f"{key}={json.dumps(saved[key])}"))
+    return f"to keep the saved schedule, pass --set {' '.join(words)}"
 
 
-def _values(config: _Schedule) -> Mapping[str, Any]:
-    """The keys that determine the rate, in the form of the configuration."""
+def _type_of(config: _Schedule) -> str | None:
+    return None if config.scheduler is None else config.scheduler.type
+
+
+def _values(config: _Schedule, whole: bool) -> dict[str, Any]:
+    """The keys that determine the rate; ``whole``: the scheduler is one of them."""
+    scheduler = config.model_dump(mode="json", exclude_none=True).get("scheduler")
     values: dict[str, Any] = {"optimizer.params.lr": config.optimizer.params.lr}
-    if config.scheduler is not None:
-        values["scheduler.type"] = config.scheduler.type
-        for name, value in config.scheduler.params.model_dump(mode="json").items():
-            if value is not None:
-                values[f"scheduler.params.{name}"] = value
-    return values
+    if whole:
+        return {**values, "scheduler": scheduler}
+    params = {} if scheduler is None else scheduler["params"]
+    return values | {f"scheduler.params.{name}": value for name, value in params.items()}

@@ -128,5 +128,5 @@ def _record_start(run: Run, step: int) -> None:
 
 
 def _write_config(run: Run) -> None:
-    text = json.dumps(run.as_json(), indent=2) + "\n"
+    text = json.dumps(run.as_json(), indent=2, allow_nan=False) + "\n"
     write_whole(run.run_dir / CONFIG, lambda stream: stream.write(text.encode()))

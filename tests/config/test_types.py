@@ -50,6 +50,18 @@ from tests.config.small import only_problem, problems, small
         ),
         ("optimizer.params.lr=NaN", 'given "NaN" (a string), wanted a number'),
         ("optimizer.params.lr=1e999", "given Infinity (a decimal number), wanted a finite number"),
+        (
+            "optimizer.params.lr=1e39",
+            "given 1e+39 (a decimal number), wanted a number of at most 1e+20",
+        ),
+        (
+            "model.rope_theta=1e300",
+            "given 1e+300 (a decimal number), wanted a number of at most 1e+20",
+        ),
+        (
+            "training.hang_timeout_seconds=1e300",
+            "given 1e+300 (a decimal number), wanted at most 10,000,000",
+        ),
         ("optimizer.params.betas=[0.9]", "given [0.9] (a list), wanted a list of 2"),
         ("optimizer.params.betas=[]", "given [] (a list), wanted a list of 2"),
         ("optimizer.params.betas=[1,2,3]", "given [1, 2, 3] (a list), wanted a list of at most 2"),

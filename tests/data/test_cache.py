@@ -1,10 +1,15 @@
 """What is in the cache is whole, or it is not there."""
 
+import socket
+import sys
 from pathlib import Path
+from subprocess import PIPE, Popen
+from threading import Timer
 from typing import BinaryIO
 
 import pytest
 
+import megaspeed.data.cache
 from megaspeed.data.cache import Cache, Facts, cache_key, default_cache_dir, index_path
 from megaspeed.data.errors import DataError
 
@@ -103,6 +108,39 @@ def test_a_folder_that_cannot_be_written_is_named_with_its_mend(tmp_path: Path) 
     message = r"file/cache cannot be written .*set MEGASPEED_CACHE"
     with pytest.raises(DataError, match=message), lock:
         pass
+
+
+HOLD = """
+import sys
+from pathlib import Path
+from megaspeed.data.cache import Cache
+
+with Cache(Path(sys.argv[1])).lock():
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize("speaks", [True, False])
+def test_a_long_wait_for_another_process_is_reported_once_with_its_number(
+    cache: Cache, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], speaks: bool
+) -> None:
+    monkeypatch.setattr(megaspeed.data.cache, "_SILENT_SECONDS", 0.2)
+    command = [sys.executable, "-c", HOLD, str(cache.root)]
+    with Popen(command, stdin=PIPE, stdout=PIPE, text=True) as other:
+        assert other.stdin is not None and other.stdout is not None
+        assert other.stdout.readline() == "held\n"
+        release = Timer(1, other.stdin.close)
+        release.start()
+        with Cache(cache.root, speaks).lock():
+            pass
+        release.join()
+    said = (
+        f"another process (process {other.pid} on {socket.gethostname()}) is preparing data in "
+        f"{cache.root}; waiting until it is done. To prepare it elsewhere, set MEGASPEED_CACHE to "
+        "another folder\n"
+    )
+    assert capfd.readouterr().err == (said if speaks else "")
 
 
 def test_the_environment_chooses_the_folder() -> None:

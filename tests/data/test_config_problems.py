@@ -1,11 +1,13 @@
 """Files that are missing are told beside keys that are wrong, not after them."""
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from megaspeed.data import config_problems
 from megaspeed.data.config_problems import find_problems_in_file
 from megaspeed.data.text.documents import read_documents
 from megaspeed.data.text.sources import SourceFile
@@ -77,3 +79,21 @@ def test_a_tokenizer_is_compared_with_the_model_of_from_hf(tmp_path: Path) -> No
     (problem,) = problems(tmp_path, model={"from_hf": str(tmp_path)}, data=data)
     assert "has 257 entries while model.vocab_size is 99" in problem
     assert problems(tmp_path, model={"from_hf": "/no/such/folder"}, data=data) == []
+
+
+@pytest.mark.parametrize("pattern", ["**", "**/*.nothing"])
+def test_a_glob_that_would_never_end_is_given_up_with_a_word(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    pattern: str,
+) -> None:
+    """Each of ten links leads back up, so the tree has 10^40 folders for a glob."""
+    for number in range(10):
+        (tmp_path / f"up{number}").symlink_to(tmp_path)
+    monkeypatch.setattr(config_problems, "_LONGEST_SECONDS", 0.2)
+    start = time.monotonic()
+    assert problems(tmp_path, f'data.train=["{tmp_path}/{pattern}"]') == []
+    assert time.monotonic() - start < 5
+    (message,) = caplog.messages
+    assert message.startswith("data: the files were examined for 0.2 s, and not completely")

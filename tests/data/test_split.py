@@ -1,5 +1,7 @@
 """The validation split holds whole documents, about the fraction that was asked for."""
 
+import hashlib
+import random
 from pathlib import Path
 
 import pytest
@@ -134,6 +136,55 @@ def test_a_text_that_is_elsewhere_too_is_not_cut() -> None:
 
 def test_documents_of_which_none_can_be_cut_are_held_out_whole() -> None:
     twice = [document(f"{name}{i}", 30_000, name) for name in "abc" for i in range(2)]
-    training, (validation,), cuts = split_by_tokens([twice], 0.05, seed=1)
-    assert ([training[0], validation], cuts) == ([*split_documents(twice, 0.05, seed=1)], [None])
+    training, (validation,), cuts = split_by_tokens([twice], 0.2, seed=1)
+    assert ([training[0], validation], cuts) == ([*split_documents(twice, 0.2, seed=1)], [None])
     assert len(validation) == 2
+
+
+@pytest.mark.parametrize("fraction", [0.001, 0.01, 0.05])
+def test_copies_that_come_to_far_more_than_the_fraction_are_refused(fraction: float) -> None:
+    """Two texts of 300 copies each: 44.8 % were held out, whatever the fraction was."""
+    copies = [document("all.jsonl", size, str(size)) for size in (448, 552) for _ in range(300)]
+    with pytest.raises(DataError) as caught:
+        split_by_tokens([copies, []], fraction, seed=1)
+    (problem,) = caught.value.problems
+    assert problem.startswith(
+        f"at most 2 x data.validation_fraction {fraction:g} may be held out, and it would be 44.8% "
+        "of all.jsonl: no document of all.jsonl can be cut, because all have copies (600 "
+        "documents, 2 distinct); "
+    )
+    with pytest.raises(DataError, match=r"29\.0% of a and 2 other files: no document of all"):
+        split_by_tokens([THREE, copies], 0.05, seed=1)
+    training, validation, _ = split_by_tokens([copies], 0.3, seed=1)
+    assert (training[0], validation[0]) == split_documents(copies, 0.3, seed=1)
+
+
+FRACTIONS = (0.001, 0.05, 0.3, 0.9)
+SAVED = "9617b26326d5f8cba2f7763f0f582eb291e0f83fa3cb30ff8ab21b30fca110a9"
+"""Of the splits below, made before those far from the fraction were refused."""
+
+
+def test_splits_are_those_of_earlier_versions() -> None:
+    """So a resumed run trains on the same text, to the token."""
+    digest, refused = hashlib.sha256(), 0
+    for number in range(600):
+        draw = random.Random(number)
+        groups = [
+            [
+                document(f"{number}-{i}", size, f"{number}-{size}")
+                for i in range(draw.choice((1, 5, 40)))
+                for size in [draw.randint(1, draw.choice((4, 100, 10_000)))]
+                for _ in range(draw.choice((1, 1, 2)))
+            ]
+            for _ in range(draw.choice((1, 1, 3)))
+        ]
+        try:
+            training, validation, cuts = split_by_tokens(groups, draw.choice(FRACTIONS), seed=1)
+        except DataError:
+            refused += 1
+            continue
+        names = [
+            [[d.file.name for d in group] for group in side] for side in (training, validation)
+        ]
+        digest.update(repr((names, cuts)).encode())
+    assert (digest.hexdigest(), refused) == (SAVED, 85)

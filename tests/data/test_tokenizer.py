@@ -210,6 +210,18 @@ def test_what_is_no_tokenizer_is_refused_with_its_mend(
         load_tokenizer(str(tmp_path))
 
 
+def test_a_folder_without_a_tokenizer_is_refused_without_transformers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Importing it takes seconds, and `megaspeed check` promises less."""
+    asked: list[str] = []
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda path, **_: asked.append(path))
+    (tmp_path / "notes.txt").write_text("no vocabulary")
+    with pytest.raises(DataError, match=r"must be a tokenizer\.json or a folder with one"):
+        load_tokenizer(str(tmp_path))
+    assert asked == []
+
+
 @pytest.mark.parametrize("name", ["tokenizer.model", "vocab.json"])
 def test_an_older_format_that_transformers_does_not_read_is_refused_in_our_words(
     tmp_path: Path,
@@ -220,6 +232,7 @@ def test_an_older_format_that_transformers_does_not_read_is_refused_in_our_words
     """transformers warns of one package and advises to install another, which is of no use."""
     monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
     (tmp_path / name).write_bytes(b"\x0a\x0f\x0a\x05<unk>")
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     with pytest.raises(DataError) as caught:
         load_tokenizer(str(tmp_path), "--tokenizer")
     assert str(caught.value) == (

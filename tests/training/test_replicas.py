@@ -72,11 +72,15 @@ def trained(
 
 
 class Damage(NamedTuple):
-    """The last element that a rank holds of a parameter gets its lowest bit changed."""
+    """The last element that a rank holds of a parameter gets its lowest bit changed.
+
+    Or the first two elements are exchanged, which keeps every sum over the elements.
+    """
 
     rank: int
     kind: str
     name: str
+    exchanges: bool = False
 
     def do(self, engine: Any) -> None:
         held = (
@@ -85,6 +89,10 @@ class Damage(NamedTuple):
             else ((part.parameter, part.weights) for part in engine.state_fragments())
         )
         (values,) = (v for p, v in held if engine.names[p] == self.name and len(v))
+        if self.exchanges:
+            first_two = values.detach()[:2]
+            first_two.copy_(first_two.flip(0))
+            return
         bits = values.detach()[-1:].view(torch.int32 if values.element_size() == 4 else torch.int16)
         bits ^= 1
 
@@ -112,6 +120,7 @@ HEAD = "head.output.weight"
         (LAYOUTS[0], Damage(2, "parameter", NORM), f"parameter {NORM} on rank 2, unlike 2"),
         (LAYOUTS[1], Damage(3, "parameter", NORM), f"parameter {NORM} on rank 3, unlike 3"),
         (LAYOUTS[1], Damage(3, "parameter", QKV), f"parameter {QKV} on rank 3, unlike 3"),
+        (LAYOUTS[0], Damage(1, "parameter", QKV, exchanges=True), f"{QKV} on rank 1, unlike 2"),
         (
             LAYOUTS[2],
             Damage(2, "master weight", HEAD),
@@ -130,7 +139,7 @@ HEAD = "head.output.weight"
         ),
     ],
 )
-def test_one_bit_that_differs_is_found_and_named(
+def test_what_differs_is_found_and_named(
     pool: RankPool, tmp_path: Path, layout: Layout, damage: Damage, named: str
 ) -> None:
     """The copies are those of data ranks, tensor ranks, groups of heads and pipeline ends."""

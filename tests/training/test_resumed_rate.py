@@ -1,11 +1,14 @@
 """A resumed run whose next learning rate is not the one that was due reports both."""
 
+import json
+import shlex
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from megaspeed.checkpoint.run_state import RunState
+from megaspeed.config.loading import load_run
 from megaspeed.config.resolve import Run
 from megaspeed.training.learning_rate import learning_rate
 from megaspeed.training.resumed_rate import rate_change
@@ -68,9 +71,9 @@ LR_2E_3 = {"optimizer": {"params": {"lr": 2e-3}}}
         (run_of(**LR_2E_3), "optimizer.params.lr=0.001"),
         (
             run_of(scheduler=None),
-            'scheduler.type="WarmupCosineLR" scheduler.params.warmup_num_steps=10 '
-            'scheduler.params.warmup_type="log" scheduler.params.total_num_steps=100 '
-            "scheduler.params.warmup_min_ratio=0.0 scheduler.params.cos_min_ratio=0.0001",
+            """'scheduler={"type": "WarmupCosineLR", "params": {"warmup_num_steps": 10, """
+            '"warmup_type": "log", "total_num_steps": 100, "warmup_min_ratio": 0.0, '
+            """"cos_min_ratio": 0.0001}}'""",
         ),
     ],
 )
@@ -87,3 +90,57 @@ def test_a_schedule_that_is_new_can_be_taken_away() -> None:
 def test_an_imported_model_had_no_rate() -> None:
     imported = run_state(1, imported_from="gpt2", config={"model": run_of().as_json()["model"]})
     assert rate_change(imported, run_of()) is None
+
+
+DECAY = {"warmup_num_steps": 10, "min_ratio": 0.2}
+CONSTANT = {"warmup_num_steps": 10}
+WARMUP = {"warmup_num_steps": 10, "warmup_min_lr": 1e-5, "warmup_max_lr": 2e-3}
+SCHEDULERS: dict[str | None, Any] = {
+    None: None,
+    "cosine": {"type": "cosine", "params": DECAY},
+    "linear": {"type": "linear", "params": DECAY},
+    "constant": {"type": "constant", "params": CONSTANT},
+    "WarmupLR": {"type": "WarmupLR", "params": WARMUP},
+    "WarmupDecayLR": {"type": "WarmupDecayLR", "params": WARMUP},
+    "WarmupCosineLR": COSINE,
+}
+SCALED = {"lr_scaling": "linear", "base_batch_size": 8}
+
+
+@pytest.mark.parametrize("scaling", [{}, SCALED], ids=["plain", "scaled"])
+@pytest.mark.parametrize("before", SCHEDULERS)
+@pytest.mark.parametrize("now", SCHEDULERS)
+def test_the_command_of_the_warning_gives_the_saved_rates_again(
+    tmp_path: Path, before: str | None, now: str | None, scaling: dict[str, Any]
+) -> None:
+    """As a user pastes it: behind his own change, through a shell, over the same file."""
+    file = tmp_path / "run.json"
+    values = {**run_of(scheduler=SCHEDULERS[before]).as_json(), "scheduler": SCHEDULERS[before]}
+    values["training"] |= scaling
+    file.write_text(json.dumps(values))
+
+    def load(*overrides: str) -> Run:
+        return load_run(file, overrides, world_size=1, world_source="x")
+
+    changed = ["optimizer.params.lr=0.003"]
+    if now != before:
+        changed += ["scheduler=null", f"scheduler={json.dumps(SCHEDULERS[now])}"]
+    saved, resumed = load(), load(*changed)
+    change = rate_change(saved_by(saved), resumed)
+    if now == before and now in ("WarmupLR", "WarmupDecayLR"):
+        assert change is None, "warmup_max_lr alone determines its rates"
+        return
+    assert change is not None
+    command = change.partition("pass --set ")[2]
+    kept = load(*changed, *shlex.split(command)).config
+    assert kept.optimizer == saved.config.optimizer
+    assert kept.scheduler == saved.config.scheduler
+
+
+def test_a_schedule_that_ends_before_the_run_cannot_be_kept() -> None:
+    falls_to_0 = SCHEDULERS["WarmupDecayLR"]
+    change = rate_change(saved_by(run_of(scheduler=falls_to_0)), run_of(200, falls_to_0))
+    assert change is not None and change.endswith(
+        "; the saved schedule cannot be kept: scheduler.params.total_num_steps 100 must be at "
+        "least training.steps 200, or the last 100 steps have a learning rate of 0; leave it out"
+    )

@@ -1,7 +1,9 @@
 """A run's folder is found unusable before the run, and nothing of an earlier run is lost."""
 
 import json
+import math
 import os
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 
@@ -33,6 +35,16 @@ def test_a_file_where_the_folder_should_be_is_refused(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=r"training\.run_dir .* is a file; name another"):
             check_run_folder(run_in(folder))
     check_run_folder(run_in(tmp_path / "new" / "folder"))
+
+
+def test_config_json_never_has_a_number_that_json_lacks(tmp_path: Path) -> None:
+    run = run_in(tmp_path)
+    params = run.config.optimizer.params.model_copy(update={"lr": math.inf})
+    optimizer = run.config.optimizer.model_copy(update={"params": params})
+    infinite = replace(run, config=run.config.model_copy(update={"optimizer": optimizer}))
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        start_run_folder(infinite)
+    assert not (tmp_path / "config.json").exists()
 
 
 def complaint_of_a_plain_user(launch: LaunchEnvironment, run: Run) -> str:

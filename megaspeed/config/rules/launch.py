@@ -6,7 +6,8 @@ from megaspeed.config.batch import StatedBatch, explain_batch, solve_batch
 from megaspeed.config.degrees import data_degree_equation, divisors
 from megaspeed.config.layout import layout_in
 from megaspeed.config.rules.rule import Launch, Rule, rule
-from megaspeed.config.section import LARGEST_ACCUMULATION
+from megaspeed.config.scheduler import WarmupDecayLR, WarmupLR
+from megaspeed.config.section import LARGEST_ACCUMULATION, LARGEST_NUMBER
 
 
 @rule("parallel.tensor", "parallel.pipeline", "parallel.spare_ranks")
@@ -104,6 +105,39 @@ def micro_batches_are_bounded(launch: Launch) -> Iterator[str]:
         )
 
 
+@rule(
+    "optimizer.params.lr",
+    "scheduler.params.warmup_max_lr",
+    "training.lr_scaling",
+    "training.base_batch_size",
+    "train_batch_size",
+    "train_micro_batch_size_per_gpu",
+    "gradient_accumulation_steps",
+    "parallel.data",
+    "parallel.tensor",
+    "parallel.pipeline",
+    "parallel.spare_ranks",
+)
+def scaled_rates_are_bounded(launch: Launch) -> Iterator[str]:
+    config, training = launch.config, launch.config.training
+    grid = layout_in(config, launch.world)
+    batch = None if grid is None else solve_batch(StatedBatch.of(config), grid.dp)
+    if batch is None or training.lr_scaling == "none" or training.base_batch_size is None:
+        return
+    rates: dict[str, float | None] = {"optimizer.params.lr": config.optimizer.params.lr}
+    if isinstance(config.scheduler, WarmupLR | WarmupDecayLR):
+        rates["scheduler.params.warmup_max_lr"] = config.scheduler.params.warmup_max_lr
+    factor = training.lr_factor(batch.train_batch_size)
+    for key, rate in rates.items():
+        if rate is not None and not 0 < rate * factor <= LARGEST_NUMBER:
+            yield (
+                f"{key} {rate:g} x {factor:g} = {rate * factor:g} must be more than 0 and at most "
+                f'{LARGEST_NUMBER:g} (training.lr_scaling "{training.lr_scaling}", '
+                f"train_batch_size {batch.train_batch_size:,}); state the rate for "
+                f"training.base_batch_size {training.base_batch_size:,} samples"
+            )
+
+
 @rule("fp16.enabled")
 def fp16_needs_a_gpu(launch: Launch) -> Iterator[str]:
     if launch.config.fp16.enabled and launch.world.device_type == "cpu":
@@ -119,5 +153,6 @@ LAUNCH_RULES: tuple[Rule[Launch], ...] = (
     degrees_multiply_to_world,
     batch_multiplies,
     micro_batches_are_bounded,
+    scaled_rates_are_bounded,
     fp16_needs_a_gpu,
 )

@@ -5,7 +5,8 @@ trained on, and the order in which files are listed does not matter.
 
     by documents    only complete ones, as in version 0.1; if none is short enough, the shortest
     by tokens       if complete ones come to less than 9/10 of the fraction, the end of the longest
-                    document is held out as well
+                    document is held out as well; if all have copies, only complete ones, and a
+                    split that holds out more than twice the fraction is refused
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from megaspeed.data.text.documents import Document
 
 Groups = list[list[Document]]
 _SHORT_OF = 0.1
+_MOST_TIMES = 2
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,8 @@ def split_by_tokens(
     is cut only if its text is nowhere else.
 
     Raises:
-        DataError: a group has fewer than two distinct documents, and they cannot be cut.
+        DataError: the documents of a group cannot be cut, and it has fewer than two distinct ones,
+            or the shortest with its copies is more than twice the fraction.
     """
     whole = [list(group) for group in groups]
     nothing_cut: list[Cut | None] = [None for _ in groups]
@@ -55,11 +58,22 @@ def split_by_tokens(
     }
     copies = Counter(document.content for group in groups for document in group)
     cuts = [_cut(group, held_out, copies, fraction) for group in groups]
-    if any(
-        group and cut is None and not any(document.content in held_out for document in group)
+    uncut = [
+        group
         for group, cut in zip(groups, cuts, strict=True)
-    ):
-        return *split_groups(groups, fraction, seed), nothing_cut
+        if group and cut is None and not any(document.content in held_out for document in group)
+    ]
+    if uncut:
+        training, validation = split_groups(groups, fraction, seed)
+        shares = [_share(held, group) for held, group in zip(validation, groups, strict=True)]
+        problems = [
+            _too_much(group, share, fraction, uncut[0])
+            for group, share in zip(groups, shares, strict=True)
+            if share > _MOST_TIMES * fraction
+        ]
+        if problems:
+            raise DataError(*problems)
+        return training, validation, nothing_cut
     return *_sides(groups, held_out), cuts
 
 
@@ -134,6 +148,28 @@ def _bytes_of(documents: Sequence[Document]) -> dict[str, int]:
     for document in documents:
         bytes_of[document.content] = bytes_of.get(document.content, 0) + document.size_bytes
     return bytes_of
+
+
+def _share(held: Sequence[Document], group: Sequence[Document]) -> float:
+    """The fraction of the group's bytes that is held out."""
+    return sum(d.size_bytes for d in held) / max(sum(d.size_bytes for d in group), 1)
+
+
+def _too_much(
+    group: Sequence[Document], share: float, fraction: float, uncut: Sequence[Document]
+) -> str:
+    return (
+        f"at most {_MOST_TIMES} x data.validation_fraction {fraction:g} may be held out, and it "
+        f"would be {share:.1%} of {_place(group)}: no document of {_place(uncut)} can be cut, "
+        f"because all have copies ({len(uncut):,} documents, {len(_bytes_of(uncut)):,} distinct); "
+        "remove the copies, give data.validation sources of its own, or set data.hold_out_by to "
+        '"documents" to hold out so much'
+    )
+
+
+def _place(group: Sequence[Document]) -> str:
+    files = list(dict.fromkeys(str(document.file.path) for document in group))
+    return files[0] if len(files) == 1 else f"{files[0]} and {len(files) - 1:,} other files"
 
 
 def _too_few(documents: Sequence[Document]) -> str:

@@ -31,6 +31,8 @@ _SETTING = "data.tokenizer"
 _END_OF_TEXT_NAMES = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>")
 TOKENIZER_FILE = "tokenizer.json"
 CONFIG_FILE = "tokenizer_config.json"
+# AutoTokenizer reads in one of them which class the older files are of.
+_NAMES_THE_CLASS = (CONFIG_FILE, "config.json")
 _CONFIG_FILES = (CONFIG_FILE, "special_tokens_map.json")
 # The parts of a tokenizer.json that may put a space before a text.
 _PUT_FIRST_SPACE = ("normalizer", "pre_tokenizer")
@@ -289,9 +291,11 @@ def _of_file(file: Path, setting: str) -> Tokenizer:
 
 
 def _older_format(folder: Path, setting: str) -> Tokenizer:
-    from transformers import AutoTokenizer  # slow to import, and rarely needed
-
     try:
+        if not any((folder / name).is_file() for name in _NAMES_THE_CLASS):
+            raise FileNotFoundError(folder)
+        from transformers import AutoTokenizer  # slow to import, and rarely needed
+
         with quiet_transformers():
             loaded = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
         tokenizer = loaded.backend_tokenizer

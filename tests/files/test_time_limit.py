@@ -1,0 +1,36 @@
+"""A block ends in time, whatever it is doing, and nothing of the limit is left behind."""
+
+import signal
+import time
+
+import pytest
+
+from megaspeed.files.time_limit import at_most
+
+
+def test_a_block_that_takes_too_long_is_left() -> None:
+    start = time.monotonic()
+    steps = []
+    with at_most(0.1):
+        while True:
+            try:
+                time.sleep(60)
+            except Exception:  # an OSError of a walk through folders is often ignored
+                steps.append("caught")
+    assert time.monotonic() - start < 30
+    assert steps == []
+
+
+def test_a_block_that_is_done_in_time_is_not_disturbed_later() -> None:
+    before = signal.getsignal(signal.SIGALRM)
+    with at_most(0.1):
+        pass
+    time.sleep(0.2)
+    assert signal.getsignal(signal.SIGALRM) is before
+    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+
+
+def test_errors_of_the_block_are_raised() -> None:
+    with pytest.raises(KeyError), at_most(60):
+        raise KeyError
+    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
