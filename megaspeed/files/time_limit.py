@@ -18,11 +18,12 @@ def at_most(seconds: float) -> Iterator[None]:
         raise _TimeOver
 
     previous = signal.signal(signal.SIGALRM, leave)
+    timer = signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
-        signal.setitimer(signal.ITIMER_REAL, seconds)
         yield
     except _TimeOver:
         pass
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, previous)
+        signal.setitimer(signal.ITIMER_REAL, *timer)
