@@ -113,7 +113,9 @@ def read_launch_environment(environ: Mapping[str, str]) -> LaunchEnvironment:
     for other in _LAUNCHERS:
         if other is not launcher and other.world_size in environ:
             _check_agreement(launch, other, environ)
-    _check_other_numbers(launch, environ)
+    if not _agents_are_tasks(environ):
+        _check_rank_of_pmix(launch, environ)
+    _check_local_sizes(launch, environ)
     if launch.world_size > 1:
         _check_meeting_point(launch, environ)
     return launch
@@ -209,6 +211,8 @@ def _check_agreement(
     launch: LaunchEnvironment, outer: _Launcher, environ: Mapping[str, str]
 ) -> None:
     tasks = _integer(environ, outer.world_size, default=1)
+    if tasks > 1 and _agents_are_tasks(environ):
+        return
     if tasks < 1 or launch.world_size % tasks != 0:
         raise LaunchError(
             f"two launchers disagree: the world size is {launch.world_size} from {launch.source}, "
@@ -217,8 +221,14 @@ def _check_agreement(
         )
 
 
-def _check_other_numbers(launch: LaunchEnvironment, environ: Mapping[str, str]) -> None:
-    """Raises LaunchError if PMIX_RANK or a local world size exceeds the world size."""
+def _agents_are_tasks(environ: Mapping[str, str]) -> bool:
+    """Whether srun or mpirun has started several torchrun agents, one a task. After a node is lost,
+    an elastic run has fewer agents than tasks, and any number of ranks.
+    """
+    return "TORCHELASTIC_RUN_ID" in environ and _integer(environ, "GROUP_WORLD_SIZE", default=1) > 1
+
+
+def _check_rank_of_pmix(launch: LaunchEnvironment, environ: Mapping[str, str]) -> None:
     rank = _integer(environ, "PMIX_RANK", default=0)
     if rank >= launch.world_size:
         raise LaunchError(
@@ -226,6 +236,9 @@ def _check_other_numbers(launch: LaunchEnvironment, environ: Mapping[str, str]) 
             f"but PMIX_RANK={rank}, so there are at least {rank + 1} processes: start python with "
             "srun, mpirun or torchrun, or unset PMIX_RANK"
         )
+
+
+def _check_local_sizes(launch: LaunchEnvironment, environ: Mapping[str, str]) -> None:
     for name in (name for launcher in _LAUNCHERS for name in launcher.local_world_sizes):
         size = _integer(environ, name, default=1)
         if size > launch.world_size:
