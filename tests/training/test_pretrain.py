@@ -185,7 +185,7 @@ def test_a_sweep_into_the_folder_of_a_finished_run_is_refused(pool: RankPool, co
 
 def test_more_steps_that_move_the_rate_are_warned_of(pool: RankPool, config: Path) -> None:
     scheduler = [
-        "scheduler.type=WarmupDecayLR",
+        "scheduler.type=cosine",
         "scheduler.params.warmup_num_steps=1",
     ]
     commands = [[steps(5), *scheduler], [steps(9), *scheduler]]
