@@ -27,7 +27,7 @@ def find_problems_in_file(path: str | PathLike[str], overrides: Sequence[str] = 
 
     So that they are told together with the problems of the JSON, only its `data` and `model` are
     looked at; nothing is found where `data` cannot be understood. After 2.5 seconds, those
-    found so far are returned, and a warning is logged. Only in the main thread.
+    found so far are returned, and a warning is logged.
 
     Args:
         path: the config file.

@@ -147,6 +147,16 @@ def test_one_torchrun_in_each_slurm_task_is_right(nodes: str) -> None:
     assert read_launch_environment(environ).source == "RANK/WORLD_SIZE"
 
 
+@pytest.mark.parametrize("tasks", ["3", "5", "32"])
+def test_an_elastic_run_that_has_lost_nodes_has_fewer_agents_than_tasks(tasks: str) -> None:
+    """One torchrun a task, and one of them has gone: 8 ranks of 2 agents stay, and were refused."""
+    elastic = {"TORCHELASTIC_RUN_ID": "job", "GROUP_WORLD_SIZE": "2"}
+    environ = _torchrun(SLURM_NTASKS=tasks, SLURM_STEP_ID="0", PMIX_RANK="31", **elastic)
+    assert read_launch_environment(environ).world_size == 8
+    with pytest.raises(LaunchError, match=f"SLURM_NTASKS={tasks}|PMIX_RANK=31"):
+        read_launch_environment({**environ, "GROUP_WORLD_SIZE": "1"})
+
+
 def test_plain_python_in_an_allocation_of_many_tasks_is_refused() -> None:
     batch_script = {"SLURM_NTASKS": "16", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
     with pytest.raises(LaunchError, match=r"SLURM_NTASKS=16, but .* world size would be 1"):

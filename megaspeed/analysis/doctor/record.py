@@ -106,7 +106,10 @@ def take_record(
         run = limited("reading the configuration", lambda: _load(config, overrides, launch, on_gpu))
         if run is not None:
             data, vocabulary = run.config.data, run.config.model.vocab_size
-            corpus = limited("preparing the corpus", lambda: prepare_corpus(data, vocabulary))
+            speaks = launch.local_rank == 0
+            corpus = limited(
+                "preparing the corpus", lambda: prepare_corpus(data, vocabulary, speaks=speaks)
+            )
     except (ConfigError, DataError, OSError) as error:
         wrong = str(error)
     record = Record(
