@@ -64,6 +64,14 @@ def wait_for_step(job: Job, step: int, within: float = 120) -> None:
         time.sleep(0.02)
 
 
+def step_after_restart(job: Job, number: int) -> int:
+    """The step after which this restart continues; waits until it says so."""
+    said = f"restart {number} of {KILLS}: the run continues after step "
+    job.wait_until_said(said, 120)
+    time.sleep(0.1)  # until the line is complete
+    return int(job.console().split(said)[1].split()[0])
+
+
 def undisturbed(folder: Path, steps: int, *changes: str) -> dict[int, float]:
     job = Job(folder, "torchrun", f"training.steps={steps}", *SAVES, *changes)
     assert job.ended(SECONDS).code == 0
@@ -79,7 +87,8 @@ def test_random_kills_of_random_ranks_leave_no_trace_in_the_losses(
     expected = undisturbed(tmp_path / "undisturbed", STEPS)
     earlier = Job(tmp_path / "killed", "torchrun", "training.steps=10", *SAVES).ended()
     assert earlier.code == 0
-    arguments, options, changes = ["--fresh"], ["--max-restarts", str(KILLS)], list(SAVES)
+    arguments, options = ["--fresh"], ["--max-restarts", str(KILLS)]
+    changes = [*SAVES, "training.save_interval=20"]
     if launcher == "deepspeed":
         arguments, options = ["--resume", str(earlier.run_dir)], []
         changes += [f"training.restart={KILLS}", f"training.run_dir={tmp_path / 'other'}"]
@@ -97,11 +106,18 @@ def test_random_kills_of_random_ranks_leave_no_trace_in_the_losses(
     else:
         job.wait_until_said("earlier run's files are now in")
     chance, reached = random.Random(KILLS), first - 1
-    for _ in range(KILLS):
-        wait_for_step(job, reached + chance.randint(1, 6))
-        time.sleep(chance.uniform(0, 0.2))
-        reached = last_step(job.run_dir)
-        victim = chance.choice(ranks_of(job))
+    for kill in range(KILLS):
+        begin = step_after_restart(job, kill) if kill else reached
+        if kill % 2 and reached - begin >= 6:  # before the step that it has already reached
+            victim = chance.choice(ranks_of(job))
+            while last_step(job.run_dir) >= reached:  # the records after `begin` are still there
+                time.sleep(0.02)
+            wait_for_step(job, begin + 1)
+        else:
+            wait_for_step(job, reached + chance.randint(8, 14))
+            time.sleep(chance.uniform(0, 0.2))
+            victim = chance.choice(ranks_of(job))
+        reached = max(reached, last_step(job.run_dir))
         victim.kill()
         victim.wait()
     ended = job.ended(SECONDS)

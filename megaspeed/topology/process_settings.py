@@ -62,8 +62,9 @@ _COMFORTABLE_FILES = 65_536
 _FILES_OF_A_RANK = 512
 """An allowance for data, checkpoints, libraries and connections to neighbours."""
 
-_CONNECTIONS_OF_RANK_0 = 2
-"""To each rank: one for the store, one for the checkpoint group."""
+_CONNECTIONS_OF_RANK_0 = 5
+"""With each rank: up to four for the store (of the meeting, of the process groups and two of the
+watch), and one of the checkpoint group or, if a supervisor keeps the store, of its supervisor."""
 
 
 def default_settings(environ: Mapping[str, str], device_type: DeviceType) -> dict[str, str]:

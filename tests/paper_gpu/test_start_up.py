@@ -160,8 +160,8 @@ def test_too_few_open_files_for_rank_0_are_refused_with_the_numbers(
     limits: list[tuple[int, int]] = []
     monkeypatch.setattr(resource, "getrlimit", lambda what: (1024, 4096))
     monkeypatch.setattr(resource, "setrlimit", lambda what, limit: limits.append(limit))
-    assert open_files_of(0, 4096) == 2 * 4096 + 512
-    with pytest.raises(TopologyError, match=r"up to 8,704 open files .* allows 4,096: raise"):
+    assert open_files_of(0, 4096) == 5 * 4096 + 512
+    with pytest.raises(TopologyError, match=r"up to 20,992 open files .* allows 4,096: raise"):
         allow_open_files(0, 4096)
     allow_open_files(1, 4096)
     assert limits == [(4096, 4096)] * 2
