@@ -170,6 +170,7 @@ def test_a_supervisor_that_dies_takes_all_with_it(tmp_path: Path, victim: int) -
     """No launcher is there that would end the others."""
     port = str(free_port())
     same = (*SAVES, "training.restart=2", f"training.run_dir={tmp_path / 'run'}")
+    same += ("training.hang_timeout_seconds=15",)
     jobs = [
         alone(tmp_path / str(rank), *same, MASTER_PORT=port, RANK=str(rank), LOCAL_RANK=str(rank))
         for rank in range(2)
