@@ -4,15 +4,29 @@ import json
 import os
 import random
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
 import pytest
+import torch.distributed as dist
 
+from megaspeed.checkpoint.errors import CheckpointError
+from megaspeed.checkpoint.folders import CheckpointFolder
+from megaspeed.config.resolve import Run
+from megaspeed.topology.launch import LaunchEnvironment
+from megaspeed.topology.meeting import Meeting
+from megaspeed.training.restarts import Restarts
+from megaspeed.training.resume import ResumeOptions
+from megaspeed.training.resumed_split import keep_split
+from tests.checkpoint.written import CONFIG as CONFIG_SAVED
+from tests.checkpoint.written import write_checkpoint
 from tests.launched import free_port
-from tests.test_faults import Job, alone
+from tests.parallel.tiny import tiny_run
+from tests.test_faults import CONFIG, SCRIPT, TEXT, Job, alone
 
 # More by hand: KILLS=50 python -m pytest tests/test_restarts.py -k random --timeout 4000
 KILLS = int(os.environ.get("KILLS", "3"))
@@ -50,6 +64,14 @@ def wait_for_step(job: Job, step: int, within: float = 120) -> None:
         time.sleep(0.02)
 
 
+def step_after_restart(job: Job, number: int) -> int:
+    """The step after which this restart continues; waits until it says so."""
+    said = f"restart {number} of {KILLS}: the run continues after step "
+    job.wait_until_said(said, 120)
+    time.sleep(0.1)  # until the line is complete
+    return int(job.console().split(said)[1].split()[0])
+
+
 def undisturbed(folder: Path, steps: int, *changes: str) -> dict[int, float]:
     job = Job(folder, "torchrun", f"training.steps={steps}", *SAVES, *changes)
     assert job.ended(SECONDS).code == 0
@@ -65,7 +87,8 @@ def test_random_kills_of_random_ranks_leave_no_trace_in_the_losses(
     expected = undisturbed(tmp_path / "undisturbed", STEPS)
     earlier = Job(tmp_path / "killed", "torchrun", "training.steps=10", *SAVES).ended()
     assert earlier.code == 0
-    arguments, options, changes = ["--fresh"], ["--max-restarts", str(KILLS)], list(SAVES)
+    arguments, options = ["--fresh"], ["--max-restarts", str(KILLS)]
+    changes = [*SAVES, "training.save_interval=20"]
     if launcher == "deepspeed":
         arguments, options = ["--resume", str(earlier.run_dir)], []
         changes += [f"training.restart={KILLS}", f"training.run_dir={tmp_path / 'other'}"]
@@ -83,11 +106,18 @@ def test_random_kills_of_random_ranks_leave_no_trace_in_the_losses(
     else:
         job.wait_until_said("earlier run's files are now in")
     chance, reached = random.Random(KILLS), first - 1
-    for _ in range(KILLS):
-        wait_for_step(job, reached + chance.randint(1, 6))
-        time.sleep(chance.uniform(0, 0.2))
-        reached = last_step(job.run_dir)
-        victim = chance.choice(ranks_of(job))
+    for kill in range(KILLS):
+        begin = step_after_restart(job, kill) if kill else reached
+        if kill % 2 and reached - begin >= 6:  # before the step that it has already reached
+            victim = chance.choice(ranks_of(job))
+            while last_step(job.run_dir) >= reached:  # the records after `begin` are still there
+                time.sleep(0.02)
+            wait_for_step(job, begin + 1)
+        else:
+            wait_for_step(job, reached + chance.randint(8, 14))
+            time.sleep(chance.uniform(0, 0.2))
+            victim = chance.choice(ranks_of(job))
+        reached = max(reached, last_step(job.run_dir))
         victim.kill()
         victim.wait()
     ended = job.ended(SECONDS)
@@ -140,6 +170,7 @@ def test_a_supervisor_that_dies_takes_all_with_it(tmp_path: Path, victim: int) -
     """No launcher is there that would end the others."""
     port = str(free_port())
     same = (*SAVES, "training.restart=2", f"training.run_dir={tmp_path / 'run'}")
+    same += ("training.hang_timeout_seconds=15",)
     jobs = [
         alone(tmp_path / str(rank), *same, MASTER_PORT=port, RANK=str(rank), LOCAL_RANK=str(rank))
         for rank in range(2)
@@ -151,6 +182,195 @@ def test_a_supervisor_that_dies_takes_all_with_it(tmp_path: Path, victim: int) -
     ended = [job.ended() for job in jobs]
     assert ended[1 - victim].code == 1
     assert "restart 1 of 2" not in ended[0].err + ended[1].err
+
+
+def attempt(
+    number: int, store: dist.Store, monkeypatch: pytest.MonkeyPatch, run: Run
+) -> str | None:
+    """What a restart says to the attempts before it."""
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(number))
+    launch = LaunchEnvironment(0, 1, 0, 1, "test")
+    restarts = Restarts(Meeting(store, launch, between_attempts=store))
+    problem = restarts.problem(run)
+    assert restarts.given_up == (problem is not None)
+    restarts.note_opened()
+    return problem
+
+
+def write_steps(run: Run, last: int) -> None:
+    run.run_dir.mkdir(exist_ok=True)
+    records = [json.dumps({"step": step}) + "\n" for step in range(1, last + 1)]
+    (run.run_dir / "metrics.jsonl").write_text("".join(records))
+
+
+def test_a_run_ends_after_two_failures_at_one_step_and_not_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It resumes at 100. It was ended by the second failure, which was before the first one."""
+    store, run = dist.HashStore(), tiny_run(TEXT, training={"run_dir": str(tmp_path / "run")})
+    for number, step in enumerate((190, 120, 150, 110, 120)):
+        assert attempt(number, store, monkeypatch, run) is None
+        write_steps(run, step)
+    assert attempt(5, store, monkeypatch, run) is None, "120, but not twice in a row"
+    write_steps(run, 120)
+    problem = attempt(6, store, monkeypatch, run)
+    assert problem is not None
+    assert "two attempts in a row have failed after step 120" in problem
+
+
+def test_a_run_ends_after_two_failures_before_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The records are those of attempt 0, because no later one has opened the run folder."""
+    store, run = dist.HashStore(), tiny_run(TEXT, training={"run_dir": str(tmp_path / "run")})
+    assert attempt(0, store, monkeypatch, run) is None
+    write_steps(run, 7)
+    monkeypatch.setattr(Restarts, "note_opened", lambda self: None)
+    assert attempt(1, store, monkeypatch, run) is None
+    assert attempt(2, store, monkeypatch, run) is None, "one failure before training"
+    problem = attempt(3, store, monkeypatch, run)
+    assert problem is not None and "have failed before training began" in problem
+
+
+def test_a_restart_does_not_look_for_the_checkpoint_of_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """training.keep_last has deleted it, or --fresh has moved it."""
+    run = tiny_run(TEXT, training={"run_dir": str(tmp_path / "run")})
+    folder = CheckpointFolder(run.run_dir / "checkpoints")
+    options = ResumeOptions(source=str(folder.path(5)))
+    config = CONFIG_SAVED.to_json()
+    config["data"]["hold_out_by"] = "documents"
+    write_checkpoint(folder, 10, config=config)
+    with pytest.raises(CheckpointError, match="step-00000005"):
+        keep_split(options, run)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    kept, _ = keep_split(options, run)
+    assert kept.config.data.hold_out_by == "documents"
+
+
+CHEAP = """
+import os, signal, sys, time
+from pathlib import Path
+
+from megaspeed.topology.process_exit import end_process
+from megaspeed.training import supervisor
+
+supervisor._SECONDS_TO_END = 1.0
+rank, folder = int(os.environ["RANK"]), Path(__file__).parent
+
+
+def train():
+    (folder / f"started-{rank}").touch()
+    print(f"rank {rank} in attempt {os.environ['TORCHELASTIC_RESTART_COUNT']}", flush=True)
+    while not (folder / "go").exists():
+        time.sleep(0.05)
+    {body}
+    return 0
+
+
+end_process(supervisor.run_supervised(train))
+"""
+
+
+class CheapRanks:
+    """Two supervisors whose children do not train, started one by one without a launcher."""
+
+    def __init__(self, folder: Path, body: str, hang_timeout_seconds: float = 5) -> None:
+        self.folder = folder
+        (folder / "ranks.py").write_text(CHEAP.replace("{body}", body))
+        training = {"steps": 1, "restart": 3, "hang_timeout_seconds": hang_timeout_seconds}
+        (folder / "tiny.json").write_text(json.dumps({**CONFIG, "training": training}))
+        place = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+        place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+        self._environment = {**os.environ, **place, "PYTHONPATH": str(SCRIPT.parents[1])}
+        self.of: dict[int, subprocess.Popen[str]] = {}
+
+    def start(self, *ranks: int) -> None:
+        for rank in ranks:
+            self.of[rank] = subprocess.Popen(
+                [sys.executable, "ranks.py", "--config", "tiny.json"],
+                cwd=self.folder,
+                env={**self._environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+
+    def go(self) -> None:
+        """Lets the children leave their first line, after both have started."""
+        while len(list(self.folder.glob("started-*"))) < 2:
+            assert all(one.poll() is None for one in self.of.values())
+            time.sleep(0.05)
+        (self.folder / "go").touch()
+
+    def ended(self, *ranks: int) -> list[tuple[int, str]]:
+        """The exit code and what was said, by rank."""
+        try:
+            said = [self.of[rank].communicate(timeout=120)[0] for rank in ranks]
+            return [
+                (self.of[rank].returncode, text) for rank, text in zip(ranks, said, strict=True)
+            ]
+        finally:
+            for one in self.of.values():
+                one.kill()
+
+
+def test_a_late_start_and_a_late_end_of_rank_0_are_no_failures(tmp_path: Path) -> None:
+    """A node may still pull its container; rank 0 may still draw the loss curve."""
+    ranks = CheapRanks(tmp_path, "time.sleep(10 * (rank == 0))")
+    ranks.start(1)
+    time.sleep(15)
+    ranks.start(0)
+    ranks.go()
+    ended = ranks.ended(0, 1)
+    assert [code for code, _ in ended] == [0, 0]
+    assert ended[0][1] == "rank 0 in attempt 0\n"
+    assert ended[1][1].startswith("rank 1 has not reached the store of rank 0 ")
+    assert ended[1][1].endswith("\nrank 1 in attempt 0\n")
+
+
+def test_a_supervisor_without_rank_0_says_which_address_does_not_answer(tmp_path: Path) -> None:
+    ranks = CheapRanks(tmp_path, "", hang_timeout_seconds=1)
+    ranks.start(1)
+    ((code, said),) = ranks.ended(1)
+    assert code == 1 and said.startswith("rank 1 has not reached the store of rank 0 at 127.0.0.1:")
+    assert "lost the store" not in said
+
+
+def test_a_supervisor_of_rank_0_that_is_frozen_ends_the_job(tmp_path: Path) -> None:
+    """The ranks detect it, too, and end. Their supervisors waited for it for ever."""
+    ranks = CheapRanks(tmp_path, "time.sleep(10); return 3")
+    ranks.start(0, 1)
+    ranks.go()
+    ranks.of[0].send_signal(signal.SIGSTOP)
+    ((code, said),) = ranks.ended(1)
+    assert code == 1
+    assert "lost the store of all ranks, which rank 0's supervisor keeps: no answer for 5 s" in said
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_the_rank_of_another_supervisor_may_save_after_one_has_died(
+    tmp_path: Path, victim: int
+) -> None:
+    """A save is of all ranks, and takes longer than the time to end after a failure."""
+    ranks = CheapRanks(tmp_path, "time.sleep(10); (folder / f'saved-{rank}').touch()")
+    ranks.start(0, 1)
+    ranks.go()
+    ranks.of[victim].kill()
+    ((code, said),) = ranks.ended(1 - victim)
+    assert code == 1 and (tmp_path / f"saved-{1 - victim}").exists()
+    assert f"supervisor of rank {victim}" in said or "rank 0's supervisor keeps" in said
+
+
+def test_a_stop_signal_to_one_rank_before_training_ends_all(tmp_path: Path) -> None:
+    """The rank ends with 128 + SIGTERM, and only it was signalled."""
+    ranks = CheapRanks(tmp_path, "time.sleep(60 * (rank == 0)); return 128 + signal.SIGTERM")
+    ranks.start(0, 1)
+    ranks.go()
+    ended = ranks.ended(0, 1)
+    assert [code for code, _ in ended] == [143, 143]
+    assert all("attempt 1" not in said and "restart 1" not in said for _, said in ended)
 
 
 def elastic(folder: Path, port: int, ranks: int, *changes: str, fault: str) -> Job:

@@ -15,6 +15,8 @@ from megaspeed.topology.failure import note_phase
 
 START_UP_PATIENCE = 4.0
 """How many times longer than a step each phase of start-up may take."""
+SAVE_PATIENCE = 24.0
+"""A disk may be very slow. A rank that has died or stopped is still detected earlier."""
 
 
 class Activity:

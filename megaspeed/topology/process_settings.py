@@ -63,8 +63,8 @@ _FILES_OF_A_RANK = 512
 """An allowance for data, checkpoints, libraries and connections to neighbours."""
 
 _CONNECTIONS_OF_RANK_0 = 5
-"""To each rank: three for the store (check-in, heartbeats, claims), one for its supervisor, one for
-the checkpoint group.
+"""With each rank: up to four for the store (check-in, process groups, heartbeats, claims), and one
+of the checkpoint group or, if a supervisor keeps the store, of its supervisor.
 """
 
 

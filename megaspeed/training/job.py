@@ -19,7 +19,7 @@ from megaspeed.checkpoint.run_state import Progress
 from megaspeed.checkpoint.together import from_rank_0
 from megaspeed.config.resolve import Run
 from megaspeed.data.prepared import PreparedCorpus
-from megaspeed.topology.activity import START_UP_PATIENCE, Activity
+from megaspeed.topology.activity import SAVE_PATIENCE, START_UP_PATIENCE, Activity
 from megaspeed.topology.context import ParallelContext
 from megaspeed.topology.meeting import Meeting, RanksDisagree
 from megaspeed.topology.rank_log import RankLog
@@ -51,7 +51,6 @@ from megaspeed.training.run_folder import (
 from megaspeed.training.run_lock import sole_use
 from megaspeed.training.shared_folder import check_shared_folder
 from megaspeed.training.trainer import (
-    SAVE_PATIENCE,
     Trainer,
     TrainingDiverged,
     TrainingSummary,

@@ -107,7 +107,7 @@ def main(
     except (GroupError, RanksDisagree) as error:
         if launch.local_rank == 0 or (launch.rank == 1 and isinstance(error, GroupError)):
             _say(error, launch)  # one rank of each host
-        return EXIT_FAILED
+        return EXIT_FAILED if isinstance(error, GroupError) else EXIT_WRONG_INPUT
     # From here on, a stop signal does not end the process by itself.
     with StopSignal() as stop:
         if Restarts(meeting).given_up:
@@ -220,7 +220,7 @@ def _exit_code(job: Job) -> int:
     except STOPPED as error:
         line = ("[red]training stopped:[/red]", escape(str(error)))
         job.console.print(*line, highlight=False, soft_wrap=True)
-        return EXIT_FAILED
+        return EXIT_WRONG_INPUT if isinstance(error, RanksDisagree) else EXIT_FAILED
     except OSError as error:  # a full disk, a deleted folder
         if watch.speaks:
             _say(error, launch)

@@ -1,16 +1,16 @@
 """The information that an attempt of a launch has about earlier attempts.
 
-    attempt 0    --fresh: step 0 ... 57, fails
-    restart 1    auto: from the checkpoint of step 50 ... 63, fails
+    attempt 0    --fresh: step 0 ... 63, fails
+    restart 1    auto: from the checkpoint of step 60 ... 61, fails for another reason
     restart 2    auto: from the checkpoint of step 60 ... 63, fails
-    restart 3    restart 2 reached no step that restart 1 had not reached: it ends at once
+    restart 3    auto: from the checkpoint of step 60 ... 63, fails
+    restart 4    restarts 2 and 3 have failed after the same step: it ends at once
 
 torchrun's agent or the supervisor of rank 0 counts the attempts. It also keeps the store in which
 an attempt leaves information for the next one.
 """
 
 import dataclasses
-import json
 import os
 
 import torch.distributed as dist
@@ -21,11 +21,11 @@ from megaspeed.training.metrics import last_step
 from megaspeed.training.resume import AUTO, ResumeOptions
 from megaspeed.training.run_folder import METRICS, checkpoint_folder
 
-_OPENED, _REACHED, GIVEN_UP = "opened", "reached", "given up"
+_OPENED, _REACHED, GIVEN_UP = "opened by attempt", "reached", "given up"
 
 
 class NoProgress(RuntimeError):
-    """The last two attempts failed without a step that no earlier attempt had reached."""
+    """The last two attempts failed at the same point, so another would fail there, too."""
 
 
 def restart_number() -> int:
@@ -61,7 +61,7 @@ class Restarts:
     def note_opened(self) -> None:
         """Store that this launch has opened the run folder."""
         if self._store is not None:
-            self._store.set(_OPENED, "")
+            self._store.set(_OPENED, str(self.number))
 
     def describe(self, step: int) -> list[str]:
         """A line for the console; none in the first attempt.
@@ -77,16 +77,20 @@ class Restarts:
         """Why a restart does not help, if it does not; for rank 0, before it changes the folder."""
         if not self.number or self._store is None:
             return None
-        step = last_step(run.run_dir / METRICS) if self.opened else 0
-        reached = json.loads(self._store.get(_REACHED)) if self._store.check([_REACHED]) else {}
-        before = [at for number, at in reached.items() if int(number) < self.number]
-        reached[self.number] = step
-        self._store.set(_REACHED, json.dumps(reached))
-        if not before or step > max(before):
+        opened = int(self._store.get(_OPENED)) if self.opened else -1
+        where = None
+        if opened == self.number - 1:
+            step = str(last_step(run.run_dir / METRICS))
+            if self._store.check([_REACHED]) and self._store.get(_REACHED).decode() == step:
+                where = f"after step {step}"
+            self._store.set(_REACHED, step)
+        elif opened < self.number - 2:
+            where = "before training began"
+        if where is None:
             return None
         self._store.set(GIVEN_UP, "")
         return (
-            f"two attempts in a row have failed after step {max(before)}, so another restart would "
+            f"two attempts in a row have failed {where}, so another restart would "
             "not help. The messages above and the ranks' log files state the cause. Fix it and "
             f"start the run again; it continues from the newest checkpoint of {run.run_dir}"
         )

@@ -8,6 +8,7 @@
 Until the checkpoint is loaded, only the remains of failed saves are removed.
 """
 
+import os
 from argparse import ArgumentParser, Namespace
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +27,9 @@ from megaspeed.training.resumed_run import config_changes, mask_changes, trainin
 from megaspeed.training.run_folder import checkpoint_folder
 
 AUTO, NEVER = "auto", "never"
+
+_NO_COMMON_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
+"""If it is 1, torchrun keeps no information between attempts. Nodes can join only then."""
 
 MOST_CHANGES = 12
 """How many changes of the configuration are listed."""
@@ -113,8 +117,16 @@ def check_resume(options: ResumeOptions, run: Run) -> None:
     """Checks the options, as far as possible before the ranks connect.
 
     Raises:
-        CheckpointError: the run folder already has checkpoints, or ``--resume`` names none.
+        CheckpointError: the run folder already has checkpoints, ``--resume`` names none, or the
+            options would be repeated when a node joins.
     """
+    if os.environ.get(_NO_COMMON_STORE) == "1" and (options.fresh or options.source != AUTO):
+        stated = "--fresh" if options.fresh else f"--resume {options.source}"
+        raise CheckpointError(
+            f"with {_NO_COMMON_STORE}=1, ranks that torchrun starts again do not know what was "
+            f"done before, so {stated} would discard the steps of this launch when a node joins. "
+            "Set a new training.run_dir to start at step 0, or unset the variable if no node joins"
+        )
     named = None if options.path is None else _named(options.path)
     if named == []:
         raise CheckpointError(f"--resume {options.path} has no checkpoint; name another folder")

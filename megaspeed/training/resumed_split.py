@@ -11,6 +11,7 @@ from megaspeed.checkpoint.errors import CheckpointError
 from megaspeed.checkpoint.folders import locate
 from megaspeed.checkpoint.run_state import RunState
 from megaspeed.config.resolve import Run
+from megaspeed.training.restarts import restart_number
 from megaspeed.training.resume import AUTO, ResumeOptions
 from megaspeed.training.resumed_run import saved_config
 from megaspeed.training.run_folder import checkpoint_folder
@@ -36,10 +37,13 @@ def keep_split(options: ResumeOptions, run: Run) -> tuple[Run, str | None]:
 
 
 def _saved_rule(options: ResumeOptions, run: Run) -> Any:
+    own = checkpoint_folder(run).newest_first()
     if options.path is not None:
-        candidates = locate(options.path)
+        # A restart continues from its own checkpoints. Then DIR may have been pruned or moved.
+        gone = restart_number() > 0 and not options.path.exists()
+        candidates = own if gone and own else locate(options.path)
     elif options.source == AUTO and not options.fresh:
-        candidates = checkpoint_folder(run).newest_first()
+        candidates = own
     else:
         candidates = []
     for checkpoint in candidates:

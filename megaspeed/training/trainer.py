@@ -21,7 +21,7 @@ from megaspeed.checkpoint.saving import SaveReport
 from megaspeed.data.prepared import PreparedCorpus
 from megaspeed.data.stream.loader import ValidationLoader
 from megaspeed.model.flops import training_flops_per_token
-from megaspeed.topology.activity import START_UP_PATIENCE
+from megaspeed.topology.activity import SAVE_PATIENCE, START_UP_PATIENCE
 from megaspeed.topology.stop_signal import StopSignal
 from megaspeed.training.checkpointing import Checkpointing
 from megaspeed.training.device_peak import peak_flops_per_second
@@ -29,10 +29,6 @@ from megaspeed.training.metrics import PartMetrics, StepMetrics, ValidationMetri
 from megaspeed.training.replicas import Replicas
 from megaspeed.training.step_inputs import StepInputs
 from megaspeed.training.worker import StepParts, StepResult, Worker
-
-SAVE_PATIENCE = 24.0
-"""A disk may be very slow. A rank that has died or stopped is still detected earlier."""
-
 
 _MOST_RANKS_NAMED = 4
 _MOST_SAMPLES_NAMED = 16

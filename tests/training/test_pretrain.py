@@ -298,7 +298,7 @@ def ending_on_a_disk_of_its_own(
     return ending(config, *changes)
 
 
-def test_ranks_that_do_not_share_the_run_folder_end_with_1_before_they_train(
+def test_ranks_that_do_not_share_the_run_folder_end_with_2_before_they_train(
     pool: RankPool, config: Path, tmp_path: Path
 ) -> None:
     disks = [tmp_path / "node0", tmp_path / "node1"]
@@ -306,7 +306,7 @@ def test_ranks_that_do_not_share_the_run_folder_end_with_1_before_they_train(
         (disk / "runs" / "tiny").mkdir(parents=True)
     changes = ["parallel.tensor=2", "training.run_dir=runs/tiny"]
     first, second = pool.run(2, ending_on_a_disk_of_its_own, config, disks, changes)
-    assert first[0] == second[0] == 1
+    assert first[0] == second[0] == 2
     assert "ranks [1] do not see what rank 0 writes to runs/tiny" in first[1]
     assert all("Traceback" not in err for _, _, err in (first, second))
     assert [files_in(disk) for disk in disks] == [{}, {}]

@@ -163,6 +163,17 @@ def test_never_refuses_to_start_over_checkpoints(run: Run) -> None:
     assert "--fresh" in said and "another training.run_dir" in said
 
 
+@pytest.mark.parametrize("options", [fresh(), ResumeOptions(source="never"), at(Path("other"))])
+def test_what_every_joining_node_would_repeat_is_refused(
+    options: ResumeOptions, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Then torchrun starts the ranks again, and they cannot know that this is no new launch."""
+    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    with pytest.raises(CheckpointError, match="discard the steps of this launch when a node joins"):
+        check_resume(options, run)
+    check_resume(AUTO, run)
+
+
 def test_what_a_killed_save_left_is_no_checkpoint(pool: RankPool, tmp_path: Path) -> None:
     run = run_in(tmp_path)
     writing = CheckpointFolder(tmp_path / "checkpoints").begin(100)
