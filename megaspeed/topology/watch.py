@@ -296,8 +296,10 @@ class Watch:
         if self._claimed.is_set():
             self._end_with_the_others()
         elif self._store_lost is not None:
-            # If torchrun's agent ends, the store ends, too. The run saves without them.
-            saves = self._launcher_is_gone and self._stop.can_save
+            # The store ends with torchrun's agent or with rank 0's supervisor. If this rank's own
+            # agent has ended, or if rank 0 gets SIGTERM because of its supervisor, the run saves.
+            may_save = self._launcher_is_gone or SUPERVISOR in os.environ
+            saves = may_save and self._stop.can_save
             time_to_save = self._hang_timeout * self._activity.patience
             if not saves or now - self._store_lost > time_to_save:
                 self._end_without_a_store()
