@@ -341,5 +341,5 @@ def test_what_the_family_lacks_is_refused_before_anything_is_written(
     monkeypatch.setattr(exporting, "check_disk", lambda *_: pytest.fail("it went on"))
     assert main(["export-hf", str(checkpoint), str(tmp_path / "out")]) == 2
     (name,) = changes
-    assert f"1. model.{name} is {changes[name]}, and LlamaForCausalLM" in capsys.readouterr().err
+    assert f"1. model.{name} is {changes[name]}, but LlamaForCausalLM" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
