@@ -75,7 +75,7 @@ REFUSED = {
     ),
     "text": (
         {"data": {"train": [str(OTHER_TEXT)]}},
-        ["the training text (data.train) was ", "go on with --allow-data-change"],
+        ["the training text (data.train) was ", "with --allow-data-change"],
     ),
     "sequence length": (
         {"data": {"sequence_length": 8}},

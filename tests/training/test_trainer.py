@@ -323,7 +323,7 @@ def test_a_learning_rate_that_is_far_too_large_ends_the_run(
         TEXT,
         dp=2,
         training={"steps": 50, "max_skipped_steps": 2, "run_dir": str(tmp_path)},
-        optimizer={"params": {"lr": 1e25}},
+        optimizer={"params": {"lr": 1e20}},
         zero_optimization={"stage": 2},
     )
     records = pool.run(2, train, run, tiny_corpus(run, cache))
