@@ -95,7 +95,7 @@ def open_store(launch: LaunchEnvironment, timeout_seconds: float) -> dist.Store:
 
     Raises GroupError, which names the address, if no process answers for ``timeout_seconds``.
     """
-    if launch.world_size == 1 and not agent_keeps_the_store():
+    if launch.world_size == 1:
         return dist.HashStore()  # no port needed
     return _connect(launch, timeout_seconds)
 
@@ -138,14 +138,20 @@ def check_in(
         RanksDisagree: on every rank; names the keys that differ.
     """
     allow_open_files(launch.rank, launch.world_size)
-    connection = open_store(launch, timeout_seconds)
-    waiting = _Waiting(launch, timeout_seconds)
-    round_ = _Round.join(connection, launch, waiting) if agent_keeps_the_store() else None
-    kept = None if round_ is None else dist.PrefixStore("megaspeed", connection)
-    store = dist.PrefixStore("meeting" if round_ is None else f"meeting {round_.name}", connection)
+    kept = round_ = None
+    if agent_keeps_the_store():
+        connection = _connect(launch, timeout_seconds)
+        kept = dist.PrefixStore("megaspeed", connection)
     if launch.world_size == 1:
-        _sign_in(store, 0, [])
-        return Meeting(store, launch, between_attempts=kept)
+        alone = dist.HashStore()
+        _sign_in(alone, 0, [])
+        return Meeting(alone, launch, between_attempts=kept)
+    waiting = _Waiting(launch, timeout_seconds)
+    if kept is None:
+        store = dist.PrefixStore("meeting", open_store(launch, timeout_seconds))
+    else:
+        round_ = _Round.join(connection, launch, waiting)
+        store = dist.PrefixStore(f"meeting {round_.name}", connection)
     if launch.rank == 0:
         store.set("configuration", json.dumps(configuration))
     else:
