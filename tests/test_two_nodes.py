@@ -4,6 +4,7 @@ The doctor sees what is wrong between them.
 """
 
 import json
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -157,7 +158,7 @@ def test_a_network_that_is_cut_ends_both_nodes_and_each_names_the_other(
     cut = run_with_a_cut(deepspeed, nodes, tmp_path / "run", *ACROSS)
     assert 0 not in cut.codes
     first, second = cut.outs
-    assert "no progress for 8 s: ranks 2, 3 did not answer" in first
+    assert re.search(r"no progress for \d+ s: ranks 2, 3 did not answer", first), first
     assert "rank 0 did not answer (node0). It keeps the store of all ranks" in second
     assert "rank 2 is in step " in second
 
