@@ -19,6 +19,12 @@ SAVE_PATIENCE = 24.0
 """A disk may be very slow. A rank that has died or stopped is still detected earlier."""
 
 
+SECONDS_OF_A_STANDSTILL = 5.0
+"""If a thread runs this much later than it should, its process was stopped or the machine slept.
+What other processes did meanwhile is unknown.
+"""
+
+
 class Activity:
     """The phases that this rank is in, its current piece of work, and how far it has come.
 

@@ -97,7 +97,11 @@ def open_store(launch: LaunchEnvironment, timeout_seconds: float) -> dist.Store:
     """
     if launch.world_size == 1:
         return dist.HashStore()  # no port needed
-    return _connect(launch, timeout_seconds)
+    connection = _connect(launch, timeout_seconds)
+    if not agent_keeps_the_store():
+        return connection
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return dist.PrefixStore(f"/worker/attempt_{attempt}", connection)
 
 
 def _connect(launch: LaunchEnvironment, timeout_seconds: float) -> dist.Store:

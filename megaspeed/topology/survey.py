@@ -1,7 +1,8 @@
 """Whether ranks respond and make progress, from the beats that they write to the store.
 
     each rank, every second     beat: [number, activity, progress, patience]  -> the store
-    rank 0 (and rank 1)         reads the beats of all ranks (of rank 0)
+    rank 0                      reads the beats of all ranks
+    other ranks                 read the beats of rank 0
 
 A rank that no longer responds does not write its next beat. The progress of a rank counts what it
 has begun, and its patience states how many hang timeouts its present phase may take.
@@ -12,10 +13,7 @@ import time
 
 import torch.distributed as dist
 
-SECONDS_OF_A_STANDSTILL = 5.0
-"""If a thread runs this much later than it should, its process was stopped or the machine slept.
-What other ranks did meanwhile is unknown.
-"""
+from megaspeed.topology.activity import SECONDS_OF_A_STANDSTILL
 
 
 class Survey:

@@ -32,7 +32,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Literal, Self
 
-from megaspeed.topology.activity import Activity
+from megaspeed.topology.activity import SECONDS_OF_A_STANDSTILL, Activity
 from megaspeed.topology.failure import (
     describe_failure,
     place_of,
@@ -51,7 +51,7 @@ from megaspeed.topology.process_exit import EXIT_FAILED, EXIT_HANG, leave
 from megaspeed.topology.processes import SUPERVISOR, ProcessesAndPipe
 from megaspeed.topology.rank_log import RankLog
 from megaspeed.topology.stop_signal import STOP_SIGNALS, StopSignal
-from megaspeed.topology.survey import SECONDS_OF_A_STANDSTILL, Survey
+from megaspeed.topology.survey import Survey
 
 Kind = Literal["failed", "hang"]
 

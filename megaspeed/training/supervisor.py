@@ -40,7 +40,11 @@ from megaspeed.config.errors import ConfigError
 from megaspeed.config.loading import read_config
 from megaspeed.config.overrides import add_config_options
 from megaspeed.config.training import TrainingConfig
-from megaspeed.topology.activity import SAVE_PATIENCE, START_UP_PATIENCE
+from megaspeed.topology.activity import (
+    SAVE_PATIENCE,
+    SECONDS_OF_A_STANDSTILL,
+    START_UP_PATIENCE,
+)
 from megaspeed.topology.grid import TopologyError
 from megaspeed.topology.launch import LaunchEnvironment, LaunchError, read_launch_environment
 from megaspeed.topology.process_exit import EXIT_DONE, EXIT_FAILED, EXIT_WRONG_INPUT
@@ -54,8 +58,6 @@ _PERIOD_SECONDS = 1.0
 _SECONDS_TO_END = 20.0
 """After a failure, the other children have this time to end and to report what they know."""
 _SECONDS_TO_SEE_THE_END = 10.0
-_SECONDS_OF_A_STANDSTILL = 5.0
-"""If a thread has not run for this long, the process was stopped or the machine slept."""
 _NOT_STARTED = "0"
 _PR_SET_PDEATHSIG = 1
 
@@ -148,7 +150,7 @@ class _Supervisor:
         looked = self._last_contact = time.monotonic()
         while not wait([work], _PERIOD_SECONDS).done:
             now = time.monotonic()
-            if now - looked > _SECONDS_OF_A_STANDSTILL:
+            if now - looked > SECONDS_OF_A_STANDSTILL:
                 self._last_contact = now
             looked = now
             if now - self._last_contact > self._hang_timeout:
@@ -277,7 +279,7 @@ class _Supervisor:
         watched = range(1, self._world) if self._rank == 0 else range(1)
         beats = store.multi_get([_beat(rank) for rank in watched])
         now = time.monotonic()
-        if now - self._looked > _SECONDS_OF_A_STANDSTILL:
+        if now - self._looked > self._period + SECONDS_OF_A_STANDSTILL:
             self._heard.clear()
         self._looked = now
         for rank, beat in zip(watched, beats, strict=True):
