@@ -263,7 +263,7 @@ def _train(job: Job) -> TrainingSummary | None:
 
 def _wait_as_spare(job: Job) -> int:
     """A spare rank waits until the run ends, and then ends as the run does."""
-    job.stop.can_save = True  # the ranks that train are told to stop, too, and save
+    job.stop.can_save = True  # the ranks that train get the signal, too, and save
     with job.activity.during("waiting as a spare rank", patience=math.inf):
         try:
             while not job.watch.has_failed and not job.watch.rank_0_has_ended():

@@ -1,4 +1,4 @@
-"""What rank 0 finds out is told to all ranks, also if it is an error, and of which kind."""
+"""All ranks get rank 0's answer, or its error with the type that decides about a restart."""
 
 import errno
 import os
@@ -14,7 +14,7 @@ from tests.rank_pool import RankPool
 
 
 def read_with(launch: LaunchEnvironment, error: Exception | None) -> tuple[type[Exception], str]:
-    """What this rank of two is told."""
+    """The answer that this rank of two gets, or the type and text of the error."""
 
     def read() -> str:
         if error is not None:

@@ -2,12 +2,13 @@
 
 from collections.abc import Iterator
 
-from megaspeed.config.batch import StatedBatch, explain_batch, solve_batch
+from megaspeed.config.batch import Batch, StatedBatch, explain_batch, solve_batch
 from megaspeed.config.degrees import data_degree_equation, divisors
 from megaspeed.config.layout import layout_in
 from megaspeed.config.rules.rule import Launch, Rule, rule
 from megaspeed.config.scheduler import WarmupDecayLR, WarmupLR
 from megaspeed.config.section import LARGEST_ACCUMULATION, LARGEST_NUMBER
+from megaspeed.topology.grid import Grid
 
 
 @rule("parallel.tensor", "parallel.pipeline", "parallel.spare_ranks")
@@ -84,6 +85,14 @@ def _no_layout_with_spare_ranks(launch: Launch) -> Iterator[str]:
         yield explain_batch(stated, dp, f"no dp of {most} or less fits {launch.world}")
 
 
+def _grid_and_batch(launch: Launch) -> tuple[Grid | None, Batch | None]:
+    """None if there is no layout, or if the batch does not multiply; other rules report these."""
+    grid = layout_in(launch.config, launch.world)
+    if grid is None:
+        return None, None
+    return grid, solve_batch(StatedBatch.of(launch.config), grid.dp)
+
+
 @rule(
     "train_micro_batch_size_per_gpu",
     "train_batch_size",
@@ -94,8 +103,7 @@ def _no_layout_with_spare_ranks(launch: Launch) -> Iterator[str]:
     "parallel.spare_ranks",
 )
 def micro_batches_are_bounded(launch: Launch) -> Iterator[str]:
-    grid = layout_in(launch.config, launch.world)
-    batch = None if grid is None else solve_batch(StatedBatch.of(launch.config), grid.dp)
+    grid, batch = _grid_and_batch(launch)
     if batch is not None and batch.gradient_accumulation_steps > LARGEST_ACCUMULATION:
         yield (
             f"gradient_accumulation_steps {batch.gradient_accumulation_steps:,} (train_batch_size "
@@ -120,8 +128,7 @@ def micro_batches_are_bounded(launch: Launch) -> Iterator[str]:
 )
 def scaled_rates_are_bounded(launch: Launch) -> Iterator[str]:
     config, training = launch.config, launch.config.training
-    grid = layout_in(config, launch.world)
-    batch = None if grid is None else solve_batch(StatedBatch.of(config), grid.dp)
+    _, batch = _grid_and_batch(launch)
     if batch is None or training.lr_scaling == "none" or training.base_batch_size is None:
         return
     rates: dict[str, float | None] = {"optimizer.params.lr": config.optimizer.params.lr}
