@@ -63,6 +63,9 @@ _SECONDS_TO_ANSWER = 6.0
 """Each rank has this time to report what it waits for, after a hang was detected."""
 _SECONDS_FOR_A_BETTER_REASON = 4.0
 """A rank that lost a connection waits this long for the rank that knows why."""
+_SECONDS_FOR_THE_OTHER_THREAD = 10.0
+"""If the store was lost with a connection, the main thread leaves the report to the thread that
+polls, which also waits for a better reason first."""
 _SECONDS_TO_SEE_THE_END = 5.0
 """How long the process that keeps the store waits after a failure for the others to see it."""
 _SECONDS_TO_FINISH = 45.0
@@ -255,7 +258,8 @@ class Watch:
             pairs = enumerate(zip(before, self._claims.multi_get(keys), strict=True))
             still = [rank for rank, (beat, later) in pairs if beat == later and rank != self._rank]
             return [rank for rank in still if not self._claims.check([f"ended {rank}"])]
-        except RuntimeError:  # the store is gone, too
+        except RuntimeError:  # the store is gone, too: the other thread says so, and ends the process
+            time.sleep(_SECONDS_FOR_THE_OTHER_THREAD)
             return []
 
     # The thread that polls.
