@@ -41,9 +41,9 @@ from megaspeed.analysis.planning.prediction import predict_peak_bytes
 from megaspeed.config.errors import ConfigError
 from megaspeed.config.loading import load_run
 from megaspeed.config.resolve import Run
-from megaspeed.model.flops import training_flops_per_token
+from megaspeed.model.parameters import training_flops_per_token
 from megaspeed.topology.grid import Grid
-from megaspeed.training.device_peak import peak_by_name
+from megaspeed.training.metrics import peak_by_name
 
 ROOT = Path(__file__).resolve().parents[1]
 MEGASPEED = Path(sys.executable).with_name("megaspeed")

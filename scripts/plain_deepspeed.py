@@ -22,17 +22,17 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from megaspeed.config.document import add_config_options
 from megaspeed.config.errors import ConfigError
 from megaspeed.config.hugging_face import hugging_face_config
 from megaspeed.config.loading import load_run
-from megaspeed.config.overrides import add_config_options
 from megaspeed.config.resolve import Run
 from megaspeed.model.micro_batch import MicroBatch
 from megaspeed.topology.context import ParallelContext
 from megaspeed.topology.grid import Grid
 from megaspeed.topology.launch import read_launch_environment
-from megaspeed.training.optimizer import make_optimizer
-from megaspeed.zero.workarounds.start_up import declare_no_compiled_ops
+from megaspeed.training.rank_model import make_optimizer
+from megaspeed.zero.workarounds import declare_no_compiled_ops
 
 Step = Callable[[], None]
 NO_TOKENS = {"bos_token_id": None, "eos_token_id": None}

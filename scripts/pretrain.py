@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING
 # connection to the store when a job ends.
 os.environ["TORCH_CPP_LOG_LEVEL"] = os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR")
 
-from megaspeed.topology.lasting_output import keep_output_open
-from megaspeed.topology.process_exit import end_process
+from megaspeed.topology.process_end import end_process, keep_output_open
 from megaspeed.topology.processes import launcher_processes
 from megaspeed.training.supervisor import run_supervised
 
@@ -28,7 +27,7 @@ LAUNCHERS = launcher_processes()  # one that ends while torch is loaded would no
 def train() -> int:
     """Run one rank. The imports are here because a supervisor does not need them."""
     from megaspeed.analysis.planning.prediction import predict_peaks
-    from megaspeed.training.predictions import Predictions
+    from megaspeed.training.job import Predictions
     from megaspeed.training.pretrain import main
 
     predictions = Predictions(peaks=predict_peaks, out_of_memory=explain_out_of_memory)

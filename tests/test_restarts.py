@@ -253,7 +253,7 @@ CHEAP = """
 import os, signal, sys, time
 from pathlib import Path
 
-from megaspeed.topology.process_exit import end_process
+from megaspeed.topology.process_end import end_process
 from megaspeed.training import supervisor
 
 supervisor._SECONDS_TO_END = 1.0

@@ -45,8 +45,7 @@ try:
         train_tokenizer,
         verify,
     )
-    from megaspeed.cli.common_options import EXIT_DONE, EXIT_FAILED, EXIT_WRONG_INPUT
-    from megaspeed.cli.output import say
+    from megaspeed.cli.options import EXIT_DONE, EXIT_FAILED, EXIT_WRONG_INPUT, say
     from megaspeed.config.errors import ConfigError
     from megaspeed.data.errors import DataError
 except KeyboardInterrupt:  # Ctrl-C in the seconds that this takes

@@ -5,8 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from megaspeed.cli.common_options import EXIT_DONE, add_command
-from megaspeed.cli.output import say, write_json
+from megaspeed.cli.options import EXIT_DONE, add_command, say, write_json
 from megaspeed.config.check import check_config
 from megaspeed.config.document import read_document
 from megaspeed.config.errors import ConfigError

@@ -12,8 +12,14 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megaspeed.cli.common_options import EXIT_DONE, EXIT_FAILED, EXIT_WRONG_INPUT, new_file
-from megaspeed.cli.output import say, write_json
+from megaspeed.cli.options import (
+    EXIT_DONE,
+    EXIT_FAILED,
+    EXIT_WRONG_INPUT,
+    new_file,
+    say,
+    write_json,
+)
 from megaspeed.files.places import named_place
 
 if TYPE_CHECKING:

@@ -6,8 +6,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megaspeed.cli.common_options import EXIT_DONE, EXIT_FAILED, add_command, load, positive
-from megaspeed.cli.output import say, write_json
+from megaspeed.cli.options import (
+    EXIT_DONE,
+    EXIT_FAILED,
+    add_command,
+    load,
+    positive,
+    say,
+    write_json,
+)
 from megaspeed.config.errors import ConfigError
 from megaspeed.config.resolve import Run
 from megaspeed.files.places import folder_problem, named_place

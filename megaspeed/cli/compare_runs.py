@@ -10,14 +10,15 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from megaspeed.cli.common_options import (
+from megaspeed.cli.options import (
     EXIT_DONE,
     EXIT_FAILED,
     EXIT_WRONG_INPUT,
     new_file,
     not_negative,
+    say,
+    write_json,
 )
-from megaspeed.cli.output import say, write_json
 from megaspeed.files.places import named_place
 
 _TOLERANCE = 1e-5

@@ -12,15 +12,16 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 
-from megaspeed.cli.common_options import (
+from megaspeed.cli.options import (
     EXIT_DONE,
     EXIT_FAILED,
     EXIT_WRONG_INPUT,
     new_file,
     positive,
+    say,
+    write_json,
 )
-from megaspeed.cli.output import say, write_json
-from megaspeed.config.overrides import add_config_options
+from megaspeed.config.document import add_config_options
 from megaspeed.topology.launch import LaunchError, read_launch_environment
 
 
@@ -49,9 +50,9 @@ def run(options: argparse.Namespace) -> int:
     from megaspeed.analysis.doctor.messages import Messages
     from megaspeed.analysis.doctor.remarks import make_remarks
     from megaspeed.analysis.doctor.report import as_json, doctor_table, problem_lines
-    from megaspeed.topology.gloo_interface import node_address
     from megaspeed.topology.meeting import GroupError, open_store
-    from megaspeed.topology.process_exit import end_process
+    from megaspeed.topology.process_end import end_process
+    from megaspeed.topology.process_settings import node_address
 
     def report(examined: Examined) -> int:
         wrong = [each.wrong_input for each in examined.findings.came]

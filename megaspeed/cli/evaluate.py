@@ -9,10 +9,16 @@ import argparse
 from typing import TYPE_CHECKING, Any
 
 from megaspeed.cli.bar_or_lines import BarOrLines
-from megaspeed.cli.common_options import EXIT_DONE, EXIT_FAILED, EXIT_WRONG_INPUT, positive
 from megaspeed.cli.evaluation_progress import EvaluationProgress
 from megaspeed.cli.model_options import add_model_options, add_opening, load_model
-from megaspeed.cli.output import say, write_json
+from megaspeed.cli.options import (
+    EXIT_DONE,
+    EXIT_FAILED,
+    EXIT_WRONG_INPUT,
+    positive,
+    say,
+    write_json,
+)
 from megaspeed.cli.text_options import add_text_options, text_files
 from megaspeed.data.errors import DataError
 

@@ -13,16 +13,17 @@ from rich.console import Console
 from rich.rule import Rule
 from rich.text import Text
 
-from megaspeed.cli.common_options import (
+from megaspeed.cli.model_options import add_model_options, add_opening, load_model
+from megaspeed.cli.options import (
     EXIT_DONE,
     EXIT_FAILED,
     EXIT_WRONG_INPUT,
     not_negative,
     positive,
+    say,
     utf8_text,
+    write_json,
 )
-from megaspeed.cli.model_options import add_model_options, add_opening, load_model
-from megaspeed.cli.output import say, write_json
 
 if TYPE_CHECKING:
     from megaspeed.inference.generation import Continuation

@@ -11,9 +11,15 @@ import argparse
 from dataclasses import asdict
 from typing import Any
 
-from megaspeed.cli.common_options import EXIT_DONE, EXIT_FAILED, EXIT_WRONG_INPUT, new_file
 from megaspeed.cli.export_hf import add_no_verify
-from megaspeed.cli.output import say, write_json
+from megaspeed.cli.options import (
+    EXIT_DONE,
+    EXIT_FAILED,
+    EXIT_WRONG_INPUT,
+    new_file,
+    say,
+    write_json,
+)
 from megaspeed.files.places import named_place
 
 

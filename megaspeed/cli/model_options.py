@@ -3,8 +3,7 @@
 import argparse
 from typing import TYPE_CHECKING
 
-from megaspeed.cli.common_options import new_file
-from megaspeed.cli.output import say
+from megaspeed.cli.options import new_file, say
 from megaspeed.files.places import named_place
 
 if TYPE_CHECKING:

@@ -12,8 +12,7 @@ from megaspeed.analysis.planning.devices import (
     DeviceError,
     device_named,
 )
-from megaspeed.cli.common_options import EXIT_DONE, add_command, load, positive
-from megaspeed.cli.output import write_json
+from megaspeed.cli.options import EXIT_DONE, add_command, load, positive, write_json
 from megaspeed.config.loading import read_config
 
 WIDTH = 120
@@ -48,10 +47,9 @@ def run(options: argparse.Namespace) -> int:
     """Prints the plan. It informs: the exit code is 0 whether the run fits or not."""
     # Imported here: the pipeline's and the model's packages load torch, which takes seconds.
     from megaspeed.analysis.planning.plan import plan
-    from megaspeed.analysis.planning.report import report
+    from megaspeed.analysis.planning.report import report, what_if_report
     from megaspeed.analysis.planning.variants import Training
     from megaspeed.analysis.planning.what_if import what_if
-    from megaspeed.analysis.planning.what_if_report import what_if_report
 
     training = Training(
         run=load(options, device_type="cuda"),

@@ -8,8 +8,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from megaspeed.cli.common_options import EXIT_DONE, EXIT_WRONG_INPUT, new_file
-from megaspeed.cli.output import say
+from megaspeed.cli.options import EXIT_DONE, EXIT_WRONG_INPUT, new_file, say
 from megaspeed.files.durable import write_whole
 from megaspeed.files.places import named_place
 

@@ -3,8 +3,7 @@
 import argparse
 from typing import Any
 
-from megaspeed.cli.common_options import EXIT_DONE, add_command, load
-from megaspeed.cli.output import say, write_json
+from megaspeed.cli.options import EXIT_DONE, add_command, load, say, write_json
 
 
 def add_to(commands: Any) -> None:

@@ -10,8 +10,7 @@ import argparse
 import sys
 from typing import Any
 
-from megaspeed.cli.common_options import EXIT_DONE, add_command, load, positive
-from megaspeed.cli.output import say, write_json
+from megaspeed.cli.options import EXIT_DONE, add_command, load, positive, say, write_json
 from megaspeed.config.errors import ConfigError
 from megaspeed.config.loading import read_config
 

@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Iterator
 from pathlib import Path
 
-from megaspeed.cli.common_options import utf8_text
+from megaspeed.cli.options import utf8_text
 from megaspeed.config.data import Source
 from megaspeed.data.errors import DataError
 from megaspeed.data.text.sources import SourceFile, list_files

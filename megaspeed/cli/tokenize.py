@@ -12,8 +12,15 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from megaspeed.cli.common_options import EXIT_DONE, EXIT_FAILED, new_file, not_negative, positive
-from megaspeed.cli.output import say, write_json
+from megaspeed.cli.options import (
+    EXIT_DONE,
+    EXIT_FAILED,
+    new_file,
+    not_negative,
+    positive,
+    say,
+    write_json,
+)
 from megaspeed.cli.text_options import add_text_options, text_files
 from megaspeed.cli.tokenizing_progress import TokenizingProgress
 from megaspeed.data.tokenizer.text_tokenizer import load_tokenizer

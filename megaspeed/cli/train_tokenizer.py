@@ -10,8 +10,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from megaspeed.cli.common_options import EXIT_DONE, new_file, positive
-from megaspeed.cli.output import say, write_json
+from megaspeed.cli.options import EXIT_DONE, new_file, positive, say, write_json
 from megaspeed.cli.text_options import add_text_options, text_files
 from megaspeed.data.errors import DataError
 from megaspeed.data.text.documents import read_documents

@@ -5,8 +5,7 @@ from typing import Any
 
 from rich.console import Console
 
-from megaspeed.cli.common_options import EXIT_DONE, EXIT_FAILED, add_command, load, positive
-from megaspeed.cli.output import write_json
+from megaspeed.cli.options import EXIT_DONE, EXIT_FAILED, add_command, load, positive, write_json
 from megaspeed.config.errors import ConfigError
 from megaspeed.config.resolve import Run
 from megaspeed.data.prepare import prepare_corpus
@@ -27,13 +26,13 @@ def add_to(commands: Any) -> None:
 def run(options: argparse.Namespace) -> int:
     """Trains the layout and one plain process, and prints their numbers side by side."""
     # Imported here: torch and DeepSpeed take seconds, which `check` need not wait for.
-    from megaspeed.analysis.verification.report import (
+    from megaspeed.analysis.verification.verify import (
         gradient_table,
         step_table,
         verdict,
+        verify,
         widened_tolerances,
     )
-    from megaspeed.analysis.verification.verify import verify
 
     run = load(options, options.device)
     problems = _problems_on_cuda(run) if options.device == "cuda" else []

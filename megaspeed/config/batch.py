@@ -7,8 +7,8 @@ accumulation steps that nothing determines are 1.
 
 from dataclasses import dataclass
 
-from megaspeed.config.deepspeed import DeepSpeedKeys
-from megaspeed.config.degrees import divisors
+from megaspeed.config.parallel import divisors
+from megaspeed.config.run import DeepSpeedKeys
 
 
 @dataclass(frozen=True)

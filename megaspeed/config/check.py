@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from os import PathLike
 from pathlib import Path
 
-from megaspeed.config.degrees import World
 from megaspeed.config.document import read_document
 from megaspeed.config.loading import find_problems
+from megaspeed.config.parallel import World
 
 
 def check_config(

@@ -2,17 +2,119 @@
 
 import difflib
 import os
-from collections.abc import Mapping, Sequence
+from argparse import ArgumentParser
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from megaspeed.config.errors import KeyPath, Problem
-from megaspeed.config.merging import merge, paths_in
-from megaspeed.config.overrides import ORIGIN, parse_override
-from megaspeed.config.strict_json import JsonSyntaxError, describe_value, read_json_object
-from megaspeed.files.places import path_problem
+from megaspeed.config.strict_json import (
+    JsonSyntaxError,
+    describe_value,
+    parse_json,
+    read_json_object,
+)
+from megaspeed.files.places import named_place, path_problem
 from megaspeed.files.reading import file_problem
+
+# How one set of keys is laid over another: RFC 7396, JSON Merge Patch.
+#
+# Objects merge key by key, anything else replaces what was there, and null takes an inherited key
+# away, so that a file can get rid of what the file it extends has set:
+#
+#     base   {"scheduler": {"type": "WarmupLR"}, "bf16": {"enabled": true}}
+#     patch  {"scheduler": null,                 "bf16": {"check_grad_overflow": false}}
+#     gives  {"bf16": {"enabled": true, "check_grad_overflow": false}}
+#
+# One difference: a null where nothing was inherited is kept, because our optional fields take null.
+
+
+def merge(base: Mapping[str, Any], patch: Mapping[str, Any]) -> dict[str, Any]:
+    """`base` with `patch` laid over it; neither is changed."""
+    merged = dict(base)
+    for key, value in patch.items():
+        if value is None and key in merged:
+            del merged[key]
+        elif isinstance(value, dict) and isinstance(merged.get(key), dict):
+            merged[key] = merge(merged[key], value)
+        else:
+            merged[key] = value
+    return merged
+
+
+def paths_in(value: Any, path: KeyPath = ()) -> Iterator[KeyPath]:
+    """The path of every value in a tree of objects, containers included."""
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            yield (*path, key)
+            yield from paths_in(inner, (*path, key))
+
+
+# `--set key.path=value`: one change to the JSON from the command line.
+
+ORIGIN = "--set"
+"""The name of an override in an error message that states where a value came from."""
+
+_NO_VALUE = "write key.path=value, for example --set parallel.tensor=2"
+_MOST_KEYS = 16
+_SHOWN_CHARACTERS = 200
+
+
+def add_config_options(parser: ArgumentParser) -> None:
+    """Add `--config` and `--set`, as `options.config` and `options.overrides`."""
+    parser.add_argument("--config", required=True, type=named_place, help="the run's JSON file")
+    parser.add_argument(
+        "--set",
+        dest="overrides",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="key.path=value",
+        help="replace single values of the file",
+    )
+
+
+def parse_override(text: str) -> tuple[dict[str, Any], list[Problem]]:
+    """Turn `a.b=value` into `{"a": {"b": value}}`.
+
+    The value is parsed as JSON (`2`, `true`, `[0.9, 0.95]`, `{"stage": 3}`). If it is not JSON, it
+    is a plain string (`runs/first`). Quote a string that would be parsed as JSON: `'"16"'`.
+    """
+    path, equals, value_text = text.partition("=")
+    keys = path.split(".")
+    shown = f"--set {_short(text)}"
+    wrong = _problem_of_path(path, keys) if equals else _NO_VALUE
+    if wrong is not None:
+        return {}, [Problem((), f"{shown}: {wrong}")]
+    tree, duplicates = _parse_value(value_text)
+    for key in reversed(keys):
+        tree = {key: tree}
+    return tree, [
+        Problem((*keys, *problem.path), f"{shown}: {problem.message}") for problem in duplicates
+    ]
+
+
+def _problem_of_path(path: str, keys: list[str]) -> str | None:
+    if len(keys) > _MOST_KEYS:
+        return f"the key path has {len(keys):,} parts, and no key has more than {_MOST_KEYS}"
+    if any(not key or key != key.strip() for key in keys):
+        return f"the key path {_short(path)!r} has an empty part or a space"
+    if keys[0] == "extends":
+        return "extends belongs in the file; set the keys themselves"
+    return None
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}..."
+
+
+def _parse_value(text: str) -> tuple[Any, list[Problem]]:
+    try:
+        return parse_json(text)
+    except JsonSyntaxError:
+        return text, []
+
 
 _LONGEST_CHAIN = 32
 """Files that extend each other, the first one included."""

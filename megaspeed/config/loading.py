@@ -5,9 +5,9 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from megaspeed.config.degrees import World
 from megaspeed.config.document import Document, read_document
 from megaspeed.config.errors import ConfigError
+from megaspeed.config.parallel import World
 from megaspeed.config.resolve import Run, config_problems, definite_run, launch_problems
 from megaspeed.config.run import RunConfig
 from megaspeed.config.validation import validate

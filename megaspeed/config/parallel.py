@@ -1,10 +1,15 @@
 """The `parallel` section: how the ranks share the work."""
 
+from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from pydantic import Field
 
+from megaspeed.config.batch import StatedBatch, solve_batch
+from megaspeed.config.errors import ConfigError
+from megaspeed.config.run import RunConfig
 from megaspeed.config.section import LARGEST_WORLD, Section
+from megaspeed.topology.grid import Grid
 
 
 class ParallelConfig(Section):
@@ -54,3 +59,76 @@ class ParallelConfig(Section):
         description="full: keep only the inputs of each block and compute the rest again in "
         "the backward pass.",
     )
+
+
+# How many ranks each axis has: pipeline x data x tensor is the number of processes.
+
+
+@dataclass(frozen=True)
+class World:
+    """The processes of a run.
+
+    Args:
+        size: number of processes.
+        source: where that number comes from, such as "SLURM_NTASKS" or "--world-size".
+        device_type: "cpu" or "cuda".
+    """
+
+    size: int
+    source: str
+    device_type: str = "cpu"
+
+    def __post_init__(self) -> None:
+        if self.size < 1:
+            raise ConfigError([f"{self} must be at least 1 process"], where="the launch")
+
+    def __str__(self) -> str:
+        return f"world size {self.size} (from {self.source})"
+
+
+def grid_in(parallel: ParallelConfig, world: World) -> Grid | None:
+    """The grid with data "auto" worked out; None if the degrees do not multiply to the world."""
+    pp, tp = parallel.pipeline, parallel.tensor
+    dp = world.size // (pp * tp) if parallel.data == "auto" else parallel.data
+    return Grid(pp, dp, tp) if pp * dp * tp == world.size else None
+
+
+def data_degree_equation(grid: Grid, world: World) -> str:
+    """How dp came about, with the numbers filled in, for errors about numbers that contain it."""
+    return (
+        f"dp {grid.dp} = world {world.size} / (pipeline {grid.pp} x tensor {grid.tp}), "
+        f"world from {world.source}"
+    )
+
+
+def divisors(number: int) -> list[int]:
+    """All divisors, ascending.
+
+    >>> divisors(28)
+    [1, 2, 4, 7, 14, 28]
+    """
+    low = [d for d in range(1, int(number**0.5) + 1) if number % d == 0]
+    return low + [number // d for d in reversed(low) if d * d != number]
+
+
+# The grid of a run for a world size, which uses all processes or leaves some spare.
+#
+# parallel.data   parallel.spare_ranks   grid
+# a number        false                  pipeline x data x tensor = world
+# "auto"          false                  data = world / (pipeline x tensor)
+# a number        true                   pipeline x data x tensor <= world
+# "auto"          true                   the largest data that fits the batch sizes
+
+
+def layout_in(config: RunConfig, world: World) -> Grid | None:
+    """The grid; None if there is none. With spare ranks, the batch sizes fit it, too."""
+    parallel = config.parallel
+    if not parallel.spare_ranks:
+        return grid_in(parallel, world)
+    stated = StatedBatch.of(config)
+    most = world.size // (parallel.pipeline * parallel.tensor)
+    degrees = range(most, 0, -1) if parallel.data == "auto" else [parallel.data]
+    for dp in degrees:
+        if dp <= most and solve_batch(stated, dp) is not None:
+            return Grid(parallel.pipeline, dp, parallel.tensor)
+    return None

@@ -5,17 +5,17 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megaspeed.config.batch import Batch, StatedBatch, solve_batch
-from megaspeed.config.degrees import World
 from megaspeed.config.errors import ConfigError, KeyPath, Problem
-from megaspeed.config.layout import layout_in
-from megaspeed.config.optimizer import OptimizerConfig
-from megaspeed.config.rules.launch import LAUNCH_RULES
-from megaspeed.config.rules.learning_rate import LEARNING_RATE_RULES
-from megaspeed.config.rules.numerics import NUMERIC_RULES
-from megaspeed.config.rules.rule import Launch, apply_rules
-from megaspeed.config.rules.shape import SHAPE_RULES
-from megaspeed.config.rules.sources import SOURCE_RULES
-from megaspeed.config.run import RunConfig
+from megaspeed.config.launch_rules import LAUNCH_RULES
+from megaspeed.config.parallel import World, layout_in
+from megaspeed.config.rules import (
+    LEARNING_RATE_RULES,
+    NUMERIC_RULES,
+    SOURCE_RULES,
+    Launch,
+    apply_rules,
+)
+from megaspeed.config.run import OptimizerConfig, RunConfig
 from megaspeed.config.scheduler import (
     DecayParams,
     SchedulerConfig,
@@ -23,8 +23,9 @@ from megaspeed.config.scheduler import (
     WarmupDecayLRParams,
     WarmupLRParams,
 )
+from megaspeed.config.shape_rules import SHAPE_RULES
 from megaspeed.config.training import TrainingConfig
-from megaspeed.config.zero_portions import definite_zero
+from megaspeed.config.zero_optimization import definite_zero
 from megaspeed.topology.grid import Grid
 
 GradientReduction = Literal["per_step", "per_micro_batch"]

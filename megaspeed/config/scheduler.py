@@ -1,7 +1,7 @@
 """`scheduler`: the learning rate as a function of the step.
 
     cosine, linear, constant                ours: the rate of step s of T, after W steps of warmup
-    WarmupCosineLR, WarmupDecayLR, WarmupLR DeepSpeed's, by its formulas (training/learning_rate.py)
+    WarmupCosineLR, WarmupDecayLR, WarmupLR DeepSpeed's, by its formulas (training/step_inputs.py)
 
 Each warms up and then falls as a cosine, falls linearly or stays constant. With DeepSpeed's types,
 steps 1 and 2 both have the lowest rate (0 by default), and step W + 2 has the full rate, because

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from megaspeed.config.data import DataConfig
 from megaspeed.config.document import read_document
-from megaspeed.config.from_hf import fill_from_hugging_face
+from megaspeed.config.hugging_face import fill_from_hugging_face
 from megaspeed.config.model import ModelConfig
 from megaspeed.data.selection import each_problem
 from megaspeed.files.time_limit import at_most

@@ -25,8 +25,7 @@ from megaspeed.checkpoint.pieces import Piece
 from megaspeed.checkpoint.tensors import WEIGHTS, key
 from megaspeed.checkpoint.tokenizer_files import GENERATION, write_tokenizer_files
 from megaspeed.checkpoint.whole_model import model_config
-from megaspeed.config.from_hf import CONFIG_FILE
-from megaspeed.config.hugging_face import hugging_face_config
+from megaspeed.config.hugging_face import CONFIG_FILE, hugging_face_config
 from megaspeed.files.new_folder import new_folder, refuse_existing
 from megaspeed.hugging_face.errors import HuggingFaceError
 from megaspeed.hugging_face.free_space import check_disk

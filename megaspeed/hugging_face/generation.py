@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from megaspeed.checkpoint.tokenizer_files import GENERATION
-from megaspeed.config.from_hf import CONFIG_FILE, FETCH_ANEW
+from megaspeed.config.hugging_face import CONFIG_FILE, FETCH_ANEW
 from megaspeed.config.strict_json import JsonSyntaxError, read_json_object
 from megaspeed.hugging_face.errors import HuggingFaceError
 

@@ -20,7 +20,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from megaspeed.config.from_hf import FETCH_ANEW
+from megaspeed.config.hugging_face import FETCH_ANEW
 from megaspeed.config.strict_json import JsonSyntaxError, read_json_object
 from megaspeed.hugging_face.errors import HuggingFaceError
 

@@ -16,8 +16,7 @@ as ours.
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from megaspeed.config.families import FAMILIES
-from megaspeed.config.families.family import Family
+from megaspeed.config.families import FAMILIES, Family
 from megaspeed.config.model import ModelConfig
 from megaspeed.model.parameters import Parameter, Shape, parameters_of
 

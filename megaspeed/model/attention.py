@@ -12,15 +12,142 @@ H_kv query heads share one key/value head (Ainslie et al. 2023, GQA).
 
 import math
 from collections.abc import Mapping
+from functools import lru_cache
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megaspeed.config.model import ModelConfig
-from megaspeed.model.documents import window_mask
+from megaspeed.config.model import ModelConfig, RopeScaling
 from megaspeed.model.dropout import SampleDropout
-from megaspeed.model.rotary import inverse_frequencies, rotate, turns
+
+# Rotary position embedding (Su et al. 2021, RoFormer, section 3.2.2), with Llama-3's scaling.
+
+
+def inverse_frequencies(config: ModelConfig) -> Tensor:
+    """Angular frequency theta^(-2i/K) of each pair i in [0, K/2) of head dims: (K/2,), fp32."""
+    # On the CPU even while a model is being built on the meta device.
+    even_dims = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device="cpu")
+    exponents = even_dims / config.head_dim
+    frequencies = 1.0 / (config.rope_theta**exponents)
+    if config.rope_scaling is None:
+        return frequencies
+    return _llama3_scaled(frequencies, config.rope_scaling)
+
+
+def _llama3_scaled(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
+    """Llama 3's scaling for long contexts ("The Llama 3 herd of models", 2024; its reference code).
+
+    Wavelengths longer than the original context are stretched by ``factor``, short ones are kept,
+    and those between are interpolated.
+    """
+    wavelengths = 2 * math.pi / frequencies
+    original = scaling.original_max_position_embeddings
+    longest_kept = original / scaling.high_freq_factor
+    shortest_stretched = original / scaling.low_freq_factor
+    blend = (original / wavelengths - scaling.low_freq_factor) / (
+        scaling.high_freq_factor - scaling.low_freq_factor
+    )
+    between = (1 - blend) * frequencies / scaling.factor + blend * frequencies
+    scaled = torch.where(wavelengths > shortest_stretched, frequencies / scaling.factor, between)
+    return torch.where(wavelengths < longest_kept, frequencies, scaled)
+
+
+def turns(positions: Tensor, frequencies: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Cosine and sine of the angle position x frequency, computed in fp32.
+
+    Args:
+        positions: (S,) where they are those of every row, or (B, S).
+        frequencies: (K/2,), fp32.
+        dtype: of the result.
+
+    Returns:
+        Two of (S, 1, K/2) or (B, S, 1, K/2), the same for all heads.
+    """
+    angles = (positions.unsqueeze(-1) * frequencies).unsqueeze(-2)
+    return angles.cos().to(dtype), angles.sin().to(dtype)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turns each pair (i, i + K/2) of ``x`` (B, S, heads, K) by its angle, given by ``turns``.
+
+    The pairing of dim i with dim i + K/2 is the one of Hugging Face's Llama weights.
+    """
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+
+
+# Documents packed into one row: where each token stands in its own, and which tokens it sees.
+#
+# With "." for end-of-text, which opens the document that follows it, the row
+#
+#     tokens       b  c  .  d  e  f  .  g
+#     documents    0  0  1  1  1  1  2  2
+#     positions    0  1  0  1  2  3  0  1
+#
+# is attended to in one triangle for each document instead of one for the row:
+#
+#     b   x
+#     c   x  x
+#     .         x
+#     d         x  x
+#     e         x  x  x
+#     f         x  x  x  x
+#     .                     x
+#     g                     x  x
+#
+# So each token's prediction is what it would be if its document, or the part of it that is in the
+# row, stood there alone.
+
+
+def positions_in(documents: Tensor) -> Tensor:
+    """How many tokens of its own document stand before each token in its row.
+
+    Args:
+        documents: (B, S), the number of each token's document; equal ones are neighbours.
+
+    Returns:
+        (B, S) int64.
+    """
+    places = torch.arange(documents.shape[1], device=documents.device)
+    begins = torch.ones_like(documents, dtype=torch.bool)
+    begins[:, 1:] = documents[:, 1:] != documents[:, :-1]
+    return places - torch.where(begins, places, 0).cummax(dim=1).values
+
+
+def attention_mask(documents: Tensor, dtype: torch.dtype, window: int | None = None) -> Tensor:
+    """What is added to the attention scores: 0 where a query sees a key, -inf where it does not.
+
+    Made in the scores' dtype, once for all blocks: of a boolean mask every block would make, and
+    keep for its backward, such a one for itself.
+
+    Args:
+        documents: (B, S), the number of each token's document.
+        dtype: of queries and keys.
+        window: how many tokens a query sees, itself included; None for all earlier ones.
+
+    Returns:
+        (B, 1, S, S), the same for all heads; dim 2 is the query's, dim 3 the key's place.
+    """
+    seen = documents.unsqueeze(2) == documents.unsqueeze(1)  # (B, S, S)
+    seen.tril_()  # and not later
+    if window is not None:
+        seen.triu_(1 - window)
+    return _added(seen, dtype).unsqueeze(1)
+
+
+@lru_cache(maxsize=1)
+def window_mask(sequence: int, window: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The same for one document a row: (S, S), made once and kept for all blocks and steps."""
+    # A later step saves the mask for backward. An inference tensor cannot be saved.
+    with torch.inference_mode(False):
+        seen = torch.ones(sequence, sequence, dtype=torch.bool, device=device)
+        return _added(seen.tril_().triu_(1 - window), dtype)
+
+
+def _added(seen: Tensor, dtype: torch.dtype) -> Tensor:
+    mask = torch.full(seen.shape, float("-inf"), dtype=dtype, device=seen.device)
+    return mask.masked_fill_(seen, 0.0)
 
 
 class Attention(nn.Module):

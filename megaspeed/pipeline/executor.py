@@ -32,9 +32,8 @@ from megaspeed.pipeline.instructions import (
     SendGradient,
 )
 from megaspeed.pipeline.p2p import Neighbours
-from megaspeed.topology.activity import Activity
+from megaspeed.topology.activity import Activity, Part, Timeline
 from megaspeed.topology.failure import note_phase
-from megaspeed.topology.timeline import Part, Timeline
 
 _PARTS: dict[type, Part] = {
     LoadMicroBatch: "data_loading",

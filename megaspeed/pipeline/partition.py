@@ -13,7 +13,11 @@ stages, number of layers).
 
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 from itertools import accumulate, pairwise
+
+from megaspeed.config.resolve import Run
+from megaspeed.model.parameters import forward_flops_per_token, logical_name, parameters_of
 
 
 class PartitionError(ValueError):
@@ -105,3 +109,31 @@ def _most_even_ends(cumulative: Sequence[int], pipeline_stages: int, bottleneck:
     for choice in reversed(choices):
         ends.append(choice[ends[-1]])
     return ends[1:]
+
+
+# What each pipeline stage of a run holds. Pure arithmetic, no torch.
+
+
+def layers_of_stages(run: Run) -> list[range]:
+    """The flat layers of each pipeline stage: the largest stage's forward operations are least."""
+    costs = forward_flops_per_token(run.config.model, run.config.data.sequence_length)
+    return list(_partition(tuple(costs), run.grid.pp))
+
+
+@lru_cache(maxsize=1024)
+def _partition(costs: tuple[float, ...], pipeline_stages: int) -> tuple[range, ...]:
+    """A plan asks for the same split hundreds of times."""
+    return tuple(partition_layers(costs, pipeline_stages))
+
+
+def parameters_of_stages(run: Run) -> list[int]:
+    """Logical parameters of each pipeline stage; a tied embedding counts where it is first used."""
+    model = run.config.model
+    return [
+        sum(
+            parameter.elements
+            for name, parameter in parameters_of(model, layers).items()
+            if 0 in layers or logical_name(model, name) == name
+        )
+        for layers in layers_of_stages(run)
+    ]

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megaspeed.model.micro_batch import NOT_COUNTED
-from megaspeed.tensor_parallel.axis import TensorAxis
+from megaspeed.tensor_parallel.collectives import TensorAxis
 
 
 def vocab_parallel_cross_entropy(

@@ -6,19 +6,99 @@ A pair of them needs one collective forward and one backward (Shoeybi et al. 201
 g are in ``collectives``). Each layer holds only its own shard; which shard that is, ``plan`` says.
 """
 
+from dataclasses import dataclass
+from typing import Any
+
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megaspeed.tensor_parallel.axis import TensorAxis
 from megaspeed.tensor_parallel.collectives import (
+    TensorAxis,
+    all_gather_sequence,
     copy_to_tensor_axis,
     reduce_from_tensor_axis,
     reduce_scatter_sequence,
+    reduce_scatter_sum,
     sum_gradients,
 )
-from megaspeed.tensor_parallel.gathered_linear import gathered_linear
-from megaspeed.tensor_parallel.shared_rows import SharedRows, sum_shared_rows
+
+# A linear layer on an input that is split along the sequence, which keeps only its own part.
+#
+#     forward    y = gather(x) A^T + b
+#     backward   dx = reduce-scatter(dy A),  dA = dy^T gather(x),  db = sum(dy)
+#
+# The input is gathered again in the backward pass, so that a rank stores (B, S/tp, D) for it and
+# not (B, S, D): without this, sequence parallelism would save little (Korthikanti et al. 2022,
+# section 4.2.2).
+
+
+def gathered_linear(x: Tensor, weight: Tensor, bias: Tensor | None, axis: TensorAxis) -> Tensor:
+    """(B, S/tp, in) -> (B, S, rows of ``weight``); ``x`` gets its gradient summed over the axis."""
+    if axis.size == 1:
+        return F.linear(x, weight, bias)
+    return _GatheredLinear.apply(x, weight, bias, axis)
+
+
+class _GatheredLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, axis: TensorAxis
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.axis, ctx.has_bias = axis, bias is not None
+        return F.linear(all_gather_sequence(x, axis), weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor | None, None]:
+        x, weight = ctx.saved_tensors
+        rows = gradient.flatten(0, 1)  # (B S, rows)
+        inputs = all_gather_sequence(x, ctx.axis).flatten(0, 1)  # (B S, in)
+        x_gradient = reduce_scatter_sum(gradient @ weight, ctx.axis)
+        bias_gradient = rows.sum(0) if ctx.has_bias else None
+        return x_gradient, rows.t() @ inputs, bias_gradient, None
+
+
+# Gradients of key/value heads that stand on several tensor ranks.
+#
+# With fewer key/value heads than tensor ranks each head is replicated on neighbouring ranks, and
+# each replica sees only the query heads of its own rank. The head's gradient is the sum over its
+# replicas. The sum runs over the whole axis, with each rank's part put at its head's place in a
+# zero tensor: key/value heads are few, so the tensor is small, and no further process group is
+# needed.
+
+
+@dataclass(frozen=True, kw_only=True)
+class SharedRows:
+    """The local rows from ``first`` on are a copy of part ``index`` of ``count`` over the axis."""
+
+    first: int
+    index: int
+    count: int
+
+
+def sum_shared_rows(parameter: Tensor, shared: SharedRows, axis: TensorAxis) -> Tensor:
+    """The same tensor; the gradient of its shared rows is summed over the ranks that hold them."""
+    return _SumSharedRows.apply(parameter, shared, axis)
+
+
+class _SumSharedRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, parameter: Tensor, shared: SharedRows, axis: TensorAxis) -> Tensor:
+        ctx.shared, ctx.axis = shared, axis
+        return parameter.view_as(parameter)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        shared: SharedRows = ctx.shared
+        own = gradient[shared.first :]
+        parts = own.new_zeros((shared.count, *own.shape))
+        parts[shared.index] = own
+        with ctx.axis.timed():
+            dist.all_reduce(parts, group=ctx.axis.group)
+        return torch.cat((gradient[: shared.first], parts[shared.index])), None, None
+
 
 _META = torch.device("meta")
 

@@ -14,17 +14,16 @@ from torch import Tensor, nn
 
 from megaspeed.config.model import ModelConfig
 from megaspeed.model.dropout import MaskShard
-from megaspeed.model.gpt import GPT
+from megaspeed.model.gpt import GPT, Block
 from megaspeed.model.initialization import initial_slice
-from megaspeed.model.layers import Block
 from megaspeed.model.parameters import Parameter, logical_name, parameter_named
-from megaspeed.tensor_parallel.axis import TensorAxis
-from megaspeed.tensor_parallel.collectives import split_sequence
+from megaspeed.tensor_parallel.collectives import TensorAxis, split_sequence
 from megaspeed.tensor_parallel.layers import (
     ColumnParallelLinear,
     PartialLayerNorm,
     PartialRMSNorm,
     RowParallelLinear,
+    SharedRows,
     VocabParallelEmbedding,
 )
 from megaspeed.tensor_parallel.plan import (
@@ -32,7 +31,6 @@ from megaspeed.tensor_parallel.plan import (
     key_value_replicas,
     shard_of,
 )
-from megaspeed.tensor_parallel.shared_rows import SharedRows
 
 
 def parallelize(model: GPT, config: ModelConfig, axis: TensorAxis) -> dict[str, ParameterShard]:

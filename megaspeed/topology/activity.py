@@ -8,8 +8,13 @@ A phase lasts as long as a ``with`` block. Within it, ``begin`` names one piece 
 another. Each of them counts as progress.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import pairwise
+from typing import Any, Literal
+
+import torch
 
 from megaspeed.topology.failure import note_phase
 
@@ -75,3 +80,109 @@ class Activity:
         """Such as "step 12, Backward(micro_batch=1)"."""
         work = () if self._work is None else (repr(self._work),)
         return ", ".join((*self._phases, *work)) or "start-up"
+
+
+# Times the parts of a step on this rank. Each moment counts for one part.
+#
+#     compute ... | tensor | compute ... | pipeline (a neighbour's message) | compute ...
+#
+# The innermost part counts: if a forward waits for a collective, this time counts for the
+# collective. On a GPU, events time the current stream, so communication counts only while
+# computation waits for it. On a CPU, the host is timed.
+#
+# Only some steps are timed (every ``training.log_interval``-th). In all other steps, a part costs
+# only a check of one attribute.
+
+Part = Literal[
+    "data_loading", "compute", "tensor", "data", "pipeline", "world", "optimizer", "host"
+]
+
+PARTS: tuple[Part, ...] = (
+    "data_loading",  # waiting for a micro-batch
+    "compute",  # forward and backward
+    "tensor",  # communication over the tensor axis
+    "data",  # gradients and gathered parameters over the data axis
+    "pipeline",  # waiting for a neighbour's message: bubble and transfer time
+    "world",  # the all-reduce of loss and norm, which waits for the slowest rank
+    "optimizer",  # clipping and the optimizer
+    "host",  # anything else
+)
+OWN_WORK: tuple[Part, ...] = ("data_loading", "compute", "optimizer", "host")
+"""The parts in which a rank waits for no other."""
+
+
+class Timeline:
+    """The parts of one step at a time.
+
+    Args:
+        device: if it is a GPU, its current stream is timed.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_gpu = device.type == "cuda"
+        self._step: int | None = None
+        self._marks: list[tuple[Any, Part]] = []
+        self._now: Part = "host"
+        self._last: tuple[int, list[tuple[Any, Part]]] | None = None
+
+    @property
+    def is_on(self) -> bool:
+        """Whether this step is timed."""
+        return self._step is not None
+
+    def begin(self, step: int) -> None:
+        """Time this step."""
+        self._step, self._now = step, "host"
+        self._marks = [(self._moment(), "host")]
+
+    def end(self) -> None:
+        """The step is over."""
+        if self._step is not None:
+            self._marks.append((self._moment(), "host"))
+            self._last = (self._step, self._marks)
+        self._step = None
+
+    def part(self, name: Part) -> AbstractContextManager[None]:
+        """The time within this block counts for ``name``, except the time within inner blocks."""
+        return self._timed(name) if self._step is not None else nullcontext()
+
+    def take(self, *, wait: bool = False) -> Sequence[float]:
+        """The last timed step's number and the seconds of each of ``PARTS``, once; zeros if there
+        is none, or if the GPU has not finished that step.
+
+        Args:
+            wait: wait until the GPU has finished that step.
+        """
+        nothing = [0.0] * (1 + len(PARTS))
+        if self._last is None:
+            return nothing
+        step, marks = self._last
+        if self._on_gpu and wait:
+            marks[-1][0].synchronize()
+        elif self._on_gpu and not marks[-1][0].query():
+            return nothing
+        self._last = None
+        seconds = dict.fromkeys(PARTS, 0.0)
+        for (start, name), (end, _) in pairwise(marks):
+            seconds[name] += start.elapsed_time(end) / 1000 if self._on_gpu else end - start
+        return [float(step), *seconds.values()]
+
+    @contextmanager
+    def _timed(self, name: Part) -> Iterator[None]:
+        outer = self._now
+        self._switch(name)
+        try:
+            yield
+        finally:
+            self._switch(outer)
+
+    def _switch(self, name: Part) -> None:
+        self._now = name
+        self._marks.append((self._moment(), name))
+
+    def _moment(self) -> Any:
+        if not self._on_gpu:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event

@@ -282,3 +282,14 @@ def _check_address(address: str) -> None:
                     f"({error}); export the name or the address of the host of rank 0"
                 ) from None
         time.sleep(0.5)
+
+
+# A port of this machine for ranks that are started here to meet at.
+
+
+def free_port() -> int:
+    """One that nobody listens on at this moment."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port

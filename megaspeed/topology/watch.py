@@ -42,16 +42,15 @@ from megaspeed.topology.failure import (
 from megaspeed.topology.grid import Grid
 from megaspeed.topology.hang import (
     RankState,
+    Survey,
     explain_hang,
     pending_collectives,
     states_of_ranks,
 )
 from megaspeed.topology.meeting import Meeting, Neighbour, agent_keeps_the_store, say
-from megaspeed.topology.process_exit import EXIT_FAILED, EXIT_HANG, leave
+from megaspeed.topology.process_end import EXIT_FAILED, EXIT_HANG, STOP_SIGNALS, StopSignal, leave
 from megaspeed.topology.processes import SUPERVISOR, ProcessesAndPipe
 from megaspeed.topology.rank_log import RankLog
-from megaspeed.topology.stop_signal import STOP_SIGNALS, StopSignal
-from megaspeed.topology.survey import Survey
 
 Kind = Literal["failed", "hang"]
 
@@ -258,7 +257,8 @@ class Watch:
             pairs = enumerate(zip(before, self._claims.multi_get(keys), strict=True))
             still = [rank for rank, (beat, later) in pairs if beat == later and rank != self._rank]
             return [rank for rank in still if not self._claims.check([f"ended {rank}"])]
-        except RuntimeError:  # the store is gone, too: the other thread says so, and ends the process
+        except RuntimeError:
+            # The store is gone, too. The other thread reports it, and ends the process.
             time.sleep(_SECONDS_FOR_THE_OTHER_THREAD)
             return []
 

@@ -6,39 +6,37 @@ Earlier files in the run folder are moved only after the checkpoint, if any, has
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
+import torch.distributed as dist
 from rich.console import Console
 from rich.markup import escape
 from rich.text import Text
 
 from megaspeed.checkpoint.errors import CheckpointError
-from megaspeed.checkpoint.run_state import Progress
+from megaspeed.checkpoint.run_state import NOT_STATED, Progress
 from megaspeed.checkpoint.together import from_rank_0
 from megaspeed.config.resolve import Run
 from megaspeed.data.prepared import PreparedCorpus
 from megaspeed.topology.activity import SAVE_PATIENCE, START_UP_PATIENCE, Activity
 from megaspeed.topology.context import ParallelContext
 from megaspeed.topology.meeting import Meeting, RanksDisagree
+from megaspeed.topology.process_end import StopSignal
 from megaspeed.topology.rank_log import RankLog
-from megaspeed.topology.stop_signal import StopSignal
 from megaspeed.topology.watch import Watch
-from megaspeed.training.agreement import check_agreement
-from megaspeed.training.banner import BANNER_WIDTH, banner
+from megaspeed.training.banner import BANNER_WIDTH, PredictPeaks, banner
 from megaspeed.training.checkpointing import Checkpointing
 from megaspeed.training.console import (
     ConsoleObserver,
     NullObserver,
+    describe_start,
     summary_table,
 )
-from megaspeed.training.console_lines import describe_start
-from megaspeed.training.loss_curve import draw_loss_curve
 from megaspeed.training.metrics import MetricsFile
-from megaspeed.training.predictions import Predictions
 from megaspeed.training.replicas import ReplicasDiffer
-from megaspeed.training.reporting import Reporting
+from megaspeed.training.reporting import Reporting, draw_loss_curve
 from megaspeed.training.restarts import NoProgress, Restarts
 from megaspeed.training.resume import ResumeOptions, Start, find_start
 from megaspeed.training.run_folder import (
@@ -57,6 +55,60 @@ from megaspeed.training.trainer import (
 )
 from megaspeed.training.worker import Worker
 from megaspeed.zero.engine import ZeroEngine
+
+# Compares the inputs that must be the same on every rank, once, before training starts.
+#
+# Each node reads its own files. If they differ, ranks would train on different text, or hang in a
+# collective that the others do not call. An error names the ranks and the inputs that differ.
+
+
+def check_agreement(corpus: PreparedCorpus, context: ParallelContext) -> None:
+    """Compares texts and tokenizer with rank 0's; a collective over all ranks.
+
+    Raises:
+        RanksDisagree: on every rank; names what differs and on which ranks.
+    """
+    own = {
+        "the training text (data.train)": corpus.fingerprint,
+        "the validation text (data.validation)": _validation_fingerprint(corpus),
+        "the tokenizer (data.tokenizer)": corpus.tokenizer_fingerprint or NOT_STATED,
+    }
+    everyones: list[dict[str, str]] = [{} for _ in range(context.grid.world_size)]
+    dist.all_gather_object(everyones, own, context.world_group)
+    differing = [
+        f"{what} of rank 0 and of ranks {ranks}"
+        for what in own
+        if (ranks := [r for r, other in enumerate(everyones) if other[what] != everyones[0][what]])
+    ]
+    if differing:
+        raise RanksDisagree(
+            f"All ranks must train on the same input, but {'; '.join(differing)} are not the same. "
+            "Give every node the same files, byte for byte."
+        )
+
+
+def _validation_fingerprint(corpus: PreparedCorpus) -> str:
+    return "none" if corpus.validation is None else corpus.validation.fingerprint
+
+
+# Functions of ``analysis``. It imports this folder, so the script passes the functions in.
+
+
+@dataclass(frozen=True, kw_only=True)
+class Predictions:
+    """Functions that a run calls.
+
+    Attributes:
+        peaks: predicts the peak memory for the banner; None: the banner shows no peaks.
+        out_of_memory: returns the report of a rank whose memory has run out; its engine argument
+            is None while the engine is built.
+    """
+
+    peaks: PredictPeaks | None = None
+    out_of_memory: Callable[[Run, ParallelContext, ZeroEngine | None], str] = (
+        lambda run, context, engine: ""
+    )
+
 
 STOPPED = (RanksDisagree, TrainingDiverged, ReplicasDiffer, NoProgress)
 """Exceptions that end training on every rank alike, with a message for the user."""

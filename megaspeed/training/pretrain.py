@@ -19,9 +19,9 @@ from rich.console import Console
 from rich.markup import escape
 
 from megaspeed.checkpoint.errors import CheckpointError, StorageFailed
+from megaspeed.config.document import add_config_options
 from megaspeed.config.errors import ConfigError
 from megaspeed.config.loading import load_run
-from megaspeed.config.overrides import add_config_options
 from megaspeed.config.resolve import Run
 from megaspeed.data.config_problems import find_problems_in_file
 from megaspeed.data.errors import DataError
@@ -31,16 +31,14 @@ from megaspeed.topology.context import ParallelContext
 from megaspeed.topology.grid import TopologyError
 from megaspeed.topology.launch import LaunchEnvironment, LaunchError, read_launch_environment
 from megaspeed.topology.meeting import GroupError, RanksDisagree, check_in
-from megaspeed.topology.process_exit import EXIT_DONE, EXIT_FAILED, EXIT_WRONG_INPUT
+from megaspeed.topology.process_end import EXIT_DONE, EXIT_FAILED, EXIT_WRONG_INPUT, StopSignal
 from megaspeed.topology.processes import launcher_processes
 from megaspeed.topology.rank_log import RankLog
-from megaspeed.topology.stop_signal import StopSignal
 from megaspeed.topology.watch import Watch
-from megaspeed.training.console_lines import describe_corpus, describe_spare_ranks
+from megaspeed.training.banner import launch_warnings
+from megaspeed.training.console import describe_corpus, describe_spare_ranks
 from megaspeed.training.faults import inject_into_process
-from megaspeed.training.job import EXPECTED, STOPPED, Job
-from megaspeed.training.launch_warnings import launch_warnings
-from megaspeed.training.predictions import Predictions
+from megaspeed.training.job import EXPECTED, STOPPED, Job, Predictions
 from megaspeed.training.reporting import check_packages
 from megaspeed.training.restarts import Restarts, restart_number
 from megaspeed.training.resume import ResumeOptions, check_resume

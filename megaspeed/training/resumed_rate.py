@@ -12,11 +12,11 @@ from typing import Any
 from pydantic import ValidationError
 
 from megaspeed.checkpoint.run_state import RunState
-from megaspeed.config.optimizer import OptimizerConfig
 from megaspeed.config.resolve import Run, config_problems
+from megaspeed.config.run import OptimizerConfig
 from megaspeed.config.scheduler import SchedulerConfig
 from megaspeed.config.section import Section
-from megaspeed.training.learning_rate import learning_rate
+from megaspeed.training.step_inputs import learning_rate
 
 _RELATIVE_DIFFERENCE = 1e-9
 _RATES = {

@@ -36,9 +36,9 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from types import FrameType
 from typing import TYPE_CHECKING, NamedTuple, NoReturn, Self
 
+from megaspeed.config.document import add_config_options
 from megaspeed.config.errors import ConfigError
 from megaspeed.config.loading import read_config
-from megaspeed.config.overrides import add_config_options
 from megaspeed.config.training import TrainingConfig
 from megaspeed.topology.activity import (
     SAVE_PATIENCE,
@@ -47,9 +47,8 @@ from megaspeed.topology.activity import (
 )
 from megaspeed.topology.grid import TopologyError
 from megaspeed.topology.launch import LaunchEnvironment, LaunchError, read_launch_environment
-from megaspeed.topology.process_exit import EXIT_DONE, EXIT_FAILED, EXIT_WRONG_INPUT
+from megaspeed.topology.process_end import EXIT_DONE, EXIT_FAILED, EXIT_WRONG_INPUT, STOP_SIGNALS
 from megaspeed.topology.processes import SUPERVISOR
-from megaspeed.topology.stop_signal import STOP_SIGNALS
 
 if TYPE_CHECKING:
     from torch.distributed import Store

@@ -20,12 +20,16 @@ from megaspeed.checkpoint.run_state import Progress
 from megaspeed.checkpoint.saving import SaveReport
 from megaspeed.data.prepared import PreparedCorpus
 from megaspeed.data.stream.loader import ValidationLoader
-from megaspeed.model.flops import training_flops_per_token
+from megaspeed.model.parameters import training_flops_per_token
 from megaspeed.topology.activity import SAVE_PATIENCE, START_UP_PATIENCE
-from megaspeed.topology.stop_signal import StopSignal
+from megaspeed.topology.process_end import StopSignal
 from megaspeed.training.checkpointing import Checkpointing
-from megaspeed.training.device_peak import peak_flops_per_second
-from megaspeed.training.metrics import PartMetrics, StepMetrics, ValidationMetrics
+from megaspeed.training.metrics import (
+    PartMetrics,
+    StepMetrics,
+    ValidationMetrics,
+    peak_flops_per_second,
+)
 from megaspeed.training.replicas import Replicas
 from megaspeed.training.step_inputs import StepInputs
 from megaspeed.training.worker import StepParts, StepResult, Worker

@@ -17,21 +17,25 @@ from torch import Tensor
 from megaspeed.config.resolve import Run
 from megaspeed.model.gpt import DTYPES
 from megaspeed.model.micro_batch import MicroBatch
-from megaspeed.pipeline.exchanges import stage_program
 from megaspeed.pipeline.executor import Executor
+from megaspeed.pipeline.instructions import stage_program
 from megaspeed.pipeline.p2p import Neighbours
 from megaspeed.pipeline.schedules import SCHEDULES, forward_only
 from megaspeed.pipeline.simulation import check_schedule
 from megaspeed.topology.context import ParallelContext
 from megaspeed.training.faults import inject_into_model
-from megaspeed.training.loss import backward_scale, make_loss_function
-from megaspeed.training.matmul_precision import set_matmul_precision
-from megaspeed.training.memory import peak_memory
-from megaspeed.training.optimizer import make_optimizer, parameter_groups
-from megaspeed.training.rank_model import rank_model
+from megaspeed.training.metrics import peak_memory
+from megaspeed.training.rank_model import (
+    backward_scale,
+    make_loss_function,
+    make_optimizer,
+    parameter_groups,
+    rank_model,
+    set_matmul_precision,
+)
 from megaspeed.zero.build import build_engine
 from megaspeed.zero.engine import StepOutcome
-from megaspeed.zero.global_norm import exchange
+from megaspeed.zero.reductions import exchange
 
 Load = Callable[[int], MicroBatch]
 

@@ -1,5 +1,10 @@
-"""The fence round DeepSpeed: the only package that imports it."""
+"""The only package that imports DeepSpeed."""
 
-from megaspeed.zero.workarounds.process_environment import name_the_accelerator
+import os
 
-name_the_accelerator()  # before any module of this package imports deepspeed
+import torch
+
+# DeepSpeed 0.19.8, accelerator/real_accelerator.py:213, looks for accelerators when it is first
+# imported, and warns if it ends with the CPU.
+if not torch.cuda.is_available():
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")

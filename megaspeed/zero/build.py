@@ -10,6 +10,7 @@ from typing import Any
 
 import deepspeed
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from megaspeed.config.resolve import Run
@@ -18,16 +19,119 @@ from megaspeed.model.parameters import EMBEDDING_WEIGHT, HEAD_WEIGHT
 from megaspeed.tensor_parallel.parallelize import materialize
 from megaspeed.tensor_parallel.plan import ParameterShard
 from megaspeed.topology.context import ParallelContext
-from megaspeed.zero.deepspeed_json import deepspeed_json
 from megaspeed.zero.engine import ZeroEngine
-from megaspeed.zero.mpu import DataAxis
-from megaspeed.zero.workarounds.process_environment import name_the_local_rank
-from megaspeed.zero.workarounds.stage1_fp32_accumulation import always_the_zero_optimizer
-from megaspeed.zero.workarounds.start_up import (
+from megaspeed.zero.workarounds import (
+    always_the_zero_optimizer,
     count_numa_nodes_once,
     declare_no_compiled_ops,
     hide_announced_renames,
+    name_the_local_rank,
 )
+
+# From a run's JSON to the dictionary that DeepSpeed is given.
+#
+# The keys keep their names. What differs, and why:
+#
+#     zero_optimization.stage 0    1, over a group of one rank: nothing is partitioned, and one code
+#                                  path serves all stages and dtypes. Gradients are averaged over
+#                                  the data axis by this package.
+#     gradient_accumulation_steps  1: the schedule counts micro-batches, and the loss is scaled
+#                                  before its backward.
+#     reduce_bucket_size           at most the rank's own parameters: DeepSpeed allocates the
+#                                  bucket in full.
+#     communication_data_type      the accumulation dtype where the run does not say: DeepSpeed
+#                                  would average fp32 sums in the parameters' dtype.
+#     optimizer, scheduler         removed: the optimizer is passed as an object, and the learning
+#                                  rate is set each step.
+#     comms_logger                 removed unless it is enabled: DeepSpeed 0.19.8
+#                                  (comm/config.py:22) turns the logger on if the key is there,
+#                                  whatever it says, and the logger waits for the device after every
+#                                  collective.
+#     timers.throughput            off: it waits for the device before every forward
+#                                  (utils/timer.py:238). The run measures its own step times.
+
+_OURS = ("train_batch_size", "optimizer", "scheduler")
+
+
+def deepspeed_json(run: Run, *, local_elements: int) -> dict[str, Any]:
+    """DeepSpeed's configuration for one rank of ``run``.
+
+    Args:
+        run: the resolved run.
+        local_elements: number of parameters that this rank's pipeline stage and tensor shard hold.
+    """
+    json = run.config.deepspeed_json()
+    for key in _OURS:
+        json.pop(key, None)
+    replicas = 1 if run.zero_stage == 0 else run.grid.dp
+    json["train_micro_batch_size_per_gpu"] = run.batch.micro_batch_size
+    json["gradient_accumulation_steps"] = 1
+    json["train_batch_size"] = run.batch.micro_batch_size * replicas
+    json["zero_force_ds_cpu_optimizer"] = False
+    if not run.config.comms_logger.enabled:
+        json.pop("comms_logger", None)
+    json["timers"] = {"throughput": {"enabled": False}}
+    if run.accumulation_dtype != run.precision:
+        json.setdefault("communication_data_type", run.accumulation_dtype)
+    zero = json["zero_optimization"]
+    zero["stage"] = max(1, run.zero_stage)
+    zero["memory_efficient_linear"] = False
+    zero["reduce_bucket_size"] = min(zero["reduce_bucket_size"], local_elements)
+    return json
+
+
+# What DeepSpeed asks a "model parallel unit": the data-parallel group, and nothing else.
+#
+# DeepSpeed partitions over the data axis. Everything that spans the model axes - the norm, tied
+# weights, the agreement to skip a step - is done by this package, so DeepSpeed sees no
+# model-parallel group: None, which its ZeRO optimizers understand (deepspeed/comm/pg_utils.py,
+# is_parallel).
+
+
+class DataAxis:
+    """DeepSpeed's ``mpu`` for one engine.
+
+    Args:
+        context: this rank's groups.
+        replicate: ZeRO-0: partition over this rank alone, so that every rank holds everything.
+
+    All ranks create it together.
+    """
+
+    def __init__(self, context: ParallelContext, *, replicate: bool) -> None:
+        self._partition_group = context.group_of_this_rank() if replicate else context.dp_group
+
+    def get_data_parallel_group(self) -> dist.ProcessGroup:
+        """The group over which ZeRO partitions."""
+        return self._partition_group
+
+    def get_data_parallel_world_size(self) -> int:
+        """Its size."""
+        return dist.get_world_size(self._partition_group)
+
+    def get_data_parallel_rank(self) -> int:
+        """This rank's place in it."""
+        return dist.get_rank(self._partition_group)
+
+    def get_model_parallel_group(self) -> dist.ProcessGroup | None:
+        """None: DeepSpeed reduces nothing over the model axes."""
+        return None
+
+    def get_model_parallel_world_size(self) -> int:
+        """One."""
+        return 1
+
+    def get_model_parallel_rank(self) -> int:
+        """Zero."""
+        return 0
+
+    get_tensor_model_parallel_group = get_model_parallel_group
+    get_tensor_model_parallel_world_size = get_model_parallel_world_size
+    get_tensor_model_parallel_rank = get_model_parallel_rank
+    get_pipeline_model_parallel_group = get_model_parallel_group
+    get_pipeline_model_parallel_world_size = get_model_parallel_world_size
+    get_pipeline_model_parallel_rank = get_model_parallel_rank
+
 
 OptimizerFactory = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 

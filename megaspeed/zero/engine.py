@@ -25,20 +25,52 @@ from torch.autograd.graph import GradientEdge
 from megaspeed.config.resolve import Run
 from megaspeed.topology.context import ParallelContext
 from megaspeed.zero.fragments import GradientFragment, gradient_fragments
-from megaspeed.zero.global_norm import exchange, first_non_finite, owned_squares
 from megaspeed.zero.layer_gathers import LayerGathers
-from megaspeed.zero.loss_scale import Counters, read_loss_scale, take_loss_scale
-from megaspeed.zero.optimizer_state import StateFragment, state_fragments, take_state
-from megaspeed.zero.reductions import add_gradients_of_other_end, average_over_replicas
-from megaspeed.zero.workarounds.module_hooks import remove_module_hooks
-from megaspeed.zero.workarounds.own_norm import stay_at_the_smallest_scale, use_norm
-from megaspeed.zero.workarounds.partition_sums import (
+from megaspeed.zero.model_states import StateFragment, state_fragments, take_state
+from megaspeed.zero.reductions import (
+    add_gradients_of_other_end,
+    average_over_replicas,
+    exchange,
+    first_non_finite,
+    owned_squares,
+)
+from megaspeed.zero.workarounds import (
     add_up_in_place,
     keep_only_own_partition,
     reduce_in,
+    remove_module_hooks,
+    stay_at_the_smallest_scale,
+    time_reductions,
+    use_norm,
+    wait_on_the_device,
 )
-from megaspeed.zero.workarounds.timed_reductions import time_reductions
-from megaspeed.zero.workarounds.waits_on_the_device import wait_on_the_device
+
+# fp16's dynamic loss scale, read and taken up again as DeepSpeed's scaler counts it.
+
+Counters = dict[str, float]
+"""scale, iteration, last_overflow_iteration and hysteresis of DeepSpeed's scaler."""
+
+
+def read_loss_scale(scaler: Any) -> Counters | None:
+    """The state of DeepSpeed's scaler; None where the scale is a constant."""
+    if not scaler.dynamic:
+        return None
+    return {
+        "scale": float(scaler.cur_scale),
+        "iteration": scaler.cur_iter,
+        "last_overflow_iteration": scaler.last_overflow_iter,
+        "hysteresis": scaler.cur_hysteresis,
+    }
+
+
+def take_loss_scale(scaler: Any, saved: Counters) -> None:
+    """Lets a dynamic scaler go on from a saved state; a constant one stays as it is."""
+    if not scaler.dynamic:
+        return
+    scaler.cur_scale = saved["scale"]
+    scaler.cur_iter = saved["iteration"]
+    scaler.last_overflow_iter = saved["last_overflow_iteration"]
+    scaler.cur_hysteresis = saved["hysteresis"]
 
 
 @dataclass(frozen=True)

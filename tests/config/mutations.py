@@ -17,9 +17,9 @@ from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from megaspeed.config.keys import all_key_paths
-from megaspeed.config.merging import merge
+from megaspeed.config.document import merge
 from megaspeed.config.refusals import REFUSED_KEYS
+from megaspeed.config.validation import all_key_paths
 
 Values = dict[str, Any]
 

@@ -5,11 +5,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from megaspeed.config.degrees import World
-from megaspeed.config.document import Document
+from megaspeed.config.document import Document, merge, parse_override
 from megaspeed.config.loading import find_problems, load_run
-from megaspeed.config.merging import merge
-from megaspeed.config.overrides import parse_override
+from megaspeed.config.parallel import World
 from megaspeed.config.resolve import Run
 
 _SMALL: dict[str, Any] = {

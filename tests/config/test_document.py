@@ -5,11 +5,9 @@ from typing import Any
 
 import pytest
 
-from megaspeed.config.document import read_document
+from megaspeed.config.document import merge, parse_override, read_document
 from megaspeed.config.errors import ConfigError
 from megaspeed.config.loading import read_config
-from megaspeed.config.merging import merge
-from megaspeed.config.overrides import parse_override
 from tests.config.small import small, write
 
 

@@ -15,8 +15,7 @@ from transformers import (
 )
 
 from megaspeed.config.errors import ConfigError
-from megaspeed.config.from_hf import read_model_section
-from megaspeed.config.hugging_face import hugging_face_config, model_section
+from megaspeed.config.hugging_face import hugging_face_config, model_section, read_model_section
 from megaspeed.config.model import ModelConfig
 from megaspeed.config.presets import PRESETS
 from tests.config.small import load, only_problem, problems, small, write

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megaspeed.config.keys import OTHER_NAMES, all_key_paths, keys_at
+from megaspeed.config.validation import OTHER_NAMES, all_key_paths, keys_at
 from tests.config.small import only_problem, problems
 
 

@@ -4,9 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from megaspeed.config.degrees import World, data_degree_equation, divisors, grid_in
 from megaspeed.config.errors import ConfigError
-from megaspeed.config.parallel import ParallelConfig
+from megaspeed.config.parallel import ParallelConfig, World, data_degree_equation, divisors, grid_in
 from megaspeed.topology.grid import Grid
 from tests.config.small import load, only_problem, problems, small, write
 

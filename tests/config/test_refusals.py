@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from megaspeed.config.keys import all_key_paths
 from megaspeed.config.loading import parse_config
 from megaspeed.config.refusals import REFUSED_KEYS
+from megaspeed.config.validation import all_key_paths
 from tests.config.small import only_problem, problems, small
 
 

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from megaspeed.config.degrees import World
 from megaspeed.config.document import Document
 from megaspeed.config.errors import ConfigError, Problem, dotted
 from megaspeed.config.loading import find_problems, parse_config
+from megaspeed.config.parallel import World
 from tests.config.small import only_problem, problems, small
 
 

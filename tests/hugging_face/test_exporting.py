@@ -25,7 +25,7 @@ from megaspeed.hugging_face.exporting import Precision, export_model
 from megaspeed.hugging_face.importing import _rows_of, import_model
 from megaspeed.hugging_face.weight_files import StoredTensor
 from megaspeed.hugging_face.weights import Part
-from megaspeed.model.layers import SwiGluMlp
+from megaspeed.model.gpt import SwiGluMlp
 from tests.checkpoint.written import CONFIG, write_checkpoint
 from tests.hugging_face.models import END_OF_TEXT, llama, same, saved, weights_in, with_tokenizer
 
@@ -276,7 +276,7 @@ from megaspeed.hugging_face.exporting import Precision, export_model
 from megaspeed.hugging_face.importing import _rows_of, import_model
 from megaspeed.hugging_face.weight_files import StoredTensor
 from megaspeed.hugging_face.weights import Part
-from megaspeed.model.layers import SwiGluMlp
+from megaspeed.model.gpt import SwiGluMlp
 
 def memory(name):
     lines = Path("/proc/self/status").read_text().splitlines()

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from megaspeed.config.from_hf import read_model_section
+from megaspeed.config.hugging_face import read_model_section
 from megaspeed.config.resolve import Run
 from megaspeed.data.prepared import PreparedCorpus
 from megaspeed.data.stream.loader import LoaderShape, TrainingLoader

@@ -21,7 +21,7 @@ from megaspeed.hugging_face.errors import Disagreement
 from megaspeed.hugging_face.exporting import export_model
 from megaspeed.hugging_face.importing import import_model
 from megaspeed.hugging_face.weights import Part, parts_of
-from megaspeed.model import attention, layers
+from megaspeed.model import attention, gpt
 from megaspeed.model.parameters import Row
 from tests.hugging_face.models import gpt2, llama, saved
 
@@ -85,12 +85,12 @@ def epsilon_beside_the_root(patch: Patch) -> None:
 
 def another_epsilon(patch: Patch) -> None:
     """Twice the epsilon of the config."""
-    make = layers.make_modules
+    make = gpt.make_modules
 
     def mutated(rows: Mapping[str, Row]) -> dict[str, nn.Module]:
         return make({name: dataclasses.replace(row, eps=2 * row.eps) for name, row in rows.items()})
 
-    patch.setattr(layers, "make_modules", mutated)
+    patch.setattr(gpt, "make_modules", mutated)
 
 
 def reordered(*order: int) -> Callable[[Patch], None]:

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from megaspeed.checkpoint.soundness import problems_of
 from megaspeed.checkpoint.whole_model import load_whole_model, model_config
-from megaspeed.config.from_hf import read_model_section
+from megaspeed.config.hugging_face import read_model_section
 from megaspeed.config.model import ModelConfig
 from megaspeed.hugging_face.exporting import export_model
 from megaspeed.hugging_face.importing import import_model

@@ -80,7 +80,7 @@ def shifted(by: float, dtype: torch.dtype = torch.float32) -> Callable[..., Tens
 def test_one_word_that_differs_by_more_than_the_limit_is_enough(
     both: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, by: float
 ) -> None:
-    monkeypatch.setattr("megaspeed.model.layers.Head.forward", shifted(by))
+    monkeypatch.setattr("megaspeed.model.gpt.Head.forward", shifted(by))
     with pytest.raises(Disagreement, match=r"in fp32, and rounding explains 0\.0001 "):
         compare(*both)
 
@@ -90,7 +90,7 @@ def test_in_fp64_far_less_is_enough(
     both: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, by: float
 ) -> None:
     """Of which fp32 would have shown nothing."""
-    monkeypatch.setattr("megaspeed.model.layers.Head.forward", shifted(by, torch.float64))
+    monkeypatch.setattr("megaspeed.model.gpt.Head.forward", shifted(by, torch.float64))
     with pytest.raises(Disagreement, match=r"in fp64, and rounding explains [\d.]+e-10 "):
         compare(*both)
 
@@ -121,7 +121,7 @@ def test_logits_that_are_no_numbers_agree_with_nothing(both: tuple[Path, Path]) 
 def test_what_rounding_explains_passes(
     both: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("megaspeed.model.layers.Head.forward", shifted(5e-5))
+    monkeypatch.setattr("megaspeed.model.gpt.Head.forward", shifted(5e-5))
     assert compare(*both).difference == pytest.approx(5e-5, rel=0.1)
 
 

@@ -13,8 +13,7 @@ from torch.utils._pytree import tree_leaves
 from megaspeed.analysis.measurement.allocations import AllocationLog
 from megaspeed.config.model import ModelConfig
 from megaspeed.model.dropout import MaskShard, SampleDropout
-from megaspeed.model.gpt import GPT
-from megaspeed.model.layers import Block
+from megaspeed.model.gpt import GPT, Block
 from tests.model.tiny_gpt import DROPOUTS, gpt2, gradients, initialized, llama, random_tokens
 
 BITS = [

@@ -9,9 +9,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from megaspeed.config.model import ModelConfig
-from megaspeed.model.flops import forward_flops_per_token, training_flops_per_token
 from megaspeed.model.gpt import GPT
-from megaspeed.model.parameters import layer_count
+from megaspeed.model.parameters import (
+    forward_flops_per_token,
+    layer_count,
+    training_flops_per_token,
+)
 from tests.model.tiny_gpt import gpt2, llama, random_tokens
 
 BATCH, SEQUENCE = 3, 24

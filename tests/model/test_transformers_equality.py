@@ -9,8 +9,8 @@ from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from megaspeed.config.model import ModelConfig
+from megaspeed.model.attention import inverse_frequencies
 from megaspeed.model.gpt import GPT
-from megaspeed.model.rotary import inverse_frequencies
 from tests.model.tiny_gpt import gpt2, llama, random_tokens
 
 Weights = dict[str, Tensor]

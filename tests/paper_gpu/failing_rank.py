@@ -16,7 +16,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megaspeed.topology import groups
+from megaspeed.topology import context
 from megaspeed.zero.engine import ZeroEngine
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "pretrain.py"
@@ -42,7 +42,7 @@ def fail_in_the_second_step() -> None:
 
 if __name__ == "__main__":
     dist.destroy_process_group = block_for_ever
-    groups._abort_process_group = block_for_ever  # type: ignore[assignment]
+    context._abort_process_group = block_for_ever  # type: ignore[assignment]
     failing, *sys.argv[1:] = sys.argv[1:]
     if os.environ["RANK"] == failing:
         fail_in_the_second_step()

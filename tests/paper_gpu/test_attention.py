@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 from megaspeed.config.model import ModelConfig
 from megaspeed.config.presets import PRESETS
 from megaspeed.model.gpt import GPT
-from megaspeed.tensor_parallel.axis import TensorAxis
+from megaspeed.tensor_parallel.collectives import TensorAxis
 from megaspeed.tensor_parallel.parallelize import materialize, parallelize
 from megaspeed.topology.context import ParallelContext
 from megaspeed.topology.grid import Grid

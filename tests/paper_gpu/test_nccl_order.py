@@ -18,9 +18,8 @@ from torch.autograd.graph import GradientEdge
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megaspeed.model.micro_batch import MicroBatch
-from megaspeed.pipeline.exchanges import stage_program
 from megaspeed.pipeline.executor import Executor
-from megaspeed.pipeline.instructions import Exchange, Instruction
+from megaspeed.pipeline.instructions import Exchange, Instruction, stage_program
 from megaspeed.pipeline.p2p import Neighbours
 from megaspeed.pipeline.schedules import SCHEDULES, Schedule, forward_only
 from megaspeed.zero.reductions import add_gradients_of_other_end

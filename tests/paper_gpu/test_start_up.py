@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megaspeed.topology import groups
+from megaspeed.topology import context
 from megaspeed.topology.grid import Grid, TopologyError
 from megaspeed.topology.launch import LaunchEnvironment
 from megaspeed.topology.process_settings import (
@@ -69,8 +69,8 @@ def start_up(recorder: Recorder, grid: Grid) -> dict[str, Any]:
         local_world_size=8,
         source="a test",
     )
-    world = groups.start_default_group(dist.HashStore(), launch, GPU, TIMEOUT)
-    return groups.create_groups(grid, recorder.rank, world, GPU, TIMEOUT)
+    world = context.start_default_group(dist.HashStore(), launch, GPU, TIMEOUT)
+    return context.create_groups(grid, recorder.rank, world, GPU, TIMEOUT)
 
 
 @pytest.mark.parametrize(

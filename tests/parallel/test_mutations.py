@@ -19,8 +19,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from megaspeed.analysis.verification.amplification import LARGEST_WIDENING
-from megaspeed.analysis.verification.comparison import Comparison, Difference
+from megaspeed.analysis.verification.comparison import LARGEST_WIDENING, Comparison, Difference
 from megaspeed.analysis.verification.reference import ReferenceRun, train_reference
 from megaspeed.analysis.verification.verify import ParallelRun, compare, train_rank, whole_batch
 from megaspeed.config.resolve import Run

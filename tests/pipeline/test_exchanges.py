@@ -4,7 +4,6 @@ from itertools import product
 
 import pytest
 
-from megaspeed.pipeline.exchanges import stage_program
 from megaspeed.pipeline.instructions import (
     Batch,
     Exchange,
@@ -15,6 +14,7 @@ from megaspeed.pipeline.instructions import (
     SendGradient,
     other_end,
     peer,
+    stage_program,
 )
 from megaspeed.pipeline.schedules import (
     SCHEDULES,

@@ -15,9 +15,15 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
 from megaspeed.model.micro_batch import MicroBatch
-from megaspeed.pipeline.exchanges import stage_program
 from megaspeed.pipeline.executor import Executor
-from megaspeed.pipeline.instructions import Backward, Exchange, Forward, Instruction, SendActivation
+from megaspeed.pipeline.instructions import (
+    Backward,
+    Exchange,
+    Forward,
+    Instruction,
+    SendActivation,
+    stage_program,
+)
 from megaspeed.pipeline.p2p import Neighbours
 from megaspeed.pipeline.schedules import SCHEDULES, forward_only
 from megaspeed.topology.context import ParallelContext

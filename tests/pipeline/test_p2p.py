@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from megaspeed.pipeline.exchanges import stage_program
 from megaspeed.pipeline.instructions import (
     Backward,
     Exchange,
@@ -16,6 +15,7 @@ from megaspeed.pipeline.instructions import (
     ReceiveGradient,
     SendActivation,
     SendGradient,
+    stage_program,
 )
 from megaspeed.pipeline.p2p import Link, Neighbours, PipelineProtocolError
 from megaspeed.pipeline.schedules import SCHEDULES, Schedule

@@ -9,9 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megaspeed.model.dropout import MaskShard, SampleDropout
-from megaspeed.tensor_parallel import collectives, gathered_linear, layers
-from megaspeed.tensor_parallel.axis import TensorAxis
-from megaspeed.tensor_parallel.collectives import all_reduce
+from megaspeed.tensor_parallel import collectives, layers
+from megaspeed.tensor_parallel.collectives import TensorAxis, all_reduce
 from megaspeed.tensor_parallel.layers import RowParallelLinear
 
 # By name, because the package has a function of the module's name.
@@ -34,7 +33,7 @@ def gradient_not_summed_on_entry(patch: pytest.MonkeyPatch, axis: TensorAxis) ->
     """The backward of f, or of the gather, passes on what this rank alone has."""
     own_chunk = collectives._own_chunk
     patch.setattr(collectives._Copy, "backward", staticmethod(lambda ctx, g: (g, None)))
-    patch.setattr(gathered_linear, "reduce_scatter_sum", own_chunk)
+    patch.setattr(layers, "reduce_scatter_sum", own_chunk)
 
 
 def gradient_summed_on_leaving(patch: pytest.MonkeyPatch, axis: TensorAxis) -> None:

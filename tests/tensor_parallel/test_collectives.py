@@ -7,16 +7,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from megaspeed.tensor_parallel.axis import TensorAxis
 from megaspeed.tensor_parallel.collectives import (
+    TensorAxis,
     copy_to_tensor_axis,
     reduce_from_tensor_axis,
     reduce_scatter_sequence,
     split_sequence,
     sum_gradients,
 )
-from megaspeed.tensor_parallel.gathered_linear import gathered_linear
-from megaspeed.tensor_parallel.shared_rows import SharedRows, sum_shared_rows
+from megaspeed.tensor_parallel.layers import SharedRows, gathered_linear, sum_shared_rows
 from megaspeed.topology.context import ParallelContext
 from megaspeed.topology.grid import Grid
 from megaspeed.topology.launch import LaunchEnvironment

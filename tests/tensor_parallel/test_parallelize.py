@@ -11,7 +11,7 @@ from megaspeed.config.model import ModelConfig
 from megaspeed.model import parameters as table
 from megaspeed.model.gpt import GPT
 from megaspeed.model.parameters import layer_count
-from megaspeed.tensor_parallel.axis import TensorAxis
+from megaspeed.tensor_parallel.collectives import TensorAxis
 from megaspeed.tensor_parallel.parallelize import initial_shard, materialize, parallelize
 from megaspeed.tensor_parallel.plan import ParameterShard
 from tests.model.tiny_gpt import gpt2, initialized, llama

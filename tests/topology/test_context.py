@@ -10,9 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megaspeed.topology.context import ParallelContext
+from megaspeed.topology.context import GroupError, ParallelContext
 from megaspeed.topology.grid import AXES, Coordinates, Grid, TopologyError
-from megaspeed.topology.groups import GroupError
 from megaspeed.topology.launch import LaunchEnvironment
 from tests.rank_pool import RankFailure, RankPool
 

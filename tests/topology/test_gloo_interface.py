@@ -7,8 +7,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megaspeed.topology.gloo_interface import gloo_interface, node_address
 from megaspeed.topology.launch import LaunchEnvironment
+from megaspeed.topology.process_settings import gloo_interface, node_address
 
 TWO_NODES = LaunchEnvironment(
     rank=3, world_size=4, local_rank=1, local_world_size=2, source="RANK/WORLD_SIZE"

@@ -5,7 +5,7 @@ import sys
 
 PROGRAM = """
 import atexit, os, sys
-from megaspeed.topology.process_exit import end_process
+from megaspeed.topology.process_end import end_process
 
 class AbortsWhenTornDown:
     def __del__(self, abort=os.abort):

@@ -5,7 +5,7 @@ import signal
 
 import pytest
 
-from megaspeed.topology.stop_signal import STOP_SIGNALS, StopSignal
+from megaspeed.topology.process_end import STOP_SIGNALS, StopSignal
 
 
 @pytest.mark.parametrize("number", STOP_SIGNALS)

@@ -5,8 +5,8 @@ import json
 import pytest
 import torch.distributed as dist
 
-from megaspeed.topology import survey as module
-from megaspeed.topology.survey import Survey
+from megaspeed.topology import hang as module
+from megaspeed.topology.hang import Survey
 
 TIMEOUT = 12.0
 

@@ -10,7 +10,7 @@ from megaspeed.topology.context import ParallelContext
 from megaspeed.topology.grid import Grid
 from megaspeed.topology.launch import LaunchEnvironment
 from megaspeed.topology.meeting import RanksDisagree
-from megaspeed.training.agreement import check_agreement
+from megaspeed.training.job import check_agreement
 from tests.parallel.tiny import tiny_corpus, tiny_run
 from tests.rank_pool import RankPool
 

@@ -8,7 +8,7 @@ from rich.console import Console
 
 from megaspeed.analysis.planning.prediction import predict_peak_bytes, predict_peaks
 from megaspeed.config.resolve import Run
-from megaspeed.model.flops import training_flops_per_token
+from megaspeed.model.parameters import training_flops_per_token
 from megaspeed.training.banner import BANNER_WIDTH, PredictPeaks, banner, describe_attention
 from tests.parallel.tiny import tiny_run
 

@@ -14,7 +14,7 @@ from megaspeed.config.resolve import Run
 from megaspeed.topology.launch import LaunchEnvironment
 from megaspeed.training.resumed_run import config_changes, go_on, training_changes
 from megaspeed.training.worker import Worker
-from megaspeed.zero.loss_scale import Counters, read_loss_scale, take_loss_scale
+from megaspeed.zero.engine import Counters, read_loss_scale, take_loss_scale
 from tests.checkpoint.saved_runs import SavedRun, only_checkpoint, save_only, started
 from tests.parallel.tiny import tiny_corpus
 from tests.rank_pool import RankPool

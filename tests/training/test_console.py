@@ -11,9 +11,8 @@ from rich.table import Table
 
 from megaspeed.checkpoint.run_state import Progress
 from megaspeed.checkpoint.saving import SaveReport
-from megaspeed.pipeline.stages import parameters_of_stages
-from megaspeed.training.console import ConsoleObserver, summary_table
-from megaspeed.training.console_lines import describe_save, describe_step
+from megaspeed.pipeline.partition import parameters_of_stages
+from megaspeed.training.console import ConsoleObserver, describe_save, describe_step, summary_table
 from megaspeed.training.metrics import MetricsFile, ValidationMetrics
 from megaspeed.training.trainer import TrainingSummary
 from tests.parallel.tiny import tiny_run

@@ -12,7 +12,7 @@ from megaspeed.checkpoint.saving import SaveReport
 from megaspeed.data.prepared import PreparedCorpus
 from megaspeed.data.stream.mixture import Component, Mixture
 from megaspeed.data.tokens.token_file import TokenFile, TokenIndex
-from megaspeed.training.console_lines import (
+from megaspeed.training.console import (
     describe_corpus,
     describe_late_save,
     describe_resumed,

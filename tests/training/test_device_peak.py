@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megaspeed.training.device_peak import peak_by_name, peak_flops_per_second
+from megaspeed.training.metrics import peak_by_name, peak_flops_per_second
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megaspeed.training.fingerprint import fingerprint
+from megaspeed.training.replicas import fingerprint
 
 INTEGERS = {torch.float32: torch.int32, torch.bfloat16: torch.int16}
 TYPES = pytest.mark.parametrize("dtype", INTEGERS)

@@ -9,7 +9,7 @@ import pytest
 
 from megaspeed.analysis.costs.traffic import predict_traffic
 from megaspeed.topology.launch import LaunchEnvironment
-from megaspeed.training.launch_warnings import launch_warnings
+from megaspeed.training.banner import launch_warnings
 from tests.zero.one_rank import OFFLOAD, small_run
 
 TEXT = Path(__file__).parents[2] / "LICENSE"

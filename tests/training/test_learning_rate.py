@@ -9,9 +9,9 @@ import torch
 from deepspeed.runtime import lr_schedules
 from pydantic import TypeAdapter
 
-from megaspeed.config.optimizer import OptimizerConfig
+from megaspeed.config.run import OptimizerConfig
 from megaspeed.config.scheduler import SchedulerConfig
-from megaspeed.training.learning_rate import learning_rate
+from megaspeed.training.step_inputs import learning_rate
 
 STEPS = 40
 OPTIMIZER = OptimizerConfig.model_validate({"type": "AdamW", "params": {"lr": 3e-4}})

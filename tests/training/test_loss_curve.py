@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from megaspeed.training.loss_curve import draw_loss_curve
 from megaspeed.training.metrics import MetricsFile, StepMetrics, ValidationMetrics
+from megaspeed.training.reporting import draw_loss_curve
 from tests.training.metrics_of_steps import step_metrics
 
 LEARNING = [step_metrics(step=s, tokens=192 * s, loss=6.0 / s) for s in range(1, 20)]

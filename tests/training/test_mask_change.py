@@ -7,7 +7,7 @@ import pytest
 
 from megaspeed import __version__
 from megaspeed.checkpoint.run_state import RunState
-from megaspeed.training.console_lines import describe_start
+from megaspeed.training.console import describe_start
 from megaspeed.training.resume import Start
 from megaspeed.training.resumed_run import mask_changes
 from tests.checkpoint.written import CONFIG, run_state

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megaspeed.config.training import TrainingConfig
-from megaspeed.training.matmul_precision import set_matmul_precision
+from megaspeed.training.rank_model import set_matmul_precision
 from tests.parallel.tiny import tiny_run
 
 CUDA, CPU = torch.device("cuda"), torch.device("cpu")

@@ -8,10 +8,10 @@ import torch
 from torch import nn
 
 from megaspeed.config.model import ModelConfig
-from megaspeed.config.optimizer import OptimizerConfig
+from megaspeed.config.run import OptimizerConfig
 from megaspeed.model.gpt import GPT
 from megaspeed.model.parameters import parameter_named
-from megaspeed.training.optimizer import make_optimizer, parameter_groups
+from megaspeed.training.rank_model import make_optimizer, parameter_groups
 from tests.parallel.tiny import GPT2, LLAMA
 
 OPTIMIZER = OptimizerConfig.model_validate(

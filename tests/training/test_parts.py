@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from megaspeed.topology.timeline import PARTS, Timeline
-from megaspeed.training.console_lines import SLOW, describe_slow_rank
+from megaspeed.topology.activity import PARTS, Timeline
+from megaspeed.training.console import SLOW, describe_slow_rank
 from megaspeed.training.faults import inject_into_process
 from megaspeed.training.trainer import Trainer
 from tests.parallel.tiny import tiny_corpus, tiny_run

@@ -23,12 +23,12 @@ from megaspeed.data.prepared import PreparedCorpus
 from megaspeed.model.gpt import GPT
 from megaspeed.topology.context import ParallelContext
 from megaspeed.topology.launch import LaunchEnvironment
-from megaspeed.topology.stop_signal import STOP_SIGNALS, StopSignal
+from megaspeed.topology.process_end import STOP_SIGNALS, StopSignal
 from megaspeed.training.checkpointing import Checkpointing
 from megaspeed.training.metrics import PartMetrics, StepMetrics, ValidationMetrics
 from megaspeed.training.trainer import Trainer, TrainingDiverged, TrainingSummary
 from megaspeed.training.worker import Worker
-from megaspeed.zero.whole_parameters import whole_parameters
+from megaspeed.zero.model_states import whole_parameters
 from tests.parallel.tiny import tiny_corpus, tiny_run
 from tests.rank_pool import RankPool
 

@@ -18,7 +18,7 @@ from megaspeed.topology.context import ParallelContext
 from megaspeed.topology.launch import LaunchEnvironment
 from megaspeed.training.worker import StepResult, Worker
 from megaspeed.zero.engine import ZeroEngine
-from megaspeed.zero.whole_parameters import whole_parameters
+from megaspeed.zero.model_states import whole_parameters
 from tests.parallel.tiny import merge, tiny_run
 
 LEARNING_RATE = 1e-3

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from megaspeed.config.resolve import Run
-from megaspeed.zero.deepspeed_json import deepspeed_json
+from megaspeed.zero.build import deepspeed_json
 from tests.parallel.tiny import tiny_run
 
 LOCAL_ELEMENTS = 1234

@@ -11,11 +11,10 @@ from torch import Tensor
 
 from megaspeed.config.resolve import Run
 from megaspeed.data.prepared import PreparedCorpus
-from megaspeed.model.layers import Block
-from megaspeed.pipeline.stages import layers_of_stages
+from megaspeed.model.gpt import Block
+from megaspeed.pipeline.partition import layers_of_stages
 from megaspeed.topology.launch import LaunchEnvironment
-from megaspeed.zero.gathered_layer import GatheredLayer
-from megaspeed.zero.layer_gathers import LayerGathers
+from megaspeed.zero.layer_gathers import GatheredLayer, LayerGathers
 from tests.parallel.tiny import LLAMA, tiny_corpus
 from tests.rank_pool import RankPool
 from tests.zero.held import bytes_of

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from megaspeed.zero.fragments import GradientFragment
-from megaspeed.zero.global_norm import owned_squares, sum_of_squares
+from megaspeed.zero.reductions import owned_squares, sum_of_squares
 
 
 def test_millions_of_equal_numbers_add_up() -> None:

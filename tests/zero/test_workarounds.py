@@ -26,7 +26,7 @@ from deepspeed.runtime.zero import partitioned_param_coordinator
 from deepspeed.runtime.zero import utils as zero_functions
 from torch import Tensor, nn
 
-from megaspeed.analysis.measurement.measured_step import measure_step
+from megaspeed.analysis.measurement.watched_step import measure_step
 from megaspeed.analysis.verification.comparison import TOLERANCES, compare_gradients
 from megaspeed.analysis.verification.logical_tensors import gather_gradients
 from megaspeed.analysis.verification.reference import ReferenceRun, train_reference
@@ -37,9 +37,8 @@ from megaspeed.topology.context import ParallelContext
 from megaspeed.topology.grid import Grid
 from megaspeed.topology.launch import LaunchEnvironment
 from megaspeed.zero import build, engine
-from megaspeed.zero.mpu import DataAxis
-from megaspeed.zero.workarounds.own_norm import stay_at_the_smallest_scale
-from megaspeed.zero.workarounds.process_environment import name_the_accelerator
+from megaspeed.zero.build import DataAxis
+from megaspeed.zero.workarounds import name_the_accelerator, stay_at_the_smallest_scale
 from tests.parallel.tiny import LLAMA, tiny_corpus
 from tests.rank_pool import RankFailure, RankPool
 from tests.zero.held import gradient_bytes_between_micro_batches, is_gathered

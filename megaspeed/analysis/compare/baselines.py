@@ -16,13 +16,17 @@ from torch import Tensor
 from megaspeed.analysis.compare.data_parallel import DataParallel, Ddp, Fsdp2, local
 from megaspeed.analysis.compare.variants import Baseline
 from megaspeed.config.resolve import Run
-from megaspeed.tensor_parallel.axis import TensorAxis
+from megaspeed.tensor_parallel.collectives import TensorAxis
 from megaspeed.topology.context import ParallelContext
-from megaspeed.training.loss import backward_scale, make_loss_function
-from megaspeed.training.matmul_precision import set_matmul_precision
-from megaspeed.training.optimizer import make_optimizer, parameter_groups
+from megaspeed.training.rank_model import (
+    backward_scale,
+    make_loss_function,
+    make_optimizer,
+    parameter_groups,
+    set_matmul_precision,
+)
 from megaspeed.training.worker import Load, StepResult
-from megaspeed.zero.global_norm import sum_of_squares
+from megaspeed.zero.reductions import sum_of_squares
 
 _ENGINES: dict[Baseline, type[Ddp] | type[Fsdp2]] = {"ddp": Ddp, "fsdp": Fsdp2}
 

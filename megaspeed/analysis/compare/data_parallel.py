@@ -26,9 +26,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from megaspeed.config.resolve import Run
-from megaspeed.model.gpt import GPT
+from megaspeed.model.gpt import GPT, Block
 from megaspeed.model.initialization import initial_slice
-from megaspeed.model.layers import Block
 from megaspeed.model.micro_batch import MicroBatch
 from megaspeed.model.parameters import logical_name
 from megaspeed.tensor_parallel.parallelize import materialize

@@ -23,7 +23,7 @@ from megaspeed.analysis.compare.rank_record import (
     read_outcomes,
     write_task,
 )
-from megaspeed.topology.free_port import free_port
+from megaspeed.topology.launch import free_port
 
 _SECONDS_TO_END_IN_PEACE = 5.0
 _KILLED = re.compile(r"exits with return code = -(\d+)")

@@ -76,7 +76,7 @@ def _carry_out(task: Task) -> RankRecord:
 def _build(task: Task, context: "ParallelContext") -> "tuple[Step, WatchedStep]":
     """How this row takes a step, and how it takes one under observation."""
     if task.engine == "zero":
-        from megaspeed.analysis.measurement.measured_step import measure_step
+        from megaspeed.analysis.measurement.watched_step import measure_step
         from megaspeed.training.worker import Worker
 
         worker = Worker(task.run, context)
@@ -140,6 +140,6 @@ def _failure(error: Exception) -> RankFailure:
 
 
 if __name__ == "__main__":
-    from megaspeed.topology.process_exit import end_process
+    from megaspeed.topology.process_end import end_process
 
     end_process(main(sys.argv[1:]))

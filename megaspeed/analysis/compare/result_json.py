@@ -6,9 +6,8 @@ from typing import Any
 
 from megaspeed.analysis.compare.rank_record import RankRecord
 from megaspeed.analysis.compare.result import ComparisonResult, Row, StageFigures, ratio
-from megaspeed.analysis.costs.collective_cost import by_axis
 from megaspeed.analysis.costs.memory import MemoryBytes
-from megaspeed.analysis.costs.traffic import Traffic
+from megaspeed.analysis.costs.traffic import Traffic, by_axis
 
 
 def result_as_json(result: ComparisonResult) -> dict[str, Any]:

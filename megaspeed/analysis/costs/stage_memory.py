@@ -16,37 +16,32 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, repeat
 
-from megaspeed.analysis.costs.document_mask import first_block_memory, window_mask_bytes
-from megaspeed.analysis.costs.gathered_parameters import (
-    GatheredBytes,
-    gathered_in_pass,
-)
-from megaspeed.analysis.costs.hidden_states import hidden_bytes
-from megaspeed.analysis.costs.layer_memory import (
+from megaspeed.analysis.costs.activations import (
     LayerMemory,
     Shapes,
     block_memory,
     embedding_memory,
+    first_block_memory,
     head_memory,
+    hidden_bytes,
+    window_mask_bytes,
 )
-from megaspeed.analysis.costs.ledger import Ledger
-from megaspeed.analysis.costs.local_parameters import (
-    LocalParameter,
-    elements_of,
-    local_parameters,
-)
-from megaspeed.analysis.costs.memory import MemoryBytes
+from megaspeed.analysis.costs.memory import BYTES_OF, Ledger, MemoryBytes
 from megaspeed.analysis.costs.model_states import (
+    GatheredBytes,
+    LocalParameter,
     bucket_elements,
+    elements_of,
+    gathered_in_pass,
     gradient_partition_bytes,
     keeps_whole_gradients,
+    local_parameters,
     model_states,
 )
-from megaspeed.analysis.costs.number_bytes import BYTES_OF
 from megaspeed.config.resolve import Run
 from megaspeed.model.parameters import EMBEDDING_WEIGHT, HEAD_WEIGHT, layer_count, layer_name
+from megaspeed.pipeline.partition import layers_of_stages
 from megaspeed.pipeline.schedules import SCHEDULES, peak_micro_batches_in_flight
-from megaspeed.pipeline.stages import layers_of_stages
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -277,4 +272,3 @@ def _sent(memory: LayerMemory, output: int) -> LayerMemory:
     return replace(
         memory, kept=memory.kept - output, forward_working=memory.forward_working + output
     )
-

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megaspeed.analysis.costs.collective_cost import Collective, bytes_sent
+from megaspeed.analysis.costs.traffic import Collective, bytes_sent
 from megaspeed.topology.context import ParallelContext
 
 _SMALL_BYTES = 8

@@ -7,8 +7,8 @@ import socket
 from contextlib import suppress
 
 from megaspeed.analysis.doctor.messages import Messages
-from megaspeed.topology.gloo_interface import is_loopback
 from megaspeed.topology.meeting import GroupError
+from megaspeed.topology.process_settings import is_loopback
 
 _HELLO = b"megaspeed"
 

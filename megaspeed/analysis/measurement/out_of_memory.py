@@ -16,14 +16,13 @@ import torch
 from torch import Tensor
 
 from megaspeed.analysis.costs.stage_memory import predict_memory
-from megaspeed.analysis.planning.cheapest_change import single_changes
-from megaspeed.analysis.planning.variants import Training
+from megaspeed.analysis.planning.variants import Training, single_changes
 from megaspeed.analysis.units import memory_unit
 from megaspeed.config.resolve import Run
 from megaspeed.topology.context import ParallelContext
-from megaspeed.training.memory import peak_memory
+from megaspeed.training.metrics import peak_memory
 from megaspeed.zero.engine import ZeroEngine
-from megaspeed.zero.held_memory import held_gradients, held_optimizer_states, held_parameters
+from megaspeed.zero.model_states import held_gradients, held_optimizer_states, held_parameters
 
 _MOST_CHANGES = 3
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megaspeed.analysis.costs.collective_cost import Collective, Messages, Traffic, TrafficAxis
+from megaspeed.analysis.costs.traffic import Collective, Messages, Traffic, TrafficAxis
 from megaspeed.topology.context import ParallelContext
 
 _Message = Callable[[Sequence[Any], Any], Any]

@@ -14,12 +14,18 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from megaspeed.analysis.costs.memory import MemoryBytes
+from megaspeed.analysis.costs.memory import Category, MemoryBytes
 from megaspeed.analysis.costs.traffic import Traffic
 from megaspeed.analysis.measurement.allocations import AllocationLog
 from megaspeed.analysis.measurement.traffic import TrafficLog
 from megaspeed.topology.context import ParallelContext
-from megaspeed.training.worker import Load, StepResult
+from megaspeed.training.worker import Load, StepResult, Worker
+from megaspeed.zero.model_states import (
+    allocates_for_communication,
+    held_gradients,
+    held_optimizer_states,
+    held_parameters,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,3 +138,58 @@ def _gradients_claimed(watched: Watched, log: AllocationLog) -> Iterator[list[Me
         watched.call_after_backward(lambda: None)
         for hook in hooks:
             hook.remove()
+
+
+# One training step of a ``Worker``, watched (see ``watched_step``).
+
+
+def measure_step(
+    worker: Worker, load: Load, learning_rate: float
+) -> tuple[StepResult, RankMeasurement]:
+    """Takes one training step under observation; a collective, like the step itself.
+
+    The optimizer's states must exist, so a step must have been taken before.
+    """
+    return measure(_WatchedZero(worker), load, learning_rate)
+
+
+class _WatchedZero:
+    """A worker whose ZeRO optimizer is looked into."""
+
+    def __init__(self, worker: Worker) -> None:
+        self.context = worker.context
+        self.train_step = worker.train_step
+        self._engine = worker.engine
+
+    def new_log(self) -> AllocationLog:
+        return AllocationLog(self.context.device, _category_of)
+
+    def parameters(self) -> Iterable[Tensor | None]:
+        return held_parameters(self._engine)
+
+    def gradients(self) -> Iterable[Tensor | None]:
+        return held_gradients(self._engine)
+
+    def optimizer_states(self) -> Iterable[Tensor | None]:
+        return held_optimizer_states(self._engine)
+
+    def communication_buffers(self) -> Iterable[Tensor | None]:
+        return ()  # all of them are within Python's reach
+
+    def differentiated(self) -> Iterable[Tensor]:
+        return self._engine.module.parameters()
+
+    def call_after_backward(self, function: Callable[[], None]) -> None:
+        self._engine.after_backward = function
+        # What the reduction made is there then, too.
+        self._engine.before_step = function
+
+
+def _category_of(module: str) -> Category | None:
+    match allocates_for_communication(module):
+        case True:
+            return "communication_buffers"
+        case False:
+            return "activations"
+        case None:
+            return None

@@ -16,9 +16,9 @@ from megaspeed.analysis.costs.stage_memory import StageMemory, predict_memory
 from megaspeed.analysis.costs.traffic import Traffic, predict_traffic
 from megaspeed.config.resolve import Run
 from megaspeed.model.parameters import layer_count
+from megaspeed.pipeline.partition import layers_of_stages
 from megaspeed.pipeline.schedules import SCHEDULES
 from megaspeed.pipeline.simulation import bubble_fraction
-from megaspeed.pipeline.stages import layers_of_stages
 
 CLOSED_FORM_SCHEDULES = ("gpipe", "1f1b")
 

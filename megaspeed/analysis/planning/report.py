@@ -1,19 +1,19 @@
 """A plan as lines and tables, readable at 120 columns."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
+from rich import box
 from rich.table import Table
 
 from megaspeed.analysis.planning.devices import USABLE_FRACTION
-from megaspeed.analysis.planning.plan import Plan
+from megaspeed.analysis.planning.plan import AxisMap, Plan
 from megaspeed.analysis.planning.prediction import (
     AlikeStages,
     StagePrediction,
     alike_stages,
     sent_along,
 )
-from megaspeed.analysis.planning.rank_map import AxisMap
-from megaspeed.analysis.planning.tables import table_of
+from megaspeed.analysis.planning.what_if import Layout, WhatIf
 from megaspeed.analysis.units import (
     GIB,
     Unit,
@@ -23,9 +23,33 @@ from megaspeed.analysis.units import (
     short_count,
     traffic_unit,
 )
-from megaspeed.config.dropout_cost import dropout_warning
+from megaspeed.config.model import dropout_warning
 from megaspeed.config.resolve import GradientReduction, Run
 from megaspeed.pipeline.schedules import SCHEDULES, peak_micro_batches_in_flight
+
+# How the tables of a plan look: a heading, a line under it, no more.
+
+
+def table_of(
+    title: str, *, left: Sequence[str] = (), right: Sequence[str] = (), caption: str | None = None
+) -> Table:
+    """Columns that are read as words, then columns of numbers."""
+    table = Table(
+        title=title,
+        title_justify="left",
+        title_style="bold",
+        caption=caption,
+        caption_justify="left",
+        box=box.SIMPLE_HEAD,
+        show_edge=False,
+        pad_edge=False,
+    )
+    for heading in left:
+        table.add_column(heading, no_wrap=True)
+    for heading in right:
+        table.add_column(heading, justify="right", no_wrap=True)
+    return table
+
 
 _SHOWN_RANKS = 4
 
@@ -289,3 +313,80 @@ def _traffic_cells(plan: Plan, stage: StagePrediction, unit: Unit) -> Iterator[s
         yield unit.of(sent_along(stage.traffic, (axis,)))
     yield unit.of(stage.sent_bytes)
     yield unit.of(sent_along(stage.traffic, plan.ranks.axes_across_nodes))
+
+
+# A what-if as two rankings, readable at 120 columns.
+
+SHOWN_LAYOUTS = 12
+"""Rows of each ranking of a what-if; the JSON has all."""
+
+
+def what_if_report(found: WhatIf, plan: Plan) -> Iterator[str | Table]:
+    """All of a what-if: lines and tables."""
+    if found.layouts:
+        for table in layout_tables(found):
+            yield ""
+            yield table
+    yield ""
+    yield from layout_summary(found, plan)
+
+
+def layout_tables(found: WhatIf) -> Iterator[Table]:
+    """The layouts that hold least, and those that send least."""
+    yield _layout_table("least memory", found.layouts)
+    yield _layout_table("least traffic", found.by_traffic)
+
+
+def layout_summary(found: WhatIf, plan: Plan) -> Iterator[str]:
+    """How many layouts there are, and how many were left out."""
+    if found.layouts:
+        yield "best: no other layout has both less memory and less traffic (Pareto-optimal)"
+    elif found.least_peak_bytes is not None:
+        yield f"the smallest layout needs {readable_memory(found.least_peak_bytes)} a rank"
+    said = "fit" if plan.device is not None else "are possible"
+    yield (
+        f"{len(found.layouts):,} layouts {said}, {found.too_large:,} are too large, "
+        f"{found.refused:,} are refused by the configuration's laws"
+    )
+    yield (
+        f"all with micro-batches of {plan.run.batch.micro_batch_size}; for others, "
+        "--set train_micro_batch_size_per_gpu=N"
+    )
+
+
+def _layout_table(order: str, layouts: Sequence[Layout]) -> Table:
+    shown = layouts[:SHOWN_LAYOUTS]
+    memory = memory_unit(layout.peak_bytes for layout in shown)
+    traffic = traffic_unit(layout.sent_bytes for layout in shown)
+    table = table_of(
+        f"What if: the {len(shown)} of {len(layouts):,} layouts with the {order}",
+        right=("pp", "dp", "tp", "ZeRO"),
+    )
+    table.add_column("recompute")
+    for heading in (
+        "micro-batches",
+        f"peak {memory.name}",
+        f"sent {traffic.name}",
+        "across nodes",
+        "bubble",
+    ):
+        table.add_column(heading, justify="right")
+    table.add_column("")
+    for layout in shown:
+        grid = layout.run.grid
+        marks = ["best"] if layout.is_best else []
+        marks += ["as configured"] if not layout.set_text else []
+        table.add_row(
+            str(grid.pp),
+            str(grid.dp),
+            str(grid.tp),
+            str(layout.run.zero_stage),
+            layout.run.config.parallel.activation_checkpointing,
+            f"{layout.run.batch.gradient_accumulation_steps:,}",
+            memory.of(layout.peak_bytes),
+            traffic.of(layout.sent_bytes),
+            traffic.of(layout.sent_across_nodes_bytes),
+            f"{layout.bubble:.1%}",
+            ", ".join(marks),
+        )
+    return table

@@ -14,16 +14,16 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megaspeed.analysis.planning.devices import Device
+from megaspeed.analysis.planning.plan import map_ranks
 from megaspeed.analysis.planning.prediction import (
     ideal_bubble,
     predict_busiest,
     predict_peak_bytes,
     sent_along,
 )
-from megaspeed.analysis.planning.rank_map import map_ranks
 from megaspeed.analysis.planning.variants import Settings, Training
-from megaspeed.config.degrees import divisors
 from megaspeed.config.errors import ConfigError
+from megaspeed.config.parallel import divisors
 from megaspeed.config.resolve import Run
 from megaspeed.topology.grid import Grid
 

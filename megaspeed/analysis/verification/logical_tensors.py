@@ -19,7 +19,7 @@ from megaspeed.model.parameters import logical_name
 from megaspeed.tensor_parallel.plan import ParameterShard
 from megaspeed.topology.context import ParallelContext
 from megaspeed.training.worker import Worker
-from megaspeed.zero.whole_parameters import whole_parameters
+from megaspeed.zero.model_states import whole_parameters
 
 Fragment = tuple[nn.Parameter, int, Tensor]
 """Whose it is, its first element in the flattened local tensor, and its elements."""

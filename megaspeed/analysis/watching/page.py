@@ -21,9 +21,8 @@ from statistics import median
 from megaspeed.analysis.units import readable_memory, traffic_unit
 from megaspeed.analysis.watching.charts import Chart, Series, draw
 from megaspeed.analysis.watching.differences import config_differences
-from megaspeed.analysis.watching.predictions import predictions_of
-from megaspeed.analysis.watching.record import Recorded, RunRecord, number
-from megaspeed.topology.timeline import PARTS
+from megaspeed.analysis.watching.record import Recorded, RunRecord, number, predictions_of
+from megaspeed.topology.activity import PARTS
 
 # Readable on white and on black.
 _COLOURS = ("#3b82f6", "#f07818", "#16a34a", "#d946ef", "#0ea5b7", "#ef4444", "#8b7cf6", "#a08000")

@@ -24,7 +24,7 @@ from megaspeed.topology.context import ParallelContext
 from megaspeed.topology.launch import LaunchEnvironment
 from megaspeed.training.step_inputs import StepInputs
 from megaspeed.training.worker import StepResult, Worker
-from megaspeed.zero.whole_parameters import whole_parameters
+from megaspeed.zero.model_states import whole_parameters
 from tests.parallel.tiny import LLAMA, short_documents, tiny_corpus, tiny_run
 from tests.rank_pool import RankPool
 

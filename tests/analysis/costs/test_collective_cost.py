@@ -2,7 +2,7 @@
 
 import pytest
 
-from megaspeed.analysis.costs.collective_cost import Collective, Messages, bytes_sent
+from megaspeed.analysis.costs.traffic import Collective, Messages, bytes_sent
 
 
 @pytest.mark.parametrize(

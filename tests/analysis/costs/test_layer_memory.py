@@ -6,13 +6,16 @@ from typing import Any
 import pytest
 import torch
 
-from megaspeed.analysis.costs.document_mask import first_block_memory
-from megaspeed.analysis.costs.hidden_states import hidden_bytes
-from megaspeed.analysis.costs.layer_memory import Shapes, block_memory
+from megaspeed.analysis.costs.activations import (
+    Shapes,
+    block_memory,
+    first_block_memory,
+    hidden_bytes,
+)
 from megaspeed.analysis.measurement.allocations import AllocationLog
 from megaspeed.config.resolve import Run
-from megaspeed.model.documents import attention_mask, positions_in
-from megaspeed.model.layers import Block
+from megaspeed.model.attention import attention_mask, positions_in
+from megaspeed.model.gpt import Block
 from tests.parallel.tiny import GPT2, LLAMA, tiny_run
 
 TEXT = Path(__file__)

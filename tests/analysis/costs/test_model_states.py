@@ -5,9 +5,8 @@ from typing import Any
 
 import pytest
 
-from megaspeed.analysis.costs.local_parameters import elements_of, local_parameters
 from megaspeed.analysis.costs.memory import MemoryBytes
-from megaspeed.analysis.costs.model_states import model_states
+from megaspeed.analysis.costs.model_states import elements_of, local_parameters, model_states
 from megaspeed.config.loading import parse_config
 from megaspeed.config.resolve import Run, resolve_run
 from tests.parallel.tiny import merge, tiny_run

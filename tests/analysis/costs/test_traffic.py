@@ -6,17 +6,16 @@ from typing import Any
 
 import pytest
 
-from megaspeed.analysis.costs.collective_cost import Traffic
-from megaspeed.analysis.costs.local_parameters import (
+from megaspeed.analysis.costs.model_states import (
     elements_of,
     flat_group_elements,
     local_parameters,
 )
-from megaspeed.analysis.costs.traffic import predict_traffic
+from megaspeed.analysis.costs.traffic import Traffic, predict_traffic
 from megaspeed.analysis.measurement.traffic import TrafficLog
 from megaspeed.config.resolve import Run
 from megaspeed.data.prepared import PreparedCorpus
-from megaspeed.pipeline.stages import layers_of_stages
+from megaspeed.pipeline.partition import layers_of_stages
 from megaspeed.topology.launch import LaunchEnvironment
 from tests.parallel.tiny import LLAMA, tiny_corpus
 from tests.rank_pool import RankPool

@@ -11,8 +11,7 @@ import pytest
 
 from megaspeed.analysis.costs.memory import MemoryBytes
 from megaspeed.analysis.costs.stage_memory import predict_memory
-from megaspeed.analysis.measurement.measured_step import measure_step
-from megaspeed.analysis.measurement.watched_step import RankMeasurement
+from megaspeed.analysis.measurement.watched_step import RankMeasurement, measure_step
 from megaspeed.config.resolve import Run
 from megaspeed.data.prepared import PreparedCorpus
 from megaspeed.topology.launch import LaunchEnvironment

@@ -14,7 +14,7 @@ from torch.distributed import _functional_collectives as functional
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
-from megaspeed.analysis.costs.collective_cost import Traffic, bytes_sent
+from megaspeed.analysis.costs.traffic import Traffic, bytes_sent
 from megaspeed.analysis.measurement.traffic import TrafficLog
 from megaspeed.config.resolve import Run
 from megaspeed.data.prepared import PreparedCorpus

@@ -4,9 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from megaspeed.analysis.planning.cheapest_change import cheapest_change
 from megaspeed.analysis.planning.prediction import predict_peak_bytes
-from megaspeed.analysis.planning.variants import Training
+from megaspeed.analysis.planning.variants import Training, cheapest_change
 from tests.analysis.planning.tiny_runs import FOLDER, from_file, tiny, tiny_file
 
 

@@ -1,6 +1,6 @@
 """Rank maps of small grids, drawn by hand."""
 
-from megaspeed.analysis.planning.rank_map import AxisMap, map_ranks
+from megaspeed.analysis.planning.plan import AxisMap, map_ranks
 from megaspeed.topology.grid import Axis, Grid
 
 

@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from megaspeed.analysis.verification.amplification import (
+from megaspeed.analysis.verification.comparison import (
     FACTOR,
     LARGEST_WIDENING,
     allowed_at_steps,
+    compare_numbers,
     shuffled,
 )
-from megaspeed.analysis.verification.comparison import compare_numbers
 from megaspeed.analysis.verification.reference import train_reference
 from megaspeed.analysis.verification.verify import train_shuffled, whole_batch
 from megaspeed.model.micro_batch import MicroBatch

@@ -13,7 +13,7 @@ from megaspeed.analysis.verification.comparison import (
     compare_gradients,
     compare_numbers,
 )
-from megaspeed.analysis.verification.report import (
+from megaspeed.analysis.verification.verify import (
     gradient_table,
     step_table,
     verdict,

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from megaspeed.config.model import ModelConfig
-from megaspeed.model.documents import attention_mask, positions_in, window_mask
+from megaspeed.model.attention import attention_mask, positions_in, window_mask
 from megaspeed.model.gpt import GPT
 from tests.model.documents.packed_rows import (
     DOCUMENTS,

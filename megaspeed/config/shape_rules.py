@@ -2,10 +2,10 @@
 
 from collections.abc import Iterator
 
-from megaspeed.config.degrees import divisors
 from megaspeed.config.model import ModelConfig
+from megaspeed.config.parallel import divisors
 from megaspeed.config.presets import PRESETS
-from megaspeed.config.rules.rule import Rule, rule
+from megaspeed.config.rules import Rule, rule
 from megaspeed.config.run import RunConfig
 
 

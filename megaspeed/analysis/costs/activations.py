@@ -1,34 +1,70 @@
-"""Activations of each kind of layer: what a micro-batch keeps for its backward, and working memory.
+"""Where attention begins anew with every document: what a pipeline stage makes for all its blocks.
 
-With n = B S tokens of a micro-batch, m of them on this rank where the sequence is split (n / T with
-sequence parallelism, else n), T tensor ranks, Q = (H + 2 H_kv) K query, key and value features, a
-bytes an element, a block keeps (Korthikanti et al. 2022, "Reducing Activation Recomputation in
-Large Transformer Models", section 4.1 and equations 1 to 4, here with a fused attention kernel,
-which keeps no S x S matrix, and a dropout that keeps no mask)
+    positions   (B, S)         8 bytes each
+    mask        (B, 1, S, S)   in the model's precision, the same for all heads
 
-    GPT-2    a (4 m D + n (Q + H K + 2 F) / T)
-    Llama    a (4 m D + n (Q + (H + H_kv) K + H K + 4 F) / T)
+Every rank makes both from its own micro-batch (``model/attention.py``), complete on every tensor
+rank, and keeps them until the backward of its first block is done.
 
-plus the statistics of norms and softmax. (H + H_kv) K are the queries and keys after the rotation
-or the norm of each head. 4 F are gate and up, silu(gate), and the product of silu(gate) and up.
-With H K = D, GPT-2's is the paper's 10 s b h + 24 s b h / t without its two masks. The input of a
-block is counted where it is made: as the output of the layer before it. With full recomputation a
-block keeps only its output, and its backward first makes the rest again (their section 5, "full
-recomputation": 2 s b h a layer).
+If each row is one document and the sliding window is shorter than the row, all micro-batches and
+steps share one mask (S, S).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from megaspeed.analysis.costs.hidden_states import (
-    hidden_bytes,
-    split_tokens,
-    whole_hidden_bytes,
-    whole_tokens,
-)
-from megaspeed.analysis.costs.number_bytes import BYTES_OF
+from megaspeed.analysis.costs.memory import BYTES_OF
 from megaspeed.config.resolve import Run
 from megaspeed.model.parameters import parameter_named
 from megaspeed.tensor_parallel.plan import shard_of, vocabulary_rows_per_rank
+
+# Hidden states of one micro-batch: what travels within a layer and between layers.
+#
+# whole   (B, S, D)       in column- and row-parallel layers
+# split   (B, S/tp, D)    between them and between pipeline stages, with sequence parallelism
+
+
+def whole_tokens(run: Run) -> int:
+    """B S: tokens of a micro-batch."""
+    return run.batch.micro_batch_size * run.config.data.sequence_length
+
+
+def split_tokens(run: Run) -> int:
+    """Those that one rank has between layers; all of them without sequence parallelism."""
+    ranks = run.grid.tp if run.config.parallel.sequence_parallel else 1
+    return whole_tokens(run) // ranks
+
+
+def whole_hidden_bytes(run: Run) -> int:
+    """(B, S, D) in the model's precision."""
+    return _hidden_bytes(run, whole_tokens(run))
+
+
+def hidden_bytes(run: Run) -> int:
+    """What one rank has of it between layers: all, or (B, S/tp, D)."""
+    return _hidden_bytes(run, split_tokens(run))
+
+
+def _hidden_bytes(run: Run, tokens: int) -> int:
+    return tokens * run.config.model.hidden_size * BYTES_OF[run.precision]
+
+
+# Activations of each kind of layer: what a micro-batch keeps for its backward, and working memory.
+#
+# With n = B S tokens of a micro-batch, m of them on this rank where the sequence is split (n / T
+# with sequence parallelism, else n), T tensor ranks, Q = (H + 2 H_kv) K query, key and value
+# features, a bytes an element, a block keeps (Korthikanti et al. 2022, "Reducing Activation
+# Recomputation in Large Transformer Models", section 4.1 and equations 1 to 4, here with a fused
+# attention kernel, which keeps no S x S matrix, and a dropout that keeps no mask)
+#
+#     GPT-2    a (4 m D + n (Q + H K + 2 F) / T)
+#     Llama    a (4 m D + n (Q + (H + H_kv) K + H K + 4 F) / T)
+#
+# plus the statistics of norms and softmax. (H + H_kv) K are the queries and keys after the rotation
+# or the norm of each head. 4 F are gate and up, silu(gate), and the product of silu(gate) and up.
+# With H K = D, GPT-2's is the paper's 10 s b h + 24 s b h / t without its two masks. The input of a
+# block is counted where it is made: as the output of the layer before it. With full recomputation a
+# block keeps only its output, and its backward first makes the rest again (their section 5, "full
+# recomputation": 2 s b h a layer).
 
 _FP32, _INT64 = 4, 8
 
@@ -287,3 +323,27 @@ def _block_backward_working(run: Run, shapes: Shapes) -> int:
         hashing = _attention_weights(run, shapes) * _HASHING
         moments.append(hashing - mlp_kept - _norm_kept(run, shapes) - hidden_bytes(run))
     return max(moments)
+
+
+def first_block_memory(run: Run, shapes: Shapes) -> LayerMemory:
+    """The first block of a pipeline stage, with the mask and the positions if there are any."""
+    block = block_memory(run, shapes)
+    if not run.config.data.reset_at_documents:
+        return block
+    sequence = run.config.data.sequence_length
+    pairs = shapes.whole_tokens * sequence
+    made = pairs * shapes.element_bytes + shapes.whole_tokens * _INT64
+    return replace(
+        block,
+        kept=block.kept + made,
+        # Which pairs are of one document, a byte each, while nothing of the block is there yet.
+        forward_working=max(block.forward_working, pairs - block.kept),
+    )
+
+
+def window_mask_bytes(run: Run, shapes: Shapes) -> int:
+    """The mask of the sliding window that all blocks, micro-batches and steps share."""
+    sequence, window = run.config.data.sequence_length, run.config.model.sliding_window
+    if run.config.data.reset_at_documents or window is None or window >= sequence:
+        return 0
+    return sequence**2 * shapes.element_bytes

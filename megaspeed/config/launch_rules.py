@@ -3,9 +3,8 @@
 from collections.abc import Iterator
 
 from megaspeed.config.batch import Batch, StatedBatch, explain_batch, solve_batch
-from megaspeed.config.degrees import data_degree_equation, divisors
-from megaspeed.config.layout import layout_in
-from megaspeed.config.rules.rule import Launch, Rule, rule
+from megaspeed.config.parallel import data_degree_equation, divisors, layout_in
+from megaspeed.config.rules import Launch, Rule, rule
 from megaspeed.config.scheduler import WarmupDecayLR, WarmupLR
 from megaspeed.config.section import LARGEST_ACCUMULATION, LARGEST_NUMBER
 from megaspeed.topology.grid import Grid

@@ -1,15 +1,17 @@
-"""Options that every command takes, and the run that they name."""
+"""Options that every command takes, the run that they name, and how a command prints."""
 
 import argparse
+import json
 import math
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from megaspeed.config.document import add_config_options
 from megaspeed.config.errors import ConfigError
 from megaspeed.config.loading import load_run
-from megaspeed.config.overrides import add_config_options
 from megaspeed.config.resolve import Run
 from megaspeed.config.section import LARGEST_COUNT, LARGEST_WORLD
 from megaspeed.data.config_problems import find_problems_in_file
@@ -112,3 +114,17 @@ def new_file(text: str) -> Path:
     if os.path.exists(file) and (problem := file_problem(file)) is not None:
         raise argparse.ArgumentTypeError(f"{file} {problem}, and cannot be replaced; name a file")
     return file
+
+
+# What a command prints, and the same figures as JSON.
+
+
+def say(text: str, *, error: bool = False) -> None:
+    """Prints a line, to standard error where it is a complaint."""
+    (sys.stderr if error else sys.stdout).write(text + "\n")
+
+
+def write_json(options: argparse.Namespace, figures: Any) -> None:
+    """Writes the figures where ``--json`` says, if it was given."""
+    if options.json is not None:
+        options.json.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")

@@ -1,1 +1,0 @@
-"""Rules that more than one key, or the number of processes, must satisfy together."""

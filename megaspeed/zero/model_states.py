@@ -1,0 +1,167 @@
+"""The parameters, gradients and optimizer states that a rank holds, at every ZeRO stage."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import deepspeed
+import torch
+from torch import Tensor, nn
+
+from megaspeed.zero.engine import ZeroEngine
+from megaspeed.zero.fragments import held_ranges, partitions_parameters
+
+# The optimizer's state that this rank holds: fp32 master weights and AdamW's two moments.
+#
+# ZeRO keeps each of the three as a flat tensor for every parameter group, laid out alike. Here they
+# are one list of fragments, each a flat range of one parameter, as the gradients are
+# (``fragments.py``). All of them are views: what is written to a fragment is the state.
+#
+#     stage      a rank's fragments
+#     0          every parameter, whole
+#     1, 2       flat ranges: one partition of the parameters laid end to end
+#     3          an equal flat range of every parameter
+
+
+@dataclass(frozen=True)
+class StateFragment:
+    """Elements [start, start + len(weights)) of ``parameter``'s flattened local state, fp32."""
+
+    parameter: nn.Parameter
+    start: int
+    weights: Tensor
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
+
+
+def state_fragments(optimizer: Any) -> Iterator[StateFragment]:
+    """This rank's fragments, padding left out; moments that do not exist yet are made, of zeros."""
+    masters = master_partitions(optimizer)
+    for held in held_ranges(optimizer):
+        master = masters[held.group]
+        moments = _moments(optimizer.optimizer, master)
+        flat = (master.data, moments["exp_avg"], moments["exp_avg_sq"])
+        views = [tensor.view(-1).narrow(0, held.offset, held.length) for tensor in flat]
+        yield StateFragment(held.parameter, held.start, *views)
+
+
+def take_state(optimizer: Any, steps_taken: int) -> None:
+    """Lets the optimizer go on from fragments that were written to.
+
+    The parameters that the model computes with are made from the master weights, on all ranks of
+    the data axis: a collective over it.
+
+    Args:
+        optimizer: DeepSpeed's ZeRO optimizer.
+        steps_taken: AdamW's step count, of which its bias correction is a function.
+    """
+    for master in master_partitions(optimizer):
+        _moments(optimizer.optimizer, master)["step"].fill_(steps_taken)
+    if partitions_parameters(optimizer):
+        for sub_group in range(len(optimizer.fp32_partitioned_groups_flat)):
+            optimizer._reassign_or_swap_out_partitioned_parameters(sub_group)
+    else:
+        optimizer.update_lp_params()
+
+
+def master_partitions(optimizer: Any) -> list[Tensor]:
+    """The flat master weights of each parameter group (ZeRO-3: sub-group)."""
+    if partitions_parameters(optimizer):
+        return list(optimizer.fp32_partitioned_groups_flat)
+    return list(optimizer.single_partition_of_fp32_groups)
+
+
+def _moments(adamw: torch.optim.Optimizer, master: Tensor) -> dict[str, Tensor]:
+    """torch's state of one flat parameter, which it makes in the first step."""
+    state: dict[str, Tensor] = adamw.state[master]
+    if not state:
+        # As torch.optim.adam does for fused=True: an fp32 step count beside the parameter.
+        state["step"] = torch.zeros((), dtype=torch.float32, device=master.device)
+        state["exp_avg"] = torch.zeros_like(master.data)
+        state["exp_avg_sq"] = torch.zeros_like(master.data)
+    return state
+
+
+# What DeepSpeed's ZeRO optimizers hold, by what it is for.
+#
+#     stage      parameters              gradients                 optimizer states
+#     0, 1, 2    flat buffer, of which   flat partition; and       master partition, two moments
+#                parameters are views    ``parameter.grad``
+#     3          flat partitions, and    flat partitions; and      the same
+#                parameters kept whole   ``parameter.grad``
+#
+# For measurement only: which tensors these are, DeepSpeed 0.19.8 says nowhere.
+
+# The parameters that the model computes with, as far as this rank holds them between two steps.
+
+
+def held_parameters(engine: ZeroEngine) -> Iterator[Tensor | None]:
+    """What the model computes with, and at ZeRO-3 the partitions it is gathered from."""
+    for parameter in engine.module.parameters():
+        yield parameter.data
+        yield getattr(parameter, "ds_tensor", None)
+
+
+def held_gradients(engine: ZeroEngine) -> Iterator[Tensor | None]:
+    """Gradients of parameters, whole and partitioned, added up or about to be."""
+    for parameter in engine.module.parameters():
+        yield parameter.grad
+        yield getattr(parameter, "grad_accum", None)
+    optimizer = engine.optimizer
+    yield getattr(optimizer, "grad_partitions_flat_buffer", None)
+    for group in optimizer.averaged_gradients.values():
+        yield getattr(group, "flat_partition", None)
+    for master in master_partitions(optimizer):
+        yield master.grad
+
+
+def held_optimizer_states(engine: ZeroEngine) -> Iterator[Tensor | None]:
+    """fp32 master weights and AdamW's moments."""
+    optimizer = engine.optimizer
+    yield from master_partitions(optimizer)
+    for state in optimizer.optimizer.state.values():
+        yield from (value for value in state.values() if isinstance(value, Tensor))
+
+
+def allocates_for_communication(module: str) -> bool | None:
+    """Whether tensors made by code of this Python module serve communication.
+
+    None where the module does not decide: its caller does.
+    """
+    if module == "deepspeed.runtime.zero.linear":  # a linear layer's forward and backward
+        return False
+    if module.startswith(("deepspeed.runtime.zero.", "deepspeed.runtime.comm.")):
+        return True
+    own = ("megaspeed.zero.reductions", "megaspeed.zero.layer_gathers")
+    return True if module in own else None
+
+
+def parameters_between_steps(
+    module: nn.Module, optimizer: Any
+) -> Iterator[tuple[nn.Parameter, int, Tensor]]:
+    """(parameter, first element, flat values) of each: all of it, or with ZeRO-3 this rank's part.
+
+    Padding is left out.
+    """
+    if partitions_parameters(optimizer):
+        for held in held_ranges(optimizer):
+            part: Tensor = held.parameter.ds_tensor  # type: ignore[attr-defined]  # DeepSpeed's
+            yield held.parameter, held.start, part.view(-1).narrow(0, 0, held.length)
+        return
+    for parameter in module.parameters():
+        yield parameter, 0, parameter.view(-1)
+
+
+# Parameters as the model computes with them, whether ZeRO-3 has partitioned them or not.
+
+
+def whole_parameters(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """(full name, copy of the rank's whole tensor shard) of each parameter.
+
+    A collective over the data axis.
+    """
+    for name, parameter in module.named_parameters():
+        partitioned = hasattr(parameter, "ds_id")
+        with deepspeed.zero.GatheredParameters([parameter], enabled=partitioned):
+            value = parameter.detach().clone()
+        yield name, value
