@@ -7,8 +7,9 @@ accumulation steps that nothing determines are 1.
 
 from dataclasses import dataclass
 
-from megaspeed.config.parallel import divisors
-from megaspeed.config.run import DeepSpeedKeys
+from megaspeed.config.parallel import World, divisors, grid_in
+from megaspeed.config.run import DeepSpeedKeys, RunConfig
+from megaspeed.topology.grid import Grid
 
 
 @dataclass(frozen=True)
@@ -115,3 +116,26 @@ def _nearest_factors(train: int, factor: int, dp: int, name: str) -> str:
         return ""
     nearest = sorted(divisors(train // dp), key=lambda d: (abs(d - factor), d))[:3]
     return f"; or keep {train} with {name} {', '.join(map(str, sorted(nearest)))}"
+
+
+# The grid of a run for a world size, which uses all processes or leaves some spare.
+#
+# parallel.data   parallel.spare_ranks   grid
+# a number        false                  pipeline x data x tensor = world
+# "auto"          false                  data = world / (pipeline x tensor)
+# a number        true                   pipeline x data x tensor <= world
+# "auto"          true                   the largest data that fits the batch sizes
+
+
+def layout_in(config: RunConfig, world: World) -> Grid | None:
+    """The grid; None if there is none. With spare ranks, the batch sizes fit it, too."""
+    parallel = config.parallel
+    if not parallel.spare_ranks:
+        return grid_in(parallel, world)
+    stated = StatedBatch.of(config)
+    most = world.size // (parallel.pipeline * parallel.tensor)
+    degrees = range(most, 0, -1) if parallel.data == "auto" else [parallel.data]
+    for dp in degrees:
+        if dp <= most and solve_batch(stated, dp) is not None:
+            return Grid(parallel.pipeline, dp, parallel.tensor)
+    return None

@@ -2,8 +2,8 @@
 
 from collections.abc import Iterator
 
-from megaspeed.config.batch import Batch, StatedBatch, explain_batch, solve_batch
-from megaspeed.config.parallel import data_degree_equation, divisors, layout_in
+from megaspeed.config.batch import Batch, StatedBatch, explain_batch, layout_in, solve_batch
+from megaspeed.config.parallel import data_degree_equation, divisors
 from megaspeed.config.rules import Launch, Rule, rule
 from megaspeed.config.scheduler import WarmupDecayLR, WarmupLR
 from megaspeed.config.section import LARGEST_ACCUMULATION, LARGEST_NUMBER

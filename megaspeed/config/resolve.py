@@ -1,13 +1,15 @@
 """Resolves a config for one world size: replaces "auto" and computes all derived numbers."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from megaspeed.config.batch import Batch, StatedBatch, solve_batch
+from megaspeed.config.batch import Batch, StatedBatch, layout_in, solve_batch
 from megaspeed.config.errors import ConfigError, KeyPath, Problem
 from megaspeed.config.launch_rules import LAUNCH_RULES
-from megaspeed.config.parallel import World, layout_in
+from megaspeed.config.model import ModelConfig
+from megaspeed.config.parallel import World
 from megaspeed.config.rules import (
     LEARNING_RATE_RULES,
     NUMERIC_RULES,
@@ -25,7 +27,7 @@ from megaspeed.config.scheduler import (
 )
 from megaspeed.config.shape_rules import SHAPE_RULES
 from megaspeed.config.training import TrainingConfig
-from megaspeed.config.zero_optimization import definite_zero
+from megaspeed.config.zero_optimization import ZeroConfig
 from megaspeed.topology.grid import Grid
 
 GradientReduction = Literal["per_step", "per_micro_batch"]
@@ -199,3 +201,62 @@ def _definite_scheduler(config: RunConfig, scaling: float) -> SchedulerConfig | 
     if isinstance(params, DecayParams | WarmupDecayLRParams | WarmupCosineLRParams):
         update["total_num_steps"] = params.total_num_steps or config.training.steps
     return scheduler.model_copy(update={"params": params.model_copy(update=update)})
+
+
+# The cost of dropout. GPT-2's own configuration enables it, often unnoticed.
+
+_DROPOUTS = ("embedding_dropout", "attention_dropout", "residual_dropout")
+
+
+_FP32_BYTES, _MIB = 4, 2**20
+
+
+def dropout_warning(run: Run) -> Iterator[str]:
+    """A warning with the rates, the cost and a fix; nothing for a model without dropout."""
+    model = run.config.model
+    rates = {name: getattr(model, name) for name in _DROPOUTS if getattr(model, name) > 0.0}
+    if not rates:
+        return
+    stated = ", ".join(f"model.{name} {rate:g}" for name, rate in rates.items())
+    cost = "each mask is computed again in backward"
+    if model.attention_dropout > 0.0:
+        elements = (
+            run.batch.micro_batch_size
+            * (model.num_attention_heads // run.grid.tp)
+            * run.config.data.sequence_length**2
+        )
+        element_bytes = _FP32_BYTES if run.precision == "fp32" else 2
+        cost = (
+            "attention runs without its fused kernel and keeps two S x S matrices of each head "
+            f"({elements * (_FP32_BYTES + element_bytes) / _MIB:,.1f} MiB for each block and "
+            "micro-batch)"
+        )
+    mend = " ".join(f"model.{name}=0" for name in rates)
+    yield f"the model has dropout ({stated}), so {cost}; to train without it, --set {mend}"
+
+
+# ZeRO's portions if the JSON omits them: they follow the size of the model.
+#
+# DeepSpeed's fixed defaults (5e8 elements a bucket, parameters under 1e5 elements kept whole) suit
+# one size of model. With a smaller model a bucket holds the complete gradient, every parameter is
+# kept, and a higher stage saves nothing. Here
+#
+#     reduce_bucket_size                    one block, 12 hidden_size^2 / tp
+#     stage3_param_persistence_threshold    10 x hidden_size: norms and biases stay whole
+
+_MATRICES = 12
+"""Squares of the hidden size in a block: 4 in the attention, about 8 in the feed-forward layer."""
+
+
+_HIDDEN_SIZES_THAT_STAY_WHOLE = 10
+
+
+def definite_zero(zero: ZeroConfig, model: ModelConfig, tp: int) -> ZeroConfig:
+    """``zero`` with every portion stated."""
+    portions = {
+        "reduce_bucket_size": _MATRICES * model.hidden_size**2 // tp,
+        "stage3_param_persistence_threshold": _HIDDEN_SIZES_THAT_STAY_WHOLE * model.hidden_size,
+    }
+    return zero.model_copy(
+        update={name: value for name, value in portions.items() if getattr(zero, name) is None}
+    )

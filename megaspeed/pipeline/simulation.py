@@ -16,12 +16,10 @@ from megaspeed.pipeline.instructions import (
     Instruction,
     ReceiveInstruction,
     SendInstruction,
-    StageProgram,
-    form_exchanges,
     other_end,
     peer,
 )
-from megaspeed.pipeline.schedules import Schedule, ScheduleError
+from megaspeed.pipeline.schedules import Schedule, ScheduleError, StageProgram, form_exchanges
 from megaspeed.pipeline.stage_rules import check_stage, trains
 
 # A pipeline stage with a clock instead of tensors.

@@ -20,8 +20,7 @@ import torch
 from rich.table import Table
 from rich.text import Text
 
-from megaspeed.config.model import dropout_warning
-from megaspeed.config.resolve import Run
+from megaspeed.config.resolve import Run, dropout_warning
 from megaspeed.model.gpt import DTYPES
 from megaspeed.model.parameters import layer_count, training_flops_per_token
 from megaspeed.pipeline.partition import layers_of_stages, parameters_of_stages

@@ -5,7 +5,6 @@ import dataclasses
 import json
 import math
 import re
-import resource
 import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -248,18 +247,3 @@ def peak_by_name(device_name: str) -> float | None:
         if re.search(rf"\b{pattern}(?!\w)", device_name)
     )
     return next(found, None)
-
-
-# The most memory that this rank has held so far.
-
-_BYTES_PER_UNIT_OF_MAXRSS = 1024  # Linux counts in KiB
-
-
-def peak_memory(device: torch.device) -> int:
-    """Bytes: on a GPU the peak of torch's allocator, on a CPU the process's peak resident set.
-
-    The resident set includes libraries. Neither makes the host wait for the device.
-    """
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _BYTES_PER_UNIT_OF_MAXRSS

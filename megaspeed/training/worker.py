@@ -6,6 +6,7 @@ The worker computes one step or one evaluation. The trainer decides when, and on
 """
 
 import math
+import resource
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Self
@@ -18,13 +19,11 @@ from megaspeed.config.resolve import Run
 from megaspeed.model.gpt import DTYPES
 from megaspeed.model.micro_batch import MicroBatch
 from megaspeed.pipeline.executor import Executor
-from megaspeed.pipeline.instructions import stage_program
 from megaspeed.pipeline.p2p import Neighbours
-from megaspeed.pipeline.schedules import SCHEDULES, forward_only
+from megaspeed.pipeline.schedules import SCHEDULES, forward_only, stage_program
 from megaspeed.pipeline.simulation import check_schedule
 from megaspeed.topology.context import ParallelContext
 from megaspeed.training.faults import inject_into_model
-from megaspeed.training.metrics import peak_memory
 from megaspeed.training.rank_model import (
     backward_scale,
     make_loss_function,
@@ -252,3 +251,18 @@ class Worker:
             dtype=DTYPES[run.precision],
             device=context.device,
         )
+
+
+# The most memory that this rank has held so far.
+
+_BYTES_PER_UNIT_OF_MAXRSS = 1024  # Linux counts in KiB
+
+
+def peak_memory(device: torch.device) -> int:
+    """Bytes: on a GPU the peak of torch's allocator, on a CPU the process's peak resident set.
+
+    The resident set includes libraries. Neither makes the host wait for the device.
+    """
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _BYTES_PER_UNIT_OF_MAXRSS

@@ -24,9 +24,14 @@ from torch.autograd.graph import GradientEdge
 
 from megaspeed.config.resolve import Run
 from megaspeed.topology.context import ParallelContext
-from megaspeed.zero.fragments import GradientFragment, gradient_fragments
+from megaspeed.zero.fragments import (
+    GradientFragment,
+    StateFragment,
+    gradient_fragments,
+    state_fragments,
+    take_state,
+)
 from megaspeed.zero.layer_gathers import LayerGathers
-from megaspeed.zero.model_states import StateFragment, state_fragments, take_state
 from megaspeed.zero.reductions import (
     add_gradients_of_other_end,
     average_over_replicas,

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -119,3 +120,74 @@ def _stage3_ranges(optimizer: Any) -> Iterator[HeldRange]:
             start = optimizer._get_param_partition_rank(parameter) * parameter.partition_numel()
             length = max(0, min(parameter.partition_numel(), parameter.ds_numel - start))
             yield HeldRange(parameter, start, int(group), int(offset), length)
+
+
+# The optimizer's state that this rank holds: fp32 master weights and AdamW's two moments.
+#
+# ZeRO keeps each of the three as a flat tensor for every parameter group, laid out alike. Here they
+# are one list of fragments, each a flat range of one parameter, as the gradients are
+# (``fragments.py``). All of them are views: what is written to a fragment is the state.
+#
+#     stage      a rank's fragments
+#     0          every parameter, whole
+#     1, 2       flat ranges: one partition of the parameters laid end to end
+#     3          an equal flat range of every parameter
+
+
+@dataclass(frozen=True)
+class StateFragment:
+    """Elements [start, start + len(weights)) of ``parameter``'s flattened local state, fp32."""
+
+    parameter: nn.Parameter
+    start: int
+    weights: Tensor
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
+
+
+def state_fragments(optimizer: Any) -> Iterator[StateFragment]:
+    """This rank's fragments, padding left out; moments that do not exist yet are made, of zeros."""
+    masters = master_partitions(optimizer)
+    for held in held_ranges(optimizer):
+        master = masters[held.group]
+        moments = _moments(optimizer.optimizer, master)
+        flat = (master.data, moments["exp_avg"], moments["exp_avg_sq"])
+        views = [tensor.view(-1).narrow(0, held.offset, held.length) for tensor in flat]
+        yield StateFragment(held.parameter, held.start, *views)
+
+
+def take_state(optimizer: Any, steps_taken: int) -> None:
+    """Lets the optimizer go on from fragments that were written to.
+
+    The parameters that the model computes with are made from the master weights, on all ranks of
+    the data axis: a collective over it.
+
+    Args:
+        optimizer: DeepSpeed's ZeRO optimizer.
+        steps_taken: AdamW's step count, of which its bias correction is a function.
+    """
+    for master in master_partitions(optimizer):
+        _moments(optimizer.optimizer, master)["step"].fill_(steps_taken)
+    if partitions_parameters(optimizer):
+        for sub_group in range(len(optimizer.fp32_partitioned_groups_flat)):
+            optimizer._reassign_or_swap_out_partitioned_parameters(sub_group)
+    else:
+        optimizer.update_lp_params()
+
+
+def master_partitions(optimizer: Any) -> list[Tensor]:
+    """The flat master weights of each parameter group (ZeRO-3: sub-group)."""
+    if partitions_parameters(optimizer):
+        return list(optimizer.fp32_partitioned_groups_flat)
+    return list(optimizer.single_partition_of_fp32_groups)
+
+
+def _moments(adamw: torch.optim.Optimizer, master: Tensor) -> dict[str, Tensor]:
+    """torch's state of one flat parameter, which it makes in the first step."""
+    state: dict[str, Tensor] = adamw.state[master]
+    if not state:
+        # As torch.optim.adam does for fused=True: an fp32 step count beside the parameter.
+        state["step"] = torch.zeros((), dtype=torch.float32, device=master.device)
+        state["exp_avg"] = torch.zeros_like(master.data)
+        state["exp_avg_sq"] = torch.zeros_like(master.data)
+    return state

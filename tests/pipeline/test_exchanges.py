@@ -14,7 +14,6 @@ from megaspeed.pipeline.instructions import (
     SendGradient,
     other_end,
     peer,
-    stage_program,
 )
 from megaspeed.pipeline.schedules import (
     SCHEDULES,
@@ -22,6 +21,7 @@ from megaspeed.pipeline.schedules import (
     forward_only,
     gpipe,
     one_forward_one_backward,
+    stage_program,
 )
 
 

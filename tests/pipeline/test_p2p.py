@@ -15,10 +15,9 @@ from megaspeed.pipeline.instructions import (
     ReceiveGradient,
     SendActivation,
     SendGradient,
-    stage_program,
 )
 from megaspeed.pipeline.p2p import Link, Neighbours, PipelineProtocolError
-from megaspeed.pipeline.schedules import SCHEDULES, Schedule
+from megaspeed.pipeline.schedules import SCHEDULES, Schedule, stage_program
 from megaspeed.topology.context import ParallelContext
 from megaspeed.topology.grid import Grid
 from megaspeed.topology.launch import LaunchEnvironment

@@ -20,7 +20,7 @@ from megaspeed.analysis.planning.variants import Training, single_changes
 from megaspeed.analysis.units import memory_unit
 from megaspeed.config.resolve import Run
 from megaspeed.topology.context import ParallelContext
-from megaspeed.training.metrics import peak_memory
+from megaspeed.training.worker import peak_memory
 from megaspeed.zero.engine import ZeroEngine
 from megaspeed.zero.model_states import held_gradients, held_optimizer_states, held_parameters
 

@@ -23,8 +23,7 @@ from megaspeed.analysis.units import (
     short_count,
     traffic_unit,
 )
-from megaspeed.config.model import dropout_warning
-from megaspeed.config.resolve import GradientReduction, Run
+from megaspeed.config.resolve import GradientReduction, Run, dropout_warning
 from megaspeed.pipeline.schedules import SCHEDULES, peak_micro_batches_in_flight
 
 # How the tables of a plan look: a heading, a line under it, no more.
