@@ -188,7 +188,7 @@ class GPT(nn.Module):
             samples: (B,) int64, the sample indices, of which dropout masks are a function; None if
                 nothing is dropped.
             documents: (B, S), the number of each token's document, equal ones being neighbours:
-                attention and positions begin anew with each (see ``documents.py``). Where left out,
+                attention and positions begin anew with each (see ``attention.py``). Where left out,
                 a row is one document.
 
         Returns:

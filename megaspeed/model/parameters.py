@@ -15,7 +15,7 @@
     head.norm               (D,)                   replicated
     head.output             (V, D)                 vocabulary      untied, or embedding elsewhere
 
-The modules of ``GPT`` are made from these rows (``layers.py``). Shards (``tensor_parallel``),
+The modules of ``GPT`` are made from these rows (``gpt.py``). Shards (``tensor_parallel``),
 initial values, weight decay, FLOPs, kept activations, traffic and Hugging Face's tensors derive
 from them. A new parameter is a new row here. Pure arithmetic, no torch.
 """

@@ -5,7 +5,7 @@
                     <-- gradients                 <-- gradients
 
 All messages of a pipeline use one process group. One `batch_isend_irecv` carries either a single
-message, or a send and a receive that face each other (`exchanges.py`). On a GPU it is one NCCL
+message, or a send and a receive that face each other (`schedules.form_exchanges`). On a GPU it is one NCCL
 kernel on the group's communicator. A single message is a batch too, because for a plain `isend`
 torch opens a communicator for each pair of ranks if no device is bound to the group.
 

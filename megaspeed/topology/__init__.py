@@ -2,8 +2,7 @@
 
 grid.py     rank <-> (pp, dp, tp) and the groups along the axes: plain integers
 launch.py   rank and world size from torchrun, deepspeed, srun, mpirun or plain python
-groups.py   creating the process groups, and naming the one that fails
-context.py  ParallelContext: this rank's coordinates, device and groups
+context.py  ParallelContext: this rank's coordinates, device and groups, and how they are created
 failure.py  what a rank reports when it fails: host, rank, coordinates, step and phase
 process_settings.py  environment variables and limits that a rank sets for its own process
 """

@@ -8,7 +8,7 @@ Rank 5 of pp 2 x dp 2 x tp 2 (drawn in `grid.py`) belongs to
     pp_group          1 5        activations forward, gradients back, gradients of tied weights
     checkpoint_group  0 .. 7     all ranks, over gloo, for saves beside the training
 
-There is no tp_group or pp_group if that axis has one rank. How they are created: `groups.py`.
+There is no tp_group or pp_group if that axis has one rank.
 
 Code that communicates takes the context as an argument. Nothing outside this folder creates a
 process group, and no module keeps one in a global.
@@ -222,7 +222,7 @@ class ParallelContext:
         each group before it returns. A call that waits longer than `timeout_seconds` for other
         ranks fails, now or in a later collective.
 
-        Sets the environment variables of `process_settings.py` and `gloo_interface.py`, unless they
+        Sets the environment variables of `process_settings.py`, unless they
         are set, and raises the limit on open files.
 
         Raises TopologyError if `grid` and the launcher differ in the number of ranks, if a rank

@@ -9,7 +9,7 @@
 If ZeRO partitions a tensor, data ranks hold no copies of it. Then each part is compared along the
 other axes.
 
-Each rank computes one number from the bits of its copies (fingerprint.py) for each set of ranks
+Each rank computes one number from the bits of its copies for each set of ranks
 that hold the same copies. A rank has at most eight, which one small collective and one host read
 compare. Only if they differ, a second comparison finds the parameter.
 """

@@ -16,7 +16,7 @@ from megaspeed.model.micro_batch import MicroBatch
 class Tolerance:
     """Largest relative differences that count as equal at step 1.
 
-    What a later step is allowed beyond them is in ``amplification.py``.
+    ``Amplification`` is what a later step is allowed beyond them.
     """
 
     loss: float

@@ -2,7 +2,6 @@
 
 record.py        what a run folder holds: steps, validations, starts, the configuration
 differences.py   where two runs differ: the first step and quantity, the keys of the configuration
-predictions.py   bubble, traffic and peak memory as predicted from a run's configuration
 charts.py        numbers over steps as SVG
 page.py          one HTML page of one or several runs
 """
