@@ -5,9 +5,9 @@
                     <-- gradients                 <-- gradients
 
 All messages of a pipeline use one process group. One `batch_isend_irecv` carries either a single
-message, or a send and a receive that face each other (`schedules.form_exchanges`). On a GPU it is one NCCL
-kernel on the group's communicator. A single message is a batch too, because for a plain `isend`
-torch opens a communicator for each pair of ranks if no device is bound to the group.
+message, or a send and a receive that face each other (`schedules.form_exchanges`). On a GPU it is
+one NCCL kernel on the group's communicator. A single message is a batch too, because for a plain
+`isend` torch opens a communicator for each pair of ranks if no device is bound to the group.
 
 A link has at most one batch in flight: before it starts the next batch, it waits for the last one.
 On a GPU the current stream waits, not the host. `check_schedule` proves that no stage waits for
