@@ -2,6 +2,7 @@
 # make pretrain  pretrain a small GPT on 8 ranks: pipeline 2 x data 2 x tensor 2, ZeRO-3
 # make test      all tests, two at a time;  PYTEST_ARGS="tests/topology -x" for some;
 #                without Chromium, those that open a report in a browser are skipped
+# make quick     the tests that start no ranks
 # make lint      ruff, mypy and the import layers
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
@@ -15,7 +16,7 @@ INSTALLED := .venv/.installed
 # DeepSpeed's launcher warns twice if it finds no GPU by itself.
 ON_CPU := $(if $(wildcard /dev/nvidia0 /dev/kfd),,DS_ACCELERATOR=cpu)
 
-.PHONY: install pretrain test lint
+.PHONY: install pretrain test quick lint
 
 install: $(INSTALLED)
 
@@ -32,6 +33,9 @@ pretrain: $(INSTALLED)
 
 test: $(INSTALLED)
 	python -m pytest --numprocesses $(TEST_PROCESSES) --dist worksteal $(PYTEST_ARGS)
+
+quick: $(INSTALLED)
+	python -m pytest --numprocesses $(TEST_PROCESSES) --dist worksteal -m "not ranks" $(PYTEST_ARGS)
 
 lint: $(INSTALLED)
 	ruff check .
