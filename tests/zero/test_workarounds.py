@@ -36,9 +36,9 @@ from megaspeed.data.prepared import PreparedCorpus
 from megaspeed.topology.context import ParallelContext
 from megaspeed.topology.grid import Grid
 from megaspeed.topology.launch import LaunchEnvironment
-from megaspeed.zero import build, engine
+from megaspeed.zero import build, engine, name_the_accelerator
 from megaspeed.zero.build import DataAxis
-from megaspeed.zero.workarounds import name_the_accelerator, stay_at_the_smallest_scale
+from megaspeed.zero.workarounds import stay_at_the_smallest_scale
 from tests.parallel.tiny import LLAMA, tiny_corpus
 from tests.rank_pool import RankFailure, RankPool
 from tests.zero.held import gradient_bytes_between_micro_batches, is_gathered
