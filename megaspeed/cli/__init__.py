@@ -51,7 +51,7 @@ try:
 except KeyboardInterrupt:  # Ctrl-C in the seconds that this takes
     sys.exit("megaspeed: stopped")
 
-_COMMANDS = (
+COMMANDS = (
     check,
     verify,
     schedule,
@@ -73,7 +73,7 @@ _COMMANDS = (
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command; returns the exit code."""
-    options = _parse(arguments)
+    options = parse(arguments)
     try:
         code: int = options.run(options)
     except (ConfigError, DataError) as error:
@@ -91,13 +91,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return code
 
 
-def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="megaspeed", description="3D-parallel GPT pretraining on DeepSpeed."
     )
     # The deepspeed launcher passes it before the command; the environment says the same.
     parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
     commands = parser.add_subparsers(required=True, metavar="command", dest="command")
-    for command in _COMMANDS:
+    for command in COMMANDS:
         command.add_to(commands)
     return parser.parse_args(arguments)
