@@ -2,7 +2,7 @@
 # make pretrain  pretrain a small GPT on 8 ranks: pipeline 2 x data 2 x tensor 2, ZeRO-3
 # make test      all tests, two at a time;  PYTEST_ARGS="tests/topology -x" for some;
 #                without Chromium, those that open a report in a browser are skipped
-# make quick     the tests that start no ranks
+# make quick     the tests that start no ranks, in under two minutes
 # make lint      ruff, mypy and the import layers
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
@@ -35,7 +35,7 @@ test: $(INSTALLED)
 	python -m pytest --numprocesses $(TEST_PROCESSES) --dist worksteal $(PYTEST_ARGS)
 
 quick: $(INSTALLED)
-	python -m pytest --numprocesses $(TEST_PROCESSES) --dist worksteal -m "not ranks" $(PYTEST_ARGS)
+	python -m pytest --numprocesses $(TEST_PROCESSES) --dist worksteal -m "not ranks and not slow" $(PYTEST_ARGS)
 
 lint: $(INSTALLED)
 	ruff check .

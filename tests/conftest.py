@@ -20,6 +20,13 @@ def pytest_configure() -> None:
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks the tests that start ranks, so that `make quick` leaves them out."""
+    for item in items:
+        if "pool" in getattr(item, "fixturenames", ()):
+            item.add_marker("ranks")
+
+
 @pytest.fixture(scope="session")
 def pool() -> Iterator[RankPool]:
     """Eight rank processes for the whole session; see `tests/rank_pool.py`."""
