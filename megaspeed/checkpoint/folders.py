@@ -17,9 +17,9 @@ from pathlib import Path
 
 from megaspeed.checkpoint.errors import CheckpointError
 from megaspeed.checkpoint.manifest import MANIFEST, read_manifest, size_problems
-from megaspeed.files.durable import TEMPORARY, flush_folder, write_whole
-from megaspeed.files.places import nearest_existing
-from megaspeed.files.reading import read_whole
+from megaspeed.files.durable import TEMPORARY, flush_folder, write_file
+from megaspeed.files.paths import nearest_existing
+from megaspeed.files.reading import read_file
 
 CHECKPOINTS = "checkpoints"
 """The folder of checkpoints in a run's folder."""
@@ -106,7 +106,7 @@ class CheckpointFolder:
 
     def point_latest_to(self, checkpoint: Path) -> None:
         """Lets ``latest`` name one of the checkpoints here."""
-        write_whole(self.root / LATEST, lambda file: file.write(f"{checkpoint.name}\n".encode()))
+        write_file(self.root / LATEST, lambda file: file.write(f"{checkpoint.name}\n".encode()))
         flush_folder(self.root)
 
     def discard(self, writing: Path) -> None:
@@ -186,7 +186,7 @@ class CheckpointFolder:
 
     def _latest(self) -> Path | None:
         try:
-            return self.root / read_whole(self.root / LATEST).decode("utf-8").strip()
+            return self.root / read_file(self.root / LATEST).decode("utf-8").strip()
         except (OSError, ValueError):
             return None
 

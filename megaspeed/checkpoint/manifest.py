@@ -18,8 +18,8 @@ import xxhash
 from typing_extensions import Buffer  # collections.abc has it from Python 3.12
 
 from megaspeed.checkpoint.errors import CheckpointError
-from megaspeed.files.reading import read_whole
-from megaspeed.files.sealed_json import unsealed, write_sealed
+from megaspeed.files.json_values import unsealed, write_sealed
+from megaspeed.files.reading import read_file
 
 MANIFEST = "manifest.json"
 
@@ -85,7 +85,7 @@ def read_manifest(folder: Path) -> dict[str, FileSeal]:
         CheckpointError: there is no manifest, or it cannot be read, or is not as it was written.
     """
     try:
-        facts = unsealed(read_whole(folder / MANIFEST))
+        facts = unsealed(read_file(folder / MANIFEST))
     except FileNotFoundError as error:
         raise CheckpointError(
             f"{MANIFEST} is missing; it is written last, so the save did not end"

@@ -14,7 +14,7 @@ from megaspeed.checkpoint.errors import CheckpointError
 from megaspeed.checkpoint.tensors import KINDS, WEIGHTS
 from megaspeed.config.model import ModelConfig
 from megaspeed.config.section import Section
-from megaspeed.files.reading import read_whole
+from megaspeed.files.reading import read_file
 
 RUN_STATE = "run_state.json"
 
@@ -137,7 +137,7 @@ class RunState(Section):
         """
         file = folder / RUN_STATE
         try:
-            return cls.model_validate_json(read_whole(file))
+            return cls.model_validate_json(read_file(file))
         except OSError as error:
             raise CheckpointError(f"{file} cannot be read ({error.strerror})") from error
         except ValidationError as error:

@@ -32,7 +32,7 @@ from megaspeed.checkpoint.stored import BYTES_PER_ELEMENT
 from megaspeed.checkpoint.tensors import mismatches
 from megaspeed.checkpoint.together import first_failure, from_rank_0, gathered, told
 from megaspeed.checkpoint.tokenizer_files import write_tokenizer_files
-from megaspeed.files.durable import write_whole
+from megaspeed.files.durable import write_file
 
 
 @dataclass(frozen=True)
@@ -188,5 +188,5 @@ def _one_writer_each(everyones: Iterable[Mapping[str, FileSeal]]) -> dict[str, F
 def write_run_state(folder: Path, state: RunState) -> dict[str, FileSeal]:
     """Writes it into ``folder``; returns the file as it is."""
     content = state.to_bytes()
-    write_whole(folder / RUN_STATE, lambda file: file.write(content))
+    write_file(folder / RUN_STATE, lambda file: file.write(content))
     return {RUN_STATE: FileSeal.of(content)}

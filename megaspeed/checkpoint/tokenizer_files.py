@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from megaspeed.checkpoint.manifest import FileSeal
-from megaspeed.files.durable import write_whole
+from megaspeed.files.durable import write_file
 
 TOKENIZER = "tokenizer.json"
 """The file that makes a folder one with a tokenizer."""
@@ -40,5 +40,5 @@ def write_tokenizer_files(folder: Path, files: Mapping[str, bytes]) -> dict[str,
 
 
 def _write(file: Path, content: bytes) -> FileSeal:
-    write_whole(file, lambda stream: stream.write(content))
+    write_file(file, lambda stream: stream.write(content))
     return FileSeal.of(content)

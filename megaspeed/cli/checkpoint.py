@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from megaspeed.cli.common_options import EXIT_DONE, EXIT_FAILED, EXIT_WRONG_INPUT, new_file
 from megaspeed.cli.output import say, write_json
-from megaspeed.files.places import named_place
+from megaspeed.files.paths import path_argument
 
 if TYPE_CHECKING:
     from megaspeed.checkpoint.soundness import Inspection
@@ -38,7 +38,10 @@ def _add_action(
     parser = actions.add_parser(name, help=text, description=text)
     parser.set_defaults(run=run, act=action)
     parser.add_argument(
-        "place", type=named_place, metavar="DIR", help="a checkpoint, a folder of them, or of a run"
+        "place",
+        type=path_argument,
+        metavar="DIR",
+        help="a checkpoint, a folder of them, or of a run",
     )
     parser.add_argument("--json", type=new_file, metavar="FILE", help="write the figures there too")
 

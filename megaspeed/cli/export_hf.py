@@ -15,7 +15,7 @@ from typing import Any
 
 from megaspeed.cli.common_options import EXIT_DONE, EXIT_FAILED, EXIT_WRONG_INPUT, new_file
 from megaspeed.cli.output import say, write_json
-from megaspeed.files.places import named_place
+from megaspeed.files.paths import path_argument
 
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
@@ -26,9 +26,12 @@ def add_to(commands: Any) -> None:
     parser = commands.add_parser("export-hf", help=text, description=text)
     parser.set_defaults(run=run)
     parser.add_argument(
-        "checkpoint", type=named_place, metavar="CHECKPOINT", help="a checkpoint, or a run's folder"
+        "checkpoint",
+        type=path_argument,
+        metavar="CHECKPOINT",
+        help="a checkpoint, or a run's folder",
     )
-    parser.add_argument("out", type=named_place, metavar="OUT", help="the folder to make")
+    parser.add_argument("out", type=path_argument, metavar="OUT", help="the folder to make")
     parser.add_argument(
         "--max-shard-size",
         type=byte_count,
@@ -44,7 +47,7 @@ def add_to(commands: Any) -> None:
     )
     parser.add_argument(
         "--tokenizer",
-        type=named_place,
+        type=path_argument,
         metavar="PATH",
         help="a tokenizer.json, or a folder with one (the checkpoint's own)",
     )

@@ -11,7 +11,7 @@ from megaspeed.config.errors import KeyPath, Problem
 from megaspeed.config.merging import merge, paths_in
 from megaspeed.config.overrides import ORIGIN, parse_override
 from megaspeed.config.strict_json import JsonSyntaxError, describe_value, read_json_object
-from megaspeed.files.places import path_problem
+from megaspeed.files.paths import path_problem
 from megaspeed.files.reading import file_problem
 
 _LONGEST_CHAIN = 32

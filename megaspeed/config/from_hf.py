@@ -15,7 +15,7 @@ from megaspeed.config.errors import ConfigError, KeyPath, Problem
 from megaspeed.config.hugging_face import model_section
 from megaspeed.config.model import DERIVED_FIELDS
 from megaspeed.config.strict_json import JsonSyntaxError, read_json_object
-from megaspeed.files.places import expand_home, path_problem
+from megaspeed.files.paths import expand_home, path_problem
 from megaspeed.files.reading import file_problem
 
 CONFIG_FILE = "config.json"

@@ -5,7 +5,7 @@ from typing import Any
 
 from megaspeed.config.errors import Problem
 from megaspeed.config.strict_json import JsonSyntaxError, parse_json
-from megaspeed.files.places import named_place
+from megaspeed.files.paths import path_argument
 
 ORIGIN = "--set"
 """The name of an override in an error message that states where a value came from."""
@@ -17,7 +17,7 @@ _SHOWN_CHARACTERS = 200
 
 def add_config_options(parser: ArgumentParser) -> None:
     """Add `--config` and `--set`, as `options.config` and `options.overrides`."""
-    parser.add_argument("--config", required=True, type=named_place, help="the run's JSON file")
+    parser.add_argument("--config", required=True, type=path_argument, help="the run's JSON file")
     parser.add_argument(
         "--set",
         dest="overrides",

@@ -27,7 +27,7 @@ from megaspeed.checkpoint.tokenizer_files import GENERATION, write_tokenizer_fil
 from megaspeed.checkpoint.whole_model import model_config
 from megaspeed.config.from_hf import CONFIG_FILE
 from megaspeed.config.hugging_face import hugging_face_config
-from megaspeed.files.new_folder import new_folder, refuse_existing
+from megaspeed.files.durable import new_folder, refuse_existing
 from megaspeed.hugging_face.errors import HuggingFaceError
 from megaspeed.hugging_face.free_space import check_disk
 from megaspeed.hugging_face.generation import json_file, read_generation, token_ids

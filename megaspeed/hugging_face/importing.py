@@ -28,7 +28,7 @@ from megaspeed.checkpoint.writing_alone import write_pieces_alone
 from megaspeed.config.families import FAMILIES
 from megaspeed.config.loading import parse_config
 from megaspeed.config.model import ModelConfig
-from megaspeed.files.new_folder import new_folder, refuse_existing
+from megaspeed.files.durable import new_folder, refuse_existing
 from megaspeed.files.reading import special_files
 from megaspeed.hugging_face.errors import HuggingFaceError
 from megaspeed.hugging_face.free_space import check_disk

@@ -20,7 +20,7 @@ from megaspeed.checkpoint.folders import is_leftover, locate
 from megaspeed.checkpoint.run_state import RunState
 from megaspeed.checkpoint.together import from_rank_0
 from megaspeed.config.resolve import Run
-from megaspeed.files.places import expand_home, named_place
+from megaspeed.files.paths import expand_home, path_argument
 from megaspeed.topology.context import ParallelContext
 from megaspeed.training.resumed_rate import rate_change
 from megaspeed.training.resumed_run import config_changes, mask_changes, training_changes
@@ -55,7 +55,7 @@ class ResumeOptions:
         parser.add_argument(
             "--resume",
             default=AUTO,
-            type=lambda text: str(named_place(text)),
+            type=lambda text: str(path_argument(text)),
             metavar="auto|never|DIR",
             help="auto: from the newest complete checkpoint in training.run_dir, if there is one; "
             "never: at step 0; DIR: from this checkpoint, or the newest complete one in DIR",

@@ -17,7 +17,7 @@ from megaspeed.checkpoint.run_state import DataIdentity, Progress, RunState
 from megaspeed.config.model import ModelConfig
 from megaspeed.config.resolve import Run
 from megaspeed.config.run import RunConfig
-from megaspeed.files.leaves import leaves
+from megaspeed.files.json_values import leaves
 
 _DATA_KEYS = {
     "corpus": "the training text (data.train)",

@@ -19,8 +19,8 @@ from pathlib import Path
 from megaspeed.checkpoint.folders import CHECKPOINTS, CheckpointFolder, step_named
 from megaspeed.config.errors import ConfigError
 from megaspeed.config.resolve import Run
-from megaspeed.files.durable import flush_folder, write_whole
-from megaspeed.files.places import folder_problem
+from megaspeed.files.durable import flush_folder, write_file
+from megaspeed.files.paths import folder_problem
 from megaspeed.training.metrics import records_up_to
 
 CONFIG, LOSS_CURVE = "config.json", "loss.png"
@@ -111,8 +111,8 @@ def _cut_records(file: Path, step: int, copy: Path) -> None:
     kept = records_up_to(step, lines)
     if kept != lines:
         copy.parent.mkdir(exist_ok=True)
-        write_whole(copy, lambda stream: stream.write(lines))
-        write_whole(file, lambda stream: stream.write(kept))
+        write_file(copy, lambda stream: stream.write(lines))
+        write_file(file, lambda stream: stream.write(kept))
 
 
 def _record_start(run: Run, step: int) -> None:
@@ -129,4 +129,4 @@ def _record_start(run: Run, step: int) -> None:
 
 def _write_config(run: Run) -> None:
     text = json.dumps(run.as_json(), indent=2, allow_nan=False) + "\n"
-    write_whole(run.run_dir / CONFIG, lambda stream: stream.write(text.encode()))
+    write_file(run.run_dir / CONFIG, lambda stream: stream.write(text.encode()))

@@ -15,7 +15,7 @@ from megaspeed.checkpoint.manifest import (
     size_problems,
     write_manifest,
 )
-from megaspeed.files.sealed_json import write_sealed
+from megaspeed.files.json_values import write_sealed
 
 CONTENT = bytes(range(256)) * 40_000  # more than two of the blocks that are read at once
 

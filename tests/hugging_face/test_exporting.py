@@ -198,9 +198,9 @@ def test_wrong_input_is_told_in_a_sentence(
 ) -> None:
     for command, told in (
         (["export-hf", str(tmp_path / "nowhere"), str(tmp_path / "out")], "does not exist"),
-        (["export-hf", str(checkpoint), str(tmp_path)], "is there already"),
+        (["export-hf", str(checkpoint), str(tmp_path)], "exists already"),
         (["import-hf", str(tmp_path), str(tmp_path / "out")], "there is no config.json"),
-        (["import-hf", str(checkpoint.parent / "hf"), str(tmp_path)], "is there already"),
+        (["import-hf", str(checkpoint.parent / "hf"), str(tmp_path)], "exists already"),
     ):
         assert main(command) == 2
         out, err = capsys.readouterr()

@@ -353,7 +353,7 @@ def test_a_tokenizer_larger_than_the_model(tmp_path: Path) -> None:
 
 
 def test_a_place_that_is_taken(folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(FileExistsError, match="is there already"):
+    with pytest.raises(FileExistsError, match="exists already"):
         import_model(folder, tmp_path)
     assert list(tmp_path.iterdir()) == []
 
