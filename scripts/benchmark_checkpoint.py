@@ -47,13 +47,13 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from megaspeed.checkpoint.finding import newest_whole
+from megaspeed.checkpoint.errors import broadcast
 from megaspeed.checkpoint.folders import CHECKPOINTS, CheckpointFolder
+from megaspeed.checkpoint.inspection import newest_complete
 from megaspeed.checkpoint.manifest import Checksum
 from megaspeed.checkpoint.run_state import Progress
-from megaspeed.checkpoint.saving import SaveReport
 from megaspeed.checkpoint.tensors import expected_shapes
-from megaspeed.checkpoint.together import from_rank_0
+from megaspeed.checkpoint.writing import SaveReport
 from megaspeed.config.loading import parse_config
 from megaspeed.config.resolve import Run, resolve_run
 from megaspeed.data.prepared import PreparedCorpus
@@ -171,7 +171,7 @@ def measure_stage(options: argparse.Namespace, zero_stage: int, folder: Path | N
     launch = read_launch_environment(os.environ)
     grid = Grid(pp=1, dp=launch.world_size, tp=1)
     with ParallelContext.create(grid, launch, timeout_seconds=600) as context:
-        shared = from_rank_0(context.checkpoint_group, lambda: folder)
+        shared = broadcast(context.checkpoint_group, lambda: folder)
         assert shared is not None
         rank = Rank(make_run(options, zero_stage, launch.world_size, shared), context)
         blocking_turn(rank, only_do)
@@ -309,7 +309,7 @@ def blocking_turn(rank: Rank, measure: Measure) -> None:
     with rank.comes_back():
         candidates = CheckpointFolder(ours).newest_first()
         group = context.checkpoint_group
-        measure(context, figures.checksums, lambda: newest_whole(candidates, group))
+        measure(context, figures.checksums, lambda: newest_complete(candidates, group))
         measure(context, figures.load, lambda: checkpointing.load(report.checkpoint))
     with rank.comes_back():
         load = functools.partial(engine.load_checkpoint, str(theirs), "saved")

@@ -82,7 +82,7 @@ def run(options: argparse.Namespace) -> int:
     """Exports; says what was written."""
     # Imported here: torch and transformers take seconds, which `check` need not wait for.
     from megaspeed.checkpoint.errors import CheckpointError
-    from megaspeed.checkpoint.whole_model import checkpoint_named
+    from megaspeed.checkpoint.inspection import checkpoint_named
     from megaspeed.hugging_face.errors import Disagreement, HuggingFaceError
     from megaspeed.hugging_face.exporting import export_model
 

@@ -24,7 +24,7 @@ from rich.progress import Progress as ProgressBar
 from rich.table import Table
 
 from megaspeed.checkpoint.run_state import Progress
-from megaspeed.checkpoint.saving import SaveReport
+from megaspeed.checkpoint.writing import SaveReport
 from megaspeed.config.resolve import Run
 from megaspeed.training.console_lines import (
     SLOW,

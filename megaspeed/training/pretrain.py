@@ -42,9 +42,8 @@ from megaspeed.training.job import EXPECTED, STOPPED, Job
 from megaspeed.training.launch_warnings import launch_warnings
 from megaspeed.training.predictions import Predictions
 from megaspeed.training.reporting import check_packages
-from megaspeed.training.restarts import Restarts, restart_number
-from megaspeed.training.resume import ResumeOptions, check_resume
-from megaspeed.training.resumed_split import keep_split
+from megaspeed.training.restarts import Restarts
+from megaspeed.training.resume import ResumeOptions, check_resume, keep_split, restart_number
 from megaspeed.training.run_folder import check_run_folder
 from megaspeed.training.trainer import TrainingSummary
 

@@ -1,7 +1,7 @@
 """One rank's part of the model, on the meta device, and the initial values of its parameters.
 
-    GPT(layers of this pipeline stage) --parallelize--> RankModel --zero.build_engine--> ZeroEngine
-    GPT(all layers) -----------------------------------------------> the baselines of `compare`
+GPT(layers of this pipeline stage) --parallelize--> RankModel --zero.build_engine--> ZeroEngine
+GPT(all layers) -----------------------------------------------> the baselines of `compare`
 """
 
 from dataclasses import dataclass

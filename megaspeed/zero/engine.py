@@ -27,8 +27,8 @@ from megaspeed.topology.context import ParallelContext
 from megaspeed.zero.fragments import GradientFragment, gradient_fragments
 from megaspeed.zero.global_norm import exchange, first_non_finite, owned_squares
 from megaspeed.zero.layer_gathers import LayerGathers
-from megaspeed.zero.loss_scale import Counters, read_loss_scale, take_loss_scale
-from megaspeed.zero.optimizer_state import StateFragment, state_fragments, take_state
+from megaspeed.zero.loss_scale import Counters, load_loss_scale, read_loss_scale
+from megaspeed.zero.optimizer_state import StateFragment, load_state, state_fragments
 from megaspeed.zero.reductions import add_gradients_of_other_end, average_over_replicas
 from megaspeed.zero.workarounds.module_hooks import remove_module_hooks
 from megaspeed.zero.workarounds.own_norm import stay_at_the_smallest_scale, use_norm
@@ -236,9 +236,9 @@ class ZeroEngine:
         """This rank's master weights and moments, to be read or written between two steps."""
         return state_fragments(self._optimizer)
 
-    def take_state(self, steps_taken: int) -> None:
+    def load_state(self, steps_taken: int) -> None:
         """Goes on from state fragments that were written to; a collective over the data axis."""
-        take_state(self._optimizer, steps_taken)
+        load_state(self._optimizer, steps_taken)
         if self._gathers is not None:
             self._gathers.weights_changed()
 
@@ -246,9 +246,9 @@ class ZeroEngine:
         """fp16's dynamic loss scale; None where there is none."""
         return read_loss_scale(self._optimizer.loss_scaler)
 
-    def take_loss_scale(self, saved: Counters) -> None:
+    def load_loss_scale(self, saved: Counters) -> None:
         """Goes on with a saved loss scale; nothing happens where this run has none."""
-        take_loss_scale(self._optimizer.loss_scaler, saved)
+        load_loss_scale(self._optimizer.loss_scaler, saved)
 
     def owned_elements(self, parameter: nn.Parameter) -> int:
         """How many leading elements of its local tensor this rank counts, copies left out."""

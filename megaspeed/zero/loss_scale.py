@@ -18,7 +18,7 @@ def read_loss_scale(scaler: Any) -> Counters | None:
     }
 
 
-def take_loss_scale(scaler: Any, saved: Counters) -> None:
+def load_loss_scale(scaler: Any, saved: Counters) -> None:
     """Lets a dynamic scaler go on from a saved state; a constant one stays as it is."""
     if not scaler.dynamic:
         return

@@ -42,7 +42,7 @@ def state_fragments(optimizer: Any) -> Iterator[StateFragment]:
         yield StateFragment(held.parameter, held.start, *views)
 
 
-def take_state(optimizer: Any, steps_taken: int) -> None:
+def load_state(optimizer: Any, steps_taken: int) -> None:
     """Lets the optimizer go on from fragments that were written to.
 
     The parameters that the model computes with are made from the master weights, on all ranks of
@@ -77,4 +77,3 @@ def _moments(adamw: torch.optim.Optimizer, master: Tensor) -> dict[str, Tensor]:
         state["exp_avg"] = torch.zeros_like(master.data)
         state["exp_avg_sq"] = torch.zeros_like(master.data)
     return state
-

@@ -1,23 +1,28 @@
-"""One process writes the files that torch.distributed.checkpoint would, piece by piece."""
+"""One process writes the files that torch.distributed.checkpoint would write, piece by piece."""
 
 import errno
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
 from torch.distributed import checkpoint as dcp
 
-from megaspeed.checkpoint.manifest import FileSeal
+from megaspeed.checkpoint import writing
+from megaspeed.checkpoint.errors import CheckpointError
+from megaspeed.checkpoint.manifest import FileSeal, file_problems, read_manifest, write_files
 from megaspeed.checkpoint.pieces import Piece
+from megaspeed.checkpoint.reading import read_tokenizer_files
 from megaspeed.checkpoint.run_state import RunState
-from megaspeed.checkpoint.tokenizer_files import read_tokenizer_files, write_tokenizer_files
-from megaspeed.checkpoint.writing_alone import write_pieces_alone
+from megaspeed.checkpoint.writing import write_pieces
 from tests.checkpoint.written import run_state
 
 TENSORS = {"a": torch.arange(60.0).view(10, 6), "b": torch.arange(7.0)}
+SHAPES = {name: tuple(tensor.shape) for name, tensor in TENSORS.items()}
+IMPORTED = run_state(1, data=None, layout=None, training_seed=None, imported_from="/models/gpt2")
 
 
 def by_rows(rows: int) -> Iterator[Piece]:
@@ -40,29 +45,48 @@ def read_by_torch(folder: Path) -> dict[str, Tensor]:
     return found
 
 
+def write_alone(folder: Path, pieces: Iterable[Piece]) -> None:
+    """A checkpoint of these pieces and no model."""
+    with mock.patch.object(writing, "expected_tensors", lambda *_: SHAPES):
+        writing.write_checkpoint(folder, pieces, IMPORTED, {})
+
+
 @pytest.mark.parametrize(("rows", "file_bytes", "files"), [(20, 1 << 20, 1), (3, 1, 7)])
 def test_torch_reads_every_piece_from_every_file(
-    tmp_path: Path, rows: int, file_bytes: int, files: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows: int, file_bytes: int, files: int
 ) -> None:
-    seals = write_pieces_alone(tmp_path, by_rows(rows), file_bytes=file_bytes)
-    assert set(seals) == {".metadata", *(f"__0_{number}.distcp" for number in range(files))}
-    assert all(FileSeal.of_file(tmp_path / name) == seal for name, seal in seals.items())
+    monkeypatch.setattr(writing, "FILE_BYTES", file_bytes)
+    write_alone(tmp_path, by_rows(rows))
+    seals = read_manifest(tmp_path)
+    tensors = {f"__0_{number}.distcp" for number in range(files)}
+    assert set(seals) == {".metadata", "run_state.json", *tensors}
+    assert file_problems(tmp_path, seals) == {}
     found = read_by_torch(tmp_path)
     assert all(torch.equal(found[name], TENSORS[name]) for name in TENSORS)
+
+
+def test_pieces_that_are_not_every_element_once_are_refused(tmp_path: Path) -> None:
+    pieces = list(by_rows(20))
+    with pytest.raises(CheckpointError, match=r"b \(7\) is missing in the checkpoint"):
+        write_alone(tmp_path, pieces[:1])
+    doubled = Piece("b", (7,), (3,), torch.zeros(4))
+    with pytest.raises(CheckpointError, match="both hold some of its elements"):
+        write_alone(tmp_path, [*pieces, doubled])
+    assert not (tmp_path / "manifest.json").exists()
 
 
 def test_a_part_of_a_larger_tensor_is_written_without_the_rest(tmp_path: Path) -> None:
     large = torch.zeros(100_000, 6)
     large[:10] = TENSORS["a"]
-    write_pieces_alone(tmp_path, [Piece("a", (10, 6), (0, 0), large[:10])])
+    write_pieces(tmp_path, [Piece("a", (10, 6), (0, 0), large[:10])])
     assert (tmp_path / "__0_0.distcp").stat().st_size < 4_000
 
 
-def test_what_the_disk_refuses_is_told_in_its_words(tmp_path: Path) -> None:
+def test_a_full_disk_is_reported_with_the_error_of_the_system(tmp_path: Path) -> None:
     """/dev/full refuses every byte, as a full disk does."""
     (tmp_path / "__0_0.distcp").symlink_to("/dev/full")
     with pytest.raises(OSError) as caught:
-        write_pieces_alone(tmp_path, by_rows(3))
+        write_pieces(tmp_path, by_rows(3))
     assert caught.value.errno == errno.ENOSPC
 
 
@@ -73,7 +97,7 @@ def test_the_tokenizers_files_are_those_that_a_folder_has(tmp_path: Path) -> Non
     files = read_tokenizer_files(tmp_path)
     assert files == {"tokenizer.json": b"{}"}
     (tmp_path / "copy").mkdir()
-    seals = write_tokenizer_files(tmp_path / "copy", files)
+    seals = write_files(tmp_path / "copy", files)
     assert seals == {"tokenizer.json": FileSeal.of_file(tmp_path / "copy" / "tokenizer.json")}
 
 

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megaspeed.checkpoint.folders import CheckpointFolder
 from megaspeed.checkpoint.pieces import LARGEST_PIECE_BYTES
-from megaspeed.checkpoint.whole_model import model_config
+from megaspeed.checkpoint.reading import model_config
 from megaspeed.cli import main
 from megaspeed.cli.export_hf import byte_count
 from megaspeed.config.model import ModelConfig

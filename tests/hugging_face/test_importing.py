@@ -13,11 +13,11 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from megaspeed.checkpoint.inspection import inspect
+from megaspeed.checkpoint.reading import load_model, saved_tokenizer
 from megaspeed.checkpoint.run_state import RunState
-from megaspeed.checkpoint.soundness import inspect
 from megaspeed.checkpoint.tensors import expected_shapes
-from megaspeed.checkpoint.whole_model import load_whole_model, saved_tokenizer
-from megaspeed.checkpoint.writing_alone import write_pieces_alone
+from megaspeed.checkpoint.writing import write_pieces_alone
 from megaspeed.cli import main
 from megaspeed.config.errors import ConfigError
 from megaspeed.data.errors import DataError
@@ -49,7 +49,7 @@ def right(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Weights:
     """Its weights under our names."""
     checkpoint = tmp_path_factory.mktemp("right") / "checkpoint"
     import_model(folder, checkpoint)
-    return load_whole_model(checkpoint).state_dict()
+    return load_model(checkpoint).state_dict()
 
 
 @pytest.fixture
@@ -71,7 +71,7 @@ def imported(folder: Path, **options: Any) -> Weights:
     """The weights that a folder's model has as ours."""
     out = folder.parent / "out"
     import_model(folder, out, **options)
-    return load_whole_model(out).state_dict()
+    return load_model(out).state_dict()
 
 
 # --- kinds of files -------------------------------------------------------------------------------
@@ -159,7 +159,7 @@ def test_large_tensors_are_written_in_many_pieces_and_files(
     import_model(folder, tmp_path / "out")
     assert len(list((tmp_path / "out").glob("*.distcp"))) > 10
     assert inspect(tmp_path / "out").problems == ()
-    assert same(load_whole_model(tmp_path / "out").state_dict(), right)
+    assert same(load_model(tmp_path / "out").state_dict(), right)
 
 
 def test_float64_is_rounded_and_told(copy: Path, folder: Path, right: Weights) -> None:

@@ -11,7 +11,7 @@ from megaspeed.checkpoint.run_state import RunState
 from megaspeed.config.loading import load_run
 from megaspeed.config.resolve import Run
 from megaspeed.training.learning_rate import learning_rate
-from megaspeed.training.resumed_rate import rate_change
+from megaspeed.training.resumed_run import rate_change
 from tests.checkpoint.written import run_state
 from tests.parallel.tiny import tiny_run
 

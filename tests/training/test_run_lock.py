@@ -12,7 +12,7 @@ from megaspeed.checkpoint.errors import CheckpointError
 from megaspeed.topology.context import ParallelContext
 from megaspeed.topology.grid import Grid
 from megaspeed.topology.launch import LaunchEnvironment
-from megaspeed.training.run_lock import LOCK, sole_use
+from megaspeed.training.run_folder import LOCK, run_lock
 from tests.rank_pool import RankFailure, RankPool
 
 
@@ -20,7 +20,7 @@ def use(launch: LaunchEnvironment, run_dir: Path, wait_seconds: float = 0.0) -> 
     """What this rank of two is told."""
     with ParallelContext.create(Grid(pp=1, dp=2, tp=1), launch, timeout_seconds=30) as context:
         try:
-            with sole_use(run_dir, context, wait_seconds=wait_seconds):
+            with run_lock(run_dir, context, wait_seconds=wait_seconds):
                 return None
         except CheckpointError as error:
             return str(error)
@@ -30,11 +30,11 @@ def use_beside_itself(launch: LaunchEnvironment, run_dir: Path) -> tuple[str, st
     """What the file says in the meantime, what it should, and what a second run is told."""
     with (
         ParallelContext.create(Grid(pp=1, dp=1, tp=1), launch, timeout_seconds=30) as context,
-        sole_use(run_dir, context),
+        run_lock(run_dir, context),
     ):
         written = (run_dir / LOCK).read_text()
         try:
-            with sole_use(run_dir, context):
+            with run_lock(run_dir, context):
                 told = None
         except CheckpointError as error:
             told = str(error)
@@ -47,7 +47,7 @@ def test_the_lock_names_the_process_to_signal(pool: RankPool, tmp_path: Path) ->
     host, process = expected.split()
     assert written == expected
     assert told is not None
-    assert told.startswith(f"another run (process {process} of rank 0 on {host}) is writing to")
+    assert told.startswith(f"another run (its rank 0 is process {process} on {host}) is writing to")
 
 
 def test_one_run_at_a_time(pool: RankPool, tmp_path: Path) -> None:
@@ -78,7 +78,7 @@ def test_a_restart_waits_for_the_lock_of_a_dead_host(pool: RankPool, tmp_path: P
 def die_with_it(launch: LaunchEnvironment, run_dir: Path) -> None:
     grid = Grid(pp=1, dp=1, tp=1)
     context = ParallelContext.create(grid, launch, timeout_seconds=30)
-    with sole_use(run_dir, context):
+    with run_lock(run_dir, context):
         os._exit(9)
 
 

@@ -7,8 +7,8 @@ from megaspeed.topology.context import ParallelContext
 from megaspeed.topology.grid import Grid
 from megaspeed.topology.launch import LaunchEnvironment
 from megaspeed.topology.meeting import RanksDisagree
-from megaspeed.training import shared_folder
-from megaspeed.training.shared_folder import check_shared_folder
+from megaspeed.training import run_folder
+from megaspeed.training.run_folder import check_shared_folder
 from tests.rank_pool import RankPool
 
 RANKS = 4
@@ -18,7 +18,7 @@ RUN_DIR = Path("runs/tiny")
 def complaint(launch: LaunchEnvironment, disks: list[Path]) -> str | None:
     """What this rank says, which has a disk of its own or shares one."""
     os.chdir(disks[launch.rank])
-    shared_folder._SECONDS_TO_BE_SEEN = 0.3
+    run_folder._SECONDS_TO_BE_SEEN = 0.3
     grid = Grid(pp=1, dp=RANKS, tp=1)
     with ParallelContext.create(grid, launch, timeout_seconds=30) as context:
         try:
