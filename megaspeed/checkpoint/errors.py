@@ -41,6 +41,7 @@ def broadcast(group: dist.ProcessGroup, make: Callable[[], Result]) -> Result:
         StorageFailed: on every rank, if the disk or the network of rank 0 failed.
         CheckpointError: on every rank, if ``make`` raised another error.
     """
+    _check_groups()
     answer, failure = _call(make) if group.rank() == 0 else (_Answer[Result](), None)
     answers = [answer]
     dist.broadcast_object_list(answers, group_src=0, group=group)
@@ -54,8 +55,7 @@ def gather(group: dist.ProcessGroup, make: Callable[[], Result]) -> list[Result]
         StorageFailed, CheckpointError: on every rank, if ``make`` raised on some ranks. The error
             is that of the lowest such rank.
     """
-    if not dist.is_initialized():
-        raise CheckpointError("the process groups have ended")
+    _check_groups()
     own, failure = _call(make)
     answers = [own] * group.size() if group.rank() == 0 else None
     dist.gather_object(own, answers, group_dst=0, group=group)
@@ -74,6 +74,12 @@ def describe(error: BaseException) -> str:
     if isinstance(error, OSError) and error.strerror:
         return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
     return str(error) or type(error).__name__
+
+
+def _check_groups() -> None:
+    """Raises CheckpointError if an exception has closed the process groups during a save."""
+    if not dist.is_initialized():
+        raise CheckpointError("the process groups have ended")
 
 
 def _call(make: Callable[[], Result]) -> tuple[_Answer[Result], BaseException | None]:

@@ -141,6 +141,36 @@ def glance(checkpoint: Path) -> Inspection:
     return _inspect(checkpoint, slice(0))
 
 
+def index_problems(
+    index: Metadata, expected: Mapping[str, Shape] | None, files: Mapping[str, FileSeal]
+) -> list[str]:
+    """The problems of an index, a sentence for each.
+
+    Args:
+        index: the index of a checkpoint.
+        expected: name -> shape of every tensor that it must have; None if that is not known.
+        files: name -> seal of the files of the checkpoint; only their sizes are used.
+
+    Raises:
+        CheckpointError: it is not an index of tensors.
+    """
+    try:
+        tensors = tensors_of(index)
+        problems = []
+        if expected is not None:
+            shapes = {name: tuple(tensor.size) for name, tensor in tensors.items()}
+            problems = mismatches(expected, shapes)
+        places = index.storage_data if isinstance(index.storage_data, dict) else {}
+        wrong = [
+            f"{name}: {problem}"
+            for name, tensor in tensors.items()
+            for problem in _tensor_problems(name, tensor, places, files)
+        ]
+        return problems + shortened(wrong or _shared_bytes(index), MOST_LISTED)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{INDEX} is not an index of tensors ({error})") from error
+
+
 def _problems_on_all_ranks(checkpoint: Path, share: slice, group: dist.ProcessGroup) -> str | None:
     """The problems that the lowest rank with problems has found; None if no rank has found any."""
     found = gather(group, lambda: "; ".join(_inspect(checkpoint, share).problems))
@@ -171,7 +201,7 @@ def _inspect(checkpoint: Path, share: slice) -> Inspection:
             expected = expected_tensors(model, state.kinds)
         if INDEX not in damaged:
             index = read_index(checkpoint)
-            wrong = _index_problems(index, expected, files)
+            wrong = index_problems(index, expected, files)
             if not wrong:
                 readable = names - damaged.keys()
                 wrong = shortened(_archive_problems(checkpoint, index, readable), MOST_LISTED)
@@ -203,27 +233,6 @@ def _name_problems(checkpoint: Path, state: RunState) -> Iterator[str]:
             f"its name has step {step} and its {RUN_STATE} has step {state.progress.step}; "
             "rename it back"
         )
-
-
-def _index_problems(
-    index: Metadata, expected: Mapping[str, Shape] | None, files: Mapping[str, FileSeal]
-) -> list[str]:
-    """Checks the index against the model and against the sizes of the files."""
-    try:
-        tensors = tensors_of(index)
-        problems = []
-        if expected is not None:
-            shapes = {name: tuple(tensor.size) for name, tensor in tensors.items()}
-            problems = mismatches(expected, shapes)
-        places = index.storage_data if isinstance(index.storage_data, dict) else {}
-        wrong = [
-            f"{name}: {problem}"
-            for name, tensor in tensors.items()
-            for problem in _tensor_problems(name, tensor, places, files)
-        ]
-        return problems + shortened(wrong or _shared_bytes(index), MOST_LISTED)
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{INDEX} is not an index of tensors ({error})") from error
 
 
 def _tensor_problems(

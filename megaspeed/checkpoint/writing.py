@@ -16,7 +16,6 @@ the training's GPU stream.
 import os
 import pickle
 import time
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -38,9 +37,10 @@ from torch.distributed.checkpoint.metadata import (
 from torch.serialization import get_crc32_options, set_crc32_options
 from typing_extensions import Buffer  # collections.abc has it from Python 3.12
 
-from megaspeed.checkpoint.boxes import Box, tiling_problem
+from megaspeed.checkpoint.boxes import Box
 from megaspeed.checkpoint.errors import CheckpointError, broadcast, gather
 from megaspeed.checkpoint.folders import CheckpointFolder
+from megaspeed.checkpoint.inspection import index_problems
 from megaspeed.checkpoint.manifest import (
     Checksum,
     FileSeal,
@@ -51,7 +51,7 @@ from megaspeed.checkpoint.manifest import (
 from megaspeed.checkpoint.pieces import Piece
 from megaspeed.checkpoint.reading import INDEX
 from megaspeed.checkpoint.run_state import RUN_STATE, RunState
-from megaspeed.checkpoint.tensors import BYTES_PER_ELEMENT, expected_tensors, mismatches
+from megaspeed.checkpoint.tensors import BYTES_PER_ELEMENT, expected_tensors
 
 FILE_BYTES = 1 << 30
 """A process that writes a model alone begins a new file after so many bytes. Ranks that check the
@@ -228,7 +228,6 @@ def _complete(
     files = {name: seal for each in written for name, seal in each.files.items()}
     tensors: dict[str, TensorStorageMetadata] = {}
     places: dict[MetadataIndex, _StorageInfo] = {}
-    boxes: dict[str, list[Box]] = defaultdict(list)
     for name, shape, box, place in chain.from_iterable(each.places for each in written):
         if name not in tensors:
             properties = TensorProperties(dtype=torch.float32)
@@ -236,17 +235,12 @@ def _complete(
         sizes = torch.Size(box.sizes)
         tensors[name].chunks.append(ChunkStorageMetadata(torch.Size(box.offsets), sizes))
         places[MetadataIndex(name, box.offsets)] = place
-        boxes[name].append(box)
-    tilings = {name: tiling_problem(tuple(tensors[name].size), boxes[name]) for name in tensors}
-    problems = [
-        *size_problems(folder, files).values(),
-        *mismatches(expected, {name: tuple(tensor.size) for name, tensor in tensors.items()}),
-        *(f"{name}: {problem}" for name, problem in tilings.items() if problem is not None),
-    ]
+    index = Metadata(state_dict_metadata=dict(tensors), storage_data=places)
+    problems = [*size_problems(folder, files).values(), *index_problems(index, expected, files)]
     if problems:
         raise CheckpointError("; ".join(problems))
     with _hashed_file(folder / INDEX, files) as stream:
-        pickle.dump(Metadata(state_dict_metadata=dict(tensors), storage_data=places), stream)
+        pickle.dump(index, stream)
     files |= write_files(folder, {RUN_STATE: state.to_bytes(), **beside})
     write_manifest(folder, files)
     return sum(seal.size_bytes for seal in files.values())

@@ -105,9 +105,7 @@ def _verify(options: argparse.Namespace) -> int:
         for stray in inspection.strays:
             say(f"  note: {stray} does not belong to it; it does no harm")
     for leftover in leftovers:
-        say(
-            f"{leftover.name}  not a checkpoint: a save or a removal that was killed, or is in progress"
-        )
+        say(f"{leftover.name}  not a checkpoint: its save or removal was killed, or is in progress")
     complete = bool(found) and not any(inspection.problems for inspection in found)
     if not found:
         say(f"{options.path} has no checkpoint", error=True)

@@ -3,6 +3,7 @@
 import errno
 import warnings
 from collections.abc import Iterable, Iterator
+from operator import itemgetter
 from pathlib import Path
 from unittest import mock
 
@@ -15,12 +16,20 @@ from megaspeed.checkpoint import writing
 from megaspeed.checkpoint.errors import CheckpointError
 from megaspeed.checkpoint.manifest import FileSeal, file_problems, read_manifest, write_files
 from megaspeed.checkpoint.pieces import Piece
-from megaspeed.checkpoint.reading import read_tokenizer_files
+from megaspeed.checkpoint.reading import (
+    read_index,
+    read_pieces,
+    read_tokenizer_files,
+    tensors_of,
+)
 from megaspeed.checkpoint.run_state import RunState
 from megaspeed.checkpoint.writing import write_pieces
+from tests.checkpoint.saved_runs import only_checkpoint
 from tests.checkpoint.written import run_state
 
 TENSORS = {"a": torch.arange(60.0).view(10, 6), "b": torch.arange(7.0)}
+VERSION_0_1 = Path(__file__).with_name("version_0_1")
+RUNS_OF_VERSION_0_1 = sorted(path.parent.name for path in VERSION_0_1.glob("*/config.json"))
 SHAPES = {name: tuple(tensor.shape) for name, tensor in TENSORS.items()}
 IMPORTED = run_state(1, data=None, layout=None, training_seed=None, imported_from="/models/gpt2")
 
@@ -63,6 +72,24 @@ def test_torch_reads_every_piece_from_every_file(
     assert file_problems(tmp_path, seals) == {}
     found = read_by_torch(tmp_path)
     assert all(torch.equal(found[name], TENSORS[name]) for name in TENSORS)
+
+
+@pytest.mark.parametrize("name", RUNS_OF_VERSION_0_1)
+def test_files_are_those_of_torchs_own_writer(tmp_path: Path, name: str) -> None:
+    """Version 0.1 wrote them with torch.distributed.checkpoint. Byte for byte they are the same."""
+    checkpoint = only_checkpoint(VERSION_0_1 / name)
+    index = read_index(checkpoint)
+    pieces: dict[str, list[tuple[int, Piece]]] = {}
+    for place, stored in index.storage_data.items():
+        tensor = tensors_of(index)[place.fqn]
+        (sizes,) = (chunk.sizes for chunk in tensor.chunks if chunk.offsets == place.offset)
+        piece = Piece(place.fqn, tuple(tensor.size), tuple(place.offset or ()), torch.empty(sizes))
+        pieces.setdefault(stored.relative_path, []).append((stored.offset, piece))
+    for rank, file in enumerate(sorted(pieces)):
+        in_order = [piece for _, piece in sorted(pieces[file], key=itemgetter(0))]
+        read_pieces(checkpoint, in_order)
+        write_pieces(tmp_path, in_order, rank=rank)
+        assert (tmp_path / file).read_bytes() == (checkpoint / file).read_bytes()
 
 
 def test_pieces_that_are_not_every_element_once_are_refused(tmp_path: Path) -> None:
