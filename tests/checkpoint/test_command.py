@@ -136,10 +136,10 @@ def test_a_run_that_has_saved_nothing_yet_has_failed_to(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "run" / "checkpoints").mkdir(parents=True)
-    for action in ("show", "verify"):
+    for action, what in (("show", "complete checkpoint"), ("verify", "checkpoint")):
         told = Told(capsys, tmp_path, action, tmp_path / "run")
         assert (told.code, told.out) == (1, "")
-        assert told.err.startswith(f"{tmp_path / 'run'} has no checkpoint")
+        assert told.err.startswith(f"{tmp_path / 'run'} has no {what}")
 
 
 @pytest.mark.parametrize("action", ["show", "verify"])

@@ -17,7 +17,6 @@ from megaspeed.checkpoint.inspection import inspect
 from megaspeed.checkpoint.reading import load_model, saved_tokenizer
 from megaspeed.checkpoint.run_state import RunState
 from megaspeed.checkpoint.tensors import expected_shapes
-from megaspeed.checkpoint.writing import write_pieces_alone
 from megaspeed.cli import main
 from megaspeed.config.errors import ConfigError
 from megaspeed.data.errors import DataError
@@ -152,10 +151,7 @@ def test_large_tensors_are_written_in_many_pieces_and_files(
     folder: Path, right: Weights, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("megaspeed.hugging_face.importing.LARGEST_PIECE_BYTES", 1000)
-    monkeypatch.setattr(
-        "megaspeed.hugging_face.importing.write_pieces_alone",
-        lambda folder, pieces: write_pieces_alone(folder, pieces, file_bytes=20_000),
-    )
+    monkeypatch.setattr("megaspeed.checkpoint.writing.FILE_BYTES", 20_000)
     import_model(folder, tmp_path / "out")
     assert len(list((tmp_path / "out").glob("*.distcp"))) > 10
     assert inspect(tmp_path / "out").problems == ()

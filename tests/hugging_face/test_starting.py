@@ -140,5 +140,5 @@ def test_another_model_is_refused_by_name(pool: RankPool, config: Path, imported
     command = ["--config", str(config), "--resume", str(imported), *change]
     (((code, _, err),),) = pool.run(1, job, config.with_name("cache"), [command])
     assert code != 0
-    assert f"(imported from {imported.parent / 'hf'}) is not of this run" in err
+    assert f"(imported from {imported.parent / 'hf'}) does not match this run" in err
     assert "model.rope_theta was 10000.0 and is 500.0; set it back, or start a new run" in err

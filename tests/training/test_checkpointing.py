@@ -59,7 +59,7 @@ REFUSED = {
         {"model": {"intermediate_size": 64}},
         [
             "blocks.0.mlp.up.weight is 128 x 32 in the checkpoint and 64 x 32 in the model",
-            "(saved at pp 1 x dp 2 x tp 1, ZeRO-0, fp32) is not of this run (at pp 1 x dp 1 x tp 2",
+            "(saved at pp 1 x dp 2 x tp 1, ZeRO-0, fp32) does not match this run (at pp 1 x dp",
         ],
     ),
     "depth": (
