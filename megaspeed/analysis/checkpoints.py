@@ -61,7 +61,7 @@ def _state_lines(state: RunState) -> Iterator[str]:
     software = "software: " + ", ".join(f"{name} {of}" for name, of in state.software.items())
     progress, layout, data = state.progress, state.layout, state.data
     if layout is None or data is None:
-        yield f"{state.origin}, not trained since; can start a run at any layout"
+        yield f"{state.origin}, not trained since; starts a run at any layout"
         yield software
         return
     loss = "not finite" if progress.loss is None else f"{progress.loss:.4f}"

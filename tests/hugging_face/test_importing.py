@@ -95,7 +95,7 @@ def test_a_checkpoint_of_an_import_is_shown_and_verified(
 ) -> None:
     import_model(folder, tmp_path / "out")
     assert main(["checkpoint", "verify", str(tmp_path / "out")]) == 0
-    assert capsys.readouterr().out.startswith("out  whole (")
+    assert capsys.readouterr().out.startswith("out  complete (")
     figures = tmp_path / "figures.json"
     assert main(["checkpoint", "show", str(tmp_path / "out"), "--json", str(figures)]) == 0
     told = capsys.readouterr().out
