@@ -1,24 +1,25 @@
-"""Saving and loading beside DeepSpeed's own save_checkpoint and load_checkpoint of the same engine.
+"""Compares saving and loading with DeepSpeed's save_checkpoint and load_checkpoint.
 
     deepspeed --num_accelerators 2 scripts/benchmark_checkpoint.py
 
-One engine, trained for two steps, in the same processes. The two savers take turns:
+Both save the same engine in the same processes, after two training steps. They take turns:
 
     save, megaspeed   files hashed and flushed to the disk, a manifest, a rename
-    save, DeepSpeed   as it is: the bytes are left in the page cache
-    flush             fsync of DeepSpeed's files, which are then as safe as the others
+    save, DeepSpeed   unchanged: the bytes stay in the page cache
+    flush             fsync of DeepSpeed's files, so that they are as safe as ours
     load, megaspeed   the checksum of every file, then the state
-    load, DeepSpeed   as it is
+    load, DeepSpeed   unchanged
 
-All ranks start together and the slowest one's time counts; medians over the turns are printed. A
-turn that is not counted warms both up. Both read what they have just written, so from the page
-cache. The state is zeroed before each load, and its checksum after it must be that of before.
+All ranks start together, and the time of the slowest rank is measured. The tables show medians over
+the turns. The first turn is a warm-up and is not measured. Both load the files that they have just
+written, so from the page cache. The state is set to zero before each load, and must have the same
+checksum afterwards.
 
-Then asynchronous saves: how long each holds up the training, and the steps while one is under way
-beside those without. Last, a turn in which host memory is watched instead of the clock: how far a
-rank's resident set rises above what it was, the most of all ranks.
+Then asynchronous saves are measured: how long each blocks the training, and the time of a step
+with and without a save in progress. In a last turn, host memory is measured: the largest increase
+of a rank's resident set.
 
-Each ZeRO stage has processes of its own, because DeepSpeed keeps an engine's tensors alive.
+Each ZeRO stage runs in separate processes, because DeepSpeed keeps an engine's tensors alive.
 """
 
 import argparse
@@ -47,13 +48,13 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from megaspeed.checkpoint.finding import newest_whole
+from megaspeed.checkpoint.errors import broadcast
 from megaspeed.checkpoint.folders import CHECKPOINTS, CheckpointFolder
+from megaspeed.checkpoint.inspection import newest_complete
 from megaspeed.checkpoint.manifest import Checksum
 from megaspeed.checkpoint.run_state import Progress
-from megaspeed.checkpoint.saving import SaveReport
 from megaspeed.checkpoint.tensors import expected_shapes
-from megaspeed.checkpoint.together import from_rank_0
+from megaspeed.checkpoint.writing import SaveReport
 from megaspeed.config.loading import parse_config
 from megaspeed.config.resolve import Run, resolve_run
 from megaspeed.data.prepared import PreparedCorpus
@@ -78,11 +79,11 @@ Work = Callable[[], object]
 
 @dataclass
 class Cost:
-    """What one kind of work costs the rank that it costs the most.
+    """The cost of one kind of work on the rank where it is highest.
 
     Attributes:
-        seconds: of each turn.
-        added_bytes: host memory at its peak above that before; None where the system does not tell.
+        seconds: the time of each turn.
+        added_bytes: the peak of host memory minus the memory before; None if it is not known.
     """
 
     seconds: list[float] = field(default_factory=list)
@@ -94,14 +95,14 @@ Measure = Callable[[ParallelContext, Cost, Work], None]
 
 @dataclass
 class Figures:
-    """What was measured at one ZeRO stage.
+    """The measurements at one ZeRO stage.
 
     Attributes:
         zero_stage: 1, 2 or 3.
-        elements: of all parameters together.
-        size_bytes, deepspeed_size_bytes: of the files of one checkpoint.
-        stalls, background_saves: seconds of each asynchronous save, the first one included.
-        steps, steps_during_save: seconds of each step, without a save and with one under way.
+        elements: the number of parameters.
+        size_bytes, deepspeed_size_bytes: the size of one checkpoint.
+        stalls, background_saves: seconds of each asynchronous save.
+        steps, steps_during_save: seconds of each step, without and with a save in progress.
     """
 
     zero_stage: int
@@ -121,7 +122,7 @@ class Figures:
 
 
 def main() -> int:
-    """Measures each ZeRO stage asked for and prints Markdown tables."""
+    """Measures each requested ZeRO stage and prints Markdown tables."""
     options = parse_arguments()
     launch = read_launch_environment(os.environ)
     # A launcher ends the other ranks so when one fails; left by an exception, the files go too.
@@ -166,19 +167,19 @@ def in_a_new_process(options: argparse.Namespace, zero_stage: int, folder: Path 
 
 
 def measure_stage(options: argparse.Namespace, zero_stage: int, folder: Path | None) -> Figures:
-    """Everything at one ZeRO stage, on one rank; rank 0 says in which folder."""
+    """Measures one ZeRO stage on one rank. All ranks use the folder of rank 0."""
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     launch = read_launch_environment(os.environ)
     grid = Grid(pp=1, dp=launch.world_size, tp=1)
     with ParallelContext.create(grid, launch, timeout_seconds=600) as context:
-        shared = from_rank_0(context.checkpoint_group, lambda: folder)
+        shared = broadcast(context.checkpoint_group, lambda: folder)
         assert shared is not None
         rank = Rank(make_run(options, zero_stage, launch.world_size, shared), context)
         blocking_turn(rank, only_do)
         for _ in range(options.turns):
             blocking_turn(rank, time_it)
         asynchronous_turns(rank, options)
-        blocking_turn(rank, weigh_it)
+        blocking_turn(rank, measure_memory)
         return rank.figures
 
 
@@ -207,7 +208,7 @@ def make_run(options: argparse.Namespace, zero_stage: int, world_size: int, fold
 
 
 class Rank:
-    """One rank's engine after its first steps: what both savers save."""
+    """The engine of one rank after its first steps, which both save."""
 
     def __init__(self, run: Run, context: ParallelContext) -> None:
         self.run = run
@@ -223,14 +224,14 @@ class Rank:
 
     @property
     def progress(self) -> Progress:
-        """What a checkpoint says of the steps taken; later ones train nothing that is loaded."""
+        """The saved counters. Later steps are not loaded, so they are not counted."""
         return Progress(step=STEPS_BEFORE, steps_taken=STEPS_BEFORE)
 
     def train_step(self) -> None:
         self.worker.train_step(lambda _: self._batch, self.run.config.optimizer.params.lr)
 
     def asynchronous(self) -> Checkpointing:
-        """What saves this engine while it trains."""
+        """Saves this engine in the background."""
         training = self.run.config.training.model_copy(update={"async_save": True})
         config = self.run.config.model_copy(update={"training": training})
         worker = copy.copy(self.worker)
@@ -238,16 +239,16 @@ class Rank:
         return Checkpointing(worker, corpus_without_text(self.run))
 
     @contextlib.contextmanager
-    def comes_back(self) -> Iterator[None]:
-        """The state is gone at the beginning and must be as it was at the end."""
+    def must_be_restored(self) -> Iterator[None]:
+        """Sets the state to zero, and checks at the end that it was loaded."""
         before = self._checksum()
         for values in self._state():
             values.zero_()
         yield
-        assert self._checksum() == before, "what was loaded is not what was saved"
+        assert self._checksum() == before, "the loaded state is not the saved one"
 
     def remove_files(self) -> None:
-        """Outside of what is timed; nothing is left to be flushed when the next turn begins."""
+        """Removes all files, so that nothing is left to be flushed in the next turn."""
         dist.barrier(self.context.world_group)
         if self.context.rank == 0:
             shutil.rmtree(self.run.run_dir)
@@ -275,7 +276,7 @@ def random_batch(run: Run, context: ParallelContext) -> MicroBatch:
 
 
 def corpus_without_text(run: Run) -> PreparedCorpus:
-    """What a checkpoint says of its corpus, here of none: the batches are random."""
+    """An empty corpus, because the batches are random."""
     fingerprint = hashlib.sha256(b"").hexdigest()
     index = TokenIndex(
         tokens=0,
@@ -294,7 +295,7 @@ def corpus_without_text(run: Run) -> PreparedCorpus:
 
 
 def blocking_turn(rank: Rank, measure: Measure) -> None:
-    """Both save, and both load what they saved."""
+    """One save and one load by both."""
     context, figures = rank.context, rank.figures
     checkpointing, engine = rank.checkpointing, rank.deepspeed
     ours, theirs = rank.run.run_dir / CHECKPOINTS, rank.run.run_dir / "deepspeed"
@@ -306,19 +307,19 @@ def blocking_turn(rank: Rank, measure: Measure) -> None:
     measure(context, figures.flush, lambda: flush(theirs, context))
     figures.size_bytes, figures.deepspeed_size_bytes = size_of(ours), size_of(theirs)
 
-    with rank.comes_back():
+    with rank.must_be_restored():
         candidates = CheckpointFolder(ours).newest_first()
         group = context.checkpoint_group
-        measure(context, figures.checksums, lambda: newest_whole(candidates, group))
+        measure(context, figures.checksums, lambda: newest_complete(candidates, group))
         measure(context, figures.load, lambda: checkpointing.load(report.checkpoint))
-    with rank.comes_back():
+    with rank.must_be_restored():
         load = functools.partial(engine.load_checkpoint, str(theirs), "saved")
         measure(context, figures.deepspeed_load, load)
     rank.remove_files()
 
 
 def asynchronous_turns(rank: Rank, options: argparse.Namespace) -> None:
-    """A few steps, then a save and the steps while it is under way."""
+    """A few steps, then a save and the steps while it is in progress."""
     context, figures = rank.context, rank.figures
     checkpointing = rank.asynchronous()
     for _ in range(options.turns + 1):
@@ -334,7 +335,7 @@ def asynchronous_turns(rank: Rank, options: argparse.Namespace) -> None:
 
 
 def steps_until_saved(rank: Rank, checkpointing: Checkpointing) -> tuple[list[float], SaveReport]:
-    """Seconds of the steps while a save is under way on any rank, at least one; how it ended."""
+    """Seconds of each step while a save is in progress on any rank, and the report of the save."""
     steps: list[float] = []
     reports: list[SaveReport] = []
     saving = True
@@ -356,8 +357,8 @@ def time_it(context: ParallelContext, cost: Cost, work: Work) -> None:
     cost.seconds.append(time_of(context, work))
 
 
-def weigh_it(context: ParallelContext, cost: Cost, work: Work) -> None:
-    """Host memory; needs Linux's /proc, and glibc to give back what is free already."""
+def measure_memory(context: ParallelContext, cost: Cost, work: Work) -> None:
+    """Measures host memory. Needs /proc of Linux, and glibc to return free memory first."""
     synchronize(context)
     try:
         ctypes.CDLL(None).malloc_trim(0)
@@ -378,7 +379,7 @@ def memory(what: str) -> int:
 
 
 def time_of(context: ParallelContext, work: Work) -> float:
-    """Seconds from when all ranks are ready to when the slowest is done."""
+    """Seconds from the start of all ranks to the end of the slowest."""
     synchronize(context)
     start = time.perf_counter()
     work()
@@ -401,7 +402,7 @@ def most(context: ParallelContext, own: float) -> float:
 
 
 def flush(folder: Path, context: ParallelContext) -> None:
-    """To the disk with the files of ``folder``, which all ranks share the work of."""
+    """Flushes the files of ``folder`` to the disk; each rank flushes a share."""
     files = files_of(folder)[context.rank :: context.grid.world_size]
     for file in files:
         with file.open("rb") as stream:

@@ -20,8 +20,7 @@ from megaspeed.config.resolve import Run
 from megaspeed.topology.launch import LaunchEnvironment
 from megaspeed.topology.meeting import Meeting
 from megaspeed.training.restarts import Restarts
-from megaspeed.training.resume import ResumeOptions
-from megaspeed.training.resumed_split import keep_split
+from megaspeed.training.resume import ResumeOptions, keep_split
 from tests.checkpoint.written import CONFIG as CONFIG_SAVED
 from tests.checkpoint.written import write_checkpoint
 from tests.launched import free_port

@@ -1,4 +1,4 @@
-"""What a checkpoint holds, as lines and a table, and as JSON values."""
+"""The content of a checkpoint, as lines and a table, and as JSON values."""
 
 from collections.abc import Iterator, Sequence
 from math import prod
@@ -7,16 +7,16 @@ from typing import Any
 from rich.table import Table
 
 from megaspeed.analysis.units import counted, short_count, traffic_unit
+from megaspeed.checkpoint.inspection import Inspection
 from megaspeed.checkpoint.run_state import RunState
-from megaspeed.checkpoint.soundness import Inspection
 from megaspeed.checkpoint.tensors import WEIGHTS, expected_shapes, shape_text
 from megaspeed.model.parameters import Shape
 
-_DIGITS = 12  # of a fingerprint that are shown; the JSON has all
+_DIGITS = 12  # of each fingerprint; the JSON has all digits
 
 
 def report(inspection: Inspection) -> Iterator[str | Table]:
-    """All of a checkpoint that has no problems, from top to bottom: lines and a table."""
+    """The lines and the table that describe a checkpoint without problems."""
     assert inspection.state is not None and inspection.model is not None, "it has no problems"
     yield f"{inspection.checkpoint}: {size_text(inspection)}"
     yield from _state_lines(inspection.state)
@@ -25,7 +25,7 @@ def report(inspection: Inspection) -> Iterator[str | Table]:
 
 
 def size_text(inspection: Inspection) -> str:
-    """Bytes and files of a checkpoint, without its manifest."""
+    """The size and the number of files of a checkpoint, without its manifest."""
     size_bytes = inspection.size_bytes
     size = traffic_unit((size_bytes,)).named(size_bytes)
     return f"{size}, {counted(len(inspection.files), 'file')}"
@@ -46,7 +46,7 @@ def show_as_json(inspection: Inspection) -> dict[str, Any]:
 
 
 def verify_as_json(inspection: Inspection) -> dict[str, Any]:
-    """Whether one checkpoint is whole, with the reasons."""
+    """Whether one checkpoint is complete, and its problems."""
     return {
         "checkpoint": str(inspection.checkpoint),
         "whole": not inspection.problems,
@@ -71,7 +71,7 @@ def _state_lines(state: RunState) -> Iterator[str]:
         f"{counted(progress.samples, 'sample')}, {counted(progress.tokens, 'token')}, loss {loss}"
     )
     sequence = ", sequence parallelism" if layout.sequence_parallel else ""
-    yield f"saved at {layout}, schedule {layout.schedule}{sequence}; goes on at any other"
+    yield f"saved at {layout}, schedule {layout.schedule}{sequence}; resumes at any other"
     yield (
         f"data: corpus {data.corpus[:_DIGITS]}, tokenizer {data.tokenizer[:_DIGITS]}, "
         f"sequences of {data.sequence_length:,} tokens"

@@ -1,1 +1,1 @@
-"""Checkpoints that know nothing of the layout: every tensor whole under its own name, in pieces."""
+"""Checkpoints: how they are written, found, checked and read, independent of the layout."""

@@ -1,12 +1,13 @@
-"""Where checkpoints are, and the names they go through: a name says how far a save has come.
+"""The folder of a run's checkpoints. The name of each folder in it states how far a save is.
 
-    step-00000100.writing     begin      being written, or left by a save that died
-            |                 commit     flushed, then renamed in one stroke
-    step-00000100             a checkpoint; ``latest`` names the newest one
-            |                 prune      only after a newer one has its name
-    step-00000100.deleting    on its way out, or left by a removal that died
+    step-00000100.writing     begin      being written, or the remains of a killed save
+            |                 commit     flushed to the disk, then renamed in one step
+    step-00000100             a checkpoint; ``latest`` contains the name of the newest one
+            |                 prune      only after a newer checkpoint has its name
+    step-00000100.deleting    being deleted, or the remains of a killed removal
 
-A process may be killed at any point: what bears a checkpoint's name was whole when it got it.
+A process may be killed at any point. A folder with the name of a checkpoint was complete when it
+got this name.
 """
 
 import contextlib
@@ -17,22 +18,22 @@ from pathlib import Path
 
 from megaspeed.checkpoint.errors import CheckpointError
 from megaspeed.checkpoint.manifest import MANIFEST, read_manifest, size_problems
-from megaspeed.files.durable import TEMPORARY, flush_folder, write_whole
-from megaspeed.files.places import nearest_existing
-from megaspeed.files.reading import read_whole
+from megaspeed.files.durable import TEMPORARY, flush_folder, write_file
+from megaspeed.files.paths import nearest_existing
+from megaspeed.files.reading import read_file
 
 CHECKPOINTS = "checkpoints"
 """The folder of checkpoints in a run's folder."""
 
 LATEST = "latest"
-"""The file that holds the name of the newest checkpoint, for people and scripts."""
+"""The file that contains the name of the newest checkpoint, for people and scripts."""
 
 _DELETING = ".deleting"
 _STEP = re.compile(r"step-([0-9]{8,})")
 
 
 def checkpoint_name(step: int) -> str:
-    """The folder's name of the checkpoint of a step.
+    """The name of the folder of a step's checkpoint.
 
     >>> checkpoint_name(100)
     'step-00000100'
@@ -41,7 +42,7 @@ def checkpoint_name(step: int) -> str:
 
 
 def step_named(name: str) -> int | None:
-    """The step of a checkpoint's name; None where it is not one.
+    """The step in a checkpoint's name; None if it is not such a name.
 
     >>> step_named("step-00000100"), step_named("step-00000100.writing"), step_named("step-7")
     (100, None, None)
@@ -54,20 +55,20 @@ def step_named(name: str) -> int | None:
 
 @dataclass(frozen=True)
 class CheckpointFolder:
-    """The checkpoints of one run. One process changes them; any number may look.
+    """The checkpoints of one run. One process changes them; any number of processes may read them.
 
-    Folders with such names count, and links to folders: where a disk was full, one was moved. Files
-    with such names are passed by.
+    Links to folders count as checkpoints, because a user may move one to another disk. Files with
+    such names are ignored.
     """
 
     root: Path
 
     def path(self, step: int) -> Path:
-        """Where the checkpoint of ``step`` is, once it is whole."""
+        """The path of the checkpoint of ``step``."""
         return self.root / checkpoint_name(step)
 
     def begin(self, step: int) -> Path:
-        """An empty folder for the save of ``step``; what an earlier try left of it is removed."""
+        """An empty folder for the save of ``step``. Removes the remains of an earlier attempt."""
         self.root.mkdir(parents=True, exist_ok=True)
         flush_folder(self.root.parent)
         writing = self.root / (checkpoint_name(step) + TEMPORARY)
@@ -77,15 +78,15 @@ class CheckpointFolder:
         return writing
 
     def commit(self, writing: Path) -> Path:
-        """Gives a save its name, once all its files were written and flushed.
+        """Renames a save to its final name. All its files must be written and flushed.
 
-        An older checkpoint of the same step goes.
+        Replaces an older checkpoint of the same step.
 
         Returns:
             The checkpoint.
 
         Raises:
-            OSError: it has not got its name.
+            OSError: the save could not be renamed.
         """
         checkpoint = _without(TEMPORARY, writing)
         flush_folder(writing)
@@ -97,7 +98,7 @@ class CheckpointFolder:
                 replaced.rename(checkpoint)
             raise
         flush_folder(self.root)
-        # The checkpoint is there, whether or not there is room for its name in another file.
+        # The checkpoint exists, even if the disk has no room for the file with its name.
         with contextlib.suppress(OSError):
             self.point_latest_to(checkpoint)
         if replaced is not None:
@@ -105,69 +106,72 @@ class CheckpointFolder:
         return checkpoint
 
     def point_latest_to(self, checkpoint: Path) -> None:
-        """Lets ``latest`` name one of the checkpoints here."""
-        write_whole(self.root / LATEST, lambda file: file.write(f"{checkpoint.name}\n".encode()))
+        """Writes the name of a checkpoint into ``latest``."""
+        write_file(self.root / LATEST, lambda file: file.write(f"{checkpoint.name}\n".encode()))
         flush_folder(self.root)
 
     def discard(self, writing: Path) -> None:
-        """Removes a save that failed; what cannot be removed is left to `clear_leftovers`."""
+        """Removes a failed save. What cannot be removed now is left for `clear_leftovers`."""
         _remove_if_possible(writing)
 
     def newest_first(self) -> list[Path]:
-        """Every checkpoint by its name, that of the highest step first."""
+        """All checkpoints, judged by name only; the highest step first."""
         steps = {folder: step_named(folder.name) for folder in self._folders()}
         found = [(step, folder) for folder, step in steps.items() if step is not None]
         return [folder for _, folder in sorted(found, reverse=True)]
 
     def prune(self, keep_last: int) -> list[Path]:
-        """Removes all but the newest ``keep_last`` (at least 1) up to the one `latest` names.
+        """Keeps the checkpoint named in ``latest`` and the newest before it; removes older ones.
 
-        Those of higher steps were there before the newest save: the run went back behind them,
-        because they were not whole. They do not count and stay as they are.
+        Checkpoints of later steps than ``latest`` are neither counted nor removed. The run has
+        skipped them because they were not complete.
+
+        Args:
+            keep_last: how many to keep, at least 1.
 
         Returns:
-            The checkpoints that went; one that cannot be removed stays, for the next time.
+            The removed checkpoints. One that cannot be removed stays until the next call.
         """
-        assert keep_last >= 1, "the checkpoint just written would go"
+        assert keep_last >= 1, "the checkpoint just written would be removed"
         latest = self._latest()
         checkpoints = self.newest_first()
         if latest in checkpoints:
             checkpoints = checkpoints[checkpoints.index(latest) :]
-        went = []
+        removed = []
         for checkpoint in checkpoints[keep_last:]:
             with contextlib.suppress(OSError):
                 aside = self._set_aside(checkpoint)
-                went.append(checkpoint)
+                removed.append(checkpoint)
                 if aside is not None:
                     _remove(aside)
-        return went
+        return removed
 
     def leftovers(self) -> list[Path]:
-        """What saves and removals that died have left, and one that is under way."""
+        """The remains of killed saves and removals, and a save that is in progress."""
         folders = (path for path in self._folders() if is_leftover(path.name))
         pointer = self.root / (LATEST + TEMPORARY)
         return sorted([*folders, *([pointer] if pointer.is_file() else [])])
 
     def clear_leftovers(self) -> list[Path]:
-        """Removes what saves and removals that died have left; while none is under way.
+        """Removes the remains of killed saves and removals. No save may be in progress.
 
-        To be called before `newest_first`, because a save that was whole and died before it got
-        its name gets it here.
+        Call it before `newest_first`: a save that was complete, but was killed before it was
+        renamed, is renamed here.
 
         Returns:
-            What went.
+            The removed paths.
         """
         for writing in self.leftovers():
             if writing.name.endswith(TEMPORARY) and self._lacks_only_its_name(writing):
                 writing.rename(_without(TEMPORARY, writing))
                 flush_folder(self.root)
-        went = self.leftovers()
-        for leftover in went:
+        removed = self.leftovers()
+        for leftover in removed:
             _remove_if_possible(leftover)
-        return went
+        return removed
 
     def remains(self) -> list[str]:
-        """Names that speak of checkpoints, for where there is none that could be taken."""
+        """Names that suggest checkpoints, for the error message if there is no checkpoint."""
         if self.root.is_symlink() and not self.root.exists():
             return [str(self.root)]
         if not self.root.is_dir():
@@ -176,7 +180,7 @@ class CheckpointFolder:
         return sorted(name for name in names if name == LATEST or name.startswith("step-"))
 
     def free_bytes(self) -> int:
-        """Room for files here, in bytes."""
+        """Free space of the file system, in bytes."""
         return shutil.disk_usage(nearest_existing(self.root)).free
 
     def _folders(self) -> list[Path]:
@@ -186,12 +190,12 @@ class CheckpointFolder:
 
     def _latest(self) -> Path | None:
         try:
-            return self.root / read_whole(self.root / LATEST).decode("utf-8").strip()
+            return self.root / read_file(self.root / LATEST).decode("utf-8").strip()
         except (OSError, ValueError):
             return None
 
     def _set_aside(self, checkpoint: Path) -> Path | None:
-        """Takes the name from what has it; None where nothing has."""
+        """Frees a checkpoint's name by renaming what has it; None if nothing has it."""
         if not checkpoint.exists() and not checkpoint.is_symlink():
             return None
         aside = checkpoint.with_name(checkpoint.name + _DELETING)
@@ -200,7 +204,7 @@ class CheckpointFolder:
         return aside
 
     def _lacks_only_its_name(self, writing: Path) -> bool:
-        """The manifest is written last, when every other file is on the disk."""
+        """Whether a save is complete. Its manifest is written last, after all other files."""
         if _without(TEMPORARY, writing).exists():
             return False
         try:
@@ -210,33 +214,32 @@ class CheckpointFolder:
 
 
 def locate(path: Path) -> list[Path]:
-    """The checkpoints, newest first, of what a user names.
+    """The checkpoints at a path that a user names, newest first, complete or not.
 
     Args:
         path: a checkpoint, a folder of checkpoints, or the folder of a run.
 
     Returns:
-        Those that bear the name, whole or not; empty where the folder is one for checkpoints and
-        has none.
+        The checkpoints; an empty list if a folder of checkpoints has none.
 
     Raises:
-        CheckpointError: it is none of the three.
+        CheckpointError: ``path`` is none of the three.
     """
     try:
         return [path] if is_checkpoint(path) else folder_of_checkpoints(path).newest_first()
     except OSError as error:
-        raise CheckpointError(f"{path} cannot be looked into ({error.strerror})") from error
+        raise CheckpointError(f"{path} cannot be read ({error.strerror})") from error
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Whether ``path`` is one checkpoint, whole or not, whatever it was renamed to."""
+    """Whether ``path`` is one checkpoint, complete or not. It may have been renamed."""
     if not path.is_dir():
         return False
     return (path / MANIFEST).is_file() or step_named(path.resolve().name) is not None
 
 
 def folder_of_checkpoints(path: Path) -> CheckpointFolder:
-    """The folder of checkpoints that ``path`` is, or that the run of folder ``path`` has.
+    """The folder of checkpoints at ``path``, or of the run in ``path``.
 
     Raises:
         CheckpointError: there is none.
@@ -255,23 +258,23 @@ def folder_of_checkpoints(path: Path) -> CheckpointFolder:
         return here
     raise CheckpointError(
         f"{path} is neither a checkpoint nor a folder of them nor the folder of a run: it has no "
-        f"{MANIFEST}, no step-... and no {CHECKPOINTS}/; name one of the three"
+        f"{MANIFEST}, no step-... and no {CHECKPOINTS}/; name one of these"
     )
 
 
 def is_leftover(name: str) -> bool:
-    """Whether a folder of this name is a save or a removal that did not end."""
+    """Whether this is the name of a save or a removal that did not end."""
     stem = name.removesuffix(TEMPORARY).removesuffix(_DELETING)
     return stem != name and step_named(stem) is not None
 
 
 def _without(suffix: str, path: Path) -> Path:
-    assert path.name.endswith(suffix), f"{path} is not a save under way"
+    assert path.name.endswith(suffix), f"{path} is not a save in progress"
     return path.with_name(path.name.removesuffix(suffix))
 
 
 def _remove(path: Path) -> None:
-    """What is there goes, of whatever kind; a symbolic link goes and not what it points to."""
+    """Removes a file, a folder or a link, but not what a link points to."""
     if path.is_symlink() or path.is_file():
         path.unlink(missing_ok=True)
     elif path.exists():
@@ -279,6 +282,6 @@ def _remove(path: Path) -> None:
 
 
 def _remove_if_possible(path: Path) -> None:
-    # A removal in part is no harm: the name already says that it is no checkpoint.
+    # A partial removal does no harm, because the name is not that of a checkpoint.
     with contextlib.suppress(OSError):
         _remove(path)

@@ -3,8 +3,8 @@
     manifest.json    {"format": 1, "files": {"__0_0.distcp": {"size_bytes": ..., "checksum": ...},
                                              ".metadata": ..., "run_state.json": ...}}
 
-A folder without it is a save that did not end. With it, every byte can be told from what was
-written.
+A folder without a manifest is a save that did not end. With a manifest, every changed byte is
+found.
 """
 
 import os
@@ -18,8 +18,9 @@ import xxhash
 from typing_extensions import Buffer  # collections.abc has it from Python 3.12
 
 from megaspeed.checkpoint.errors import CheckpointError
-from megaspeed.files.reading import read_whole
-from megaspeed.files.sealed_json import unsealed, write_sealed
+from megaspeed.files.durable import write_file
+from megaspeed.files.json_values import unsealed, write_sealed
+from megaspeed.files.reading import read_file
 
 MANIFEST = "manifest.json"
 
@@ -30,39 +31,39 @@ _BLOCK_BYTES = 1 << 22
 class Checksum:
     """The checksum of checkpoint files, fed block by block: XXH3 of 128 bits.
 
-    It finds every damage that chance does, at the speed of memory; it is no defence against an
-    author who means harm.
+    It finds accidental damage, at the speed of memory. It does not protect against deliberate
+    changes.
     """
 
     def __init__(self) -> None:
         self._state = xxhash.xxh3_128()
 
     def update(self, buffer: Buffer) -> None:
-        """Takes the next bytes of the file."""
+        """Adds the next bytes of the file."""
         self._state.update(memoryview(buffer))
 
     def hexdigest(self) -> str:
-        """32 hexadecimal digits, of all bytes so far."""
+        """The checksum of all bytes so far: 32 hexadecimal digits."""
         return self._state.hexdigest()
 
 
 @dataclass(frozen=True)
 class FileSeal:
-    """What a file was when it was written."""
+    """Size and checksum of a file when it was written."""
 
     size_bytes: int
     checksum: str
 
     @classmethod
     def of(cls, content: bytes) -> "FileSeal":
-        """The seal of a file that holds ``content``."""
+        """The seal of a file with this content."""
         checksum = Checksum()
         checksum.update(content)
         return cls(len(content), checksum.hexdigest())
 
     @classmethod
     def of_file(cls, path: Path) -> "FileSeal":
-        """The seal of the file as it is, read in blocks."""
+        """The seal of an existing file, read in blocks."""
         checksum, size_bytes = Checksum(), 0
         block = memoryview(bytearray(_BLOCK_BYTES))
         with path.open("rb", buffering=0) as stream:
@@ -72,20 +73,27 @@ class FileSeal:
         return cls(size_bytes, checksum.hexdigest())
 
 
+def write_files(folder: Path, files: Mapping[str, bytes]) -> dict[str, FileSeal]:
+    """Writes small files, name -> content, into ``folder``; returns the seal of each."""
+    for name, content in files.items():
+        _write(folder / name, content)
+    return {name: FileSeal.of(content) for name, content in files.items()}
+
+
 def write_manifest(folder: Path, files: Mapping[str, FileSeal]) -> None:
-    """Writes the manifest of ``folder``, whose other files are ``files``: name -> seal."""
+    """Writes the manifest of ``folder``; ``files`` has the name and seal of every other file."""
     seals = {name: asdict(files[name]) for name in sorted(files)}
     write_sealed(folder / MANIFEST, {"format": _FORMAT, "files": seals})
 
 
 def read_manifest(folder: Path) -> dict[str, FileSeal]:
-    """The other files of the checkpoint in ``folder``: name -> what it was when it was written.
+    """Name -> seal of every other file of the checkpoint in ``folder``.
 
     Raises:
-        CheckpointError: there is no manifest, or it cannot be read, or is not as it was written.
+        CheckpointError: the manifest is missing, damaged, or of another version.
     """
     try:
-        facts = unsealed(read_whole(folder / MANIFEST))
+        facts = unsealed(read_file(folder / MANIFEST))
     except FileNotFoundError as error:
         raise CheckpointError(
             f"{MANIFEST} is missing; it is written last, so the save did not end"
@@ -93,25 +101,22 @@ def read_manifest(folder: Path) -> dict[str, FileSeal]:
     except OSError as error:
         raise CheckpointError(f"{MANIFEST} cannot be read ({error.strerror})") from error
     if facts is None:
-        raise CheckpointError(f"{MANIFEST} is not as it was written: cut short or altered")
+        raise CheckpointError(f"{MANIFEST} is damaged: it was cut short or changed")
     if facts.get("format") != _FORMAT:
         raise CheckpointError(
-            f"{MANIFEST} is of format {facts.get('format')!r}, and this version reads {_FORMAT}; "
-            "take the version of megaspeed that wrote it"
+            f"{MANIFEST} has format {facts.get('format')!r}, and this version reads {_FORMAT}; "
+            "use the version of megaspeed that wrote it"
         )
     try:
         return {_plain_name(name): _seal(seal) for name, seal in facts["files"].items()}
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise CheckpointError(f"{MANIFEST} does not name files, sizes and checksums") from error
+        raise CheckpointError(
+            f"{MANIFEST} does not contain names, sizes and checksums of files"
+        ) from error
 
 
-def file_problems(folder: Path, files: Mapping[str, FileSeal]) -> list[str]:
-    """What is wrong with ``files`` of ``folder``, a sentence each; reads every byte of them."""
-    return list(problems_by_file(folder, files).values())
-
-
-def problems_by_file(folder: Path, files: Mapping[str, FileSeal]) -> dict[str, str]:
-    """Name -> what is wrong with it, of those files that are not as they were written."""
+def file_problems(folder: Path, files: Mapping[str, FileSeal]) -> dict[str, str]:
+    """Name -> problem of each file that is not as it was written. Reads every byte of ``files``."""
     found = size_problems(folder, files)
     for name, written in files.items():
         if name not in found:
@@ -122,9 +127,13 @@ def problems_by_file(folder: Path, files: Mapping[str, FileSeal]) -> dict[str, s
 
 
 def size_problems(folder: Path, files: Mapping[str, FileSeal]) -> dict[str, str]:
-    """Name -> what is wrong with it, of those that are missing or of another size; reads none."""
+    """Name -> problem of each file that is missing or has another size. Reads no file."""
     problems = ((name, _size_problem(folder / name, files[name].size_bytes)) for name in files)
     return {name: f"{name} {problem}" for name, problem in problems if problem is not None}
+
+
+def _write(file: Path, content: bytes) -> None:
+    write_file(file, lambda stream: stream.write(content))
 
 
 def _size_problem(path: Path, size_bytes: int) -> str | None:
@@ -139,7 +148,7 @@ def _size_problem(path: Path, size_bytes: int) -> str | None:
     if found.st_size < size_bytes:
         return f"is cut short: {found.st_size:,} bytes of the {size_bytes:,} written"
     if found.st_size > size_bytes:
-        return f"has grown: {found.st_size:,} bytes where {size_bytes:,} were written"
+        return f"has grown: {found.st_size:,} bytes, but {size_bytes:,} were written"
     return None
 
 
@@ -154,7 +163,7 @@ def _content_problem(path: Path, written: FileSeal) -> str | None:
 
 
 def _plain_name(name: str) -> str:
-    """Of a file in the folder itself; a manifest cannot point anywhere else."""
+    """The name, if it is the name of a file in the folder itself."""
     if Path(name).name != name:
         raise ValueError(f"{name} is not the name of a file")
     return name
@@ -163,5 +172,5 @@ def _plain_name(name: str) -> str:
 def _seal(facts: Any) -> FileSeal:
     seal = FileSeal(**facts)
     if type(seal.size_bytes) is not int or type(seal.checksum) is not str:
-        raise TypeError("a size is a whole number and a checksum is text")
+        raise TypeError("a size is an integer and a checksum is a string")
     return seal

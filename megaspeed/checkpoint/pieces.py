@@ -1,8 +1,8 @@
-"""What one rank has of the checkpoint's tensors: rectangles of logical tensors, as views.
+"""The parts of a checkpoint's tensors that one rank holds, as views of its memory.
 
-    flat range of a tensor shard  --rectangles-->  pieces  --planners-->  files
+    flat range of a tensor shard  --boxes-->  pieces  --writing, reading-->  files
 
-The same pieces are written from and read into.
+A save writes from pieces, and a load reads into them.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -11,12 +11,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megaspeed.checkpoint.rectangles import rectangles_of
+from megaspeed.checkpoint.boxes import Box, boxes_of
 from megaspeed.tensor_parallel.plan import ParameterShard
 
-# A rectangle is copied to host memory before it is written, and whole rows of it are read where a
-# part of them is needed, so they must not be large; and the index lists every one, so they must not
-# be many.
+# A piece is copied from a GPU before it is written, and complete rows of it are read even if only a
+# part of a row is needed, so pieces must not be large. The index lists every piece, so there must
+# not be many.
 LARGEST_PIECE_BYTES = 16 << 20
 
 SLAB_BYTES = 256 << 20
@@ -27,19 +27,24 @@ ALIGNMENT_BYTES = 64
 
 @dataclass(frozen=True)
 class Piece:
-    """A rectangle of one tensor of the checkpoint.
+    """A box of one tensor of the checkpoint.
 
     Attributes:
         key: the tensor's name in the checkpoint.
-        full_shape: of the logical tensor.
-        offsets: where in it the rectangle begins.
-        values: the rectangle's elements, of its shape, contiguous.
+        full_shape: the shape of the logical tensor.
+        offsets: where the box begins in the logical tensor.
+        values: the elements of the box; contiguous, in its shape.
     """
 
     key: str
     full_shape: tuple[int, ...]
     offsets: tuple[int, ...]
     values: Tensor
+
+    @property
+    def box(self) -> Box:
+        """The part of the logical tensor."""
+        return Box(self.offsets, tuple(self.values.shape))
 
 
 def pieces_of(
@@ -49,17 +54,17 @@ def pieces_of(
 
     Args:
         key: the tensor's name in the checkpoint.
-        shard: the tensor shard that the fragment is of.
+        shard: the tensor shard that contains the fragment.
         start: the fragment's first element in the flattened shard.
-        values: its elements, flat.
-        part: which elements of the flattened shard are wanted; all where left out.
+        values: the elements of the fragment, flat.
+        part: the range of the flattened shard that is wanted; all of it if omitted.
     """
     stop = start + values.numel()
     low, high = (start, stop) if part is None else (max(start, part.start), min(stop, part.stop))
     largest = LARGEST_PIECE_BYTES // values.element_size()
-    for rectangle in rectangles_of(shard, low, high, largest=largest):
-        flat = values.narrow(0, rectangle.start - start, rectangle.elements)
-        yield Piece(key, shard.full_shape, rectangle.offsets, flat.view(rectangle.sizes))
+    for box, first in boxes_of(shard, low, high, largest=largest):
+        flat = values.narrow(0, first - start, box.elements)
+        yield Piece(key, shard.full_shape, box.offsets, flat.view(box.sizes))
 
 
 class HostCopy:

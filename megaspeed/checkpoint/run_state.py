@@ -1,8 +1,8 @@
-"""What a checkpoint knows of its run beside the tensors: ``run_state.json``.
+"""The state of a run in a checkpoint beside the tensors: ``run_state.json``.
 
-Nothing in it belongs to a rank. Random numbers are functions of seeds, names and sample indices
-(``model.initialization``, ``model.dropout``, ``data.stream.sampler``), and the learning rate is one
-of the number of steps taken, so seeds and counters are the whole of these states.
+Nothing in it depends on a rank. Random numbers are functions of seeds, names and sample indices
+(``model.initialization``, ``model.dropout``, ``data.stream.sampler``), and the learning rate is a
+function of the number of steps taken. So seeds and counters are their complete state.
 """
 
 from pathlib import Path
@@ -14,29 +14,31 @@ from megaspeed.checkpoint.errors import CheckpointError
 from megaspeed.checkpoint.tensors import KINDS, WEIGHTS
 from megaspeed.config.model import ModelConfig
 from megaspeed.config.section import Section
-from megaspeed.files.reading import read_whole
+from megaspeed.files.reading import read_file
 
 RUN_STATE = "run_state.json"
 
 NOT_STATED = "not stated"
-"""In the place of a tokenizer's fingerprint: the token files are of programs that tell none."""
+"""Replaces a tokenizer's fingerprint if the token files do not contain one."""
 
 
 class Progress(Section):
-    """How far a run has come."""
+    """The counters of a run."""
 
     step: int = Field(default=0, ge=0, description="Optimizer steps, skipped ones included.")
     steps_taken: int = Field(default=0, ge=0, description="Optimizer steps that were not skipped.")
-    skipped_in_a_row: int = Field(default=0, ge=0, description="Steps skipped at the end.")
-    samples: int = Field(default=0, ge=0, description="Samples of the training stream consumed.")
+    skipped_in_a_row: int = Field(
+        default=0, ge=0, description="How many of the last steps were skipped."
+    )
+    samples: int = Field(default=0, ge=0, description="Samples used.")
     tokens: int = Field(default=0, ge=0, description="Tokens predicted.")
     loss: float | None = Field(
-        default=None, description="Of the last step, nats; null where it was not finite."
+        default=None, description="Loss of the last step in nats; null if it was not finite."
     )
 
 
 class Layout(Section):
-    """Over which ranks the run was split when it was saved."""
+    """The layout of the run when it was saved."""
 
     pp: int
     dp: int
@@ -53,7 +55,7 @@ class Layout(Section):
 
 
 class DataIdentity(Section):
-    """What the training stream is a function of, beside the sample index (law 2)."""
+    """The training stream is a function of these values and of the sample index."""
 
     corpus: str = Field(description="Fingerprint of the training documents.")
     tokenizer: str = Field(description="Fingerprint of the tokenizer, or NOT_STATED.")
@@ -62,7 +64,7 @@ class DataIdentity(Section):
 
 
 class LossScale(Section):
-    """fp16's dynamic loss scale (Micikevicius et al. 2018), as DeepSpeed counts it."""
+    """The dynamic loss scale of fp16 (Micikevicius et al. 2018), with DeepSpeed's counters."""
 
     scale: float
     iteration: int
@@ -71,24 +73,26 @@ class LossScale(Section):
 
 
 class RunState(Section):
-    """One checkpoint's run; an imported model has none behind it, and no moments."""
+    """The state of a run, or of an imported model, which has no run and no moments."""
 
     format: Literal[1] = 1
     imported_from: str | None = Field(
-        default=None, description="Where the weights are from, if no run saved them."
+        default=None, description="The source of an imported model; null for a run."
     )
     progress: Progress
     data: DataIdentity | None = Field(default=None, description="null if imported.")
     training_seed: int | None = Field(
         default=None,
-        description="training.seed, of which dropout masks are a function; null if imported.",
+        description="training.seed, which determines dropout masks; null if imported.",
     )
     layout: Layout | None = Field(default=None, description="null if imported.")
-    loss_scale: LossScale | None = Field(default=None, description="null unless fp16 scales.")
-    config: dict[str, Any] = Field(
-        description="The definite configuration of the run; if imported, the model section alone."
+    loss_scale: LossScale | None = Field(
+        default=None, description="null if the loss is not scaled."
     )
-    software: dict[str, str] = Field(description="Version of each package that matters.")
+    config: dict[str, Any] = Field(
+        description="The resolved configuration; for an imported model, only the model section."
+    )
+    software: dict[str, str] = Field(description="Versions of packages.")
 
     @model_validator(mode="after")
     def _is_of_a_run_or_imported(self) -> Self:
@@ -99,21 +103,21 @@ class RunState(Section):
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """Which tensors of each parameter the checkpoint has."""
+        """The kinds of tensors that the checkpoint has of each parameter."""
         return KINDS if self.imported_from is None else (WEIGHTS,)
 
     @property
     def origin(self) -> str:
-        """Where the checkpoint is from, in a few words."""
+        """Where the checkpoint comes from, for messages."""
         if self.imported_from is not None:
             return f"imported from {self.imported_from}"
         return f"saved at {self.layout}"
 
     def model_section(self) -> ModelConfig:
-        """The model. Tensors follow from it alone; how the run was split and trained is no matter.
+        """The model, which determines the names and shapes of all tensors.
 
         Raises:
-            CheckpointError: the configuration names none.
+            CheckpointError: the configuration has no valid model.
         """
         try:
             return ModelConfig.model_validate(self.config.get("model"))
@@ -121,23 +125,23 @@ class RunState(Section):
             problem = error.errors()[0]
             where = ".".join(map(str, ("config", "model", *problem["loc"])))
             raise CheckpointError(
-                f"{RUN_STATE} names no model: {where}: {problem['msg']}"
+                f"{RUN_STATE} has no valid model: {where}: {problem['msg']}"
             ) from error
 
     def to_bytes(self) -> bytes:
-        """What stands in the file."""
+        """The content of the file."""
         return (self.model_dump_json(indent=2) + "\n").encode()
 
     @classmethod
     def read(cls, folder: Path) -> Self:
-        """Of the checkpoint in ``folder``.
+        """Reads the state of the checkpoint in ``folder``.
 
         Raises:
-            CheckpointError: there is none, or it is not one.
+            CheckpointError: the file cannot be read, or is not the state of a run.
         """
         file = folder / RUN_STATE
         try:
-            return cls.model_validate_json(read_whole(file))
+            return cls.model_validate_json(read_file(file))
         except OSError as error:
             raise CheckpointError(f"{file} cannot be read ({error.strerror})") from error
         except ValidationError as error:

@@ -1,11 +1,10 @@
-"""The tensors of a checkpoint: every parameter whole under its own name, and its two moments.
+"""Names and shapes of the tensors of a checkpoint: each parameter and its two moments.
 
     weights.blocks.0.mlp.up.weight       (F, D)   float32
     exp_avg.blocks.0.mlp.up.weight       (F, D)   float32
     exp_avg_sq.blocks.0.mlp.up.weight    (F, D)   float32
 
-They follow from the model alone. A model that was imported and not yet trained has no moments.
-Pure arithmetic on names and shapes.
+They follow from the model alone. An imported model that was not trained yet has no moments.
 """
 
 from collections import defaultdict
@@ -19,8 +18,11 @@ WEIGHTS = "weights"
 KINDS = (WEIGHTS, "exp_avg", "exp_avg_sq")
 """Master weights, and Adam's first and second moment (Kingma and Ba 2015, algorithm 1)."""
 
-MOST_TOLD = 10
-"""Sentences about the tensors of one checkpoint; the rest is counted."""
+BYTES_PER_ELEMENT = 4
+"""Every tensor is fp32."""
+
+MOST_LISTED = 10
+"""How many problems of the tensors of one checkpoint are listed. The rest is counted."""
 
 
 def key(kind: str, name: str) -> str:
@@ -34,31 +36,33 @@ def expected_shapes(model: ModelConfig) -> dict[str, Shape]:
 
 
 def expected_tensors(model: ModelConfig, kinds: Sequence[str] = KINDS) -> dict[str, Shape]:
-    """Name in the checkpoint -> shape of every tensor that a checkpoint of the model holds."""
+    """Name in the checkpoint -> shape of every tensor in a checkpoint of the model."""
     shapes = expected_shapes(model)
     return {key(kind, name): shape for name, shape in shapes.items() for kind in kinds}
 
 
 def mismatches(expected: Mapping[str, Shape], saved: Mapping[str, Shape]) -> list[str]:
-    """What keeps the tensors of a checkpoint from being those of a model, a sentence each.
+    """The differences between the tensors of a checkpoint and those of a model, as sentences.
 
-    Both are by name in the checkpoint, or both by parameter. What holds for a weight and its two
-    moments alike is said once. After ten sentences the rest is counted.
+    Both arguments have names in the checkpoint, or both have names of parameters. If a weight and
+    its moments have the same problem, it is listed once. At most ten problems are listed.
     """
     kinds: dict[tuple[str, str], list[str]] = defaultdict(list)
-    for full_name, complaint in _complaints(expected, saved):
-        kind, name = _split(full_name)
-        kinds[name, complaint].append(kind)
+    for full_name, problem in _problems(expected, saved):
+        kind, _, name = full_name.partition(".")
+        if kind not in KINDS:
+            kind, name = "", full_name
+        kinds[name, problem].append(kind)
     sentences = (
-        f"{full_name} {complaint}"
-        for (name, complaint), of in kinds.items()
+        f"{full_name} {problem}"
+        for (name, problem), of in kinds.items()
         for full_name in _full_names(name, of)
     )
-    return shortened(sentences, MOST_TOLD)
+    return shortened(sentences, MOST_LISTED)
 
 
 def shape_text(shape: Shape) -> str:
-    """A shape as it reads in a sentence.
+    """A shape for a message.
 
     >>> shape_text((301, 32)), shape_text((32,))
     ('301 x 32', '32')
@@ -66,32 +70,23 @@ def shape_text(shape: Shape) -> str:
     return " x ".join(map(str, shape)) or "a single number"
 
 
-def _complaints(
+def _problems(
     expected: Mapping[str, Shape], saved: Mapping[str, Shape]
 ) -> Iterator[tuple[str, str]]:
-    """Name and what is wrong with it."""
+    """(name, problem) of each tensor that differs."""
     for name, shape in expected.items():
         if name not in saved:
             yield name, f"({shape_text(shape)}) is missing in the checkpoint"
         elif tuple(saved[name]) != tuple(shape):
-            yield (
-                name,
-                f"is {shape_text(saved[name])} in the checkpoint and {shape_text(shape)} in the "
-                "model",
-            )
+            there, here = shape_text(saved[name]), shape_text(shape)
+            yield name, f"is {there} in the checkpoint and {here} in the model"
     for name, shape in saved.items():
         if name not in expected:
             yield name, f"({shape_text(shape)}) is in the checkpoint and not in the model"
 
 
-def _split(full_name: str) -> tuple[str, str]:
-    """Kind and parameter; no kind where the name is a parameter's."""
-    kind, _, name = full_name.partition(".")
-    return (kind, name) if kind in KINDS else ("", full_name)
-
-
 def _full_names(name: str, kinds: list[str]) -> list[str]:
-    """The parameter alone where all its tensors are meant."""
+    """Only the parameter's name if all its tensors have the problem."""
     if kinds == [""] or len(kinds) == len(KINDS):
         return [name]
     return [key(kind, name) for kind in kinds]

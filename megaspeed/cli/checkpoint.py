@@ -1,7 +1,7 @@
-"""``megaspeed checkpoint``: what checkpoints hold, and whether they are whole.
+"""``megaspeed checkpoint``: shows what a checkpoint contains, and checks that it is complete.
 
     megaspeed checkpoint show   DIR    the newest one: its run, its layout, its tensors
-    megaspeed checkpoint verify DIR    every one, to the last byte; exit code 1 if any is broken
+    megaspeed checkpoint verify DIR    every byte of every one; exit code 1 if one is broken
 
 DIR is a checkpoint, a folder of them, or the folder of a run.
 """
@@ -20,21 +20,21 @@ from megaspeed.cli.options import (
     say,
     write_json,
 )
-from megaspeed.files.places import named_place
+from megaspeed.files.paths import path_argument
 
 if TYPE_CHECKING:
-    from megaspeed.checkpoint.soundness import Inspection
+    from megaspeed.checkpoint.inspection import Inspection
 
 _WIDTH = 120
-"""Columns of the table where it does not go to a terminal."""
+"""Columns of the table if the output is not a terminal."""
 
 
 def add_to(commands: Any) -> None:
     """Adds the command and its two actions."""
-    text = "look into checkpoints"
+    text = "inspect checkpoints"
     parser = commands.add_parser("checkpoint", help=text, description=text)
     actions = parser.add_subparsers(required=True, metavar="action", dest="action")
-    _add_action(actions, "show", _show, "show what the newest checkpoint holds")
+    _add_action(actions, "show", _show, "show the content of the newest checkpoint")
     _add_action(actions, "verify", _verify, "check every byte of every checkpoint")
 
 
@@ -44,13 +44,18 @@ def _add_action(
     parser = actions.add_parser(name, help=text, description=text)
     parser.set_defaults(run=run, act=action)
     parser.add_argument(
-        "place", type=named_place, metavar="DIR", help="a checkpoint, a folder of them, or of a run"
+        "path",
+        type=path_argument,
+        metavar="DIR",
+        help="a checkpoint, a folder of them, or of a run",
     )
-    parser.add_argument("--json", type=new_file, metavar="FILE", help="write the figures there too")
+    parser.add_argument(
+        "--json", type=new_file, metavar="FILE", help="also write the figures to FILE"
+    )
 
 
 def run(options: argparse.Namespace) -> int:
-    """Does what was asked, where DIR is a place for checkpoints."""
+    """Runs one action; exit code 2 if DIR has no place for checkpoints."""
     from megaspeed.checkpoint.errors import CheckpointError
 
     try:
@@ -62,23 +67,23 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _show(options: argparse.Namespace) -> int:
-    """Shows the newest checkpoint that has no problems at a glance."""
+    """Shows the newest checkpoint that seems complete, without reading its large files."""
     # Imported here: torch takes seconds, which `check` need not wait for.
     from rich.console import Console
 
     from megaspeed.analysis.checkpoints import report, show_as_json
     from megaspeed.checkpoint.folders import locate
-    from megaspeed.checkpoint.soundness import glance
+    from megaspeed.checkpoint.inspection import glance
 
-    checkpoints = locate(options.place)
+    checkpoints = locate(options.path)
     shown = None
     for inspection in map(glance, checkpoints):
         if not inspection.problems:
             shown = inspection
             break
-        say(_complaint(inspection), error=True)
+        say(_failure(inspection), error=True)
     if shown is None:
-        say(f"{options.place} holds no checkpoint that is whole", error=True)
+        say(f"{options.path} has no complete checkpoint", error=True)
         return EXIT_FAILED
     console = Console(width=None if sys.stdout.isatty() else _WIDTH, highlight=False, markup=False)
     for part in report(shown):
@@ -91,37 +96,37 @@ def _show(options: argparse.Namespace) -> int:
 
 
 def _verify(options: argparse.Namespace) -> int:
-    """Checks all checkpoints, newest first, and tells of each as soon as it is read."""
+    """Checks all checkpoints, newest first, and reports each as soon as it is read."""
     from megaspeed.analysis.checkpoints import verify_as_json
     from megaspeed.checkpoint.folders import folder_of_checkpoints, is_checkpoint, locate
 
-    checkpoints = locate(options.place)
+    checkpoints = locate(options.path)
     leftovers = []
-    if not is_checkpoint(options.place):
-        leftovers = folder_of_checkpoints(options.place).leftovers()
+    if not is_checkpoint(options.path):
+        leftovers = folder_of_checkpoints(options.path).leftovers()
     found = []
     for inspection in _inspected(checkpoints):
         found.append(inspection)
-        say(_complaint(inspection) if inspection.problems else _praise(inspection))
+        say(_failure(inspection) if inspection.problems else _success(inspection))
         for stray in inspection.strays:
-            say(f"  note: {stray} does not belong to it; no harm")
+            say(f"  note: {stray} does not belong to it; it does no harm")
     for leftover in leftovers:
-        say(f"{leftover.name}  no checkpoint: left by a save or a removal that died, or under way")
-    whole = bool(found) and not any(inspection.problems for inspection in found)
+        say(f"{leftover.name}  not a checkpoint: its save or removal was killed, or is in progress")
+    complete = bool(found) and not any(inspection.problems for inspection in found)
     if not found:
-        say(f"{options.place} holds no checkpoint", error=True)
+        say(f"{options.path} has no checkpoint", error=True)
     figures = {
-        "whole": whole,
+        "whole": complete,
         "checkpoints": [verify_as_json(inspection) for inspection in found],
         "leftovers": [str(leftover) for leftover in leftovers],
     }
     write_json(options, figures)
-    return EXIT_DONE if whole else EXIT_FAILED
+    return EXIT_DONE if complete else EXIT_FAILED
 
 
 def _inspected(checkpoints: "Sequence[Path]") -> "Iterator[Inspection]":
-    """Each, but for those that a run which goes on deletes meanwhile."""
-    from megaspeed.checkpoint.soundness import inspect
+    """Inspects each checkpoint. Leaves out those that a running job deletes meanwhile."""
+    from megaspeed.checkpoint.inspection import inspect
 
     for checkpoint in checkpoints:
         inspection = inspect(checkpoint)
@@ -129,13 +134,13 @@ def _inspected(checkpoints: "Sequence[Path]") -> "Iterator[Inspection]":
             yield inspection
 
 
-def _praise(inspection: "Inspection") -> str:
+def _success(inspection: "Inspection") -> str:
     from megaspeed.analysis.checkpoints import size_text
 
-    return f"{_name(inspection)}  whole ({size_text(inspection)})"
+    return f"{_name(inspection)}  complete ({size_text(inspection)})"
 
 
-def _complaint(inspection: "Inspection") -> str:
+def _failure(inspection: "Inspection") -> str:
     problems = "".join(f"\n  {problem}" for problem in inspection.problems)
     return f"{_name(inspection)}  BROKEN{problems}"
 

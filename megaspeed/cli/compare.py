@@ -17,7 +17,7 @@ from megaspeed.cli.options import (
 )
 from megaspeed.config.errors import ConfigError
 from megaspeed.config.resolve import Run
-from megaspeed.files.places import folder_problem, named_place
+from megaspeed.files.paths import folder_problem, path_argument
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -57,7 +57,7 @@ def add_to(commands: Any) -> None:
     )
     parser.add_argument(
         "--out",
-        type=named_place,
+        type=path_argument,
         metavar="DIR",
         help="folder for the results (runs/<name>-compare)",
     )

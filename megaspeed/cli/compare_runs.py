@@ -19,7 +19,7 @@ from megaspeed.cli.options import (
     say,
     write_json,
 )
-from megaspeed.files.places import named_place
+from megaspeed.files.paths import path_argument
 
 _TOLERANCE = 1e-5
 """About what layouts of one run differ by in fp32; see `megaspeed verify`."""
@@ -31,7 +31,7 @@ def add_to(commands: Any) -> None:
     parser = commands.add_parser("compare-runs", help=text, description=text)
     parser.set_defaults(run=run)
     parser.add_argument(
-        "runs", type=named_place, nargs=2, metavar="RUN", help="the folder of a run"
+        "runs", type=path_argument, nargs=2, metavar="RUN", help="the folder of a run"
     )
     parser.add_argument(
         "--tolerance",

@@ -21,7 +21,7 @@ from megaspeed.cli.options import (
     say,
     write_json,
 )
-from megaspeed.files.places import named_place
+from megaspeed.files.paths import path_argument
 
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
@@ -32,9 +32,12 @@ def add_to(commands: Any) -> None:
     parser = commands.add_parser("export-hf", help=text, description=text)
     parser.set_defaults(run=run)
     parser.add_argument(
-        "checkpoint", type=named_place, metavar="CHECKPOINT", help="a checkpoint, or a run's folder"
+        "checkpoint",
+        type=path_argument,
+        metavar="CHECKPOINT",
+        help="a checkpoint, or a run's folder",
     )
-    parser.add_argument("out", type=named_place, metavar="OUT", help="the folder to make")
+    parser.add_argument("out", type=path_argument, metavar="OUT", help="the folder to make")
     parser.add_argument(
         "--max-shard-size",
         type=byte_count,
@@ -50,7 +53,7 @@ def add_to(commands: Any) -> None:
     )
     parser.add_argument(
         "--tokenizer",
-        type=named_place,
+        type=path_argument,
         metavar="PATH",
         help="a tokenizer.json, or a folder with one (the checkpoint's own)",
     )
@@ -85,7 +88,7 @@ def run(options: argparse.Namespace) -> int:
     """Exports; says what was written."""
     # Imported here: torch and transformers take seconds, which `check` need not wait for.
     from megaspeed.checkpoint.errors import CheckpointError
-    from megaspeed.checkpoint.whole_model import checkpoint_named
+    from megaspeed.checkpoint.inspection import checkpoint_named
     from megaspeed.hugging_face.errors import Disagreement, HuggingFaceError
     from megaspeed.hugging_face.exporting import export_model
 

@@ -20,7 +20,7 @@ from megaspeed.cli.options import (
     say,
     write_json,
 )
-from megaspeed.files.places import named_place
+from megaspeed.files.paths import path_argument
 
 
 def add_to(commands: Any) -> None:
@@ -28,12 +28,12 @@ def add_to(commands: Any) -> None:
     text = "make a checkpoint of a Hugging Face model"
     parser = commands.add_parser("import-hf", help=text, description=text)
     parser.set_defaults(run=run)
-    parser.add_argument("folder", type=named_place, metavar="DIR", help="the model's folder")
-    parser.add_argument("out", type=named_place, metavar="OUT", help="the checkpoint to make")
+    parser.add_argument("folder", type=path_argument, metavar="DIR", help="the model's folder")
+    parser.add_argument("out", type=path_argument, metavar="OUT", help="the checkpoint to make")
     which = parser.add_mutually_exclusive_group()
     which.add_argument(
         "--tokenizer",
-        type=named_place,
+        type=path_argument,
         metavar="PATH",
         help="a tokenizer.json, or a folder with one (the one beside the model)",
     )

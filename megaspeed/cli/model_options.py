@@ -4,7 +4,7 @@ import argparse
 from typing import TYPE_CHECKING
 
 from megaspeed.cli.options import new_file, say
-from megaspeed.files.places import named_place
+from megaspeed.files.paths import path_argument
 
 if TYPE_CHECKING:
     from megaspeed.inference.text_model import TextModel
@@ -14,14 +14,14 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     """``--checkpoint``, ``--tokenizer``, ``--device``, ``--dtype`` and ``--json``."""
     parser.add_argument(
         "--checkpoint",
-        type=named_place,
+        type=path_argument,
         required=True,
         metavar="DIR",
         help="a checkpoint; or a folder of them or of a run: the newest whole one",
     )
     parser.add_argument(
         "--tokenizer",
-        type=named_place,
+        type=path_argument,
         metavar="PATH",
         help="a tokenizer.json, or a folder with one (the checkpoint's own)",
     )

@@ -15,7 +15,7 @@ from megaspeed.config.loading import load_run
 from megaspeed.config.resolve import Run
 from megaspeed.config.section import LARGEST_COUNT, LARGEST_WORLD
 from megaspeed.data.config_problems import find_problems_in_file
-from megaspeed.files.places import named_place
+from megaspeed.files.paths import path_argument
 from megaspeed.files.reading import file_problem
 
 EXIT_DONE, EXIT_FAILED, EXIT_WRONG_INPUT = 0, 1, 2
@@ -106,7 +106,7 @@ def utf8_text(words: str) -> str:
 
 def new_file(text: str) -> Path:
     """A file on the command line that can be written: a new one, or one to replace."""
-    file = named_place(text)
+    file = path_argument(text)
     if file.is_dir():
         raise argparse.ArgumentTypeError(f"{file} is a folder; name a file in it")
     if not file.parent.is_dir():

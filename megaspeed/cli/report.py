@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from megaspeed.cli.options import EXIT_DONE, EXIT_WRONG_INPUT, new_file, say
-from megaspeed.files.durable import write_whole
-from megaspeed.files.places import named_place
+from megaspeed.files.durable import write_file
+from megaspeed.files.paths import path_argument
 
 
 def add_to(commands: Any) -> None:
@@ -19,7 +19,7 @@ def add_to(commands: Any) -> None:
     parser = commands.add_parser("report", help=text, description=text)
     parser.set_defaults(run=run)
     parser.add_argument(
-        "runs", type=named_place, nargs="+", metavar="RUN", help="the folder of a run"
+        "runs", type=path_argument, nargs="+", metavar="RUN", help="the folder of a run"
     )
     parser.add_argument(
         "--output",
@@ -43,6 +43,6 @@ def run(options: argparse.Namespace) -> int:
         return EXIT_WRONG_INPUT
     # A lone surrogate, which JSON can write, has no UTF-8.
     text = page(records).encode("utf-8", errors="replace")
-    write_whole(options.output, lambda stream: stream.write(text))
+    write_file(options.output, lambda stream: stream.write(text))
     say(f"{options.output} ({len(text) / 1000:,.0f} kB)")
     return EXIT_DONE

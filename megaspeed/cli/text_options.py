@@ -9,7 +9,7 @@ from megaspeed.config.data import Source
 from megaspeed.data.errors import DataError
 from megaspeed.data.text.sources import SourceFile, list_files
 from megaspeed.data.tokens.token_sources import token_paths
-from megaspeed.files.places import path_problem
+from megaspeed.files.paths import path_problem
 
 
 def add_text_options(parser: argparse.ArgumentParser) -> None:

@@ -26,7 +26,7 @@ from megaspeed.cli.tokenizing_progress import TokenizingProgress
 from megaspeed.data.tokenizer.text_tokenizer import load_tokenizer
 from megaspeed.data.tokenizing.tokenization import DEFAULT_SHARD_TOKENS, How, tokenize
 from megaspeed.data.tokenizing.workers import WorkerDied
-from megaspeed.files.places import named_place
+from megaspeed.files.paths import path_argument
 
 _GOES_ON = "what is done is kept, and the same command goes on with it"
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -41,14 +41,14 @@ def add_to(commands: Any) -> None:
     parser.add_argument(
         "--tokenizer",
         required=True,
-        type=named_place,
+        type=path_argument,
         metavar="T",
         help="a folder with a tokenizer, or its JSON",
     )
     parser.add_argument(
         "--output",
         required=True,
-        type=named_place,
+        type=path_argument,
         metavar="DIR",
         help="a new folder for the tokens",
     )

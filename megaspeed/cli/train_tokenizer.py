@@ -15,8 +15,8 @@ from megaspeed.cli.text_options import add_text_options, text_files
 from megaspeed.data.errors import DataError
 from megaspeed.data.text.documents import read_documents
 from megaspeed.data.tokenizer.training import check_trainable, train_tokenizer
-from megaspeed.files.new_folder import new_folder, refuse_existing
-from megaspeed.files.places import folder_problem, named_place
+from megaspeed.files.durable import new_folder, refuse_existing
+from megaspeed.files.paths import folder_problem, path_argument
 
 
 def add_to(commands: Any) -> None:
@@ -31,7 +31,7 @@ def add_to(commands: Any) -> None:
     parser.add_argument(
         "--output",
         required=True,
-        type=named_place,
+        type=path_argument,
         metavar="DIR",
         help="a new folder for the tokenizer",
     )

@@ -15,7 +15,7 @@ from megaspeed.config.strict_json import (
     parse_json,
     read_json_object,
 )
-from megaspeed.files.places import named_place, path_problem
+from megaspeed.files.paths import path_argument, path_problem
 from megaspeed.files.reading import file_problem
 
 # How one set of keys is laid over another: RFC 7396, JSON Merge Patch.
@@ -63,7 +63,7 @@ _SHOWN_CHARACTERS = 200
 
 def add_config_options(parser: ArgumentParser) -> None:
     """Add `--config` and `--set`, as `options.config` and `options.overrides`."""
-    parser.add_argument("--config", required=True, type=named_place, help="the run's JSON file")
+    parser.add_argument("--config", required=True, type=path_argument, help="the run's JSON file")
     parser.add_argument(
         "--set",
         dest="overrides",

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 KeyPath = tuple[str | int, ...]
 """The path of a value in the JSON: ("data", "train", 0) is the first source in `data.train`."""
 
-MOST_TOLD = 20
+MOST_LISTED = 20
 """The largest number of problems that one message lists; it counts the others."""
 
 _LONGEST_KEY = 100
@@ -70,9 +70,9 @@ def shortened(sentences: Iterable[str], most: int) -> list[str]:
 
 
 def numbered(problems: Sequence[str], where: str) -> str:
-    """The problems as a numbered list with a heading, at most ``MOST_TOLD`` of them."""
+    """The problems as a numbered list with a heading, at most ``MOST_LISTED`` of them."""
     count = "1 problem" if len(problems) == 1 else f"{len(problems):,} problems"
-    told = problems[:MOST_TOLD]
+    told = problems[:MOST_LISTED]
     lines = [f"{index}. {problem}" for index, problem in enumerate(told, start=1)]
-    lines += shortened(problems, MOST_TOLD)[len(told) :]
+    lines += shortened(problems, MOST_LISTED)[len(told) :]
     return "\n".join([f"{count} in {where}:", *(f"  {line}" for line in lines)])

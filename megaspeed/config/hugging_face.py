@@ -19,7 +19,7 @@ from megaspeed.config.errors import ConfigError, KeyPath, Problem
 from megaspeed.config.families import FAMILIES, Family, FixedKey
 from megaspeed.config.model import DERIVED_FIELDS, ModelConfig, RopeScaling
 from megaspeed.config.strict_json import JsonSyntaxError, describe_value, read_json_object
-from megaspeed.files.places import expand_home, path_problem
+from megaspeed.files.paths import expand_home, path_problem
 from megaspeed.files.reading import file_problem
 
 # Rotary positions in a Hugging Face `config.json`, which writes them in three ways.

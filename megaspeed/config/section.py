@@ -4,7 +4,7 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, field_validator
 
-from megaspeed.files.places import path_problem
+from megaspeed.files.paths import path_problem
 
 
 class Section(BaseModel):

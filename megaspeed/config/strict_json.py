@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from megaspeed.config.errors import KeyPath, Problem, dotted
-from megaspeed.files.reading import read_whole
+from megaspeed.files.reading import read_file
 
 
 class JsonSyntaxError(ValueError):
@@ -58,7 +58,7 @@ def read_json_object(path: Path) -> tuple[dict[str, Any], list[Problem]]:
         JsonSyntaxError: it cannot be read, or is not JSON, or not an object.
     """
     try:
-        text = read_whole(path).decode("utf-8-sig")
+        text = read_file(path).decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise JsonSyntaxError(
             f"{path} is not UTF-8 text: byte {error.start} is {error.object[error.start]:#04x}"

@@ -14,7 +14,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from megaspeed.config.document import Document
-from megaspeed.config.errors import MOST_TOLD, KeyPath, Problem, dotted
+from megaspeed.config.errors import MOST_LISTED, KeyPath, Problem, dotted
 from megaspeed.config.families import FAMILIES
 from megaspeed.config.hugging_face import FROM_HF, fill_from_hugging_face
 from megaspeed.config.model import DERIVED_FIELDS
@@ -204,7 +204,7 @@ def translate(error: ValidationError, values: Mapping[str, Any]) -> list[Problem
         if details[0]["type"] == "extra_forbidden":
             unknown += 1
             # Finding the nearest known key takes a millisecond; only the first are printed.
-            known = keys_at(path[:-1], values) if unknown <= MOST_TOLD else []
+            known = keys_at(path[:-1], values) if unknown <= MOST_LISTED else []
             problems.append(unknown_key(path, known))
         else:
             problems.append(Problem(path, _message(path, details, values)))

@@ -25,10 +25,10 @@ from typing import Any, BinaryIO
 from filelock import FileLock, Timeout
 
 from megaspeed.data.errors import DataError
-from megaspeed.files.durable import TEMPORARY, write_whole
-from megaspeed.files.places import expand_home
-from megaspeed.files.sealed_json import Facts, read_sealed, write_sealed
-from megaspeed.files.spaced_sample import sha256_of, spaced_sample
+from megaspeed.files.durable import TEMPORARY, write_file
+from megaspeed.files.json_values import Facts, read_sealed, write_sealed
+from megaspeed.files.paths import expand_home
+from megaspeed.files.reading import sha256_of, spaced_sample
 
 __all__ = ["CACHE_VARIABLE", "Cache", "Facts", "cache_key", "default_cache_dir", "index_path"]
 
@@ -103,7 +103,7 @@ class Cache:
         """
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            facts = write_whole(path, fill)
+            facts = write_file(path, fill)
             facts |= {"bytes": path.stat().st_size, "checksum": _checksum(path)}
         except OSError as error:
             raise _cannot_write(path, error) from error

@@ -21,7 +21,7 @@ from megaspeed.data.tokenizer.text_tokenizer import (
 )
 from megaspeed.data.tokenizer.training import check_trainable
 from megaspeed.data.tokens.token_sources import why_not_tokens
-from megaspeed.files.changes import FileState, are_settled
+from megaspeed.files.reading import FileState, are_settled
 
 
 @dataclass(frozen=True)

@@ -1,1 +1,1 @@
-"""Files that are whole or absent, whatever a process or a machine dies of."""
+"""Locks, paths, and files and folders that are complete or absent after any interruption."""

@@ -1,4 +1,4 @@
-"""Reads files from other sources: only regular files, and only up to a size limit.
+"""Reads and recognizes files from other sources: only regular files, in bounded time and memory.
 
     regular file      read, up to a limit
     named pipe        opening it would wait for a writer
@@ -9,6 +9,7 @@ Links are followed.
 """
 
 import errno
+import hashlib
 import os
 import stat
 from collections.abc import Iterable, Iterator
@@ -16,6 +17,12 @@ from pathlib import Path
 
 LARGEST_BYTES = 1 << 24
 """Limit for a file that is read into memory: 16 MiB. The largest model index has 10 MB."""
+
+FileState = tuple[str, int, int, int]
+"""(path, size in bytes, mtime in ns, ctime in ns). If it is unchanged, so is the file."""
+
+_COARSEST_TICK_SECONDS = 2.0
+"""Of the file systems' clocks, the slowest (FAT) ticks every two seconds."""
 
 _KINDS = (
     (stat.S_ISDIR, "a folder"),
@@ -41,7 +48,7 @@ def file_problem(path: Path) -> str | None:
     return None if kind is None else f"is {kind}"
 
 
-def read_whole(path: Path, largest_bytes: int = LARGEST_BYTES) -> bytes:
+def read_file(path: Path, largest_bytes: int = LARGEST_BYTES) -> bytes:
     """The bytes of an ordinary file.
 
     Raises:
@@ -73,3 +80,62 @@ def special_among(paths: Iterable[Path]) -> Iterator[str]:
         problem = file_problem(path)
         if problem is not None and os.path.lexists(path) and not os.path.isdir(path):
             yield f"{path} {problem}, and must be a file"
+
+
+def sha256_of(path: Path) -> str:
+    """The hash of a file in hexadecimal, computed in constant memory.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def spaced_sample(path: Path, stretches: int, stretch_bytes: int) -> str:
+    """sha256 over evenly spaced stretches of a file, for a file of any size.
+
+        ##----##----##----##        # hashed, - not read
+
+    The first and the last bytes are included. In a short file the stretches overlap. The size of
+    the file is not part of the hash.
+
+    Args:
+        path: the file.
+        stretches: how many, at least 2.
+        stretch_bytes: the length of each.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    digest = hashlib.sha256()
+    last = max(0, path.stat().st_size - stretch_bytes)
+    with path.open("rb") as stream:
+        for stretch in range(stretches):
+            stream.seek(last * stretch // (stretches - 1))
+            digest.update(stream.read(stretch_bytes))
+    return digest.hexdigest()
+
+
+def state_of(path: Path) -> FileState:
+    """The state of the file at ``path``.
+
+    Raises:
+        OSError: nothing is there.
+    """
+    found = path.stat()
+    return (str(path.absolute()), found.st_size, found.st_mtime_ns, found.st_ctime_ns)
+
+
+def are_settled(states: Iterable[FileState], seen_at_seconds: float) -> bool:
+    """Whether every later change of the files will change their states.
+
+    A file that changes twice within one tick of the file system's clock, and keeps its size, has
+    the same state both times.
+
+    Args:
+        states: the states that were seen.
+        seen_at_seconds: when they were seen, in seconds since the epoch.
+    """
+    times_ns = [max(mtime_ns, ctime_ns) for _, _, mtime_ns, ctime_ns in states]
+    return max(times_ns, default=0) / 1e9 < seen_at_seconds - _COARSEST_TICK_SECONDS

@@ -20,13 +20,12 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from megaspeed.checkpoint.loading import read_pieces_alone
+from megaspeed.checkpoint.manifest import write_files
 from megaspeed.checkpoint.pieces import Piece
+from megaspeed.checkpoint.reading import GENERATION, model_config, read_pieces
 from megaspeed.checkpoint.tensors import WEIGHTS, key
-from megaspeed.checkpoint.tokenizer_files import GENERATION, write_tokenizer_files
-from megaspeed.checkpoint.whole_model import model_config
 from megaspeed.config.hugging_face import CONFIG_FILE, hugging_face_config
-from megaspeed.files.new_folder import new_folder, refuse_existing
+from megaspeed.files.durable import new_folder, refuse_existing
 from megaspeed.hugging_face.errors import HuggingFaceError
 from megaspeed.hugging_face.free_space import check_disk
 from megaspeed.hugging_face.generation import json_file, read_generation, token_ids
@@ -95,7 +94,7 @@ def export_model(
         described = {CONFIG_FILE: {**config, "torch_dtype": precision}, GENERATION: generation}
         described |= index
         files = {name: json_file(values) for name, values in described.items()}
-        write_tokenizer_files(writing, {**files, **vocabulary.files})
+        write_files(writing, {**files, **vocabulary.files})
         agreement = compare(checkpoint, writing, dtype=dtype, strict=True) if verify else None
     tell(
         f"{out}: {_elements(parts):,} parameters, {precision}, in {_counted(len(shards))}, "
@@ -161,7 +160,7 @@ def _read(checkpoint: Path, parts: Sequence[Part], dtype: torch.dtype) -> dict[s
         )
         for part in parts
     ]
-    read_pieces_alone(checkpoint, pieces)
+    read_pieces(checkpoint, pieces)
     return tensors
 
 

@@ -3,7 +3,7 @@
 import shutil
 from pathlib import Path
 
-from megaspeed.files.places import nearest_existing
+from megaspeed.files.paths import nearest_existing
 from megaspeed.hugging_face.errors import HuggingFaceError
 
 _MEMORY = Path("/proc/meminfo")

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megaspeed.checkpoint.tokenizer_files import GENERATION
+from megaspeed.checkpoint.reading import GENERATION
 from megaspeed.config.hugging_face import CONFIG_FILE, FETCH_ANEW
 from megaspeed.config.strict_json import JsonSyntaxError, read_json_object
 from megaspeed.hugging_face.errors import HuggingFaceError

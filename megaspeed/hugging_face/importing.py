@@ -17,18 +17,14 @@ import torch
 from torch import Tensor
 
 from megaspeed import __version__
-from megaspeed.checkpoint.manifest import write_manifest
 from megaspeed.checkpoint.pieces import LARGEST_PIECE_BYTES, Piece
 from megaspeed.checkpoint.run_state import Progress, RunState
-from megaspeed.checkpoint.saving import write_run_state
-from megaspeed.checkpoint.stored import BYTES_PER_ELEMENT
-from megaspeed.checkpoint.tensors import WEIGHTS, expected_shapes, key
-from megaspeed.checkpoint.tokenizer_files import write_tokenizer_files
-from megaspeed.checkpoint.writing_alone import write_pieces_alone
+from megaspeed.checkpoint.tensors import BYTES_PER_ELEMENT, WEIGHTS, expected_shapes, key
+from megaspeed.checkpoint.writing import write_checkpoint
 from megaspeed.config.families import FAMILIES
 from megaspeed.config.loading import parse_config
 from megaspeed.config.model import ModelConfig
-from megaspeed.files.new_folder import new_folder, refuse_existing
+from megaspeed.files.durable import new_folder, refuse_existing
 from megaspeed.files.reading import special_files
 from megaspeed.hugging_face.errors import HuggingFaceError
 from megaspeed.hugging_face.free_space import check_disk
@@ -85,10 +81,8 @@ def import_model(
     if verify:
         check_room(model)
     with new_folder(out) as writing:
-        seals = write_pieces_alone(writing, _pieces(model, stored))
-        seals |= write_tokenizer_files(writing, {**vocabulary.files, **generation})
-        seals |= write_run_state(writing, _state(model, folder))
-        write_manifest(writing, seals)
+        beside = {**vocabulary.files, **generation}
+        write_checkpoint(writing, _pieces(model, stored), _state(model, folder), beside)
         agreement = compare(writing, folder) if verify else None
     tell(f"{out}: {_count(model):,} parameters, from {folder}")
     rounded = [name for name, tensor in stored.items() if tensor.dtype == torch.float64]

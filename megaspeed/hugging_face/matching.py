@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 
 import torch
 
-from megaspeed.checkpoint.tensors import MOST_TOLD, shape_text
+from megaspeed.checkpoint.tensors import MOST_LISTED, shape_text
 from megaspeed.config.errors import shortened
 from megaspeed.config.families import FAMILIES
 from megaspeed.config.model import ModelConfig
@@ -47,7 +47,7 @@ def matching_tensors(
     if HEAD not in parts and {HEAD, embedding} <= stored.keys():
         problems += _tied_problems(stored[HEAD], stored[embedding])
     if problems:
-        listed = "\n".join(f"  {problem}" for problem in shortened(problems, MOST_TOLD))
+        listed = "\n".join(f"  {problem}" for problem in shortened(problems, MOST_LISTED))
         raise HuggingFaceError(
             f"the weights are not those of the model in config.json:\n{listed}\n"
             "Fetch both anew, from one revision."

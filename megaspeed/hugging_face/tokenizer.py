@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from megaspeed.checkpoint.tokenizer_files import TOKENIZER, read_tokenizer_files
+from megaspeed.checkpoint.reading import TOKENIZER, read_tokenizer_files
 from megaspeed.data.errors import DataError
 from megaspeed.data.tokenizer.text_tokenizer import (
     NoEndOfText,

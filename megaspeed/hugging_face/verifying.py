@@ -27,8 +27,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from megaspeed.checkpoint.reading import load_model, model_config
 from megaspeed.checkpoint.tensors import expected_shapes
-from megaspeed.checkpoint.whole_model import load_whole_model, model_config
 from megaspeed.config.model import ModelConfig
 from megaspeed.hugging_face.errors import Disagreement
 from megaspeed.hugging_face.free_space import check_memory
@@ -121,7 +121,7 @@ def compare(
     text = stock.continued(_spread_ids(config.vocab_size, greedy), wanted)
     del stock
     gc.collect()
-    model = load_whole_model(checkpoint)
+    model = load_model(checkpoint)
     for parameter in model.parameters():
         parameter.copy_(parameter.to(dtype))
     single = _compare_logits(model, prompts, theirs, SINGLE)

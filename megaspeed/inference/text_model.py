@@ -11,8 +11,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from megaspeed.checkpoint.inspection import checkpoint_named
+from megaspeed.checkpoint.reading import load_model, saved_tokenizer
 from megaspeed.checkpoint.run_state import NOT_STATED, RunState
-from megaspeed.checkpoint.whole_model import checkpoint_named, load_whole_model, saved_tokenizer
 from megaspeed.config.model import ModelConfig
 from megaspeed.data.errors import DataError
 from megaspeed.data.tokenizer.text_tokenizer import TextTokenizer, load_tokenizer
@@ -106,7 +107,7 @@ def load_text_model(
             f"{config.vocab_size}, and the tokenizer {tokenizer or checkpoint} has "
             f"{text_tokenizer.vocab_size} entries; name the one it was trained with in --tokenizer"
         )
-    model = load_whole_model(checkpoint, device=device, dtype=dtype)
+    model = load_model(checkpoint, device=device, dtype=dtype)
     ids = opening_ids(opening, text_tokenizer, imported=state.imported_from is not None)
     if always_open and not ids:
         ids = (text_tokenizer.end_of_text,)

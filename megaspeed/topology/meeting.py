@@ -26,7 +26,7 @@ from typing import Any, Self
 
 import torch.distributed as dist
 
-from megaspeed.files.leaves import leaves
+from megaspeed.files.json_values import leaves
 from megaspeed.topology.launch import LaunchEnvironment
 from megaspeed.topology.process_settings import allow_open_files
 

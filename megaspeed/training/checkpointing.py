@@ -1,27 +1,36 @@
-"""A run's checkpoints: what of this rank goes into one, and how the run goes on from one.
+"""Saves and loads the checkpoints of a run.
 
     engine's state fragments --owned parts--> pieces --Saver--> files
-    files --every part, copies too--> pieces (views of the engine's state) --> the engine goes on
+    files --all parts--> pieces (views of the engine's state) --> the engine continues
 
-Written once, by its owner: a copy that another tensor rank, the other end of a tied embedding or
-another data rank (ZeRO-0) counts is left out. Read by everyone who holds it.
+Each element is written once, by its owner, and read by every rank that holds a copy. Copies exist
+of parameters that tensor ranks share, of a tied embedding, and at ZeRO-0 on all data ranks.
+
+A checkpoint also has the run's tokenizer, and the generation_config.json of an imported model.
 """
 
 import dataclasses
 import importlib.metadata
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from tokenizers import Tokenizer
+
 from megaspeed import __version__
-from megaspeed.checkpoint.errors import CheckpointError
+from megaspeed.checkpoint.errors import CheckpointError, broadcast
 from megaspeed.checkpoint.folders import CHECKPOINTS, CheckpointFolder
-from megaspeed.checkpoint.loading import read_pieces
 from megaspeed.checkpoint.pieces import HostCopy, Piece, pieces_of
-from megaspeed.checkpoint.reader import saved_shapes
+from megaspeed.checkpoint.reading import (
+    GENERATION,
+    TOKENIZER,
+    read_pieces,
+    read_tokenizer_files,
+    saved_shapes,
+)
 from megaspeed.checkpoint.run_state import (
     NOT_STATED,
     DataIdentity,
@@ -30,16 +39,14 @@ from megaspeed.checkpoint.run_state import (
     Progress,
     RunState,
 )
-from megaspeed.checkpoint.saving import Saver, SaveReport
 from megaspeed.checkpoint.tensors import KINDS, expected_tensors, key, mismatches
-from megaspeed.checkpoint.together import from_rank_0
-from megaspeed.checkpoint.tokenizer_files import read_tokenizer_files
+from megaspeed.checkpoint.writing import Saver, SaveReport
 from megaspeed.config.resolve import Run
 from megaspeed.data.prepared import PreparedCorpus
+from megaspeed.data.tokenizer.text_tokenizer import TextTokenizer
 from megaspeed.model.parameters import logical_name
 from megaspeed.topology.process_settings import work_for
-from megaspeed.training.carried_files import generation_file
-from megaspeed.training.resumed_run import data_changes, go_on, model_changes
+from megaspeed.training.resumed_run import data_changes, model_changes, resumed_progress
 from megaspeed.training.worker import Worker
 
 _PACKAGES = ("torch", "deepspeed")
@@ -47,11 +54,11 @@ _SECONDS_FOR_A_SAVE_AFTER_AN_EXCEPTION = 10.0
 
 
 class Checkpointing:
-    """Saves and loads one run. All ranks call every method but ``finished`` together.
+    """Saves and loads one run. All ranks call every method except ``finished`` together.
 
     Args:
         worker: this rank of the run.
-        corpus: the run's data, which a later run is compared with.
+        corpus: the run's data; a run that resumes compares its data with it.
     """
 
     def __init__(self, worker: Worker, corpus: PreparedCorpus) -> None:
@@ -64,7 +71,7 @@ class Checkpointing:
             worker.context.checkpoint_group,
             keep_last=training.keep_last,
             expected=expected_tensors(self._run.config.model),
-            # Read now: a cache may be emptied while the run goes on.
+            # Read now, because the cache may be emptied while the run continues.
             beside=read_tokenizer_files(corpus.tokenizer if worker.context.rank == 0 else None),
         )
         self._host_copy = HostCopy()
@@ -86,11 +93,11 @@ class Checkpointing:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Waits for a save that is under way.
+        """Waits for a save that is in progress.
 
-        Meanwhile the other ranks' threads wait for this rank's, and the process groups must exist.
-        After an exception it waits for 10 seconds at most, because the save never ends if another
-        rank has failed too.
+        The other ranks' threads wait for this rank's thread, and the process groups must exist
+        until the save has ended. After an exception it waits for 10 seconds at most, because the
+        save never ends if another rank has failed too.
         """
         if error is None:
             self.close()
@@ -98,11 +105,11 @@ class Checkpointing:
             wait([self._in_flight], timeout=_SECONDS_FOR_A_SAVE_AFTER_AN_EXCEPTION)
 
     def save(self, progress: Progress) -> None:
-        """Saves the run as it stands between two steps.
+        """Saves the state of the run between two steps.
 
-        With ``training.async_save`` it waits for an earlier save that is still under way, enqueues
-        the copies of the state to host memory, and returns. It does not wait for a GPU: the saving
-        thread does.
+        With ``training.async_save``, it waits for an earlier save that is still in progress,
+        enqueues the copies of the state to host memory, and returns. The saving thread waits for
+        the GPU, and the training thread does not.
         """
         start = time.perf_counter()
         state = self._state(progress)
@@ -123,39 +130,40 @@ class Checkpointing:
         self._in_flight = self._background.submit(write)
 
     def finished(self) -> list[SaveReport]:
-        """Saves that have ended since this was last asked; waits for nothing."""
+        """Reports of the saves that have ended since the last call. Does not wait."""
         if self._in_flight is not None and self._in_flight.done():
             self._wait()
         finished, self._finished = self._finished, []
         return finished
 
     def close(self) -> list[SaveReport]:
-        """Waits for a save that is under way; what ``finished`` would return then."""
+        """Waits for a save that is in progress, then returns what ``finished`` returns."""
         self._wait()
         return self.finished()
 
     def load(self, checkpoint: Path, *, allow_data_change: bool = False) -> Progress:
-        """Makes this run go on from a checkpoint that is whole.
+        """Loads a complete checkpoint, so that the run continues from it.
 
-        From an imported model it begins: step 0, moments of zeros.
+        A run that loads an imported model starts at step 0, with moments of zero.
 
         Args:
-            checkpoint: its folder.
-            allow_data_change: take it although it was trained on other data.
+            checkpoint: the folder of the checkpoint.
+            allow_data_change: whether the checkpoint may have been trained on other data.
 
         Raises:
-            CheckpointError: on every rank, with everything in which the run does not fit.
+            CheckpointError: on every rank; lists all differences that prevent the run from
+                continuing.
         """
         group = self._saver.group
-        saved = from_rank_0(group, lambda: self._fitting_state(checkpoint, allow_data_change))
+        saved = broadcast(group, lambda: self._fitting_state(checkpoint, allow_data_change))
         read_pieces(checkpoint, self._pieces(saved.kinds, owned=False), group)
         self._zero_moments_but(saved.kinds)
-        kept = from_rank_0(group, lambda: generation_file(checkpoint, self._saver.beside))
+        kept = broadcast(group, lambda: generation_file(checkpoint, self._saver.beside))
         self._saver = dataclasses.replace(self._saver, beside={**self._saver.beside, **kept})
-        self._worker.engine.take_state(saved.progress.steps_taken)
+        self._worker.engine.load_state(saved.progress.steps_taken)
         if saved.loss_scale is not None:
-            self._worker.engine.take_loss_scale(saved.loss_scale.model_dump())
-        return go_on(saved, self._data)
+            self._worker.engine.load_loss_scale(saved.loss_scale.model_dump())
+        return resumed_progress(saved, self._data)
 
     def _wait(self) -> None:
         if self._in_flight is not None:
@@ -172,7 +180,7 @@ class Checkpointing:
         if problems:
             listed = "\n".join(f"  {i}. {problem}" for i, problem in enumerate(problems, start=1))
             raise CheckpointError(
-                f"{checkpoint} ({saved.origin}) is not of this run (at "
+                f"{checkpoint} ({saved.origin}) does not match this run (at "
                 f"{layout_of(self._run)}):\n{listed}"
             )
         return saved
@@ -193,14 +201,14 @@ class Checkpointing:
         )
 
     def _zero_moments_but(self, read: Sequence[str]) -> None:
-        """Of a kind that was not read, every element is as before the first step."""
+        """Sets the kinds of tensors that were not read to zero, as before the first step."""
         for fragment in self._worker.engine.state_fragments():
             for kind in KINDS:
                 if kind not in read:
                     getattr(fragment, kind).zero_()
 
     def _pieces(self, kinds: Sequence[str] = KINDS, *, owned: bool) -> Iterator[Piece]:
-        """What this rank writes (owned), or what it reads: everything it holds of these kinds."""
+        """What this rank writes (``owned``), or what it reads: everything that it holds."""
         worker = self._worker
         engine = worker.engine
         for fragment in engine.state_fragments():
@@ -217,9 +225,9 @@ class Checkpointing:
                 )
 
     def _written_part(self, owned_elements: int) -> range:
-        """Of the leading elements that this rank counts, those that it writes.
+        """Which of its leading ``owned_elements`` elements this rank writes.
 
-        At ZeRO-0 every data rank holds all of them, and each writes its share.
+        At ZeRO-0, every data rank holds all of them, and each writes its share.
         """
         if self._run.zero_stage > 0:
             return range(owned_elements)
@@ -228,7 +236,7 @@ class Checkpointing:
 
 
 def data_identity(corpus: PreparedCorpus) -> DataIdentity:
-    """What of the prepared data decides which tokens a sample is."""
+    """The properties of the prepared data that determine the tokens of each sample."""
     return DataIdentity(
         corpus=corpus.fingerprint,
         tokenizer=corpus.tokenizer_fingerprint or NOT_STATED,
@@ -238,7 +246,7 @@ def data_identity(corpus: PreparedCorpus) -> DataIdentity:
 
 
 def layout_of(run: Run) -> Layout:
-    """The layout of a run, as a checkpoint remembers it."""
+    """The layout of a run, as a checkpoint stores it."""
     return Layout(
         pp=run.grid.pp,
         dp=run.grid.dp,
@@ -248,3 +256,27 @@ def layout_of(run: Run) -> Layout:
         sequence_parallel=run.config.parallel.sequence_parallel,
         precision=run.precision,
     )
+
+
+def generation_file(checkpoint: Path, beside: Mapping[str, bytes]) -> dict[str, bytes]:
+    """The generation_config.json of a checkpoint, if it fits the tokenizer of the run.
+
+    The file refers to tokens by their ids, and in another tokenizer these are other tokens.
+
+    Args:
+        checkpoint: the checkpoint that the run starts from.
+        beside: name -> content of the files of the run's tokenizer.
+
+    Returns:
+        Name -> content of the file; nothing if there is none, or the tokenizer has changed.
+    """
+    file, tokenizer = checkpoint / GENERATION, checkpoint / TOKENIZER
+    if not (file.is_file() and tokenizer.is_file() and TOKENIZER in beside):
+        return {}
+    same = _fingerprint(tokenizer.read_bytes()) == _fingerprint(beside[TOKENIZER])
+    return {GENERATION: file.read_bytes()} if same else {}
+
+
+def _fingerprint(tokenizer_json: bytes) -> str:
+    # The token that ends a document is not part of the fingerprint.
+    return TextTokenizer(Tokenizer.from_buffer(tokenizer_json), end_of_text=0).fingerprint

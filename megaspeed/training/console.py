@@ -24,9 +24,8 @@ from rich.progress import Progress as ProgressBar
 from rich.table import Table
 
 from megaspeed.checkpoint.run_state import Progress
-from megaspeed.checkpoint.saving import SaveReport
-from megaspeed.checkpoint.stored import BYTES_PER_ELEMENT
-from megaspeed.checkpoint.tensors import KINDS
+from megaspeed.checkpoint.tensors import BYTES_PER_ELEMENT, KINDS
+from megaspeed.checkpoint.writing import SaveReport
 from megaspeed.config.resolve import Run
 from megaspeed.data.prepared import PreparedCorpus
 from megaspeed.pipeline.partition import parameters_of_stages
@@ -77,7 +76,7 @@ def describe_start(start: Start, run: Run) -> list[str]:
     """Lines that state where the run starts, and which checkpoints were skipped."""
     lines = [
         f"[yellow]skipped {escape(str(checkpoint))}:[/yellow] {escape(why)}"
-        for checkpoint, why in start.passed_over
+        for checkpoint, why in start.skipped
     ]
     if start.is_end_of(run):
         lines.append(

@@ -15,9 +15,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.text import Text
 
-from megaspeed.checkpoint.errors import CheckpointError
+from megaspeed.checkpoint.errors import CheckpointError, broadcast
 from megaspeed.checkpoint.run_state import NOT_STATED, Progress
-from megaspeed.checkpoint.together import from_rank_0
 from megaspeed.config.resolve import Run
 from megaspeed.data.prepared import PreparedCorpus
 from megaspeed.topology.activity import SAVE_PATIENCE, START_UP_PATIENCE, Activity
@@ -43,11 +42,11 @@ from megaspeed.training.run_folder import (
     LOSS_CURVE,
     METRICS,
     PARTS,
+    check_shared_folder,
     continue_run_folder,
+    run_lock,
     start_run_folder,
 )
-from megaspeed.training.run_lock import sole_use
-from megaspeed.training.shared_folder import check_shared_folder
 from megaspeed.training.trainer import (
     Trainer,
     TrainingDiverged,
@@ -173,11 +172,11 @@ class Job:
                 check_shared_folder(run.run_dir, context)
             self.log.open()
             waited = _SECONDS_OF_A_DEAD_LOCK if restarts.number else 0.0
-            with sole_use(run.run_dir, context, wait_seconds=waited):
-                no_progress = from_rank_0(group, lambda: restarts.problem(run))
+            with run_lock(run.run_dir, context, wait_seconds=waited):
+                no_progress = broadcast(group, lambda: restarts.problem(run))
                 if no_progress is not None:
                     raise NoProgress(no_progress)
-                options = from_rank_0(group, lambda: restarts.options(self.stated, run))
+                options = broadcast(group, lambda: restarts.options(self.stated, run))
                 with during("checking checkpoints", patience=SAVE_PATIENCE):
                     start = find_start(options, run, context)
                 for line in (*restarts.describe(start.step), *describe_start(start, run)):
@@ -231,7 +230,7 @@ class Job:
             with self.activity.during(f"loading {start.checkpoint}", patience=SAVE_PATIENCE):
                 allowed = options.allow_data_change
                 begin = checkpointing.load(start.checkpoint, allow_data_change=allowed)
-        from_rank_0(context.checkpoint_group, lambda: self._open_run_folder(start))
+        broadcast(context.checkpoint_group, lambda: self._open_run_folder(start))
         if start.checkpoint is not None and not start.in_place:
             # Otherwise a run that fails before its first save would restart at step 0.
             with self.activity.during("saving the first checkpoint", patience=SAVE_PATIENCE):

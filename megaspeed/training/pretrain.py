@@ -40,9 +40,8 @@ from megaspeed.training.console import describe_corpus, describe_spare_ranks
 from megaspeed.training.faults import inject_into_process
 from megaspeed.training.job import EXPECTED, STOPPED, Job, Predictions
 from megaspeed.training.reporting import check_packages
-from megaspeed.training.restarts import Restarts, restart_number
-from megaspeed.training.resume import ResumeOptions, check_resume
-from megaspeed.training.resumed_split import keep_split
+from megaspeed.training.restarts import Restarts
+from megaspeed.training.resume import ResumeOptions, check_resume, keep_split, restart_number
 from megaspeed.training.run_folder import check_run_folder
 from megaspeed.training.trainer import TrainingSummary
 

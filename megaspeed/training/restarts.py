@@ -18,7 +18,7 @@ import torch.distributed as dist
 from megaspeed.config.resolve import Run
 from megaspeed.topology.meeting import Meeting
 from megaspeed.training.metrics import last_step
-from megaspeed.training.resume import AUTO, ResumeOptions
+from megaspeed.training.resume import AUTO, ResumeOptions, restart_number
 from megaspeed.training.run_folder import METRICS, checkpoint_folder
 
 _OPENED, _REACHED, GIVEN_UP = "opened by attempt", "reached", "given up"
@@ -26,11 +26,6 @@ _OPENED, _REACHED, GIVEN_UP = "opened by attempt", "reached", "given up"
 
 class NoProgress(RuntimeError):
     """The last two attempts failed at the same point, so another would fail there, too."""
-
-
-def restart_number() -> int:
-    """How many times the launcher has started the ranks again."""
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
 class Restarts:

@@ -6,27 +6,36 @@
     --fresh           earlier files in training.run_dir are moved away, so nothing is refused
 
 Until the checkpoint is loaded, only the remains of failed saves are removed.
+
+A resumed run also keeps the rule by which its validation data was held out. With another rule, it
+would train on different text, and resuming would be refused.
 """
 
 import os
 from argparse import ArgumentParser, Namespace
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
-from megaspeed.checkpoint.errors import CheckpointError
-from megaspeed.checkpoint.finding import Found, newest_whole
+from megaspeed.checkpoint.errors import CheckpointError, broadcast
 from megaspeed.checkpoint.folders import is_leftover, locate
+from megaspeed.checkpoint.inspection import Found, newest_complete
 from megaspeed.checkpoint.run_state import RunState
-from megaspeed.checkpoint.together import from_rank_0
 from megaspeed.config.resolve import Run
-from megaspeed.files.places import expand_home, named_place
+from megaspeed.files.paths import expand_home, path_argument
 from megaspeed.topology.context import ParallelContext
-from megaspeed.training.resumed_rate import rate_change
-from megaspeed.training.resumed_run import config_changes, mask_changes, training_changes
+from megaspeed.training.resumed_run import (
+    config_changes,
+    mask_changes,
+    rate_change,
+    saved_config,
+    training_changes,
+)
 from megaspeed.training.run_folder import checkpoint_folder
 
 AUTO, NEVER = "auto", "never"
+
+_RULE = "hold_out_by"
 
 _NO_COMMON_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 """If it is 1, torchrun keeps no information between attempts. Nodes can join only then."""
@@ -55,7 +64,7 @@ class ResumeOptions:
         parser.add_argument(
             "--resume",
             default=AUTO,
-            type=lambda text: str(named_place(text)),
+            type=lambda text: str(path_argument(text)),
             metavar="auto|never|DIR",
             help="auto: from the newest complete checkpoint in training.run_dir, if there is one; "
             "never: at step 0; DIR: from this checkpoint, or the newest complete one in DIR",
@@ -95,7 +104,7 @@ class Start:
         checkpoint: the checkpoint to load; None: the initial weights.
         step: the step of the checkpoint; 0 without one.
         in_place: whether the run continues in its own run folder; else the folder restarts.
-        passed_over: newer checkpoints that are not complete, each with the reason.
+        skipped: newer checkpoints that are not complete, each with the reason.
         changes: changes of dropout masks and configuration since the checkpoint was saved, as
             "key: before -> now".
         rate_change: a warning if the next step's learning rate differs from the saved schedule.
@@ -104,7 +113,7 @@ class Start:
     checkpoint: Path | None = None
     step: int = 0
     in_place: bool = False
-    passed_over: tuple[tuple[Path, str], ...] = ()
+    skipped: tuple[tuple[Path, str], ...] = ()
     changes: tuple[str, ...] = ()
     rate_change: str | None = None
 
@@ -130,9 +139,9 @@ def check_resume(options: ResumeOptions, run: Run) -> None:
     named = None if options.path is None else _named(options.path)
     if named == []:
         raise CheckpointError(f"--resume {options.path} has no checkpoint; name another folder")
-    goes_on = options.source == AUTO or (named is not None and _is_of(run, named[0]))
+    resumes = options.source == AUTO or (named is not None and _is_of(run, named[0]))
     present = checkpoint_folder(run).newest_first()
-    if present and not goes_on and not options.fresh:
+    if present and not resumes and not options.fresh:
         raise CheckpointError(
             f"--resume {options.source} would start over a run that has {len(present)} "
             f"checkpoints, the newest {present[0]}. Resume from it with --resume {AUTO}, start at "
@@ -149,25 +158,49 @@ def find_start(options: ResumeOptions, run: Run, context: ParallelContext) -> St
             with a different configuration has already taken all steps.
     """
     group = context.checkpoint_group
-    candidates = from_rank_0(group, lambda: _candidates(options, run))
+    candidates = broadcast(group, lambda: _candidates(options, run))
     if not candidates:
         return Start()
-    found = newest_whole(candidates, group)
+    found = newest_complete(candidates, group)
     if found.checkpoint is None:
-        raise CheckpointError(_none_is_whole(found))
+        raise CheckpointError(_none_is_complete(found))
     checkpoint = found.checkpoint
-    saved = from_rank_0(group, lambda: RunState.read(checkpoint))
+    saved = broadcast(group, lambda: RunState.read(checkpoint))
     start = Start(
         checkpoint=checkpoint,
         step=saved.progress.step,
         in_place=not options.fresh and _is_of(run, checkpoint),
-        passed_over=found.passed_over,
+        skipped=found.skipped,
         changes=(*mask_changes(saved, run), *config_changes(saved, run)),
         rate_change=rate_change(saved, run),
     )
     if start.is_end_of(run) and (others := training_changes(saved, run)):
         raise CheckpointError(_finished_otherwise(checkpoint, start.step, others))
     return start
+
+
+def keep_split(options: ResumeOptions, run: Run) -> tuple[Run, str | None]:
+    """The run with the rule of its checkpoint for validation data, unless the JSON states a rule.
+
+    The corpus is prepared before the ranks communicate, so each rank reads the checkpoint itself.
+
+    Returns:
+        The run, and a line for the console if the rule is not that of a new run.
+    """
+    data = run.config.data
+    rule = None if _RULE in data.model_fields_set else _saved_rule(options, run)
+    if rule in (None, data.hold_out_by):
+        return run, None
+    kept = data.model_copy(update={_RULE: rule})
+    run = replace(run, config=run.config.model_copy(update={"data": kept}))
+    if data.validation is not None or data.validation_fraction == 0:
+        return run, None
+    return run, f'validation data is held out as in the saved run (data.{_RULE} "{rule}")'
+
+
+def restart_number() -> int:
+    """How many times the launcher has started the ranks again."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
 def _candidates(options: ResumeOptions, run: Run) -> list[Path]:
@@ -223,8 +256,8 @@ def _finished_otherwise(checkpoint: Path, step: int, changes: list[str]) -> str:
     )
 
 
-def _none_is_whole(found: Found) -> str:
-    lines = [f"  {checkpoint}: {why}" for checkpoint, why in found.passed_over]
+def _none_is_complete(found: Found) -> str:
+    lines = [f"  {checkpoint}: {why}" for checkpoint, why in found.skipped]
     return "\n".join(
         [
             "There are checkpoints to resume from, but none is complete:",
@@ -233,3 +266,23 @@ def _none_is_whole(found: Found) -> str:
             "earlier-N/ and deletes nothing.",
         ]
     )
+
+
+def _saved_rule(options: ResumeOptions, run: Run) -> Any:
+    """The rule in the newest checkpoint that the run would resume from; None if there is none."""
+    own = checkpoint_folder(run).newest_first()
+    if options.path is not None:
+        # A restart continues from its own checkpoints. Then DIR may have been pruned or moved.
+        gone = restart_number() > 0 and not options.path.exists()
+        candidates = own if gone and own else locate(options.path)
+    elif options.source == AUTO and not options.fresh:
+        candidates = own
+    else:
+        candidates = []
+    for checkpoint in candidates:
+        try:
+            saved = RunState.read(checkpoint)
+        except CheckpointError:  # reported later, with the reason
+            continue
+        return saved_config(saved).get("data", {}).get(_RULE)
+    return None

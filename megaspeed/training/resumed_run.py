@@ -3,10 +3,14 @@
 Layout, ZeRO stage, schedule, precision, batch, optimizer and dropout may change. The function of
 the model may not change, and the data only if the user allows it. Otherwise the loss would continue
 to fall, but would no longer measure the same thing.
+
+A schedule without ``total_num_steps`` ends with ``training.steps``. If a resumed run has more
+steps, the schedule is stretched, and the learning rate jumps. This is reported as a warning.
 """
 
 import json
 import math
+import shlex
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,9 +19,12 @@ from pydantic import BaseModel, ValidationError
 from megaspeed import __version__
 from megaspeed.checkpoint.run_state import DataIdentity, Progress, RunState
 from megaspeed.config.model import ModelConfig
-from megaspeed.config.resolve import Run
-from megaspeed.config.run import RunConfig
-from megaspeed.files.leaves import leaves
+from megaspeed.config.resolve import Run, config_problems
+from megaspeed.config.run import OptimizerConfig, RunConfig
+from megaspeed.config.scheduler import SchedulerConfig
+from megaspeed.config.section import Section
+from megaspeed.files.json_values import leaves
+from megaspeed.training.step_inputs import learning_rate
 
 _DATA_KEYS = {
     "corpus": "the training text (data.train)",
@@ -70,6 +77,15 @@ _FREE_MODEL_KEYS = {
     "max_position_embeddings",
 }
 
+_RELATIVE_DIFFERENCE = 1e-9
+_RATES = {
+    "optimizer.params.lr",
+    "scheduler",
+    "scheduler.params.warmup_min_lr",
+    "scheduler.params.warmup_max_lr",
+}
+"""The keys that ``training.lr_scaling`` multiplies, or that contain such a key."""
+
 
 def saved_config(saved: RunState) -> dict[str, Any]:
     """The saved configuration, with the rule of version 0.1 if it lacks ``data.hold_out_by``."""
@@ -101,10 +117,10 @@ def config_changes(saved: RunState, run: Run) -> list[str]:
     For an imported model, only the model section is compared, because it has no other.
     """
     before = dict(leaves(saved_config(saved)))
-    said = saved.config if saved.imported_from is not None else run.as_json()
-    now = dict(leaves({key: value for key, value in run.as_json().items() if key in said}))
+    compared = saved.config if saved.imported_from is not None else run.as_json()
+    now = dict(leaves({key: value for key, value in run.as_json().items() if key in compared}))
     return [
-        f"{name}: {_told(before, name)} -> {_told(now, name)}"
+        f"{name}: {_text(before, name)} -> {_text(now, name)}"
         for name in sorted(before.keys() | now.keys())
         if name not in _FOLLOWING_KEYS
         and before.get(name, _default_of(name)) != now.get(name, _default_of(name))
@@ -118,7 +134,7 @@ def training_changes(saved: RunState, run: Run) -> list[str]:
     """
     before, now = _trained(saved_config(saved)), _trained(run.as_json())
     return [
-        f"{name}: {_told(before, name)} -> {_told(now, name)}"
+        f"{name}: {_text(before, name)} -> {_text(now, name)}"
         for name in sorted(before.keys() | now.keys())
         if before.get(name) != now.get(name)
     ]
@@ -139,6 +155,35 @@ def mask_changes(saved: RunState, run: Run) -> list[str]:
     ]
 
 
+def rate_change(saved: RunState, run: Run) -> str | None:
+    """A warning with both rates of the next step and the settings that keep the saved schedule.
+
+    Returns:
+        None if the rates are equal, or if the checkpoint was imported.
+    """
+    if saved.imported_from is not None:
+        return None
+    try:
+        before = _Schedule.model_validate(
+            {name: saved.config[name] for name in _Schedule.model_fields if name in saved.config}
+        )
+    except ValidationError:  # saved by a version whose schedules this version cannot read
+        return None
+    now = _Schedule(optimizer=run.config.optimizer, scheduler=run.config.scheduler)
+    taken = saved.progress.steps_taken
+    # Both are resolved, so total_num_steps is set, and training.steps is not used.
+    due, rate = (
+        learning_rate(each.optimizer, each.scheduler, step=taken, steps=run.config.training.steps)
+        for each in (before, now)
+    )
+    if math.isclose(due, rate, rel_tol=_RELATIVE_DIFFERENCE):
+        return None
+    return (
+        f"the learning rate of step {saved.progress.step + 1} is {rate:.3e}, but the saved "
+        f"schedule has {due:.3e}; {_rate_mend(before, now, run)}"
+    )
+
+
 def data_changes(saved: DataIdentity, own: DataIdentity) -> list[str]:
     """The differences between the data and the saved run's, a sentence for each."""
     before, now = saved.model_dump(), own.model_dump()
@@ -150,8 +195,8 @@ def data_changes(saved: DataIdentity, own: DataIdentity) -> list[str]:
     ]
 
 
-def go_on(saved: RunState, own: DataIdentity) -> Progress:
-    """Where training continues in this run's data.
+def resumed_progress(saved: RunState, own: DataIdentity) -> Progress:
+    """The counters at which training continues in this run's data.
 
     If the sequence length has changed, the number of samples changes so that the number of tokens
     stays the same.
@@ -200,10 +245,53 @@ def _default_of(name: str) -> Any:
     return field.get_default(call_default_factory=True)
 
 
-def _told(values: Mapping[str, Any], name: str) -> str:
+def _text(values: Mapping[str, Any], name: str) -> str:
     return json.dumps(values[name]) if name in values else "none"
 
 
 def _short(value: object) -> str:
     text = str(value)
     return text if len(text) <= 16 else f"{text[:16]}..."
+
+
+class _Schedule(Section):
+    """The sections of a configuration that determine the rate."""
+
+    optimizer: OptimizerConfig
+    scheduler: SchedulerConfig | None = None
+
+
+def _rate_mend(before: _Schedule, now: _Schedule, run: Run) -> str:
+    """The words of ``--set`` that give the saved rates again, quoted for a shell."""
+    problems = config_problems(run.config.model_copy(update=dict(before)))
+    if problems:
+        return f"the saved schedule cannot be kept: {problems[0].message}"
+    # Each type has its own keys, so a scheduler of another type replaces the whole section.
+    replaced = _type_of(before) != _type_of(now)
+    saved, current = _values(before, replaced), _values(now, replaced)
+    changed = {key for key, value in saved.items() if value != current.get(key)}
+    words: list[str] = []
+    if run.config.training.lr_scaling != "none" and changed & _RATES:
+        # The saved rates are scaled already.
+        words += ["training.lr_scaling=none", "training.base_batch_size=null"]
+        changed |= saved.keys() & _RATES
+    for key in (key for key in saved if key in changed):
+        if replaced and key == "scheduler" and current[key] is not None:
+            words.append("scheduler=null")
+        if saved[key] is not None:
+            words.append(shlex.quote(f"{key}={json.dumps(saved[key])}"))
+    return f"to keep the saved schedule, pass --set {' '.join(words)}"
+
+
+def _type_of(config: _Schedule) -> str | None:
+    return None if config.scheduler is None else config.scheduler.type
+
+
+def _values(config: _Schedule, replaced: bool) -> dict[str, Any]:
+    """The keys that determine the rate; ``replaced``: as one scheduler."""
+    scheduler = config.model_dump(mode="json", exclude_none=True).get("scheduler")
+    values: dict[str, Any] = {"optimizer.params.lr": config.optimizer.params.lr}
+    if replaced:
+        return {**values, "scheduler": scheduler}
+    params = {} if scheduler is None else scheduler["params"]
+    return values | {f"scheduler.params.{name}": value for name, value in params.items()}

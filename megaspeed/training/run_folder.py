@@ -1,5 +1,6 @@
 """The folder that a run writes to. It is checked first, and a start deletes no results.
 
+    .lock                                                  held by rank 0
     config.json  metrics.jsonl  loss.png  checkpoints/     of this run
     parts.jsonl                                            the times of the parts of a step
     starts.jsonl                                           when it was started and resumed
@@ -9,23 +10,42 @@
 
 A new run moves all earlier files. A run that resumes after a step moves later checkpoints, and
 copies the records before it removes those of later steps.
+
+Only one run may write to the folder, because a second run would delete the checkpoints of the
+first. All ranks must see the same folder, because each writes its part of a checkpoint to it.
 """
 
 import dataclasses
 import json
+import secrets
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 
+from megaspeed.checkpoint.errors import CheckpointError, broadcast, gather
 from megaspeed.checkpoint.folders import CHECKPOINTS, CheckpointFolder, step_named
 from megaspeed.config.errors import ConfigError
 from megaspeed.config.resolve import Run
-from megaspeed.files.durable import flush_folder, write_whole
-from megaspeed.files.places import folder_problem
+from megaspeed.files.durable import flush_folder, write_file
+from megaspeed.files.lock import Locked, lock
+from megaspeed.files.paths import folder_problem
+from megaspeed.topology.context import ParallelContext
+from megaspeed.topology.meeting import RanksDisagree
 from megaspeed.training.metrics import records_up_to
 
 CONFIG, LOSS_CURVE = "config.json", "loss.png"
 METRICS, PARTS, STARTS = "metrics.jsonl", "parts.jsonl", "starts.jsonl"
 TENSORBOARD, WANDB = "tensorboard", "wandb"
+
+LOCK = ".lock"
+"""Contains the process of rank 0 as "host pid", so that one run can be signalled:
+`kill -USR1 $(cut -d' ' -f2 .lock)`."""
+
+# A network file system may show a new file to other nodes a little later.
+_SECONDS_TO_BE_SEEN = 10.0
+_POLL_SECONDS = 0.1
 
 
 def check_run_folder(run: Run) -> None:
@@ -35,8 +55,66 @@ def check_run_folder(run: Run) -> None:
         raise ConfigError([problem], where=run.name)
 
 
+def check_shared_folder(run_dir: Path, context: ParallelContext) -> None:
+    """Makes the folder, and checks that all ranks see a file that rank 0 creates; a collective.
+
+    If each node had a local folder of the same name, each folder would have only a part of every
+    checkpoint.
+
+    Raises:
+        RanksDisagree: on every rank; names the ranks that do not see the file.
+        CheckpointError: on every rank, if rank 0 cannot create the folder or write to it.
+    """
+    group = context.checkpoint_group
+    mark = broadcast(group, lambda: _create_mark(run_dir))
+    seen = gather(group, lambda: _appears(run_dir / mark))
+    if context.rank == 0:
+        with suppress(OSError):
+            (run_dir / mark).unlink(missing_ok=True)
+    blind = broadcast(group, lambda: [rank for rank, sees in enumerate(seen) if not sees])
+    if blind:
+        raise RanksDisagree(
+            f"All ranks write their parts of a checkpoint to one folder, but ranks {blind} do not "
+            f"see what rank 0 writes to {run_dir}. training.run_dir must be on a file "
+            "system that all nodes share."
+        )
+
+
+@contextmanager
+def run_lock(
+    run_dir: Path, context: ParallelContext, *, wait_seconds: float = 0.0
+) -> Iterator[None]:
+    """Holds the lock of an existing run folder; entered by all ranks together.
+
+    Some network file systems have no locks. There the run continues without one.
+
+    Args:
+        run_dir: the folder of the run.
+        context: the ranks; rank 0 holds the lock.
+        wait_seconds: how long to wait for a run that holds the lock.
+
+    Raises:
+        CheckpointError: on every rank, if another run holds the lock, or it cannot be created.
+    """
+    with ExitStack() as stack:
+
+        def take() -> None:
+            file = run_dir / LOCK
+            try:
+                stack.enter_context(lock(file, wait_seconds=wait_seconds, required=False))
+            except Locked as error:
+                other = "" if error.holder is None else f" (its rank 0 is {error.holder})"
+                raise CheckpointError(
+                    f"another run{other} is writing to {run_dir}; wait until it has ended, or set "
+                    "another training.run_dir"
+                ) from error
+
+        broadcast(context.checkpoint_group, take)
+        yield
+
+
 def checkpoint_folder(run: Run) -> CheckpointFolder:
-    """Where the run's checkpoints are."""
+    """The folder of the run's checkpoints."""
     return CheckpointFolder(run.run_dir / CHECKPOINTS)
 
 
@@ -72,6 +150,23 @@ def continue_run_folder(run: Run, step: int) -> Path | None:
     _write_config(run)
     _record_start(run, step)
     return _existing(earlier)
+
+
+def _create_mark(run_dir: Path) -> str:
+    """Creates a file that no other run has, and returns its name."""
+    name = f".seen-by-all-ranks-{secrets.token_hex(8)}"
+    run_dir.mkdir(parents=True, exist_ok=True)
+    (run_dir / name).touch()
+    return name
+
+
+def _appears(file: Path) -> bool:
+    deadline = time.monotonic() + _SECONDS_TO_BE_SEEN
+    while not file.exists():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(_POLL_SECONDS)
+    return True
 
 
 def _next_earlier(folder: Path) -> Path:
@@ -111,8 +206,8 @@ def _cut_records(file: Path, step: int, copy: Path) -> None:
     kept = records_up_to(step, lines)
     if kept != lines:
         copy.parent.mkdir(exist_ok=True)
-        write_whole(copy, lambda stream: stream.write(lines))
-        write_whole(file, lambda stream: stream.write(kept))
+        write_file(copy, lambda stream: stream.write(lines))
+        write_file(file, lambda stream: stream.write(kept))
 
 
 def _record_start(run: Run, step: int) -> None:
@@ -129,4 +224,4 @@ def _record_start(run: Run, step: int) -> None:
 
 def _write_config(run: Run) -> None:
     text = json.dumps(run.as_json(), indent=2, allow_nan=False) + "\n"
-    write_whole(run.run_dir / CONFIG, lambda stream: stream.write(text.encode()))
+    write_file(run.run_dir / CONFIG, lambda stream: stream.write(text.encode()))

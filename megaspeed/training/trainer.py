@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import NoReturn, Protocol
 
 from megaspeed.checkpoint.run_state import Progress
-from megaspeed.checkpoint.saving import SaveReport
+from megaspeed.checkpoint.writing import SaveReport
 from megaspeed.data.prepared import PreparedCorpus
 from megaspeed.data.stream.loader import ValidationLoader
 from megaspeed.model.parameters import training_flops_per_token

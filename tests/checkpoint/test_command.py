@@ -86,7 +86,7 @@ def test_show_passes_over_what_is_broken_and_says_why(
     assert told.err.startswith(f"step-00000200  BROKEN\n  {TENSORS} is cut short: 5 bytes of the")
     told = Told(capsys, tmp_path, "show", folder.path(200))
     assert (told.code, told.out, told.figures) == (1, "", None)
-    assert told.err.endswith("holds no checkpoint that is whole\n")
+    assert told.err.endswith("has no complete checkpoint\n")
 
 
 def test_verify_says_of_each_that_it_is_whole(
@@ -95,8 +95,8 @@ def test_verify_says_of_each_that_it_is_whole(
     told = Told(capsys, tmp_path, "verify", tmp_path / "run")
     assert (told.code, told.err) == (0, "")
     newest, older = told.out.splitlines()
-    assert newest.startswith("step-00000200  whole (368.") and newest.endswith(" kB, 3 files)")
-    assert older.startswith("step-00000100  whole (")
+    assert newest.startswith("step-00000200  complete (368.") and newest.endswith(" kB, 3 files)")
+    assert older.startswith("step-00000100  complete (")
     assert told.figures["whole"] and len(told.figures["checkpoints"]) == 2
 
 
@@ -114,9 +114,9 @@ def test_verify_names_every_problem_stray_and_leftover(
     # The manifest's order: by name.
     assert lines[1].startswith("  .metadata is cut short: 1,000 bytes of the ")
     assert lines[2] == f"  {TENSORS} is missing"
-    assert lines[3].startswith("step-00000100  whole (")
-    assert lines[4] == "  note: notes.txt does not belong to it; no harm"
-    assert lines[5].startswith("step-00000300.writing  no checkpoint: ")
+    assert lines[3].startswith("step-00000100  complete (")
+    assert lines[4] == "  note: notes.txt does not belong to it; it does no harm"
+    assert lines[5].startswith("step-00000300.writing  not a checkpoint: ")
     newest, older = told.figures["checkpoints"]
     assert (newest["whole"], len(newest["problems"])) == (False, 2)
     assert (older["whole"], older["strays"]) == (True, ["notes.txt"])
@@ -136,10 +136,10 @@ def test_a_run_that_has_saved_nothing_yet_has_failed_to(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "run" / "checkpoints").mkdir(parents=True)
-    for action in ("show", "verify"):
+    for action, what in (("show", "complete checkpoint"), ("verify", "checkpoint")):
         told = Told(capsys, tmp_path, action, tmp_path / "run")
         assert (told.code, told.out) == (1, "")
-        assert told.err.startswith(f"{tmp_path / 'run'} holds no checkpoint")
+        assert told.err.startswith(f"{tmp_path / 'run'} has no {what}")
 
 
 @pytest.mark.parametrize("action", ["show", "verify"])

@@ -7,12 +7,13 @@ for the only one, and all of them wrote into the same files.
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from megaspeed.checkpoint import saving
-from megaspeed.checkpoint.errors import CheckpointError
-from megaspeed.checkpoint.soundness import problems_of
+from megaspeed.checkpoint import writing
+from megaspeed.checkpoint.errors import CheckpointError, gather
+from megaspeed.checkpoint.inspection import problems_of
 from megaspeed.config.resolve import Run
 from megaspeed.data.prepared import PreparedCorpus
 from megaspeed.topology.launch import LaunchEnvironment
@@ -39,13 +40,13 @@ def fail_with_a_save_under_way(
     launch: LaunchEnvironment, run: Run, corpus: PreparedCorpus, failing: list[int]
 ) -> str | None:
     """The writing is held back until the error has come."""
-    write_pieces, released = saving.write_pieces, threading.Event()
+    write_pieces, released = writing.write_pieces, threading.Event()
 
-    def held_back(*args: object) -> object:
+    def held_back(*args: Any, **options: Any) -> writing.WrittenPieces:
         released.wait()
-        return write_pieces(*args)  # type: ignore[arg-type]
+        return write_pieces(*args, **options)
 
-    saving.write_pieces = held_back  # type: ignore[assignment]
+    writing.write_pieces = held_back
     with started(launch, run) as context:
         rank = SavedRun.start(run, corpus, context)
         try:
@@ -73,7 +74,7 @@ def fail_with_a_save_that_never_ends(
     launch: LaunchEnvironment, run: Run, corpus: PreparedCorpus
 ) -> float:
     """Seconds from the exception until the run's objects are closed."""
-    saving.write_pieces = lambda *args: threading.Event().wait()  # type: ignore[assignment]
+    writing.write_pieces = lambda *_, **__: threading.Event().wait()  # type: ignore[assignment, return-value]
     checkpointing._SECONDS_FOR_A_SAVE_AFTER_AN_EXCEPTION = 0.5
     with started(launch, run) as context:
         rank = SavedRun.start(run, corpus, context)
@@ -99,7 +100,7 @@ def save_without_groups(launch: LaunchEnvironment, run: Run, corpus: PreparedCor
         rank = SavedRun.start(run, corpus, context)
         pieces = list(rank.checkpointing._pieces(owned=True))
     try:
-        saving.write_pieces(run.run_dir, pieces, context.checkpoint_group)
+        gather(context.checkpoint_group, lambda: writing.write_pieces(run.run_dir, pieces))
     except CheckpointError as error:
         return str(error)
     return "written"
@@ -108,4 +109,4 @@ def save_without_groups(launch: LaunchEnvironment, run: Run, corpus: PreparedCor
 def test_a_save_without_process_groups_is_refused(pool: RankPool, tmp_path: Path) -> None:
     run = run_in(tmp_path)
     told = pool.run(2, save_without_groups, run, tiny_corpus(run, tmp_path / "cache"))
-    assert told == ["the process groups have ended before the save"] * 2
+    assert told == ["the process groups have ended"] * 2

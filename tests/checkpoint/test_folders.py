@@ -209,7 +209,7 @@ def test_wherever_a_process_dies_a_whole_checkpoint_is_found(
         found = folder.newest_first()
         assert found or not first, death.name
         for checkpoint in found:
-            assert file_problems(checkpoint, read_manifest(checkpoint)) == []
+            assert file_problems(checkpoint, read_manifest(checkpoint)) == {}
         assert {path.name for path in death.iterdir()} - {"latest"} == {p.name for p in found}
     assert folder.newest_first()[0] == folder.path(step)
     assert len(folder.newest_first()) == min(keep_last, len({*first, step}))

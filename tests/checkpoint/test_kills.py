@@ -12,9 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from megaspeed.checkpoint.finding import newest_whole
 from megaspeed.checkpoint.folders import CheckpointFolder
-from megaspeed.checkpoint.soundness import problems_of
+from megaspeed.checkpoint.inspection import newest_complete, problems_of
 from megaspeed.config.resolve import Run
 from megaspeed.data.prepared import PreparedCorpus
 from megaspeed.topology.launch import LaunchEnvironment
@@ -44,8 +43,8 @@ def go_on_until_killed(
         rank = SavedRun.start(run, corpus, context)
         if launch.rank == 0:
             folder.clear_leftovers()
-        found = newest_whole(folder.newest_first(), context.checkpoint_group)
-        assert found.passed_over == (), "what bears a checkpoint's name is whole"
+        found = newest_complete(folder.newest_first(), context.checkpoint_group)
+        assert found.skipped == (), "what bears a checkpoint's name is whole"
         if found.checkpoint is not None:
             rank.progress = rank.checkpointing.load(found.checkpoint)
         seconds = 0.05

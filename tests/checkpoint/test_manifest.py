@@ -15,7 +15,7 @@ from megaspeed.checkpoint.manifest import (
     size_problems,
     write_manifest,
 )
-from megaspeed.files.sealed_json import write_sealed
+from megaspeed.files.json_values import write_sealed
 
 CONTENT = bytes(range(256)) * 40_000  # more than two of the blocks that are read at once
 
@@ -30,7 +30,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def problems(folder: Path) -> list[str]:
-    return file_problems(folder, read_manifest(folder))
+    return list(file_problems(folder, read_manifest(folder)).values())
 
 
 def test_the_checksum_is_xxh3_of_128_bits() -> None:
@@ -65,7 +65,7 @@ def test_a_file_that_is_cut_short_is_named_with_both_sizes(folder: Path) -> None
 
 def test_a_file_that_has_grown_is_named_with_both_sizes(folder: Path) -> None:
     (folder / "small").write_bytes(b"abcd")
-    assert problems(folder) == ["small has grown: 4 bytes where 3 were written"]
+    assert problems(folder) == ["small has grown: 4 bytes, but 3 were written"]
 
 
 @pytest.mark.parametrize("position", [0, 5_000_000, len(CONTENT) - 1])
@@ -104,7 +104,7 @@ def test_a_manifest_that_is_cut_or_altered_is_not_believed(folder: Path) -> None
     for broken in (b"", whole[:-2], whole.replace(b'"size_bytes": 3', b'"size_bytes": 4')):
         assert broken != whole
         (folder / MANIFEST).write_bytes(broken)
-        with pytest.raises(CheckpointError, match="is not as it was written"):
+        with pytest.raises(CheckpointError, match="is damaged: it was cut short"):
             read_manifest(folder)
 
 
@@ -117,7 +117,7 @@ def test_a_manifest_that_is_a_folder_is_told(folder: Path) -> None:
 
 def test_a_manifest_of_a_later_format_names_the_mend(folder: Path) -> None:
     write_sealed(folder / MANIFEST, {"format": 2, "files": {}})
-    with pytest.raises(CheckpointError, match="of format 2, and this version reads 1; take the"):
+    with pytest.raises(CheckpointError, match="has format 2, and this version reads 1; use the"):
         read_manifest(folder)
 
 
@@ -136,5 +136,5 @@ def test_a_manifest_of_a_later_format_names_the_mend(folder: Path) -> None:
 )
 def test_a_manifest_that_says_something_else_is_refused(folder: Path, files: object) -> None:
     write_sealed(folder / MANIFEST, {"format": 1, "files": files})
-    with pytest.raises(CheckpointError, match="does not name files, sizes and checksums"):
+    with pytest.raises(CheckpointError, match="does not contain names, sizes and checksums"):
         read_manifest(folder)

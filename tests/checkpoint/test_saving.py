@@ -16,15 +16,13 @@ import pytest
 import torch
 from torch import Tensor
 from torch.distributed import checkpoint as dcp
-from torch.distributed.checkpoint import filesystem
 
-from megaspeed.checkpoint import saving
-from megaspeed.checkpoint.finding import Found, newest_whole
+from megaspeed.checkpoint import writing
 from megaspeed.checkpoint.folders import CheckpointFolder
-from megaspeed.checkpoint.manifest import FileSeal
+from megaspeed.checkpoint.inspection import Found, newest_complete
 from megaspeed.checkpoint.pieces import HostCopy, Piece
-from megaspeed.checkpoint.saving import SaveReport
 from megaspeed.checkpoint.tensors import expected_tensors
+from megaspeed.checkpoint.writing import SaveReport
 from megaspeed.config.resolve import Run
 from megaspeed.data.prepared import PreparedCorpus
 from megaspeed.topology.launch import LaunchEnvironment
@@ -239,13 +237,13 @@ def save_twice_while_the_writer_is_held(
 ) -> list[Asked]:
     """The first save has its copies and writes nothing until the second has waited for a while."""
     may_write = threading.Event()
-    write_pieces = saving.write_pieces
+    write_pieces = writing.write_pieces
 
-    def write_late(*arguments: Any) -> dict[str, FileSeal]:
+    def write_late(*arguments: Any, **options: Any) -> writing.WrittenPieces:
         may_write.wait()
-        return write_pieces(*arguments)
+        return write_pieces(*arguments, **options)
 
-    with started(launch, run) as context, mock.patch.object(saving, "write_pieces", write_late):
+    with started(launch, run) as context, mock.patch.object(writing, "write_pieces", write_late):
         rank = SavedRun.start(run, corpus, context)
         rank.train_step()
         rank.checkpointing.save(rank.progress)
@@ -326,36 +324,26 @@ def test_the_saving_thread_waits_for_the_copies_and_the_training_does_not(
 
 
 def save_where_a_gpu_is_visible(
-    launch: LaunchEnvironment, run: Run, corpus: PreparedCorpus, as_torch_would: bool
+    launch: LaunchEnvironment, run: Run, corpus: PreparedCorpus
 ) -> SaveReport:
-    """A save whose pieces are in host memory, by torch's loader that synchronises a GPU or not."""
-    writer = dcp.FileSystemWriter
-
-    def by_default(folder: Path, *, sync_files: bool, per_thread_copy_ahead: int) -> Any:
-        return writer(folder, sync_files=sync_files)
-
+    """A background save whose pieces are in host memory, where every use of a GPU fails."""
+    used = mock.Mock(side_effect=AssertionError("the save used the GPU"))
     with started(launch, run) as context:
         rank = SavedRun.start(run, corpus, context)
         with (
             mock.patch.object(torch.cuda, "is_available", lambda: True),
-            mock.patch.object(filesystem, "_OverlappingCpuLoader", side_effect=_Synchronised),
-            mock.patch.object(dcp, "FileSystemWriter", by_default if as_torch_would else writer),
+            mock.patch.object(torch.cuda, "synchronize", used),
+            mock.patch.object(torch.cuda, "current_stream", used),
+            mock.patch.object(torch.cuda, "stream", used),
         ):
             return save_and_wait(rank)
 
 
-class _Synchronised(Exception):
-    """torch would copy ahead from the GPU and synchronise its stream."""
-
-
-@pytest.mark.parametrize("as_torch_would", [False, True], ids=["ours", "torch's default"])
-def test_a_save_synchronises_no_gpu(
-    pool: RankPool, tmp_path: Path, corpus: PreparedCorpus, as_torch_would: bool
-) -> None:
-    """torch's own choice does; if it no longer does, `per_thread_copy_ahead` need not be set."""
+def test_a_save_synchronises_no_gpu(pool: RankPool, tmp_path: Path, corpus: PreparedCorpus) -> None:
+    """torch's own writer synchronises the training's stream, even if all pieces are on the host."""
     run = run_in(tmp_path, async_save=True)
-    (report,) = pool.run(1, save_where_a_gpu_is_visible, run, corpus, as_torch_would)
-    assert (report.error is not None and "_Synchronised" in report.error) == as_torch_would
+    (report,) = pool.run(1, save_where_a_gpu_is_visible, run, corpus)
+    assert report.error is None
 
 
 Change = tuple[str, str, str]
@@ -455,7 +443,7 @@ def save_thrice_in_peace(
 def search(launch: LaunchEnvironment, run: Run) -> Found:
     with started(launch, run) as context:
         folder = CheckpointFolder(run.run_dir / "checkpoints")
-        return newest_whole(folder.newest_first(), context.checkpoint_group)
+        return newest_complete(folder.newest_first(), context.checkpoint_group)
 
 
 def test_damaged_checkpoints_are_passed_over_and_named(
@@ -476,7 +464,7 @@ def test_damaged_checkpoints_are_passed_over_and_named(
     found = pool.run(2, search, run)
     assert found[0] == found[1]
     assert found[0].checkpoint == oldest
-    told = {checkpoint.name: why for checkpoint, why in found[0].passed_over}
+    told = {checkpoint.name: why for checkpoint, why in found[0].skipped}
     assert list(told) == [f"step-0000000{step}" for step in (9, 8, 7, 6, 5)]
     assert "manifest.json is missing" in told["step-00000009"]
     assert "run_state.json is cut short" in told["step-00000008"]

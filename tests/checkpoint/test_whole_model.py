@@ -10,15 +10,15 @@ from torch import Tensor
 
 from megaspeed.checkpoint.errors import CheckpointError
 from megaspeed.checkpoint.folders import CheckpointFolder
-from megaspeed.checkpoint.loading import read_pieces_alone
+from megaspeed.checkpoint.inspection import checkpoint_named
 from megaspeed.checkpoint.pieces import Piece
-from megaspeed.checkpoint.tensors import expected_shapes
-from megaspeed.checkpoint.whole_model import (
-    checkpoint_named,
-    load_whole_model,
+from megaspeed.checkpoint.reading import (
+    load_model,
     model_config,
+    read_pieces,
     saved_tokenizer,
 )
+from megaspeed.checkpoint.tensors import expected_shapes
 from megaspeed.config.resolve import Run
 from megaspeed.data.prepared import PreparedCorpus
 from megaspeed.topology.launch import LaunchEnvironment
@@ -62,7 +62,7 @@ def test_the_parameters_are_the_master_weights_bit_for_bit(
     corpus = tiny_corpus(run, tmp_path / "cache")
     saved = pool.run(run.grid.world_size, train_and_save, run, corpus)[0]
     checkpoint = only_checkpoint(tmp_path / "run")
-    model = load_whole_model(checkpoint)
+    model = load_model(checkpoint)
     loaded = dict(model.named_parameters())
     assert model_config(checkpoint) == run.config.model
     assert loaded.keys() == saved.keys() == expected_shapes(run.config.model).keys()
@@ -79,7 +79,7 @@ def folder(tmp_path: Path) -> CheckpointFolder:
 
 
 def test_it_computes_and_does_not_train(folder: CheckpointFolder) -> None:
-    model = load_whole_model(folder.path(100))
+    model = load_model(folder.path(100))
     assert not model.training and not any(p.requires_grad for p in model.parameters())
     assert model.embedding is not None and model.head is not None
     assert model.head.output.weight is model.embedding.tokens.weight
@@ -88,8 +88,8 @@ def test_it_computes_and_does_not_train(folder: CheckpointFolder) -> None:
 
 
 def test_another_precision_is_the_rounded_weights(folder: CheckpointFolder) -> None:
-    exact = load_whole_model(folder.path(100)).state_dict()
-    rounded = load_whole_model(folder.path(100), dtype=torch.bfloat16).state_dict()
+    exact = load_model(folder.path(100)).state_dict()
+    rounded = load_model(folder.path(100), dtype=torch.bfloat16).state_dict()
     assert exact.keys() == rounded.keys()
     assert all(torch.equal(exact[name].bfloat16(), rounded[name]) for name in exact)
 
@@ -106,13 +106,13 @@ def test_the_newest_whole_one_is_taken_and_each_passed_over_is_told(
     (folder.path(200) / TENSORS).write_bytes(content)
     assert checkpoint_named(folder.root, told.append) == folder.path(100)
     (problem,) = told
-    assert problem.startswith(f"passed over {folder.path(200)}: {TENSORS} has other bytes than")
+    assert problem.startswith(f"skipped {folder.path(200)}: {TENSORS} has other bytes than")
 
 
 def test_where_none_is_whole_every_reason_is_told(folder: CheckpointFolder, tmp_path: Path) -> None:
     for step in (100, 200):
         os.truncate(folder.path(step) / TENSORS, step)
-    with pytest.raises(CheckpointError, match="holds no checkpoint that is whole") as caught:
+    with pytest.raises(CheckpointError, match="has no complete checkpoint") as caught:
         checkpoint_named(folder.root)
     for step in (100, 200):
         assert f"{folder.path(step)}: {TENSORS} is cut short: {step} bytes" in str(caught.value)
@@ -124,10 +124,10 @@ def test_what_no_file_holds_is_told_by_name(folder: CheckpointFolder) -> None:
     checkpoint = folder.path(100)
     stranger = Piece("weights.stranger", (4,), (0,), torch.empty(4))
     with pytest.raises(CheckpointError, match=r"weights\.stranger is missing in the checkpoint"):
-        read_pieces_alone(checkpoint, [stranger])
+        read_pieces(checkpoint, [stranger])
     (checkpoint / TENSORS).unlink()
     with pytest.raises(CheckpointError, match=f"No such file or directory: .*{TENSORS}"):
-        load_whole_model(checkpoint)
+        load_model(checkpoint)
 
 
 def test_the_tokenizer_is_beside_the_tensors_if_anywhere(folder: CheckpointFolder) -> None:

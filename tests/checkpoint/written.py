@@ -11,9 +11,9 @@ from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.metadata import Metadata
 
 from megaspeed.checkpoint.folders import CheckpointFolder
+from megaspeed.checkpoint.inspection import INDEX
 from megaspeed.checkpoint.manifest import MANIFEST, FileSeal, write_manifest
 from megaspeed.checkpoint.run_state import RUN_STATE, DataIdentity, Layout, Progress, RunState
-from megaspeed.checkpoint.soundness import INDEX
 from megaspeed.checkpoint.tensors import expected_tensors
 from megaspeed.config.loading import parse_config
 from tests.config.small import small

@@ -22,7 +22,7 @@ from megaspeed.data.tokens.token_folder import (
     write_index,
 )
 from megaspeed.data.tokens.token_sources import is_token_source, open_token_source
-from megaspeed.files.sealed_json import read_sealed, write_sealed
+from megaspeed.files.json_values import read_sealed, write_sealed
 
 LONG = 3 << 20  # bytes of a shard of which only a sample is read
 

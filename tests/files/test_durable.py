@@ -5,11 +5,11 @@ from typing import BinaryIO
 
 import pytest
 
-from megaspeed.files.durable import flush_folder, write_whole
+from megaspeed.files.durable import flush_folder, write_file
 
 
 def test_a_file_is_written_and_its_filler_answers(tmp_path: Path) -> None:
-    assert write_whole(tmp_path / "file", lambda stream: stream.write(b"four")) == 4
+    assert write_file(tmp_path / "file", lambda stream: stream.write(b"four")) == 4
     assert [(path.name, path.read_bytes()) for path in tmp_path.iterdir()] == [("file", b"four")]
 
 
@@ -22,18 +22,18 @@ def test_a_write_that_fails_leaves_the_old_file_and_the_next_one_succeeds(tmp_pa
         raise OSError("no room")
 
     with pytest.raises(OSError, match="no room"):
-        write_whole(path, fill)
+        write_file(path, fill)
     assert path.read_bytes() == b"old"
-    write_whole(path, lambda stream: stream.write(b"new"))
+    write_file(path, lambda stream: stream.write(b"new"))
     assert path.read_bytes() == b"new"
     assert list(tmp_path.iterdir()) == [path]
 
 
 def test_who_has_the_old_file_open_keeps_it(tmp_path: Path) -> None:
     path = tmp_path / "file"
-    write_whole(path, lambda stream: stream.write(b"old"))
+    write_file(path, lambda stream: stream.write(b"old"))
     with path.open("rb") as old:
-        write_whole(path, lambda stream: stream.write(b"new"))
+        write_file(path, lambda stream: stream.write(b"new"))
         assert old.read() == b"old"
 
 
@@ -42,7 +42,7 @@ def test_a_link_stays_and_its_file_is_replaced(tmp_path: Path) -> None:
     target.parent.mkdir()
     target.write_bytes(b"old")
     link.symlink_to(target)
-    write_whole(link, lambda stream: stream.write(b"new"))
+    write_file(link, lambda stream: stream.write(b"new"))
     assert link.is_symlink() and target.read_bytes() == b"new"
     assert [path.name for path in target.parent.iterdir()] == ["file"]
 

@@ -1,14 +1,16 @@
-"""A new folder is there whole, or not at all."""
+"""A new folder is complete or absent."""
 
 import errno
 import os
 import subprocess
 import sys
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
 
-from megaspeed.files.new_folder import new_folder
+from megaspeed.files.durable import new_folder
+from megaspeed.files.lock import lock
 
 
 def test_it_has_its_name_once_it_is_filled(tmp_path: Path) -> None:
@@ -30,7 +32,7 @@ def test_an_error_leaves_nothing(tmp_path: Path, error: type[BaseException]) -> 
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from megaspeed.files.new_folder import new_folder
+from megaspeed.files.durable import new_folder
 
 with new_folder(Path(sys.argv[1])) as writing:
     (writing / "half").touch()
@@ -57,20 +59,25 @@ def test_of_two_that_fill_one_the_second_is_refused_and_the_first_is_whole(tmp_p
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["first"]
 
 
-def test_one_that_was_finished_while_another_looked_at_it_stays_as_it_is(
+def test_a_folder_that_another_process_finishes_meanwhile_stays_as_it_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with new_folder(tmp_path / "out") as writing:
-        (writing / "first").touch()
-        late = os.open(writing / ".unfinished", os.O_RDWR)
-    (tmp_path / "out").rename(tmp_path / "elsewhere")
-    monkeypatch.setattr("megaspeed.files.new_folder._open_lock", lambda writing, made: late)
-    with pytest.raises(FileExistsError, match="another process"), new_folder(tmp_path / "out"):
+    other = new_folder(tmp_path / "out")
+    (other.__enter__() / "first").touch()
+
+    def late_lock(path: Path) -> AbstractContextManager[bool]:
+        other.__exit__(None, None, None)
+        return lock(path)
+
+    monkeypatch.setattr("megaspeed.files.durable.lock", late_lock)
+    with pytest.raises(FileExistsError, match="exists already"), new_folder(tmp_path / "out"):
         raise AssertionError("the block does not run")
-    assert [path.name for path in (tmp_path / "elsewhere").iterdir()] == ["first"]
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["first"]
 
 
-def test_where_there_are_no_locks_a_folder_is_its_makers(
+@pytest.mark.filterwarnings("ignore:flock not supported")
+def test_on_a_file_system_without_locks_a_folder_belongs_to_its_maker(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def flock(lock: int, operation: int) -> None:
@@ -107,7 +114,7 @@ def test_what_is_not_ours_under_the_temporary_name_stays(tmp_path: Path, what: s
 
 def test_what_is_there_stays_as_it_is(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
-    with pytest.raises(FileExistsError, match="is there already"), new_folder(tmp_path / "out"):
+    with pytest.raises(FileExistsError, match="exists already"), new_folder(tmp_path / "out"):
         raise AssertionError("the block does not run")
     (tmp_path / "out").rmdir()
     with pytest.raises(FileExistsError), new_folder(tmp_path / "out"):

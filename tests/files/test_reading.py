@@ -1,13 +1,22 @@
-"""A path that is not a regular file is reported with its kind, and never opened."""
+"""Special files are reported and never opened; hashes and states show changes of a file."""
 
+import hashlib
 import os
 import re
 from pathlib import Path
 
 import pytest
 
-from megaspeed.files.places import folder_problem, path_problem
-from megaspeed.files.reading import file_problem, read_whole, special_files
+from megaspeed.files.paths import folder_problem, path_problem
+from megaspeed.files.reading import (
+    are_settled,
+    file_problem,
+    read_file,
+    sha256_of,
+    spaced_sample,
+    special_files,
+    state_of,
+)
 
 
 def pipe(path: Path) -> Path:
@@ -24,9 +33,9 @@ def test_a_file_is_read_up_to_its_limit(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.write_bytes(b"12345")
     assert file_problem(file) is None
-    assert read_whole(file, 5) == read_whole(link(tmp_path / "link", file)) == b"12345"
+    assert read_file(file, 5) == read_file(link(tmp_path / "link", file)) == b"12345"
     with pytest.raises(OSError, match="it has more than 4 bytes"):
-        read_whole(file, 4)
+        read_file(file, 4)
 
 
 @pytest.mark.timeout(10)
@@ -39,7 +48,7 @@ def test_what_is_no_file_is_told_and_not_opened(tmp_path: Path) -> None:
     ):
         assert file_problem(path) == told
         with pytest.raises(OSError, match=f"it {told}"):
-            read_whole(path)
+            read_file(path)
 
 
 def test_what_cannot_be_reached_is_told_by_the_system(tmp_path: Path) -> None:
@@ -92,3 +101,31 @@ def test_a_folder_that_cannot_be_made_is_told_by_what_is_in_its_way(tmp_path: Pa
             f"run_dir {place}/run cannot be a folder, because {place} {kind}"
         )
     assert {path.name for path in tmp_path.iterdir()} == {"pipe", "loop"}, "nothing was made"
+
+
+def test_a_rewritten_file_has_another_state(tmp_path: Path) -> None:
+    file = tmp_path / "text.txt"
+    file.write_text("one")
+    before = state_of(file)
+    assert state_of(file) == before
+    os.utime(file, ns=(0, before[2] + 1))
+    assert state_of(file) != before
+
+
+def test_a_file_written_within_two_seconds_may_change_unseen(tmp_path: Path) -> None:
+    file = tmp_path / "text.txt"
+    file.write_text("one")
+    state = state_of(file)
+    written_at = max(state[2:]) / 1e9
+    assert not are_settled([state], written_at + 1.0)
+    assert are_settled([state], written_at + 3.0)
+    assert are_settled([], 0.0 + 3.0)
+
+
+@pytest.mark.parametrize(("size", "starts"), [(100, (0, 45, 90)), (12, (0, 1, 2)), (5, (0, 0, 0))])
+def test_a_sample_is_evenly_spaced(tmp_path: Path, size: int, starts: tuple[int, ...]) -> None:
+    content = bytes(range(size))
+    (tmp_path / "a").write_bytes(content)
+    expected = b"".join(content[start : start + 10] for start in starts)
+    assert spaced_sample(tmp_path / "a", 3, 10) == hashlib.sha256(expected).hexdigest()
+    assert sha256_of(tmp_path / "a") == hashlib.sha256(content).hexdigest()

@@ -8,8 +8,8 @@ import pytest
 from tokenizers import Tokenizer, models
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from megaspeed.checkpoint.soundness import inspect
-from megaspeed.checkpoint.whole_model import saved_tokenizer
+from megaspeed.checkpoint.inspection import inspect
+from megaspeed.checkpoint.reading import saved_tokenizer
 from megaspeed.cli import main
 from megaspeed.data.errors import DataError
 from megaspeed.data.tokenizer.text_tokenizer import NoEndOfText, load_tokenizer

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megaspeed.checkpoint.folders import CheckpointFolder
 from megaspeed.checkpoint.pieces import LARGEST_PIECE_BYTES
-from megaspeed.checkpoint.whole_model import model_config
+from megaspeed.checkpoint.reading import model_config
 from megaspeed.cli import main
 from megaspeed.cli.export_hf import byte_count
 from megaspeed.config.model import ModelConfig
@@ -198,9 +198,9 @@ def test_wrong_input_is_told_in_a_sentence(
 ) -> None:
     for command, told in (
         (["export-hf", str(tmp_path / "nowhere"), str(tmp_path / "out")], "does not exist"),
-        (["export-hf", str(checkpoint), str(tmp_path)], "is there already"),
+        (["export-hf", str(checkpoint), str(tmp_path)], "exists already"),
         (["import-hf", str(tmp_path), str(tmp_path / "out")], "there is no config.json"),
-        (["import-hf", str(checkpoint.parent / "hf"), str(tmp_path)], "is there already"),
+        (["import-hf", str(checkpoint.parent / "hf"), str(tmp_path)], "exists already"),
     ):
         assert main(command) == 2
         out, err = capsys.readouterr()

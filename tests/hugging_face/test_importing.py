@@ -13,11 +13,10 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from megaspeed.checkpoint.inspection import inspect
+from megaspeed.checkpoint.reading import load_model, saved_tokenizer
 from megaspeed.checkpoint.run_state import RunState
-from megaspeed.checkpoint.soundness import inspect
 from megaspeed.checkpoint.tensors import expected_shapes
-from megaspeed.checkpoint.whole_model import load_whole_model, saved_tokenizer
-from megaspeed.checkpoint.writing_alone import write_pieces_alone
 from megaspeed.cli import main
 from megaspeed.config.errors import ConfigError
 from megaspeed.data.errors import DataError
@@ -49,7 +48,7 @@ def right(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Weights:
     """Its weights under our names."""
     checkpoint = tmp_path_factory.mktemp("right") / "checkpoint"
     import_model(folder, checkpoint)
-    return load_whole_model(checkpoint).state_dict()
+    return load_model(checkpoint).state_dict()
 
 
 @pytest.fixture
@@ -71,7 +70,7 @@ def imported(folder: Path, **options: Any) -> Weights:
     """The weights that a folder's model has as ours."""
     out = folder.parent / "out"
     import_model(folder, out, **options)
-    return load_whole_model(out).state_dict()
+    return load_model(out).state_dict()
 
 
 # --- kinds of files -------------------------------------------------------------------------------
@@ -96,7 +95,7 @@ def test_a_checkpoint_of_an_import_is_shown_and_verified(
 ) -> None:
     import_model(folder, tmp_path / "out")
     assert main(["checkpoint", "verify", str(tmp_path / "out")]) == 0
-    assert capsys.readouterr().out.startswith("out  whole (")
+    assert capsys.readouterr().out.startswith("out  complete (")
     figures = tmp_path / "figures.json"
     assert main(["checkpoint", "show", str(tmp_path / "out"), "--json", str(figures)]) == 0
     told = capsys.readouterr().out
@@ -152,14 +151,11 @@ def test_large_tensors_are_written_in_many_pieces_and_files(
     folder: Path, right: Weights, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("megaspeed.hugging_face.importing.LARGEST_PIECE_BYTES", 1000)
-    monkeypatch.setattr(
-        "megaspeed.hugging_face.importing.write_pieces_alone",
-        lambda folder, pieces: write_pieces_alone(folder, pieces, file_bytes=20_000),
-    )
+    monkeypatch.setattr("megaspeed.checkpoint.writing.FILE_BYTES", 20_000)
     import_model(folder, tmp_path / "out")
     assert len(list((tmp_path / "out").glob("*.distcp"))) > 10
     assert inspect(tmp_path / "out").problems == ()
-    assert same(load_whole_model(tmp_path / "out").state_dict(), right)
+    assert same(load_model(tmp_path / "out").state_dict(), right)
 
 
 def test_float64_is_rounded_and_told(copy: Path, folder: Path, right: Weights) -> None:
@@ -353,7 +349,7 @@ def test_a_tokenizer_larger_than_the_model(tmp_path: Path) -> None:
 
 
 def test_a_place_that_is_taken(folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(FileExistsError, match="is there already"):
+    with pytest.raises(FileExistsError, match="exists already"):
         import_model(folder, tmp_path)
     assert list(tmp_path.iterdir()) == []
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from megaspeed.checkpoint.soundness import problems_of
-from megaspeed.checkpoint.whole_model import load_whole_model, model_config
+from megaspeed.checkpoint.inspection import problems_of
+from megaspeed.checkpoint.reading import load_model, model_config
 from megaspeed.config.hugging_face import read_model_section
 from megaspeed.config.model import ModelConfig
 from megaspeed.hugging_face.exporting import export_model
@@ -60,7 +60,7 @@ def test_ours_and_the_exported_one_have_the_logits_of_the_first(make: Make, tmp_
     with torch.no_grad():
         expected = stock(tokens).logits
         for logits in (
-            load_whole_model(tmp_path / "checkpoint")(tokens),
+            load_model(tmp_path / "checkpoint")(tokens),
             again(tokens).logits,
         ):
             torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
@@ -89,7 +89,7 @@ def test_half_precision_becomes_fp32_masters_and_the_same_halves_again(
     dtype = getattr(torch, precision)
     folder = saved(llama().to(dtype), tmp_path / "hf")
     import_model(folder, tmp_path / "checkpoint")
-    masters = load_whole_model(tmp_path / "checkpoint").state_dict()
+    masters = load_model(tmp_path / "checkpoint").state_dict()
     assert all(torch.equal(master, master.to(dtype).float()) for master in masters.values())
     export_model(tmp_path / "checkpoint", tmp_path / "back", precision=precision)  # type: ignore[arg-type]
     assert same(weights_in(folder), weights_in(tmp_path / "back"))

@@ -11,17 +11,16 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
+from megaspeed.checkpoint.inspection import problems_of
+from megaspeed.checkpoint.reading import load_model, model_config, read_tokenizer_files
 from megaspeed.checkpoint.run_state import Progress, RunState
-from megaspeed.checkpoint.soundness import problems_of
 from megaspeed.checkpoint.tensors import KINDS
-from megaspeed.checkpoint.tokenizer_files import read_tokenizer_files
-from megaspeed.checkpoint.whole_model import load_whole_model, model_config
 from megaspeed.cli import main
 from megaspeed.config.resolve import Run
 from megaspeed.hugging_face.importing import import_model
 from megaspeed.topology.launch import LaunchEnvironment
 from megaspeed.training import pretrain
-from megaspeed.training.carried_files import generation_file
+from megaspeed.training.checkpointing import generation_file
 from tests.checkpoint.saved_runs import SavedRun, started
 from tests.hugging_face.models import llama, saved, with_tokenizer
 from tests.inference.tiny_text import tiny_tokenizer
@@ -67,7 +66,7 @@ def test_its_weights_are_taken_and_its_moments_are_zeros(
     run = tiny_run(TEXT, model=model, zero_optimization={"stage": stage})
     ((progress, state),) = pool.run(1, state_after_loading, run, tmp_path, imported)
     assert progress == Progress()
-    expected = load_whole_model(imported).state_dict()
+    expected = load_model(imported).state_dict()
     assert state.keys() == set(KINDS) and state["weights"].keys() == expected.keys()
     assert all(torch.equal(state["weights"][name], expected[name]) for name in expected)
     for kind in KINDS[1:]:
@@ -141,5 +140,5 @@ def test_another_model_is_refused_by_name(pool: RankPool, config: Path, imported
     command = ["--config", str(config), "--resume", str(imported), *change]
     (((code, _, err),),) = pool.run(1, job, config.with_name("cache"), [command])
     assert code != 0
-    assert f"(imported from {imported.parent / 'hf'}) is not of this run" in err
+    assert f"(imported from {imported.parent / 'hf'}) does not match this run" in err
     assert "model.rope_theta was 10000.0 and is 500.0; set it back, or start a new run" in err

@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from megaspeed.checkpoint.whole_model import load_whole_model
+from megaspeed.checkpoint.reading import load_model
 from megaspeed.config.model import ModelConfig
 from megaspeed.hugging_face import verifying
 from megaspeed.hugging_face.errors import Disagreement, HuggingFaceError
@@ -108,7 +108,7 @@ def test_in_fp64_both_are_exact_to_its_rounding(
 
 
 def test_logits_that_are_no_numbers_agree_with_nothing(both: tuple[Path, Path]) -> None:
-    model, prompt = load_whole_model(both[0]), torch.arange(8)
+    model, prompt = load_model(both[0]), torch.arange(8)
     for strange in (float("nan"), float("inf")):
         theirs = torch.zeros(8, 301)
         theirs[3, 3] = strange
@@ -127,7 +127,7 @@ def test_what_rounding_explains_passes(
 
 def test_the_limit_grows_with_logits_above_50(both: tuple[Path, Path]) -> None:
     """Two parts in a million of the largest, which are 16 units in the last place of fp32."""
-    model = load_whole_model(both[0])
+    model = load_model(both[0])
     prompt = torch.arange(8)
     with torch.no_grad():
         logits = model(prompt[None])[0]
@@ -141,7 +141,7 @@ def test_the_limit_grows_with_logits_above_50(both: tuple[Path, Path]) -> None:
 
 
 def test_a_token_that_is_not_the_greedy_choice_is_told(both: tuple[Path, Path]) -> None:
-    model, stock = load_whole_model(both[0]), load_transformers_model(both[1], strict=True)
+    model, stock = load_model(both[0]), load_transformers_model(both[1], strict=True)
     text = stock.continued(torch.arange(16), 10)
     verifying._compare_choices(model, text, 16, 1e-4)
     text[20] = (text[20] + 1) % 301
@@ -150,7 +150,7 @@ def test_a_token_that_is_not_the_greedy_choice_is_told(both: tuple[Path, Path]) 
 
 
 def test_of_two_equal_words_either_is_greedy(both: tuple[Path, Path]) -> None:
-    model = load_whole_model(both[0])
+    model = load_model(both[0])
     head = model.head.output.weight  # type: ignore[union-attr]
     text = load_transformers_model(both[1], strict=True).continued(torch.arange(16), 1)
     twin = (int(text[-1]) + 7) % 301

@@ -12,9 +12,9 @@ from megaspeed.checkpoint.errors import CheckpointError
 from megaspeed.checkpoint.run_state import LossScale, Progress, RunState
 from megaspeed.config.resolve import Run
 from megaspeed.topology.launch import LaunchEnvironment
-from megaspeed.training.resumed_run import config_changes, go_on, training_changes
+from megaspeed.training.resumed_run import config_changes, resumed_progress, training_changes
 from megaspeed.training.worker import Worker
-from megaspeed.zero.engine import Counters, read_loss_scale, take_loss_scale
+from megaspeed.zero.engine import Counters, load_loss_scale, read_loss_scale
 from tests.checkpoint.saved_runs import SavedRun, only_checkpoint, save_only, started
 from tests.parallel.tiny import tiny_corpus
 from tests.rank_pool import RankPool
@@ -59,7 +59,7 @@ REFUSED = {
         {"model": {"intermediate_size": 64}},
         [
             "blocks.0.mlp.up.weight is 128 x 32 in the checkpoint and 64 x 32 in the model",
-            "(saved at pp 1 x dp 2 x tp 1, ZeRO-0, fp32) is not of this run (at pp 1 x dp 1 x tp 2",
+            "(saved at pp 1 x dp 2 x tp 1, ZeRO-0, fp32) does not match this run (at pp 1 x dp",
         ],
     ),
     "depth": (
@@ -113,7 +113,7 @@ def test_samples_of_another_length_are_counted_by_their_tokens(
 ) -> None:
     state = RunState.read(saved)
     data = state.data.model_copy(update={"sequence_length": length})
-    assert go_on(state, data).samples == samples
+    assert resumed_progress(state, data).samples == samples
 
 
 def test_layout_precision_dropout_optimizer_and_batch_may_change(
@@ -211,7 +211,7 @@ def scales_of_both(launch: LaunchEnvironment) -> tuple[list[float], list[float]]
         scales(uninterrupted, range(6))
         state = read_loss_scale(uninterrupted)
         assert state is not None
-        take_loss_scale(resumed, state)
+        load_loss_scale(resumed, state)
         return scales(uninterrupted, range(6, 30)), scales(resumed, range(6, 30))
 
 
@@ -267,5 +267,5 @@ def test_a_dynamic_loss_scale_goes_through_a_checkpoint(
 def test_a_constant_loss_scale_has_no_state() -> None:
     constant = CreateLossScaler(torch.float, 1.0, dynamic_scaling=False, dynamic_loss_args=None)
     assert read_loss_scale(constant) is None
-    take_loss_scale(constant, SCALE.model_dump())
+    load_loss_scale(constant, SCALE.model_dump())
     assert constant.cur_scale == 1.0

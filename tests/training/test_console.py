@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megaspeed.checkpoint.run_state import Progress
-from megaspeed.checkpoint.saving import SaveReport
+from megaspeed.checkpoint.writing import SaveReport
 from megaspeed.pipeline.partition import parameters_of_stages
 from megaspeed.training.console import ConsoleObserver, describe_save, describe_step, summary_table
 from megaspeed.training.metrics import MetricsFile, ValidationMetrics

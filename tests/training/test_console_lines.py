@@ -8,7 +8,7 @@ import pytest
 from rich.text import Text
 
 from megaspeed.checkpoint.run_state import Progress
-from megaspeed.checkpoint.saving import SaveReport
+from megaspeed.checkpoint.writing import SaveReport
 from megaspeed.data.prepared import PreparedCorpus
 from megaspeed.data.stream.mixture import Component, Mixture
 from megaspeed.data.tokens.token_file import TokenFile, TokenIndex
@@ -89,7 +89,7 @@ def test_a_resumed_run_says_from_where_and_what_it_passed_over() -> None:
         checkpoint=FOLDER / "step-00000005",
         step=5,
         in_place=True,
-        passed_over=((FOLDER / "step-00000008", "__0_0.distcp is missing"),),
+        skipped=((FOLDER / "step-00000008", "__0_0.distcp is missing"),),
     )
     assert [shown(line) for line in describe_start(start, tiny_run(TEXT))] == [
         "skipped run [a]/checkpoints/step-00000008: __0_0.distcp is missing",

@@ -16,8 +16,8 @@ from megaspeed.checkpoint.run_state import RUN_STATE
 from megaspeed.topology.context import ParallelContext
 from megaspeed.topology.grid import Grid
 from megaspeed.topology.launch import LaunchEnvironment
-from megaspeed.training import pretrain, shared_folder
-from megaspeed.training.run_lock import LOCK
+from megaspeed.training import pretrain, run_folder
+from megaspeed.training.run_folder import LOCK
 from tests.checkpoint.written import seal
 from tests.parallel.tiny import GPT2
 from tests.rank_pool import RankPool
@@ -294,7 +294,7 @@ def ending_on_a_disk_of_its_own(
     launch: LaunchEnvironment, config: Path, disks: list[Path], changes: list[str]
 ) -> Ending:
     os.chdir(disks[launch.rank])
-    shared_folder._SECONDS_TO_BE_SEEN = 0.3
+    run_folder._SECONDS_TO_BE_SEEN = 0.3
     return ending(config, *changes)
 
 

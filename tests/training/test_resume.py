@@ -121,7 +121,7 @@ def test_auto_passes_over_what_is_broken_and_says_why(pool: RankPool, run: Run) 
     damage(checkpoint(run, 200))
     start = found(pool, AUTO, run)
     assert (start.checkpoint, start.step, start.in_place) == (checkpoint(run, 100), 100, True)
-    ((passed_over, why),) = start.passed_over
+    ((passed_over, why),) = start.skipped
     assert passed_over == checkpoint(run, 200)
     assert "__0_0.distcp has other bytes than were written" in why
 
@@ -134,7 +134,7 @@ def test_auto_passes_over_an_index_that_was_sealed_with_a_mistake(pool: RankPool
     change_index(checkpoint(run, 200), point_at_another)
     start = found(pool, AUTO, run)
     assert start.checkpoint == checkpoint(run, 100)
-    assert "have the same bytes of" in start.passed_over[0][1]
+    assert "have the same bytes of" in start.skipped[0][1]
 
 
 def test_auto_refuses_where_no_checkpoint_is_whole_and_names_each(pool: RankPool, run: Run) -> None:

@@ -10,7 +10,7 @@ import pytest
 from megaspeed.checkpoint.run_state import RunState
 from megaspeed.config.loading import load_run
 from megaspeed.config.resolve import Run
-from megaspeed.training.resumed_rate import rate_change
+from megaspeed.training.resumed_run import rate_change
 from megaspeed.training.step_inputs import learning_rate
 from tests.checkpoint.written import run_state
 from tests.parallel.tiny import tiny_run

@@ -1,20 +1,35 @@
-"""A run's folder is found unusable before the run, and nothing of an earlier run is lost."""
+"""The folder of a run is checked before the run, is locked, and loses nothing of earlier runs."""
 
 import json
 import math
 import os
+import socket
+import threading
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 
+from megaspeed.checkpoint.errors import CheckpointError
 from megaspeed.config.errors import ConfigError
 from megaspeed.config.loading import parse_config
 from megaspeed.config.resolve import Run, resolve_run
+from megaspeed.topology.context import ParallelContext
+from megaspeed.topology.grid import Grid
 from megaspeed.topology.launch import LaunchEnvironment
-from megaspeed.training.run_folder import check_run_folder, continue_run_folder, start_run_folder
-from tests.rank_pool import RankPool
+from megaspeed.topology.meeting import RanksDisagree
+from megaspeed.training import run_folder
+from megaspeed.training.run_folder import (
+    LOCK,
+    check_run_folder,
+    check_shared_folder,
+    continue_run_folder,
+    run_lock,
+    start_run_folder,
+)
+from tests.rank_pool import RankFailure, RankPool
 
 
 def run_in(folder: Path, steps: int = 1) -> Run:
@@ -173,3 +188,110 @@ def test_what_services_wrote_is_moved_with_the_run(tmp_path: Path) -> None:
         (tmp_path / service).mkdir()
     assert start_run_folder(run) == tmp_path / "earlier-1"
     assert names(tmp_path / "earlier-1") == {"tensorboard", "wandb"}
+
+
+def use(launch: LaunchEnvironment, run_dir: Path, wait_seconds: float = 0.0) -> str | None:
+    """What this rank of two is told."""
+    with ParallelContext.create(Grid(pp=1, dp=2, tp=1), launch, timeout_seconds=30) as context:
+        try:
+            with run_lock(run_dir, context, wait_seconds=wait_seconds):
+                return None
+        except CheckpointError as error:
+            return str(error)
+
+
+def use_beside_itself(launch: LaunchEnvironment, run_dir: Path) -> tuple[str, str, str | None]:
+    """What the file says in the meantime, what it should, and what a second run is told."""
+    with (
+        ParallelContext.create(Grid(pp=1, dp=1, tp=1), launch, timeout_seconds=30) as context,
+        run_lock(run_dir, context),
+    ):
+        written = (run_dir / LOCK).read_text()
+        try:
+            with run_lock(run_dir, context):
+                told = None
+        except CheckpointError as error:
+            told = str(error)
+    return written, f"{socket.gethostname()} {os.getpid()}\n", told
+
+
+def test_the_lock_names_the_process_to_signal(pool: RankPool, tmp_path: Path) -> None:
+    (tmp_path / LOCK).write_text("a host with a long name 4194304\n")
+    ((written, expected, told),) = pool.run(1, use_beside_itself, tmp_path)
+    host, process = expected.split()
+    assert written == expected
+    assert told is not None
+    assert told.startswith(f"another run (its rank 0 is process {process} on {host}) is writing to")
+
+
+def test_one_run_at_a_time(pool: RankPool, tmp_path: Path) -> None:
+    assert pool.run(2, use, tmp_path) == [None, None]
+    with FileLock(tmp_path / LOCK):
+        told = pool.run(2, use, tmp_path)
+    assert (
+        told
+        == [
+            f"another run is writing to {tmp_path}; wait until it has ended, or set another "
+            "training.run_dir"
+        ]
+        * 2
+    )
+    assert pool.run(2, use, tmp_path) == [None, None]
+
+
+def test_a_restart_waits_for_the_lock_of_a_dead_host(pool: RankPool, tmp_path: Path) -> None:
+    """A network file system releases it a minute later. The restart was refused as wrong input."""
+    lock = FileLock(tmp_path / LOCK, thread_local=False)
+    lock.acquire()
+    later = threading.Timer(2.0, lock.release)
+    later.start()
+    assert pool.run(2, use, tmp_path, 30.0) == [None, None]
+    later.join()
+
+
+def die_with_it(launch: LaunchEnvironment, run_dir: Path) -> None:
+    grid = Grid(pp=1, dp=1, tp=1)
+    context = ParallelContext.create(grid, launch, timeout_seconds=30)
+    with run_lock(run_dir, context):
+        os._exit(9)
+
+
+def test_the_lock_of_a_run_that_died_is_free(pool: RankPool, tmp_path: Path) -> None:
+    with pytest.raises(RankFailure, match="exit code 9"):
+        pool.run(1, die_with_it, tmp_path)
+    assert pool.run(2, use, tmp_path) == [None, None]
+
+
+RANKS = 4
+RUN_DIR = Path("runs/tiny")
+
+
+def complaint(launch: LaunchEnvironment, disks: list[Path]) -> str | None:
+    """What this rank says, which has a disk of its own or shares one."""
+    os.chdir(disks[launch.rank])
+    run_folder._SECONDS_TO_BE_SEEN = 0.3
+    grid = Grid(pp=1, dp=RANKS, tp=1)
+    with ParallelContext.create(grid, launch, timeout_seconds=30) as context:
+        try:
+            check_shared_folder(RUN_DIR, context)
+        except RanksDisagree as error:
+            return str(error)
+    return None
+
+
+def test_a_folder_that_all_see_is_made_and_left_empty(pool: RankPool, tmp_path: Path) -> None:
+    assert pool.run(RANKS, complaint, [tmp_path] * RANKS) == [None] * RANKS
+    assert list((tmp_path / RUN_DIR).iterdir()) == []
+
+
+def test_ranks_with_a_disk_of_their_own_are_named(pool: RankPool, tmp_path: Path) -> None:
+    """Ranks 2 and 3 are on a second node, on whose disk there is such a folder, too."""
+    first, second = nodes = [tmp_path / "node0", tmp_path / "node1"]
+    for node in nodes:
+        (node / RUN_DIR).mkdir(parents=True)
+    everyones = pool.run(RANKS, complaint, [first, first, second, second])
+    said = everyones[0]
+    assert said is not None and everyones == [said] * RANKS
+    assert "ranks [2, 3] do not see what rank 0 writes to runs/tiny" in said
+    assert "training.run_dir must be on a file system that all nodes share" in said
+    assert all(list((node / RUN_DIR).iterdir()) == [] for node in nodes)

@@ -17,7 +17,7 @@ from torch.nn import functional
 from megaspeed.analysis.verification.reference import train_reference
 from megaspeed.analysis.verification.verify import whole_batch
 from megaspeed.checkpoint.run_state import Progress
-from megaspeed.checkpoint.saving import SaveReport
+from megaspeed.checkpoint.writing import SaveReport
 from megaspeed.config.resolve import Run
 from megaspeed.data.prepared import PreparedCorpus
 from megaspeed.model.gpt import GPT

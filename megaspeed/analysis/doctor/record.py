@@ -24,7 +24,7 @@ from megaspeed.data.config_problems import find_problems_in_file
 from megaspeed.data.errors import DataError
 from megaspeed.data.prepare import prepare_corpus
 from megaspeed.data.prepared import PreparedCorpus
-from megaspeed.files.leaves import leaves
+from megaspeed.files.json_values import leaves
 from megaspeed.topology.launch import LaunchEnvironment
 from megaspeed.topology.process_settings import open_files_of
 

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from megaspeed.analysis.watching.record import Recorded, RunRecord, number
-from megaspeed.files.leaves import leaves
+from megaspeed.files.json_values import leaves
 
 QUANTITIES = (
     "tokens",

@@ -21,8 +21,7 @@ from megaspeed.data.text.pieces import BadRecord, OnBad, Piece
 from megaspeed.data.text.records import STATE_FIELD, no_such_field
 from megaspeed.data.text.rows import cannot_be_read, pieces_of_rows, until_broken
 from megaspeed.data.text.text_format import TextFormat
-from megaspeed.files.changes import FileState
-from megaspeed.files.reading import special_files
+from megaspeed.files.reading import FileState, special_files
 
 # datasets imports slowly and is rarely needed: it is imported where it is used.
 

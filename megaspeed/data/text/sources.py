@@ -24,9 +24,8 @@ from megaspeed.data.text.pieces import OnBad, Piece, refuse
 from megaspeed.data.text.plain_text import PlainText
 from megaspeed.data.text.standard_library import library_files, library_folder
 from megaspeed.data.text.text_format import TextFormat
-from megaspeed.files.changes import FileState
-from megaspeed.files.places import expand_home
-from megaspeed.files.reading import file_problem
+from megaspeed.files.paths import expand_home
+from megaspeed.files.reading import FileState, file_problem
 
 _PLAIN_TEXT = PlainText()
 _LOOKED_AT_FILES = 10_000

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from megaspeed.data.text.pieces import OnBad, Piece
-from megaspeed.files.changes import FileState, state_of
+from megaspeed.files.reading import FileState, state_of
 
 
 class TextFormat(ABC):

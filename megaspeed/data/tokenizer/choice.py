@@ -18,7 +18,7 @@ from megaspeed.data.errors import DataError
 from megaspeed.data.shares import Share, token_places
 from megaspeed.data.tokenizer.text_tokenizer import TOKENIZER_FILE, TRAIN, load_tokenizer
 from megaspeed.data.tokens.token_folder import is_token_folder, read_index
-from megaspeed.files.places import expand_home
+from megaspeed.files.paths import expand_home
 
 
 def choose_tokenizer(data: DataConfig, shares: Sequence[Share]) -> str | None:

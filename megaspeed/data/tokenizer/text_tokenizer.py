@@ -22,7 +22,7 @@ from tokenizers.models import BPE
 from megaspeed.config.strict_json import JsonSyntaxError, read_json_object
 from megaspeed.data.errors import DataError
 from megaspeed.data.tokenizer.quiet_transformers import quiet_transformers
-from megaspeed.files.durable import write_whole
+from megaspeed.files.durable import write_file
 from megaspeed.files.reading import special_among
 
 TRAIN = "train"
@@ -122,7 +122,7 @@ class TextTokenizer:
         """
         folder.mkdir(parents=True, exist_ok=True)
         for name, content in self.files().items():
-            write_whole(folder / name, methodcaller("write", content))
+            write_file(folder / name, methodcaller("write", content))
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         """The ids of each text, without special tokens, on all threads."""

@@ -8,7 +8,7 @@ from typing import TypeVar
 from pydantic import TypeAdapter, ValidationError
 
 from megaspeed.data.errors import DataError
-from megaspeed.files.sealed_json import read_sealed, write_sealed
+from megaspeed.files.json_values import read_sealed, write_sealed
 
 Record = TypeVar("Record")
 

@@ -14,8 +14,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from megaspeed.data.cache import Cache, cache_key
-from megaspeed.files.changes import are_settled, state_of
-from megaspeed.files.sealed_json import Facts
+from megaspeed.files.json_values import Facts
+from megaspeed.files.reading import are_settled, state_of
 
 logger = logging.getLogger(__name__)
 

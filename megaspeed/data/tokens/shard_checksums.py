@@ -11,8 +11,8 @@ from megaspeed.data.cache import Cache
 from megaspeed.data.errors import DataError
 from megaspeed.data.tokens.remembered import remembered
 from megaspeed.data.tokens.token_folder import COPY_AGAIN, read_index
-from megaspeed.files.sealed_json import Facts
-from megaspeed.files.spaced_sample import sha256_of
+from megaspeed.files.json_values import Facts
+from megaspeed.files.reading import sha256_of
 
 # Part of every key: raise it when something else is to be remembered of a shard.
 _FORMAT = 1

@@ -21,8 +21,8 @@ from pydantic import TypeAdapter, ValidationError
 from megaspeed.data.errors import DataError
 from megaspeed.data.tokens.packing import IdType
 from megaspeed.data.tokens.token_file import TokenFile, TokenIndex
-from megaspeed.files.sealed_json import read_sealed, write_sealed
-from megaspeed.files.spaced_sample import spaced_sample
+from megaspeed.files.json_values import read_sealed, write_sealed
+from megaspeed.files.reading import spaced_sample
 
 INDEX = "index.json"
 PLAN = "plan.json"

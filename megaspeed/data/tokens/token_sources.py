@@ -23,7 +23,7 @@ from megaspeed.data.tokens.nanogpt import open_nanogpt, why_not_16_bit
 from megaspeed.data.tokens.shard_checksums import check_shard_checksums
 from megaspeed.data.tokens.token_file import TokenFile
 from megaspeed.data.tokens.token_folder import INDEX, SHARDS, is_token_folder, open_token_folder
-from megaspeed.files.places import expand_home
+from megaspeed.files.paths import expand_home
 from megaspeed.files.reading import special_among
 
 

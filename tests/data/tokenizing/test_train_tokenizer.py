@@ -13,7 +13,7 @@ from megaspeed.data.text.documents import read_documents
 from megaspeed.data.text.sources import SourceFile
 from megaspeed.data.tokenizer.text_tokenizer import load_tokenizer
 from megaspeed.data.tokenizer.training import train_tokenizer
-from megaspeed.files.new_folder import new_folder
+from megaspeed.files.durable import new_folder
 from tests.data.tokenizing.words import documents
 
 TEXT = "<|endoftext|>\n".join(documents(20_000))
@@ -54,7 +54,7 @@ def test_a_folder_in_use_is_refused(
     text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert train(text, tmp_path) == 2
-    assert f"{tmp_path} is there already; name a folder that is not" in capsys.readouterr()[1]
+    assert f"{tmp_path} exists already; name a folder that does not exist" in capsys.readouterr()[1]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["text.txt"]
 
 

@@ -13,15 +13,15 @@ _LONGEST_NAME, _LONGEST_PATH = 255, 4095
 def nearest_existing(path: Path) -> Path:
     """``path``, or the nearest folder above it that exists."""
     # os.path.exists: Path.exists raises below a folder that this user may not enter.
-    whole = path.absolute()
-    return next(place for place in (whole, *whole.parents) if os.path.exists(place))
+    path = path.absolute()
+    return next(place for place in (path, *path.parents) if os.path.exists(place))
 
 
 def folder_problem(name: str, folder: Path) -> str | None:
     """Why ``folder``, given as ``name``, cannot be created or written to; None if it can."""
-    whole = folder.absolute()
+    full = folder.absolute()
     # A broken link counts as existing, because no folder can be created in its place.
-    existing = next(place for place in (whole, *whole.parents) if os.path.lexists(place))
+    existing = next(place for place in (full, *full.parents) if os.path.lexists(place))
     if not os.path.isdir(existing):
         why = file_problem(existing) or "is a file"
         problem = f"{name} {folder} cannot be a folder, because {existing} {why}"
@@ -56,14 +56,14 @@ def _encoded(text: str) -> bytes:
     return text.encode("utf-8", "surrogatepass")
 
 
-def named_place(text: str) -> Path:
+def path_argument(text: str) -> Path:
     """A path on the command line. Expands ~, because a shell does not do so in ``--output=~/x``.
 
     Raises:
         ArgumentTypeError: it is empty, not UTF-8 or a broken link, or no file can have it.
     """
     if not text:
-        raise ArgumentTypeError("the path is empty; state one")
+        raise ArgumentTypeError("the path is empty; name one")
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:  # Python represents such bytes as lone surrogates

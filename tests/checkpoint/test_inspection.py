@@ -16,9 +16,9 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from megaspeed.checkpoint.folders import CheckpointFolder
+from megaspeed.checkpoint.inspection import INDEX, glance, inspect, problems_of
 from megaspeed.checkpoint.manifest import MANIFEST, read_manifest, write_manifest
 from megaspeed.checkpoint.run_state import RUN_STATE
-from megaspeed.checkpoint.soundness import INDEX, glance, inspect, problems_of
 from tests.checkpoint.written import CONFIG, change_index, run_state, seal, write_checkpoint
 
 TENSORS = "__0_0.distcp"
@@ -121,7 +121,7 @@ def test_a_manifest_without_a_file_that_must_be_is_told(checkpoint: Path, name: 
 
 def test_a_renamed_step_is_told_and_any_other_name_is_free(checkpoint: Path) -> None:
     renamed = checkpoint.rename(checkpoint.with_name("step-00000200"))
-    assert only_problem(renamed).startswith("its name says step 200 and its run_state.json step")
+    assert only_problem(renamed).startswith("its name has step 200 and its run_state.json has step")
     assert problems_of(renamed.rename(renamed.with_name("best"))) == []
 
 
@@ -138,7 +138,7 @@ def test_tensors_of_another_model_than_the_configuration_are_told(checkpoint: Pa
 @pytest.mark.parametrize(
     ("config", "told"),
     [
-        ({}, "run_state.json names no model: config.model: "),
+        ({}, "run_state.json has no valid model: config.model: "),
         ({"model": {"preset": "gpt2", "hidden_size": "x"}}, "config.model.hidden_size: "),
     ],
 )
@@ -181,7 +181,7 @@ def test_elements_that_two_ranks_wrote_and_pieces_without_a_place_are_told(
     change_index(checkpoint, double)
     assert problems_of(checkpoint) == [
         f"{UP}: [0:128, 0:32] and [127:128, 0:32] both hold some of its elements",
-        f"{UP}: no file of the checkpoint holds its [127:128, 0:32]",
+        f"{UP}: no file of the checkpoint has its [127:128, 0:32]",
     ]
 
 
@@ -190,13 +190,13 @@ def test_a_tensor_in_half_precision_is_told(checkpoint: Path) -> None:
         index.state_dict_metadata[UP].properties.dtype = torch.bfloat16
 
     change_index(checkpoint, halve)
-    assert "it is torch.bfloat16, and every tensor" in only_problem(checkpoint)
+    assert "it is torch.bfloat16, and must be" in only_problem(checkpoint)
 
 
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        ({"relative_path": "__9_0.distcp"}, "no file of the checkpoint holds its [0:128, 0:32]"),
+        ({"relative_path": "__9_0.distcp"}, "no file of the checkpoint has its [0:128, 0:32]"),
         (
             {"length": 10**9},
             "its [0:128, 0:32] ends after the end of __0_0.distcp, according to the index",
@@ -265,15 +265,15 @@ def exchanged(name: str, other: str) -> Callable[[Metadata], None]:
         (moved(UP, offset=lambda offset: -offset), "has the impossible offset -"),
         (moved(UP, offset=lambda offset: offset + 64), ""),
         (moved(UP, offset=lambda offset: offset - 64), ""),
-        (moved(UP, offset=float), "no file of the checkpoint holds its [0:128, 0:32]"),
-        (moved(UP, offset=str), "no file of the checkpoint holds its [0:128, 0:32]"),
+        (moved(UP, offset=float), "no file of the checkpoint has its [0:128, 0:32]"),
+        (moved(UP, offset=str), "no file of the checkpoint has its [0:128, 0:32]"),
         (moved(UP, length=lambda length: -length), "has -"),
         (moved(UP, length=lambda length: 0), "according to the index, but its"),
         (moved(UP, length=lambda length: length - 1), "is not one archive from its first byte"),
         (moved(UP, length=lambda length: length + 1), ""),
-        (moved(UP, relative_path=lambda path: f"../{path}"), "no file of the checkpoint holds"),
+        (moved(UP, relative_path=lambda path: f"../{path}"), "no file of the checkpoint has"),
         (moved(UP, relative_path=lambda path: None), "is not an index of tensors"),
-        (moved(UP, transform_descriptors=lambda _: ["zstd"]), "no file of the checkpoint holds"),
+        (moved(UP, transform_descriptors=lambda _: ["zstd"]), "no file of the checkpoint has"),
         (lambda index: index.storage_data.update({place_of(index, UP): 3}), "no file of the check"),
         (lambda index: index.state_dict_metadata[UP].chunks.append(3), "is not an index of tens"),
     ],
@@ -289,8 +289,8 @@ def test_a_place_that_cannot_be_right_is_told_though_it_was_sealed(
 @pytest.mark.parametrize(
     ("saved", "told"),
     [
-        (torch.zeros(128, 32, dtype=torch.int32), "is no archive of a float32 tensor"),
-        (torch.zeros(32, 128).T, "is no archive of a float32 tensor (it is a view"),
+        (torch.zeros(128, 32, dtype=torch.int32), "is not an archive of a float32 tensor"),
+        (torch.zeros(32, 128).T, "is not an archive of a float32 tensor (it is a view"),
         ("text " * 4_000, "is more than a tensor"),
     ],
 )

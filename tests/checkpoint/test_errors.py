@@ -5,8 +5,7 @@ import os
 
 import pytest
 
-from megaspeed.checkpoint.errors import CheckpointError, StorageFailed
-from megaspeed.checkpoint.together import from_rank_0
+from megaspeed.checkpoint.errors import CheckpointError, StorageFailed, broadcast
 from megaspeed.topology.context import ParallelContext
 from megaspeed.topology.grid import Grid
 from megaspeed.topology.launch import LaunchEnvironment
@@ -23,7 +22,7 @@ def read_with(launch: LaunchEnvironment, error: Exception | None) -> tuple[type[
 
     with ParallelContext.create(Grid(pp=1, dp=2, tp=1), launch, timeout_seconds=30) as context:
         try:
-            return Exception, from_rank_0(context.checkpoint_group, read)
+            return Exception, broadcast(context.checkpoint_group, read)
         except CheckpointError as caught:
             return type(caught), str(caught)
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from megaspeed.files.sealed_json import Facts, read_sealed, write_sealed
+from megaspeed.files.json_values import Facts, read_sealed, write_sealed
 
 FACTS: Facts = {"answer": 42, "names": ["a", "ä"], "inner": {"z": None, "b": 0.5}}
 

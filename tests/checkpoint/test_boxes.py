@@ -1,4 +1,4 @@
-"""Flat ranges of tensor shards as rectangles: drawn by hand, and put together again."""
+"""Flat ranges of tensor shards as boxes: drawn by hand, and put together again."""
 
 import itertools
 import random
@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megaspeed.checkpoint.rectangles import Rectangle, rectangles_of
+from megaspeed.checkpoint.boxes import Box, boxes_of
 from megaspeed.config.loading import parse_config
 from megaspeed.config.model import ModelConfig
 from megaspeed.model.parameters import parameters_of
@@ -17,13 +17,13 @@ from tests.parallel.tiny import GPT2, LLAMA
 MANY = 10**9
 
 
-def test_a_flat_range_of_a_matrix_is_three_rectangles() -> None:
+def test_a_flat_range_of_a_matrix_is_three_boxes() -> None:
     """The drawing in the module's docstring."""
     whole = ParameterShard(full_shape=(4, 4), rows=(range(4),), owned_rows=4)
-    assert list(rectangles_of(whole, 2, 14, largest=MANY)) == [
-        Rectangle((0, 2), (1, 2), 2),
-        Rectangle((1, 0), (2, 4), 4),
-        Rectangle((3, 0), (1, 2), 12),
+    assert list(boxes_of(whole, 2, 14, largest=MANY)) == [
+        (Box((0, 2), (1, 2)), 2),
+        (Box((1, 0), (2, 4)), 4),
+        (Box((3, 0), (1, 2)), 12),
     ]
 
 
@@ -32,31 +32,31 @@ def test_rows_and_columns_are_shifted_to_where_they_stand() -> None:
     shard = ParameterShard(
         full_shape=(8, 10), rows=(range(2, 4), range(6, 8)), columns=range(5, 8), owned_rows=4
     )
-    assert list(rectangles_of(shard, 0, 12, largest=MANY)) == [
-        Rectangle((2, 5), (2, 3), 0),
-        Rectangle((6, 5), (2, 3), 6),
+    assert list(boxes_of(shard, 0, 12, largest=MANY)) == [
+        (Box((2, 5), (2, 3)), 0),
+        (Box((6, 5), (2, 3)), 6),
     ]
 
 
 def test_padding_rows_are_nowhere() -> None:
     shard = ParameterShard(full_shape=(5, 2), rows=(range(3, 5),), padding_rows=6, owned_rows=2)
-    assert list(rectangles_of(shard, 0, 16, largest=MANY)) == [Rectangle((3, 0), (2, 2), 0)]
-    assert list(rectangles_of(shard, 4, 16, largest=MANY)) == []
+    assert list(boxes_of(shard, 0, 16, largest=MANY)) == [(Box((3, 0), (2, 2)), 0)]
+    assert list(boxes_of(shard, 4, 16, largest=MANY)) == []
 
 
-def test_a_vector_is_one_rectangle_and_long_ones_are_cut() -> None:
+def test_a_vector_is_one_box_and_long_ones_are_cut() -> None:
     shard = ParameterShard(full_shape=(9,), rows=(range(2, 9),), owned_rows=7)
-    assert list(rectangles_of(shard, 1, 7, largest=4)) == [
-        Rectangle((3,), (4,), 1),
-        Rectangle((7,), (2,), 5),
+    assert list(boxes_of(shard, 1, 7, largest=4)) == [
+        (Box((3,), (4,)), 1),
+        (Box((7,), (2,)), 5),
     ]
 
 
-def test_a_rectangle_has_no_more_than_the_largest_but_for_a_long_row() -> None:
+def test_a_box_has_no_more_than_the_largest_but_for_a_long_row() -> None:
     shard = ParameterShard(full_shape=(7, 6), rows=(range(7),), owned_rows=7)
-    sizes = [r.sizes for r in rectangles_of(shard, 0, 42, largest=13)]
+    sizes = [box.sizes for box, _ in boxes_of(shard, 0, 42, largest=13)]
     assert sizes == [(2, 6), (2, 6), (2, 6), (1, 6)]
-    assert {r.sizes for r in rectangles_of(shard, 0, 42, largest=2)} == {(1, 6)}
+    assert {box.sizes for box, _ in boxes_of(shard, 0, 42, largest=2)} == {(1, 6)}
 
 
 def model(values: dict[str, object]) -> ModelConfig:
@@ -102,9 +102,8 @@ def cut(flat: Tensor, chance: random.Random) -> list[tuple[int, Tensor]]:
 
 
 def place(rebuilt: Tensor, shard: ParameterShard, start: int, fragment: Tensor) -> None:
-    for rectangle in rectangles_of(shard, start, start + len(fragment), largest=50):
+    for box, first in boxes_of(shard, start, start + len(fragment), largest=50):
         there = rebuilt
-        for dim, (offset, size) in enumerate(zip(rectangle.offsets, rectangle.sizes, strict=True)):
+        for dim, (offset, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
             there = there.narrow(dim, offset, size)
-        first = rectangle.start - start
-        there.copy_(fragment[first : first + rectangle.elements].view(rectangle.sizes))
+        there.copy_(fragment[first - start : first - start + box.elements].view(box.sizes))

@@ -16,13 +16,13 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from megaspeed.checkpoint.errors import CheckpointError
-from megaspeed.checkpoint.reader import INDEX, CheckpointReader
+from megaspeed.checkpoint.reading import INDEX, read_index
 
 
 def test_an_index_as_torch_writes_it_is_read(tmp_path: Path) -> None:
     dcp.save({"weights.a": torch.ones(3, 2)}, checkpoint_id=tmp_path, no_dist=True)
     theirs = dcp.FileSystemReader(tmp_path).read_metadata()
-    ours = CheckpointReader(tmp_path).read_metadata()
+    ours = read_index(tmp_path)
     assert ours.state_dict_metadata == theirs.state_dict_metadata
     assert ours.storage_data == theirs.storage_data
 
@@ -39,7 +39,7 @@ def test_an_index_that_an_early_python_3_11_wrote_is_read(
     monkeypatch.setattr(_MEM_FORMAT_ENCODING, "__reduce_ex__", by_name)
     dcp.save({"weights.a": torch.ones(3, 2)}, checkpoint_id=tmp_path, no_dist=True)
     assert b"getattr" in (tmp_path / INDEX).read_bytes()
-    tensor = CheckpointReader(tmp_path).read_metadata().state_dict_metadata["weights.a"]
+    tensor = read_index(tmp_path).state_dict_metadata["weights.a"]
     assert isinstance(tensor, TensorStorageMetadata)
     assert tensor.properties.memory_format is torch.contiguous_format
 
@@ -54,7 +54,7 @@ class Attribute:
 def test_an_attribute_that_is_no_member_is_refused(tmp_path: Path) -> None:
     (tmp_path / INDEX).write_bytes(pickle.dumps(Attribute()))
     with pytest.raises(CheckpointError, match=r"names __init__ of .*, which no index"):
-        CheckpointReader(tmp_path).read_metadata()
+        read_index(tmp_path)
 
 
 class Program:
@@ -70,7 +70,7 @@ class Program:
 def test_an_index_that_is_a_program_is_refused_and_not_run(tmp_path: Path) -> None:
     (tmp_path / INDEX).write_bytes(pickle.dumps(Program(tmp_path / "touched")))
     with pytest.raises(CheckpointError, match=r"names posix\.mkdir, which no index"):
-        CheckpointReader(tmp_path).read_metadata()
+        read_index(tmp_path)
     assert not (tmp_path / "touched").exists()
     with pytest.raises(AttributeError):  # torch's own reader runs it, and then misses its index
         dcp.FileSystemReader(tmp_path).read_metadata()
@@ -81,7 +81,7 @@ def test_an_index_that_is_a_program_is_refused_and_not_run(tmp_path: Path) -> No
 def test_what_is_no_index_is_told(tmp_path: Path, content: bytes) -> None:
     (tmp_path / INDEX).write_bytes(content)
     with pytest.raises(CheckpointError, match="is not an index of tensors"):
-        CheckpointReader(tmp_path).read_metadata()
+        read_index(tmp_path)
     (tmp_path / INDEX).unlink()
     with pytest.raises(CheckpointError, match=r"cannot be read \(No such file"):
-        CheckpointReader(tmp_path).read_metadata()
+        read_index(tmp_path)

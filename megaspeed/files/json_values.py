@@ -1,4 +1,4 @@
-"""Small JSON files with a hash of their own content, so that damage is detected.
+"""Nested JSON values by dotted key, and small JSON files with a hash of their own content.
 
     {"answer": 42, "index_hash": sha256 of {"answer": 42}}
 
@@ -8,32 +8,43 @@ computes the hash again.
 
 import hashlib
 import json
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
-from megaspeed.files.durable import write_whole
-from megaspeed.files.reading import read_whole
+from megaspeed.files.durable import write_file
+from megaspeed.files.reading import read_file
 
 Facts = dict[str, Any]
-"""The content of such a file: plain JSON values."""
+"""The content of a file with a hash: plain JSON values."""
 
 _SEAL = "index_hash"
+
+
+def leaves(tree: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
+    """Every value that is not an object, with its dotted key.
+
+    >>> dict(leaves({"parallel": {"tensor": 2}, "steps": [1, 2]}))
+    {'parallel.tensor': 2, 'steps': [1, 2]}
+    """
+    for name, value in tree.items():
+        key = f"{path}.{name}" if path else str(name)
+        if isinstance(value, Mapping):
+            yield from leaves(value, key)
+        else:
+            yield key, value
 
 
 def write_sealed(path: Path, facts: Facts) -> None:
     """Writes ``facts`` and their hash. The file is complete or absent."""
     sealed = json.dumps(facts | {_SEAL: _hash_of(facts)}, indent=1).encode("utf-8")
-
-    def fill(stream: BinaryIO) -> None:
-        stream.write(sealed)
-
-    write_whole(path, fill)
+    write_file(path, lambda stream: stream.write(sealed))
 
 
 def read_sealed(path: Path) -> Facts | None:
     """The facts in the file at ``path``; None if it does not exist or its hash does not match."""
     try:
-        return unsealed(read_whole(path))
+        return unsealed(read_file(path))
     except OSError:
         return None
 

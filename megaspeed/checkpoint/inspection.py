@@ -1,0 +1,394 @@
+"""Checks whether a checkpoint is complete: every byte and every element.
+
+manifest.json  ->  each file exists, with its size and its checksum
+run_state.json ->  the model  ->  names and shapes of all tensors
+.metadata      ->  each tensor is float32, and each element is in exactly one box
+                   each box is at one place of one file
+files          ->  at this place is an archive of a tensor with the shape of the box
+
+Checksums alone are not enough, because a manifest may have been written for a wrong index.
+"""
+
+import pickle
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from io import BytesIO, FileIO
+from itertools import pairwise
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.utils import _create_file_view
+
+from megaspeed.checkpoint.boxes import Box, tiling_problem
+from megaspeed.checkpoint.errors import CheckpointError, broadcast, gather
+from megaspeed.checkpoint.folders import locate, step_named
+from megaspeed.checkpoint.manifest import (
+    MANIFEST,
+    FileSeal,
+    file_problems,
+    read_manifest,
+    size_problems,
+)
+from megaspeed.checkpoint.reading import ELEMENTS, INDEX, read_index, tensors_of
+from megaspeed.checkpoint.run_state import RUN_STATE, RunState
+from megaspeed.checkpoint.tensors import (
+    BYTES_PER_ELEMENT,
+    MOST_LISTED,
+    expected_tensors,
+    mismatches,
+)
+from megaspeed.config.errors import shortened
+from megaspeed.config.model import ModelConfig
+from megaspeed.model.parameters import Shape
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inspection:
+    """The content of a checkpoint, as far as it can be read, and all its problems.
+
+    Attributes:
+        checkpoint: its folder.
+        problems: a sentence for each problem; empty if the checkpoint is complete.
+        strays: files in the folder that are not in the manifest. They do no harm.
+        files: name -> seal of each file in the manifest.
+        state: the state of the run; None if it cannot be read.
+        model: the configuration of the model; None if it cannot be read.
+    """
+
+    checkpoint: Path
+    problems: tuple[str, ...]
+    strays: tuple[str, ...] = ()
+    files: Mapping[str, FileSeal] = field(default_factory=dict)
+    state: RunState | None = None
+    model: ModelConfig | None = None
+
+    @property
+    def size_bytes(self) -> int:
+        """The size of all files except the manifest."""
+        return sum(seal.size_bytes for seal in self.files.values())
+
+
+@dataclass(frozen=True)
+class Found:
+    """The result of a search.
+
+    Attributes:
+        checkpoint: the newest complete checkpoint; None if there is none.
+        skipped: newer checkpoints, each with its problems.
+    """
+
+    checkpoint: Path | None
+    skipped: tuple[tuple[Path, str], ...]
+
+
+def newest_complete(candidates: Sequence[Path], group: dist.ProcessGroup) -> Found:
+    """The first complete checkpoint of ``candidates``; a collective over ``group``.
+
+    Args:
+        candidates: checkpoints, newest first; those of rank 0 are used.
+        group: each of its ranks reads a share of the files. All read the index and the run state.
+    """
+    rank, ranks = group.rank(), group.size()
+    skipped: list[tuple[Path, str]] = []
+    for checkpoint in broadcast(group, lambda: list(candidates)):
+        problems = _problems_on_all_ranks(checkpoint, slice(rank, None, ranks), group)
+        if problems is None:
+            return Found(checkpoint, tuple(skipped))
+        skipped.append((checkpoint, problems))
+    return Found(None, tuple(skipped))
+
+
+def checkpoint_named(path: Path, report: Callable[[str], None] = lambda problem: None) -> Path:
+    """The newest complete checkpoint at a path that a user names. Reads every byte of it.
+
+    Args:
+        path: a checkpoint, a folder of checkpoints, or the folder of a run.
+        report: is called with the problems of each newer checkpoint that was skipped.
+
+    Raises:
+        CheckpointError: there is no complete checkpoint.
+    """
+    skipped: list[str] = []
+    for checkpoint in locate(path):
+        problems = problems_of(checkpoint)
+        if not problems:
+            for problem in skipped:
+                report(f"skipped {problem}")
+            return checkpoint
+        skipped.append(f"{checkpoint}: {'; '.join(problems)}")
+    listed = "".join(f"\n  {problem}" for problem in skipped)
+    raise CheckpointError(f"{path} has no complete checkpoint{listed}")
+
+
+def problems_of(checkpoint: Path) -> list[str]:
+    """All problems of a checkpoint, a sentence for each. Reads every byte of it."""
+    return list(inspect(checkpoint).problems)
+
+
+def inspect(checkpoint: Path) -> Inspection:
+    """The content and all problems of a checkpoint. Reads every byte of it."""
+    return _inspect(checkpoint, slice(None))
+
+
+def glance(checkpoint: Path) -> Inspection:
+    """The content and problems of a checkpoint. Of large files, only the sizes are checked."""
+    return _inspect(checkpoint, slice(0))
+
+
+def index_problems(
+    index: Metadata, expected: Mapping[str, Shape] | None, files: Mapping[str, FileSeal]
+) -> list[str]:
+    """The problems of an index, a sentence for each.
+
+    Args:
+        index: the index of a checkpoint.
+        expected: name -> shape of every tensor that it must have; None if that is not known.
+        files: name -> seal of the files of the checkpoint; only their sizes are used.
+
+    Raises:
+        CheckpointError: it is not an index of tensors.
+    """
+    try:
+        tensors = tensors_of(index)
+        problems = []
+        if expected is not None:
+            shapes = {name: tuple(tensor.size) for name, tensor in tensors.items()}
+            problems = mismatches(expected, shapes)
+        places = index.storage_data if isinstance(index.storage_data, dict) else {}
+        wrong = [
+            f"{name}: {problem}"
+            for name, tensor in tensors.items()
+            for problem in _tensor_problems(name, tensor, places, files)
+        ]
+        return problems + shortened(wrong or _shared_bytes(index), MOST_LISTED)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{INDEX} is not an index of tensors ({error})") from error
+
+
+def _problems_on_all_ranks(checkpoint: Path, share: slice, group: dist.ProcessGroup) -> str | None:
+    """The problems that the lowest rank with problems has found; None if no rank has found any."""
+    found = gather(group, lambda: "; ".join(_inspect(checkpoint, share).problems))
+    return broadcast(group, lambda: next((problems for problems in found if problems), None))
+
+
+def _inspect(checkpoint: Path, share: slice) -> Inspection:
+    """Reads the index, the run state, and a share of the files, sorted by name."""
+    try:
+        files = read_manifest(checkpoint)
+    except CheckpointError as error:
+        return Inspection(checkpoint=checkpoint, problems=(str(error),))
+    unlisted = {
+        name: f"{MANIFEST} does not list {name}" for name in (RUN_STATE, INDEX) if name not in files
+    }
+    names = {*sorted(files)[share], *({RUN_STATE, INDEX} & files.keys())}
+    damaged = file_problems(checkpoint, {name: files[name] for name in files if name in names})
+    # Only the rank whose share begins with the first file checks the sizes of all files.
+    sized = {name: files[name] for name in names} if share.start else files
+    damaged = {**unlisted, **size_problems(checkpoint, sized), **damaged}
+    problems = list(damaged.values())
+    state = model = expected = None
+    try:
+        if RUN_STATE not in damaged:
+            state = RunState.read(checkpoint)
+            problems += _name_problems(checkpoint, state)
+            model = state.model_section()
+            expected = expected_tensors(model, state.kinds)
+        if INDEX not in damaged:
+            index = read_index(checkpoint)
+            wrong = index_problems(index, expected, files)
+            if not wrong:
+                readable = names - damaged.keys()
+                wrong = shortened(_archive_problems(checkpoint, index, readable), MOST_LISTED)
+            problems += wrong
+    except CheckpointError as error:
+        problems.append(str(error))
+    return Inspection(
+        checkpoint=checkpoint,
+        problems=tuple(problems),
+        strays=_strays(checkpoint, files),
+        files=files,
+        state=state,
+        model=model,
+    )
+
+
+def _strays(checkpoint: Path, files: Mapping[str, FileSeal]) -> tuple[str, ...]:
+    try:
+        names = {path.name for path in checkpoint.iterdir()}
+    except OSError:  # a running job has deleted the checkpoint meanwhile
+        return ()
+    return tuple(sorted(names - set(files) - {MANIFEST}))
+
+
+def _name_problems(checkpoint: Path, state: RunState) -> Iterator[str]:
+    step = step_named(checkpoint.resolve().name)
+    if step is not None and step != state.progress.step:
+        yield (
+            f"its name has step {step} and its {RUN_STATE} has step {state.progress.step}; "
+            "rename it back"
+        )
+
+
+def _tensor_problems(
+    name: str,
+    tensor: TensorStorageMetadata,
+    places: Mapping[MetadataIndex, Any],
+    files: Mapping[str, FileSeal],
+) -> Iterator[str]:
+    if tensor.properties.dtype != torch.float32:
+        yield f"it is {tensor.properties.dtype}, and must be torch.float32"
+    boxes = [Box(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in tensor.chunks]
+    tiling = tiling_problem(tuple(tensor.size), boxes)
+    if tiling is not None:
+        yield tiling
+    for box in boxes:
+        problem = _place_problem(places.get(MetadataIndex(name, box.offsets)), box, files)
+        if problem is not None:
+            yield problem
+
+
+def _place_problem(place: Any, box: Box, files: Mapping[str, FileSeal]) -> str | None:
+    """Why the place of a box in the index is impossible."""
+    if place is None or not _is_place(place) or place.relative_path not in files:
+        return f"no file of the checkpoint has its {box}"
+    name, box_bytes = place.relative_path, box.elements * BYTES_PER_ELEMENT
+    if place.offset < 0:
+        return f"its {box} has the impossible offset {place.offset:,} in {name}"
+    if place.offset + place.length > files[name].size_bytes:
+        return f"its {box} ends after the end of {name}, according to the index"
+    if place.length < box_bytes:
+        return (
+            f"its {box} has {place.length:,} bytes in {name}, according to the index, but its "
+            f"{box.elements:,} elements take {box_bytes:,}"
+        )
+    return None
+
+
+def _is_place(place: Any) -> bool:
+    return (
+        isinstance(place, _StorageInfo)
+        and type(place.relative_path) is str
+        and type(place.offset) is int
+        and type(place.length) is int
+        and place.transform_descriptors is None
+    )
+
+
+def _shared_bytes(index: Metadata) -> Iterator[str]:
+    """A sentence for each two boxes whose bytes overlap. All places must be possible."""
+    for file, boxes in _boxes_by_file(index).items():
+        spans = sorted(
+            (place.offset, place.offset + place.length, f"{name} {box}")
+            for name, box, place in boxes
+        )
+        for (_, end, one), (start, _, other) in pairwise(spans):
+            if start < end:
+                yield f"{one} and {other} have the same bytes of {file}, according to the index"
+
+
+def _archive_problems(folder: Path, index: Metadata, names: Collection[str]) -> Iterator[str]:
+    """A sentence for each box in the files ``names`` whose archive is not the tensor it should be.
+
+    Reads the directory of each archive, not its elements.
+    """
+    for file, boxes in _boxes_by_file(index).items():
+        if file not in names:
+            continue
+        with (folder / file).open("rb", buffering=0) as stream:
+            for name, box, place in boxes:
+                problem = _archive_problem(stream, box, place)
+                if problem is not None:
+                    yield f"{name}: its {box} at byte {place.offset:,} of {file} {problem}"
+
+
+def _boxes_by_file(index: Metadata) -> dict[str, list[tuple[str, Box, _StorageInfo]]]:
+    """File -> (tensor, box, place) of each box in it."""
+    by_file: dict[str, list[tuple[str, Box, _StorageInfo]]] = defaultdict(list)
+    for name, tensor in tensors_of(index).items():
+        for chunk in tensor.chunks:
+            place = index.storage_data[MetadataIndex(name, chunk.offsets)]
+            box = Box(tuple(chunk.offsets), tuple(chunk.sizes))
+            by_file[place.relative_path].append((name, box, place))
+    return by_file
+
+
+_RECORD_OF_SHAPE = "data.pkl"
+_LARGEST_PICKLE_BYTES = 1 << 12
+_ZIP_BEGINS, _ZIP_ENDS, _ZIP_END_BYTES = b"PK\x03\x04", b"PK\x05\x06", 22
+
+
+def _archive_problem(stream: FileIO, box: Box, place: _StorageInfo) -> str | None:
+    try:
+        if not _is_one_archive(stream, place):
+            return "is not one archive from its first byte to its last"
+        view: Any = _create_file_view(stream, place.offset, place.length)
+        archive: Any = torch._C.PyTorchFileReader(view)
+        if archive.get_record_size(_RECORD_OF_SHAPE) > _LARGEST_PICKLE_BYTES:
+            return "is more than a tensor"
+        shape = _saved_shape(archive.get_record(_RECORD_OF_SHAPE))
+        start, size = archive.get_record_offset(ELEMENTS), archive.get_record_size(ELEMENTS)
+    except Exception as error:  # a damaged archive or pickle may raise anything
+        return f"is not an archive of a float32 tensor ({str(error).partition('. ')[0]})"
+    if shape != box.sizes:
+        return f"is a tensor of {list(shape)}"
+    if size != box.elements * BYTES_PER_ELEMENT or start + size > place.length:
+        return f"has {size:,} bytes of elements"
+    return None
+
+
+def _is_one_archive(stream: FileIO, place: _StorageInfo) -> bool:
+    """Whether it begins and ends like a zip archive without a comment."""
+    stream.seek(place.offset)
+    begins = stream.read(len(_ZIP_BEGINS)) == _ZIP_BEGINS
+    stream.seek(place.offset + max(0, place.length - _ZIP_END_BYTES))
+    return begins and stream.read(len(_ZIP_ENDS)) == _ZIP_ENDS
+
+
+def _saved_shape(pickled: bytes) -> tuple[int, ...]:
+    """The shape of a contiguous float32 tensor, as torch.save pickles it.
+
+    Raises:
+        Exception: it is anything else.
+    """
+    loaded = _TensorUnpickler(BytesIO(pickled)).load()
+    if not isinstance(loaded, _SavedTensor):
+        raise pickle.UnpicklingError("it is not a tensor")
+    return loaded.shape
+
+
+class _SavedTensor:
+    """Replaces the torch function that creates the tensor, and only keeps the shape."""
+
+    def __init__(self, storage: Any, offset: int, shape: Any, stride: Any, *_: Any) -> None:
+        self.shape = tuple(shape)
+        contiguous = tuple(prod(self.shape[dim + 1 :]) for dim in range(len(self.shape)))
+        if (storage, offset) != (_FLOATS, 0) or (prod(self.shape) and stride != contiguous):
+            raise pickle.UnpicklingError("it is a view, or of another dtype")
+
+
+_FLOATS = "torch.FloatStorage"
+_NAMES: Mapping[tuple[str, str], Any] = {
+    ("torch._utils", "_rebuild_tensor_v2"): _SavedTensor,
+    ("torch", "FloatStorage"): _FLOATS,
+    ("collections", "OrderedDict"): dict,
+}
+
+
+class _TensorUnpickler(pickle._Unpickler):
+    """Python's own unpickler. The one in C allocates as much memory as a pickle requests."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        found: Callable[..., Any] | str | None = _NAMES.get((module, name))
+        if found is None:
+            raise pickle.UnpicklingError(f"it names {module}.{name}")
+        return found
+
+    def persistent_load(self, pid: Any) -> Any:
+        """The class of the storage, if the pickle refers to the only storage of the archive."""
+        return pid[1] if pid[0] == "storage" and pid[2] == "0" else None

@@ -1,0 +1,296 @@
+"""Reads checkpoints, whichever layout wrote them.
+
+    __0_0.distcp    | archive | archive | ...          one for each saved box, as torch.save writes
+    archive         | ... | data/0: the elements, row by row | ...
+    .metadata       torch's index: the box and the place of each archive
+
+Each process reads only the rows that its pieces overlap, and writes them where they belong. torch's
+own reader loads each saved box completely and copies a part of it.
+
+The index is a pickle, and a pickle may call any function of the machine that reads it. Here it may
+only contain the parts of an index, so that a checkpoint from an unknown source cannot run code.
+"""
+
+import pickle
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from enum import EnumType
+from io import FileIO
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.distributed.checkpoint.utils import _create_file_view
+
+from megaspeed.checkpoint.errors import CheckpointError, describe, gather
+from megaspeed.checkpoint.pieces import Piece
+from megaspeed.checkpoint.run_state import RunState
+from megaspeed.checkpoint.tensors import BYTES_PER_ELEMENT, WEIGHTS, key
+from megaspeed.config.model import ModelConfig
+from megaspeed.model.gpt import GPT
+from megaspeed.tensor_parallel.parallelize import materialize
+
+INDEX = ".metadata"
+
+ELEMENTS = "data/0"
+"""The record of an archive with the elements of its only tensor, uncompressed."""
+
+TOKENIZER = "tokenizer.json"
+"""If a checkpoint has this file, it has a tokenizer."""
+
+TOKENIZER_FILES = (
+    TOKENIZER,
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+)
+"""The files of a tokenizer, as transformers' save_pretrained writes them. A checkpoint has a copy,
+so that it can be exported and continued with text."""
+
+GENERATION = "generation_config.json"
+"""The settings of transformers' `generate`, which a checkpoint of an imported model may have."""
+
+_METADATA = "torch.distributed.checkpoint.metadata"
+_PARTS_OF_AN_INDEX = {
+    (_METADATA, "Metadata"),
+    (_METADATA, "MetadataIndex"),
+    (_METADATA, "ChunkStorageMetadata"),
+    (_METADATA, "StorageMeta"),
+    (_METADATA, "TensorProperties"),
+    (_METADATA, "TensorStorageMetadata"),
+    (_METADATA, "_MEM_FORMAT_ENCODING"),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    ("torch.serialization", "_get_layout"),
+    ("torch", "Size"),
+    *(("torch", dtype) for dtype in ("float32", "bfloat16", "float16")),
+    ("pathlib", "PosixPath"),
+}
+_GETATTR = ("builtins", "getattr")
+"""How Python 3.11.0 to 3.11.3 name a member of an enumeration in a pickle."""
+
+
+def read_index(folder: Path) -> Metadata:
+    """The index of the checkpoint in ``folder``.
+
+    Raises:
+        CheckpointError: it cannot be read, or is not an index of tensors.
+    """
+    path = folder / INDEX
+    try:
+        with path.open("rb") as file:
+            index = _IndexUnpickler(file).load()
+    except CheckpointError:
+        raise
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read ({error.strerror})") from error
+    except Exception as error:  # a damaged pickle may raise anything
+        raise CheckpointError(f"{path} is not an index of tensors ({error})") from error
+    if not isinstance(index, Metadata):
+        raise CheckpointError(f"{path} is not an index of tensors but {type(index).__name__}")
+    return index
+
+
+def tensors_of(index: Metadata) -> dict[str, TensorStorageMetadata]:
+    """Name -> shape, dtype and saved boxes of each tensor in an index."""
+    entries = index.state_dict_metadata.items()
+    return {name: entry for name, entry in entries if isinstance(entry, TensorStorageMetadata)}
+
+
+def saved_shapes(folder: Path) -> Mapping[str, tuple[int, ...]]:
+    """Name -> full shape of each tensor of a checkpoint."""
+    return {name: tuple(tensor.size) for name, tensor in tensors_of(read_index(folder)).items()}
+
+
+def read_pieces(
+    folder: Path, pieces: Iterable[Piece], group: dist.ProcessGroup | None = None
+) -> None:
+    """Fills the values of pieces from the checkpoint in ``folder``.
+
+    Args:
+        folder: a checkpoint whose checksums are correct.
+        pieces: what this process needs; fp32, on any device.
+        group: the ranks that call this function together; None for a single process.
+
+    Raises:
+        CheckpointError: on every rank, if a rank could not read a file, or a part of a tensor is
+            missing.
+    """
+    if group is not None:
+        gather(group, lambda: read_pieces(folder, pieces))
+        return
+    try:
+        _read(folder, pieces)
+    except (CheckpointError, OSError) as error:
+        raise CheckpointError(f"{folder}: {describe(error)}") from error
+
+
+def load_model(
+    checkpoint: Path,
+    *,
+    device: str | torch.device = "cpu",
+    dtype: torch.dtype = torch.float32,
+) -> GPT:
+    """The model with the checkpoint's master weights, in evaluation mode and without gradients.
+
+    In fp32 on the CPU, the files are read directly into the parameters; otherwise one saved box at
+    a time is copied. A tied head is the embedding.
+
+    Args:
+        checkpoint: a complete checkpoint (`inspection.checkpoint_named`).
+        device: the device of the parameters.
+        dtype: their dtype.
+
+    Raises:
+        CheckpointError: it cannot be read.
+    """
+    config = model_config(checkpoint)
+    with torch.device("meta"):
+        model = GPT(config)
+    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+    materialize(
+        model,
+        lambda name: torch.empty(shapes[name], dtype=dtype, device=device),
+        device=torch.device(device),
+        dtype=dtype,
+    )
+    model.requires_grad_(False)
+    # A tied head is among them once, as the embedding. It was saved under this name.
+    read_pieces(
+        checkpoint,
+        [
+            Piece(key(WEIGHTS, name), tuple(weight.shape), (0,) * weight.dim(), weight)
+            for name, weight in model.named_parameters()
+        ],
+    )
+    return model.eval()
+
+
+def model_config(checkpoint: Path) -> ModelConfig:
+    """The configuration of the model in a checkpoint.
+
+    Raises:
+        CheckpointError: its run state cannot be read, or has no valid model.
+    """
+    return RunState.read(checkpoint).model_section()
+
+
+def read_tokenizer_files(folder: Path | None) -> dict[str, bytes]:
+    """Name -> content of each tokenizer file in ``folder``; nothing if there is no folder."""
+    if folder is None:
+        return {}
+    files = {name: folder / name for name in TOKENIZER_FILES}
+    return {name: file.read_bytes() for name, file in files.items() if file.is_file()}
+
+
+def saved_tokenizer(checkpoint: Path) -> Path | None:
+    """The folder of the tokenizer files of a checkpoint; None if it has none."""
+    return checkpoint if (checkpoint / TOKENIZER).is_file() else None
+
+
+def _read(folder: Path, pieces: Iterable[Piece]) -> None:
+    index = read_index(folder)
+    tensors, places = tensors_of(index), index.storage_data
+    by_key: dict[str, list[Piece]] = defaultdict(list)
+    for piece in pieces:
+        by_key[piece.key].append(piece)
+    by_file: dict[str, list[tuple[ReadItem, Piece]]] = defaultdict(list)
+    for name, wanted in by_key.items():
+        for item, piece in _overlaps(name, tensors.get(name), wanted):
+            # The name alone: an index cannot point to another folder.
+            file = Path(places[item.storage_index].relative_path).name
+            by_file[file].append((item, piece))
+    for file, items in by_file.items():
+        with (folder / file).open("rb", buffering=0) as stream:
+            for item, piece in items:
+                assert item.storage_index.index is not None
+                sizes = tensors[piece.key].chunks[item.storage_index.index].sizes
+                place = places[item.storage_index]
+                _read_overlap(stream, place.offset, place.length, sizes, item, piece)
+
+
+def _overlaps(
+    name: str, saved: TensorStorageMetadata | None, pieces: list[Piece]
+) -> list[tuple[ReadItem, Piece]]:
+    """The overlaps of the saved boxes of one tensor with its pieces, each with its piece."""
+    if saved is None:
+        raise CheckpointError(f"{name} is missing in the checkpoint")
+    if saved.properties.dtype != torch.float32:
+        raise CheckpointError(f"{name} is {saved.properties.dtype}, and must be float32")
+    boxes = [ChunkStorageMetadata(torch.Size(p.offsets), p.values.shape) for p in pieces]
+    items = create_read_items_for_chunk_list(name, saved, boxes)
+    found = sum(item.lengths.numel() for item in items)
+    wanted = sum(piece.values.numel() for piece in pieces)
+    if found != wanted:
+        raise CheckpointError(
+            f"a rank needs {wanted:,} elements of {name}, and the checkpoint has {found:,} of them"
+        )
+    return [(item, pieces[item.dest_index.index or 0]) for item in items]
+
+
+def _read_overlap(
+    stream: FileIO, offset: int, length: int, sizes: torch.Size, item: ReadItem, piece: Piece
+) -> None:
+    """Fills a part of ``piece`` from a saved box of ``sizes``. Reads complete rows of the box."""
+    target = _part(piece.values.detach(), item.dest_offsets, item.lengths)
+    view: Any = _create_file_view(stream, offset, length)
+    archive: Any = torch._C.PyTorchFileReader(view)
+    start = offset + archive.get_record_offset(ELEMENTS)  # as torch.load(mmap=True) does
+    first_row, rows = item.storage_offsets[0], item.lengths[0]
+    stream.seek(start + first_row * sizes[1:].numel() * BYTES_PER_ELEMENT)
+    in_place = target.is_cpu and target.is_contiguous() and target.dtype == torch.float32
+    if in_place and item.lengths[1:] == sizes[1:]:
+        _fill(target, stream)
+    else:
+        complete_rows = torch.empty((rows, *sizes[1:]))
+        _fill(complete_rows, stream)
+        columns = torch.Size((0, *item.storage_offsets[1:]))
+        target.copy_(_part(complete_rows, columns, item.lengths))
+
+
+def _part(tensor: Tensor, offsets: torch.Size, sizes: torch.Size) -> Tensor:
+    for dim, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
+        tensor = tensor.narrow(dim, offset, size)
+    return tensor
+
+
+def _fill(tensor: Tensor, file: FileIO) -> None:
+    """Reads the bytes of a contiguous tensor in host memory."""
+    unread = tensor.view(-1).numpy().data.cast("B")
+    while len(unread):  # the kernel returns at most 2 GiB at once
+        size = file.readinto(unread)
+        if not size:
+            raise CheckpointError(f"{file.name} ends before its tensors end")
+        unread = unread[size:]
+
+
+class _IndexUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == _GETATTR:
+            return _member
+        if (module, name) not in _PARTS_OF_AN_INDEX:
+            raise _foreign(f"{module}.{name}")
+        return super().find_class(module, name)
+
+
+def _member(enumeration: Any, name: str) -> Any:
+    """Replaces getattr, which could reach any function from any class."""
+    if not isinstance(enumeration, EnumType):
+        raise _foreign(f"{name} of {enumeration!r}")
+    return enumeration[name]
+
+
+def _foreign(what: str) -> CheckpointError:
+    return CheckpointError(
+        f"the index of the checkpoint names {what}, which no index of tensors contains; it was not "
+        "made by megaspeed, so use another checkpoint"
+    )

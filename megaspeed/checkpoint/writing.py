@@ -1,0 +1,303 @@
+"""Writes a checkpoint: a folder in the format of torch.distributed.checkpoint.
+
+    rank 0      enough space on the disk? -> step-N.writing/
+    all ranks   pieces -> their own files, hashed and flushed to the disk
+    rank 0      index, run state, manifest -> rename to step-N -> latest -> delete older ones
+
+A process may be killed at any point: a folder named step-N is complete. If one rank fails, the save
+fails on all ranks, and the run continues.
+
+Files are written with torch.save, one piece after the other, and not with torch's own
+``FileSystemWriter``: it needs all pieces in memory at once, flushes to the disk before Python's
+buffers are empty (torch 2.13, distributed/checkpoint/filesystem.py, ``finish``), and synchronises
+the training's GPU stream.
+"""
+
+import os
+import pickle
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import chain, count
+from math import prod
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.serialization import get_crc32_options, set_crc32_options
+from typing_extensions import Buffer  # collections.abc has it from Python 3.12
+
+from megaspeed.checkpoint.boxes import Box
+from megaspeed.checkpoint.errors import CheckpointError, broadcast, gather
+from megaspeed.checkpoint.folders import CheckpointFolder
+from megaspeed.checkpoint.inspection import index_problems
+from megaspeed.checkpoint.manifest import (
+    Checksum,
+    FileSeal,
+    size_problems,
+    write_files,
+    write_manifest,
+)
+from megaspeed.checkpoint.pieces import Piece
+from megaspeed.checkpoint.reading import INDEX
+from megaspeed.checkpoint.run_state import RUN_STATE, RunState
+from megaspeed.checkpoint.tensors import BYTES_PER_ELEMENT, expected_tensors
+
+FILE_BYTES = 1 << 30
+"""A process that writes a model alone begins a new file after so many bytes. Ranks that check the
+checkpoint later share the files among them."""
+
+
+@dataclass(frozen=True)
+class SaveReport:
+    """The result of one save.
+
+    Attributes:
+        step: the saved step.
+        checkpoint: the folder of the checkpoint, even if the save failed.
+        size_bytes: the size of all its files; 0 if the save failed.
+        seconds: the duration on this rank.
+        stall_seconds: the part of ``seconds`` for which the training thread waited. It excludes a
+            background save's copy from a GPU to host memory, because only the GPU waits for it.
+        error: why it failed; None if it did not.
+        deleted: older checkpoints that were deleted.
+    """
+
+    step: int
+    checkpoint: Path
+    size_bytes: int
+    seconds: float
+    stall_seconds: float
+    error: str | None
+    deleted: tuple[Path, ...]
+
+
+@dataclass(frozen=True)
+class Saver:
+    """Writes checkpoints into one folder. All ranks of ``group`` call ``save`` together.
+
+    Attributes:
+        folder: the folder of checkpoints, on a file system that all ranks share.
+        group: all ranks, over gloo.
+        keep_last: how many checkpoints are kept.
+        expected: name -> shape of every tensor of a checkpoint.
+        beside: name -> content of files that belong to the model, such as its tokenizer; used on
+            rank 0.
+    """
+
+    folder: CheckpointFolder
+    group: dist.ProcessGroup
+    keep_last: int
+    expected: Mapping[str, tuple[int, ...]]
+    beside: Mapping[str, bytes] = field(default_factory=dict)
+
+    def save(self, pieces: Sequence[Piece], state: RunState) -> SaveReport:
+        """Writes one checkpoint. Reports failures of the disk on any rank and does not raise."""
+        start = time.perf_counter()
+        step = state.progress.step
+        error: str | None = None
+        size_bytes, deleted = 0, tuple[Path, ...]()
+        try:
+            size_bytes, deleted = self._write(step, pieces, state)
+        except CheckpointError as failure:
+            error = str(failure)
+        seconds = time.perf_counter() - start
+        path = self.folder.path(step)
+        return SaveReport(step, path, size_bytes, seconds, seconds, error, deleted)
+
+    def _write(
+        self, step: int, pieces: Sequence[Piece], state: RunState
+    ) -> tuple[int, tuple[Path, ...]]:
+        rank = self.group.rank()
+        writing = broadcast(self.group, lambda: self._begin(step))
+        try:
+            written = gather(self.group, lambda: write_pieces(writing, pieces, rank=rank))
+            return broadcast(self.group, lambda: self._finish(writing, written, state))
+        except CheckpointError:
+            if rank == 0:
+                self.folder.discard(writing)
+            raise
+
+    def _begin(self, step: int) -> Path:
+        needed = sum(map(prod, self.expected.values())) * BYTES_PER_ELEMENT
+        free = self.folder.free_bytes()
+        if free < needed:
+            raise CheckpointError(
+                f"a checkpoint takes {needed:,} bytes, and {self.folder.root} has {free:,} free; "
+                f"make room, or lower training.keep_last ({self.keep_last})"
+            )
+        return self.folder.begin(step)
+
+    def _finish(
+        self, writing: Path, written: Sequence["WrittenPieces"], state: RunState
+    ) -> tuple[int, tuple[Path, ...]]:
+        size_bytes = _complete(writing, written, self.expected, state, self.beside)
+        self.folder.commit(writing)
+        return size_bytes, tuple(self.folder.prune(self.keep_last))
+
+
+def write_checkpoint(
+    folder: Path, pieces: Iterable[Piece], state: RunState, beside: Mapping[str, bytes]
+) -> None:
+    """Writes a checkpoint from a process that is not a rank of a run.
+
+    Args:
+        folder: an empty folder.
+        pieces: fp32, in host memory. Each piece is written before the next one is requested, so
+            only one needs to be in memory.
+        state: the run state; its model determines the names and shapes of the tensors.
+        beside: name -> content of files that belong to the model, such as its tokenizer.
+
+    Raises:
+        CheckpointError: the pieces do not contain every element of every tensor exactly once.
+        OSError: a file could not be written.
+    """
+    expected = expected_tensors(state.model_section(), state.kinds)
+    written = write_pieces(folder, pieces, file_bytes=FILE_BYTES)
+    _complete(folder, [written], expected, state, beside)
+
+
+@dataclass
+class WrittenPieces:
+    """The files that one process has written, and the place of each piece in them.
+
+    Attributes:
+        files: name -> seal of each file.
+        places: tensor, its full shape, box, and place of each piece.
+    """
+
+    files: dict[str, FileSeal] = field(default_factory=dict)
+    places: list[tuple[str, tuple[int, ...], Box, _StorageInfo]] = field(default_factory=list)
+
+
+def write_pieces(
+    folder: Path, pieces: Iterable[Piece], *, rank: int = 0, file_bytes: int | None = None
+) -> WrittenPieces:
+    """Writes pieces into the files ``__RANK_0.distcp``, ``__RANK_1.distcp``, ...
+
+    Args:
+        folder: an existing folder.
+        pieces: fp32; taken one by one.
+        rank: a number of this process that no other process of the save has.
+        file_bytes: begins a new file after so many bytes; one file if omitted.
+
+    Raises:
+        OSError: a file could not be written.
+    """
+    written = WrittenPieces()
+    remaining = iter(pieces)
+    piece = next(remaining, None)
+    for number in count():
+        if piece is None:
+            return written
+        name = f"__{rank}_{number}.distcp"
+        with _hashed_file(folder / name, written.files) as stream, _without_crc32():
+            while piece is not None and (file_bytes is None or stream.tell() < file_bytes):
+                start = stream.tell()
+                # A tensor of its own, because torch would write all of the memory behind a view.
+                torch.save(torch.from_numpy(piece.values.detach().cpu().numpy()), stream)
+                place = _StorageInfo(name, start, stream.tell() - start)
+                written.places.append((piece.key, piece.full_shape, piece.box, place))
+                piece = next(remaining, None)
+    raise AssertionError("count() does not end")
+
+
+def _complete(
+    folder: Path,
+    written: Sequence[WrittenPieces],
+    expected: Mapping[str, tuple[int, ...]],
+    state: RunState,
+    beside: Mapping[str, bytes],
+) -> int:
+    """Writes the remaining files of a checkpoint whose pieces are written; returns its size.
+
+    Raises:
+        CheckpointError: the pieces are not every element of every tensor once, or a file that
+            another process has written does not have its size.
+    """
+    files = {name: seal for each in written for name, seal in each.files.items()}
+    tensors: dict[str, TensorStorageMetadata] = {}
+    places: dict[MetadataIndex, _StorageInfo] = {}
+    for name, shape, box, place in chain.from_iterable(each.places for each in written):
+        if name not in tensors:
+            properties = TensorProperties(dtype=torch.float32)
+            tensors[name] = TensorStorageMetadata(properties, torch.Size(shape), [])
+        sizes = torch.Size(box.sizes)
+        tensors[name].chunks.append(ChunkStorageMetadata(torch.Size(box.offsets), sizes))
+        places[MetadataIndex(name, box.offsets)] = place
+    index = Metadata(state_dict_metadata=dict(tensors), storage_data=places)
+    problems = [*size_problems(folder, files).values(), *index_problems(index, expected, files)]
+    if problems:
+        raise CheckpointError("; ".join(problems))
+    with _hashed_file(folder / INDEX, files) as stream:
+        pickle.dump(index, stream)
+    files |= write_files(folder, {RUN_STATE: state.to_bytes(), **beside})
+    write_manifest(folder, files)
+    return sum(seal.size_bytes for seal in files.values())
+
+
+@contextmanager
+def _hashed_file(path: Path, seals: dict[str, FileSeal]) -> Iterator[Any]:
+    """A new file to write to. At the end it is flushed to the disk, and ``seals`` gets its seal.
+
+    Raises:
+        OSError: the disk refused a write. (torch raises a RuntimeError of its own in this case.)
+    """
+    with path.open("wb") as file:
+        stream = _HashingStream(file)
+        try:
+            yield stream
+            file.flush()
+            os.fsync(file.fileno())
+        except RuntimeError as error:
+            if stream.failure is None:
+                raise
+            raise stream.failure from error
+    seals[path.name] = FileSeal(stream.tell(), stream.checksum.hexdigest())
+
+
+class _HashingStream:
+    """A file that is written from its beginning to its end and hashed on the way."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self._size = 0
+        self.checksum = Checksum()
+        self.failure: OSError | None = None
+
+    def write(self, data: Buffer) -> int:
+        self.checksum.update(data)
+        try:
+            written = self._file.write(data)
+        except OSError as error:
+            self.failure = error
+            raise
+        self._size += written
+        return written
+
+    def tell(self) -> int:
+        return self._size
+
+    def flush(self) -> None:
+        """Nothing: torch flushes after each tensor, and the file is flushed once at its end."""
+
+
+@contextmanager
+def _without_crc32() -> Iterator[None]:
+    """Lets torch.save omit its own checksums, because the manifest has one of every file."""
+    before = get_crc32_options()
+    set_crc32_options(False)
+    try:
+        yield
+    finally:
+        set_crc32_options(before)
