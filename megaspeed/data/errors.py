@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megaspeed.config.errors import MOST_TOLD, shortened
+from megaspeed.config.errors import MOST_LISTED, shortened
 
 
 class DataError(ValueError):
@@ -20,4 +20,4 @@ class DataError(ValueError):
         if len(self.problems) == 1:
             return self.problems[0]
         numbers = (f"{i}. {problem}" for i, problem in enumerate(self.problems, start=1))
-        return "\n".join(shortened(numbers, MOST_TOLD))
+        return "\n".join(shortened(numbers, MOST_LISTED))

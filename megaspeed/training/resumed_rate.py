@@ -12,8 +12,9 @@ from typing import Any
 from pydantic import ValidationError
 
 from megaspeed.checkpoint.run_state import RunState
-from megaspeed.config.resolve import Run, config_problems
-from megaspeed.config.run import OptimizerConfig
+from megaspeed.config.deepspeed_keys import OptimizerConfig
+from megaspeed.config.resolve import Run
+from megaspeed.config.rules import CONFIG_RULES
 from megaspeed.config.scheduler import SchedulerConfig
 from megaspeed.config.section import Section
 from megaspeed.training.step_inputs import learning_rate
@@ -66,9 +67,9 @@ def rate_change(saved: RunState, run: Run) -> str | None:
 
 def _mend(before: _Schedule, now: _Schedule, run: Run) -> str:
     """The words of ``--set`` that give the saved rates again, quoted for a shell."""
-    problems = config_problems(run.config.model_copy(update=dict(before)))
+    problems = CONFIG_RULES.violations(run.config.model_copy(update=dict(before)))
     if problems:
-        return f"the saved schedule cannot be kept: {problems[0].message}"
+        return f"the saved schedule cannot be kept: {problems[0]}"
     # Each type has its own keys, so a scheduler of another type is replaced as a whole.
     whole = _type_of(before) != _type_of(now)
     saved, current = _values(before, whole), _values(now, whole)

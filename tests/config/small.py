@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from megaspeed.config.document import Document, merge, parse_override
+from megaspeed.config.layout import World
 from megaspeed.config.loading import find_problems, load_run
-from megaspeed.config.parallel import World
 from megaspeed.config.resolve import Run
 
 _SMALL: dict[str, Any] = {

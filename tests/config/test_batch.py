@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from megaspeed.config.batch import Batch, StatedBatch, explain_batch, solve_batch
+from megaspeed.config.layout import Batch, StatedBatch, explain_batch, solve_batch
 from tests.config.small import only_problem
 
 
@@ -64,7 +64,7 @@ def test_an_anchor_that_does_not_divide_offers_another_micro_batch() -> None:
 
 def test_a_batch_that_nothing_determines_asks_for_two_keys() -> None:
     message = only_problem(train_batch_size=None, train_micro_batch_size_per_gpu=None, world_size=2)
-    assert message.startswith("the batch is not determined: state train_batch_size, and ")
+    assert message.startswith("the batch is not determined: state train_batch_size, and also ")
 
 
 def test_every_value_that_is_offered_is_valid() -> None:

@@ -16,8 +16,7 @@ from transformers import (
 
 from megaspeed.config.errors import ConfigError
 from megaspeed.config.hugging_face import hugging_face_config, model_section, read_model_section
-from megaspeed.config.model import ModelConfig
-from megaspeed.config.presets import PRESETS
+from megaspeed.config.model import PRESETS, ModelConfig
 from tests.config.small import load, only_problem, problems, small, write
 
 GPT2 = {

@@ -39,7 +39,7 @@ def test_a_rule_is_silent_about_the_key_that_was_meant() -> None:
 
 def test_a_key_like_no_other_gets_the_list_of_its_section() -> None:
     assert only_problem(data={"zzz": 1}) == (
-        "data.zzz is an unknown key; data knows hold_out_by, reset_at_documents, seed, "
+        "data.zzz is an unknown key; the keys of data are hold_out_by, reset_at_documents, seed, "
         "sequence_length, tokenizer, train, validation, validation_fraction"
     )
 
@@ -51,8 +51,8 @@ def test_a_key_like_no_other_gets_the_list_of_its_section() -> None:
         ("textfield", "the nearest known key is data.train[1].text_field"),
         (
             "zzz",
-            "data.train[1] knows configuration, dataset, path, revision, split, streaming, "
-            "text_field, weight",
+            "the keys of data.train[1] are configuration, dataset, path, revision, split, "
+            "streaming, text_field, weight",
         ),
     ],
 )

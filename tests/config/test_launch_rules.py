@@ -5,7 +5,9 @@ from pathlib import Path
 import pytest
 
 from megaspeed.config.errors import ConfigError
-from megaspeed.config.parallel import ParallelConfig, World, data_degree_equation, divisors, grid_in
+from megaspeed.config.layout import World, find_grid
+from megaspeed.config.loading import parse_config
+from megaspeed.config.rules import divisors
 from megaspeed.topology.grid import Grid
 from tests.config.small import load, only_problem, problems, small, write
 
@@ -34,16 +36,9 @@ def test_stated_degrees_multiply_to_the_world() -> None:
 
 
 def test_auto_data_degree_is_what_remains() -> None:
-    parallel = ParallelConfig(pipeline=2, tensor=4)
-    assert grid_in(parallel, World(24, "x")) == Grid(pp=2, dp=3, tp=4)
-    assert grid_in(parallel, World(20, "x")) is None
-
-
-def test_the_equation_tells_how_dp_came_about() -> None:
-    grid = Grid(pp=1, dp=8, tp=2)
-    assert data_degree_equation(grid, World(16, "SLURM_NTASKS")) == (
-        "dp 8 = world 16 / (pipeline 1 x tensor 2), world from SLURM_NTASKS"
-    )
+    config = parse_config(small(parallel={"pipeline": 2, "tensor": 4}))
+    assert find_grid(config, World(24, "x")) == Grid(pp=2, dp=3, tp=4)
+    assert find_grid(config, World(20, "x")) is None
 
 
 def test_a_world_has_at_least_one_process() -> None:

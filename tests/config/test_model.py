@@ -5,8 +5,7 @@ from typing import get_args
 import pytest
 
 from megaspeed.config.loading import parse_config
-from megaspeed.config.model import ModelConfig, PresetName
-from megaspeed.config.presets import PRESETS
+from megaspeed.config.model import PRESETS, ModelConfig, PresetName
 from tests.config.small import problems, small
 
 
@@ -80,7 +79,7 @@ def test_what_is_stated_is_not_derived() -> None:
 
 def test_llama_must_state_its_feed_forward() -> None:
     assert problems(model={"architecture": "llama"}) == [
-        "model.intermediate_size is missing: state it, or name a model.preset"
+        "model.intermediate_size is missing: state it, or name a model.preset such as gpt2"
     ]
 
 

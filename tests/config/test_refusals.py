@@ -110,7 +110,7 @@ def test_a_key_that_cannot_work_here_is_refused_with_its_mend(patch: Any, mend: 
 def test_nvme_is_refused_where_it_stands() -> None:
     zero = {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": "/local"}}
     assert problems(zero_optimization=zero) == [
-        "zero_optimization.offload_param.nvme_path cannot be used here: it belongs to NVMe "
+        "zero_optimization.offload_param.nvme_path cannot be used here: it is for NVMe "
         "offload; state can only move to host memory, so remove it",
         'zero_optimization.offload_param.device is "nvme", but state can only move to host memory; '
         'write "cpu"',

@@ -8,8 +8,8 @@ import pytest
 
 from megaspeed.config.document import Document
 from megaspeed.config.errors import ConfigError, Problem, dotted
+from megaspeed.config.layout import World
 from megaspeed.config.loading import find_problems, parse_config
-from megaspeed.config.parallel import World
 from tests.config.small import only_problem, problems, small
 
 
