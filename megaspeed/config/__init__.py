@@ -1,4 +1,4 @@
-"""The JSON of a run: reads it strictly, checks all of it, and resolves it for a number of processes.
+"""The JSON of a run: reads it strictly, checks it, and resolves it for a number of processes.
 
     read_config(path)                   -> RunConfig, which may have "auto"
     load_run(path, world_size=8, ...)   -> Run, with every value resolved for 8 processes

@@ -17,50 +17,32 @@ from megaspeed.config.run import RunConfig
 from megaspeed.config.scheduler import SCHEDULER_TYPES
 from megaspeed.config.strict_json import describe_value
 
-OTHER_NAMES: Mapping[str, str] = {
-    "n_embd": "model.hidden_size",
-    "d_model": "model.hidden_size",
-    "n_layer": "model.num_hidden_layers",
-    "num_layers": "model.num_hidden_layers",
-    "n_head": "model.num_attention_heads",
-    "num_heads": "model.num_attention_heads",
-    "n_positions": "model.max_position_embeddings",
-    "n_ctx": "model.max_position_embeddings",
-    "n_inner": "model.intermediate_size",
-    "ffn_hidden_size": "model.intermediate_size",
-    "embd_pdrop": "model.embedding_dropout",
-    "attn_pdrop": "model.attention_dropout",
-    "resid_pdrop": "model.residual_dropout",
-    "model_type": "model.architecture",
-    "tp": "parallel.tensor",
-    "tensor_parallel": "parallel.tensor",
-    "tensor_parallel_size": "parallel.tensor",
-    "tp_size": "parallel.tensor",
-    "tensor_model_parallel_size": "parallel.tensor",
-    "pp": "parallel.pipeline",
-    "pipeline_parallel": "parallel.pipeline",
-    "pipeline_parallel_size": "parallel.pipeline",
-    "pp_size": "parallel.pipeline",
-    "pipeline_model_parallel_size": "parallel.pipeline",
-    "dp": "parallel.data",
-    "data_parallel": "parallel.data",
-    "data_parallel_size": "parallel.data",
-    "dp_size": "parallel.data",
-    "seq_length": "data.sequence_length",
-    "seq_len": "data.sequence_length",
-    "block_size": "data.sequence_length",
-    "train_iters": "training.steps",
-    "max_steps": "training.steps",
-    "global_batch_size": "train_batch_size",
-    "batch_size": "train_batch_size",
-    "micro_batch_size": "train_micro_batch_size_per_gpu",
-    "train_micro_batch_size": "train_micro_batch_size_per_gpu",
-    "learning_rate": "optimizer.params.lr",
-    "max_grad_norm": "gradient_clipping",
-    "grad_clip": "gradient_clipping",
-    "zero_stage": "zero_optimization.stage",
+_OTHER_NAMES = {
+    "model.architecture": "model_type",
+    "model.hidden_size": "n_embd d_model",
+    "model.num_hidden_layers": "n_layer num_layers",
+    "model.num_attention_heads": "n_head num_heads",
+    "model.max_position_embeddings": "n_positions n_ctx",
+    "model.intermediate_size": "n_inner ffn_hidden_size",
+    "model.embedding_dropout": "embd_pdrop",
+    "model.attention_dropout": "attn_pdrop",
+    "model.residual_dropout": "resid_pdrop",
+    "parallel.tensor": "tp tensor_parallel tensor_parallel_size tp_size tensor_model_parallel_size",
+    "parallel.pipeline": "pp pipeline_parallel pipeline_parallel_size pp_size "
+    "pipeline_model_parallel_size",
+    "parallel.data": "dp data_parallel data_parallel_size dp_size",
+    "data.sequence_length": "seq_length seq_len block_size",
+    "training.steps": "train_iters max_steps",
+    "train_batch_size": "global_batch_size batch_size",
+    "train_micro_batch_size_per_gpu": "micro_batch_size train_micro_batch_size",
+    "optimizer.params.lr": "learning_rate",
+    "gradient_clipping": "max_grad_norm grad_clip",
+    "zero_optimization.stage": "zero_stage",
 }
-"""Names in the configs of GPT-2, Megatron and nanoGPT, and the keys here."""
+OTHER_NAMES: Mapping[str, str] = {
+    other: key for key, others in _OTHER_NAMES.items() for other in others.split()
+}
+"""Names in the configs of GPT-2, Megatron and nanoGPT -> the keys here."""
 
 _WANTED: Mapping[str, str] = {
     "int_type": "a whole number",

@@ -270,7 +270,7 @@ def test_a_file_that_is_missing_or_damaged_is_one_problem(gpt2: Path, tmp_path: 
     )
     (gpt2 / "config.json").write_text('{"model_type": "gpt2"')
     told = problem_of(from_hf=str(gpt2))
-    assert "is not JSON: line 1" in told and told.endswith("fetch it anew")
+    assert "is not JSON: line 1" in told and told.endswith("fetch it again")
     assert problem_of(from_hf=3).startswith("model.from_hf: given 3 (a whole number), wanted")
 
 
