@@ -87,13 +87,14 @@ class DataConfig(Section):
         default=None,
         strict=False,
         min_length=1,
-        description="Sources of the validation data. If omitted: validation_fraction of `train`.",
+        description="Sources of the validation data, as in train. If omitted: "
+        "validation_fraction of train.",
     )
     validation_fraction: float = Field(
         default=0.05,
         ge=0,
         lt=1,
-        description="Fraction of the training data held out for validation if `validation` is "
+        description="Fraction of the training data held out for validation if validation is "
         "omitted; 0 for none.",
     )
     hold_out_by: Literal["tokens", "documents"] = Field(

@@ -79,7 +79,9 @@ class ZeroConfig(Section):
         default=None, description="Stage 3: where partitioned parameters live."
     )
     offload_optimizer: OffloadConfig | None = Field(
-        default=None, description="Stages 1 to 3: where optimizer states live."
+        default=None,
+        description="Stages 1 to 3: where optimizer states live. Its keys are "
+        "those of offload_param.",
     )
     sub_group_size: ElementCount = Field(
         default=1_000_000_000,
