@@ -4,11 +4,10 @@ A value that has no effect (`"prescale_gradients": false`) is accepted, and not 
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-from megaspeed.config.deepspeed_keys import DeepSpeedKeys
-from megaspeed.config.errors import KeyPath, Problem, dotted
+from megaspeed.config.errors import KeyPath, Problem
 
 _OFF = (False, None)
 _ON = (True, None)
@@ -192,14 +191,24 @@ _MONITORS = ("tensorboard", "csv_monitor", "wandb", "comet")
 
 
 def refuse_foreign_keys(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
-    """Removes DeepSpeed's keys and values that cannot work.
+    """Removes DeepSpeed's keys that cannot work.
 
     Returns:
         A copy of the values without them, and a problem for each that would have an effect.
     """
-    problems = [*_refused_keys(values), *_auto_values(values), *_nvme_devices(values)]
-    refused = [tuple(name.split(".")) for name in REFUSED_KEYS]
-    return without(values, [*refused, *(problem.path for problem in problems)]), problems
+    problems = []
+    for name, reason in REFUSED_KEYS.items():
+        section: Any = values
+        *sections, key = path = tuple(name.split("."))
+        for part in sections:
+            section = section.get(part) if isinstance(section, dict) else None
+        if isinstance(section, dict) and key in section:
+            value = section[key]
+            if name in _MONITORS and isinstance(value, dict):
+                value = value.get("enabled") or None
+            if value not in _REASONS[reason][name]:
+                problems.append(Problem(path, f"{name} cannot be used here: {reason}"))
+    return without(values, [tuple(name.split(".")) for name in REFUSED_KEYS]), problems
 
 
 def without(values: Mapping[str, Any], paths: Iterable[KeyPath]) -> dict[str, Any]:
@@ -213,58 +222,3 @@ def without(values: Mapping[str, Any], paths: Iterable[KeyPath]) -> dict[str, An
         if () not in inner:
             kept[key] = without(value, inner) if inner and isinstance(value, dict) else value
     return kept
-
-
-def _refused_keys(values: Mapping[str, Any]) -> Iterator[Problem]:
-    for reason, keys in _REASONS.items():
-        for name, harmless in keys.items():
-            path = tuple(name.split("."))
-            found = _section_at(values, path[:-1])
-            if path[-1] not in found:
-                continue
-            value = found[path[-1]]
-            if name in _MONITORS and isinstance(value, dict):
-                value = value.get("enabled") or None
-            if value not in harmless:
-                yield Problem(path, f"{name} cannot be used here: {reason}")
-
-
-def _auto_values(values: Mapping[str, Any]) -> Iterator[Problem]:
-    """Finds "auto", which Hugging Face's Trainer replaces by a value, and DeepSpeed does not."""
-    batch_keys = {"train_batch_size", "train_micro_batch_size_per_gpu"}
-    batch_keys.add("gradient_accumulation_steps")
-    for key in DeepSpeedKeys.model_fields:
-        for path in _paths_of_auto(values.get(key), (key,)):
-            mend = "omit the key to use its default, or write a value"
-            if key in batch_keys:
-                mend = "remove it: any two of the three batch keys give the third"
-            yield Problem(
-                path,
-                f'{dotted(path)} is "auto", which only Hugging Face\'s Trainer fills in; {mend}',
-            )
-
-
-def _paths_of_auto(value: Any, path: KeyPath) -> Iterator[KeyPath]:
-    if value == "auto" and dotted(path) not in REFUSED_KEYS:
-        yield path
-    elif isinstance(value, dict):
-        for key, inner in value.items():
-            yield from _paths_of_auto(inner, (*path, key))
-
-
-def _nvme_devices(values: Mapping[str, Any]) -> Iterator[Problem]:
-    for name in ("offload_param", "offload_optimizer"):
-        path = ("zero_optimization", name, "device")
-        if _section_at(values, path[:-1]).get("device") == "nvme":
-            yield Problem(
-                path,
-                f'{dotted(path)} is "nvme", but state can only move to host memory; write "cpu"',
-            )
-
-
-def _section_at(values: Mapping[str, Any], path: KeyPath) -> Mapping[str, Any]:
-    """The object at this path; empty if there is none."""
-    here: Any = values
-    for part in path:
-        here = here.get(part) if isinstance(here, dict) else None
-    return here if isinstance(here, dict) else {}

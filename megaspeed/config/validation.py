@@ -157,6 +157,10 @@ def _fix(given: Any, details: list[ErrorDetails]) -> str:
         return f'; write "{given}" in quotes'
     if not isinstance(given, str):
         return ""
+    if given == "auto":
+        return '; only Hugging Face\'s Trainer replaces "auto", so omit the key or write a value'
+    if given == "nvme":
+        return '; state can only move to host memory, so write "cpu"'
     if kinds & {"int_type", "float_type"} and _is_number(given):
         return f"; write {given} without quotes"
     if "bool_type" in kinds and given.lower() in ("true", "false"):

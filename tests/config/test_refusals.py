@@ -112,8 +112,8 @@ def test_nvme_is_refused_where_it_stands() -> None:
     assert problems(zero_optimization=zero) == [
         "zero_optimization.offload_param.nvme_path cannot be used here: it is for NVMe "
         "offload; state can only move to host memory, so remove it",
-        'zero_optimization.offload_param.device is "nvme", but state can only move to host memory; '
-        'write "cpu"',
+        'zero_optimization.offload_param.device: given "nvme" (a string), wanted "none" or "cpu"; '
+        'state can only move to host memory, so write "cpu"',
     ]
 
 
@@ -169,7 +169,8 @@ def test_a_monitor_is_refused_where_it_is_enabled_and_harmless_where_it_is_not(
 )
 def test_auto_is_explained_where_nothing_fills_it_in(patch: Any, path: str) -> None:
     message = only_problem(**patch)
-    assert message.startswith(f'{path} is "auto", which only Hugging Face\'s Trainer fills in')
+    assert message.startswith(f'{path}: given "auto" (a string), wanted ')
+    assert "only Hugging Face's Trainer replaces" in message
 
 
 def test_our_own_autos_are_no_problem() -> None:
