@@ -7,12 +7,7 @@ from typing import Any, Literal
 
 from megaspeed.config.deepspeed_keys import OptimizerConfig, ZeroConfig
 from megaspeed.config.errors import ConfigError
-from megaspeed.config.layout import (
-    LAUNCH_RULES,
-    Batch,
-    Launch,
-    World,
-)
+from megaspeed.config.layout import LAUNCH_RULES, Batch, Launch, World
 from megaspeed.config.model import ModelConfig
 from megaspeed.config.rules import CONFIG_RULES
 from megaspeed.config.run import RunConfig, TrainingConfig

@@ -110,7 +110,9 @@ def _path_in_json(detail: ErrorDetails, values: Mapping[str, Any]) -> KeyPath:
             here = here[part]
             path.append(part)
     last = detail["loc"][-1] if detail["loc"] else None
-    if detail["type"] == "missing" and isinstance(last, str):
+    # The JSON omits missing fields, and fields of the model that are computed from others.
+    is_omitted = detail["type"] == "missing" or detail["loc"][:-1] == ("model",)
+    if is_omitted and isinstance(last, str) and path[-1:] != [last]:
         path.append(last)
     return tuple(path)
 

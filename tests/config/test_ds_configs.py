@@ -16,7 +16,7 @@ FOLDER = Path(__file__).parents[2] / "ds_configs"
 FILES = sorted(file for file in FOLDER.glob("*.json") if not file.name.endswith(".schema.json"))
 
 
-def test_the_files_are_there() -> None:
+def test_the_files_exist() -> None:
     small = {"base", "zero0", "zero1", "zero2", "zero3", "zero3_offload", "3d"}
     large = {"gpt2_1.5b", "zero_7.5b", "llama2_70b", "llama2_70b_64", "gpt3_175b", "mt_nlg_530b"}
     assert small | large <= {file.stem for file in FILES}
@@ -32,7 +32,7 @@ def test_every_file_loads_for_1_2_4_and_8_data_ranks(file: Path, processes: int)
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
-def test_what_is_large_enough_for_a_gpu_states_bf16(file: Path) -> None:
+def test_files_for_gpus_state_bf16(file: Path) -> None:
     config = read_config(file)
     assert config.bf16.enabled == (config.model.hidden_size >= 1024)
 

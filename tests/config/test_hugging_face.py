@@ -214,7 +214,7 @@ def test_what_our_model_cannot_be_is_refused_by_name_value_and_what_is_possible(
     assert refused(keys).startswith(told)
 
 
-def test_everything_is_told_at_once() -> None:
+def test_everything_is_reported_at_once() -> None:
     wrong = {
         "hidden_act": "relu",
         "pretraining_tp": 2,
@@ -274,7 +274,7 @@ def test_a_file_that_is_missing_or_damaged_is_one_problem(gpt2: Path, tmp_path: 
     assert problem_of(from_hf=3).startswith("model.from_hf: given 3 (a whole number), wanted")
 
 
-def test_what_the_file_cannot_be_is_told_with_every_other_problem(gpt2: Path) -> None:
+def test_unsupported_settings_of_the_file_are_reported_with_every_other_problem(gpt2: Path) -> None:
     write(
         gpt2 / "config.json", {**GPT2, "activation_function": "relu", "scale_attn_weights": False}
     )

@@ -37,7 +37,7 @@ def test_a_rule_is_silent_about_the_key_that_was_meant() -> None:
     assert only_problem(scheduler=scheduler).endswith("is scheduler.params.warmup_num_steps")
 
 
-def test_a_key_like_no_other_gets_the_list_of_its_section() -> None:
+def test_a_key_without_a_nearest_one_gets_the_keys_of_its_section() -> None:
     assert only_problem(data={"zzz": 1}) == (
         "data.zzz is an unknown key; the keys of data are hold_out_by, reset_at_documents, seed, "
         "sequence_length, tokenizer, train, validation, validation_fraction"
@@ -56,7 +56,7 @@ def test_a_key_like_no_other_gets_the_list_of_its_section() -> None:
         ),
     ],
 )
-def test_an_unknown_key_of_a_source_is_told_as_such(key: str, message: str) -> None:
+def test_an_unknown_key_of_a_source_is_reported_as_such(key: str, message: str) -> None:
     """A source may be a string as well; that this one is none goes without saying."""
     sources = ["a.txt", {"path": "b.txt", key: 1}]
     assert only_problem(data={"train": sources}) == (
@@ -69,7 +69,7 @@ def test_a_key_of_another_scheduler_says_so() -> None:
     assert "belongs to another scheduler.type" in only_problem(scheduler=scheduler)
 
 
-def test_unknown_keys_are_told_all_at_once() -> None:
+def test_unknown_keys_are_reported_all_at_once() -> None:
     found = problems(aa=1, model={"bb": 1, "cc": 1}, optimizer={"params": {"dd": 1}})
     assert len(found) == 4
 

@@ -20,7 +20,7 @@ def test_pipeline_and_tensor_divide_the_world() -> None:
     )
 
 
-def test_a_world_smaller_than_the_degrees_is_not_told_to_start_none() -> None:
+def test_a_small_world_gets_no_advice_to_start_0_processes() -> None:
     assert "; start 8 processes, or" in only_problem(
         "parallel.pipeline=2", "parallel.tensor=4", world_size=2
     )

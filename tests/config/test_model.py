@@ -83,12 +83,26 @@ def test_llama_must_state_its_feed_forward() -> None:
     ]
 
 
-def test_a_wrong_field_is_told_once_and_not_again_for_what_follows_from_it() -> None:
+def test_a_wrong_field_is_reported_once_and_not_again_for_fields_computed_from_it() -> None:
     assert problems(model={"num_attention_heads": "12", "hidden_size": 96.5}) == [
         "model.hidden_size: given 96.5 (a decimal number), wanted a whole number",
         'model.num_attention_heads: given "12" (a string), wanted a whole number; write 12 '
         "without quotes",
     ]
+
+
+def test_a_computed_width_that_is_too_large_is_reported() -> None:
+    (problem,) = problems(model={"hidden_size": 3_000_000})
+    assert problem == (
+        "model.intermediate_size: given 12000000 (a whole number), wanted at most 10,000,000"
+    )
+
+
+def test_an_unknown_architecture_is_one_problem() -> None:
+    """Which other fields are right depends on it."""
+    (problem,) = problems(model={"architecture": "lama", "rope_theta": 5e5, "head_dim": 7})
+    assert problem.startswith('model.architecture: given "lama"')
+    assert problem.endswith('; the nearest is "llama"')
 
 
 def test_an_unknown_preset_is_one_problem() -> None:

@@ -102,7 +102,7 @@ def test_there_are_200_mistakes_and_more(workshop: Workshop) -> None:
     assert len(set(names)) > 0.95 * len(names) and len(names) >= 300
 
 
-def test_of_100_000_unknown_keys_20_are_told_and_the_rest_is_counted(workshop: Workshop) -> None:
+def test_of_100_000_unknown_keys_20_are_listed_and_the_rest_is_counted(workshop: Workshop) -> None:
     for section in (None, "model"):
         values = copy.deepcopy(workshop.good)
         inner = values if section is None else values[section]

@@ -106,7 +106,7 @@ def test_deepspeed_gets_its_own_keys_and_none_of_ours() -> None:
     assert keys["train_batch_size"] == 16 and keys["gradient_accumulation_steps"] == 8
 
 
-def test_loading_tells_problems_of_keys_rules_and_world_together(tmp_path: Path) -> None:
+def test_problems_of_keys_rules_and_world_are_reported_together(tmp_path: Path) -> None:
     file = write(tmp_path / "a.json", small(zzz=1, parallel={"tensor": 5}))
     document = read_document(file, ["training.steps=0"])
     found = find_problems(document, World(8, "SLURM_NTASKS"))
@@ -131,7 +131,7 @@ def test_a_good_file_has_no_problems(tmp_path: Path) -> None:
     assert read_config(file) == parse_config(small())
 
 
-def test_resolving_tells_the_problems_of_the_config_as_well() -> None:
+def test_resolving_reports_the_problems_of_the_config_as_well() -> None:
     config = parse_config(small())
     data = config.data.model_copy(update={"sequence_length": 99})
     broken = config.model_copy(update={"data": data})

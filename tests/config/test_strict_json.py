@@ -1,4 +1,4 @@
-"""JSON is read to the letter."""
+"""JSON is read strictly."""
 
 from pathlib import Path
 
