@@ -1,4 +1,4 @@
-"""The batch equation: any two of three give the third, and the anchor never moves."""
+"""The batch equation: two numbers give the third, and train_batch_size never changes."""
 
 import re
 
@@ -81,7 +81,7 @@ def test_every_value_that_is_offered_is_valid() -> None:
 
 
 def _check_offers(stated: StatedBatch, dp: int) -> int:
-    """Solve each offer of the message; gives their number."""
+    """Solves each offer of the message. Returns their number."""
     message = explain_batch(stated, dp, "")
     offers = re.findall(r"(\d+) \((\w+) (\d+)\)", message)
     for total, key, value in offers:

@@ -1,4 +1,4 @@
-"""A key that nothing reads is an error that names the key that was probably meant."""
+"""An unknown key is an error that names the key that was probably meant."""
 
 import pytest
 
@@ -32,7 +32,7 @@ def test_an_unknown_key_names_the_nearest(override: str, nearest: str) -> None:
 
 
 def test_a_rule_is_silent_about_the_key_that_was_meant() -> None:
-    """Else the default of 1000 warmup steps, which nobody asked for, would be a second problem."""
+    """Otherwise the default of 1000 warmup steps would be a second problem."""
     scheduler = {"type": "WarmupLR", "params": {"warmup_steps": 4}}
     assert only_problem(scheduler=scheduler).endswith("is scheduler.params.warmup_num_steps")
 
@@ -57,7 +57,7 @@ def test_a_key_without_a_nearest_one_gets_the_keys_of_its_section() -> None:
     ],
 )
 def test_an_unknown_key_of_a_source_is_reported_as_such(key: str, message: str) -> None:
-    """A source may be a string as well; that this one is none goes without saying."""
+    """A source may also be a string, but the message does not ask for one."""
     sources = ["a.txt", {"path": "b.txt", key: 1}]
     assert only_problem(data={"train": sources}) == (
         f"data.train[1].{key} is an unknown key; {message}"

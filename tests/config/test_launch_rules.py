@@ -1,4 +1,4 @@
-"""Laws of the number and kind of processes, with where the number came from."""
+"""Rules for the number and kind of processes. Messages state where the number came from."""
 
 from pathlib import Path
 
@@ -107,5 +107,5 @@ def test_even_with_spare_ranks_one_group_of_pipeline_and_tensor_is_needed() -> N
         "world size 3 (from WORLD_SIZE) is less than parallel.pipeline 1 x data 1 x "
         "parallel.tensor 4 = 4; start at least 4 processes"
     )
-    told = only_problem("parallel.spare_ranks=true", world_size=3, train_batch_size=None)
-    assert "state train_batch_size" in told
+    message = only_problem("parallel.spare_ranks=true", world_size=3, train_batch_size=None)
+    assert "state train_batch_size" in message

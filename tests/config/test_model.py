@@ -1,4 +1,4 @@
-"""The shapes are the published ones, and fields that are left out follow from the others."""
+"""Presets have the published shapes, and omitted fields are computed from others."""
 
 from typing import get_args
 

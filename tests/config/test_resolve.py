@@ -1,4 +1,4 @@
-"""A run is definite: nothing in it is left to be worked out."""
+"""Resolving a config replaces "auto" and computes all derived numbers."""
 
 import time
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Laws over several keys: each message has the law, the numbers and the valid values."""
+"""Rules for several keys: each message has the rule, the numbers and the valid values."""
 
 import pytest
 
