@@ -97,7 +97,9 @@ def translate(error: ValidationError, values: Mapping[str, Any]) -> list[Problem
             problems.append(unknown_key(path, known))
         else:
             problems.append(Problem(path, _message(path, details)))
-    return problems
+    missing = {path for path, details in by_path.items() if details[0]["type"] == "missing"}
+    misspelt = missing & {problem.meant for problem in problems}
+    return [problem for problem in problems if problem.path not in misspelt]
 
 
 def _path_in_json(detail: ErrorDetails, values: Mapping[str, Any]) -> KeyPath:

@@ -37,6 +37,12 @@ def test_a_rule_is_silent_about_the_key_that_was_meant() -> None:
     assert only_problem(scheduler=scheduler).endswith("is scheduler.params.warmup_num_steps")
 
 
+def test_a_misspelt_required_key_is_not_missing_too() -> None:
+    assert only_problem(data={"sequence_length": None, "sequence_lenght": 32}) == (
+        "data.sequence_lenght is an unknown key; the nearest known key is data.sequence_length"
+    )
+
+
 def test_a_key_without_a_nearest_one_gets_the_keys_of_its_section() -> None:
     assert only_problem(data={"zzz": 1}) == (
         "data.zzz is an unknown key; the keys of data are hold_out_by, reset_at_documents, seed, "
