@@ -17,7 +17,9 @@ from deepspeed.launcher import runner
 from torch.distributed.run import get_args_parser
 
 from megaspeed.cli import _parse as parse_command
-from megaspeed.config.check import check_config
+from megaspeed.config.document import read_document
+from megaspeed.config.layout import World
+from megaspeed.config.loading import find_problems
 from megaspeed.training.pretrain import _parse as parse_pretrain
 from tests.launched import free_port
 from tests.nodes import ROOT
@@ -177,7 +179,8 @@ def test_the_two_pods_of_kubernetes_start_a_run_that_is_right() -> None:
     run_dir = "training.run_dir=/shared/runs/gpt2_1.5b"
     assert run_dir in arguments
     config = ROOT / "ds_configs" / "gpt2_1.5b.json"
-    assert check_config(config, [run_dir], world_size=world_size, device_type="cuda") == ()
+    world = World(world_size, "the hostfile", "cuda")
+    assert find_problems(read_document(config, [run_dir]), world) == ()
 
 
 def test_deepspeed_reads_the_hostfile() -> None:

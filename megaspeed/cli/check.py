@@ -1,4 +1,4 @@
-"""``megaspeed check``: every mistake in a configuration, at once, without loading torch."""
+"""``megaspeed check``: finds every mistake in a configuration at once, without loading torch."""
 
 import argparse
 from collections.abc import Iterator
@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from megaspeed.cli.options import EXIT_DONE, add_command, say, write_json
-from megaspeed.config.check import check_config
-from megaspeed.config.document import read_document
+from megaspeed.config.document import Document, read_document
 from megaspeed.config.errors import ConfigError
+from megaspeed.config.layout import World
+from megaspeed.config.loading import find_problems
 from megaspeed.config.resolve import default_run_dir
 from megaspeed.data.config_problems import find_problems_in_file
 from megaspeed.files.paths import folder_problem, path_problem
@@ -26,15 +27,14 @@ def add_to(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Reports every problem, those of the data section included, without reading the corpus."""
+    world = None
+    if options.world_size is not None:
+        world = World(options.world_size, "--world-size", options.device)
+    document = read_document(options.config, options.overrides)
     problems = [
-        *check_config(
-            options.config,
-            options.overrides,
-            world_size=options.world_size,
-            device_type=options.device,
-        ),
+        *find_problems(document, world),
         *find_problems_in_file(options.config, options.overrides),
-        *_run_dir_problems(options),
+        *_run_dir_problems(document, options.config.stem),
     ]
     write_json(options, {"config": str(options.config), "problems": problems})
     if problems:
@@ -43,14 +43,13 @@ def run(options: argparse.Namespace) -> int:
     return EXIT_DONE
 
 
-def _run_dir_problems(options: argparse.Namespace) -> Iterator[str]:
+def _run_dir_problems(document: Document, name: str) -> Iterator[str]:
     """Whether the run could write its folder, as a run checks when it starts. Creates nothing."""
-    document = read_document(options.config, options.overrides)
     training = document.values.get("training")
     stated = training.get("run_dir") if isinstance(training, dict) else None
-    run_dir = default_run_dir(options.config.stem) if stated is None else stated
+    run_dir = default_run_dir(name) if stated is None else stated
     if not document.is_complete or not isinstance(run_dir, str) or path_problem(run_dir or "\0"):
-        return  # the other problems say so
+        return  # find_problems reports these mistakes
     problem = folder_problem("training.run_dir", Path(run_dir))
     if problem is not None:
         yield problem

@@ -1,11 +1,11 @@
-"""The JSON of a run: read strictly, checked whole, made definite for a number of processes.
+"""The JSON of a run: reads it strictly, checks it, and resolves it for a number of processes.
 
-    read_config(path)                          -> RunConfig, which may say "auto"
-    load_run(path, world_size=8, ...)          -> Run, definite for 8 processes
-    check_config(path, world_size=8)           -> every problem, or nothing
+    read_config(path)                   -> RunConfig, which may have "auto"
+    load_run(path, world_size=8, ...)   -> Run, with every value resolved for 8 processes
+    find_problems(document, world)      -> all mistakes
 
-A value travels through these files in this order:
+A value passes through these files:
 
-    strict_json -> document (extends, --set) -> validation (each key) -> rules (keys together)
-        -> resolve (what depends on the number of processes)
+    strict_json -> document (extends, --set) -> refusals -> hugging_face (from_hf)
+        -> validation (each key) -> rules, layout (keys together) -> resolve
 """

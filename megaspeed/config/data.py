@@ -1,4 +1,4 @@
-"""The `data` section: which text, which tokens."""
+"""The `data` section: the corpus, the tokenizer and the samples."""
 
 from typing import Literal, Self
 
@@ -7,11 +7,11 @@ from pydantic import Field, model_validator
 from megaspeed.config.section import PathText, Section
 
 BUNDLED_CORPUS = "python-stdlib"
-"""The source that every machine has: the Python standard library's own files."""
+"""The source that every machine has: the files of Python's standard library."""
 
 
 class Source(Section):
-    """One source of text or of tokens, with settings besides its path."""
+    """A source of text or of token ids, with its settings."""
 
     path: PathText | None = Field(
         default=None,
@@ -21,13 +21,17 @@ class Source(Section):
     dataset: str | None = Field(
         default=None,
         min_length=1,
-        description="Instead of a path: the name that is passed to datasets.load_dataset.",
+        description="The name passed to datasets.load_dataset, instead of a path.",
     )
     configuration: str | None = Field(
-        default=None, min_length=1, description="load_dataset's configuration of the dataset."
+        default=None,
+        min_length=1,
+        description="Configuration of the dataset, for load_dataset.",
     )
     revision: str | None = Field(
-        default=None, min_length=1, description="load_dataset's revision of the dataset."
+        default=None,
+        min_length=1,
+        description="Revision of the dataset, for load_dataset.",
     )
     streaming: bool = Field(
         default=False,
@@ -36,19 +40,19 @@ class Source(Section):
     split: str = Field(
         default="train",
         min_length=1,
-        description="Split of a dataset, or of a folder written by save_to_disk that has several.",
+        description="Split of a dataset, or of a folder of save_to_disk that has several.",
     )
     text_field: str = Field(
         default="text",
         min_length=1,
-        description="Field in JSON lines, or column in a table, that has the text.",
+        description="Field of JSON lines, or column of a table, with the text.",
     )
     weight: float | None = Field(
         default=None,
         gt=0,
         description="Share of the samples that come from this source, relative to the weights of "
-        "the others; stated for all sources of a list or for none. If omitted: every source is "
-        "read once an epoch.",
+        "the others; stated for all sources of a list or for none. If omitted: each source is "
+        "read once per epoch.",
     )
 
     @model_validator(mode="after")
@@ -83,26 +87,27 @@ class DataConfig(Section):
         default=None,
         strict=False,
         min_length=1,
-        description="Sources of the validation data. If omitted: validation_fraction of `train`.",
+        description="Sources of the validation data, as in train. If omitted: "
+        "validation_fraction of train.",
     )
     validation_fraction: float = Field(
         default=0.05,
         ge=0,
         lt=1,
-        description="Fraction of the training data held out for validation if `validation` is "
+        description="Fraction of the training data held out for validation if validation is "
         "omitted; 0 for none.",
     )
     hold_out_by: Literal["tokens", "documents"] = Field(
         default="tokens",
         description="tokens: validation_fraction of the tokens is held out, chosen by the hash of "
         "the text; a long document is divided if necessary. documents: the rule of version 0.1, "
-        "which holds out complete documents, much more than the fraction if they are long, and the "
-        "end of token files. If omitted, a resumed run keeps the rule that it began with.",
+        "which holds out complete documents (much more than the fraction if they are long) and "
+        "the end of token files. If omitted, a resumed run keeps the rule of its first start.",
     )
     tokenizer: PathText = Field(
         default="train",
-        description="train: the one with which token files were made, else a byte-level BPE of "
-        "model.vocab_size tokens trained on the corpus; otherwise the path of a tokenizer.",
+        description="Path of a tokenizer. train: the tokenizer of the token files, or if there "
+        "are none, a byte-level BPE of model.vocab_size tokens trained on the corpus.",
     )
     sequence_length: int = Field(
         gt=0,
@@ -117,12 +122,12 @@ class DataConfig(Section):
 
     @property
     def train_sources(self) -> tuple[Source, ...]:
-        """`train`, each as an object."""
+        """The sources of `train` as objects."""
         return _as_objects(self.train)
 
     @property
     def validation_sources(self) -> tuple[Source, ...] | None:
-        """`validation`, each as an object; None if omitted."""
+        """The sources of `validation` as objects; None if omitted."""
         return None if self.validation is None else _as_objects(self.validation)
 
 

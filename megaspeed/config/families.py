@@ -1,44 +1,41 @@
-"""The families of models. To add one, define its ``Family`` and name it in ``FAMILIES``."""
+"""The families of models. To add one, define its `Family` and name it in `FAMILIES`.
+
+Models of Llama's families rotate dim i of a head together with dim i + K/2, as our model does, so
+the rows of a head keep their order.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
-
-# A family of models: the features that its members share, and how transformers writes one.
+from typing import Any, Literal, NamedTuple
 
 
-@dataclass(frozen=True)
-class Key:
-    """A key of a config.json that is one of our fields.
+class Key(NamedTuple):
+    """A key of a config.json.
 
     Attributes:
-        theirs: the key.
-        ours: the field of the `model` section.
+        name: the key.
         default: transformers' value if the file omits the key. None: the field is derived, or null.
     """
 
-    theirs: str
-    ours: str
+    name: str
     default: Any = None
 
 
-@dataclass(frozen=True)
-class FixedKey:
-    """A key that must have one of some values; the first is transformers' default."""
-
-    key: str
-    allowed: tuple[Any, ...]
+def _keys(**defaults: Any) -> dict[str, Key]:
+    """Keys with the names of our fields."""
+    return {name: Key(name, default) for name, default in defaults.items()}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """What `model.architecture` names.
+    """A value of `model.architecture`.
 
     Attributes:
         features: fields of the `model` section that the family sets unless the JSON states them.
         class_name: transformers' class with the language-modelling head.
-        keys: the keys of its config.json that are fields of ours.
-        fixed: the keys for which our model supports only some values.
+        keys: field of the `model` section -> the key of the config.json.
+        fixed: other keys of the config.json -> the values that our model supports; the first is
+            transformers' default.
         other_names: second names of keys that transformers accepts.
         prefix: start of the name of every tensor but the head's. Files of the model without its
             head omit it.
@@ -51,8 +48,8 @@ class Family:
 
     features: Mapping[str, Any]
     class_name: str
-    keys: tuple[Key, ...]
-    fixed: tuple[FixedKey, ...]
+    keys: Mapping[str, Key]
+    fixed: Mapping[str, tuple[Any, ...]]
     other_names: Mapping[str, str] = field(default_factory=dict)
     prefix: str
     blocks: str
@@ -61,26 +58,27 @@ class Family:
     buffers: str
 
 
-# Llama (Touvron et al. 2023), and the keys and names that later families share with it.
-#
-# These families rotate dim i of a head together with dim i + K/2. Our model does the same, so the
-# rows of a head keep their order.
-
-KEYS = (
-    Key("vocab_size", "vocab_size", 32000),
-    Key("hidden_size", "hidden_size", 4096),
-    Key("num_hidden_layers", "num_hidden_layers", 32),
-    Key("num_attention_heads", "num_attention_heads", 32),
-    Key("num_key_value_heads", "num_key_value_heads"),
-    Key("head_dim", "head_dim"),
-    Key("intermediate_size", "intermediate_size", 11008),
-    Key("max_position_embeddings", "max_position_embeddings", 2048),
-    Key("tie_word_embeddings", "tie_word_embeddings", False),
-    Key("attention_dropout", "attention_dropout"),
-    Key("rms_norm_eps", "rms_norm_eps", 1e-6),
-    Key("initializer_range", "initializer_range", 0.02),
+_SHARED_KEYS = _keys(
+    vocab_size=32000,
+    hidden_size=4096,
+    num_hidden_layers=32,
+    num_attention_heads=32,
+    num_key_value_heads=None,
+    head_dim=None,
+    intermediate_size=11008,
+    max_position_embeddings=2048,
+    tie_word_embeddings=False,
+    attention_dropout=None,
+    rms_norm_eps=1e-6,
+    initializer_range=0.02,
 )
+_ATTENTION_BIASES = {
+    "qkv_bias": Key("attention_bias", False),
+    "attention_output_bias": Key("attention_bias", False),
+}
+_SILU = ("silu", "swish")
 
+# Touvron et al. 2023
 LLAMA = Family(
     features={
         "norm": "rms_norm",
@@ -93,18 +91,13 @@ LLAMA = Family(
         "tie_word_embeddings": False,
     },
     class_name="LlamaForCausalLM",
-    keys=(
-        *KEYS,
-        Key("attention_bias", "qkv_bias", False),
-        Key("attention_bias", "attention_output_bias", False),
-        Key("mlp_bias", "mlp_bias", False),
-    ),
-    fixed=(
-        FixedKey("hidden_act", ("silu", "swish")),
-        FixedKey("pretraining_tp", (1, None)),
-        FixedKey("sliding_window", (None,)),
-        FixedKey("attention_chunk_size", (None,)),
-    ),
+    keys={**_SHARED_KEYS, **_ATTENTION_BIASES, **_keys(mlp_bias=False)},
+    fixed={
+        "hidden_act": _SILU,
+        "pretraining_tp": (1, None),
+        "sliding_window": (None,),
+        "attention_chunk_size": (None,),
+    },
     prefix="model.",
     blocks="model.layers",
     modules={
@@ -123,9 +116,7 @@ LLAMA = Family(
     buffers=r"(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq",
 )
 
-
-# GPT-2 (Radford et al. 2019). Its blocks store (in, out) matrices, called Conv1D there.
-
+# Radford et al. 2019. Its blocks store (in, out) matrices, called Conv1D in transformers.
 GPT2 = Family(
     features={
         "norm": "layer_norm",
@@ -138,26 +129,28 @@ GPT2 = Family(
         "tie_word_embeddings": True,
     },
     class_name="GPT2LMHeadModel",
-    keys=(
-        Key("vocab_size", "vocab_size", 50257),
-        Key("n_embd", "hidden_size", 768),
-        Key("n_layer", "num_hidden_layers", 12),
-        Key("n_head", "num_attention_heads", 12),
-        Key("n_inner", "intermediate_size"),
-        Key("n_positions", "max_position_embeddings", 1024),
-        Key("tie_word_embeddings", "tie_word_embeddings", True),
-        Key("embd_pdrop", "embedding_dropout", 0.1),
-        Key("attn_pdrop", "attention_dropout", 0.1),
-        Key("resid_pdrop", "residual_dropout", 0.1),
-        Key("layer_norm_epsilon", "layer_norm_epsilon", 1e-5),
-        Key("initializer_range", "initializer_range", 0.02),
-    ),
-    fixed=(
-        FixedKey("activation_function", ("gelu_new", "gelu_pytorch_tanh")),
-        FixedKey("scale_attn_weights", (True,)),
-        FixedKey("scale_attn_by_inverse_layer_idx", (False,)),
-        FixedKey("reorder_and_upcast_attn", (False,)),
-    ),
+    keys={
+        **_keys(
+            vocab_size=50257,
+            tie_word_embeddings=True,
+            layer_norm_epsilon=1e-5,
+            initializer_range=0.02,
+        ),
+        "hidden_size": Key("n_embd", 768),
+        "num_hidden_layers": Key("n_layer", 12),
+        "num_attention_heads": Key("n_head", 12),
+        "intermediate_size": Key("n_inner"),
+        "max_position_embeddings": Key("n_positions", 1024),
+        "embedding_dropout": Key("embd_pdrop", 0.1),
+        "attention_dropout": Key("attn_pdrop", 0.1),
+        "residual_dropout": Key("resid_pdrop", 0.1),
+    },
+    fixed={
+        "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
+        "scale_attn_weights": (True,),
+        "scale_attn_by_inverse_layer_idx": (False,),
+        "reorder_and_upcast_attn": (False,),
+    },
     other_names={
         "hidden_size": "n_embd",
         "num_hidden_layers": "n_layer",
@@ -182,61 +175,50 @@ GPT2 = Family(
     buffers=r"h\.\d+\.attn\.(bias|masked_bias)",
 )
 
-
-# Mistral (Jiang et al. 2023): Llama with a sliding window.
-
+# Jiang et al. 2023: Llama with a sliding window
 MISTRAL = replace(
     LLAMA,
     class_name="MistralForCausalLM",
-    keys=(
-        *KEYS,
-        Key("num_key_value_heads", "num_key_value_heads", 8),
-        Key("intermediate_size", "intermediate_size", 14336),
-        Key("max_position_embeddings", "max_position_embeddings", 131072),
-        Key("sliding_window", "sliding_window", 4096),
-    ),
-    fixed=(FixedKey("hidden_act", ("silu", "swish")),),
+    keys={
+        **_SHARED_KEYS,
+        **_keys(
+            num_key_value_heads=8,
+            intermediate_size=14336,
+            max_position_embeddings=131072,
+            sliding_window=4096,
+        ),
+    },
+    fixed={"hidden_act": _SILU},
 )
 
+_QWEN_KEYS = {
+    **_SHARED_KEYS,
+    **_keys(
+        vocab_size=151936,
+        num_key_value_heads=32,
+        intermediate_size=22016,
+        max_position_embeddings=32768,
+    ),
+}
+_QWEN_FIXED = {"hidden_act": _SILU, "use_sliding_window": (False,)}
 
-# Qwen2 and Qwen2.5, dense (Yang et al. 2024): Llama with biases of queries, keys and values.
-
+# Yang et al. 2024, dense, also Qwen2.5: Llama with biases of queries, keys and values
 QWEN2 = replace(
     LLAMA,
     features={**LLAMA.features, "qkv_bias": True},
     class_name="Qwen2ForCausalLM",
-    keys=(
-        *KEYS,
-        Key("vocab_size", "vocab_size", 151936),
-        Key("num_key_value_heads", "num_key_value_heads", 32),
-        Key("intermediate_size", "intermediate_size", 22016),
-        Key("max_position_embeddings", "max_position_embeddings", 32768),
-    ),
-    fixed=(FixedKey("hidden_act", ("silu", "swish")), FixedKey("use_sliding_window", (False,))),
+    keys=_QWEN_KEYS,
+    fixed=_QWEN_FIXED,
 )
 
-
-# Qwen3, dense (Yang et al. 2025): Llama with norms of queries and keys and its own head size.
-
+# Yang et al. 2025, dense: Llama with norms of queries and keys and its own head size
 QWEN3 = replace(
     LLAMA,
     features={**LLAMA.features, "qk_norm": True},
     class_name="Qwen3ForCausalLM",
-    keys=(
-        *KEYS,
-        Key("vocab_size", "vocab_size", 151936),
-        Key("num_key_value_heads", "num_key_value_heads", 32),
-        Key("head_dim", "head_dim", 128),
-        Key("intermediate_size", "intermediate_size", 22016),
-        Key("max_position_embeddings", "max_position_embeddings", 32768),
-        Key("attention_bias", "qkv_bias", False),
-        Key("attention_bias", "attention_output_bias", False),
-    ),
-    fixed=(FixedKey("hidden_act", ("silu", "swish")), FixedKey("use_sliding_window", (False,))),
+    keys={**_QWEN_KEYS, **_keys(head_dim=128), **_ATTENTION_BIASES},
+    fixed=_QWEN_FIXED,
 )
-
-
-# The families of models, one file each. To add one, write its file and name it here.
 
 FamilyName = Literal["gpt2", "llama", "mistral", "qwen2", "qwen3"]
 

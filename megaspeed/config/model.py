@@ -1,11 +1,13 @@
 """The `model` section: the shape of the GPT, in Hugging Face's field names."""
 
-from typing import Any, Literal, Self
+import json
+from collections.abc import Mapping
+from importlib.resources import files
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
 from megaspeed.config.families import FAMILIES, FamilyName
-from megaspeed.config.presets import PRESETS
 from megaspeed.config.section import (
     LARGEST_HEADS,
     LARGEST_LAYERS,
@@ -16,38 +18,33 @@ from megaspeed.config.section import (
     Section,
 )
 
-PresetName = Literal[
-    "gpt2-nano",
-    "gpt2-tiny",
-    "gpt2",
-    "gpt2-medium",
-    "gpt2-large",
-    "gpt2-xl",
-    "gpt-7.5b",
-    "gpt3-175b",
-    "mt-nlg-530b",
-    "llama-nano",
-    "llama-tiny",
-    "llama-2-7b",
-    "llama-2-70b",
-    "llama-3-8b",
-    "llama-3-70b",
-]
-
-FEATURES = (
-    "norm",
-    "positions",
-    "mlp",
-    "qkv_bias",
-    "attention_output_bias",
-    "mlp_bias",
-    "qk_norm",
-    "tie_word_embeddings",
+PRESETS: Mapping[str, Mapping[str, Any]] = json.loads(
+    files("megaspeed.config").joinpath("presets.json").read_text(encoding="utf-8")
 )
-"""Fields that the family sets if they are omitted or null."""
+"""Name -> fields of a public model's shape, from its published `config.json` or its paper:
 
-DERIVED_FIELDS = (*FEATURES, "num_key_value_heads", "head_dim", "intermediate_size")
-"""Fields that are derived from others if they are omitted or null."""
+    gpt3-175b    Brown et al. 2020, "Language Models are Few-Shot Learners", Table 2.1
+    mt-nlg-530b  Smith et al. 2022, "Using DeepSpeed and Megatron to Train Megatron-Turing NLG
+                 530B", the section on the model and its training
+    gpt-7.5b     Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on GPU
+                 Clusters", Table 1; the ZeRO paper's Table 1 has a model of this size
+
+GPT-2 has 124M parameters (gpt2), 355M (gpt2-medium), 774M (gpt2-large) or 1.5B (gpt2-xl). The nano
+and tiny models are megaspeed's own, for tests and for a first run.
+"""
+
+if TYPE_CHECKING:
+    PresetName = str
+else:
+    PresetName = Literal[tuple(PRESETS)]
+
+DERIVED_FIELDS = (
+    *FAMILIES["gpt2"].features,
+    "num_key_value_heads",
+    "head_dim",
+    "intermediate_size",
+)
+"""Fields that are computed from others if they are omitted or null."""
 
 
 class RopeScaling(Section):
@@ -75,7 +72,7 @@ class RopeScaling(Section):
 
 
 class ModelConfig(Section):
-    """The shape of the model. A preset gives every field; fields beside it override the preset."""
+    """The shape of the model: a preset, fields, or a preset and the fields that differ."""
 
     preset: PresetName | None = Field(
         default=None,
@@ -106,16 +103,13 @@ class ModelConfig(Section):
         gt=0, le=LARGEST_LAYERS, description="Number of transformer blocks."
     )
     num_attention_heads: int = Field(gt=0, le=LARGEST_HEADS, description="Number of query heads.")
-    num_key_value_heads: int = Field(
+    num_key_value_heads: int = Field(  # type: ignore[assignment]
         default=None,
-        validate_default=True,
         gt=0,
         le=LARGEST_HEADS,
         description="Number of key and value heads. If omitted: num_attention_heads.",
     )
     intermediate_size: int = Field(
-        default=None,
-        validate_default=True,
         gt=0,
         le=LARGEST_WIDTH,
         description="Width of the feed-forward layer, in elements. If omitted: 4 x hidden_size if "
@@ -129,44 +123,30 @@ class ModelConfig(Section):
         "num_attention_heads.",
     )
     norm: Literal["layer_norm", "rms_norm"] = Field(
-        default=None,
-        validate_default=True,
         description="layer_norm: with a bias (Ba et al. 2016); rms_norm (Zhang and Sennrich 2019). "
         "If omitted: the family's.",
     )
     positions: Literal["learned", "rotary"] = Field(
-        default=None,
-        validate_default=True,
         description="learned: added to the token embedding; rotary: queries and keys are rotated "
         "(Su et al. 2021). If omitted: the family's.",
     )
     mlp: Literal["gelu", "swiglu"] = Field(
-        default=None,
-        validate_default=True,
         description="gelu: down(gelu(up(x))); swiglu: down(silu(gate(x)) * up(x)) (Shazeer 2020). "
         "If omitted: the family's.",
     )
     qkv_bias: bool = Field(
-        default=None,
-        validate_default=True,
         description="Whether the projection to queries, keys and values has a bias. If omitted: "
         "the family's.",
     )
     attention_output_bias: bool = Field(
-        default=None,
-        validate_default=True,
         description="Whether the attention's output projection has a bias. If omitted: the "
         "family's.",
     )
     mlp_bias: bool = Field(
-        default=None,
-        validate_default=True,
         description="Whether the feed-forward layer's matrices have biases. If omitted: the "
         "family's.",
     )
     qk_norm: bool = Field(
-        default=None,
-        validate_default=True,
         description="Whether each head's queries and keys pass an RMSNorm before the rotation, "
         "with one weight for all query heads and one for all key heads. If omitted: the family's.",
     )
@@ -181,8 +161,6 @@ class ModelConfig(Section):
         gt=0, le=LARGEST_LENGTH, description="Longest sequence the model can take, in tokens."
     )
     tie_word_embeddings: bool = Field(
-        default=None,
-        validate_default=True,
         description="Whether the head shares the embedding's weight. If omitted: the family's.",
     )
     embedding_dropout: float = Field(
@@ -213,30 +191,29 @@ class ModelConfig(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _fill_from_preset_and_derive(cls, given: Any) -> Any:
-        """Runs before the fields are checked, so that a filled-in value is checked as well."""
+    def _fill_in(cls, given: Any) -> Any:
+        """Adds the fields of the preset and of the family. Runs before the fields are checked."""
         if not isinstance(given, dict):
             return given
         preset = given.get("preset")
         shape = PRESETS.get(preset, {}) if isinstance(preset, str) else {}
         stated = {k: v for k, v in given.items() if v is not None or k not in DERIVED_FIELDS}
-        return _derive({**shape, **stated})
+        fields = {**shape, **stated}
+        # If a value that others depend on is invalid, the others get any valid value.
+        family = FAMILIES.get(str(fields.get("architecture")), FAMILIES["gpt2"])
+        fields = {**family.features, **fields}
+        if fields["mlp"] != "swiglu" and "intermediate_size" not in fields:
+            hidden = fields.get("hidden_size")
+            if not isinstance(hidden, int) or not 0 < hidden <= LARGEST_WIDTH:
+                hidden = 1
+            fields["intermediate_size"] = 4 * hidden
+        return fields
 
     @model_validator(mode="after")
-    def _fill_head_dim(self) -> Self:
-        """Runs last, so that ``model_fields_set`` contains head_dim only if it was stated."""
-        if "head_dim" not in self.model_fields_set:
-            self.__dict__["head_dim"] = max(1, self.hidden_size // self.num_attention_heads)
+    def _fill_in_heads(self) -> Self:
+        """Runs last, so that `model_fields_set` contains head_dim only if the JSON states it."""
+        head_dim = max(1, self.hidden_size // self.num_attention_heads)
+        computed = {"num_key_value_heads": self.num_attention_heads, "head_dim": head_dim}
+        for name in computed.keys() - self.model_fields_set:
+            self.__dict__[name] = computed[name]
         return self
-
-
-def _derive(fields: dict[str, Any]) -> dict[str, Any]:
-    """Adds the fields that follow from others, as far as those are stated."""
-    family = FAMILIES.get(str(fields.get("architecture")))
-    derived: dict[str, Any] = {} if family is None else dict(family.features)
-    heads, hidden = fields.get("num_attention_heads"), fields.get("hidden_size")
-    if heads is not None:
-        derived["num_key_value_heads"] = heads
-    if type(hidden) is int and {**derived, **fields}.get("mlp") == "gelu":
-        derived["intermediate_size"] = 4 * hidden
-    return {**derived, **fields}

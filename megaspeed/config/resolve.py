@@ -1,23 +1,16 @@
-"""Resolves a config for one world size: replaces "auto" and computes all derived numbers."""
+"""Resolves a config for a number of processes: replaces "auto" and computes all derived numbers."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from megaspeed.config.batch import Batch, StatedBatch, layout_in, solve_batch
-from megaspeed.config.errors import ConfigError, KeyPath, Problem
-from megaspeed.config.launch_rules import LAUNCH_RULES
+from megaspeed.config.deepspeed_keys import OptimizerConfig, ZeroConfig
+from megaspeed.config.errors import ConfigError
+from megaspeed.config.layout import LAUNCH_RULES, Batch, Launch, World
 from megaspeed.config.model import ModelConfig
-from megaspeed.config.parallel import World
-from megaspeed.config.rules import (
-    LEARNING_RATE_RULES,
-    NUMERIC_RULES,
-    SOURCE_RULES,
-    Launch,
-    apply_rules,
-)
-from megaspeed.config.run import OptimizerConfig, RunConfig
+from megaspeed.config.rules import CONFIG_RULES
+from megaspeed.config.run import RunConfig, TrainingConfig
 from megaspeed.config.scheduler import (
     DecayParams,
     SchedulerConfig,
@@ -25,9 +18,6 @@ from megaspeed.config.scheduler import (
     WarmupDecayLRParams,
     WarmupLRParams,
 )
-from megaspeed.config.shape_rules import SHAPE_RULES
-from megaspeed.config.training import TrainingConfig
-from megaspeed.config.zero_optimization import ZeroConfig
 from megaspeed.topology.grid import Grid
 
 GradientReduction = Literal["per_step", "per_micro_batch"]
@@ -42,12 +32,10 @@ _PATHS = {
 
 @dataclass(frozen=True)
 class Run:
-    """One run on one number of processes.
+    """A run on a number of processes.
 
-    `config` is definite: `parallel.data` is a number, the batch keys are all stated,
-    `parallel.gradient_reduction` is not "auto", `training.run_dir` is a path, and ZeRO's portions
-    and the scheduler's numbers that follow from other sections are filled in. Learning rates are
-    scaled for the batch.
+    `config` is resolved: it states the data degree, all batch keys, the gradient reduction, the run
+    folder, ZeRO's bucket sizes and the scheduler's numbers. Learning rates are scaled.
     """
 
     config: RunConfig
@@ -60,13 +48,11 @@ class Run:
     """Number of processes that the grid does not use."""
 
     def as_json(self) -> dict[str, Any]:
-        """The definite config as JSON values; a file of them gives the same run again."""
+        """The resolved config as JSON values. A file with them gives the same run again."""
         return self.config.to_json()
 
     def common_json(self) -> dict[str, Any]:
-        """The part of `as_json` that is the same on all ranks of a run. Paths may differ between
-        nodes; what is found there is compared by its contents.
-        """
+        """`as_json` without paths, which may differ between the nodes of a run."""
         values = self.as_json()
         for section, keys in _PATHS.items():
             for key in keys:
@@ -80,17 +66,17 @@ class Run:
 
     @property
     def accumulation_dtype(self) -> Precision:
-        """The type in which gradients are summed over micro-batches."""
+        """The number type in which gradients are summed over micro-batches."""
         return self.config.data_types.grad_accum_dtype
 
     @property
     def run_dir(self) -> Path:
-        """The folder the run writes to."""
+        """The folder that the run writes to."""
         return Path(self.config.training.run_dir or default_run_dir(self.name))
 
     @property
     def tokens_per_step(self) -> int:
-        """Tokens that one optimizer step trains on, over all ranks."""
+        """Tokens of one optimizer step, over all ranks."""
         return self.batch.train_batch_size * self.config.data.sequence_length
 
 
@@ -99,50 +85,30 @@ def default_run_dir(name: str) -> str:
     return f"runs/{name}"
 
 
-def config_problems(config: RunConfig, broken: frozenset[KeyPath] = frozenset()) -> list[Problem]:
-    """Problems that do not depend on the processes."""
-    rules = (*SHAPE_RULES, *NUMERIC_RULES, *LEARNING_RATE_RULES, *SOURCE_RULES)
-    return apply_rules(rules, config, broken)
-
-
-def launch_problems(
-    config: RunConfig, world: World, broken: frozenset[KeyPath] = frozenset()
-) -> list[Problem]:
-    """Problems of this config with this number and kind of processes."""
-    return apply_rules(LAUNCH_RULES, Launch(config, world), broken)
-
-
 def resolve_run(
     config: RunConfig, *, name: str, world_size: int, world_source: str, device_type: str = "cpu"
 ) -> Run:
-    """Compute everything that depends on the number of processes.
+    """Computes everything that depends on the number of processes.
 
     Args:
         config: a config that may have "auto".
-        name: the run's name, which is the stem of its config file.
+        name: the run's name, which is the config file's name without its suffix.
         world_size: number of processes.
-        world_source: where that number comes from, for errors.
+        world_source: where that number comes from, for error messages.
         device_type: "cpu" or "cuda".
 
     Raises:
         ConfigError: with all problems, including those that do not depend on the processes.
     """
-    world = World(world_size, world_source, device_type)
-    problems = [*config_problems(config), *launch_problems(config, world)]
+    launch = Launch(config, World(world_size, world_source, device_type))
+    problems = CONFIG_RULES.violations(config) + LAUNCH_RULES.violations(launch)
     if problems:
-        raise ConfigError([problem.message for problem in problems], where=name)
-    return definite_run(config, name, world)
-
-
-def definite_run(config: RunConfig, name: str, world: World) -> Run:
-    """The run of a config that has no problems in this world."""
-    grid = layout_in(config, world)
-    assert grid is not None, "the launch rules checked that the degrees multiply"
-    batch = solve_batch(StatedBatch.of(config), grid.dp)
-    assert batch is not None, "the launch rules checked that the batch multiplies"
+        raise ConfigError(problems, where=name)
+    grid, batch = launch.grid_and_batch()
+    assert grid is not None and batch is not None, "the launch rules found a grid and a batch"
     reduction = _gradient_reduction(config)
     scaling = config.training.lr_factor(batch.train_batch_size)
-    definite = config.model_copy(
+    resolved = config.model_copy(
         update={
             "train_batch_size": batch.train_batch_size,
             "train_micro_batch_size_per_gpu": batch.micro_batch_size,
@@ -150,21 +116,20 @@ def definite_run(config: RunConfig, name: str, world: World) -> Run:
             "parallel": config.parallel.model_copy(
                 update={"data": grid.dp, "gradient_reduction": reduction}
             ),
-            "training": _definite_training(config, name, batch),
-            "optimizer": _definite_optimizer(config, scaling),
-            "scheduler": _definite_scheduler(config, scaling),
-            "zero_optimization": definite_zero(config.zero_optimization, config.model, grid.tp),
+            "training": _resolve_training(config, name, batch),
+            "optimizer": _resolve_optimizer(config, scaling),
+            "scheduler": _resolve_scheduler(config, scaling),
+            "zero_optimization": _resolve_zero(config.zero_optimization, config.model, grid.tp),
         }
     )
-    spare = world.size - grid.world_size
-    return Run(definite, name, grid, batch, reduction, _precision(config), spare)
+    spare = world_size - grid.world_size
+    return Run(resolved, name, grid, batch, reduction, _precision(config), spare)
 
 
 def _gradient_reduction(config: RunConfig) -> GradientReduction:
-    """auto follows the ZeRO stage: 2 and 3 partition gradients, 0 and 1 do not."""
-    stated = config.parallel.gradient_reduction
-    if stated != "auto":
-        return stated
+    """auto depends on the ZeRO stage: 2 and 3 partition gradients, 0 and 1 do not."""
+    if config.parallel.gradient_reduction != "auto":
+        return config.parallel.gradient_reduction
     return "per_step" if config.zero_optimization.stage < 2 else "per_micro_batch"
 
 
@@ -174,21 +139,21 @@ def _precision(config: RunConfig) -> Precision:
     return "fp16" if config.fp16.enabled else "fp32"
 
 
-def _definite_training(config: RunConfig, name: str, batch: Batch) -> TrainingConfig:
-    """Adds the run folder, and the run's batch as the base, so rates are not scaled twice."""
+def _resolve_training(config: RunConfig, name: str, batch: Batch) -> TrainingConfig:
+    """With the run folder, and with the run's batch as the base, so rates are not scaled twice."""
     update: dict[str, object] = {"run_dir": config.training.run_dir or default_run_dir(name)}
     if config.training.lr_scaling != "none":
         update["base_batch_size"] = batch.train_batch_size
     return config.training.model_copy(update=update)
 
 
-def _definite_optimizer(config: RunConfig, scaling: float) -> OptimizerConfig:
+def _resolve_optimizer(config: RunConfig, scaling: float) -> OptimizerConfig:
     params = config.optimizer.params
     scaled = params.model_copy(update={"lr": params.lr * scaling})
     return config.optimizer.model_copy(update={"params": scaled})
 
 
-def _definite_scheduler(config: RunConfig, scaling: float) -> SchedulerConfig | None:
+def _resolve_scheduler(config: RunConfig, scaling: float) -> SchedulerConfig | None:
     scheduler = config.scheduler
     if scheduler is None:
         return None
@@ -203,18 +168,29 @@ def _definite_scheduler(config: RunConfig, scaling: float) -> SchedulerConfig | 
     return scheduler.model_copy(update={"params": params.model_copy(update=update)})
 
 
-# The cost of dropout. GPT-2's own configuration enables it, often unnoticed.
+def _resolve_zero(zero: ZeroConfig, model: ModelConfig, tp: int) -> ZeroConfig:
+    """With bucket sizes that follow from the size of the model.
 
-_DROPOUTS = ("embedding_dropout", "attention_dropout", "residual_dropout")
-
-
-_FP32_BYTES, _MIB = 4, 2**20
+    DeepSpeed's defaults (5e8 elements a bucket, parameters of up to 1e5 elements stay gathered) are
+    for one size of model. For a small model, a bucket would hold the complete gradient and every
+    parameter would stay gathered, so a higher stage would save nothing.
+    """
+    sizes = {
+        # a block: 4 hidden_size^2 in the attention, about 8 in the feed-forward layer
+        "reduce_bucket_size": 12 * model.hidden_size**2 // tp,
+        # norms and biases stay gathered
+        "stage3_param_persistence_threshold": 10 * model.hidden_size,
+    }
+    return zero.model_copy(
+        update={name: size for name, size in sizes.items() if getattr(zero, name) is None}
+    )
 
 
 def dropout_warning(run: Run) -> Iterator[str]:
-    """A warning with the rates, the cost and a fix; nothing for a model without dropout."""
+    """A warning with the rates, the cost and a fix if the model has dropout, as GPT-2's does."""
     model = run.config.model
-    rates = {name: getattr(model, name) for name in _DROPOUTS if getattr(model, name) > 0.0}
+    names = ("embedding_dropout", "attention_dropout", "residual_dropout")
+    rates = {name: getattr(model, name) for name in names if getattr(model, name) > 0.0}
     if not rates:
         return
     stated = ", ".join(f"model.{name} {rate:g}" for name, rate in rates.items())
@@ -225,38 +201,11 @@ def dropout_warning(run: Run) -> Iterator[str]:
             * (model.num_attention_heads // run.grid.tp)
             * run.config.data.sequence_length**2
         )
-        element_bytes = _FP32_BYTES if run.precision == "fp32" else 2
+        mask_bytes, value_bytes = 4, 4 if run.precision == "fp32" else 2
         cost = (
             "attention runs without its fused kernel and keeps two S x S matrices of each head "
-            f"({elements * (_FP32_BYTES + element_bytes) / _MIB:,.1f} MiB for each block and "
+            f"({elements * (mask_bytes + value_bytes) / 2**20:,.1f} MiB for each block and "
             "micro-batch)"
         )
     mend = " ".join(f"model.{name}=0" for name in rates)
     yield f"the model has dropout ({stated}), so {cost}; to train without it, --set {mend}"
-
-
-# ZeRO's portions if the JSON omits them: they follow the size of the model.
-#
-# DeepSpeed's fixed defaults (5e8 elements a bucket, parameters under 1e5 elements kept whole) suit
-# one size of model. With a smaller model a bucket holds the complete gradient, every parameter is
-# kept, and a higher stage saves nothing. Here
-#
-#     reduce_bucket_size                    one block, 12 hidden_size^2 / tp
-#     stage3_param_persistence_threshold    10 x hidden_size: norms and biases stay whole
-
-_MATRICES = 12
-"""Squares of the hidden size in a block: 4 in the attention, about 8 in the feed-forward layer."""
-
-
-_HIDDEN_SIZES_THAT_STAY_WHOLE = 10
-
-
-def definite_zero(zero: ZeroConfig, model: ModelConfig, tp: int) -> ZeroConfig:
-    """``zero`` with every portion stated."""
-    portions = {
-        "reduce_bucket_size": _MATRICES * model.hidden_size**2 // tp,
-        "stage3_param_persistence_threshold": _HIDDEN_SIZES_THAT_STAY_WHOLE * model.hidden_size,
-    }
-    return zero.model_copy(
-        update={name: value for name, value in portions.items() if getattr(zero, name) is None}
-    )

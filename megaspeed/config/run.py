@@ -1,218 +1,168 @@
-"""A whole run as one immutable object: our four sections and DeepSpeed's keys."""
+"""One JSON file as an immutable object: DeepSpeed's keys and megaspeed's four sections."""
 
+import math
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from megaspeed.config.data import DataConfig
+from megaspeed.config.deepspeed_keys import DeepSpeedKeys
 from megaspeed.config.model import ModelConfig
-from megaspeed.config.parallel import ParallelConfig
-from megaspeed.config.scheduler import SchedulerConfig
-from megaspeed.config.section import (
-    LARGEST_ACCUMULATION,
-    LARGEST_BATCH,
-    LARGEST_COUNT,
-    PathText,
-    Section,
-)
-from megaspeed.config.training import TrainingConfig
-from megaspeed.config.zero_optimization import ZeroConfig
-
-# DeepSpeed's `bf16`, `fp16` and `data_types`: the number types of the model.
+from megaspeed.config.section import LARGEST_SECONDS, LARGEST_WORLD, PathText, Section
 
 
-class Bf16Config(Section):
-    """bfloat16 parameters and activations with fp32 master weights."""
+class ParallelConfig(Section):
+    """The degrees of the three axes. data x pipeline x tensor is the number of processes."""
 
-    enabled: bool = Field(default=False, description="Compute in bfloat16.")
-    check_grad_overflow: bool = Field(
-        default=True, description="Skip a step whose gradients are not finite."
+    data: Annotated[int, Field(gt=0, le=LARGEST_WORLD)] | Literal["auto"] = Field(
+        default="auto",
+        description='Data-parallel degree (dp); "auto" = world size / (pipeline x tensor).',
+    )
+    pipeline: int = Field(
+        default=1,
+        gt=0,
+        le=LARGEST_WORLD,
+        description="Number of pipeline stages (pp); at most as many as there are blocks.",
+    )
+    tensor: int = Field(
+        default=1,
+        gt=0,
+        le=LARGEST_WORLD,
+        description="Tensor-parallel degree (tp); must divide the attention heads and the "
+        "feed-forward width.",
+    )
+    spare_ranks: bool = Field(
+        default=False,
+        description="true: more processes may be started than the layout uses. The spare ranks "
+        'wait until the run ends. With data "auto", data is the largest degree that fits the '
+        "batch. false: the number of processes must fit.",
+    )
+    sequence_parallel: bool = Field(
+        default=False,
+        description="Split activations between blocks along the sequence over the tensor axis; "
+        "data.sequence_length must be divisible by tensor.",
+    )
+    schedule: Literal["gpipe", "1f1b"] = Field(
+        default="1f1b",
+        description="Order of forwards and backwards in the pipeline. 1f1b keeps at most "
+        "`pipeline` micro-batches in memory, gpipe all of them.",
+    )
+    gradient_reduction: Literal["auto", "per_step", "per_micro_batch"] = Field(
+        default="auto",
+        description="When gradients are reduced over dp: once a step (least traffic) or after "
+        "every micro-batch (least memory). auto: per_step for ZeRO 0 and 1, "
+        "per_micro_batch for 2 and 3.",
+    )
+    activation_checkpointing: Literal["none", "full"] = Field(
+        default="none",
+        description="full: keep only the inputs of each block and compute the rest again in "
+        "the backward pass.",
     )
 
 
-class Fp16Config(Section):
-    """float16 parameters and activations with fp32 master weights and a scaled loss."""
+ReportTo = Literal["tensorboard", "wandb"]
 
-    enabled: bool = Field(default=False, description="Compute in float16 (GPU only).")
-    loss_scale: float = Field(
-        default=0.0, ge=0, description="Factor on the loss; 0: adjusted during training."
+
+class TrainingConfig(Section):
+    """The length of the run, what it reports and what it keeps."""
+
+    steps: int = Field(gt=0, description="Number of optimizer steps.")
+    seed: int = Field(
+        default=1234, ge=0, lt=2**63, description="Seed of initial weights and of dropout."
     )
-    initial_scale_power: int = Field(
-        default=16, ge=0, le=127, description="The first dynamic loss scale is 2 to this power."
+    run_dir: PathText | None = Field(
+        default=None,
+        description="Folder the run writes to. If omitted: runs/<name of the config file>.",
     )
-    loss_scale_window: int = Field(
-        default=1000, gt=0, description="Steps without overflow before the loss scale doubles."
-    )
-    hysteresis: int = Field(
-        default=2, gt=0, description="Number of overflows after which the loss scale is halved."
-    )
-    consecutive_hysteresis: bool = Field(
-        default=False, description="Refill the hysteresis after a step without overflow."
-    )
-    min_loss_scale: int = Field(default=1, gt=0, description="Smallest dynamic loss scale.")
-
-
-class DataTypesConfig(Section):
-    """Number types that may differ from the model's."""
-
-    grad_accum_dtype: Literal["fp32", "bf16"] = Field(
-        default="fp32",
-        description="Type in which gradients are summed over micro-batches and reduced. bf16 "
-        "halves their memory and traffic, but a micro-batch's gradient is lost if it is more than "
-        "256 times smaller than the sum.",
-    )
-
-
-# DeepSpeed's `optimizer`: Adam with decoupled weight decay.
-
-DecayRate = Annotated[float, Field(ge=0, lt=1)]
-
-
-class AdamParams(Section):
-    """The parameters of Adam (Kingma & Ba 2015) as AdamW (Loshchilov & Hutter 2019) has them."""
-
-    lr: float = Field(
-        default=1e-3, gt=0, description="Learning rate that the scheduler's warmup leads up to."
-    )
-    betas: tuple[DecayRate, DecayRate] = Field(
-        default=(0.9, 0.999),
+    log_interval: int = Field(default=10, gt=0, description="Steps between two console lines.")
+    report_to: tuple[ReportTo, ...] = Field(
+        default=(),
         strict=False,
-        description="Decay of the running means of the gradient and of its square, each in [0, 1).",
+        description="Services that get the numbers of metrics.jsonl too: tensorboard, wandb. "
+        "Their packages must be installed.",
     )
-    eps: float = Field(default=1e-8, gt=0, description="Added to the denominator.")
-    weight_decay: float = Field(
-        default=0.01,
+    eval_interval: int = Field(
+        default=0, ge=0, description="Steps between two validations; 0: only at the end."
+    )
+    eval_batches: int = Field(
+        default=8,
+        gt=0,
+        description="Number of batches, each of train_batch_size samples, of one validation.",
+    )
+    lr_scaling: Literal["none", "linear", "sqrt"] = Field(
+        default="none",
+        description="Multiply the learning rate by k = train_batch_size / base_batch_size "
+        "(linear; Goyal et al. 2017) or by the square root of k (sqrt).",
+    )
+    base_batch_size: int | None = Field(
+        default=None,
+        gt=0,
+        description="Samples of the batch for which the stated learning rate is right; required "
+        "if lr_scaling is not none. The resolved configuration has the scaled rate and states the "
+        "run's own batch here.",
+    )
+    allow_tf32: bool = Field(
+        default=False,
+        description="On CUDA, multiply fp32 matrices in TF32, which keeps 10 of 23 mantissa bits. "
+        "This is faster, but layouts agree only to about 1e-3.",
+    )
+    allow_reduced_precision_reduction: bool = Field(
+        default=False,
+        description="On CUDA, let bf16 and fp16 matrix products add partial sums in bf16 or fp16 "
+        "instead of fp32.",
+    )
+    max_skipped_steps: int = Field(
+        default=20,
+        gt=0,
+        description="The run stops after this many steps in a row were skipped because the loss or "
+        "the gradient norm was not finite.",
+    )
+    hang_timeout_seconds: float = Field(
+        default=300.0,
+        gt=0,
+        le=LARGEST_SECONDS,
+        description="If there is no progress for this long, every rank writes its stacks, the "
+        "ranks that did not arrive are named, and the run ends with exit code 3. Start-up and the "
+        "first step may take four times as long, saving and loading 24 times.",
+    )
+    restart: int = Field(
+        default=0,
         ge=0,
-        description="Decay of matrices and embeddings, times the learning rate, a step; biases "
-        "and norms do not decay.",
+        description="How many times the ranks are started again after a failure, under deepspeed, "
+        "srun, mpirun or plain python. torchrun does this by itself (--max-restarts).",
     )
-    torch_adam: Literal[True] = Field(
-        default=True,
-        description="torch's AdamW, which needs no compiler; the only one there is here.",
-    )
-
-
-class OptimizerConfig(Section):
-    """Adam and AdamW are the same here, as in DeepSpeed: weight decay is decoupled in both."""
-
-    type: Literal["AdamW", "Adam"] = Field(
-        default="AdamW", description="AdamW or Adam; both decouple weight decay."
-    )
-    params: AdamParams = Field(default_factory=AdamParams, description="The optimizer's numbers.")
-
-
-# DeepSpeed's tools for observing a run: communication log, FLOPs profiler.
-
-
-class CommsLoggerConfig(Section):
-    """Log of DeepSpeed's collectives."""
-
-    enabled: bool = Field(default=False, description="Record DeepSpeed's collectives.")
-    prof_all: bool = Field(default=True, description="Record every operation.")
-    prof_ops: tuple[str, ...] = Field(
-        default=(), strict=False, description="Operations to record if prof_all is false."
-    )
-    verbose: bool = Field(default=False, description="A log line for every operation.")
-    debug: bool = Field(default=False, description="Name the calling function in the log.")
-
-
-class FlopsProfilerConfig(Section):
-    """DeepSpeed's FLOPs profiler: one forward pass of pipeline stage 0."""
-
-    enabled: bool = Field(default=False, description="Profile one step.")
-    recompute_fwd_factor: float = Field(
-        default=0.0, ge=0, description="Share of the forward FLOPs that recomputation adds."
-    )
-    profile_step: int = Field(default=1, gt=0, description="Step that is profiled.")
-    module_depth: int = Field(default=-1, ge=-1, description="Depth reported; -1: the deepest.")
-    top_modules: int = Field(default=1, gt=0, description="Modules listed for each depth.")
-    detailed: bool = Field(default=True, description="Print the profile of each module.")
-    output_file: PathText | None = Field(
-        default=None, description="File to write to. If omitted: the console."
-    )
-
-
-# DeepSpeed's own keys, at the top level of the JSON, as in DeepSpeed's own file.
-
-
-class DeepSpeedKeys(Section):
-    """The keys of DeepSpeed 0.19.8's JSON that work here, each with DeepSpeed's meaning."""
-
-    train_batch_size: int | None = Field(
-        default=None,
-        gt=0,
-        le=LARGEST_BATCH,
-        description="Samples of one optimizer step over all ranks = "
-        "train_micro_batch_size_per_gpu x gradient_accumulation_steps x dp. If it is stated, "
-        "the batch is the same at every layout.",
-    )
-    train_micro_batch_size_per_gpu: int | None = Field(
-        default=None,
-        gt=0,
-        le=LARGEST_BATCH,
-        description="Samples of one micro-batch on one data-parallel rank.",
-    )
-    gradient_accumulation_steps: int | None = Field(
-        default=None,
-        gt=0,
-        le=LARGEST_ACCUMULATION,
-        description="Micro-batches of one optimizer step; with a pipeline, those that flow "
-        "through it.",
-    )
-    gradient_clipping: float = Field(
-        default=1.0,
+    check_replicas_interval: int = Field(
+        default=0,
         ge=0,
-        description="Largest gradient norm, over all axes; gradients above are scaled down. "
-        "0: no clipping.",
+        description="Steps between two comparisons, bit by bit, of the copies that several ranks "
+        "hold. They are also compared before each checkpoint. 0: never.",
     )
-    zero_optimization: ZeroConfig = Field(
-        default_factory=ZeroConfig,
-        description="What is partitioned over the data-parallel axis.",
+    save_interval: int = Field(
+        default=1000,
+        ge=0,
+        description="Steps between two checkpoints; 0: only at the end and on a stop signal.",
     )
-    bf16: Bf16Config = Field(default_factory=Bf16Config, description="Training in bfloat16.")
-    fp16: Fp16Config = Field(default_factory=Fp16Config, description="Training in float16.")
-    data_types: DataTypesConfig = Field(
-        default_factory=DataTypesConfig, description="Number types other than the model's."
+    keep_last: int = Field(
+        default=3, gt=0, description="Number of checkpoints kept; older ones are deleted."
     )
-    communication_data_type: Literal["fp32", "bf16", "fp16"] | None = Field(
-        default=None,
-        description="Type in which gradients are reduced. If omitted: the type in which they are "
-        "summed over micro-batches.",
+    async_save: bool = Field(
+        default=False,
+        description="Copy a checkpoint to host memory and write it while training continues. "
+        "From the first save to the end of the run, this takes 12 bytes of host memory for each "
+        "parameter that a rank writes. If the rank trains on a GPU, the memory is page-locked.",
     )
-    optimizer: OptimizerConfig = Field(
-        default_factory=OptimizerConfig, description="The optimizer."
-    )
-    scheduler: SchedulerConfig | None = Field(
-        default=None,
-        description="The learning rate over the steps. If omitted: constant.",
-    )
-    steps_per_print: int | None = Field(
-        default=None,
-        gt=0,
-        le=LARGEST_COUNT,
-        description="Steps between DeepSpeed's own log lines; none if null.",
-    )
-    log_level: Literal["debug", "info", "warning", "error", "critical"] | None = Field(
-        default=None, description="Level of DeepSpeed's own log. If omitted: DeepSpeed's default."
-    )
-    wall_clock_breakdown: bool = Field(
-        default=False, description="Log the time of forward, backward and step."
-    )
-    memory_breakdown: bool = Field(default=False, description="Log the memory at points in a step.")
-    dump_state: bool = Field(default=False, description="Log DeepSpeed's state at the start.")
-    disable_python_gc: bool = Field(
-        default=False, description="Turn Python's garbage collector off while training."
-    )
-    comms_logger: CommsLoggerConfig = Field(
-        default_factory=CommsLoggerConfig, description="Log of DeepSpeed's collectives."
-    )
-    flops_profiler: FlopsProfilerConfig = Field(
-        default_factory=FlopsProfilerConfig, description="DeepSpeed's FLOPs profiler."
-    )
+
+    def lr_factor(self, train_batch_size: int) -> float:
+        """The factor by which `lr_scaling` multiplies every learning rate in the JSON."""
+        if self.lr_scaling == "none":
+            return 1.0
+        assert self.base_batch_size is not None, "a rule checked that the base is stated"
+        ratio = train_batch_size / self.base_batch_size
+        return ratio if self.lr_scaling == "linear" else math.sqrt(ratio)
 
 
 class RunConfig(DeepSpeedKeys):
-    """One JSON file. What depends on the number of processes may still be "auto"."""
+    """The complete JSON. Values that depend on the number of processes may be "auto"."""
 
     model: ModelConfig = Field(description="The shape of the model.")
     parallel: ParallelConfig = Field(
@@ -224,14 +174,11 @@ class RunConfig(DeepSpeedKeys):
     )
 
     def to_json(self) -> dict[str, Any]:
-        """The config as JSON values, every default written out; it loads back to an equal one."""
+        """The config as JSON values with all defaults. They load as an equal config."""
         return self.model_dump(mode="json", exclude_none=True)
 
     def deepspeed_json(self) -> dict[str, Any]:
-        """DeepSpeed's keys alone, as JSON values: what its `initialize` may be given.
-
-        Keys that are left to DeepSpeed or to the caller (null here) are left out.
-        """
+        """DeepSpeed's keys alone, as JSON values for its `initialize`; null values are omitted."""
         return self.model_dump(
             mode="json", exclude_none=True, include=set(DeepSpeedKeys.model_fields)
         )

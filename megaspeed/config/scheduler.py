@@ -1,11 +1,11 @@
 """`scheduler`: the learning rate as a function of the step.
 
-    cosine, linear, constant                ours: the rate of step s of T, after W steps of warmup
-    WarmupCosineLR, WarmupDecayLR, WarmupLR DeepSpeed's, by its formulas (training/step_inputs.py)
+    cosine, linear, constant                  step W of the warmup has the full rate
+    WarmupCosineLR, WarmupDecayLR, WarmupLR   the same shapes by DeepSpeed's formulas
 
-Each warms up and then falls as a cosine, falls linearly or stays constant. With DeepSpeed's types,
-steps 1 and 2 both have the lowest rate (0 by default), and step W + 2 has the full rate, because
-DeepSpeed counts iterations from -1.
+With DeepSpeed's types, steps 1 and 2 both have the lowest rate (0 by default) and step W + 2 has
+the full rate, because DeepSpeed counts iterations from -1. ``training/step_inputs.py`` has the
+formulas.
 """
 
 from typing import Annotated, Literal
@@ -16,18 +16,17 @@ from megaspeed.config.section import Section
 
 
 class ConstantParams(Section):
-    """What cosine, linear and constant have in common."""
+    """The numbers of constant, which cosine and linear have, too."""
 
     warmup_num_steps: int = Field(
         default=0,
         ge=0,
-        description="Number W of steps of linear warmup: step 1 has 1/W of the full rate, and step "
-        "W has the full rate.",
+        description="Steps W of linear warmup: step 1 has 1/W of the full rate, step W all of it.",
     )
 
 
 class DecayParams(ConstantParams):
-    """Warm up, then fall."""
+    """The numbers of cosine and linear."""
 
     total_num_steps: int | None = Field(
         default=None,
@@ -40,7 +39,7 @@ class DecayParams(ConstantParams):
 
 
 class Decay(Section):
-    """A fall after warmup, which ends with the run."""
+    """A learning rate that falls after warmup."""
 
     type: Literal["cosine", "linear"] = Field(
         description="cosine: falls as half a cosine; linear: falls in a straight line."
@@ -49,14 +48,14 @@ class Decay(Section):
 
 
 class Constant(Section):
-    """Constant after warmup."""
+    """A learning rate that is constant after warmup."""
 
     type: Literal["constant"] = Field(description="Constant after warmup.")
     params: ConstantParams = Field(default_factory=ConstantParams, description="The numbers.")
 
 
 class WarmupParams(Section):
-    """What every scheduler of DeepSpeed has."""
+    """Numbers that all of DeepSpeed's schedulers have."""
 
     warmup_num_steps: int = Field(default=1000, gt=0, description="Steps of warmup.")
     warmup_type: Literal["log", "linear"] = Field(
@@ -65,7 +64,7 @@ class WarmupParams(Section):
 
 
 class WarmupLRParams(WarmupParams):
-    """Warm up, then stay."""
+    """The numbers of WarmupLR."""
 
     warmup_min_lr: float = Field(default=0.0, ge=0, description="Lowest learning rate of warmup.")
     warmup_max_lr: float | None = Field(
@@ -76,7 +75,7 @@ class WarmupLRParams(WarmupParams):
 
 
 class WarmupDecayLRParams(WarmupLRParams):
-    """Warm up, then fall to 0."""
+    """The numbers of WarmupDecayLR."""
 
     total_num_steps: int | None = Field(
         default=None, gt=0, description="Step at which 0 is reached. If omitted: training.steps."
@@ -84,7 +83,7 @@ class WarmupDecayLRParams(WarmupLRParams):
 
 
 class WarmupCosineLRParams(WarmupParams):
-    """Warm up, then fall as half a cosine."""
+    """The numbers of WarmupCosineLR."""
 
     total_num_steps: int | None = Field(
         default=None,
@@ -103,29 +102,27 @@ class WarmupCosineLRParams(WarmupParams):
 
 
 class WarmupLR(Section):
-    """Constant after warmup."""
+    """DeepSpeed's constant rate after warmup."""
 
     type: Literal["WarmupLR"] = Field(description="Constant after warmup.")
-    params: WarmupLRParams = Field(
-        default_factory=WarmupLRParams, description="The scheduler's numbers."
-    )
+    params: WarmupLRParams = Field(default_factory=WarmupLRParams, description="The numbers.")
 
 
 class WarmupDecayLR(Section):
-    """Linear decay after warmup."""
+    """DeepSpeed's linear decay after warmup."""
 
     type: Literal["WarmupDecayLR"] = Field(description="Linear decay to 0 after warmup.")
     params: WarmupDecayLRParams = Field(
-        default_factory=WarmupDecayLRParams, description="The scheduler's numbers."
+        default_factory=WarmupDecayLRParams, description="The numbers."
     )
 
 
 class WarmupCosineLR(Section):
-    """Cosine decay after warmup."""
+    """DeepSpeed's cosine decay after warmup."""
 
     type: Literal["WarmupCosineLR"] = Field(description="Cosine decay after warmup.")
     params: WarmupCosineLRParams = Field(
-        default_factory=WarmupCosineLRParams, description="The scheduler's numbers."
+        default_factory=WarmupCosineLRParams, description="The numbers."
     )
 
 

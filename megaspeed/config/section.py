@@ -1,4 +1,4 @@
-"""What every section of the JSON has in common: immutable, closed to unknown keys, no coercion."""
+"""The base class of every section of the JSON, field types, and the largest numbers accepted."""
 
 from typing import Annotated, Any
 
@@ -8,18 +8,18 @@ from megaspeed.files.paths import path_problem
 
 
 class Section(BaseModel):
-    """One object of the JSON.
+    """One object of the JSON: immutable, without unknown keys.
 
-    `strict` means that "16" is not 16 and true is not 1. A list is accepted where a tuple is
-    declared, because JSON has no tuples (those fields say `strict=False`).
+    `strict` means that "16" is not 16 and that true is not 1. Fields with tuples set
+    `strict=False`, because JSON has lists and no tuples.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
     @field_validator("*")
     @classmethod
-    def _is_not_huge(cls, value: Any) -> Any:
-        """For fields without their own bound: torch takes 64-bit integers and fp32 numbers."""
+    def _fits_torch(cls, value: Any) -> Any:
+        """A bound for fields without their own: torch has 64-bit integers and fp32 numbers."""
         if isinstance(value, int) and abs(value) >= 2**63:
             raise ValueError("a whole number of at most 2^63 - 1")
         if isinstance(value, float) and abs(value) > LARGEST_NUMBER:
@@ -28,7 +28,6 @@ class Section(BaseModel):
 
 
 def _whole_number(value: Any) -> Any:
-    """Bucket sizes are usually written as 5e8, which JSON reads as a float."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
@@ -39,15 +38,11 @@ def _possible_path(text: str) -> str:
     return text
 
 
-def _no_boolean(value: Any) -> Any:
-    """True == 1, so a list of allowed numbers would accept true."""
-    if isinstance(value, bool):
-        raise ValueError("a whole number")
-    return value
-
-
 ElementCount = Annotated[int, BeforeValidator(_whole_number), Field(le=10**15)]
-"""A number of tensor elements; 5e8 may be written for 500000000."""
+"""A number of tensor elements. It may be written as 5e8, which JSON reads as a float."""
+
+PathText = Annotated[str, Field(min_length=1), AfterValidator(_possible_path)]
+"""A path or a glob that is not empty and that this system can have."""
 
 # About a hundred times the numbers of large runs. A larger number is a mistake, and computing
 # something for each layer, rank or micro-batch would use up all memory.
@@ -60,11 +55,5 @@ LARGEST_WORLD = 10**6  # processes
 LARGEST_BATCH = 10**7  # samples of a step
 LARGEST_ACCUMULATION = 10**5  # micro-batches of a step
 LARGEST_COUNT = 10**9  # anything else
-LARGEST_SECONDS = 10**7  # 115 days; the C libraries below cannot represent a much longer wait
+LARGEST_SECONDS = 10**7  # 115 days; system calls cannot wait much longer
 LARGEST_NUMBER = 1e20  # of a float; AdamW divides by 1 - beta, and the result must fit fp32
-
-PathText = Annotated[str, Field(min_length=1), AfterValidator(_possible_path)]
-"""A path or a glob that is not empty, and that is possible on this system."""
-
-NoBoolean = BeforeValidator(_no_boolean)
-"""Marks a field that lists allowed numbers, so that a boolean is refused."""

@@ -1,10 +1,9 @@
 """A strict JSON reader: syntax errors have a line and a column, duplicate keys are errors.
 
-Python's own reader silently keeps the last of two equal keys, and accepts NaN as a number.
+Python's own reader keeps the last of two equal keys without a warning, and accepts NaN.
 """
 
 import json
-from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -13,29 +12,40 @@ from megaspeed.files.reading import read_file
 
 
 class JsonSyntaxError(ValueError):
-    """The text is not JSON; the message has the line, the column and, if known, a fix."""
+    """The text is not JSON. The message has the line, the column and, if known, a fix."""
 
 
 _DEEPEST = 64
 _TOO_DEEP = f"it is nested too deeply: objects and lists must be at most {_DEEPEST} levels deep"
 
+_TYPE_NAMES = {
+    type(None): "null",
+    bool: "a boolean",
+    int: "a whole number",
+    float: "a decimal number",
+    str: "a string",
+    list: "a list",
+    dict: "an object",
+}
+
 
 class _Pairs(list[tuple[str, Any]]):
-    """An object as a list of pairs, with its duplicate keys."""
+    """An object as a list of pairs, which can have the same key twice."""
 
 
 def parse_json(text: str) -> tuple[Any, list[Problem]]:
-    """Read JSON and find duplicate keys at any depth.
+    """Reads JSON and finds duplicate keys at any depth.
 
     Returns:
-        The value (the last of two equal keys is used) and one problem for each duplicate.
+        The value, with the last of equal keys, and a problem for each duplicate.
 
     Raises:
         JsonSyntaxError: the text is not JSON.
     """
+    duplicates: list[KeyPath] = []
     try:
-        value = json.loads(text, object_pairs_hook=_Pairs, parse_constant=_refuse_constant)
-        _check_depth(value)
+        pairs = json.loads(text, object_pairs_hook=_Pairs, parse_constant=_refuse_constant)
+        value = _with_dicts(pairs, (), duplicates)
     except json.JSONDecodeError as error:
         raise JsonSyntaxError(_describe_syntax_error(text, error)) from None
     except JsonSyntaxError:
@@ -44,18 +54,17 @@ def parse_json(text: str) -> tuple[Any, list[Problem]]:
         raise JsonSyntaxError("it has a number with more than 4,300 digits") from None
     except RecursionError:
         raise JsonSyntaxError(_TOO_DEEP) from None
-    problems = [
+    return value, [
         Problem(path, f"{dotted(path)} is a duplicate key in one object; keep one of them")
-        for path in _duplicates(value, ())
+        for path in duplicates
     ]
-    return _plain(value), problems
 
 
 def read_json_object(path: Path) -> tuple[dict[str, Any], list[Problem]]:
-    """Read a file that holds one JSON object.
+    """Reads a file that contains one JSON object, as `parse_json` does.
 
     Raises:
-        JsonSyntaxError: it cannot be read, or is not JSON, or not an object.
+        JsonSyntaxError: it cannot be read, is not JSON or is not an object.
     """
     try:
         text = read_file(path).decode("utf-8-sig")
@@ -71,71 +80,36 @@ def read_json_object(path: Path) -> tuple[dict[str, Any], list[Problem]]:
         raise JsonSyntaxError(f"{path} is not JSON: {error}") from None
     if not isinstance(value, dict):
         raise JsonSyntaxError(
-            f"{path} must hold one JSON object {{...}}, and holds {describe_value(value)}"
+            f"{path} must contain one JSON object {{...}}, and contains {describe_value(value)}"
         )
     return value, problems
 
 
 def describe_value(value: Any) -> str:
-    """A JSON value with its type, for errors: 16 and "16" must look different."""
+    """A JSON value and its type, such as `"16" (a string)`, for error messages."""
     text = json.dumps(value, default=str)
     shown = text if len(text) <= 60 else text[:57] + "..."
-    return f"{shown} ({_type_name(value)})"
-
-
-def _type_name(value: Any) -> str:
-    if value is None:
-        return "null"
-    for kind, name in (
-        (bool, "a boolean"),
-        (int, "a whole number"),
-        (float, "a decimal number"),
-        (str, "a string"),
-        (list, "a list"),
-        (dict, "an object"),
-    ):
-        if isinstance(value, kind):
-            return name
-    return type(value).__name__
+    return f"{shown} ({_TYPE_NAMES.get(type(value), type(value).__name__)})"
 
 
 def _refuse_constant(name: str) -> NoReturn:
     raise JsonSyntaxError(f"{name} is not a JSON number; write a finite number")
 
 
-def _check_depth(value: Any) -> None:
-    level = [value]
-    for _ in range(_DEEPEST + 1):
-        level = [inner for outer in level for inner in _values_in(outer)]
-        if not level:
-            return
-    raise JsonSyntaxError(_TOO_DEEP)
-
-
-def _values_in(value: Any) -> Iterable[Any]:
+def _with_dicts(value: Any, path: KeyPath, duplicates: list[KeyPath]) -> Any:
+    """`value` with a dict for each object. Adds the path of each duplicate key to `duplicates`."""
+    if isinstance(value, list) and len(path) >= _DEEPEST:
+        raise JsonSyntaxError(_TOO_DEEP)
     if isinstance(value, _Pairs):
-        return (inner for _, inner in value)
-    return value if isinstance(value, list) else ()
-
-
-def _duplicates(value: Any, path: KeyPath) -> Iterator[KeyPath]:
-    if isinstance(value, _Pairs):
-        seen: set[str] = set()
+        result: dict[str, Any] = {}
         for key, inner in value:
-            if key in seen:
-                yield (*path, key)
-            seen.add(key)
-            yield from _duplicates(inner, (*path, key))
-    elif isinstance(value, list):
-        for index, inner in enumerate(value):
-            yield from _duplicates(inner, (*path, index))
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, _Pairs):
-        return {key: _plain(inner) for key, inner in value}
+            plain = _with_dicts(inner, (*path, key), duplicates)
+            if key in result:
+                duplicates.append((*path, key))
+            result[key] = plain
+        return result
     if isinstance(value, list):
-        return [_plain(inner) for inner in value]
+        return [_with_dicts(each, (*path, i), duplicates) for i, each in enumerate(value)]
     return value
 
 
@@ -143,11 +117,11 @@ def _describe_syntax_error(text: str, error: json.JSONDecodeError) -> str:
     lines = text.splitlines()
     line = lines[error.lineno - 1].strip() if error.lineno <= len(lines) else ""
     shown = f", in `{line[:70]}`" if line else ""
-    return f"line {error.lineno}, column {error.colno}: {error.msg}{shown}{_mend(text, error.pos)}"
+    return f"line {error.lineno}, column {error.colno}: {error.msg}{shown}{_hint(text, error.pos)}"
 
 
-def _mend(text: str, position: int) -> str:
-    """A hint for common mistakes of users of DeepSpeed's hjson or of Python."""
+def _hint(text: str, position: int) -> str:
+    """A fix for common mistakes, such as the syntax of hjson or of Python."""
     if not text.strip():
         return " (the text is empty)"
     here = text[position:].lstrip()
@@ -156,7 +130,7 @@ def _mend(text: str, position: int) -> str:
     if here.startswith(("}", "]")) and text[:position].rstrip().endswith(","):
         return " (JSON has no comma after the last entry)"
     if here.startswith(("True", "False", "None")):
-        return " (JSON writes true, false and null)"
+        return " (JSON has true, false and null)"
     if here.startswith("'"):
-        return ' (JSON strings stand in double quotes: ")'
+        return ' (JSON has double quotes around strings: ")'
     return ""

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from megaspeed.checkpoint.reading import GENERATION
-from megaspeed.config.hugging_face import CONFIG_FILE, FETCH_ANEW
+from megaspeed.config.hugging_face import CONFIG_FILE, DAMAGED
 from megaspeed.config.strict_json import JsonSyntaxError, read_json_object
 from megaspeed.hugging_face.errors import HuggingFaceError
 
@@ -60,4 +60,4 @@ def _read(file: Path) -> Keys:
     try:
         return read_json_object(file)[0]
     except JsonSyntaxError as error:
-        raise HuggingFaceError(f"{error}: {FETCH_ANEW}") from error
+        raise HuggingFaceError(f"{error}: {DAMAGED}") from error

@@ -20,7 +20,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from megaspeed.config.hugging_face import FETCH_ANEW
+from megaspeed.config.hugging_face import DAMAGED
 from megaspeed.config.strict_json import JsonSyntaxError, read_json_object
 from megaspeed.hugging_face.errors import HuggingFaceError
 
@@ -98,9 +98,9 @@ def _tensors_of_shards(index: Path, opened: _Open) -> dict[str, StoredTensor]:
     try:
         weight_map = read_json_object(index)[0].get("weight_map")
     except JsonSyntaxError as error:
-        raise HuggingFaceError(f"{error}: {FETCH_ANEW}") from error
+        raise HuggingFaceError(f"{error}: {DAMAGED}") from error
     if not isinstance(weight_map, dict) or not weight_map:
-        raise HuggingFaceError(f"{index} has no weight_map of names and files: {FETCH_ANEW}")
+        raise HuggingFaceError(f"{index} has no weight_map of names and files: {DAMAGED}")
     # The name alone: an index cannot point out of its folder.
     named = {name: index.parent / Path(str(file)).name for name, file in weight_map.items()}
     missing = sorted({file.name for file in named.values() if not file.is_file()})
@@ -129,11 +129,11 @@ def _tensors_in(file: Path, opened: _Open) -> dict[str, StoredTensor]:
     except pickle.UnpicklingError as error:  # torch's advice is to let the file run as a program
         raise HuggingFaceError(
             f"{file} holds more than tensors, which is not read because it may run as a program, "
-            "or is damaged; fetch it anew, or save the model by save_pretrained"
+            "or is damaged; fetch it again, or save the model by save_pretrained"
         ) from error
     except Exception as error:  # a damaged file may raise anything, in either format
         why = str(error) or type(error).__name__
-        raise HuggingFaceError(f"{file} cannot be read ({why}): {FETCH_ANEW}") from error
+        raise HuggingFaceError(f"{file} cannot be read ({why}): {DAMAGED}") from error
 
 
 def _open_safetensors(file: Path) -> _Held:

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megaspeed.config.deepspeed_keys import OptimizerConfig
 from megaspeed.config.model import ModelConfig
 from megaspeed.config.resolve import Run
-from megaspeed.config.run import OptimizerConfig
-from megaspeed.config.training import TrainingConfig
+from megaspeed.config.run import TrainingConfig
 from megaspeed.model.gpt import GPT
 from megaspeed.model.parameters import parameter_named
 from megaspeed.pipeline.partition import layers_of_stages

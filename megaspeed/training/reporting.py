@@ -23,7 +23,7 @@ from typing import Any, Protocol, Self
 
 from megaspeed.config.errors import ConfigError
 from megaspeed.config.resolve import Run
-from megaspeed.config.training import ReportTo
+from megaspeed.config.run import ReportTo
 from megaspeed.training.metrics import PartMetrics, StepMetrics, ValidationMetrics, read_records
 from megaspeed.training.run_folder import TENSORBOARD, WANDB
 

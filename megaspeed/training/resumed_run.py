@@ -18,9 +18,11 @@ from pydantic import BaseModel, ValidationError
 
 from megaspeed import __version__
 from megaspeed.checkpoint.run_state import DataIdentity, Progress, RunState
+from megaspeed.config.deepspeed_keys import OptimizerConfig
 from megaspeed.config.model import ModelConfig
-from megaspeed.config.resolve import Run, config_problems
-from megaspeed.config.run import OptimizerConfig, RunConfig
+from megaspeed.config.resolve import Run
+from megaspeed.config.rules import CONFIG_RULES
+from megaspeed.config.run import RunConfig
 from megaspeed.config.scheduler import SchedulerConfig
 from megaspeed.config.section import Section
 from megaspeed.files.json_values import leaves
@@ -263,9 +265,9 @@ class _Schedule(Section):
 
 def _rate_mend(before: _Schedule, now: _Schedule, run: Run) -> str:
     """The words of ``--set`` that give the saved rates again, quoted for a shell."""
-    problems = config_problems(run.config.model_copy(update=dict(before)))
+    problems = CONFIG_RULES.violations(run.config.model_copy(update=dict(before)))
     if problems:
-        return f"the saved schedule cannot be kept: {problems[0].message}"
+        return f"the saved schedule cannot be kept: {problems[0]}"
     # Each type has its own keys, so a scheduler of another type replaces the whole section.
     replaced = _type_of(before) != _type_of(now)
     saved, current = _values(before, replaced), _values(now, replaced)

@@ -9,8 +9,8 @@ Neither keeps a position, so a step can be trained again, skipped or resumed fro
 import functools
 import math
 
+from megaspeed.config.deepspeed_keys import OptimizerConfig
 from megaspeed.config.resolve import Run
-from megaspeed.config.run import OptimizerConfig
 from megaspeed.config.scheduler import (
     Constant,
     Decay,

@@ -39,7 +39,7 @@ from typing import TYPE_CHECKING, NamedTuple, NoReturn, Self
 from megaspeed.config.document import add_config_options
 from megaspeed.config.errors import ConfigError
 from megaspeed.config.loading import read_config
-from megaspeed.config.training import TrainingConfig
+from megaspeed.config.run import TrainingConfig
 from megaspeed.topology.activity import (
     SAVE_PATIENCE,
     SECONDS_OF_A_STANDSTILL,

@@ -37,7 +37,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from torch import Tensor, nn
 
-from megaspeed.config.zero_optimization import ZeroConfig
+from megaspeed.config.deepspeed_keys import ZeroConfig
 from megaspeed.model.gpt import GPT
 from megaspeed.topology.context import ParallelContext
 
@@ -228,7 +228,7 @@ class LayerGathers:
         self._finish(layer)
         self._at_work = layer
         for later in following[:1]:
-            if self._config.fetches_ahead(layer.elements, self._layers[later].elements):
+            if self._config.prefetches(layer.elements, self._layers[later].elements):
                 self._start(self._layers[later])
 
     def _leave(self) -> None:

@@ -1,8 +1,6 @@
-"""Bad configurations, flags and files: each is a good one with one change, drawn from a seed.
+"""Bad configurations, options and files: each is a valid one with one change, drawn from a seed.
 
-    good configuration  --a value, a key, a relation, the text, a file it names-->  Bad
-
-`Workshop(folder, seed).groups()` writes them and says what to ask `megaspeed check` for.
+`Workshop(folder, seed).groups()` writes them, and gives the options of `megaspeed check` for each.
 """
 
 import copy
@@ -24,7 +22,7 @@ from megaspeed.config.validation import all_key_paths
 Values = dict[str, Any]
 
 _RAW = {"<NaN>": "NaN", "<Infinity>": "-Infinity", "<1e999>": "1e999", "<huge>": "1" + "0" * 400}
-"""Numbers that no Python value stands for when JSON is written: marker -> JSON text."""
+"""Numbers that Python does not write as JSON: marker -> JSON text."""
 
 _COUNT = (0, -3, 2.5, "7", True, [], {}, *_RAW)
 _NATURAL = (-1, 1.5, "1", True, [], *_RAW)
@@ -99,7 +97,7 @@ _BAD_VALUES: dict[str, tuple[Any, ...]] = {
     "data.train": _SOURCES,
     "data.validation": _SOURCES,
 }
-"""Key -> values that it can never have."""
+"""Key -> invalid values."""
 
 _RELATIONS: dict[str, tuple[str, ...]] = {
     "heads that tensor does not divide": ("parallel.tensor=3",),
@@ -271,7 +269,7 @@ class Bad:
 
 
 class Workshop:
-    """Writes good things into a folder, and bad ones beside them."""
+    """Writes valid files into a folder, and files with one mistake each."""
 
     def __init__(self, folder: Path, seed: int) -> None:
         self.folder = folder
@@ -290,7 +288,7 @@ class Workshop:
         return _write(self.folder / f"{self._number}" / "config.json", values)
 
     def good_ones(self) -> dict[str, Path]:
-        """What the bad ones are made from, each without a mistake."""
+        """The valid configurations that get a mistake."""
         named: dict[str, Values] = {
             "text": {},
             "a tokenizer": {"data": {"tokenizer": str(self.folder / "tokenizer")}},
@@ -303,7 +301,7 @@ class Workshop:
         return files
 
     def groups(self) -> Iterator[tuple[str, Callable[[], Iterator[Bad]]]]:
-        """Name and mistakes of each kind."""
+        """The name of each kind of mistake, and a function that writes its files."""
         yield "values", self._values
         yield "keys", self._keys
         yield "relations", self._relations
@@ -455,7 +453,7 @@ class Workshop:
         return merge(self.good, {"data": keys})
 
     def _with_model(self, path: Path) -> Values:
-        """A change that takes the model from a folder of Hugging Face."""
+        """A change that takes the model from a Hugging Face folder."""
         stated = dict.fromkeys(self.good["model"])
         return {"model": {**stated, "from_hf": str(path)}}
 
@@ -473,7 +471,7 @@ HUGGING_FACE = {
 
 
 def good_values(folder: Path) -> Values:
-    """A configuration for two processes that states most keys, as JSON values."""
+    """A valid configuration for two processes with many keys, as JSON values."""
     return {
         "model": {
             "architecture": "llama",
@@ -534,7 +532,7 @@ def _nested(text: str, levels: int) -> bytes:
 
 
 def _special_paths(folder: Path) -> dict[str, Path]:
-    """Kind -> path of what is there and no file, or cannot be there."""
+    """Kind -> path of something that is not a file, or cannot exist."""
     folder.mkdir()
     os.mkfifo(folder / "pipe")
     with socket.socket(socket.AF_UNIX) as listening:

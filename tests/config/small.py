@@ -1,4 +1,4 @@
-"""A small config as JSON values, and the shortest ways to get its problems."""
+"""A small config as JSON values, and functions that find its problems."""
 
 import copy
 import json
@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from megaspeed.config.document import Document, merge, parse_override
+from megaspeed.config.layout import World
 from megaspeed.config.loading import find_problems, load_run
-from megaspeed.config.parallel import World
 from megaspeed.config.resolve import Run
 
 _SMALL: dict[str, Any] = {
@@ -32,7 +32,7 @@ def small(**keys: Any) -> dict[str, Any]:
 
 
 def patch(*overrides: str) -> dict[str, Any]:
-    """A patch in the words of the command line: `patch("parallel.tensor=2")`."""
+    """The values of `--set` options: `patch("parallel.tensor=2")`."""
     trees = [parse_override(text)[0] for text in overrides]
     merged: dict[str, Any] = {}
     for tree in trees:
@@ -43,7 +43,7 @@ def patch(*overrides: str) -> dict[str, Any]:
 def problems(
     *overrides: str, world_size: int | None = None, device_type: str = "cpu", **keys: Any
 ) -> list[str]:
-    """Everything wrong with the small config under overrides, or keys given as values."""
+    """All problems of the small config with overrides, or with keys given as values."""
     world = None if world_size is None else World(world_size, "WORLD_SIZE", device_type)
     values = small(**{**patch(*overrides), **keys})
     return list(find_problems(Document(values), world))
@@ -52,14 +52,14 @@ def problems(
 def only_problem(
     *overrides: str, world_size: int | None = None, device_type: str = "cpu", **keys: Any
 ) -> str:
-    """The one thing that is wrong."""
+    """The only problem."""
     found = problems(*overrides, world_size=world_size, device_type=device_type, **keys)
     assert len(found) == 1, found
     return found[0]
 
 
 def write(file: Path, values: dict[str, Any]) -> Path:
-    """Put JSON values into a file."""
+    """Writes JSON values to a file."""
     file.write_text(json.dumps(values))
     return file
 

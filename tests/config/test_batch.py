@@ -1,10 +1,10 @@
-"""The batch equation: any two of three give the third, and the anchor never moves."""
+"""The batch equation: two numbers give the third, and train_batch_size never changes."""
 
 import re
 
 import pytest
 
-from megaspeed.config.batch import Batch, StatedBatch, explain_batch, solve_batch
+from megaspeed.config.layout import Batch, StatedBatch, explain_batch, solve_batch
 from tests.config.small import only_problem
 
 
@@ -64,7 +64,7 @@ def test_an_anchor_that_does_not_divide_offers_another_micro_batch() -> None:
 
 def test_a_batch_that_nothing_determines_asks_for_two_keys() -> None:
     message = only_problem(train_batch_size=None, train_micro_batch_size_per_gpu=None, world_size=2)
-    assert message.startswith("the batch is not determined: state train_batch_size, and ")
+    assert message.startswith("the batch is not determined: state train_batch_size, and also ")
 
 
 def test_every_value_that_is_offered_is_valid() -> None:
@@ -81,7 +81,7 @@ def test_every_value_that_is_offered_is_valid() -> None:
 
 
 def _check_offers(stated: StatedBatch, dp: int) -> int:
-    """Solve each offer of the message; gives their number."""
+    """Solves each offer of the message. Returns their number."""
     message = explain_batch(stated, dp, "")
     offers = re.findall(r"(\d+) \((\w+) (\d+)\)", message)
     for total, key, value in offers:

@@ -18,7 +18,7 @@ def test_merging_follows_rfc_7396() -> None:
     assert base["a"] == {"x": 1, "y": {"z": 2}}, "the base is left as it was"
 
 
-def test_a_null_with_nothing_to_take_away_is_kept() -> None:
+def test_a_null_with_nothing_to_remove_is_kept() -> None:
     assert merge({}, {"scheduler": None}) == {"scheduler": None}
 
 
@@ -31,7 +31,7 @@ def test_extends_is_relative_to_its_own_file(tmp_path: Path) -> None:
     assert (config.train_batch_size, config.training.seed, config.training.steps) == (32, 7, 100)
 
 
-def test_null_takes_an_inherited_key_away(tmp_path: Path) -> None:
+def test_null_removes_an_inherited_key(tmp_path: Path) -> None:
     scheduler = {"type": "WarmupLR", "params": {"warmup_num_steps": 5}}
     write(tmp_path / "base.json", small(scheduler=scheduler, gradient_clipping=0.5))
     write(
@@ -169,7 +169,7 @@ def test_a_set_that_reaches_into_a_number_is_a_wrong_type(tmp_path: Path) -> Non
     )
 
 
-def test_all_wrong_sets_are_told_beside_the_problems_of_the_file(tmp_path: Path) -> None:
+def test_all_wrong_overrides_are_reported_with_the_problems_of_the_file(tmp_path: Path) -> None:
     file = write(tmp_path / "a.json", small(zzz=1))
     with pytest.raises(ConfigError) as caught:
         read_config(file, ["one", "two", "parallel.tensor=5"])

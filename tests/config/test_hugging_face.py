@@ -1,4 +1,4 @@
-"""A config.json stands for the model section that transformers reads in it, or is refused."""
+"""A config.json gives the model that transformers reads in it, or is refused."""
 
 import json
 from pathlib import Path
@@ -16,8 +16,7 @@ from transformers import (
 
 from megaspeed.config.errors import ConfigError
 from megaspeed.config.hugging_face import hugging_face_config, model_section, read_model_section
-from megaspeed.config.model import ModelConfig
-from megaspeed.config.presets import PRESETS
+from megaspeed.config.model import PRESETS, ModelConfig
 from tests.config.small import load, only_problem, problems, small, write
 
 GPT2 = {
@@ -55,19 +54,16 @@ def model(keys: dict[str, Any]) -> ModelConfig:
 
 
 def refused(keys: dict[str, Any]) -> str:
-    """The one thing in which our model is not that of a config.json."""
+    """The only setting of a config.json that our model does not support."""
     (problem,) = model_section(keys)[1]
     return problem
-
-
-# --- there and back -------------------------------------------------------------------------------
 
 
 STOCK = (GPT2Config(), LlamaConfig(), MistralConfig(), Qwen2Config(), Qwen3Config())
 
 
 @pytest.mark.parametrize("stock", STOCK, ids=[stock.model_type for stock in STOCK])
-def test_what_a_file_leaves_out_has_transformers_default(stock: Any) -> None:
+def test_keys_that_a_file_omits_have_transformers_default(stock: Any) -> None:
     assert model({"model_type": stock.model_type}) == model(stock.to_dict())
 
 
@@ -95,8 +91,6 @@ def test_scaled_rotary_positions_come_back_as_they_were(tmp_path: Path) -> None:
     stock = AutoConfig.from_pretrained(tmp_path)
     assert stock.rope_parameters == {**SCALED, "rope_theta": 500.0}
 
-
-# --- the ways in which files say a thing ----------------------------------------------------------
 
 ROTARY = {
     "nothing": ({}, 10_000.0, None),
@@ -142,7 +136,7 @@ def test_biases_and_an_own_head_size_are_taken_and_given_back() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "message"),
     [
         ({"architecture": "llama", "qk_norm": True, "intermediate_size": 96}, "model.qk_norm"),
         ({"architecture": "llama", "qkv_bias": True, "intermediate_size": 96}, "model.qkv_bias"),
@@ -152,14 +146,12 @@ def test_biases_and_an_own_head_size_are_taken_and_given_back() -> None:
     ],
 )
 def test_features_that_the_family_lacks_cannot_be_exported(
-    changes: dict[str, Any], told: str
+    changes: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ConfigError) as error:
         hugging_face_config(ModelConfig.model_validate({**small()["model"], **changes}))
-    assert error.value.problems[0].startswith(told)
+    assert error.value.problems[0].startswith(message)
 
-
-# --- what our model is not ------------------------------------------------------------------------
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "kind": (
@@ -208,14 +200,14 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.parametrize(("keys", "told"), REFUSED.values(), ids=REFUSED.keys())
-def test_what_our_model_cannot_be_is_refused_by_name_value_and_what_is_possible(
-    keys: dict[str, Any], told: str
+@pytest.mark.parametrize(("keys", "message"), REFUSED.values(), ids=REFUSED.keys())
+def test_unsupported_settings_are_refused_with_value_and_alternatives(
+    keys: dict[str, Any], message: str
 ) -> None:
-    assert refused(keys).startswith(told)
+    assert refused(keys).startswith(message)
 
 
-def test_everything_is_told_at_once() -> None:
+def test_everything_is_reported_at_once() -> None:
     wrong = {
         "hidden_act": "relu",
         "pretraining_tp": 2,
@@ -223,9 +215,6 @@ def test_everything_is_told_at_once() -> None:
         "rope_scaling": {"type": "x"},
     }
     assert len(model_section({**LLAMA, **wrong})[1]) == 4
-
-
-# --- in the place of the model section ------------------------------------------------------------
 
 
 def with_model(**section: Any) -> dict[str, Any]:
@@ -261,7 +250,7 @@ def test_fields_beside_it_override_it_and_what_follows_follows(gpt2: Path, tmp_p
 
 
 def problem_of(**section: Any) -> str:
-    """The one thing wrong with a model section."""
+    """The only problem of a model section."""
     return only_problem(model={**dict.fromkeys(small()["model"]), **section})
 
 
@@ -270,18 +259,18 @@ def test_a_file_that_is_missing_or_damaged_is_one_problem(gpt2: Path, tmp_path: 
         f"model.from_hf: {tmp_path}/config.json: there is no config.json; name a folder as "
     )
     (gpt2 / "config.json").write_text('{"model_type": "gpt2"')
-    told = problem_of(from_hf=str(gpt2))
-    assert "is not JSON: line 1" in told and told.endswith("fetch it anew")
+    message = problem_of(from_hf=str(gpt2))
+    assert "is not JSON: line 1" in message and message.endswith("fetch it again")
     assert problem_of(from_hf=3).startswith("model.from_hf: given 3 (a whole number), wanted")
 
 
-def test_what_the_file_cannot_be_is_told_with_every_other_problem(gpt2: Path) -> None:
+def test_unsupported_settings_of_the_file_are_reported_with_every_other_problem(gpt2: Path) -> None:
     write(
         gpt2 / "config.json", {**GPT2, "activation_function": "relu", "scale_attn_weights": False}
     )
     model = {**dict.fromkeys(small()["model"]), "from_hf": str(gpt2)}
-    told = problems(model=model, train_batch_size="16")
-    assert [problem.partition(":")[0] for problem in told] == [
+    message = problems(model=model, train_batch_size="16")
+    assert [problem.partition(":")[0] for problem in message] == [
         "model.from_hf",
         "model.from_hf",
         "train_batch_size",
@@ -290,15 +279,15 @@ def test_what_the_file_cannot_be_is_told_with_every_other_problem(gpt2: Path) ->
 
 def test_a_wrong_value_names_the_file_it_is_from(gpt2: Path) -> None:
     write(gpt2 / "config.json", {**GPT2, "n_embd": "96"})
-    told = problem_of(from_hf=str(gpt2))
-    assert told.startswith('model.hidden_size: given "96" (a string), wanted a whole number')
-    assert told.endswith(f"(from {gpt2}/config.json)")
+    message = problem_of(from_hf=str(gpt2))
+    assert message.startswith('model.hidden_size: given "96" (a string), wanted a whole number')
+    assert message.endswith(f"(from {gpt2}/config.json)")
 
 
 @pytest.mark.parametrize(("key", "value"), [("preset", "gpt2"), ("architecture", "llama")])
 def test_two_sources_of_every_field_contradict_each_other(gpt2: Path, key: str, value: str) -> None:
-    told = problem_of(**{"from_hf": str(gpt2), key: value})
-    assert f"model.{key} '{value}' contradicts it; omit one of them" in told
+    message = problem_of(**{"from_hf": str(gpt2), key: value})
+    assert f"model.{key} '{value}' contradicts it; omit one of them" in message
 
 
 @pytest.mark.parametrize("name", ["rope_scaling", "rope_parameters"])
@@ -306,10 +295,12 @@ def test_an_original_length_at_the_top_must_be_the_one_of_the_scaling(name: str)
     """transformers 5.23 documents that the one at the top counts, and takes the other."""
     key = "original_max_position_embeddings"
     inside = {"rope_type": "llama3", **LLAMA3}
-    told = refused({**LLAMA, name: inside, key: 16})
-    assert told.startswith(f"{key} is 16 (a whole number) and not in {name}; versions of transf")
-    told = refused({**LLAMA, name: {**inside, key: 32}, key: 16})
-    assert told.startswith(f"{key} is 16 (a whole number) and {name}.{key} is 32 (a whole number);")
+    message = refused({**LLAMA, name: inside, key: 16})
+    assert message.startswith(f"{key} is 16 (a whole number) and not in {name}; versions of transf")
+    message = refused({**LLAMA, name: {**inside, key: 32}, key: 16})
+    assert message.startswith(
+        f"{key} is 16 (a whole number) and {name}.{key} is 32 (a whole number);"
+    )
     for above in (None, 32):
         scaling = model({**LLAMA, name: {**inside, key: 32}, key: above}).rope_scaling
         assert scaling is not None and scaling.original_max_position_embeddings == 32

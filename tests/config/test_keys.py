@@ -1,4 +1,4 @@
-"""A key that nothing reads is an error that names the key that was probably meant."""
+"""An unknown key is an error that names the key that was probably meant."""
 
 import pytest
 
@@ -32,14 +32,20 @@ def test_an_unknown_key_names_the_nearest(override: str, nearest: str) -> None:
 
 
 def test_a_rule_is_silent_about_the_key_that_was_meant() -> None:
-    """Else the default of 1000 warmup steps, which nobody asked for, would be a second problem."""
+    """Otherwise the default of 1000 warmup steps would be a second problem."""
     scheduler = {"type": "WarmupLR", "params": {"warmup_steps": 4}}
     assert only_problem(scheduler=scheduler).endswith("is scheduler.params.warmup_num_steps")
 
 
-def test_a_key_like_no_other_gets_the_list_of_its_section() -> None:
+def test_a_misspelt_required_key_is_not_missing_too() -> None:
+    assert only_problem(data={"sequence_length": None, "sequence_lenght": 32}) == (
+        "data.sequence_lenght is an unknown key; the nearest known key is data.sequence_length"
+    )
+
+
+def test_a_key_without_a_nearest_one_gets_the_keys_of_its_section() -> None:
     assert only_problem(data={"zzz": 1}) == (
-        "data.zzz is an unknown key; data knows hold_out_by, reset_at_documents, seed, "
+        "data.zzz is an unknown key; the keys of data are hold_out_by, reset_at_documents, seed, "
         "sequence_length, tokenizer, train, validation, validation_fraction"
     )
 
@@ -51,13 +57,13 @@ def test_a_key_like_no_other_gets_the_list_of_its_section() -> None:
         ("textfield", "the nearest known key is data.train[1].text_field"),
         (
             "zzz",
-            "data.train[1] knows configuration, dataset, path, revision, split, streaming, "
-            "text_field, weight",
+            "the keys of data.train[1] are configuration, dataset, path, revision, split, "
+            "streaming, text_field, weight",
         ),
     ],
 )
-def test_an_unknown_key_of_a_source_is_told_as_such(key: str, message: str) -> None:
-    """A source may be a string as well; that this one is none goes without saying."""
+def test_an_unknown_key_of_a_source_is_reported_as_such(key: str, message: str) -> None:
+    """A source may also be a string, but the message does not ask for one."""
     sources = ["a.txt", {"path": "b.txt", key: 1}]
     assert only_problem(data={"train": sources}) == (
         f"data.train[1].{key} is an unknown key; {message}"
@@ -69,7 +75,7 @@ def test_a_key_of_another_scheduler_says_so() -> None:
     assert "belongs to another scheduler.type" in only_problem(scheduler=scheduler)
 
 
-def test_unknown_keys_are_told_all_at_once() -> None:
+def test_unknown_keys_are_reported_all_at_once() -> None:
     found = problems(aa=1, model={"bb": 1, "cc": 1}, optimizer={"params": {"dd": 1}})
     assert len(found) == 4
 

@@ -1,11 +1,13 @@
-"""Laws of the number and kind of processes, with where the number came from."""
+"""Rules for the number and kind of processes. Messages state where the number came from."""
 
 from pathlib import Path
 
 import pytest
 
 from megaspeed.config.errors import ConfigError
-from megaspeed.config.parallel import ParallelConfig, World, data_degree_equation, divisors, grid_in
+from megaspeed.config.layout import World, find_grid
+from megaspeed.config.loading import parse_config
+from megaspeed.config.rules import divisors
 from megaspeed.topology.grid import Grid
 from tests.config.small import load, only_problem, problems, small, write
 
@@ -18,7 +20,7 @@ def test_pipeline_and_tensor_divide_the_world() -> None:
     )
 
 
-def test_a_world_smaller_than_the_degrees_is_not_told_to_start_none() -> None:
+def test_a_small_world_gets_no_advice_to_start_0_processes() -> None:
     assert "; start 8 processes, or" in only_problem(
         "parallel.pipeline=2", "parallel.tensor=4", world_size=2
     )
@@ -34,16 +36,9 @@ def test_stated_degrees_multiply_to_the_world() -> None:
 
 
 def test_auto_data_degree_is_what_remains() -> None:
-    parallel = ParallelConfig(pipeline=2, tensor=4)
-    assert grid_in(parallel, World(24, "x")) == Grid(pp=2, dp=3, tp=4)
-    assert grid_in(parallel, World(20, "x")) is None
-
-
-def test_the_equation_tells_how_dp_came_about() -> None:
-    grid = Grid(pp=1, dp=8, tp=2)
-    assert data_degree_equation(grid, World(16, "SLURM_NTASKS")) == (
-        "dp 8 = world 16 / (pipeline 1 x tensor 2), world from SLURM_NTASKS"
-    )
+    config = parse_config(small(parallel={"pipeline": 2, "tensor": 4}))
+    assert find_grid(config, World(24, "x")) == Grid(pp=2, dp=3, tp=4)
+    assert find_grid(config, World(20, "x")) is None
 
 
 def test_a_world_has_at_least_one_process() -> None:
@@ -112,5 +107,5 @@ def test_even_with_spare_ranks_one_group_of_pipeline_and_tensor_is_needed() -> N
         "world size 3 (from WORLD_SIZE) is less than parallel.pipeline 1 x data 1 x "
         "parallel.tensor 4 = 4; start at least 4 processes"
     )
-    told = only_problem("parallel.spare_ranks=true", world_size=3, train_batch_size=None)
-    assert "state train_batch_size" in told
+    message = only_problem("parallel.spare_ranks=true", world_size=3, train_batch_size=None)
+    assert "state train_batch_size" in message

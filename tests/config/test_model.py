@@ -1,12 +1,11 @@
-"""The shapes are the published ones, and fields that are left out follow from the others."""
+"""Presets have the published shapes, and omitted fields are computed from others."""
 
 from typing import get_args
 
 import pytest
 
 from megaspeed.config.loading import parse_config
-from megaspeed.config.model import ModelConfig, PresetName
-from megaspeed.config.presets import PRESETS
+from megaspeed.config.model import PRESETS, ModelConfig, PresetName
 from tests.config.small import problems, small
 
 
@@ -80,16 +79,30 @@ def test_what_is_stated_is_not_derived() -> None:
 
 def test_llama_must_state_its_feed_forward() -> None:
     assert problems(model={"architecture": "llama"}) == [
-        "model.intermediate_size is missing: state it, or name a model.preset"
+        "model.intermediate_size is missing: state it, or name a model.preset such as gpt2"
     ]
 
 
-def test_a_wrong_field_is_told_once_and_not_again_for_what_follows_from_it() -> None:
+def test_a_wrong_field_is_reported_once_and_not_again_for_fields_computed_from_it() -> None:
     assert problems(model={"num_attention_heads": "12", "hidden_size": 96.5}) == [
         "model.hidden_size: given 96.5 (a decimal number), wanted a whole number",
         'model.num_attention_heads: given "12" (a string), wanted a whole number; write 12 '
         "without quotes",
     ]
+
+
+def test_a_computed_width_that_is_too_large_is_reported() -> None:
+    (problem,) = problems(model={"hidden_size": 3_000_000})
+    assert problem == (
+        "model.intermediate_size: given 12000000 (a whole number), wanted at most 10,000,000"
+    )
+
+
+def test_an_unknown_architecture_is_one_problem() -> None:
+    """Which other fields are right depends on it."""
+    (problem,) = problems(model={"architecture": "lama", "rope_theta": 5e5, "head_dim": 7})
+    assert problem.startswith('model.architecture: given "lama"')
+    assert problem.endswith('; the nearest is "llama"')
 
 
 def test_an_unknown_preset_is_one_problem() -> None:

@@ -16,7 +16,7 @@ from tests.config.mutations import Bad, Workshop
 
 SEED = 13
 MOST_SECONDS = 5.0
-"""Of one check, on a machine that does nothing else."""
+"""Limit for one check, on an idle machine."""
 
 CHECK = ("check", "--world-size", "2", "--device", "cpu")
 _HEADING = re.compile(r"^\d[\d,]* problems? in ", re.MULTILINE)
@@ -42,11 +42,11 @@ def check(options: tuple[str, ...]) -> tuple[int, str, str, float]:
 
 
 def complaints(code: int, out: str, err: str, seconds: float) -> list[str]:
-    """What is wrong with how a mistake was met."""
+    """What is wrong with the output of `megaspeed check`."""
     messages = len(_HEADING.findall(err)) + err.count(" error: ")
     return [
         *([f"exit code {code}"] if code != 2 else []),
-        *([f"it says {out!r:.100}"] if out else []),
+        *([f"output {out!r:.100}"] if out else []),
         *(["a traceback"] if "Traceback" in err else []),
         *([f"{messages} messages"] if messages != 1 else []),
         *([f"{len(err):,} characters"] if len(err) > 20_000 else []),
@@ -58,7 +58,7 @@ def tree(folder: Path) -> set[tuple[str, int]]:
     return {(str(path), path.lstat().st_mtime_ns) for path in folder.rglob("*")}
 
 
-def met_badly(bad: Bad) -> str | None:
+def failure(bad: Bad) -> str | None:
     try:
         code, out, err, seconds = check(bad.options)
     except Exception as error:
@@ -67,7 +67,7 @@ def met_badly(bad: Bad) -> str | None:
     return f"{bad.name}: {', '.join(found)}: {err:.300}" if found else None
 
 
-def test_what_the_mistakes_are_made_from_has_none(workshop: Workshop) -> None:
+def test_the_valid_configurations_have_no_mistake(workshop: Workshop) -> None:
     for name, file in workshop.good_ones().items():
         code, _, err, _ = check(("--config", str(file)))
         assert (code, err) == (0, ""), name
@@ -91,18 +91,18 @@ GROUPS = (
 def test_each_mistake_is_one_message_and_exit_code_2(group: str, workshop: Workshop) -> None:
     mistakes = list(dict(workshop.groups())[group]())
     before = tree(workshop.folder)
-    wrong = [said for said in map(met_badly, mistakes) if said is not None]
+    wrong = [text for text in map(failure, mistakes) if text is not None]
     assert not wrong, f"{len(wrong)} of {len(mistakes)}:\n" + "\n".join(wrong)
     assert tree(workshop.folder) == before, "something was written"
 
 
-def test_there_are_200_mistakes_and_more(workshop: Workshop) -> None:
+def test_there_are_more_than_200_mistakes(workshop: Workshop) -> None:
     names = [bad.name for _, mistakes in workshop.groups() for bad in mistakes()]
     assert tuple(name for name, _ in workshop.groups()) == GROUPS
     assert len(set(names)) > 0.95 * len(names) and len(names) >= 300
 
 
-def test_of_100_000_unknown_keys_20_are_told_and_the_rest_is_counted(workshop: Workshop) -> None:
+def test_of_100_000_unknown_keys_20_are_listed_and_the_rest_is_counted(workshop: Workshop) -> None:
     for section in (None, "model"):
         values = copy.deepcopy(workshop.good)
         inner = values if section is None else values[section]
@@ -113,8 +113,8 @@ def test_of_100_000_unknown_keys_20_are_told_and_the_rest_is_counted(workshop: W
         assert len(err.splitlines()) == 22
 
 
-def test_a_process_meets_mistakes_like_that(workshop: Workshop) -> None:
-    """Of each group, the first."""
+def test_a_process_ends_with_exit_code_2(workshop: Workshop) -> None:
+    """The first mistake of each group."""
     program = "import sys; from megaspeed.cli import main; sys.exit(main())"
     for name, mistakes in workshop.groups():
         bad = next(mistakes())

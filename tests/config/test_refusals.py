@@ -64,7 +64,7 @@ def test_every_key_of_a_deepspeed_section_is_known_or_refused(
     assert ours & refused == set()
 
 
-def test_what_deepspeed_removed_is_refused() -> None:
+def test_keys_that_deepspeed_removed_are_refused() -> None:
     removed = [
         ast.literal_eval(key)
         for node in deepspeed_source("runtime/config.py").body
@@ -107,17 +107,17 @@ def test_a_key_that_cannot_work_here_is_refused_with_its_mend(patch: Any, mend: 
     assert mend in message
 
 
-def test_nvme_is_refused_where_it_stands() -> None:
+def test_nvme_is_refused_with_its_path() -> None:
     zero = {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": "/local"}}
     assert problems(zero_optimization=zero) == [
-        "zero_optimization.offload_param.nvme_path cannot be used here: it belongs to NVMe "
+        "zero_optimization.offload_param.nvme_path cannot be used here: it is for NVMe "
         "offload; state can only move to host memory, so remove it",
-        'zero_optimization.offload_param.device is "nvme", but state can only move to host memory; '
-        'write "cpu"',
+        'zero_optimization.offload_param.device: given "nvme" (a string), wanted "none" or "cpu"; '
+        'state can only move to host memory, so write "cpu"',
     ]
 
 
-def test_a_refused_key_that_asks_for_nothing_is_let_pass_and_not_handed_on() -> None:
+def test_a_refused_key_without_effect_is_accepted_and_not_passed_to_deepspeed() -> None:
     config = parse_config(
         small(
             prescale_gradients=False,
@@ -167,9 +167,10 @@ def test_a_monitor_is_refused_where_it_is_enabled_and_harmless_where_it_is_not(
         ),
     ],
 )
-def test_auto_is_explained_where_nothing_fills_it_in(patch: Any, path: str) -> None:
+def test_auto_is_explained_if_nothing_replaces_it(patch: Any, path: str) -> None:
     message = only_problem(**patch)
-    assert message.startswith(f'{path} is "auto", which only Hugging Face\'s Trainer fills in')
+    assert message.startswith(f'{path}: given "auto" (a string), wanted ')
+    assert "only Hugging Face's Trainer replaces" in message
 
 
 def test_our_own_autos_are_no_problem() -> None:

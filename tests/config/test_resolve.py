@@ -1,13 +1,14 @@
-"""A run is definite: nothing in it is left to be worked out."""
+"""Resolving a config replaces "auto" and computes all derived numbers."""
 
 import time
 from pathlib import Path
 
 import pytest
 
-from megaspeed.config.check import check_config
+from megaspeed.config.document import read_document
 from megaspeed.config.errors import ConfigError
-from megaspeed.config.loading import parse_config, read_config
+from megaspeed.config.layout import World
+from megaspeed.config.loading import find_problems, parse_config, read_config
 from megaspeed.config.resolve import Run, resolve_run
 from megaspeed.config.scheduler import WarmupLR
 from tests.config.small import load, patch, small, write
@@ -105,9 +106,10 @@ def test_deepspeed_gets_its_own_keys_and_none_of_ours() -> None:
     assert keys["train_batch_size"] == 16 and keys["gradient_accumulation_steps"] == 8
 
 
-def test_loading_tells_problems_of_keys_rules_and_world_together(tmp_path: Path) -> None:
+def test_problems_of_keys_rules_and_world_are_reported_together(tmp_path: Path) -> None:
     file = write(tmp_path / "a.json", small(zzz=1, parallel={"tensor": 5}))
-    found = check_config(file, ["training.steps=0"], world_size=8, world_source="SLURM_NTASKS")
+    document = read_document(file, ["training.steps=0"])
+    found = find_problems(document, World(8, "SLURM_NTASKS"))
     assert [message.split(" ")[0] for message in found] == [
         "training.steps:",
         "zzz",
@@ -123,13 +125,13 @@ def test_loading_tells_problems_of_keys_rules_and_world_together(tmp_path: Path)
 
 def test_a_good_file_has_no_problems(tmp_path: Path) -> None:
     file = write(tmp_path / "a.json", small())
-    assert check_config(file) == ()
-    assert check_config(file, world_size=8) == ()
+    assert find_problems(read_document(file), None) == ()
+    assert find_problems(read_document(file), World(8, "WORLD_SIZE")) == ()
     assert load(file, world_size=8).name == "a"
     assert read_config(file) == parse_config(small())
 
 
-def test_resolving_tells_the_problems_of_the_config_as_well() -> None:
+def test_resolving_reports_the_problems_of_the_config_as_well() -> None:
     config = parse_config(small())
     data = config.data.model_copy(update={"sequence_length": 99})
     broken = config.model_copy(update={"data": data})

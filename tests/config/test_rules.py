@@ -1,4 +1,4 @@
-"""Laws over several keys: each message has the law, the numbers and the valid values."""
+"""Rules for several keys: each message has the rule, the numbers and the valid values."""
 
 import pytest
 
@@ -25,7 +25,7 @@ def test_tensor_divides_the_heads_and_valid_degrees_are_listed() -> None:
     )
     assert message == (
         "model.num_attention_heads 28 must be divisible by parallel.tensor 8, because a tensor "
-        "rank holds whole heads; valid parallel.tensor: 1, 2, 4, 7, 14, 28"
+        "rank holds complete heads; valid parallel.tensor: 1, 2, 4, 7, 14, 28"
     )
 
 
@@ -98,10 +98,10 @@ def test_a_rotary_head_is_even() -> None:
 
 def test_fields_of_a_feature_that_is_off_have_no_meaning() -> None:
     assert only_problem("model.rope_theta=5e5") == (
-        'model.rope_theta has no meaning without model.positions "rotary"; leave it out'
+        'model.rope_theta has no effect without model.positions "rotary"; remove it'
     )
     assert only_problem(*LLAMA, "model.layer_norm_epsilon=1e-6").startswith(
-        'model.layer_norm_epsilon has no meaning without model.norm "layer_norm"'
+        'model.layer_norm_epsilon has no effect without model.norm "layer_norm"'
     )
 
 

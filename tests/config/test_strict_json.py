@@ -1,4 +1,4 @@
-"""JSON is read to the letter."""
+"""JSON is read strictly."""
 
 from pathlib import Path
 
@@ -53,7 +53,7 @@ def test_equal_keys_in_different_objects_are_no_duplicates() -> None:
 def test_a_file_must_hold_an_object(tmp_path: Path) -> None:
     file = tmp_path / "list.json"
     file.write_text("[1]")
-    with pytest.raises(JsonSyntaxError, match=r"must hold one JSON object .* \[1\] \(a list\)"):
+    with pytest.raises(JsonSyntaxError, match=r"must contain one JSON object .* \[1\] \(a list\)"):
         read_json_object(file)
 
 

@@ -8,8 +8,8 @@ import pytest
 
 from megaspeed.config.document import Document
 from megaspeed.config.errors import ConfigError, Problem, dotted
+from megaspeed.config.layout import World
 from megaspeed.config.loading import find_problems, parse_config
-from megaspeed.config.parallel import World
 from tests.config.small import only_problem, problems, small
 
 
@@ -146,7 +146,7 @@ def test_a_config_cannot_be_changed() -> None:
         config.model.hidden_size = 5
 
 
-def test_all_problems_are_told_at_once_and_numbered() -> None:
+def test_all_problems_are_reported_at_once_and_numbered() -> None:
     wrong = small(
         gradient_cliping=1,  # 1 unknown key
         activation_checkpointing={},  # 2 refused
@@ -208,6 +208,6 @@ def test_no_input_gets_anything_but_our_own_words() -> None:
     assert told > 500
 
 
-def test_a_word_that_is_nearly_one_of_the_choices_is_told_which() -> None:
+def test_a_misspelt_choice_names_the_nearest() -> None:
     with pytest.raises(ConfigError, match='the nearest is "gpt3-175b"'):
         parse_config(small(model={"preset": "gpt3-175"}))

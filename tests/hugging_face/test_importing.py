@@ -229,7 +229,7 @@ def test_damaged_and_missing_files(copy: Path, folder: Path) -> None:
         copy
     )
     index.write_text("{}")
-    assert "has no weight_map of names and files: cut short or damaged; fetch it anew" in refusal(
+    assert "has no weight_map of names and files: incomplete or damaged; fetch it again" in refusal(
         copy
     )
 
@@ -243,7 +243,7 @@ def test_a_bin_file_of_any_bytes_is_refused(copy: Path) -> None:
         (copy / "pytorch_model.bin").write_bytes(chance.randbytes(size_bytes))
         refused = refusal(copy)
         told.add(refused.removeprefix(f"{copy / 'pytorch_model.bin'} ").split(" (")[0])
-        assert "fetch it anew" in refused and "()" not in refused
+        assert "fetch it again" in refused and "()" not in refused
     assert {words[:23] for words in told} == {"cannot be read", "holds more than tensors"}
 
 

@@ -10,8 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from megaspeed.checkpoint.tensors import expected_shapes
 from megaspeed.config.hugging_face import hugging_face_config
-from megaspeed.config.model import ModelConfig
-from megaspeed.config.presets import PRESETS
+from megaspeed.config.model import PRESETS, ModelConfig
 from megaspeed.hugging_face.weights import parts_of
 from megaspeed.model.gpt import GPT
 from tests.config.small import write

@@ -6,8 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from megaspeed.config.model import ModelConfig
-from megaspeed.config.presets import PRESETS
+from megaspeed.config.model import PRESETS, ModelConfig
 from megaspeed.model.gpt import GPT
 from megaspeed.model.parameters import layer_count, parameters_of
 from tests.parallel.tiny import GPT2, LLAMA

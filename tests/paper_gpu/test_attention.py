@@ -20,8 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from megaspeed.config.model import ModelConfig
-from megaspeed.config.presets import PRESETS
+from megaspeed.config.model import PRESETS, ModelConfig
 from megaspeed.model.gpt import GPT
 from megaspeed.tensor_parallel.collectives import TensorAxis
 from megaspeed.tensor_parallel.parallelize import materialize, parallelize

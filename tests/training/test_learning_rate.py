@@ -9,7 +9,7 @@ import torch
 from deepspeed.runtime import lr_schedules
 from pydantic import TypeAdapter
 
-from megaspeed.config.run import OptimizerConfig
+from megaspeed.config.deepspeed_keys import OptimizerConfig
 from megaspeed.config.scheduler import SchedulerConfig
 from megaspeed.training.step_inputs import learning_rate
 

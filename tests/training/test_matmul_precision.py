@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megaspeed.config.training import TrainingConfig
+from megaspeed.config.run import TrainingConfig
 from megaspeed.training.rank_model import set_matmul_precision
 from tests.parallel.tiny import tiny_run
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import nn
 
+from megaspeed.config.deepspeed_keys import OptimizerConfig
 from megaspeed.config.model import ModelConfig
-from megaspeed.config.run import OptimizerConfig
 from megaspeed.model.gpt import GPT
 from megaspeed.model.parameters import parameter_named
 from megaspeed.training.rank_model import make_optimizer, parameter_groups

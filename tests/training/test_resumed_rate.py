@@ -142,5 +142,5 @@ def test_a_schedule_that_ends_before_the_run_cannot_be_kept() -> None:
     change = rate_change(saved_by(run_of(scheduler=falls_to_0)), run_of(200, falls_to_0))
     assert change is not None and change.endswith(
         "; the saved schedule cannot be kept: scheduler.params.total_num_steps 100 must be at "
-        "least training.steps 200, or the last 100 steps have a learning rate of 0; leave it out"
+        "least training.steps 200, or the last 100 steps have a learning rate of 0; remove it"
     )

@@ -310,7 +310,7 @@ def _fetches_ahead(
     run: Run, layer: Sequence[LocalParameter], later: Sequence[LocalParameter]
 ) -> bool:
     zero = run.config.zero_optimization
-    return zero.fetches_ahead(elements_of(layer), elements_of(later))
+    return zero.prefetches(elements_of(layer), elements_of(later))
 
 
 def _padded(run: Run, parameters: Sequence[LocalParameter]) -> int:

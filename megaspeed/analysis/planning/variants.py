@@ -16,8 +16,8 @@ from typing import Any, Literal
 
 from megaspeed.analysis.planning.prediction import predict_peak_bytes
 from megaspeed.config.errors import ConfigError
-from megaspeed.config.parallel import divisors
 from megaspeed.config.resolve import Run, resolve_run
+from megaspeed.config.rules import divisors
 from megaspeed.config.run import RunConfig
 
 

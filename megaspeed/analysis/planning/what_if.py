@@ -23,8 +23,8 @@ from megaspeed.analysis.planning.prediction import (
 )
 from megaspeed.analysis.planning.variants import Settings, Training
 from megaspeed.config.errors import ConfigError
-from megaspeed.config.parallel import divisors
 from megaspeed.config.resolve import Run
+from megaspeed.config.rules import divisors
 from megaspeed.topology.grid import Grid
 
 
