@@ -13,9 +13,9 @@ from megaspeed.checkpoint.whole_model import saved_tokenizer
 from megaspeed.cli import main
 from megaspeed.data.errors import DataError
 from megaspeed.data.tokenizer.text_tokenizer import NoEndOfText, load_tokenizer
-from megaspeed.hugging_face.errors import HuggingFaceError
 from megaspeed.hugging_face.exporting import export_model
 from megaspeed.hugging_face.importing import import_model
+from megaspeed.hugging_face.weight_files import HuggingFaceError
 from tests.hugging_face.models import change_config, gpt2, saved, with_tokenizer
 
 OTHERWISE = "name another with --tokenizer, or import without by --no-tokenizer"
@@ -44,7 +44,7 @@ def there_and_back(folder: Path, **named: Path) -> tuple[Path, list[str]]:
     """
     told: list[str] = []
     checkpoint, out = folder.with_name("checkpoint"), folder.with_name("out")
-    options: dict[str, Any] = {"verify": False, "tell": told.append}
+    options: dict[str, Any] = {"verify": False, "report": told.append}
     import_model(folder, checkpoint, tokenizer=named.get("the_import"), **options)
     assert inspect(checkpoint).problems == inspect(checkpoint).strays == ()
     export_model(checkpoint, out, tokenizer=named.get("the_export"), **options)

@@ -16,14 +16,13 @@ from megaspeed.checkpoint.folders import CheckpointFolder
 from megaspeed.checkpoint.pieces import LARGEST_PIECE_BYTES
 from megaspeed.checkpoint.whole_model import model_config
 from megaspeed.cli import main
-from megaspeed.cli.export_hf import byte_count
+from megaspeed.cli.hugging_face import byte_count
 from megaspeed.config.model import ModelConfig
 from megaspeed.data.errors import DataError
 from megaspeed.hugging_face import exporting
-from megaspeed.hugging_face.errors import HuggingFaceError
 from megaspeed.hugging_face.exporting import Precision, export_model
 from megaspeed.hugging_face.importing import _rows_of, import_model
-from megaspeed.hugging_face.weight_files import StoredTensor
+from megaspeed.hugging_face.weight_files import HuggingFaceError, StoredTensor
 from megaspeed.hugging_face.weights import Part
 from megaspeed.model.layers import SwiGluMlp
 from tests.checkpoint.written import CONFIG, write_checkpoint
@@ -49,7 +48,7 @@ def run_folder(tmp_path: Path) -> Path:
 
 def test_one_file_where_one_suffices(checkpoint: Path, tmp_path: Path) -> None:
     told: list[str] = []
-    export_model(checkpoint, tmp_path / "out", tell=told.append)
+    export_model(checkpoint, tmp_path / "out", report=told.append)
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
         "config.json",
         "generation_config.json",
@@ -271,7 +270,7 @@ MEASURED = """
 import sys
 from pathlib import Path
 from typing import Any
-from megaspeed.hugging_face.errors import HuggingFaceError
+from megaspeed.hugging_face.weight_files import HuggingFaceError
 from megaspeed.hugging_face.exporting import Precision, export_model
 from megaspeed.hugging_face.importing import _rows_of, import_model
 from megaspeed.hugging_face.weight_files import StoredTensor

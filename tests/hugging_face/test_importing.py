@@ -21,9 +21,9 @@ from megaspeed.checkpoint.writing_alone import write_pieces_alone
 from megaspeed.cli import main
 from megaspeed.config.errors import ConfigError
 from megaspeed.data.errors import DataError
-from megaspeed.hugging_face import free_space
-from megaspeed.hugging_face.errors import HuggingFaceError
+from megaspeed.hugging_face import verifying
 from megaspeed.hugging_face.importing import import_model
+from megaspeed.hugging_face.weight_files import HuggingFaceError
 from tests.hugging_face.models import (
     change_config,
     gpt2,
@@ -167,7 +167,7 @@ def test_float64_is_rounded_and_told(copy: Path, folder: Path, right: Weights) -
     name = "transformer.h.0.mlp.c_fc.weight"
     told: list[str] = []
     double = {**weights, name: weights[name].double() * (1 + 1e-12)}
-    assert same(imported(written(double, copy), tell=told.append), right)
+    assert same(imported(written(double, copy), report=told.append), right)
     assert "rounded from float64 to float32: 1 tensors, the first h.0.mlp.c_fc.weight" in told
 
 
@@ -361,11 +361,11 @@ def test_a_place_that_is_taken(folder: Path, tmp_path: Path) -> None:
 def test_too_little_disk_or_memory_is_told_before_anything_is_written(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(free_space, "available_memory_bytes", lambda: 1_000)
+    monkeypatch.setattr(verifying, "available_memory_bytes", lambda: 1_000)
     with pytest.raises(HuggingFaceError, match=r"1,000 are available; go on without it by --no-ve"):
         import_model(folder, tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
-    monkeypatch.setattr(free_space, "free_bytes", lambda folder: 100)
+    monkeypatch.setattr("megaspeed.hugging_face.weight_files.free_bytes", lambda folder: 100)
     with pytest.raises(HuggingFaceError, match=r"will take 152,704 bytes, and its disk has 100"):
         import_model(folder, tmp_path / "out", verify=False)
     assert list(tmp_path.iterdir()) == []

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from megaspeed.config.model import ModelConfig
-from megaspeed.hugging_face import exporting, importing, matching
-from megaspeed.hugging_face.errors import Disagreement
+from megaspeed.hugging_face import exporting, importing, weights
 from megaspeed.hugging_face.exporting import export_model
 from megaspeed.hugging_face.importing import import_model
+from megaspeed.hugging_face.verifying import Disagreement
 from megaspeed.hugging_face.weights import Part, parts_of
 from megaspeed.model import attention, layers
 from megaspeed.model.parameters import Row
@@ -55,7 +55,7 @@ def mapped_by(table: Callable[[ModelConfig], Iterator[Part]]) -> Callable[[Patch
     """Imports and exports by another table."""
 
     def mutate(patch: Patch) -> None:
-        for user in (matching, importing, exporting):
+        for user in (weights, importing, exporting):
             patch.setattr(user, "parts_of", table)
 
     return mutate

@@ -36,11 +36,11 @@ def test_there_and_back_is_the_same_to_the_last_bit(make: Make, tmp_path: Path) 
     stock = make()
     folder = saved(stock, tmp_path / "hf")
     told: list[str] = []
-    import_model(folder, tmp_path / "checkpoint", tell=told.append)
+    import_model(folder, tmp_path / "checkpoint", report=told.append)
     assert told[-1].startswith("verified: logits of 3 prompts of up to 96 tokens differ by at most")
     assert told[-1].endswith("and 64 greedy tokens are the same")
     assert problems_of(tmp_path / "checkpoint") == []
-    export_model(tmp_path / "checkpoint", tmp_path / "back", tell=told.append)
+    export_model(tmp_path / "checkpoint", tmp_path / "back", report=told.append)
     assert told[-1].startswith("verified: ")
     assert same(weights_in(folder), weights_in(tmp_path / "back"))
     assert shape_of(folder) == shape_of(tmp_path / "back")

@@ -24,7 +24,7 @@ from megaspeed.training import pretrain
 from megaspeed.training.carried_files import generation_file
 from tests.checkpoint.saved_runs import SavedRun, started
 from tests.hugging_face.models import llama, saved, with_tokenizer
-from tests.inference.tiny_text import tiny_tokenizer
+from tests.hugging_face.tiny_text import tiny_tokenizer
 from tests.parallel.tiny import tiny_corpus, tiny_run
 from tests.rank_pool import RankPool
 

@@ -12,10 +12,9 @@ from transformers import PreTrainedModel
 from megaspeed.checkpoint.whole_model import load_whole_model
 from megaspeed.config.model import ModelConfig
 from megaspeed.hugging_face import verifying
-from megaspeed.hugging_face.errors import Disagreement, HuggingFaceError
 from megaspeed.hugging_face.importing import import_model
-from megaspeed.hugging_face.transformers_model import load_transformers_model
-from megaspeed.hugging_face.verifying import compare
+from megaspeed.hugging_face.verifying import Disagreement, compare, load_transformers_model
+from megaspeed.hugging_face.weight_files import HuggingFaceError
 from tests.hugging_face.models import gpt2, llama, saved, weights_in
 from tests.model.tiny_gpt import llama as our_llama
 
@@ -142,7 +141,7 @@ def test_the_limit_grows_with_logits_above_50(both: tuple[Path, Path]) -> None:
 
 def test_a_token_that_is_not_the_greedy_choice_is_told(both: tuple[Path, Path]) -> None:
     model, stock = load_whole_model(both[0]), load_transformers_model(both[1], strict=True)
-    text = stock.continued(torch.arange(16), 10)
+    text = verifying._continued(stock, torch.arange(16), 10)
     verifying._compare_choices(model, text, 16, 1e-4)
     text[20] = (text[20] + 1) % 301
     with pytest.raises(Disagreement, match=r"greedy token 5 of 10 is \d+ there and \d+ here"):
@@ -152,7 +151,7 @@ def test_a_token_that_is_not_the_greedy_choice_is_told(both: tuple[Path, Path]) 
 def test_of_two_equal_words_either_is_greedy(both: tuple[Path, Path]) -> None:
     model = load_whole_model(both[0])
     head = model.head.output.weight  # type: ignore[union-attr]
-    text = load_transformers_model(both[1], strict=True).continued(torch.arange(16), 1)
+    text = verifying._continued(load_transformers_model(both[1], strict=True), torch.arange(16), 1)
     twin = (int(text[-1]) + 7) % 301
     head[twin] = head[int(text[-1])]
     verifying._compare_choices(model, torch.tensor([*range(16), twin]), 16, 1e-4)
@@ -178,14 +177,10 @@ def test_transformers_must_find_every_tensor_and_no_other(tmp_path: Path) -> Non
 def test_the_room_that_it_takes_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of Llama-2 7B in fp64: 54 GB of weights, and some logits."""
     config = ModelConfig.model_validate({"preset": "llama-2-7b"})
-    monkeypatch.setattr(
-        "megaspeed.hugging_face.free_space.available_memory_bytes", lambda: 32 << 30
-    )
+    monkeypatch.setattr("megaspeed.hugging_face.verifying.available_memory_bytes", lambda: 32 << 30)
     with pytest.raises(HuggingFaceError, match=r"takes about 54,\d+,\d+,\d+ bytes of memory, and "):
-        verifying.check_room(config)
-    monkeypatch.setattr(
-        "megaspeed.hugging_face.free_space.available_memory_bytes", lambda: 64 << 30
-    )
-    verifying.check_room(config)
-    monkeypatch.setattr("megaspeed.hugging_face.free_space.available_memory_bytes", lambda: None)
-    verifying.check_room(config)
+        verifying.check_memory(config)
+    monkeypatch.setattr("megaspeed.hugging_face.verifying.available_memory_bytes", lambda: 64 << 30)
+    verifying.check_memory(config)
+    monkeypatch.setattr("megaspeed.hugging_face.verifying.available_memory_bytes", lambda: None)
+    verifying.check_memory(config)

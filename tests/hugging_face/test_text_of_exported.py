@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megaspeed.cli import main
 from megaspeed.hugging_face.exporting import export_model
-from tests.inference.tiny_text import LICENSE, checkpoint_of_text
+from tests.hugging_face.tiny_text import LICENSE, checkpoint_of_text
 
 TEXT = LICENSE.read_text()[2000:2600]
 
