@@ -185,7 +185,7 @@ class _OwnModel(PreTrainedModel, GenerationMixin):
 
     def __init__(self, checkpoint: Path, config: ModelConfig, dtype: torch.dtype) -> None:
         sizes = {"vocab_size", "max_position_embeddings"}
-        super().__init__(PreTrainedConfig(**config.model_dump(include=sizes), use_cache=False))
+        super().__init__(PreTrainedConfig(**config.model_dump(include=sizes)))
         self.model = load_whole_model(checkpoint, dtype=dtype)
 
     def forward(self, input_ids: Tensor, **_: Any) -> CausalLMOutputWithPast:
@@ -300,6 +300,7 @@ def _draw(model: TextModel, before: list[int], sampling: Sampling) -> list[int]:
             max_new_tokens=min(end - len(ids), room),
             eos_token_id=list(model.ends),
             pad_token_id=model.ends[0],
+            use_cache=not isinstance(model.model, _OwnModel),
             **how,
         )
         found = model.model.generate(

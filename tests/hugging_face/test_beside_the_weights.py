@@ -18,7 +18,7 @@ from megaspeed.hugging_face.importing import import_model
 from megaspeed.hugging_face.weight_files import HuggingFaceError
 from tests.hugging_face.models import change_config, gpt2, saved, with_tokenizer
 
-OTHERWISE = "name another with --tokenizer, or import without by --no-tokenizer"
+OTHERWISE = "name another with --tokenizer, or omit it with --no-tokenizer"
 SAMPLING = {
     "bos_token_id": 0,
     "eos_token_id": [0, 7, 9],

@@ -94,10 +94,10 @@ def test_a_precision_is_the_rounded_master_weights(checkpoint: Path, tmp_path: P
 @pytest.mark.parametrize(
     ("precision", "value", "told"),
     [
-        ("float16", 1e5, "float16 holds no number beyond 65,504, and {} has 2 of 9,632, "
-         "the largest 100,000; take --dtype bfloat16 or float32"),
-        ("bfloat16", 3.4e38, "bfloat16 holds no number beyond 3.38953e+38, and {} has 2 of 9,632, "
-         "the largest 3.4e+38; take --dtype float32"),
+        ("float16", 1e5, "the largest number in float16 is 65,504, and 2 of the 9,632 values of {} "
+         "exceed it, the largest 100,000; use --dtype bfloat16 or float32"),
+        ("bfloat16", 3.4e38, "the largest number in bfloat16 is 3.38953e+38, and 2 of the 9,632 "
+         "values of {} exceed it, the largest 3.4e+38; use --dtype float32"),
     ],
 )  # fmt: skip
 def test_a_weight_beyond_a_precision_is_refused(
@@ -143,8 +143,8 @@ def test_a_model_that_has_diverged_is_refused_in_every_precision(
     with pytest.raises(HuggingFaceError) as caught:
         export_model(diverged, tmp_path / "out", precision=precision, verify=False)
     assert str(caught.value) == (
-        "a model's weights are finite numbers, and model.layers.0.self_attn.k_proj.weight of "
-        f"{diverged} holds 16 NaN or infinite ones of 512, because its training diverged; take an "
+        "a model's weights must be finite, and model.layers.0.self_attn.k_proj.weight of "
+        f"{diverged} has 16 NaN or infinite values of 512, because its training diverged; use an "
         "earlier checkpoint"
     )
     assert list(tmp_path.iterdir()) == [diverged]
