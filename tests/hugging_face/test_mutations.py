@@ -1,8 +1,10 @@
-"""What can go wrong between two implementations does not pass the comparison, in either direction.
+"""Mistakes in the mapping or in the model do not pass the comparison, in either direction.
 
 Each mutation is made where such a mistake would be made: in the table of names, in the model, in
-the config. It is noticed where weights are large, as transformers initializes them, and smaller
-still, where it changes the logits by less than fp32 rounds away.
+the config. The comparison notices it if weights are large, if they are as transformers initializes
+them, and if they are so small that it changes the logits by less than fp32 rounding.
+
+Both directions use one comparison, so only the smallest weights are tried in both.
 """
 
 import dataclasses
@@ -177,7 +179,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
     return of
 
 
-@pytest.mark.parametrize("weights", WEIGHTS)
+@pytest.mark.parametrize("weights", ["large", "of 0.006"])
 @pytest.mark.parametrize(("make", "mutate"), MUTATIONS.values(), ids=MUTATIONS.keys())
 def test_an_import_with_a_mistake_is_noticed_and_leaves_nothing(
     folders: Folders,
@@ -194,7 +196,7 @@ def test_an_import_with_a_mistake_is_noticed_and_leaves_nothing(
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("weights", WEIGHTS)
+@pytest.mark.parametrize("weights", ["of 0.02", "of 0.006"])
 @pytest.mark.parametrize(("make", "mutate"), MUTATIONS.values(), ids=MUTATIONS.keys())
 def test_an_export_with_a_mistake_is_noticed_and_leaves_nothing(
     folders: Folders,
