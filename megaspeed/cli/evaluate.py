@@ -94,8 +94,7 @@ def _evaluate(options: argparse.Namespace) -> None:
 def _require_at_most(option: str, number: int, limit: int, law: str) -> None:
     if number > limit:
         raise DataError(
-            f"{option} must be at most {law}, and {number} is more than {limit}; lower it, or omit "
-            "it"
+            f"{option} must be at most {law}, and {number} is more than {limit}; lower or omit it"
         )
 
 

@@ -9,13 +9,13 @@
 Memory holds one shard at a time. Only the comparison with transformers loads the complete model.
 """
 
-import math
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
+from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
@@ -36,7 +36,6 @@ from megaspeed.hugging_face.tokenizer import (
 )
 from megaspeed.hugging_face.verifying import Agreement, check_memory, compare
 from megaspeed.hugging_face.weight_files import (
-    SAFETENSORS,
     SAFETENSORS_INDEX,
     HuggingFaceError,
     check_disk,
@@ -92,51 +91,33 @@ def export_model(
     # If the user named a tokenizer, its ids replace those that the model came with.
     generation = {**ids, **read_generation(checkpoint), **(token_ids(ids) if tokenizer else {})}
     dtype: torch.dtype = getattr(torch, precision)
-    parts = list(parts_of(model))
-    check_disk(out, _bytes(parts, dtype))
+    parts = {part.theirs: part for part in parts_of(model)}
+    with torch.device("meta"):
+        shapes = {name: torch.empty(part.shape, dtype=dtype) for name, part in parts.items()}
+    split = split_torch_state_dict_into_shards(shapes, max_shard_size=max_shard_bytes)
+    size_bytes: int = split.metadata["total_size"]
+    check_disk(out, size_bytes)
     if verify:
         check_memory(model)
     with new_folder(out) as writing:
-        shards = _shards(parts, dtype, max_shard_bytes)
-        index = _write_weights(writing, checkpoint, shards, dtype)
+        for file, names in split.filename_to_tensors.items():
+            _write_shard(writing / file, checkpoint, [parts[name] for name in names], dtype)
+        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
         # transformers 5 calls this key dtype, and reads torch_dtype as well.
         config = {**shape, **ids, **token_ids(generation)}
         described = {CONFIG_FILE: {**config, "torch_dtype": precision}, GENERATION: generation}
-        described |= index
+        described |= {SAFETENSORS_INDEX: index} if split.is_sharded else {}
         files = {name: json_file(values) for name, values in described.items()}
         write_tokenizer_files(writing, {**files, **vocabulary.files})
         agreement = compare(checkpoint, writing, dtype=dtype, strict=True) if verify else None
+    files_text = f"{len(split.filename_to_tensors)} file{'s' * split.is_sharded}"
     report(
-        f"{out}: {_elements(parts):,} parameters, {precision}, in {_counted(len(shards))}, "
+        f"{out}: {size_bytes // dtype.itemsize:,} parameters, {precision}, in {files_text}, "
         f"from {checkpoint}"
     )
     report(str(vocabulary))
     report(str(agreement or "not verified"))
     return agreement
-
-
-def _shards(parts: Iterable[Part], dtype: torch.dtype, most: int) -> list[list[Part]]:
-    """The parts of each file, in order: as many as its size allows, and at least one."""
-    shards: list[list[Part]] = []
-    held = 0
-    for part in parts:
-        size = _bytes([part], dtype)
-        if not shards or held + size > most:
-            shards.append([])
-            held = 0
-        shards[-1].append(part)
-        held += size
-    return shards
-
-
-def _write_weights(
-    folder: Path, checkpoint: Path, shards: Sequence[Sequence[Part]], dtype: torch.dtype
-) -> dict[str, dict[str, Any]]:
-    """Writes the files; returns the name and content of the index if there are several."""
-    names = _file_names(len(shards))
-    for name, shard in zip(names, shards, strict=True):
-        _write_shard(folder / name, checkpoint, shard, dtype)
-    return {SAFETENSORS_INDEX: _index(names, shards, dtype)} if len(shards) > 1 else {}
 
 
 def _write_shard(file: Path, checkpoint: Path, parts: Sequence[Part], dtype: torch.dtype) -> None:
@@ -191,32 +172,3 @@ def _refusal(checkpoint: Path, part: Part, dtype: torch.dtype) -> str:
         f"{lost:,} of the {exact.numel():,} values of {part.theirs} of {checkpoint} exceed it, "
         f"the largest {largest:,.6g}; use --dtype {wider}"
     )
-
-
-def _file_names(shards: int) -> list[str]:
-    if shards == 1:
-        return [SAFETENSORS]
-    return [f"model-{number:05d}-of-{shards:05d}.safetensors" for number in range(1, shards + 1)]
-
-
-def _index(
-    names: Sequence[str], shards: Sequence[Sequence[Part]], dtype: torch.dtype
-) -> dict[str, Any]:
-    return {
-        "metadata": {"total_size": sum(_bytes(shard, dtype) for shard in shards)},
-        "weight_map": {
-            part.theirs: name for name, shard in zip(names, shards, strict=True) for part in shard
-        },
-    }
-
-
-def _elements(parts: Iterable[Part]) -> int:
-    return sum(math.prod(part.shape) for part in parts)
-
-
-def _bytes(parts: Iterable[Part], dtype: torch.dtype) -> int:
-    return _elements(parts) * dtype.itemsize
-
-
-def _counted(files: int) -> str:
-    return "1 file" if files == 1 else f"{files} files"

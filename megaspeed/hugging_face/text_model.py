@@ -105,46 +105,39 @@ def load_text_model(
         DataError: there is no tokenizer, or it has ids that the model does not have.
         HuggingFaceError: the model cannot be exported or loaded.
     """
-    dtype: torch.dtype = getattr(torch, precision)
-    if has_weights(place):
-        source, trained_here = place, False
-        text_tokenizer = _load_tokenizer(source, tokenizer)
-        model = load_transformers_model(source, strict=False, dtype=dtype)
-    else:
+    state, source = None, place
+    if not has_weights(place):
         source = checkpoint_named(place, report)
         state = RunState.read(source)
-        trained_here = state.imported_from is None
-        text_tokenizer = _load_tokenizer(source, tokenizer)
+    text_tokenizer = _load_tokenizer(source, tokenizer)
+    if state is None:
+        model = load_transformers_model(source, strict=False, dtype=getattr(torch, precision))
+    else:
         trained_with = NOT_STATED if state.data is None else state.data.tokenizer
         if trained_with not in (NOT_STATED, text_tokenizer.fingerprint):
             report(
-                f"note: {source} was trained with the tokenizer of fingerprint {trained_with}, "
-                f"and that of {tokenizer or source} is {text_tokenizer.fingerprint}"
+                f"note: {source} was trained with the tokenizer of fingerprint {trained_with}, and "
+                f"that of {tokenizer or source} is {text_tokenizer.fingerprint}"
             )
         model = _load_checkpoint(source, state.model_section(), tokenizer, precision, report)
-    if text_tokenizer.vocab_size > model.config.vocab_size:
-        raise DataError(
-            f"every token id must be below the model's vocab_size: that of {source} is "
-            f"{model.config.vocab_size}, and the tokenizer {tokenizer or source} has "
-            f"{text_tokenizer.vocab_size} entries; name the one it was trained with in --tokenizer"
-        )
-    positions = getattr(model.config, "max_position_embeddings", None)
-    if positions is None:
-        raise HuggingFaceError(
-            f"a model's config.json must state max_position_embeddings, and that of {source} does "
-            "not; add it"
-        )
+    _check_vocabulary(source, model, tokenizer, text_tokenizer)
+    trained_here = state is not None and state.imported_from is None
     ids = opening_ids(opening, text_tokenizer, trained_here=trained_here)
     if always_open and not ids:
         ids = (text_tokenizer.end_of_text,)
     report(f"a document begins with {_described(ids, text_tokenizer)}; --opening changes this")
-    # A tokenizer that the user named replaces the ids of the model's own.
-    stated = model.generation_config.eos_token_id if tokenizer is None else None
-    ends = {text_tokenizer.end_of_text, *(stated if isinstance(stated, list) else [stated])}
+    # The ids of the model's own file do not count if the user named another tokenizer.
+    ends = () if tokenizer is not None else _end_ids(model)
     # Without this, generate would use settings of the model's file that the user did not state.
     model.generation_config = GenerationConfig()
-    known_ends = tuple(end for end in ends if end is not None)
-    return TextModel(source, model.to(device), text_tokenizer, ids, known_ends, positions)
+    return TextModel(
+        source=source,
+        model=model.to(device),
+        tokenizer=text_tokenizer,
+        opening=ids,
+        ends=tuple({text_tokenizer.end_of_text, *ends}),
+        positions=_positions(source, model),
+    )
 
 
 def _load_tokenizer(source: Path, named: Path | None) -> TextTokenizer:
@@ -156,6 +149,35 @@ def _load_tokenizer(source: Path, named: Path | None) -> TextTokenizer:
             "trained with in --tokenizer"
         )
     return load_tokenizer(str(source), "the tokenizer of the model")
+
+
+def _check_vocabulary(
+    source: Path, model: Any, named: Path | None, tokenizer: TextTokenizer
+) -> None:
+    if tokenizer.vocab_size > model.config.vocab_size:
+        raise DataError(
+            f"every token id must be below the model's vocab_size: that of {source} is "
+            f"{model.config.vocab_size}, and the tokenizer {named or source} has "
+            f"{tokenizer.vocab_size} entries; name the one it was trained with in --tokenizer"
+        )
+
+
+def _positions(source: Path, model: Any) -> int:
+    positions: int | None = getattr(model.config, "max_position_embeddings", None)
+    if positions is None:
+        raise HuggingFaceError(
+            f"a model's config.json must state max_position_embeddings, and that of {source} does "
+            "not; add it"
+        )
+    return positions
+
+
+def _end_ids(model: Any) -> Sequence[int]:
+    """The ids that end a text according to the model's generation_config.json."""
+    ids: int | list[int] | None = model.generation_config.eos_token_id
+    if isinstance(ids, int):
+        return [ids]
+    return ids or ()
 
 
 def _load_checkpoint(

@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 import transformers
 from torch import Tensor
@@ -48,7 +49,6 @@ GREEDY_TOKENS = 64
 
 _GREEDY_PROMPT = 16
 _GOLDEN = (math.sqrt(5) - 1) / 2
-_MEMORY = Path("/proc/meminfo")
 
 
 class Disagreement(ComputationError):
@@ -147,19 +147,17 @@ def check_memory(config: ModelConfig) -> None:
     double = 3 * _at_most(config, DOUBLE_LENGTH) * config.vocab_size
     needed_bytes = 8 * (parameters + double) + 4 * single
     free = available_memory_bytes()
-    if free is not None and free < needed_bytes:
+    if free < needed_bytes:
         raise HuggingFaceError(
             f"to compare both implementations takes about {needed_bytes:,} bytes of memory, and "
             f"{free:,} are available; omit the comparison with --no-verify"
         )
 
 
-def available_memory_bytes() -> int | None:
-    """Memory that processes can get without swapping; None if the system is not Linux."""
-    if not _MEMORY.exists():
-        return None
-    lines = dict(line.split(":", 1) for line in _MEMORY.read_text().splitlines())
-    return int(lines["MemAvailable"].split()[0]) << 10
+def available_memory_bytes() -> int:
+    """Memory that processes can get without swapping."""
+    free: int = psutil.virtual_memory().available
+    return free
 
 
 def load_transformers_model(

@@ -9,7 +9,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer, models
 from tokenizers.processors import PostProcessor, Sequence, TemplateProcessing
-from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers import AutoModelForCausalLM, BloomConfig, BloomForCausalLM, GenerationConfig
 
 from megaspeed.checkpoint.run_state import NOT_STATED, RUN_STATE
 from megaspeed.data.errors import DataError
@@ -25,7 +25,7 @@ from megaspeed.hugging_face.text_model import (
 )
 from megaspeed.hugging_face.weight_files import HuggingFaceError
 from tests.checkpoint.written import CONFIG, seal
-from tests.hugging_face.models import change_config, gpt2, qwen3, saved, with_tokenizer
+from tests.hugging_face.models import gpt2, qwen3, saved, with_tokenizer
 from tests.hugging_face.tiny_text import checkpoint_of_text, tiny_tokenizer, write_tokenizer
 
 
@@ -106,9 +106,10 @@ def test_a_hugging_face_folder_ends_where_its_file_says_and_samples_as_the_user_
 
 
 def test_a_hugging_face_folder_must_state_its_positions(tmp_path: Path) -> None:
-    folder = with_tokenizer(saved(gpt2(), tmp_path / "hf"))
-    change_config(folder, n_positions=None)
-    with pytest.raises(HuggingFaceError, match=r"max_position_embeddings|cannot load"):
+    """Bloom has no positions; its scores depend on distances."""
+    bloom = BloomForCausalLM(BloomConfig(vocab_size=301, hidden_size=32, n_layer=1, n_head=4))
+    folder = with_tokenizer(saved(bloom, tmp_path / "hf"))
+    with pytest.raises(HuggingFaceError, match=f"must state max_position_embeddings, .* {folder}"):
         load(folder)
 
 
