@@ -36,11 +36,11 @@ def folder(tmp_path: Path) -> Path:
 
 
 def there_and_back(folder: Path, **named: Path) -> tuple[Path, list[str]]:
-    """What an export makes of an import, and all that was told.
+    """The export of an import, and all lines that were reported.
 
     Args:
         folder: of the model.
-        named: the tokenizer that is named on "the_import" or "the_export".
+        named: a tokenizer that the user names for "the_import" or "the_export".
     """
     told: list[str] = []
     checkpoint, out = folder.with_name("checkpoint"), folder.with_name("out")
@@ -115,7 +115,7 @@ def test_of_a_tokenizer_without_entries_nothing_can_be_taken(
 def test_an_import_goes_on_with_another_tokenizer_or_without(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Where the one beside the model has more tokens than the model has rows."""
+    """The tokenizer beside the model has more tokens than the model has rows."""
     named = folder.with_name("tokens")
     named.mkdir()
     with_tokenizer(named)

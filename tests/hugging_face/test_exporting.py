@@ -31,7 +31,7 @@ from tests.hugging_face.models import END_OF_TEXT, llama, same, saved, weights_i
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of an untied Llama without a tokenizer; not to be changed."""
+    """Checkpoint of an untied Llama without a tokenizer. Tests must not change it."""
     root = tmp_path_factory.mktemp("llama")
     import_model(saved(llama(), root / "hf"), root / "checkpoint")
     return root / "checkpoint"
@@ -39,7 +39,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def run_folder(tmp_path: Path) -> Path:
-    """Of a run that has saved steps 100 and 200."""
+    """Folder of a run that has saved steps 100 and 200."""
     folder = CheckpointFolder(tmp_path / "run" / "checkpoints")
     for step in (100, 200):
         write_checkpoint(folder, step)
@@ -108,7 +108,7 @@ def test_a_weight_beyond_a_precision_is_refused(
     told: str,
     options: tuple[str, ...],
 ) -> None:
-    """Of tokens that no prompt of the comparison has; it would find nothing."""
+    """No prompt of the comparison has these tokens, so the comparison would not notice them."""
     stock = llama()
     stock.get_input_embeddings().weight.data[7, 3:5] = value
     import_model(saved(stock, tmp_path / "hf"), tmp_path / "checkpoint", verify=False)
@@ -131,7 +131,7 @@ def test_a_model_that_has_diverged_is_refused_in_every_precision(
     value: float,
     precision: Precision,
 ) -> None:
-    """It would be loaded, and could not be imported again."""
+    """transformers would load it, but it could not be imported again."""
 
     def rows_of(tensor: StoredTensor, rows: slice, part: Part) -> Tensor:
         values = _rows_of(tensor, rows, part)
@@ -297,7 +297,7 @@ print(*grown)
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="Linux counts the peak")
 def test_memory_is_bounded_by_one_file_and_not_by_the_model(tmp_path: Path) -> None:
-    """An import maps the file that it reads, whose pages count, and holds a piece beside it."""
+    """An import maps the file that it reads, which counts as memory, and holds one piece."""
     shard_bytes, slack = 16_000_000, 12_000_000
     stock = llama(**LARGE)
     model_bytes = 4 * sum(math.prod(parameter.shape) for parameter in stock.parameters())
@@ -334,7 +334,7 @@ def test_what_the_family_lacks_is_refused_before_anything_is_written(
     capsys: pytest.CaptureFixture[str],
     changes: dict[str, Any],
 ) -> None:
-    """A checkpoint whose run had a feature that transformers' Llama has not."""
+    """A checkpoint of a run with a feature that transformers' Llama does not have."""
     model = model_config(checkpoint).model_dump() | changes
     monkeypatch.setattr(exporting, "model_config", lambda _: ModelConfig.model_validate(model))
     monkeypatch.setattr(exporting, "check_disk", lambda *_: pytest.fail("it went on"))

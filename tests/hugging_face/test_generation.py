@@ -17,7 +17,8 @@ from megaspeed.hugging_face.text_model import (
     continue_prompt,
 )
 from megaspeed.hugging_face.weight_files import ComputationError
-from tests.hugging_face.tiny_text import tiny_model
+from tests.hugging_face.models import mistral
+from tests.hugging_face.tiny_text import tiny_model, tiny_tokenizer
 from tests.model.tiny_gpt import gpt2, llama
 
 GREEDY = Sampling(temperature=0, max_tokens=40)
@@ -61,6 +62,16 @@ def test_greedy_tokens_are_the_likeliest_of_the_last_window(
         assert list(continuation.ids) == expected
         assert 1 + len(ids) + len(expected) > config.max_position_embeddings
         assert continuation.ended == (len(expected) < 40)
+
+
+def test_greedy_tokens_of_a_sliding_window_are_the_likeliest(tmp_path: Path) -> None:
+    """Its keys beyond the window are dropped from the cache."""
+    stock = mistral(sliding_window=12, max_position_embeddings=96)
+    model = TextModel(tmp_path, stock, tiny_tokenizer(tmp_path), (0,), (0,), 96)
+    (found,) = generate(model, ["Licensor"], 1, GREEDY)
+    (ids,) = model.tokenizer.encode(["Licensor"])
+    assert list(found.ids) == likeliest(stock, [0, *ids], 96, 40)
+    assert len(found.ids) > 12
 
 
 @pytest.fixture(scope="module")

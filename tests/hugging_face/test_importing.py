@@ -1,4 +1,4 @@
-"""Every kind of file that a model comes in, and what is refused, by name."""
+"""Every kind of weight file is imported, and errors name what is wrong in it."""
 
 import json
 import os
@@ -40,7 +40,7 @@ WEIGHTS = "model.safetensors"
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A GPT-2 in one file; not to be changed."""
+    """A GPT-2 in one file. Tests must not change it."""
     return saved(gpt2(), tmp_path_factory.mktemp("gpt2"))
 
 
@@ -62,13 +62,13 @@ def copy(folder: Path, tmp_path: Path) -> Path:
 
 
 def written(weights: Weights, folder: Path, name: str = WEIGHTS) -> Path:
-    """The folder, with the weights in one file of it."""
+    """Writes the weights to one file of a folder; returns the folder."""
     save_file({key: value.contiguous() for key, value in weights.items()}, folder / name)
     return folder
 
 
 def imported(folder: Path, **options: Any) -> Weights:
-    """The weights that a folder's model has as ours."""
+    """The weights of a folder's model after its import."""
     out = folder.parent / "out"
     import_model(folder, out, **options)
     return load_whole_model(out).state_dict()
@@ -131,7 +131,7 @@ def test_a_bin_file(copy: Path, folder: Path, right: Weights, archive: bool) -> 
 def test_names_without_prefix_buffers_and_a_tied_head(
     copy: Path, folder: Path, right: Weights
 ) -> None:
-    """As the first GPT-2 files were."""
+    """The first GPT-2 files had all of these."""
     weights = weights_in(folder)
     bare = {name.removeprefix("transformer."): tensor for name, tensor in weights.items()}
     for block in range(2):
@@ -175,7 +175,7 @@ def test_float64_is_rounded_and_told(copy: Path, folder: Path, right: Weights) -
 
 
 def refusal(folder: Path, kind: type[Exception] = HuggingFaceError, *, verify: bool = True) -> str:
-    """Why a folder is not imported; nothing is left of the try."""
+    """The error of an import. Asserts that the import leaves nothing behind."""
     out = folder.parent / "refused"
     with pytest.raises(kind) as caught:
         import_model(folder, out, verify=verify)
@@ -242,7 +242,7 @@ def test_damaged_and_missing_files(copy: Path, folder: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore:Detected pickle protocol")
 def test_a_bin_file_of_any_bytes_is_refused(copy: Path) -> None:
-    """As a pickle they may be a wrong instruction, one without its operand, or nothing at all."""
+    """In a pickle, random bytes may be a wrong instruction, or one without its operand."""
     chance = random.Random(0)
     told = set()
     for size_bytes in (0, *[100] * 50):
@@ -290,7 +290,7 @@ def test_a_bin_file_that_is_no_model(copy: Path, make: Callable[[], Any], told: 
 def test_a_value_that_is_no_number_is_told_by_its_tensor(
     copy: Path, folder: Path, value: float
 ) -> None:
-    """Whether or not anything is compared afterwards."""
+    """It is noticed without the comparison, too."""
     weights = weights_in(folder)
     weights["transformer.h.1.ln_2.bias"][3] = value
     told = refusal(written(weights, copy), verify=False)
@@ -300,7 +300,7 @@ def test_a_value_that_is_no_number_is_told_by_its_tensor(
 def test_places_that_cannot_be(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A folder that is not there, and a place below a file, both told before anything is done."""
+    """A folder that does not exist, and a path below a file, are refused before any work."""
     nowhere, file = tmp_path / "nowhere", tmp_path / "file"
     assert main(["import-hf", str(nowhere), str(tmp_path / "out")]) == 2
     assert f"{nowhere}: it does not exist; name a folder" in capsys.readouterr().err

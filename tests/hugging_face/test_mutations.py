@@ -32,7 +32,7 @@ QKV, GATE_UP, SQUARE = "attention.qkv.weight", "mlp.gate_up.weight", "attention.
 
 
 def exchanged(inner: str, *order: int) -> Callable[[ModelConfig], Iterator[Part]]:
-    """The table with the rows of some of one tensor's parts given to others of them."""
+    """The table in which parts of one tensor have each other's rows."""
 
     def mutated(model: ModelConfig) -> Iterator[Part]:
         parts = list(parts_of(model))
@@ -47,14 +47,14 @@ def exchanged(inner: str, *order: int) -> Callable[[ModelConfig], Iterator[Part]
 
 
 def turned(model: ModelConfig) -> Iterator[Part]:
-    """The table with one square matrix taken as it is where it is transposed, or the other way."""
+    """The table in which one square matrix is transposed if it should not be, or the reverse."""
     for part in parts_of(model):
         is_square = part.ours == f"blocks.1.{SQUARE}"
         yield dataclasses.replace(part, transposed=part.transposed != is_square)
 
 
 def mapped_by(table: Callable[[ModelConfig], Iterator[Part]]) -> Callable[[Patch], None]:
-    """Imports and exports by another table."""
+    """Lets imports and exports use another table."""
 
     def mutate(patch: Patch) -> None:
         for user in (weights, importing, exporting):
@@ -96,7 +96,7 @@ def another_epsilon(patch: Patch) -> None:
 
 
 def reordered(*order: int) -> Callable[[Patch], None]:
-    """The thirds of what the fused projection gives, taken in another order."""
+    """Takes the thirds of the fused projection's output in another order."""
 
     def mutate(patch: Patch) -> None:
         make = attention.Attention.__init__
@@ -165,7 +165,7 @@ Folders = Callable[[Make, str], tuple[Path, Path]]
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
-    """Gives the folder of a model and its checkpoint, made once."""
+    """Returns the folder of a model and its checkpoint, which are made once."""
     made: dict[tuple[Make, str], tuple[Path, Path]] = {}
 
     def of(make: Make, weights: str) -> tuple[Path, Path]:

@@ -30,7 +30,7 @@ WINDOWS = [(24, 24), (24, 10), (7, 7)]
 
 
 def pieces(documents: Sequence[str]) -> list[Piece]:
-    """Of documents, each in one piece."""
+    """One piece for each document."""
     return [Piece(text, ends_document=True) for text in documents]
 
 
@@ -38,7 +38,7 @@ def pieces(documents: Sequence[str]) -> list[Piece]:
 def plain_nats(
     stock: PreTrainedModel, documents: Sequence[Sequence[int]], length: int, stride: int
 ) -> float:
-    """One forward pass for each token, over what its window shows before it."""
+    """Nats, from one forward pass for each token over the ids before it in its window."""
     nats = 0.0
     for ids in documents:
         row = torch.tensor([0, *ids])

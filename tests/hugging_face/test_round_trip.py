@@ -1,4 +1,4 @@
-"""A model comes back as it went in: every bit of every weight, its config, its tokenizer."""
+"""Import and export together change nothing: no bit of a weight, no config, no tokenizer."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -48,7 +48,7 @@ def test_there_and_back_is_the_same_to_the_last_bit(make: Make, tmp_path: Path) 
 
 @pytest.mark.parametrize("make", MODELS.values(), ids=MODELS.keys())
 def test_ours_and_the_exported_one_have_the_logits_of_the_first(make: Make, tmp_path: Path) -> None:
-    """Said once more without our verification, by a plain comparison."""
+    """A plain comparison, without our verification."""
     stock = make()
     import_model(saved(stock, tmp_path / "hf"), tmp_path / "checkpoint", verify=False)
     export_model(tmp_path / "checkpoint", tmp_path / "back", verify=False)

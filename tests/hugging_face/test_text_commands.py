@@ -29,7 +29,7 @@ OPENS = "a document begins with <|endoftext|> (id 0); --opening changes this\n"
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The only one of a run."""
+    """The only checkpoint of a run."""
     return checkpoint_of_text(tmp_path_factory.mktemp("run"))
 
 

@@ -52,7 +52,7 @@ def load(place: Path, tokenizer: Path | None = None) -> tuple[TextModel, list[st
 
 @pytest.fixture
 def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The place of temporary folders."""
+    """The folder in which temporary folders are created."""
     (place := tmp_path / "temporary").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(place))
     return place
@@ -190,7 +190,7 @@ def test_a_tokenizer_larger_than_a_hugging_face_model_is_refused(tmp_path: Path)
 
 
 def template(text: str) -> PostProcessor:
-    """Of a tokenizer in which 0 ends a text and ! and " have the ids 1 and 2."""
+    """A template of a tokenizer in which 0 ends a text and ! and " have the ids 1 and 2."""
     return TemplateProcessing(single=text, special_tokens=[("!", 1), ('"', 2)])
 
 

@@ -1,4 +1,4 @@
-"""An imported model is shown text as transformers shows it: opened by its tokenizer's template."""
+"""An imported model sees text as in transformers, after what its tokenizer's template adds."""
 
 import json
 from pathlib import Path
@@ -24,7 +24,7 @@ BEGIN = 300
 
 
 def imported(root: Path, template: str | None) -> Path:
-    """The checkpoint of an imported Llama of 301 ids, and its export beside it."""
+    """The checkpoint of an imported Llama of 301 ids. Its export is in the same folder."""
     torch.manual_seed(3)
     folder = saved(llama(), root / "theirs")
     tokenizer = Tokenizer.from_file(str(write_tokenizer(root / "tokenizer.json", BEGIN)))
@@ -43,19 +43,19 @@ def imported(root: Path, template: str | None) -> Path:
 
 @pytest.fixture(scope="module")
 def begun(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of a tokenizer that opens a text, as Llama's does."""
+    """The tokenizer puts a token before a text, as Llama's does."""
     return imported(tmp_path_factory.mktemp("begun"), "<s> $A")
 
 
 @pytest.fixture(scope="module")
 def closed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of one that opens and ends it."""
+    """The tokenizer puts a token before a text and one after it."""
     return imported(tmp_path_factory.mktemp("closed"), "<s> $A <|endoftext|>")
 
 
 @pytest.fixture(scope="module")
 def bare(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of one that does neither, as GPT-2's."""
+    """The tokenizer adds nothing, as GPT-2's."""
     return imported(tmp_path_factory.mktemp("bare"), None)
 
 
@@ -83,7 +83,7 @@ def by_transformers(checkpoint: Path, ids: list[int]) -> list[int]:
 
 @torch.no_grad()
 def loss_by_transformers(checkpoint: Path, ids: list[int]) -> float:
-    """Of the exported model, over disjoint windows of all that follows the first id."""
+    """Loss of the exported model over disjoint windows. The first id is not predicted."""
     model = AutoModelForCausalLM.from_pretrained(checkpoint.parent / "exported").eval()
     row, length = torch.tensor(ids), model.config.max_position_embeddings
     nats = 0.0

@@ -1,4 +1,4 @@
-"""The comparison itself: its prompts, its limits, and what it does where a model is short."""
+"""The comparison itself: its prompts, its tolerances, and models with few positions."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -47,7 +47,7 @@ def test_a_short_model_is_asked_for_less(
 
 @pytest.mark.parametrize("vocab_size", [1, 7, 301, 128_256])
 def test_prompts_go_all_over_the_vocabulary(vocab_size: int) -> None:
-    """Every sixteenth of it is met by 64 ids, as often as any other."""
+    """64 ids are spread evenly over the sixteenths of the vocabulary."""
     ids = verifying._spread_ids(vocab_size, 64)
     assert ids.min() >= 0 and ids.max() < vocab_size
     assert torch.equal(ids, verifying._spread_ids(vocab_size, 64))
@@ -65,7 +65,7 @@ def test_a_model_takes_prompts_of_up_to_512_tokens() -> None:
 
 
 def shifted(by: float, dtype: torch.dtype = torch.float32) -> Callable[..., Tensor]:
-    """A model's own logits and, in one precision, one of them more by so much."""
+    """A forward pass of the head that adds ``by`` to one logit if it computes in ``dtype``."""
 
     def forward(self: torch.nn.Module, x: Tensor) -> Tensor:
         logits: Tensor = self.output(self.norm(x))
@@ -88,7 +88,7 @@ def test_one_word_that_differs_by_more_than_the_limit_is_enough(
 def test_in_fp64_far_less_is_enough(
     both: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, by: float
 ) -> None:
-    """Of which fp32 would have shown nothing."""
+    """fp32 would not show such a difference."""
     monkeypatch.setattr("megaspeed.model.layers.Head.forward", shifted(by, torch.float64))
     with pytest.raises(Disagreement, match=r"in fp64, and rounding explains only [\d.]+e-10 "):
         compare(*both)
@@ -99,7 +99,7 @@ def test_in_fp64_far_less_is_enough(
 def test_in_fp64_both_are_exact_to_its_rounding(
     tmp_path: Path, make: Callable[..., PreTrainedModel], std: float | None
 ) -> None:
-    """Also where transformers itself goes through fp32, which would leave 1e-7 of the largest."""
+    """Also where transformers itself rounds to fp32, which would leave 1e-7 of the largest."""
     model = make() if std is None else make(initializer_range=std, random=False)
     import_model(saved(model, tmp_path / "hf"), tmp_path / "checkpoint", verify=False)
     found = compare(tmp_path / "checkpoint", tmp_path / "hf")
@@ -177,7 +177,7 @@ def test_transformers_must_find_every_tensor_and_no_other(tmp_path: Path) -> Non
 
 
 def test_the_room_that_it_takes_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of Llama-2 7B in fp64: 54 GB of weights, and some logits."""
+    """Llama-2 7B in fp64 has 54 GB of weights; the logits come on top."""
     config = ModelConfig.model_validate({"preset": "llama-2-7b"})
     monkeypatch.setattr("megaspeed.hugging_face.verifying.available_memory_bytes", lambda: 32 << 30)
     with pytest.raises(HuggingFaceError, match=r"takes about 54,\d+,\d+,\d+ bytes of memory, and "):

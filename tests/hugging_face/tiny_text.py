@@ -1,4 +1,4 @@
-"""Tiny models of text, beside the same weights in transformers."""
+"""Tiny models with a tiny tokenizer, and a tiny checkpoint."""
 
 from pathlib import Path
 
@@ -33,7 +33,7 @@ def write_tokenizer(file: Path, vocab_size: int = 301) -> Path:
 
 
 def tiny_tokenizer(folder: Path) -> TextTokenizer:
-    """One of 301 entries, of which 0 ends a text."""
+    """A tokenizer of 301 entries, in which 0 ends a text."""
     return load_tokenizer(str(write_tokenizer(folder / "tokenizer.json")))
 
 
