@@ -10,8 +10,7 @@ ranks trains the same model as one process. Each folder imports only from the fo
     tensor_parallel/  layers split over tp, and `parallelize`, which puts them into the model
     data/             corpus, tokenizer, sampler, loader
     checkpoint/       checkpoints that do not depend on the layout
-    inference/        generation and evaluation
-    hugging_face/     models of transformers, imported and exported
+    hugging_face/     models of transformers: import, export, generation, evaluation
     pipeline/         schedules as data, the partition of layers, the executor
     zero/             the fence round DeepSpeed
     training/         the rank's model, optimizer groups, learning rate, the loop, metrics

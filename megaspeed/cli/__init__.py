@@ -12,7 +12,7 @@
     megaspeed checkpoint show|verify DIR                  what checkpoints hold; are they whole
     megaspeed import-hf DIR OUT                           a Hugging Face model to start a run from
     megaspeed export-hf CHECKPOINT OUT                    a checkpoint as a Hugging Face model
-    megaspeed generate --checkpoint DIR --prompt TEXT     a few continuations, for eyes
+    megaspeed generate --checkpoint DIR --prompt TEXT     some continuations of prompts
     megaspeed evaluate --checkpoint DIR INPUT...          loss, perplexity and bits per byte of text
     megaspeed train-tokenizer FILE... --output DIR        a byte-level BPE for your text
     megaspeed tokenize FILE... --output DIR               text of any size to files of tokens
@@ -34,9 +34,8 @@ try:
         compare_runs,
         doctor,
         evaluate,
-        export_hf,
         generate,
-        import_hf,
+        hugging_face,
         plan,
         report,
         schedule,
@@ -62,8 +61,7 @@ COMMANDS = (
     doctor,
     show_batch,
     checkpoint,
-    import_hf,
-    export_hf,
+    hugging_face,
     generate,
     evaluate,
     train_tokenizer,

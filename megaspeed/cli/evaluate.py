@@ -1,80 +1,66 @@
-"""``megaspeed evaluate``: how well a checkpoint's model predicts text.
+"""``megaspeed evaluate``: how well a model predicts text.
 
-A document opens as the model saw documents open in its training (``inference/opening.py``), which
-`--opening` may say otherwise. Its first token is predicted too, so something must open it: where
-the tokenizer's template puts nothing before a text an end-of-text does, and `nothing` is no choice.
+The first token of a document is predicted, too, from what stands before the document. If the
+tokenizer's template puts nothing there, an end-of-text stands there.
 """
 
 import argparse
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 from megaspeed.cli.bar_or_lines import BarOrLines
-from megaspeed.cli.evaluation_progress import EvaluationProgress
-from megaspeed.cli.model_options import add_model_options, add_opening, load_model
-from megaspeed.cli.options import (
-    EXIT_DONE,
-    EXIT_FAILED,
-    EXIT_WRONG_INPUT,
-    positive,
-    say,
-    write_json,
-)
+from megaspeed.cli.model_options import add_model_options, exit_code, load_model
+from megaspeed.cli.options import positive, say, write_json
 from megaspeed.cli.text_options import add_text_options, text_files
 from megaspeed.data.errors import DataError
+from megaspeed.data.text.pieces import Piece
+from megaspeed.data.text.sources import SourceFile
 
 if TYPE_CHECKING:
-    from megaspeed.inference.text_model import TextModel
+    from megaspeed.hugging_face.perplexity import Score
 
 
 def add_to(commands: Any) -> None:
     """Adds the command and its options."""
-    text = "measure how well a checkpoint's model predicts text"
+    text = "measure how well a model predicts text"
     parser = commands.add_parser("evaluate", help=text, description=text)
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=lambda options: exit_code(lambda: _evaluate(options)))
     add_model_options(parser)
-    add_opening(parser)
     add_text_options(parser)
     parser.add_argument(
         "--sequence-length",
         type=positive,
         metavar="N",
-        help="tokens that the model sees at once (all its positions)",
+        help="tokens that the model sees at once (default: all its positions)",
     )
     parser.add_argument(
         "--stride",
         type=positive,
         metavar="N",
-        help="tokens from one window to the next (the sequence length: they do not overlap)",
+        help="tokens from one window to the next (default: the sequence length, no overlap)",
     )
     parser.add_argument(
-        "--batch-size", type=positive, default=4, metavar="B", help="windows computed at once (4)"
+        "--batch-size",
+        type=positive,
+        default=4,
+        metavar="B",
+        help="windows computed together (default: 4)",
     )
-
-
-def run(options: argparse.Namespace) -> int:
-    """Prints loss, perplexity and bits per byte of all files together."""
-    # Imported here: torch takes seconds, which `check` need not wait for.
-    from megaspeed.checkpoint.errors import CheckpointError
-    from megaspeed.inference.errors import InferenceError
-
-    try:
-        _evaluate(options)
-    except CheckpointError as error:
-        say(str(error), error=True)
-        return EXIT_WRONG_INPUT
-    except InferenceError as error:
-        say(str(error), error=True)
-        return EXIT_FAILED
-    return EXIT_DONE
 
 
 def _evaluate(options: argparse.Namespace) -> None:
-    from megaspeed.inference.perplexity import evaluate
+    """Prints loss, perplexity and bits per byte of all files together."""
+    from megaspeed.hugging_face.perplexity import evaluate
 
     files = text_files(options)
     model = load_model(options, always_open=True)
-    length = _length(options, model)
-    stride = _stride(options, length)
+    length = options.sequence_length or model.positions
+    _require_at_most(
+        "--sequence-length", length, model.positions, "the model's max_position_embeddings"
+    )
+    stride = options.stride or length
+    _require_at_most("--stride", stride, length, "the sequence length, or tokens would be left out")
     progress = EvaluationProgress(files)
     with BarOrLines(progress.total_bytes) as bar:
         score = evaluate(
@@ -86,7 +72,7 @@ def _evaluate(options: argparse.Namespace) -> None:
             watch=lambda so_far: progress.show(so_far, bar),
         )
     figures = {
-        "checkpoint": str(model.checkpoint),
+        "checkpoint": str(model.source),
         "dtype": options.dtype,
         "opening": model.opening,
         "sequence_length": length,
@@ -104,28 +90,40 @@ def _evaluate(options: argparse.Namespace) -> None:
     write_json(options, figures)
 
 
-def _length(options: argparse.Namespace, model: "TextModel") -> int:
-    positions = model.config.max_position_embeddings
-    length: int = options.sequence_length or positions
-    if length > positions:
+def _require_at_most(option: str, number: int, limit: int, law: str) -> None:
+    if number > limit:
         raise DataError(
-            f"--sequence-length is at most the model's max_position_embeddings, and {length} is "
-            f"more than {positions}; lower it, or leave it out"
+            f"{option} must be at most {law}, and {number} is more than {limit}; lower or omit it"
         )
-    return length
-
-
-def _stride(options: argparse.Namespace, length: int) -> int:
-    stride: int = options.stride or length
-    if stride > length:
-        raise DataError(
-            f"--stride is at most the sequence length, or tokens would be left out, and {stride} "
-            f"is more than {length}; lower it, or leave it out"
-        )
-    return stride
 
 
 def _text(figure: object) -> str:
     if isinstance(figure, float):
         return f"{figure:.4f}"
     return f"{figure:,}" if isinstance(figure, int) else str(figure)
+
+
+class EvaluationProgress:
+    """The text of files, and the progress in bytes, because the number of tokens is not known."""
+
+    def __init__(self, files: Sequence[SourceFile]) -> None:
+        self._files = files
+        self._bytes_before = [0, *accumulate(file.state()[1] for file in files)]
+        self._read_bytes = 0
+
+    @property
+    def total_bytes(self) -> int:
+        """Size of all files; 0 if it is not known, because only datasets are read."""
+        return self._bytes_before[-1]
+
+    def pieces(self) -> Iterator[Piece]:
+        """The text of all files, in order."""
+        for file, before in zip(self._files, self._bytes_before, strict=False):
+            for piece in file.pieces():
+                self._read_bytes = before + piece.read_bytes
+                yield piece
+
+    def show(self, score: "Score", bar: BarOrLines) -> None:
+        """Shows the score so far. Text that is read, but not predicted yet, does not count."""
+        done = self._read_bytes * score.tokens // max(1, score.read_tokens)
+        bar.show(done, f"{score.tokens:,} tokens, loss {score.loss:.4f}")

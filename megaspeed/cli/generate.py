@@ -1,7 +1,6 @@
-"""``megaspeed generate``: a few continuations of prompts, for eyes.
+"""``megaspeed generate``: prints some continuations of prompts.
 
-A prompt is the beginning of a document, and opens as the model saw documents open in its training
-(``inference/opening.py``), which `--opening` may say otherwise: `nothing` for a prompt from within.
+A prompt is the beginning of a document. Use ``--opening nothing`` for one from within a document.
 """
 
 import argparse
@@ -13,108 +12,100 @@ from rich.console import Console
 from rich.rule import Rule
 from rich.text import Text
 
-from megaspeed.cli.model_options import add_model_options, add_opening, load_model
-from megaspeed.cli.options import (
-    EXIT_DONE,
-    EXIT_FAILED,
-    EXIT_WRONG_INPUT,
-    not_negative,
-    positive,
-    say,
-    utf8_text,
-    write_json,
-)
+from megaspeed.cli.model_options import add_model_options, exit_code, load_model
+from megaspeed.cli.options import not_negative, positive, say, utf8_text, write_json
 
 if TYPE_CHECKING:
-    from megaspeed.inference.generation import Continuation
+    from megaspeed.hugging_face.text_model import Continuation
 
 _WIDTH = 100
-"""Columns of the lines between samples where they do not go to a terminal."""
+"""Columns of the lines between samples if stdout is not a terminal."""
 
 _TITLE_CHARACTERS = 40
-"""Of a prompt, in the line above its sample; behind that it stands whole."""
+"""Largest number of a prompt's characters in the line above its sample."""
 
 
 def add_to(commands: Any) -> None:
     """Adds the command and its options."""
-    text = "continue prompts with a checkpoint's model"
+    text = "continue prompts with a model"
     parser = commands.add_parser("generate", help=text, description=text)
-    parser.set_defaults(run=run)
-    add_model_options(parser)
-    add_opening(parser, "nothing")
+    parser.set_defaults(run=lambda options: exit_code(lambda: _generate(options)))
+    add_model_options(parser, "nothing")
     parser.add_argument(
         "--prompt",
         action="append",
         type=utf8_text,
         metavar="TEXT",
-        help="what to continue; may be given several times (a document's beginning)",
+        help="the text to continue; can be repeated (default: the beginning of a document)",
     )
     parser.add_argument(
         "--samples",
         type=positive,
         default=3,
         metavar="N",
-        help="continuations of each prompt (3); one where the temperature is 0",
+        help="continuations of each prompt (default: 3; always 1 if the temperature is 0)",
     )
     parser.add_argument(
-        "--max-tokens", type=positive, default=100, metavar="N", help="tokens of each (100)"
+        "--max-tokens",
+        type=positive,
+        default=100,
+        metavar="N",
+        help="largest number of tokens of each (default: 100)",
     )
     parser.add_argument(
         "--temperature",
         type=not_negative,
         default=0.8,
         metavar="T",
-        help="what logits are divided by; 0 takes the likeliest token (0.8)",
+        help="logits are divided by it; 0 takes the likeliest token (default: 0.8)",
     )
     parser.add_argument(
         "--top-k",
         type=_not_negative,
         default=50,
         metavar="K",
-        help="draw from the K likeliest tokens; 0 for all (50)",
+        help="draw from the K likeliest tokens; 0 for all (default: 50)",
     )
     parser.add_argument(
-        "--seed", type=_not_negative, default=0, metavar="N", help="of all draws (0)"
+        "--top-p",
+        type=_probability,
+        default=1.0,
+        metavar="P",
+        help="draw from the likeliest tokens with a probability of P together (default: 1, all)",
+    )
+    parser.add_argument(
+        "--seed", type=_not_negative, default=0, metavar="N", help="seed of all draws (default: 0)"
     )
 
 
-def run(options: argparse.Namespace) -> int:
-    """Prints the continuations of each prompt as they are ready."""
-    # Imported here: torch takes seconds, which `check` need not wait for.
-    from megaspeed.checkpoint.errors import CheckpointError
-    from megaspeed.inference.errors import InferenceError
-    from megaspeed.inference.generation import generate
-    from megaspeed.inference.sampling import Sampling
+def _generate(options: argparse.Namespace) -> None:
+    """Prints each continuation as soon as it is computed."""
+    # Imported here, because torch takes seconds to load, and `check` does not need it.
+    from megaspeed.hugging_face.text_model import Sampling, continue_prompt
 
     sampling = Sampling(
         temperature=options.temperature,
         top_k=options.top_k,
+        top_p=options.top_p,
         max_tokens=options.max_tokens,
         seed=options.seed,
     )
-    samples = options.samples if sampling.temperature else 1
     console = Console(width=None if sys.stdout.isatty() else _WIDTH, highlight=False)
+    model = load_model(options, always_open=False)
+    say(f"{model.source}")
     written = []
-    try:
-        model = load_model(options, always_open=False)
-        say(f"{model.checkpoint}")
-        for continuation in generate(model, options.prompt or [""], samples, sampling):
+    for prompt in options.prompt or [""]:
+        for number in range(1, 1 + (options.samples if sampling.temperature else 1)):
+            continuation = continue_prompt(model, prompt, number, sampling)
             _show(continuation, console)
             written.append(asdict(continuation))
-    except CheckpointError as error:
-        say(str(error), error=True)
-        return EXIT_WRONG_INPUT
-    except InferenceError as error:
-        say(str(error), error=True)
-        return EXIT_FAILED
     figures = {
-        "checkpoint": str(model.checkpoint),
+        "checkpoint": str(model.source),
         "opening": model.opening,
         "sampling": asdict(sampling),
         "continuations": written,
     }
     write_json(options, figures)
-    return EXIT_DONE
 
 
 def _show(sample: "Continuation", console: Console) -> None:
@@ -127,6 +118,13 @@ def _show(sample: "Continuation", console: Console) -> None:
 
 def _shortened(prompt: str) -> str:
     return prompt if len(prompt) <= _TITLE_CHARACTERS else prompt[:_TITLE_CHARACTERS] + "..."
+
+
+def _probability(text: str) -> float:
+    number = not_negative(text)
+    if not 0 < number <= 1:
+        raise argparse.ArgumentTypeError("it must be more than 0 and at most 1")
+    return number
 
 
 def _not_negative(text: str) -> int:

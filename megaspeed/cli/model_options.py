@@ -1,94 +1,104 @@
-"""Options of the commands that compute with a checkpoint's model, and the model that they name."""
+"""What commands that use a model share: options, the model that they name, and exit codes."""
 
 import argparse
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from megaspeed.cli.options import new_file, say
+from megaspeed.cli.options import EXIT_DONE, EXIT_FAILED, EXIT_WRONG_INPUT, new_file, say
 from megaspeed.files.paths import path_argument
 
 if TYPE_CHECKING:
-    from megaspeed.inference.text_model import TextModel
+    from megaspeed.hugging_face.text_model import TextModel
 
 
-def add_model_options(parser: argparse.ArgumentParser) -> None:
-    """``--checkpoint``, ``--tokenizer``, ``--device``, ``--dtype`` and ``--json``."""
+def add_model_options(parser: argparse.ArgumentParser, *openings: str) -> None:
+    """Adds the options that name the model and what it computes with, and ``--json``.
+
+    Args:
+        parser: parser of the command.
+        openings: values of ``--opening`` that only this command has.
+    """
     parser.add_argument(
         "--checkpoint",
         type=path_argument,
         required=True,
         metavar="DIR",
-        help="a checkpoint; or a folder of them or of a run: the newest whole one",
+        help="a checkpoint, a folder of checkpoints or of a run (its newest complete checkpoint), "
+        "or a Hugging Face model",
     )
+    add_tokenizer(parser)
     parser.add_argument(
-        "--tokenizer",
-        type=path_argument,
-        metavar="PATH",
-        help="a tokenizer.json, or a folder with one (the checkpoint's own)",
-    )
-    parser.add_argument(
-        "--device",
-        type=_device,
-        metavar="cpu|cuda",
-        help="where to compute (cuda where there is one)",
+        "--device", type=_device, metavar="cpu|cuda", help="where to compute (default: cuda if any)"
     )
     parser.add_argument(
         "--dtype",
         choices=("float32", "bfloat16", "float16"),
         default="float32",
-        help="precision of the weights and of the computation (float32)",
+        help="precision of the weights and of the computation (default: float32)",
     )
-    parser.add_argument("--json", type=new_file, metavar="FILE", help="write the figures there too")
-
-
-def add_opening(parser: argparse.ArgumentParser, *others: str) -> None:
-    """``--opening``.
-
-    Args:
-        parser: of the command.
-        others: what may open a document, beside what every command can put before it.
-    """
     parser.add_argument(
         "--opening",
-        choices=("auto", "end-of-text", "tokenizer", *others),
+        choices=("auto", "end-of-text", "tokenizer", *openings),
         default="auto",
         help="what stands before a document: an end-of-text, what the tokenizer's template puts "
-        "before a text, or what the model was trained with: end-of-text if here, the template's "
-        "if it was imported (auto)",
+        "before a text, or (auto, the default) what stood there in training: an end-of-text if "
+        "the model was trained here, else the template's",
+    )
+    parser.add_argument("--json", type=new_file, metavar="FILE", help="also write the figures here")
+
+
+def add_tokenizer(parser: "argparse.ArgumentParser | argparse._ArgumentGroup") -> None:
+    """Adds ``--tokenizer``."""
+    parser.add_argument(
+        "--tokenizer",
+        type=path_argument,
+        metavar="PATH",
+        help="a tokenizer.json, or a folder with one (default: the model's own)",
     )
 
 
 def load_model(options: argparse.Namespace, *, always_open: bool) -> "TextModel":
-    """The model of ``--checkpoint`` with its tokenizer; says on stderr what opens a document.
+    """Loads the model that the options name, and prints on stderr what begins a document.
 
     Args:
-        options: of the command.
-        always_open: whether an end-of-text opens a document where nothing else does.
-
-    Raises:
-        CheckpointError: no checkpoint is whole.
-        DataError: there is no tokenizer that fits.
+        options: options of the command.
+        always_open: whether an end-of-text begins a document if nothing else does.
     """
-    import torch
-
-    from megaspeed.inference.opening import Opening
-    from megaspeed.inference.text_model import load_text_model
+    from megaspeed.hugging_face.text_model import load_text_model
 
     return load_text_model(
         options.checkpoint,
-        tokenizer=None if options.tokenizer is None else str(options.tokenizer),
-        opening=Opening(options.opening),
+        tokenizer=options.tokenizer,
+        opening=options.opening,
         always_open=always_open,
-        device=torch.device(options.device or _best_device()),
-        dtype=getattr(torch, options.dtype),
-        tell=lambda text: say(text, error=True),
+        device=options.device or _best_device(),
+        precision=options.dtype,
+        report=lambda text: say(text, error=True),
     )
+
+
+def exit_code(action: Callable[[], None]) -> int:
+    """Runs a command that uses a model; prints its error, if any."""
+    # Imported here, because torch takes seconds to load, and `check` does not need it.
+    from megaspeed.checkpoint.errors import CheckpointError
+    from megaspeed.hugging_face.weight_files import ComputationError, HuggingFaceError
+
+    try:
+        action()
+    except ComputationError as error:
+        say(str(error), error=True)
+        return EXIT_FAILED
+    except (CheckpointError, HuggingFaceError, FileExistsError) as error:
+        say(str(error), error=True)
+        return EXIT_WRONG_INPUT
+    return EXIT_DONE
 
 
 def _device(name: str) -> str:
     if name not in ("cpu", "cuda"):
-        raise argparse.ArgumentTypeError(f"it is cpu or cuda, not {name!r}")
+        raise argparse.ArgumentTypeError(f"it must be cpu or cuda, not {name!r}")
     if name == "cuda" and _best_device() != "cuda":
-        raise argparse.ArgumentTypeError("there is no GPU that torch can use; take cpu")
+        raise argparse.ArgumentTypeError("there is no GPU that torch can use; use cpu")
     return name
 
 

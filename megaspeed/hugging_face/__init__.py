@@ -1,1 +1,1 @@
-"""Models of Hugging Face transformers: into checkpoints, out of them, and whether they agree."""
+"""Models of Hugging Face transformers: import, export, comparison, generation and evaluation."""

@@ -1,11 +1,11 @@
-"""A Hugging Face model into a checkpoint that a run of any layout starts from.
+"""Imports a Hugging Face model as a checkpoint, from which a run of any layout starts.
 
     config.json -> model section            tensors -> rows of ours, fp32 -> OUT.writing/
                                                                                 | verified
     tokenizer files, generation_config.json ------------------------------------+-> OUT/
 
-OUT has weights and no moments, and its step is 0. No more than a piece of one tensor is held in
-memory at a time; only the comparison with transformers takes a whole model.
+OUT has weights and no moments, and its step is 0. Memory holds one piece of one tensor at a time.
+Only the comparison with transformers loads the complete model.
 """
 
 import math
@@ -26,14 +26,15 @@ from megaspeed.config.loading import parse_config
 from megaspeed.config.model import ModelConfig
 from megaspeed.files.durable import new_folder, refuse_existing
 from megaspeed.files.reading import special_files
-from megaspeed.hugging_face.errors import HuggingFaceError
-from megaspeed.hugging_face.free_space import check_disk
-from megaspeed.hugging_face.generation import generation_files
-from megaspeed.hugging_face.matching import matching_tensors
-from megaspeed.hugging_face.tokenizer import ModelTokenizer, find_tokenizer
-from megaspeed.hugging_face.verifying import Agreement, check_room, compare
-from megaspeed.hugging_face.weight_files import StoredTensor, open_tensors
-from megaspeed.hugging_face.weights import Part, parts_of
+from megaspeed.hugging_face.tokenizer import ModelTokenizer, find_tokenizer, generation_files
+from megaspeed.hugging_face.verifying import Agreement, check_memory, compare
+from megaspeed.hugging_face.weight_files import (
+    HuggingFaceError,
+    StoredTensor,
+    check_disk,
+    open_tensors,
+)
+from megaspeed.hugging_face.weights import Part, matching_tensors, parts_of
 
 
 def import_model(
@@ -43,27 +44,27 @@ def import_model(
     tokenizer: Path | None = None,
     with_tokenizer: bool = True,
     verify: bool = True,
-    tell: Callable[[str], None] = lambda line: None,
+    report: Callable[[str], None] = lambda line: None,
 ) -> Agreement | None:
-    """Writes the checkpoint ``out`` of the model in ``folder``.
+    """Writes the model in ``folder`` to the checkpoint ``out``.
 
     Args:
-        folder: as save_pretrained writes it.
-        out: is not there yet; it appears whole or not at all.
-        tokenizer: a folder or a tokenizer.json, instead of the one beside the model.
-        with_tokenizer: whether the checkpoint carries one.
-        verify: compare with transformers before ``out`` appears.
-        tell: is told what was done, a line each.
+        folder: a folder as save_pretrained writes it.
+        out: must not exist. It gets this name when it is complete, and only if nothing failed.
+        tokenizer: a folder or a tokenizer.json that replaces the one beside the model.
+        with_tokenizer: whether the checkpoint carries a tokenizer.
+        verify: whether to compare with transformers before ``out`` gets its name.
+        report: receives a line for each thing that was done.
 
     Returns:
-        How well the two agree; None where they were not compared.
+        How well the two implementations agree; None if they were not compared.
 
     Raises:
-        ConfigError: config.json is of a model that ours cannot be.
-        FileExistsError: ``out`` is there.
-        HuggingFaceError: the weights are not the model's, or there is no room.
-        DataError: the tokenizer is none, or not the model's.
-        Disagreement: transformers computes something else.
+        ConfigError: config.json describes a model that ours cannot express.
+        FileExistsError: ``out`` exists.
+        HuggingFaceError: the weights do not match config.json, or there is too little space.
+        DataError: the tokenizer cannot be read, or has more entries than the model.
+        Disagreement: transformers computes other logits or tokens.
     """
     refuse_existing(out)
     model = _model_of(folder)
@@ -72,29 +73,31 @@ def import_model(
         raise HuggingFaceError(f"{special}; remove it, or download the model again")
     vocabulary = ModelTokenizer({})
     if with_tokenizer:
-        mend = "name another with --tokenizer, or import without by --no-tokenizer"
+        mend = "name another with --tokenizer, or omit it with --no-tokenizer"
         vocabulary = find_tokenizer(folder, model.vocab_size, named=tokenizer, mend=mend)
-    # Of a tokenizer that was named, the ids count; else those that the model came with.
+    # If the user named a tokenizer, its ids replace those that the model came with.
     generation = generation_files(folder, vocabulary.ids() if tokenizer else {})
     stored = matching_tensors(model, open_tensors(folder))
     check_disk(out, _count(model) * BYTES_PER_ELEMENT)
     if verify:
-        check_room(model)
+        check_memory(model)
     with new_folder(out) as writing:
         beside = {**vocabulary.files, **generation}
         write_checkpoint(writing, _pieces(model, stored), _state(model, folder), beside)
         agreement = compare(writing, folder) if verify else None
-    tell(f"{out}: {_count(model):,} parameters, from {folder}")
+    report(f"{out}: {_count(model):,} parameters, from {folder}")
     rounded = [name for name, tensor in stored.items() if tensor.dtype == torch.float64]
     if rounded:
-        tell(f"rounded from float64 to float32: {len(rounded):,} tensors, the first {rounded[0]}")
-    tell(str(vocabulary))
-    tell(str(agreement or "not verified"))
+        report(
+            f"rounded from float64 to float32: {len(rounded):,} tensors, for example {rounded[0]}"
+        )
+    report(str(vocabulary))
+    report(str(agreement or "not verified"))
     return agreement
 
 
 def _model_of(folder: Path) -> ModelConfig:
-    """With the laws of its shape checked, as in a run."""
+    """The model that config.json describes. Its shape is checked as in a run."""
     return parse_config(
         {
             "model": {"from_hf": str(folder)},
@@ -106,7 +109,7 @@ def _model_of(folder: Path) -> ModelConfig:
 
 
 def _pieces(model: ModelConfig, stored: Mapping[str, StoredTensor]) -> Iterator[Piece]:
-    """Ours, read as they are asked for."""
+    """The pieces of our tensors. Each is read when it is needed."""
     prefix = FAMILIES[model.architecture].prefix
     for part in parts_of(model):
         tensor = stored[part.theirs.removeprefix(prefix)]
@@ -120,7 +123,7 @@ def _pieces(model: ModelConfig, stored: Mapping[str, StoredTensor]) -> Iterator[
 
 
 def _rows_of(tensor: StoredTensor, rows: slice, part: Part) -> Tensor:
-    """Our rows; of a transposed tensor they are columns."""
+    """Our rows, which are columns of a transposed tensor."""
     return tensor.read(slice(None), rows).T if part.transposed else tensor.read(rows)
 
 

@@ -1,10 +1,22 @@
-"""The tokenizer that goes with a model: its files, and the ids that a config.json names."""
+"""What goes with a model's weights: its tokenizer, and how transformers continues a text with it.
 
+    DIR/tokenizer.json, ...      the tokenizer                                      -> checkpoint
+    DIR/generation_config.json   tokens that end a text, padding, sampling          -> checkpoint
+    DIR/config.json              in models without the former, the token ids alone /
+
+An import copies these files into the checkpoint, and an export copies them back. Checkpoints of a
+run that starts from the import keep them as long as the run uses the same tokenizer.
+"""
+
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from megaspeed.checkpoint.reading import TOKENIZER, read_tokenizer_files
+from megaspeed.checkpoint.reading import GENERATION, TOKENIZER, read_tokenizer_files
+from megaspeed.config.hugging_face import CONFIG_FILE, DAMAGED
+from megaspeed.config.strict_json import JsonSyntaxError, read_json_object
 from megaspeed.data.errors import DataError
 from megaspeed.data.tokenizer.text_tokenizer import (
     NoEndOfText,
@@ -12,18 +24,23 @@ from megaspeed.data.tokenizer.text_tokenizer import (
     load_tokenizer,
     special_tokens,
 )
+from megaspeed.hugging_face.weight_files import HuggingFaceError
 
 _OLDER = ("vocab.json", "tokenizer.model")
+_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+
+Keys = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
 class ModelTokenizer:
-    """The files of a tokenizer, and what of it a model's config repeats.
+    """The files of a tokenizer, and its token ids that a model's config repeats.
 
     Attributes:
         files: name -> content.
-        bos_token_id, eos_token_id: of the tokens that begin and end a text; None where it has none.
-        remark: what is to be known about it.
+        bos_token_id, eos_token_id: ids of the tokens that begin and end a text; None if it has
+            none.
+        remark: what the user should know about it.
     """
 
     files: Mapping[str, bytes]
@@ -36,27 +53,32 @@ class ModelTokenizer:
         return f"tokenizer: {files}{self.remark and '; '}{self.remark}"
 
     def ids(self) -> dict[str, int | None]:
-        """As a config.json and a generation_config.json name them."""
+        """The ids under their names in config.json and generation_config.json."""
         return {"bos_token_id": self.bos_token_id, "eos_token_id": self.eos_token_id}
+
+
+def has_tokenizer(folder: Path) -> bool:
+    """Whether a folder has a tokenizer, of the current or an older format."""
+    return any((folder / name).is_file() for name in (TOKENIZER, *_OLDER))
 
 
 def find_tokenizer(
     folder: Path, vocab_size: int, *, named: Path | None, mend: str
 ) -> ModelTokenizer:
-    """The tokenizer that is named, or else that beside a model; without files if there is neither.
+    """The tokenizer that the user named, else the one in a model's folder, else one without files.
 
     Args:
-        folder: of the model.
-        vocab_size: of the model.
-        named: a folder or a tokenizer.json.
-        mend: what can be done where the one beside the model cannot be taken.
+        folder: the folder of the model.
+        vocab_size: the vocabulary size of the model.
+        named: a folder or a tokenizer.json; None if the user named none.
+        mend: what the user can do if the one in the model's folder cannot be used.
 
     Raises:
         DataError: it cannot be read, or has more entries than the model.
     """
     if named is not None:
         return _read_tokenizer(named, vocab_size, "--tokenizer")
-    if not any((folder / name).is_file() for name in (TOKENIZER, *_OLDER)):
+    if not has_tokenizer(folder):
         return ModelTokenizer({}, remark="name one with --tokenizer")
     try:
         return _read_tokenizer(folder, vocab_size, "the tokenizer beside a model")
@@ -65,9 +87,9 @@ def find_tokenizer(
 
 
 def _read_tokenizer(source: Path, vocab_size: int, setting: str) -> ModelTokenizer:
-    """The tokenizer of a folder or of a tokenizer.json, of whatever age.
+    """The tokenizer of a folder or of a tokenizer.json, of any format.
 
-    One of which no token is known to end a text is a model's nevertheless; it is remarked upon.
+    If no end-of-text token is known, it is still the model's tokenizer, with a remark.
     """
     folder = source if source.is_dir() else source.parent
     eos, remark = None, ""
@@ -83,7 +105,8 @@ def _read_tokenizer(source: Path, vocab_size: int, setting: str) -> ModelTokeniz
         raise DataError(
             f"every token id must be below the model's vocab_size: that is {vocab_size}, and "
             f"{setting}, {source}, has {loaded.vocab_size} entries; remove the tokens that were "
-            "added to it, or give the model rows for them by transformers' resize_token_embeddings"
+            "added to it, or add rows for them to the model with transformers' "
+            "resize_token_embeddings"
         )
     bos = next(special_tokens(folder, "bos_token"), None)
     return ModelTokenizer(
@@ -92,3 +115,45 @@ def _read_tokenizer(source: Path, vocab_size: int, setting: str) -> ModelTokeniz
         eos_token_id=eos,
         remark=remark,
     )
+
+
+def generation_files(folder: Path, ids: Keys) -> dict[str, bytes]:
+    """Name -> content of the generation_config.json that a checkpoint of a model carries, if any.
+
+    Args:
+        folder: the folder of the model.
+        ids: ids that replace the model's own, because the user named another tokenizer.
+
+    Raises:
+        HuggingFaceError: a file of the model is damaged.
+    """
+    keys = {**token_ids(_read(folder / CONFIG_FILE)), **read_generation(folder), **token_ids(ids)}
+    return {GENERATION: json_file(keys)} if keys else {}
+
+
+def read_generation(folder: Path) -> Keys:
+    """The content of a folder's generation_config.json; empty if there is none.
+
+    Raises:
+        HuggingFaceError: the file is damaged.
+    """
+    return _read(folder / GENERATION)
+
+
+def token_ids(keys: Keys) -> dict[str, Any]:
+    """The special ids that a file states. Each is one id, or a list; several may end a text."""
+    return {key: keys[key] for key in _IDS if keys.get(key) is not None}
+
+
+def json_file(values: Keys) -> bytes:
+    """JSON in the layout that transformers writes."""
+    return (json.dumps(values, indent=2) + "\n").encode()
+
+
+def _read(file: Path) -> Keys:
+    if not file.exists():
+        return {}
+    try:
+        return read_json_object(file)[0]
+    except JsonSyntaxError as error:
+        raise HuggingFaceError(f"{error}: {DAMAGED}") from error

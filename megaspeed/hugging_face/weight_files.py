@@ -1,14 +1,15 @@
-"""The tensors in the files of a Hugging Face model, each read no sooner than it is asked for.
+"""Reads the tensors in the files of a Hugging Face model, each only when it is needed.
 
     model.safetensors   or  model.safetensors.index.json -> model-00001-of-00003.safetensors ...
     pytorch_model.bin   or  pytorch_model.bin.index.json -> pytorch_model-00001-of-00003.bin ...
 
-The first of the four that a folder has counts, as in transformers. Nothing of a file is executed:
-safetensors holds none, and a .bin is read as tensors alone.
+If a folder has several of these four, the first one is read, as in transformers. No file can run
+code: safetensors has only tensors, and a .bin is unpickled with ``weights_only``.
 """
 
 import math
 import pickle
+import shutil
 import zipfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from torch import Tensor
 
 from megaspeed.config.hugging_face import DAMAGED
 from megaspeed.config.strict_json import JsonSyntaxError, read_json_object
-from megaspeed.hugging_face.errors import HuggingFaceError
+from megaspeed.files.paths import nearest_existing
 
 SAFETENSORS, SAFETENSORS_INDEX = "model.safetensors", "model.safetensors.index.json"
 _BIN, _BIN_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
@@ -35,9 +36,17 @@ _FLOATS = {
 }
 
 _Held = Mapping[str, Any]
-"""Name -> what gives a tensor for an index of slices, of all tensors of a file."""
+"""Name -> an object that returns a tensor if it is indexed with slices, for all tensors."""
 
 _Open = Callable[[Path], _Held]
+
+
+class HuggingFaceError(RuntimeError):
+    """A model cannot be imported, exported or loaded. The message states what to do."""
+
+
+class ComputationError(HuggingFaceError):
+    """A model was loaded, but what it computes is wrong or not finite."""
 
 
 @dataclass(frozen=True)
@@ -45,11 +54,11 @@ class StoredTensor:
     """A tensor in a file.
 
     Attributes:
-        file: which holds it.
-        name: as it is called there.
+        file: the file that contains it.
+        name: its name in the file.
         shape: its full shape.
-        dtype: as it is stored; None where it is none of fp64, fp32, bf16 and fp16.
-        open: opens the file, or gives it as it was opened before.
+        dtype: its dtype in the file; None if it is not fp64, fp32, bf16 or fp16.
+        open: opens the file, or returns it if it is the file that was opened last.
     """
 
     file: Path
@@ -59,32 +68,43 @@ class StoredTensor:
     open: _Open
 
     def read(self, *index: slice) -> Tensor:
-        """A part of it, as fp32; dims without a slice are whole.
+        """A part of it in fp32; a dim without a slice is read in full.
 
         Raises:
             HuggingFaceError: a value is NaN or infinite.
         """
         part: Tensor = self.open(self.file)[self.name][index].to(torch.float32)
-        # Unlike isfinite it takes no memory of the part's size; a NaN is both of what it gives.
-        if part.numel() and not all(map(math.isfinite, map(float, part.aminmax()))):
+        if part.numel() and not is_finite(part):
             raise HuggingFaceError(
-                f"{self.name} in {self.file} holds NaN or infinite values in fp32, from which no "
-                "model can be trained; fetch the file anew, or take an earlier state of the model"
+                f"{self.name} in {self.file} has NaN or infinite values in fp32, so no model can "
+                "be trained from it; download the file again, or use an earlier state of the model"
             )
         return part
 
 
+def is_finite(tensor: Tensor) -> bool:
+    """Whether a tensor has no NaN and no infinite value."""
+    # Unlike isfinite, aminmax allocates no tensor of this size. If there is a NaN, it returns NaN.
+    return all(map(math.isfinite, map(float, tensor.aminmax())))
+
+
+def has_weights(folder: Path) -> bool:
+    """Whether a folder has the weights of a Hugging Face model."""
+    names = (SAFETENSORS, SAFETENSORS_INDEX, _BIN, _BIN_INDEX)
+    return any((folder / name).is_file() for name in names)
+
+
 def open_tensors(folder: Path) -> dict[str, StoredTensor]:
-    """Name -> tensor, of all tensors of the model in ``folder``.
+    """Name -> tensor, for all tensors of the model in ``folder``.
 
     Raises:
-        HuggingFaceError: there are none, or a file is missing or damaged.
+        HuggingFaceError: the folder has no weights, or a file is missing or damaged.
     """
     for file, index, open_file in (
         (SAFETENSORS, SAFETENSORS_INDEX, _open_safetensors),
         (_BIN, _BIN_INDEX, _open_bin),
     ):
-        # One file is open at a time: pages of a file that is mapped count as memory that is used.
+        # Only one file is open at a time, because the pages of a mapped file count as used memory.
         opened: _Open = lru_cache(maxsize=1)(open_file)
         if (folder / file).is_file():
             return _tensors_in(folder / file, opened)
@@ -101,19 +121,20 @@ def _tensors_of_shards(index: Path, opened: _Open) -> dict[str, StoredTensor]:
         raise HuggingFaceError(f"{error}: {DAMAGED}") from error
     if not isinstance(weight_map, dict) or not weight_map:
         raise HuggingFaceError(f"{index} has no weight_map of names and files: {DAMAGED}")
-    # The name alone: an index cannot point out of its folder.
+    # Only the last part of a path is used, so an index cannot name a file outside its folder.
     named = {name: index.parent / Path(str(file)).name for name, file in weight_map.items()}
     missing = sorted({file.name for file in named.values() if not file.is_file()})
     if missing:
         raise HuggingFaceError(
-            f"{index} names {', '.join(missing)}, which {index.parent} lacks; fetch what is missing"
+            f"{index} lists {', '.join(missing)}, and {index.parent} does not have them; download "
+            "them"
         )
     held = {file: _tensors_in(file, opened) for file in sorted(set(named.values()))}
     lost = [f"{name} in {file.name}" for name, file in named.items() if name not in held[file]]
     if lost:
         raise HuggingFaceError(
-            f"{index} names {len(lost)} tensors that are not where it says, the first {lost[0]}; "
-            "fetch index and files anew, from one revision"
+            f"{index} lists {len(lost)} tensors that are not in the files it names, for example "
+            f"{lost[0]}; download index and files again, from one revision"
         )
     return {name: held[file][name] for name, file in named.items()}
 
@@ -126,10 +147,10 @@ def _tensors_in(file: Path, opened: _Open) -> dict[str, StoredTensor]:
         }
     except HuggingFaceError:
         raise
-    except pickle.UnpicklingError as error:  # torch's advice is to let the file run as a program
+    except pickle.UnpicklingError as error:  # torch's own message suggests to run the file's code
         raise HuggingFaceError(
-            f"{file} holds more than tensors, which is not read because it may run as a program, "
-            "or is damaged; fetch it again, or save the model by save_pretrained"
+            f"{file} is damaged, or has objects other than tensors, which are not loaded because "
+            "they may run code; download it again, or save the model with save_pretrained"
         ) from error
     except Exception as error:  # a damaged file may raise anything, in either format
         why = str(error) or type(error).__name__
@@ -138,26 +159,26 @@ def _tensors_in(file: Path, opened: _Open) -> dict[str, StoredTensor]:
 
 def _open_safetensors(file: Path) -> _Held:
     stored = safe_open(file, framework="pt")
-    return {name: stored.get_slice(name) for name in stored.keys()}  # noqa: SIM118  # no mapping
+    return {name: stored.get_slice(name) for name in stored.keys()}  # noqa: SIM118  # not a dict
 
 
 def _open_bin(file: Path) -> _Held:
-    # Files from before torch 1.6 are no archives; they are read whole.
+    # Files written before torch 1.6 are not zip archives and cannot be mapped.
     mapped = zipfile.is_zipfile(file)
     held = torch.load(file, map_location="cpu", weights_only=True, mmap=mapped)
     problem = _problem_of(held)
     if problem is not None:
         raise HuggingFaceError(
-            f"{file} must hold tensors by name and nothing else, and {problem}; save the model by "
+            f"{file} must contain only tensors by name, and {problem}; save the model with "
             "save_pretrained"
         )
     return {name: tensor.detach() for name, tensor in held.items()}
 
 
 def _problem_of(held: Any) -> str | None:
-    """Why what a .bin holds is not the weights of a model."""
+    """Why the content of a .bin is not the weights of a model; None if it is."""
     if not isinstance(held, Mapping):
-        return f"holds a {type(held).__name__}"
+        return f"contains a {type(held).__name__}"
     for name, tensor in held.items():
         if not isinstance(name, str):
             return f"a name in it is {name!r}"
@@ -172,3 +193,23 @@ def _shape_and_dtype(tensor: Any) -> tuple[tuple[int, ...], torch.dtype | None]:
     if isinstance(tensor, Tensor):
         return tuple(tensor.shape), tensor.dtype if tensor.dtype in _FLOATS.values() else None
     return tuple(tensor.get_shape()), _FLOATS.get(tensor.get_dtype())
+
+
+def check_disk(folder: Path, needed_bytes: int) -> None:
+    """Raises HuggingFaceError if ``folder`` cannot be created, or its disk has too little space."""
+    above = nearest_existing(folder)
+    if not above.is_dir():
+        raise HuggingFaceError(
+            f"{folder} cannot be created, because {above} is a file; name a path in a folder"
+        )
+    free = free_bytes(folder)
+    if free < needed_bytes:
+        raise HuggingFaceError(
+            f"{folder} needs {needed_bytes:,} bytes, and its disk has {free:,} free; make room, or "
+            "use another disk (for temporary folders, set TMPDIR)"
+        )
+
+
+def free_bytes(folder: Path) -> int:
+    """Free bytes on the disk of ``folder``, which need not exist yet."""
+    return shutil.disk_usage(nearest_existing(folder)).free

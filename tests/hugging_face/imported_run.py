@@ -1,4 +1,4 @@
-"""Ranks that train an imported model; without transformers, which takes seconds to load."""
+"""Ranks that train an imported model. They do not import transformers, which takes seconds."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -60,6 +60,6 @@ def whole_logits(rank: SavedRun, context: ParallelContext) -> Tensor | None:
 
 
 def _rows_of(seen: list[Tensor], shape: LoaderShape) -> Iterator[tuple[int, Tensor]]:
-    """Each of this rank's rows of the step with its logits."""
+    """(row of the step, its logits) for each row of this rank."""
     for micro_batch, logits in enumerate(seen):
         yield from zip(shape.rows(micro_batch), logits, strict=True)

@@ -113,7 +113,7 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {
 
 
 def randomized(model: PreTrainedModel) -> PreTrainedModel:
-    """Every weight, bias and norm with a random value added."""
+    """The model, with a random value added to every weight, bias and norm."""
     generator = torch.Generator().manual_seed(7)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -122,13 +122,13 @@ def randomized(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def saved(model: PreTrainedModel, folder: Path, **options: Any) -> Path:
-    """The folder that the model was written to."""
+    """Writes the model to a folder; returns the folder."""
     model.save_pretrained(folder, **options)
     return folder
 
 
 def with_tokenizer(folder: Path) -> Path:
-    """The folder of a model, now with a tokenizer of 270 words at most."""
+    """Writes a tokenizer of at most 270 entries to a model's folder; returns the folder."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

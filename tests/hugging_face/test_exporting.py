@@ -16,14 +16,13 @@ from megaspeed.checkpoint.folders import CheckpointFolder
 from megaspeed.checkpoint.pieces import LARGEST_PIECE_BYTES
 from megaspeed.checkpoint.reading import model_config
 from megaspeed.cli import main
-from megaspeed.cli.export_hf import byte_count
+from megaspeed.cli.hugging_face import byte_count
 from megaspeed.config.model import ModelConfig
 from megaspeed.data.errors import DataError
 from megaspeed.hugging_face import exporting
-from megaspeed.hugging_face.errors import HuggingFaceError
 from megaspeed.hugging_face.exporting import Precision, export_model
 from megaspeed.hugging_face.importing import _rows_of, import_model
-from megaspeed.hugging_face.weight_files import StoredTensor
+from megaspeed.hugging_face.weight_files import HuggingFaceError, StoredTensor
 from megaspeed.hugging_face.weights import Part
 from megaspeed.model.gpt import SwiGluMlp
 from tests.checkpoint.written import CONFIG, write_checkpoint
@@ -32,7 +31,7 @@ from tests.hugging_face.models import END_OF_TEXT, llama, same, saved, weights_i
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of an untied Llama without a tokenizer; not to be changed."""
+    """Checkpoint of an untied Llama without a tokenizer. Tests must not change it."""
     root = tmp_path_factory.mktemp("llama")
     import_model(saved(llama(), root / "hf"), root / "checkpoint")
     return root / "checkpoint"
@@ -40,7 +39,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def run_folder(tmp_path: Path) -> Path:
-    """Of a run that has saved steps 100 and 200."""
+    """Folder of a run that has saved steps 100 and 200."""
     folder = CheckpointFolder(tmp_path / "run" / "checkpoints")
     for step in (100, 200):
         write_checkpoint(folder, step)
@@ -49,7 +48,7 @@ def run_folder(tmp_path: Path) -> Path:
 
 def test_one_file_where_one_suffices(checkpoint: Path, tmp_path: Path) -> None:
     told: list[str] = []
-    export_model(checkpoint, tmp_path / "out", tell=told.append)
+    export_model(checkpoint, tmp_path / "out", report=told.append)
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
         "config.json",
         "generation_config.json",
@@ -95,10 +94,10 @@ def test_a_precision_is_the_rounded_master_weights(checkpoint: Path, tmp_path: P
 @pytest.mark.parametrize(
     ("precision", "value", "told"),
     [
-        ("float16", 1e5, "float16 holds no number beyond 65,504, and {} has 2 of 9,632, "
-         "the largest 100,000; take --dtype bfloat16 or float32"),
-        ("bfloat16", 3.4e38, "bfloat16 holds no number beyond 3.38953e+38, and {} has 2 of 9,632, "
-         "the largest 3.4e+38; take --dtype float32"),
+        ("float16", 1e5, "the largest number in float16 is 65,504, and 2 of the 9,632 values of {} "
+         "exceed it, the largest 100,000; use --dtype bfloat16 or float32"),
+        ("bfloat16", 3.4e38, "the largest number in bfloat16 is 3.38953e+38, and 2 of the 9,632 "
+         "values of {} exceed it, the largest 3.4e+38; use --dtype float32"),
     ],
 )  # fmt: skip
 def test_a_weight_beyond_a_precision_is_refused(
@@ -109,7 +108,7 @@ def test_a_weight_beyond_a_precision_is_refused(
     told: str,
     options: tuple[str, ...],
 ) -> None:
-    """Of tokens that no prompt of the comparison has; it would find nothing."""
+    """No prompt of the comparison has these tokens, so the comparison would not notice them."""
     stock = llama()
     stock.get_input_embeddings().weight.data[7, 3:5] = value
     import_model(saved(stock, tmp_path / "hf"), tmp_path / "checkpoint", verify=False)
@@ -132,7 +131,7 @@ def test_a_model_that_has_diverged_is_refused_in_every_precision(
     value: float,
     precision: Precision,
 ) -> None:
-    """It would be loaded, and could not be imported again."""
+    """transformers would load it, but it could not be imported again."""
 
     def rows_of(tensor: StoredTensor, rows: slice, part: Part) -> Tensor:
         values = _rows_of(tensor, rows, part)
@@ -144,8 +143,8 @@ def test_a_model_that_has_diverged_is_refused_in_every_precision(
     with pytest.raises(HuggingFaceError) as caught:
         export_model(diverged, tmp_path / "out", precision=precision, verify=False)
     assert str(caught.value) == (
-        "a model's weights are finite numbers, and model.layers.0.self_attn.k_proj.weight of "
-        f"{diverged} holds 16 NaN or infinite ones of 512, because its training diverged; take an "
+        "a model's weights must be finite, and model.layers.0.self_attn.k_proj.weight of "
+        f"{diverged} has 16 NaN or infinite values of 512, because its training diverged; use an "
         "earlier checkpoint"
     )
     assert list(tmp_path.iterdir()) == [diverged]
@@ -271,7 +270,7 @@ MEASURED = """
 import sys
 from pathlib import Path
 from typing import Any
-from megaspeed.hugging_face.errors import HuggingFaceError
+from megaspeed.hugging_face.weight_files import HuggingFaceError
 from megaspeed.hugging_face.exporting import Precision, export_model
 from megaspeed.hugging_face.importing import _rows_of, import_model
 from megaspeed.hugging_face.weight_files import StoredTensor
@@ -298,7 +297,7 @@ print(*grown)
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="Linux counts the peak")
 def test_memory_is_bounded_by_one_file_and_not_by_the_model(tmp_path: Path) -> None:
-    """An import maps the file that it reads, whose pages count, and holds a piece beside it."""
+    """An import maps the file that it reads, which counts as memory, and holds one piece."""
     shard_bytes, slack = 16_000_000, 12_000_000
     stock = llama(**LARGE)
     model_bytes = 4 * sum(math.prod(parameter.shape) for parameter in stock.parameters())
@@ -335,7 +334,7 @@ def test_what_the_family_lacks_is_refused_before_anything_is_written(
     capsys: pytest.CaptureFixture[str],
     changes: dict[str, Any],
 ) -> None:
-    """A checkpoint whose run had a feature that transformers' Llama has not."""
+    """A checkpoint of a run with a feature that transformers' Llama does not have."""
     model = model_config(checkpoint).model_dump() | changes
     monkeypatch.setattr(exporting, "model_config", lambda _: ModelConfig.model_validate(model))
     monkeypatch.setattr(exporting, "check_disk", lambda *_: pytest.fail("it went on"))

@@ -1,4 +1,4 @@
-"""Every kind of file that a model comes in, and what is refused, by name."""
+"""Every kind of weight file is imported, and errors name what is wrong in it."""
 
 import json
 import os
@@ -20,9 +20,9 @@ from megaspeed.checkpoint.tensors import expected_shapes
 from megaspeed.cli import main
 from megaspeed.config.errors import ConfigError
 from megaspeed.data.errors import DataError
-from megaspeed.hugging_face import free_space
-from megaspeed.hugging_face.errors import HuggingFaceError
+from megaspeed.hugging_face import verifying
 from megaspeed.hugging_face.importing import import_model
+from megaspeed.hugging_face.weight_files import HuggingFaceError
 from tests.hugging_face.models import (
     change_config,
     gpt2,
@@ -39,7 +39,7 @@ WEIGHTS = "model.safetensors"
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A GPT-2 in one file; not to be changed."""
+    """A GPT-2 in one file. Tests must not change it."""
     return saved(gpt2(), tmp_path_factory.mktemp("gpt2"))
 
 
@@ -61,13 +61,13 @@ def copy(folder: Path, tmp_path: Path) -> Path:
 
 
 def written(weights: Weights, folder: Path, name: str = WEIGHTS) -> Path:
-    """The folder, with the weights in one file of it."""
+    """Writes the weights to one file of a folder; returns the folder."""
     save_file({key: value.contiguous() for key, value in weights.items()}, folder / name)
     return folder
 
 
 def imported(folder: Path, **options: Any) -> Weights:
-    """The weights that a folder's model has as ours."""
+    """The weights of a folder's model after its import."""
     out = folder.parent / "out"
     import_model(folder, out, **options)
     return load_model(out).state_dict()
@@ -130,7 +130,7 @@ def test_a_bin_file(copy: Path, folder: Path, right: Weights, archive: bool) -> 
 def test_names_without_prefix_buffers_and_a_tied_head(
     copy: Path, folder: Path, right: Weights
 ) -> None:
-    """As the first GPT-2 files were."""
+    """The first GPT-2 files had all of these."""
     weights = weights_in(folder)
     bare = {name.removeprefix("transformer."): tensor for name, tensor in weights.items()}
     for block in range(2):
@@ -163,15 +163,15 @@ def test_float64_is_rounded_and_told(copy: Path, folder: Path, right: Weights) -
     name = "transformer.h.0.mlp.c_fc.weight"
     told: list[str] = []
     double = {**weights, name: weights[name].double() * (1 + 1e-12)}
-    assert same(imported(written(double, copy), tell=told.append), right)
-    assert "rounded from float64 to float32: 1 tensors, the first h.0.mlp.c_fc.weight" in told
+    assert same(imported(written(double, copy), report=told.append), right)
+    assert "rounded from float64 to float32: 1 tensors, for example h.0.mlp.c_fc.weight" in told
 
 
 # --- what is refused ------------------------------------------------------------------------------
 
 
 def refusal(folder: Path, kind: type[Exception] = HuggingFaceError, *, verify: bool = True) -> str:
-    """Why a folder is not imported; nothing is left of the try."""
+    """The error of an import. Asserts that the import leaves nothing behind."""
     out = folder.parent / "refused"
     with pytest.raises(kind) as caught:
         import_model(folder, out, verify=verify)
@@ -192,11 +192,11 @@ def test_missing_unexpected_and_misshapen_tensors_are_all_told(copy: Path, folde
         "  transformer.h.1.ln_2.bias is missing",
         "  h.2.ln_1.weight (32) is in model.safetensors and not in the model",
         "  transformer.wpe.weight is 95 x 32 in model.safetensors and 96 x 32 in the model",
-        "  transformer.h.0.ln_1.bias in model.safetensors is none of float64, float32, bfloat16 "
-        "and float16",
+        "  transformer.h.0.ln_1.bias in model.safetensors is not float64, float32, bfloat16 or "
+        "float16",
         "  transformer.h.0.mlp.c_fc.weight is 128 x 32 in model.safetensors and 32 x 128 in the "
         "model",
-        "Fetch both anew, from one revision.",
+        "Download both again, from one revision.",
     ]
 
 
@@ -206,14 +206,15 @@ def test_a_head_of_its_own_is_not_dropped(copy: Path, folder: Path) -> None:
     head[-1, -1] += 1
     told = refusal(written({**weights, "lm_head.weight": head}, copy))
     assert (
-        "lm_head.weight is not the embedding, and tie_word_embeddings in config.json says" in told
+        "lm_head.weight differs from the embedding, but tie_word_embeddings in config.json is true"
+        in told
     )
 
 
 def test_a_tensor_under_both_of_its_names(copy: Path, folder: Path) -> None:
     weights = weights_in(folder)
     told = refusal(written({**weights, "ln_f.bias": torch.zeros(32)}, copy))
-    assert "  ln_f.bias is there with and without transformer." in told.splitlines()
+    assert "  ln_f.bias is stored with and without transformer." in told.splitlines()
 
 
 def test_damaged_and_missing_files(copy: Path, folder: Path) -> None:
@@ -223,10 +224,11 @@ def test_damaged_and_missing_files(copy: Path, folder: Path) -> None:
     (copy / WEIGHTS).unlink()
     index = copy / "model.safetensors.index.json"
     index.write_text('{"weight_map": {"transformer.wte.weight": "../secret.safetensors"}}')
-    assert "names secret.safetensors, which" in refusal(copy)
+    assert "lists secret.safetensors, and" in refusal(copy)
     written({"x": torch.zeros(1)}, copy, "secret.safetensors")
-    assert "names 1 tensors that are not where it says, the first transformer.wte.w" in refusal(
-        copy
+    assert (
+        "lists 1 tensors that are not in the files it names, for example transformer.wte.w"
+        in refusal(copy)
     )
     index.write_text("{}")
     assert "has no weight_map of names and files: incomplete or damaged; fetch it again" in refusal(
@@ -236,15 +238,17 @@ def test_damaged_and_missing_files(copy: Path, folder: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore:Detected pickle protocol")
 def test_a_bin_file_of_any_bytes_is_refused(copy: Path) -> None:
-    """As a pickle they may be a wrong instruction, one without its operand, or nothing at all."""
+    """In a pickle, random bytes may be a wrong instruction, or one without its operand."""
     chance = random.Random(0)
     told = set()
     for size_bytes in (0, *[100] * 50):
         (copy / "pytorch_model.bin").write_bytes(chance.randbytes(size_bytes))
         refused = refusal(copy)
         told.add(refused.removeprefix(f"{copy / 'pytorch_model.bin'} ").split(" (")[0])
-        assert "fetch it again" in refused and "()" not in refused
-    assert {words[:23] for words in told} == {"cannot be read", "holds more than tensors"}
+        assert (
+            "fetch it again" in refused or "download it again" in refused
+        ) and "()" not in refused
+    assert {words[:14] for words in told} == {"cannot be read", "is damaged, or"}
 
 
 def test_a_bin_file_is_no_program(copy: Path) -> None:
@@ -254,7 +258,7 @@ def test_a_bin_file_is_no_program(copy: Path) -> None:
 
     torch.save({"transformer.wte.weight": Program()}, copy / "pytorch_model.bin")
     told = refusal(copy)
-    assert told.startswith(f"{copy / 'pytorch_model.bin'} holds more than tensors, which is not re")
+    assert told.startswith(f"{copy / 'pytorch_model.bin'} is damaged, or has objects other than te")
     assert "weights_only" not in told
     assert not (copy / "was here").exists()
 
@@ -266,15 +270,15 @@ def test_a_bin_file_is_no_program(copy: Path) -> None:
         (lambda: {0: torch.zeros(1)}, "a name in it is 0"),
         (lambda: {"a": torch.eye(2).to_sparse()}, "'a' in it is sparse"),
         (lambda: {"a": 7}, "'a' in it is a int"),
-        (lambda: torch.zeros(1), "holds a Tensor"),
+        (lambda: torch.zeros(1), "contains a Tensor"),
     ],
     ids=["training state", "number", "sparse", "int", "tensor"],
 )
 def test_a_bin_file_that_is_no_model(copy: Path, make: Callable[[], Any], told: str) -> None:
     torch.save(make(), copy / "pytorch_model.bin")
     assert refusal(copy) == (
-        f"{copy / 'pytorch_model.bin'} must hold tensors by name and nothing else, and {told}; "
-        "save the model by save_pretrained"
+        f"{copy / 'pytorch_model.bin'} must contain only tensors by name, and {told}; "
+        "save the model with save_pretrained"
     )
 
 
@@ -282,17 +286,17 @@ def test_a_bin_file_that_is_no_model(copy: Path, make: Callable[[], Any], told: 
 def test_a_value_that_is_no_number_is_told_by_its_tensor(
     copy: Path, folder: Path, value: float
 ) -> None:
-    """Whether or not anything is compared afterwards."""
+    """It is noticed without the comparison, too."""
     weights = weights_in(folder)
     weights["transformer.h.1.ln_2.bias"][3] = value
     told = refusal(written(weights, copy), verify=False)
-    assert told.startswith(f"transformer.h.1.ln_2.bias in {copy / WEIGHTS} holds NaN or infinite")
+    assert told.startswith(f"transformer.h.1.ln_2.bias in {copy / WEIGHTS} has NaN or infinite")
 
 
 def test_places_that_cannot_be(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A folder that is not there, and a place below a file, both told before anything is done."""
+    """A folder that does not exist, and a path below a file, are refused before any work."""
     nowhere, file = tmp_path / "nowhere", tmp_path / "file"
     assert main(["import-hf", str(nowhere), str(tmp_path / "out")]) == 2
     assert f"{nowhere}: it does not exist; name a folder" in capsys.readouterr().err
@@ -300,7 +304,7 @@ def test_places_that_cannot_be(
     assert main(["import-hf", str(folder), str(file / "out")]) == 2
     told = capsys.readouterr().err
     assert told == (
-        f"{file / 'out'} cannot be made, because {file} is a file; name a place below a folder\n"
+        f"{file / 'out'} cannot be created, because {file} is a file; name a path in a folder\n"
     )
 
 
@@ -343,8 +347,8 @@ def test_a_tokenizer_larger_than_the_model(tmp_path: Path) -> None:
     assert refusal(folder, DataError) == (
         "every token id must be below the model's vocab_size: that is 260, and the tokenizer "
         f"beside a model, {folder}, has 266 entries; remove the tokens that were added to it, or "
-        "give the model rows for them by transformers' resize_token_embeddings; or name another "
-        "with --tokenizer, or import without by --no-tokenizer"
+        "add rows for them to the model with transformers' resize_token_embeddings; or name "
+        "another with --tokenizer, or omit it with --no-tokenizer"
     )
 
 
@@ -357,12 +361,12 @@ def test_a_place_that_is_taken(folder: Path, tmp_path: Path) -> None:
 def test_too_little_disk_or_memory_is_told_before_anything_is_written(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(free_space, "available_memory_bytes", lambda: 1_000)
-    with pytest.raises(HuggingFaceError, match=r"1,000 are available; go on without it by --no-ve"):
+    monkeypatch.setattr(verifying, "available_memory_bytes", lambda: 1_000)
+    with pytest.raises(HuggingFaceError, match=r"1,000 are available; omit the comparison"):
         import_model(folder, tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
-    monkeypatch.setattr(free_space, "free_bytes", lambda folder: 100)
-    with pytest.raises(HuggingFaceError, match=r"will take 152,704 bytes, and its disk has 100"):
+    monkeypatch.setattr("megaspeed.hugging_face.weight_files.free_bytes", lambda folder: 100)
+    with pytest.raises(HuggingFaceError, match=r"needs 152,704 bytes, and its disk has 100"):
         import_model(folder, tmp_path / "out", verify=False)
     assert list(tmp_path.iterdir()) == []
 

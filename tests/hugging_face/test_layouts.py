@@ -1,10 +1,12 @@
-"""A model of transformers comes in, trains and goes out the same at every layout.
+"""A model of transformers is imported, trained and exported the same at every layout.
 
     stock model --import--> checkpoint --load--> ranks --logits, a few steps--> the stock model's
                                                    |
                                                    +--save--export--> the stock model's weights
 
-The stock model is trained by transformers and torch alone; only the samples are ours.
+The stock model is trained by transformers and torch alone; only the samples are ours. Every model
+is laid out over all axes at once, and at one more layout. (``tests/parallel/test_equality.py``
+compares the layouts of each family with each other.)
 """
 
 from collections.abc import Callable
@@ -31,27 +33,32 @@ from tests.rank_pool import RankPool
 TEXT = Path(__file__).parents[2] / "LICENSE"
 STEPS = 4
 
-# (pipeline, data, tensor) and ZeRO stage.
-LAYOUTS = {(1, 1, 1): 0, (2, 2, 1): 3, (1, 2, 2): 1, (2, 2, 2): 2}
+Layout = tuple[int, int, int]  # (pipeline, data, tensor)
+ALL_AXES: Layout = (2, 2, 2)
+ZERO_STAGES: dict[Layout, int] = {(1, 1, 1): 0, (2, 2, 1): 3, (1, 2, 2): 1, ALL_AXES: 2}
 
-MODELS: dict[str, Callable[[], PreTrainedModel]] = {
-    "gpt2 tied": lambda: gpt2(n_layer=3, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0),
-    "llama grouped, tied": lambda: llama(num_hidden_layers=3, tie_word_embeddings=True),
-    "llama grouped, untied": lambda: llama(num_hidden_layers=3),
-    "mistral": lambda: mistral(num_hidden_layers=3),
-    "qwen2": lambda: qwen2(num_hidden_layers=3),
-    "qwen3": lambda: qwen3(num_hidden_layers=3, attention_bias=True),
+NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+MODELS: dict[str, tuple[Callable[[], PreTrainedModel], Layout]] = {
+    "gpt2 tied": (lambda: gpt2(n_layer=3, **NO_DROPOUT), (2, 2, 1)),
+    "llama grouped, tied": (
+        lambda: llama(num_hidden_layers=3, tie_word_embeddings=True),
+        (1, 2, 2),
+    ),
+    "llama grouped, untied": (lambda: llama(num_hidden_layers=3), (2, 2, 1)),
+    "mistral": (lambda: mistral(num_hidden_layers=3), (1, 1, 1)),
+    "qwen2": (lambda: qwen2(num_hidden_layers=3), (1, 2, 2)),
+    "qwen3": (lambda: qwen3(num_hidden_layers=3, attention_bias=True), (1, 1, 1)),
 }
 
 
 @dataclass
 class Trained:
-    """What became of a model.
+    """What training made of a model.
 
     Attributes:
-        logits: of the first step's samples before it, (24, S, V).
-        losses: of each step.
-        weights: after the last step, under transformers' names.
+        logits: logits (24, S, V) of the first step's samples, before that step.
+        losses: loss of each step.
+        weights: weights after the last step, under transformers' names.
     """
 
     logits: Tensor
@@ -60,9 +67,9 @@ class Trained:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("make", MODELS.values(), ids=MODELS.keys())
-def test_an_imported_model_is_the_stock_model_at_every_layout(
-    make: Callable[[], PreTrainedModel], pool: RankPool, tmp_path: Path
+@pytest.mark.parametrize(("make", "another"), MODELS.values(), ids=MODELS.keys())
+def test_an_imported_model_is_the_stock_model(
+    make: Callable[[], PreTrainedModel], another: Layout, pool: RankPool, tmp_path: Path
 ) -> None:
     stock = make()
     folder = saved(stock, tmp_path / "hf")
@@ -70,8 +77,8 @@ def test_an_imported_model_is_the_stock_model_at_every_layout(
     import_model(folder, imported)
     corpus = tiny_corpus(run_at((1, 1, 1), folder, tmp_path), tmp_path / "cache")
     expected = train_stock(stock, run_at((1, 1, 1), folder, tmp_path), corpus)
-    assert expected.losses[-1] < expected.losses[0]  # else training could be left out unnoticed
-    for layout in LAYOUTS:
+    assert expected.losses[-1] < expected.losses[0]  # or nobody would notice missing steps
+    for layout in (ALL_AXES, another):
         run = run_at(layout, folder, tmp_path)
         world_size = run.grid.world_size
         logits, losses = pool.run(world_size, train_imported, run, corpus, imported, STEPS)[0]
@@ -87,7 +94,7 @@ def test_an_imported_model_is_the_stock_model_at_every_layout(
         )
 
 
-def run_at(layout: tuple[int, int, int], folder: Path, place: Path) -> Run:
+def run_at(layout: Layout, folder: Path, place: Path) -> Run:
     pp, dp, tp = layout
     return tiny_run(
         TEXT,
@@ -95,8 +102,8 @@ def run_at(layout: tuple[int, int, int], folder: Path, place: Path) -> Run:
         dp=dp,
         tp=tp,
         model=read_model_section(str(folder)),
-        zero_optimization={"stage": LAYOUTS[layout]},
-        parallel={"sequence_parallel": layout == (2, 2, 2)},
+        zero_optimization={"stage": ZERO_STAGES[layout]},
+        parallel={"sequence_parallel": layout == ALL_AXES},
         training={"run_dir": str(place / f"run {layout}")},
     )
 
@@ -140,9 +147,10 @@ def train_stock(stock: PreTrainedModel, run: Run, corpus: PreparedCorpus) -> Tra
 
 
 def without_key_biases(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """A key bias moves all scores of a row alike, so its gradient is rounding alone.
+    """The weights without biases of keys.
 
-    Adam makes whole steps of it, and of the other sign elsewhere.
+    A key bias changes all scores of a row alike, so its gradient is only rounding. Adam scales it
+    to full steps, which may have another sign elsewhere.
     """
     return {
         name: torch.cat(value.chunk(3)[::2]) if name.endswith("c_attn.bias") else value

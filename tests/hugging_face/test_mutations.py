@@ -1,8 +1,10 @@
-"""What can go wrong between two implementations does not pass the comparison, in either direction.
+"""Mistakes in the mapping or in the model do not pass the comparison, in either direction.
 
 Each mutation is made where such a mistake would be made: in the table of names, in the model, in
-the config. It is noticed where weights are large, as transformers initializes them, and smaller
-still, where it changes the logits by less than fp32 rounds away.
+the config. The comparison notices it if weights are large, if they are as transformers initializes
+them, and if they are so small that it changes the logits by less than fp32 rounding.
+
+Both directions use one comparison, so only the smallest weights are tried in both.
 """
 
 import dataclasses
@@ -16,10 +18,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from megaspeed.config.model import ModelConfig
-from megaspeed.hugging_face import exporting, importing, matching
-from megaspeed.hugging_face.errors import Disagreement
+from megaspeed.hugging_face import exporting, importing, weights
 from megaspeed.hugging_face.exporting import export_model
 from megaspeed.hugging_face.importing import import_model
+from megaspeed.hugging_face.verifying import Disagreement
 from megaspeed.hugging_face.weights import Part, parts_of
 from megaspeed.model import attention, gpt
 from megaspeed.model.parameters import Row
@@ -30,7 +32,7 @@ QKV, GATE_UP, SQUARE = "attention.qkv.weight", "mlp.gate_up.weight", "attention.
 
 
 def exchanged(inner: str, *order: int) -> Callable[[ModelConfig], Iterator[Part]]:
-    """The table with the rows of some of one tensor's parts given to others of them."""
+    """The table in which parts of one tensor have each other's rows."""
 
     def mutated(model: ModelConfig) -> Iterator[Part]:
         parts = list(parts_of(model))
@@ -45,17 +47,17 @@ def exchanged(inner: str, *order: int) -> Callable[[ModelConfig], Iterator[Part]
 
 
 def turned(model: ModelConfig) -> Iterator[Part]:
-    """The table with one square matrix taken as it is where it is transposed, or the other way."""
+    """The table in which one square matrix is transposed if it should not be, or the reverse."""
     for part in parts_of(model):
         is_square = part.ours == f"blocks.1.{SQUARE}"
         yield dataclasses.replace(part, transposed=part.transposed != is_square)
 
 
 def mapped_by(table: Callable[[ModelConfig], Iterator[Part]]) -> Callable[[Patch], None]:
-    """Imports and exports by another table."""
+    """Lets imports and exports use another table."""
 
     def mutate(patch: Patch) -> None:
-        for user in (matching, importing, exporting):
+        for user in (weights, importing, exporting):
             patch.setattr(user, "parts_of", table)
 
     return mutate
@@ -94,7 +96,7 @@ def another_epsilon(patch: Patch) -> None:
 
 
 def reordered(*order: int) -> Callable[[Patch], None]:
-    """The thirds of what the fused projection gives, taken in another order."""
+    """Takes the thirds of the fused projection's output in another order."""
 
     def mutate(patch: Patch) -> None:
         make = attention.Attention.__init__
@@ -163,7 +165,7 @@ Folders = Callable[[Make, str], tuple[Path, Path]]
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
-    """Gives the folder of a model and its checkpoint, made once."""
+    """Returns the folder of a model and its checkpoint, which are made once."""
     made: dict[tuple[Make, str], tuple[Path, Path]] = {}
 
     def of(make: Make, weights: str) -> tuple[Path, Path]:
@@ -177,7 +179,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
     return of
 
 
-@pytest.mark.parametrize("weights", WEIGHTS)
+@pytest.mark.parametrize("weights", ["large", "of 0.006"])
 @pytest.mark.parametrize(("make", "mutate"), MUTATIONS.values(), ids=MUTATIONS.keys())
 def test_an_import_with_a_mistake_is_noticed_and_leaves_nothing(
     folders: Folders,
@@ -194,7 +196,7 @@ def test_an_import_with_a_mistake_is_noticed_and_leaves_nothing(
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("weights", WEIGHTS)
+@pytest.mark.parametrize("weights", ["of 0.02", "of 0.006"])
 @pytest.mark.parametrize(("make", "mutate"), MUTATIONS.values(), ids=MUTATIONS.keys())
 def test_an_export_with_a_mistake_is_noticed_and_leaves_nothing(
     folders: Folders,

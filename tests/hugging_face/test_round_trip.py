@@ -1,4 +1,4 @@
-"""A model comes back as it went in: every bit of every weight, its config, its tokenizer."""
+"""Import and export together change nothing: no bit of a weight, no config, no tokenizer."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -36,11 +36,11 @@ def test_there_and_back_is_the_same_to_the_last_bit(make: Make, tmp_path: Path) 
     stock = make()
     folder = saved(stock, tmp_path / "hf")
     told: list[str] = []
-    import_model(folder, tmp_path / "checkpoint", tell=told.append)
+    import_model(folder, tmp_path / "checkpoint", report=told.append)
     assert told[-1].startswith("verified: logits of 3 prompts of up to 96 tokens differ by at most")
     assert told[-1].endswith("and 64 greedy tokens are the same")
     assert problems_of(tmp_path / "checkpoint") == []
-    export_model(tmp_path / "checkpoint", tmp_path / "back", tell=told.append)
+    export_model(tmp_path / "checkpoint", tmp_path / "back", report=told.append)
     assert told[-1].startswith("verified: ")
     assert same(weights_in(folder), weights_in(tmp_path / "back"))
     assert shape_of(folder) == shape_of(tmp_path / "back")
@@ -48,7 +48,7 @@ def test_there_and_back_is_the_same_to_the_last_bit(make: Make, tmp_path: Path) 
 
 @pytest.mark.parametrize("make", MODELS.values(), ids=MODELS.keys())
 def test_ours_and_the_exported_one_have_the_logits_of_the_first(make: Make, tmp_path: Path) -> None:
-    """Said once more without our verification, by a plain comparison."""
+    """A plain comparison, without our verification."""
     stock = make()
     import_model(saved(stock, tmp_path / "hf"), tmp_path / "checkpoint", verify=False)
     export_model(tmp_path / "checkpoint", tmp_path / "back", verify=False)

@@ -23,7 +23,7 @@ from megaspeed.training import pretrain
 from megaspeed.training.checkpointing import generation_file
 from tests.checkpoint.saved_runs import SavedRun, started
 from tests.hugging_face.models import llama, saved, with_tokenizer
-from tests.inference.tiny_text import tiny_tokenizer
+from tests.hugging_face.tiny_text import tiny_tokenizer
 from tests.parallel.tiny import tiny_corpus, tiny_run
 from tests.rank_pool import RankPool
 
@@ -34,7 +34,7 @@ State = dict[str, dict[str, Tensor]]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An untied Llama with a tokenizer, of which several tokens end a text."""
+    """An untied Llama with a tokenizer and several tokens that end a text."""
     folder = with_tokenizer(saved(llama(), tmp_path_factory.mktemp("llama") / "hf"))
     GenerationConfig(eos_token_id=ENDS).save_pretrained(folder)
     return folder
@@ -50,7 +50,7 @@ def imported(folder: Path) -> Path:
 def state_after_loading(
     launch: LaunchEnvironment, run: Run, cache: Path, checkpoint: Path
 ) -> tuple[Progress, State]:
-    """Of an engine that has moments of its own before."""
+    """The engine has moments of its own before."""
     with started(launch, run) as context:
         rank = SavedRun.start(run, tiny_corpus(run, cache), context)
         rank.train_step()
@@ -76,7 +76,7 @@ def test_its_weights_are_taken_and_its_moments_are_zeros(
 def job(
     launch: LaunchEnvironment, cache: Path, commands: list[list[str]]
 ) -> list[tuple[int, str, str]]:
-    """Exit code, stdout and stderr of one main job after the other, as the only rank."""
+    """Runs main jobs one after the other as the only rank; (exit code, stdout, stderr) of each."""
     os.environ["MEGASPEED_CACHE"] = str(cache)
     endings = []
     for command in commands:
@@ -109,7 +109,7 @@ def config(tmp_path: Path, folder: Path) -> Path:
 def test_a_run_starts_from_it_and_its_checkpoints_are_exported_with_their_tokenizer(
     pool: RankPool, tmp_path: Path, config: Path, folder: Path, imported: Path
 ) -> None:
-    """Interrupted after the first step, it goes on from its own checkpoint, not from the import."""
+    """After an interruption, the run resumes from its own checkpoint, not from the import."""
     start = ["--config", str(config), "--resume", str(imported), "--set", "training.steps=1"]
     again = ["--config", str(config)]
     first, second = pool.run(1, job, tmp_path / "cache", [start, again])[0]

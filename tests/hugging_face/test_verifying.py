@@ -1,4 +1,4 @@
-"""The comparison itself: its prompts, its limits, and what it does where a model is short."""
+"""The comparison itself: its prompts, its tolerances, and models with few positions."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -12,10 +12,9 @@ from transformers import PreTrainedModel
 from megaspeed.checkpoint.reading import load_model
 from megaspeed.config.model import ModelConfig
 from megaspeed.hugging_face import verifying
-from megaspeed.hugging_face.errors import Disagreement, HuggingFaceError
 from megaspeed.hugging_face.importing import import_model
-from megaspeed.hugging_face.transformers_model import load_transformers_model
-from megaspeed.hugging_face.verifying import compare
+from megaspeed.hugging_face.verifying import Disagreement, compare, load_transformers_model
+from megaspeed.hugging_face.weight_files import HuggingFaceError
 from tests.hugging_face.models import gpt2, llama, saved, weights_in
 from tests.model.tiny_gpt import llama as our_llama
 
@@ -48,7 +47,7 @@ def test_a_short_model_is_asked_for_less(
 
 @pytest.mark.parametrize("vocab_size", [1, 7, 301, 128_256])
 def test_prompts_go_all_over_the_vocabulary(vocab_size: int) -> None:
-    """Every sixteenth of it is met by 64 ids, as often as any other."""
+    """64 ids are spread evenly over the sixteenths of the vocabulary."""
     ids = verifying._spread_ids(vocab_size, 64)
     assert ids.min() >= 0 and ids.max() < vocab_size
     assert torch.equal(ids, verifying._spread_ids(vocab_size, 64))
@@ -66,7 +65,7 @@ def test_a_model_takes_prompts_of_up_to_512_tokens() -> None:
 
 
 def shifted(by: float, dtype: torch.dtype = torch.float32) -> Callable[..., Tensor]:
-    """A model's own logits and, in one precision, one of them more by so much."""
+    """A forward pass of the head that adds ``by`` to one logit if it computes in ``dtype``."""
 
     def forward(self: torch.nn.Module, x: Tensor) -> Tensor:
         logits: Tensor = self.output(self.norm(x))
@@ -81,7 +80,7 @@ def test_one_word_that_differs_by_more_than_the_limit_is_enough(
     both: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, by: float
 ) -> None:
     monkeypatch.setattr("megaspeed.model.gpt.Head.forward", shifted(by))
-    with pytest.raises(Disagreement, match=r"in fp32, and rounding explains 0\.0001 "):
+    with pytest.raises(Disagreement, match=r"in fp32, and rounding explains only 0\.0001 "):
         compare(*both)
 
 
@@ -89,9 +88,9 @@ def test_one_word_that_differs_by_more_than_the_limit_is_enough(
 def test_in_fp64_far_less_is_enough(
     both: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, by: float
 ) -> None:
-    """Of which fp32 would have shown nothing."""
+    """fp32 would not show such a difference."""
     monkeypatch.setattr("megaspeed.model.gpt.Head.forward", shifted(by, torch.float64))
-    with pytest.raises(Disagreement, match=r"in fp64, and rounding explains [\d.]+e-10 "):
+    with pytest.raises(Disagreement, match=r"in fp64, and rounding explains only [\d.]+e-10 "):
         compare(*both)
 
 
@@ -100,7 +99,7 @@ def test_in_fp64_far_less_is_enough(
 def test_in_fp64_both_are_exact_to_its_rounding(
     tmp_path: Path, make: Callable[..., PreTrainedModel], std: float | None
 ) -> None:
-    """Also where transformers itself goes through fp32, which would leave 1e-7 of the largest."""
+    """Also where transformers itself rounds to fp32, which would leave 1e-7 of the largest."""
     model = make() if std is None else make(initializer_range=std, random=False)
     import_model(saved(model, tmp_path / "hf"), tmp_path / "checkpoint", verify=False)
     found = compare(tmp_path / "checkpoint", tmp_path / "hf")
@@ -112,7 +111,7 @@ def test_logits_that_are_no_numbers_agree_with_nothing(both: tuple[Path, Path]) 
     for strange in (float("nan"), float("inf")):
         theirs = torch.zeros(8, 301)
         theirs[3, 3] = strange
-        with pytest.raises(Disagreement, match="that are no numbers"):
+        with pytest.raises(Disagreement, match="logits must be finite to be compared, and transf"):
             verifying._compare_logits(
                 model, [prompt] * 2, [theirs, torch.zeros(8, 301)], verifying.SINGLE
             )
@@ -142,17 +141,19 @@ def test_the_limit_grows_with_logits_above_50(both: tuple[Path, Path]) -> None:
 
 def test_a_token_that_is_not_the_greedy_choice_is_told(both: tuple[Path, Path]) -> None:
     model, stock = load_model(both[0]), load_transformers_model(both[1], strict=True)
-    text = stock.continued(torch.arange(16), 10)
+    text = verifying._continued(stock, torch.arange(16), 10)
     verifying._compare_choices(model, text, 16, 1e-4)
     text[20] = (text[20] + 1) % 301
-    with pytest.raises(Disagreement, match=r"greedy token 5 of 10 is \d+ there and \d+ here"):
+    with pytest.raises(
+        Disagreement, match=r"greedy token 5 of 10 is \d+ in transformers and \d+ in"
+    ):
         verifying._compare_choices(model, text, 16, 1e-4)
 
 
 def test_of_two_equal_words_either_is_greedy(both: tuple[Path, Path]) -> None:
     model = load_model(both[0])
     head = model.head.output.weight  # type: ignore[union-attr]
-    text = load_transformers_model(both[1], strict=True).continued(torch.arange(16), 1)
+    text = verifying._continued(load_transformers_model(both[1], strict=True), torch.arange(16), 1)
     twin = (int(text[-1]) + 7) % 301
     head[twin] = head[int(text[-1])]
     verifying._compare_choices(model, torch.tensor([*range(16), twin]), 16, 1e-4)
@@ -167,25 +168,21 @@ def test_transformers_must_find_every_tensor_and_no_other(tmp_path: Path) -> Non
     beside = {"model.layers.7.mlp.up_proj.weight": torch.zeros(48, 32)}
     save_file(weights | beside, folder / "model.safetensors", metadata={"format": "pt"})
     load_transformers_model(folder, strict=False)
-    with pytest.raises(HuggingFaceError, match=r"has beside the model's model\.layers\.7\.mlp"):
+    with pytest.raises(HuggingFaceError, match=r"it also has model\.layers\.7\.mlp"):
         load_transformers_model(folder, strict=True)
     del weights["model.norm.weight"]
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(HuggingFaceError, match=r"lacks model\.norm\.weight"):
+    with pytest.raises(HuggingFaceError, match=r"it does not have model\.norm\.weight"):
         load_transformers_model(folder, strict=False)
 
 
 def test_the_room_that_it_takes_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of Llama-2 7B in fp64: 54 GB of weights, and some logits."""
+    """Llama-2 7B in fp64 has 54 GB of weights; the logits come on top."""
     config = ModelConfig.model_validate({"preset": "llama-2-7b"})
-    monkeypatch.setattr(
-        "megaspeed.hugging_face.free_space.available_memory_bytes", lambda: 32 << 30
-    )
+    monkeypatch.setattr("megaspeed.hugging_face.verifying.available_memory_bytes", lambda: 32 << 30)
     with pytest.raises(HuggingFaceError, match=r"takes about 54,\d+,\d+,\d+ bytes of memory, and "):
-        verifying.check_room(config)
-    monkeypatch.setattr(
-        "megaspeed.hugging_face.free_space.available_memory_bytes", lambda: 64 << 30
-    )
-    verifying.check_room(config)
-    monkeypatch.setattr("megaspeed.hugging_face.free_space.available_memory_bytes", lambda: None)
-    verifying.check_room(config)
+        verifying.check_memory(config)
+    monkeypatch.setattr("megaspeed.hugging_face.verifying.available_memory_bytes", lambda: 64 << 30)
+    verifying.check_memory(config)
+    monkeypatch.undo()
+    assert 0 < verifying.available_memory_bytes() < 1 << 50

@@ -18,7 +18,7 @@ from tests.model.tiny_gpt import gpt2, llama
 
 
 def stock_shapes(config: ModelConfig, folder: Path) -> dict[str, tuple[int, ...]]:
-    """Name -> shape of every parameter of transformers' model, built without memory."""
+    """Name -> shape of every parameter of transformers' model, built on the meta device."""
     write(folder / "config.json", hugging_face_config(config))
     with torch.device("meta"):
         stock = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))

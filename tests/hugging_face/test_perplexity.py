@@ -1,32 +1,36 @@
-"""Loss, perplexity and bits per byte: what transformers' model gives, token by token."""
+"""Loss, perplexity and bits per byte are those of one forward pass for each token.
+
+Every token of a document is predicted once, from all that its window shows before it.
+"""
 
 import math
-from collections.abc import Sequence
+import random
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from megaspeed.config.model import ModelConfig
 from megaspeed.data.errors import DataError
 from megaspeed.data.text.pieces import Piece
-from megaspeed.inference import text_model
-from megaspeed.inference.perplexity import Score, evaluate
-from megaspeed.inference.text_model import TextModel
-from tests.inference.tiny_text import LICENSE, both_models
+from megaspeed.hugging_face import perplexity
+from megaspeed.hugging_face.perplexity import Score, Window, cut_windows, evaluate
+from megaspeed.hugging_face.text_model import TextModel
+from megaspeed.hugging_face.weight_files import ComputationError
+from tests.hugging_face.tiny_text import LICENSE, tiny_model
 from tests.model.tiny_gpt import gpt2, llama
 
 TEXT = LICENSE.read_text()
 DOCUMENTS = [TEXT[:300], "", "Grüße, 世界 \N{SNOWMAN}!", TEXT[300:307], TEXT[1000:1400]]
-SAME = 1e-6  # relative: both add up fp32 logits
+SAME = 1e-6  # relative, because both add up fp32 logits
 MODELS = {"gpt2": gpt2(), "llama": llama()}
 WINDOWS = [(24, 24), (24, 10), (7, 7)]
 
 
 def pieces(documents: Sequence[str]) -> list[Piece]:
-    """Of documents, each in one piece."""
+    """One piece for each document."""
     return [Piece(text, ends_document=True) for text in documents]
 
 
@@ -34,7 +38,7 @@ def pieces(documents: Sequence[str]) -> list[Piece]:
 def plain_nats(
     stock: PreTrainedModel, documents: Sequence[Sequence[int]], length: int, stride: int
 ) -> float:
-    """One forward pass for each token, over what its window shows before it."""
+    """Nats, from one forward pass for each token over the ids before it in its window."""
     nats = 0.0
     for ids in documents:
         row = torch.tensor([0, *ids])
@@ -47,10 +51,10 @@ def plain_nats(
 
 @pytest.mark.parametrize(("length", "stride"), WINDOWS)
 @pytest.mark.parametrize("config", MODELS.values(), ids=MODELS.keys())
-def test_it_is_what_transformers_gives_token_by_token(
+def test_it_is_what_one_forward_pass_for_each_token_gives(
     config: ModelConfig, length: int, stride: int, tmp_path: Path
 ) -> None:
-    model, stock = both_models(config, tmp_path)
+    model, stock = tiny_model(config, tmp_path)
     encoded = model.tokenizer.encode(DOCUMENTS)
     score = evaluate(model, pieces(DOCUMENTS), length=length, stride=stride, batch_size=3)
     nats = plain_nats(stock, encoded, length, stride)
@@ -65,7 +69,7 @@ def test_it_is_what_transformers_gives_token_by_token(
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> TextModel:
-    return both_models(gpt2(), tmp_path_factory.mktemp("model"))[0]
+    return tiny_model(gpt2(), tmp_path_factory.mktemp("model"))[0]
 
 
 def score(model: TextModel, documents: Sequence[str], **how: int) -> Score:
@@ -87,15 +91,15 @@ def test_of_a_large_vocabulary_fewer_windows_are_computed_at_once(
     model: TextModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Logits of 4 windows of 8,192 tokens in Llama 3's vocabulary would take 17 GB."""
-    monkeypatch.setattr(text_model, "_LARGEST_LOGITS_BYTES", 2 * 4 * 24 * model.config.vocab_size)
+    monkeypatch.setattr(perplexity, "LARGEST_LOGITS_BYTES", 2 * 4 * 24 * 301)
     computed: list[int] = []
-    compute = TextModel.logits
+    nats = perplexity._nats
 
-    def logits(self: TextModel, rows: Sequence[Sequence[int]]) -> Tensor:
-        computed.append(len(rows))
-        return compute(self, rows)
+    def count(model: TextModel, windows: Sequence[Window]) -> float:
+        computed.append(len(windows))
+        return nats(model, windows)
 
-    monkeypatch.setattr(TextModel, "logits", logits)
+    monkeypatch.setattr(perplexity, "_nats", count)
     score(model, [TEXT[:300]], batch_size=4)
     assert set(computed[:-1]) == {2}
 
@@ -136,3 +140,79 @@ def test_text_without_a_token_has_no_loss(model: TextModel) -> None:
 def test_a_perplexity_that_no_float_holds_is_infinite() -> None:
     assert Score(nats=2000.0, tokens=1, text_bytes=1).perplexity == math.inf
     assert Score(nats=2 * math.log(7), tokens=2, text_bytes=1).perplexity == pytest.approx(7)
+
+
+def test_logits_that_are_not_finite_are_an_error(tmp_path: Path) -> None:
+    model, stock = tiny_model(llama(), tmp_path)
+    with torch.no_grad():
+        stock.get_output_embeddings().weight[7] = torch.inf
+    with pytest.raises(ComputationError, match=f"the model of {tmp_path} computes others"):
+        score(model, [TEXT[:100]])
+
+
+# --- windows --------------------------------------------------------------------------------------
+
+END = 0
+
+
+def cut(
+    stretches: Iterable[Sequence[int]], length: int, stride: int, opening: Sequence[int] = (END,)
+) -> list[Window]:
+    """The windows of one document."""
+    document = [*((ids, False) for ids in stretches), ([], True)]
+    return list(cut_windows(document, opening=opening, length=length, stride=stride))
+
+
+def predictions(windows: Iterable[Window]) -> list[tuple[int, tuple[int, ...]]]:
+    """(token, what it is predicted from) of all that count."""
+    return [
+        (window.ids[place], tuple(window.ids[:place]))
+        for window in windows
+        for place in range(len(window.ids) - window.counted, len(window.ids))
+    ]
+
+
+def test_the_two_drawings_of_the_module() -> None:
+    disjoint = [Window([END, 1, 2, 3, 4], 4), Window([4, 5, 6, 7, 8], 4)]
+    assert cut([range(1, 9)], length=4, stride=4) == disjoint
+    overlapping = [
+        Window([END, 1, 2, 3, 4], 4),
+        Window([2, 3, 4, 5, 6], 2),
+        Window([4, 5, 6, 7, 8], 2),
+    ]
+    assert cut([range(1, 9)], length=4, stride=2) == overlapping
+
+
+@pytest.mark.parametrize(("length", "stride"), [(1, 1), (4, 4), (4, 3), (4, 1), (7, 5), (50, 20)])
+@pytest.mark.parametrize("tokens", [0, 1, 3, 4, 5, 8, 9, 33])
+@pytest.mark.parametrize("opening", [[END], [-3, -2, END]], ids=["one opens", "three open"])
+def test_each_token_is_predicted_once_from_its_window(
+    opening: list[int], tokens: int, length: int, stride: int
+) -> None:
+    text = list(range(1, tokens + 1))
+    document = [*opening, *text]
+    windows = cut([text], length, stride, opening)
+    assert all(window.counted > 0 for window in windows)
+    told = predictions(windows)
+    assert [token for token, _ in told] == text
+    for place, (_, seen) in enumerate(told, start=len(opening)):
+        # The window in which it counts is the first one that reaches it.
+        window = 0 if place <= length else -(-(place - length) // stride)
+        assert list(seen) == document[window * stride : place]
+
+
+def test_it_is_all_one_in_which_stretches_a_document_comes() -> None:
+    generator = random.Random(5)
+    document = list(range(1, 40))
+    for _ in range(50):
+        length = generator.randint(1, 12)
+        stride = generator.randint(1, length)
+        cuts = sorted(generator.choices(range(40), k=generator.randint(0, 6)))
+        stretches = [document[a:b] for a, b in zip([0, *cuts], [*cuts, 39], strict=True)]
+        assert cut(stretches, length, stride) == cut([document], length, stride)
+
+
+def test_a_document_knows_nothing_of_the_one_before() -> None:
+    document = [([1, 2, 3], False), ([4, 5], True)]
+    once = list(cut_windows(document, opening=[END], length=4, stride=2))
+    assert list(cut_windows(document * 2, opening=[END], length=4, stride=2)) == once * 2

@@ -1,4 +1,4 @@
-"""An imported model is shown text as transformers shows it: opened by its tokenizer's template."""
+"""An imported model sees text as in transformers, after what its tokenizer's template adds."""
 
 import json
 from pathlib import Path
@@ -14,7 +14,7 @@ from megaspeed.cli import main
 from megaspeed.hugging_face.exporting import export_model
 from megaspeed.hugging_face.importing import import_model
 from tests.hugging_face.models import llama, saved
-from tests.inference.tiny_text import LICENSE, write_tokenizer
+from tests.hugging_face.tiny_text import LICENSE, write_tokenizer
 
 TEXT = LICENSE.read_text()[2000:2600]
 PROMPT = "You may"
@@ -24,7 +24,7 @@ BEGIN = 300
 
 
 def imported(root: Path, template: str | None) -> Path:
-    """The checkpoint of an imported Llama of 301 ids, and its export beside it."""
+    """The checkpoint of an imported Llama of 301 ids. Its export is in the same folder."""
     torch.manual_seed(3)
     folder = saved(llama(), root / "theirs")
     tokenizer = Tokenizer.from_file(str(write_tokenizer(root / "tokenizer.json", BEGIN)))
@@ -43,19 +43,19 @@ def imported(root: Path, template: str | None) -> Path:
 
 @pytest.fixture(scope="module")
 def begun(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of a tokenizer that opens a text, as Llama's does."""
+    """The tokenizer puts a token before a text, as Llama's does."""
     return imported(tmp_path_factory.mktemp("begun"), "<s> $A")
 
 
 @pytest.fixture(scope="module")
 def closed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of one that opens and ends it."""
+    """The tokenizer puts a token before a text and one after it."""
     return imported(tmp_path_factory.mktemp("closed"), "<s> $A <|endoftext|>")
 
 
 @pytest.fixture(scope="module")
 def bare(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of one that does neither, as GPT-2's."""
+    """The tokenizer adds nothing, as GPT-2's."""
     return imported(tmp_path_factory.mktemp("bare"), None)
 
 
@@ -83,7 +83,7 @@ def by_transformers(checkpoint: Path, ids: list[int]) -> list[int]:
 
 @torch.no_grad()
 def loss_by_transformers(checkpoint: Path, ids: list[int]) -> float:
-    """Of the exported model, over disjoint windows of all that follows the first id."""
+    """Loss of the exported model over disjoint windows. The first id is not predicted."""
     model = AutoModelForCausalLM.from_pretrained(checkpoint.parent / "exported").eval()
     row, length = torch.tensor(ids), model.config.max_position_embeddings
     nats = 0.0
@@ -101,7 +101,7 @@ def test_generate_takes_the_tokens_of_transformers_with_its_own_tokenizer(
     assert prompt[0] == BEGIN
     expected = by_transformers(begun, prompt)
     assert likeliest(begun, tmp_path) == expected
-    told = "a document opens with <s> (id 300); --opening can say otherwise\n"
+    told = "a document begins with <s> (id 300); --opening changes this\n"
     assert capsys.readouterr().err.endswith(told)
     # The story: it was shown the text alone, and went on otherwise.
     assert by_transformers(begun, prompt[1:]) != expected
@@ -115,7 +115,7 @@ def test_evaluate_tells_the_loss_of_transformers_with_its_own_tokenizer(
     assert ids[0] == BEGIN
     (text := tmp_path / "a.txt").write_text(TEXT)
     found = figures(tmp_path, "evaluate", text, "--checkpoint", begun)
-    assert "a document opens with <s> (id 300)" in capsys.readouterr().err
+    assert "a document begins with <s> (id 300)" in capsys.readouterr().err
     assert (found["opening"], found["tokens"]) == ([BEGIN], len(ids) - 1)
     assert found["loss"] == pytest.approx(loss_by_transformers(begun, ids), rel=1e-6)
 
@@ -143,8 +143,8 @@ def test_without_a_template_nothing_opens_a_prompt_and_an_end_of_text_a_document
     ids = AutoTokenizer.from_pretrained(bare.parent / "exported")(PROMPT).input_ids
     found = likeliest(bare, tmp_path)
     assert capsys.readouterr().err == (
-        "a document opens with nothing, and one without a prompt with <|endoftext|> (id 0); "
-        "--opening can say otherwise\n"
+        "a document begins with nothing, and an empty prompt with <|endoftext|> (id 0); "
+        "--opening changes this\n"
     )
     assert found == by_transformers(bare, ids)
     greedy = ["--temperature", 0, "--max-tokens", 16]
@@ -152,5 +152,5 @@ def test_without_a_template_nothing_opens_a_prompt_and_an_end_of_text_a_document
     assert found["continuations"][0]["ids"] == by_transformers(bare, [END])
     (text := tmp_path / "a.txt").write_text(PROMPT)
     found = figures(tmp_path, "evaluate", text, "--checkpoint", bare)
-    assert "a document opens with <|endoftext|> (id 0)" in capsys.readouterr().err
+    assert "a document begins with <|endoftext|> (id 0)" in capsys.readouterr().err
     assert found["loss"] == pytest.approx(loss_by_transformers(bare, [END, *ids]), rel=1e-6)

@@ -4,6 +4,7 @@ import argparse
 import gzip
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -14,16 +15,21 @@ import pytest
 import torch
 
 from megaspeed.cli import main
+from megaspeed.cli.bar_or_lines import BarOrLines
+from megaspeed.cli.evaluate import EvaluationProgress
 from megaspeed.cli.model_options import add_model_options
-from tests.inference.tiny_text import LICENSE, checkpoint_of_text, write_tokenizer
+from megaspeed.config.data import Source
+from megaspeed.data.text.sources import list_files
+from megaspeed.hugging_face.perplexity import Score
+from tests.hugging_face.tiny_text import LICENSE, checkpoint_of_text, write_tokenizer
 
 TEXT = LICENSE.read_text()[:700]
-OPENS = "a document opens with <|endoftext|> (id 0); --opening can say otherwise\n"
+OPENS = "a document begins with <|endoftext|> (id 0); --opening changes this\n"
 
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The only one of a run."""
+    """The only checkpoint of a run."""
     return checkpoint_of_text(tmp_path_factory.mktemp("run"))
 
 
@@ -75,6 +81,7 @@ def test_generate_prints_and_writes_every_sample(generate: Command, checkpoint: 
     assert told.figures["sampling"] == {
         "temperature": 0.8,
         "top_k": 50,
+        "top_p": 1.0,
         "max_tokens": 12,
         "seed": 3,
     }
@@ -130,8 +137,8 @@ def test_wrong_input_is_told_with_its_mend(
         (evaluate(tmp_path / "nowhere.txt"), f"there is no file {tmp_path / 'nowhere.txt'}"),
         (evaluate(), "INPUT must list at least one source"),
         (evaluate(empty), "at least one token is needed to predict"),
-        (evaluate(text, "--sequence-length", 25), "25 is more than 24; lower it"),
-        (evaluate(text, "--stride", 25), "25 is more than 24; lower it"),
+        (evaluate(text, "--sequence-length", 25), "25 is more than 24; lower or"),
+        (evaluate(text, "--stride", 25), "25 is more than 24; lower or"),
         (evaluate(text, "--tokenizer", larger), "has 302 entries"),
         (generate("--tokenizer", larger), "has 302 entries"),
         (generate("--checkpoint", tmp_path), "is neither a checkpoint nor a folder of them"),
@@ -148,6 +155,8 @@ def test_wrong_input_is_told_with_its_mend(
         ["generate", "--checkpoint", ".", "--temperature", "-1"],
         ["generate", "--checkpoint", ".", "--temperature", "nan"],
         ["generate", "--checkpoint", ".", "--top-k", "-1"],
+        ["generate", "--checkpoint", ".", "--top-p", "0"],
+        ["generate", "--checkpoint", ".", "--top-p", "1.5"],
         ["generate", "--checkpoint", ".", "--samples", "0"],
         ["generate", "--checkpoint", ".", "--opening", "bos"],
         ["evaluate", "--checkpoint", ".", "a.txt", "--opening", "nothing"],
@@ -219,7 +228,7 @@ def test_cuda_is_taken_where_there_is_one(
         return
     with pytest.raises(SystemExit):
         parser.parse_args(words)
-    assert "there is no GPU that torch can use; take cpu" in capsys.readouterr().err
+    assert "there is no GPU that torch can use; use cpu" in capsys.readouterr().err
 
 
 def test_neither_command_loads_deepspeed(checkpoint: Path, tmp_path: Path) -> None:
@@ -234,3 +243,35 @@ def test_neither_command_loads_deepspeed(checkpoint: Path, tmp_path: Path) -> No
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     assert (done.returncode, done.stderr) == (0, 2 * OPENS)
+
+
+# --- how far an evaluation has come ---------------------------------------------------------------
+
+
+def test_lines_tell_the_share_that_is_predicted_and_the_loss_so_far(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, size in {"a.txt": 30, "b.txt": 10}.items():
+        (tmp_path / name).write_text("x" * size)
+    progress = EvaluationProgress(list_files([Source(path=f"{tmp_path}/*.txt")], "INPUT"))
+    assert progress.total_bytes == 40
+    with BarOrLines(progress.total_bytes, seconds_between_lines=0) as bar:
+        for _ in progress.pieces():
+            progress.show(Score(nats=3.0, tokens=1_500, read_tokens=3_000), bar)
+        progress.show(Score(nats=3.0, tokens=3_000, read_tokens=3_000), bar)
+    first, second, last = capsys.readouterr().err.splitlines()
+    assert first == " 38%  1,500 tokens, loss 0.0020"
+    assert re.fullmatch(r" 50%  1,500 tokens, loss 0\.0020, \d:\d\d:\d\d left", second)
+    assert last == "100%  3,000 tokens, loss 0.0010"
+
+
+def test_where_the_whole_is_not_known_no_share_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    with BarOrLines(0, seconds_between_lines=0) as bar:
+        bar.show(7, "some text")
+    assert capsys.readouterr().err == "some text\n"
+
+
+def test_what_is_soon_done_has_no_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    with BarOrLines(10) as bar:
+        bar.show(10, "some text")
+    assert capsys.readouterr() == ("", "")

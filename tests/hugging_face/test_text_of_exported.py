@@ -1,4 +1,4 @@
-"""What a checkpoint is found to be is what stock transformers finds its export to be."""
+"""Both commands give for a checkpoint what stock transformers gives for its export."""
 
 import json
 import math
@@ -10,14 +10,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megaspeed.cli import main
 from megaspeed.hugging_face.exporting import export_model
-from tests.inference.tiny_text import LICENSE, checkpoint_of_text
+from tests.hugging_face.tiny_text import LICENSE, checkpoint_of_text
 
 TEXT = LICENSE.read_text()[2000:2600]
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A checkpoint, and the Hugging Face model made of it."""
+    """(a checkpoint, its export)."""
     root = tmp_path_factory.mktemp("run")
     checkpoint = checkpoint_of_text(root)
     export_model(checkpoint, root / "exported", verify=False)

@@ -1,4 +1,4 @@
-"""Tiny models of text, beside the same weights in transformers."""
+"""Tiny models with a tiny tokenizer, and a tiny checkpoint."""
 
 from pathlib import Path
 
@@ -9,15 +9,9 @@ from megaspeed.checkpoint.folders import CheckpointFolder
 from megaspeed.checkpoint.run_state import DataIdentity
 from megaspeed.config.model import ModelConfig
 from megaspeed.data.tokenizer.text_tokenizer import TextTokenizer, load_tokenizer
-from megaspeed.inference.text_model import TextModel
-from megaspeed.model.gpt import GPT
+from megaspeed.hugging_face.text_model import TextModel
 from tests.checkpoint.written import seal, write_checkpoint
-from tests.model.test_transformers_equality import (
-    from_gpt2,
-    from_llama,
-    stock_gpt2,
-    stock_llama,
-)
+from tests.model.test_transformers_equality import stock_gpt2, stock_llama
 
 LICENSE = Path(__file__).parents[2] / "LICENSE"
 
@@ -39,19 +33,17 @@ def write_tokenizer(file: Path, vocab_size: int = 301) -> Path:
 
 
 def tiny_tokenizer(folder: Path) -> TextTokenizer:
-    """One of 301 entries, of which 0 ends a text."""
+    """A tokenizer of 301 entries, in which 0 ends a text."""
     return load_tokenizer(str(write_tokenizer(folder / "tokenizer.json")))
 
 
-def both_models(
+def tiny_model(
     config: ModelConfig, folder: Path, opening: tuple[int, ...] = (0,)
 ) -> tuple[TextModel, PreTrainedModel]:
-    """Ours and the stock model, with the same random weights."""
-    gpt2 = config.architecture == "gpt2"
-    stock = stock_gpt2(config) if gpt2 else stock_llama(config)
-    model = GPT(config).eval()
-    model.load_state_dict(from_gpt2(stock) if gpt2 else from_llama(stock))
-    return TextModel(folder, config, model, tiny_tokenizer(folder), opening), stock
+    """A model with random weights and the tiny tokenizer, and its stock model by itself."""
+    stock = stock_gpt2(config) if config.architecture == "gpt2" else stock_llama(config)
+    positions = config.max_position_embeddings
+    return TextModel(folder, stock, tiny_tokenizer(folder), opening, (0,), positions), stock
 
 
 def checkpoint_of_text(root: Path, trained_with: str | None = None) -> Path:

@@ -1,0 +1,133 @@
+"""``megaspeed export-hf`` and ``megaspeed import-hf``: models to and from Hugging Face's format.
+
+    megaspeed export-hf CHECKPOINT OUT [--dtype bfloat16] [--max-shard-size 2GB] [--no-verify]
+    megaspeed import-hf DIR OUT [--tokenizer PATH | --no-tokenizer] [--no-verify]
+    deepspeed scripts/pretrain.py --config FILE --set model.from_hf=DIR --resume OUT
+
+CHECKPOINT is a checkpoint of any layout, or a folder of checkpoints or of a run, of which the
+newest complete one is used. DIR is a folder as save_pretrained writes it. OUT gets its name when
+both implementations have computed the same logits. Both commands run on the CPU.
+"""
+
+import argparse
+import math
+import re
+from dataclasses import asdict
+from typing import Any
+
+from megaspeed.cli.model_options import add_tokenizer, exit_code
+from megaspeed.cli.options import new_file, say, write_json
+from megaspeed.files.paths import path_argument
+
+_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+
+
+def add_to(commands: Any) -> None:
+    """Adds both commands."""
+    _add_import(commands)
+    _add_export(commands)
+
+
+def _add_import(commands: Any) -> None:
+    text = "convert a Hugging Face model to a checkpoint"
+    parser = commands.add_parser("import-hf", help=text, description=text)
+    parser.set_defaults(run=lambda options: exit_code(lambda: _import(options)))
+    parser.add_argument("folder", type=path_argument, metavar="DIR", help="the model's folder")
+    parser.add_argument("out", type=path_argument, metavar="OUT", help="the checkpoint to create")
+    which = parser.add_mutually_exclusive_group()
+    add_tokenizer(which)
+    which.add_argument(
+        "--no-tokenizer",
+        dest="with_tokenizer",
+        action="store_false",
+        help="import the model without a tokenizer",
+    )
+    _add_common(parser)
+
+
+def _add_export(commands: Any) -> None:
+    text = "export a checkpoint as a Hugging Face model"
+    parser = commands.add_parser("export-hf", help=text, description=text)
+    parser.set_defaults(run=lambda options: exit_code(lambda: _export(options)))
+    parser.add_argument(
+        "checkpoint",
+        type=path_argument,
+        metavar="CHECKPOINT",
+        help="a checkpoint, or the folder of a run",
+    )
+    parser.add_argument("out", type=path_argument, metavar="OUT", help="the folder to create")
+    parser.add_argument(
+        "--max-shard-size",
+        type=byte_count,
+        default="2GB",
+        metavar="SIZE",
+        help="largest size of one file of weights, for example 500MB (default: 2GB)",
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16", "float16"),
+        default="float32",
+        help="precision of the weights in the files (default: float32, which is exact)",
+    )
+    add_tokenizer(parser)
+    _add_common(parser)
+
+
+def _add_common(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--no-verify",
+        dest="verify",
+        action="store_false",
+        help="do not compare logits and greedy tokens with transformers",
+    )
+    parser.add_argument("--json", type=new_file, metavar="FILE", help="also write the figures here")
+
+
+def byte_count(text: str) -> int:
+    """A size on the command line.
+
+    >>> byte_count("2GB"), byte_count("512 MiB"), byte_count("100")
+    (2000000000, 536870912, 100)
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]I?B|)", text.strip().upper())
+    size = float(match[1]) * _UNITS[match[2]] if match else 0
+    if not 1 <= size < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size; write one such as 500MB or 2GB")
+    return int(size)
+
+
+def _import(options: argparse.Namespace) -> None:
+    # Imported here, because torch and transformers take seconds to load.
+    from megaspeed.hugging_face.importing import import_model
+
+    agreement = import_model(
+        options.folder,
+        options.out,
+        tokenizer=options.tokenizer,
+        with_tokenizer=options.with_tokenizer,
+        verify=options.verify,
+        report=say,
+    )
+    write_json(options, {"out": str(options.out), "agreement": agreement and asdict(agreement)})
+
+
+def _export(options: argparse.Namespace) -> None:
+    from megaspeed.checkpoint.inspection import checkpoint_named
+    from megaspeed.hugging_face.exporting import export_model
+
+    checkpoint = checkpoint_named(options.checkpoint, lambda line: say(line, error=True))
+    agreement = export_model(
+        checkpoint,
+        options.out,
+        tokenizer=options.tokenizer,
+        precision=options.dtype,
+        max_shard_bytes=options.max_shard_size,
+        verify=options.verify,
+        report=say,
+    )
+    figures = {
+        "checkpoint": str(checkpoint),
+        "out": str(options.out),
+        "agreement": agreement and asdict(agreement),
+    }
+    write_json(options, figures)
