@@ -202,7 +202,7 @@ def test_what_is_no_tokenizer_is_refused_with_its_mend(
     with pytest.raises(DataError, match=r"cannot be read as such.*save_pretrained"):
         load_tokenizer(str(tmp_path))
     (tmp_path / "tokenizer.json").write_text(Tokenizer(BPE()).to_str())
-    with pytest.raises(DataError, match=r"must have entries, and .* has none; fetch it anew"):
+    with pytest.raises(DataError, match=r"must have entries, and .* has none; fetch it again"):
         load_tokenizer(str(tmp_path))
     nameless = trained.to_json().replace(END_OF_TEXT.encode(), b"<|nothing|>")
     (tmp_path / "tokenizer.json").write_bytes(nameless)

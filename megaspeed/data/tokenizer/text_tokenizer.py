@@ -205,7 +205,7 @@ def load_tokenizer(source: str, setting: str = _SETTING) -> TextTokenizer:
     stated = _read_object(file.parent / CONFIG_FILE)
     tokenizer = _of_file(file, setting) if file.is_file() else _older_format(path, setting)
     if not tokenizer.get_vocab_size(with_added_tokens=True):
-        raise DataError(f"{setting} must have entries, and {path} has none; fetch it anew")
+        raise DataError(f"{setting} must have entries, and {path} has none; fetch it again")
     return TextTokenizer(tokenizer, _find_end_of_text(tokenizer, file.parent), stated)
 
 
