@@ -8,15 +8,14 @@ import shutil
 import socket
 import subprocess
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 import torch
 
 import megaspeed
-from megaspeed.analysis.doctor.deadline import within
+from megaspeed.analysis.doctor.checks import Result, call_with_timeout
 from megaspeed.config.errors import ConfigError
 from megaspeed.config.loading import load_run
 from megaspeed.config.resolve import Run
@@ -67,24 +66,14 @@ class Record:
     boot: str = ""
     settings: dict[str, str] = field(default_factory=dict)
     data: dict[str, str] = field(default_factory=dict)
-    degrees: tuple[int, ...] = ()
+    degrees: Sequence[int] = ()
     device: str = "cpu"
     unusable_gpu: str | None = None
-    open_files: tuple[int, int] = (0, -1)
+    open_files: Sequence[int] = (0, -1)
     shared_memory_bytes: int | None = None
     gpu_links: str | None = None
     wrong_input: str | None = None
-    too_slow: tuple[str, ...] = ()
-
-    def as_json(self) -> dict[str, Any]:
-        """Its fields."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, values: dict[str, Any]) -> "Record":
-        """The record that `as_json` was called on."""
-        tuples = ("degrees", "open_files", "too_slow")
-        return cls(**{**values, **{name: tuple(values[name]) for name in tuples}})
+    too_slow: Sequence[str] = ()
 
 
 def take_record(
@@ -93,11 +82,11 @@ def take_record(
     """This rank's record, and its run if the configuration is valid. No step exceeds `seconds`."""
     too_slow: list[str] = []
 
-    def limited(what: str, make: Callable[[], Any]) -> Any:
+    def limited(step: str, function: Callable[[], Result]) -> Result | None:
         try:
-            return within(seconds, make)
+            return call_with_timeout(seconds, function)
         except TimeoutError:
-            too_slow.append(what)
+            too_slow.append(step)
             return None
 
     on_gpu = torch.cuda.is_available()
@@ -124,7 +113,9 @@ def take_record(
         settings={} if run is None else {k: str(v) for k, v in leaves(run.common_json())},
         data={} if corpus is None else _fingerprints(corpus),
         degrees=() if run is None else (run.grid.pp, run.grid.dp, run.grid.tp),
-        device=limited("naming the GPU", _device_name) if on_gpu else "cpu",
+        device=(limited("naming the GPU", torch.cuda.get_device_name) or "a GPU")
+        if on_gpu
+        else "cpu",
         unusable_gpu=None if on_gpu else limited("looking for a GPU", _unusable_gpu),
         open_files=_open_files(launch),
         shared_memory_bytes=limited("looking at /dev/shm", _shared_memory),
@@ -178,10 +169,6 @@ def _fingerprints(corpus: PreparedCorpus) -> dict[str, str]:
         "validation text": "none" if corpus.validation is None else corpus.validation.fingerprint,
         "tokenizer": corpus.tokenizer_fingerprint or "not stated",
     }
-
-
-def _device_name() -> str:
-    return torch.cuda.get_device_name()
 
 
 def _unusable_gpu() -> str | None:
