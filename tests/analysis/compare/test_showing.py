@@ -113,7 +113,7 @@ def test_a_grid_that_is_too_wide_is_shown_in_parts() -> None:
         *(("dp", kind) for kind in ("all_gather", "all_reduce", "reduce_scatter")),
         *(("tp", kind) for kind in ("all_gather", "all_reduce", "reduce_scatter")),
     ]
-    sent = {("pp", "send"): 900 * 2**20, **dict.fromkeys(kinds, 12 * 2**20)}
+    sent = {("pp", "send"): 900 * 2**20, **dict.fromkeys(kinds, 13 * 2**20)}
     wide = trained(zero_2()[0])
     wide = replace(wide, ranks=[replace(each, traffic=sent) for each in wide.ranks])
     text = io.StringIO()
@@ -121,7 +121,7 @@ def test_a_grid_that_is_too_wide_is_shown_in_parts() -> None:
     tables = text.getvalue().split("verdict:")[0]
     assert "…" not in tables and max(map(len, tables.splitlines())) <= 80
     assert tables.count("sent by a rank in one step") == 2
-    assert tables.count(" 12.00") == 6 * 2 and tables.count("900.00") == 2
+    assert tables.count(" 13.00") == 6 * 2 and tables.count("900.00") == 2
 
 
 def test_a_disagreement_is_stated_in_capitals() -> None:
