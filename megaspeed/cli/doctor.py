@@ -25,19 +25,19 @@ from megaspeed.topology.launch import LaunchError, read_launch_environment
 
 
 def add_to(commands: Any) -> None:
-    """Adds the command and its options."""
+    """Add the command and its options."""
     text = "check, under the run's launcher, whether the run can start here"
     parser: argparse.ArgumentParser = commands.add_parser("doctor", help=text, description=text)
     parser.set_defaults(run=run)
     add_config_options(parser)
     parser.add_argument(
-        "--timeout", type=positive, default=30, metavar="SECONDS", help="limit of each step (30)"
+        "--timeout", type=positive, default=30, metavar="SECONDS", help="time limit of each step (30)"
     )
     parser.add_argument("--json", type=new_file, metavar="FILE", help="write the figures there too")
 
 
 def run(options: argparse.Namespace) -> int:
-    """Examines all ranks; rank 0 reports. Ends the process if there are several."""
+    """Examine all ranks. Rank 0 reports. If there are several ranks, this ends the process."""
     try:
         launch = read_launch_environment(os.environ)
     except LaunchError as error:
@@ -83,5 +83,5 @@ def run(options: argparse.Namespace) -> int:
         say(str(error), error=True)
         code = EXIT_FAILED
     if launch.world_size > 1:
-        end_process(code)  # threads may still wait for other ranks
+        end_process(code)  # because threads may still wait for other ranks
     return code

@@ -14,7 +14,6 @@ _CATEGORIES = {
     "activations": "#CC79A7",
     "communication_buffers": "#56B4E9",
 }
-_ENGINES = {"zero": "#0072B2", "ddp": "#D55E00", "fsdp": "#009E73"}
 _MARKERS = "osD^vphP*X<>"
 _BAR_WIDTH = 0.38
 
@@ -45,7 +44,8 @@ def draw_memory_chart(result: ComparisonResult, picture: Path) -> None:
         for name, colour in _CATEGORIES.items():
             height = getattr(memory, name) / unit.size
             style = {"alpha": 0.55, "hatch": "////"} if predicted else {}
-            axes.bar(x, height, _BAR_WIDTH, bottom=bottom, color=colour, edgecolor="white", **style)
+            style |= {"edgecolor": "white", "linewidth": 0.4}
+            axes.bar(x, height, _BAR_WIDTH, bottom=bottom, color=colour, **style)
             bottom += height
         axes.text(x, bottom, three_digits(bottom), ha="center", va="bottom", fontsize=7)
     for name, colour in _CATEGORIES.items():
@@ -54,7 +54,8 @@ def draw_memory_chart(result: ComparisonResult, picture: Path) -> None:
     axes.bar(0, 0, color="0.6", edgecolor="0.3", label="measured (right)")
     axes.set_xticks(range(len(rows)), [row.label.replace(" ", "\n") for row in rows], fontsize=7.5)
     axes.set_ylabel(f"peak of the fullest rank ({unit.name})")
-    axes.margins(x=0.02, y=0.08)
+    axes.margins(x=0.02)
+    axes.set_ylim(top=axes.get_ylim()[1] * 1.04)  # space for the numbers above the bars
     axes.grid(axis="y", alpha=0.3)
     figure.legend(loc="outside lower center", ncols=4, fontsize=8, frameon=False)
     figure.savefig(picture, dpi=160)
@@ -75,16 +76,18 @@ def draw_trade_off_chart(result: ComparisonResult, picture: Path) -> None:
             row.sent_bytes / traffic.size,
             row.peak_bytes / memory.size,
             _MARKERS[index % len(_MARKERS)],
-            color=_ENGINES[row.engine],
+            color=f"C{index % 10}",
             fillstyle="none",
-            markersize=6 + 4 * index,
+            markersize=5 + 3 * index,
             label=row.label,
         )
     axes.set_xlabel(f"sent by the busiest rank in one step ({traffic.name})")
     axes.set_ylabel(f"peak of the fullest rank ({memory.name})")
     axes.margins(0.15)
     axes.grid(alpha=0.3)
-    figure.legend(loc="outside right upper", fontsize=8, frameon=False, labelspacing=1.5)
+    figure.legend(
+        loc="outside right upper", fontsize=8, frameon=False, labelspacing=1.2, markerscale=0.5
+    )
     figure.savefig(picture, dpi=160)
 
 

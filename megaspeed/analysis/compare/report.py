@@ -51,31 +51,27 @@ def summary_grid(result: ComparisonResult) -> Grid:
 
     def cells(row: Row) -> list[str]:
         if row.status != "done":
-            return [_label(f"{row.label} {row.status}"), *[NOTHING] * 7]
-        time = row.step_time
-        return [
-            _label(row.label),
-            *_with_ratio(row.highest, lambda stage: stage.peak_bytes, memory),
-            *_with_ratio(row.busiest, lambda stage: stage.sent_bytes, traffic),
-            f"{time.median_ms}\n{time.quartiles_ms}",
-            f"{row.tokens_per_second:,.0f}",
-            f"{row.loss:.6f}",
-        ]
+            return [_label(f"{row.label} {row.status}"), *[NOTHING] * 6]
+        names, peak = _stacked("measured", row.highest, lambda stage: [stage.peak_bytes], memory)
+        _, sent = _stacked("measured", row.busiest, lambda stage: [stage.sent_bytes], traffic)
+        time = f"{row.step_time.median_ms}\n{row.step_time.quartiles_ms}"
+        tokens, loss = f"{row.tokens_per_second:,.0f}", f"{row.loss:.6f}"
+        return [_label(row.label), names, peak, sent, time, tokens, loss]
 
+    step = "step ms\nmedian\nquartiles"
     return Grid(
         title="summary: the fullest rank's peak, and what the busiest rank sends in a step",
         headings=(
             "row",
-            f"peak {memory.name}\nmeasured\npredicted",
-            "ratio",
-            f"sent {traffic.name}\ncounted\npredicted",
-            "ratio",
-            "step ms\nmedian\nquartiles",
+            "",
+            f"peak\n{memory.name}",
+            f"sent\n{traffic.name}",
+            step,
             "tokens/s",
             "loss",
         ),
         rows=[cells(row) for row in result.rows],
-        names=1,
+        names=2,
     )
 
 
@@ -148,15 +144,6 @@ def _stacked(
     pairs = zip(measured, sizes(stage.predicted), strict=True)
     cells = [f"{unit.of(one)}\n{unit.of(two)}\n{_ratio_text(one, two)}" for one, two in pairs]
     return [f"{found}\npredicted\nratio", *cells]
-
-
-def _with_ratio(stage: Stage, size: Callable[[StageBytes], int], unit: Unit) -> tuple[str, str]:
-    """A cell of two lines, what was found and what was predicted, and one with the ratio."""
-    found = size(stage.measured)
-    if stage.predicted is None:
-        return unit.of(found), NOTHING
-    predicted = size(stage.predicted)
-    return f"{unit.of(found)}\n{unit.of(predicted)}", _ratio_text(found, predicted)
 
 
 def _ratio(found: int, predicted: int) -> float | None:

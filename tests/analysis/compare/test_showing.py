@@ -45,12 +45,12 @@ def test_summary_has_a_line_for_every_row() -> None:
     grid = summary_grid(result(BASELINE, FAILED, REFUSED))
     assert [list(row) for row in grid.rows] == [
         [
-            *("ZeRO-0", "16.00\n20.00", "1.25", "4.00\n4.00", "1.00"),
+            *("ZeRO-0", "measured\npredicted\nratio", "16.00\n20.00\n1.25", "4.00\n4.00\n1.00"),
             *("280\n218-405", "1,371", "2.500000"),
         ],
-        ["DDP", "16.00", "-", "4.00", "-", "280\n218-405", "1,371", "2.500000"],
-        ["ZeRO-2\nper_step failed", *["-"] * 7],
-        ["ZeRO-3\nrefused", *["-"] * 7],
+        ["DDP", "measured", "16.00", "4.00", "280\n218-405", "1,371", "2.500000"],
+        ["ZeRO-2\nper_step failed", *["-"] * 6],
+        ["ZeRO-3\nrefused", *["-"] * 6],
     ]
 
 
@@ -85,8 +85,8 @@ def test_markdown_is_whole_tables_under_layout_and_model() -> None:
     assert lines[4] == ("- gpt2: 73,984 parameters, 5 blocks x 32, 4 heads, vocabulary 301 (tied)")
     assert "- **ZeRO-2 per_step FAILED: out of memory: too much (rank 1)**" in lines
     assert "- **ZeRO-3 was not run: It may not.**" in lines
-    cells = "16.00<br>20.00 | 1.25 | 4.00<br>4.00 | 1.00 | 280<br>218-405 | 1,371 | 2.500000"
-    assert f"| ZeRO-0 | {cells} |" in lines
+    sizes = "measured<br>predicted<br>ratio | 16.00<br>20.00<br>1.25 | 4.00<br>4.00<br>1.00"
+    assert f"| ZeRO-0 | {sizes} | 280<br>218-405 | 1,371 | 2.500000 |" in lines
     assert lines[-3] == "![memory.png](memory.png)"
     assert lines[-1].startswith("**Verdict: use ZeRO-0 here (--set zero_optimization.stage=0): ")
     tables = text.replace("\n\n", "\0").split("\0")
