@@ -75,6 +75,7 @@ def run(options: argparse.Namespace) -> int:
 
     from megaspeed.analysis.compare.report import as_json, show
     from megaspeed.analysis.compare.result import ComparisonResult
+    from megaspeed.analysis.compare.verdict import verdict
     from megaspeed.data.prepare import prepare_corpus
 
     device_type = "cuda" if torch.cuda.is_available() else "cpu"
@@ -90,6 +91,7 @@ def run(options: argparse.Namespace) -> int:
     files = write_files(result, folder)
     write_json(options, as_json(result))
     say("wrote " + ", ".join(map(str, files)))
+    say(f"verdict: {verdict(result)}")
     if stopped:
         say(f"stopped after {len(done)} of {len(rows)} rows; no rank is left", error=True)
     return EXIT_DONE if result.succeeded and not stopped else EXIT_FAILED

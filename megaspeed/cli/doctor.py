@@ -31,7 +31,7 @@ def add_to(commands: Any) -> None:
     parser.set_defaults(run=run)
     add_config_options(parser)
     parser.add_argument(
-        "--timeout", type=positive, default=30, metavar="SECONDS", help="time limit of each step (30)"
+        "--timeout", type=positive, default=30, metavar="SECONDS", help="time limit of a step (30)"
     )
     parser.add_argument("--json", type=new_file, metavar="FILE", help="write the figures there too")
 

@@ -3,7 +3,6 @@
 traffic    bytes sent in a step, by axis and collective, for each row and pipeline stage
 memory     memory at the peak, by category; likewise
 summary    a line for each row: peak, bytes sent, time, loss
-verdict    which row to use
 """
 
 import math
@@ -60,7 +59,7 @@ def summary_grid(result: ComparisonResult) -> Grid:
 
     step = "step ms\nmedian\nquartiles"
     return Grid(
-        title="summary: the fullest rank's peak, and what the busiest rank sends in a step",
+        title="summary: peak of the fullest rank, and what the busiest rank sends in one step",
         headings=(
             "row",
             "",
@@ -179,7 +178,7 @@ def notes(result: ComparisonResult) -> Iterator[str]:
 
 
 def show(result: ComparisonResult, console: Console) -> None:
-    """Print layout, batch, model, tables, what went wrong, and the verdict."""
+    """Print layout, batch, model, tables, and what went wrong."""
     for line in result.heading:
         console.print(line, highlight=False, markup=False)
     for make_grid in (traffic_grid, memory_grid, summary_grid) if result.done else (summary_grid,):
@@ -190,7 +189,6 @@ def show(result: ComparisonResult, console: Console) -> None:
     for note in notes(result):
         style = "red" if "DISAGREE" in note or "FAILED" in note else ""
         console.print(Text(note, style=style), soft_wrap=True)
-    console.print(Text(f"verdict: {verdict(result)}", style="bold"), soft_wrap=True)
 
 
 def _parts(grid: Grid, width: int) -> Iterator[Grid]:
