@@ -184,6 +184,7 @@ def show(result: ComparisonResult, console: Console) -> None:
     for make_grid in (traffic_grid, memory_grid, summary_grid) if result.done else (summary_grid,):
         for part in _parts(make_grid(result), console.width):
             console.print()
+            console.print(Text(part.title, style="italic"))
             console.print(_table(part))
     console.print()
     for note in notes(result):
@@ -210,8 +211,6 @@ def _parts(grid: Grid, width: int) -> Iterator[Grid]:
 
 def _table(grid: Grid) -> Table:
     table = Table(
-        title=grid.title,
-        title_justify="left",
         box=box.SIMPLE_HEAD,
         show_edge=False,
         pad_edge=False,
