@@ -144,7 +144,8 @@ def test_a_rank_that_does_not_come_is_named_in_time(tmp_path: Path) -> None:
 STUCK = """
 import os, sys, time
 from pathlib import Path
-from megaspeed.analysis.doctor.messages import Messages
+from dataclasses import asdict
+from megaspeed.analysis.doctor.checks import Messages
 from megaspeed.analysis.doctor.record import take_record
 from megaspeed.topology.launch import read_launch_environment
 from megaspeed.topology.meeting import open_store
@@ -152,7 +153,7 @@ from megaspeed.topology.meeting import open_store
 launch = read_launch_environment(os.environ)
 messages = Messages(launch, open_store(launch, 60))
 record, _ = take_record(Path(sys.argv[-1]), [], launch, 60)
-messages.put("record", record.as_json())
+messages.send("record", asdict(record))
 time.sleep(600)
 """
 

@@ -1,6 +1,7 @@
 """``megaspeed compare``: the ZeRO stages side by side, predicted and measured."""
 
 import argparse
+import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,18 +21,15 @@ from megaspeed.config.resolve import Run
 from megaspeed.files.paths import folder_problem, path_argument
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
-    from megaspeed.analysis.compare.result import Row
-    from megaspeed.analysis.compare.variants import Variant
+    from megaspeed.analysis.compare.result import ComparisonResult, Row
     from megaspeed.data.prepared import PreparedCorpus
 
-_COLUMNS_OF_THE_TABLES = 120
-_RANKS_A_PROCESSOR = 16
+_LEAST_COLUMNS = 80
+_RANKS_PER_PROCESSOR = 16
 
 
 def add_to(commands: Any) -> None:
-    """Adds the command and its options."""
+    """Add the command and its options."""
     parser = add_command(
         commands, "compare", run, "train each ZeRO stage and compare memory, traffic and time"
     )
@@ -50,10 +48,13 @@ def add_to(commands: Any) -> None:
         choices=("ddp", "fsdp"),
         default=[],
         metavar="NAME",
-        help="torch's own beside them: ddp, fsdp; where pipeline and tensor are 1",
+        help="also train with torch's own ddp or fsdp; pipeline and tensor must be 1",
     )
     parser.add_argument(
-        "--steps", type=_several, default=5, help="steps whose time is taken, the first apart (5)"
+        "--steps",
+        type=_number_of_steps,
+        default=5,
+        help="steps that are timed; the first one does not count (5)",
     )
     parser.add_argument(
         "--out",
@@ -62,90 +63,106 @@ def add_to(commands: Any) -> None:
         help="folder for the results (runs/<name>-compare)",
     )
     parser.add_argument(
-        "--timeout", type=positive, default=1800, help="seconds that one row may take (1800)"
+        "--timeout", type=positive, default=1800, help="time limit of a row in seconds (1800)"
     )
 
 
+def _number_of_steps(text: str) -> int:
+    number = positive(text)
+    if number < 2:
+        raise argparse.ArgumentTypeError("it must be at least 2, because the first step warms up")
+    return number
+
+
 def run(options: argparse.Namespace) -> int:
-    """Trains every row, then shows and writes the figures."""
-    # Imported here: torch takes seconds, which `check` need not wait for.
+    """Train every row, then show and write the figures."""
+    # Imported here: torch takes seconds to import, and `check` must not wait for it.
     import torch
     from rich.console import Console
 
-    from megaspeed.analysis.compare.report import show, write
+    from megaspeed.analysis.compare.report import as_json, show
     from megaspeed.analysis.compare.result import ComparisonResult
-    from megaspeed.analysis.compare.result_json import result_as_json
+    from megaspeed.analysis.compare.verdict import verdict
     from megaspeed.data.prepare import prepare_corpus
 
     device_type = "cuda" if torch.cuda.is_available() else "cpu"
     run = load(options, device_type)
     folder = options.out or Path("runs") / f"{run.name}-compare"
-    variants = _variants(run, options, folder, device_type)
+    rows = _rows(run, options, folder, device_type)
     corpus = prepare_corpus(run.config.data, run.config.model.vocab_size)
     folder.mkdir(parents=True, exist_ok=True)
+    done, stopped = _train(rows, corpus, options, device_type, folder)
+    result = ComparisonResult(run=run, steps=options.steps, rows=done)
     console = Console()
-    # The bar goes to standard error, so that a file or a pipe gets the tables alone.
-    bar = Console(stderr=True)
-    rows, stopped = _run_rows(variants, corpus, options, device_type, folder, bar)
-    # The ranks name their device: if this process asked, it would open a context on GPU 0.
-    device = next((record.device for row in rows for record in row.ranks), device_type.upper())
-    result = ComparisonResult(run=run, device=device, steps=options.steps, rows=rows)
-    # A narrow terminal breaks lines, a file has no width; neither is to cut a figure off.
-    show(result, Console(width=max(console.width, _COLUMNS_OF_THE_TABLES)))
-    files = write(result, folder)
-    write_json(options, result_as_json(result))
+    show(result, Console(width=max(console.width, _LEAST_COLUMNS)))
+    files = write_files(result, folder)
+    write_json(options, as_json(result))
     say("wrote " + ", ".join(map(str, files)))
+    say(f"verdict: {verdict(result)}")
     if stopped:
-        say(f"stopped after {len(rows)} of {len(variants)} rows; no rank is left", error=True)
+        say(f"stopped after {len(done)} of {len(rows)} rows; no rank is left", error=True)
     return EXIT_DONE if result.succeeded and not stopped else EXIT_FAILED
 
 
-def _variants(
-    run: Run, options: argparse.Namespace, folder: Path, device_type: str
-) -> "list[Variant]":
-    """The rows; ConfigError where nothing could be run or nowhere be written."""
-    from megaspeed.analysis.compare.variants import baseline_variants, zero_variants
+def write_files(result: "ComparisonResult", folder: Path) -> list[Path]:
+    """Write JSON, Markdown and, if there are figures, two pictures. Returns the files."""
+    from megaspeed.analysis.compare.charts import draw_memory_chart, draw_trade_off_chart
+    from megaspeed.analysis.compare.report import as_json, as_markdown
 
-    variants = [
-        *zero_variants(run, options.stages, device_type),
-        *baseline_variants(run, options.baselines, device_type),
+    figures, text = folder / "compare.json", folder / "compare.md"
+    pictures = [folder / "memory.png", folder / "tradeoff.png"] if result.done else []
+    figures.write_text(json.dumps(as_json(result), indent=2) + "\n", encoding="utf-8")
+    text.write_text(as_markdown(result, [file.name for file in pictures]), encoding="utf-8")
+    if pictures:  # last, so that an error in drawing loses no figures
+        draw_memory_chart(result, pictures[0])
+        draw_trade_off_chart(result, pictures[1])
+    return [figures, text, *pictures]
+
+
+def _rows(run: Run, options: argparse.Namespace, folder: Path, device_type: str) -> "list[Row]":
+    """The rows. Raises ConfigError if none can run, or if the folder cannot be written."""
+    from megaspeed.analysis.compare.rows import baseline_rows, zero_rows
+
+    rows = [
+        *zero_rows(run, options.stages, device_type),
+        *baseline_rows(run, options.baselines, device_type),
     ]
-    problems = [] if any(v.run for v in variants) else [str(v.refused) for v in variants]
+    problems = [] if any(row.run for row in rows) else [str(row.reason) for row in rows]
     problem = folder_problem("--out", folder)
     if problem is not None:
         problems.append(problem)
     problems += _too_many_ranks(run.grid.world_size, device_type)
     if problems:
         raise ConfigError(problems, where=f"the comparison of {options.config}")
-    return variants
+    return rows
 
 
 def _too_many_ranks(world_size: int, device_type: str) -> list[str]:
-    """All ranks are started on this machine, a GPU for each; processors may be shared."""
+    """All ranks run on this machine. Each needs its own GPU; ranks can share a processor."""
     import torch
 
     if device_type == "cuda":
         most, have = torch.cuda.device_count(), f"{torch.cuda.device_count()} GPUs"
     else:
         processors = os.cpu_count() or 1
-        most, have = processors * _RANKS_A_PROCESSOR, f"{processors} processors"
+        most, have = processors * _RANKS_PER_PROCESSOR, f"{processors} processors"
     if world_size <= most:
         return []
     return [
         f"--world-size {world_size} is more than the {most} ranks that this machine with {have} "
-        "takes; start fewer, or ask megaspeed plan, which runs nothing"
+        "can run; reduce it, or use megaspeed plan, which starts no ranks"
     ]
 
 
-def _run_rows(
-    variants: "Sequence[Variant]",
+def _train(
+    rows: "Sequence[Row]",
     corpus: "PreparedCorpus",
     options: argparse.Namespace,
     device_type: str,
     folder: Path,
-    console: "Console",
 ) -> "tuple[list[Row], bool]":
-    """The rows under a progress bar, and whether they were stopped before the last one."""
+    """The rows that ended, and whether the user stopped before the last one."""
+    from rich.console import Console
     from rich.progress import (
         BarColumn,
         MofNCompleteColumn,
@@ -155,38 +172,31 @@ def _run_rows(
         TimeElapsedColumn,
     )
 
-    from megaspeed.analysis.compare.comparing import run_variants
+    from megaspeed.analysis.compare.rows import train_rows
 
-    rows: list[Row] = []
+    done: list[Row] = []
     columns = (BarColumn(), MofNCompleteColumn(), TextColumn("rows"), TimeElapsedColumn())
     with Progress(
         SpinnerColumn(),
         TextColumn("{task.description}"),
         *columns,
-        console=console,
+        # On standard error, so that a file or a pipe receives only the tables.
+        console=Console(stderr=True),
         transient=True,
     ) as progress:
-        bar = progress.add_task("", total=len(variants))
+        bar = progress.add_task("", total=len(rows))
         try:
-            for row in run_variants(
-                variants,
+            for row in train_rows(
+                rows,
                 corpus,
                 steps=options.steps,
                 device_type=device_type,
                 folder=folder,
                 timeout_seconds=options.timeout,
-                on_row=lambda variant: progress.update(bar, description=variant.label),
+                on_row=lambda row: progress.update(bar, description=row.label),
             ):
-                rows.append(row)
+                done.append(row)
                 progress.advance(bar)
         except KeyboardInterrupt:
-            return rows, True
-    return rows, False
-
-
-def _several(text: str) -> int:
-    """A number of steps of which the first one does not count."""
-    number = positive(text)
-    if number < 2:
-        raise argparse.ArgumentTypeError("it must be at least 2, because the first step warms up")
-    return number
+            return done, True
+    return done, False

@@ -26,50 +26,48 @@ from megaspeed.topology.launch import LaunchError, read_launch_environment
 
 
 def add_to(commands: Any) -> None:
-    """Adds the command and its options."""
+    """Add the command and its options."""
     text = "check, under the run's launcher, whether the run can start here"
     parser: argparse.ArgumentParser = commands.add_parser("doctor", help=text, description=text)
     parser.set_defaults(run=run)
     add_config_options(parser)
     parser.add_argument(
-        "--timeout", type=positive, default=30, metavar="SECONDS", help="limit of each step (30)"
+        "--timeout", type=positive, default=30, metavar="SECONDS", help="time limit of a step (30)"
     )
     parser.add_argument("--json", type=new_file, metavar="FILE", help="write the figures there too")
 
 
 def run(options: argparse.Namespace) -> int:
-    """Examines all ranks; rank 0 reports. Ends the process if there are several."""
+    """Examine all ranks. Rank 0 reports. If there are several ranks, this ends the process."""
     try:
         launch = read_launch_environment(os.environ)
     except LaunchError as error:
         say(str(error), error=True)
         return EXIT_WRONG_INPUT
-    # Imported here: torch takes seconds, which other commands need not wait for.
-    from megaspeed.analysis.doctor.diagnosis import find_problems
-    from megaspeed.analysis.doctor.examination import Examined, examine
-    from megaspeed.analysis.doctor.messages import Messages
-    from megaspeed.analysis.doctor.remarks import make_remarks
+    # Imported here: torch takes seconds to import, and other commands must not wait for it.
+    from megaspeed.analysis.doctor.checks import Messages
+    from megaspeed.analysis.doctor.diagnosis import Findings, find_problems, make_remarks
+    from megaspeed.analysis.doctor.examination import examine
     from megaspeed.analysis.doctor.report import as_json, doctor_table, problem_lines
     from megaspeed.topology.meeting import GroupError, open_store
     from megaspeed.topology.process_end import end_process
     from megaspeed.topology.process_settings import node_address
 
-    def report(examined: Examined) -> int:
-        wrong = [each.wrong_input for each in examined.findings.came]
+    def report(findings: Findings) -> int:
+        wrong = [record.wrong_input for record in findings.answered]
         if wrong[0] is not None and all(wrong):
             say(wrong[0], error=True)
             return EXIT_WRONG_INPUT
-        problems = find_problems(examined.findings)
-        remarks = make_remarks(examined.findings, examined.run)
+        problems, remarks = find_problems(findings), list(make_remarks(findings))
         console = Console()
-        console.print(doctor_table(examined, problems))
-        for line in problem_lines(problems):
-            console.print("[red]wrong:[/red]", escape(line), highlight=False, soft_wrap=True)
-        for remark in remarks:
-            console.print(
-                "[yellow]remark:[/yellow]", escape(remark), highlight=False, soft_wrap=True
-            )
-        write_json(options, as_json(examined, problems, remarks))
+        console.print(doctor_table(findings, problems))
+        lines = [
+            *(f"[red]wrong:[/red] {escape(line)}" for line in problem_lines(problems)),
+            *(f"[yellow]remark:[/yellow] {escape(remark)}" for remark in remarks),
+        ]
+        for line in lines:
+            console.print(line, highlight=False, soft_wrap=True)
+        write_json(options, as_json(findings, problems, remarks))
         return EXIT_FAILED if problems else EXIT_DONE
 
     try:
@@ -86,5 +84,5 @@ def run(options: argparse.Namespace) -> int:
         say(str(error), error=True)
         code = EXIT_FAILED
     if launch.world_size > 1:
-        end_process(code)  # threads may still wait for other ranks
+        end_process(code)  # because threads may still wait for other ranks
     return code

@@ -1,8 +1,10 @@
-"""One training, once for each ZeRO stage and under torch's own DDP and FSDP2: `megaspeed compare`.
+"""`megaspeed compare`: one run, trained at each ZeRO stage and with torch's own DDP and FSDP2.
 
-variants      which rows there are                       pure
-launching     one row as processes, from start to end    rank_program runs in each of them
-comparing     row after row, however they end
-result        the figures, and whether the losses agree  pure
-table, markdown, memory_chart, trade_off_chart           the figures to look at
+rows           which rows there are, and how one is launched, watched and ended
+rank_program   what each process of a row does and reports
+baselines      a training step with DDP or FSDP2
+result         the figures of all rows, and whether their losses agree     pure
+verdict        which row to use here, and why                              pure
+report         the figures as tables, Markdown and JSON                    pure
+charts         the figures as two pictures
 """

@@ -1,62 +1,88 @@
-"""The training step of torch's own data parallelism, on the same work as a ZeRO row.
+"""The training step with torch's own data parallelism, on the same work as a ZeRO row.
 
-    for each micro-batch:  forward, loss, backward      megaspeed's samples, loss and scale
-    norm, clip, AdamW                                   megaspeed's groups and learning rate
+    for each micro-batch:  forward, loss, backward    megaspeed's samples, loss and scale
+    norm, clip, AdamW                                 megaspeed's parameter groups, learning rate
 
-What differs from ``Worker`` is the engine alone, so the losses must agree.
+Only the engine differs from ``Worker``, so the losses must agree. Both engines are used as their
+documentation recommends. With bf16, the weights stay fp32 and forward computes in bf16.
+
+    DDP      every rank holds everything; gradients are all-reduced in the last backward of a step
+             (Li et al. 2020, "PyTorch Distributed: Experiences on Accelerating Data Parallel
+             Training")
+    FSDP2    parameters are gathered layer by layer, gradients are reduce-scattered
+             (Zhao et al. 2023, "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel")
+
+    memory                 DDP                   FSDP2
+    parameters             complete, fp32        1/dp of each, fp32
+    gradients              complete, fp32        complete until they are reduced, then 1/dp
+    optimizer states       complete              1/dp
+    communication buffers  the buckets           gathered parameters, reduce-scatter buffers
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
-from megaspeed.analysis.compare.data_parallel import DataParallel, Ddp, Fsdp2, local
-from megaspeed.analysis.compare.variants import Baseline
+from megaspeed.analysis.compare.rank_program import Baseline
+from megaspeed.analysis.costs.memory import Category
+from megaspeed.analysis.measurement.allocations import Allocation, AllocationLog
 from megaspeed.config.resolve import Run
+from megaspeed.model.gpt import GPT, Block
+from megaspeed.model.initialization import initial_slice
+from megaspeed.model.micro_batch import MicroBatch
+from megaspeed.model.parameters import logical_name
 from megaspeed.tensor_parallel.collectives import TensorAxis
+from megaspeed.tensor_parallel.parallelize import materialize
 from megaspeed.topology.context import ParallelContext
 from megaspeed.training.rank_model import (
     backward_scale,
     make_loss_function,
     make_optimizer,
     parameter_groups,
+    plain_model,
     set_matmul_precision,
 )
 from megaspeed.training.worker import Load, StepResult
 from megaspeed.zero.reductions import sum_of_squares
 
-_ENGINES: dict[Baseline, type[Ddp] | type[Fsdp2]] = {"ddp": Ddp, "fsdp": Fsdp2}
-
 
 class BaselineWorker:
-    """One rank of a baseline; it trains as ``Worker`` does. Every method is a collective.
+    """One rank of a baseline. It trains like ``Worker`` and can be watched (``Watched``).
 
     Args:
-        baseline: which one.
-        run: the resolved run, of pp 1 and tp 1.
-        context: this rank's groups.
+        baseline: "ddp" or "fsdp".
+        run: the resolved run, with pp 1 and tp 1.
+        context: this rank's process groups.
     """
 
     def __init__(self, baseline: Baseline, run: Run, context: ParallelContext) -> None:
         set_matmul_precision(run.config.training, context.device)
         self.run = run
         self.context = context
-        self.engine: DataParallel = _ENGINES[baseline](run, context)
+        self.engine = _Ddp(run, context) if baseline == "ddp" else _Fsdp2(run, context)
+        self.model = self.engine.model
+        """The module with the parameters, under their full names."""
         self.optimizer = make_optimizer(
             parameter_groups(
-                dict(self.engine.model.named_parameters()), run.config.model, run.config.optimizer
+                dict(self.model.named_parameters()), run.config.model, run.config.optimizer
             ),
             run.config.optimizer,
         )
-        self.after_backward: Callable[[], None] = lambda: None
-        """Called after each micro-batch's backward."""
+        self._after_backward: Callable[[], None] = lambda: None
         self._loss_function = make_loss_function(run, TensorAxis(group=None, rank=0, size=1))
 
     def train_step(self, load: Load, learning_rate: float) -> StepResult:
-        """One optimizer step on the micro-batches that ``load`` gives."""
+        """One optimizer step on the micro-batches that ``load`` returns. A collective."""
         micro_batches = self.run.batch.gradient_accumulation_steps
         loss_sum = torch.zeros((), dtype=torch.float64, device=self.context.device)
         for m in range(micro_batches):
@@ -76,17 +102,16 @@ class BaselineWorker:
         batch = load(m)
         logits = self.engine.forward(batch)  # (B, S, V)
         loss = self._loss_function(logits, batch.targets).sum()
-        del logits  # what backward needs of them, the graph keeps
+        del logits  # the graph keeps what backward needs
         (loss * backward_scale(self.run)).backward()
-        self.after_backward()
+        self._after_backward()
         return loss.detach()
 
     def _clip(self) -> float:
-        """Scales the gradients down to the largest norm; returns the norm that they had."""
-        parameters = self.engine.model.parameters()
-        gradients = [local(p.grad) for p in parameters if p.grad is not None]
+        """Scale the gradients down to the largest allowed norm; returns the norm before that."""
+        gradients = [_local(p.grad) for p in self.model.parameters() if p.grad is not None]
         squares = sum_of_squares(gradients)
-        if self.engine.sharded:
+        if isinstance(self.engine, _Fsdp2):
             dist.all_reduce(squares, group=self.context.dp_group)
         norm = float(squares.sqrt())
         largest = self.run.config.gradient_clipping
@@ -95,3 +120,164 @@ class BaselineWorker:
             for gradient in gradients:
                 gradient.mul_(scale)
         return norm
+
+    def new_log(self) -> AllocationLog:
+        return _LocalAllocationLog(self.context.device, _category_of)
+
+    def parameters(self) -> Iterable[Tensor | None]:
+        return (_local(p) for p in self.model.parameters())
+
+    def gradients(self) -> Iterator[Tensor | None]:
+        for parameter in self.model.parameters():
+            yield None if parameter.grad is None else _local(parameter.grad)
+        for gathered in _gathered_parameters(self.model):
+            yield gathered.unsharded_accumulated_grad
+            yield gathered.unsharded_param.grad
+
+    def optimizer_states(self) -> Iterator[Tensor]:
+        for state in self.optimizer.state.values():
+            yield from (_local(value) for value in state.values() if isinstance(value, Tensor))
+
+    def communication_buffers(self) -> Iterable[Tensor | None]:
+        return self.engine.buckets.values() if isinstance(self.engine, _Ddp) else ()
+
+    def differentiated(self) -> Iterable[Tensor]:
+        gathered = [parameter.unsharded_param for parameter in _gathered_parameters(self.model)]
+        return gathered or self.model.parameters()
+
+    def call_after_backward(self, function: Callable[[], None]) -> None:
+        self._after_backward = function
+
+
+class _Ddp:
+    """DistributedDataParallel over the data axis, in bf16 under autocast."""
+
+    def __init__(self, run: Run, context: ParallelContext) -> None:
+        self.model = _complete_model(run, context.device)
+        on_gpu = context.device.type == "cuda"
+        self._ddp = DistributedDataParallel(
+            self.model,
+            device_ids=[context.device] if on_gpu else None,
+            process_group=context.dp_group,
+            broadcast_buffers=False,  # they are constants
+        )
+        self.buckets: dict[int, Tensor] = {}
+        """The flat gradients that the last step all-reduced, by their index."""
+        # This hook does what DDP does by default. It also gives access to the buckets, which DDP
+        # keeps in C++.
+        self._ddp.register_comm_hook(context.dp_group, self._all_reduce)
+        self._autocast = run.precision == "bf16"
+        self._device_type = context.device.type
+
+    def forward(self, batch: MicroBatch) -> Tensor:
+        """Logits (B, S, V) of a micro-batch."""
+        with torch.autocast(self._device_type, torch.bfloat16, enabled=self._autocast):
+            logits: Tensor = self._ddp(batch.tokens, batch.samples, batch.documents)
+        return logits
+
+    def micro_batch(self, *, last: bool) -> AbstractContextManager[None]:
+        """A context for forward and backward: gradients are reduced in the last micro-batch."""
+        return nullcontext() if last else self._ddp.no_sync()
+
+    def _all_reduce(
+        self, group: dist.ProcessGroup, bucket: dist.GradBucket
+    ) -> torch.futures.Future[Tensor]:
+        self.buckets[bucket.index()] = bucket.buffer()
+        return allreduce_hook(group, bucket)
+
+
+class _Fsdp2:
+    """``fully_shard`` over the data axis: embedding, each block, head, and the root.
+
+    A tied weight belongs to embedding and head. So both stay with the root, whose parameters are
+    gathered from the first forward to the last backward.
+    """
+
+    def __init__(self, run: Run, context: ParallelContext) -> None:
+        mesh = DeviceMesh.from_group(context.dp_group, context.device.type)
+        bf16 = torch.bfloat16 if run.precision == "bf16" else None
+        policy = MixedPrecisionPolicy(param_dtype=bf16, reduce_dtype=torch.float32)
+        tied = run.config.model.tie_word_embeddings
+
+        def shard(layer: nn.Module) -> None:
+            if isinstance(layer, Block) or not tied:
+                fully_shard(layer, mesh=mesh, mp_policy=policy)
+
+        self.model = _complete_model(run, context.device, on_layer_ready=shard)
+        self._root = fully_shard(self.model, mesh=mesh, mp_policy=policy)
+        self._every_micro_batch = run.gradient_reduction == "per_micro_batch"
+
+    def forward(self, batch: MicroBatch) -> Tensor:
+        """Logits (B, S, V) of a micro-batch."""
+        logits: Tensor = self.model(batch.tokens, batch.samples, batch.documents)
+        return logits
+
+    def micro_batch(self, *, last: bool) -> AbstractContextManager[None]:
+        """A context for forward and backward: reduces as ``gradient_reduction`` states."""
+        self._root.set_requires_gradient_sync(last or self._every_micro_batch)
+        return nullcontext()
+
+
+class _LocalAllocationLog(AllocationLog):
+    """Counts the local part of a sharded tensor. The DTensor itself has a size but no memory."""
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # torch then calls it again with the local parts
+        return super().__torch_dispatch__(function, types, args, kwargs)
+
+    def _record(self, tensor: Tensor, category: Category | None) -> Allocation | None:
+        return super()._record(
+            tensor._local_tensor if isinstance(tensor, DTensor) else tensor, category
+        )
+
+
+def _category_of(module: str) -> Category | None:
+    if module.startswith(("torch.distributed.fsdp.", "torch.distributed.algorithms.")):
+        return "communication_buffers"
+    return None
+
+
+def _gathered_parameters(model: nn.Module) -> list[Any]:
+    """FSDP2's record of each parameter while it is gathered; empty for DDP.
+
+    These are internals of torch 2.13, because FSDP2 has no public interface to them.
+    """
+    states: list[Any] = [
+        fully_shard.state(module)  # type: ignore[attr-defined]
+        for module in model.modules()
+        if isinstance(module, FSDPModule)
+    ]
+    return [
+        parameter
+        for state in states
+        for group in state._fsdp_param_groups
+        for parameter in group.fsdp_params
+        if hasattr(parameter, "_unsharded_param")
+    ]
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """The part of a tensor that this rank holds; the complete tensor if it is not sharded."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _complete_model(
+    run: Run,
+    device: torch.device,
+    on_layer_ready: Callable[[nn.Module], None] = lambda layer: None,
+) -> GPT:
+    """The model with all layers and megaspeed's initial values, in fp32."""
+    config, seed = run.config.model, run.config.training.seed
+    model = plain_model(run)
+    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+    materialize(
+        model,
+        lambda name: initial_slice(config, seed, logical_name(config, name), shapes[name]),
+        device=device,
+        dtype=torch.float32,
+        on_layer_ready=on_layer_ready,
+    )
+    return model

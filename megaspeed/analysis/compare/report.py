@@ -1,42 +1,339 @@
-"""A comparison shown in the terminal, and left in a folder as JSON, Markdown and two pictures."""
+"""The figures of a comparison as tables in the terminal, as Markdown, and as JSON.
 
-import json
-from pathlib import Path
+traffic    bytes sent in a step, by axis and collective, for each row and pipeline stage
+memory     memory at the peak, by category; likewise
+summary    a line for each row: peak, bytes sent, time, loss
+"""
 
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal
+
+from rich import box
 from rich.console import Console
+from rich.table import Table
 from rich.text import Text
 
-from megaspeed.analysis.compare.grids import memory_grid, summary_grid, traffic_grid
-from megaspeed.analysis.compare.heading import layout_line, model_line, notes
-from megaspeed.analysis.compare.markdown import as_markdown
-from megaspeed.analysis.compare.memory_chart import draw_memory_chart
-from megaspeed.analysis.compare.result import ComparisonResult
-from megaspeed.analysis.compare.result_json import result_as_json
-from megaspeed.analysis.compare.table import as_table
-from megaspeed.analysis.compare.trade_off_chart import draw_trade_off_chart
+from megaspeed.analysis.compare.result import ComparisonResult, Row, Stage, StageBytes
+from megaspeed.analysis.compare.verdict import verdict
+from megaspeed.analysis.costs.memory import MemoryBytes
+from megaspeed.analysis.costs.traffic import Traffic, by_axis
+from megaspeed.analysis.units import Unit, memory_unit
 
-RESULT, MARKDOWN, MEMORY, TRADE_OFF = "compare.json", "compare.md", "memory.png", "tradeoff.png"
+NOTHING = "-"
+_REPORTS = "world"  # the axis of gradient norm and loss: a few bytes, part of the total alone
+
+
+@dataclass(frozen=True, kw_only=True)
+class Grid:
+    """A table of text. A cell may have several lines.
+
+    Attributes:
+        title: what is shown, and in which unit.
+        headings: of the columns.
+        rows: the cells of each row.
+        names: number of columns, from the left, that hold words. The others hold numbers.
+    """
+
+    title: str
+    headings: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    names: int
+
+
+def summary_grid(result: ComparisonResult) -> Grid:
+    """A line for each row, including those without figures."""
+    memory = memory_unit(row.peak_bytes for row in result.done)
+    traffic = memory_unit(row.sent_bytes for row in result.done)
+
+    def cells(row: Row) -> list[str]:
+        if row.status != "done":
+            return [_label(f"{row.label} {row.status}"), *[NOTHING] * 6]
+        names, peak = _stacked("measured", row.highest, lambda stage: [stage.peak_bytes], memory)
+        _, sent = _stacked("measured", row.busiest, lambda stage: [stage.sent_bytes], traffic)
+        time = f"{row.step_time.median_ms}\n{row.step_time.quartiles_ms}"
+        tokens, loss = f"{row.tokens_per_second:,.0f}", f"{row.loss:.6f}"
+        return [_label(row.label), names, peak, sent, time, tokens, loss]
+
+    step = "step ms\nmedian\nquartiles"
+    return Grid(
+        title="summary: peak of the fullest rank, and what the busiest rank sends in one step",
+        headings=(
+            "row",
+            "",
+            f"peak\n{memory.name}",
+            f"sent\n{traffic.name}",
+            step,
+            "tokens/s",
+            "loss",
+        ),
+        rows=[cells(row) for row in result.rows],
+        names=2,
+    )
+
+
+def memory_grid(result: ComparisonResult) -> Grid:
+    """By category. "states": parameters, gradients, optimizer states between micro-batches.
+
+    On a GPU, the categories are sums of tensors, and the peak is the allocator's.
+    """
+    unit = memory_unit(row.peak_bytes for row in result.done)
+
+    def sizes(stage: StageBytes) -> list[int]:
+        states = stage.states
+        held = states.parameters + states.gradients + states.optimizer_states
+        return [*asdict(stage.peak).values(), stage.peak_bytes, held]
+
+    return _stage_grid(
+        result,
+        f"memory of a rank at its peak, {unit.name}; ratio: predicted / measured",
+        ("params", "grads", "optim.", "activ.", "buffers", "peak", "states"),
+        lambda stage: _stacked("measured", stage, sizes, unit),
+    )
+
+
+def traffic_grid(result: ComparisonResult) -> Grid:
+    """By axis and collective. The total includes the few numbers that all ranks exchange."""
+    unit = memory_unit(row.sent_bytes for row in result.done)
+    found = {key for row in result.done for stage in row.stages for key in stage.measured.traffic}
+    kinds = sorted(key for key in found if key[0] != _REPORTS)
+
+    def sizes(stage: StageBytes) -> list[int]:
+        return [*(stage.traffic.get(kind, 0) for kind in kinds), stage.sent_bytes]
+
+    headings = [f"{axis}\n{collective.replace('_', chr(10))}" for axis, collective in kinds]
+    return _stage_grid(
+        result,
+        f"sent by a rank in one step, {unit.name}; ratio: predicted / counted",
+        (*headings, "total"),
+        lambda stage: _stacked("counted", stage, sizes, unit),
+    )
+
+
+def _stage_grid(
+    result: ComparisonResult,
+    title: str,
+    headings: Sequence[str],
+    cells: Callable[[Stage], list[str]],
+) -> Grid:
+    """A line for each row and pipeline stage. Without a pipeline, stages have no column."""
+    has_pipeline = result.run.grid.pp > 1
+    rows = [
+        [
+            _label(row.label) if stage.pipeline_stage == 0 else "",
+            *([str(stage.pipeline_stage)] if has_pipeline else []),
+            *cells(stage),
+        ]
+        for row in result.done
+        for stage in row.stages
+    ]
+    names = ("row", "pp\nrank", "") if has_pipeline else ("row", "")
+    return Grid(title=title, headings=(*names, *headings), rows=rows, names=len(names))
+
+
+def _stacked(
+    found: str, stage: Stage, sizes: Callable[[StageBytes], Sequence[int]], unit: Unit
+) -> list[str]:
+    """Cells of three lines: what was found, what was predicted, and the ratio."""
+    measured = sizes(stage.measured)
+    if stage.predicted is None:
+        return [found, *map(unit.of, measured)]
+    pairs = zip(measured, sizes(stage.predicted), strict=True)
+    cells = [f"{unit.of(one)}\n{unit.of(two)}\n{_ratio_text(one, two)}" for one, two in pairs]
+    return [f"{found}\npredicted\nratio", *cells]
+
+
+def _ratio(found: int, predicted: int) -> float | None:
+    """Predicted / found; None if nothing was found."""
+    return predicted / found if found else None
+
+
+def _ratio_text(found: int, predicted: int) -> str:
+    value = _ratio(found, predicted)
+    return NOTHING if value is None else f"{value:.2f}"
+
+
+def _label(text: str) -> str:
+    """In two lines if the label names a setting of gradient_reduction."""
+    return text.replace(" ", "\n", 1)
+
+
+def notes(result: ComparisonResult) -> Iterator[str]:
+    """Everything that went wrong, a line each."""
+    for text in result.disagreements:
+        yield f"THE LOSSES DISAGREE: {text}"
+    for row in result.rows:
+        label = row.label
+        if row.status == "failed":
+            yield f"{label} FAILED: {row.reason}"
+        elif row.status == "refused":
+            yield f"{label} was not run: {row.reason}"
+        elif skipped := row.ranks[0].skipped_steps:
+            yield (
+                f"{label} skipped {skipped} of {result.steps + 1} steps, because the loss or the "
+                "gradient norm was not finite"
+            )
 
 
 def show(result: ComparisonResult, console: Console) -> None:
-    """Layout, model, tables, and everything that went wrong."""
-    for line in (layout_line(result), model_line(result)):
+    """Print layout, batch, model, tables, and what went wrong."""
+    for line in result.heading:
         console.print(line, highlight=False, markup=False)
-    for grid in (traffic_grid, memory_grid, summary_grid) if result.done else (summary_grid,):
-        console.print()
-        console.print(as_table(grid(result)))
+    for make_grid in (traffic_grid, memory_grid, summary_grid) if result.done else (summary_grid,):
+        for part in _parts(make_grid(result), console.width):
+            console.print()
+            console.print(Text(part.title, style="italic"))
+            console.print(_table(part))
     console.print()
     for note in notes(result):
-        console.print(Text(note, style="red" if "DISAGREE" in note or "FAILED" in note else ""))
+        style = "red" if "DISAGREE" in note or "FAILED" in note else ""
+        console.print(Text(note, style=style), soft_wrap=True)
 
 
-def write(result: ComparisonResult, folder: Path) -> list[Path]:
-    """Writes the files to ``folder`` and returns them; pictures only where there are figures."""
-    pictures = [MEMORY, TRADE_OFF] if result.done else []
-    text = json.dumps(result_as_json(result), indent=2) + "\n"
-    (folder / RESULT).write_text(text, encoding="utf-8")
-    (folder / MARKDOWN).write_text(as_markdown(result, pictures), encoding="utf-8")
-    if pictures:  # after the figures, which must be safe by then
-        draw_memory_chart(result, folder / MEMORY)
-        draw_trade_off_chart(result, folder / TRADE_OFF)
-    return [folder / name for name in (RESULT, MARKDOWN, *pictures)]
+def _parts(grid: Grid, width: int) -> Iterator[Grid]:
+    """The grid. If it is too wide, several grids, each with the names and some of the columns."""
+    columns = list(zip(grid.headings, *grid.rows, strict=True))
+    widths = [
+        1 + max(len(line) for cell in column for line in cell.split("\n")) for column in columns
+    ]
+    free = width + 1 - sum(widths[: grid.names])
+    parts: list[list[int]] = [[]]
+    for index in range(grid.names, len(columns)):
+        if parts[-1] and sum(widths[i] for i in (*parts[-1], index)) > free:
+            parts.append([])
+        parts[-1].append(index)
+    for part in parts:
+        headings, *rows = zip(*(columns[i] for i in (*range(grid.names), *part)), strict=True)
+        yield replace(grid, headings=headings, rows=rows)
+
+
+def _table(grid: Grid) -> Table:
+    table = Table(
+        box=box.SIMPLE_HEAD,
+        show_edge=False,
+        pad_edge=False,
+        padding=0,  # the box puts one space between columns
+    )
+    for index, heading in enumerate(grid.headings):
+        justify: Literal["left", "right"] = "left" if index < grid.names else "right"
+        table.add_column(heading, justify=justify, no_wrap=True)
+    for cells in grid.rows:
+        table.add_row(*cells)
+    return table
+
+
+def as_markdown(result: ComparisonResult, pictures: Sequence[str]) -> str:
+    """The same as Markdown, with references to the pictures, which are in the same folder."""
+    return "\n".join(_markdown_lines(result, pictures)) + "\n"
+
+
+def _markdown_lines(result: ComparisonResult, pictures: Sequence[str]) -> Iterator[str]:
+    yield f"## {result.run.name}: ZeRO stages compared"
+    yield ""
+    for line in result.heading:
+        yield f"- {line}"
+    yield "- ratio: predicted / measured. Baselines have no prediction."
+    for note in notes(result):
+        yield f"- **{note}**"
+    for grid in (summary_grid(result), memory_grid(result), traffic_grid(result)):
+        rules = [":--" if index < grid.names else "--:" for index in range(len(grid.headings))]
+        yield from ("", f"**{grid.title[0].upper()}{grid.title[1:]}**", "")
+        for cells in (grid.headings, rules, *grid.rows):
+            yield f"| {' | '.join(map(_markdown_cell, cells))} |"
+    for picture in pictures:
+        yield from ("", f"![{picture}]({picture})")
+    yield from ("", f"**Verdict: {verdict(result)}**")
+
+
+def _markdown_cell(text: str) -> str:
+    return text.strip().replace("|", "\\|").replace("\n", "<br>")
+
+
+def as_json(result: ComparisonResult) -> dict[str, Any]:
+    """Every figure, in bytes and seconds. A loss or norm that is not finite becomes null."""
+    run = result.run
+    return {
+        "name": run.name,
+        "device": result.device,
+        "device_memory_bytes": result.device_memory_bytes,
+        "degrees": asdict(run.grid),
+        "precision": run.precision,
+        "batch": asdict(run.batch),
+        "sequence_length": run.config.data.sequence_length,
+        "model": run.config.model.model_dump(mode="json", exclude_none=True),
+        "steps": result.steps,
+        "losses_agree": not result.disagreements,
+        "disagreements": result.disagreements,
+        "verdict": verdict(result),
+        "rows": [_row_as_json(row) for row in result.rows],
+    }
+
+
+def _row_as_json(row: Row) -> dict[str, Any]:
+    head = {"label": row.label, "engine": row.engine, "status": row.status}
+    if row.status != "done" or row.run is None:
+        return {**head, "reason": row.reason}
+    return {
+        **head,
+        "zero_stage": row.run.zero_stage if row.engine == "zero" else None,
+        "gradient_reduction": row.run.gradient_reduction,
+        "step_time_seconds": row.step_time.median,
+        "step_time_quartiles_seconds": [row.step_time.lower, row.step_time.upper],
+        "tokens_per_second": row.tokens_per_second,
+        "loss": _finite(row.loss),
+        "grad_norm": _finite(row.ranks[0].grad_norm),
+        "skipped_steps": row.ranks[0].skipped_steps,
+        "pipeline_stages": [_stage_as_json(stage) for stage in row.stages],
+        "ranks": [
+            {
+                "rank": rank.rank,
+                "pipeline_stage": rank.pipeline_stage,
+                "losses": [_finite(loss) for loss in rank.losses],
+                "step_times_seconds": list(rank.step_times_seconds),
+                "states_bytes": _memory(rank.states),
+                "peak_bytes": _memory(rank.peak),
+                "allocator_peak_bytes": rank.allocator_peak_bytes,
+                "traffic_bytes": _traffic(rank.traffic),
+            }
+            for rank in row.ranks
+        ],
+    }
+
+
+def _stage_as_json(stage: Stage) -> dict[str, Any]:
+    return {
+        "pipeline_stage": stage.pipeline_stage,
+        "states_bytes": _compared(stage, lambda each: _memory(each.states)),
+        "peak_bytes": _compared(stage, lambda each: _memory(each.peak)),
+        "allocator_peak_bytes": stage.measured.allocator_peak_bytes,
+        "traffic_bytes": {
+            "counted": _traffic(stage.measured.traffic),
+            "predicted": None if stage.predicted is None else _traffic(stage.predicted.traffic),
+            "predicted_over_counted": None
+            if stage.predicted is None
+            else _ratio(stage.measured.sent_bytes, stage.predicted.sent_bytes),
+        },
+    }
+
+
+def _compared(stage: Stage, sizes: Callable[[StageBytes], dict[str, int]]) -> dict[str, Any]:
+    found = sizes(stage.measured)
+    if stage.predicted is None:
+        return {"measured": found, "predicted": None, "predicted_over_measured": None}
+    predicted = sizes(stage.predicted)
+    ratios = {name: _ratio(found[name], predicted[name]) for name in found}
+    return {"measured": found, "predicted": predicted, "predicted_over_measured": ratios}
+
+
+def _memory(memory: MemoryBytes) -> dict[str, int]:
+    return {**asdict(memory), "total": memory.total}
+
+
+def _traffic(traffic: Traffic) -> dict[str, Any]:
+    """axis -> collective -> bytes, and the total."""
+    return {**by_axis(traffic), "total": sum(traffic.values())}
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None

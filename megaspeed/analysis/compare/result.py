@@ -1,10 +1,10 @@
-"""What a comparison found: the figures of each row, predicted beside measured.
+"""The figures of a comparison: for each row, predictions beside measurements.
 
     row (ZeRO-2) -> pipeline stage 0: states, peak, traffic     of the rank that has most
                     pipeline stage 1: ...
-                    step time, tokens/s, loss
+                    step time with its spread, tokens/s, loss
 
-A row that failed or that the configuration refuses has no figures and says why.
+A row that failed or that the configuration does not allow has a reason instead of figures.
 """
 
 import math
@@ -13,102 +13,173 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from megaspeed.analysis.compare.rank_record import RankRecord
-from megaspeed.analysis.compare.variants import Variant
+from megaspeed.analysis.compare.rank_program import Engine
 from megaspeed.analysis.costs.memory import MemoryBytes
-from megaspeed.analysis.costs.stage_memory import predict_memory
-from megaspeed.analysis.costs.traffic import Traffic, predict_traffic
-from megaspeed.analysis.verification.comparison import TOLERANCES
+from megaspeed.analysis.costs.traffic import Traffic
+from megaspeed.analysis.measurement.watched_step import RankMeasurement
+from megaspeed.analysis.verification.comparison import TOLERANCES, relative_difference
 from megaspeed.config.resolve import Run
-
-Status = Literal["done", "failed", "refused"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class StagePrediction:
-    """What the formulas say of one pipeline stage's ranks."""
-
-    states: MemoryBytes
-    peak: MemoryBytes
-    traffic: Traffic
+from megaspeed.model.parameters import parameters_of
 
 
 @dataclass(frozen=True, kw_only=True)
-class StageFigures:
-    """One pipeline stage.
+class RankRecord(RankMeasurement):
+    """What one rank measured. The last step is the one that was watched.
 
     Attributes:
-        states, peak: of its rank with the highest peak, in bytes.
-        allocator_peak_bytes: the most that the CUDA allocator of one of its ranks had handed out;
-            None on a CPU.
-        traffic: of its rank that sent most in one step.
-        predicted: None for torch's own engines, for which there are no formulas here.
+        losses: of each step, mean over its tokens, in nats.
+        grad_norm: of the last step, before clipping.
+        skipped_steps: number of steps that were skipped because loss or norm was not finite.
+        step_times_seconds: of each step but the last.
+        device: the GPU's name, or "CPU".
+        device_memory_bytes: memory of the GPU; on a CPU, this rank's share of the machine's memory.
     """
 
-    pipeline_stage: int
+    losses: Sequence[float]
+    grad_norm: float
+    skipped_steps: int
+    step_times_seconds: Sequence[float]
+    device: str
+    device_memory_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageBytes:
+    """Memory and traffic of one pipeline stage, as measured or as predicted.
+
+    Attributes:
+        states, peak: of its rank whose tensors have the highest peak.
+        traffic: of its rank that sends most in one step.
+        allocator_peak_bytes: the highest peak of its ranks' CUDA allocators; None if predicted, or
+            on a CPU.
+    """
+
     states: MemoryBytes
     peak: MemoryBytes
-    allocator_peak_bytes: int | None
     traffic: Traffic
-    predicted: StagePrediction | None
+    allocator_peak_bytes: int | None = None
 
     @property
     def peak_bytes(self) -> int:
-        """The allocator's on a GPU; on a CPU, where torch has none that counts, the tensors'."""
+        """The allocator's peak if it is known, else the peak of the tensors."""
         return self.peak.total if self.allocator_peak_bytes is None else self.allocator_peak_bytes
 
     @property
-    def traffic_bytes(self) -> int:
-        """Over all axes."""
+    def sent_bytes(self) -> int:
+        """Sum over all axes and collectives."""
         return sum(self.traffic.values())
 
 
 @dataclass(frozen=True, kw_only=True)
+class Stage:
+    """The figures of one pipeline stage."""
+
+    pipeline_stage: int
+    measured: StageBytes
+    predicted: StageBytes | None  # None for torch's engines, for which there are no formulas here
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTime:
+    """Median and quartiles of the time of a step, in seconds."""
+
+    median: float
+    lower: float
+    upper: float
+
+    @classmethod
+    def of(cls, seconds: Sequence[float]) -> "StepTime":
+        """Quartiles are interpolated between steps. A single step has no spread."""
+        twice = seconds if len(seconds) > 1 else [*seconds, *seconds]
+        lower, _, upper = statistics.quantiles(twice, n=4, method="inclusive")
+        return cls(median=statistics.median(seconds), lower=lower, upper=upper)
+
+    @property
+    def median_ms(self) -> str:
+        """The median in milliseconds, without the unit."""
+        return three_digits(1e3 * self.median)
+
+    @property
+    def quartiles_ms(self) -> str:
+        """The quartiles in milliseconds, without the unit."""
+        return f"{three_digits(1e3 * self.lower)}-{three_digits(1e3 * self.upper)}"
+
+
+@dataclass(frozen=True, kw_only=True)
 class Row:
-    """One variant, and how it went.
+    """One way to train the run, and its figures once it has been trained.
 
     Attributes:
-        variant: what was trained.
-        reason: why there are no figures; None where there are.
-        stages: by pipeline stage.
-        step_time_seconds: median, without the first step and the watched one.
-        loss: of the last step, in nats per token.
-        grad_norm: of the last step, before clipping.
-        skipped_steps: that were not taken.
-        ranks: what each rank found.
+        label: its name, different for every row.
+        engine: megaspeed's ZeRO, or torch's DDP or FSDP2.
+        run: the resolved run; None if the configuration does not allow it.
+        reason: why it is not allowed, or why the training failed; None otherwise.
+        predicted: by pipeline stage; None for torch's engines.
+        ranks: what each rank measured; empty if the row has no figures.
     """
 
-    variant: Variant
+    label: str
+    engine: Engine
+    run: Run | None
     reason: str | None = None
-    stages: Sequence[StageFigures] = ()
-    step_time_seconds: float = math.nan
-    loss: float = math.nan
-    grad_norm: float = math.nan
-    skipped_steps: int = 0
+    predicted: Sequence[StageBytes] | None = None
     ranks: Sequence[RankRecord] = ()
 
     @property
-    def status(self) -> Status:
-        """Whether it has figures, failed, or was not allowed to begin with."""
-        if self.variant.run is None:
+    def status(self) -> Literal["done", "failed", "refused"]:
+        """It is "refused" if the configuration does not allow the row."""
+        if self.run is None:
             return "refused"
         return "done" if self.reason is None else "failed"
 
     @property
-    def tokens_per_second(self) -> float:
-        """Over all ranks."""
-        assert self.variant.run is not None
-        return self.variant.run.tokens_per_step / self.step_time_seconds
+    def stages(self) -> list[Stage]:
+        """The figures by pipeline stage."""
+        return [
+            Stage(
+                pipeline_stage=stage,
+                measured=_measured([rank for rank in self.ranks if rank.pipeline_stage == stage]),
+                predicted=None if self.predicted is None else self.predicted[stage],
+            )
+            for stage in sorted({rank.pipeline_stage for rank in self.ranks})
+        ]
 
     @property
-    def highest(self) -> StageFigures:
-        """The pipeline stage that needs most memory."""
-        return max(self.stages, key=lambda stage: stage.peak_bytes)
+    def highest(self) -> Stage:
+        """The pipeline stage with the highest peak."""
+        return max(self.stages, key=lambda stage: stage.measured.peak_bytes)
 
     @property
-    def busiest(self) -> StageFigures:
+    def busiest(self) -> Stage:
         """The pipeline stage that sends most."""
-        return max(self.stages, key=lambda stage: stage.traffic_bytes)
+        return max(self.stages, key=lambda stage: stage.measured.sent_bytes)
+
+    @property
+    def peak_bytes(self) -> int:
+        """The peak of the fullest rank."""
+        return self.highest.measured.peak_bytes
+
+    @property
+    def sent_bytes(self) -> int:
+        """What the busiest rank sends in one step."""
+        return self.busiest.measured.sent_bytes
+
+    @property
+    def step_time(self) -> StepTime:
+        """Without the first and the last step. Ranks wait for each other; the slowest counts."""
+        times = (StepTime.of(rank.step_times_seconds[1:]) for rank in self.ranks)
+        return max(times, key=lambda time: time.median)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of all ranks together, at the median step time."""
+        assert self.run is not None
+        return self.run.tokens_per_step / self.step_time.median
+
+    @property
+    def loss(self) -> float:
+        """Of the last step."""
+        return self.ranks[0].losses[-1]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,13 +188,11 @@ class ComparisonResult:
 
     Attributes:
         run: the layout, model, data and batch that the rows share.
-        device: on what it ran, in words.
-        steps: whose time was taken; one more was watched.
+        steps: number of timed steps, including the first. One more step was watched.
         rows: in the order in which they ran.
     """
 
     run: Run
-    device: str
     steps: int
     rows: Sequence[Row]
 
@@ -133,97 +202,78 @@ class ComparisonResult:
         return [row for row in self.rows if row.status == "done"]
 
     @property
-    def disagreements(self) -> list[str]:
-        """Rows whose last loss is not the first row's, each with both numbers.
+    def device(self) -> str | None:
+        """The GPU's name, or "CPU"; None if no row has figures."""
+        return self.done[0].ranks[0].device if self.done else None
 
-        A first row that diverged is told alone: its loss is no number to agree with.
+    @property
+    def device_memory_bytes(self) -> int | None:
+        """The memory that one rank has; None if no row has figures."""
+        return self.done[0].ranks[0].device_memory_bytes if self.done else None
+
+    @property
+    def heading(self) -> tuple[str, str, str]:
+        """Layout, batch and model: a line each."""
+        run, grid, batch, model = self.run, self.run.grid, self.run.batch, self.run.config.model
+        elements = sum(parameter.elements for parameter in parameters_of(model).values())
+        device = f" ({self.device})" if self.device else ""
+        return (
+            f"{run.name}: pp {grid.pp} x dp {grid.dp} x tp {grid.tp} = {grid.world_size} "
+            f"ranks{device}, {run.precision}",
+            f"{batch.train_batch_size} samples of {run.config.data.sequence_length:,} tokens a "
+            f"step in {batch.gradient_accumulation_steps} micro-batches of "
+            f"{batch.micro_batch_size}",
+            f"{model.architecture}: {elements:,} parameters, {model.num_hidden_layers} blocks x "
+            f"{model.hidden_size:,}, {model.num_attention_heads} heads, vocabulary "
+            f"{model.vocab_size:,} ({'tied' if model.tie_word_embeddings else 'untied'})",
+        )
+
+    @property
+    def disagreements(self) -> list[str]:
+        """Each row whose last loss differs from the first row's, with both numbers.
+
+        If the first row diverged, there is nothing to agree with, and only this is reported.
         """
         if not self.done:
             return []
         first = self.done[0]
-        allowed = allowed_loss_difference(self.run)
         if not math.isfinite(first.loss):
             return [
-                f"{first.variant.label} has the loss {first.loss:.9g}, with which none can agree; "
-                "lower the learning rate or lengthen its warmup"
+                f"{first.label} has the loss {first.loss:.9g}, so no row can agree with it; lower "
+                "the learning rate or lengthen its warmup"
             ]
-        # Written so that a loss that is not a number never agrees.
+        allowed = TOLERANCES["fp32" if self.run.precision == "fp32" else "bf16"].loss
         return [
-            f"{row.variant.label}: loss {row.loss:.9g}, but {first.variant.label} has "
-            f"{first.loss:.9g}; relative difference {_relative(row.loss, first.loss):.1e}, "
-            f"{allowed:.0e} allowed in {self.run.precision}"
+            f"{row.label}: loss {row.loss:.9g}, but {first.label} has {first.loss:.9g}; the "
+            f"relative difference is {difference:.1e}, and {allowed:.0e} is allowed in "
+            f"{self.run.precision}"
             for row in self.done
-            if not _relative(row.loss, first.loss) <= allowed
+            # "not <=" instead of ">", because NaN must not agree.
+            if not (difference := relative_difference(row.loss, first.loss)) <= allowed
         ]
 
     @property
     def succeeded(self) -> bool:
-        """Whether no row failed and all that trained, trained the same model."""
+        """Whether no row failed and all rows that trained have the same loss."""
         return not self.disagreements and all(row.status != "failed" for row in self.rows)
 
 
-def predict_stages(variant: Variant, device_type: str) -> list[StagePrediction] | None:
-    """By pipeline stage; None for a variant that is not ZeRO's or not allowed."""
-    run = variant.run
-    if run is None or variant.engine != "zero":
-        return None
-    return [_predict(run, stage, device_type) for stage in range(run.grid.pp)]
-
-
-def finished_row(
-    variant: Variant, records: Sequence[RankRecord], predicted: Sequence[StagePrediction] | None
-) -> Row:
-    """The row of a variant whose ranks have all come to the end."""
-    by_stage: dict[int, list[RankRecord]] = {}
-    for record in records:
-        by_stage.setdefault(record.pipeline_stage, []).append(record)
-    return Row(
-        variant=variant,
-        stages=[
-            _stage_figures(stage, by_stage[stage], None if predicted is None else predicted[stage])
-            for stage in sorted(by_stage)
-        ],
-        # Ranks wait for each other, so they differ by little; the slowest counts.
-        step_time_seconds=max(statistics.median(r.step_times_seconds[1:]) for r in records),
-        loss=records[0].losses[-1],
-        grad_norm=records[0].grad_norm,
-        skipped_steps=records[0].skipped_steps,
-        ranks=tuple(records),
-    )
-
-
-def allowed_loss_difference(run: Run) -> float:
-    """Largest relative difference between two rows' losses that is rounding."""
-    return TOLERANCES["fp32" if run.precision == "fp32" else "bf16"].loss
-
-
-def ratio(predicted: int, measured: int) -> float | None:
-    """Predicted over measured; None where nothing was measured."""
-    return predicted / measured if measured else None
-
-
-def _predict(run: Run, pipeline_stage: int, device_type: str) -> StagePrediction:
-    memory = predict_memory(run, pipeline_stage, device_type=device_type)
-    return StagePrediction(
-        states=memory.states, peak=memory.peak, traffic=predict_traffic(run, pipeline_stage)
-    )
-
-
-def _stage_figures(
-    stage: int, records: Sequence[RankRecord], predicted: StagePrediction | None
-) -> StageFigures:
-    fullest = max(records, key=lambda record: record.peak.total)
-    busiest = max(records, key=lambda record: sum(record.traffic.values()))
-    allocators = [r.allocator_peak_bytes for r in records if r.allocator_peak_bytes is not None]
-    return StageFigures(
-        pipeline_stage=stage,
+def _measured(ranks: Sequence[RankRecord]) -> StageBytes:
+    fullest = max(ranks, key=lambda rank: rank.peak.total)
+    busiest = max(ranks, key=lambda rank: sum(rank.traffic.values()))
+    allocators = [r.allocator_peak_bytes for r in ranks if r.allocator_peak_bytes is not None]
+    return StageBytes(
         states=fullest.states,
         peak=fullest.peak,
-        allocator_peak_bytes=max(allocators, default=None),
         traffic=busiest.traffic,
-        predicted=predicted,
+        allocator_peak_bytes=max(allocators, default=None),
     )
 
 
-def _relative(a: float, b: float) -> float:
-    return abs(a - b) / abs(b) if b else abs(a)
+def three_digits(number: float) -> str:
+    """At least three digits, and no decimals from 100 on.
+
+    >>> three_digits(1.5), three_digits(15), three_digits(1500)
+    ('1.50', '15.0', '1,500')
+    """
+    return f"{number:,.{0 if number >= 100 else 1 if number >= 10 else 2}f}"

@@ -1,20 +1,100 @@
-"""What is wrong, and on which rank.
+"""What is wrong, and on which rank; and remarks on what works, but is slow.
 
 Each rank is compared with the value that most ranks have. So if one rank differs, only this rank is
 reported.
 """
 
+import re
+import statistics
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
-from megaspeed.analysis.doctor.findings import Findings
+from megaspeed.analysis.costs.traffic import predict_traffic
+from megaspeed.analysis.doctor.links import Link, LinkReport
 from megaspeed.analysis.doctor.record import Record
-from megaspeed.analysis.units import GIB
+from megaspeed.analysis.units import GB, GIB, MB, counted, traffic_unit
+from megaspeed.config.resolve import Run
 
 _CLOCK_SECONDS = 1.0
 _SHARED_MEMORY_BYTES = 2**30
 _KEYS_SHOWN = 3
+_ENOUGH_GROUPS = 3
+_SLOW = 0.5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Findings:
+    """What rank 0 collected. None means not measured, because an earlier step failed.
+
+    Attributes:
+        records: the record of every rank; None if the rank did not answer.
+        waited_seconds: how long rank 0 waited for the records.
+        run: the run of rank 0; None if its configuration is wrong.
+        clocks: by the first rank of a machine, how many seconds its clock is ahead of rank 0's;
+            None if it did not answer.
+        folder: by rank, what is wrong with training.run_dir there.
+        ports: by rank, why it cannot connect to the next machine, or why it cannot be reached.
+        links: the measurements of every rank; None if the rank did not answer.
+    """
+
+    records: Sequence[Record | None]
+    waited_seconds: float
+    run: Run | None = None
+    clocks: dict[int, float | None] | None = None
+    folder: dict[int, str] | None = None
+    ports: dict[int, str] | None = None
+    links: Sequence[LinkReport | None] | None = None
+
+    @property
+    def answered(self) -> list[Record]:
+        """The records of the ranks that answered."""
+        return [record for record in self.records if record is not None]
+
+    @property
+    def nodes(self) -> dict[str, list[int]]:
+        """The ranks of each machine, by its name."""
+        ranks: dict[str, list[int]] = {}
+        for record in self.answered:
+            ranks.setdefault(self.node_of(record), []).append(record.rank)
+        return ranks
+
+    @cached_property
+    def shared_names(self) -> dict[str, int]:
+        """Host names that several machines have, and how many."""
+        machines = {(record.host, record.boot) for record in self.answered}
+        counts = Counter(host for host, _ in machines)
+        return {host: count for host, count in counts.items() if count > 1}
+
+    @property
+    def groups(self) -> dict[str, list[Link]]:
+        """The groups of each axis, each with the figures of its slowest rank."""
+        slowest: dict[tuple[str, tuple[int, ...]], Link] = {}
+        for report in self.links or ():
+            for link in () if report is None else report.links:
+                group = link.axis, tuple(link.ranks)
+                known = slowest.get(group, link)
+                slowest[group] = min(known, link, key=lambda each: each.bytes_per_second)
+        axes: dict[str, list[Link]] = {}
+        for (axis, _), link in sorted(slowest.items()):
+            axes.setdefault(axis, []).append(link)
+        return axes
+
+    def node_of(self, record: Record) -> str:
+        """The machine's name: its host name, with its boot id if others have the same name."""
+        name = record.host
+        return f"{name}/{record.boot[:8]}" if name in self.shared_names else name
+
+    def host_of(self, rank: int) -> str:
+        """The machine of a rank; "?" if the rank did not answer."""
+        record = self.records[rank]
+        return "?" if record is None else self.node_of(record)
+
+    def crosses_nodes(self, link: Link) -> bool:
+        """Whether the ranks of the group are on more than one machine."""
+        return len({self.host_of(rank) for rank in link.ranks}) > 1
 
 
 class Problem(NamedTuple):
@@ -26,66 +106,38 @@ class Problem(NamedTuple):
     text: str
 
 
+_Problems = Iterator[tuple[int, str]]
+"""Rank and text of each problem that one check finds."""
+
+
 def find_problems(findings: Findings) -> list[Problem]:
     """All problems, in the order of the checks."""
     return [
         Problem(rank, findings.host_of(rank), check, text)
-        for check, finder in _CHECKS.items()
-        for rank, text in finder(findings)
+        for check, find in _CHECKS.items()
+        for rank, text in find(findings)
     ]
 
 
-Found = Iterator[tuple[int, str]]
-
-
-def _ranks(findings: Findings) -> Found:
-    for rank, record in enumerate(findings.records):
-        if record is None:
-            yield (
-                rank,
-                f"did not answer within {findings.waited_seconds:g} s: it is not running, or it "
-                "cannot reach MASTER_ADDR and MASTER_PORT; look for its output on its machine",
-            )
-    world = len(findings.records)
-    for record in findings.came:
-        if record.world_size != world:
-            yield record.rank, f"has world size {record.world_size}, and rank 0 has {world}"
-
-
-def _versions(findings: Findings) -> Found:
-    yield from _odd(findings, lambda record: record.versions)
-
-
-def _configuration(findings: Findings) -> Found:
-    for record in findings.came:
-        if record.wrong_input is not None:
-            yield record.rank, record.wrong_input
-    yield from _odd(findings, lambda record: record.settings)
-
-
-def _data(findings: Findings) -> Found:
-    yield from _odd(findings, lambda record: record.data)
-
-
-def _odd(findings: Findings, part: Callable[[Record], dict[str, str]]) -> Found:
-    """Ranks whose part differs from the usual one. An empty part was already reported."""
-    common = usual([part(record) for record in findings.came])
-    for record in findings.came:
-        own = part(record)
-        differing = [key for key in sorted(common | own) if common.get(key) != own.get(key)]
-        if own and differing:
-            shown = [
-                f"{key} is {_short(own.get(key))}, and {_short(common.get(key))} on most ranks"
-                for key in differing[:_KEYS_SHOWN]
-            ]
-            more = len(differing) - len(shown)
-            yield record.rank, "; ".join(shown) + (f"; and {more} more" if more else "")
-
-
-def usual(parts: list[dict[str, str]]) -> dict[str, str]:
-    """The most frequent part; in a tie, the one of the lowest rank."""
+def most_common(parts: Sequence[dict[str, str]]) -> dict[str, str]:
+    """The most frequent of these parts of records; in a tie, the one of the lowest rank."""
     filled = [tuple(sorted(part.items())) for part in parts if part]
     return dict(Counter(filled).most_common(1)[0][0]) if filled else {}
+
+
+def _differences(findings: Findings, part: Callable[[Record], dict[str, str]]) -> _Problems:
+    """Ranks whose part differs from the most common one. An empty part was already reported."""
+    common = most_common([part(record) for record in findings.answered])
+    for record in findings.answered:
+        own = part(record)
+        keys = [key for key in sorted(common | own) if common.get(key) != own.get(key)]
+        if own and keys:
+            shown = [
+                f"{key} is {_short(own.get(key))}, and {_short(common.get(key))} on most ranks"
+                for key in keys[:_KEYS_SHOWN]
+            ]
+            more = len(keys) - len(shown)
+            yield record.rank, "; ".join(shown) + (f"; and {more} more" if more else "")
 
 
 def _short(value: str | None) -> str:
@@ -94,14 +146,35 @@ def _short(value: str | None) -> str:
     return value if len(value) <= 40 else f"{value[:16]}..."
 
 
-def _speed_of_a_step(findings: Findings) -> Found:
-    for record in findings.came:
+def _ranks(findings: Findings) -> _Problems:
+    for rank, record in enumerate(findings.records):
+        if record is None:
+            yield (
+                rank,
+                f"did not answer within {findings.waited_seconds:g} s: it is not running, or it "
+                "cannot reach MASTER_ADDR and MASTER_PORT; look for its output on its machine",
+            )
+    world = len(findings.records)
+    for record in findings.answered:
+        if record.world_size != world:
+            yield record.rank, f"has world size {record.world_size}, and rank 0 has {world}"
+
+
+def _configuration(findings: Findings) -> _Problems:
+    for record in findings.answered:
+        if record.wrong_input is not None:
+            yield record.rank, record.wrong_input
+    yield from _differences(findings, lambda record: record.settings)
+
+
+def _time_limit(findings: Findings) -> _Problems:
+    for record in findings.answered:
         for step in record.too_slow:
             yield record.rank, f"{step} did not end in time; --timeout SECONDS allows more"
 
 
-def _clock(findings: Findings) -> Found:
-    for rank, offset in findings.clocks.items():
+def _clock(findings: Findings) -> _Problems:
+    for rank, offset in (findings.clocks or {}).items():
         if offset is None:
             yield rank, "did not answer when its clock was measured"
         elif abs(offset) > _CLOCK_SECONDS:
@@ -113,16 +186,8 @@ def _clock(findings: Findings) -> Found:
             )
 
 
-def _run_folder(findings: Findings) -> Found:
-    yield from sorted((findings.folder or {}).items())
-
-
-def _ports(findings: Findings) -> Found:
-    yield from sorted((findings.ports or {}).items())
-
-
-def _open_files(findings: Findings) -> Found:
-    for record in findings.came:
+def _open_files(findings: Findings) -> _Problems:
+    for record in findings.answered:
         needed, allowed = record.open_files
         if 0 <= allowed < needed:
             yield (
@@ -132,9 +197,9 @@ def _open_files(findings: Findings) -> Found:
             )
 
 
-def _shared_memory(findings: Findings) -> Found:
+def _shared_memory(findings: Findings) -> _Problems:
     """NCCL exchanges data in /dev/shm between the GPUs of a machine."""
-    for record in findings.came:
+    for record in findings.answered:
         free = record.shared_memory_bytes
         several = len(findings.nodes[findings.node_of(record)]) > 1
         if record.device != "cpu" and several and free is not None and free < _SHARED_MEMORY_BYTES:
@@ -145,34 +210,110 @@ def _shared_memory(findings: Findings) -> Found:
             )
 
 
-def _devices(findings: Findings) -> Found:
-    common = usual([{"device": record.device} for record in findings.came]).get("device")
-    for record in findings.came:
+def _devices(findings: Findings) -> _Problems:
+    common = most_common([{"device": record.device} for record in findings.answered])["device"]
+    for record in findings.answered:
         if record.unusable_gpu is not None:
             yield record.rank, record.unusable_gpu
         elif (record.device == "cpu") != (common == "cpu"):
             yield record.rank, f"runs on {record.device}, and most ranks on {common}"
 
 
-def _links(findings: Findings) -> Found:
-    for rank, answer in enumerate(findings.links or []):
-        if answer is None:
+def _links(findings: Findings) -> _Problems:
+    for rank, report in enumerate(findings.links or ()):
+        if report is None:
             yield rank, "did not report its process groups: it has ended or hangs"
-        elif answer.problem is not None:
-            yield rank, answer.problem
+        elif report.problem is not None:
+            yield rank, report.problem
 
 
-_CHECKS: dict[str, Callable[[Findings], Found]] = {
+_CHECKS: dict[str, Callable[[Findings], _Problems]] = {
     "ranks": _ranks,
-    "versions": _versions,
+    "versions": lambda findings: _differences(findings, lambda record: record.versions),
     "configuration": _configuration,
-    "data": _data,
-    "time limit": _speed_of_a_step,
+    "data": lambda findings: _differences(findings, lambda record: record.data),
+    "time limit": _time_limit,
     "clock": _clock,
-    "run folder": _run_folder,
-    "ports": _ports,
+    "run folder": lambda findings: iter(sorted((findings.folder or {}).items())),
+    "ports": lambda findings: iter(sorted((findings.ports or {}).items())),
     "open files": _open_files,
     "shared memory": _shared_memory,
     "device": _devices,
     "process groups": _links,
 }
+
+
+def make_remarks(findings: Findings) -> Iterator[str]:
+    """A sentence for each setting or link that works, but is slow or confusing."""
+    for host, count in findings.shared_names.items():
+        yield (
+            f"{count} machines have the host name {host}, so messages and log files of a run do "
+            "not show which of them is meant: give each its own name"
+        )
+    yield from _tensor_axis_across_nodes(findings)
+    for record in findings.answered:
+        links = nvlinks(record.gpu_links or "")
+        if links.linked < links.pairs:
+            yield (
+                f"{findings.node_of(record)}: {links.pairs - links.linked} of {links.pairs} pairs "
+                "of GPUs have no NVLink, so what they exchange goes over PCIe; see nvidia-smi "
+                "topo -m"
+            )
+    names = sorted({record.device for record in findings.answered})
+    if len(names) > 1:
+        yield f"the ranks have different devices ({', '.join(names)}); the slowest sets the pace"
+    for axis, groups in findings.groups.items():
+        median = statistics.median(link.bytes_per_second for link in groups)
+        for link in groups:
+            if len(groups) >= _ENOUGH_GROUPS and link.bytes_per_second < _SLOW * median:
+                yield (
+                    f"the {axis} group of ranks {list(link.ranks)} is slow: "
+                    f"{rate(link.bytes_per_second)}, but half of the groups reach {rate(median)}"
+                )
+
+
+def _tensor_axis_across_nodes(findings: Findings) -> Iterator[str]:
+    run = findings.run
+    crossing = [link for link in findings.groups.get("tp", []) if findings.crosses_nodes(link)]
+    if run is None or not crossing:
+        return
+    slowest = min(link.bytes_per_second for link in crossing)
+    sent = max(
+        sum(sent for (axis, _), sent in predict_traffic(run, stage).items() if axis == "tp")
+        for stage in range(run.grid.pp)
+    )
+    fewest = min(len(ranks) for ranks in findings.nodes.values())
+    yield (
+        f"tp crosses nodes in {counted(len(crossing), 'group')}, such as ranks "
+        f"{list(crossing[0].ranks)}. A rank sends {traffic_unit((sent,)).named(sent)} a step over "
+        f"tp, which takes {sent / slowest:.2g} s at the measured {rate(slowest)}. Choose "
+        f"parallel.tensor so that it divides the {counted(fewest, 'rank')} of a node, and let pp "
+        "or dp cross"
+    )
+
+
+class NvLinks(NamedTuple):
+    """How many pairs of GPUs there are, and how many of them have NVLink."""
+
+    pairs: int
+    linked: int
+
+
+def nvlinks(matrix: str) -> NvLinks:
+    """The pairs of GPUs of a machine, from the matrix that `nvidia-smi topo -m` prints.
+
+            GPU0    GPU1    CPU Affinity
+    GPU0     X      NV18    0-55            NV18: 18 NVLinks; SYS, NODE, PHB, PIX: over PCIe
+    GPU1    NV18     X      0-55
+
+    The result is (0, 0) if there is one GPU, or if the matrix cannot be read.
+    """
+    rows = [line.split() for line in matrix.splitlines() if re.match(r"GPU\d+\s", line)]
+    cells = [row[1 + column] for index, row in enumerate(rows) for column in range(index)]
+    return NvLinks(len(cells), sum(cell.startswith("NV") for cell in cells))
+
+
+def rate(bytes_per_second: float) -> str:
+    """Bytes per second in GB/s or MB/s."""
+    unit = GB if bytes_per_second >= GB.size else MB
+    return f"{unit.of(round(bytes_per_second))} {unit.name}/s"

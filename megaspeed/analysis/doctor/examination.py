@@ -1,4 +1,4 @@
-"""The checks of the doctor, in order. Every rank calls `examine`, and rank 0 gets the findings.
+"""The steps of the doctor, in order. Every rank calls `examine`, and rank 0 gets the findings.
 
 Rank 0 reads the records, decides which further checks are possible, and informs the other ranks. So
 no rank waits in a collective if configurations differ or ranks are missing.
@@ -7,16 +7,19 @@ no rank waits in a collective if configurations differ or ranks are missing.
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
-from megaspeed.analysis.doctor.clock import answer_clock, measure_clocks
-from megaspeed.analysis.doctor.deadline import within
-from megaspeed.analysis.doctor.findings import Findings, LinkAnswer
-from megaspeed.analysis.doctor.folder import SharedFolderCheck
-from megaspeed.analysis.doctor.links import Link, Measurement
-from megaspeed.analysis.doctor.messages import Messages
-from megaspeed.analysis.doctor.ports import check_ports
+from megaspeed.analysis.doctor.checks import (
+    Messages,
+    call_with_timeout,
+    check_clocks,
+    check_ports,
+    check_run_folder,
+)
+from megaspeed.analysis.doctor.diagnosis import Findings
+from megaspeed.analysis.doctor.links import Link, LinkReport, Measurement
 from megaspeed.analysis.doctor.record import Record, take_record
 from megaspeed.config.resolve import Run
 from megaspeed.topology.context import ParallelContext
@@ -29,14 +32,6 @@ _LIMITS_OF_THE_LINKS = 4
 _LIMITS_OF_EVERYTHING = 30
 
 
-@dataclass(frozen=True, kw_only=True)
-class Examined:
-    """The result on rank 0."""
-
-    findings: Findings
-    run: Run | None  # rank 0's
-
-
 def examine(
     config: Path,
     overrides: Sequence[str],
@@ -45,9 +40,9 @@ def examine(
     *,
     address: str,
     seconds: float,
-    report: Callable[[Examined], int],
+    report: Callable[[Findings], int],
 ) -> int:
-    """All steps; every rank calls this.
+    """Run all steps. Every rank calls this.
 
     Args:
         config, overrides: this rank's command line.
@@ -64,123 +59,119 @@ def examine(
         GroupError: rank 0 did not answer, or its world size does not include this rank.
     """
     record, run = take_record(config, overrides, launch, seconds)
-    messages.put("record", record.as_json())
+    messages.send("record", asdict(record))
     if launch.rank != 0:
-        steps = messages.hear("steps", _LIMITS_OF_A_RECORD * seconds)
+        steps = messages.receive("steps", _LIMITS_OF_A_RECORD * seconds)
         if launch.rank >= steps["world_size"]:
             raise GroupError(
                 f"rank {launch.rank} is not part of the run: rank 0 has world size "
                 f"{steps['world_size']}, this rank {launch.world_size} (from {launch.source})"
             )
-        with suppress(GroupError):
-            _take_part(steps["ring"], run, launch, messages, address, seconds)
-        code: int = messages.hear("end", _LIMITS_OF_EVERYTHING * seconds)
-        messages.put("bye", None)
+        if steps["first_ranks"] is not None:
+            assert run is not None, "every record has the degrees of its run"
+            _Checks(run, launch, messages, address, seconds).run_all(steps["first_ranks"])
+        code: int = messages.receive("end", _LIMITS_OF_EVERYTHING * seconds)
+        messages.send("bye", None)
         return code
-    findings = _collect(run, launch, messages, address, seconds)
-    code = report(Examined(findings=findings, run=run))
-    messages.tell("end", code)
+    waited = _LIMITS_OF_A_RECORD / 2 * seconds
+    records = [answer and Record(**answer) for answer in messages.gather("record", waited)]
+    findings = Findings(records=records, waited_seconds=waited, run=run)
+    first_ranks = [each.rank for each in findings.answered if each.first_of_node]
+    comparable = _have_one_layout(records)
+    messages.broadcast(
+        "steps",
+        {"world_size": launch.world_size, "first_ranks": first_ranks if comparable else None},
+    )
+    if comparable:
+        assert run is not None, "every record has the degrees of its run"
+        checks = _Checks(run, launch, messages, address, seconds)
+        findings = replace(findings, **checks.run_all(first_ranks))
+    code = report(findings)
+    messages.broadcast("end", code)
     # The store may end with this process, and an exit code other than 0 ends the others.
-    came = {each.rank for each in findings.came} - {0}
-    if came:
-        _wait_for_goodbyes(messages, came)
+    _wait_for_goodbyes(messages, [each.rank for each in findings.answered if each.rank])
     return code
 
 
-def _collect(
-    run: Run | None, launch: LaunchEnvironment, messages: Messages, address: str, seconds: float
-) -> Findings:
-    waited = _LIMITS_OF_A_RECORD / 2 * seconds
-    answers = messages.everyones("record", waited)
-    records = [None if each is None else Record.from_json(each) for each in answers]
-    findings = Findings(records=records, waited_seconds=waited)
-    ring = [each.rank for each in findings.came if each.first_of_node]
-    together = _is_one_run(records)
-    messages.tell("steps", {"world_size": launch.world_size, "ring": ring if together else None})
-    if not together:
-        return findings
-    assert run is not None, "every record has the degrees of its run"
-    findings.clocks = measure_clocks(messages, [rank for rank in ring if rank != 0], seconds)
-    folder = SharedFolderCheck(run.run_dir, messages, seconds)
-    folder.leave()
-    folder.look()
-    findings.folder = folder.judge()
-    findings.ports = check_ports(messages, address, ring, seconds)
-    deadline = time.monotonic() + (_LIMITS_OF_THE_LINKS + 1) * seconds
-    messages.put("links", _measure(run, launch, seconds))
-    all_links = messages.everyones("links", deadline - time.monotonic())
-    findings.links = [
-        None
-        if answer is None
-        else LinkAnswer(
-            links=tuple(
-                Link(**{**link, "ranks": tuple(link["ranks"])}) for link in answer["links"]
-            ),
-            problem=answer["problem"],
-        )
-        for answer in all_links
-    ]
-    return findings
-
-
-def _take_part(
-    ring: list[int] | None,
-    run: Run | None,
-    launch: LaunchEnvironment,
-    messages: Messages,
-    address: str,
-    seconds: float,
-) -> None:
-    """The same steps on the other ranks."""
-    if ring is None:
-        return
-    assert run is not None, "every record has the degrees of its run"
-    if launch.rank in ring:
-        with suppress(GroupError):
-            answer_clock(messages, seconds * len(ring))
-    with suppress(GroupError):
-        # Rank 0 sends the token after it has measured all clocks.
-        messages.hear("token", seconds * (len(ring) + 1))
-        SharedFolderCheck(run.run_dir, messages, seconds).look()
-    if launch.rank in ring:
-        with suppress(GroupError):
-            check_ports(messages, address, ring, 4 * seconds)
-    messages.put("links", _measure(run, launch, seconds))
-
-
-def _is_one_run(records: list[Record | None]) -> bool:
+def _have_one_layout(records: list[Record | None]) -> bool:
     """Whether all ranks answered with one layout and kind of device, and one has valid input."""
-    degrees = {None if each is None else each.degrees for each in records}
-    kinds = {None if each is None else each.device == "cpu" for each in records}
-    wrong = all(each is not None and each.wrong_input is not None for each in records)
-    return not wrong and len(degrees) == 1 and len(kinds) == 1 and not degrees & {None, ()}
+    answered = [record for record in records if record is not None]
+    layouts = {(tuple(record.degrees), record.device == "cpu") for record in answered}
+    return (
+        len(answered) == len(records)
+        and len(layouts) == 1
+        and all(record.degrees for record in answered)
+        and any(record.wrong_input is None for record in answered)
+    )
 
 
-def _measure(run: Run, launch: LaunchEnvironment, seconds: float) -> dict[str, object]:
-    in_layout = run.grid.world_size
-    if launch.rank >= in_layout:  # a spare rank, which joins no group
-        return {"links": [], "problem": None}
-    limit = _LIMITS_OF_THE_LINKS * seconds
-    measurement = Measurement()
+@dataclass
+class _Checks:
+    """The checks between ranks, as one rank calls them."""
 
-    def join_and_measure() -> None:
-        # The groups have a longer timeout. Otherwise NCCL would end the process before its report.
-        training = replace(launch, world_size=in_layout)
-        with ParallelContext.create(run.grid, training, timeout_seconds=2 * limit) as context:
-            measurement.measure(context)
+    run: Run
+    launch: LaunchEnvironment
+    messages: Messages
+    address: str
+    seconds: float
 
-    problem = None
-    try:
-        within(limit, join_and_measure)
-    except TimeoutError:
-        problem = f"was stuck for {limit:g} s in {measurement.at}"
-    except (RuntimeError, ValueError, OSError) as error:  # torch's and ours
-        problem = f"failed in {measurement.at}: {str(error).strip().splitlines()[0]}"
-    return {"links": [link.as_json() for link in measurement.links], "problem": problem}
+    def run_all(self, first_ranks: list[int]) -> dict[str, Any]:
+        """Run all checks. Returns the fields of `Findings`, which are complete on rank 0 alone."""
+        messages, seconds = self.messages, self.seconds
+        # The other ranks wait longer, because rank 0 asks one machine after the other.
+        patience = 1 if self.launch.rank == 0 else 4
+        clocks: dict[int, float | None] = {}
+        ports: dict[int, str] = {}
+        if self.launch.rank in first_ranks:
+            clocks = check_clocks(messages, first_ranks, seconds)
+        folder = check_run_folder(
+            self.run.run_dir, messages, seconds, token_seconds=seconds * (len(first_ranks) + 1)
+        )
+        if self.launch.rank in first_ranks:
+            ports = check_ports(messages, self.address, first_ranks, patience * seconds)
+        return {"clocks": clocks, "folder": folder, "ports": ports, "links": self._measure_links()}
+
+    def _measure_links(self) -> list[LinkReport | None]:
+        deadline = time.monotonic() + (_LIMITS_OF_THE_LINKS + 1) * self.seconds
+        # A spare rank joins no group.
+        in_layout = self.launch.rank < self.run.grid.world_size
+        own = self._measure_own_links() if in_layout else LinkReport()
+        self.messages.send("links", asdict(own))
+        if self.launch.rank != 0:
+            return []
+        answers = self.messages.gather("links", deadline - time.monotonic())
+        return [
+            answer
+            and LinkReport(
+                links=[Link(**link) for link in answer["links"]], problem=answer["problem"]
+            )
+            for answer in answers
+        ]
+
+    def _measure_own_links(self) -> LinkReport:
+        limit = _LIMITS_OF_THE_LINKS * self.seconds
+        measurement = Measurement()
+
+        def join_and_measure() -> None:
+            # The groups have a longer timeout. Otherwise NCCL would end the process before its
+            # report.
+            grid = self.run.grid
+            launch = replace(self.launch, world_size=grid.world_size)
+            with ParallelContext.create(grid, launch, timeout_seconds=2 * limit) as context:
+                measurement.measure(context)
+
+        problem = None
+        try:
+            call_with_timeout(limit, join_and_measure)
+        except TimeoutError:
+            problem = f"was stuck for {limit:g} s in {measurement.step}"
+        except (RuntimeError, ValueError, OSError) as error:  # torch's and ours
+            problem = f"failed in {measurement.step}: {str(error).strip().splitlines()[0]}"
+        return LinkReport(links=list(measurement.links), problem=problem)
 
 
-def _wait_for_goodbyes(messages: Messages, ranks: set[int]) -> None:
+def _wait_for_goodbyes(messages: Messages, ranks: list[int]) -> None:
     deadline = time.monotonic() + 5.0
-    for rank in sorted(ranks):
+    for rank in ranks:
         with suppress(GroupError):
-            messages.hear(f"bye/{rank}", max(0.01, deadline - time.monotonic()))
+            messages.receive(f"bye/{rank}", max(0.01, deadline - time.monotonic()))

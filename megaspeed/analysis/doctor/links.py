@@ -10,9 +10,8 @@ rank sends per second: 2 (n-1)/n of the message for an all-reduce over n ranks
 
 import statistics
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -37,24 +36,28 @@ class Link:
     """
 
     axis: str
-    ranks: tuple[int, ...]
+    ranks: Sequence[int]
     latency_seconds: float
     bytes_per_second: float
 
-    def as_json(self) -> dict[str, Any]:
-        """Its fields."""
-        return asdict(self)
+
+@dataclass(kw_only=True)
+class LinkReport:
+    """What one rank measured, and why it could not measure the rest; None if it measured all."""
+
+    links: list[Link] = field(default_factory=list)
+    problem: str | None = None
 
 
 class Measurement:
-    """Measures the links of one rank. `at` is the current step, which an error names."""
+    """Measures the links of one rank. `step` is the current step, which an error names."""
 
     def __init__(self) -> None:
-        self.at = "joining the process groups"
+        self.step = "joining the process groups"
         self.links: list[Link] = []
 
     def measure(self, context: ParallelContext) -> None:
-        """All groups of more than one rank; all ranks call this together."""
+        """All groups of more than one rank. All ranks call this together."""
         groups = {
             "tp": context.tp_group,
             "dp": context.dp_group,
@@ -63,45 +66,40 @@ class Measurement:
         }
         for axis, group in groups.items():
             if group is not None and group.size() > 1:
-                self.at = f"measuring {axis} {dist.get_process_group_ranks(group)}"
-                self._measure_group(axis, group, context)
+                self.step = f"measuring {axis} {dist.get_process_group_ranks(group)}"
+                self.links.append(_measure(axis, group, context))
             # A barrier: all ranks start the next axis together, so measurements do not overlap.
             dist.all_reduce(torch.zeros(1, device=context.device), group=context.world_group)
 
-    def _measure_group(self, axis: str, group: dist.ProcessGroup, context: ParallelContext) -> None:
-        large = _LARGE_BYTES[context.device.type]
-        make = _neighbours if axis == "pp" else _all_reduce
-        small_seconds = _median_seconds(make(group, _SMALL_BYTES, context), _SMALL_TIMES, context)
-        seconds = _median_seconds(make(group, large, context), _LARGE_TIMES, context)
-        collective: Collective = "send" if axis == "pp" else "all_reduce"
-        self.links.append(
-            Link(
-                axis=axis,
-                ranks=tuple(dist.get_process_group_ranks(group)),
-                latency_seconds=small_seconds,
-                bytes_per_second=bytes_sent(collective, large, group.size()) / seconds,
-            )
-        )
+
+def _measure(axis: str, group: dist.ProcessGroup, context: ParallelContext) -> Link:
+    large = _LARGE_BYTES[context.device.type]
+    operation = _neighbours if axis == "pp" else _all_reduce
+    collective: Collective = "send" if axis == "pp" else "all_reduce"
+    latency = _median_seconds(operation(group, _SMALL_BYTES, context), _SMALL_TIMES, context)
+    seconds = _median_seconds(operation(group, large, context), _LARGE_TIMES, context)
+    return Link(
+        axis=axis,
+        ranks=dist.get_process_group_ranks(group),
+        latency_seconds=latency,
+        bytes_per_second=bytes_sent(collective, large, group.size()) / seconds,
+    )
 
 
 def _all_reduce(
     group: dist.ProcessGroup, message_bytes: int, context: ParallelContext
-) -> Callable[[], None]:
+) -> Callable[[], object]:
     message = torch.zeros(message_bytes // 4, device=context.device)
-
-    def send() -> None:
-        dist.all_reduce(message, group=group)
-
-    return send
+    return lambda: dist.all_reduce(message, group=group)
 
 
 def _neighbours(
     group: dist.ProcessGroup, message_bytes: int, context: ParallelContext
-) -> Callable[[], None]:
+) -> Callable[[], object]:
     outgoing = torch.zeros(message_bytes // 4, device=context.device)
     incoming = torch.empty_like(outgoing)
 
-    def send() -> None:
+    def send_and_receive() -> None:
         batch = []
         if context.next_rank is not None:
             batch.append(dist.P2POp(dist.isend, outgoing, context.next_rank, group))
@@ -110,14 +108,14 @@ def _neighbours(
         for work in dist.batch_isend_irecv(batch):
             work.wait()
 
-    return send
+    return send_and_receive
 
 
-def _median_seconds(send: Callable[[], None], times: int, context: ParallelContext) -> float:
+def _median_seconds(operation: Callable[[], object], times: int, context: ParallelContext) -> float:
     seconds = []
     for _ in range(times + 1):
         start = time.perf_counter()
-        send()
+        operation()
         if context.device.type == "cuda":
             torch.cuda.synchronize(context.device)
         seconds.append(time.perf_counter() - start)

@@ -1,4 +1,4 @@
-"""What a rank reports about itself and its machine."""
+"""What a rank reports about itself and its machine, without the other ranks."""
 
 import hashlib
 import os
@@ -8,15 +8,14 @@ import shutil
 import socket
 import subprocess
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 import torch
 
 import megaspeed
-from megaspeed.analysis.doctor.deadline import within
+from megaspeed.analysis.doctor.checks import Result, call_with_timeout
 from megaspeed.config.errors import ConfigError
 from megaspeed.config.loading import load_run
 from megaspeed.config.resolve import Run
@@ -37,10 +36,10 @@ _UNKNOWN = "unknown"
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """One rank's answers; it travels as JSON.
+    """What one rank reports. It is sent as JSON.
 
     Attributes:
-        rank, world_size, host, process: who answers.
+        rank, world_size, host, process: of the rank that reports.
         boot: differs between machines, even if they have the same host name; "" if unknown.
         first_of_node: whether it is the lowest rank of its machine.
         launcher: the variables that gave rank and world size.
@@ -48,8 +47,8 @@ class Record:
         settings: the resolved configuration, by dotted key; empty if it is wrong.
         data: fingerprints of texts and tokenizer; empty if they were not prepared.
         degrees: ranks along pp, dp and tp; empty if the configuration is wrong.
-        device: "cpu", or the GPU's name.
-        unusable_gpu: why torch finds no GPU although the machine has one; None if this is not so.
+        device: "cpu", or the GPU's name; "?" if naming it took too long.
+        unusable_gpu: why torch finds no GPU although the machine has one; None otherwise.
         open_files: how many the rank needs, and how many the system allows (-1: no limit).
         shared_memory_bytes: free in /dev/shm; None if there is none.
         gpu_links: `nvidia-smi topo -m`, of the first rank of a node with GPUs.
@@ -67,37 +66,27 @@ class Record:
     boot: str = ""
     settings: dict[str, str] = field(default_factory=dict)
     data: dict[str, str] = field(default_factory=dict)
-    degrees: tuple[int, ...] = ()
+    degrees: Sequence[int] = ()
     device: str = "cpu"
     unusable_gpu: str | None = None
-    open_files: tuple[int, int] = (0, -1)
+    open_files: Sequence[int] = (0, -1)
     shared_memory_bytes: int | None = None
     gpu_links: str | None = None
     wrong_input: str | None = None
-    too_slow: tuple[str, ...] = ()
-
-    def as_json(self) -> dict[str, Any]:
-        """Its fields."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, values: dict[str, Any]) -> "Record":
-        """The record that `as_json` was called on."""
-        tuples = ("degrees", "open_files", "too_slow")
-        return cls(**{**values, **{name: tuple(values[name]) for name in tuples}})
+    too_slow: Sequence[str] = ()
 
 
 def take_record(
     config: Path, overrides: Sequence[str], launch: LaunchEnvironment, seconds: float
 ) -> tuple[Record, Run | None]:
-    """This rank's record, and its run if the configuration is valid. No step exceeds `seconds`."""
+    """This rank's record, and its run if the configuration is valid. Each step has `seconds`."""
     too_slow: list[str] = []
 
-    def limited(what: str, make: Callable[[], Any]) -> Any:
+    def limited(step: str, function: Callable[[], Result]) -> Result | None:
         try:
-            return within(seconds, make)
+            return call_with_timeout(seconds, function)
         except TimeoutError:
-            too_slow.append(what)
+            too_slow.append(step)
             return None
 
     on_gpu = torch.cuda.is_available()
@@ -124,11 +113,18 @@ def take_record(
         settings={} if run is None else {k: str(v) for k, v in leaves(run.common_json())},
         data={} if corpus is None else _fingerprints(corpus),
         degrees=() if run is None else (run.grid.pp, run.grid.dp, run.grid.tp),
-        device=limited("naming the GPU", _device_name) if on_gpu else "cpu",
+        device=(limited("naming the GPU", torch.cuda.get_device_name) or "a GPU")
+        if on_gpu
+        else "cpu",
         unusable_gpu=None if on_gpu else limited("looking for a GPU", _unusable_gpu),
-        open_files=_open_files(launch),
+        open_files=(
+            open_files_of(launch.rank, launch.world_size),
+            resource.getrlimit(resource.RLIMIT_NOFILE)[1],  # the hard limit
+        ),
         shared_memory_bytes=limited("looking at /dev/shm", _shared_memory),
-        gpu_links=limited("nvidia-smi", _gpu_links) if on_gpu and launch.local_rank == 0 else None,
+        gpu_links=limited("nvidia-smi", lambda: _nvidia_smi("topo", "-m"))
+        if on_gpu and launch.local_rank == 0
+        else None,
         wrong_input=wrong,
         too_slow=tuple(too_slow),
     )
@@ -180,10 +176,6 @@ def _fingerprints(corpus: PreparedCorpus) -> dict[str, str]:
     }
 
 
-def _device_name() -> str:
-    return torch.cuda.get_device_name()
-
-
 def _unusable_gpu() -> str | None:
     if os.environ.get("CUDA_VISIBLE_DEVICES") == "":  # a run on the CPU is intended
         return None
@@ -198,17 +190,8 @@ def _unusable_gpu() -> str | None:
     )
 
 
-def _open_files(launch: LaunchEnvironment) -> tuple[int, int]:
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return open_files_of(launch.rank, launch.world_size), hard
-
-
 def _shared_memory() -> int | None:
     return shutil.disk_usage(_SHARED_MEMORY).free if _SHARED_MEMORY.is_dir() else None
-
-
-def _gpu_links() -> str:
-    return _nvidia_smi("topo", "-m")
 
 
 def _driver_version() -> str:

@@ -1,145 +1,128 @@
-"""The doctor's table, a line for each bad rank, and the same as JSON."""
+"""The doctor's table, a line for each problem of a rank, and the same as JSON."""
 
 import hashlib
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 from rich.table import Table
 
-from megaspeed.analysis.doctor.diagnosis import Problem, usual
-from megaspeed.analysis.doctor.examination import Examined
-from megaspeed.analysis.doctor.findings import Findings
-from megaspeed.analysis.doctor.gpu_links import nvlinks
-from megaspeed.analysis.doctor.remarks import measured_groups, rate
+from megaspeed.analysis.doctor.diagnosis import Findings, Problem, most_common, nvlinks, rate
 from megaspeed.analysis.units import counted, readable_memory
-from megaspeed.config.resolve import Run
 
-_LINES = 40
+_MOST_LINES = 40
+_NOT_CHECKED = "not checked"
 
 
-def doctor_table(examined: Examined, problems: list[Problem]) -> Table:
+def doctor_table(findings: Findings, problems: Sequence[Problem]) -> Table:
     """One row for each check, then one for each axis."""
-    findings = examined.findings
     table = Table(title="doctor", title_justify="left")
     for name in ("check", "found", "verdict"):
         table.add_column(name, overflow="fold")
-    wrong = {
-        check: len({p.rank for p in problems if p.check == check}) for _, _, check, _ in problems
-    }
-    rows = _rows(examined)
-    for check in wrong:
-        rows.setdefault(check, "")
-    for check, found in rows.items():
-        count = wrong.get(check, 0)
-        verdict = f"[red]wrong on {counted(count, 'rank')}[/red]" if count else "fine"
-        table.add_row(check, found, verdict if found != _NOT_TRIED or count else "")
-    for axis, links in measured_groups(findings).items():
+    ranks_of: dict[str, set[int]] = {}
+    for problem in problems:
+        ranks_of.setdefault(problem.check, set()).add(problem.rank)
+    found = _found(findings)
+    for check, text in (found | {name: "" for name in ranks_of if name not in found}).items():
+        verdict = "" if text == _NOT_CHECKED else "fine"
+        if check in ranks_of:
+            verdict = f"[red]wrong on {counted(len(ranks_of[check]), 'rank')}[/red]"
+        table.add_row(check, text, verdict)
+    for axis, links in findings.groups.items():
         slowest = min(links, key=lambda link: link.bytes_per_second)
         latency = max(link.latency_seconds for link in links)
-        crossing = sum(findings.crosses_nodes(link.ranks) for link in links)
-        groups = f"{counted(len(links), 'group')} of {len(slowest.ranks)}"
+        crossing = sum(map(findings.crosses_nodes, links))
         place = f"{crossing} across nodes" if crossing else "within a node"
         table.add_row(
             axis,
-            f"{groups}, {place}: latency {latency * 1e6:,.0f} us, "
-            f"{rate(slowest.bytes_per_second)} a rank in the slowest",
+            f"{counted(len(links), 'group')} of {len(slowest.ranks)}, {place}: latency "
+            f"{latency * 1e6:,.0f} us, {rate(slowest.bytes_per_second)} a rank in the slowest",
             "",
         )
     return table
 
 
-def problem_lines(problems: list[Problem]) -> list[str]:
-    """A line for each bad rank and check."""
-    lines = [f"rank {p.rank} ({p.host}), {p.check}: {p.text}" for p in problems[:_LINES]]
+def problem_lines(problems: Sequence[Problem]) -> list[str]:
+    """A line for each problem of a rank."""
+    lines = [f"rank {p.rank} ({p.host}), {p.check}: {p.text}" for p in problems[:_MOST_LINES]]
     more = len(problems) - len(lines)
     return [*lines, f"and {more} more; --json FILE lists all"] if more else lines
 
 
-def as_json(examined: Examined, problems: list[Problem], remarks: list[str]) -> dict[str, Any]:
+def as_json(
+    findings: Findings, problems: Sequence[Problem], remarks: Sequence[str]
+) -> dict[str, Any]:
     """All figures."""
-    findings = examined.findings
     return {
         "fine": not problems,
         "problems": [problem._asdict() for problem in problems],
-        "remarks": remarks,
+        "remarks": list(remarks),
         "nodes": findings.nodes,
-        "clock_seconds": findings.clocks,
+        "clock_seconds": findings.clocks or {},
         "groups": [
-            {**link.as_json(), "crosses_nodes": findings.crosses_nodes(link.ranks)}
-            for links in measured_groups(findings).values()
+            {**asdict(link), "crosses_nodes": findings.crosses_nodes(link)}
+            for links in findings.groups.values()
             for link in links
         ],
-        "ranks": [None if each is None else each.as_json() for each in findings.records],
+        "ranks": [record and asdict(record) for record in findings.records],
     }
 
 
-_NOT_TRIED = "not tried"
-
-
-def _rows(examined: Examined) -> dict[str, str]:
-    findings = examined.findings
-    first = findings.came[0]
+def _found(findings: Findings) -> dict[str, str]:
+    """What each check found, in words."""
+    records, run = findings.answered, findings.run
     nodes = ", ".join(f"{host} ({_span(ranks)})" for host, ranks in findings.nodes.items())
-    versions = usual([record.versions for record in findings.came])
-    data = usual([record.data for record in findings.came])
-    clocks = [abs(offset) for offset in findings.clocks.values() if offset is not None]
-    free = [record.shared_memory_bytes for record in findings.came]
-    run = examined.run
-    return {
-        "ranks": f"{len(findings.came)} of {len(findings.records)} answered, from "
-        f"{first.launcher}, on {counted(len(findings.nodes), 'node')}: {nodes}",
+    versions = most_common([record.versions for record in records])
+    data = most_common([record.data for record in records])
+    free = [each.shared_memory_bytes for each in records if each.shared_memory_bytes is not None]
+    found = {
+        "ranks": f"{len(records)} of {len(findings.records)} answered, from "
+        f"{records[0].launcher}, on {counted(len(findings.nodes), 'node')}: {nodes}",
         "versions": ", ".join(f"{name} {number}" for name, number in versions.items()),
-        "configuration": _NOT_TRIED
-        if run is None
-        else f"{run.name}: {run.grid}, {_spare(run)}ZeRO-{run.zero_stage}, hash {_hash(findings)}",
-        "data": ", ".join(f"{name} {value[:12]}" for name, value in data.items()) or _NOT_TRIED,
-        "clock": _NOT_TRIED
-        if findings.folder is None
-        else f"at most {max(clocks) * 1e3:.2f} ms apart"
-        if clocks
-        else "one node",
-        "run folder": _NOT_TRIED
-        if run is None or findings.folder is None
-        else f"{run.run_dir}: written and read by all ranks",
-        "ports": _ports(findings),
-        "open files": f"a rank needs up to {max(each.open_files[0] for each in findings.came):,}",
-        "shared memory": f"at least {readable_memory(min(free_here))} free in /dev/shm"
-        if (free_here := [each for each in free if each is not None])
+        "configuration": _NOT_CHECKED,
+        "data": ", ".join(f"{name} {value[:12]}" for name, value in data.items()) or _NOT_CHECKED,
+        "clock": _NOT_CHECKED,
+        "run folder": _NOT_CHECKED,
+        "ports": _NOT_CHECKED,
+        "open files": f"a rank needs up to {max(each.open_files[0] for each in records):,}",
+        "shared memory": f"at least {readable_memory(min(free))} free in /dev/shm"
+        if free
         else "there is no /dev/shm",
         "device": _devices(findings),
     }
+    if run is not None:
+        settings = most_common([record.settings for record in records])
+        digest = hashlib.sha256(repr(sorted(settings.items())).encode()).hexdigest()[:12]
+        spare = f"{counted(run.spare_ranks, 'spare rank')}, " if run.spare_ranks else ""
+        found["configuration"] = (
+            f"{run.name}: {run.grid}, {spare}ZeRO-{run.zero_stage}, hash {digest}"
+        )
+    if run is not None and findings.links is not None:  # all checks between ranks were made
+        offsets = [abs(each) for each in (findings.clocks or {}).values() if each is not None]
+        found["clock"] = f"at most {max(offsets) * 1e3:.2f} ms apart" if offsets else "one node"
+        found["run folder"] = f"{run.run_dir}: written and read by all ranks"
+        several = len(findings.nodes) > 1
+        found["ports"] = (
+            f"each of {len(findings.nodes)} nodes connects to the next" if several else "one node"
+        )
+    return found
 
 
-def _spare(run: Run) -> str:
-    return f"{counted(run.spare_ranks, 'spare rank')}, " if run.spare_ranks else ""
-
-
-def _hash(findings: Findings) -> str:
-    settings = usual([record.settings for record in findings.came])
-    return hashlib.sha256(repr(sorted(settings.items())).encode()).hexdigest()[:12]
-
-
-def _span(ranks: list[int]) -> str:
+def _span(ranks: Sequence[int]) -> str:
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
-    in_a_row = ranks == list(range(ranks[0], ranks[-1] + 1))
-    return f"ranks {ranks[0]}-{ranks[-1]}" if in_a_row else f"ranks {', '.join(map(str, ranks))}"
-
-
-def _ports(findings: Findings) -> str:
-    if findings.ports is None:
-        return _NOT_TRIED
-    if len(findings.nodes) == 1:
-        return "one node"
-    return f"each of {len(findings.nodes)} nodes connects to the next"
+    if list(ranks) == list(range(ranks[0], ranks[-1] + 1)):
+        return f"ranks {ranks[0]}-{ranks[-1]}"
+    return f"ranks {', '.join(map(str, ranks))}"
 
 
 def _devices(findings: Findings) -> str:
-    counts: dict[str, int] = {}
-    for record in findings.came:
-        counts[record.device] = counts.get(record.device, 0) + 1
+    counts = Counter(record.device for record in findings.answered)
     text = ", ".join(f"{count} x {name}" for name, count in counts.items())
-    matrices = [nvlinks(record.gpu_links) for record in findings.came if record.gpu_links]
-    if any(links.pairs for links in matrices):
-        linked, pairs = sum(one.linked for one in matrices), sum(one.pairs for one in matrices)
+    nodes = [nvlinks(record.gpu_links) for record in findings.answered if record.gpu_links]
+    pairs = sum(links.pairs for links in nodes)
+    if pairs:
+        linked = sum(links.linked for links in nodes)
         text += f"; NVLink between {linked} of {pairs} pairs within nodes"
     return text

@@ -4,14 +4,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from megaspeed.analysis.compare.rank_record import RankRecord
-from megaspeed.analysis.compare.result import (
-    ComparisonResult,
-    Row,
-    StagePrediction,
-    finished_row,
-)
-from megaspeed.analysis.compare.variants import Variant, zero_variants
+from megaspeed.analysis.compare.result import ComparisonResult, RankRecord, Row, StageBytes
+from megaspeed.analysis.compare.rows import zero_rows
 from megaspeed.analysis.costs.memory import MemoryBytes
 from megaspeed.config.resolve import Run
 from tests.parallel.tiny import tiny_run
@@ -44,6 +38,7 @@ def record(rank: int, *, activations: int, sent: int, loss: float = 2.5) -> Rank
             ("world", "all_reduce"): 24,
         },
         device="CPU",
+        device_memory_bytes=64 * MIB,
     )
 
 
@@ -57,17 +52,17 @@ def records(loss: float = 2.5) -> list[RankRecord]:
     ]
 
 
-def predictions() -> list[StagePrediction]:
+def predictions() -> list[StageBytes]:
     """12 + 8 MiB where 10 + 6 are measured, then 10 + 2 as measured; traffic is right."""
     states = MemoryBytes(parameters=2 * MIB, gradients=2 * MIB, optimizer_states=6 * MIB)
     more = replace(states, gradients=4 * MIB)
     return [
-        StagePrediction(
+        StageBytes(
             states=more,
             peak=replace(more, activations=8 * MIB),
             traffic={("dp", "all_gather"): 3 * MIB, ("pp", "send"): MIB},
         ),
-        StagePrediction(
+        StageBytes(
             states=states,
             peak=replace(states, activations=2 * MIB),
             traffic={("dp", "all_gather"): MIB, ("pp", "send"): MIB},
@@ -75,17 +70,22 @@ def predictions() -> list[StagePrediction]:
     ]
 
 
-def zero_0() -> Variant:
+def trained(row: Row, loss: float = 2.5) -> Row:
+    """The row with the figures of its ranks and of the formulas."""
+    return replace(row, ranks=records(loss), predicted=predictions())
+
+
+def zero_0() -> Row:
     """ZeRO-0, which has one setting of gradient_reduction."""
-    return zero_variants(run(), [0], "cpu")[0]
+    return zero_rows(run(), [0], "cpu")[0]
 
 
-def zero_2() -> list[Variant]:
+def zero_2() -> list[Row]:
     """ZeRO-2, which has two."""
-    return zero_variants(run(), [2], "cpu")
+    return zero_rows(run(), [2], "cpu")
 
 
 def result(*others: Row) -> ComparisonResult:
     """ZeRO-0 and these rows."""
-    rows: Sequence[Row] = [finished_row(zero_0(), records(), predictions()), *others]
-    return ComparisonResult(run=run(), device="CPU", steps=4, rows=rows)
+    rows: Sequence[Row] = [trained(zero_0()), *others]
+    return ComparisonResult(run=run(), steps=4, rows=rows)

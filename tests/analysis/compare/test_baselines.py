@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from megaspeed.analysis.compare.baseline_measurement import measure_baseline_step
 from megaspeed.analysis.compare.baselines import BaselineWorker
-from megaspeed.analysis.compare.variants import Variant, baseline_variants
+from megaspeed.analysis.compare.result import Row
+from megaspeed.analysis.compare.rows import baseline_rows
 from megaspeed.analysis.costs.memory import MemoryBytes
 from megaspeed.analysis.costs.traffic import Traffic
+from megaspeed.analysis.measurement.watched_step import measure
 from megaspeed.analysis.verification.comparison import TOLERANCES
 from megaspeed.config.resolve import Run
 from megaspeed.data.prepared import PreparedCorpus
@@ -56,17 +57,15 @@ def train_zero(launch: LaunchEnvironment, run: Run, corpus: PreparedCorpus) -> T
         return _trained(results, dict(whole_parameters(worker.engine.module)))
 
 
-def train_baseline(launch: LaunchEnvironment, variant: Variant, corpus: PreparedCorpus) -> Trained:
-    assert variant.run is not None and variant.engine != "zero"
-    with _context(launch, variant.run) as context:
-        worker = BaselineWorker(variant.engine, variant.run, context)
-        inputs = StepInputs(variant.run, corpus, context)
+def train_baseline(launch: LaunchEnvironment, row: Row, corpus: PreparedCorpus) -> Trained:
+    assert row.run is not None and row.engine != "zero"
+    with _context(launch, row.run) as context:
+        worker = BaselineWorker(row.engine, row.run, context)
+        inputs = StepInputs(row.run, corpus, context)
         results = [_step(worker, inputs, step) for step in range(STEPS - 1)]
         last = STEPS - 1
-        result, measured = measure_baseline_step(
-            worker, inputs.load(last * SAMPLES), inputs.learning_rate(last)
-        )
-        weights = {name: _whole(p) for name, p in worker.engine.model.named_parameters()}
+        result, measured = measure(worker, inputs.load(last * SAMPLES), inputs.learning_rate(last))
+        weights = {name: _whole(p) for name, p in worker.model.named_parameters()}
         return _trained(
             [*results, result],
             weights,
@@ -136,8 +135,8 @@ class Trainings:
             run = self.run(name)
             corpus = tiny_corpus(run, self._cache)
             self._known[name] = [
-                self._pool.run(DP, train_baseline, variant, corpus)[0]
-                for variant in baseline_variants(run, ["ddp", "fsdp"], "cpu")
+                self._pool.run(DP, train_baseline, row, corpus)[0]
+                for row in baseline_rows(run, ["ddp", "fsdp"], "cpu")
             ]
         return self._known[name]
 

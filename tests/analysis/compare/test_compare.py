@@ -12,7 +12,7 @@ from typing import Any
 import psutil
 import pytest
 
-from megaspeed.analysis.compare.launching import ended_on_termination
+from megaspeed.analysis.compare.rows import ended_on_termination
 from megaspeed.cli import main
 from tests.parallel.tiny import GPT2, merge
 
@@ -87,6 +87,8 @@ def test_stages_and_a_baseline_side_by_side(tmp_path: Path) -> None:
     figures = json.loads((tmp_path / "out" / "compare.json").read_text())
     assert json.loads((tmp_path / "f.json").read_text()) == figures
     assert figures["losses_agree"] is True
+    assert figures["verdict"].startswith("use ZeRO-3 here (--set zero_optimization.stage=3): ")
+    assert done.stdout.endswith(f"verdict: {figures['verdict']}\n"), "it is the last line"
     rows = {row["label"]: row for row in figures["rows"]}
     assert list(rows) == ["ZeRO-3", "DDP"]
     for row in rows.values():
@@ -137,7 +139,7 @@ WRONG: dict[str, tuple[dict[str, Any], Sequence[str], str]] = {
     "a baseline with a pipeline": (
         {"parallel": {"pipeline": 2}},
         ["--baselines", "fsdp"],
-        "parallel.pipeline 2 and parallel.tensor 1; set both to 1, or leave --baselines out",
+        "parallel.pipeline 2 and parallel.tensor 1; set both to 1, or omit --baselines",
     ),
     "more ranks than this machine takes": (
         {"train_batch_size": 4096},

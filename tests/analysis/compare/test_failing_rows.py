@@ -8,23 +8,22 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megaspeed.analysis.compare.comparing import run_variants
 from megaspeed.analysis.compare.result import Row
-from megaspeed.analysis.compare.variants import Variant, zero_variants
+from megaspeed.analysis.compare.rows import train_rows, zero_rows
 from megaspeed.config.resolve import Run
 from tests.parallel.tiny import tiny_corpus, tiny_run
 
 TEXT = Path(__file__).parents[3] / "LICENSE"
 HUGE = {"vocab_size": 10**8, "hidden_size": 2**15}
-REFUSED = Variant(label="ZeRO-3", engine="zero", run=None, refused="It may not.")
+REFUSED = Row(label="ZeRO-3", engine="zero", run=None, reason="It may not.")
 
 
 def rows_of(run: Run, folder: Path, timeout_seconds: float = 200.0) -> list[Row]:
-    """ZeRO-1 of ``run``, and a variant that is refused."""
-    variants = [*zero_variants(run, [1], "cpu"), REFUSED]
+    """ZeRO-1 of ``run``, and a row that is refused."""
+    rows = [*zero_rows(run, [1], "cpu"), REFUSED]
     return list(
-        run_variants(
-            variants,
+        train_rows(
+            rows,
             tiny_corpus(tiny_run(TEXT), folder / "cache"),
             steps=2,
             device_type="cpu",
@@ -61,7 +60,7 @@ def test_a_rank_that_is_killed_is_told_apart_from_one_that_fails(
     killer.join()
     assert killed.status == "failed" and killed.reason is not None
     assert killed.reason.startswith(
-        "a rank was killed by SIGKILL, as the system does when memory runs out; see "
+        "a rank was killed by SIGKILL, as the system does if memory runs out; see "
     )
     assert refused.status == "refused"
 
@@ -84,5 +83,5 @@ def kill_a_rank(folder: str) -> None:
 def test_a_row_that_takes_too_long_is_ended(tmp_path: Path) -> None:
     late, refused = rows_of(tiny_run(TEXT), tmp_path, timeout_seconds=1.0)
     assert late.status == "failed" and late.reason is not None
-    assert late.reason.startswith("not done after 1 s; --timeout sets how long a row may take")
+    assert late.reason.startswith("not done after 1 s; --timeout sets the time limit of a row")
     assert refused.status == "refused"

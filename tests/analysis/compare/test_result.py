@@ -6,68 +6,75 @@ from dataclasses import replace
 
 import pytest
 
-from megaspeed.analysis.compare.result import Row, finished_row
-from megaspeed.analysis.compare.result_json import result_as_json
-from megaspeed.analysis.compare.variants import Variant
-from tests.analysis.compare.figures import MIB, predictions, records, result, zero_0, zero_2
+from megaspeed.analysis.compare.report import as_json
+from megaspeed.analysis.compare.result import Row, StepTime
+from tests.analysis.compare.figures import MIB, records, result, trained, zero_0, zero_2
 
 
 def test_a_pipeline_stage_has_the_figures_of_its_fullest_and_of_its_busiest_rank() -> None:
-    row = finished_row(zero_0(), records(), predictions())
+    row = trained(zero_0())
     first, second = row.stages
-    assert (first.peak.total, first.peak.activations) == (16 * MIB, 6 * MIB), "rank 1"
-    assert first.traffic_bytes == 4 * MIB + 24, "rank 0"
-    assert (second.peak.total, second.peak.activations) == (12 * MIB, 2 * MIB), "rank 2"
-    assert row.highest is first and row.busiest is first
+    peaks = [stage.measured.peak for stage in (first, second)]
+    assert (peaks[0].total, peaks[0].activations) == (16 * MIB, 6 * MIB), "rank 1"
+    assert first.measured.sent_bytes == 4 * MIB + 24, "rank 0"
+    assert (peaks[1].total, peaks[1].activations) == (12 * MIB, 2 * MIB), "rank 2"
+    assert row.highest == first and row.busiest == first
 
 
 def test_the_first_step_has_no_part_in_the_time_and_the_slowest_rank_counts() -> None:
-    row = finished_row(zero_0(), records(), predictions())
-    assert row.step_time_seconds == 0.28, "median of 0.28, 0.155 and 0.53 of rank 3"
+    row = trained(zero_0())
+    assert row.step_time.median == 0.28, "median of 0.28, 0.155 and 0.53 of rank 3"
+    assert row.step_time.lower == pytest.approx((0.155 + 0.28) / 2)
+    assert row.step_time.upper == pytest.approx((0.28 + 0.53) / 2)
+    assert (row.step_time.median_ms, row.step_time.quartiles_ms) == ("280", "218-405")
     assert row.tokens_per_second == pytest.approx(24 * 16 / 0.28)
 
 
 def test_the_peak_of_a_gpu_is_its_allocators() -> None:
     on_gpu = [replace(r, allocator_peak_bytes=(20 + r.rank) * MIB) for r in records()]
-    row = finished_row(zero_0(), on_gpu, predictions())
-    assert [stage.peak_bytes for stage in row.stages] == [21 * MIB, 23 * MIB]
+    row = replace(zero_0(), ranks=on_gpu)
+    assert [stage.measured.peak_bytes for stage in row.stages] == [21 * MIB, 23 * MIB]
+
+
+def test_one_step_has_no_spread() -> None:
+    assert StepTime.of([0.5]) == StepTime(median=0.5, lower=0.5, upper=0.5)
 
 
 def test_rows_with_one_loss_agree() -> None:
-    equal = finished_row(zero_2()[0], records(loss=2.5 * (1 + 9e-7)), predictions())
+    equal = trained(zero_2()[0], loss=2.5 * (1 + 9e-7))
     assert result(equal).disagreements == [] and result(equal).succeeded
 
 
 @pytest.mark.parametrize("loss", [2.5 * (1 + 2e-6), math.nan, math.inf])
-def test_another_loss_is_told_with_both_numbers(loss: float) -> None:
-    other = finished_row(zero_2()[0], records(loss=loss), predictions())
+def test_another_loss_is_reported_with_both_numbers(loss: float) -> None:
+    other = trained(zero_2()[0], loss=loss)
     compared = result(other)
     assert not compared.succeeded
-    (told,) = compared.disagreements
-    assert told.startswith(f"ZeRO-2 per_micro_batch: loss {loss:.9g}, but ZeRO-0 has 2.5; ")
-    assert told.endswith("1e-06 allowed in fp32")
+    (message,) = compared.disagreements
+    assert message.startswith(f"ZeRO-2 per_micro_batch: loss {loss:.9g}, but ZeRO-0 has 2.5; ")
+    assert message.endswith("1e-06 is allowed in fp32")
 
 
 def test_a_first_row_that_diverged_agrees_with_nothing() -> None:
-    diverged = finished_row(zero_0(), records(loss=math.nan), predictions())
+    diverged = trained(zero_0(), loss=math.nan)
     compared = replace(result(), rows=[diverged, diverged])
     assert not compared.succeeded
-    (told,) = compared.disagreements
-    assert told.startswith("ZeRO-0 has the loss nan, with which none can agree; lower the learning")
+    (message,) = compared.disagreements
+    assert message.startswith("ZeRO-0 has the loss nan, so no row can agree with it; lower the")
 
 
 def test_a_failed_row_fails_the_comparison_and_a_refused_one_does_not() -> None:
-    refused = Row(variant=Variant(label="ZeRO-3", engine="zero", run=None, refused="no."))
-    failed = Row(variant=zero_2()[1], reason="out of memory")
+    refused = Row(label="ZeRO-3", engine="zero", run=None, reason="no.")
+    failed = replace(zero_2()[1], reason="out of memory")
     assert (refused.status, failed.status) == ("refused", "failed")
     assert result(refused).succeeded
     assert not result(failed).succeeded
 
 
 def test_json_has_every_figure_of_rows_stages_and_ranks() -> None:
-    failed = Row(variant=zero_2()[1], reason="out of memory")
-    lost = finished_row(zero_2()[0], records(loss=math.nan), predictions())
-    written = json.loads(json.dumps(result_as_json(result(lost, failed)), allow_nan=False))
+    failed = replace(zero_2()[1], reason="out of memory")
+    lost = trained(zero_2()[0], loss=math.nan)
+    written = json.loads(json.dumps(as_json(result(lost, failed)), allow_nan=False))
     assert written["degrees"] == {"pp": 2, "dp": 2, "tp": 1}
     assert written["losses_agree"] is False and len(written["disagreements"]) == 1
     zero, nan, without = written["rows"]
@@ -87,6 +94,9 @@ def test_json_has_every_figure_of_rows_stages_and_ranks() -> None:
         "communication_buffers": None,
         "total": 1.2,
     }
+    assert zero["step_time_quartiles_seconds"] == pytest.approx([0.2175, 0.405])
+    assert written["device_memory_bytes"] == 64 * MIB
+    assert written["verdict"] == "no row is recommended, because the losses disagree."
     assert stage["peak_bytes"]["measured"]["total"] == 16 * MIB
     assert stage["peak_bytes"]["predicted"]["total"] == 20 * MIB
     assert stage["traffic_bytes"]["counted"] == {

@@ -2,15 +2,13 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from megaspeed.analysis.doctor.diagnosis import find_problems
-from megaspeed.analysis.doctor.findings import Findings, LinkAnswer
-from megaspeed.analysis.doctor.gpu_links import nvlinks
-from megaspeed.analysis.doctor.links import Link
+from megaspeed.analysis.doctor.diagnosis import Findings, find_problems, make_remarks, nvlinks
+from megaspeed.analysis.doctor.links import Link, LinkReport
 from megaspeed.analysis.doctor.record import Record
-from megaspeed.analysis.doctor.remarks import make_remarks
 from tests.parallel.tiny import tiny_run
 
 TEXT = Path(__file__).parents[3] / "LICENSE"
@@ -46,16 +44,16 @@ def record(rank: int, host: str = "gpu17") -> Record:
     )
 
 
-def findings(*changed: Record | None) -> Findings:
-    """Of four ranks on two machines; `changed` take the place of the last ones."""
+def findings(*changed: Record | None, **others: Any) -> Findings:
+    """Of four ranks on two machines; `changed` replace the records of the last ones."""
     records: list[Record | None] = [record(0), record(1), record(2, "gpu18"), record(3, "gpu18")]
     records[4 - len(changed) :] = changed
-    return Findings(records=records, waited_seconds=60.0)
+    return Findings(records=records, waited_seconds=60.0, **others)
 
 
 def test_equal_ranks_have_no_problem() -> None:
     assert find_problems(findings()) == []
-    assert make_remarks(findings(), None) == []
+    assert list(make_remarks(findings())) == []
 
 
 LAST = record(3, "gpu18")
@@ -81,31 +79,30 @@ LAST = record(3, "gpu18")
         (replace(LAST, world_size=8), "ranks", "has world size 8, and rank 0 has 4"),
     ],
 )
-def test_an_odd_rank_is_one_line(changed: Record, check: str, text: str) -> None:
+def test_a_rank_that_differs_is_one_line(changed: Record, check: str, text: str) -> None:
     (problem,) = find_problems(findings(changed))
     assert (problem.rank, problem.host, problem.check) == (3, "gpu18", check)
     assert text in problem.text
 
 
-def test_an_odd_rank_0_is_the_one_that_is_named() -> None:
+def test_a_rank_0_that_differs_is_the_one_that_is_named() -> None:
     odd = replace(record(0), versions={"torch": "2.11.0"})
-    one = findings()
-    one.records[0] = odd
+    one = findings(odd, record(1), record(2, "gpu18"), LAST)
     assert [problem.rank for problem in find_problems(one)] == [0]
 
 
-def test_a_rank_that_did_not_come_is_named() -> None:
+def test_a_rank_that_did_not_answer_is_named() -> None:
     (problem,) = find_problems(findings(None))
     assert problem.rank == 3 and "did not answer within 60 s" in problem.text
 
 
 def test_clocks_folders_ports_and_links_are_judged() -> None:
-    one = findings()
-    one.clocks = {2: 7.25}
-    one.folder = {2: "No such file"}
-    one.ports = {0: "cannot connect"}
-    fine = LinkAnswer(links=(), problem=None)
-    one.links = [fine, fine, LinkAnswer(links=(), problem="was stuck"), None]
+    one = findings(
+        clocks={2: 7.25},
+        folder={2: "No such file"},
+        ports={0: "cannot connect"},
+        links=[LinkReport(), LinkReport(), LinkReport(problem="was stuck"), None],
+    )
     found = [(problem.rank, problem.check) for problem in find_problems(one)]
     assert found == [
         (2, "clock"),
@@ -125,7 +122,7 @@ def test_nvlinks_are_counted_in_what_nvidia_smi_prints() -> None:
 
 def test_gpus_without_nvlink_and_unequal_gpus_are_remarks() -> None:
     other = replace(record(2, "gpu18"), gpu_links=OVER_PCIE, device="NVIDIA A100-SXM4-80GB")
-    without, unequal = make_remarks(findings(other, LAST), None)
+    without, unequal = make_remarks(findings(other, LAST))
     assert without.startswith("gpu18: 1 of 3 pairs of GPUs have no NVLink")
     assert "A100" in unequal and "H100" in unequal
 
@@ -134,32 +131,30 @@ def test_two_machines_with_one_host_name_are_two_nodes() -> None:
     """They were one node, so that tp across them was no remark."""
     one = findings(*(replace(record(rank), boot=f"{rank // 2}" * 36) for rank in range(4)))
     assert one.nodes == {"gpu17/00000000": [0, 1], "gpu17/11111111": [2, 3]}
-    one.links = [link("tp", (0, 1, 2, 3), 1e6)] * 4
-    name, crossing = make_remarks(one, tiny_run(TEXT, tp=4))
+    one = replace(one, links=[link("tp", (0, 1, 2, 3), 1e6)] * 4, run=tiny_run(TEXT, tp=4))
+    name, crossing = make_remarks(one)
     assert name.startswith("2 machines have the host name gpu17, ")
     assert crossing.startswith("tp crosses nodes in 1 group, ")
-    one.clocks = {2: 9.0}
-    assert [problem.host for problem in find_problems(one)] == ["gpu17/11111111"]
+    (problem,) = find_problems(replace(one, clocks={2: 9.0}))
+    assert problem.host == "gpu17/11111111"
 
 
-def link(axis: str, ranks: tuple[int, ...], bytes_per_second: float) -> LinkAnswer:
+def link(axis: str, ranks: tuple[int, ...], bytes_per_second: float) -> LinkReport:
     measured = Link(axis=axis, ranks=ranks, latency_seconds=1e-5, bytes_per_second=bytes_per_second)
-    return LinkAnswer(links=(measured,), problem=None)
+    return LinkReport(links=[measured])
 
 
 def test_a_tensor_axis_across_nodes_is_a_remark_with_what_it_costs() -> None:
-    one = findings()
-    one.links = [link("tp", (0, 1, 2, 3), speed) for speed in (2e6, 1e6, 2e6, 2e6)]
+    slow = [link("tp", (0, 1, 2, 3), speed) for speed in (2e6, 1e6, 2e6, 2e6)]
     run = tiny_run(TEXT, tp=4)
-    (remark,) = make_remarks(one, run)
+    (remark,) = make_remarks(findings(links=slow, run=run))
     assert "tp crosses nodes in 1 group, such as ranks [0, 1, 2, 3]" in remark
     assert "at the measured 1.00 MB/s" in remark and "divides the 2 ranks of a node" in remark
-    one.links = [link("tp", (0, 1), 1e6)] * 2 + [link("tp", (2, 3), 1e6)] * 2
-    assert make_remarks(one, run) == []
+    within_nodes = [link("tp", (0, 1), 1e6)] * 2 + [link("tp", (2, 3), 1e6)] * 2
+    assert list(make_remarks(findings(links=within_nodes, run=run))) == []
 
 
 def test_a_group_much_slower_than_most_is_a_remark() -> None:
-    one = findings()
-    one.links = [link("dp", (rank,), 1e9) for rank in range(3)] + [link("dp", (3,), 1e8)]
-    (remark,) = make_remarks(one, None)
+    links = [link("dp", (rank,), 1e9) for rank in range(3)] + [link("dp", (3,), 1e8)]
+    (remark,) = make_remarks(findings(links=links))
     assert "the dp group of ranks [3] is slow: 100.00 MB/s" in remark

@@ -1,6 +1,7 @@
 """What a rank reports about its own machine."""
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,7 @@ def own_record(folder: Path) -> Record:
     data = {"train": [str(TEXT)], "validation_fraction": 0, "sequence_length": 16}
     config.write_text(json.dumps({"model": GPT2, "data": data, "train_batch_size": 4}))
     record, _ = take_record(config, [], read_launch_environment({}), 60)
-    return Record.from_json(json.loads(json.dumps(record.as_json())))
+    return Record(**json.loads(json.dumps(asdict(record))))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="torch finds a GPU here")

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from megaspeed.analysis.compare.variants import baseline_variants, zero_variants
+from megaspeed.analysis.compare.rows import baseline_rows, zero_rows
 from megaspeed.config.errors import ConfigError
 from megaspeed.config.resolve import Run
 from tests.parallel.tiny import tiny_run
@@ -19,7 +19,7 @@ def run(**changes: Any) -> Run:
 
 
 def labels(run: Run, *stages: int) -> list[str]:
-    return [variant.label for variant in zero_variants(run, stages, "cpu")]
+    return [row.label for row in zero_rows(run, stages, "cpu")]
 
 
 def test_stages_2_and_3_have_a_row_for_each_time_to_reduce() -> None:
@@ -48,16 +48,16 @@ def test_rows_stand_in_order_and_once() -> None:
 
 def test_a_row_differs_from_the_run_in_stage_and_reduction_alone() -> None:
     asked = run(pp=2, dp=2, parallel={"schedule": "gpipe"}, zero_optimization={"stage": 1})
-    for variant, stage, reduction in zip(
-        zero_variants(asked, [1, 3], "cpu"),
+    for row, stage, reduction in zip(
+        zero_rows(asked, [1, 3], "cpu"),
         (1, 3, 3),
         ("per_step", "per_micro_batch", "per_step"),
         strict=True,
     ):
-        assert variant.run is not None
-        assert (variant.run.zero_stage, variant.run.gradient_reduction) == (stage, reduction)
-        assert variant.run.grid == asked.grid and variant.run.batch == asked.batch
-        before, after = asked.as_json(), variant.run.as_json()
+        assert row.run is not None
+        assert (row.run.zero_stage, row.run.gradient_reduction) == (stage, reduction)
+        assert row.run.grid == asked.grid and row.run.batch == asked.batch
+        before, after = asked.as_json(), row.run.as_json()
         for json in (before, after):
             del json["zero_optimization"]["stage"], json["parallel"]["gradient_reduction"]
         assert after == before
@@ -65,20 +65,20 @@ def test_a_row_differs_from_the_run_in_stage_and_reduction_alone() -> None:
 
 def test_a_stage_that_breaks_a_rule_is_a_row_that_says_why() -> None:
     offloaded = run(dp=2, zero_optimization={"stage": 1, "offload_optimizer": {"device": "cpu"}})
-    refused, allowed = zero_variants(offloaded, [0, 1], "cpu")
-    assert refused.run is None and refused.refused is not None
-    assert "zero_optimization.stage is 0; raise it" in refused.refused
-    assert allowed.run is not None and allowed.refused is None
+    refused, allowed = zero_rows(offloaded, [0, 1], "cpu")
+    assert refused.run is None and refused.reason is not None
+    assert "zero_optimization.stage is 0; raise it" in refused.reason
+    assert allowed.run is not None and allowed.reason is None
 
 
 def test_baselines_reduce_as_their_memory_allows() -> None:
-    variants = baseline_variants(run(dp=2), ["fsdp", "ddp"], "cpu")
-    assert [(v.label, v.engine) for v in variants] == [
+    rows = baseline_rows(run(dp=2), ["fsdp", "ddp"], "cpu")
+    assert [(v.label, v.engine) for v in rows] == [
         ("DDP", "ddp"),
         ("FSDP2 per_micro_batch", "fsdp"),
         ("FSDP2 per_step", "fsdp"),
     ]
-    reductions = [v.run.gradient_reduction for v in variants if v.run is not None]
+    reductions = [v.run.gradient_reduction for v in rows if v.run is not None]
     assert reductions == ["per_step", "per_micro_batch", "per_step"]
 
 
@@ -87,5 +87,5 @@ def test_baselines_know_no_axis_but_data(degrees: dict[str, int]) -> None:
     pp, tp = degrees.get("pp", 1), degrees.get("tp", 1)
     law = f"parallel.pipeline {pp} and parallel.tensor {tp}; set both to 1"
     with pytest.raises(ConfigError, match=law):
-        baseline_variants(run(dp=2, **degrees), ["ddp"], "cpu")
-    assert baseline_variants(run(dp=2, **degrees), [], "cpu") == []
+        baseline_rows(run(dp=2, **degrees), ["ddp"], "cpu")
+    assert baseline_rows(run(dp=2, **degrees), [], "cpu") == []
