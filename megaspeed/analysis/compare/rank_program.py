@@ -24,11 +24,10 @@ from megaspeed.data.prepared import PreparedCorpus
 from megaspeed.files.durable import write_file
 
 if TYPE_CHECKING:
-    from megaspeed.analysis.compare.result import RankRecord
+    from megaspeed.analysis.compare.result import Engine, RankRecord
     from megaspeed.topology.context import ParallelContext
 
 Baseline = Literal["ddp", "fsdp"]
-Engine = Literal["zero", "ddp", "fsdp"]
 
 # The launcher ends all ranks when one fails. This is the time for the others to write their reason.
 _SECONDS_FOR_OTHERS_TO_WRITE = 1.0
@@ -38,7 +37,7 @@ _SECONDS_FOR_OTHERS_TO_WRITE = 1.0
 class Task:
     """What the ranks of one row train."""
 
-    engine: Engine
+    engine: "Engine"
     run: Run
     corpus: PreparedCorpus
     steps: int  # optimizer steps whose time is measured; one more step is watched

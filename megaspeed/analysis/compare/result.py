@@ -13,13 +13,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from megaspeed.analysis.compare.rank_program import Engine
 from megaspeed.analysis.costs.memory import MemoryBytes
 from megaspeed.analysis.costs.traffic import Traffic
 from megaspeed.analysis.measurement.watched_step import RankMeasurement
 from megaspeed.analysis.verification.comparison import TOLERANCES, relative_difference
 from megaspeed.config.resolve import Run
 from megaspeed.model.parameters import parameters_of
+
+Engine = Literal["zero", "ddp", "fsdp"]
 
 
 @dataclass(frozen=True, kw_only=True)

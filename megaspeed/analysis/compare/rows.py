@@ -24,8 +24,8 @@ from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 
-from megaspeed.analysis.compare.rank_program import Baseline, Engine, RankFailure, Task
-from megaspeed.analysis.compare.result import RankRecord, Row, StageBytes
+from megaspeed.analysis.compare.rank_program import Baseline, RankFailure, Task
+from megaspeed.analysis.compare.result import Engine, RankRecord, Row, StageBytes
 from megaspeed.analysis.costs.stage_memory import predict_memory
 from megaspeed.analysis.costs.traffic import predict_traffic
 from megaspeed.config.errors import ConfigError
