@@ -17,7 +17,7 @@
     megaspeed train-tokenizer FILE... --output DIR        a byte-level BPE for your text
     megaspeed tokenize FILE... --output DIR               text of any size to files of tokens
 
-Each command is a file of this folder with ``add_to`` (its arguments) and ``run`` (what it does).
+Each file of this folder that has ``add_to`` adds one or two commands and what they do.
 Exit codes: 0 done, 1 the run or the check failed, 2 the input is wrong.
 """
 
@@ -39,7 +39,6 @@ try:
         import_hf,
         plan,
         report,
-        schedule,
         show_batch,
         tokenize,
         train_tokenizer,
@@ -54,7 +53,6 @@ except KeyboardInterrupt:  # Ctrl-C in the seconds that this takes
 _COMMANDS = (
     check,
     verify,
-    schedule,
     compare,
     report,
     compare_runs,

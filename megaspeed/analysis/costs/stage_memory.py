@@ -1,18 +1,19 @@
-"""The most memory that a rank of one pipeline stage holds in an optimizer step, and of what.
+"""The most memory that a rank of one pipeline stage holds in an optimizer step.
 
-The step is walked layer by layer on paper; its highest moment is one of
+The step is followed layer by layer. Its highest moment is one of
 
     forward       of a micro-batch while others are in flight
     backward      of the first micro-batch, while gradients appear; and of a later one
-    reduction     of the summed gradients, where they are reduced once a step
+    reduction     of the summed gradients, if they are reduced once a step
     optimizer     the step itself
 
-How many micro-batches are in flight the schedule says: up to P - s for 1f1b at pipeline stage s of
-P, all of them for gpipe (Narayanan et al. 2021, section 2.2; Korthikanti et al. 2022, section 4.2.3
-for the activations of the first stage).
+The schedule determines how many micro-batches are in flight: up to P - s for 1f1b at pipeline stage
+s of P, and all of them for gpipe (Narayanan et al. 2021, section 2.2; Korthikanti et al. 2022,
+section 4.2.3 for the activations of the first stage).
 """
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import chain, repeat
 
@@ -26,15 +27,17 @@ from megaspeed.analysis.costs.activations import (
     hidden_bytes,
     window_mask_bytes,
 )
-from megaspeed.analysis.costs.memory import BYTES_OF, Ledger, MemoryBytes
-from megaspeed.analysis.costs.model_states import (
+from megaspeed.analysis.costs.memory import (
+    BYTES_OF,
+    Category,
     GatheredBytes,
     LocalParameter,
+    MemoryBytes,
     bucket_elements,
     elements_of,
     gathered_in_pass,
     gradient_partition_bytes,
-    keeps_whole_gradients,
+    keeps_complete_gradients,
     local_parameters,
     model_states,
 )
@@ -73,6 +76,43 @@ def predict_memory(run: Run, pipeline_stage: int, *, device_type: str = "cuda") 
     return StageMemory(states=step.states, peak=moments[moment], moment=moment)
 
 
+class _Ledger:
+    """Bytes held now, by category, and what was held when most was held."""
+
+    def __init__(self) -> None:
+        self._held: dict[Category, int] = {}
+        self._total = 0
+        self.peak = MemoryBytes()
+
+    def held(self, category: Category) -> int:
+        """Bytes of one category now."""
+        return self._held.get(category, 0)
+
+    def hold(self, category: Category, size_bytes: int) -> None:
+        """Adds bytes that stay until they are freed."""
+        self._held[category] = self._held.get(category, 0) + size_bytes
+        self._total += size_bytes
+        if self._total > self.peak.total:
+            self.peak = MemoryBytes(**self._held)
+
+    def free(self, category: Category, size_bytes: int) -> None:
+        """Removes bytes."""
+        assert self.held(category) >= size_bytes, f"{category} {size_bytes} was never held"
+        self.hold(category, -size_bytes)
+
+    @contextmanager
+    def briefly(self, category: Category, size_bytes: int) -> Iterator[None]:
+        """Holds bytes within a block."""
+        self.hold(category, size_bytes)
+        yield
+        self.free(category, size_bytes)
+
+    def touch(self, category: Category, size_bytes: int) -> None:
+        """Holds bytes for a moment."""
+        self.hold(category, size_bytes)
+        self.free(category, size_bytes)
+
+
 class _Step:
     """One optimizer step of a pipeline stage, walked on paper."""
 
@@ -97,7 +137,7 @@ class _Step:
             run.batch.gradient_accumulation_steps,
         )
 
-    def moments(self) -> Iterator[tuple[str, Ledger]]:
+    def moments(self) -> Iterator[tuple[str, _Ledger]]:
         """Name and ledger of every moment that can be the highest."""
         in_flight, micro_batches = self._in_flight, self._run.batch.gradient_accumulation_steps
         goes_on = micro_batches > in_flight
@@ -109,9 +149,9 @@ class _Step:
         yield "reduction", self._reduction()
         yield "optimizer", self._optimizer()
 
-    def _start(self, *, others: int, gradients: bool) -> Ledger:
+    def _start(self, *, others: int, gradients: bool) -> _Ledger:
         """With ``others`` micro-batches in flight, with or without gradients added up so far."""
-        ledger = Ledger()
+        ledger = _Ledger()
         ledger.hold("parameters", self.states.parameters)
         ledger.hold("optimizer_states", self.states.optimizer_states)
         ledger.hold("activations", others * self._kept_in_flight + self._window_mask)
@@ -128,7 +168,7 @@ class _Step:
         received = 0 if self._first_stage else self._hidden
         return received + sum(layer.memory.kept for layer in self._layers)
 
-    def _forward(self, *, others: int, gradients: bool) -> Ledger:
+    def _forward(self, *, others: int, gradients: bool) -> _Ledger:
         ledger = self._start(others=others, gradients=gradients)
         if not self._first_stage:
             ledger.hold("activations", self._hidden)
@@ -147,14 +187,14 @@ class _Step:
                 ledger.touch("activations", memory.forward_working)
         return ledger
 
-    def _backward(self, *, others: int, first: bool) -> Ledger:
+    def _backward(self, *, others: int, first: bool) -> _Ledger:
         ledger = self._start(others=others, gradients=not first)
         ledger.hold("activations", self._kept_in_flight)
         if not self._last_stage:
             ledger.hold("activations", self._hidden)  # the gradient received
         if not (self._first_stage or first):
             ledger.hold("activations", self._hidden)  # the last one sent may not have arrived
-        reduces = not keeps_whole_gradients(self._run)
+        reduces = not keeps_complete_gradients(self._run)
         copy_in_flight = 0
         waiting = self._tied_gradient()
         filled = 0
@@ -205,10 +245,10 @@ class _Step:
         tied = next(p for p in self._parameters if p.name == EMBEDDING_WEIGHT)
         return tied.elements * self._element
 
-    def _reduction(self) -> Ledger:
+    def _reduction(self) -> _Ledger:
         """Whole gradients, a bucket of them and its copy on their way, the partition filling up."""
         ledger = self._start(others=0, gradients=True)
-        if not keeps_whole_gradients(self._run):
+        if not keeps_complete_gradients(self._run):
             return ledger
         if self._run.zero_stage == 3:
             ledger.hold("communication_buffers", self._bucket)
@@ -218,7 +258,7 @@ class _Step:
         ledger.hold("communication_buffers", 2 * self._bucket)
         return ledger
 
-    def _optimizer(self) -> Ledger:
+    def _optimizer(self) -> _Ledger:
         """The partition's gradients, in fp32 too where they were not."""
         ledger = self._start(others=0, gradients=False)
         if self._run.zero_stage < 3:

@@ -13,8 +13,8 @@ from collections.abc import Mapping
 from typing import Literal
 
 from megaspeed.analysis.costs.activations import hidden_bytes, whole_hidden_bytes, whole_tokens
-from megaspeed.analysis.costs.memory import BYTES_OF
-from megaspeed.analysis.costs.model_states import (
+from megaspeed.analysis.costs.memory import (
+    BYTES_OF,
     LocalParameter,
     elements_of,
     flat_group_elements,
