@@ -236,7 +236,7 @@ def test_a_long_timetable_is_folded_between_ticks(
     for index, line in enumerate(line for line in lines if line):
         label = len("pipeline stage 0") if index % 3 else len("tick")
         rows[index % 3] += line[label:].split()
-    grid = format_grid(SCHEDULES["1f1b"], 2, 16).splitlines()
+    grid = format_grid(SCHEDULES["1f1b"], 2, 8).splitlines()
     assert rows == [row[len("pipeline stage 0") :].split() for row in grid]
 
 
