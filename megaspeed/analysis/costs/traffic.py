@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Literal
 
-from megaspeed.analysis.costs.activations import hidden_bytes, whole_hidden_bytes, whole_tokens
+from megaspeed.analysis.costs.activations import full_hidden_bytes, hidden_bytes, tokens_of
 from megaspeed.analysis.costs.memory import (
     BYTES_OF,
     LocalParameter,
@@ -138,7 +138,7 @@ def add_tensor_axis(messages: Messages, run: Run, pipeline_stage: int) -> None:
         messages.add("tp", collective, micro_batches * message_bytes, ranks=tp)
 
     for collective, count in hidden(run, blocks, 0 in layers, last in layers).items():
-        add(collective, count * whole_hidden_bytes(run))
+        add(collective, count * full_hidden_bytes(run))
     if last in layers:
         add("all_reduce", _loss_bytes(run))
     add("all_reduce", _partial_gradient_bytes(run, layers))
@@ -171,7 +171,7 @@ def _recomputes(run: Run) -> bool:
 
 def _loss_bytes(run: Run) -> int:
     """Maximum in the logits' type; sum of exponentials and target's logit in fp32."""
-    return whole_tokens(run) * (BYTES_OF[run.precision] + 2 * BYTES_OF["fp32"])
+    return tokens_of(run) * (BYTES_OF[run.precision] + 2 * BYTES_OF["fp32"])
 
 
 def _partial_gradient_bytes(run: Run, layers: range) -> int:
