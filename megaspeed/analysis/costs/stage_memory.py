@@ -49,12 +49,12 @@ from megaspeed.pipeline.schedules import SCHEDULES, peak_micro_batches_in_flight
 
 @dataclass(frozen=True, kw_only=True)
 class StageMemory:
-    """Bytes of the rank of a pipeline stage.
+    """Bytes of a rank of a pipeline stage.
 
     Attributes:
-        states: between two micro-batches of a step, activations left out.
+        states: between two micro-batches of a step, without activations.
         peak: at the step's highest moment.
-        moment: when that is.
+        moment: which moment that is.
     """
 
     states: MemoryBytes
@@ -63,12 +63,12 @@ class StageMemory:
 
 
 def predict_memory(run: Run, pipeline_stage: int, *, device_type: str = "cuda") -> StageMemory:
-    """Memory of one pipeline stage's ranks; data and tensor ranks hold the same.
+    """Memory of a rank of one pipeline stage. All its data and tensor ranks hold the same.
 
     Args:
         run: the resolved run.
         pipeline_stage: from 0.
-        device_type: a GPU's kernels keep less than a CPU's for RMSNorm.
+        device_type: "cuda" or "cpu", whose RMSNorm keeps more.
     """
     step = _Step(run, pipeline_stage, device_type)
     moments = {name: ledger.peak for name, ledger in step.moments()}
@@ -114,7 +114,7 @@ class _Ledger:
 
 
 class _Step:
-    """One optimizer step of a pipeline stage, walked on paper."""
+    """One optimizer step of a pipeline stage, followed layer by layer."""
 
     def __init__(self, run: Run, pipeline_stage: int, device_type: str) -> None:
         self._run = run
@@ -138,24 +138,24 @@ class _Step:
         )
 
     def moments(self) -> Iterator[tuple[str, _Ledger]]:
-        """Name and ledger of every moment that can be the highest."""
+        """The name and the ledger of every moment that can be the highest."""
         in_flight, micro_batches = self._in_flight, self._run.batch.gradient_accumulation_steps
-        goes_on = micro_batches > in_flight
-        yield "forward", self._forward(others=in_flight - 1, gradients=goes_on)
+        continues = micro_batches > in_flight
+        yield "forward", self._forward(others=in_flight - 1, gradients=continues)
         yield "first backward", self._backward(others=in_flight - 1, first=True)
         if micro_batches > 1:
-            others = in_flight - 1 if goes_on else in_flight - 2
+            others = in_flight - 1 if continues else in_flight - 2
             yield "backward", self._backward(others=others, first=False)
         yield "reduction", self._reduction()
         yield "optimizer", self._optimizer()
 
     def _start(self, *, others: int, gradients: bool) -> _Ledger:
-        """With ``others`` micro-batches in flight, with or without gradients added up so far."""
+        """A ledger with ``others`` micro-batches in flight, with or without gradients so far."""
         ledger = _Ledger()
         ledger.hold("parameters", self.states.parameters)
         ledger.hold("optimizer_states", self.states.optimizer_states)
         ledger.hold("activations", others * self._kept_in_flight + self._window_mask)
-        if self._run.zero_stage == 3:  # the bucket and the partition stand from step to step
+        if self._run.zero_stage == 3:  # the bucket and the partition stay from step to step
             ledger.hold("communication_buffers", self._bucket)
         if gradients:
             ledger.hold("gradients", self.states.gradients)
@@ -173,7 +173,9 @@ class _Step:
         if not self._first_stage:
             ledger.hold("activations", self._hidden)
         if others and not (self._last_stage or gradients):
-            ledger.hold("activations", self._hidden)  # the output sent before may not have arrived
+            ledger.hold(
+                "activations", self._hidden
+            )  # the output sent before may still be in flight
         for layer in self._layers:
             memory, gathered = layer.memory, layer.forward
             with ledger.briefly("communication_buffers", gathered.at_work):
@@ -182,7 +184,7 @@ class _Step:
                     if not memory.kept_until_loss:
                         ledger.hold("activations", memory.kept)
                     ledger.touch("activations", memory.forward_working)
-            if memory.kept_until_loss:  # the head's weight goes before the loss comes
+            if memory.kept_until_loss:  # the head's weight is freed before the loss
                 ledger.hold("activations", memory.kept)
                 ledger.touch("activations", memory.forward_working)
         return ledger
@@ -193,7 +195,7 @@ class _Step:
         if not self._last_stage:
             ledger.hold("activations", self._hidden)  # the gradient received
         if not (self._first_stage or first):
-            ledger.hold("activations", self._hidden)  # the last one sent may not have arrived
+            ledger.hold("activations", self._hidden)  # the one sent before may still be in flight
         reduces = not keeps_complete_gradients(self._run)
         copy_in_flight = 0
         waiting = self._tied_gradient()
@@ -236,8 +238,8 @@ class _Step:
         return largest * (self._element + cast)
 
     def _tied_gradient(self) -> int:
-        """Of a weight that head and embedding share: what the head gave it, which autograd keeps
-        until the embedding gives its part.
+        """The head's part of a tied weight's gradient, which autograd keeps until the embedding's
+        part is computed.
         """
         names = {parameter.name for parameter in self._parameters}
         if EMBEDDING_WEIGHT not in names or HEAD_WEIGHT in names or not self._last_stage:
@@ -246,7 +248,7 @@ class _Step:
         return tied.elements * self._element
 
     def _reduction(self) -> _Ledger:
-        """Whole gradients, a bucket of them and its copy on their way, the partition filling up."""
+        """Complete gradients, a bucket and the copy of it that is sent, and the partition."""
         ledger = self._start(others=0, gradients=True)
         if not keeps_complete_gradients(self._run):
             return ledger
@@ -259,7 +261,7 @@ class _Step:
         return ledger
 
     def _optimizer(self) -> _Ledger:
-        """The partition's gradients, in fp32 too where they were not."""
+        """The partition's gradients, also in fp32 if they are of another type."""
         ledger = self._start(others=0, gradients=False)
         if self._run.zero_stage < 3:
             ledger.hold("gradients", self._partition)
@@ -283,7 +285,7 @@ def _layers(
     parameters: Sequence[LocalParameter],
     device_type: str,
 ) -> list[_Layer]:
-    """The pipeline stage's layers, each with its parameters (a tied head's are the embedding's)."""
+    """The layers of the pipeline stage, each with its parameters."""
     count = layer_count(run.config.model)
     own: dict[str, list[LocalParameter]] = {}
     for parameter in parameters:
@@ -308,7 +310,7 @@ def _layers(
 
 
 def _sent(memory: LayerMemory, output: int) -> LayerMemory:
-    """Of a stage's last layer: its output is freed once the next stage has it."""
+    """Memory of a stage's last layer, whose output is freed once the next stage has it."""
     return replace(
         memory, kept=memory.kept - output, forward_working=memory.forward_working + output
     )
