@@ -66,9 +66,8 @@ def gather_state(worker: Worker, kind: str) -> LogicalTensors | None:
 def _complete_shards(worker: Worker, fragments: Iterable[Fragment]) -> dict[str, Tensor]:
     """This rank's tensor shards, put together from the fragments of the data axis."""
     names = worker.engine.names
-    flat = {
-        name: torch.zeros(math.prod(shard.local_shape)) for name, shard in worker.shards.items()
-    }
+    shapes = {name: shard.local_shape for name, shard in worker.shards.items()}
+    flat = {name: torch.zeros(math.prod(shape)) for name, shape in shapes.items()}
     for parameter, start, values in fragments:
         flat[names[parameter]][start : start + values.numel()] = values.float().cpu()
     if worker.run.zero_stage > 0:

@@ -3,9 +3,9 @@
     heading       the runs and their colours
     summary       a column for each run
     charts        loss, gradient norm, learning rate, throughput, memory, ...; all runs in each
-                  chart, a dashed line at each resumption
+                  chart, with a dashed line at each resumption
     predictions   bubble, traffic, peak memory
-    restarts      when a run was started and resumed, and on which layout
+    starts        when and on which layout a run was started and resumed
     configuration the keys that differ between the runs, and all keys of each run
 
 All text from a run is escaped, and the page's content security policy blocks scripts.
@@ -18,10 +18,23 @@ from html import escape
 from itertools import chain
 from statistics import median
 
+from megaspeed.analysis.planning.prediction import (
+    ideal_bubble,
+    predict_busiest,
+    predict_peaks,
+    sent_along,
+)
 from megaspeed.analysis.units import readable_memory, traffic_unit
 from megaspeed.analysis.watching.charts import Chart, Series, draw
-from megaspeed.analysis.watching.differences import config_differences
-from megaspeed.analysis.watching.record import Recorded, RunRecord, number, predictions_of
+from megaspeed.analysis.watching.record import (
+    Recorded,
+    RunRecord,
+    config_differences,
+    number,
+)
+from megaspeed.config.errors import ConfigError
+from megaspeed.config.loading import parse_config
+from megaspeed.config.resolve import Run, resolve_run
 from megaspeed.topology.activity import PARTS
 
 # Readable on white and on black.
@@ -271,18 +284,20 @@ def _memory_charts(shown: Sequence[_Shown]) -> Iterator[Chart]:
 def _predictions(shown: Sequence[_Shown]) -> Iterator[str]:
     rows = []
     for each in shown:
-        found = predictions_of(each.run.config, each.name)
-        if found is None:
+        run = _resolved(each)
+        if run is None:
             continue
+        traffic = predict_busiest(run)
+        totals = {axis: sent_along(traffic, (axis,)) for axis, _ in traffic}
         sent = ", ".join(
-            f"{axis} {traffic_unit((sent,)).named(sent)}" for axis, sent in found.sent_bytes.items()
+            f"{axis} {traffic_unit((total,)).named(total)}" for axis, total in totals.items()
         )
-        peaks = [readable_memory(peak) for peak in found.peak_bytes]
+        peaks = [readable_memory(peak) for peak in predict_peaks(run)]
         rows.append(
             [
                 each.name,
-                f"{found.run.grid}, ZeRO-{found.run.zero_stage}, {found.run.precision}",
-                f"{found.bubble:.1%}",
+                f"{run.grid}, ZeRO-{run.zero_stage}, {run.precision}",
+                f"{ideal_bubble(run):.1%}",
                 sent or "nothing",
                 ", ".join(peaks[:8]) + (", ..." if len(peaks) > 8 else ""),
             ]
@@ -296,6 +311,24 @@ def _predictions(shown: Sequence[_Shown]) -> Iterator[str]:
             "pipeline stages cost the same; what the busiest rank sends, by axis; the memory of "
             "tensors only, while a measured peak on a CPU includes the whole process.</p>"
         )
+
+
+def _resolved(shown: _Shown) -> Run | None:
+    """The run of the configuration in its folder; None if this version does not accept it."""
+    try:
+        parsed = parse_config(shown.run.config)
+        parallel = parsed.parallel
+        if not isinstance(parallel.data, int):
+            return None
+        return resolve_run(
+            parsed,
+            name=shown.name,
+            world_size=parallel.data * parallel.pipeline * parallel.tensor,
+            world_source="config.json",
+            device_type="cuda",
+        )
+    except (ConfigError, OSError):
+        return None
 
 
 def _restarts(shown: Sequence[_Shown]) -> Iterator[str]:
