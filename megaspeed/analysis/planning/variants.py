@@ -25,9 +25,10 @@ Each change is tried alone. If none is enough, they are added up in this order. 
 fits, changes that it does not need are taken back, the most expensive first.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
-from functools import cache
+from functools import cache, partial
+from itertools import chain
 from math import inf
 from typing import Any, Literal
 
@@ -224,9 +225,10 @@ def single_changes(training: Training, gpus_per_node: int) -> list[tuple[int, tu
     start = training.settings
     peak = predict_peak_bytes(training.run)
     best: list[tuple[int, tuple[str, ...]]] = []
-    for change in _changes(training.stated.model.num_hidden_layers, gpus_per_node):
+    blocks = training.stated.model.num_hidden_layers
+    for attempts in _changes(start, blocks, gpus_per_node).values():
         most = 0
-        for attempt in change.attempts(start):
+        for attempt in attempts:
             try:
                 freed = peak - predict_peak_bytes(training.under(attempt))
             except ConfigError:
@@ -238,12 +240,8 @@ def single_changes(training: Training, gpus_per_node: int) -> list[tuple[int, tu
     return sorted(best, reverse=True)
 
 
-@dataclass(frozen=True)
-class _Change:
-    """One kind of change: the settings that it leads to, cheapest first, and what it touches."""
-
-    attempts: Callable[[Settings], Iterator[Settings]]
-    touches: tuple[str, ...]
+_Fields = tuple[str, ...]
+"""Names of fields of ``Settings``."""
 
 
 class _Search:
@@ -253,7 +251,8 @@ class _Search:
         self._training = training
         self._usable_bytes = usable_bytes
         self._start = training.settings
-        self._changes = _changes(training.stated.model.num_hidden_layers, gpus_per_node)
+        blocks = training.stated.model.num_hidden_layers
+        self._changes = partial(_changes, blocks=blocks, gpus_per_node=gpus_per_node)
         self._peak_bytes = cache(self._predicted_peak_bytes)
         self.smallest = self._start
 
@@ -263,8 +262,8 @@ class _Search:
 
     def together(self) -> Settings | None:
         """Changes added up until they are enough, without those that are not needed."""
-        for change in self._changes:
-            found = self._first_that_fits(list(change.attempts(self.smallest)))
+        for fields in self._changes(self._start):
+            found = self._first_that_fits(self._changes(self.smallest)[fields])
             if found:
                 return found
         return None
@@ -281,7 +280,7 @@ class _Search:
         return None
 
     def _attempts(self, settings: Settings) -> Iterator[Settings]:
-        return (attempt for change in self._changes for attempt in change.attempts(settings))
+        return chain.from_iterable(self._changes(settings).values())
 
     def _first_that_fits(self, attempts: list[Settings]) -> Settings | None:
         for attempt in attempts:
@@ -292,9 +291,10 @@ class _Search:
 
     def _without_the_needless(self, settings: Settings) -> Settings:
         """As cheap as possible on the same ranks: takes changes back, the most expensive first."""
-        for change in reversed(self._changes):
-            undone = _undone(settings, self._start, change.touches)
-            settings = next(filter(self._fits, [undone, *change.attempts(undone)]), settings)
+        for fields in reversed(self._changes(settings)):
+            undone = _undone(settings, self._start, fields)
+            attempts = [undone, *self._changes(undone)[fields]]
+            settings = next(filter(self._fits, attempts), settings)
         return settings
 
     def _fits(self, settings: Settings) -> bool:
@@ -307,61 +307,41 @@ class _Search:
             return inf
 
 
-def _changes(blocks: int, gpus_per_node: int) -> tuple[_Change, ...]:
-    """The changes of the module's docstring, in its order."""
-
-    def sequence_parallelism(settings: Settings) -> Iterator[Settings]:
-        if settings.tp > 1 and not settings.sequence_parallel:
-            yield replace(settings, sequence_parallel=True)
-
-    def one_forward_one_backward(settings: Settings) -> Iterator[Settings]:
-        if settings.pp > 1 and settings.schedule == "gpipe":
-            yield replace(settings, schedule="1f1b")
-
-    def partitioned_optimizer_states(settings: Settings) -> Iterator[Settings]:
-        if settings.dp > 1 and settings.zero_stage == 0:
-            yield replace(settings, zero_stage=1)
-
-    def recomputation(settings: Settings) -> Iterator[Settings]:
-        if settings.activation_checkpointing == "none":
-            yield replace(settings, activation_checkpointing="full")
-
-    def reduction_per_micro_batch(settings: Settings) -> Iterator[Settings]:
-        if settings.zero_stage >= 2 and settings.gradient_reduction == "per_step":
-            yield replace(settings, gradient_reduction="per_micro_batch")
-
-    def higher_zero_stage(settings: Settings) -> Iterator[Settings]:
-        if settings.dp > 1:
-            for zero_stage in range(max(2, settings.zero_stage + 1), 4):
-                yield replace(settings, zero_stage=zero_stage, gradient_reduction="auto")
-
-    def smaller_micro_batch(settings: Settings) -> Iterator[Settings]:
-        for micro_batch_size in reversed(divisors(settings.micro_batch_size)[:-1]):
-            yield replace(settings, micro_batch_size=micro_batch_size)
-
-    def more_tensor_ranks(settings: Settings) -> Iterator[Settings]:
-        for tp in divisors(gpus_per_node):
-            if tp > settings.tp and settings.world_size % (settings.pp * tp) == 0:
-                wider = _at(settings, pp=settings.pp, tp=tp)
-                yield wider
-                yield replace(wider, sequence_parallel=True)
-
-    def more_pipeline_stages(settings: Settings) -> Iterator[Settings]:
-        for pp in divisors(settings.world_size // settings.tp):
-            if settings.pp < pp <= blocks:
-                yield _at(settings, pp=pp, tp=settings.tp)
-
-    return (
-        _Change(sequence_parallelism, ("sequence_parallel",)),
-        _Change(one_forward_one_backward, ("schedule",)),
-        _Change(partitioned_optimizer_states, ("zero_stage",)),
-        _Change(recomputation, ("activation_checkpointing",)),
-        _Change(reduction_per_micro_batch, ("gradient_reduction",)),
-        _Change(higher_zero_stage, ("zero_stage", "gradient_reduction")),
-        _Change(smaller_micro_batch, ("micro_batch_size",)),
-        _Change(more_tensor_ranks, ("tp",)),
-        _Change(more_pipeline_stages, ("pp",)),
-    )
+def _changes(s: Settings, blocks: int, gpus_per_node: int) -> dict[_Fields, list[Settings]]:
+    """The changes of the module's docstring, in its order: the fields that each changes, and the
+    settings that it leads to, cheapest first.
+    """
+    gpipe = s.pp > 1 and s.schedule == "gpipe"
+    kept = s.activation_checkpointing == "none"
+    once = s.zero_stage >= 2 and s.gradient_reduction == "per_step"
+    zero_stages = range(max(2, s.zero_stage + 1), 4) if s.dp > 1 else ()
+    wider = [
+        _at(s, pp=s.pp, tp=tp)
+        for tp in divisors(gpus_per_node)
+        if tp > s.tp and s.world_size % (s.pp * tp) == 0
+    ]
+    deeper = [pp for pp in divisors(s.world_size // s.tp) if s.pp < pp <= blocks]
+    return {
+        ("sequence_parallel",): [replace(s, sequence_parallel=True)]
+        if s.tp > 1 and not s.sequence_parallel
+        else [],
+        ("schedule",): [replace(s, schedule="1f1b")] if gpipe else [],
+        ("zero_stage",): [replace(s, zero_stage=1)] if s.dp > 1 and s.zero_stage == 0 else [],
+        ("activation_checkpointing",): [replace(s, activation_checkpointing="full")]
+        if kept
+        else [],
+        ("gradient_reduction",): [replace(s, gradient_reduction="per_micro_batch")] if once else [],
+        ("zero_stage", "gradient_reduction"): [
+            replace(s, zero_stage=zero_stage, gradient_reduction="auto")
+            for zero_stage in zero_stages
+        ],
+        ("micro_batch_size",): [
+            replace(s, micro_batch_size=size)
+            for size in reversed(divisors(s.micro_batch_size)[:-1])
+        ],
+        ("tp",): [each for at in wider for each in (at, replace(at, sequence_parallel=True))],
+        ("pp",): [_at(s, pp=pp, tp=s.tp) for pp in deeper],
+    }
 
 
 def _at(settings: Settings, *, pp: int, tp: int) -> Settings:
@@ -369,9 +349,9 @@ def _at(settings: Settings, *, pp: int, tp: int) -> Settings:
     return replace(settings, pp=pp, tp=tp, dp=settings.world_size // (pp * tp))
 
 
-def _undone(settings: Settings, start: Settings, touched: tuple[str, ...]) -> Settings:
+def _undone(settings: Settings, start: Settings, fields: _Fields) -> Settings:
     """These fields as they were at the start, on as many ranks as now."""
-    undone = replace(settings, **{field: getattr(start, field) for field in touched})
+    undone = replace(settings, **{field: getattr(start, field) for field in fields})
     if settings.world_size % (undone.pp * undone.tp):
         return settings
     return replace(undone, dp=settings.world_size // (undone.pp * undone.tp))

@@ -20,7 +20,6 @@ from typing import Literal
 
 import torch
 import torch.multiprocessing as mp
-from torch import Tensor
 
 from megaspeed.analysis.verification.comparison import (
     TIMES_SHUFFLED,
@@ -53,15 +52,14 @@ DeviceType = Literal["cpu", "cuda"]
 _TIMEOUT_SECONDS = 300.0
 
 
-@dataclass(frozen=True)
-class ParallelRun:
-    """The record of the ranks' training, like ``ReferenceRun``."""
+@dataclass(kw_only=True)
+class ParallelRun(ReferenceRun):
+    """The record of the ranks' training.
 
-    losses: list[float]
-    grad_norms: list[float]
-    initial_weights: dict[str, Tensor]
-    first_gradients: dict[str, Tensor]
-    weights: dict[str, Tensor]
+    Attributes:
+        copies_differ_by: largest absolute difference between ranks' copies of the same element.
+    """
+
     copies_differ_by: float
 
 
