@@ -173,7 +173,7 @@ def train_on_ranks(
 @contextmanager
 def children_on(device_type: DeviceType) -> Iterator[None]:
     """Processes that start in this block use this device type, which torch reads at import."""
-    changed = {"DS_ACCELERATOR": device_type}
+    changed: dict[str, str] = {"DS_ACCELERATOR": device_type}
     if device_type == "cpu":
         changed["CUDA_VISIBLE_DEVICES"] = ""
     before = dict(os.environ)

@@ -13,7 +13,7 @@ All text from a run is escaped, and the page's content security policy blocks sc
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from html import escape
 from itertools import chain
 from statistics import median
@@ -85,7 +85,7 @@ def page(runs: Sequence[RunRecord]) -> str:
     """The HTML page of these runs, at least one."""
     shown = _named(runs)
     title = " and ".join(each.name for each in shown)
-    parts = (_heading, _summary, _charts, _predictions, _restarts, _configurations)
+    parts = (_heading, _summary, _charts, _predictions, _starts, _configurations)
     body = "\n".join(line for part in parts for line in part(shown))
     return f"""<!DOCTYPE html>
 <html lang="en">
@@ -131,9 +131,11 @@ def _heading(shown: Sequence[_Shown]) -> Iterator[str]:
 
 def _summary(shown: Sequence[_Shown]) -> Iterator[str]:
     columns = [_figures(each.run) for each in shown]
-    rows = [[name, *(column[name] for column in columns)] for name in columns[0]]
     yield "<h2>Summary</h2>"
-    yield _table(["", *(each.name for each in shown)], rows)
+    yield _table(
+        ["", *(each.name for each in shown)],
+        [[name, *(column[name] for column in columns)] for name in columns[0]],
+    )
 
 
 def _figures(run: RunRecord) -> dict[str, str]:
@@ -181,15 +183,12 @@ def _charts(shown: Sequence[_Shown]) -> Iterator[str]:
     yield "<h2>Steps</h2>"
     restarts = sorted({step for each in shown for step in _resumptions(each.run)})
     figures = []
-    # One chart at a time: each has a point of every step until it is drawn.
+    # Each chart has a point of every step, so one is made and drawn at a time.
     for chart in chain(_step_charts(shown), _part_charts(shown), _memory_charts(shown)):
         lines = [series for series in chart.series if series.points]
         if not lines:
             continue
-        drawn = draw(
-            Chart(title=chart.title, unit=chart.unit, series=lines, logarithmic=chart.logarithmic),
-            restarts,
-        )
+        drawn = draw(replace(chart, series=lines), restarts)
         caption = f" <small>{escape(chart.caption)}</small>" if chart.caption else ""
         figures.append(
             f"<figure><figcaption>{escape(chart.title)}{caption}</figcaption>{drawn}</figure>"
@@ -331,7 +330,7 @@ def _resolved(shown: _Shown) -> Run | None:
         return None
 
 
-def _restarts(shown: Sequence[_Shown]) -> Iterator[str]:
+def _starts(shown: Sequence[_Shown]) -> Iterator[str]:
     rows = [
         [each.name, f"{start.step:,}", start.time.replace("T", " "), start.layout]
         for each in shown
