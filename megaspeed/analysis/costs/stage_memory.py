@@ -12,6 +12,7 @@ s of P, and all of them for gpipe (Narayanan et al. 2021, section 2.2; Korthikan
 section 4.2.3 for the activations of the first stage).
 """
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -54,12 +55,10 @@ class StageMemory:
     Attributes:
         states: between two micro-batches of a step, without activations.
         peak: at the step's highest moment.
-        moment: which moment that is.
     """
 
     states: MemoryBytes
     peak: MemoryBytes
-    moment: str
 
 
 def predict_memory(run: Run, pipeline_stage: int, *, device_type: str = "cuda") -> StageMemory:
@@ -71,33 +70,28 @@ def predict_memory(run: Run, pipeline_stage: int, *, device_type: str = "cuda") 
         device_type: "cuda" or "cpu", whose RMSNorm keeps more.
     """
     step = _Step(run, pipeline_stage, device_type)
-    moments = {name: ledger.peak for name, ledger in step.moments()}
-    moment = max(moments, key=lambda name: moments[name].total)
-    return StageMemory(states=step.states, peak=moments[moment], moment=moment)
+    peaks = (ledger.peak for ledger in step.moments())
+    return StageMemory(states=step.states, peak=max(peaks, key=lambda peak: peak.total))
 
 
 class _Ledger:
     """Bytes held now, by category, and what was held when most was held."""
 
     def __init__(self) -> None:
-        self._held: dict[Category, int] = {}
-        self._total = 0
+        self.held: Counter[Category] = Counter()
         self.peak = MemoryBytes()
-
-    def held(self, category: Category) -> int:
-        """Bytes of one category now."""
-        return self._held.get(category, 0)
+        self._total = 0
 
     def hold(self, category: Category, size_bytes: int) -> None:
         """Adds bytes that stay until they are freed."""
-        self._held[category] = self._held.get(category, 0) + size_bytes
+        self.held[category] += size_bytes
         self._total += size_bytes
         if self._total > self.peak.total:
-            self.peak = MemoryBytes(**self._held)
+            self.peak = MemoryBytes(**self.held)
 
     def free(self, category: Category, size_bytes: int) -> None:
         """Removes bytes."""
-        assert self.held(category) >= size_bytes, f"{category} {size_bytes} was never held"
+        assert self.held[category] >= size_bytes, f"{category} {size_bytes} was never held"
         self.hold(category, -size_bytes)
 
     @contextmanager
@@ -137,17 +131,17 @@ class _Step:
             run.batch.gradient_accumulation_steps,
         )
 
-    def moments(self) -> Iterator[tuple[str, _Ledger]]:
-        """The name and the ledger of every moment that can be the highest."""
+    def moments(self) -> Iterator[_Ledger]:
+        """Every moment of the step that can be the highest."""
         in_flight, micro_batches = self._in_flight, self._run.batch.gradient_accumulation_steps
         continues = micro_batches > in_flight
-        yield "forward", self._forward(others=in_flight - 1, gradients=continues)
-        yield "first backward", self._backward(others=in_flight - 1, first=True)
+        yield self._forward(others=in_flight - 1, gradients=continues)
+        yield self._backward(others=in_flight - 1, first=True)
         if micro_batches > 1:
             others = in_flight - 1 if continues else in_flight - 2
-            yield "backward", self._backward(others=others, first=False)
-        yield "reduction", self._reduction()
-        yield "optimizer", self._optimizer()
+            yield self._backward(others=others, first=False)
+        yield self._reduction()
+        yield self._optimizer()
 
     def _start(self, *, others: int, gradients: bool) -> _Ledger:
         """A ledger with ``others`` micro-batches in flight, with or without gradients so far."""
@@ -173,9 +167,8 @@ class _Step:
         if not self._first_stage:
             ledger.hold("activations", self._hidden)
         if others and not (self._last_stage or gradients):
-            ledger.hold(
-                "activations", self._hidden
-            )  # the output sent before may still be in flight
+            # The output sent before may still be in flight.
+            ledger.hold("activations", self._hidden)
         for layer in self._layers:
             memory, gathered = layer.memory, layer.forward
             with ledger.briefly("communication_buffers", gathered.at_work):
@@ -195,7 +188,7 @@ class _Step:
         if not self._last_stage:
             ledger.hold("activations", self._hidden)  # the gradient received
         if not (self._first_stage or first):
-            ledger.hold("activations", self._hidden)  # the one sent before may still be in flight
+            ledger.hold("activations", self._hidden)  # the gradient sent before, still in flight
         reduces = not keeps_complete_gradients(self._run)
         copy_in_flight = 0
         waiting = self._tied_gradient()
@@ -223,7 +216,7 @@ class _Step:
                 filled += elements_of(layer.parameters) * self._gradient
                 is_full = filled >= self._bucket or self._run.zero_stage == 3
                 copy_in_flight = self._bucket if is_full else 0
-                missing = self.states.gradients + waiting - ledger.held("gradients")
+                missing = self.states.gradients + waiting - ledger.held["gradients"]
                 ledger.hold("gradients", missing)
             elif first:
                 ledger.hold("gradients", elements_of(layer.parameters) * self._gradient)
@@ -304,13 +297,8 @@ def _layers(
             memory = head_memory(run, shapes)
         name = layer_name(run.config.model, layer)
         layers.append(_Layer(memory, own[name], forward[index], backward[index]))
-    if layers[-1].memory.kept_until_loss == 0:
-        layers[-1] = replace(layers[-1], memory=_sent(layers[-1].memory, hidden_bytes(run)))
+    last, output = layers[-1].memory, hidden_bytes(run)
+    if last.kept_until_loss == 0:  # not the head: its output is freed once the next stage has it
+        sent = replace(last, kept=last.kept - output, forward_working=last.forward_working + output)
+        layers[-1] = replace(layers[-1], memory=sent)
     return layers
-
-
-def _sent(memory: LayerMemory, output: int) -> LayerMemory:
-    """Memory of a stage's last layer, whose output is freed once the next stage has it."""
-    return replace(
-        memory, kept=memory.kept - output, forward_working=memory.forward_working + output
-    )
