@@ -78,7 +78,7 @@ class _Ledger:
     """Bytes held now, by category, and what was held when most was held."""
 
     def __init__(self) -> None:
-        self.held: Counter[Category] = Counter()
+        self.held: Counter[str] = Counter()
         self.peak = MemoryBytes()
         self._total = 0
 
