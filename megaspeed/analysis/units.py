@@ -1,11 +1,15 @@
-"""Counts and bytes as people read them: one unit for a whole table.
+"""Counts and bytes as people read them, and tables that never cut a number.
 
-Memory is counted in powers of two (1 GiB = 2^30 bytes), as GPUs are; traffic in powers of ten
-(1 GB = 10^9 bytes), as networks are.
+Memory is counted in powers of two (1 GiB = 2^30 bytes), as GPUs are. Traffic is counted in powers
+of ten (1 GB = 10^9 bytes), as networks are. A table has one unit, that of its largest number.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +28,7 @@ class Unit:
         return f"{number / self.size:,.2f}"
 
     def of(self, number: int) -> str:
-        """``number`` bytes in this unit, from 1,000 on without decimals; without its name.
+        """The same, but without decimals from 1,000 on.
 
         >>> GIB.of(3 * 2**29)
         '1.50'
@@ -37,12 +41,8 @@ class Unit:
         return f"{self.of(number)} {self.name}"
 
 
-GIB = Unit(name="GiB", size=2**30)
-MIB = Unit(name="MiB", size=2**20)
-KIB = Unit(name="KiB", size=2**10)
-GB = Unit(name="GB", size=10**9)
-MB = Unit(name="MB", size=10**6)
-KB = Unit(name="kB", size=10**3)
+GIB, MIB, KIB = (Unit(name=f"{k}iB", size=2**n) for k, n in (("G", 30), ("M", 20), ("K", 10)))
+GB, MB, KB = (Unit(name=f"{k}B", size=10**n) for k, n in (("G", 9), ("M", 6), ("k", 3)))
 
 
 def memory_unit(numbers: Iterable[int]) -> Unit:
@@ -60,6 +60,15 @@ def _unit(numbers: Iterable[int], units: tuple[Unit, ...]) -> Unit:
     return next((unit for unit in units if largest >= unit.size), units[-1])
 
 
+def readable_memory(number: int) -> str:
+    """Bytes in the unit that suits them.
+
+    >>> readable_memory(3 * 2**19)
+    '1.50 MiB'
+    """
+    return memory_unit((number,)).named(number)
+
+
 def short_count(number: int) -> str:
     """A count in four digits.
 
@@ -75,7 +84,7 @@ def short_count(number: int) -> str:
 
 
 def counted(number: int, thing: str) -> str:
-    """So many things.
+    """A number and its noun, in the plural if it is not 1.
 
     >>> counted(1, "rank"), counted(4480, "rank"), counted(2, "micro-batch")
     ('1 rank', '4,480 ranks', '2 micro-batches')
@@ -85,10 +94,25 @@ def counted(number: int, thing: str) -> str:
     return f"{number:,} {thing}{'es' if thing.endswith('ch') else 's'}"
 
 
-def readable_memory(number: int) -> str:
-    """Bytes in the unit that suits them.
+def table_of(*, left: Sequence[str] = (), right: Sequence[str] = ()) -> Table:
+    """A table with columns of words, then columns of numbers, and one line under the headings."""
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
+    for heading in left:
+        table.add_column(heading, no_wrap=True)
+    for heading in right:
+        table.add_column(heading, justify="right", no_wrap=True)
+    return table
 
-    >>> readable_memory(3 * 2**19)
-    '1.50 MiB'
+
+def show(parts: Iterable[str | Table]) -> None:
+    """Prints lines and tables.
+
+    A table is as wide as its cells need, whatever the width of the terminal: rich would cut numbers
+    in the middle ("1,1…") to make it fit.
     """
-    return memory_unit((number,)).named(number)
+    console = Console(highlight=False, markup=False)
+    unlimited = Console(markup=False, width=10_000)
+    for part in parts:
+        if isinstance(part, Table):
+            part.width = unlimited.measure(part).maximum
+        console.print(part, soft_wrap=True)

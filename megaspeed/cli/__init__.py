@@ -17,7 +17,7 @@
     megaspeed train-tokenizer FILE... --output DIR        a byte-level BPE for your text
     megaspeed tokenize FILE... --output DIR               text of any size to files of tokens
 
-Each command is a file of this folder with ``add_to`` (its arguments) and ``run`` (what it does).
+Each file of this folder that has ``add_to`` adds one or two commands and what they do.
 Exit codes: 0 done, 1 the run or the check failed, 2 the input is wrong.
 """
 
@@ -31,14 +31,12 @@ try:
         check,
         checkpoint,
         compare,
-        compare_runs,
         doctor,
         evaluate,
         generate,
         hugging_face,
         plan,
         report,
-        schedule,
         show_batch,
         tokenize,
         train_tokenizer,
@@ -53,10 +51,8 @@ except KeyboardInterrupt:  # Ctrl-C in the seconds that this takes
 COMMANDS = (
     check,
     verify,
-    schedule,
     compare,
     report,
-    compare_runs,
     plan,
     doctor,
     show_batch,

@@ -1,9 +1,7 @@
-"""``megaspeed verify``: a layout and one plain process, trained and compared."""
+"""``megaspeed verify``: trains a layout and one process of plain torch, and compares them."""
 
 import argparse
 from typing import Any
-
-from rich.console import Console
 
 from megaspeed.cli.options import EXIT_DONE, EXIT_FAILED, add_command, load, positive, write_json
 from megaspeed.config.errors import ConfigError
@@ -24,15 +22,16 @@ def add_to(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Trains the layout and one plain process, and prints their numbers side by side."""
-    # Imported here: torch and DeepSpeed take seconds, which `check` need not wait for.
-    from megaspeed.analysis.verification.verify import (
+    """Trains both, and prints their numbers side by side. The exit code is 1 if they differ."""
+    # Imported here, because torch and DeepSpeed take seconds and other commands do not need them.
+    from megaspeed.analysis.units import show
+    from megaspeed.analysis.verification.comparison import (
         gradient_table,
         step_table,
         verdict,
-        verify,
         widened_tolerances,
     )
+    from megaspeed.analysis.verification.verify import verify
 
     run = load(options, options.device)
     problems = _problems_on_cuda(run) if options.device == "cuda" else []
@@ -40,11 +39,11 @@ def run(options: argparse.Namespace) -> int:
         raise ConfigError(problems, where="verify --device cuda")
     corpus = prepare_corpus(run.config.data, run.config.model.vocab_size)
     comparison = verify(run, corpus, options.steps, options.device)
-    console = Console()
-    console.print(step_table(run, comparison))
-    console.print(gradient_table(comparison))
-    for line in (*widened_tolerances(comparison), verdict(comparison)):
-        console.print(line, highlight=False)
+    grid = run.grid
+    layout = f"pp {grid.pp} x dp {grid.dp} x tp {grid.tp}, ZeRO-{run.zero_stage}"
+    show([f"{layout}, {run.precision}, against one process", step_table(comparison), ""])
+    show(["gradients of step 1", gradient_table(comparison), ""])
+    show([*widened_tolerances(comparison), verdict(comparison)])
     write_json(options, comparison.as_json())
     return EXIT_DONE if comparison.equal else EXIT_FAILED
 

@@ -1,5 +1,7 @@
 """Bytes and counts as they are printed."""
 
+import pytest
+
 from megaspeed.analysis.units import (
     GB,
     GIB,
@@ -8,6 +10,8 @@ from megaspeed.analysis.units import (
     counted,
     memory_unit,
     short_count,
+    show,
+    table_of,
     traffic_unit,
 )
 
@@ -37,3 +41,16 @@ def test_counts() -> None:
     ]
     assert (counted(1, "node"), counted(560, "node")) == ("1 node", "560 nodes")
     assert counted(2, "micro-batch") == "2 micro-batches"
+
+
+def test_a_table_cuts_no_cell_in_a_narrow_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "20")
+    table = table_of(left=("name",), right=("sent\nGB", "together"))
+    table.add_row("blocks.0.[weight]", "1,234,567", "1,111")
+    show(["a line that is longer than the terminal is wide", table])
+    line, heading, second, _, row = capsys.readouterr().out.splitlines()
+    assert line == "a line that is longer than the terminal is wide"
+    assert heading.split() + second.split() == ["sent", "name", "GB", "together"]
+    assert row.split() == ["blocks.0.[weight]", "1,234,567", "1,111"]

@@ -1,17 +1,51 @@
-"""Bytes of one rank by what they are for: the words in which memory is predicted and measured."""
+"""What one rank holds: categories of memory, and the model states at each ZeRO stage.
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+With P parameters on a rank, a bytes an element, g bytes a gradient element, dp data-parallel ranks
+(Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models",
+section 5 and Figure 1, where a = g = 2 and K = 12), model states are
+
+    zero_stage   parameters   gradients   optimizer states (fp32 master weights, two moments)
+    0            a P          g P         12 P
+    1            a P          g P         12 P / dp
+    2            a P          g P / dp    12 P / dp
+    3            a P / dp     g P / dp    12 P / dp
+
+The predictions here are exact where the paper is not:
+
+- P has each pipeline stage's own parameters, as tensor shards with vocabulary padding.
+- DeepSpeed pads flat groups (stages 0 to 2) or each parameter (stage 3).
+- At stage 3, small parameters stay gathered on every rank.
+- At stages 2 and 3, complete gradients stay on every rank if they are reduced once a step.
+- Runs in fp32 hold master weights too, because DeepSpeed keeps them apart in every precision.
+- Offloaded states are in host memory and do not count.
+"""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Literal
+from typing import Literal, get_args
 
-from megaspeed.config.resolve import Precision
+from megaspeed.config.resolve import Precision, Run
+from megaspeed.model.parameters import EMBEDDING_WEIGHT, HEAD_WEIGHT, Parameter, parameters_of
+from megaspeed.pipeline.partition import layers_of_stages
+from megaspeed.tensor_parallel.plan import shard_of
+
+BYTES_OF: Mapping[Precision, int] = MappingProxyType({"fp32": 4, "bf16": 2, "fp16": 2})
+"""Bytes of one number of each type."""
+
+_OPTIMIZER_BYTES = 12  # an element: fp32 master weight and AdamW's two fp32 moments
+_ELEMENTS_ALIGNED = 2  # DeepSpeed 0.19.8, runtime/zero/stage_1_and_2.py:369: 4 bytes in bf16
 
 Category = Literal[
     "parameters", "gradients", "optimizer_states", "activations", "communication_buffers"
 ]
 """The fields of ``MemoryBytes``."""
+
+OptimizerGroup = Literal["tied", "decaying", "other"]
+"""DeepSpeed is given these groups: a weight that two pipeline stages share, parameters that decay,
+and the rest. At ZeRO-1 and 2 each group is one flat tensor, cut into dp equal partitions. At ZeRO-3
+each parameter is cut by itself."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,10 +54,10 @@ class MemoryBytes:
 
     Attributes:
         parameters: what the model computes with and keeps between steps: 1/dp of it at ZeRO-3.
-        gradients: of parameters, whether of one micro-batch or added up.
+        gradients: of parameters, of one micro-batch or added up.
         optimizer_states: fp32 master weights and AdamW's two moments.
-        activations: what forward keeps for backward, and what operations work with for a moment,
-            logits among them.
+        activations: what forward keeps for backward, and working memory of operations. Logits are
+            among them.
         communication_buffers: buckets, parameters that ZeRO-3 has gathered, messages in flight.
     """
 
@@ -35,58 +69,256 @@ class MemoryBytes:
 
     @property
     def total(self) -> int:
-        """All of it."""
+        """All categories together."""
         # Not astuple, which copies deeply: a plan asks a hundred thousand times.
-        return (
-            self.parameters
-            + self.gradients
-            + self.optimizer_states
-            + self.activations
-            + self.communication_buffers
+        states = self.parameters + self.gradients + self.optimizer_states
+        return states + self.activations + self.communication_buffers
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalParameter:
+    """One parameter of one rank, before ZeRO partitions it.
+
+    Attributes:
+        name: full name.
+        layer: name of its layer, such as "blocks.3".
+        shape: of the local tensor, tensor-parallel padding included.
+        group: the optimizer group that it is in.
+    """
+
+    name: str
+    layer: str
+    shape: tuple[int, ...]
+    group: OptimizerGroup
+
+    @property
+    def elements(self) -> int:
+        """Elements of the local tensor."""
+        return math.prod(self.shape)
+
+
+def local_parameters(run: Run, pipeline_stage: int) -> list[LocalParameter]:
+    """The parameters of a rank of this pipeline stage, in the order of the model's.
+
+    All data and tensor ranks of the stage have the same shapes.
+    """
+    model = run.config.model
+    shared = model.tie_word_embeddings and run.grid.pp > 1
+
+    def group_of(parameter: Parameter) -> OptimizerGroup:
+        if shared and parameter.name in (EMBEDDING_WEIGHT, HEAD_WEIGHT):
+            return "tied"
+        return "decaying" if parameter.decays else "other"
+
+    return [
+        LocalParameter(
+            name=name,
+            layer=parameter.layer,
+            shape=shard_of(model, parameter, rank=0, size=run.grid.tp).local_shape,
+            group=group_of(parameter),
         )
+        for name, parameter in parameters_of(model, layers_of_stages(run)[pipeline_stage]).items()
+    ]
 
 
-# A running account of memory that remembers its highest moment.
+def elements_of(parameters: Iterable[LocalParameter]) -> int:
+    """Elements of all of them together, without ZeRO's padding."""
+    return sum(parameter.elements for parameter in parameters)
 
 
-class Ledger:
-    """Bytes held now, by category, and what was held when most was held."""
+def flat_group_elements(parameters: Sequence[LocalParameter], dp: int) -> dict[OptimizerGroup, int]:
+    """ZeRO-1 and 2: elements of each group's flat tensor, padded to a multiple of 2 x dp.
 
-    def __init__(self) -> None:
-        self._held: dict[Category, int] = {}
-        self._total = 0
-        self.peak = MemoryBytes()
-        """The highest moment so far."""
-
-    def held(self, category: Category) -> int:
-        """Bytes of one category now."""
-        return self._held.get(category, 0)
-
-    def hold(self, category: Category, size_bytes: int) -> None:
-        """From now on this is held too."""
-        self._held[category] = self._held.get(category, 0) + size_bytes
-        self._total += size_bytes
-        if self._total > self.peak.total:
-            self.peak = MemoryBytes(**self._held)
-
-    def free(self, category: Category, size_bytes: int) -> None:
-        """It is no longer held."""
-        assert self.held(category) >= size_bytes, f"{category} {size_bytes} was never held"
-        self.hold(category, -size_bytes)
-
-    @contextmanager
-    def briefly(self, category: Category, size_bytes: int) -> Iterator[None]:
-        """Holds something within a block."""
-        self.hold(category, size_bytes)
-        yield
-        self.free(category, size_bytes)
-
-    def touch(self, category: Category, size_bytes: int) -> None:
-        """Holds something for a moment."""
-        with self.briefly(category, size_bytes):
-            pass
+    A rank's partition is 1/dp of it. Groups without parameters are left out.
+    """
+    multiple = _ELEMENTS_ALIGNED * dp
+    groups: dict[OptimizerGroup, int] = {}
+    for group in get_args(OptimizerGroup):
+        if elements := elements_of(p for p in parameters if p.group == group):
+            groups[group] = math.ceil(elements / multiple) * multiple
+    return groups
 
 
-# Bytes of one number of each type.
+def partition_elements(parameter: LocalParameter, dp: int) -> int:
+    """ZeRO-3: elements of one rank's equal part of a parameter, the last part padded."""
+    return math.ceil(parameter.elements / dp)
 
-BYTES_OF: Mapping[Precision, int] = MappingProxyType({"fp32": 4, "bf16": 2, "fp16": 2})
+
+def model_states(
+    run: Run, parameters: Sequence[LocalParameter], *, on_host: bool = False
+) -> MemoryBytes:
+    """What a rank with these parameters holds between two micro-batches of a step.
+
+    Gradients are those added up so far.
+
+    Args:
+        run: the resolved run.
+        parameters: those of the rank.
+        on_host: whether the rank computes on the CPU, where offloaded states count too.
+    """
+    own = _own_elements(run, parameters)
+    keeps_complete = keeps_complete_gradients(run)
+    complete = elements_of(parameters) * BYTES_OF[run.accumulation_dtype] if keeps_complete else 0
+    # ZeRO-3's partition stays from step to step; that of the others is made by the reduction.
+    stays = run.zero_stage == 3 or not keeps_complete
+    partition = gradient_partition_bytes(run, parameters) if stays else 0
+    states = own * _OPTIMIZER_BYTES
+    if run.config.zero_optimization.offloads_optimizer:
+        if not on_host:
+            partition = states = 0
+        elif run.zero_stage != 2:  # DeepSpeed's fp32 copy beside the partition
+            complete += own * BYTES_OF["fp32"]
+    return MemoryBytes(
+        parameters=_parameter_bytes(run, parameters, on_host=on_host),
+        gradients=complete + partition,
+        optimizer_states=states,
+    )
+
+
+def keeps_complete_gradients(run: Run) -> bool:
+    """Whether a rank adds up complete gradients, not partitions, over a step's micro-batches."""
+    return run.zero_stage < 2 or run.gradient_reduction == "per_step"
+
+
+def gradient_partition_bytes(run: Run, parameters: Sequence[LocalParameter]) -> int:
+    """Bytes of the reduced gradients that this rank's optimizer steps with."""
+    return _own_elements(run, parameters) * BYTES_OF[run.accumulation_dtype]
+
+
+def bucket_elements(run: Run, parameters: Sequence[LocalParameter]) -> int:
+    """Elements of the buffer in which gradients are laid end to end before they are reduced."""
+    stated = run.config.zero_optimization.reduce_bucket_size
+    assert stated is not None, "a resolved run states it"
+    return min(stated, elements_of(parameters))
+
+
+def _own_elements(run: Run, parameters: Sequence[LocalParameter]) -> int:
+    """Elements of the parameters that this rank's optimizer steps, padding included."""
+    dp = run.grid.dp
+    if run.zero_stage == 3:
+        return sum(partition_elements(parameter, dp) for parameter in parameters)
+    owners = 1 if run.zero_stage == 0 else dp
+    return sum(elements // owners for elements in flat_group_elements(parameters, owners).values())
+
+
+def _parameter_bytes(run: Run, parameters: Sequence[LocalParameter], *, on_host: bool) -> int:
+    element = BYTES_OF[run.precision]
+    if run.zero_stage < 3:
+        owners = 1 if run.zero_stage == 0 else run.grid.dp
+        return element * sum(flat_group_elements(parameters, owners).values())
+    complete = elements_of(_stay_gathered(run, parameters))
+    if run.config.zero_optimization.offloads_parameters and not on_host:
+        return element * complete
+    return element * (complete + _own_elements(run, parameters))
+
+
+def _stay_gathered(run: Run, parameters: Sequence[LocalParameter]) -> list[LocalParameter]:
+    """ZeRO-3: parameters up to the threshold, which every rank keeps beside their partitions.
+
+    DeepSpeed 0.19.8, runtime/zero/parameter_offload.py:328.
+    """
+    zero = run.config.zero_optimization
+    threshold = zero.stage3_param_persistence_threshold
+    assert threshold is not None, "a resolved run states it"
+    allowed = zero.stage3_model_persistence_threshold
+    kept: list[LocalParameter] = []
+    total = 0
+    for parameter in parameters:
+        fits = allowed is None or total + parameter.elements <= allowed
+        if parameter.elements <= threshold and fits:
+            kept.append(parameter)
+            total += parameter.elements
+    return kept
+
+
+@dataclass(frozen=True)
+class GatheredBytes:
+    """ZeRO-3: bytes of gathered parameters on a rank while a pass computes one layer.
+
+    Attributes:
+        at_work: the layer's parameters.
+        arriving: the buffer in which they arrive, until they are copied out of it.
+        ahead: the next layer's parameters, which are gathered while this layer computes.
+    """
+
+    at_work: int = 0
+    arriving: int = 0
+    ahead: int = 0
+
+
+def gathered_in_pass(
+    run: Run,
+    parameters: Sequence[LocalParameter],
+    direction: Literal["forward", "backward"],
+    *,
+    on_host: bool = False,
+) -> list[GatheredBytes]:
+    """Gathered bytes at each layer, in the order of the forward pass (in both directions).
+
+    Forward gathers every layer once, backward every layer except the embedding:
+
+        partition of every rank --all-gather--> arriving --copy--> the layer's parameters
+
+    If a layer has one parameter, it arrives in its final place. With one data rank nothing is
+    gathered, because its partitions are the parameters; only offloaded partitions are copied to the
+    device.
+
+    Args:
+        run: the resolved run.
+        parameters: those of the rank.
+        direction: of the pass.
+        on_host: whether the rank computes on the CPU, where offloaded partitions are already.
+    """
+    zero, dp = run.config.zero_optimization, run.grid.dp
+    by_layer = _gathered_by_layer(run, parameters)
+    if direction == "backward" and "embedding" in by_layer:
+        by_layer["embedding"] = []
+    layers = list(by_layer.values())
+    if run.zero_stage < 3 or (dp == 1 and (on_host or not zero.offloads_parameters)):
+        return [GatheredBytes() for _ in layers]
+
+    def size(layer: Sequence[LocalParameter]) -> int:
+        return _padded(run, layer) * BYTES_OF[run.precision]
+
+    following = [*layers[1:], []] if direction == "forward" else [[], *layers[:-1]]
+    return [
+        GatheredBytes(
+            at_work=size(layer),
+            arriving=size(layer) if dp > 1 and len(layer) > 1 else 0,
+            ahead=size(later) if zero.prefetches(elements_of(layer), elements_of(later)) else 0,
+        )
+        for layer, later in zip(layers, following, strict=True)
+    ]
+
+
+def gathered_elements_of_a_step(run: Run, parameters: Sequence[LocalParameter]) -> int:
+    """ZeRO-3: padded elements that a rank with these parameters gathers in an optimizer step.
+
+    A step of M micro-batches gathers M (2 P - E) + K elements (Rajbhandari et al. 2020, section
+    7.2.2, has 2 P): K of the parameters that stay gathered, P of all other parameters of the
+    layers, and E of the embedding among them. A tied head's weight counts in both layers.
+    """
+    layers = _gathered_by_layer(run, parameters)
+    padded = {name: _padded(run, layer) for name, layer in layers.items()}
+    each_micro_batch = 2 * sum(padded.values()) - padded.get("embedding", 0)
+    kept = _padded(run, _stay_gathered(run, parameters))
+    return run.batch.gradient_accumulation_steps * each_micro_batch + kept
+
+
+def _gathered_by_layer(
+    run: Run, parameters: Sequence[LocalParameter]
+) -> dict[str, list[LocalParameter]]:
+    """Name of each layer -> the parameters that a pass gathers; a tied head has the embedding's."""
+    kept = {parameter.name for parameter in _stay_gathered(run, parameters)}
+    layers: dict[str, list[LocalParameter]] = {}
+    for parameter in parameters:
+        layers.setdefault(parameter.layer, []).append(parameter)
+    named = {parameter.name: parameter for parameter in parameters}
+    if "head" in layers and HEAD_WEIGHT not in named:
+        layers["head"].append(named[EMBEDDING_WEIGHT])
+    return {name: [p for p in layer if p.name not in kept] for name, layer in layers.items()}
+
+
+def _padded(run: Run, parameters: Sequence[LocalParameter]) -> int:
+    dp = run.grid.dp
+    return sum(dp * partition_elements(parameter, dp) for parameter in parameters)

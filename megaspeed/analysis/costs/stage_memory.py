@@ -1,18 +1,20 @@
-"""The most memory that a rank of one pipeline stage holds in an optimizer step, and of what.
+"""The most memory that a rank of one pipeline stage holds in an optimizer step.
 
-The step is walked layer by layer on paper; its highest moment is one of
+The step is followed layer by layer. Its highest moment is one of
 
     forward       of a micro-batch while others are in flight
     backward      of the first micro-batch, while gradients appear; and of a later one
-    reduction     of the summed gradients, where they are reduced once a step
+    reduction     of the summed gradients, if they are reduced once a step
     optimizer     the step itself
 
-How many micro-batches are in flight the schedule says: up to P - s for 1f1b at pipeline stage s of
-P, all of them for gpipe (Narayanan et al. 2021, section 2.2; Korthikanti et al. 2022, section 4.2.3
-for the activations of the first stage).
+The schedule determines how many micro-batches are in flight: up to P - s for 1f1b at pipeline stage
+s of P, and all of them for gpipe (Narayanan et al. 2021, section 2.2; Korthikanti et al. 2022,
+section 4.2.3 for the activations of the first stage).
 """
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import chain, repeat
 
@@ -26,15 +28,17 @@ from megaspeed.analysis.costs.activations import (
     hidden_bytes,
     window_mask_bytes,
 )
-from megaspeed.analysis.costs.memory import BYTES_OF, Ledger, MemoryBytes
-from megaspeed.analysis.costs.model_states import (
+from megaspeed.analysis.costs.memory import (
+    BYTES_OF,
+    Category,
     GatheredBytes,
     LocalParameter,
+    MemoryBytes,
     bucket_elements,
     elements_of,
     gathered_in_pass,
     gradient_partition_bytes,
-    keeps_whole_gradients,
+    keeps_complete_gradients,
     local_parameters,
     model_states,
 )
@@ -46,35 +50,65 @@ from megaspeed.pipeline.schedules import SCHEDULES, peak_micro_batches_in_flight
 
 @dataclass(frozen=True, kw_only=True)
 class StageMemory:
-    """Bytes of the rank of a pipeline stage.
+    """Bytes of a rank of a pipeline stage.
 
     Attributes:
-        states: between two micro-batches of a step, activations left out.
+        states: between two micro-batches of a step, without activations.
         peak: at the step's highest moment.
-        moment: when that is.
     """
 
     states: MemoryBytes
     peak: MemoryBytes
-    moment: str
 
 
 def predict_memory(run: Run, pipeline_stage: int, *, device_type: str = "cuda") -> StageMemory:
-    """Memory of one pipeline stage's ranks; data and tensor ranks hold the same.
+    """Memory of a rank of one pipeline stage. All its data and tensor ranks hold the same.
 
     Args:
         run: the resolved run.
         pipeline_stage: from 0.
-        device_type: a GPU's kernels keep less than a CPU's for RMSNorm.
+        device_type: "cuda" or "cpu", whose RMSNorm keeps more.
     """
     step = _Step(run, pipeline_stage, device_type)
-    moments = {name: ledger.peak for name, ledger in step.moments()}
-    moment = max(moments, key=lambda name: moments[name].total)
-    return StageMemory(states=step.states, peak=moments[moment], moment=moment)
+    peaks = (ledger.peak for ledger in step.moments())
+    return StageMemory(states=step.states, peak=max(peaks, key=lambda peak: peak.total))
+
+
+class _Ledger:
+    """Bytes held now, by category, and what was held when most was held."""
+
+    def __init__(self) -> None:
+        self.held: Counter[str] = Counter()
+        self.peak = MemoryBytes()
+        self._total = 0
+
+    def hold(self, category: Category, size_bytes: int) -> None:
+        """Adds bytes that stay until they are freed."""
+        self.held[category] += size_bytes
+        self._total += size_bytes
+        if self._total > self.peak.total:
+            self.peak = MemoryBytes(**self.held)
+
+    def free(self, category: Category, size_bytes: int) -> None:
+        """Removes bytes."""
+        assert self.held[category] >= size_bytes, f"{category} {size_bytes} was never held"
+        self.hold(category, -size_bytes)
+
+    @contextmanager
+    def briefly(self, category: Category, size_bytes: int) -> Iterator[None]:
+        """Holds bytes within a block."""
+        self.hold(category, size_bytes)
+        yield
+        self.free(category, size_bytes)
+
+    def touch(self, category: Category, size_bytes: int) -> None:
+        """Holds bytes for a moment."""
+        self.hold(category, size_bytes)
+        self.free(category, size_bytes)
 
 
 class _Step:
-    """One optimizer step of a pipeline stage, walked on paper."""
+    """One optimizer step of a pipeline stage, followed layer by layer."""
 
     def __init__(self, run: Run, pipeline_stage: int, device_type: str) -> None:
         self._run = run
@@ -97,25 +131,25 @@ class _Step:
             run.batch.gradient_accumulation_steps,
         )
 
-    def moments(self) -> Iterator[tuple[str, Ledger]]:
-        """Name and ledger of every moment that can be the highest."""
+    def moments(self) -> Iterator[_Ledger]:
+        """Every moment of the step that can be the highest."""
         in_flight, micro_batches = self._in_flight, self._run.batch.gradient_accumulation_steps
-        goes_on = micro_batches > in_flight
-        yield "forward", self._forward(others=in_flight - 1, gradients=goes_on)
-        yield "first backward", self._backward(others=in_flight - 1, first=True)
+        continues = micro_batches > in_flight
+        yield self._forward(others=in_flight - 1, gradients=continues)
+        yield self._backward(others=in_flight - 1, first=True)
         if micro_batches > 1:
-            others = in_flight - 1 if goes_on else in_flight - 2
-            yield "backward", self._backward(others=others, first=False)
-        yield "reduction", self._reduction()
-        yield "optimizer", self._optimizer()
+            others = in_flight - 1 if continues else in_flight - 2
+            yield self._backward(others=others, first=False)
+        yield self._reduction()
+        yield self._optimizer()
 
-    def _start(self, *, others: int, gradients: bool) -> Ledger:
-        """With ``others`` micro-batches in flight, with or without gradients added up so far."""
-        ledger = Ledger()
+    def _start(self, *, others: int, gradients: bool) -> _Ledger:
+        """A ledger with ``others`` micro-batches in flight, with or without gradients so far."""
+        ledger = _Ledger()
         ledger.hold("parameters", self.states.parameters)
         ledger.hold("optimizer_states", self.states.optimizer_states)
         ledger.hold("activations", others * self._kept_in_flight + self._window_mask)
-        if self._run.zero_stage == 3:  # the bucket and the partition stand from step to step
+        if self._run.zero_stage == 3:  # the bucket and the partition stay from step to step
             ledger.hold("communication_buffers", self._bucket)
         if gradients:
             ledger.hold("gradients", self.states.gradients)
@@ -128,12 +162,13 @@ class _Step:
         received = 0 if self._first_stage else self._hidden
         return received + sum(layer.memory.kept for layer in self._layers)
 
-    def _forward(self, *, others: int, gradients: bool) -> Ledger:
+    def _forward(self, *, others: int, gradients: bool) -> _Ledger:
         ledger = self._start(others=others, gradients=gradients)
         if not self._first_stage:
             ledger.hold("activations", self._hidden)
         if others and not (self._last_stage or gradients):
-            ledger.hold("activations", self._hidden)  # the output sent before may not have arrived
+            # The output sent before may still be in flight.
+            ledger.hold("activations", self._hidden)
         for layer in self._layers:
             memory, gathered = layer.memory, layer.forward
             with ledger.briefly("communication_buffers", gathered.at_work):
@@ -142,19 +177,19 @@ class _Step:
                     if not memory.kept_until_loss:
                         ledger.hold("activations", memory.kept)
                     ledger.touch("activations", memory.forward_working)
-            if memory.kept_until_loss:  # the head's weight goes before the loss comes
+            if memory.kept_until_loss:  # the head's weight is freed before the loss
                 ledger.hold("activations", memory.kept)
                 ledger.touch("activations", memory.forward_working)
         return ledger
 
-    def _backward(self, *, others: int, first: bool) -> Ledger:
+    def _backward(self, *, others: int, first: bool) -> _Ledger:
         ledger = self._start(others=others, gradients=not first)
         ledger.hold("activations", self._kept_in_flight)
         if not self._last_stage:
             ledger.hold("activations", self._hidden)  # the gradient received
         if not (self._first_stage or first):
-            ledger.hold("activations", self._hidden)  # the last one sent may not have arrived
-        reduces = not keeps_whole_gradients(self._run)
+            ledger.hold("activations", self._hidden)  # the gradient sent before, still in flight
+        reduces = not keeps_complete_gradients(self._run)
         copy_in_flight = 0
         waiting = self._tied_gradient()
         filled = 0
@@ -181,7 +216,7 @@ class _Step:
                 filled += elements_of(layer.parameters) * self._gradient
                 is_full = filled >= self._bucket or self._run.zero_stage == 3
                 copy_in_flight = self._bucket if is_full else 0
-                missing = self.states.gradients + waiting - ledger.held("gradients")
+                missing = self.states.gradients + waiting - ledger.held["gradients"]
                 ledger.hold("gradients", missing)
             elif first:
                 ledger.hold("gradients", elements_of(layer.parameters) * self._gradient)
@@ -196,8 +231,8 @@ class _Step:
         return largest * (self._element + cast)
 
     def _tied_gradient(self) -> int:
-        """Of a weight that head and embedding share: what the head gave it, which autograd keeps
-        until the embedding gives its part.
+        """The head's part of a tied weight's gradient, which autograd keeps until the embedding's
+        part is computed.
         """
         names = {parameter.name for parameter in self._parameters}
         if EMBEDDING_WEIGHT not in names or HEAD_WEIGHT in names or not self._last_stage:
@@ -205,10 +240,10 @@ class _Step:
         tied = next(p for p in self._parameters if p.name == EMBEDDING_WEIGHT)
         return tied.elements * self._element
 
-    def _reduction(self) -> Ledger:
-        """Whole gradients, a bucket of them and its copy on their way, the partition filling up."""
+    def _reduction(self) -> _Ledger:
+        """Complete gradients, a bucket and the copy of it that is sent, and the partition."""
         ledger = self._start(others=0, gradients=True)
-        if not keeps_whole_gradients(self._run):
+        if not keeps_complete_gradients(self._run):
             return ledger
         if self._run.zero_stage == 3:
             ledger.hold("communication_buffers", self._bucket)
@@ -218,8 +253,8 @@ class _Step:
         ledger.hold("communication_buffers", 2 * self._bucket)
         return ledger
 
-    def _optimizer(self) -> Ledger:
-        """The partition's gradients, in fp32 too where they were not."""
+    def _optimizer(self) -> _Ledger:
+        """The partition's gradients, also in fp32 if they are of another type."""
         ledger = self._start(others=0, gradients=False)
         if self._run.zero_stage < 3:
             ledger.hold("gradients", self._partition)
@@ -243,7 +278,7 @@ def _layers(
     parameters: Sequence[LocalParameter],
     device_type: str,
 ) -> list[_Layer]:
-    """The pipeline stage's layers, each with its parameters (a tied head's are the embedding's)."""
+    """The layers of the pipeline stage, each with its parameters."""
     count = layer_count(run.config.model)
     own: dict[str, list[LocalParameter]] = {}
     for parameter in parameters:
@@ -262,13 +297,8 @@ def _layers(
             memory = head_memory(run, shapes)
         name = layer_name(run.config.model, layer)
         layers.append(_Layer(memory, own[name], forward[index], backward[index]))
-    if layers[-1].memory.kept_until_loss == 0:
-        layers[-1] = replace(layers[-1], memory=_sent(layers[-1].memory, hidden_bytes(run)))
+    last, output = layers[-1].memory, hidden_bytes(run)
+    if last.kept_until_loss == 0:  # not the head: its output is freed once the next stage has it
+        sent = replace(last, kept=last.kept - output, forward_working=last.forward_working + output)
+        layers[-1] = replace(layers[-1], memory=sent)
     return layers
-
-
-def _sent(memory: LayerMemory, output: int) -> LayerMemory:
-    """Of a stage's last layer: its output is freed once the next stage has it."""
-    return replace(
-        memory, kept=memory.kept - output, forward_working=memory.forward_working + output
-    )

@@ -1,20 +1,29 @@
 """Bytes that one rank sends in one optimizer step, by axis and collective.
 
-    dp      gradients and parameters, as ZeRO partitions them          traffic_data
-    tp      activations within a layer, and the loss                   traffic_tensor
-    pp      activations and their gradients, a tied weight's gradient  traffic_pipeline
+    dp      gradients and parameters, as ZeRO partitions them
+    tp      activations within a layer, and the loss
+    pp      activations and their gradients, a tied weight's gradient
     world   one report of a few fp64 numbers from every rank to every rank
 
-Message sizes are exact, from shapes; ``collective_cost`` says what a message costs a rank.
+Message sizes are exact. What a message of S bytes costs each of n ranks is counted by
+bandwidth-optimal (ring) algorithms (Patarasuk & Yuan 2009, "Bandwidth optimal all-reduce algorithms
+for clusters of workstations", section 3; Rajbhandari et al. 2020, ZeRO, section 7.1):
+
+    reduce_scatter   (n-1)/n S        S: the complete input of a rank
+    all_gather       (n-1)/n S        S: the complete output
+    all_reduce     2 (n-1)/n S        a reduce-scatter, then an all-gather
+    reduce           (n-1)/n S        along a chain n - 1 ranks send S; shared evenly
+    broadcast        (n-1)/n S        the same in the other direction
+    send                     S
 """
 
 from collections import Counter
 from collections.abc import Mapping
 from typing import Literal
 
-from megaspeed.analysis.costs.activations import hidden_bytes, whole_hidden_bytes, whole_tokens
-from megaspeed.analysis.costs.memory import BYTES_OF
-from megaspeed.analysis.costs.model_states import (
+from megaspeed.analysis.costs.activations import full_hidden_bytes, hidden_bytes, tokens_of
+from megaspeed.analysis.costs.memory import (
+    BYTES_OF,
     LocalParameter,
     elements_of,
     flat_group_elements,
@@ -27,28 +36,15 @@ from megaspeed.model.parameters import block_rows, layer_count, parameters_of
 from megaspeed.pipeline.partition import layers_of_stages
 from megaspeed.tensor_parallel.plan import key_value_replicas
 
-# How many bytes a rank sends in a collective: the one place for the convention.
-#
-# S is the message in bytes, n the ranks of the group; per rank, by bandwidth-optimal (ring)
-# algorithms (Patarasuk & Yuan 2009, "Bandwidth optimal all-reduce algorithms for clusters of
-# workstations", section 3; Rajbhandari et al. 2020, ZeRO, section 7.1):
-#
-#     reduce_scatter   (n-1)/n S        S: the whole input of a rank
-#     all_gather       (n-1)/n S        S: the gathered whole
-#     all_reduce     2 (n-1)/n S        a reduce-scatter, then an all-gather
-#     reduce           (n-1)/n S        along a chain n - 1 ranks send S; shared evenly
-#     broadcast        (n-1)/n S        the same the other way round
-#     send                     S
-#
-# What goes round once is therefore "1 x" of the message and an all-reduce "2 x", as ZeRO's paper
-# counts, up to (n-1)/n.
-
 Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "reduce", "broadcast", "send"]
 TrafficAxis = Literal["pp", "dp", "tp", "world"]
-"""world: what all ranks agree on (gradient norm, loss): a few numbers."""
 
 Traffic = Mapping[tuple[TrafficAxis, Collective], int]
-"""Bytes that one rank sends in one optimizer step; what is not sent at all is left out."""
+"""Bytes that one rank sends in one optimizer step. Collectives that send nothing are left out."""
+
+# Squares of the norm, loss, peak memory, stop signal, and the timeline of a step: training.worker.
+_NUMBERS_OF_A_REPORT = 4 + 1 + 8
+_FP64_BYTES = 8
 
 
 def bytes_sent(collective: Collective, message_bytes: int, ranks: int) -> int:
@@ -73,9 +69,10 @@ def by_axis(traffic: Traffic) -> dict[str, dict[str, int]]:
 
 
 class Messages:
-    """Messages of a step by axis, collective and size of the group, before the convention.
+    """Messages of a step by axis, collective and size of the group.
 
-    Summed as messages, so that rounding happens once and prediction and count round alike.
+    They are added up before they are converted to bytes sent, so that prediction and count round
+    alike.
     """
 
     def __init__(self) -> None:
@@ -84,7 +81,7 @@ class Messages:
     def add(
         self, axis: TrafficAxis, collective: Collective, message_bytes: int, *, ranks: int
     ) -> None:
-        """One message, or several of the same kind together, in bytes."""
+        """Adds one message, or several of the same kind together, in bytes."""
         self._bytes[axis, collective, ranks] += message_bytes
 
     def traffic(self) -> Traffic:
@@ -95,87 +92,78 @@ class Messages:
         return {key: total for key, total in sent.items() if total}
 
 
-# What tensor parallelism sends, one micro-batch after another.
-#
-# h = (B, S, D) in the parameters' type. Column- and row-parallel layers come in pairs, one in the
-# attention and one in the MLP of each block (Shoeybi et al. 2019, section 3), whose conjugate
-# collectives f and g (``tensor_parallel.collectives``) send
-#
-#                           forward                       backward
-#     block                 2 all-reduce h (g)            2 all-reduce h (f)
-#     embedding             1 all-reduce h (g)
-#     head                                                1 all-reduce h (f)
-#     loss                  all-reduce 3 numbers a token  (Shoeybi et al. 2019, section 3)
-#
-# with sequence parallelism (Korthikanti et al. 2022, section 4.2.2)
-#
-#     block                 2 all-gather, 2 reduce-       4 all-gather (2 of them gather inputs once
-#                           scatter h                     more, for dA), 2 reduce-scatter h
-#     embedding             1 all-reduce h                1 all-gather h
-#     head                  1 all-gather h                1 all-gather, 1 reduce-scatter h
-#     norms, biases                                       all-reduce of their gradients
-#
-# and an all-reduce of the gradients of norms of each head, and of key/value heads that several
-# ranks hold.
-#
-# Recomputation runs a block's forward again, up to the last tensor that its backward needs: what
-# the row-parallel layer of the MLP multiplies. Its g is left out.
+def predict_traffic(run: Run, pipeline_stage: int) -> Traffic:
+    """What a rank of ``pipeline_stage`` sends in one step after the first, in bytes.
+
+    In the first step each direction of the pipeline also sends a header of 80 bytes. Ranks of one
+    pipeline stage send the same number of bytes, except for a tied weight at ZeRO-1 to 3: its last
+    partition may be shorter. The result is that of a rank with the longest partition.
+    """
+    messages = Messages()
+    if run.grid.dp > 1:
+        _add_data_axis(messages, run, pipeline_stage)
+    if run.grid.tp > 1:
+        _add_tensor_axis(messages, run, pipeline_stage)
+    _add_pipeline_axis(messages, run, pipeline_stage)
+    world_size = run.grid.world_size
+    report = world_size * _NUMBERS_OF_A_REPORT * _FP64_BYTES
+    messages.add("world", "all_reduce", report, ranks=world_size)
+    return messages.traffic()
 
 
-def add_tensor_axis(messages: Messages, run: Run, pipeline_stage: int) -> None:
-    """Adds one step's messages of a rank of ``pipeline_stage``."""
-    tp = run.grid.tp
-    if tp == 1:
-        return
+def _add_tensor_axis(messages: Messages, run: Run, pipeline_stage: int) -> None:
+    """What tensor parallelism sends in each micro-batch.
+
+    h = (B, S, D) is in the parameters' type. Column- and row-parallel layers come in pairs, one in
+    the attention and one in the MLP of each block (Shoeybi et al. 2019, section 3). Their conjugate
+    collectives f and g (``tensor_parallel.collectives``) send
+
+                              forward                       backward
+        block                 2 all-reduce h (g)            2 all-reduce h (f)
+        embedding             1 all-reduce h (g)
+        head                                                1 all-reduce h (f)
+        loss                  all-reduce 3 numbers a token  (Shoeybi et al. 2019, section 3)
+
+    with sequence parallelism (Korthikanti et al. 2022, section 4.2.2)
+
+        block                 2 all-gather, 2 reduce-       4 all-gather (2 of them gather inputs
+                              scatter h                     once more, for dA), 2 reduce-scatter h
+        embedding             1 all-reduce h                1 all-gather h
+        head                  1 all-gather h                1 all-gather, 1 reduce-scatter h
+        norms, biases                                       all-reduce of their gradients
+
+    and an all-reduce of the gradients of norms of each head, and of key/value heads that several
+    ranks hold. Recomputation repeats a block's forward up to the last tensor that its backward
+    needs, the input of the MLP's row-parallel matrix. It does not repeat the g after it.
+    """
+    tp, micro_batches = run.grid.tp, run.batch.gradient_accumulation_steps
     layers = layers_of_stages(run)[pipeline_stage]
-    last = layer_count(run.config.model) - 1
-    blocks = sum(0 < layer < last for layer in layers)
-    sequence_parallel = run.config.parallel.sequence_parallel
-    hidden = _sequence_collectives if sequence_parallel else _whole_collectives
-    micro_batches = run.batch.gradient_accumulation_steps
+    head = layer_count(run.config.model) - 1
+    has_embedding, has_head = 0 in layers, head in layers
+    blocks = len(layers) - has_embedding - has_head
+    again = run.config.parallel.activation_checkpointing == "full"
 
     def add(collective: Collective, message_bytes: int) -> None:
         messages.add("tp", collective, micro_batches * message_bytes, ranks=tp)
 
-    for collective, count in hidden(run, blocks, 0 in layers, last in layers).items():
-        add(collective, count * whole_hidden_bytes(run))
-    if last in layers:
-        add("all_reduce", _loss_bytes(run))
+    h = full_hidden_bytes(run)
+    if run.config.parallel.sequence_parallel:
+        add("all_reduce", has_embedding * h)
+        add("all_gather", (blocks * (6 + 2 * again) + has_embedding + 2 * has_head) * h)
+        add("reduce_scatter", (blocks * (4 + again) + has_head) * h)
+    else:
+        add("all_reduce", (blocks * (4 + again) + has_embedding + has_head) * h)
+    if has_head:  # maximum in the logits' type; sum of exponentials and target's logit in fp32
+        add("all_reduce", tokens_of(run) * (BYTES_OF[run.precision] + 2 * BYTES_OF["fp32"]))
     add("all_reduce", _partial_gradient_bytes(run, layers))
     add("all_reduce", blocks * _shared_head_gradient_bytes(run))
 
 
-def _whole_collectives(
-    run: Run, blocks: int, has_embedding: bool, has_head: bool
-) -> dict[Collective, int]:
-    """How many messages of h there are in one micro-batch."""
-    recomputed = 1 if _recomputes(run) else 0
-    return {"all_reduce": blocks * (4 + recomputed) + has_embedding + has_head}
-
-
-def _sequence_collectives(
-    run: Run, blocks: int, has_embedding: bool, has_head: bool
-) -> dict[Collective, int]:
-    """The same where activations between the pairs are split along the sequence."""
-    recomputed = 1 if _recomputes(run) else 0
-    return {
-        "all_reduce": int(has_embedding),
-        "all_gather": blocks * (6 + 2 * recomputed) + has_embedding + 2 * has_head,
-        "reduce_scatter": blocks * (4 + recomputed) + has_head,
-    }
-
-
-def _recomputes(run: Run) -> bool:
-    return run.config.parallel.activation_checkpointing == "full"
-
-
-def _loss_bytes(run: Run) -> int:
-    """Maximum in the logits' type; sum of exponentials and target's logit in fp32."""
-    return whole_tokens(run) * (BYTES_OF[run.precision] + 2 * BYTES_OF["fp32"])
-
-
 def _partial_gradient_bytes(run: Run, layers: range) -> int:
-    """Replicated parameters of which each rank sees a part: of the heads, or of the tokens."""
+    """Replicated parameters whose gradient is a sum over the tensor ranks: each rank sees its own
+    heads, or its own tokens.
+    """
+    sequence_parallel = run.config.parallel.sequence_parallel
     elements = sum(
         parameter.elements
         for parameter in parameters_of(run.config.model, layers).values()
@@ -183,14 +171,14 @@ def _partial_gradient_bytes(run: Run, layers: range) -> int:
         or (
             parameter.split == "replicated"
             and parameter.row.kind != "embedding"
-            and run.config.parallel.sequence_parallel
+            and sequence_parallel
         )
     )
     return elements * BYTES_OF[run.precision]
 
 
 def _shared_head_gradient_bytes(run: Run) -> int:
-    """Of one block: each rank's part lies at its head's place among zeros (``shared_rows``)."""
+    """Gradients of one block's key/value heads that several ranks hold (``shared_rows``)."""
     model, tp = run.config.model, run.grid.tp
     replicas = key_value_replicas(model, tp)
     if replicas == 1:
@@ -201,152 +189,91 @@ def _shared_head_gradient_bytes(run: Run) -> int:
     return rows * (qkv.columns + qkv.bias) * BYTES_OF[run.precision]
 
 
-# What a pipeline stage sends its neighbours, and the sum of a tied weight's gradients.
-#
-#     activations   to the next stage, each micro-batch       (B, S, D)      Narayanan et al. 2021,
-#     gradients     to the stage before, each micro-batch     (B, S, D)      section 3.2: b s h
-#     tied weight   the first and the last stage, once a step its local gradient to each other
-#
-# With sequence parallelism both messages are (B, S/tp, D), as each tensor rank sends its own part.
+def _add_pipeline_axis(messages: Messages, run: Run, pipeline_stage: int) -> None:
+    """What a pipeline stage sends its neighbours, and the sum of a tied weight's gradients.
 
+        activations   to the next stage, each micro-batch       (B, S, D)      Narayanan et al.
+        gradients     to the stage before, each micro-batch     (B, S, D)      2021, section 3.2
+        tied weight   the first and the last stage, once a step, send each other their gradients
 
-def add_pipeline_axis(messages: Messages, run: Run, pipeline_stage: int) -> None:
-    """Adds one step's messages of a rank of ``pipeline_stage``."""
+    With sequence parallelism each tensor rank sends its own part, (B, S/tp, D).
+    """
     stages = run.grid.pp
     neighbours = (pipeline_stage > 0) + (pipeline_stage < stages - 1)
-    if neighbours:
-        sends = neighbours * run.batch.gradient_accumulation_steps
-        messages.add("pp", "send", sends * hidden_bytes(run), ranks=stages)
-    tied = tied_gradient_bytes(run, pipeline_stage)
-    if tied:
-        messages.add("pp", "send", tied, ranks=stages)
+    sends = neighbours * run.batch.gradient_accumulation_steps
+    messages.add("pp", "send", sends * hidden_bytes(run), ranks=stages)
+    messages.add("pp", "send", _tied_gradient_bytes(run, pipeline_stage), ranks=stages)
 
 
-def tied_gradient_bytes(run: Run, pipeline_stage: int) -> int:
+def _tied_gradient_bytes(run: Run, pipeline_stage: int) -> int:
     """A rank's part of the gradient of a weight that two pipeline stages hold; 0 without one.
 
-    Whole at ZeRO-0; at ZeRO-1 to 3 the first data rank's partition, which is the longest.
+    At ZeRO-0 it is complete. At ZeRO-1 to 3 it is the first data rank's partition, the longest.
     """
     tied = [p for p in local_parameters(run, pipeline_stage) if p.group == "tied"]
-    if not tied:
-        return 0
     elements = elements_of(tied)
-    zero = run.config.zero_optimization
-    if run.zero_stage > 0:
+    if tied and run.zero_stage > 0:
         dp = run.grid.dp
-        flat = flat_group_elements(tied, dp)["tied"]
-        partition = flat // dp if run.zero_stage < 3 else -(-elements // dp)
-        elements = min(elements, partition)
+        flat = flat_group_elements(tied, dp)["tied"] // dp
+        elements = min(elements, flat if run.zero_stage < 3 else -(-elements // dp))
     # Offloaded gradients are the master weights', in host memory.
-    offloaded = zero.offloads_optimizer
+    offloaded = run.config.zero_optimization.offloads_optimizer
     return elements * BYTES_OF["fp32" if offloaded else run.accumulation_dtype]
 
 
-# What ZeRO sends over the data axis (Rajbhandari et al. 2020, section 7), P parameters of a rank.
-#
-#     stage   gradients                            parameters
-#     0       all-reduce P, once a step            -                                    2 x
-#     1       reduce P to its owners               all-gather P after the step          2 x
-#     2       the same                             the same                             2 x
-#     3       reduce-scatter P                     all-gather P in each pass            3 x
-#
-# "Once" is once a step or once a micro-batch, as ``parallel.gradient_reduction`` says; the counts
-# on the right are of one reduction. At stage 3 a backward does not gather the embedding, so it
-# moves slightly less. Gradients travel in the type in which they are added up, or in
-# ``communication_data_type``; parameters in their own. At ZeRO-1 and 2 every optimizer group is
-# padded to a multiple of 2 x dp before it is gathered, at ZeRO-3 every parameter to a multiple of
-# dp.
-#
-# Three keys of DeepSpeed turn stages 1 and 2 into 3 x, because each bucket of gradients is then
-# all-reduced: ``use_multi_rank_bucket_allreduce`` turned on (its own default), ``reduce_scatter``
-# or ``contiguous_gradients`` turned off.
+def _add_data_axis(messages: Messages, run: Run, pipeline_stage: int) -> None:
+    """What ZeRO sends (Rajbhandari et al. 2020, section 7), for P parameters of a rank.
 
+        stage   gradients                            parameters
+        0       all-reduce P, once a step            -                                    2 x
+        1       reduce P to its owners               all-gather P after the step          2 x
+        2       the same                             the same                             2 x
+        3       reduce-scatter P                     all-gather P in each pass            3 x
 
-def add_data_axis(messages: Messages, run: Run, pipeline_stage: int) -> None:
-    """Adds one step's messages of a rank of ``pipeline_stage``."""
+    ``parallel.gradient_reduction`` sets whether gradients are reduced once a step or once a
+    micro-batch; the right column is for one reduction. At stage 3 a backward does not gather the
+    embedding. Gradients travel in the type in which they are added up, or in
+    ``communication_data_type``; parameters in their own. At ZeRO-1 and 2 every optimizer group is
+    padded to a multiple of 2 x dp before it is gathered, at ZeRO-3 every parameter to a multiple of
+    dp.
+    """
     dp = run.grid.dp
-    if dp == 1:
-        return
     parameters = local_parameters(run, pipeline_stage)
     for collective, message_bytes in _gradient_messages(run, parameters):
         messages.add("dp", collective, message_bytes, ranks=dp)
-    if run.zero_stage in (1, 2):
-        gathered = sum(flat_group_elements(parameters, dp).values())
-        messages.add("dp", "all_gather", gathered * BYTES_OF[run.precision], ranks=dp)
-    if run.zero_stage == 3:
-        gathered = gathered_elements_of_a_step(run, parameters)
+    if run.zero_stage > 0:
+        gathered = (
+            gathered_elements_of_a_step(run, parameters)
+            if run.zero_stage == 3
+            else sum(flat_group_elements(parameters, dp).values())
+        )
         messages.add("dp", "all_gather", gathered * BYTES_OF[run.precision], ranks=dp)
 
 
 def _gradient_messages(run: Run, parameters: list[LocalParameter]) -> list[tuple[Collective, int]]:
     """Collectives that sum gradients, with the bytes of all their messages in one step."""
+    zero, dp = run.config.zero_optimization, run.grid.dp
     elements = elements_of(parameters)
     if run.zero_stage == 0:
         return [("all_reduce", elements * BYTES_OF[run.accumulation_dtype])]
     number_bytes = BYTES_OF[run.config.communication_data_type or run.accumulation_dtype]
-    number_bytes *= _reductions(run)
+    # ZeRO-1 keeps complete gradients, and reduces them with the step's last micro-batch.
+    if run.zero_stage > 1 and run.gradient_reduction == "per_micro_batch":
+        number_bytes *= run.batch.gradient_accumulation_steps
     if run.zero_stage < 3:
-        collective: Collective = "all_reduce" if _reduces_everywhere(run) else "reduce"
-        return [(collective, elements * number_bytes)]
-    dp = run.grid.dp
-    whole = elements_of(p for p in parameters if _stays_whole(run, p))
-    parts = sum(partition_elements(p, dp) for p in parameters if not _stays_whole(run, p))
+        # With these keys DeepSpeed all-reduces each bucket, so every rank receives every gradient.
+        contiguous = zero.contiguous_gradients or zero.offloads_optimizer
+        everywhere = zero.use_multi_rank_bucket_allreduce or not zero.reduce_scatter
+        is_all_reduce = everywhere or not contiguous
+        return [("all_reduce" if is_all_reduce else "reduce", elements * number_bytes)]
+    assert zero.reduce_bucket_size is not None, "the run is definite"
+    # With reduce_scatter false, gradients are all-reduced unless they are larger than a bucket.
+    largest = 0
+    if zero.contiguous_gradients and not zero.reduce_scatter:
+        largest = zero.reduce_bucket_size
+    reduced = elements_of(p for p in parameters if p.elements <= largest)
+    parts = sum(partition_elements(p, dp) for p in parameters if p.elements > largest)
     return [
-        ("all_reduce", whole * number_bytes),
+        ("all_reduce", reduced * number_bytes),
         ("reduce_scatter", dp * parts * number_bytes),
     ]
-
-
-def _stays_whole(run: Run, parameter: LocalParameter) -> bool:
-    """ZeRO-3: whether a gradient is all-reduced, as ``reduce_scatter`` false asks for.
-
-    One that is larger than a bucket is scattered all the same.
-    """
-    zero = run.config.zero_optimization
-    assert zero.reduce_bucket_size is not None, "the run is definite"
-    fits = parameter.elements <= zero.reduce_bucket_size
-    return fits and zero.contiguous_gradients and not zero.reduce_scatter
-
-
-def _reductions(run: Run) -> int:
-    """How often a step reduces each gradient over the data axis.
-
-    ZeRO-1 keeps whole gradients, and reduces them with the step's last micro-batch.
-    """
-    if run.zero_stage == 1 or run.gradient_reduction == "per_step":
-        return 1
-    return run.batch.gradient_accumulation_steps
-
-
-def _reduces_everywhere(run: Run) -> bool:
-    """ZeRO-1 and 2: whether every rank receives every gradient."""
-    zero = run.config.zero_optimization
-    contiguous = zero.contiguous_gradients or zero.offloads_optimizer
-    return zero.use_multi_rank_bucket_allreduce or not zero.reduce_scatter or not contiguous
-
-
-__all__ = ["Collective", "Traffic", "TrafficAxis", "bytes_sent", "predict_traffic"]
-
-# Squares of the norm, loss, peak memory, stop signal, and the timeline of a step: training.worker.
-_NUMBERS_OF_A_REPORT = 4 + 1 + 8
-_FP64_BYTES = 8
-
-
-def predict_traffic(run: Run, pipeline_stage: int) -> Traffic:
-    """Of a rank of ``pipeline_stage``, in bytes, for one step after the first.
-
-    In the first step each direction of the pipeline also sends a header of 80 bytes. Ranks of one
-    pipeline stage send the same number of bytes, except for a tied weight at ZeRO-1 to 3: its last
-    partition may be shorter. The result is that of a rank with the longest partition.
-    """
-    messages = Messages()
-    add_data_axis(messages, run, pipeline_stage)
-    add_tensor_axis(messages, run, pipeline_stage)
-    add_pipeline_axis(messages, run, pipeline_stage)
-    messages.add(
-        "world",
-        "all_reduce",
-        run.grid.world_size * _NUMBERS_OF_A_REPORT * _FP64_BYTES,
-        ranks=run.grid.world_size,
-    )
-    return messages.traffic()

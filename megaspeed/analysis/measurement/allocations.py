@@ -1,23 +1,24 @@
-r"""Every piece of tensor memory that a block of code makes and frees, and what it was for.
+r"""Records every tensor storage that a block of code makes and frees, and what it is for.
 
     with AllocationLog(device) as log:        bytes
         ...                                     |      /\     /\    <- peak
     log.claim("gradients", tensors)             |  /\_/  \___/  \
     log.peak() -> MemoryBytes                   |_/______________\___ time (allocations and frees)
 
-What is counted is torch storages, as operations make them: not the process's resident set, which
-holds libraries and what an allocator keeps. Memory that an operation uses inside itself is not
-seen. A storage belongs to one category for all of its life. Which one may become known late (a
-gradient is recognised when it is complete), so the log is replayed at the end.
-
-torch's own memory tracker (``torch.distributed._tools``) does the same for FSDP's categories.
+The log counts torch storages. It does not see memory that an operation uses inside itself, nor
+what the process and an allocator hold besides. A storage belongs to one category for all of its
+life. The category may become known late (a gradient is recognised when it is complete), so the peak
+is computed at the end. torch's memory tracker (``torch.distributed._tools``) does the same for
+FSDP's categories.
 """
 
 import gc
 import sys
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import accumulate
 from types import FrameType, TracebackType
 from typing import Any, Self
 
@@ -43,10 +44,10 @@ class AllocationLog(TorchDispatchMode):
     """Records the storages on one kind of device; see the module's docstring.
 
     Args:
-        device: where memory is counted. With states offloaded from a GPU to the host, the host's
-            is left out.
-        category_of: module name of the code that allocates -> the category of what it allocates,
-            or None where another frame up the stack decides. Where none does: activations.
+        device: where memory is counted. Storages on other devices are left out.
+        category_of: module name of the code that allocates -> the category of what it allocates.
+            If it returns None, the caller of that code decides. If no caller decides, storages
+            are activations.
     """
 
     def __init__(
@@ -61,7 +62,7 @@ class AllocationLog(TorchDispatchMode):
         self._clock = 0
 
     def claim(self, category: Category, tensors: Iterable[Tensor | None]) -> None:
-        """Says what the storages behind these tensors are for; those not known yet are added."""
+        """Sets the category of these tensors' storages. New storages are added."""
         for tensor in tensors:
             if tensor is not None:
                 allocation = self._record(tensor, category)
@@ -69,19 +70,19 @@ class AllocationLog(TorchDispatchMode):
                     allocation.category = category
 
     def claim_everything_else_alive(self, category: Category) -> None:
-        """Adds every tensor that Python can reach and that nobody has claimed."""
-        gc.collect()  # what only refers to itself is not reached
+        """Adds every tensor that Python can reach and that is not in the log yet."""
+        gc.collect()  # objects that only refer to themselves are not held
         for thing in gc.get_objects():
-            # Asking a proxy for its class may run code that fails; a tensor's type is plain.
+            # isinstance asks a proxy object for its class, which may fail; type does not.
             if issubclass(type(thing), Tensor):
                 self._record(thing, category)
 
     def live(self) -> MemoryBytes:
-        """What is held now."""
+        """What is held now, by category."""
         return self._at(self._clock)
 
     def peak(self) -> MemoryBytes:
-        """What was held when most was held."""
+        """What was held when most was held, by category."""
         return self._at(self._peak_time())
 
     def __enter__(self) -> Self:
@@ -118,12 +119,12 @@ class AllocationLog(TorchDispatchMode):
     def _record(self, tensor: Tensor, category: Category | None) -> Allocation | None:
         if tensor.device.type != self._device_type:
             return None
-        if tensor.layout != torch.strided:  # a sparse one has no storage; what it is made of has
+        if tensor.layout != torch.strided:  # a sparse tensor has no storage; its parts have
             return None
         storage = tensor.untyped_storage()
         known = self._live.get(storage._cdata)
         if known is not None and known.size_bytes != storage.nbytes():
-            self._resized(storage)  # by an operation: ``Tensor.resize_``, ``out=``
+            self._resized(storage)  # by an operation such as ``Tensor.resize_``
             return self._live.get(storage._cdata)
         if known is not None or storage.nbytes() == 0:
             return known
@@ -147,7 +148,7 @@ class AllocationLog(TorchDispatchMode):
         return allocation
 
     def _resized(self, storage: torch.UntypedStorage) -> None:
-        """A storage that changes its size is another one of the same category."""
+        """Replaces a storage that has changed its size by another one of the same category."""
         if storage.device.type != self._device_type:
             return
         before = self._end(storage._cdata)
@@ -169,18 +170,12 @@ class AllocationLog(TorchDispatchMode):
             changes[allocation.born] += allocation.size_bytes
             if allocation.died is not None:
                 changes[allocation.died] -= allocation.size_bytes
-        held = most = moment = 0
-        for time, change in enumerate(changes):
-            held += change
-            if held > most:
-                held, most, moment = held, held, time
-        return moment
+        held = list(accumulate(changes))
+        return held.index(max(held))
 
     def _at(self, time: int) -> MemoryBytes:
-        totals: dict[str, int] = {}
+        totals: Counter[str] = Counter()
         for allocation in self._log:
             if allocation.born <= time and (allocation.died is None or allocation.died > time):
-                totals[allocation.category] = (
-                    totals.get(allocation.category, 0) + allocation.size_bytes
-                )
+                totals[allocation.category] += allocation.size_bytes
         return MemoryBytes(**totals)

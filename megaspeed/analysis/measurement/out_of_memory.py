@@ -1,13 +1,11 @@
-"""A rank's report if memory runs out: predicted and measured memory, and the best changes.
+"""The report of a rank that runs out of memory: predicted and measured memory, best changes.
 
-    Memory of rank 5 (pipeline stage 1) in GiB, measured on the GPU:
-                                   predicted    measured
-    parameters                          2.90        2.90
-    ...
-    Changes that free most memory on the fullest rank (predicted):
-        18.11 GiB: --set parallel.activation_checkpointing=full
-
-This code runs only after memory has run out.
+Memory of rank 5 (pipeline stage 1) in GiB, measured on the GPU:
+                               predicted    measured
+parameters                          2.90        2.90
+...
+Changes that free most memory on the fullest rank (predicted):
+    18.11 GiB: --set parallel.activation_checkpointing=full
 """
 
 from collections.abc import Iterable
@@ -33,7 +31,7 @@ def explain_out_of_memory(run: Run, context: ParallelContext, engine: ZeroEngine
     Args:
         run: the run.
         context: this rank's coordinates and device.
-        engine: holds the model states; None if memory ran out while it was built.
+        engine: holds the model states; None if memory ran out before it was built.
     """
     predicted = predict_memory(run, context.pp_rank)
     measured = {} if engine is None else _held_by(engine)

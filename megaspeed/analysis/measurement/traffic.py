@@ -1,10 +1,10 @@
-"""Counts what a rank sends, as torch hands it to the process groups.
+"""Counts the bytes that a rank hands to its process groups.
 
     DeepSpeed, megaspeed, autograd -> torch.distributed -> c10d operator -> gloo or NCCL
                                                            ^ counted here
 
-Every collective of torch is an operator of its dispatcher, whoever calls it and in whichever pass;
-one that is not known here is an error, never left out. A receive is not counted: its sender is.
+Every collective of torch is an operator of its dispatcher, in every pass and whoever calls it. An
+unknown collective is an error. A receive counts nothing, because its sender counts.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -31,8 +31,7 @@ def _result(_arguments: Sequence[Any], result: Any) -> Any:
     return result
 
 
-# Operator -> the collective that it is, and where its message stands: the gathered whole, the whole
-# input of a reduce-scatter.
+# Operator -> its collective, and its message: the output of a gather, the input of all others.
 _COUNTED: Mapping[str, tuple[Collective, _Message]] = MappingProxyType(
     {
         "c10d::allreduce_": ("all_reduce", _argument(0)),
@@ -67,10 +66,10 @@ _NAMESPACES = frozenset({"c10d", "_c10d_functional", "_c10d_functional_autograd"
 
 
 class TrafficLog(TorchDispatchMode):
-    """Within its block, counts this rank's messages by axis.
+    """Counts the messages that this rank sends within a block, by axis.
 
-    A data or tensor axis that spans all ranks uses the world's group (``topology.groups``). Of this
-    group's messages those in fp64 count for the world, and all others for the axis.
+    A data or tensor axis that spans all ranks uses the world's group (``topology.groups``).
+    Messages of that group count for the world if they are in fp64, and for the axis if not.
 
     Args:
         context: this rank's groups.
@@ -85,7 +84,7 @@ class TrafficLog(TorchDispatchMode):
             (context.dp_group, "dp"),
             (context.tp_group, "tp"),
         ]
-        # Of equal groups the last one named counts; a group of one rank sends nothing anyway.
+        # If an axis has the group of the world, the axis is the later entry and replaces it.
         self._axes = {
             group.group_name: axis for group, axis in axes if group is not None and group.size() > 1
         }
@@ -104,8 +103,8 @@ class TrafficLog(TorchDispatchMode):
             return function(*args, **(kwargs or {}))
         if operator not in _COUNTED:
             raise NotImplementedError(
-                f"Every collective must be counted, but {operator} is not known: say in "
-                f"{__name__} which collective it is and where its message stands."
+                f"Every collective must be counted, but {operator} is not known. Add it to the "
+                f"table of {__name__}: which collective it is, and which argument is its message."
             )
         group = self._known_group(operator, args)
         result = function(*args, **(kwargs or {}))
@@ -117,7 +116,7 @@ class TrafficLog(TorchDispatchMode):
         group = _group_in(arguments)
         if group.size() > 1 and group.group_name not in self._axes:
             raise NotImplementedError(
-                f"Every collective runs along an axis, but {operator} is to run over ranks "
+                f"Every collective runs along an axis, but {operator} runs over ranks "
                 f"{dist.get_process_group_ranks(group)}, and no axis of this rank has that group."
             )
         return group
@@ -136,7 +135,7 @@ class TrafficLog(TorchDispatchMode):
 
 
 def _group_in(arguments: Sequence[Any]) -> dist.ProcessGroup:
-    """The process group among an operator's arguments, as an object or by name (the last one)."""
+    """The process group of an operator: an argument, or the name that is its last argument."""
     for argument in arguments:
         if isinstance(argument, torch.ScriptObject) and _is_group(argument):
             return dist.ProcessGroup.unbox(argument)

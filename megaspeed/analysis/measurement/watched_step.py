@@ -1,9 +1,10 @@
-"""One optimizer step, watched: the memory that a rank holds in it and the bytes that it sends.
+"""Measures the memory that a rank holds in one optimizer step, and the bytes that it sends.
 
-    what is held before    parameters, gradients, optimizer states, buffers: as ``Watched`` tells
-    what the step makes    gradients as autograd finishes them; the rest by who allocates it
+    held before the step    parameters, gradients, optimizer states, buffers: listed by ``Watched``
+    made in the step        gradients when autograd completes them; all else by the code that
+                            allocates it
 
-Watching slows a step, so it is not a step to take the time of.
+Measuring makes a step slower, so do not time the same step.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -33,13 +34,12 @@ class RankMeasurement:
     """What one rank held and sent in one step.
 
     Attributes:
-        rank: counted over all ranks.
+        rank: number in the world.
         pipeline_stage: of this rank.
-        states: parameters, accumulated gradients and optimizer states, between two micro-batches
-            (after the last one where the step has only one); activations are left out.
+        states: parameters, accumulated gradients and optimizer states after the first micro-batch,
+            without activations.
         peak: what was held at the step's highest moment.
-        allocator_peak_bytes: the most that torch's CUDA allocator had handed out in this step; None
-            on a CPU.
+        allocator_peak_bytes: the most that torch's CUDA allocator had in use; None on a CPU.
         traffic: bytes sent, by axis and collective.
     """
 
@@ -52,30 +52,30 @@ class RankMeasurement:
 
 
 class Watched(Protocol):
-    """One rank's training, and where it keeps what: each list is made anew when it is asked for."""
+    """One rank's training, with lists of the tensors that it holds at the time of the call."""
 
     context: ParallelContext
 
     def new_log(self) -> AllocationLog:
-        """A log that knows which code allocates for communication."""
+        """A log that recognises code that allocates for communication."""
 
     def parameters(self) -> Iterable[Tensor | None]:
         """What the model computes with and keeps between steps."""
 
     def gradients(self) -> Iterable[Tensor | None]:
-        """Whole and partitioned, added up or about to be."""
+        """Complete and partitioned gradients."""
 
     def optimizer_states(self) -> Iterable[Tensor | None]:
         """Master weights and moments."""
 
     def communication_buffers(self) -> Iterable[Tensor | None]:
-        """Buffers that stay from step to step and that Python cannot reach otherwise."""
+        """Buffers that stay from step to step, if Python cannot reach them otherwise."""
 
     def differentiated(self) -> Iterable[Tensor]:
-        """The tensors whose gradients autograd makes."""
+        """The tensors whose gradients autograd computes."""
 
     def call_after_backward(self, function: Callable[[], None]) -> None:
-        """Calls it after each micro-batch's backward from now on."""
+        """Sets a function to call after the backward of each micro-batch."""
 
     def train_step(self, load: Load, learning_rate: float) -> StepResult:
         """One optimizer step."""
@@ -84,9 +84,9 @@ class Watched(Protocol):
 def measure(
     watched: Watched, load: Load, learning_rate: float
 ) -> tuple[StepResult, RankMeasurement]:
-    """Takes one step under observation; a collective, like the step itself.
+    """Trains one step and measures it. All ranks must call it, as they must train the step.
 
-    The optimizer's states must exist, so a step must have been taken before.
+    The optimizer's states must exist, so this cannot be the first step.
     """
     context = watched.context
     on_gpu = context.device.type == "cuda"
@@ -117,7 +117,7 @@ def _claim_states(log: AllocationLog, watched: Watched) -> None:
 
 @contextmanager
 def _gradients_claimed(watched: Watched, log: AllocationLog) -> Iterator[list[MemoryBytes]]:
-    """Claims gradients as they appear; the list receives the states after the first backward."""
+    """Claims gradients when they appear. The list receives the states after the first backward."""
     states: list[MemoryBytes] = []
 
     def claim_gradient(gradient: Tensor) -> None:
@@ -140,21 +140,15 @@ def _gradients_claimed(watched: Watched, log: AllocationLog) -> Iterator[list[Me
             hook.remove()
 
 
-# One training step of a ``Worker``, watched (see ``watched_step``).
-
-
 def measure_step(
     worker: Worker, load: Load, learning_rate: float
 ) -> tuple[StepResult, RankMeasurement]:
-    """Takes one training step under observation; a collective, like the step itself.
-
-    The optimizer's states must exist, so a step must have been taken before.
-    """
+    """``measure`` for a training step of a worker."""
     return measure(_WatchedZero(worker), load, learning_rate)
 
 
 class _WatchedZero:
-    """A worker whose ZeRO optimizer is looked into."""
+    """A worker and the tensors of its ZeRO optimizer."""
 
     def __init__(self, worker: Worker) -> None:
         self.context = worker.context
@@ -174,22 +168,19 @@ class _WatchedZero:
         return held_optimizer_states(self._engine)
 
     def communication_buffers(self) -> Iterable[Tensor | None]:
-        return ()  # all of them are within Python's reach
+        return ()  # Python can reach all of them
 
     def differentiated(self) -> Iterable[Tensor]:
         return self._engine.module.parameters()
 
     def call_after_backward(self, function: Callable[[], None]) -> None:
         self._engine.after_backward = function
-        # What the reduction made is there then, too.
+        # Then the gradients that the reduction made exist too.
         self._engine.before_step = function
 
 
 def _category_of(module: str) -> Category | None:
-    match allocates_for_communication(module):
-        case True:
-            return "communication_buffers"
-        case False:
-            return "activations"
-        case None:
-            return None
+    for_communication = allocates_for_communication(module)
+    if for_communication is None:
+        return None
+    return "communication_buffers" if for_communication else "activations"

@@ -1,16 +1,15 @@
-"""Accelerators by name, and how much of their memory a run may count on.
+"""Accelerators by name, and how much of their memory a run may use.
 
     usable_bytes = USABLE_FRACTION x memory_bytes
 
-The number in a name is the vendor's, from the data sheet ("80 GB"), and is neither GB nor GiB: it
-is the GiB of the memory chips before error correction and firmware take their part. `memory_bytes`
-is what is left, the total that the driver reports (`nvidia-smi` in MiB, `rocm-smi` in bytes): an
-"80 GB" H100 has 81,559 MiB = 79.6 GiB = 85.5 GB, a "48 GB" L40S, whose error correction lies in the
-memory itself, 46,068 MiB = 45.0 GiB = 48.3 GB. Where driver releases differ, the smaller total
-stands here.
+The number in a name is the vendor's ("80 GB"). It is the GiB of the memory chips, before error
+correction and firmware take their part. ``memory_bytes`` is the rest, which the driver reports
+(``nvidia-smi`` in MiB, ``rocm-smi`` in bytes). An "80 GB" H100 has 81,559 MiB = 79.6 GiB =
+85.5 GB. A "48 GB" L40S, whose error correction is in the memory itself, has 46,068 MiB. If driver
+releases differ, the table has the smaller total.
 
 Sources: the vendors' data sheets (NVIDIA H100, H200, GH200, DGX B200, A100, V100, L40S, A10, L4,
-T4, GeForce RTX; AMD Instinct MI300X) for the names, and the driver's own report for the totals.
+T4, GeForce RTX; AMD Instinct MI300X) for the names, and the driver's report for the totals.
 """
 
 import difflib
@@ -18,23 +17,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-MEBIBYTE = 2**20
-
 USABLE_FRACTION = 0.92
 """The part of a device's memory that a plan may fill.
 
-The rest goes to what no prediction of tensors counts: the CUDA context and loaded kernels (about
-0.5 GiB), the matrix library's workspaces, NCCL's own buffers (some hundred MiB for each of the
-communicators of pp, dp, tp and the world), and holes between blocks of torch's caching allocator
-(a few percent of what is allocated).
+The rest is memory that no prediction of tensors counts: the CUDA context and loaded kernels (about
+0.5 GiB), workspaces of the matrix library, NCCL's buffers (some hundred MiB for each communicator:
+pp, dp, tp and the world), and holes between blocks of torch's caching allocator (a few percent).
 """
 
 GPUS_PER_NODE = 8
-"""Of a node, unless it is said otherwise: what DGX and HGX machines have."""
+"""The default, which DGX and HGX machines have."""
 
 
 class DeviceError(ValueError):
-    """There is no such accelerator in the table."""
+    """The table has no such accelerator."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,8 +38,8 @@ class Device:
     """One kind of accelerator.
 
     Attributes:
-        name: as it is written on the command line.
-        memory_bytes: total of one device as its driver reports it.
+        name: as on the command line.
+        memory_bytes: total of one device, as its driver reports it.
     """
 
     name: str
@@ -51,7 +47,7 @@ class Device:
 
     @property
     def usable_bytes(self) -> int:
-        """What tensors of a run may take of it."""
+        """Memory that the tensors of a run may use."""
         return int(USABLE_FRACTION * self.memory_bytes)
 
 
@@ -77,17 +73,17 @@ _MEMORY_MIB = {
 
 DEVICES: Mapping[str, Device] = MappingProxyType(
     {
-        name: Device(name=name, memory_bytes=mebibytes * MEBIBYTE)
+        name: Device(name=name, memory_bytes=mebibytes * 2**20)
         for name, mebibytes in _MEMORY_MIB.items()
     }
 )
 
 
 def device_named(name: str) -> Device:
-    """The accelerator of that name, in small or capital letters.
+    """The accelerator of that name, in lower or upper case.
 
     Raises:
-        DeviceError: with the nearest name and all that there are.
+        DeviceError: with the nearest name and all names.
     """
     device = DEVICES.get(name.lower())
     if device is None:

@@ -1,23 +1,32 @@
 """One run worked out: its ranks, its pipeline stages, memory and traffic at each ZeRO stage.
 
-Run --> rank map            where each axis stands
+Run --> rank map            which axes cross nodes
     --> pipeline stages     layers, parameters
     --> ZeRO 0, 1, 2, 3     memory, traffic   (costs.stage_memory, costs.traffic)
     --> bubble
     --> fits the device?    if not: the cheapest change
+
+The rank map: launchers count ranks node by node, so with k GPUs a node, rank r is on node r // k.
+tp is innermost and pp outermost (``topology.grid``). pp 2 x dp 4 x tp 4 on nodes of 8 GPUs is
+
+    node 0   ranks  0..7     tp [0 1 2 3]       within a node
+    node 1   ranks  8..15    dp [0 4 8 12]      2 nodes
+    node 2   ranks 16..23    pp [0 16]          2 nodes
+    node 3   ranks 24..31
+
+The GPUs of a node exchange data several times as fast as nodes do, so the axis that sends most
+should stay within a node.
 """
 
 import math
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from typing import Any
 
-from megaspeed.analysis.costs.model_states import elements_of, local_parameters
+from megaspeed.analysis.costs.memory import elements_of, local_parameters
 from megaspeed.analysis.costs.traffic import by_axis
 from megaspeed.analysis.planning.devices import USABLE_FRACTION, Device
 from megaspeed.analysis.planning.prediction import (
-    AlikeStages,
     Prediction,
     StagePrediction,
     alike_stages,
@@ -30,32 +39,19 @@ from megaspeed.config.resolve import Run
 from megaspeed.pipeline.partition import layers_of_stages, parameters_of_stages
 from megaspeed.topology.grid import AXES, Axis, Grid
 
-# Which axis stays within a node and which crosses nodes.
-#
-# Launchers count ranks node by node: with k GPUs a node, rank r stands on node r // k. With tp
-# innermost and pp outermost (``topology.grid``), pp 2 x dp 4 x tp 4 on nodes of 8 GPUs is
-#
-#     node 0   ranks  0..7     tp [0 1 2 3]       within a node
-#     node 1   ranks  8..15    dp [0 4 8 12]      2 nodes
-#     node 2   ranks 16..23    pp [0 16]          2 nodes
-#     node 3   ranks 24..31
-#
-# Between the GPUs of a node data moves several times as fast as between nodes, so the axis that
-# sends most should stay within one.
-
 
 @dataclass(frozen=True, kw_only=True)
 class AxisMap:
-    """Where the groups of one axis stand.
+    """Where the groups of one axis are.
 
     Attributes:
         axis: pp, dp or tp.
         size: ranks of each group.
-        stride: how far apart two neighbours of a group are, in ranks.
+        stride: distance in ranks between two neighbours of a group.
         first_group: the ranks of the group that rank 0 is in.
-        groups: how many groups the axis has.
-        groups_across_nodes: how many of them have ranks on more than one node.
-        most_nodes: nodes that the widest of them touches.
+        groups: number of groups.
+        groups_across_nodes: number of groups with ranks on more than one node.
+        most_nodes: nodes that the widest group touches.
     """
 
     axis: Axis
@@ -74,7 +70,7 @@ class AxisMap:
 
 @dataclass(frozen=True, kw_only=True)
 class RankMap:
-    """All ranks of a grid on nodes of equal size; the last node may be filled in part."""
+    """All ranks of a grid on nodes of equal size. The last node may be filled in part."""
 
     grid: Grid
     gpus_per_node: int
@@ -87,32 +83,22 @@ class RankMap:
 
     @property
     def axes_across_nodes(self) -> frozenset[str]:
-        """The axes whose traffic goes over the network, "world" among them."""
+        """The axes whose traffic goes over the network; "world" is one if there are two nodes."""
         crossing = {axis.axis for axis in self.axes if axis.crosses_nodes}
         return frozenset({*crossing, "world"} if self.nodes > 1 else ())
 
     def as_json(self) -> dict[str, Any]:
-        """Numbers of the map, without listing every rank."""
-        return {
-            "nodes": self.nodes,
-            "gpus_per_node": self.gpus_per_node,
-            "axes": {
-                axis.axis: {
-                    "size": axis.size,
-                    "stride": axis.stride,
-                    "first_group": list(axis.first_group),
-                    "groups": axis.groups,
-                    "groups_across_nodes": axis.groups_across_nodes,
-                    "most_nodes": axis.most_nodes,
-                }
-                for axis in self.axes
-            },
-        }
+        """Numbers of the map as JSON values, without a list of every rank."""
+        axes = {}
+        for each in self.axes:
+            figures = {**asdict(each), "first_group": list(each.first_group)}
+            axes[figures.pop("axis")] = figures
+        return {"nodes": self.nodes, "gpus_per_node": self.gpus_per_node, "axes": axes}
 
 
 @cache
 def map_ranks(grid: Grid, gpus_per_node: int) -> RankMap:
-    """Where each axis of the grid stands on nodes of ``gpus_per_node`` GPUs."""
+    """Where each axis of the grid is, on nodes of ``gpus_per_node`` GPUs."""
     assert gpus_per_node >= 1
     axes = tuple(_map_axis(grid, axis, gpus_per_node) for axis in AXES)
     return RankMap(grid=grid, gpus_per_node=gpus_per_node, axes=axes)
@@ -138,11 +124,11 @@ class PlannedStage:
     """One pipeline stage.
 
     Attributes:
-        pipeline_stage: counted from 0.
-        layers: flat layers: 0 is the embedding, then the blocks, then the head.
-        parameters: logical ones; a tied embedding counts on the first pipeline stage alone.
-        parameters_per_rank: elements of one rank's tensors before ZeRO, tensor-parallel padding and
-            the second copy of a tied embedding included.
+        pipeline_stage: its number, from 0.
+        layers: 0 is the embedding, then come the blocks, then the head.
+        parameters: logical parameters. A tied embedding counts on the first pipeline stage only.
+        parameters_per_rank: elements of one rank's tensors before ZeRO. They include
+            tensor-parallel padding and the second copy of a tied embedding.
     """
 
     pipeline_stage: int
@@ -153,7 +139,7 @@ class PlannedStage:
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedZero:
-    """The run's layout at one ZeRO stage: a prediction, or why the configuration refuses it."""
+    """The layout at one ZeRO stage: a prediction, or the reasons why it is refused."""
 
     zero_stage: int
     prediction: Prediction | None
@@ -166,12 +152,12 @@ class Plan:
 
     Attributes:
         run: the run.
-        device: what each rank has; None where none was named, and then nothing is said of fitting.
-        ranks: where the axes stand.
+        device: what each rank has; None if no device was named.
+        ranks: which axes cross nodes.
         stages: all pipeline stages.
         zero_stages: ZeRO 0 to 3 at this layout.
         bubble: the ideal pipeline bubble, a share of the step.
-        change: what to do where the run does not fit.
+        change: the cheapest change after which the run fits; None if it fits.
     """
 
     run: Run
@@ -184,23 +170,23 @@ class Plan:
 
     @property
     def prediction(self) -> Prediction:
-        """Of the run as it is configured."""
+        """The prediction for the run as it is configured."""
         own = self.zero_stages[self.run.zero_stage].prediction
         assert own is not None, "the run itself was accepted"
         return own
 
     @property
     def parameters(self) -> int:
-        """Logical parameters of the whole model."""
+        """Logical parameters of the model."""
         return sum(stage.parameters for stage in self.stages)
 
     @property
     def fits(self) -> bool | None:
-        """Whether the run as configured fits the device; None where none was named."""
+        """Whether the run as configured fits the device; None if no device was named."""
         return self.fits_at(self.run.zero_stage)
 
     def fits_at(self, zero_stage: int) -> bool | None:
-        """Whether the layout fits at this ZeRO stage; None where that cannot be said."""
+        """Whether the layout fits at this ZeRO stage; None without a device or a prediction."""
         prediction = self.zero_stages[zero_stage].prediction
         if self.device is None or prediction is None:
             return None
@@ -208,7 +194,7 @@ class Plan:
 
     def as_json(self) -> dict[str, Any]:
         """Every figure as JSON values; sizes in bytes, traffic in bytes a step."""
-        grid = self.run.grid
+        grid, device = self.run.grid, self.device
         return {
             "name": self.run.name,
             "world_size": grid.world_size,
@@ -217,15 +203,17 @@ class Plan:
             "precision": self.run.precision,
             "batch": asdict(self.run.batch),
             "parameters": self.parameters,
-            "device": None if self.device is None else _device_as_json(self.device),
+            "device": None
+            if device is None
+            else {
+                "name": device.name,
+                "memory_bytes": device.memory_bytes,
+                "usable_bytes": device.usable_bytes,
+                "usable_fraction": USABLE_FRACTION,
+            },
             "rank_map": self.ranks.as_json(),
             "pipeline_stages": [
-                {
-                    "pipeline_stage": stage.pipeline_stage,
-                    "layers": [stage.layers.start, stage.layers.stop],
-                    "parameters": stage.parameters,
-                    "parameters_per_rank": stage.parameters_per_rank,
-                }
+                {**asdict(stage), "layers": [stage.layers.start, stage.layers.stop]}
                 for stage in self.stages
             ],
             "bubble_fraction": self.bubble,
@@ -239,12 +227,15 @@ class Plan:
 
 
 def plan(training: Training, device: Device | None, gpus_per_node: int) -> Plan:
-    """Works a training out, on nodes of ``gpus_per_node`` GPUs, ``device`` where it is named."""
-    run, grid = training.run, training.run.grid
+    """Works out a training on nodes of ``gpus_per_node`` GPUs.
+
+    If a device is named and the run does not fit it, the plan has the cheapest change.
+    """
+    run = training.run
     planned = Plan(
         run=run,
         device=device,
-        ranks=map_ranks(grid, gpus_per_node),
+        ranks=map_ranks(run.grid, gpus_per_node),
         stages=_stages(run),
         zero_stages=tuple(_at_zero_stage(training, zero_stage) for zero_stage in range(4)),
         bubble=ideal_bubble(run),
@@ -257,22 +248,20 @@ def plan(training: Training, device: Device | None, gpus_per_node: int) -> Plan:
 
 def _stages(run: Run) -> tuple[PlannedStage, ...]:
     layers, parameters = layers_of_stages(run), parameters_of_stages(run)
-    return tuple(
-        PlannedStage(
-            pipeline_stage=stage,
-            layers=layers[stage],
-            parameters=parameters[stage],
-            parameters_per_rank=per_rank,
-        )
-        for alike, per_rank in _parameters_per_rank(run)
-        for stage in alike.pipeline_stages
-    )
-
-
-def _parameters_per_rank(run: Run) -> Iterator[tuple[AlikeStages, int]]:
-    """Alike pipeline stages hold tensors of the same shapes, so the first's are counted."""
+    stages = []
     for alike in alike_stages(run):
-        yield alike, elements_of(local_parameters(run, alike.pipeline_stages.start))
+        # Alike pipeline stages hold tensors of the same shapes.
+        per_rank = elements_of(local_parameters(run, alike.pipeline_stages.start))
+        stages += [
+            PlannedStage(
+                pipeline_stage=stage,
+                layers=layers[stage],
+                parameters=parameters[stage],
+                parameters_per_rank=per_rank,
+            )
+            for stage in alike.pipeline_stages
+        ]
+    return tuple(stages)
 
 
 def _at_zero_stage(training: Training, zero_stage: int) -> PlannedZero:
@@ -283,33 +272,24 @@ def _at_zero_stage(training: Training, zero_stage: int) -> PlannedZero:
     return PlannedZero(zero_stage=zero_stage, prediction=predict(variant))
 
 
-def _device_as_json(device: Device) -> dict[str, Any]:
-    return {
-        "name": device.name,
-        "memory_bytes": device.memory_bytes,
-        "usable_bytes": device.usable_bytes,
-        "usable_fraction": USABLE_FRACTION,
-    }
-
-
 def _zero_as_json(planned: PlannedZero) -> dict[str, Any]:
     prediction = planned.prediction
     if prediction is None:
         return {"zero_stage": planned.zero_stage, "refused": list(planned.refusals)}
+
+    def stage_as_json(stage: StagePrediction) -> dict[str, Any]:
+        return {
+            "pipeline_stage": stage.pipeline_stage,
+            "states": asdict(stage.memory.states),
+            "peak": asdict(stage.memory.peak),
+            "traffic": by_axis(stage.traffic),
+        }
+
     return {
         "zero_stage": planned.zero_stage,
         "gradient_reduction": prediction.run.gradient_reduction,
         "model_state_bytes": prediction.heaviest.state_bytes,
         "peak_bytes": prediction.fullest.peak_bytes,
         "sent_bytes": prediction.busiest.sent_bytes,
-        "pipeline_stages": [_stage_as_json(stage) for stage in prediction.stages],
-    }
-
-
-def _stage_as_json(stage: StagePrediction) -> dict[str, Any]:
-    return {
-        "pipeline_stage": stage.pipeline_stage,
-        "states": asdict(stage.memory.states),
-        "peak": asdict(stage.memory.peak),
-        "traffic": by_axis(stage.traffic),
+        "pipeline_stages": [stage_as_json(stage) for stage in prediction.stages],
     }

@@ -1,16 +1,34 @@
-"""The same training under other settings: what a plan compares, and how to type the difference.
+"""The same training under other settings, and the cheapest change after which it fits a device.
 
-    Training (the file as it is stated, and the run that it gives)
+    Training (the configuration as stated, and the run that it gives)
         .under(settings)       -> Run      the same samples a step, other degrees, ZeRO stage, ...
         .set_text(settings)    -> what to type after --set to get it from the file
 
 Model, data, optimizer and ``train_batch_size`` stay; the number of micro-batches follows. A variant
-is made from what the file states, so that what it leaves open follows from the variant itself.
+is resolved from the stated configuration, so values that it leaves open follow from the variant.
+
+Changes are tried in the order of their cost; the train batch and the world size stay:
+
+    sequence parallelism     nothing: an all-reduce becomes a reduce-scatter and an all-gather
+                             (Korthikanti et al. 2022, section 4.2.2)
+    1f1b instead of gpipe    nothing: the same bubble (Narayanan et al. 2021, section 2.2.1)
+    ZeRO-1 instead of 0      nothing: as many bytes as an all-reduce (ZeRO, section 7.2)
+    recomputation            a third more operations: one more forward (Chen et al. 2016)
+    gradient reduction       once for each micro-batch: more traffic
+    ZeRO-2, ZeRO-3           that, and with 3 the parameters travel too (ZeRO, section 7.2)
+    smaller micro-batch      smaller matrices, and more of what travels once for each
+    more tensor ranks        four collectives a block; within a node only
+    more pipeline stages     a larger bubble
+    more ranks               more machines
+
+Each change is tried alone. If none is enough, they are added up in this order. If the run then
+fits, changes that it does not need are taken back, the most expensive first.
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
-from functools import cache
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
+from functools import cache, partial
+from itertools import chain
 from math import inf
 from typing import Any, Literal
 
@@ -43,11 +61,11 @@ class Settings:
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """What is to be planned.
+    """The training to plan.
 
     Attributes:
-        stated: the configuration as the file and the command line have it; it may say "auto".
-        run: what it gives on the planned number of ranks.
+        stated: the configuration of the file and the command line; values may be "auto".
+        run: the run that it gives on the planned number of ranks.
     """
 
     stated: RunConfig
@@ -58,13 +76,13 @@ class Training:
         """The training of a configuration on GPUs.
 
         Raises:
-            ConfigError: where it cannot run on so many ranks.
+            ConfigError: the configuration cannot run on so many ranks.
         """
         return cls(stated=stated, run=_resolved(stated, name, world_size))
 
     @property
     def settings(self) -> Settings:
-        """Those of the run; a gradient reduction that is left open stays open."""
+        """The settings of the run. A gradient reduction of "auto" stays "auto"."""
         run, parallel = self.run, self.run.config.parallel
         return Settings(
             pp=run.grid.pp,
@@ -82,7 +100,7 @@ class Training:
         """The same training under these settings.
 
         Raises:
-            ConfigError: with every law of the configuration that the settings break.
+            ConfigError: with every rule of the configuration that the settings break.
         """
         keys = {
             **_layout_keys(settings),
@@ -97,14 +115,20 @@ class Training:
         """What to type after ``--set`` so that the file gives the run of these settings.
 
         Raises:
-            ConfigError: where the settings break a law of the configuration.
+            ConfigError: the settings break a rule of the configuration.
         """
         wanted = self.under(settings)
-        before, after = _layout_keys(self.settings), _layout_keys(settings)
-        changed = {key: value for key, value in after.items() if value != before[key]}
+        before = _layout_keys(self.settings)
+        changed = {k: value for k, value in _layout_keys(settings).items() if value != before[k]}
         if self.stated.parallel.data not in ("auto", settings.dp):
             changed["parallel.data"] = settings.dp
-        for batch_keys in _batch_keys(wanted):
+        # Which numbers of the batch are needed depends on the file, so the shortest text is tried
+        # first.
+        train = {"train_batch_size": wanted.batch.train_batch_size}
+        micro = {"train_micro_batch_size_per_gpu": wanted.batch.micro_batch_size}
+        accumulation = {"gradient_accumulation_steps": wanted.batch.gradient_accumulation_steps}
+        several = ({**micro, **accumulation}, {**train, **micro, **accumulation})
+        for batch_keys in ({}, micro, accumulation, train, *several):
             keys = {**changed, **batch_keys}
             if self._gives(wanted, keys):
                 return tuple(f"{key}={_typed(value)}" for key, value in keys.items())
@@ -131,30 +155,19 @@ def _layout_keys(settings: Settings) -> dict[str, Any]:
     }
 
 
-def _batch_keys(run: Run) -> Iterator[dict[str, int]]:
-    """Ways to state the batch, the shortest first: which is enough depends on the file."""
-    batch = run.batch
-    train = {"train_batch_size": batch.train_batch_size}
-    micro = {"train_micro_batch_size_per_gpu": batch.micro_batch_size}
-    accumulation = {"gradient_accumulation_steps": batch.gradient_accumulation_steps}
-    yield from ({}, micro, accumulation, train, {**micro, **accumulation})
-    yield {**train, **micro, **accumulation}
-
-
 def _with_keys(config: RunConfig, keys: Mapping[str, Any]) -> RunConfig:
-    """The config with these dotted keys replaced; its laws are checked when it is resolved."""
-    top: dict[str, Any] = {}
-    sections: dict[str, dict[str, Any]] = {}
+    """The configuration with these dotted keys replaced, not yet checked."""
     for key, value in keys.items():
         section, _, name = key.rpartition(".")
-        (sections.setdefault(section, {}) if section else top)[name] = value
-    for section, update in sections.items():
-        top[section] = getattr(config, section).model_copy(update=update)
-    return config.model_copy(update=top)
+        update = {name: value}
+        if section:
+            update = {section: getattr(config, section).model_copy(update=update)}
+        config = config.model_copy(update=update)
+    return config
 
 
 def _resolved(config: RunConfig, name: str, world_size: int) -> Run:
-    """For GPUs, whatever machine plans it."""
+    """The run on GPUs, even if this machine has none."""
     return resolve_run(
         config, name=name, world_size=world_size, world_source="the plan", device_type="cuda"
     )
@@ -164,28 +177,8 @@ def _typed(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-# Where a run does not fit its device: the cheapest change after which it does.
-#
-# Changes are tried in the order of what they cost; the train batch and the world size stay:
-#
-#     sequence parallelism     nothing: an all-reduce becomes a reduce-scatter and an all-gather
-#                              (Korthikanti et al. 2022, section 4.2.2)
-#     1f1b instead of gpipe    nothing: the same bubble (Narayanan et al. 2021, section 2.2.1)
-#     ZeRO-1 instead of 0      nothing: as many bytes as an all-reduce (ZeRO, section 7.2)
-#     recomputation            a third more operations: one more forward (Chen et al. 2016)
-#     gradient reduction       after every micro-batch: the gradients travel once for each
-#     ZeRO-2, ZeRO-3           that, and with 3 the parameters travel too (ZeRO, section 7.2)
-#     smaller micro-batch      smaller matrices, and more of what travels once for each
-#     more tensor ranks        four collectives a block; within a node only
-#     more pipeline stages     a larger bubble
-#     more ranks               more machines
-#
-# First each alone. Where none is enough, they are added up in that order, and when the run fits,
-# those that it can do without are taken back, dearest first. Each attempt is a prediction of its
-# own.
-
-WORLD_FACTORS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
-"""How many times the ranks are tried where no setting is enough."""
+_WORLD_FACTORS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+"""How many times as many ranks are tried if no setting is enough."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -206,12 +199,8 @@ class CheapestChange:
 
     def as_json(self) -> dict[str, Any]:
         """The same as JSON values."""
-        return {
-            "fits": self.fits,
-            "set": list(self.set_text),
-            "world_size": self.world_size,
-            "peak_bytes": self.peak_bytes,
-        }
+        figures = asdict(self)
+        return {"fits": self.fits, "set": list(figures.pop("set_text")), **figures}
 
 
 def cheapest_change(training: Training, usable_bytes: int, gpus_per_node: int) -> CheapestChange:
@@ -228,74 +217,84 @@ def cheapest_change(training: Training, usable_bytes: int, gpus_per_node: int) -
 
 
 def single_changes(training: Training, gpus_per_node: int) -> list[tuple[int, tuple[str, ...]]]:
-    """Each change alone, on as many ranks: the bytes that it frees on the fullest rank, and what to
-    type after ``--set``. The one that frees most comes first; those that free nothing are left out.
+    """Each change alone, on as many ranks, if it frees memory on the fullest rank.
+
+    Returns:
+        The bytes that each change frees and what to type after ``--set``, the largest first.
     """
     start = training.settings
     peak = predict_peak_bytes(training.run)
-    best: dict[tuple[str, ...], tuple[int, tuple[str, ...]]] = {}
-    for change in _changes(training.stated.model.num_hidden_layers, gpus_per_node):
-        for attempt in change.attempts(start):
+    best: list[tuple[int, tuple[str, ...]]] = []
+    blocks = training.stated.model.num_hidden_layers
+    for attempts in _changes(start, blocks, gpus_per_node).values():
+        most = 0
+        for attempt in attempts:
             try:
                 freed = peak - predict_peak_bytes(training.under(attempt))
             except ConfigError:
                 continue
-            if freed > best.get(change.touches, (0, ()))[0]:
-                best[change.touches] = (freed, training.set_text(attempt))
-    return sorted(best.values(), reverse=True)
+            if freed > most:
+                most, text = freed, training.set_text(attempt)
+        if most:
+            best.append((most, text))
+    return sorted(best, reverse=True)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Change:
-    """One kind of change: the settings that it leads to, cheapest first, and what it touches."""
-
-    attempts: Callable[[Settings], Iterator[Settings]]
-    touches: tuple[str, ...]
+_Fields = tuple[str, ...]
+"""Names of fields of ``Settings``."""
 
 
 class _Search:
-    """Attempts at one run. What the configuration refuses does not fit."""
+    """Attempts at one run. Settings that the configuration refuses do not fit."""
 
     def __init__(self, training: Training, usable_bytes: int, gpus_per_node: int) -> None:
         self._training = training
         self._usable_bytes = usable_bytes
         self._start = training.settings
-        self._changes = _changes(training.stated.model.num_hidden_layers, gpus_per_node)
+        blocks = training.stated.model.num_hidden_layers
+        self._changes = partial(_changes, blocks=blocks, gpus_per_node=gpus_per_node)
         self._peak_bytes = cache(self._predicted_peak_bytes)
         self.smallest = self._start
 
     def alone(self) -> Settings | None:
         """The first single change that is enough."""
-        attempts = (each for change in self._changes for each in change.attempts(self._start))
-        return next(filter(self._fits, attempts), None)
+        return next(filter(self._fits, self._attempts(self._start)), None)
 
     def together(self) -> Settings | None:
         """Changes added up until they are enough, without those that are not needed."""
-        for change in self._changes:
-            for attempt in list(change.attempts(self.smallest)):
-                if self._fits(attempt):
-                    return self._without_the_needless(attempt)
-                self.smallest = min(self.smallest, attempt, key=self._peak_bytes)
+        for fields in self._changes(self._start):
+            found = self._first_that_fits(self._changes(self.smallest)[fields])
+            if found:
+                return found
         return None
 
     def with_more_ranks(self) -> Settings | None:
-        """The fewest times as many ranks that are enough beside all other changes."""
+        """The fewest times as many ranks that are enough, with all other changes."""
         before = self.smallest
-        for factor in WORLD_FACTORS:
+        for factor in _WORLD_FACTORS:
             wider = replace(before, dp=factor * before.dp)
-            laid_out = (each for change in self._changes for each in change.attempts(wider))
-            for attempt in (wider, replace(before, pp=factor * before.pp), *laid_out):
-                if self._fits(attempt):
-                    return self._without_the_needless(attempt)
-                self.smallest = min(self.smallest, attempt, key=self._peak_bytes)
+            deeper = replace(before, pp=factor * before.pp)
+            found = self._first_that_fits([wider, deeper, *self._attempts(wider)])
+            if found:
+                return found
+        return None
+
+    def _attempts(self, settings: Settings) -> Iterator[Settings]:
+        return chain.from_iterable(self._changes(settings).values())
+
+    def _first_that_fits(self, attempts: list[Settings]) -> Settings | None:
+        for attempt in attempts:
+            if self._fits(attempt):
+                return self._without_the_needless(attempt)
+            self.smallest = min(self.smallest, attempt, key=self._peak_bytes)
         return None
 
     def _without_the_needless(self, settings: Settings) -> Settings:
-        """As cheap as it gets on the same ranks, one change after the other, the dearest first."""
-        for change in reversed(self._changes):
-            undone = _undone(settings, self._start, change.touches)
-            cheaper = [undone, *change.attempts(undone)]
-            settings = next(filter(self._fits, cheaper), settings)
+        """As cheap as possible on the same ranks: takes changes back, the most expensive first."""
+        for fields in reversed(self._changes(settings)):
+            undone = _undone(settings, self._start, fields)
+            attempts = [undone, *self._changes(undone)[fields]]
+            settings = next(filter(self._fits, attempts), settings)
         return settings
 
     def _fits(self, settings: Settings) -> bool:
@@ -303,77 +302,46 @@ class _Search:
 
     def _predicted_peak_bytes(self, settings: Settings) -> float:
         try:
-            variant = self._training.under(settings)
+            return predict_peak_bytes(self._training.under(settings))
         except ConfigError:
             return inf
-        return predict_peak_bytes(variant)
 
 
-def _changes(blocks: int, gpus_per_node: int) -> tuple[_Change, ...]:
-    """What the module's docstring lists, in its order."""
-
-    def more_tensor_ranks(settings: Settings) -> Iterator[Settings]:
-        for tp in divisors(gpus_per_node):
-            if tp > settings.tp and _divides(settings, settings.pp * tp):
-                yield _at(settings, pp=settings.pp, tp=tp)
-                yield replace(_at(settings, pp=settings.pp, tp=tp), sequence_parallel=True)
-
-    def more_pipeline_stages(settings: Settings) -> Iterator[Settings]:
-        for pp in divisors(settings.world_size // settings.tp):
-            if settings.pp < pp <= blocks:
-                yield _at(settings, pp=pp, tp=settings.tp)
-
-    return (
-        _Change(attempts=_sequence_parallelism, touches=("sequence_parallel",)),
-        _Change(attempts=_one_forward_one_backward, touches=("schedule",)),
-        _Change(attempts=_partitioned_optimizer_states, touches=("zero_stage",)),
-        _Change(attempts=_recomputation, touches=("activation_checkpointing",)),
-        _Change(attempts=_reduction_per_micro_batch, touches=("gradient_reduction",)),
-        _Change(attempts=_higher_zero_stage, touches=("zero_stage", "gradient_reduction")),
-        _Change(attempts=_smaller_micro_batch, touches=("micro_batch_size",)),
-        _Change(attempts=more_tensor_ranks, touches=("tp",)),
-        _Change(attempts=more_pipeline_stages, touches=("pp",)),
-    )
-
-
-def _sequence_parallelism(settings: Settings) -> Iterator[Settings]:
-    if settings.tp > 1 and not settings.sequence_parallel:
-        yield replace(settings, sequence_parallel=True)
-
-
-def _one_forward_one_backward(settings: Settings) -> Iterator[Settings]:
-    if settings.pp > 1 and settings.schedule == "gpipe":
-        yield replace(settings, schedule="1f1b")
-
-
-def _partitioned_optimizer_states(settings: Settings) -> Iterator[Settings]:
-    if settings.dp > 1 and settings.zero_stage == 0:
-        yield replace(settings, zero_stage=1)
-
-
-def _recomputation(settings: Settings) -> Iterator[Settings]:
-    if settings.activation_checkpointing == "none":
-        yield replace(settings, activation_checkpointing="full")
-
-
-def _reduction_per_micro_batch(settings: Settings) -> Iterator[Settings]:
-    if settings.zero_stage >= 2 and settings.gradient_reduction == "per_step":
-        yield replace(settings, gradient_reduction="per_micro_batch")
-
-
-def _higher_zero_stage(settings: Settings) -> Iterator[Settings]:
-    if settings.dp > 1:
-        for zero_stage in range(max(2, settings.zero_stage + 1), 4):
-            yield replace(settings, zero_stage=zero_stage, gradient_reduction="auto")
-
-
-def _smaller_micro_batch(settings: Settings) -> Iterator[Settings]:
-    for micro_batch_size in reversed(divisors(settings.micro_batch_size)[:-1]):
-        yield replace(settings, micro_batch_size=micro_batch_size)
-
-
-def _divides(settings: Settings, ranks: int) -> bool:
-    return settings.world_size % ranks == 0
+def _changes(s: Settings, blocks: int, gpus_per_node: int) -> dict[_Fields, list[Settings]]:
+    """The changes of the module's docstring, in its order: the fields that each changes, and the
+    settings that it leads to, cheapest first.
+    """
+    gpipe = s.pp > 1 and s.schedule == "gpipe"
+    kept = s.activation_checkpointing == "none"
+    once = s.zero_stage >= 2 and s.gradient_reduction == "per_step"
+    zero_stages = range(max(2, s.zero_stage + 1), 4) if s.dp > 1 else ()
+    wider = [
+        _at(s, pp=s.pp, tp=tp)
+        for tp in divisors(gpus_per_node)
+        if tp > s.tp and s.world_size % (s.pp * tp) == 0
+    ]
+    deeper = [pp for pp in divisors(s.world_size // s.tp) if s.pp < pp <= blocks]
+    return {
+        ("sequence_parallel",): [replace(s, sequence_parallel=True)]
+        if s.tp > 1 and not s.sequence_parallel
+        else [],
+        ("schedule",): [replace(s, schedule="1f1b")] if gpipe else [],
+        ("zero_stage",): [replace(s, zero_stage=1)] if s.dp > 1 and s.zero_stage == 0 else [],
+        ("activation_checkpointing",): [replace(s, activation_checkpointing="full")]
+        if kept
+        else [],
+        ("gradient_reduction",): [replace(s, gradient_reduction="per_micro_batch")] if once else [],
+        ("zero_stage", "gradient_reduction"): [
+            replace(s, zero_stage=zero_stage, gradient_reduction="auto")
+            for zero_stage in zero_stages
+        ],
+        ("micro_batch_size",): [
+            replace(s, micro_batch_size=size)
+            for size in reversed(divisors(s.micro_batch_size)[:-1])
+        ],
+        ("tp",): [each for at in wider for each in (at, replace(at, sequence_parallel=True))],
+        ("pp",): [_at(s, pp=pp, tp=s.tp) for pp in deeper],
+    }
 
 
 def _at(settings: Settings, *, pp: int, tp: int) -> Settings:
@@ -381,9 +349,9 @@ def _at(settings: Settings, *, pp: int, tp: int) -> Settings:
     return replace(settings, pp=pp, tp=tp, dp=settings.world_size // (pp * tp))
 
 
-def _undone(settings: Settings, start: Settings, touched: tuple[str, ...]) -> Settings:
-    """These fields as they were, on as many ranks as now."""
-    undone = replace(settings, **{field: getattr(start, field) for field in touched})
+def _undone(settings: Settings, start: Settings, fields: _Fields) -> Settings:
+    """These fields as they were at the start, on as many ranks as now."""
+    undone = replace(settings, **{field: getattr(start, field) for field in fields})
     if settings.world_size % (undone.pp * undone.tp):
         return settings
     return replace(undone, dp=settings.world_size // (undone.pp * undone.tp))

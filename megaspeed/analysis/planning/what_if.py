@@ -1,15 +1,15 @@
 """Every layout of one world size, what it holds and what it sends.
 
-All (pp, dp, tp) whose product is the world size, with each ZeRO stage, with and without
-recomputation; the train batch, the micro-batch and every other key stay as the configuration has
-them. Left out is what the configuration's own laws refuse, and tensor groups that are wider than
-``largest_tensor``: beyond a node, the collectives of every block go over the network.
+The layouts are all (pp, dp, tp) whose product is the world size, with each ZeRO stage, with and
+without recomputation. The train batch, the micro-batch and every other key stay as configured.
+Layouts that break a rule of the configuration are left out, and so are tensor groups wider than
+``largest_tensor``: beyond a node, the collectives of every block would go over the network.
 
 A layout is Pareto-optimal (``is_best``) if no other holds less without sending more, or sends less
 without holding more.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,7 +25,6 @@ from megaspeed.analysis.planning.variants import Settings, Training
 from megaspeed.config.errors import ConfigError
 from megaspeed.config.resolve import Run
 from megaspeed.config.rules import divisors
-from megaspeed.topology.grid import Grid
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,8 +37,8 @@ class Layout:
         sent_bytes: of the rank that sends most, in one step.
         sent_across_nodes_bytes: the part of it along axes that cross nodes.
         bubble: the ideal pipeline bubble, a share of the step.
-        set_text: what to type after ``--set`` to get it.
-        is_best: Pareto-optimal in peak and sent bytes among the layouts beside it.
+        set_text: what to type after ``--set`` to get it; empty for the layout as configured.
+        is_best: whether it is Pareto-optimal in peak and sent bytes.
     """
 
     run: Run
@@ -74,10 +73,10 @@ class WhatIf:
     """The layouts of a world size.
 
     Attributes:
-        layouts: those that fit, by memory (least first); all where no device is named.
-        too_large: how many do not fit.
-        refused: how many the configuration's laws refuse.
-        least_peak_bytes: of all that are not refused; None where there are none.
+        layouts: those that fit the device, least memory first; all if no device is named.
+        too_large: number of layouts that do not fit.
+        refused: number of layouts that break a rule of the configuration.
+        least_peak_bytes: the smallest peak of all layouts that are not refused; None without one.
     """
 
     layouts: tuple[Layout, ...]
@@ -107,73 +106,61 @@ def what_if(
 
     Args:
         training: what is trained, and on how many ranks.
-        device: what a rank has; None: nothing is left out for its size.
-        gpus_per_node: where nodes begin and end.
-        largest_tensor: the widest tensor groups; None: as wide as a node.
+        device: what a rank has. If None, every layout fits.
+        gpus_per_node: the size of a node.
+        largest_tensor: the widest tensor groups; as wide as a node if None.
     """
     layouts: list[Layout] = []
     peaks: list[int] = []
     refused = 0
-    for settings in layouts_of(training, largest_tensor or gpus_per_node):
+    for settings in _layouts_of(training, largest_tensor or gpus_per_node):
         try:
             variant = training.under(settings)
         except ConfigError:
             refused += 1
             continue
-        peaks.append(predict_peak_bytes(variant))
-        if device is None or peaks[-1] <= device.usable_bytes:
-            layouts.append(_laid_out(training, settings, peaks[-1], gpus_per_node))
-    ordered = sorted(layouts, key=lambda layout: (layout.peak_bytes, layout.sent_bytes))
+        peak = predict_peak_bytes(variant)
+        peaks.append(peak)
+        if device is not None and peak > device.usable_bytes:
+            continue
+        traffic = predict_busiest(variant)
+        across = map_ranks(variant.grid, gpus_per_node).axes_across_nodes
+        layouts.append(
+            Layout(
+                run=variant,
+                peak_bytes=peak,
+                sent_bytes=sum(traffic.values()),
+                sent_across_nodes_bytes=sent_along(traffic, across),
+                bubble=ideal_bubble(variant),
+                set_text=training.set_text(settings),
+            )
+        )
     return WhatIf(
-        layouts=tuple(_marked(ordered)),
+        layouts=tuple(_marked(layouts)),
         too_large=len(peaks) - len(layouts),
         refused=refused,
         least_peak_bytes=min(peaks, default=None),
     )
 
 
-def layouts_of(training: Training, largest_tensor: int) -> Iterator[Settings]:
-    """Every combination of degrees, ZeRO stage and recomputation, whether it can run or not."""
-    base = training.settings
-    world_size = base.world_size
+def _layouts_of(training: Training, largest_tensor: int) -> Iterator[Settings]:
+    """Every combination of degrees, ZeRO stage and recomputation, valid or not."""
+    world_size = training.settings.world_size
     for tp in divisors(world_size):
-        if tp > largest_tensor:
-            continue
         for pp in divisors(world_size // tp):
-            if pp > training.stated.model.num_hidden_layers:
+            if tp > largest_tensor or pp > training.stated.model.num_hidden_layers:
                 continue
+            degrees = replace(training.settings, pp=pp, dp=world_size // (pp * tp), tp=tp)
             for zero_stage in range(4):
-                for activation_checkpointing in ("none", "full"):
-                    yield replace(
-                        base,
-                        pp=pp,
-                        dp=world_size // (pp * tp),
-                        tp=tp,
-                        zero_stage=zero_stage,
-                        activation_checkpointing=activation_checkpointing,
-                    )
+                plain = replace(degrees, zero_stage=zero_stage, activation_checkpointing="none")
+                yield plain
+                yield replace(plain, activation_checkpointing="full")
 
 
-def _laid_out(
-    training: Training, settings: Settings, peak_bytes: int, gpus_per_node: int
-) -> Layout:
-    variant = training.under(settings)
-    traffic = predict_busiest(variant)
-    ranks = map_ranks(Grid(settings.pp, settings.dp, settings.tp), gpus_per_node)
-    return Layout(
-        run=variant,
-        peak_bytes=peak_bytes,
-        sent_bytes=sum(traffic.values()),
-        sent_across_nodes_bytes=sent_along(traffic, ranks.axes_across_nodes),
-        bubble=ideal_bubble(variant),
-        set_text=training.set_text(settings),
-    )
-
-
-def _marked(layouts: Sequence[Layout]) -> Iterator[Layout]:
-    """Marks the Pareto-optimal ones of layouts that are ordered by peak, then by sent bytes."""
+def _marked(layouts: list[Layout]) -> Iterator[Layout]:
+    """The layouts by peak, then by sent bytes, with the Pareto-optimal ones marked."""
     best: tuple[int, int] | None = None
-    for layout in layouts:
+    for layout in sorted(layouts, key=lambda layout: (layout.peak_bytes, layout.sent_bytes)):
         point = layout.peak_bytes, layout.sent_bytes
         is_best = best is None or point == best or point[1] < best[1]
         if is_best:

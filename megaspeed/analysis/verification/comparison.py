@@ -1,4 +1,15 @@
-"""Whether two trainings are the same: losses, gradient norms, the first step's gradients."""
+"""Whether two trainings are the same: losses, gradient norms, the first step's gradients.
+
+What a layout is allowed after step 1 depends on how far one process drifts from itself:
+
+    one process, samples in order  --+
+                                     +--> distance of each step --> allowed at each later step
+    one process, samples shuffled  --+
+
+A sum depends on the order of its terms, to rounding. AdamW divides a gradient by its own size, so a
+step can turn a rounding difference into one a hundred times as large, in every layout and in one
+process too. Step 1 has no optimizer step before it and is never allowed more.
+"""
 
 import itertools
 import math
@@ -7,17 +18,16 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
+from rich.table import Table
 from torch import Tensor
 
+from megaspeed.analysis.units import table_of
 from megaspeed.model.micro_batch import MicroBatch
 
 
 @dataclass(frozen=True)
 class Tolerance:
-    """Largest relative differences that count as equal at step 1.
-
-    ``Amplification`` is what a later step is allowed beyond them.
-    """
+    """Largest relative differences that count as equal at step 1."""
 
     loss: float
     grad_norm: float
@@ -32,6 +42,15 @@ TOLERANCES = {
     "fp16": Tolerance(loss=1e-3 / 8, grad_norm=2e-2 / 8, gradient=5e-2 / 8),
 }
 
+TIMES_SHUFFLED = 3
+# Measured with ten configurations (GPT-2 and Llama, learning rates 1e-3 to 3e-2) on tp 2,
+# pp 2 x tp 2 and pp 2 x dp 2, 14 steps each. If a layout exceeded step 1's tolerance, it was at
+# most 6.1 times as far from the reference as the furthest of three shuffles. Tensor ranks split
+# every product, so they round more often.
+FACTOR = 16.0
+# A mistake must not hide in an unstable training.
+LARGEST_WIDENING = 100.0
+
 
 @dataclass(frozen=True)
 class Difference:
@@ -40,8 +59,8 @@ class Difference:
     Attributes:
         name: of what is compared.
         parallel, reference: the two values (norms, for a gradient).
-        relative: their difference over the reference's size; for a gradient the norm of the
-            difference over the norm.
+        relative: their difference divided by the reference's size; for a gradient the norm of the
+            difference divided by the norm.
         allowed: largest relative difference that counts as equal.
     """
 
@@ -53,8 +72,15 @@ class Difference:
 
     @property
     def equal(self) -> bool:
-        """Whether it is within what is allowed; never true of a NaN."""
+        """Whether the difference is allowed; never true of a NaN."""
         return self.relative <= self.allowed
+
+    def as_json(self) -> dict[str, Any]:
+        """The same as JSON values; null for numbers that are not finite."""
+        return {
+            key: None if isinstance(value, float) and not math.isfinite(value) else value
+            for key, value in asdict(self).items()
+        }
 
 
 @dataclass(frozen=True)
@@ -66,7 +92,7 @@ class Comparison:
         gradients: of the first step, one for each parameter.
         weights_bitwise_equal: whether the initial weights are.
         copies_differ_by: largest absolute difference between the copies that several ranks hold of
-            the same element (tied, replicated), over gradients and weights; they must be equal.
+            the same element (tied, replicated), over gradients and weights. It must be 0.
     """
 
     losses: list[Difference]
@@ -83,46 +109,43 @@ class Comparison:
     @property
     def equal(self) -> bool:
         """Whether the trainings are the same."""
-        copies_equal = self.copies_differ_by == 0.0
-        return (
-            self.weights_bitwise_equal and copies_equal and all(d.equal for d in self.differences)
-        )
+        return self._copies_equal and all(d.equal for d in self.differences)
 
     @property
     def differs_only_after_step_1(self) -> bool:
-        """Whether later losses or gradient norms are all that differs, so that a wider tolerance
+        """Whether nothing but later losses or gradient norms differs, so that a wider tolerance
         could make the trainings equal.
         """
         first = [*self.losses[:1], *self.grad_norms[:1], *self.gradients]
-        sound = self.weights_bitwise_equal and self.copies_differ_by == 0.0
-        return sound and all(d.equal for d in first) and not self.equal
+        return self._copies_equal and all(d.equal for d in first) and not self.equal
+
+    @property
+    def _copies_equal(self) -> bool:
+        return self.weights_bitwise_equal and self.copies_differ_by == 0.0
 
     @property
     def largest(self) -> Difference:
-        """The number furthest out, as a multiple of what is allowed."""
+        """The number with the largest difference, as a multiple of what is allowed."""
         return max(
             self.differences,
             key=lambda d: math.inf if math.isnan(d.relative) else d.relative / d.allowed,
         )
 
     def as_json(self) -> dict[str, Any]:
-        """Plain numbers, for a file; null for what JSON has no number for."""
+        """The same as JSON values."""
         return {
             "equal": self.equal,
             "weights_bitwise_equal": self.weights_bitwise_equal,
             "copies_equal": self.copies_differ_by == 0.0,
-            "largest": _as_json(self.largest),
-            "losses": [_as_json(difference) for difference in self.losses],
-            "grad_norms": [_as_json(difference) for difference in self.grad_norms],
-            "gradients": [_as_json(difference) for difference in self.gradients],
+            "largest": self.largest.as_json(),
+            "losses": [difference.as_json() for difference in self.losses],
+            "grad_norms": [difference.as_json() for difference in self.grad_norms],
+            "gradients": [difference.as_json() for difference in self.gradients],
         }
 
 
 def compare_numbers(
-    name: str,
-    parallel: Sequence[float],
-    reference: Sequence[float],
-    allowed: Sequence[float],
+    name: str, parallel: Sequence[float], reference: Sequence[float], allowed: Sequence[float]
 ) -> list[Difference]:
     """One difference for each step, each with what that step is allowed."""
     steps = zip(parallel, reference, allowed, strict=True)
@@ -135,17 +158,14 @@ def compare_numbers(
 def compare_gradients(
     parallel: Mapping[str, Tensor], reference: Mapping[str, Tensor], allowed: float
 ) -> list[Difference]:
-    """One difference for each parameter; one that a side lacks is infinitely different."""
+    """One difference for each parameter, infinite if one training lacks it."""
     differences = []
     for name in sorted({*parallel, *reference}):
-        if (
-            name not in parallel
-            or name not in reference
-            or parallel[name].shape != reference[name].shape
-        ):
+        a, b = parallel.get(name), reference.get(name)
+        if a is None or b is None or a.shape != b.shape:
             differences.append(Difference(name, 0.0, 0.0, math.inf, allowed))
             continue
-        a, b = parallel[name].double(), reference[name].double()
+        a, b = a.double(), b.double()
         size = float(b.norm())
         relative = _relative(float((a - b).norm()), size)
         differences.append(Difference(name, float(a.norm()), size, relative, allowed))
@@ -153,62 +173,34 @@ def compare_gradients(
 
 
 def relative_difference(number: float, reference: float) -> float:
-    """Their distance over the size of the reference."""
+    """Their distance divided by the size of the reference."""
     return _relative(abs(number - reference), abs(reference))
 
 
 def _relative(difference: float, size: float) -> float:
-    """Only zero equals zero."""
+    """If the size is 0, any difference is infinite."""
     if size == 0.0:
         return 0.0 if difference == 0.0 else math.inf
     return difference / size
 
 
-def _as_json(difference: Difference) -> dict[str, Any]:
-    return {
-        key: None if isinstance(value, float) and not math.isfinite(value) else value
-        for key, value in asdict(difference).items()
-    }
-
-
-# How far one process drifts from itself, and what a layout is therefore allowed after step 1.
-#
-#     one process, samples in order  --+
-#                                      +--> distance of each step --> allowed at each later step
-#     one process, samples shuffled  --+
-#
-# A sum depends on the order of its terms, to rounding. AdamW divides a gradient by its own size, so
-# a step can turn a rounding difference into one a hundred times as large, in every layout and in
-# one process too. Step 1 has no optimizer step before it and is never allowed more.
-
-TIMES_SHUFFLED = 3
-# Measured with ten configurations (GPT-2 and Llama, learning rates 1e-3 to 3e-2) on tp 2,
-# pp 2 x tp 2 and pp 2 x dp 2, 14 steps each. If a layout exceeded step 1's tolerance, it was at
-# most 6.1 times as far from the reference as the furthest of three shuffles. Tensor ranks split
-# every product, so they round more often.
-FACTOR = 16.0
-# A mistake must not hide in an unstable training.
-LARGEST_WIDENING = 100.0
-
-
 def shuffled(batch: Sequence[MicroBatch], seed: int) -> list[MicroBatch]:
-    """The same samples in parts of the same size, in another order; a function of ``seed``."""
+    """The same samples in parts of the same size, in another order that follows from ``seed``."""
     tokens = torch.cat([part.tokens for part in batch])
     targets = torch.cat([part.targets for part in batch])
     samples = torch.cat([part.samples for part in batch])
     stated = [part.documents for part in batch if part.documents is not None]
     documents = torch.cat(stated) if stated else None
     order = torch.randperm(len(samples), generator=torch.Generator().manual_seed(seed))
-
-    def part_of(rows: Tensor) -> MicroBatch:
-        return MicroBatch(
+    return [
+        MicroBatch(
             tokens=tokens[rows],
             targets=targets[rows],
             samples=samples[rows],
             documents=None if documents is None else documents[rows],
         )
-
-    return [part_of(rows) for rows in order.split(len(batch[0].samples))]
+        for rows in order.split(len(batch[0].samples))
+    ]
 
 
 def allowed_at_steps(
@@ -234,3 +226,72 @@ def allowed_at_steps(
     largest = itertools.accumulate(distances, max)
     later = (min(max(base, FACTOR * d), LARGEST_WIDENING * base) for d in largest)
     return [base, *list(later)[1:]]
+
+
+def step_table(comparison: Comparison) -> Table:
+    """Loss and gradient norm of every step, of both trainings, with their relative difference."""
+    table = table_of(
+        right=(
+            "step",
+            "loss",
+            "one\nprocess",
+            "difference",
+            "gradient\nnorm",
+            "one\nprocess",
+            "difference",
+        )
+    )
+    steps = zip(comparison.losses, comparison.grad_norms, strict=True)
+    for step, (loss, norm) in enumerate(steps, start=1):
+        table.add_row(str(step), *_cells(loss), *_cells(norm))
+    return table
+
+
+def gradient_table(comparison: Comparison) -> Table:
+    """The norm of every parameter's gradient at step 1, of both trainings and of the difference."""
+    table = table_of(left=("parameter",), right=("norm", "one process", "difference"))
+    for gradient in comparison.gradients:
+        table.add_row(gradient.name, *_cells(gradient))
+    return table
+
+
+def _cells(difference: Difference) -> tuple[str, str, str]:
+    return (
+        f"{difference.parallel:.7g}",
+        f"{difference.reference:.7g}",
+        f"{difference.relative:.1e}{'' if difference.equal else ' !'}",
+    )
+
+
+def widened_tolerances(comparison: Comparison) -> list[str]:
+    """One sentence for losses and one for gradient norms, if later steps are allowed more."""
+    sentences = []
+    for name, steps in (("losses", comparison.losses), ("gradient norms", comparison.grad_norms)):
+        base = steps[0].allowed
+        wider = [number for number, step in enumerate(steps, 1) if step.allowed > base]
+        if wider:
+            most = max(step.allowed for step in steps)
+            limited = f", limited to {LARGEST_WIDENING:.0f} times what step 1 is allowed"
+            sentences.append(
+                f"{name}: {base:.0e} allowed at step 1, up to {most:.1e} from step {wider[0]} on: "
+                f"{FACTOR:.0f} times the largest difference in one process if only the order of "
+                f"the samples in each step changes{limited * (most >= LARGEST_WIDENING * base)}"
+            )
+    return sentences
+
+
+def verdict(comparison: Comparison) -> str:
+    """One sentence: equal or not, and the largest difference."""
+    if not comparison.weights_bitwise_equal:
+        return "DIFFERENT: the initial weights are not bitwise equal"
+    if comparison.copies_differ_by != 0.0:
+        return (
+            "DIFFERENT: ranks that hold copies of the same weights differ by up to "
+            f"{comparison.copies_differ_by:.1e}, and must be equal"
+        )
+    largest = comparison.largest
+    word = "EQUAL" if comparison.equal else "DIFFERENT"
+    return (
+        f"{word}: initial weights bitwise equal; largest difference: {largest.name}, relative "
+        f"{largest.relative:.1e} ({largest.allowed:.0e} allowed)"
+    )

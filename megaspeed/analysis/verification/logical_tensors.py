@@ -1,9 +1,9 @@
-"""From what each rank holds to one tensor for each logical parameter.
+"""Gathers one tensor for each logical parameter from the ranks.
 
     fragments (ZeRO)  --sum over dp-->          local tensors (tensor shards)
                       --place rows, columns-->  logical tensors
 
-For models that fit in one process: everything is gathered on rank 0.
+Everything is gathered on rank 0, so the model must fit in one process.
 """
 
 import math
@@ -14,15 +14,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megaspeed.config.model import ModelConfig
 from megaspeed.model.parameters import logical_name
 from megaspeed.tensor_parallel.plan import ParameterShard
-from megaspeed.topology.context import ParallelContext
 from megaspeed.training.worker import Worker
 from megaspeed.zero.model_states import whole_parameters
 
 Fragment = tuple[nn.Parameter, int, Tensor]
-"""Whose it is, its first element in the flattened local tensor, and its elements."""
+"""A parameter, the first element of a fragment in its flattened local tensor, and the elements."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +30,7 @@ class LogicalTensors:
     Attributes:
         tensors: one for each logical parameter, unpadded.
         copies_differ_by: largest absolute difference between two ranks' copies of the same element;
-            infinite where one of them is not a number.
+            infinite if one of them is NaN.
     """
 
     tensors: Mapping[str, Tensor]
@@ -40,61 +38,51 @@ class LogicalTensors:
 
 
 def gather_gradients(worker: Worker) -> LogicalTensors | None:
-    """The reduced gradients, on rank 0 (None elsewhere). Call from the engine's ``before_step``.
+    """The reduced gradients without fp16's loss scale, on rank 0 (None elsewhere).
 
-    Without fp16's loss scale, which the engine's own gradients still carry.
+    Call it from the engine's ``before_step``.
     """
     scale = float(worker.engine.optimizer.loss_scale)
     fragments = worker.engine.gradient_fragments()
-    local = _whole_shards(worker, ((f.parameter, f.start, f.values / scale) for f in fragments))
-    return _gather(local, worker.shards, worker.run.config.model, worker.context)
+    return _gather(
+        worker,
+        _complete_shards(worker, ((f.parameter, f.start, f.values / scale) for f in fragments)),
+    )
 
 
 def gather_weights(worker: Worker) -> LogicalTensors | None:
     """The parameters that the model computes with, on rank 0 (None elsewhere)."""
     local = {name: value.float().cpu() for name, value in whole_parameters(worker.engine.module)}
-    return _gather(local, worker.shards, worker.run.config.model, worker.context)
+    return _gather(worker, local)
 
 
 def gather_state(worker: Worker, kind: str) -> LogicalTensors | None:
-    """One of ``checkpoint.tensors.KINDS`` of the optimizer's state, on rank 0 (None elsewhere)."""
+    """One of ``checkpoint.tensors.KINDS`` of the optimizer state, on rank 0 (None elsewhere)."""
     fragments = worker.engine.state_fragments()
-    local = _whole_shards(worker, ((f.parameter, f.start, getattr(f, kind)) for f in fragments))
-    return _gather(local, worker.shards, worker.run.config.model, worker.context)
+    local = _complete_shards(worker, ((f.parameter, f.start, getattr(f, kind)) for f in fragments))
+    return _gather(worker, local)
 
 
-def _whole_shards(worker: Worker, fragments: Iterable[Fragment]) -> dict[str, Tensor]:
-    """This rank's tensor shards, put together from the data axis's fragments."""
+def _complete_shards(worker: Worker, fragments: Iterable[Fragment]) -> dict[str, Tensor]:
+    """This rank's tensor shards, put together from the fragments of the data axis."""
     names = worker.engine.names
-    flat = {name: torch.zeros(_elements(shard)) for name, shard in worker.shards.items()}
+    shapes = {name: shard.local_shape for name, shard in worker.shards.items()}
+    flat = {name: torch.zeros(math.prod(shape)) for name, shape in shapes.items()}
     for parameter, start, values in fragments:
         flat[names[parameter]][start : start + values.numel()] = values.float().cpu()
     if worker.run.zero_stage > 0:
         for name in sorted(flat):
-            flat[name] = _sum(flat[name], worker.context)
-    return {name: flat[name].view(shard.local_shape) for name, shard in worker.shards.items()}
+            on_device = flat[name].to(worker.context.device)
+            dist.all_reduce(on_device, group=worker.context.dp_group)
+            flat[name] = on_device.cpu()
+    return {name: flat[name].view(shape) for name, shape in shapes.items()}
 
 
-def _sum(tensor: Tensor, context: ParallelContext) -> Tensor:
-    on_device = tensor.to(context.device)
-    dist.all_reduce(on_device, group=context.dp_group)
-    return on_device.cpu()
-
-
-def _elements(shard: ParameterShard) -> int:
-    elements = 1
-    for size in shard.local_shape:
-        elements *= size
-    return elements
-
-
-def _gather(
-    local: Mapping[str, Tensor],
-    shards: Mapping[str, ParameterShard],
-    config: ModelConfig,
-    context: ParallelContext,
-) -> LogicalTensors | None:
-    mine = [(logical_name(config, name), shards[name], value) for name, value in local.items()]
+def _gather(worker: Worker, local: Mapping[str, Tensor]) -> LogicalTensors | None:
+    config, context = worker.run.config.model, worker.context
+    mine = [
+        (logical_name(config, name), worker.shards[name], value) for name, value in local.items()
+    ]
     everyones: list[list[tuple[str, ParameterShard, Tensor]]] | None = (
         [[] for _ in range(context.grid.world_size)] if context.rank == 0 else None
     )
@@ -105,8 +93,9 @@ def _gather(
 
 
 def merge_shards(parts: Iterable[tuple[str, ParameterShard, Tensor]]) -> LogicalTensors:
-    """Places every shard's logical rows and columns; of an element that several hold the first
-    counts, and the others are compared with it.
+    """Places the rows and columns of every shard in its logical tensor.
+
+    If several shards hold an element, the first is taken and the others are compared with it.
     """
     merged: dict[str, Tensor] = {}
     placed: dict[str, Tensor] = {}
@@ -125,7 +114,7 @@ def merge_shards(parts: Iterable[tuple[str, ParameterShard, Tensor]]) -> Logical
 
 
 def _part(tensor: Tensor, rows: range, shard: ParameterShard) -> Tensor:
-    """A view of the logical tensor: these rows, and the shard's columns."""
+    """A view of the logical tensor: these rows and the shard's columns."""
     part = tensor[rows.start : rows.stop]
     return part if shard.columns is None else part[:, shard.columns.start : shard.columns.stop]
 

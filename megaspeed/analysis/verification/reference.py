@@ -1,8 +1,7 @@
 """The same training in plain torch: one process, one module, no engine, no pipeline, no sharding.
 
-This is what every layout is compared with. It shares with the parallel run only what defines the
-task: the plain model, its initial weights, the samples, the learning rate of each step and which
-parameters decay.
+Every layout is compared with it. It shares with the parallel run only what defines the task: the
+model, its initial weights, the samples, the learning rate of each step, and which parameters decay.
 """
 
 from collections.abc import Callable
@@ -24,7 +23,7 @@ CPU = torch.device("cpu")
 
 @dataclass
 class ReferenceRun:
-    """What the plain run did; all tensors are on the CPU.
+    """The record of the training. All tensors are on the CPU.
 
     Attributes:
         losses: mean loss of each step, nats.
@@ -50,10 +49,10 @@ def train_reference(
     """Trains the run's model for ``steps`` steps.
 
     Args:
-        run: only its model, optimizer, precision and batch size are read, not its degrees. In fp16
+        run: its model, optimizer, precision and batch size are used, its degrees are not. In fp16
             the loss is multiplied by the constant ``fp16.loss_scale``.
-        batch_of_step: step -> that step's samples, in parts of any size that fits in memory.
-        steps: how many.
+        batch_of_step: step -> the samples of that step, in parts of any size that fits in memory.
+        steps: number of steps.
         device: where it trains.
     """
     set_matmul_precision(run.config.training, device)
@@ -72,16 +71,13 @@ def train_reference(
     record = ReferenceRun(initial_weights=_copies(masters))
     for step in range(steps):
         rate = learning_rate(
-            run.config.optimizer,
-            run.config.scheduler,
-            step=step,
-            steps=run.config.training.steps,
+            run.config.optimizer, run.config.scheduler, step=step, steps=run.config.training.steps
         )
         for group in optimizer.param_groups:
             group["lr"] = rate
         batch = [part.to(device) for part in batch_of_step(step)]
         record.losses.append(_forward_backward(model, batch, run.tokens_per_step, loss_scale))
-        _hand_over_gradients(model, masters, loss_scale)
+        _copy_gradients(model, masters, loss_scale)
         if step == 0:
             record.first_gradients = {
                 n: p.grad.to(CPU, copy=True) for n, p in masters.items() if p.grad is not None
@@ -91,7 +87,7 @@ def train_reference(
         if run.config.gradient_clipping:
             nn.utils.clip_grads_with_norm_(masters.values(), run.config.gradient_clipping, norm)
         optimizer.step()
-        _hand_over_weights(model, masters)
+        _copy_weights(model, masters)
     record.weights = _copies(masters)
     return record
 
@@ -112,13 +108,13 @@ def _forward_backward(model: GPT, batch: list[MicroBatch], tokens: int, loss_sca
 
 
 def _norm_of_gradients(masters: dict[str, nn.Parameter]) -> Tensor:
-    """In fp64: torch's own fp32 norm of a large tensor is off by more than is compared here."""
+    """In fp64, because torch's fp32 norm of a large tensor has an error above the tolerance."""
     gradients = (p.grad for p in masters.values() if p.grad is not None)
     return torch.stack([g.double().square().sum() for g in gradients]).sum().sqrt().float()
 
 
 def _master_weights(model: GPT) -> dict[str, nn.Parameter]:
-    """fp32 weights that the optimizer updates: the parameters themselves where they are fp32."""
+    """fp32 weights that the optimizer updates: the parameters themselves if they are fp32."""
     named = dict(model.named_parameters())
     if all(p.dtype == torch.float32 for p in named.values()):
         return named
@@ -127,14 +123,14 @@ def _master_weights(model: GPT) -> dict[str, nn.Parameter]:
     return {name: nn.Parameter(p.detach().float()) for name, p in named.items()}
 
 
-def _hand_over_gradients(model: GPT, masters: dict[str, nn.Parameter], loss_scale: float) -> None:
+def _copy_gradients(model: GPT, masters: dict[str, nn.Parameter], loss_scale: float) -> None:
     for name, parameter in model.named_parameters():
         gradient, parameter.grad = parameter.grad, None
         masters[name].grad = None if gradient is None else gradient / loss_scale
 
 
 @torch.no_grad()
-def _hand_over_weights(model: GPT, masters: dict[str, nn.Parameter]) -> None:
+def _copy_weights(model: GPT, masters: dict[str, nn.Parameter]) -> None:
     for name, parameter in model.named_parameters():
         if parameter is not masters[name]:
             parameter.copy_(masters[name])

@@ -4,10 +4,9 @@ r"""Trains a layout and one process from the same JSON, and compares them.
     run (plain torch) --this process-> losses, norms, weights and gradients
                                         \-> Comparison
 
-    equal but for later steps? run, its samples shuffled -> what those steps are allowed
-
-All of it runs on this machine: on the CPU over gloo, or on CUDA over NCCL with a GPU for each rank
-and the one process on the first of them.
+If only later steps differ, the one process is trained again with its samples shuffled, which gives
+what those steps are allowed (``comparison``). All of it runs on this machine: on the CPU over gloo,
+or on CUDA over NCCL with a GPU for each rank; the one process uses the first GPU.
 """
 
 import functools
@@ -21,16 +20,11 @@ from typing import Literal
 
 import torch
 import torch.multiprocessing as mp
-from rich.table import Table
-from torch import Tensor
 
 from megaspeed.analysis.verification.comparison import (
-    FACTOR,
-    LARGEST_WIDENING,
     TIMES_SHUFFLED,
     TOLERANCES,
     Comparison,
-    Difference,
     allowed_at_steps,
     compare_gradients,
     compare_numbers,
@@ -58,32 +52,31 @@ DeviceType = Literal["cpu", "cuda"]
 _TIMEOUT_SECONDS = 300.0
 
 
-@dataclass(frozen=True)
-class ParallelRun:
-    """What the ranks did together; the counterpart of ``ReferenceRun``."""
+@dataclass(kw_only=True)
+class ParallelRun(ReferenceRun):
+    """The record of the ranks' training.
 
-    losses: list[float]
-    grad_norms: list[float]
-    initial_weights: dict[str, Tensor]
-    first_gradients: dict[str, Tensor]
-    weights: dict[str, Tensor]
+    Attributes:
+        copies_differ_by: largest absolute difference between ranks' copies of the same element.
+    """
+
     copies_differ_by: float
 
 
 def verify(
     run: Run, corpus: PreparedCorpus, steps: int, device_type: DeviceType = "cpu"
 ) -> Comparison:
-    """Trains ``steps`` steps both ways and compares.
+    """Trains the layout and one process for ``steps`` steps, and compares them.
 
-    If only steps after the first differ too much, the single process is trained again,
+    If only steps after the first differ too much, the one process is trained again,
     ``TIMES_SHUFFLED`` times, with the samples of each step in other orders.
 
     Args:
         run: the layout, in fp32, bf16, or fp16 with a constant loss scale. TF32 is turned off for
-            both trainings: its rounding is a thousand times what is compared here.
-        corpus: the run's.
-        steps: how many.
-        device_type: where; CUDA needs a GPU for each rank.
+            both trainings, because its rounding is a thousand times as large as the tolerance.
+        corpus: the corpus of the run.
+        steps: number of steps.
+        device_type: "cpu", or "cuda", which needs a GPU for each rank.
     """
     training = run.config.training.model_copy(update={"allow_tf32": False})
     run = replace(run, config=run.config.model_copy(update={"training": training}))
@@ -119,10 +112,10 @@ def compare(
     reference: ReferenceRun,
     again: Sequence[ReferenceRun] = (),
 ) -> Comparison:
-    """Every number of the two trainings, with the tolerance of the run's precision.
+    """Compares every number of the two trainings, with the tolerance of the run's precision.
 
     Args:
-        run: that was trained.
+        run: the run that was trained.
         parallel, reference: the two trainings.
         again: the reference trained again with its samples in other orders. The further these
             are from the reference, the more later steps may differ.
@@ -167,7 +160,7 @@ def whole_batch(run: Run, corpus: PreparedCorpus, step: int) -> list[MicroBatch]
 def train_on_ranks(
     run: Run, corpus: PreparedCorpus, steps: int, device_type: DeviceType = "cpu"
 ) -> ParallelRun:
-    """Starts the run's ranks here and trains; raises what the first failing rank raised."""
+    """Starts the run's ranks on this machine and trains. Raises the error of a failing rank."""
     with tempfile.TemporaryDirectory(prefix="megaspeed-verify-") as folder:
         result = Path(folder) / "rank0.pt"
         arguments = (run, corpus, steps, free_port(), result)
@@ -179,20 +172,17 @@ def train_on_ranks(
 
 @contextmanager
 def children_on(device_type: DeviceType) -> Iterator[None]:
-    """Processes that start in this block use this device type: they look for GPUs at import."""
+    """Processes that start in this block use this device type, which torch reads at import."""
     changed: dict[str, str] = {"DS_ACCELERATOR": device_type}
     if device_type == "cpu":
         changed["CUDA_VISIBLE_DEVICES"] = ""
-    before = {name: os.environ.get(name) for name in changed}
+    before = dict(os.environ)
     os.environ.update(changed)
     try:
         yield
     finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
+        os.environ.clear()
+        os.environ.update(before)
 
 
 def _rank_main(
@@ -219,9 +209,8 @@ def _rank_main(
 def train_rank(
     launch: LaunchEnvironment, run: Run, corpus: PreparedCorpus, steps: int
 ) -> ParallelRun | None:
-    """One rank's part of the training; rank 0 returns the record, the others None."""
-    grid = run.grid
-    with ParallelContext.create(grid, launch, timeout_seconds=_TIMEOUT_SECONDS) as context:
+    """One rank's part of the training. Rank 0 returns the record, other ranks return None."""
+    with ParallelContext.create(run.grid, launch, timeout_seconds=_TIMEOUT_SECONDS) as context:
         worker = Worker(run, context)
         return _record_steps(worker, StepInputs(run, corpus, context), steps)
 
@@ -248,80 +237,4 @@ def _record_steps(worker: Worker, inputs: StepInputs, steps: int) -> ParallelRun
         first_gradients=dict(gradients.tensors),
         weights=dict(final.tensors),
         copies_differ_by=max(g.copies_differ_by for g in (initial, gradients, final)),
-    )
-
-
-# A comparison as tables: what the layout computed beside what one process computed.
-
-
-def step_table(run: Run, comparison: Comparison) -> Table:
-    """Loss and gradient norm of every step, both ways, with their relative difference."""
-    grid = run.grid
-    layout = f"pp {grid.pp} x dp {grid.dp} x tp {grid.tp}, ZeRO-{run.zero_stage}"
-    table = Table(title=f"{layout}, {run.precision}, against one process", title_justify="left")
-    for heading in ("step", "loss", "one process", "difference"):
-        table.add_column(heading, justify="right")
-    for heading in ("gradient norm", "one process", "difference"):
-        table.add_column(heading, justify="right")
-    steps = zip(comparison.losses, comparison.grad_norms, strict=True)
-    for step, (loss, norm) in enumerate(steps, start=1):
-        table.add_row(str(step), *_cells(loss), *_cells(norm))
-    return table
-
-
-def gradient_table(comparison: Comparison) -> Table:
-    """The norm of every parameter's gradient at step 1, both ways, and of their difference."""
-    table = Table(title="gradients of step 1", title_justify="left")
-    table.add_column("parameter")
-    for heading in ("norm", "one process", "difference"):
-        table.add_column(heading, justify="right")
-    for gradient in comparison.gradients:
-        table.add_row(gradient.name, *_cells(gradient))
-    return table
-
-
-def widened_tolerances(comparison: Comparison) -> list[str]:
-    """One sentence for losses and one for gradient norms, if later steps are allowed more."""
-    sentences = []
-    for name, steps in (("losses", comparison.losses), ("gradient norms", comparison.grad_norms)):
-        base = steps[0].allowed
-        wider = [number for number, step in enumerate(steps, 1) if step.allowed > base]
-        if wider:
-            most = max(step.allowed for step in steps)
-            sentences.append(
-                f"{name}: {base:.0e} allowed at step 1, up to {most:.1e} from step {wider[0]} on: "
-                f"{FACTOR:.0f} times the largest difference in one process if only the order of "
-                "the samples in each step changes"
-                + (
-                    f", limited to {LARGEST_WIDENING:.0f} times what step 1 is allowed"
-                    if most >= LARGEST_WIDENING * base
-                    else ""
-                )
-            )
-    return sentences
-
-
-def verdict(comparison: Comparison) -> str:
-    """One sentence: equal or not, and the number that is furthest out."""
-    if not comparison.weights_bitwise_equal:
-        return "DIFFERENT: the initial weights are not bitwise equal"
-    if comparison.copies_differ_by != 0.0:
-        return (
-            "DIFFERENT: ranks that hold copies of the same weights differ by up to "
-            f"{comparison.copies_differ_by:.1e}, and must be equal"
-        )
-    largest = comparison.largest
-    word = "EQUAL" if comparison.equal else "DIFFERENT"
-    return (
-        f"{word}: initial weights bitwise equal; largest difference: {largest.name}, relative "
-        f"{largest.relative:.1e} ({largest.allowed:.0e} allowed)"
-    )
-
-
-def _cells(difference: Difference) -> tuple[str, str, str]:
-    mark = "" if difference.equal else " !"
-    return (
-        f"{difference.parallel:.7g}",
-        f"{difference.reference:.7g}",
-        f"{difference.relative:.1e}{mark}",
     )

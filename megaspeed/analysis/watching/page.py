@@ -3,9 +3,9 @@
     heading       the runs and their colours
     summary       a column for each run
     charts        loss, gradient norm, learning rate, throughput, memory, ...; all runs in each
-                  chart, a dashed line at each resumption
+                  chart, with a dashed line at each resumption
     predictions   bubble, traffic, peak memory
-    restarts      when a run was started and resumed, and on which layout
+    starts        when and on which layout a run was started and resumed
     configuration the keys that differ between the runs, and all keys of each run
 
 All text from a run is escaped, and the page's content security policy blocks scripts.
@@ -13,15 +13,28 @@ All text from a run is escaped, and the page's content security policy blocks sc
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from html import escape
 from itertools import chain
 from statistics import median
 
+from megaspeed.analysis.planning.prediction import (
+    ideal_bubble,
+    predict_busiest,
+    predict_peaks,
+    sent_along,
+)
 from megaspeed.analysis.units import readable_memory, traffic_unit
 from megaspeed.analysis.watching.charts import Chart, Series, draw
-from megaspeed.analysis.watching.differences import config_differences
-from megaspeed.analysis.watching.record import Recorded, RunRecord, number, predictions_of
+from megaspeed.analysis.watching.record import (
+    Recorded,
+    RunRecord,
+    config_differences,
+    number,
+)
+from megaspeed.config.errors import ConfigError
+from megaspeed.config.loading import parse_config
+from megaspeed.config.resolve import Run, resolve_run
 from megaspeed.topology.activity import PARTS
 
 # Readable on white and on black.
@@ -72,7 +85,7 @@ def page(runs: Sequence[RunRecord]) -> str:
     """The HTML page of these runs, at least one."""
     shown = _named(runs)
     title = " and ".join(each.name for each in shown)
-    parts = (_heading, _summary, _charts, _predictions, _restarts, _configurations)
+    parts = (_heading, _summary, _charts, _predictions, _starts, _configurations)
     body = "\n".join(line for part in parts for line in part(shown))
     return f"""<!DOCTYPE html>
 <html lang="en">
@@ -118,9 +131,11 @@ def _heading(shown: Sequence[_Shown]) -> Iterator[str]:
 
 def _summary(shown: Sequence[_Shown]) -> Iterator[str]:
     columns = [_figures(each.run) for each in shown]
-    rows = [[name, *(column[name] for column in columns)] for name in columns[0]]
     yield "<h2>Summary</h2>"
-    yield _table(["", *(each.name for each in shown)], rows)
+    yield _table(
+        ["", *(each.name for each in shown)],
+        [[name, *(column[name] for column in columns)] for name in columns[0]],
+    )
 
 
 def _figures(run: RunRecord) -> dict[str, str]:
@@ -168,15 +183,12 @@ def _charts(shown: Sequence[_Shown]) -> Iterator[str]:
     yield "<h2>Steps</h2>"
     restarts = sorted({step for each in shown for step in _resumptions(each.run)})
     figures = []
-    # One chart at a time: each has a point of every step until it is drawn.
+    # Each chart has a point of every step, so one is made and drawn at a time.
     for chart in chain(_step_charts(shown), _part_charts(shown), _memory_charts(shown)):
         lines = [series for series in chart.series if series.points]
         if not lines:
             continue
-        drawn = draw(
-            Chart(title=chart.title, unit=chart.unit, series=lines, logarithmic=chart.logarithmic),
-            restarts,
-        )
+        drawn = draw(replace(chart, series=lines), restarts)
         caption = f" <small>{escape(chart.caption)}</small>" if chart.caption else ""
         figures.append(
             f"<figure><figcaption>{escape(chart.title)}{caption}</figcaption>{drawn}</figure>"
@@ -271,18 +283,20 @@ def _memory_charts(shown: Sequence[_Shown]) -> Iterator[Chart]:
 def _predictions(shown: Sequence[_Shown]) -> Iterator[str]:
     rows = []
     for each in shown:
-        found = predictions_of(each.run.config, each.name)
-        if found is None:
+        run = _resolved(each)
+        if run is None:
             continue
+        traffic = predict_busiest(run)
+        totals = {axis: sent_along(traffic, (axis,)) for axis, _ in traffic}
         sent = ", ".join(
-            f"{axis} {traffic_unit((sent,)).named(sent)}" for axis, sent in found.sent_bytes.items()
+            f"{axis} {traffic_unit((total,)).named(total)}" for axis, total in totals.items()
         )
-        peaks = [readable_memory(peak) for peak in found.peak_bytes]
+        peaks = [readable_memory(peak) for peak in predict_peaks(run)]
         rows.append(
             [
                 each.name,
-                f"{found.run.grid}, ZeRO-{found.run.zero_stage}, {found.run.precision}",
-                f"{found.bubble:.1%}",
+                f"{run.grid}, ZeRO-{run.zero_stage}, {run.precision}",
+                f"{ideal_bubble(run):.1%}",
                 sent or "nothing",
                 ", ".join(peaks[:8]) + (", ..." if len(peaks) > 8 else ""),
             ]
@@ -298,7 +312,25 @@ def _predictions(shown: Sequence[_Shown]) -> Iterator[str]:
         )
 
 
-def _restarts(shown: Sequence[_Shown]) -> Iterator[str]:
+def _resolved(shown: _Shown) -> Run | None:
+    """The run of the configuration in its folder; None if this version does not accept it."""
+    try:
+        parsed = parse_config(shown.run.config)
+        parallel = parsed.parallel
+        if not isinstance(parallel.data, int):
+            return None
+        return resolve_run(
+            parsed,
+            name=shown.name,
+            world_size=parallel.data * parallel.pipeline * parallel.tensor,
+            world_source="config.json",
+            device_type="cuda",
+        )
+    except (ConfigError, OSError):
+        return None
+
+
+def _starts(shown: Sequence[_Shown]) -> Iterator[str]:
     rows = [
         [each.name, f"{start.step:,}", start.time.replace("T", " "), start.layout]
         for each in shown

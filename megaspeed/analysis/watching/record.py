@@ -1,28 +1,26 @@
-"""Reads a run folder, even while the run is still writing to it.
+"""Reads run folders, even while runs write to them, and finds where two runs differ.
 
 A line that cannot be read is skipped and counted. A run that was killed may leave half a line, and
 a run that is still training may have written only half of the next one.
 """
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megaspeed.analysis.planning.prediction import ideal_bubble, predict_busiest, predict_peaks
-from megaspeed.config.errors import ConfigError
-from megaspeed.config.loading import parse_config
-from megaspeed.config.resolve import Run, resolve_run
 from megaspeed.config.strict_json import JsonSyntaxError, read_json_object
+from megaspeed.files.json_values import leaves
 from megaspeed.training.metrics import read_records
 from megaspeed.training.run_folder import CONFIG, METRICS, PARTS, STARTS
 
 _LARGEST, _LARGEST_STEP = 1e100, 10**12
-"""A record with larger values is damaged. Sums and axes would overflow."""
+"""A record with larger values is damaged: sums and axes would overflow."""
 
 
 class RunFolderError(ValueError):
-    """A folder is not a run folder; the message names it."""
+    """A folder is not a run folder. The message names it."""
 
 
 class Recorded(NamedTuple):
@@ -72,7 +70,7 @@ class RunRecord:
         steps: step -> what was recorded, in ascending order. Values are finite numbers, booleans or
             None.
         validations: the same for evaluations.
-        parts: step -> part -> seconds, of the steps that were timed.
+        parts: step -> part of a step -> seconds, for steps that were timed.
         starts: in order of time; empty for runs before version 0.2.
         config: the resolved configuration; empty if it cannot be read.
         notes: what could not be read, one sentence each.
@@ -135,7 +133,7 @@ def read_run(folder: Path) -> RunRecord:
 
 
 def number(value: object) -> float | None:
-    """A number of a record as a float; None if it is anything else, or too large to be drawn."""
+    """A number as a float; None if the value is anything else, or too large to draw."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     return float(value) if -_LARGEST < value < _LARGEST else None
@@ -201,46 +199,147 @@ def _config(file: Path, notes: list[str]) -> dict[str, Any]:
     return config
 
 
-# Predictions for a run, from the configuration in its folder.
+QUANTITIES = (
+    "tokens",
+    "learning_rate",
+    "loss",
+    "grad_norm",
+    "skipped",
+    "validation_loss",
+    "validation_perplexity",
+)
+"""Quantities that training determines, causes first. (Times and memory always differ.)"""
+
+_EXACT = frozenset({"tokens", "skipped"})
 
 
 @dataclass(frozen=True, kw_only=True)
-class Predictions:
-    """The predictions for one run.
+class Parting:
+    """The first step at which a quantity differs by more than the tolerance.
 
     Attributes:
-        run: the run, resolved again from its configuration.
-        bubble: the share of a step in which pipeline stages of equal cost wait for each other.
-        sent_bytes: axis -> bytes that the busiest rank sends in a step.
-        peak_bytes: peak memory of a rank, for each pipeline stage.
+        step: the step.
+        quantity: its name in metrics.jsonl.
+        values: in the first run and in the second; None is a number that is not finite.
+        relative: their difference divided by the larger; None if one is not a number.
     """
 
-    run: Run
-    bubble: float
-    sent_bytes: Mapping[str, int]
-    peak_bytes: tuple[int, ...]
+    step: int
+    quantity: str
+    values: tuple[Any, Any]
+    relative: float | None
 
 
-def predictions_of(config: Mapping[str, Any], name: str) -> Predictions | None:
-    """Predicts from a configuration; None if this version does not accept it."""
-    try:
-        parsed = parse_config(config)
-        parallel = parsed.parallel
-        if not isinstance(parallel.data, int):
-            return None
-        world_size = parallel.data * parallel.pipeline * parallel.tensor
-        run = resolve_run(
-            parsed,
-            name=name,
-            world_size=world_size,
-            world_source="config.json",
-            device_type="cuda",
-        )
-    except (ConfigError, OSError):
-        return None
-    sent: dict[str, int] = {}
-    for (axis, _), number in predict_busiest(run).items():
-        sent[axis] = sent.get(axis, 0) + number
-    return Predictions(
-        run=run, bubble=ideal_bubble(run), sent_bytes=sent, peak_bytes=tuple(predict_peaks(run))
+@dataclass(frozen=True, kw_only=True)
+class Missing:
+    """Steps or validations that only one of the runs recorded.
+
+    Attributes:
+        run: the run that lacks them: 0 for the first, 1 for the second.
+        quantity: "step" or "validation".
+        steps: their steps, in ascending order; at least one.
+    """
+
+    run: int
+    quantity: str
+    steps: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunComparison:
+    """Two runs side by side.
+
+    Attributes:
+        common_steps: number of steps that both recorded.
+        missing: steps and validations that only one run recorded, from the first step of the later
+            run to the last step of the shorter run.
+        partings: the first difference of each quantity that differs, in the order of steps.
+        largest: quantity -> the largest relative difference over all common steps.
+        config: keys whose values differ: key, value in the first run, value in the second.
+    """
+
+    common_steps: int
+    missing: tuple[Missing, ...]
+    partings: tuple[Parting, ...]
+    largest: Mapping[str, float]
+    config: tuple[tuple[str, str, str], ...]
+
+    @property
+    def equal(self) -> bool:
+        """Whether no quantity differs and nothing is missing."""
+        return not self.partings and not self.missing
+
+    def as_json(self) -> dict[str, Any]:
+        """The same as JSON values."""
+        return {"equal": self.equal, **asdict(self)}
+
+
+def compare_runs(one: RunRecord, two: RunRecord, tolerance: float) -> RunComparison:
+    """Compares the steps that both runs recorded.
+
+    Args:
+        one: the first run.
+        two: the second run.
+        tolerance: largest relative difference that counts as equal. Tokens and skipped steps must
+            be the same.
+    """
+    partings: dict[str, Parting] = {}
+    largest: dict[str, float] = {}
+    for of_one, of_two in ((one.steps, two.steps), (one.validations, two.validations)):
+        for step in sorted(of_one.keys() & of_two.keys()):
+            for parting in _differences(step, of_one[step], of_two[step]):
+                if parting.relative is not None:
+                    before = largest.get(parting.quantity, 0.0)
+                    largest[parting.quantity] = max(before, parting.relative)
+                allowed = 0.0 if parting.quantity in _EXACT else tolerance
+                if parting.relative is None or parting.relative > allowed:
+                    partings.setdefault(parting.quantity, parting)
+    return RunComparison(
+        common_steps=len(one.steps.keys() & two.steps.keys()),
+        missing=tuple(_missing(one, two)),
+        # sorted is stable, so within a step the order of QUANTITIES is kept.
+        partings=tuple(
+            sorted(
+                (partings[name] for name in QUANTITIES if name in partings),
+                key=lambda parting: parting.step,
+            )
+        ),
+        largest=largest,
+        config=tuple((key, values[0], values[1]) for key, values in config_differences([one, two])),
     )
+
+
+def _missing(one: RunRecord, two: RunRecord) -> Iterator[Missing]:
+    begin = max(min(run.steps, default=0) for run in (one, two))
+    end = min(one.last_step, two.last_step)
+    # A run that has ended is validated after its last step; a run under way is not yet.
+    end_of_validations = end if one.last_step == two.last_step else end - 1
+    for run, (lacking, having) in enumerate(((one, two), (two, one))):
+        for quantity, lacked, had, last in (
+            ("step", lacking.steps, having.steps, end),
+            ("validation", lacking.validations, having.validations, end_of_validations),
+        ):
+            steps = tuple(s for s in had if begin <= s <= last and s not in lacked)
+            if steps:
+                yield Missing(run=run, quantity=quantity, steps=steps)
+
+
+def _differences(step: int, one: Recorded, two: Recorded) -> Iterator[Parting]:
+    for name in QUANTITIES:
+        values = getattr(one, name), getattr(two, name)
+        if values[0] == values[1]:
+            continue
+        a, b = (number(float(v) if isinstance(v, bool) else v) for v in values)
+        relative = None if a is None or b is None else abs(a - b) / max(abs(a), abs(b))
+        yield Parting(step=step, quantity=name, values=values, relative=relative)
+
+
+def config_differences(runs: Sequence[RunRecord]) -> Iterator[tuple[str, list[str]]]:
+    """Each key whose values differ among the runs, with its value in each run; "-" if missing."""
+    flat = [{key: json.dumps(value) for key, value in leaves(run.config)} for run in runs]
+    for settings in flat:
+        settings.pop("training.run_dir", None)  # always differs
+    for key in sorted(set().union(*flat)):
+        values = [settings.get(key, "-") for settings in flat]
+        if len(set(values)) > 1:
+            yield key, values

@@ -5,8 +5,7 @@ from typing import Any
 
 import pytest
 
-from megaspeed.analysis.costs.memory import MemoryBytes
-from megaspeed.analysis.costs.model_states import elements_of, local_parameters, model_states
+from megaspeed.analysis.costs.memory import MemoryBytes, elements_of, local_parameters, model_states
 from megaspeed.config.loading import parse_config
 from megaspeed.config.resolve import Run, resolve_run
 from tests.parallel.tiny import merge, tiny_run

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from megaspeed.analysis.costs.model_states import (
+from megaspeed.analysis.costs.memory import (
     elements_of,
     flat_group_elements,
     local_parameters,

@@ -7,20 +7,17 @@ from typing import Any
 import pytest
 import torch
 
+from megaspeed.analysis.units import show
 from megaspeed.analysis.verification.comparison import (
     Comparison,
     Difference,
     compare_gradients,
     compare_numbers,
-)
-from megaspeed.analysis.verification.verify import (
     gradient_table,
     step_table,
     verdict,
     widened_tolerances,
 )
-from tests.analysis.verification.printing import TEXT, printed
-from tests.parallel.tiny import tiny_run
 
 
 def difference(
@@ -184,15 +181,28 @@ def test_the_json_of_a_diverged_run_has_no_number_that_json_lacks() -> None:
     assert [loss["relative"] for loss in result["losses"]] == [None, None]
 
 
-def test_the_tables_mark_what_is_beyond_its_limit() -> None:
+def test_the_tables_mark_what_is_beyond_its_limit_and_cut_no_number(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    weight, long_name = torch.ones(4), "blocks.103.attention.output.weight"
     result = Comparison(
-        losses=compare_numbers("loss", [4.5], [4.0], allowed=[0.1]),
-        grad_norms=compare_numbers("gradient norm", [1.0], [1.0], allowed=[0.1]),
-        gradients=compare_gradients({"w": torch.ones(4)}, {"w": torch.ones(4)}, allowed=0.1),
+        losses=compare_numbers("loss", [12.34567, 4.5], [12.34568, 4.0], allowed=[0.1, 0.1]),
+        grad_norms=compare_numbers(
+            "gradient norm", [1.234567e-05, 1.0], [1.234568e-05, 1.0], allowed=[0.1, 0.1]
+        ),
+        gradients=compare_gradients(
+            {"w": weight, long_name: weight * 1.234567e-07},
+            {"w": weight, long_name: weight * 2.345678e-07},
+            allowed=0.1,
+        ),
         weights_bitwise_equal=True,
         copies_differ_by=0.0,
     )
-    (steps,) = [line for line in printed(step_table(tiny_run(TEXT), result)) if "4.5" in line]
-    assert steps.split() == ["1", "4.5", "4", "1.2e-01", "!", "1", "1", "0.0e+00"]
-    (row,) = [line for line in printed(gradient_table(result)) if line.split()[:1] == ["w"]]
-    assert row.split() == ["w", "2", "2", "0.0e+00"]
+    show([step_table(result), gradient_table(result)])
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80 and not any("\u2026" in line for line in lines)
+    cells = [line.split() for line in lines]
+    assert ["2", "4.5", "4", "1.2e-01", "!", "1", "1", "0.0e+00"] in cells
+    assert ["w", "2", "2", "0.0e+00"] in cells
+    assert [long_name, "2.469134e-07", "4.691356e-07", "4.7e-01", "!"] in cells

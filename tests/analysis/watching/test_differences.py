@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from megaspeed.analysis.watching.differences import compare_runs
-from megaspeed.analysis.watching.record import read_run
+from megaspeed.analysis.watching.record import compare_runs, read_run
 from megaspeed.cli import main
 from tests.analysis.watching.written_runs import loss_at, written_run
 
