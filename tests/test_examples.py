@@ -18,7 +18,7 @@ from torch.distributed.run import get_args_parser
 
 from megaspeed.cli import _parse as parse_command
 from megaspeed.config.check import check_config
-from megaspeed.training.pretrain import _parse as parse_pretrain
+from megaspeed.training.pretrain import parse_arguments as parse_pretrain
 from tests.launched import free_port
 from tests.nodes import ROOT
 from tests.parallel.tiny import GPT2

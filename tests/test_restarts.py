@@ -191,7 +191,7 @@ def attempt(
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(number))
     launch = LaunchEnvironment(0, 1, 0, 1, "test")
     restarts = Restarts(Meeting(store, launch, between_attempts=store))
-    problem = restarts.problem(run)
+    problem = restarts.problem(last_step(run.run_dir))
     assert restarts.given_up == (problem is not None)
     restarts.note_opened()
     return problem
@@ -254,9 +254,9 @@ import os, signal, sys, time
 from pathlib import Path
 
 from megaspeed.topology.process_end import end_process
-from megaspeed.training import supervisor
+from megaspeed.training import restarts
 
-supervisor._SECONDS_TO_END = 1.0
+restarts._SECONDS_TO_END = 1.0
 rank, folder = int(os.environ["RANK"]), Path(__file__).parent
 
 
@@ -269,7 +269,7 @@ def train():
     return 0
 
 
-end_process(supervisor.run_supervised(train))
+end_process(restarts.run_supervised(train))
 """
 
 

@@ -1,5 +1,6 @@
 """The ``megaspeed`` command.
 
+    megaspeed train    --config FILE [--world-size N]     trains, with one process for each rank
     megaspeed check    --config FILE [--world-size N]     every mistake in a configuration, at once
     megaspeed verify   --config FILE --world-size N       these degrees against one plain process
     megaspeed schedule --config FILE --world-size N       the pipeline's timetable, as a grid
@@ -26,6 +27,8 @@ import os
 import sys
 from collections.abc import Sequence
 
+import megaspeed
+
 try:
     from megaspeed.cli import (
         check,
@@ -42,6 +45,7 @@ try:
         schedule,
         show_batch,
         tokenize,
+        train,
         train_tokenizer,
         verify,
     )
@@ -52,6 +56,7 @@ except KeyboardInterrupt:  # Ctrl-C in the seconds that this takes
     sys.exit("megaspeed: stopped")
 
 _COMMANDS = (
+    train,
     check,
     verify,
     schedule,
@@ -95,9 +100,14 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="megaspeed", description="3D-parallel GPT pretraining on DeepSpeed."
     )
+    parser.add_argument("--version", action="version", version=f"megaspeed {megaspeed.__version__}")
     # The deepspeed launcher passes it before the command; the environment says the same.
     parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
     commands = parser.add_subparsers(required=True, metavar="command", dest="command")
     for command in _COMMANDS:
         command.add_to(commands)
-    return parser.parse_args(arguments)
+    options, rest = parser.parse_known_args(arguments)
+    if rest and options.command != "train":  # whose other options the main job parses
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    options.rest = rest
+    return options

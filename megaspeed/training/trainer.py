@@ -14,7 +14,7 @@ import signal
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import NoReturn, Protocol
+from typing import NoReturn
 
 from megaspeed.checkpoint.run_state import Progress
 from megaspeed.checkpoint.saving import SaveReport
@@ -42,8 +42,8 @@ class TrainingDiverged(RuntimeError):
     """Too many steps in a row had a loss or a gradient norm that is not finite."""
 
 
-class Observer(Protocol):
-    """Receives the events of training. Only rank 0's observer reports them."""
+class Observer:
+    """Receives the events of training, and ignores them. Rank 0's observer reports them."""
 
     def step(self, metrics: StepMetrics) -> None:
         """An optimizer step is over."""
@@ -54,7 +54,7 @@ class Observer(Protocol):
     def validation(self, metrics: ValidationMetrics) -> None:
         """An evaluation is over."""
 
-    def stopping(self, told_by: signal.Signals, step: int, save_seconds: float | None) -> None:
+    def stopping(self, stopped_by: signal.Signals, step: int, save_seconds: float | None) -> None:
         """The run stops early, after this step; the previous save took ``save_seconds`` (None if
         none has ended yet).
         """
