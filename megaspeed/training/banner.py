@@ -1,4 +1,4 @@
-"""What rank 0 prints before the first step: layout, what each pipeline stage holds, kernels.
+"""What rank 0 prints before the first step: layout, pipeline stages, kernels, and warnings.
 
     3d: pp 2 x dp 2 x tp 2 = 8 ranks on cpu, ZeRO-3, fp32
     step: 32 samples of 128 tokens; each data rank takes 4 micro-batches of 4, 1f1b
@@ -178,9 +178,6 @@ def _describe_layers(layers: range, count: int) -> str:
     return ", ".join(names)
 
 
-# Warnings about launches that work, but waste speed or ignore what was asked for.
-
-
 def launch_warnings(
     launch: LaunchEnvironment,
     run: Run,
@@ -191,7 +188,7 @@ def launch_warnings(
     threads: int,
     torchrun_restarts: int | None = None,
 ) -> list[str]:
-    """One warning for each such problem, with what to change.
+    """Warnings about a launch that works, but wastes speed or ignores a key; each with a remedy.
 
     Args:
         launch: how this process was started.

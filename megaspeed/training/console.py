@@ -10,7 +10,7 @@ import signal
 import sys
 from collections.abc import Mapping, Sequence
 from types import TracebackType
-from typing import Protocol, Self
+from typing import Self
 
 from rich.console import Console
 from rich.markup import escape
@@ -32,7 +32,7 @@ from megaspeed.config.resolve import Run
 from megaspeed.data.prepared import PreparedCorpus
 from megaspeed.pipeline.partition import parameters_of_stages
 from megaspeed.topology.grid import Grid
-from megaspeed.training.metrics import PartMetrics, StepMetrics, ValidationMetrics
+from megaspeed.training.metrics import Metrics, PartMetrics, Record, StepMetrics, ValidationMetrics
 from megaspeed.training.resume import MOST_CHANGES, Start
 from megaspeed.training.trainer import Observer, TrainingSummary
 
@@ -206,13 +206,6 @@ def describe_save(report: SaveReport) -> str:
     )
 
 
-class Record(Protocol):
-    """A destination of records: ``metrics.jsonl``, or other services."""
-
-    def write(self, metrics: StepMetrics | PartMetrics | ValidationMetrics) -> None:
-        """Writes one record."""
-
-
 class ConsoleObserver(Observer):
     """Writes every step to the records and every ``log_interval``-th to the console.
 
@@ -305,7 +298,7 @@ class ConsoleObserver(Observer):
         """Prints that a checkpoint was saved, or why it was not."""
         self._say(describe_save(report))
 
-    def _write(self, metrics: StepMetrics | PartMetrics | ValidationMetrics) -> None:
+    def _write(self, metrics: Metrics) -> None:
         for record in self._records:
             record.write(metrics)
 

@@ -36,16 +36,6 @@ from megaspeed.training.worker import Worker
 from megaspeed.zero.model_states import parameters_between_steps
 from megaspeed.zero.reductions import exchange
 
-# One number for the bits of many tensors, which differs if a bit or the order of elements does.
-#
-#     elements, in order:    e0 e1 e2 e3 ...           8 bytes of them are one word
-#     a word w:              m = w + factor (w >> 32)  so the highest bits change many bits, too
-#     a batch of words:      b = m0 weight0 + m1 weight1 + ...                  modulo 2^64
-#     all batches:           (...(b0 factor + b1) factor + b2 ...)              modulo 2^64
-#
-# The weights are odd and look random. So two changes, or two elements that are exchanged, do not
-# cancel out, except by chance, which is about as probable as guessing 50 bits.
-
 _ELEMENTS_AT_ONCE = 1 << 22
 _WORD_BYTES = 8
 _FACTOR = 0x5851F42D4C957F2D
@@ -55,9 +45,16 @@ _LOW_BITS = 12  # the other 52 are exact in fp64
 
 
 def fingerprint(tensors: Sequence[Tensor], elements_at_once: int = _ELEMENTS_AT_ONCE) -> Tensor:
-    """The number of the tensors' elements, one tensor after the other.
+    """One number for the bits of many tensors. It differs if a bit or the order of elements does.
 
-    It takes a few kernels for each batch of elements, however many tensors there are.
+        elements, in order:    e0 e1 e2 e3 ...           8 bytes of them are one word
+        a word w:              m = w + factor (w >> 32)  so the highest bits change many bits, too
+        a batch of words:      b = m0 weight0 + m1 weight1 + ...                  modulo 2^64
+        all batches:           (...(b0 factor + b1) factor + b2 ...)              modulo 2^64
+
+    The weights are odd and look random. So two changes, or two elements that are exchanged, do not
+    cancel out, except by chance, which is about as probable as guessing 50 bits. A batch takes a
+    few kernels, whatever the number of tensors.
 
     Args:
         tensors: at least one; flat, of one type and on one device.

@@ -32,7 +32,7 @@ from megaspeed.training.metrics import (
 )
 from megaspeed.training.replicas import Replicas
 from megaspeed.training.step_inputs import StepInputs
-from megaspeed.training.worker import StepParts, StepResult, Worker
+from megaspeed.training.worker import StepResult, Worker
 
 _MOST_RANKS_NAMED = 4
 _MOST_SAMPLES_NAMED = 16
@@ -185,9 +185,9 @@ class Trainer:
             self._give_up(metrics, progress)
         return progress, metrics, signal.Signals(result.stop_signal) if result.stop_signal else None
 
-    def _observe(self, parts: StepParts | None) -> None:
+    def _observe(self, parts: PartMetrics | None) -> None:
         if parts is not None:
-            self._observer.parts(PartMetrics.of(parts))
+            self._observer.parts(parts)
 
     def _after(self, before: Progress, result: StepResult) -> Progress:
         return Progress(
