@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from megaspeed.topology.context import ParallelContext
     from megaspeed.zero.engine import ZeroEngine
 
+_NEVER_SECONDS = 10**9
 _STOPPED = "MEGASPEED_STOPPED"
 """The variable with the stop signal after which torch's launcher must not restart ranks."""
 
@@ -160,6 +161,8 @@ def _start(arguments: Sequence[str], ranks: int) -> int:
         max_restarts=run.config.training.restart,
         signals_to_handle="SIGQUIT",  # by default it would end the ranks 30 s after a stop signal
     )
+    # After `config`, which reads it, too: a rank warns if its launcher may kill it while it saves.
+    os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(_NEVER_SECONDS)
     command = ("-u", "-m", "megaspeed.cli", "train", *arguments)
     try:
         elastic_launch(config, sys.executable)(*command)

@@ -108,11 +108,10 @@ def _stage_table(run: Run, predicted_peaks: Sequence[int] | None) -> Table:
     table = Table(box=None, pad_edge=False, header_style="")
     table.add_column("stage", justify="right")
     table.add_column("layers")
-    table.add_column("parameters", justify="right")
-    table.add_column("weights", justify="right")
-    if predicted_peaks is not None:
-        table.add_column("peak", justify="right")
-    table.add_column(_ranks_heading(run.grid))
+    for name in ("parameters", "weights", *(["peak"] if predicted_peaks is not None else [])):
+        table.add_column(name, justify="right", no_wrap=True)  # a terminal never cuts a digit
+    data_ranks = _shown(run.grid.dp, _MOST_DATA_RANKS)
+    table.add_column(" | ".join("..." if dp is None else f"dp {dp}" for dp in data_ranks))
     for stage in _shown(run.grid.pp, _MOST_STAGES):
         if stage is None:
             table.add_row("...")
@@ -127,12 +126,6 @@ def _stage_table(run: Run, predicted_peaks: Sequence[int] | None) -> Table:
             _ranks_of(run.grid, stage),
         )
     return table
-
-
-def _ranks_heading(grid: Grid) -> str:
-    return " | ".join(
-        "..." if dp is None else f"dp {dp}" for dp in _shown(grid.dp, _MOST_DATA_RANKS)
-    )
 
 
 def _ranks_of(grid: Grid, stage: int) -> str:
