@@ -77,7 +77,7 @@ def main(
     try:
         launch = read_launch_environment(os.environ)
     except LaunchError as error:
-        _wait_for_rank_0()
+        _wait_unless_rank_0(os.environ.get("RANK", "0"))
         say(str(error))
         _note_for_torchrun(str(error))
         return EXIT_WRONG_INPUT
@@ -87,7 +87,7 @@ def main(
         run = _checked_run(options, resume, launch, console)
         inject_into_process(activity, launch.rank)
     except (ConfigError, DataError, CheckpointError) as error:
-        _wait_for_rank_0(launch.rank)
+        _wait_unless_rank_0(launch.rank)
         _report(error, launch)
         return EXIT_WRONG_INPUT
     _print_warnings(run, launch, console)
@@ -95,8 +95,8 @@ def main(
         meeting = check_in(launch, run.common_json(), _start_up_seconds(run))
     except (TopologyError, GroupError, RanksDisagree) as error:
         one_of_host = launch.local_rank == 0 or (launch.rank == 1 and isinstance(error, GroupError))
-        if one_of_host or isinstance(error, TopologyError):  # which is of this rank alone
-            _report(error, launch)
+        is_own = isinstance(error, TopologyError)  # of this rank alone
+        _report(error, launch, prints=one_of_host or is_own)
         return _exit_code(error)
     # From here on, a stop signal does not end the process by itself.
     with StopSignal() as stop:
@@ -132,7 +132,7 @@ def main(
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        _wait_for_rank_0()
+        _wait_unless_rank_0(os.environ.get("RANK", "0"))
         _note_for_torchrun(f"error: {message}")
         super().error(message)
 
@@ -207,16 +207,13 @@ def _run(job: Job) -> int:
             if launch.rank >= job.run.grid.world_size:
                 return _wait_as_spare(job)
             summary = job.train()
-    except STOPPED as error:  # raised on all ranks
-        if launch.rank == 0:
-            line = f"[red]training stopped:[/red] {escape(str(error))}"
-            print_line(job.console, line)
-            _note_for_torchrun(str(error))
-        return _exit_code(error)
     except expected as error:
-        # A CheckpointError is raised on all ranks.
-        if launch.rank == 0 if isinstance(error, CheckpointError) else watch.speaks:
-            _report(error, launch)
+        on_all_ranks = isinstance(error, (*STOPPED, CheckpointError))
+        prints = launch.rank == 0 if on_all_ranks else watch.speaks
+        if isinstance(error, STOPPED):
+            print_line(job.console, f"[red]training stopped:[/red] {escape(str(error))}")
+            prints = False
+        _report(error, launch, prints=prints)
         return _exit_code(error)
     except Exception:  # reported with its traceback
         return watch.exit_code
@@ -242,19 +239,20 @@ def _exit_code(error: Exception) -> int:
     return EXIT_WRONG_INPUT if wrong_input else EXIT_FAILED
 
 
-def _wait_for_rank_0(rank: int | None = None) -> None:
-    """All ranks have the same error, and rank 0 prints it. ``RANK`` is used if no rank is given."""
-    if os.environ.get("RANK", "0") != "0" if rank is None else rank != 0:
+def _wait_unless_rank_0(rank: int | str) -> None:
+    """For errors that all ranks have and print: time for rank 0 to print and to end the job."""
+    if str(rank) != "0":
         time.sleep(_SECONDS_FOR_RANK_0_TO_PRINT)
 
 
-def _report(error: Exception, launch: LaunchEnvironment) -> None:
-    """Prints an error that needs no traceback."""
+def _report(error: Exception, launch: LaunchEnvironment, *, prints: bool = True) -> None:
+    """Reports an error that needs no traceback. One rank ``prints`` an error that several have."""
     text = f"[rank {launch.rank}] {error}" if launch.rank else str(error)
-    say(text)
-    _note_for_torchrun(text)
+    if prints:
+        say(text)
+    _note_for_torchrun(text if prints else text.split("\n")[0])
 
 
 def _note_for_torchrun(text: str) -> None:
-    """torchrun prints a page about each failure. Let it end with this text."""
-    write_error_file(os.environ.get("TORCHELASTIC_ERROR_FILE"), text)
+    """torchrun prints a page about the ranks that failed. Let it end with their errors."""
+    write_error_file(os.environ.get("TORCHELASTIC_ERROR_FILE"), text or "no message")
