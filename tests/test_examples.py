@@ -234,7 +234,9 @@ def check_command(words: list[str]) -> None:
         options = runner.parse_args(arguments)
         check_program(options.user_script, options.user_args, module=options.module)
     elif program == "megaspeed":
-        parse_command(arguments)
+        options = parse_command(arguments)
+        if options.command == "train":
+            parse_pretrain(options.rest)
     elif program == "sbatch":
         assert (ROOT / arguments[0]).is_file()
         parse_pretrain(arguments[1:])

@@ -100,8 +100,9 @@ def main(
         return _exit_code(error)
     # From here on, a stop signal does not end the process by itself.
     with StopSignal() as stop:
-        if Restarts(meeting).given_up:
-            return EXIT_FAILED
+        final_code = Restarts(meeting).final_code
+        if final_code is not None:
+            return final_code
         if run.spare_ranks:
             meeting = meeting.without_spare_ranks(run.grid.world_size)
             print_line(console, describe_spare_ranks(run))
@@ -214,7 +215,10 @@ def _run(job: Job) -> int:
             print_line(job.console, f"[red]training stopped:[/red] {escape(str(error))}")
             prints = False
         _report(error, launch, prints=prints)
-        return _exit_code(error)
+        code = _exit_code(error)
+        if code == EXIT_WRONG_INPUT:
+            Restarts(job.meeting).give_up(code)
+        return code
     except Exception:  # reported with its traceback
         return watch.exit_code
     well = summary is None or summary.last_save.error is None

@@ -68,7 +68,7 @@ _NOT_STARTED = "0"
 _PR_SET_PDEATHSIG = 1
 
 # Keys of the store that outlives an attempt.
-_OPENED, _LAST_STEP, _GIVEN_UP = "opened by attempt", "last step", "given up"
+_OPENED, _LAST_STEP, _FINAL_CODE = "opened by attempt", "last step", "final code"
 
 
 class NoProgress(RuntimeError):
@@ -94,9 +94,17 @@ class Restarts:
         """Whether an earlier attempt has opened the run folder, so this one continues in it."""
 
     @property
-    def given_up(self) -> bool:
-        """Whether an earlier attempt has found that restarts do not help."""
-        return self.number > 0 and self._store is not None and self._store.check([_GIVEN_UP])
+    def final_code(self) -> int | None:
+        """The exit code of an earlier attempt after which restarts do not help; None if none."""
+        if self.number > 0 and self._store is not None and self._store.check([_FINAL_CODE]):
+            return int(self._store.get(_FINAL_CODE))
+        return None
+
+    def give_up(self, code: int) -> None:
+        """Let all later attempts end at once with this exit code. torchrun still starts them."""
+        with contextlib.suppress(RuntimeError):  # the store is gone
+            if self._store is not None:
+                self._store.set(_FINAL_CODE, str(code))
 
     def note_opened(self) -> None:
         """Store that this launch has opened the run folder."""
@@ -128,7 +136,7 @@ class Restarts:
             where = "before training began"
         if where is None:
             return None
-        self._store.set(_GIVEN_UP, "")
+        self.give_up(EXIT_FAILED)
         return (
             f"two attempts in a row have failed {where}, so another restart would not help. The "
             "messages above and the ranks' log files state the cause. Fix it and start the run "
@@ -339,7 +347,7 @@ class _Supervisor:
             ended = f"was ended by {signal.Signals(-code).name}"
         final = 128 - code if code < 0 else code
         stopped = self._signal is not None or final - 128 in STOP_SIGNALS
-        if final == EXIT_WRONG_INPUT or stopped or store.check([f"megaspeed/{_GIVEN_UP}"]):
+        if final == EXIT_WRONG_INPUT or stopped or store.check([f"megaspeed/{_FINAL_CODE}"]):
             self._set_state(store, final)
         elif self._attempt == self._restarts:
             if self._set_state(store, final):
