@@ -91,9 +91,11 @@ def check_agreement(corpus: PreparedCorpus, context: ParallelContext) -> None:
         RanksDisagree: on every rank; names what differs and on which ranks.
     """
     validation = corpus.validation
-    own = {
+    own: dict[str, str | None] = {
         "the training text (data.train)": corpus.fingerprint,
-        "the validation text (data.validation)": validation and validation.fingerprint,
+        "the validation text (data.validation)": None
+        if validation is None
+        else validation.fingerprint,
         "the tokenizer (data.tokenizer)": corpus.tokenizer_fingerprint or NOT_STATED,
     }
     by_rank: list[dict[str, str | None]] = [{} for _ in range(context.grid.world_size)]
