@@ -90,8 +90,8 @@ def check_agreement(corpus: PreparedCorpus, context: ParallelContext) -> None:
     Raises:
         RanksDisagree: on every rank; names what differs and on which ranks.
     """
-    validation = corpus.validation
-    own: dict[str, str | None] = {
+    validation = None if corpus.validation is None else corpus.validation.fingerprint
+    own = {
         "the training text (data.train)": corpus.fingerprint,
         "the validation text (data.validation)": None
         if validation is None
