@@ -93,9 +93,7 @@ def check_agreement(corpus: PreparedCorpus, context: ParallelContext) -> None:
     validation = None if corpus.validation is None else corpus.validation.fingerprint
     own = {
         "the training text (data.train)": corpus.fingerprint,
-        "the validation text (data.validation)": None
-        if validation is None
-        else validation.fingerprint,
+        "the validation text (data.validation)": validation,
         "the tokenizer (data.tokenizer)": corpus.tokenizer_fingerprint or NOT_STATED,
     }
     by_rank: list[dict[str, str | None]] = [{} for _ in range(context.grid.world_size)]
