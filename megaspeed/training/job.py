@@ -10,9 +10,9 @@ import dataclasses
 import math
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch.distributed as dist
@@ -110,7 +110,7 @@ def check_agreement(corpus: PreparedCorpus, context: ParallelContext) -> None:
         )
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Job:
     """What one rank brings to a run.
 
@@ -120,11 +120,12 @@ class Job:
         meeting: the ranks of this run.
         activity: what this rank is doing, for the watch.
         stop: the stop signals that this process has received.
-        watch: watches the other ranks.
-        log: this rank's log file.
         console: quiet on all ranks but rank 0.
+        launchers: process numbers of the launchers above this process.
         predict_peaks: predicts the peak memory that the banner shows; None: it shows none.
         explain_memory: called if memory runs out.
+        log: this rank's log file.
+        watch: watches the other ranks.
     """
 
     run: Run
@@ -132,11 +133,24 @@ class Job:
     meeting: Meeting
     activity: Activity
     stop: StopSignal
-    watch: Watch
-    log: RankLog
     console: Console
+    launchers: Sequence[int]
     predict_peaks: PredictPeaks | None = None
     explain_memory: ExplainMemory | None = None
+    log: RankLog = field(init=False)
+    watch: Watch = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.log = RankLog(self.run.run_dir, self.meeting.launch.rank)
+        self.watch = Watch(
+            self.meeting,
+            self.run.grid,
+            self.activity,
+            self.stop,
+            self.log,
+            launchers=self.launchers,
+            hang_timeout_seconds=self.run.config.training.hang_timeout_seconds,
+        )
 
     def train(self) -> TrainingSummary | None:
         """Trains the run; all its ranks call this.

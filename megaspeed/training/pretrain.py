@@ -31,8 +31,6 @@ from megaspeed.topology.launch import LaunchEnvironment, LaunchError, read_launc
 from megaspeed.topology.meeting import GroupError, RanksDisagree, check_in, say
 from megaspeed.topology.process_end import EXIT_DONE, EXIT_FAILED, EXIT_WRONG_INPUT, StopSignal
 from megaspeed.topology.processes import launcher_processes
-from megaspeed.topology.rank_log import RankLog
-from megaspeed.topology.watch import Watch
 from megaspeed.training.banner import PredictPeaks, launch_warnings
 from megaspeed.training.console import describe_spare_ranks, print_line, print_warning
 from megaspeed.training.faults import inject_into_process
@@ -78,8 +76,7 @@ def main(
         launch = read_launch_environment(os.environ)
     except LaunchError as error:
         _wait_unless_rank_0(os.environ.get("RANK", "0"))
-        say(str(error))
-        _note_for_torchrun(str(error))
+        _report(error)
         return EXIT_WRONG_INPUT
     console = Console(stderr=False, quiet=launch.rank != 0)
     activity, resume = Activity(), ResumeOptions.of(options)
@@ -88,7 +85,7 @@ def main(
         inject_into_process(activity, launch.rank)
     except (ConfigError, DataError, CheckpointError) as error:
         _wait_unless_rank_0(launch.rank)
-        _report(error, launch)
+        _report(error, launch.rank)
         return EXIT_WRONG_INPUT
     _print_warnings(run, launch, console)
     try:
@@ -96,7 +93,7 @@ def main(
     except (TopologyError, GroupError, RanksDisagree) as error:
         one_of_host = launch.local_rank == 0 or (launch.rank == 1 and isinstance(error, GroupError))
         is_own = isinstance(error, TopologyError)  # of this rank alone
-        _report(error, launch, prints=one_of_host or is_own)
+        _report(error, launch.rank, prints=one_of_host or is_own)
         return _exit_code(error)
     # From here on, a stop signal does not end the process by itself.
     with StopSignal() as stop:
@@ -106,25 +103,14 @@ def main(
         if run.spare_ranks:
             meeting = meeting.without_spare_ranks(run.grid.world_size)
             print_line(console, describe_spare_ranks(run))
-        log = RankLog(run.run_dir, launch.rank)
-        watch = Watch(
-            meeting,
-            run.grid,
-            activity,
-            stop,
-            log,
-            launchers=launcher_processes() if launchers is None else launchers,
-            hang_timeout_seconds=run.config.training.hang_timeout_seconds,
-        )
         job = Job(
             run=run,
             options=resume,
             meeting=meeting,
             activity=activity,
             stop=stop,
-            watch=watch,
-            log=log,
             console=console,
+            launchers=launcher_processes() if launchers is None else launchers,
             predict_peaks=predict_peaks,
             explain_memory=explain_memory,
         )
@@ -214,7 +200,7 @@ def _run(job: Job) -> int:
         if isinstance(error, STOPPED):
             print_line(job.console, f"[red]training stopped:[/red] {escape(str(error))}")
             prints = False
-        _report(error, launch, prints=prints)
+        _report(error, launch.rank, prints=prints)
         code = _exit_code(error)
         if code == EXIT_WRONG_INPUT:
             Restarts(job.meeting).give_up(code)
@@ -249,9 +235,9 @@ def _wait_unless_rank_0(rank: int | str) -> None:
         time.sleep(_SECONDS_FOR_RANK_0_TO_PRINT)
 
 
-def _report(error: Exception, launch: LaunchEnvironment, *, prints: bool = True) -> None:
+def _report(error: Exception, rank: int = 0, *, prints: bool = True) -> None:
     """Reports an error that needs no traceback. One rank ``prints`` an error that several have."""
-    text = f"[rank {launch.rank}] {error}" if launch.rank else str(error)
+    text = f"[rank {rank}] {error}" if rank else str(error)
     if prints:
         say(text)
     _note_for_torchrun(text if prints else text.split("\n")[0])
