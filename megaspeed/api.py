@@ -90,8 +90,8 @@ def train(
         The folder of the run, with ``metrics.jsonl``, ``loss.png`` and ``checkpoints/``.
 
     Raises:
-        ConfigError: with all mistakes in the configuration.
-        RuntimeError: the training failed. The reason is printed.
+        ConfigError: with all mistakes that can be seen without the number of processes.
+        RuntimeError: the training failed, or its input is wrong. The reason is printed.
     """
     config = load_config(path, overrides)
     arguments = ["--config", os.fspath(path), "--resume", os.fspath(resume)]

@@ -19,7 +19,7 @@
     megaspeed tokenize FILE... --output DIR               text of any size to files of tokens
 
 Each command is a file of this folder with ``add_to`` (its arguments) and ``run`` (what it does).
-Exit codes: 0 done, 1 the run or the check failed, 2 the input is wrong.
+Exit codes: 0 done, 1 the run or the check failed, 2 the input is wrong, 3 the run hung.
 """
 
 import argparse
