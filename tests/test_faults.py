@@ -378,6 +378,19 @@ def test_a_signal_before_the_training_ends_the_run_at_once(tmp_path: Path) -> No
     assert "SIGTERM before training began: there is nothing to save" in ended.err
 
 
+def test_ranks_that_were_stopped_before_training_are_not_restarted(tmp_path: Path) -> None:
+    """torch's launcher restarts ranks whatever their exit code is."""
+    fault = "hang rank=0 phase='building the model'"
+    job = Job(tmp_path, "megaspeed", "training.restart=2", fault=fault)
+    job.wait_until_said("attention: ", 120)
+    time.sleep(1)
+    job.launcher.send_signal(signal.SIGTERM)
+    ended = job.ended()
+    assert ended.code == 128 + signal.SIGTERM and ended.seconds < SECONDS_TO_END
+    assert ended.out.count("attention: ") == 1
+    assert ended.err == "SIGTERM before training began: there is nothing to save\n"
+
+
 def test_ctrl_c_in_a_long_step_saves_although_the_launcher_has_gone(tmp_path: Path) -> None:
     """DeepSpeed's runner ends at once, and the ranks took its end for the second Ctrl-C."""
     fault = "slow rank=1 step=4 work=Backward(micro_batch=0 seconds=5"
