@@ -18,6 +18,23 @@ ranks trains the same model as one process. Each folder imports only from the fo
     cli/              the `megaspeed` command, a file for each subcommand
 
 `docs/architecture.md` follows one micro-batch from the loader to the optimizer.
+
+Three functions do from Python what the commands do; `megaspeed/api.py` describes them. They are
+loaded at their first use, so `import megaspeed` stays light.
+
+    megaspeed.load_config("run.json", overrides={"training.steps": 10}).training.steps
+    megaspeed.plan("run.json", world_size=8)["pipeline_stages"]
+    megaspeed.train("run.json", world_size=2)
 """
 
+from importlib import import_module
+from typing import Any
+
+__all__ = ["__version__", "load_config", "plan", "train"]  # see __getattr__
 __version__ = "0.2.0"
+
+
+def __getattr__(name: str) -> Any:
+    if name in __all__:
+        return getattr(import_module("megaspeed.api"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

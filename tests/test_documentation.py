@@ -25,9 +25,13 @@ def megaspeed_commands() -> list[str]:
     return sorted(found)
 
 
-def test_the_readme_has_every_command() -> None:
+def test_the_readme_has_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.parse(["--help"])
+    commands = set(re.findall(r"^    ([a-z-]+) ", capsys.readouterr().out, re.MULTILINE))
+    assert len(commands) > 15
     named = {line.split()[1] for line in code_lines(ROOT / "README.md") if "megaspeed " in line}
-    assert {command.__name__.rsplit(".")[-1].replace("_", "-") for command in cli.COMMANDS} <= named
+    assert commands - named == set()
 
 
 @pytest.mark.parametrize("line", megaspeed_commands())

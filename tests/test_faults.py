@@ -90,7 +90,8 @@ class Job:
             "MEGASPEED_TEST_MARK": self.mark,
         }
         self._out, self._err = folder / "out", folder / "err"
-        command = [*_launcher(launcher, ranks), *launcher_options, str(SCRIPT)]
+        command = [*_launcher(launcher, ranks), *launcher_options]
+        command += [] if launcher == "megaspeed" else [str(SCRIPT)]
         command += ["--config", str(folder / "tiny.json")]
         command += [*arguments, "--set", *changes] if changes else arguments
         with self._out.open("w") as out, self._err.open("w") as err:
@@ -158,10 +159,14 @@ def _launcher(name: str, ranks: int) -> list[str]:
     if name == "torchrun":
         options = ["--nproc-per-node", str(ranks), "--master-port", port]
         return [sys.executable, "-m", "torch.distributed.run", *options]
+    if name == "megaspeed":
+        return [sys.executable, "-m", "megaspeed.cli", "train", "--world-size", str(ranks)]
     return [sys.executable]
 
 
-@pytest.mark.parametrize(("launcher", "rank"), [("deepspeed", 1), ("torchrun", 0)])
+@pytest.mark.parametrize(
+    ("launcher", "rank"), [("deepspeed", 1), ("torchrun", 0), ("megaspeed", 1)]
+)
 def test_a_rank_that_raises_has_the_last_word(tmp_path: Path, launcher: str, rank: int) -> None:
     """Sixty lines of its peers' tracebacks followed its own."""
     fault = f"raise rank={rank} step=3 work=Backward"
@@ -174,6 +179,9 @@ def test_a_rank_that_raises_has_the_last_word(tmp_path: Path, launcher: str, ran
     assert report in ended.log(rank)
     if launcher == "torchrun":  # its own summary of the failure shows the report once more
         assert ended.err.count(place) == 2
+    if launcher == "megaspeed":
+        assert ended.err.startswith(report)
+        assert ended.err.endswith("during Backward(micro_batch=0)\nduring step 3\n"), ended.err
 
 
 def test_a_rank_without_memory_shows_where_it_goes_and_what_would_help(tmp_path: Path) -> None:
@@ -293,7 +301,13 @@ def test_a_spare_rank_ends_as_the_run_does(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("launcher", "number"), [("deepspeed", signal.SIGTERM), ("torchrun", signal.SIGKILL)]
+    ("launcher", "number"),
+    [
+        ("deepspeed", signal.SIGTERM),
+        ("torchrun", signal.SIGKILL),
+        ("megaspeed", signal.SIGKILL),
+        ("megaspeed", signal.SIGTERM),
+    ],
 )
 def test_without_their_launcher_the_ranks_save_and_end(
     tmp_path: Path, launcher: str, number: signal.Signals
@@ -321,7 +335,12 @@ def test_a_run_whose_output_nobody_reads_any_more_still_saves(tmp_path: Path) ->
 
 @pytest.mark.parametrize(
     ("launcher", "number"),
-    [("deepspeed", signal.SIGINT), ("torchrun", signal.SIGINT), ("deepspeed", signal.SIGHUP)],
+    [
+        ("deepspeed", signal.SIGINT),
+        ("torchrun", signal.SIGINT),
+        ("megaspeed", signal.SIGINT),
+        ("deepspeed", signal.SIGHUP),
+    ],
 )
 def test_ctrl_c_and_a_closed_terminal_save(
     tmp_path: Path, launcher: str, number: signal.Signals
@@ -333,6 +352,8 @@ def test_ctrl_c_and_a_closed_terminal_save(
     ended = job.ended()
     assert ended.seconds < SECONDS_TO_END and ended.saved, ended.err
     assert "stopped by SIG" in ended.out and "Traceback" not in ended.out
+    if launcher == "megaspeed":
+        assert (ended.code, ended.err) == (0, "")
 
 
 def test_the_second_ctrl_c_leaves_at_once_even_from_a_blocked_main_thread(tmp_path: Path) -> None:
@@ -355,6 +376,19 @@ def test_a_signal_before_the_training_ends_the_run_at_once(tmp_path: Path) -> No
     ended = job.ended()
     assert ended.code == 128 + signal.SIGTERM and ended.seconds < HANG_SECONDS
     assert "SIGTERM before training began: there is nothing to save" in ended.err
+
+
+def test_ranks_that_were_stopped_before_training_are_not_restarted(tmp_path: Path) -> None:
+    """torch's launcher restarts ranks whatever their exit code is."""
+    fault = "hang rank=0 phase='building the model'"
+    job = Job(tmp_path, "megaspeed", "training.restart=2", fault=fault)
+    job.wait_until_said("attention: ", 120)
+    time.sleep(1)
+    job.launcher.send_signal(signal.SIGTERM)
+    ended = job.ended()
+    assert ended.code == 128 + signal.SIGTERM and ended.seconds < SECONDS_TO_END
+    assert ended.out.count("attention: ") == 1
+    assert ended.err == "SIGTERM before training began: there is nothing to save\n"
 
 
 def test_ctrl_c_in_a_long_step_saves_although_the_launcher_has_gone(tmp_path: Path) -> None:

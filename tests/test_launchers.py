@@ -57,6 +57,10 @@ def torchrun() -> list[str | Path]:
     return [sys.executable, "-m", "torch.distributed.run", *options, SCRIPT]
 
 
+def megaspeed() -> list[str | Path]:
+    return [sys.executable, "-m", "megaspeed.cli", "train", "--world-size", "2"]
+
+
 def python() -> list[str | Path]:
     return [sys.executable, SCRIPT]
 
@@ -76,6 +80,7 @@ LAUNCHES: dict[str, tuple[Command, list[str]]] = {
     "python": (python, []),
     "deepspeed": (deepspeed, []),
     "torchrun": (torchrun, ["--set", "parallel.pipeline=2"]),
+    "megaspeed": (megaspeed, ["--set", "parallel.tensor=2"]),
     **({"mpirun": (mpirun, ["--set", "parallel.tensor=2"])} if shutil.which("mpirun") else {}),
 }
 """How each run is started, and what it changes on the command line: 1 rank, dp 2, pp 2, tp 2."""
@@ -149,7 +154,7 @@ def test_rank_0_alone_speaks(launcher: str, runs: Runs) -> None:
     assert "Traceback" not in launched.err
 
 
-@pytest.mark.parametrize("launcher", ["deepspeed", "torchrun", "python"])
+@pytest.mark.parametrize("launcher", ["deepspeed", "torchrun", "megaspeed", "python"])
 def test_nothing_stands_before_our_lines(launcher: str, runs: Runs) -> None:
     """DS_ACCELERATOR=cpu and --quiet silence DeepSpeed's launcher; the ranks silence themselves."""
     launched = runs.launched(launcher)

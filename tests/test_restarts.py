@@ -157,10 +157,11 @@ def test_a_single_process_is_started_again_and_told_to_stop(tmp_path: Path) -> N
     assert "rank 0 was ended by SIGKILL: restart 1 of 1 of all ranks" in ended.err
 
 
-def test_wrong_input_is_not_tried_again(tmp_path: Path) -> None:
+@pytest.mark.parametrize("launcher", ["deepspeed", "megaspeed"])
+def test_wrong_input_is_not_tried_again(tmp_path: Path, launcher: str) -> None:
     missing = f'data.train=["{tmp_path / "missing.txt"}"]'
-    ended = Job(tmp_path, "deepspeed", "training.restart=3", missing).ended()
-    assert ended.code != 0 and ended.err.count("missing.txt") == 1
+    ended = Job(tmp_path, launcher, "training.restart=3", missing).ended()
+    assert ended.code == 2 and ended.err.count("missing.txt") == 1
     assert "restart 1" not in ended.err + ended.out
 
 
@@ -190,8 +191,8 @@ def attempt(
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(number))
     launch = LaunchEnvironment(0, 1, 0, 1, "test")
     restarts = Restarts(Meeting(store, launch, between_attempts=store))
-    problem = restarts.problem(run)
-    assert restarts.given_up == (problem is not None)
+    problem = restarts.problem(last_step(run.run_dir))
+    assert restarts.final_code == (None if problem is None else 1)
     restarts.note_opened()
     return problem
 
@@ -253,9 +254,9 @@ import os, signal, sys, time
 from pathlib import Path
 
 from megaspeed.topology.process_end import end_process
-from megaspeed.training import supervisor
+from megaspeed.training import restarts
 
-supervisor._SECONDS_TO_END = 1.0
+restarts._SECONDS_TO_END = 1.0
 rank, folder = int(os.environ["RANK"]), Path(__file__).parent
 
 
@@ -268,7 +269,7 @@ def train():
     return 0
 
 
-end_process(supervisor.run_supervised(train))
+end_process(restarts.run_supervised(train))
 """
 
 

@@ -1,5 +1,6 @@
 """The ``megaspeed`` command.
 
+    megaspeed train    --config FILE [--world-size N]     trains, with one process for each rank
     megaspeed check    --config FILE [--world-size N]     every mistake in a configuration, at once
     megaspeed verify   --config FILE --world-size N       these degrees against one plain process
     megaspeed schedule --config FILE --world-size N       the pipeline's timetable, as a grid
@@ -18,13 +19,15 @@
     megaspeed tokenize FILE... --output DIR               text of any size to files of tokens
 
 Each file of this folder that has ``add_to`` adds one or two commands and what they do.
-Exit codes: 0 done, 1 the run or the check failed, 2 the input is wrong.
+Exit codes: 0 done, 1 the run or the check failed, 2 the input is wrong, 3 the run hung.
 """
 
 import argparse
 import os
 import sys
 from collections.abc import Sequence
+
+import megaspeed
 
 try:
     from megaspeed.cli import (
@@ -39,6 +42,7 @@ try:
         report,
         show_batch,
         tokenize,
+        train,
         train_tokenizer,
         verify,
     )
@@ -49,6 +53,7 @@ except KeyboardInterrupt:  # Ctrl-C in the seconds that this takes
     sys.exit("megaspeed: stopped")
 
 COMMANDS = (
+    train,
     check,
     verify,
     compare,
@@ -89,9 +94,14 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="megaspeed", description="3D-parallel GPT pretraining on DeepSpeed."
     )
+    parser.add_argument("--version", action="version", version=f"megaspeed {megaspeed.__version__}")
     # The deepspeed launcher passes it before the command; the environment says the same.
     parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
     commands = parser.add_subparsers(required=True, metavar="command", dest="command")
     for command in COMMANDS:
         command.add_to(commands)
-    return parser.parse_args(arguments)
+    options, rest = parser.parse_known_args(arguments)
+    if rest and options.command != "train":  # whose other options the main job parses
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    options.rest = rest
+    return options

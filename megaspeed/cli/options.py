@@ -35,7 +35,7 @@ def add_command(
     add_config_options(parser)
     parser.add_argument(
         "--world-size",
-        type=_world_size,
+        type=world_size,
         required=needs_world_size,
         help="number of processes of the run",
     )
@@ -71,7 +71,7 @@ def positive(text: str) -> int:
     return _in_range(number, LARGEST_COUNT)
 
 
-def _world_size(text: str) -> int:
+def world_size(text: str) -> int:
     return _in_range(positive(text), LARGEST_WORLD)
 
 

@@ -1,8 +1,8 @@
 """Other processes of this host: the launchers of this one, and how to wait until one ends.
 
     deepspeed (runner)  ->  python -m deepspeed.launcher.launch  ->  this rank
-    torchrun                                                     ->  this rank
-    any of them, or none  ->  supervisor (training/supervisor.py)  ->  this rank
+    torchrun, megaspeed train                                    ->  this rank
+    any of them, or none  ->  supervisor (training/restarts.py)  ->  this rank
 
 DeepSpeed's runner does not forward signals to a launcher on the same host. If the runner is
 stopped, only the runner ends, and this process continues without it.
@@ -19,10 +19,11 @@ from typing import Self
 SUPERVISOR = "MEGASPEED_SUPERVISOR"
 """The variable with the process number of the supervisor that has started this process."""
 
-_PROGRAMS = {"deepspeed", "torchrun"}
+_PROGRAMS = {"deepspeed", "torchrun", "megaspeed"}
 _MODULES = {
     "deepspeed.launcher.launch",
     "deepspeed.launcher.runner",
+    "megaspeed.cli",
     "torch.distributed.run",
     "torch.distributed.launch",
 }

@@ -1,4 +1,4 @@
-"""What rank 0 prints before the first step: layout, what each pipeline stage holds, kernels.
+"""What rank 0 prints before the first step: layout, pipeline stages, kernels, and warnings.
 
     3d: pp 2 x dp 2 x tp 2 = 8 ranks on cpu, ZeRO-3, fp32
     step: 32 samples of 128 tokens; each data rank takes 4 micro-batches of 4, 1f1b
@@ -7,7 +7,7 @@
         1  block 3, head             198,528  0.8 MiB   9.7 MiB  4 5 | 6 7
     peak: of a rank, predicted as by megaspeed plan; tensors alone
     attention: scaled_dot_product_attention, fused
-    operations: 7.041 MFLOP a token; no MFU, because the peak of cpu is unknown
+    operations: 7.041 MFLOP a token
     files: runs/3d
 
 The columns `dp 0`, `dp 1`, ... list the tensor ranks of each data rank.
@@ -93,10 +93,11 @@ def describe_attention(run: Run) -> str:
 def _describe_operations(run: Run, device: torch.device, device_name: str) -> str:
     flops = training_flops_per_token(run.config.model, run.config.data.sequence_length)
     count = f"{flops / 1e6:,.4g} MFLOP a token"
+    if device.type == "cpu":
+        return count
     peak = peak_flops_per_second(device, run.precision)
     if peak is None:
-        precision = "" if device.type == "cpu" else f" in {run.precision}"
-        return f"{count}; no MFU, because the peak of {device_name}{precision} is unknown"
+        return f"{count}; no MFU, because the peak of {device_name} in {run.precision} is unknown"
     return f"{count}; MFU of {peak / 1e12:,.1f} TFLOP/s a rank (data sheet, dense)"
 
 
@@ -107,11 +108,10 @@ def _stage_table(run: Run, predicted_peaks: Sequence[int] | None) -> Table:
     table = Table(box=None, pad_edge=False, header_style="")
     table.add_column("stage", justify="right")
     table.add_column("layers")
-    table.add_column("parameters", justify="right")
-    table.add_column("weights", justify="right")
-    if predicted_peaks is not None:
-        table.add_column("peak", justify="right")
-    table.add_column(_ranks_heading(run.grid))
+    for name in ("parameters", "weights", *(["peak"] if predicted_peaks is not None else [])):
+        table.add_column(name, justify="right", no_wrap=True)  # a terminal never cuts a digit
+    data_ranks = _shown(run.grid.dp, _MOST_DATA_RANKS)
+    table.add_column(" | ".join("..." if dp is None else f"dp {dp}" for dp in data_ranks))
     for stage in _shown(run.grid.pp, _MOST_STAGES):
         if stage is None:
             table.add_row("...")
@@ -126,12 +126,6 @@ def _stage_table(run: Run, predicted_peaks: Sequence[int] | None) -> Table:
             _ranks_of(run.grid, stage),
         )
     return table
-
-
-def _ranks_heading(grid: Grid) -> str:
-    return " | ".join(
-        "..." if dp is None else f"dp {dp}" for dp in _shown(grid.dp, _MOST_DATA_RANKS)
-    )
 
 
 def _ranks_of(grid: Grid, stage: int) -> str:
@@ -177,9 +171,6 @@ def _describe_layers(layers: range, count: int) -> str:
     return ", ".join(names)
 
 
-# Warnings about launches that work, but waste speed or ignore what was asked for.
-
-
 def launch_warnings(
     launch: LaunchEnvironment,
     run: Run,
@@ -188,9 +179,9 @@ def launch_warnings(
     has_bf16: bool,
     processors: int,
     threads: int,
-    is_torchrun: bool = False,
+    torchrun_restarts: int | None = None,
 ) -> list[str]:
-    """One warning for each such problem, with what to change.
+    """Warnings about a launch that works, but wastes speed or ignores a key; each with a remedy.
 
     Args:
         launch: how this process was started.
@@ -199,7 +190,7 @@ def launch_warnings(
         has_bf16: whether the GPU of this process supports bf16; false without a GPU.
         processors: number of processors of this machine.
         threads: number of CPU threads that torch uses in this process.
-        is_torchrun: whether torchrun started it.
+        torchrun_restarts: how often torchrun may restart the ranks; None without torchrun.
     """
     warnings = [
         *_one_gpu_a_rank(launch, visible_gpus),
@@ -212,10 +203,11 @@ def launch_warnings(
             "computes in bf16 many times as fast (H100: 989 TFLOP/s, fp32 67) and with half the "
             "memory for activations: set bf16.enabled=true, or bf16.enabled=false if fp32 is meant"
         )
-    if is_torchrun and run.config.training.restart:
+    restarts = run.config.training.restart
+    if torchrun_restarts is not None and torchrun_restarts < restarts:
         warnings.append(
             "training.restart has no effect under torchrun, which restarts ranks by itself: start "
-            f"torchrun with --max-restarts {run.config.training.restart}"
+            f"torchrun with --max-restarts {restarts}"
         )
     fair = processors // launch.local_world_size
     if run.config.zero_optimization.offloads_optimizer and threads == 1 and fair > 1:

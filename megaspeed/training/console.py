@@ -10,7 +10,7 @@ import signal
 import sys
 from collections.abc import Mapping, Sequence
 from types import TracebackType
-from typing import Protocol, Self
+from typing import Self
 
 from rich.console import Console
 from rich.markup import escape
@@ -22,6 +22,7 @@ from rich.progress import (
 )
 from rich.progress import Progress as ProgressBar
 from rich.table import Table
+from rich.text import Text
 
 from megaspeed.checkpoint.run_state import Progress
 from megaspeed.checkpoint.tensors import BYTES_PER_ELEMENT, KINDS
@@ -30,11 +31,9 @@ from megaspeed.config.resolve import Run
 from megaspeed.data.prepared import PreparedCorpus
 from megaspeed.pipeline.partition import parameters_of_stages
 from megaspeed.topology.grid import Grid
-from megaspeed.training.metrics import PartMetrics, StepMetrics, ValidationMetrics
+from megaspeed.training.metrics import Metrics, PartMetrics, Record, StepMetrics, ValidationMetrics
 from megaspeed.training.resume import MOST_CHANGES, Start
-from megaspeed.training.trainer import TrainingSummary
-
-# The lines that rank 0 prints during a run, as text; some with rich's markup.
+from megaspeed.training.trainer import Observer, TrainingSummary
 
 WORSE_BY_NATS = 0.5
 """If the first loss after a resume is higher than the last one before by more, a warning is shown.
@@ -50,6 +49,19 @@ _SLOW_DISK = 200e6
 
 SLOW = 1.5
 """How many times longer than the median rank a rank must work to be named."""
+
+_SPEED_SECONDS = 3600.0
+"""The remaining time is estimated from this period; rich's 30 s may have less than two steps."""
+
+
+def print_line(console: Console, line: str | Text) -> None:
+    """Prints a line, which the terminal wraps. A string may have rich's markup."""
+    console.print(line, highlight=False, soft_wrap=True)
+
+
+def print_warning(console: Console, text: str) -> None:
+    """Prints a warning, without markup in its text."""
+    print_line(console, f"[yellow]warning:[/yellow] {escape(text)}")
 
 
 def describe_corpus(corpus: PreparedCorpus, seconds: float) -> str:
@@ -107,18 +119,17 @@ def describe_spare_ranks(run: Run) -> str:
 
 
 def describe_step(metrics: StepMetrics) -> str:
-    """One console line, of at most 100 columns; without an MFU, as on a CPU, of at most 80.
-
-    The rate of operations is printed only together with MFU. If the device's peak is unknown, there
-    is nothing to compare it with.
-    """
+    """One console line. Ordinary figures fit 80 columns; without the MFU if it is unknown."""
+    norm, rate = metrics.grad_norm, metrics.tokens_per_second
+    form = ".3f" if norm < 100 else ".0f" if norm < 1e6 else ".0e"
     line = (
         f"step {metrics.step:>6}  loss {metrics.loss:.4f}  lr {metrics.learning_rate:.2e}  "
-        f"grad norm {metrics.grad_norm:.3f}  {metrics.tokens_per_second:,.0f} tok/s"
+        f"grad norm {norm:{form}}  "
+        + (f"{rate:,.0f} tok/s" if rate < 1e6 else f"{rate / 1e6:,.1f}M tok/s")
     )
-    if metrics.mfu is not None:
-        line += f"  {metrics.tflops_per_rank:.3g} TFLOP/s/rank  MFU {metrics.mfu:.1%}"
-    return line + ("  SKIPPED" if metrics.skipped else "")
+    if metrics.skipped:
+        return f"{line}  SKIPPED"
+    return line if metrics.mfu is None else f"{line}  MFU {metrics.mfu:.1%}"
 
 
 def describe_resumed(begin: Progress, first: StepMetrics) -> str:
@@ -145,7 +156,7 @@ def describe_slow_rank(metrics: PartMetrics, grid: Grid) -> str:
     at = grid.coordinates_of(metrics.slowest_rank)
     return (
         f"[yellow]step {metrics.step:>6}  slowest: rank {metrics.slowest_rank} (pp {at.pp}, "
-        f"dp {at.dp}, tp {at.tp}) worked {metrics.slowest_rank_seconds:.3g} s, the median rank "
+        f"dp {at.dp}, tp {at.tp}) worked {metrics.slowest_rank_seconds:.3g} s, median "
         f"{metrics.median_rank_seconds:.3g} s[/yellow]"
     )
 
@@ -183,48 +194,18 @@ def describe_late_save(
 
 
 def describe_save(report: SaveReport) -> str:
-    """One console line, with markup."""
+    """One console line, with markup. ``paused`` is how long training waited for the save."""
     if report.error is not None:
         return f"[red]step {report.step:>6}  no checkpoint:[/red] {escape(report.error)}"
     deleted = ", ".join(path.name for path in report.deleted)
     return (
         f"step {report.step:>6}  checkpoint {report.size_bytes / 1e6:,.1f} MB in "
-        f"{report.seconds:.1f} s, training paused for {report.stall_seconds:.1f} s"
+        f"{report.seconds:.1f} s, paused {report.stall_seconds:.1f} s"
         + (f"; deleted {deleted}" if deleted else "")
     )
 
 
-_SPEED_SECONDS = 3600.0
-"""The remaining time is estimated from this period; rich's 30 s may have less than two steps."""
-
-
-class NullObserver:
-    """The observer on all ranks but rank 0, which does nothing."""
-
-    def step(self, metrics: StepMetrics) -> None:
-        """Ignored."""
-
-    def parts(self, metrics: PartMetrics) -> None:
-        """Ignored."""
-
-    def validation(self, metrics: ValidationMetrics) -> None:
-        """Ignored."""
-
-    def stopping(self, told_by: signal.Signals, step: int, save_seconds: float | None) -> None:
-        """Ignored."""
-
-    def saved(self, report: SaveReport) -> None:
-        """Ignored."""
-
-
-class Record(Protocol):
-    """A destination of records: ``metrics.jsonl``, or other services."""
-
-    def write(self, metrics: StepMetrics | PartMetrics | ValidationMetrics) -> None:
-        """Writes one record."""
-
-
-class ConsoleObserver:
+class ConsoleObserver(Observer):
     """Writes every step to the records and every ``log_interval``-th to the console.
 
     Args:
@@ -303,23 +284,25 @@ class ConsoleObserver:
             f"perplexity {metrics.validation_perplexity:.2f}"
         )
 
-    def stopping(self, told_by: signal.Signals, step: int, save_seconds: float | None) -> None:
+    def stopping(self, stopped_by: signal.Signals, step: int, save_seconds: float | None) -> None:
         """Prints why the run ends early, and a warning if its last save may end too late."""
-        self._say(f"step {step:>6}  stopped by {told_by.name} after {step} of {self._steps} steps")
+        self._say(
+            f"step {step:>6}  stopped by {stopped_by.name} after {step} of {self._steps} steps"
+        )
         warning = describe_late_save(save_seconds, self._run, os.environ)
-        if told_by is not signal.SIGUSR1 and warning is not None:  # no launcher sends SIGUSR1
+        if stopped_by is not signal.SIGUSR1 and warning is not None:  # no launcher sends SIGUSR1
             self._say(warning)
 
     def saved(self, report: SaveReport) -> None:
         """Prints that a checkpoint was saved, or why it was not."""
         self._say(describe_save(report))
 
-    def _write(self, metrics: StepMetrics | PartMetrics | ValidationMetrics) -> None:
+    def _write(self, metrics: Metrics) -> None:
         for record in self._records:
             record.write(metrics)
 
     def _say(self, line: str) -> None:
-        self._console.print(line, highlight=False, soft_wrap=True)
+        print_line(self._console, line)
 
 
 def summary_table(run: Run, summary: TrainingSummary) -> Table:

@@ -36,7 +36,7 @@ _BYTES_OF_A_FILE = 32 << 10  # enough for the log and the metrics of a few steps
 
 
 @dataclass
-class Fault:
+class _Fault:
     """The kind of a fault, and the rank, phase and instruction where it is injected."""
 
     kind: str
@@ -45,54 +45,51 @@ class Fault:
     work: str = ""
     seconds: float = 3.0
     parameter: str = ""
-    came: bool = False
+    was_injected: bool = False
 
-    def comes(self, phase: str, work: object) -> bool:
-        """Whether the fault is due now. Marks it as injected."""
-        here = phase == self.phase and (repr(work) if work else "").startswith(self.work)
-        if not here or (self.came and self.kind != "slow") or bool(self.work) != bool(work):
-            return False
-        self.came = True
-        return True
+    def inject(self, activity: Activity, cause: Callable[[], object]) -> None:
+        """Let ``activity`` call ``cause`` when this rank comes to the phase and the instruction."""
+
+        def on_begin(phase: str, work: object) -> None:
+            is_here = phase == self.phase and bool(self.work) == (work is not None)
+            is_here = is_here and (not self.work or repr(work).startswith(self.work))
+            if is_here and (not self.was_injected or self.kind == "slow"):
+                self.was_injected = True
+                cause()
+
+        activity.on_begin = on_begin
 
 
 def inject_into_process(activity: Activity, rank: int) -> None:
     """Inject the fault of this rank, if there is one and it does not need the model."""
     fault = _fault_of(rank)
     if fault is not None and fault.kind in _OF_THE_PROCESS:
-        activity.on_begin = lambda phase, work: _cause(fault, phase, work)
+        fault.inject(activity, lambda: _OF_THE_PROCESS[fault.kind](fault))
 
 
 def inject_into_model(activity: Activity, rank: int, engine: ZeroEngine) -> None:
     """Inject the fault of this rank, if there is one and it changes values of the model."""
     fault = _fault_of(rank)
-    if fault is None or fault.kind not in _OF_THE_MODEL:
-        return
-    if fault.kind == "corrupt":
-        activity.on_begin = lambda phase, work: _corrupt(fault, phase, work, engine)
-        return
-    poisoned = threading.Event()
+    if fault is not None and fault.kind == "corrupt":
+        fault.inject(activity, lambda: _corrupt(fault, engine))
+    elif fault is not None and fault.kind == "nan":
+        is_due = threading.Event()
 
-    def poison(module: nn.Module, inputs: object, output: Tensor) -> Tensor:
-        if not poisoned.is_set():
-            return output
-        poisoned.clear()
-        return output * torch.nan
+        def poison(module: nn.Module, inputs: object, output: Tensor) -> Tensor:
+            if not is_due.is_set():
+                return output
+            is_due.clear()
+            return output * torch.nan
 
-    engine.module.register_forward_hook(poison)
-    activity.on_begin = lambda phase, work: poisoned.set() if fault.comes(phase, work) else None
+        engine.module.register_forward_hook(poison)
+        fault.inject(activity, is_due.set)
 
 
-def _cause(fault: Fault, phase: str, work: object) -> None:
-    if fault.comes(phase, work):
-        _OF_THE_PROCESS[fault.kind](fault)
-
-
-def _raise(fault: Fault) -> None:
+def _raise(fault: _Fault) -> None:
     raise RuntimeError(f"an injected fault ({VARIABLE})")
 
 
-_OF_THE_PROCESS: dict[str, Callable[[Fault], object]] = {
+_OF_THE_PROCESS: dict[str, Callable[[_Fault], object]] = {
     "raise": _raise,
     "memory": lambda fault: torch.empty(_MORE_THAN_THERE_IS, dtype=torch.uint8),
     "hang": lambda fault: threading.Event().wait(),
@@ -101,30 +98,24 @@ _OF_THE_PROCESS: dict[str, Callable[[Fault], object]] = {
     "slow": lambda fault: time.sleep(fault.seconds),
     "disk": lambda fault: resource.setrlimit(resource.RLIMIT_FSIZE, (_BYTES_OF_A_FILE,) * 2),
 }
-_OF_THE_MODEL = ("nan", "corrupt")
+_KINDS = (*_OF_THE_PROCESS, "nan", "corrupt")
 
 
-def _corrupt(fault: Fault, phase: str, work: object, engine: ZeroEngine) -> None:
-    if fault.comes(phase, work):
-        held = (one for one in engine.state_fragments() if len(one.weights))
-        next(one for one in held if fault.parameter in engine.names[one.parameter]).weights[0] += 1
+def _corrupt(fault: _Fault, engine: ZeroEngine) -> None:
+    held = (one for one in engine.state_fragments() if len(one.weights))
+    next(one for one in held if fault.parameter in engine.names[one.parameter]).weights[0] += 1
 
 
-def _fault_of(rank: int) -> Fault | None:
+def _fault_of(rank: int) -> _Fault | None:
     """Raises ConfigError if the variable cannot be read."""
     text = os.environ.get(VARIABLE)
     if not text:
         return None
-    fault = _read(text)
-    return fault if fault.rank == rank else None
-
-
-def _read(text: str) -> Fault:
     kind, *settings = shlex.split(text)
     values = dict(setting.split("=", 1) for setting in settings if "=" in setting)
     step = values.pop("step", None)
     try:
-        fault = Fault(
+        fault = _Fault(
             kind=kind,
             rank=int(values.pop("rank")),
             phase=values.pop("phase", f"step {step}"),
@@ -135,6 +126,6 @@ def _read(text: str) -> Fault:
     except (KeyError, ValueError) as error:
         problem = f"{VARIABLE} is {text!r}; this setting is missing or wrong: {error}"
         raise ConfigError([problem], VARIABLE) from error
-    if values or kind not in (*_OF_THE_PROCESS, *_OF_THE_MODEL):
+    if values or kind not in _KINDS:
         raise ConfigError([f"{VARIABLE} is {text!r}, with an unknown kind or setting"], VARIABLE)
-    return fault
+    return fault if fault.rank == rank else None

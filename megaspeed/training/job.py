@@ -1,23 +1,28 @@
-"""What all ranks of a run do together, from the comparison of their inputs to the summary.
+"""Trains a run, together with all its ranks: from the corpus to the last figures.
 
-    same inputs? one folder? -> where to start -> model and its state -> run folder -> training
+    corpus -> process groups -> same inputs? one folder? -> where to start
+        -> model and its state -> run folder -> training -> loss curve and summary
 
 Earlier files in the run folder are moved only after the checkpoint, if any, has been loaded.
 """
 
+import dataclasses
+import math
 import re
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch.distributed as dist
 from rich.console import Console
-from rich.markup import escape
 from rich.text import Text
 
 from megaspeed.checkpoint.errors import CheckpointError, broadcast
 from megaspeed.checkpoint.run_state import NOT_STATED, Progress
 from megaspeed.config.resolve import Run
+from megaspeed.data.prepare import prepare_corpus
 from megaspeed.data.prepared import PreparedCorpus
 from megaspeed.topology.activity import SAVE_PATIENCE, START_UP_PATIENCE, Activity
 from megaspeed.topology.context import ParallelContext
@@ -29,55 +34,73 @@ from megaspeed.training.banner import BANNER_WIDTH, PredictPeaks, banner
 from megaspeed.training.checkpointing import Checkpointing
 from megaspeed.training.console import (
     ConsoleObserver,
-    NullObserver,
+    describe_corpus,
     describe_start,
+    print_line,
+    print_warning,
     summary_table,
 )
-from megaspeed.training.metrics import MetricsFile
+from megaspeed.training.metrics import MetricsFile, last_step
 from megaspeed.training.replicas import ReplicasDiffer
 from megaspeed.training.reporting import Reporting, draw_loss_curve
 from megaspeed.training.restarts import NoProgress, Restarts
-from megaspeed.training.resume import ResumeOptions, Start, find_start
+from megaspeed.training.resume import AUTO, ResumeOptions, Start, find_start
 from megaspeed.training.run_folder import (
     LOSS_CURVE,
     METRICS,
     PARTS,
     check_shared_folder,
+    checkpoint_folder,
     continue_run_folder,
     run_lock,
     start_run_folder,
 )
-from megaspeed.training.trainer import (
-    Trainer,
-    TrainingDiverged,
-    TrainingSummary,
-)
+from megaspeed.training.trainer import Observer, Trainer, TrainingDiverged, TrainingSummary
 from megaspeed.training.worker import Worker
 from megaspeed.zero.engine import ZeroEngine
 
-# Compares the inputs that must be the same on every rank, once, before training starts.
-#
-# Each node reads its own files. If they differ, ranks would train on different text, or hang in a
-# collective that the others do not call. An error names the ranks and the inputs that differ.
+STOPPED = (RanksDisagree, TrainingDiverged, ReplicasDiffer, NoProgress)
+"""Exceptions that end training on every rank alike, with a message for the user."""
+
+EXPECTED = (*STOPPED, CheckpointError, OSError)
+"""Exceptions with a message for the user. Any other is reported here, with its traceback."""
+
+ExplainMemory = Callable[[Run, ParallelContext, ZeroEngine | None], str]
+"""Returns a report of a rank whose memory has run out; the engine is None before it is built.
+
+``analysis`` explains it and imports this folder, so the caller of the main job passes it in.
+"""
+
+_COLLECTIVE_TIMEOUT_SECONDS = 1800.0
+"""The minimum timeout of collectives. The watch usually ends a run that hangs much earlier."""
+
+_SECONDS_OF_A_DEAD_LOCK = 120.0
+"""A network file system keeps the lock of a dead host for up to 90 s. A restart waits for it."""
+
+_OUT_OF_MEMORY = re.compile("out of memory|can't allocate memory|ALLOC_FAILED")
 
 
 def check_agreement(corpus: PreparedCorpus, context: ParallelContext) -> None:
     """Compares texts and tokenizer with rank 0's; a collective over all ranks.
 
+    Each node reads its own files. If they differ, ranks would train on different text, or hang in a
+    collective that the others do not call.
+
     Raises:
         RanksDisagree: on every rank; names what differs and on which ranks.
     """
+    validation = None if corpus.validation is None else corpus.validation.fingerprint
     own = {
         "the training text (data.train)": corpus.fingerprint,
-        "the validation text (data.validation)": _validation_fingerprint(corpus),
+        "the validation text (data.validation)": validation,
         "the tokenizer (data.tokenizer)": corpus.tokenizer_fingerprint or NOT_STATED,
     }
-    everyones: list[dict[str, str]] = [{} for _ in range(context.grid.world_size)]
-    dist.all_gather_object(everyones, own, context.world_group)
+    by_rank: list[dict[str, str | None]] = [{} for _ in range(context.grid.world_size)]
+    dist.all_gather_object(by_rank, own, context.world_group)
     differing = [
         f"{what} of rank 0 and of ranks {ranks}"
         for what in own
-        if (ranks := [r for r, other in enumerate(everyones) if other[what] != everyones[0][what]])
+        if (ranks := [r for r, other in enumerate(by_rank) if other[what] != by_rank[0][what]])
     ]
     if differing:
         raise RanksDisagree(
@@ -86,75 +109,57 @@ def check_agreement(corpus: PreparedCorpus, context: ParallelContext) -> None:
         )
 
 
-def _validation_fingerprint(corpus: PreparedCorpus) -> str:
-    return "none" if corpus.validation is None else corpus.validation.fingerprint
-
-
-# Functions of ``analysis``. It imports this folder, so the script passes the functions in.
-
-
-@dataclass(frozen=True, kw_only=True)
-class Predictions:
-    """Functions that a run calls.
-
-    Attributes:
-        peaks: predicts the peak memory for the banner; None: the banner shows no peaks.
-        out_of_memory: returns the report of a rank whose memory has run out; its engine argument
-            is None while the engine is built.
-    """
-
-    peaks: PredictPeaks | None = None
-    out_of_memory: Callable[[Run, ParallelContext, ZeroEngine | None], str] = (
-        lambda run, context, engine: ""
-    )
-
-
-STOPPED = (RanksDisagree, TrainingDiverged, ReplicasDiffer, NoProgress)
-"""Exceptions that end training on every rank alike, with a message for the user."""
-
-EXPECTED = (*STOPPED, CheckpointError, OSError)
-"""Exceptions with a message for the user. Any other is reported here, with its traceback."""
-
-
-_SECONDS_OF_A_DEAD_LOCK = 120.0
-"""A network file system keeps the lock of a dead host for up to 90 s. A restart waits for it."""
-
-_OUT_OF_MEMORY = re.compile("out of memory|can't allocate memory|ALLOC_FAILED")
-
-
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Job:
     """What one rank brings to a run.
 
     Attributes:
         run: the resolved configuration.
-        stated: what the command line says to resume from.
+        options: the options of the command line about resuming.
         meeting: the ranks of this run.
         activity: what this rank is doing, for the watch.
         stop: the stop signals that this process has received.
-        watch: watches the other ranks.
-        log: this rank's log file.
         console: quiet on all ranks but rank 0.
-        predictions: asked for the banner, and if memory runs out.
+        launchers: process numbers of the launchers above this process.
+        predict_peaks: predicts the peak memory that the banner shows; None: it shows none.
+        explain_memory: called if memory runs out.
+        log: this rank's log file.
+        watch: watches the other ranks.
     """
 
     run: Run
-    stated: ResumeOptions
+    options: ResumeOptions
     meeting: Meeting
     activity: Activity
     stop: StopSignal
-    watch: Watch
-    log: RankLog
     console: Console
-    predictions: Predictions
+    launchers: Sequence[int]
+    predict_peaks: PredictPeaks | None = None
+    explain_memory: ExplainMemory | None = None
+    log: RankLog = field(init=False)
+    watch: Watch = field(init=False)
 
-    def train(self, corpus: PreparedCorpus, context: ParallelContext) -> TrainingSummary | None:
-        """Trains the run from where it starts; a collective over all ranks.
+    def __post_init__(self) -> None:
+        self.log = RankLog(self.run.run_dir, self.meeting.launch.rank)
+        self.watch = Watch(
+            self.meeting,
+            self.run.grid,
+            self.activity,
+            self.stop,
+            self.log,
+            launchers=self.launchers,
+            hang_timeout_seconds=self.run.config.training.hang_timeout_seconds,
+        )
+
+    def train(self) -> TrainingSummary | None:
+        """Trains the run; all its ranks call this.
 
         Returns:
             How it ended; None if nothing was left to train. Then no file has changed.
 
         Raises:
+            DataError: the corpus cannot be prepared.
+            GroupError: the process groups cannot be created.
             RanksDisagree: the ranks were given different inputs, or folders.
             CheckpointError: the run cannot resume from the checkpoint.
             TrainingDiverged: loss or gradient norm stay non-finite.
@@ -164,57 +169,88 @@ class Job:
 
         Any other exception is reported before it propagates.
         """
+        run, during = self.run, self.activity.during
+        with during("preparing the corpus", patience=math.inf):
+            start = time.perf_counter()
+            with self.console.status("preparing the corpus"):
+                corpus = prepare_corpus(
+                    run.config.data,
+                    run.config.model.vocab_size,
+                    speaks=self.meeting.launch.local_rank == 0,
+                )
+            print_line(self.console, describe_corpus(corpus, time.perf_counter() - start))
+        with during("creating the process groups", patience=START_UP_PATIENCE):
+            hang_timeout = run.config.training.hang_timeout_seconds
+            context = ParallelContext.create(
+                run.grid,
+                self.meeting.launch,
+                timeout_seconds=max(
+                    _COLLECTIVE_TIMEOUT_SECONDS, 2 * START_UP_PATIENCE * hang_timeout
+                ),
+                store=self.meeting.store,
+                activity=self.activity,
+            )
+        with context, self.watch.failures_reported(expected=EXPECTED):
+            summary = self._train_in(context, corpus)
+        if summary is not None and context.rank == 0:
+            with during("the loss curve", patience=math.inf):
+                self._print_summary(summary)
+        return summary
+
+    def _train_in(self, context: ParallelContext, corpus: PreparedCorpus) -> TrainingSummary | None:
         run, during, group = self.run, self.activity.during, context.checkpoint_group
         restarts = Restarts(self.meeting)
-        with self.watch.failures_reported(expected=EXPECTED):
-            with during("comparing the ranks", patience=START_UP_PATIENCE):
-                check_agreement(corpus, context)
-                check_shared_folder(run.run_dir, context)
-            self.log.open()
-            waited = _SECONDS_OF_A_DEAD_LOCK if restarts.number else 0.0
-            with run_lock(run.run_dir, context, wait_seconds=waited):
-                no_progress = broadcast(group, lambda: restarts.problem(run))
-                if no_progress is not None:
-                    raise NoProgress(no_progress)
-                options = broadcast(group, lambda: restarts.options(self.stated, run))
-                with during("checking checkpoints", patience=SAVE_PATIENCE):
-                    start = find_start(options, run, context)
-                for line in (*restarts.describe(start.step), *describe_start(start, run)):
-                    self.console.print(line, highlight=False, soft_wrap=True)
-                if start.is_end_of(run):
-                    return None
-                self._print_banner(context)
-                with (
-                    during("building the model", patience=START_UP_PATIENCE),
-                    self._out_of_memory_explained(context, None),
-                ):
-                    worker = Worker(run, context)
-                with (
-                    Checkpointing(worker, corpus) as checkpointing,
-                    # Again, because `Checkpointing` waits for a pending save when it closes.
-                    self.watch.failures_reported(expected=EXPECTED),
-                    self._out_of_memory_explained(context, worker.engine),
-                ):
-                    begin = self._begin(start, options, checkpointing, context)
-                    restarts.note_opened()
-                    return self._train(worker, corpus, checkpointing, begin)
+        with during("comparing the ranks", patience=START_UP_PATIENCE):
+            check_agreement(corpus, context)
+            check_shared_folder(run.run_dir, context)
+        self.log.open()
+        waited = _SECONDS_OF_A_DEAD_LOCK if restarts.number else 0.0
+        with run_lock(run.run_dir, context, wait_seconds=waited):
+            problem = broadcast(group, lambda: restarts.problem(last_step(run.run_dir / METRICS)))
+            if problem is not None:
+                raise NoProgress(problem)
+            options = self.options
+            if broadcast(group, lambda: restarts.opened and self._has_checkpoints()):
+                options = dataclasses.replace(options, source=AUTO, fresh=False)
+            with during("checking checkpoints", patience=SAVE_PATIENCE):
+                start = find_start(options, run, context)
+            for line in (*restarts.describe(start.step), *describe_start(start, run)):
+                print_line(self.console, line)
+            if start.is_end_of(run):
+                return None
+            for part in banner(run, context.device, self.predict_peaks):
+                width = None if self.console.is_terminal else BANNER_WIDTH
+                self.console.print(part, width=width, soft_wrap=isinstance(part, Text))
+            with (
+                during("building the model", patience=START_UP_PATIENCE),
+                self._memory_explained(context, None),
+            ):
+                worker = Worker(run, context)
+            with (
+                Checkpointing(worker, corpus) as checkpointing,
+                # Again, because `Checkpointing` waits for a pending save when it closes.
+                self.watch.failures_reported(expected=EXPECTED),
+                self._memory_explained(context, worker.engine),
+            ):
+                begin = self._begin(start, options, checkpointing, context)
+                restarts.note_opened()
+                return self._train_from(begin, worker, corpus, checkpointing)
 
-    def _print_banner(self, context: ParallelContext) -> None:
-        for part in banner(self.run, context.device, self.predictions.peaks):
-            width = None if self.console.is_terminal else BANNER_WIDTH
-            self.console.print(part, width=width, soft_wrap=isinstance(part, Text))
+    def _has_checkpoints(self) -> bool:
+        return bool(checkpoint_folder(self.run).newest_first())
 
     @contextmanager
-    def _out_of_memory_explained(
+    def _memory_explained(
         self, context: ParallelContext, engine: ZeroEngine | None
     ) -> Iterator[None]:
         """Adds an explanation to an exception if its cause is that memory ran out."""
         try:
             yield
         except (RuntimeError, MemoryError) as error:  # torch.OutOfMemoryError is a RuntimeError
-            if isinstance(error, MemoryError) or _OUT_OF_MEMORY.search(str(error)):
+            is_memory = isinstance(error, MemoryError) or _OUT_OF_MEMORY.search(str(error))
+            if is_memory and self.explain_memory is not None:
                 with suppress(Exception):  # there may be no memory for an explanation either
-                    error.add_note(self.predictions.out_of_memory(self.run, context, engine))
+                    error.add_note(self.explain_memory(self.run, context, engine))
             raise
 
     def _begin(
@@ -238,39 +274,34 @@ class Job:
         return begin
 
     def _open_run_folder(self, start: Start) -> None:
+        moved: Path | None
         if start.in_place:
             moved = continue_run_folder(self.run, start.step)
             what = f"the records after step {start.step}"
         else:
             moved, what = start_run_folder(self.run), "an earlier run's files"
         if moved is not None:
-            line = f"{what} are now in {moved}"
-            self.console.print(line, highlight=False, markup=False, soft_wrap=True)
+            print_line(self.console, Text(f"{what} are now in {moved}"))
 
-    def _train(
-        self,
-        worker: Worker,
-        corpus: PreparedCorpus,
-        checkpointing: Checkpointing,
-        begin: Progress,
+    def _train_from(
+        self, begin: Progress, worker: Worker, corpus: PreparedCorpus, checkpointing: Checkpointing
     ) -> TrainingSummary:
-        run, console, stop = self.run, self.console, self.stop
+        run, stop = self.run, self.stop
         if worker.context.rank != 0:
-            return Trainer(worker, corpus, checkpointing, stop, NullObserver()).train(begin)
+            return Trainer(worker, corpus, checkpointing, stop, Observer()).train(begin)
         with (
             Reporting(run, begin.step, self._warn) as reporting,
-            MetricsFile(run.run_dir / METRICS) as metrics_file,
-            MetricsFile(run.run_dir / PARTS) as parts_file,
-            ConsoleObserver(run, console, (metrics_file, reporting), parts_file, begin) as observer,
+            MetricsFile(run.run_dir / METRICS) as metrics,
+            MetricsFile(run.run_dir / PARTS) as parts,
+            ConsoleObserver(run, self.console, (metrics, reporting), parts, begin) as observer,
         ):
             return Trainer(worker, corpus, checkpointing, stop, observer).train(begin)
 
     def _warn(self, text: str) -> None:
-        line = ("[yellow]warning:[/yellow]", escape(text))
-        self.console.print(*line, highlight=False, soft_wrap=True)
+        print_warning(self.console, text)
 
-    def print_summary(self, summary: TrainingSummary) -> None:
-        """Draws the loss curve and prints the last figures; for rank 0."""
+    def _print_summary(self, summary: TrainingSummary) -> None:
+        """Draws the loss curve and prints the last figures."""
         metrics, picture = self.run.run_dir / METRICS, self.run.run_dir / LOSS_CURVE
         files = f"metrics: {metrics}   loss curve: {picture}"
         try:
@@ -279,4 +310,4 @@ class Job:
             self._warn(f"the loss curve could not be drawn: {type(error).__name__}: {error}")
             files = f"metrics: {metrics}"
         self.console.print(summary_table(self.run, summary))
-        self.console.print(files, highlight=False, markup=False, soft_wrap=True)
+        print_line(self.console, Text(files))

@@ -6,17 +6,16 @@ import json
 import math
 import re
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, BinaryIO, Self
+from typing import Any, Protocol, Self
 
 import torch
 
 from megaspeed.config.resolve import Precision
 from megaspeed.topology.activity import OWN_WORK, PARTS
-from megaspeed.training.worker import StepParts
 
 _LONGEST_LINE = 1 << 20
 """A longer line is no record. The peaks of 10,000 pipeline stages have 150 kB."""
@@ -90,14 +89,21 @@ class PartMetrics:
     median_rank_seconds: float
 
     @classmethod
-    def of(cls, parts: StepParts) -> Self:
-        """From the parts of all ranks."""
-        own = [PARTS.index(part) for part in OWN_WORK]
-        work = [sum(seconds[index] for index in own) for seconds in parts.seconds]
-        means = [statistics.fmean(column) for column in zip(*parts.seconds, strict=True)]
+    def of(cls, timelines: Sequence[Sequence[float]]) -> Self | None:
+        """From what ``Timeline.take`` returned on each rank: the step, and seconds by part.
+
+        None if a rank has no times, because its GPU had not finished the step.
+        """
+        if not all(step > 0 for step, *_ in timelines):
+            return None
+        work = [
+            sum(seconds for part, seconds in zip(PARTS, rank[1:], strict=True) if part in OWN_WORK)
+            for rank in timelines
+        ]
+        step, *means = (statistics.fmean(column) for column in zip(*timelines, strict=True))
         slowest = max(range(len(work)), key=work.__getitem__)
         return cls(
-            step=parts.step,
+            step=int(step),
             parts_seconds=dict(zip(PARTS, means, strict=True)),
             slowest_rank=slowest,
             slowest_rank_seconds=work[slowest],
@@ -105,19 +111,29 @@ class PartMetrics:
         )
 
 
+Metrics = StepMetrics | PartMetrics | ValidationMetrics
+
+
+class Record(Protocol):
+    """A destination of metrics: ``metrics.jsonl``, or other services."""
+
+    def write(self, metrics: Metrics) -> None:
+        """Writes one record."""
+
+
 class MetricsFile:
     """``metrics.jsonl`` of a run: one object on each line, written at once.
 
     Appends to an existing file. Infinity and NaN, which JSON does not have, are written as null. If
-    the disk is full, training continues, and the write is tried again with each object, and a last
-    time when the file is closed.
+    the disk is full, training continues. The write is tried again with each object, and a last time
+    when the file is closed.
     """
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("ab", buffering=0)
         self._unwritten = b""
 
-    def write(self, metrics: StepMetrics | PartMetrics | ValidationMetrics) -> None:
+    def write(self, metrics: Metrics) -> None:
         """Appends one object."""
         record = {key: _finite(value) for key, value in dataclasses.asdict(metrics).items()}
         self._unwritten += json.dumps(record).encode() + b"\n"
@@ -142,6 +158,10 @@ class MetricsFile:
             self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
 
 
+def _finite(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
 def read_records(file: Path) -> Iterator[dict[str, Any] | None]:
     """The object of each line of a metrics file; None for a line that is not an object.
 
@@ -150,24 +170,18 @@ def read_records(file: Path) -> Iterator[dict[str, Any] | None]:
     than any disk, and ends the reading.
     """
     with file.open("rb") as stream:
-        for line in _lines(stream):
+        while line := stream.readline(_LONGEST_LINE):
+            is_complete = True
+            while len(line) == _LONGEST_LINE and not line.endswith(b"\n"):
+                is_complete = False
+                line = stream.readline(_LONGEST_LINE) if any(line) else b""
             try:
-                record = json.loads(line)
+                record = json.loads(line) if is_complete else None
             except (ValueError, RecursionError):
                 record = None
             yield record if isinstance(record, dict) else None
-
-
-def _lines(stream: BinaryIO) -> Iterator[bytes]:
-    """The lines of a file; an empty one in place of a line that is too long."""
-    while line := stream.readline(_LONGEST_LINE):
-        is_whole = True
-        while len(line) == _LONGEST_LINE and not line.endswith(b"\n"):
-            is_whole = False
-            line = stream.readline(_LONGEST_LINE) if any(line) else b""
-        yield line if is_whole else b""
-        if not line:
-            return
+            if not line:
+                return
 
 
 def records_up_to(step: int, lines: bytes) -> bytes:
@@ -195,15 +209,9 @@ def _step_of(line: bytes) -> int:
     return step if isinstance(step, int) else -1
 
 
-def _finite(value: Any) -> Any:
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-# Dense peak rates of accelerators, for model FLOPs utilisation (MFU).
-
 # Dense tensor-core TFLOP/s in bf16 (fp16 is the same), without 2:4 sparsity, from NVIDIA's data
-# sheets; of the SXM part where the name does not say. The first whose words stand in the device's
-# name counts, so longer names stand first. A $ ends the name: an RTX 4090 Laptop GPU is another.
+# sheets; of the SXM part if the name does not state another. The first name that matches the
+# device's counts, so longer names precede. A $ ends the name: an RTX 4090 Laptop GPU is another.
 _BF16_TFLOPS = {
     r"GB200": 2500.0,
     r"B200": 2250.0,
@@ -229,10 +237,9 @@ _BF16_TFLOPS = {
 
 
 def peak_flops_per_second(device: torch.device, precision: Precision) -> float | None:
-    """The device's dense peak in a run's precision.
+    """The device's dense peak in a run's precision, for model FLOPs utilization (MFU).
 
-    None where it is not known (in fp32 it depends on whether TF32 is used), which makes the MFU
-    "n/a" and never a guess.
+    None if it is not known. In fp32 it depends on whether TF32 is used.
     """
     if device.type != "cuda" or precision == "fp32":
         return None
@@ -240,7 +247,7 @@ def peak_flops_per_second(device: torch.device, precision: Precision) -> float |
 
 
 def peak_by_name(device_name: str) -> float | None:
-    """The same by the name that the driver gives, such as "NVIDIA H100 80GB HBM3"."""
+    """The peak of a device with the driver's name for it, such as "NVIDIA H100 80GB HBM3"."""
     found = (
         rate * 1e12
         for pattern, rate in _BF16_TFLOPS.items()

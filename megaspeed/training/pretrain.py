@@ -1,7 +1,7 @@
 """The main job: one JSON file in, a trained model's metrics and loss curve out.
 
     arguments -> launch environment -> run (checked) -> ranks meet, and watch each other
-        -> corpus -> process groups -> the job of all ranks (job.py) -> exit code
+        -> the job of all ranks (job.py) -> exit code
 
 A mistake in the configuration is found before any rank waits for another.
 """
@@ -9,7 +9,6 @@ A mistake in the configuration is found before any rank waits for another.
 import argparse
 import math
 import os
-import sys
 import time
 from collections.abc import Sequence
 from typing import NoReturn
@@ -25,131 +24,114 @@ from megaspeed.config.loading import load_run
 from megaspeed.config.resolve import Run
 from megaspeed.data.config_problems import find_problems_in_file
 from megaspeed.data.errors import DataError
-from megaspeed.data.prepare import prepare_corpus
 from megaspeed.topology.activity import START_UP_PATIENCE, Activity
-from megaspeed.topology.context import ParallelContext
+from megaspeed.topology.failure import write_error_file
 from megaspeed.topology.grid import TopologyError
 from megaspeed.topology.launch import LaunchEnvironment, LaunchError, read_launch_environment
-from megaspeed.topology.meeting import GroupError, RanksDisagree, check_in
+from megaspeed.topology.meeting import GroupError, RanksDisagree, check_in, say
 from megaspeed.topology.process_end import EXIT_DONE, EXIT_FAILED, EXIT_WRONG_INPUT, StopSignal
 from megaspeed.topology.processes import launcher_processes
-from megaspeed.topology.rank_log import RankLog
-from megaspeed.topology.watch import Watch
-from megaspeed.training.banner import launch_warnings
-from megaspeed.training.console import describe_corpus, describe_spare_ranks
+from megaspeed.training.banner import PredictPeaks, launch_warnings
+from megaspeed.training.console import describe_spare_ranks, print_line, print_warning
 from megaspeed.training.faults import inject_into_process
-from megaspeed.training.job import EXPECTED, STOPPED, Job, Predictions
+from megaspeed.training.job import EXPECTED, STOPPED, ExplainMemory, Job
 from megaspeed.training.reporting import check_packages
-from megaspeed.training.restarts import Restarts
-from megaspeed.training.resume import ResumeOptions, check_resume, keep_split, restart_number
+from megaspeed.training.restarts import Restarts, restart_number
+from megaspeed.training.resume import ResumeOptions, check_resume, keep_split
 from megaspeed.training.run_folder import check_run_folder
-from megaspeed.training.trainer import TrainingSummary
 
-# Launchers end the whole job if one process fails. Only rank 0 prints errors that all ranks have,
-# so the other ranks wait this long before they end.
-_SECONDS_FOR_RANK_0_TO_SPEAK = 5.0
-_COLLECTIVE_TIMEOUT_SECONDS = 1800.0
-"""The minimum timeout of collectives. The watch usually ends a run that hangs much earlier."""
+_SECONDS_FOR_RANK_0_TO_PRINT = 5.0
+"""Launchers end the whole job if one process fails. Only rank 0 prints errors that all ranks have,
+so the other ranks wait this long before they end."""
 
 _SPARE_PERIOD_SECONDS = 0.5
 
-_INPUT_ERRORS = (DataError, TopologyError)
+_WRONG_INPUT = (ConfigError, DataError, TopologyError, RanksDisagree, CheckpointError)
 
 
 def main(
     arguments: Sequence[str] | None = None,
-    predictions: Predictions | None = None,
+    *,
+    as_command: bool = False,
     launchers: Sequence[int] | None = None,
+    predict_peaks: PredictPeaks | None = None,
+    explain_memory: ExplainMemory | None = None,
 ) -> int:
-    """Trains as the command line says; returns the exit code.
+    """Trains as the command line states; returns the exit code.
 
     Args:
         arguments: the command line; this process's own if omitted.
-        predictions: used for the banner, and if memory runs out.
+        as_command: whether messages and help name ``megaspeed train``, not the script.
         launchers: process numbers of the launchers that were above this process when it started.
             If omitted, the launchers that are above it now.
+        predict_peaks: predicts the peak memory for the banner; if omitted, it shows none.
+        explain_memory: called if memory runs out.
 
     The caller must leave by ``end_process``. After a failure, threads may still wait for other
     ranks, and an ordinary exit would wait for these threads.
     """
-    options = _parse(arguments)
+    options = parse_arguments(arguments, as_command=as_command)
     try:
         launch = read_launch_environment(os.environ)
     except LaunchError as error:
-        _let_rank_0_speak()
-        sys.stderr.write(f"{error}\n")
+        _wait_unless_rank_0(os.environ.get("RANK", "0"))
+        _report(error)
         return EXIT_WRONG_INPUT
     console = Console(stderr=False, quiet=launch.rank != 0)
+    activity, resume = Activity(), ResumeOptions.of(options)
     try:
-        run = _checked_run(options, launch, console)
-        activity = Activity()
+        run = _checked_run(options, resume, launch, console)
         inject_into_process(activity, launch.rank)
     except (ConfigError, DataError, CheckpointError) as error:
-        return _refuse(error, launch)
-    for warning in launch_warnings(
-        launch,
-        run,
-        visible_gpus=torch.cuda.device_count(),
-        has_bf16=torch.cuda.is_available() and torch.cuda.is_bf16_supported(False),
-        processors=os.cpu_count() or 1,
-        threads=torch.get_num_threads(),
-        is_torchrun="TORCHELASTIC_RUN_ID" in os.environ,
-    ):
-        console.print("[yellow]warning:[/yellow]", warning, highlight=False, soft_wrap=True)
+        _wait_unless_rank_0(launch.rank)
+        _report(error, launch.rank)
+        return EXIT_WRONG_INPUT
+    _print_warnings(run, launch, console)
     try:
         meeting = check_in(launch, run.common_json(), _start_up_seconds(run))
-    except TopologyError as error:  # of this rank alone
-        _say(error, launch)
-        return EXIT_WRONG_INPUT
-    except (GroupError, RanksDisagree) as error:
-        if launch.local_rank == 0 or (launch.rank == 1 and isinstance(error, GroupError)):
-            _say(error, launch)  # one rank of each host
-        return EXIT_FAILED if isinstance(error, GroupError) else EXIT_WRONG_INPUT
+    except (TopologyError, GroupError, RanksDisagree) as error:
+        one_of_host = launch.local_rank == 0 or (launch.rank == 1 and isinstance(error, GroupError))
+        is_own = isinstance(error, TopologyError)  # of this rank alone
+        _report(error, launch.rank, prints=one_of_host or is_own)
+        return _exit_code(error)
     # From here on, a stop signal does not end the process by itself.
     with StopSignal() as stop:
-        if Restarts(meeting).given_up:
-            return EXIT_FAILED
+        final_code = Restarts(meeting).final_code
+        if final_code is not None:
+            return final_code
         if run.spare_ranks:
             meeting = meeting.without_spare_ranks(run.grid.world_size)
-            console.print(describe_spare_ranks(run), highlight=False, soft_wrap=True)
-        log = RankLog(run.run_dir, launch.rank)
-        watch = Watch(
-            meeting,
-            run.grid,
-            activity,
-            stop,
-            log,
-            launchers=launcher_processes() if launchers is None else launchers,
-            hang_timeout_seconds=run.config.training.hang_timeout_seconds,
-        )
+            print_line(console, describe_spare_ranks(run))
         job = Job(
             run=run,
-            stated=ResumeOptions.of(options),
+            options=resume,
             meeting=meeting,
             activity=activity,
             stop=stop,
-            watch=watch,
-            log=log,
             console=console,
-            predictions=predictions or Predictions(),
+            launchers=launcher_processes() if launchers is None else launchers,
+            predict_peaks=predict_peaks,
+            explain_memory=explain_memory,
         )
-        return _exit_code(job)
+        return _run(job)
 
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        _let_rank_0_speak()
+        _wait_unless_rank_0(os.environ.get("RANK", "0"))
+        _note_for_torchrun(f"error: {message}")
         super().error(message)
 
 
-def _let_rank_0_speak() -> None:
-    """For errors in the launcher's variables or the command line: other ranks wait for rank 0."""
-    if os.environ.get("RANK", "0") != "0":
-        time.sleep(_SECONDS_FOR_RANK_0_TO_SPEAK)
-
-
-def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = _Parser(description="Pretrain a GPT that a JSON file describes.")
+def parse_arguments(
+    arguments: Sequence[str] | None = None, *, as_command: bool = False
+) -> argparse.Namespace:
+    """The options of the main job. Wrong ones end the process with exit code 2."""
+    program = "megaspeed train" if as_command else None
+    parser = _Parser(program, description="Pretrain a GPT that a JSON file describes.")
+    if as_command:  # only for the help: cli/train.py reads it before the ranks start
+        text = "processes to start on this machine; if omitted, one for each visible GPU"
+        parser.add_argument("--world-size", type=int, help=text)
     add_config_options(parser)
     ResumeOptions.add_to(parser)
     # The deepspeed launcher passes it to every process. It is not used: LOCAL_RANK has the value.
@@ -157,7 +139,12 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def _checked_run(options: argparse.Namespace, launch: LaunchEnvironment, console: Console) -> Run:
+def _checked_run(
+    options: argparse.Namespace,
+    resume: ResumeOptions,
+    launch: LaunchEnvironment,
+    console: Console,
+) -> Run:
     try:
         run = load_run(
             options.config,
@@ -171,91 +158,56 @@ def _checked_run(options: argparse.Namespace, launch: LaunchEnvironment, console
         raise ConfigError([*error.problems, *others], error.where) from error
     check_run_folder(run)
     check_packages(run)
-    resume = ResumeOptions.of(options)
     if not restart_number():  # after a restart, the folder may have this launch's own checkpoints
         check_resume(resume, run)
     run, kept = keep_split(resume, run)
     if kept is not None:
-        console.print(kept, highlight=False, markup=False, soft_wrap=True)
+        print_line(console, escape(kept))
     return run
+
+
+def _print_warnings(run: Run, launch: LaunchEnvironment, console: Console) -> None:
+    by_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
+    for warning in launch_warnings(
+        launch,
+        run,
+        visible_gpus=torch.cuda.device_count(),
+        has_bf16=torch.cuda.is_available() and torch.cuda.is_bf16_supported(False),
+        processors=os.cpu_count() or 1,
+        threads=torch.get_num_threads(),
+        torchrun_restarts=int(os.environ["TORCHELASTIC_MAX_RESTARTS"]) if by_torchrun else None,
+    ):
+        print_warning(console, warning)
 
 
 def _start_up_seconds(run: Run) -> float:
     return START_UP_PATIENCE * run.config.training.hang_timeout_seconds
 
 
-def _refuse(error: Exception, launch: LaunchEnvironment) -> int:
-    if launch.rank != 0:
-        time.sleep(_SECONDS_FOR_RANK_0_TO_SPEAK)
-    _say(error, launch)
-    return EXIT_WRONG_INPUT
-
-
-def _say(error: Exception, launch: LaunchEnvironment) -> None:
-    speaker = f"[rank {launch.rank}] " if launch.rank else ""
-    sys.stderr.write(f"{speaker}{error}\n")
-    sys.stderr.flush()
-
-
-def _exit_code(job: Job) -> int:
+def _run(job: Job) -> int:
     """Runs the job while the ranks watch each other, and reports how it ended."""
     watch, launch = job.watch, job.meeting.launch
-    expected = (*EXPECTED, *_INPUT_ERRORS, GroupError)
+    expected = (*EXPECTED, *_WRONG_INPUT, GroupError)
     try:
         with job.log, watch, watch.failures_reported(expected=expected):
             if launch.rank >= job.run.grid.world_size:
                 return _wait_as_spare(job)
-            summary = _train(job)
-    except (*_INPUT_ERRORS, GroupError) as error:
-        if watch.speaks:
-            _say(error, launch)
-        return EXIT_FAILED if isinstance(error, GroupError) else EXIT_WRONG_INPUT
-    except CheckpointError as error:  # raised on all ranks
-        if launch.rank == 0:
-            _say(error, launch)
-        return EXIT_FAILED if isinstance(error, StorageFailed) else EXIT_WRONG_INPUT
-    except STOPPED as error:
-        line = ("[red]training stopped:[/red]", escape(str(error)))
-        job.console.print(*line, highlight=False, soft_wrap=True)
-        return EXIT_WRONG_INPUT if isinstance(error, RanksDisagree) else EXIT_FAILED
-    except OSError as error:  # a full disk, a deleted folder
-        if watch.speaks:
-            _say(error, launch)
-        return EXIT_FAILED
+            summary = job.train()
+    except expected as error:
+        on_all_ranks = isinstance(error, (*STOPPED, CheckpointError))
+        prints = launch.rank == 0 if on_all_ranks else watch.speaks
+        if isinstance(error, STOPPED):
+            print_line(job.console, f"[red]training stopped:[/red] {escape(str(error))}")
+            prints = False
+        _report(error, launch.rank, prints=prints)
+        code = _exit_code(error)
+        if code == EXIT_WRONG_INPUT:
+            Restarts(job.meeting).give_up(code)
+        return code
     except Exception:  # reported with its traceback
         return watch.exit_code
-    if summary is None:
-        return EXIT_DONE
-    return EXIT_DONE if summary.last_save.error is None else EXIT_FAILED
-
-
-def _train(job: Job) -> TrainingSummary | None:
-    """From the corpus to the last figures."""
-    run, during = job.run, job.activity.during
-    with during("preparing the corpus", patience=math.inf):
-        start = time.perf_counter()
-        with job.console.status("preparing the corpus"):
-            corpus = prepare_corpus(
-                run.config.data,
-                run.config.model.vocab_size,
-                speaks=job.meeting.launch.local_rank == 0,
-            )
-        line = describe_corpus(corpus, time.perf_counter() - start)
-        job.console.print(line, highlight=False, soft_wrap=True)
-    with during("creating the process groups", patience=START_UP_PATIENCE):
-        context = ParallelContext.create(
-            run.grid,
-            job.meeting.launch,
-            timeout_seconds=max(_COLLECTIVE_TIMEOUT_SECONDS, 2 * _start_up_seconds(run)),
-            store=job.meeting.store,
-            activity=job.activity,
-        )
-    with context:
-        summary = job.train(corpus, context)
-    if summary is not None and context.rank == 0:
-        with during("the loss curve", patience=math.inf):
-            job.print_summary(summary)
-    return summary
+    well = summary is None or summary.last_save.error is None
+    return EXIT_DONE if well else EXIT_FAILED
 
 
 def _wait_as_spare(job: Job) -> int:
@@ -269,3 +221,27 @@ def _wait_as_spare(job: Job) -> int:
             return EXIT_FAILED
     # After a failure, exit code 0 would tell torchrun's agent that its node is no longer needed.
     return job.watch.exit_code if job.watch.has_failed else EXIT_DONE
+
+
+def _exit_code(error: Exception) -> int:
+    wrong_input = isinstance(error, _WRONG_INPUT) and not isinstance(error, StorageFailed)
+    return EXIT_WRONG_INPUT if wrong_input else EXIT_FAILED
+
+
+def _wait_unless_rank_0(rank: int | str) -> None:
+    """For errors that all ranks have and print: time for rank 0 to print and to end the job."""
+    if str(rank) != "0":
+        time.sleep(_SECONDS_FOR_RANK_0_TO_PRINT)
+
+
+def _report(error: Exception, rank: int = 0, *, prints: bool = True) -> None:
+    """Reports an error that needs no traceback. One rank ``prints`` an error that several have."""
+    text = f"[rank {rank}] {error}" if rank else str(error)
+    if prints:
+        say(text)
+    _note_for_torchrun(text if prints else text.split("\n")[0])
+
+
+def _note_for_torchrun(text: str) -> None:
+    """torchrun prints a page about the ranks that failed. Let it end with their errors."""
+    write_error_file(os.environ.get("TORCHELASTIC_ERROR_FILE"), text or "no message")

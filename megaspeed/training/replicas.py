@@ -16,7 +16,7 @@ compare. Only if they differ, a second comparison finds the parameter.
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from itertools import product
 from typing import Literal, get_args
 
 import torch
@@ -30,21 +30,10 @@ from megaspeed.model.parameters import (
     parameter_named,
 )
 from megaspeed.tensor_parallel.plan import key_value_replicas
-from megaspeed.topology.grid import Coordinates
 from megaspeed.topology.meeting import ranks_named
 from megaspeed.training.worker import Worker
 from megaspeed.zero.model_states import parameters_between_steps
 from megaspeed.zero.reductions import exchange
-
-# One number for the bits of many tensors, which differs if a bit or the order of elements does.
-#
-#     elements, in order:    e0 e1 e2 e3 ...           8 bytes of them are one word
-#     a word w:              m = w + factor (w >> 32)  so the highest bits change many bits, too
-#     a batch of words:      b = m0 weight0 + m1 weight1 + ...                  modulo 2^64
-#     all batches:           (...(b0 factor + b1) factor + b2 ...)              modulo 2^64
-#
-# The weights are odd and look random. So two changes, or two elements that are exchanged, do not
-# cancel out, except by chance, which is about as probable as guessing 50 bits.
 
 _ELEMENTS_AT_ONCE = 1 << 22
 _WORD_BYTES = 8
@@ -55,9 +44,16 @@ _LOW_BITS = 12  # the other 52 are exact in fp64
 
 
 def fingerprint(tensors: Sequence[Tensor], elements_at_once: int = _ELEMENTS_AT_ONCE) -> Tensor:
-    """The number of the tensors' elements, one tensor after the other.
+    """One number for the bits of many tensors. It differs if a bit or the order of elements does.
 
-    It takes a few kernels for each batch of elements, however many tensors there are.
+        elements, in order:    e0 e1 e2 e3 ...           8 bytes of them are one word
+        a word w:              m = w + factor (w >> 32)  so the highest bits change many bits, too
+        a batch of words:      b = m0 weight0 + m1 weight1 + ...                  modulo 2^64
+        all batches:           (...(b0 factor + b1) factor + b2 ...)              modulo 2^64
+
+    The weights are odd and look random. So two changes, or two elements that are exchanged, do not
+    cancel out, except by chance, which is about as probable as guessing 50 bits. A batch takes a
+    few kernels, whatever the number of tensors.
 
     Args:
         tensors: at least one; flat, of one type and on one device.
@@ -105,24 +101,15 @@ def _batches(tensors: Sequence[Tensor], size: int) -> Iterator[list[Tensor]]:
 
 Kind = Literal["parameter", "master weight"]
 Holders = Literal["own", "tensor ranks", "key and value heads", "tied"]
-_SLOTS: tuple[tuple[Kind, Holders], ...] = tuple(
-    (kind, holders) for kind in get_args(Kind) for holders in get_args(Holders)
-)
+Slot = tuple[Kind, Holders]
+"""The copies that one fingerprint of a rank is computed from."""
+
+_SLOTS: tuple[Slot, ...] = tuple(product(get_args(Kind), get_args(Holders)))
 _MOST_NAMED = 4
 
 
 class ReplicasDiffer(RuntimeError):
     """Ranks hold different values of something that must be equal."""
-
-
-@dataclass(frozen=True)
-class _Part:
-    """A flat range of one parameter that the same ranks hold copies of."""
-
-    name: str
-    kind: Kind
-    holders: Holders
-    values: Tensor
 
 
 class Replicas:
@@ -131,107 +118,95 @@ class Replicas:
     def __init__(self, worker: Worker, begin: int) -> None:
         self._worker = worker
         self._run, self._context = worker.run, worker.context
+        self._key_value_replicas = key_value_replicas(worker.run.config.model, worker.run.grid.tp)
         self._last_equal = begin
 
     def check(self, step: int) -> None:
         """Raises ReplicasDiffer, with the same message on every rank, if copies differ."""
-        parts: dict[tuple[Kind, Holders], list[Tensor]] = {slot: [] for slot in _SLOTS}
-        for part in self._parts():
-            parts[part.kind, part.holders].append(part.values)
-        own = [fingerprint(parts[slot]) if parts[slot] else None for slot in _SLOTS]
+        copies: dict[Slot, list[Tensor]] = {slot: [] for slot in _SLOTS}
+        for slot, _, values in self._copies():
+            copies[slot].append(values)
+        own = [fingerprint(tensors) if tensors else None for tensors in copies.values()]
         table = exchange(own, self._context.world_group, self._context.device)
         differing = [
             slot
-            for place, slot in enumerate(_SLOTS)
+            for column, slot in enumerate(_SLOTS)
             if any(
-                len({table[rank][place] for rank in ranks}) > 1 for ranks in self._ranks_of(slot)
+                len({table[rank][column] for rank in ranks}) > 1 for ranks in self._ranks_of(slot)
             )
         ]
         if differing:
             raise ReplicasDiffer(self._describe(step, differing))
         self._last_equal = step
 
-    def _parts(self) -> Iterator[_Part]:
+    def _copies(self) -> Iterator[tuple[Slot, str, Tensor]]:
+        """All that this rank holds: the slot, the parameter's name, and a flat range of values."""
         engine = self._worker.engine
         for parameter, start, values in parameters_between_steps(engine.module, engine.optimizer):
-            yield from self._shared(parameter, "parameter", start, values)
-        for fragment in engine.state_fragments():
-            yield from self._shared(
-                fragment.parameter, "master weight", fragment.start, fragment.weights
-            )
+            for holders, name, part in self._by_holders(parameter, start, values):
+                yield ("parameter", holders), name, part
+        for one in engine.state_fragments():
+            for holders, name, part in self._by_holders(one.parameter, one.start, one.weights):
+                yield ("master weight", holders), name, part
 
-    def _shared(
-        self, parameter: nn.Parameter, kind: Kind, start: int, values: Tensor
-    ) -> Iterator[_Part]:
-        """The elements [start, start + len(values)), as parts that share their holders."""
+    def _by_holders(
+        self, parameter: nn.Parameter, start: int, values: Tensor
+    ) -> Iterator[tuple[Holders, str, Tensor]]:
+        """The elements [start, start + len(values)), divided by who holds copies of them."""
         model = self._run.config.model
         name = self._worker.engine.names[parameter]
         split = parameter_named(model, name).split
         values = values.detach().view(-1)
-        if self._is_tied(name):
-            yield _Part(logical_name(model, name), kind, "tied", values)
+        tied = model.tie_word_embeddings and self._run.grid.pp > 1
+        if tied and name in (EMBEDDING_WEIGHT, HEAD_WEIGHT):
+            yield "tied", logical_name(model, name), values
         elif split in ("replicated", "each head"):
-            yield _Part(name, kind, "tensor ranks", values)
+            yield "tensor ranks", name, values
         elif split == "heads" and self._key_value_replicas > 1:
-            queries = self._first_key_element(name) - start
-            queries = max(0, min(queries, len(values)))
-            yield _Part(name, kind, "own", values[:queries])
-            yield _Part(name, kind, "key and value heads", values[queries:])
+            # The queries precede the keys and values in a rank's tensor.
+            shard = self._worker.shards[name]
+            width = shard.local_shape[1] if len(shard.local_shape) == 2 else 1
+            queries = max(0, min(len(shard.rows[0]) * width - start, len(values)))
+            yield "own", name, values[:queries]
+            yield "key and value heads", name, values[queries:]
         else:
-            yield _Part(name, kind, "own", values)
+            yield "own", name, values
 
-    def _is_tied(self, name: str) -> bool:
-        tied = self._run.config.model.tie_word_embeddings and self._run.grid.pp > 1
-        return tied and name in (EMBEDDING_WEIGHT, HEAD_WEIGHT)
-
-    @property
-    def _key_value_replicas(self) -> int:
-        return key_value_replicas(self._run.config.model, self._run.grid.tp)
-
-    def _first_key_element(self, name: str) -> int:
-        """The number of elements of the queries, which precede the keys in a rank's tensor."""
-        shard = self._worker.shards[name]
-        width = shard.local_shape[1] if len(shard.local_shape) == 2 else 1
-        return len(shard.rows[0]) * width
-
-    def _ranks_of(self, slot: tuple[Kind, Holders]) -> list[list[int]]:
+    def _ranks_of(self, slot: Slot) -> list[list[int]]:
         """Groups of ranks whose fingerprints must be equal."""
+        kind, holders = slot
         grid = self._run.grid
-        ends = (0, grid.pp - 1)
+        copies_over_dp = self._run.zero_stage <= (2 if kind == "parameter" else 0)
         groups: dict[tuple[int, ...], list[int]] = {}
         for rank in range(grid.world_size):
-            place = grid.coordinates_of(rank)
-            if slot[1] != "tied" or place.pp in ends:
-                groups.setdefault(self._held_with(place, *slot), []).append(rank)
+            at = grid.coordinates_of(rank)
+            part = 0 if copies_over_dp else at.dp
+            key: dict[Holders, tuple[int, ...]] = {
+                "own": (part, at.pp, at.tp),
+                "tensor ranks": (part, at.pp),
+                "key and value heads": (part, at.pp, at.tp // self._key_value_replicas),
+                "tied": (part, at.tp),
+            }
+            if holders != "tied" or at.pp in (0, grid.pp - 1):
+                groups.setdefault(key[holders], []).append(rank)
         return [ranks for ranks in groups.values() if len(ranks) > 1]
 
-    def _held_with(self, place: Coordinates, kind: Kind, holders: Holders) -> tuple[int, ...]:
-        """A key that is equal for all ranks that hold the same copies."""
-        copies_over_dp = self._run.zero_stage <= (2 if kind == "parameter" else 0)
-        part = 0 if copies_over_dp else place.dp
-        return {
-            "own": (part, place.pp, place.tp),
-            "tensor ranks": (part, place.pp),
-            "key and value heads": (part, place.pp, place.tp // self._key_value_replicas),
-            "tied": (part, place.tp),
-        }[holders]
-
-    def _describe(self, step: int, slots: Sequence[tuple[Kind, Holders]]) -> str:
+    def _describe(self, step: int, slots: Sequence[Slot]) -> str:
         """Gathers the fingerprints of single parameters, and names those that differ."""
         own = {
-            (part.kind, part.holders, part.name): float(fingerprint([part.values]))
-            for part in self._parts()
-            if (part.kind, part.holders) in slots
+            (slot, name): float(fingerprint([values]))
+            for slot, name, values in self._copies()
+            if slot in slots
         }
-        marks: list[dict[tuple[Kind, Holders, str], float]] = [{}] * self._run.grid.world_size
-        dist.all_gather_object(marks, own, self._context.world_group)
+        by_rank: list[dict[tuple[Slot, str], float]] = [{}] * self._run.grid.world_size
+        dist.all_gather_object(by_rank, own, self._context.world_group)
         found: list[str] = []
         for slot in slots:
             for ranks in self._ranks_of(slot):
-                for key in (key for key in marks[ranks[0]] if key[:2] == slot):
-                    odd = _differing(ranks, [marks[rank][key] for rank in ranks])
+                for key in (key for key in by_rank[ranks[0]] if key[0] == slot):
+                    odd = _differing(ranks, [by_rank[rank][key] for rank in ranks])
                     if odd:
-                        found.append(f"the {key[0]} {key[2]} on {odd}")
+                        found.append(f"the {slot[0]} {key[1]} on {odd}")
         more = f", and {len(found) - _MOST_NAMED} more" if len(found) > _MOST_NAMED else ""
         return (
             f"after step {step}, copies that must be equal differ: "
@@ -242,12 +217,12 @@ class Replicas:
         )
 
 
-def _differing(ranks: Sequence[int], marks: Sequence[float]) -> str | None:
+def _differing(ranks: Sequence[int], fingerprints: Sequence[float]) -> str | None:
     """The ranks that differ from the majority; all if there is no majority; None if all agree."""
-    if len(set(marks)) == 1:
+    if len(set(fingerprints)) == 1:
         return None
-    (usual, count), *_ = Counter(marks).most_common()
-    if count <= len(marks) / 2:
+    (usual, count), *_ = Counter(fingerprints).most_common()
+    if count <= len(fingerprints) / 2:
         return f"{ranks_named(list(ranks))}, which do not agree"
-    odd = [rank for rank, own in zip(ranks, marks, strict=True) if own != usual]
+    odd = [rank for rank, own in zip(ranks, fingerprints, strict=True) if own != usual]
     return f"{ranks_named(odd)}, unlike {count} other ranks"

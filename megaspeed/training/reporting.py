@@ -1,10 +1,10 @@
-"""Reports the numbers of ``metrics.jsonl`` to TensorBoard and Weights & Biases.
+"""Reports the numbers of ``metrics.jsonl`` to TensorBoard and Weights & Biases; the loss curve.
 
     observer --write--> queue --(one thread for each service)--> SummaryWriter, wandb.Run
 
 A slow or failed service does not slow training: ``write`` never waits, a full queue drops records,
 and a service that raises an exception is dropped with one warning. ``metrics.jsonl`` still has
-everything. Only rank 0 reports.
+everything. Only rank 0 reports and draws.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ from typing import Any, Protocol, Self
 from megaspeed.config.errors import ConfigError
 from megaspeed.config.resolve import Run
 from megaspeed.config.run import ReportTo
-from megaspeed.training.metrics import PartMetrics, StepMetrics, ValidationMetrics, read_records
+from megaspeed.training.metrics import Metrics, PartMetrics, read_records
 from megaspeed.training.run_folder import TENSORBOARD, WANDB
 
 CLOSING_SECONDS = 30.0
@@ -93,7 +93,7 @@ class WeightsAndBiases:
         self._run = wandb.init(
             project=os.environ.get("WANDB_PROJECT", "megaspeed"),
             name=os.environ.get("WANDB_NAME", run.name),
-            id=os.environ.get("WANDB_RUN_ID") or _kept_id(folder / "run_id"),
+            id=os.environ.get("WANDB_RUN_ID") or _stored_id(folder / "run_id"),
             dir=str(run.run_dir),
             config=run.as_json(),
             resume="allow",
@@ -116,7 +116,7 @@ class WeightsAndBiases:
         self._run.finish()
 
 
-def _kept_id(file: Path) -> str:
+def _stored_id(file: Path) -> str:
     if not file.exists():
         file.write_text(uuid.uuid4().hex[:8], encoding="utf-8")
     return file.read_text(encoding="utf-8")
@@ -163,7 +163,7 @@ class Reporting:
             for name in dict.fromkeys(run.config.training.report_to)
         ]
 
-    def write(self, metrics: StepMetrics | PartMetrics | ValidationMetrics) -> None:
+    def write(self, metrics: Metrics) -> None:
         """Queues one record; never waits."""
         if self._outboxes and not isinstance(metrics, PartMetrics):
             values = dict(_numbers(dataclasses.asdict(metrics)))
@@ -179,12 +179,12 @@ class Reporting:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        patience = CLOSING_SECONDS if kind is None else _CLOSING_SECONDS_OF_A_FAILURE
-        end = time.monotonic() + patience
+        seconds = CLOSING_SECONDS if kind is None else _CLOSING_SECONDS_OF_A_FAILURE
+        deadline = time.monotonic() + seconds
         for outbox in self._outboxes:
-            outbox.close()
+            outbox.closing.set()
         for outbox in self._outboxes:
-            outbox.join_until(end)
+            outbox.join_until(deadline)
 
 
 class _Outbox:
@@ -193,34 +193,30 @@ class _Outbox:
     def __init__(self, name: str, make: Callable[[], Service], warn: Callable[[str], None]) -> None:
         self._name, self._make, self._warn = name, make, warn
         self._waiting: queue.Queue[tuple[int, Mapping[str, float]]] = queue.Queue(_WAITING_RECORDS)
-        self._closing = threading.Event()
+        self.closing = threading.Event()
         self._has_failed = False
         self._lost = 0
         # A daemon thread, so a service that hangs does not keep the process alive.
-        self._thread = threading.Thread(target=self._deliver, name=f"report to {name}", daemon=True)
+        self._thread = threading.Thread(target=self._send, name=f"report to {name}", daemon=True)
         self._thread.start()
 
     def put(self, step: int, values: Mapping[str, float]) -> None:
-        if self._has_failed:
-            return
-        try:
-            self._waiting.put_nowait((step, values))
-        except queue.Full:
-            self._lost += 1
+        if not self._has_failed:
+            try:
+                self._waiting.put_nowait((step, values))
+            except queue.Full:
+                self._lost += 1
 
-    def close(self) -> None:
-        self._closing.set()
-
-    def join_until(self, end: float) -> None:
-        self._thread.join(max(0.0, end - time.monotonic()))
+    def join_until(self, deadline: float) -> None:
+        self._thread.join(max(0.0, deadline - time.monotonic()))
         if not self._has_failed and (self._lost or self._thread.is_alive()):
             lost = self._lost + self._waiting.qsize()
             self._warn(f"{self._name} was too slow for {lost:,} records; metrics.jsonl has all")
 
-    def _deliver(self) -> None:
+    def _send(self) -> None:
         try:
             service = self._make()
-            for step, values in self._arriving():
+            for step, values in self._records():
                 service.report(step, values)
             service.close()
         except (Exception, SystemExit) as error:
@@ -230,12 +226,12 @@ class _Outbox:
                 f"metrics.jsonl has all: {type(error).__name__}: {error}"
             )
 
-    def _arriving(self) -> Iterator[tuple[int, Mapping[str, float]]]:
+    def _records(self) -> Iterator[tuple[int, Mapping[str, float]]]:
         while True:
             try:
                 yield self._waiting.get(timeout=0.2)
             except queue.Empty:
-                if self._closing.is_set():
+                if self.closing.is_set():
                     return
 
 
@@ -248,42 +244,38 @@ def _numbers(record: Mapping[str, Any]) -> Iterable[tuple[str, float]]:
                 yield (f"{name}/{index}" if isinstance(value, list) else name), float(number)
 
 
-# The loss curve of a run as a picture, drawn from its ``metrics.jsonl``.
-
-
 def draw_loss_curve(metrics_file: Path, picture: Path, *, title: str) -> None:
-    """Writes a PNG with the training loss of each step and the validation losses, over tokens.
+    """Draws the loss curve of a run: training and validation losses over tokens.
 
-    A line that is not a record, and a validation whose step is not recorded, are left out.
+    Lines that are no records, and validations whose step is not recorded, are skipped.
 
     Args:
-        metrics_file: what the run recorded, one JSON object a line.
-        picture: where the PNG goes.
+        metrics_file: ``metrics.jsonl`` of the run.
+        picture: the PNG file to write.
         title: printed above the curve.
     """
-    # Imported here: drawing is the last thing a run does, and matplotlib takes long to import.
+    # Imported here, because matplotlib takes long to import, and drawing is the end of a run.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    tokens_of_step: dict[int, int] = {}
-    training, validation = [], []
+    tokens: dict[int, int] = {}  # by step
+    losses: dict[str, list[tuple[int, float]]] = {"loss": [], "validation_loss": []}
     for record in read_records(metrics_file):
         if record is None or "step" not in record:
             continue
         step = record["step"]
         if "tokens" in record:
-            tokens_of_step[step] = record["tokens"]
-        if step not in tokens_of_step:
-            continue
-        if record.get("loss") is not None:
-            training.append((tokens_of_step[step], record["loss"]))
-        if record.get("validation_loss") is not None:
-            validation.append((tokens_of_step[step], record["validation_loss"]))
+            tokens[step] = record["tokens"]
+        for name, points in losses.items():
+            if step in tokens and record.get(name) is not None:
+                points.append((tokens[step], record[name]))
 
     figure = Figure(figsize=(7, 4), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    for points, style, label in ((training, "-", "training"), (validation, "o-", "validation")):
+    for points, style, label in zip(
+        losses.values(), ("-", "o-"), ("training", "validation"), strict=True
+    ):
         axes.plot([x for x, _ in points], [y for _, y in points], style, lw=1, label=label)
     axes.set(xlabel="tokens", ylabel="loss (nats per token)")
     axes.set_title(title, parse_math=False)  # a "$" in the run's name is no formula

@@ -1,4 +1,4 @@
-"""The information that an attempt of a launch has about earlier attempts.
+"""Restarts of the ranks after a failure: by torchrun, or by ``training.restart``.
 
     attempt 0    --fresh: step 0 ... 63, fails
     restart 1    auto: from the checkpoint of step 60 ... 61, fails for another reason
@@ -6,52 +6,105 @@
     restart 3    auto: from the checkpoint of step 60 ... 63, fails
     restart 4    restarts 2 and 3 have failed after the same step: it ends at once
 
-torchrun's agent or the supervisor of rank 0 counts the attempts. It also keeps the store in which
-an attempt leaves information for the next one.
+torchrun restarts ranks by itself. For other launchers, ``training.restart`` does it: each process
+that the launcher has started becomes a supervisor, and the rank is its child.
+
+    launcher  ->  supervisor of rank 0 (keeps the store)  ->  rank 0      attempt 0, 1, 2, ...
+              ->  supervisor of rank 1                    ->  rank 1      attempt 0, 1, 2, ...
+
+If a child fails, its supervisor raises the attempt's number in the store. All supervisors look
+there once a second, end their children, and start the next ones. A child gets the same environment
+variables for the store and the attempt as from torchrun's agent. torch's own agent is not used,
+because it starts all ranks of a host from one process: if srun gives each task its own GPU,
+processors and memory, only that task can use them.
+
+Exit codes 0 (done, or stopped by a signal), 2 (wrong input) and 128 + a stop signal end all ranks.
+Others restart them.
+
+    failure                                       detected by                   within
+    a supervisor was killed, or its host failed   rank 0's supervisor           hang timeout
+    rank 0's supervisor does not work any more    rank 1's supervisor           hang timeout
+    rank 0's supervisor has ended                 every supervisor that asks    2 s
+    the store does not answer                     each supervisor               hang timeout
 """
 
-import dataclasses
+import argparse
+import contextlib
+import ctypes
+import json
 import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from types import FrameType
+from typing import NamedTuple, NoReturn, Self
 
 import torch.distributed as dist
 
-from megaspeed.config.resolve import Run
-from megaspeed.topology.meeting import Meeting
-from megaspeed.training.metrics import last_step
-from megaspeed.training.resume import AUTO, ResumeOptions, restart_number
-from megaspeed.training.run_folder import METRICS, checkpoint_folder
+from megaspeed.config.document import add_config_options
+from megaspeed.config.errors import ConfigError
+from megaspeed.config.loading import read_config
+from megaspeed.config.run import TrainingConfig
+from megaspeed.topology.activity import (
+    SAVE_PATIENCE,
+    SECONDS_OF_A_STANDSTILL,
+    START_UP_PATIENCE,
+)
+from megaspeed.topology.grid import TopologyError
+from megaspeed.topology.launch import LaunchEnvironment, LaunchError, read_launch_environment
+from megaspeed.topology.meeting import Meeting, open_store, say
+from megaspeed.topology.process_end import EXIT_DONE, EXIT_FAILED, EXIT_WRONG_INPUT, STOP_SIGNALS
+from megaspeed.topology.process_settings import allow_open_files
+from megaspeed.topology.processes import SUPERVISOR
 
-_OPENED, _REACHED, GIVEN_UP = "opened by attempt", "reached", "given up"
+_PERIOD_SECONDS = 1.0
+_SECONDS_TO_END = 20.0
+"""After a failure, the other children have this time to end and to report what they know."""
+_SECONDS_TO_SEE_THE_END = 10.0
+_NOT_STARTED = "0"
+_PR_SET_PDEATHSIG = 1
+
+# Keys of the store that outlives an attempt.
+_OPENED, _LAST_STEP, _FINAL_CODE = "opened by attempt", "last step", "final code"
 
 
 class NoProgress(RuntimeError):
     """The last two attempts failed at the same point, so another would fail there, too."""
 
 
+def restart_number() -> int:
+    """How many times the launcher or a supervisor has restarted the ranks."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+
+
 class Restarts:
-    """The earlier attempts, for the ranks of one attempt.
+    """What an attempt knows about earlier attempts of the same launch.
 
     Args:
         meeting: with the store that outlives the attempt, if there is one.
     """
 
     def __init__(self, meeting: Meeting) -> None:
-        self._store: dist.Store | None = meeting.between_attempts
+        self._store = meeting.between_attempts
         self.number = restart_number()
-        self._limit = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "?")
         self.opened = self.number > 0 and (self._store is None or self._store.check([_OPENED]))
         """Whether an earlier attempt has opened the run folder, so this one continues in it."""
 
     @property
-    def given_up(self) -> bool:
-        """Whether an earlier attempt has found that restarts do not help."""
-        return self.number > 0 and self._store is not None and self._store.check([GIVEN_UP])
+    def final_code(self) -> int | None:
+        """The exit code of an earlier attempt after which restarts do not help; None if none."""
+        if self.number > 0 and self._store is not None and self._store.check([_FINAL_CODE]):
+            return int(self._store.get(_FINAL_CODE))
+        return None
 
-    def options(self, stated: ResumeOptions, run: Run) -> ResumeOptions:
-        """The options of this attempt, which resumes from this launch's checkpoints, if any."""
-        if self.opened and checkpoint_folder(run).newest_first():
-            return dataclasses.replace(stated, source=AUTO, fresh=False)
-        return stated
+    def give_up(self, code: int) -> None:
+        """Let all later attempts end at once with this exit code. torchrun still starts them."""
+        with contextlib.suppress(RuntimeError):  # the store is gone
+            if self._store is not None:
+                self._store.set(_FINAL_CODE, str(code))
 
     def note_opened(self) -> None:
         """Store that this launch has opened the run folder."""
@@ -59,33 +112,321 @@ class Restarts:
             self._store.set(_OPENED, str(self.number))
 
     def describe(self, step: int) -> list[str]:
-        """A line for the console; none in the first attempt.
+        """A line that states after which step this attempt continues; none in the first attempt."""
+        most = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "?")
+        line = f"restart {self.number} of {most}: the run continues after step {step}"
+        return [line] if self.number else []
+
+    def problem(self, last_step: int) -> str | None:
+        """Why a restart would not help; None if it may. For rank 0, before it changes the folder.
 
         Args:
-            step: the step after which this attempt continues.
+            last_step: the last step that the run folder records.
         """
-        if not self.number:
-            return []
-        return [f"restart {self.number} of {self._limit}: the run continues after step {step}"]
-
-    def problem(self, run: Run) -> str | None:
-        """Why a restart does not help, if it does not; for rank 0, before it changes the folder."""
         if not self.number or self._store is None:
             return None
         opened = int(self._store.get(_OPENED)) if self.opened else -1
         where = None
         if opened == self.number - 1:
-            step = str(last_step(run.run_dir / METRICS))
-            if self._store.check([_REACHED]) and self._store.get(_REACHED).decode() == step:
+            step = str(last_step)
+            if self._store.check([_LAST_STEP]) and self._store.get(_LAST_STEP).decode() == step:
                 where = f"after step {step}"
-            self._store.set(_REACHED, step)
+            self._store.set(_LAST_STEP, step)
         elif opened < self.number - 2:
             where = "before training began"
         if where is None:
             return None
-        self._store.set(GIVEN_UP, "")
+        self.give_up(EXIT_FAILED)
         return (
-            f"two attempts in a row have failed {where}, so another restart would "
-            "not help. The messages above and the ranks' log files state the cause. Fix it and "
-            f"start the run again; it continues from the newest checkpoint of {run.run_dir}"
+            f"two attempts in a row have failed {where}, so another restart would not help. The "
+            "messages above and the ranks' log files state the cause. Fix it and start the run "
+            "again; it continues from its newest checkpoint"
         )
+
+
+def run_supervised(train: Callable[[], int]) -> int:
+    """Call ``train`` in this process, or become the supervisor of a child that does.
+
+    Returns the exit code. The child gets the command line of this process. The caller must leave by
+    ``end_process``: a thread may still wait for the store.
+    """
+    supervisor = None
+    if "TORCHELASTIC_RESTART_COUNT" not in os.environ:
+        with contextlib.suppress(ConfigError, LaunchError, ValueError):  # the rank reports it
+            training = _read_training(sys.argv[1:])
+            if training.restart:
+                supervisor = _Supervisor(read_launch_environment(os.environ), training)
+    if supervisor is not None:
+        return supervisor.run()
+    _end_with_the_supervisor()
+    return train()
+
+
+class _Parser(argparse.ArgumentParser):
+    """Raises an exception for a wrong command line. The rank's own parser reports the error."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(message)
+
+
+def _read_training(arguments: Sequence[str]) -> TrainingConfig:
+    """The ``training`` section. Raises ConfigError or ValueError if it cannot be read."""
+    parser = _Parser(add_help=False)
+    add_config_options(parser)
+    options, _ = parser.parse_known_args(arguments)
+    return read_config(options.config, options.overrides).training
+
+
+def _end_with_the_supervisor() -> None:
+    """Let the kernel send SIGTERM to this process if its supervisor ends."""
+    supervisor = os.environ.get(SUPERVISOR)
+    if supervisor is not None:
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+        if os.getppid() != int(supervisor):
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+class _State(NamedTuple):
+    """The state of the run, which all supervisors read in the store."""
+
+    attempt: int
+    code: int | None  # the exit code of the run, if it ends
+    seconds: float  # children that must end may take this long
+    by: int  # the rank whose supervisor has written this state
+
+    @classmethod
+    def read(cls, store: dist.Store) -> Self:
+        return cls(*json.loads(store.get("state")))
+
+    def to_json(self) -> str:
+        return json.dumps(self)
+
+
+class _Supervisor:
+    """Starts one rank as a child, and restarts it after a failure of any rank.
+
+    One thread asks the store, which may block, and handles the child. The main thread handles
+    signals, and ends this process if the store does not answer.
+    """
+
+    def __init__(self, launch: LaunchEnvironment, training: TrainingConfig) -> None:
+        self._rank, self._world = launch.rank, launch.world_size
+        self._launch = launch
+        self._restarts = training.restart
+        self._hang_timeout = training.hang_timeout_seconds
+        self._seconds_to_save = SAVE_PATIENCE * self._hang_timeout
+        # Slower with more ranks, because one process answers all of them.
+        self._period = min(_PERIOD_SECONDS * (1 + self._world / 1024), self._hang_timeout / 8)
+        self._store_variables: dict[str, str] = {}
+        self._child: subprocess.Popen[bytes] | None = None
+        self._reported = False  # whether the other supervisors know how the child has ended
+        self._attempt = 0
+        self._signal: int | None = None  # the last stop signal of this process
+        self._beats = 0
+        self._heard: dict[int, tuple[bytes, float]] = {}  # the beat of a supervisor, and since when
+        self._missing: list[int] = []
+        self._last_look = self._last_contact = 0.0  # at the others, and with the store
+        self._ends = False
+        # One thread, because the kernel signals the child if the thread that started it ends.
+        self._executor = ThreadPoolExecutor(1, "supervisor")
+
+    def run(self) -> int:
+        """From the first attempt to the exit code of the run."""
+        try:
+            store = self._open_store()
+        except (TopologyError, RuntimeError) as error:  # GroupError is a RuntimeError
+            say(str(error))
+            return EXIT_FAILED
+        for number in STOP_SIGNALS:
+            if signal.getsignal(number) is not signal.SIG_IGN:  # nohup
+                signal.signal(number, self._forward)
+        work = self._executor.submit(self._supervise, store)
+        try:
+            self._wait_for(work)
+            return work.result()
+        except RuntimeError as error:  # of the store
+            self._say(f"lost the store of all ranks, which rank 0's supervisor keeps: {error}")
+        self._ends = True
+        self._end_child(self._seconds_to_save)
+        return EXIT_FAILED
+
+    def _wait_for(self, work: "Future[int]") -> None:
+        """Wait for the other thread. Raises RuntimeError if the store does not answer it."""
+        last_look = self._last_contact = time.monotonic()
+        while not wait([work], _PERIOD_SECONDS).done:
+            now = time.monotonic()
+            if now - last_look > SECONDS_OF_A_STANDSTILL:
+                self._last_contact = now
+            last_look = now
+            if now - self._last_contact > self._hang_timeout:
+                raise RuntimeError(
+                    f"no answer for {self._hang_timeout:.0f} s. That supervisor was stopped, or "
+                    "its machine or network has failed"
+                )
+
+    def _open_store(self) -> dist.Store:
+        if self._world == 1:
+            store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+            self._store_variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
+            return store
+        allow_open_files(self._rank, self._world)
+        return open_store(self._launch, START_UP_PATIENCE * self._hang_timeout)
+
+    # The thread that asks the store.
+
+    def _supervise(self, store: dist.Store) -> int:
+        store.compare_set("state", "", _State(0, None, 0.0, 0).to_json())
+        if self._rank == 0:  # all beats exist before they are read
+            for rank in range(self._world):
+                store.set(f"beat {rank}", _NOT_STARTED)
+        self._start_child()
+        must_end_since = 0.0
+        while not self._ends:
+            code = self._exit_code_of_child()
+            if code is not None and not self._reported:
+                self._reported = True
+                self._report(store, code)
+            state = self._exchange(store)
+            if state.code is None and state.attempt == self._attempt:
+                continue
+            must_end_since = must_end_since or time.monotonic()
+            saves = self._signal is not None
+            seconds = max(state.seconds, self._seconds_to_save if saves else 0.0)
+            if code is None and time.monotonic() - must_end_since < seconds:
+                continue
+            self._end_child(0)
+            if state.code is not None:
+                self._wait_for_the_others(store, seconds)
+                return state.code
+            self._attempt, must_end_since = state.attempt, 0.0
+            self._start_child()
+        return EXIT_FAILED
+
+    def _start_child(self) -> None:
+        variables = {
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "TORCHELASTIC_RESTART_COUNT": str(self._attempt),
+            "TORCHELASTIC_MAX_RESTARTS": str(self._restarts),
+            SUPERVISOR: str(os.getpid()),
+        }
+        self._reported = False
+        self._child = subprocess.Popen(
+            [sys.executable, "-u", *sys.orig_argv[1:]],
+            env={**os.environ, **self._store_variables, **variables},
+        )
+        if self._signal is not None:  # it arrived between two children
+            self._child.send_signal(self._signal)
+
+    def _exit_code_of_child(self) -> int | None:
+        """The exit code of the child; None if it still runs. Waits for at most one period."""
+        assert self._child is not None
+        if self._child.returncode is not None:  # ended; the others may still run
+            time.sleep(self._period)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return self._child.wait(self._period)
+        return None
+
+    def _exchange(self, store: dist.Store) -> _State:
+        """Write this supervisor's beat, check the beats of others, and read the state."""
+        self._beats += 1
+        store.set(f"beat {self._rank}", str(self._beats))
+        state = _State.read(store)
+        if state.code is None:
+            self._check_the_others(store)
+        self._last_contact = time.monotonic()
+        return state
+
+    def _report(self, store: dist.Store, code: int) -> None:
+        """Inform the other supervisors how the child of this attempt has ended."""
+        if code == EXIT_DONE:
+            if store.add(f"done in attempt {self._attempt}", 1) == self._world:
+                self._set_state(store, EXIT_DONE)
+            return
+        ended = f"ended with exit code {code}"
+        if code < 0:
+            ended = f"was ended by {signal.Signals(-code).name}"
+        final = 128 - code if code < 0 else code
+        stopped = self._signal is not None or final - 128 in STOP_SIGNALS
+        if final == EXIT_WRONG_INPUT or stopped or store.check([f"megaspeed/{_FINAL_CODE}"]):
+            self._set_state(store, final)
+        elif self._attempt == self._restarts:
+            if self._set_state(store, final):
+                self._say(f"{ended}, and no restart is left (training.restart)")
+        elif self._set_state(store, None):
+            self._say(f"{ended}: restart {self._attempt + 1} of {self._restarts} of all ranks")
+
+    def _set_state(self, store: dist.Store, code: int | None, *, saves: bool = False) -> bool:
+        """End the run with ``code``; if it is None, start the next attempt.
+
+        If the run ``saves``, the other children have the time to end a save.
+
+        Returns False if another supervisor has already done so. An end replaces a restart.
+        """
+        attempt = self._attempt + (code is None)
+        seconds = self._seconds_to_save if saves else _SECONDS_TO_END
+        own = _State(attempt, code, seconds, self._rank).to_json()
+        while True:
+            before = _State.read(store)
+            if before.code is not None or (code is None and before.attempt >= attempt):
+                return False
+            if store.compare_set("state", before.to_json(), own).decode() == own:
+                return True
+
+    def _check_the_others(self, store: dist.Store) -> None:
+        """End all ranks if a supervisor was killed. Otherwise the others would wait for its rank.
+
+        Rank 0's supervisor checks all others, and rank 1's checks rank 0's.
+        """
+        if self._rank > 1 or self._world == 1:
+            return
+        watched = range(1, self._world) if self._rank == 0 else range(1)
+        beats = store.multi_get([f"beat {rank}" for rank in watched])
+        now = time.monotonic()
+        if now - self._last_look > self._period + SECONDS_OF_A_STANDSTILL:
+            self._heard.clear()
+        self._last_look = now
+        for rank, beat in zip(watched, beats, strict=True):
+            if self._heard.get(rank, (b"", now))[0] != beat:
+                self._heard[rank] = (beat, now)
+        self._missing = [
+            rank
+            for rank, (beat, since) in self._heard.items()
+            if now - since
+            > self._hang_timeout * (START_UP_PATIENCE if beat.decode() == _NOT_STARTED else 1)
+        ]
+        # The rank of a supervisor that was killed saves, and all others with it.
+        if self._missing and self._set_state(store, EXIT_FAILED, saves=True):
+            named = ", ".join(map(str, self._missing))
+            self._say(f"ends: no answer from the supervisor of rank {named}")
+
+    def _wait_for_the_others(self, store: dist.Store, seconds: float) -> None:
+        """Rank 0's supervisor ends last, because it keeps the store. Children may take ``seconds``,
+        and need it.
+        """
+        ended = store.add("ended", 1)
+        if self._rank == 0:
+            deadline = time.monotonic() + seconds + _SECONDS_TO_SEE_THE_END
+            while ended + len(self._missing) < self._world and time.monotonic() < deadline:
+                time.sleep(self._period / 4)
+                ended = store.add("ended", 0)
+                self._last_contact = time.monotonic()
+
+    # Both threads.
+
+    def _end_child(self, seconds: float) -> None:
+        """Wait for the child, and kill it after ``seconds``."""
+        if self._child is None:
+            return
+        try:
+            self._child.wait(seconds)
+        except subprocess.TimeoutExpired:
+            self._child.kill()
+            self._child.wait()
+
+    def _forward(self, number: int, frame: FrameType | None) -> None:
+        self._signal = number
+        if self._child is not None:
+            self._child.send_signal(number)
+
+    def _say(self, line: str) -> None:
+        say(f"rank {self._rank} {line}")

@@ -24,6 +24,7 @@ from megaspeed.checkpoint.run_state import RunState
 from megaspeed.config.resolve import Run
 from megaspeed.files.paths import expand_home, path_argument
 from megaspeed.topology.context import ParallelContext
+from megaspeed.training.restarts import restart_number
 from megaspeed.training.resumed_run import (
     config_changes,
     mask_changes,
@@ -196,11 +197,6 @@ def keep_split(options: ResumeOptions, run: Run) -> tuple[Run, str | None]:
     if data.validation is not None or data.validation_fraction == 0:
         return run, None
     return run, f'validation data is held out as in the saved run (data.{_RULE} "{rule}")'
-
-
-def restart_number() -> int:
-    """How many times the launcher has started the ranks again."""
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
 def _candidates(options: ResumeOptions, run: Run) -> list[Path]:

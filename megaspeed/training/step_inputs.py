@@ -3,7 +3,8 @@
     samples consumed so far -> micro-batches of the step, this data rank's rows
     steps taken so far      -> learning rate
 
-Neither keeps a position, so a step can be trained again, skipped or resumed from.
+Neither keeps a position, so a step can be trained again or skipped, and a resumed run needs no
+state.
 """
 
 import functools
@@ -25,35 +26,31 @@ from megaspeed.data.stream.loader import LoaderShape, TrainingLoader
 from megaspeed.topology.context import ParallelContext
 from megaspeed.training.worker import Load
 
-# The learning rate of each step, by our schedules or by DeepSpeed's.
-#
-# Ours, for the s-th step (counted from 1) of T, with W steps of warmup and a floor of m:
-#
-#     s <= W   s / W
-#     s > W    m + (1 - m) f((s - W) / (T - W))    f(p) = (1 + cos(pi p)) / 2, 1 - p, or 1 (no fall)
-#
-# So step 1 has 1 / W of the full rate, step W all of it, and step T the floor.
-#
-# DeepSpeed 0.19.8 (runtime/lr_schedules.py) counts iterations from -1, the iteration of the first
-# optimizer step. So the s-th step has iteration i = s - 2. Warmup takes W = max(2,
-# warmup_num_steps) iterations with this fraction of the full rate:
-#
-#     linear   i / W            log   ln(i + 1) / ln(W)
-#
-# So steps 1 and 2 both have the lowest rate, and the full rate comes at step W + 2.
-#
-# The rate is a function of the number of steps taken, so a resumed run needs no state.
-
 
 def learning_rate(
     optimizer: OptimizerConfig, scheduler: SchedulerConfig | None, *, step: int, steps: int
 ) -> float:
-    """The learning rate of optimizer step ``step``.
+    """The learning rate of optimizer step ``step``, by our schedules or by DeepSpeed's.
+
+    Ours, for the s-th step (counted from 1) of T, with W steps of warmup and a floor of m:
+
+        s <= W   s / W
+        s > W    m + (1 - m) f((s - W) / (T - W))    f(p) = (1 + cos(pi p)) / 2, 1 - p, or 1
+
+    So step 1 has 1 / W of the full rate, step W all of it, and step T the floor.
+
+    DeepSpeed 0.19.8 (runtime/lr_schedules.py) counts iterations from -1, the iteration of the first
+    optimizer step. So the s-th step has iteration i = s - 2. Warmup takes W = max(2,
+    warmup_num_steps) iterations with this fraction of the full rate:
+
+        linear   i / W            log   ln(i + 1) / ln(W)
+
+    So steps 1 and 2 both have the lowest rate, and the full rate comes at step W + 2.
 
     Args:
         optimizer: its ``lr`` is the rate without a scheduler, and the full rate of ratios.
         scheduler: None for a constant rate.
-        step: number of optimizer steps taken before this one.
+        step: number of optimizer steps before this one; a skipped step is not counted.
         steps: length of the run, for schedulers without ``total_num_steps``.
     """
     base = optimizer.params.lr
@@ -133,18 +130,19 @@ class StepInputs:
             dp_rank=context.dp_rank,
             dp_size=context.dp_size,
         )
-        """How the rows of a step are cut."""
+        """How the samples of a step are divided."""
         self._loader = TrainingLoader(corpus, self.shape, context.device)
 
     def load(self, samples: int) -> Load:
-        """The micro-batches, by their number, of the step that follows ``samples`` samples.
+        """A function: number of a micro-batch -> the micro-batch, in the step after ``samples``
+        samples.
 
-        Those of skipped steps are counted too.
+        The samples of skipped steps are counted, too.
         """
         return functools.partial(self._loader.micro_batch, samples)
 
     def learning_rate(self, steps_taken: int) -> float:
-        """The rate of the step that follows ``steps_taken`` others, skipped ones not counted."""
+        """The rate of the step after ``steps_taken`` others; a skipped step is not counted."""
         config = self._run.config
         return learning_rate(
             config.optimizer, config.scheduler, step=steps_taken, steps=config.training.steps

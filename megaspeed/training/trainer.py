@@ -4,8 +4,8 @@
                     at intervals and at the end: validation
                     at intervals, at the end, after a stop signal: checkpoint
 
-Every rank runs the same loop. The worker returns what they must agree on (loss, norm, whether the
-step was skipped, whether to stop), the same on every rank. Rank 0's observer reports.
+Every rank runs the same loop. The worker returns the same loss, gradient norm and stop signal on
+every rank, so all ranks take the same decisions. Rank 0's observer reports.
 """
 
 import dataclasses
@@ -14,7 +14,7 @@ import signal
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import NoReturn, Protocol
+from typing import NoReturn
 
 from megaspeed.checkpoint.run_state import Progress
 from megaspeed.checkpoint.writing import SaveReport
@@ -32,7 +32,7 @@ from megaspeed.training.metrics import (
 )
 from megaspeed.training.replicas import Replicas
 from megaspeed.training.step_inputs import StepInputs
-from megaspeed.training.worker import StepParts, StepResult, Worker
+from megaspeed.training.worker import StepResult, Worker
 
 _MOST_RANKS_NAMED = 4
 _MOST_SAMPLES_NAMED = 16
@@ -42,8 +42,8 @@ class TrainingDiverged(RuntimeError):
     """Too many steps in a row had a loss or a gradient norm that is not finite."""
 
 
-class Observer(Protocol):
-    """Receives the events of training. Only rank 0's observer reports them."""
+class Observer:
+    """Receives the events of training, and ignores them. Rank 0's observer reports them."""
 
     def step(self, metrics: StepMetrics) -> None:
         """An optimizer step is over."""
@@ -54,7 +54,7 @@ class Observer(Protocol):
     def validation(self, metrics: ValidationMetrics) -> None:
         """An evaluation is over."""
 
-    def stopping(self, told_by: signal.Signals, step: int, save_seconds: float | None) -> None:
+    def stopping(self, stopped_by: signal.Signals, step: int, save_seconds: float | None) -> None:
         """The run stops early, after this step; the previous save took ``save_seconds`` (None if
         none has ended yet).
         """
@@ -131,25 +131,35 @@ class Trainer:
             TrainingDiverged: loss or gradient norm stay non-finite. Nothing is saved then.
             ReplicasDiffer: ranks hold different copies. Nothing is saved then.
         """
-        assert begin.step < self._run.config.training.steps, "nothing is left to train"
-        activity = self.worker.context.activity
+        config, activity = self._run.config.training, self.worker.context.activity
+        assert begin.step < config.steps, "nothing is left to train"
         self._stop.can_save = True
         start = time.perf_counter()
         validation: ValidationMetrics | None = None
         stopped_by: signal.Signals | None = None
         progress, replicas = begin, Replicas(self.worker, begin.step)
-        while progress.step < self._run.config.training.steps and stopped_by is None:
+        while progress.step < config.steps and stopped_by is None:
             patience = START_UP_PATIENCE if progress is begin else 1.0
             with activity.during(f"step {progress.step + 1}", patience=patience):
                 progress, metrics, stopped_by = self._train_step(progress)
-            if self._is_time_to_compare(progress.step, stopped_by):
-                with activity.during(f"comparing copies after step {progress.step}"):
-                    replicas.check(progress.step)
-            if self._is_time_to_validate(progress.step):
-                with activity.during(f"validation after step {progress.step}"):
-                    validation = self._validate(progress.step)
-            with activity.during(f"saving after step {progress.step}", patience=SAVE_PATIENCE):
-                self._save(progress, stopped_by)
+            step = progress.step
+            saves = stopped_by is not None or self._is_due(config.save_interval, step)
+            interval = config.check_replicas_interval
+            # Also before a save, so that every checkpoint is of a step after which copies were
+            # equal.
+            if interval > 0 and (saves or step % interval == 0):
+                with activity.during(f"comparing copies after step {step}"):
+                    replicas.check(step)
+            if len(self._validation) > 0 and self._is_due(config.eval_interval, step):
+                with activity.during(f"validation after step {step}"):
+                    validation = self._validate(step)
+            with activity.during(f"saving after step {step}", patience=SAVE_PATIENCE):
+                if stopped_by is not None:
+                    before = None if self._last_save is None else self._last_save.seconds
+                    self._observer.stopping(stopped_by, step, before)
+                if saves:
+                    self._checkpointing.save(progress)
+                self._report(self._checkpointing.finished())
         if self._is_timed(progress.step):
             with activity.during(f"exchanging the times of step {progress.step}"):
                 self._observe(self.worker.parts_of_last_step())
@@ -185,9 +195,9 @@ class Trainer:
             self._give_up(metrics, progress)
         return progress, metrics, signal.Signals(result.stop_signal) if result.stop_signal else None
 
-    def _observe(self, parts: StepParts | None) -> None:
+    def _observe(self, parts: PartMetrics | None) -> None:
         if parts is not None:
-            self._observer.parts(PartMetrics.of(parts))
+            self._observer.parts(parts)
 
     def _after(self, before: Progress, result: StepResult) -> Progress:
         return Progress(
@@ -219,19 +229,18 @@ class Trainer:
         )
 
     def _give_up(self, metrics: StepMetrics, progress: Progress) -> NoReturn:
-        culprit = self._culprit(progress)
+        where = self._describe_non_finite(progress)
         # A save in progress is of an earlier step, so wait for it.
         self._report(self._checkpointing.close())
         raise TrainingDiverged(
             f"{progress.skipped_in_a_row} steps in a row (up to step {metrics.step}) were skipped "
             f"because the loss ({metrics.loss}) or the gradient norm ({metrics.grad_norm}) is not "
-            f"finite. In the last of them {culprit}. Lower the learning rate, lengthen its warmup, "
-            "or set gradient_clipping; "
-            "the limit is training.max_skipped_steps "
+            f"finite. In the last of them {where}. Lower the learning rate, lengthen its warmup, "
+            "or set gradient_clipping; the limit is training.max_skipped_steps "
             f"({self._run.config.training.max_skipped_steps})."
         )
 
-    def _culprit(self, progress: Progress) -> str:
+    def _describe_non_finite(self, progress: Progress) -> str:
         """Ranks, micro-batches and samples whose loss is not finite, or the first gradient."""
         ranks = self.worker.non_finite()
         before = progress.samples - self._run.batch.train_batch_size
@@ -257,39 +266,19 @@ class Trainer:
             return "every loss and every gradient is finite, but a sum of them is not"
         return f"every loss is finite; the first gradient that is not: {parameter} on rank {rank}"
 
+    def _is_due(self, interval: int, step: int) -> bool:
+        """Every ``interval`` steps, unless it is 0, and after the last step of the run."""
+        is_last = step == self._run.config.training.steps
+        return is_last or (interval > 0 and step % interval == 0)
+
     def _is_timed(self, step: int) -> bool:
         """Only the steps that the console prints are timed, so the cost is small."""
         return step % self._run.config.training.log_interval == 0
-
-    def _save(self, progress: Progress, stopped_by: signal.Signals | None) -> None:
-        if stopped_by is not None:
-            before = None if self._last_save is None else self._last_save.seconds
-            self._observer.stopping(stopped_by, progress.step, before)
-        if self._is_time_to_save(progress.step, stopped_by):
-            self._checkpointing.save(progress)
-        self._report(self._checkpointing.finished())
-
-    def _is_time_to_save(self, step: int, stopped_by: signal.Signals | None) -> bool:
-        training = self._run.config.training
-        regular = training.save_interval > 0 and step % training.save_interval == 0
-        return regular or stopped_by is not None or step == training.steps
-
-    def _is_time_to_compare(self, step: int, stopped_by: signal.Signals | None) -> bool:
-        interval = self._run.config.training.check_replicas_interval
-        # Also before a save, so that every checkpoint is of a step after which copies were equal.
-        return interval > 0 and (step % interval == 0 or self._is_time_to_save(step, stopped_by))
 
     def _report(self, reports: Iterable[SaveReport]) -> None:
         for report in reports:
             self._observer.saved(report)
             self._last_save = report
-
-    def _is_time_to_validate(self, step: int) -> bool:
-        if len(self._validation) == 0:
-            return False
-        training = self._run.config.training
-        regular = training.eval_interval > 0 and step % training.eval_interval == 0
-        return regular or step == training.steps
 
     def _validate(self, step: int) -> ValidationMetrics:
         loss = self.worker.evaluate(

@@ -9,7 +9,6 @@ import math
 import resource
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Self
 
 import torch
 import torch.distributed as dist
@@ -20,44 +19,27 @@ from megaspeed.model.gpt import DTYPES
 from megaspeed.model.micro_batch import MicroBatch
 from megaspeed.pipeline.executor import Executor
 from megaspeed.pipeline.p2p import Neighbours
+from megaspeed.pipeline.partition import layers_of_stages
 from megaspeed.pipeline.schedules import SCHEDULES, forward_only, stage_program
 from megaspeed.pipeline.simulation import check_schedule
+from megaspeed.tensor_parallel.parallelize import initial_shard, parallelize
 from megaspeed.topology.context import ParallelContext
 from megaspeed.training.faults import inject_into_model
+from megaspeed.training.metrics import PartMetrics
 from megaspeed.training.rank_model import (
     backward_scale,
     make_loss_function,
     make_optimizer,
     parameter_groups,
-    rank_model,
+    plain_model,
     set_matmul_precision,
+    tensor_axis,
 )
 from megaspeed.zero.build import build_engine
 from megaspeed.zero.engine import StepOutcome
 from megaspeed.zero.reductions import exchange
 
 Load = Callable[[int], MicroBatch]
-
-
-@dataclass(frozen=True)
-class StepParts:
-    """The times of the parts of an earlier step.
-
-    Attributes:
-        step: which step it was.
-        seconds: for each rank, the seconds of each of ``PARTS``.
-    """
-
-    step: int
-    seconds: list[list[float]]
-
-    @classmethod
-    def of(cls, rows: Sequence[Sequence[float]]) -> Self | None:
-        """From what each rank's timeline gave. A rank whose GPU had not finished the step gave
-        zeros, and then there are no times.
-        """
-        steps = [row[0] for row in rows]
-        return cls(int(steps[0]), [list(row[1:]) for row in rows]) if min(steps) > 0 else None
 
 
 @dataclass(frozen=True)
@@ -72,7 +54,7 @@ class StepResult:
         peak_memory_bytes: for each pipeline stage, the largest peak memory of its ranks, up to
             when the gradients of this step were complete.
         stop_signal: the highest number of a stop signal that a rank has received; 0 if none has.
-        parts: the times of an earlier step that was timed, in one result after all ranks know them;
+        parts: the times of an earlier step that was timed, once, after all ranks have sent them;
             else None.
     """
 
@@ -81,7 +63,7 @@ class StepResult:
     skipped: bool
     peak_memory_bytes: tuple[int, ...] = ()
     stop_signal: int = 0
-    parts: StepParts | None = None
+    parts: PartMetrics | None = None
 
 
 @dataclass(frozen=True)
@@ -107,18 +89,21 @@ class Worker:
         set_matmul_precision(run.config.training, context.device)
         self.run = run
         self.context = context
-        model = rank_model(run, context)
-        self.shards = model.shards
+        model, optimizer = run.config.model, run.config.optimizer
+        axis = tensor_axis(run, context)
+        module = plain_model(run, layers_of_stages(run)[context.pp_rank])
+        self.shards = parallelize(module, model, axis)
+        """Full name -> the part of the parameter that this rank holds."""
         self.engine = build_engine(
             run,
             context,
-            model.module,
-            model.shards,
-            initial_value=model.initial_value,
-            parameter_groups=lambda named: parameter_groups(
-                named, run.config.model, run.config.optimizer
+            module,
+            self.shards,
+            initial_value=lambda name: initial_shard(
+                model, run.config.training.seed, name, self.shards[name]
             ),
-            make_optimizer=lambda groups: make_optimizer(groups, run.config.optimizer),
+            parameter_groups=lambda named: parameter_groups(named, model, optimizer),
+            make_optimizer=lambda groups: make_optimizer(groups, optimizer),
         )
         inject_into_model(context.activity, context.rank, self.engine)
         schedule = SCHEDULES[run.config.parallel.schedule]
@@ -128,7 +113,7 @@ class Worker:
         self._neighbours = self._connect()
         context.activity.pending = self._neighbours.pending
         self._losses: dict[int, Tensor] = {}
-        self._loss_function = make_loss_function(run, model.axis)
+        self._loss_function = make_loss_function(run, axis)
 
     def train_step(
         self, load: Load, learning_rate: float, stop_signal: Callable[[], int] = lambda: 0
@@ -144,18 +129,13 @@ class Worker:
         micro_batches = self.run.batch.gradient_accumulation_steps
         outcomes: list[StepOutcome] = []
 
+        def note() -> tuple[float, ...]:
+            """What this rank sends to all ranks along with the gradient norm."""
+            own_peak = peak_memory(self.context.device)
+            return own_peak, stop_signal(), *self.context.timeline.take()
+
         def take_step(loss_sum: Tensor | None) -> None:
-            outcomes.append(
-                self.engine.step(
-                    loss_sum,
-                    learning_rate,
-                    lambda: (
-                        peak_memory(self.context.device),
-                        stop_signal(),
-                        *self.context.timeline.take(),
-                    ),
-                )
-            )
+            outcomes.append(self.engine.step(loss_sum, learning_rate, note))
 
         executor = self._executor(
             load, micro_batches, scale=backward_scale(self.run), take_step=take_step
@@ -171,16 +151,16 @@ class Worker:
             skipped=outcome.skipped,
             peak_memory_bytes=self._by_pipeline_stage(peaks),
             stop_signal=int(max(signals)),
-            parts=StepParts.of(list(zip(*timelines, strict=True))),
+            parts=PartMetrics.of(list(zip(*timelines, strict=True))),
         )
 
-    def parts_of_last_step(self) -> StepParts | None:
+    def parts_of_last_step(self) -> PartMetrics | None:
         """The times of the last step, if it was timed; no later step returns them.
 
         Waits until the device has finished that step.
         """
         own = self.context.timeline.take(wait=True)
-        return StepParts.of(exchange(own, self.context.world_group, self.context.device))
+        return PartMetrics.of(exchange(own, self.context.world_group, self.context.device))
 
     @torch.no_grad()
     def evaluate(self, load: Load, micro_batches: int, predicted_tokens: int) -> float:
@@ -253,11 +233,6 @@ class Worker:
         )
 
 
-# The most memory that this rank has held so far.
-
-_BYTES_PER_UNIT_OF_MAXRSS = 1024  # Linux counts in KiB
-
-
 def peak_memory(device: torch.device) -> int:
     """Bytes: on a GPU the peak of torch's allocator, on a CPU the process's peak resident set.
 
@@ -265,4 +240,4 @@ def peak_memory(device: torch.device) -> int:
     """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _BYTES_PER_UNIT_OF_MAXRSS
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB

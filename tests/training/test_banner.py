@@ -45,7 +45,7 @@ def test_a_layout_is_drawn_with_the_layers_of_each_pipeline_stage() -> None:
         f"    1  blocks 3-4, head           25,472  0.1 MiB  {second / 2**20:.1f} MiB  4 5 | 6 7",
         "peak: of a rank, predicted as by megaspeed plan; tensors alone",
         "attention: scaled_dot_product_attention, fused",
-        f"operations: {flops / 1e6:.4g} MFLOP a token; no MFU, because the peak of cpu is unknown",
+        f"operations: {flops / 1e6:.4g} MFLOP a token",
         "files: runs/[b]tiny, tensorboard",
     ]
 

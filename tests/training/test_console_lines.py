@@ -12,14 +12,17 @@ from megaspeed.checkpoint.writing import SaveReport
 from megaspeed.data.prepared import PreparedCorpus
 from megaspeed.data.stream.mixture import Component, Mixture
 from megaspeed.data.tokens.token_file import TokenFile, TokenIndex
+from megaspeed.topology.grid import Grid
 from megaspeed.training.console import (
     describe_corpus,
     describe_late_save,
     describe_resumed,
     describe_save,
+    describe_slow_rank,
     describe_start,
     describe_step,
 )
+from megaspeed.training.metrics import PartMetrics
 from megaspeed.training.resume import Start
 from tests.parallel.tiny import tiny_run
 from tests.training.metrics_of_steps import step_metrics
@@ -60,8 +63,8 @@ def test_one_line_tells_a_step() -> None:
 
 
 def test_a_known_peak_gives_an_mfu() -> None:
-    line = describe_step(step_metrics(mfu=0.4217, tflops_per_rank=417.2))
-    assert line.endswith("417 TFLOP/s/rank  MFU 42.2%")
+    line = describe_step(step_metrics(mfu=0.4217, tokens_per_second=1.25e7))
+    assert line.endswith("grad norm 0.500  12.5M tok/s  MFU 42.2%")
 
 
 def test_a_skipped_step_says_so() -> None:
@@ -70,14 +73,27 @@ def test_a_skipped_step_says_so() -> None:
     assert line.endswith("SKIPPED")
 
 
-@pytest.mark.parametrize(("mfu", "columns"), [(None, 80), (0.4217, 100)])
-def test_a_step_fits_its_columns(mfu: float | None, columns: int) -> None:
+@pytest.mark.parametrize("mfu", [None, 0.4217])
+@pytest.mark.parametrize("tokens_per_second", [999_999.4, 99_999_999.0])
+def test_a_step_fits_80_columns(mfu: float | None, tokens_per_second: float) -> None:
     large = step_metrics(
-        step=999_999, loss=9.8765, grad_norm=9.999, tokens_per_second=9_999_999.0, mfu=mfu,
-        tflops_per_rank=417.2,
-    )  # fmt: skip
-    assert len(describe_step(large)) <= columns
-    assert len(describe_step(dataclasses.replace(large, mfu=None, skipped=True))) <= columns
+        step=999_999, loss=9.8765, grad_norm=12345.6, tokens_per_second=tokens_per_second, mfu=mfu
+    )
+    assert len(describe_step(large)) <= 80
+    assert len(describe_step(dataclasses.replace(large, skipped=True))) <= 80
+
+
+def test_the_other_lines_of_a_step_fit_80_columns() -> None:
+    parts = PartMetrics(
+        step=999_999,
+        parts_seconds={},
+        slowest_rank=255,
+        slowest_rank_seconds=0.12345,
+        median_rank_seconds=0.12345,
+    )
+    assert len(shown(describe_slow_rank(parts, Grid(pp=4, dp=8, tp=8)))) <= 80
+    gone = (FOLDER / "step-00000002",)
+    assert len(shown(describe_save(dataclasses.replace(SAVE, deleted=gone)))) <= 80
 
 
 def test_a_run_that_starts_at_step_0_says_nothing_of_it() -> None:
@@ -140,12 +156,10 @@ SAVE = SaveReport(
 
 
 def test_a_save_says_what_it_cost() -> None:
-    assert describe_save(SAVE) == (
-        "step      8  checkpoint 1,234.6 MB in 2.5 s, training paused for 0.2 s"
-    )
+    assert describe_save(SAVE) == ("step      8  checkpoint 1,234.6 MB in 2.5 s, paused 0.2 s")
     gone = tuple(FOLDER / name for name in ("step-00000002", "step-00000004"))
     line = describe_save(dataclasses.replace(SAVE, deleted=gone))
-    assert line.endswith("for 0.2 s; deleted step-00000002, step-00000004")
+    assert line.endswith("paused 0.2 s; deleted step-00000002, step-00000004")
 
 
 def test_a_save_that_failed_says_why() -> None:

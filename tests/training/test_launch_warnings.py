@@ -98,6 +98,7 @@ def test_a_tensor_axis_across_machines_is_reported_with_its_bytes() -> None:
 
 def test_torchrun_is_not_told_by_the_configuration_to_restart() -> None:
     restart = {"training": {"restart": 4}}
-    (warning,) = warnings(BY_TORCHRUN, restart, is_torchrun=True)
+    (warning,) = warnings(BY_TORCHRUN, restart, torchrun_restarts=0)
     assert "--max-restarts 4" in warning
+    assert warnings(BY_TORCHRUN, restart, torchrun_restarts=4) == []
     assert warnings(BY_TORCHRUN, restart) == [], "deepspeed sets the same variables"

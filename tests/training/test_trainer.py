@@ -26,7 +26,7 @@ from megaspeed.topology.launch import LaunchEnvironment
 from megaspeed.topology.process_end import STOP_SIGNALS, StopSignal
 from megaspeed.training.checkpointing import Checkpointing
 from megaspeed.training.metrics import PartMetrics, StepMetrics, ValidationMetrics
-from megaspeed.training.trainer import Trainer, TrainingDiverged, TrainingSummary
+from megaspeed.training.trainer import Observer, Trainer, TrainingDiverged, TrainingSummary
 from megaspeed.training.worker import Worker
 from megaspeed.zero.model_states import whole_parameters
 from tests.parallel.tiny import tiny_corpus, tiny_run
@@ -43,7 +43,7 @@ WARMUP = {
 
 
 @dataclass
-class Record:
+class Record(Observer):
     """What one rank saw of a run."""
 
     steps: list[StepMetrics] = field(default_factory=list)
@@ -66,8 +66,8 @@ class Record:
         self.validations.append(metrics)
         self.events.append(("validation", metrics.step))
 
-    def stopping(self, told_by: signal.Signals, step: int, save_seconds: float | None) -> None:
-        self.events.append((told_by.name, step))
+    def stopping(self, stopped_by: signal.Signals, step: int, save_seconds: float | None) -> None:
+        self.events.append((stopped_by.name, step))
 
     def saved(self, report: SaveReport) -> None:
         self.saves.append(report)

@@ -1,0 +1,122 @@
+"""The Python API: ``megaspeed.load_config``, ``megaspeed.plan`` and ``megaspeed.train``.
+
+``examples/api.py`` shows how to use it.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from megaspeed.config.loading import load_run, read_config
+from megaspeed.config.resolve import default_run_dir
+from megaspeed.config.run import RunConfig
+
+Overrides = Mapping[str, Any] | Sequence[str]
+"""Changes of single keys: ``{"training.steps": 10}``, or as for ``--set``: ["training.steps=10"].
+
+A value of a mapping may be a mapping itself, which changes only the keys that it has.
+"""
+
+
+def load_config(path: str | os.PathLike[str], overrides: Overrides = ()) -> RunConfig:
+    """Reads a JSON file, with the files that it extends, and checks it.
+
+    Raises:
+        ConfigError: with all mistakes that can be seen without the number of processes.
+    """
+    return read_config(path, _as_settings(overrides))
+
+
+def plan(
+    path: str | os.PathLike[str],
+    *,
+    world_size: int,
+    overrides: Overrides = (),
+    device: str | None = None,
+) -> dict[str, Any]:
+    """The figures of ``megaspeed plan --json``: layers, bubble, memory and traffic. Runs nothing.
+
+    Args:
+        path: the JSON file of the run.
+        world_size: number of processes of the run.
+        overrides: changes of single keys.
+        device: an accelerator such as ``"h100-80gb"``, whose memory the run must fit.
+
+    Raises:
+        ConfigError: with all mistakes in the configuration.
+        DeviceError: no such accelerator is known.
+    """
+    from megaspeed.analysis.planning.devices import GPUS_PER_NODE, device_named
+    from megaspeed.analysis.planning.plan import plan
+    from megaspeed.analysis.planning.variants import Training
+
+    settings = _as_settings(overrides)
+    run = load_run(
+        path, settings, world_size=world_size, world_source="world_size", device_type="cuda"
+    )
+    training = Training(run=run, stated=read_config(path, settings))
+    known = None if device is None else device_named(device)
+    figures: dict[str, Any] = plan(training, known, GPUS_PER_NODE).as_json()
+    return figures
+
+
+def train(
+    path: str | os.PathLike[str],
+    overrides: Overrides = (),
+    *,
+    world_size: int | None = None,
+    resume: str | os.PathLike[str] = "auto",
+    fresh: bool = False,
+) -> Path:
+    """Trains a run to its last step. Prints what ``megaspeed train`` prints.
+
+    Call it from the main thread. Ctrl-C, or the interrupt of a notebook, saves a checkpoint and
+    ends the training, and the function returns.
+
+    Args:
+        path: the JSON file of the run.
+        overrides: changes of single keys.
+        world_size: number of processes to start on this machine. If omitted, this process trains
+            alone, or as one rank of the launcher that has started it.
+        resume: ``"auto"``, ``"never"``, or a checkpoint, as for ``--resume``.
+        fresh: whether to move the files of an earlier run away first, as with ``--fresh``.
+
+    Returns:
+        The folder of the run, with ``metrics.jsonl``, ``loss.png`` and ``checkpoints/``.
+
+    Raises:
+        ConfigError: with all mistakes that can be seen without the number of processes.
+        RuntimeError: the training failed, or its input is wrong. The reason is printed.
+    """
+    config = load_config(path, overrides)
+    arguments = ["--config", os.fspath(path), "--resume", os.fspath(resume)]
+    arguments += ["--fresh"] if fresh else []
+    settings = _as_settings(overrides)
+    arguments += ["--set", *settings] if settings else []
+    if world_size is None:
+        from megaspeed.analysis.planning.prediction import predict_peaks
+        from megaspeed.training.pretrain import main
+
+        code = main(arguments, predict_peaks=predict_peaks)
+    else:
+        command = [sys.executable, "-m", "megaspeed.cli", "train", "--world-size", str(world_size)]
+        with subprocess.Popen([*command, *arguments]) as launcher:
+            try:
+                code = launcher.wait()
+            except KeyboardInterrupt:
+                launcher.send_signal(signal.SIGINT)
+                code = launcher.wait()
+    if code != 0:
+        raise RuntimeError(f"the training of {path} ended with exit code {code}; see above")
+    return Path(config.training.run_dir or default_run_dir(Path(path).stem))
+
+
+def _as_settings(overrides: Overrides) -> list[str]:
+    if isinstance(overrides, Mapping):
+        return [f"{key}={json.dumps(value)}" for key, value in overrides.items()]
+    return list(overrides)

@@ -1,0 +1,175 @@
+"""``megaspeed train``: starts a process for each rank on this machine, and trains.
+
+    megaspeed train --config F                    a rank for each visible GPU; one on a CPU
+    megaspeed train --config F --world-size 4     4 ranks
+    srun megaspeed train --config F               one rank, because srun has started all of them
+
+Ranks are started by torch's launcher, which torchrun uses, too. The process that starts them
+forwards stop signals to them, prints nothing, and ends with the exit code of the first rank that
+failed. So what a rank reports is the last thing on the console.
+"""
+
+import argparse
+import contextlib
+import logging
+import os
+import signal
+import sys
+import uuid
+from collections.abc import Sequence
+from types import FrameType
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from megaspeed.cli.options import EXIT_DONE, EXIT_FAILED, load, world_size
+from megaspeed.config.document import add_config_options
+from megaspeed.config.errors import ConfigError
+from megaspeed.topology.launch import LaunchError, read_launch_environment
+from megaspeed.topology.process_end import STOP_SIGNALS
+from megaspeed.topology.processes import launcher_processes
+
+if TYPE_CHECKING:
+    from megaspeed.config.resolve import Run
+    from megaspeed.topology.context import ParallelContext
+    from megaspeed.zero.engine import ZeroEngine
+
+_NEVER_SECONDS = 10**9
+_STOPPED = "MEGASPEED_STOPPED"
+"""The variable with the stop signal after which torch's launcher must not restart ranks."""
+
+
+def add_to(commands: Any) -> None:
+    """Adds the command. All options but ``--world-size`` are those of the main job."""
+    # The main job's own parser prints the help, too. It needs torch, so it is not used here.
+    text = "start a process for each rank on this machine, and train"
+    parser = commands.add_parser("train", help=text, add_help=False)
+    parser.set_defaults(run=run)
+    parser.add_argument("--world-size", type=world_size)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Starts the ranks. A process that is a rank already, or the only one, trains itself."""
+    arguments, ranks = options.rest, options.world_size
+    try:
+        launch = read_launch_environment(os.environ)
+    except LaunchError:
+        return train_rank(arguments, as_command=True)  # it reports the error
+    launched = launch.source != "single process"
+    if launched and ranks not in (None, launch.world_size):
+        raise ConfigError(
+            [
+                f"--world-size is {ranks}, but another launcher has started {launch.world_size} "
+                f"processes ({launch.source}); omit --world-size"
+            ],
+            "the command line",
+        )
+    if launched or {"-h", "--help"} & set(arguments):
+        return train_rank(arguments, as_command=True)
+    if ranks is None:
+        _silence_torch()
+        import torch
+
+        ranks = max(1, torch.cuda.device_count())
+    return train_rank(arguments, as_command=True) if ranks == 1 else _start(arguments, ranks)
+
+
+def _silence_torch() -> None:
+    """Call this before torch is imported. Otherwise every rank prints dozens of lines about its
+    connection to the store when a job ends.
+    """
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+
+
+def train_rank(arguments: Sequence[str] | None = None, *, as_command: bool = False) -> NoReturn:
+    """Trains one rank, and ends this process.
+
+    Args:
+        arguments: the command line of the main job; this process's own if omitted.
+        as_command: whether messages and help name ``megaspeed train``.
+    """
+    if _STOPPED in os.environ:
+        sys.exit(128 + int(os.environ[_STOPPED]))
+    _silence_torch()
+    launchers = launcher_processes()  # one that ends while torch is loaded would not be found later
+    from megaspeed.topology.process_end import end_process, keep_output_open
+    from megaspeed.training.restarts import run_supervised
+
+    def train() -> int:
+        # Imported here, because a supervisor does not need them.
+        from megaspeed.analysis.planning.prediction import predict_peaks
+        from megaspeed.training.pretrain import main
+
+        return main(
+            arguments,
+            as_command=as_command,
+            launchers=launchers,
+            predict_peaks=predict_peaks,
+            explain_memory=_explain_memory,
+        )
+
+    keep_output_open()
+    try:
+        code = run_supervised(train)
+    except KeyboardInterrupt:  # before the ranks have met
+        code = 128 + signal.SIGINT
+    end_process(code)
+
+
+def _explain_memory(run: "Run", context: "ParallelContext", engine: "ZeroEngine | None") -> str:
+    # Imported here, because it is rarely needed.
+    from megaspeed.analysis.measurement.out_of_memory import explain_out_of_memory
+
+    return explain_out_of_memory(run, context, engine)
+
+
+def _start(arguments: Sequence[str], ranks: int) -> int:
+    """Starts the ranks and waits for them; returns the exit code of the first that failed.
+
+    Raises:
+        ConfigError: the configuration is wrong, so no rank is started.
+    """
+    parser = argparse.ArgumentParser("megaspeed train", add_help=False)
+    add_config_options(parser)
+    options, _ = parser.parse_known_args(arguments, argparse.Namespace(world_size=ranks))
+    _silence_torch()
+    import psutil
+    import torch
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    run = load(options, "cuda" if torch.cuda.is_available() else "cpu")
+    logging.disable(logging.CRITICAL)  # torch's launcher logs what the ranks have reported
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does
+
+    def forward(number: int, frame: FrameType | None) -> None:
+        os.environ[_STOPPED] = str(number)
+        for rank in psutil.Process().children():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                rank.send_signal(number)
+
+    for number in STOP_SIGNALS:
+        if signal.getsignal(number) is not signal.SIG_IGN:  # nohup
+            signal.signal(number, forward)
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=ranks,
+        run_id=uuid.uuid4().hex,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        local_addr="localhost",
+        max_restarts=run.config.training.restart,
+        signals_to_handle="SIGQUIT",  # by default it would end the ranks 30 s after a stop signal
+    )
+    # After `config`, which reads it, too: a rank warns if its launcher may kill it while it saves.
+    os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(_NEVER_SECONDS)
+    command = ("-u", "-m", "megaspeed.cli", "train", *arguments)
+    try:
+        elastic_launch(config, sys.executable)(*command)
+    except ChildFailedError as error:
+        failures = sorted(error.failures.values(), key=lambda failure: failure.timestamp)
+        codes = [failure.exitcode for failure in failures if failure.exitcode > 0]
+        return codes[0] if codes else EXIT_FAILED
+    except SignalException as error:
+        return 128 + error.sigval.value
+    return EXIT_DONE

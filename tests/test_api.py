@@ -1,0 +1,103 @@
+"""The Python API: the same runs and figures as the commands, and an import that stays light."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import megaspeed
+from megaspeed.cli import main
+from megaspeed.config.errors import ConfigError
+from tests.parallel.tiny import GPT2
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    file = tmp_path / "tiny.json"
+    values = {
+        "model": GPT2,
+        "data": {"train": [str(ROOT / "LICENSE")], "sequence_length": 16},
+        "training": {"steps": 4, "run_dir": str(tmp_path / "run")},
+        "train_batch_size": 12,
+    }
+    file.write_text(json.dumps(values))
+    return file
+
+
+def python(*arguments: str, folder: Path) -> str:
+    """The output of a Python process that must succeed."""
+    environment = {**os.environ, "MEGASPEED_CACHE": str(folder / "cache")}
+    ended = subprocess.run(
+        [sys.executable, *arguments], cwd=folder, env=environment, capture_output=True, text=True
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    return ended.stdout
+
+
+def test_the_import_loads_no_other_package(tmp_path: Path) -> None:
+    code = "import sys, megaspeed; print(*(m for m in sys.modules if m.startswith('megaspeed')))"
+    assert python("-c", code, folder=tmp_path) == "megaspeed\n"
+
+
+def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(["--version"])
+    assert stop.value.code == 0
+    assert capsys.readouterr().out == f"megaspeed {megaspeed.__version__}\n"
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        {"training.steps": 7, "optimizer": {"params": {"betas": [0.8, 0.9]}}},
+        ["training.steps=7", "optimizer.params.betas=[0.8, 0.9]"],
+    ],
+    ids=["mapping", "settings"],
+)
+def test_a_configuration_is_read_and_changed(config: Path, overrides: Any) -> None:
+    loaded = megaspeed.load_config(config, overrides=overrides)
+    assert loaded.training.steps == 7 and loaded.optimizer.params.betas == (0.8, 0.9)
+    assert loaded.optimizer.params.lr == megaspeed.load_config(config).optimizer.params.lr
+
+
+def test_all_mistakes_are_raised_at_once(config: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        megaspeed.load_config(config, overrides={"training.step": 7, "model.hidden_size": -1})
+    assert len(caught.value.problems) >= 2
+    with pytest.raises(ConfigError, match=r"parallel\.tensor"):
+        megaspeed.plan(config, world_size=2, overrides={"parallel.tensor": 3})
+
+
+def test_a_plan_has_the_figures_of_the_command(config: Path, tmp_path: Path) -> None:
+    change = "zero_optimization.stage=2"
+    options = ["--config", str(config), "--world-size", "4", "--set", change]
+    assert main(["plan", *options, "--device", "a100-80gb", "--json", str(tmp_path / "plan")]) == 0
+    figures = megaspeed.plan(config, world_size=4, overrides=[change], device="a100-80gb")
+    assert json.loads(json.dumps(figures)) == json.loads((tmp_path / "plan").read_text())
+
+
+def test_a_training_that_fails_raises_an_exception(config: Path, tmp_path: Path) -> None:
+    """Its own process: a run changes signal handlers and settings of torch."""
+    code = (
+        "import megaspeed\n"
+        "try:\n"
+        f"    megaspeed.train({str(config)!r}, ['data.train=[\"/no/such/file\"]'])\n"
+        "except RuntimeError as error:\n"
+        "    print('raised:', error)\n"
+    )
+    said = python("-c", code, folder=tmp_path)
+    assert f"raised: the training of {config} ended with exit code 2" in said
+
+
+@pytest.mark.timeout(400)
+def test_the_example_plans_and_trains_alone_and_with_two_processes(tmp_path: Path) -> None:
+    said = python(str(ROOT / "examples" / "api.py"), folder=tmp_path)
+    steps = [line.split()[1] for line in said.splitlines() if "grad norm" in line]
+    assert steps == ["1", "5", "10", "15", "20", "21", "25", "30"]
+    assert "pp 1 x dp 2 x tp 1 = 2 ranks" in said and "resuming from" in said
