@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING
 # connection to the store when a job ends.
 os.environ["TORCH_CPP_LOG_LEVEL"] = os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR")
 
-from megaspeed.topology.process_end import end_process, keep_output_open
-from megaspeed.topology.processes import launcher_processes
+from megaspeed.topology.process_end import end_process, keep_output_open, launcher_processes
 from megaspeed.training.supervisor import run_supervised
 
 if TYPE_CHECKING:

@@ -53,7 +53,7 @@ def _llama3_scaled(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
     return torch.where(wavelengths < longest_kept, frequencies, scaled)
 
 
-def turns(positions: Tensor, frequencies: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def cos_sin(positions: Tensor, frequencies: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Cosine and sine of the angle position x frequency, computed in fp32.
 
     Args:
@@ -204,7 +204,7 @@ class Attention(nn.Module):
             self.frequencies = self.frequencies.to(x.device)
             if positions is None:
                 positions = torch.arange(sequence, device=x.device, dtype=torch.float32)
-            cos, sin = turns(positions, self.frequencies, q.dtype)
+            cos, sin = cos_sin(positions, self.frequencies, q.dtype)
             q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, heads, S, K)
         if mask is None and self.window is not None and self.window < sequence:

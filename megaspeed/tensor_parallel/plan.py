@@ -50,9 +50,7 @@ class ParameterShard:
         return rows, self.full_shape[1] if self.columns is None else len(self.columns)
 
 
-def shard_of(
-    config: ModelConfig, parameter: Parameter, *, rank: int, size: int
-) -> ParameterShard:
+def shard_of(config: ModelConfig, parameter: Parameter, *, rank: int, size: int) -> ParameterShard:
     """The part of a parameter that tensor rank ``rank`` of ``size`` holds."""
     shape, split = parameter.shape, parameter.split
     rows = shape[0]
@@ -97,9 +95,7 @@ def _vocabulary_shard(full_shape: tuple[int, ...], rank: int, size: int) -> Para
     )
 
 
-def _heads_shard(
-    config: ModelConfig, parameter: Parameter, rank: int, size: int
-) -> ParameterShard:
+def _heads_shard(config: ModelConfig, parameter: Parameter, rank: int, size: int) -> ParameterShard:
     """Whole heads of each of the three sections q, k, v.
 
     With fewer key/value heads than ranks, each key/value head stands on ``key_value_replicas``

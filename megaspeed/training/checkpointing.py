@@ -37,7 +37,7 @@ from megaspeed.checkpoint.tokenizer_files import read_tokenizer_files
 from megaspeed.config.resolve import Run
 from megaspeed.data.prepared import PreparedCorpus
 from megaspeed.model.parameters import logical_name
-from megaspeed.topology.process_settings import work_for
+from megaspeed.topology.process_settings import use_device
 from megaspeed.training.carried_files import generation_file
 from megaspeed.training.resumed_run import data_changes, go_on, model_changes
 from megaspeed.training.worker import Worker
@@ -72,7 +72,7 @@ class Checkpointing:
         if training.async_save:
             device = worker.context.device
             self._background = ThreadPoolExecutor(
-                1, "checkpoint", initializer=work_for, initargs=(device,)
+                1, "checkpoint", initializer=use_device, initargs=(device,)
             )
         self._in_flight: Future[SaveReport] | None = None
         self._finished: list[SaveReport] = []
@@ -152,9 +152,9 @@ class Checkpointing:
         self._zero_moments_but(saved.kinds)
         kept = from_rank_0(group, lambda: generation_file(checkpoint, self._saver.beside))
         self._saver = dataclasses.replace(self._saver, beside={**self._saver.beside, **kept})
-        self._worker.engine.take_state(saved.progress.steps_taken)
+        self._worker.engine.load_state(saved.progress.steps_taken)
         if saved.loss_scale is not None:
-            self._worker.engine.take_loss_scale(saved.loss_scale.model_dump())
+            self._worker.engine.load_loss_scale(saved.loss_scale.model_dump())
         return go_on(saved, self._data)
 
     def _wait(self) -> None:

@@ -20,11 +20,11 @@ from megaspeed.checkpoint.run_state import NOT_STATED, Progress
 from megaspeed.checkpoint.together import from_rank_0
 from megaspeed.config.resolve import Run
 from megaspeed.data.prepared import PreparedCorpus
-from megaspeed.topology.activity import SAVE_PATIENCE, START_UP_PATIENCE, Activity
+from megaspeed.topology.activity import SAVE_TIMEOUTS, START_UP_TIMEOUTS, Activity
 from megaspeed.topology.context import ParallelContext
+from megaspeed.topology.failure import RankLog
 from megaspeed.topology.meeting import Meeting, RanksDisagree
 from megaspeed.topology.process_end import StopSignal
-from megaspeed.topology.rank_log import RankLog
 from megaspeed.topology.watch import Watch
 from megaspeed.training.banner import BANNER_WIDTH, PredictPeaks, banner
 from megaspeed.training.checkpointing import Checkpointing
@@ -168,7 +168,7 @@ class Job:
         run, during, group = self.run, self.activity.during, context.checkpoint_group
         restarts = Restarts(self.meeting)
         with self.watch.failures_reported(expected=EXPECTED):
-            with during("comparing the ranks", patience=START_UP_PATIENCE):
+            with during("comparing the ranks", timeouts=START_UP_TIMEOUTS):
                 check_agreement(corpus, context)
                 check_shared_folder(run.run_dir, context)
             self.log.open()
@@ -178,7 +178,7 @@ class Job:
                 if no_progress is not None:
                     raise NoProgress(no_progress)
                 options = from_rank_0(group, lambda: restarts.options(self.stated, run))
-                with during("checking checkpoints", patience=SAVE_PATIENCE):
+                with during("checking checkpoints", timeouts=SAVE_TIMEOUTS):
                     start = find_start(options, run, context)
                 for line in (*restarts.describe(start.step), *describe_start(start, run)):
                     self.console.print(line, highlight=False, soft_wrap=True)
@@ -186,7 +186,7 @@ class Job:
                     return None
                 self._print_banner(context)
                 with (
-                    during("building the model", patience=START_UP_PATIENCE),
+                    during("building the model", timeouts=START_UP_TIMEOUTS),
                     self._out_of_memory_explained(context, None),
                 ):
                     worker = Worker(run, context)
@@ -228,13 +228,13 @@ class Job:
         """Loads the checkpoint, if there is one, and opens the run folder."""
         begin = Progress()
         if start.checkpoint is not None:
-            with self.activity.during(f"loading {start.checkpoint}", patience=SAVE_PATIENCE):
+            with self.activity.during(f"loading {start.checkpoint}", timeouts=SAVE_TIMEOUTS):
                 allowed = options.allow_data_change
                 begin = checkpointing.load(start.checkpoint, allow_data_change=allowed)
         from_rank_0(context.checkpoint_group, lambda: self._open_run_folder(start))
         if start.checkpoint is not None and not start.in_place:
             # Otherwise a run that fails before its first save would restart at step 0.
-            with self.activity.during("saving the first checkpoint", patience=SAVE_PATIENCE):
+            with self.activity.during("saving the first checkpoint", timeouts=SAVE_TIMEOUTS):
                 checkpointing.save(begin)
         return begin
 

@@ -26,14 +26,19 @@ from megaspeed.config.resolve import Run
 from megaspeed.data.config_problems import find_problems_in_file
 from megaspeed.data.errors import DataError
 from megaspeed.data.prepare import prepare_corpus
-from megaspeed.topology.activity import START_UP_PATIENCE, Activity
+from megaspeed.topology.activity import START_UP_TIMEOUTS, Activity
 from megaspeed.topology.context import ParallelContext
+from megaspeed.topology.failure import RankLog
 from megaspeed.topology.grid import TopologyError
 from megaspeed.topology.launch import LaunchEnvironment, LaunchError, read_launch_environment
 from megaspeed.topology.meeting import GroupError, RanksDisagree, check_in
-from megaspeed.topology.process_end import EXIT_DONE, EXIT_FAILED, EXIT_WRONG_INPUT, StopSignal
-from megaspeed.topology.processes import launcher_processes
-from megaspeed.topology.rank_log import RankLog
+from megaspeed.topology.process_end import (
+    EXIT_DONE,
+    EXIT_FAILED,
+    EXIT_WRONG_INPUT,
+    StopSignal,
+    launcher_processes,
+)
 from megaspeed.topology.watch import Watch
 from megaspeed.training.banner import launch_warnings
 from megaspeed.training.console import describe_corpus, describe_spare_ranks
@@ -182,7 +187,7 @@ def _checked_run(options: argparse.Namespace, launch: LaunchEnvironment, console
 
 
 def _start_up_seconds(run: Run) -> float:
-    return START_UP_PATIENCE * run.config.training.hang_timeout_seconds
+    return START_UP_TIMEOUTS * run.config.training.hang_timeout_seconds
 
 
 def _refuse(error: Exception, launch: LaunchEnvironment) -> int:
@@ -208,7 +213,7 @@ def _exit_code(job: Job) -> int:
                 return _wait_as_spare(job)
             summary = _train(job)
     except (*_INPUT_ERRORS, GroupError) as error:
-        if watch.speaks:
+        if watch.must_report:
             _say(error, launch)
         return EXIT_FAILED if isinstance(error, GroupError) else EXIT_WRONG_INPUT
     except CheckpointError as error:  # raised on all ranks
@@ -220,7 +225,7 @@ def _exit_code(job: Job) -> int:
         job.console.print(*line, highlight=False, soft_wrap=True)
         return EXIT_WRONG_INPUT if isinstance(error, RanksDisagree) else EXIT_FAILED
     except OSError as error:  # a full disk, a deleted folder
-        if watch.speaks:
+        if watch.must_report:
             _say(error, launch)
         return EXIT_FAILED
     except Exception:  # reported with its traceback
@@ -233,7 +238,7 @@ def _exit_code(job: Job) -> int:
 def _train(job: Job) -> TrainingSummary | None:
     """From the corpus to the last figures."""
     run, during = job.run, job.activity.during
-    with during("preparing the corpus", patience=math.inf):
+    with during("preparing the corpus", timeouts=math.inf):
         start = time.perf_counter()
         with job.console.status("preparing the corpus"):
             corpus = prepare_corpus(
@@ -243,7 +248,7 @@ def _train(job: Job) -> TrainingSummary | None:
             )
         line = describe_corpus(corpus, time.perf_counter() - start)
         job.console.print(line, highlight=False, soft_wrap=True)
-    with during("creating the process groups", patience=START_UP_PATIENCE):
+    with during("creating the process groups", timeouts=START_UP_TIMEOUTS):
         context = ParallelContext.create(
             run.grid,
             job.meeting.launch,
@@ -254,7 +259,7 @@ def _train(job: Job) -> TrainingSummary | None:
     with context:
         summary = job.train(corpus, context)
     if summary is not None and context.rank == 0:
-        with during("the loss curve", patience=math.inf):
+        with during("the loss curve", timeouts=math.inf):
             job.print_summary(summary)
     return summary
 
@@ -262,7 +267,7 @@ def _train(job: Job) -> TrainingSummary | None:
 def _wait_as_spare(job: Job) -> int:
     """A spare rank waits until the run ends, and then ends as the run does."""
     job.stop.can_save = True  # the ranks that train get the signal, too, and save
-    with job.activity.during("waiting as a spare rank", patience=math.inf):
+    with job.activity.during("waiting as a spare rank", timeouts=math.inf):
         try:
             while not job.watch.has_failed and not job.watch.rank_0_has_ended():
                 time.sleep(_SPARE_PERIOD_SECONDS)

@@ -33,7 +33,7 @@ from megaspeed.tensor_parallel.plan import key_value_replicas
 from megaspeed.topology.grid import Coordinates
 from megaspeed.topology.meeting import ranks_named
 from megaspeed.training.worker import Worker
-from megaspeed.zero.model_states import parameters_between_steps
+from megaspeed.zero.model_states import parameter_fragments
 from megaspeed.zero.reductions import exchange
 
 # One number for the bits of many tensors, which differs if a bit or the order of elements does.
@@ -153,7 +153,7 @@ class Replicas:
 
     def _parts(self) -> Iterator[_Part]:
         engine = self._worker.engine
-        for parameter, start, values in parameters_between_steps(engine.module, engine.optimizer):
+        for parameter, start, values in parameter_fragments(engine.module, engine.optimizer):
             yield from self._shared(parameter, "parameter", start, values)
         for fragment in engine.state_fragments():
             yield from self._shared(

@@ -41,14 +41,19 @@ from megaspeed.config.errors import ConfigError
 from megaspeed.config.loading import read_config
 from megaspeed.config.training import TrainingConfig
 from megaspeed.topology.activity import (
-    SAVE_PATIENCE,
-    SECONDS_OF_A_STANDSTILL,
-    START_UP_PATIENCE,
+    SAVE_TIMEOUTS,
+    START_UP_TIMEOUTS,
+    SUSPENDED_SECONDS,
 )
 from megaspeed.topology.grid import TopologyError
 from megaspeed.topology.launch import LaunchEnvironment, LaunchError, read_launch_environment
-from megaspeed.topology.process_end import EXIT_DONE, EXIT_FAILED, EXIT_WRONG_INPUT, STOP_SIGNALS
-from megaspeed.topology.processes import SUPERVISOR
+from megaspeed.topology.process_end import (
+    EXIT_DONE,
+    EXIT_FAILED,
+    EXIT_WRONG_INPUT,
+    STOP_SIGNALS,
+    SUPERVISOR,
+)
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -107,7 +112,7 @@ class _Supervisor:
         self._launch = launch
         self._restarts = training.restart
         self._hang_timeout = training.hang_timeout_seconds
-        self._seconds_to_save = SAVE_PATIENCE * self._hang_timeout
+        self._seconds_to_save = SAVE_TIMEOUTS * self._hang_timeout
         # Slower with more ranks, because one process answers all of them.
         self._period = min(_PERIOD_SECONDS * (1 + self._world / 1024), self._hang_timeout / 8)
         self._command = [sys.executable, "-u", *sys.argv]
@@ -149,7 +154,7 @@ class _Supervisor:
         looked = self._last_contact = time.monotonic()
         while not wait([work], _PERIOD_SECONDS).done:
             now = time.monotonic()
-            if now - looked > SECONDS_OF_A_STANDSTILL:
+            if now - looked > SUSPENDED_SECONDS:
                 self._last_contact = now
             looked = now
             if now - self._last_contact > self._hang_timeout:
@@ -170,7 +175,7 @@ class _Supervisor:
             self._variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(alone.port)}
             return alone
         allow_open_files(self._rank, self._world)
-        return open_store(self._launch, START_UP_PATIENCE * self._hang_timeout)
+        return open_store(self._launch, START_UP_TIMEOUTS * self._hang_timeout)
 
     # The thread that asks the store.
 
@@ -278,7 +283,7 @@ class _Supervisor:
         watched = range(1, self._world) if self._rank == 0 else range(1)
         beats = store.multi_get([_beat(rank) for rank in watched])
         now = time.monotonic()
-        if now - self._looked > self._period + SECONDS_OF_A_STANDSTILL:
+        if now - self._looked > self._period + SUSPENDED_SECONDS:
             self._heard.clear()
         self._looked = now
         for rank, beat in zip(watched, beats, strict=True):
@@ -288,7 +293,7 @@ class _Supervisor:
             rank
             for rank, (beat, since) in self._heard.items()
             if now - since
-            > self._hang_timeout * (START_UP_PATIENCE if beat.decode() == _NOT_STARTED else 1)
+            > self._hang_timeout * (START_UP_TIMEOUTS if beat.decode() == _NOT_STARTED else 1)
         ]
         # The rank of a supervisor that was killed saves, and all others with it.
         if self._missing and self._move(store, EXIT_FAILED, saves=True):

@@ -21,7 +21,7 @@ from megaspeed.checkpoint.saving import SaveReport
 from megaspeed.data.prepared import PreparedCorpus
 from megaspeed.data.stream.loader import ValidationLoader
 from megaspeed.model.parameters import training_flops_per_token
-from megaspeed.topology.activity import SAVE_PATIENCE, START_UP_PATIENCE
+from megaspeed.topology.activity import SAVE_TIMEOUTS, START_UP_TIMEOUTS
 from megaspeed.topology.process_end import StopSignal
 from megaspeed.training.checkpointing import Checkpointing
 from megaspeed.training.metrics import (
@@ -139,8 +139,8 @@ class Trainer:
         stopped_by: signal.Signals | None = None
         progress, replicas = begin, Replicas(self.worker, begin.step)
         while progress.step < self._run.config.training.steps and stopped_by is None:
-            patience = START_UP_PATIENCE if progress is begin else 1.0
-            with activity.during(f"step {progress.step + 1}", patience=patience):
+            timeouts = START_UP_TIMEOUTS if progress is begin else 1.0
+            with activity.during(f"step {progress.step + 1}", timeouts=timeouts):
                 progress, metrics, stopped_by = self._train_step(progress)
             if self._is_time_to_compare(progress.step, stopped_by):
                 with activity.during(f"comparing copies after step {progress.step}"):
@@ -148,13 +148,13 @@ class Trainer:
             if self._is_time_to_validate(progress.step):
                 with activity.during(f"validation after step {progress.step}"):
                     validation = self._validate(progress.step)
-            with activity.during(f"saving after step {progress.step}", patience=SAVE_PATIENCE):
+            with activity.during(f"saving after step {progress.step}", timeouts=SAVE_TIMEOUTS):
                 self._save(progress, stopped_by)
         if self._is_timed(progress.step):
             with activity.during(f"exchanging the times of step {progress.step}"):
                 self._observe(self.worker.parts_of_last_step())
         self._inputs.close()
-        with activity.during("waiting for the last save", patience=SAVE_PATIENCE):
+        with activity.during("waiting for the last save", timeouts=SAVE_TIMEOUTS):
             self._report(self._checkpointing.close())
         assert self._last_save is not None, "the last step is always saved"
         return TrainingSummary(

@@ -152,7 +152,7 @@ class Worker:
                     lambda: (
                         peak_memory(self.context.device),
                         stop_signal(),
-                        *self.context.timeline.take(),
+                        *self.context.timeline.pop_seconds(),
                     ),
                 )
             )
@@ -179,7 +179,7 @@ class Worker:
 
         Waits until the device has finished that step.
         """
-        own = self.context.timeline.take(wait=True)
+        own = self.context.timeline.pop_seconds(wait=True)
         return StepParts.of(exchange(own, self.context.world_group, self.context.device))
 
     @torch.no_grad()

@@ -28,8 +28,8 @@ from megaspeed.zero.fragments import (
     GradientFragment,
     StateFragment,
     gradient_fragments,
+    load_state,
     state_fragments,
-    take_state,
 )
 from megaspeed.zero.layer_gathers import LayerGathers
 from megaspeed.zero.reductions import (
@@ -68,7 +68,7 @@ def read_loss_scale(scaler: Any) -> Counters | None:
     }
 
 
-def take_loss_scale(scaler: Any, saved: Counters) -> None:
+def load_loss_scale(scaler: Any, saved: Counters) -> None:
     """Lets a dynamic scaler go on from a saved state; a constant one stays as it is."""
     if not scaler.dynamic:
         return
@@ -273,9 +273,9 @@ class ZeroEngine:
         """This rank's master weights and moments, to be read or written between two steps."""
         return state_fragments(self._optimizer)
 
-    def take_state(self, steps_taken: int) -> None:
+    def load_state(self, steps_taken: int) -> None:
         """Goes on from state fragments that were written to; a collective over the data axis."""
-        take_state(self._optimizer, steps_taken)
+        load_state(self._optimizer, steps_taken)
         if self._gathers is not None:
             self._gathers.weights_changed()
 
@@ -283,9 +283,9 @@ class ZeroEngine:
         """fp16's dynamic loss scale; None where there is none."""
         return read_loss_scale(self._optimizer.loss_scaler)
 
-    def take_loss_scale(self, saved: Counters) -> None:
+    def load_loss_scale(self, saved: Counters) -> None:
         """Goes on with a saved loss scale; nothing happens where this run has none."""
-        take_loss_scale(self._optimizer.loss_scaler, saved)
+        load_loss_scale(self._optimizer.loss_scaler, saved)
 
     def owned_elements(self, parameter: nn.Parameter) -> int:
         """How many leading elements of its local tensor this rank counts, copies left out."""

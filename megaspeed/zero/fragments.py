@@ -156,7 +156,7 @@ def state_fragments(optimizer: Any) -> Iterator[StateFragment]:
         yield StateFragment(held.parameter, held.start, *views)
 
 
-def take_state(optimizer: Any, steps_taken: int) -> None:
+def load_state(optimizer: Any, steps_taken: int) -> None:
     """Lets the optimizer go on from fragments that were written to.
 
     The parameters that the model computes with are made from the master weights, on all ranks of

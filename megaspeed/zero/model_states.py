@@ -63,7 +63,7 @@ def allocates_for_communication(module: str) -> bool | None:
     return True if module in own else None
 
 
-def parameters_between_steps(
+def parameter_fragments(
     module: nn.Module, optimizer: Any
 ) -> Iterator[tuple[nn.Parameter, int, Tensor]]:
     """(parameter, first element, flat values) of each: all of it, or with ZeRO-3 this rank's part.
@@ -82,7 +82,7 @@ def parameters_between_steps(
 # Parameters as the model computes with them, whether ZeRO-3 has partitioned them or not.
 
 
-def whole_parameters(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def gather_parameters(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """(full name, copy of the rank's whole tensor shard) of each parameter.
 
     A collective over the data axis.

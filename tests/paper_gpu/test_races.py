@@ -49,7 +49,7 @@ def _races(launch: LaunchEnvironment, changes: dict[str, Any]) -> list[tuple[str
             worker.evaluate(batches(run), 2, 1)
             for fragment in worker.engine.state_fragments():
                 fragment.weights.mul_(1.0)
-            worker.engine.take_state(2)
+            worker.engine.load_state(2)
             worker.train_step(batches(run), 1e-3)
         return list(finder.races)
 

@@ -14,7 +14,7 @@ from megaspeed.config.resolve import Run
 from megaspeed.topology.launch import LaunchEnvironment
 from megaspeed.training.resumed_run import config_changes, go_on, training_changes
 from megaspeed.training.worker import Worker
-from megaspeed.zero.engine import Counters, read_loss_scale, take_loss_scale
+from megaspeed.zero.engine import Counters, load_loss_scale, read_loss_scale
 from tests.checkpoint.saved_runs import SavedRun, only_checkpoint, save_only, started
 from tests.parallel.tiny import tiny_corpus
 from tests.rank_pool import RankPool
@@ -211,7 +211,7 @@ def scales_of_both(launch: LaunchEnvironment) -> tuple[list[float], list[float]]
         scales(uninterrupted, range(6))
         state = read_loss_scale(uninterrupted)
         assert state is not None
-        take_loss_scale(resumed, state)
+        load_loss_scale(resumed, state)
         return scales(uninterrupted, range(6, 30)), scales(resumed, range(6, 30))
 
 
@@ -267,5 +267,5 @@ def test_a_dynamic_loss_scale_goes_through_a_checkpoint(
 def test_a_constant_loss_scale_has_no_state() -> None:
     constant = CreateLossScaler(torch.float, 1.0, dynamic_scaling=False, dynamic_loss_args=None)
     assert read_loss_scale(constant) is None
-    take_loss_scale(constant, SCALE.model_dump())
+    load_loss_scale(constant, SCALE.model_dump())
     assert constant.cur_scale == 1.0

@@ -83,7 +83,7 @@ def overflow_everywhere_in_turn(
         fresh = OneRank(Worker(run, rank.context), rank.loader)
         saved = rank.engine.loss_scale()
         assert saved is not None
-        fresh.engine.take_loss_scale({**saved, "scale": turns[-1].scale})
+        fresh.engine.load_loss_scale({**saved, "scale": turns[-1].scale})
         first = fresh.train_step(launch.world_size)
         expected = fresh.weights()
         return Seen(

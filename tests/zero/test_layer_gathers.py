@@ -277,7 +277,7 @@ def loss_after_weights_were_written(
         rank.worker.evaluate(lambda m: rank.loader.micro_batch(0, m), 1, 64)
         for fragment in rank.engine.state_fragments():
             fragment.weights.mul_(0.5)
-        rank.engine.take_state(1)
+        rank.engine.load_state(1)
         return rank.train_step(1).loss
 
 

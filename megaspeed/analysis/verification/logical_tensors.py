@@ -19,7 +19,7 @@ from megaspeed.model.parameters import logical_name
 from megaspeed.tensor_parallel.plan import ParameterShard
 from megaspeed.topology.context import ParallelContext
 from megaspeed.training.worker import Worker
-from megaspeed.zero.model_states import whole_parameters
+from megaspeed.zero.model_states import gather_parameters
 
 Fragment = tuple[nn.Parameter, int, Tensor]
 """Whose it is, its first element in the flattened local tensor, and its elements."""
@@ -52,7 +52,7 @@ def gather_gradients(worker: Worker) -> LogicalTensors | None:
 
 def gather_weights(worker: Worker) -> LogicalTensors | None:
     """The parameters that the model computes with, on rank 0 (None elsewhere)."""
-    local = {name: value.float().cpu() for name, value in whole_parameters(worker.engine.module)}
+    local = {name: value.float().cpu() for name, value in gather_parameters(worker.engine.module)}
     return _gather(local, worker.shards, worker.run.config.model, worker.context)
 
 
