@@ -1,10 +1,4 @@
-"""The input of the pipeline stages.
-
-first stage    tokens
-last stage     targets
-every stage    samples, which determine dropout masks, and documents, which determine the
-               attention mask
-"""
+"""The input of the pipeline stages."""
 
 from __future__ import annotations
 
@@ -20,14 +14,15 @@ PADDING_SAMPLE = -1
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Rows of tokens and what follows each of them.
+    """Rows of tokens and the token that follows each of them.
 
     Attributes:
-        tokens: (B, S) int64.
-        targets: (B, S) int64; the token after each token, -100 where the loss does not count.
-        samples: (B,) int64; each row's index in the stream, -1 for a row of padding.
-        documents: (B, S) int32; in its row, the number of each token's document. None where a row
-            is attended to as one.
+        tokens: (B, S) int64; input of the first stage.
+        targets: (B, S) int64, used by the last stage; the token after each token, or NOT_COUNTED.
+        samples: (B,) int64, which determine dropout masks; the index of each row in the stream, or
+            PADDING_SAMPLE.
+        documents: (B, S) int32, which determine the attention mask; the number of each token's
+            document in its row. None if each row is one document.
     """
 
     tokens: Tensor
@@ -36,11 +31,11 @@ class MicroBatch:
     documents: Tensor | None = None
 
     def to(self, device: torch.device) -> MicroBatch:
-        """On `device`; the copy from pinned memory does not wait."""
+        """A copy on `device`. The host does not wait for a copy from pinned memory."""
         return self._moved(lambda tensor: tensor.to(device, non_blocking=True))
 
     def pin_memory(self) -> MicroBatch:
-        """In page-locked memory, from where a GPU copies on its own."""
+        """A copy in page-locked memory."""
         return self._moved(lambda tensor: tensor.pin_memory())
 
     def _moved(self, move: Callable[[Tensor], Tensor]) -> MicroBatch:
