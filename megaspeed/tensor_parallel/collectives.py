@@ -66,7 +66,7 @@ def reduce_scatter_sequence(x: Tensor, axis: TensorAxis) -> Tensor:
 
 
 def split_sequence(x: Tensor, axis: TensorAxis) -> Tensor:
-    """This rank's (B, S/tp, D) of ``x`` (B, S, D), a replicated tensor; the gradient is gathered."""
+    """This rank's (B, S/tp, D) of a replicated ``x`` (B, S, D); the gradient is gathered."""
     return x if axis.size == 1 else _SplitSequence.apply(x, axis)
 
 

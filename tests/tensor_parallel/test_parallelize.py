@@ -133,7 +133,7 @@ def test_a_module_that_is_not_made_from_its_row_is_refused() -> None:
     with torch.device("meta"):
         model = GPT(gpt2())
         model.blocks["0"].mlp.up = nn.Linear(32, 96)
-    with pytest.raises(ValueError, match=r"mlp.up.weight has the shape \(96, 32\), and its row"):
+    with pytest.raises(ValueError, match=r"mlp.up.weight has the shape \(96, 32\), but its row"):
         parallelize(model, gpt2(), TensorAxis(None, 0, 2))
 
 
@@ -147,6 +147,6 @@ def test_a_linear_module_that_all_ranks_hold_is_refused(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(table, "_block", replicated)
     config = gpt2(vocab_size=302)  # not one whose table is cached
-    with pytest.raises(ValueError, match=r"blocks.0.mlp.up .* says replicated, which is"):
+    with pytest.raises(ValueError, match=r"blocks.0.mlp.up .* states the split replicated"):
         on_meta(config, 0, 2)
     table._by_name.cache_clear()
