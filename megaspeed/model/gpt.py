@@ -197,15 +197,8 @@ class GPT(nn.Module):
         mask = None if documents is None else attention_mask(documents, x.dtype, self.window)
         for block in self.blocks.values():
             if self.recompute_blocks and self.training:
-                x = checkpoint(
-                    block,
-                    x,
-                    samples,
-                    positions,
-                    mask,
-                    use_reentrant=False,
-                    preserve_rng_state=False,
-                )
+                inputs = (x, samples, positions, mask)
+                x = checkpoint(block, *inputs, use_reentrant=False, preserve_rng_state=False)
             else:
                 x = block(x, samples, positions, mask)
         return x if self.head is None else self.head(x)

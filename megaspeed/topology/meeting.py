@@ -124,7 +124,8 @@ def check_in(
     if launch.rank == 0:
         _write_result(store, launch.world_size, waiting, attempt)
     else:
-        waiting.wait_for_keys(store, ["result"], lambda: _published_missing_ranks(store))
+        store.compare_set("missing", "", "[]")  # rank 0 writes the missing ranks
+        waiting.wait_for_keys(store, ["result"], lambda: list(json.loads(store.get("missing"))))
     problem = json.loads(store.get("result"))
     if problem is not None:
         store.set(f"read {launch.rank}", "")
@@ -355,11 +356,6 @@ def _write_result(
     for host, local_ranks in hosts.items():
         store.set(f"host {host}", json.dumps(local_ranks))
     store.set("result", json.dumps(_problem_of([record["differences"] for record in records])))
-
-
-def _published_missing_ranks(store: dist.Store) -> list[int]:
-    missing: list[int] = json.loads(store.get("missing")) if store.check(["missing"]) else []
-    return missing
 
 
 def _problem_of(differences: list[list[str]]) -> str | None:

@@ -147,14 +147,16 @@ def build_engine(
     local_elements = sum(parameter.numel() for parameter in model.parameters())
     json = deepspeed_json(run, local_elements=local_elements)
     mpu = DataAxis(context, replicate=run.zero_stage == 0)
-    partition = _LayerPartitioner(run, mpu, json)
-    materialize(
-        model,
-        initial_value,
-        device=context.device,
-        dtype=DTYPES[run.precision],
-        on_layer_ready=partition,
-    )
+    dtype = DTYPES[run.precision]
+
+    def partition(layer: nn.Module) -> None:
+        if run.zero_stage == 3:
+            group = mpu.get_data_parallel_group()
+            deepspeed.zero.Init(
+                layer, data_parallel_group=group, config_dict_or_path=json, dtype=dtype, mpu=mpu
+            )
+
+    materialize(model, initial_value, device=context.device, dtype=dtype, on_layer_ready=partition)
     parameters = dict(model.named_parameters())
     _accumulate_in(parameters, DTYPES[run.accumulation_dtype])
     tied = _tied_across_stages(run, parameters)
@@ -178,26 +180,6 @@ def _prepare_deepspeed(context: ParallelContext) -> None:
     declare_no_compiled_ops()
     count_numa_nodes_once()
     deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False)
-
-
-class _LayerPartitioner:
-    """At ZeRO-3, partitions the parameters of a layer over the data axis."""
-
-    def __init__(self, run: Run, mpu: DataAxis, json: dict[str, Any]) -> None:
-        self._active = run.zero_stage == 3
-        self._dtype = DTYPES[run.precision]
-        self._mpu = mpu
-        self._json = json
-
-    def __call__(self, layer: nn.Module) -> None:
-        if self._active:
-            deepspeed.zero.Init(
-                module=layer,
-                data_parallel_group=self._mpu.get_data_parallel_group(),
-                config_dict_or_path=self._json,
-                dtype=self._dtype,
-                mpu=self._mpu,
-            )
 
 
 def _accumulate_in(parameters: Mapping[str, nn.Parameter], dtype: torch.dtype) -> None:
