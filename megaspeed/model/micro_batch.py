@@ -14,21 +14,17 @@ PADDING_SAMPLE = -1
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Rows of tokens and the token that follows each of them.
-
-    Attributes:
-        tokens: (B, S) int64; input of the first stage.
-        targets: (B, S) int64, used by the last stage; the token after each token, or NOT_COUNTED.
-        samples: (B,) int64, which determine dropout masks; the index of each row in the stream, or
-            PADDING_SAMPLE.
-        documents: (B, S) int32, which determine the attention mask; the number of each token's
-            document in its row. None if each row is one document.
-    """
+    """Rows of tokens and the token that follows each of them."""
 
     tokens: Tensor
+    """(B, S) int64; input of the first stage."""
     targets: Tensor
+    """(B, S) int64; the token after each token, or NOT_COUNTED. Used by the last stage."""
     samples: Tensor
+    """(B,) int64; index of each row in the stream, or PADDING_SAMPLE. It determines dropout."""
     documents: Tensor | None = None
+    """(B, S) int32; the number of each token's document in its row, which determines the attention
+    mask. None if each row is one document."""
 
     def to(self, device: torch.device) -> MicroBatch:
         """A copy on `device`. The host does not wait for a copy from pinned memory."""

@@ -20,7 +20,7 @@ values, weight decay, FLOPs, saved activations, traffic and Hugging Face's tenso
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
@@ -50,27 +50,16 @@ _KINDS: tuple[Literal["weight", "bias"], ...] = ("weight", "bias")
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One module with parameters.
+    """One module with parameters."""
 
-    Attributes:
-        name: of the module within its layer, such as "attention.qkv".
-        kind: a linear module multiplies (tokens, columns) by (columns, rows).
-        sections: name -> number of rows of the weight, in order.
-        columns: of the weight; None for a norm, whose weight is a vector.
-        bias: whether the module has a bias (rows,).
-        split: how the weight is split over the tensor axis.
-        initial: standard deviation of the weight's initial values; a norm's are 1, a bias's are 0.
-        eps: of a norm.
-    """
-
-    name: str
-    kind: Kind
-    sections: Mapping[str, int]
-    columns: int | None = None
-    bias: bool = False
-    split: Split
-    initial: float = 0.0
-    eps: float = 0.0
+    name: str  # of the module within its layer, such as "attention.qkv"
+    kind: Kind  # a linear module multiplies (tokens, columns) by (columns, rows)
+    sections: Mapping[str, int]  # name -> number of rows of the weight, in order
+    columns: int | None = None  # of the weight; None for a norm, whose weight is a vector
+    bias: bool = False  # whether the module has a bias (rows,)
+    split: Split  # how the weight is split over the tensor axis
+    initial: float = 0.0  # standard deviation of the initial weight; a norm's is the constant 1
+    eps: float = 0.0  # of a norm
 
     @property
     def rows(self) -> int:
@@ -85,17 +74,11 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True)
 class Parameter:
-    """One parameter of the complete model, unpadded.
+    """One parameter of the complete model, without padding."""
 
-    Attributes:
-        layer: name of its layer, such as "blocks.3".
-        kind: whether it is the weight or the bias of its module.
-        row: the row of its module.
-    """
-
-    layer: str
+    layer: str  # name of its layer, such as "blocks.3"
     kind: Literal["weight", "bias"]
-    row: Row
+    row: Row  # of its module
 
     @property
     def name(self) -> str:
@@ -176,21 +159,6 @@ def layer_name(config: ModelConfig, layer: int) -> str:
     return "head" if layer == layer_count(config) - 1 else f"blocks.{layer - 1}"
 
 
-def embedding_rows(config: ModelConfig) -> dict[str, Row]:
-    """Name within the embedding -> row."""
-    return {row.name: row for row in _embedding(config)}
-
-
-def block_rows(config: ModelConfig) -> dict[str, Row]:
-    """Name within a block -> row; all blocks are alike."""
-    return {row.name: row for row in _block(config)}
-
-
-def head_rows(config: ModelConfig) -> dict[str, Row]:
-    """Name within the head -> row. A tied output projection has a row, too."""
-    return {row.name: row for row in _head(config)}
-
-
 def parameters_of(config: ModelConfig, layers: range | None = None) -> dict[str, Parameter]:
     """Full name -> parameter, in the order of ``GPT.named_parameters``.
 
@@ -212,35 +180,40 @@ def parameters_of(config: ModelConfig, layers: range | None = None) -> dict[str,
     return {p.name: p for p in parameters if not (shares and p.name == HEAD_WEIGHT)}
 
 
-def _embedding(config: ModelConfig) -> Iterator[Row]:
-    scale, hidden = config.initializer_range, config.hidden_size
-    yield Row(
-        name="tokens",
-        kind="embedding",
-        sections={"tokens": config.vocab_size},
-        columns=hidden,
-        split="vocabulary",
-        initial=scale,
-    )
-    if config.positions == "learned":
-        yield Row(
-            name="positions",
+def embedding_rows(config: ModelConfig) -> dict[str, Row]:
+    """Name within the embedding -> row."""
+    rows = [
+        Row(
+            name="tokens",
             kind="embedding",
-            sections={"positions": config.max_position_embeddings},
-            columns=hidden,
-            split="replicated",
-            initial=scale / 2,
+            sections={"tokens": config.vocab_size},
+            columns=config.hidden_size,
+            split="vocabulary",
+            initial=config.initializer_range,
         )
+    ]
+    if config.positions == "learned":
+        rows.append(
+            Row(
+                name="positions",
+                kind="embedding",
+                sections={"positions": config.max_position_embeddings},
+                columns=config.hidden_size,
+                split="replicated",
+                initial=config.initializer_range / 2,
+            )
+        )
+    return {row.name: row for row in rows}
 
 
-def _block(config: ModelConfig) -> Iterator[Row]:
+def block_rows(config: ModelConfig) -> dict[str, Row]:
+    """Name within a block -> row; all blocks are alike."""
     hidden, width, head = config.hidden_size, config.intermediate_size, config.head_dim
     queries, shared = config.num_attention_heads * head, config.num_key_value_heads * head
-    scale = config.initializer_range
+    scale, gated = config.initializer_range, config.mlp == "swiglu"
     # Each block adds twice to the residual stream (Radford et al. 2019, section 2.3).
     residual_scale = scale / math.sqrt(2 * config.num_hidden_layers)
-    yield _norm(config, "attention_norm")
-    yield Row(
+    qkv = Row(
         name="attention.qkv",
         kind="linear",
         sections={"query": queries, "key": shared, "value": shared},
@@ -249,16 +222,18 @@ def _block(config: ModelConfig) -> Iterator[Row]:
         split="heads",
         initial=scale,
     )
-    if config.qk_norm:
-        for norm in ("query_norm", "key_norm"):
-            yield Row(
-                name=f"attention.{norm}",
-                kind="rms_norm",
-                sections={"head": head},
-                split="each head",
-                eps=config.rms_norm_eps,
-            )
-    yield Row(
+    norms_of_heads = [
+        Row(
+            name=f"attention.{norm}",
+            kind="rms_norm",
+            sections={"head": head},
+            split="each head",
+            eps=config.rms_norm_eps,
+        )
+        for norm in ("query_norm", "key_norm")
+        if config.qk_norm
+    ]
+    output = Row(
         name="attention.output",
         kind="linear",
         sections={"hidden": hidden},
@@ -267,9 +242,7 @@ def _block(config: ModelConfig) -> Iterator[Row]:
         split="columns",
         initial=residual_scale,
     )
-    yield _norm(config, "mlp_norm")
-    gated = config.mlp == "swiglu"
-    yield Row(
+    up = Row(
         name="mlp.gate_up" if gated else "mlp.up",
         kind="linear",
         sections={"gate": width, "up": width} if gated else {"up": width},
@@ -278,7 +251,7 @@ def _block(config: ModelConfig) -> Iterator[Row]:
         split="rows",
         initial=scale,
     )
-    yield Row(
+    down = Row(
         name="mlp.down",
         kind="linear",
         sections={"hidden": hidden},
@@ -287,11 +260,13 @@ def _block(config: ModelConfig) -> Iterator[Row]:
         split="columns",
         initial=residual_scale,
     )
+    attention = [_norm(config, "attention_norm"), qkv, *norms_of_heads, output]
+    return {row.name: row for row in [*attention, _norm(config, "mlp_norm"), up, down]}
 
 
-def _head(config: ModelConfig) -> Iterator[Row]:
-    yield _norm(config, "norm")
-    yield Row(
+def head_rows(config: ModelConfig) -> dict[str, Row]:
+    """Name within the head -> row. A tied output projection has a row, too."""
+    output = Row(
         name="output",
         kind="linear",
         sections={"tokens": config.vocab_size},
@@ -299,6 +274,7 @@ def _head(config: ModelConfig) -> Iterator[Row]:
         split="vocabulary",
         initial=config.initializer_range,
     )
+    return {"norm": _norm(config, "norm"), "output": output}
 
 
 def _norm(config: ModelConfig, name: str) -> Row:

@@ -53,7 +53,7 @@ class _Stage:
         self._compute()
 
     @property
-    def batch(self) -> Batch | None:
+    def next_messages(self) -> Batch | None:
         """The send, receive or exchange that comes next; None at the end of the program."""
         if self.position == len(self.program):
             return None
@@ -62,16 +62,16 @@ class _Stage:
         return instruction
 
     @property
-    def neighbour_number(self) -> int | None:
-        """The stage at the other end of ``batch``."""
-        return None if self.batch is None else peer(self.number, self.batch)
+    def waits_for(self) -> int | None:
+        """The stage at the other end of ``next_messages``."""
+        return None if self.next_messages is None else peer(self.number, self.next_messages)
 
     def matches(self, neighbour: "_Stage") -> bool:
         """Whether this stage and ``neighbour`` wait for each other."""
         return (
-            self.batch is not None
-            and self.neighbour_number == neighbour.number
-            and neighbour.batch == other_end(self.batch)
+            self.next_messages is not None
+            and self.waits_for == neighbour.number
+            and neighbour.next_messages == other_end(self.next_messages)
         )
 
     def resume(self, clock: int) -> None:
@@ -197,7 +197,7 @@ def _ticks(timeline: Sequence[Sequence[Span]]) -> int:
 def _run_together(programs: Sequence[StageProgram], backward_ticks: int) -> list[list[Span]]:
     stages = [_Stage(number, program, backward_ticks) for number, program in enumerate(programs)]
     links = list(pairwise(stages))
-    while any(stage.batch for stage in stages):
+    while any(stage.next_messages for stage in stages):
         # A list, not a generator, so that all links are tried.
         if not any([_pass_messages(before, after) for before, after in links]):
             _refuse_another_order(links)
@@ -219,12 +219,11 @@ def _pass_messages(before: _Stage, after: _Stage) -> bool:
 def _refuse_another_order(links: Sequence[tuple[_Stage, _Stage]]) -> None:
     for link in links:
         for sender, receiver in (link, link[::-1]):
-            sent, expected = sender.batch, receiver.batch
+            sent, expected = sender.next_messages, receiver.next_messages
             if (
                 isinstance(sent, SendInstruction)
                 and isinstance(expected, ReceiveInstruction)
-                and (sender.neighbour_number, receiver.neighbour_number)
-                == (receiver.number, sender.number)
+                and (sender.waits_for, receiver.waits_for) == (receiver.number, sender.number)
             ):
                 raise ScheduleError(
                     f"pipeline stage {receiver.number}, {expected!r} would get micro-batch "
@@ -236,10 +235,10 @@ def _refuse_another_order(links: Sequence[tuple[_Stage, _Stage]]) -> None:
 def _deadlock(stages: Sequence[_Stage]) -> str:
     lines = ["Deadlock: no pipeline stage can continue."]
     for stage in stages:
-        if stage.batch is not None:
+        if stage.next_messages is not None:
             lines.append(
-                f"pipeline stage {stage.number} waits at {stage.batch!r} for pipeline stage "
-                f"{stage.neighbour_number}"
+                f"pipeline stage {stage.number} waits at {stage.next_messages!r} for pipeline "
+                f"stage {stage.waits_for}"
             )
     lines.append(
         "If two neighbours send to each other, both must yield the receive directly after the send."

@@ -17,22 +17,15 @@ _VOCABULARY_ROW_MULTIPLE = 8
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterShard:
-    """The part of one parameter that one tensor rank holds.
+    """The part of one parameter that one tensor rank holds."""
 
-    Attributes:
-        full_shape: the full, unpadded shape of the parameter.
-        rows: ranges of dim 0, concatenated in the local tensor.
-        columns: range of dim 1; None for a vector, or if dim 1 is not split.
-        padding_rows: rows of zeros after them.
-        owned_rows: how many leading local rows this rank counts in a norm. Over the tensor axis,
-            each element is counted once: a replicated parameter only on the first rank.
-    """
-
-    full_shape: tuple[int, ...]
-    rows: tuple[range, ...]
-    columns: range | None = None
-    padding_rows: int = 0
+    full_shape: tuple[int, ...]  # the full, unpadded shape of the parameter
+    rows: tuple[range, ...]  # ranges of dim 0, concatenated in the local tensor
+    columns: range | None = None  # range of dim 1; None for a vector, or if dim 1 is not split
+    padding_rows: int = 0  # rows of zeros after them
     owned_rows: int
+    """How many leading local rows this rank counts in a norm. Over the tensor axis, each element is
+    counted once: a replicated parameter only on the first rank."""
 
     @property
     def logical_rows(self) -> int:

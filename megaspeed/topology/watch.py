@@ -60,24 +60,20 @@ from megaspeed.topology.process_end import (
 )
 
 _PERIOD_SECONDS = 1.0
-_SECONDS_FOR_THE_MAIN_THREAD = 12.0
-"""The main thread has this time to end after another rank failed. A save may take 10 s of it."""
-_SECONDS_TO_WRITE_STACKS = 2.0
-_SECONDS_TO_ANSWER = 6.0
-"""Each rank has this time to report what it waits for, after a hang was detected."""
+_SECONDS_BETWEEN_CTRL_C = 1.0  # one Ctrl-C may arrive twice: from the terminal and the launcher
 _SECONDS_FOR_OTHER_REPORTS = 4.0
 """A rank that lost a connection waits this long for the rank that knows why."""
 _SECONDS_FOR_THE_FIRST_THREAD = 10.0
 """If the store was lost with a connection, the main thread leaves the report to the first thread,
 which also waits for other reports before it writes one."""
-_SECONDS_TO_SEE_THE_END = 5.0
-"""How long the process that keeps the store waits after a failure for the others to see it."""
-_SECONDS_TO_FINISH = 45.0
-"""At the end of a run, the process that keeps the store waits this long for the others."""
-_SECONDS_UNTIL_KILLED = 60.0
-"""A process that must end is killed after this time, even if it is blocked."""
-_SECONDS_BETWEEN_CTRL_C = 1.0
-"""One Ctrl-C may arrive twice: from the terminal and from the launcher."""
+_SECONDS_FOR_THE_MAIN_THREAD = 12.0
+"""The main thread has this time to end after another rank failed. A save may take 10 s of it."""
+_SECONDS_TO_ANSWER = 6.0  # for each rank to report what it waits for, after a hang was detected
+_SECONDS_TO_WRITE_STACKS = 2.0
+# The process that keeps the store waits this long for the other ranks:
+_SECONDS_TO_SEE_THE_END = 5.0  # after a failure
+_SECONDS_TO_FINISH = 45.0  # after a run that has succeeded
+_SECONDS_UNTIL_KILLED = 60.0  # for a process that must end, even if it is blocked
 
 _REPORTED = "_megaspeed_reported"
 

@@ -78,20 +78,13 @@ def load_loss_scale(scaler: Any, saved: Counters) -> None:
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """The result of one optimizer step, the same on every rank.
-
-    Attributes:
-        grad_norm: norm before clipping over all logical parameters; NaN if a rank's loss was not
-            finite.
-        skipped: whether the step was skipped, because norm or loss was not finite.
-        losses: the loss that each rank passed to ``step``, by rank; 0 for None.
-        notes: the notes that each rank passed, by rank.
-    """
+    """The result of one optimizer step, the same on every rank."""
 
     grad_norm: float
-    skipped: bool
-    losses: list[float]
-    notes: list[list[float]]
+    """Norm before clipping over all logical parameters; NaN if a rank's loss was not finite."""
+    skipped: bool  # because norm or loss was not finite
+    losses: list[float]  # the loss that each rank passed to ``step``, by rank; 0 for None
+    notes: list[list[float]]  # the notes that each rank passed, by rank
 
 
 class ZeroEngine:
