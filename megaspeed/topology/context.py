@@ -57,10 +57,10 @@ def start_default_group(
 ) -> dist.ProcessGroup:
     """Start torch.distributed (NCCL on a GPU, gloo on a CPU); return the group of all ranks."""
     on_gpu = device.type == "cuda"
-    # The store may outlive a context. Under a new prefix, a later context does not find the
-    # addresses of an earlier one.
-    generation = store.add(f"contexts of rank {launch.rank}", 1)
     with _errors_name_the_group("world", range(launch.world_size), launch.rank):
+        # The store may outlive a context. Under a new prefix, a later context does not find the
+        # addresses of an earlier one.
+        generation = store.add(f"contexts of rank {launch.rank}", 1)
         dist.init_process_group(
             backend="nccl" if on_gpu else "gloo",
             store=dist.PrefixStore(f"context {generation}", store),
