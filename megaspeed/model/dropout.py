@@ -120,7 +120,7 @@ def _drop(x: Tensor, key: Tensor, samples: Tensor, shard: MaskShard, probability
 
 
 def row_words(key: Tensor, samples: Tensor, rows: range, *, full_rows: int) -> Tensor:
-    """A word (B, len(rows)) int64 for each row of each sample.
+    """A random word for each row of each sample: (B, len(rows)) int64.
 
     Args:
         key: int64 scalar.
@@ -154,5 +154,5 @@ def element_hashes(words: Tensor, columns: int) -> Tensor:
 
 
 def _shifted(x: Tensor, shift: int, bits: int) -> Tensor:
-    """``x`` shifted right with zeros from the left; torch's ``>>`` repeats the sign."""
+    """``x`` shifted right, filled with zeros. (torch's ``>>`` fills with the sign bit.)"""
     return (x >> shift).bitwise_and_((1 << (bits - shift)) - 1)

@@ -126,7 +126,7 @@ def layer_count(config: ModelConfig) -> int:
 
 
 def logical_name(config: ModelConfig, name: str) -> str:
-    """``name``, except for a tied head, which is the token embedding."""
+    """The name under which a parameter is stored: a tied head is the token embedding."""
     return EMBEDDING_WEIGHT if config.tie_word_embeddings and name == HEAD_WEIGHT else name
 
 

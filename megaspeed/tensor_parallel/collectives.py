@@ -17,6 +17,7 @@ tokens receives the complete gradient. Hidden states are (B, S, D), the sequence
 function is the identity on an axis of one rank.
 """
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -43,6 +44,8 @@ class TensorAxis:
         return nullcontext() if self.timeline is None else self.timeline.part("tensor")
 
 
+_Collective = Callable[[Tensor, TensorAxis], Tensor]
+
 _SEQUENCE_DIM = 1
 
 # torch 2.13 deprecates the old names of these two collectives; torch 2.11 has only the old names.
@@ -52,22 +55,26 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 def copy_to_tensor_axis(x: Tensor, axis: TensorAxis) -> Tensor:
     """f: identity; the gradient is summed over the axis. Input of a column-parallel layer."""
-    return x if axis.size == 1 else _Copy.apply(x, axis)
+    return x if axis.size == 1 else _Conjugate.apply(x, axis, _identity, all_reduce)
 
 
 def reduce_from_tensor_axis(x: Tensor, axis: TensorAxis) -> Tensor:
     """g: sum over the axis; the gradient is unchanged. Output of a row-parallel layer."""
-    return x if axis.size == 1 else _Reduce.apply(x, axis)
+    return x if axis.size == 1 else _Conjugate.apply(x, axis, all_reduce, _identity)
 
 
 def reduce_scatter_sequence(x: Tensor, axis: TensorAxis) -> Tensor:
     """This rank's (B, S/tp, D) of the sum over the axis; the gradient is gathered."""
-    return x if axis.size == 1 else _ReduceScatterSequence.apply(x, axis)
+    if axis.size == 1:
+        return x
+    return _Conjugate.apply(x, axis, reduce_scatter_sum, all_gather_sequence)
 
 
 def split_sequence(x: Tensor, axis: TensorAxis) -> Tensor:
     """This rank's (B, S/tp, D) of a replicated ``x`` (B, S, D); the gradient is gathered."""
-    return x if axis.size == 1 else _SplitSequence.apply(x, axis)
+    if axis.size == 1:
+        return x
+    return _Conjugate.apply(x, axis, _own_chunk, all_gather_sequence)
 
 
 def sum_gradients(axis: TensorAxis, *parameters: Tensor) -> tuple[Tensor, ...]:
@@ -106,47 +113,23 @@ def _own_chunk(x: Tensor, axis: TensorAxis) -> Tensor:
     return x.chunk(axis.size, dim=_SEQUENCE_DIM)[axis.rank].contiguous()
 
 
-class _Copy(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: TensorAxis) -> Tensor:
-        ctx.axis = axis
-        return x.view_as(x)
+def _identity(x: Tensor, axis: TensorAxis) -> Tensor:
+    return x.view_as(x)
+
+
+class _Conjugate(torch.autograd.Function):
+    """Applies ``forward(x, axis)``; the gradient of ``x`` is ``backward(gradient, axis)``."""
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return all_reduce(gradient, ctx.axis), None
-
-
-class _Reduce(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: TensorAxis) -> Tensor:
-        return all_reduce(x, axis)
+    def forward(
+        ctx: Any, x: Tensor, axis: TensorAxis, forward: _Collective, backward: _Collective
+    ) -> Tensor:
+        ctx.axis, ctx.conjugate = axis, backward
+        return forward(x, axis)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient, None
-
-
-class _ReduceScatterSequence(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: TensorAxis) -> Tensor:
-        ctx.axis = axis
-        return reduce_scatter_sum(x, axis)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return all_gather_sequence(gradient, ctx.axis), None
-
-
-class _SplitSequence(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: TensorAxis) -> Tensor:
-        ctx.axis = axis
-        return _own_chunk(x, axis)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return all_gather_sequence(gradient, ctx.axis), None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        return ctx.conjugate(gradient, ctx.axis), None, None, None
 
 
 class _SumGradients(torch.autograd.Function):

@@ -130,7 +130,7 @@ class Timeline:
         self._marks = [(self._moment(), "host")]
 
     def end(self) -> None:
-        """The step is over."""
+        """Stop timing at the end of the step."""
         if self._step is not None:
             self._marks.append((self._moment(), "host"))
             self._last = (self._step, self._marks)

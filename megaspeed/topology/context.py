@@ -249,7 +249,7 @@ class ParallelContext:
         )
 
     def close(self) -> None:
-        """Destroy every group, after pending messages. Then a new context can be created."""
+        """Wait for pending messages and destroy every group. Then a new context can be created."""
         if dist.is_initialized():
             dist.destroy_process_group()
 
@@ -318,7 +318,7 @@ class ParallelContext:
 
     @property
     def other_end_rank(self) -> int | None:
-        """On the first stage the rank of the last one and vice versa; None on other stages."""
+        """The rank at the other end of the pipeline; None on the stages between its ends."""
         if self.pp_size == 1 or not (self.is_first_pipeline_stage or self.is_last_pipeline_stage):
             return None
         return self._rank_at_stage(self.pp_size - 1 - self.pp_rank)

@@ -40,7 +40,7 @@ def place_of(grid: Grid, rank: int, doing: str = "", host: str | None = None) ->
 
 
 def describe_failure(error: Exception, grid: Grid, rank: int) -> str:
-    """The header line, then the traceback."""
+    """The failure report of a rank: a header line, then the traceback."""
     notes: list[str] = getattr(error, "__notes__", [])
     # The innermost phase was noted first.
     phases = [note.removeprefix(_DURING) for note in reversed(notes) if note.startswith(_DURING)]

@@ -206,7 +206,7 @@ class _Attempt:
 
     @classmethod
     def join(cls, connection: dist.Store, launch: LaunchEnvironment, waiting: "_Waiting") -> Self:
-        """All ranks call this; ranks other than 0 wait for rank 0."""
+        """All ranks call this. Ranks other than 0 wait for the name from rank 0."""
         store, word = dist.PrefixStore("attempts", connection), secrets.token_hex(8)
         if launch.rank == 0:
             store.append("words", "")  # type: ignore[attr-defined]  # not in stubs

@@ -153,7 +153,7 @@ def _on_several_nodes(launch: LaunchEnvironment) -> bool:
 
 
 def _address_towards(host: str) -> str | None:
-    """This machine's address on the way to `host`. Sends nothing: UDP connects without a packet."""
+    """The address of this machine from which it reaches `host`. Sends no packet (UDP)."""
     try:
         family, kind, _, _, target = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:

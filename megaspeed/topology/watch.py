@@ -501,7 +501,7 @@ class Watch:
             time.sleep(_PERIOD_SECONDS / 4)
 
     def _kill_local_ranks(self, silent: list[int]) -> None:
-        """A launcher would wait half a minute for a stopped process, which handles no SIGTERM."""
+        """Kill stopped processes. They ignore SIGTERM, so a launcher would wait half a minute."""
         for one in self._meeting.local_ranks:
             if one.rank in silent:
                 with contextlib.suppress(OSError):
