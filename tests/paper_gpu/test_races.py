@@ -85,7 +85,7 @@ def test_a_gather_that_waits_for_nothing_races_with_the_step_and_with_the_layer_
 ) -> None:
     (races,) = pool.run(1, _races_without_order, _computes)
     assert any("_reassign_or_swap_out" in race for race in races), "partitions being written"
-    assert any("aten::" in race and "gathered_layer" in race for race in races)
+    assert any("aten::" in race and "layer_gathers" in race for race in races)
 
 
 def test_a_layer_that_does_not_wait_for_its_gather_races_with_it(pool: RankPool) -> None:
