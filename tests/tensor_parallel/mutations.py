@@ -35,7 +35,7 @@ def gradient_not_summed_on_entry(patch: pytest.MonkeyPatch, axis: TensorAxis) ->
 
 
 def gradient_summed_on_leaving(patch: pytest.MonkeyPatch, axis: TensorAxis) -> None:
-    """The backward of g sums gradients that are whole on every rank already."""
+    """The backward of g sums gradients that are complete on every rank already."""
 
     def reduce(x: Tensor, axis: TensorAxis) -> Tensor:
         return collectives._Conjugate.apply(x, axis, all_reduce, all_reduce)
@@ -77,7 +77,7 @@ def first_mask_shard_everywhere(patch: pytest.MonkeyPatch, axis: TensorAxis) -> 
 
 
 def mask_of_the_local_shape(patch: pytest.MonkeyPatch, axis: TensorAxis) -> None:
-    """Every rank draws a mask of its local shape, as if it were the whole."""
+    """Every rank draws a mask of its local shape, as if it were the full shape."""
     patch.setattr(_PARALLELIZE, "MaskShard", lambda index, count: MaskShard())
 
 

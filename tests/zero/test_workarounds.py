@@ -1,6 +1,6 @@
-"""What DeepSpeed 0.19.8 does where a work-around is left out, and that it does right with it.
+"""DeepSpeed 0.19.8 fails without each work-around, and is correct with it.
 
-Where a test of a "without" fails, DeepSpeed may no longer need that work-around.
+If a test of a "without" fails, DeepSpeed may no longer need that work-around.
 """
 
 import functools
@@ -56,7 +56,7 @@ BF16_IN_FP32 = {**BF16, "data_types": {"grad_accum_dtype": "fp32"}}
 
 
 def nothing(*_args: object) -> None:
-    """Stands where a work-around was."""
+    """Replaces a work-around."""
 
 
 @contextmanager
@@ -213,7 +213,7 @@ def test_with_deepspeeds_hooks_zero3_hangs_in_a_pipeline(
 def most_gathered_by_hooks(
     launch: LaunchEnvironment, run: Run, corpus: PreparedCorpus
 ) -> tuple[int, int]:
-    """(most parameters that are whole as a backward enters a module, all of them)."""
+    """(most gathered parameters when a backward enters a module, all parameters)."""
     with hooks_of_deepspeed(), one_rank(launch, run, corpus) as rank:
         parameters = list(rank.engine.module.parameters())
         coordinator = rank.optimizer.parameter_offload.get_param_coordinator()
@@ -297,7 +297,7 @@ class AllAxes(DataAxis):
 
 
 def norm_by_deepspeed(launch: LaunchEnvironment, run: Run, corpus: PreparedCorpus) -> float:
-    """What DeepSpeed clips by, told as well as it can be which parameters a rank counts."""
+    """The norm that DeepSpeed clips by, if it is configured as well as possible."""
     with left_out("use_norm"), pytest.MonkeyPatch.context() as patch:
         patch.setattr(build, "DataAxis", AllAxes)
         with one_rank(launch, run, corpus) as rank:
@@ -523,7 +523,7 @@ def test_without_a_local_rank_zero3_cannot_partition(
 
 
 def warnings_of_the_accelerator(_launch: LaunchEnvironment, named: bool) -> list[str]:
-    """What DeepSpeed says when it looks for accelerators and finds none."""
+    """DeepSpeed's warnings if it finds no accelerator."""
     said: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("DS_ACCELERATOR", raising=False)
