@@ -1,4 +1,4 @@
-"""A run hangs if a rank writes no more heartbeats, or if no rank makes progress; clocks may jump."""
+"""A run hangs if a rank writes no heartbeats, or if no rank makes progress; clocks may jump."""
 
 import json
 
