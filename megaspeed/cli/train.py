@@ -24,8 +24,7 @@ from megaspeed.cli.options import EXIT_DONE, EXIT_FAILED, load, world_size
 from megaspeed.config.document import add_config_options
 from megaspeed.config.errors import ConfigError
 from megaspeed.topology.launch import LaunchError, read_launch_environment
-from megaspeed.topology.process_end import STOP_SIGNALS
-from megaspeed.topology.processes import launcher_processes
+from megaspeed.topology.process_end import STOP_SIGNALS, launcher_processes
 
 if TYPE_CHECKING:
     from megaspeed.config.resolve import Run

@@ -6,8 +6,23 @@ If the model has a norm of each head (Henry et al. 2020), it is applied to q and
 rotary positions, q and k are rotated after that.
 
 The rows of ``qkv.weight`` are all query heads, then all key heads, then all value heads, so that a
-tensor split takes a contiguous run of heads from each of the three sections. With H_kv < H, H /
-H_kv query heads share one key/value head (Ainslie et al. 2023, GQA).
+tensor split takes consecutive heads from each of the three sections. With H_kv < H, H / H_kv query
+heads share one key/value head (Ainslie et al. 2023, GQA).
+
+Several documents may be packed into one row. With "." for end-of-text, which starts a document:
+
+    tokens       b  c  .  d  e  f  .  g
+    documents    0  0  1  1  1  1  2  2        the number of each token's document
+    positions    0  1  0  1  2  3  0  1        its position in the document
+
+    b   x                          Each token attends only to its own document, so its prediction
+    c   x  x                       is the same as if the document (or the part of it that is in the
+    .         x                    row) were alone in the row.
+    d         x  x
+    e         x  x  x
+    f         x  x  x  x
+    .                     x
+    g                     x  x
 """
 
 import math
@@ -21,11 +36,12 @@ from torch import Tensor, nn
 from megaspeed.config.model import ModelConfig, RopeScaling
 from megaspeed.model.dropout import SampleDropout
 
-# Rotary position embedding (Su et al. 2021, RoFormer, section 3.2.2), with Llama-3's scaling.
-
 
 def inverse_frequencies(config: ModelConfig) -> Tensor:
-    """Angular frequency theta^(-2i/K) of each pair i in [0, K/2) of head dims: (K/2,), fp32."""
+    """Frequencies theta^(-2i/K) of rotary position embedding (Su et al. 2021, RoFormer, 3.2.2).
+
+    One for each pair i in [0, K/2) of head dims: (K/2,), fp32.
+    """
     # On the CPU even while a model is being built on the meta device.
     even_dims = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device="cpu")
     exponents = even_dims / config.head_dim
@@ -53,11 +69,11 @@ def _llama3_scaled(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
     return torch.where(wavelengths < longest_kept, frequencies, scaled)
 
 
-def turns(positions: Tensor, frequencies: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def cos_sin(positions: Tensor, frequencies: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Cosine and sine of the angle position x frequency, computed in fp32.
 
     Args:
-        positions: (S,) where they are those of every row, or (B, S).
+        positions: (S,), the same for every row, or (B, S).
         frequencies: (K/2,), fp32.
         dtype: of the result.
 
@@ -69,45 +85,19 @@ def turns(positions: Tensor, frequencies: Tensor, dtype: torch.dtype) -> tuple[T
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turns each pair (i, i + K/2) of ``x`` (B, S, heads, K) by its angle, given by ``turns``.
+    """Rotate each pair (i, i + K/2) of ``x`` (B, S, heads, K) by the angle of ``cos_sin``.
 
-    The pairing of dim i with dim i + K/2 is the one of Hugging Face's Llama weights.
+    Hugging Face's Llama weights pair the same dims.
     """
     first, second = x.chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
 
-# Documents packed into one row: where each token stands in its own, and which tokens it sees.
-#
-# With "." for end-of-text, which opens the document that follows it, the row
-#
-#     tokens       b  c  .  d  e  f  .  g
-#     documents    0  0  1  1  1  1  2  2
-#     positions    0  1  0  1  2  3  0  1
-#
-# is attended to in one triangle for each document instead of one for the row:
-#
-#     b   x
-#     c   x  x
-#     .         x
-#     d         x  x
-#     e         x  x  x
-#     f         x  x  x  x
-#     .                     x
-#     g                     x  x
-#
-# So each token's prediction is what it would be if its document, or the part of it that is in the
-# row, stood there alone.
-
-
 def positions_in(documents: Tensor) -> Tensor:
-    """How many tokens of its own document stand before each token in its row.
+    """The position of each token in its document, (B, S) int64.
 
     Args:
-        documents: (B, S), the number of each token's document; equal ones are neighbours.
-
-    Returns:
-        (B, S) int64.
+        documents: (B, S), the number of each token's document, which is contiguous in the row.
     """
     places = torch.arange(documents.shape[1], device=documents.device)
     begins = torch.ones_like(documents, dtype=torch.bool)
@@ -116,45 +106,45 @@ def positions_in(documents: Tensor) -> Tensor:
 
 
 def attention_mask(documents: Tensor, dtype: torch.dtype, window: int | None = None) -> Tensor:
-    """What is added to the attention scores: 0 where a query sees a key, -inf where it does not.
+    """The mask that is added to the attention scores: 0 if a query attends to a key, else -inf.
 
-    Made in the scores' dtype, once for all blocks: of a boolean mask every block would make, and
-    keep for its backward, such a one for itself.
+    All blocks share it. With a boolean mask, each block would convert it and save its own copy for
+    backward.
 
     Args:
         documents: (B, S), the number of each token's document.
         dtype: of queries and keys.
-        window: how many tokens a query sees, itself included; None for all earlier ones.
+        window: how many tokens a query attends to, including itself; None for all earlier ones.
 
     Returns:
-        (B, 1, S, S), the same for all heads; dim 2 is the query's, dim 3 the key's place.
+        (B, 1, S, S), the same for all heads; dim 2 is the query's position, dim 3 the key's.
     """
     seen = documents.unsqueeze(2) == documents.unsqueeze(1)  # (B, S, S)
-    seen.tril_()  # and not later
+    seen.tril_()
     if window is not None:
         seen.triu_(1 - window)
-    return _added(seen, dtype).unsqueeze(1)
+    return _additive(seen, dtype).unsqueeze(1)
 
 
 @lru_cache(maxsize=1)
 def window_mask(sequence: int, window: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """The same for one document a row: (S, S), made once and kept for all blocks and steps."""
+    """The same mask for rows of one document, (S, S). It is cached for all blocks and steps."""
     # A later step saves the mask for backward. An inference tensor cannot be saved.
     with torch.inference_mode(False):
         seen = torch.ones(sequence, sequence, dtype=torch.bool, device=device)
-        return _added(seen.tril_().triu_(1 - window), dtype)
+        return _additive(seen.tril_().triu_(1 - window), dtype)
 
 
-def _added(seen: Tensor, dtype: torch.dtype) -> Tensor:
+def _additive(seen: Tensor, dtype: torch.dtype) -> Tensor:
     mask = torch.full(seen.shape, float("-inf"), dtype=dtype, device=seen.device)
     return mask.masked_fill_(seen, 0.0)
 
 
 class Attention(nn.Module):
-    """Multi-head attention; ``query_heads`` and ``key_value_heads`` are those of this rank.
+    """Multi-head attention.
 
-    A tensor-parallel plan replaces ``qkv`` and ``output`` by column- and row-parallel layers and
-    sets the two head counts to the local ones; the forward pass does not change.
+    ``parallelize`` replaces ``qkv`` and ``output`` by column- and row-parallel layers, and sets
+    ``query_heads`` and ``key_value_heads`` to those of this rank. The forward pass does not change.
     """
 
     def __init__(
@@ -182,14 +172,14 @@ class Attention(nn.Module):
         positions: Tensor | None = None,
         mask: Tensor | None = None,
     ) -> Tensor:
-        """Attends over ``x`` (B, S, D), returns (B, S, D).
+        """Map ``x`` (B, S, D) to (B, S, D).
 
         Args:
             x: normalised hidden states.
-            samples: (B,) int64, the sample indices; None if nothing is dropped.
-            positions: (B, S); 0 ... S - 1 in every row where left out.
-            mask: (B, 1, S, S), added to the scores; if omitted, each token sees the tokens of the
-                sliding window, or all that are not later.
+            samples: (B,) int64, the sample indices; None if there is no dropout.
+            positions: (B, S); if omitted, 0 ... S - 1 in every row.
+            mask: (B, 1, S, S), added to the scores; if omitted, each token attends to the sliding
+                window, or to itself and all earlier tokens.
         """
         qkv = self.qkv(x)  # (B, S, (H + 2 H_kv) K)
         batch, sequence, _ = qkv.shape
@@ -204,7 +194,7 @@ class Attention(nn.Module):
             self.frequencies = self.frequencies.to(x.device)
             if positions is None:
                 positions = torch.arange(sequence, device=x.device, dtype=torch.float32)
-            cos, sin = turns(positions, self.frequencies, q.dtype)
+            cos, sin = cos_sin(positions, self.frequencies, q.dtype)
             q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, heads, S, K)
         if mask is None and self.window is not None and self.window < sequence:
@@ -221,7 +211,7 @@ class Attention(nn.Module):
     def _attend_with_dropout(
         self, q: Tensor, k: Tensor, v: Tensor, samples: Tensor | None, mask: Tensor | None
     ) -> Tensor:
-        """The same attention written out: the fused kernel would draw its own mask, by layout."""
+        """The same, not fused: the mask of the fused kernel's dropout depends on the layout."""
         group = self.query_heads // self.key_value_heads
         k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
         scores = q @ k.transpose(-2, -1) / math.sqrt(self.head_dim)  # (B, H, S, S)

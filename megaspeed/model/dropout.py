@@ -1,21 +1,21 @@
-"""Dropout whose masks do not depend on the layout of ranks, nor on the kind of device.
+"""Dropout whose masks depend neither on the layout of ranks nor on the device.
 
-An ordinary dropout mask depends on the state of a random generator, hence on the number of ranks,
-on the micro-batch size, on recomputation and, on a GPU, on the number of its multiprocessors. Here
-a mask is a counter-based hash, as in Salmon et al. 2011, "Parallel random numbers: as easy as
-1, 2, 3". A sample (..., C) is R rows of C elements. Row r of sample s has the number n = s R + r:
+An ordinary dropout mask depends on the state of a random generator: on the number of ranks, the
+micro-batch size, recomputation and, on a GPU, on the number of its multiprocessors. Here a mask is
+a counter-based hash (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"). A sample
+(..., C) has R rows of C elements. Row r of sample s has the number n = s R + r:
 
     key  = 64 bits of sha256(seed, name)                   once, on the host
     word = output n of a SplitMix64 generator seeded key   64 bits for each row
     hash = lowbias32 of (word, column)                     32 bits for each element
     an element is dropped if hash, as a signed integer, < p 2^32 - 2^31
 
-So every layout and every device drops the same elements, a rank computes the mask of its own rows
-only, and the backward pass computes the mask again: neither a mask nor a random state is stored.
+So every layout and every device drops the same elements. A rank computes only the mask of its own
+rows. The backward pass computes the mask again, so neither a mask nor a random state is stored.
 
-All operations are tensor operations on integers, so ``torch.compile`` makes one kernel of them. The
-row's words have 64 bits, because there can be more than 2^32 rows. An element's hash has 32 bits,
-because CPUs multiply vectors of 32-bit integers several times faster than those of 64 bits.
+All operations are tensor operations on integers, so ``torch.compile`` makes one kernel of them.
+Words have 64 bits, because there can be more than 2^32 rows. Hashes have 32 bits, because CPUs
+multiply vectors of 32-bit integers several times faster than those of 64 bits.
 """
 
 import hashlib
@@ -50,7 +50,7 @@ class SampleDropout(nn.Module):
     """Inverted dropout with one mask for each sample (see the module's docstring).
 
     Args:
-        probability: of dropping an element, in [0, 1). It is rounded to a multiple of 2^-32.
+        probability: of dropping an element, in [0, 1); rounded to a multiple of 2^-32.
         name: the dropout's full name in the model, part of the mask's seed.
         seed: the run's seed, part of the mask's seed.
     """
@@ -63,20 +63,20 @@ class SampleDropout(nn.Module):
         self.probability = probability
         self.name = name
         self.shard = MaskShard()
-        # A tensor, not an integer: a compiled block serves all blocks, each with its own keys.
+        # A tensor, not an integer, because all blocks share one compiled block.
         key = _key(seed, name) if probability > 0.0 else None
         self.register_buffer("key", key, persistent=False)
 
     @property
     def active(self) -> bool:
-        """Whether a forward pass now would drop anything."""
+        """Whether a forward pass would drop elements now."""
         return self.training and self.probability > 0.0
 
     def forward(self, x: Tensor, samples: Tensor | None) -> Tensor:
-        """Drops elements of ``x`` (B, ..., C) and divides the others by 1 - probability.
+        """Drop elements of ``x`` (B, ..., C), and divide the others by 1 - probability.
 
         Args:
-            x: its row b is this rank's part of sample ``samples[b]``.
+            x: row b is this rank's part of sample ``samples[b]``.
             samples: (B,) int64, on the device of ``x``; None if the dropout is not active.
         """
         if not self.active:
@@ -94,7 +94,7 @@ def _key(seed: int, name: str) -> Tensor:
 
 
 class _Drop(torch.autograd.Function):
-    """Multiplies by the scaled mask. The map is diagonal, so its backward is the map itself."""
+    """Multiplies by the scaled mask. This is a diagonal map, so backward is the same map."""
 
     @staticmethod
     def forward(
@@ -120,12 +120,13 @@ def _drop(x: Tensor, key: Tensor, samples: Tensor, shard: MaskShard, probability
 
 
 def row_words(key: Tensor, samples: Tensor, rows: range, *, full_rows: int) -> Tensor:
-    """A word (B, len(rows)) int64 for each of the rows ``rows`` of each sample.
+    """A random word for each row of each sample: (B, len(rows)) int64.
 
     Args:
         key: int64 scalar.
         samples: (B,) int64.
-        rows: those of this rank, of the ``full_rows`` rows of a sample.
+        rows: the rows of this rank.
+        full_rows: number of rows of a complete sample.
     """
     row = torch.arange(rows.start, rows.stop, device=samples.device)
     increment, first, second = _SPLITMIX64
@@ -138,9 +139,9 @@ def row_words(key: Tensor, samples: Tensor, rows: range, *, full_rows: int) -> T
 def element_hashes(words: Tensor, columns: int) -> Tensor:
     """A hash (B, rows, columns) int32 for each element of the rows with these words (B, rows).
 
-    This is lowbias32 with the upper half of the row's word as a second key. Its first xor-shift is
-    left out, because of a random word xor a column it makes another random word xor the column. So
-    is its last one, which changes the lower 16 bits alone.
+    This is lowbias32 with the upper half of the word as a second key. It omits the first xor-shift,
+    because it would only map the random word to another one, and the last xor-shift, because it
+    changes only the lower 16 bits.
     """
     lower = (((words << 32) >> 32).to(torch.int32)).unsqueeze(-1)  # in range, so the cast is exact
     upper = (words >> 32).to(torch.int32).unsqueeze(-1)
@@ -153,5 +154,5 @@ def element_hashes(words: Tensor, columns: int) -> Tensor:
 
 
 def _shifted(x: Tensor, shift: int, bits: int) -> Tensor:
-    """``x`` shifted right with zeros from the left; torch's ``>>`` repeats the sign."""
+    """``x`` shifted right, filled with zeros. (torch's ``>>`` fills with the sign bit.)"""
     return (x >> shift).bitwise_and_((1 << (bits - shift)) - 1)

@@ -1,11 +1,15 @@
-"""The GPT as plain torch: a flat list of layers, of which one rank may build any contiguous part.
+"""The GPT in plain torch: a flat list of layers, of which a rank may build any contiguous part.
 
     layer index   0           1 .. N        N + 1
     layer         embedding   blocks 0..N-1 head
     name          embedding   blocks.<i>    head
 
-A GPT built over the whole range is the model; built over a part it is one pipeline stage of it, and
-its parameters keep their full names. Nothing here knows of ranks or collectives.
+    Embedding     tokens (B, S)    -> hidden (B, S, D)
+    Block         hidden (B, S, D) -> hidden (B, S, D)
+    Head          hidden (B, S, D) -> logits (B, S, V)
+
+A GPT with all layers is the complete model. A GPT with some of them is one pipeline stage, and its
+parameters keep their full names. Nothing here depends on ranks or collectives.
 """
 
 from collections.abc import Mapping
@@ -20,15 +24,9 @@ from megaspeed.model.attention import Attention, attention_mask, positions_in
 from megaspeed.model.dropout import SampleDropout
 from megaspeed.model.parameters import Row, block_rows, embedding_rows, head_rows, layer_count
 
-# The three kinds of layer that a GPT is a list of: embedding, block, head.
-#
-# Embedding   tokens (B, S)    -> hidden (B, S, D)
-# Block       hidden (B, S, D) -> hidden (B, S, D)
-# Head        hidden (B, S, D) -> logits (B, S, V)
-
 
 def make_modules(rows: Mapping[str, Row]) -> dict[str, nn.Module]:
-    """Name within the layer -> module, with weights as torch initialises them."""
+    """Name within the layer -> module, with torch's default initial weights."""
     return {name: _make_module(row) for name, row in rows.items()}
 
 
@@ -54,7 +52,7 @@ class Embedding(nn.Module):
     def forward(
         self, tokens: Tensor, samples: Tensor | None, positions: Tensor | None = None
     ) -> Tensor:
-        """Embeds ``tokens`` (B, S) at ``positions`` (B, S) or else 0 ... S - 1 as (B, S, D)."""
+        """Map ``tokens`` (B, S) to (B, S, D). ``positions`` (B, S) are 0 ... S - 1 if omitted."""
         x = self.tokens(tokens)
         if self.positions is not None:
             if positions is None:
@@ -64,7 +62,7 @@ class Embedding(nn.Module):
 
 
 class GeluMlp(nn.Module):
-    """down(gelu(up(x))), GELU in its tanh approximation as in GPT-2; (B, S, D) -> (B, S, D)."""
+    """down(gelu(up(x))), with the tanh approximation of GELU, as in GPT-2."""
 
     def __init__(self, modules: Mapping[str, nn.Module]) -> None:
         super().__init__()
@@ -72,14 +70,14 @@ class GeluMlp(nn.Module):
         self.down = modules["mlp.down"]
 
     def forward(self, x: Tensor) -> Tensor:
-        """Applies the network to ``x`` (B, S, D)."""
+        """Map ``x`` (B, S, D) to (B, S, D)."""
         return self.down(F.gelu(self.up(x), approximate="tanh"))
 
 
 class SwiGluMlp(nn.Module):
-    """down(silu(gate(x)) * up(x)); gate and up are one matrix, gate's F rows first, then up's.
+    """down(silu(gate(x)) * up(x)) (Shazeer 2020, "GLU variants improve transformer").
 
-    (Shazeer 2020, "GLU variants improve transformer").
+    gate and up are one matrix: first the F rows of gate, then those of up.
     """
 
     def __init__(self, modules: Mapping[str, nn.Module]) -> None:
@@ -88,7 +86,7 @@ class SwiGluMlp(nn.Module):
         self.down = modules["mlp.down"]
 
     def forward(self, x: Tensor) -> Tensor:
-        """Applies the network to ``x`` (B, S, D)."""
+        """Map ``x`` (B, S, D) to (B, S, D)."""
         gate, up = self.gate_up(x).chunk(2, dim=-1)  # each (B, S, F)
         return self.down(F.silu(gate) * up)
 
@@ -117,7 +115,7 @@ class Block(nn.Module):
         positions: Tensor | None = None,
         mask: Tensor | None = None,
     ) -> Tensor:
-        """Maps ``x`` (B, S, D) to (B, S, D); for the rest see ``Attention``."""
+        """Map ``x`` (B, S, D) to (B, S, D). For the other arguments see ``Attention``."""
         x = x + self.attention_dropout(
             self.attention(self.attention_norm(x), samples, positions, mask), samples
         )
@@ -125,7 +123,7 @@ class Block(nn.Module):
 
 
 class Head(nn.Module):
-    """Final normalisation and the projection onto the vocabulary, without a bias."""
+    """The last norm, and the projection to the vocabulary without a bias."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -134,23 +132,23 @@ class Head(nn.Module):
         self.output = modules["output"]
 
     def forward(self, x: Tensor) -> Tensor:
-        """Maps ``x`` (B, S, D) to logits (B, S, V)."""
+        """Map ``x`` (B, S, D) to logits (B, S, V)."""
         return self.output(self.norm(x))
 
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-"""torch's type of each precision."""
+"""torch's dtype of each precision."""
 
 
 class GPT(nn.Module):
-    """The layers ``layers`` of a GPT.
+    """A GPT, or some consecutive layers of it.
 
     Args:
-        config: the whole model's shape.
-        layers: contiguous indices into the flat list of layers; all of them where left out.
-        seed: the run's seed, of which dropout masks are a function.
-        recompute_blocks: keep only each block's input for the backward pass and run the block's
-            forward again there (Chen et al. 2016), instead of keeping its activations.
+        config: the shape of the complete model.
+        layers: indices into the flat list of layers; all if omitted.
+        seed: the seed of the run, which determines dropout masks.
+        recompute_blocks: keep only the input of each block for backward, and run its forward again
+            there, instead of keeping its activations (Chen et al. 2016).
     """
 
     def __init__(
@@ -181,18 +179,17 @@ class GPT(nn.Module):
     def forward(
         self, x: Tensor, samples: Tensor | None = None, documents: Tensor | None = None
     ) -> Tensor:
-        """Runs this part of the model.
+        """Run these layers.
 
         Args:
-            x: tokens (B, S) where the part begins with the embedding, else hidden states (B, S, D).
-            samples: (B,) int64, the sample indices, of which dropout masks are a function; None if
-                nothing is dropped.
-            documents: (B, S), the number of each token's document, equal ones being neighbours:
-                attention and positions begin anew with each (see ``attention.py``). Where left out,
-                a row is one document.
+            x: tokens (B, S) if the first layer is the embedding, else hidden states (B, S, D).
+            samples: (B,) int64, the sample indices, which determine dropout masks; None if there is
+                no dropout.
+            documents: (B, S), the number of each token's document (see ``attention.py``); if
+                omitted, each row is one document.
 
         Returns:
-            Logits (B, S, V) where the part ends with the head, else hidden states (B, S, D).
+            Logits (B, S, V) if the last layer is the head, else hidden states (B, S, D).
         """
         positions = None if documents is None else positions_in(documents)
         if self.embedding is not None:
@@ -200,20 +197,13 @@ class GPT(nn.Module):
         mask = None if documents is None else attention_mask(documents, x.dtype, self.window)
         for block in self.blocks.values():
             if self.recompute_blocks and self.training:
-                x = checkpoint(
-                    block,
-                    x,
-                    samples,
-                    positions,
-                    mask,
-                    use_reentrant=False,
-                    preserve_rng_state=False,
-                )
+                inputs = (x, samples, positions, mask)
+                x = checkpoint(block, *inputs, use_reentrant=False, preserve_rng_state=False)
             else:
                 x = block(x, samples, positions, mask)
         return x if self.head is None else self.head(x)
 
     def layer_modules(self) -> list[nn.Module]:
-        """This part's layers, in the order in which the forward pass runs them."""
+        """The layers, in the order of the forward pass."""
         layers = (self.embedding, *self.blocks.values(), self.head)
         return [layer for layer in layers if layer is not None]

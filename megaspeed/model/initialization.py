@@ -1,18 +1,17 @@
-"""Initial weights as a function of (seed, full parameter name, full shape), in parts of any size.
+"""Initial weights as a function of (seed, full parameter name, full shape).
 
-GPT-2's initialisation (Radford et al. 2019, section 2.3, and the released ``model.py``), with
-``initializer_range`` = 0.02 there:
+They are initialised as in GPT-2 (Radford et al. 2019, section 2.3, and the released ``model.py``;
+its ``initializer_range`` is 0.02). The table in ``parameters.py`` states the values:
 
     parameter                                       normal with standard deviation
     matrices, token embedding, head                 initializer_range
     the two projections into the residual stream    initializer_range / sqrt(2 x layers)
     learned positions                               initializer_range / 2
+    biases, norm weights                            0 and 1, constant
 
-and biases 0, norm weights 1, as the table in ``parameters.py`` states.
-
-The rows of a matrix are drawn in blocks of about a million elements, each by its own generator
-seeded from (seed, name, block). A rank therefore draws only the blocks that its shard touches,
-holds one block at a time beside the shard, and gets the same bits as a rank that draws the whole.
+The rows of a matrix are drawn in blocks of about a million elements. Each block has its own
+generator, with a seed from (seed, name, block). So a rank draws only the blocks that overlap its
+shard, holds one block at a time beside the shard, and gets the same bits as one process.
 """
 
 import hashlib
@@ -36,18 +35,15 @@ def initial_slice(
     rows: Sequence[range] | None = None,
     columns: range | None = None,
 ) -> Tensor:
-    """A part of a parameter's initial value, fp32 on the CPU.
+    """A slice of the initial value of a parameter, fp32 on the CPU.
 
     Args:
-        config: the whole model's shape.
-        seed: the run's seed.
-        name: the parameter's full name (of a tied head: the token embedding's).
-        shape: the parameter's full, unpadded shape.
-        rows: ranges of dim 0 to take, one below the other; all rows where left out.
-        columns: range of dim 1 to take; all columns where left out.
-
-    Returns:
-        The rows and columns asked for, stacked in the order given.
+        config: the shape of the complete model.
+        seed: the seed of the run.
+        name: the full name of the parameter; for a tied head, that of the token embedding.
+        shape: the full shape of the parameter, without padding.
+        rows: ranges of dim 0, which are concatenated in this order; all rows if omitted.
+        columns: range of dim 1; all columns if omitted.
     """
     row_ranges = [range(shape[0])] if rows is None else list(rows)
     taken = sum(len(r) for r in row_ranges)
@@ -64,7 +60,7 @@ def initial_slice(
 
 
 def initialize(model: nn.Module, config: ModelConfig, seed: int) -> None:
-    """Gives every parameter of a plain, whole or partial, ``GPT`` its initial value, in place."""
+    """Set every parameter of a ``GPT`` that is not tensor-parallel to its initial value."""
     for name, parameter in model.named_parameters():
         with torch.no_grad():
             full_name = logical_name(config, name)
@@ -80,7 +76,7 @@ def _fill_rows(
     wanted: range,
     columns: range | None,
 ) -> None:
-    """Fills ``out`` with the rows ``wanted``, drawing only the blocks they lie in."""
+    """Fill ``out`` with the rows ``wanted``. Draws only the blocks that contain them."""
     block_rows = max(1, _BLOCK_ELEMENTS // shape[1])
     if not wanted:
         return

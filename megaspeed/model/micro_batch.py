@@ -1,10 +1,4 @@
-"""The input of the pipeline stages.
-
-first stage    tokens
-last stage     targets
-every stage    samples, which determine dropout masks, and documents, which determine the
-               attention mask
-"""
+"""The input of the pipeline stages."""
 
 from __future__ import annotations
 
@@ -20,27 +14,24 @@ PADDING_SAMPLE = -1
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Rows of tokens and what follows each of them.
-
-    Attributes:
-        tokens: (B, S) int64.
-        targets: (B, S) int64; the token after each token, -100 where the loss does not count.
-        samples: (B,) int64; each row's index in the stream, -1 for a row of padding.
-        documents: (B, S) int32; in its row, the number of each token's document. None where a row
-            is attended to as one.
-    """
+    """Rows of tokens and the token that follows each of them."""
 
     tokens: Tensor
+    """(B, S) int64; input of the first stage."""
     targets: Tensor
+    """(B, S) int64; the token after each token, or NOT_COUNTED. Used by the last stage."""
     samples: Tensor
+    """(B,) int64; index of each row in the stream, or PADDING_SAMPLE. It determines dropout."""
     documents: Tensor | None = None
+    """(B, S) int32; the number of each token's document in its row, which determines the attention
+    mask. None if each row is one document."""
 
     def to(self, device: torch.device) -> MicroBatch:
-        """On `device`; the copy from pinned memory does not wait."""
+        """A copy on `device`. The host does not wait for a copy from pinned memory."""
         return self._moved(lambda tensor: tensor.to(device, non_blocking=True))
 
     def pin_memory(self) -> MicroBatch:
-        """In page-locked memory, from where a GPU copies on its own."""
+        """A copy in page-locked memory."""
         return self._moved(lambda tensor: tensor.pin_memory())
 
     def _moved(self, move: Callable[[Tensor], Tensor]) -> MicroBatch:

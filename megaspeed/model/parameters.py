@@ -1,4 +1,4 @@
-"""The one table of the model: every module with parameters, from which everything else follows.
+"""The table of the model: one row for each module with parameters. Plain arithmetic, no torch.
 
     module                  weight                 split over tp   in
     embedding.tokens        (V, D)                 vocabulary
@@ -15,13 +15,12 @@
     head.norm               (D,)                   replicated
     head.output             (V, D)                 vocabulary      untied, or embedding elsewhere
 
-The modules of ``GPT`` are made from these rows (``gpt.py``). Shards (``tensor_parallel``),
-initial values, weight decay, FLOPs, kept activations, traffic and Hugging Face's tensors derive
-from them. A new parameter is a new row here. Pure arithmetic, no torch.
+The modules of ``GPT`` are made from these rows (``gpt.py``). Shards (``tensor_parallel``), initial
+values, weight decay, FLOPs, saved activations, traffic and Hugging Face's tensors derive from them.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
@@ -51,52 +50,35 @@ _KINDS: tuple[Literal["weight", "bias"], ...] = ("weight", "bias")
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One module with parameters.
+    """One module with parameters."""
 
-    Attributes:
-        name: of the module within its layer, such as "attention.qkv".
-        kind: what it computes; a linear module multiplies (tokens, columns) by (columns, rows).
-        sections: rows of the weight that belong together, by name, one below the other.
-        columns: of the weight; None for a norm, whose weight is a vector.
-        bias: whether there is one, of as many elements as rows.
-        split: how the weight is split over the tensor axis.
-        initial: standard deviation of the weight's initial values; a norm's are 1, a bias's are 0.
-        eps: of a norm.
-    """
-
-    name: str
-    kind: Kind
-    sections: Mapping[str, int]
-    columns: int | None = None
-    bias: bool = False
-    split: Split
-    initial: float = 0.0
-    eps: float = 0.0
+    name: str  # of the module within its layer, such as "attention.qkv"
+    kind: Kind  # a linear module multiplies (tokens, columns) by (columns, rows)
+    sections: Mapping[str, int]  # name -> number of rows of the weight, in order
+    columns: int | None = None  # of the weight; None for a norm, whose weight is a vector
+    bias: bool = False  # whether the module has a bias (rows,)
+    split: Split  # how the weight is split over the tensor axis
+    initial: float = 0.0  # standard deviation of the initial weight; a norm's is the constant 1
+    eps: float = 0.0  # of a norm
 
     @property
     def rows(self) -> int:
-        """Rows of the weight, all sections together."""
+        """Rows of the weight."""
         return sum(self.sections.values())
 
     @property
     def is_norm(self) -> bool:
-        """Whether it normalises."""
+        """Whether the module is a norm."""
         return self.columns is None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Parameter:
-    """One parameter of the complete model, unpadded.
+    """One parameter of the complete model, without padding."""
 
-    Attributes:
-        layer: name of its layer, such as "blocks.3".
-        kind: whether it is its module's weight or bias.
-        row: of its module.
-    """
-
-    layer: str
+    layer: str  # name of its layer, such as "blocks.3"
     kind: Literal["weight", "bias"]
-    row: Row
+    row: Row  # of its module
 
     @property
     def name(self) -> str:
@@ -111,7 +93,7 @@ class Parameter:
 
     @property
     def split(self) -> Split:
-        """How it is split; a row-parallel layer's bias is added after the sum, on all ranks."""
+        """How it is split. All ranks add the bias of a row-parallel layer, after the sum."""
         is_added_after = self.row.split == "columns" and self.is_bias
         return "replicated" if is_added_after else self.row.split
 
@@ -122,12 +104,12 @@ class Parameter:
 
     @property
     def decays(self) -> bool:
-        """Whether weight decay applies: to matrices and embeddings."""
+        """Whether weight decay applies: only to matrices and embeddings."""
         return not self.is_bias and not self.row.is_norm
 
     @property
     def initial(self) -> float:
-        """Standard deviation of its initial values, or the constant if it is a vector."""
+        """Standard deviation of its initial values; for a vector, the constant value."""
         if self.is_bias:
             return 0.0
         return 1.0 if self.row.is_norm else self.row.initial
@@ -139,17 +121,17 @@ class Parameter:
 
 
 def layer_count(config: ModelConfig) -> int:
-    """Length of the flat list of layers: the blocks, the embedding and the head."""
+    """Length of the flat list of layers: embedding, blocks, head."""
     return config.num_hidden_layers + 2
 
 
 def logical_name(config: ModelConfig, name: str) -> str:
-    """The name under which a parameter exists once: a tied head is the token embedding."""
+    """The name under which a parameter is stored: a tied head is the token embedding."""
     return EMBEDDING_WEIGHT if config.tie_word_embeddings and name == HEAD_WEIGHT else name
 
 
 def parameter_named(config: ModelConfig, name: str) -> Parameter:
-    """The parameter with this full name; a tied head has one of its own.
+    """The parameter with this full name, also for a tied head.
 
     Raises:
         LookupError: the table has no row for it.
@@ -171,34 +153,19 @@ def _by_name(config: ModelConfig) -> Mapping[str, Parameter]:
 
 
 def layer_name(config: ModelConfig, layer: int) -> str:
-    """Name of layer ``layer`` of the flat list: embedding, blocks.0, blocks.1, ..., head."""
+    """Name of a layer of the flat list: embedding, blocks.0, blocks.1, ..., head."""
     if layer == 0:
         return "embedding"
     return "head" if layer == layer_count(config) - 1 else f"blocks.{layer - 1}"
 
 
-def embedding_rows(config: ModelConfig) -> dict[str, Row]:
-    """Name within the embedding -> row."""
-    return {row.name: row for row in _embedding(config)}
-
-
-def block_rows(config: ModelConfig) -> dict[str, Row]:
-    """Name within a block -> row; all blocks are alike."""
-    return {row.name: row for row in _block(config)}
-
-
-def head_rows(config: ModelConfig) -> dict[str, Row]:
-    """Name within the head -> row; a tied output projection has one too."""
-    return {row.name: row for row in _head(config)}
-
-
 def parameters_of(config: ModelConfig, layers: range | None = None) -> dict[str, Parameter]:
-    """Full name -> parameter of the flat layers ``layers``, in the order of ``GPT``'s.
+    """Full name -> parameter, in the order of ``GPT.named_parameters``.
 
     Args:
-        config: the complete model's shape.
-        layers: indices into the flat list of layers; all if omitted. A tied head is here only if
-            ``layers`` omits the embedding, as in ``GPT``.
+        config: the shape of the complete model.
+        layers: indices into the flat list of layers; all if omitted. As in ``GPT``, a tied head is
+            a parameter of its own only if ``layers`` does not contain the embedding.
     """
     layers = range(layer_count(config)) if layers is None else layers
     rows_of = {"embedding": embedding_rows(config), "head": head_rows(config)}
@@ -213,35 +180,40 @@ def parameters_of(config: ModelConfig, layers: range | None = None) -> dict[str,
     return {p.name: p for p in parameters if not (shares and p.name == HEAD_WEIGHT)}
 
 
-def _embedding(config: ModelConfig) -> Iterator[Row]:
-    scale, hidden = config.initializer_range, config.hidden_size
-    yield Row(
-        name="tokens",
-        kind="embedding",
-        sections={"tokens": config.vocab_size},
-        columns=hidden,
-        split="vocabulary",
-        initial=scale,
-    )
-    if config.positions == "learned":
-        yield Row(
-            name="positions",
+def embedding_rows(config: ModelConfig) -> dict[str, Row]:
+    """Name within the embedding -> row."""
+    rows = [
+        Row(
+            name="tokens",
             kind="embedding",
-            sections={"positions": config.max_position_embeddings},
-            columns=hidden,
-            split="replicated",
-            initial=scale / 2,
+            sections={"tokens": config.vocab_size},
+            columns=config.hidden_size,
+            split="vocabulary",
+            initial=config.initializer_range,
         )
+    ]
+    if config.positions == "learned":
+        rows.append(
+            Row(
+                name="positions",
+                kind="embedding",
+                sections={"positions": config.max_position_embeddings},
+                columns=config.hidden_size,
+                split="replicated",
+                initial=config.initializer_range / 2,
+            )
+        )
+    return {row.name: row for row in rows}
 
 
-def _block(config: ModelConfig) -> Iterator[Row]:
+def block_rows(config: ModelConfig) -> dict[str, Row]:
+    """Name within a block -> row; all blocks are alike."""
     hidden, width, head = config.hidden_size, config.intermediate_size, config.head_dim
     queries, shared = config.num_attention_heads * head, config.num_key_value_heads * head
-    scale = config.initializer_range
+    scale, gated = config.initializer_range, config.mlp == "swiglu"
     # Each block adds twice to the residual stream (Radford et al. 2019, section 2.3).
     residual_scale = scale / math.sqrt(2 * config.num_hidden_layers)
-    yield _norm(config, "attention_norm")
-    yield Row(
+    qkv = Row(
         name="attention.qkv",
         kind="linear",
         sections={"query": queries, "key": shared, "value": shared},
@@ -250,16 +222,18 @@ def _block(config: ModelConfig) -> Iterator[Row]:
         split="heads",
         initial=scale,
     )
-    if config.qk_norm:
-        for norm in ("query_norm", "key_norm"):
-            yield Row(
-                name=f"attention.{norm}",
-                kind="rms_norm",
-                sections={"head": head},
-                split="each head",
-                eps=config.rms_norm_eps,
-            )
-    yield Row(
+    norms_of_heads = [
+        Row(
+            name=f"attention.{norm}",
+            kind="rms_norm",
+            sections={"head": head},
+            split="each head",
+            eps=config.rms_norm_eps,
+        )
+        for norm in ("query_norm", "key_norm")
+        if config.qk_norm
+    ]
+    output = Row(
         name="attention.output",
         kind="linear",
         sections={"hidden": hidden},
@@ -268,9 +242,7 @@ def _block(config: ModelConfig) -> Iterator[Row]:
         split="columns",
         initial=residual_scale,
     )
-    yield _norm(config, "mlp_norm")
-    gated = config.mlp == "swiglu"
-    yield Row(
+    up = Row(
         name="mlp.gate_up" if gated else "mlp.up",
         kind="linear",
         sections={"gate": width, "up": width} if gated else {"up": width},
@@ -279,7 +251,7 @@ def _block(config: ModelConfig) -> Iterator[Row]:
         split="rows",
         initial=scale,
     )
-    yield Row(
+    down = Row(
         name="mlp.down",
         kind="linear",
         sections={"hidden": hidden},
@@ -288,11 +260,13 @@ def _block(config: ModelConfig) -> Iterator[Row]:
         split="columns",
         initial=residual_scale,
     )
+    attention = [_norm(config, "attention_norm"), qkv, *norms_of_heads, output]
+    return {row.name: row for row in [*attention, _norm(config, "mlp_norm"), up, down]}
 
 
-def _head(config: ModelConfig) -> Iterator[Row]:
-    yield _norm(config, "norm")
-    yield Row(
+def head_rows(config: ModelConfig) -> dict[str, Row]:
+    """Name within the head -> row. A tied output projection has a row, too."""
+    output = Row(
         name="output",
         kind="linear",
         sections={"tokens": config.vocab_size},
@@ -300,6 +274,7 @@ def _head(config: ModelConfig) -> Iterator[Row]:
         split="vocabulary",
         initial=config.initializer_range,
     )
+    return {"norm": _norm(config, "norm"), "output": output}
 
 
 def _norm(config: ModelConfig, name: str) -> Row:
@@ -314,22 +289,18 @@ def _norm(config: ModelConfig, name: str) -> Row:
     )
 
 
-# Floating-point operations of the model's matrix products, counted exactly from the shapes.
-#
-# A product of (m, k) by (k, n) is 2 m k n operations; everything else (norms, activations, softmax)
-# is left out, as is usual (Narayanan et al. 2021, appendix; Chowdhery et al. 2022, PaLM, appendix
-# B). Attention is counted over the full S x S square, as there: a mask of documents or of a sliding
-# window does not reduce the number of products. A backward pass costs twice the forward. Operations
-# that activation checkpointing repeats are not counted, so MFU compares useful work.
-
-# The embedding multiplies nothing; a row's look-up and its gradient's scatter move about this many
-# elements a hidden unit, which matters only to break ties when layers are shared out to pipeline
-# stages.
 _EMBEDDING_OPERATIONS_PER_ELEMENT = 4
+"""An embedding has no matrix product. A look-up and the scatter of its gradient move about this
+many elements, which only breaks ties when layers are assigned to pipeline stages."""
 
 
 def forward_flops_per_token(config: ModelConfig, sequence_length: int) -> list[float]:
-    """Forward operations a token of each layer: [embedding, block, ..., block, head]."""
+    """FLOPs a token of the forward pass of each layer: [embedding, block, ..., block, head].
+
+    Only matrix products are counted, 2 m k n for a product of (m, k) by (k, n), and attention over
+    the full S x S square, whatever its mask (Narayanan et al. 2021, appendix; Chowdhery et al.
+    2022, PaLM, appendix B).
+    """
     scores_and_mix = 2 * 2 * sequence_length * config.num_attention_heads * config.head_dim
     block = float(_products(block_rows(config).values()) + scores_and_mix)
     head = float(_products(head_rows(config).values()))
@@ -338,10 +309,14 @@ def forward_flops_per_token(config: ModelConfig, sequence_length: int) -> list[f
 
 
 def training_flops_per_token(config: ModelConfig, sequence_length: int) -> float:
-    """Forward and backward operations a token of the whole model's matrix products."""
+    """FLOPs a token of forward and backward of the complete model.
+
+    A backward costs twice the forward. Recomputed operations are not counted, so MFU compares
+    useful work.
+    """
     return 3.0 * sum(forward_flops_per_token(config, sequence_length)[1:])
 
 
 def _products(rows: Iterable[Row]) -> int:
-    """Forward operations a token of the matrix products of a layer's modules."""
+    """FLOPs a token of the matrix products of the forward pass."""
     return sum(2 * row.rows * row.columns for row in rows if row.kind == "linear" and row.columns)

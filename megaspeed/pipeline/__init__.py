@@ -1,1 +1,1 @@
-"""The pipeline axis: schedules as data, their check, the partition of layers, the executor."""
+"""Pipeline parallelism: schedules as data, their check, their execution, partition of layers."""

@@ -1,11 +1,11 @@
-"""Runs one pipeline stage's instructions: the imperative shell around the pure schedules.
+"""Executes the instructions of one pipeline stage.
 
     previous stage                         this stage                         next stage
     activations  ------------------------> forward  ------------------------> activations
     gradients    <------------------------ backward <------------------------ gradients
 
-Between a micro-batch's forward and its backward the stage holds its input and its graph, but not
-its output: backward needs only the graph's last edge, so the output is freed once it is sent.
+Between the forward and the backward of a micro-batch, the stage holds its input and its graph.
+Backward needs only the last edge of the graph, so the output is freed after it is sent.
 """
 
 import functools
@@ -42,18 +42,18 @@ _PARTS: dict[type, Part] = {
     ReduceGradients: "data",
     OptimizerStep: "optimizer",
 }
-"""For what the time of an instruction counts; that of all others for the pipeline."""
+"""The part of a step that an instruction is timed as; "pipeline" for all others."""
 
 LossFunction = Callable[[Tensor, Tensor], Tensor]
 
 
 class StageEngine(Protocol):
-    """What the executor asks of one pipeline stage's engine."""
+    """The engine of one pipeline stage."""
 
     def forward(
         self, micro_batch: int, x: Tensor, samples: Tensor, documents: Tensor | None
     ) -> Tensor:
-        """Runs the stage's layers."""
+        """Run the layers of the stage."""
 
     def backward(
         self,
@@ -63,34 +63,32 @@ class StageEngine(Protocol):
         *,
         last: bool,
     ) -> None:
-        """Back-propagates from a loss (gradient None) or from the edge of an output."""
+        """Back-propagate from a loss (``gradient`` is None) or from the edge of an output."""
 
     def reduce_gradients(self) -> None:
-        """Sums over the data axis."""
+        """Sum the gradients over the data axis."""
 
     def reduce_tied_gradients(self) -> None:
-        """Sums over the pipeline stages that share a weight."""
+        """Sum the gradients over the pipeline stages that share a weight."""
 
 
 class Executor:
-    """Interprets the instructions of one step, or of one evaluation, for one rank.
+    """Executes the instructions of one step, or of one evaluation, on one rank.
 
-    With gradients enabled, inputs and graphs are kept until their backward; otherwise they are
-    dropped at once.
+    With gradients enabled, inputs and graphs are kept until their backward.
 
     Args:
-        engine: this stage's engine.
-        neighbours: its links.
-        load: micro-batch index -> this data rank's rows, the same on every pipeline stage.
-        loss_function: (output of the last stage, targets) -> (B, S) losses, zero where a target is
-            not counted.
-        loss_scale: what the sum of a micro-batch's losses is multiplied by before its backward
-            pass.
+        engine: the engine of this stage.
+        neighbours: the links to the previous and next stage.
+        load: micro-batch index -> rows of this data rank, the same on every pipeline stage.
+        loss_function: (output of the last stage, targets) -> (B, S) losses, zero for targets that
+            are not counted.
+        loss_scale: the sum of a micro-batch's losses is multiplied by it before backward.
         micro_batches: how many there are.
         take_step: called at ``OptimizerStep`` with the sum of this rank's losses (an fp32 scalar),
             or None if this is not the last stage.
-        activity: told of each instruction before it is executed.
-        timeline: told how long each takes.
+        activity: records each instruction before it is executed.
+        timeline: times each instruction.
     """
 
     def __init__(
@@ -118,20 +116,20 @@ class Executor:
         self._batches: dict[int, MicroBatch] = {}
         self._inputs: dict[int, Tensor] = {}
         self._outputs: dict[int, Tensor] = {}
-        # What a backward begins at: the last edge of the graph, or the loss.
+        # Where a backward starts: the last edge of the graph, or the loss.
         self._ends: dict[int, Tensor | GradientEdge] = {}
         self._output_gradients: dict[int, Tensor] = {}
         self._input_gradients: dict[int, Tensor] = {}
         self.losses: dict[int, Tensor] = {}
-        """Sum of each micro-batch's losses so far (fp32 scalars); empty but on the last stage."""
+        """Sum of the losses of each micro-batch (fp32 scalars); empty except on the last stage."""
 
     @property
     def loss_sum(self) -> Tensor | None:
-        """Sum of this rank's losses so far (fp32 scalar); None but on the last stage."""
+        """Sum of all losses so far (fp32 scalar); None except on the last stage."""
         return functools.reduce(torch.add, self.losses.values()) if self.losses else None
 
     def run(self, program: Iterable[Instruction | Exchange]) -> None:
-        """Executes a ``stage_program`` in order."""
+        """Execute a ``stage_program`` in order."""
         for instruction in program:
             try:
                 self._activity.begin(instruction)

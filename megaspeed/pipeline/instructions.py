@@ -1,14 +1,13 @@
-"""What one pipeline stage does in one optimizer step, as plain data.
+"""The instructions that one pipeline stage executes in one optimizer step, as plain data.
 
-A schedule is an iterator of these records; the executor runs them one after another, the
-simulation checks them and a grid prints them. They carry no tensor, so a schedule can be
-compared, printed and tested without a process.
+A schedule is an iterator of instructions. They contain no tensors, so a schedule can be compared,
+printed and simulated without a process. The executor runs them one after another.
 
     load      receive activation      forward      send activation        down the pipeline
                 receive gradient      backward     send gradient          up the pipeline
     reduce gradients, reduce tied gradients, optimizer step               once, at the end
 
-A receive instruction only starts the receive. The forward or backward that needs the message waits
+A receive instruction only starts to receive. The forward or backward that needs the message waits
 for it, so a stage can load a micro-batch while its activation arrives.
 """
 
@@ -37,49 +36,49 @@ class LoadMicroBatch(MicroBatchInstruction):
 
 @dataclass(frozen=True, slots=True)
 class ReceiveActivation(MicroBatchInstruction):
-    """Start to receive the output of the previous pipeline stage; `Forward` waits for it."""
+    """Start to receive the output of the previous stage; `Forward` waits for it."""
 
     letters: ClassVar[str] = "RA"
 
 
 @dataclass(frozen=True, slots=True)
 class Forward(MicroBatchInstruction):
-    """Run this stage's layers; what backward needs is kept until it has run."""
+    """Run the layers of this stage; the input and the graph are kept for `Backward`."""
 
     letters: ClassVar[str] = "F"
 
 
 @dataclass(frozen=True, slots=True)
 class SendActivation(MicroBatchInstruction):
-    """Hand this stage's output to the next pipeline stage."""
+    """Send the output of this stage to the next stage."""
 
     letters: ClassVar[str] = "SA"
 
 
 @dataclass(frozen=True, slots=True)
 class ReceiveGradient(MicroBatchInstruction):
-    """Start to receive the gradient of this stage's output; `Backward` waits for it."""
+    """Start to receive the gradient of the output; `Backward` waits for it."""
 
     letters: ClassVar[str] = "RG"
 
 
 @dataclass(frozen=True, slots=True)
 class Backward(MicroBatchInstruction):
-    """Accumulate this stage's gradients and free what forward kept."""
+    """Accumulate the gradients of this stage, and free what `Forward` has kept."""
 
     letters: ClassVar[str] = "B"
 
 
 @dataclass(frozen=True, slots=True)
 class SendGradient(MicroBatchInstruction):
-    """Hand the gradient of this stage's input to the previous pipeline stage."""
+    """Send the gradient of the input to the previous stage."""
 
     letters: ClassVar[str] = "SG"
 
 
 @dataclass(frozen=True, slots=True)
 class StepInstruction:
-    """An instruction about the whole step, after its last backward."""
+    """An instruction that runs once a step, after the last backward."""
 
     letters: ClassVar[str] = "?"
 
@@ -89,14 +88,14 @@ class StepInstruction:
 
 @dataclass(frozen=True, slots=True)
 class ReduceGradients(StepInstruction):
-    """Average what the backwards left on this rank over the data axis."""
+    """Average the accumulated gradients over the data axis."""
 
     letters: ClassVar[str] = "R"
 
 
 @dataclass(frozen=True, slots=True)
 class ReduceTiedGradients(StepInstruction):
-    """Add the gradients of weights that the first and the last pipeline stage share."""
+    """Sum the gradients of weights that the first and the last stage share."""
 
     letters: ClassVar[str] = "RT"
 
@@ -121,7 +120,7 @@ ReceiveInstruction = ReceiveActivation | ReceiveGradient
 class Exchange:
     """A send and a receive with the same neighbour, started together as one batch.
 
-    Schedules do not yield it: `exchanges.stage_program` forms it from a send and a receive.
+    Schedules do not yield it: `schedules.stage_program` joins a send and a receive.
     """
 
     send: SendInstruction
@@ -129,17 +128,17 @@ class Exchange:
 
 
 Batch = SendInstruction | ReceiveInstruction | Exchange
-"""What a stage starts as one batch of messages with one neighbour."""
+"""One batch of messages with one neighbour."""
 
 
 def peer(stage: int, batch: Batch) -> int:
-    """The stage at the other end: activations go to the next stage, gradients to the previous."""
+    """The stage at the other end of ``batch``, which ``stage`` starts."""
     message = batch.send if isinstance(batch, Exchange) else batch
     return stage + 1 if isinstance(message, SendActivation | ReceiveGradient) else stage - 1
 
 
 def other_end(batch: Batch) -> Batch:
-    """What the neighbour starts: it receives what this stage sends, and sends what it receives."""
+    """The matching batch of the neighbour: it receives what this stage sends, and vice versa."""
     match batch:
         case SendActivation(m):
             return ReceiveActivation(m)

@@ -10,8 +10,8 @@ one NCCL kernel on the group's communicator. A single message is a batch too, be
 `isend` torch opens a communicator for each pair of ranks if no device is bound to the group.
 
 A link has at most one batch in flight: before it starts the next batch, it waits for the last one.
-On a GPU the current stream waits, not the host. `check_schedule` proves that no stage waits for
-ever, even if each stage waits for every message as soon as it has started it.
+On a GPU the current stream waits, not the host. `check_schedule` proves that this cannot deadlock,
+even if each stage waits for every message as soon as it has started it.
 """
 
 from collections.abc import Sequence
@@ -39,7 +39,7 @@ class Link:
         group: the process group along the pipeline axis.
         peer: global rank of the neighbour.
         shape, dtype: of every message.
-        device: where received tensors are made and sent ones must be.
+        device: of every message on this rank.
     """
 
     def __init__(
@@ -65,13 +65,13 @@ class Link:
     def send(self, tensor: Tensor) -> None:
         """Start to send `tensor`; do not write to it before `finish`.
 
-        Raises `PipelineProtocolError`, before anything is sent, for another shape, dtype or device
-        than the link's.
+        Raises `PipelineProtocolError`, before anything is sent, if its shape, dtype or device is
+        not that of the link.
         """
         self._start(tensor, None)
 
     def receive(self) -> Tensor:
-        """Start to receive a new tensor, which `finish` completes."""
+        """Start to receive a new tensor, which is complete after `finish`."""
         received = self._new_tensor()
         self._start(None, received)
         return received
@@ -83,7 +83,7 @@ class Link:
         return received
 
     def pending(self) -> list[str]:
-        """What this rank waits for, such as "receive of float32 of shape (4, 16, 64) from rank 2".
+        """Pending messages, such as "receive of float32 of shape (4, 16, 64) from rank 2".
 
         On a CPU, a message is pending while `finish` waits for it. On a GPU the host does not wait
         there, so a message is pending until it is done. Another thread may call this.
@@ -134,7 +134,7 @@ class Link:
 
 @dataclass(frozen=True, kw_only=True)
 class Neighbours:
-    """The links to the stages before and after; None at the pipeline's ends."""
+    """The links to the previous and the next stage; None at the ends of the pipeline."""
 
     before: Link | None
     after: Link | None
@@ -154,7 +154,7 @@ class Neighbours:
 
         Args:
             group: the ranks of one pipeline, from the first stage to the last.
-            before, after: global ranks of the neighbours; None at the pipeline's ends.
+            before, after: global ranks of the neighbours; None at the ends of the pipeline.
             shape, dtype: of every message.
             device: of every message on this rank.
 
@@ -172,7 +172,7 @@ class Neighbours:
         return cls(before=link(before), after=link(after))
 
     def pending(self) -> list[str]:
-        """The messages that have not arrived, described."""
+        """Descriptions of the pending messages."""
         links = [link for link in (self.before, self.after) if link is not None]
         return [message for link in links for message in link.pending()]
 
@@ -184,7 +184,7 @@ class Neighbours:
 
 
 def _agree(group: dist.ProcessGroup, message: str) -> None:
-    """Compare the description of a message among all stages, once, before the first step."""
+    """Check once, before the first step, that all stages describe their messages alike."""
     ranks = dist.get_process_group_ranks(group)
     messages = [""] * len(ranks)
     dist.all_gather_object(messages, message, group)

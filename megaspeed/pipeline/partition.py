@@ -1,11 +1,11 @@
-"""Which layers each pipeline stage holds: the exact best split of a chain into consecutive parts.
+"""Assigns consecutive layers to pipeline stages, by exact optimisation. Plain arithmetic, no torch.
 
-A pipeline is as fast as its slowest stage, so the largest stage cost is made as small as any
-split can make it. Many splits reach that bottleneck; of those
+A pipeline is as fast as its slowest stage, so the cost of the most expensive stage is minimised.
+Among the splits that reach this minimum,
 
-1. the most even one is taken: the smallest sum of squared stage costs;
-2. and of equally even ones, that with the fewest layers in the earliest stages, since under 1f1b
-   the earliest stages keep the most micro-batches.
+1. the most even one is chosen: the smallest sum of squared stage costs;
+2. among equally even ones, the one with the fewest layers in the earliest stages, because under
+   1f1b the earliest stages keep the most micro-batches.
 
 So 9 equal layers on 4 stages are split 2 2 2 3. Both steps are dynamic programs over (number of
 stages, number of layers).
@@ -27,9 +27,12 @@ class PartitionError(ValueError):
 def partition_layers(costs: Sequence[float], pipeline_stages: int) -> list[range]:
     """The range of layer indices of each pipeline stage, in order; none is empty.
 
-    `costs` has one number for each layer, [embedding, blocks..., head], in any unit of work
-    (FLOPs, seconds): finite and not negative. Raises `PartitionError` where that is not so and
-    where there are fewer layers than stages. Sums are exact: no rounding decides a split.
+    Args:
+        costs: of each layer, [embedding, blocks..., head], in any unit (FLOPs, seconds); finite
+            and not negative. They are summed exactly, so rounding does not affect the split.
+        pipeline_stages: how many there are.
+
+    Raises PartitionError if a cost is not valid, or if there are fewer layers than stages.
     """
     _check(costs, pipeline_stages)
     # cumulative[i] is the cost of the first i layers.
@@ -56,21 +59,24 @@ def _check(costs: Sequence[float], pipeline_stages: int) -> None:
 
 
 def _as_integers(costs: Sequence[float]) -> list[int]:
-    """The costs times one common power of two, which makes each of them a whole number."""
+    """The costs times one common power of two, which makes each of them an integer."""
     ratios = [float(cost).as_integer_ratio() for cost in costs]
     common = max(denominator for _, denominator in ratios)
     return [numerator * (common // denominator) for numerator, denominator in ratios]
 
 
 def _smallest_bottleneck(cumulative: Sequence[int], pipeline_stages: int) -> int:
-    """The least possible cost of the most expensive stage.
+    """The smallest possible cost of the most expensive stage.
 
-    best(s, n), for the first n layers on s stages, is the least over the start k of the last stage
-    of max(best(s - 1, k), cost of layers k..n). As k grows the first term never falls and the
-    second never rises; as n grows the best k never moves left. So one sweep of k serves all n.
+    For the first n layers on s stages, it is the minimum over the start k of the last stage,
+
+        best(s, n) = min_k max(best(s - 1, k), cost of layers k..n)
+
+    As k grows, the first term never falls and the second never rises. As n grows, the best k never
+    falls. So one sweep of k serves all n.
     """
     layers = len(cumulative) - 1
-    best = list(cumulative)  # one stage; best[n] has a meaning where n >= number of stages
+    best = list(cumulative)  # one stage; best[n] is defined if n >= number of stages
     for stages in range(2, pipeline_stages + 1):
         fewer, best = best, [0] * (layers + 1)
         start = stages - 1
@@ -86,10 +92,10 @@ def _smallest_bottleneck(cumulative: Sequence[int], pipeline_stages: int) -> int
 
 
 def _most_even_ends(cumulative: Sequence[int], pipeline_stages: int, bottleneck: int) -> list[int]:
-    """Where each stage ends in the most even split with no stage above the bottleneck."""
+    """The end of each stage in the most even split with no stage above the bottleneck."""
     layers = len(cumulative) - 1
-    # squares[k]: least sum of squared stage costs for layers k.. on the stages so far, counted
-    # from the last stage; None where no split keeps to the bottleneck.
+    # squares[k]: smallest sum of squared stage costs for layers k.. on the stages so far, counted
+    # from the last stage; None if no split stays below the bottleneck.
     squares: list[int | None] = [None] * layers + [0]
     choices: list[list[int]] = []  # for each stage, last one first: start -> best end
     for following in range(pipeline_stages):
@@ -111,23 +117,19 @@ def _most_even_ends(cumulative: Sequence[int], pipeline_stages: int, bottleneck:
     return ends[1:]
 
 
-# What each pipeline stage of a run holds. Pure arithmetic, no torch.
-
-
 def layers_of_stages(run: Run) -> list[range]:
-    """The flat layers of each pipeline stage: the largest stage's forward operations are least."""
+    """The flat layers of each pipeline stage of a run. The cost of a layer is its forward FLOPs."""
     costs = forward_flops_per_token(run.config.model, run.config.data.sequence_length)
     return list(_partition(tuple(costs), run.grid.pp))
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=1024)  # a plan needs the same split hundreds of times
 def _partition(costs: tuple[float, ...], pipeline_stages: int) -> tuple[range, ...]:
-    """A plan asks for the same split hundreds of times."""
     return tuple(partition_layers(costs, pipeline_stages))
 
 
 def parameters_of_stages(run: Run) -> list[int]:
-    """Logical parameters of each pipeline stage; a tied embedding counts where it is first used."""
+    """Logical parameters of each pipeline stage; a tied weight counts on the first stage."""
     model = run.config.model
     return [
         sum(

@@ -1,18 +1,28 @@
-"""Pipeline schedules: in which order a stage runs its micro-batches.
+"""Pipeline schedules: the order in which a stage runs its micro-batches.
 
-A schedule is a pure generator: given how many pipeline stages there are, which one this is, and
-how many micro-batches one optimizer step has, it yields this stage's instructions. All stages run
-the same generator at the same time.
+A schedule is a generator of instructions. Its arguments are the number of pipeline stages, the
+index of this stage, and the number of micro-batches of one optimizer step. All stages run the same
+generator.
 
-If two neighbours send to each other at the same time, each yields its receive directly after its
-send: the two messages go out as one batch (`form_exchanges`). Otherwise both would wait.
+Every stage loads every micro-batch: the first stage needs its tokens, the last one its targets, and
+all need its sample indices, from which dropout computes its masks.
 
-Every stage loads every micro-batch: the first needs its tokens, the last its targets, and those
-between its sample indices, from which dropout computes its masks.
+In the steady state of 1f1b two neighbours send to each other at the same time:
 
-To add a schedule, write one more generator, name it in `SCHEDULES`, and let `check_schedule`
-judge it. An interleaved schedule (Narayanan et al. 2021, section 2.2.2) gives a stage several
-chunks of layers: it belongs here as a generator whose instructions also name the chunk.
+    stage s        ... Forward(m)   SendActivation(m)  ReceiveGradient(k)     Backward(k) ...
+                                            |                 ^
+                                            v                 |
+    stage s + 1    ... Backward(k)  ReceiveActivation(m)  SendGradient(k)     Forward(m)  ...
+
+NCCL completes a send only when the other side receives, and runs the messages of a communicator in
+the order of the calls. If both stages start their send first, both wait: on one communicator
+always, on two communicators if the device is synchronised between the send and the receive. As one
+batch, a send and a receive complete together, in any order. So each stage yields its receive
+directly after its send, and `form_exchanges` joins the two into one batch.
+
+To add a schedule, write a generator, name it in `SCHEDULES`, and test it with `check_schedule`.
+(An interleaved schedule, Narayanan et al. 2021, section 2.2.2, gives a stage several chunks of
+layers. It would be a generator whose instructions also name the chunk.)
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -42,7 +52,7 @@ from megaspeed.pipeline.instructions import (
 
 
 class ScheduleError(ValueError):
-    """A schedule breaks a law of pipelines and must not be run."""
+    """A schedule breaks a law of pipelines."""
 
 
 class Schedule(Protocol):
@@ -56,8 +66,8 @@ class Schedule(Protocol):
 def gpipe(pipeline_stages: int, pipeline_stage: int, micro_batches: int) -> Iterator[Instruction]:
     """All forwards, then all backwards (GPipe, Huang et al. 2019, section 2.2).
 
-    A stage keeps all `micro_batches` activations at once. Backwards run in the order of the
-    forwards, so that gradients are added up in the same order as with one process.
+    A stage keeps the activations of all micro-batches. Backwards run in the order of the forwards,
+    so gradients are summed in the same order as with one process.
     """
     for micro_batch in range(micro_batches):
         yield from _forward(pipeline_stages, pipeline_stage, micro_batch)
@@ -72,11 +82,11 @@ def one_forward_one_backward(
     """Warmup, then one forward and one backward in turn, then cooldown.
 
     PipeDream-Flush (Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on GPU
-    Clusters", section 2.2.1). The bubble is GPipe's; the gain is memory: a stage keeps at most
-    `pipeline_stages - pipeline_stage` activations however many micro-batches there are.
+    Clusters", section 2.2.1). It has the same bubble as GPipe, but needs less memory: a stage keeps
+    the activations of at most `pipeline_stages - pipeline_stage` micro-batches.
     """
-    # Just as many forwards as it takes the first micro-batch to reach the last stage, so that
-    # its gradient is what this stage waits for next.
+    # After this many forwards, the first micro-batch is on the last stage, and its gradient is what
+    # this stage receives next.
     warmup = min(pipeline_stages - 1 - pipeline_stage, micro_batches)
     steady = micro_batches - warmup
 
@@ -93,7 +103,7 @@ def one_forward_one_backward(
 def forward_only(
     pipeline_stages: int, pipeline_stage: int, micro_batches: int
 ) -> Iterator[Instruction]:
-    """Evaluation: every micro-batch forward once, nothing kept and no step taken."""
+    """Evaluation: one forward of every micro-batch."""
     for micro_batch in range(micro_batches):
         yield from _forward(pipeline_stages, pipeline_stage, micro_batch)
 
@@ -107,12 +117,10 @@ SCHEDULES: Mapping[str, Schedule] = MappingProxyType(
 def peak_micro_batches_in_flight(
     schedule: Schedule, pipeline_stages: int, pipeline_stage: int, micro_batches: int
 ) -> int:
-    """The most micro-batches whose activations one stage holds at the same time.
+    """The largest number of micro-batches whose activations one stage holds at the same time.
 
-    A micro-batch is in flight from its forward to the last instruction of this stage that names
-    it: its backward (and the gradient's send), or its activation's send where there is no
-    backward. All `micro_batches` for gpipe, `min(micro_batches, pipeline_stages - pipeline_stage)`
-    for 1f1b; for any other schedule it is found by walking the instructions.
+    A micro-batch is in flight from its forward to the last instruction of this stage that names it:
+    its backward or the send of its gradient, or in an evaluation the send of its activation.
     """
     if schedule is gpipe:
         return micro_batches
@@ -124,7 +132,7 @@ def peak_micro_batches_in_flight(
 def walked_peak_in_flight(
     schedule: Schedule, pipeline_stages: int, pipeline_stage: int, micro_batches: int
 ) -> int:
-    """The same by walking the instructions, which takes as long as there are micro-batches."""
+    """The same for any schedule, in time proportional to the number of micro-batches."""
     program = list(schedule(pipeline_stages, pipeline_stage, micro_batches))
     last_use = {
         instruction.micro_batch: position
@@ -166,27 +174,13 @@ def _finish_step() -> Iterator[Instruction]:
     yield OptimizerStep()
 
 
-# Which sends and receives go out together.
-#
-# In the steady state of 1f1b two neighbours send to each other at the same time:
-#
-#     stage s        ... Forward(m)   SendActivation(m)  ReceiveGradient(k)     Backward(k) ...
-#                                             |                 ^
-#                                             v                 |
-#     stage s + 1    ... Backward(k)  ReceiveActivation(m)  SendGradient(k)     Forward(m)  ...
-#
-# NCCL completes a send only when the other side receives, and runs the messages of a communicator
-# in the order of the calls. If both stages start their send first, both wait: on one communicator
-# always, on two communicators if the device is synchronised between the send and the receive. As
-# one batch, a send and a receive complete together, in any order.
-
 StageProgram = list[Instruction | Exchange]
 
 
 def stage_program(
     schedule: Schedule, pipeline_stages: int, pipeline_stage: int, micro_batches: int
 ) -> StageProgram:
-    """One stage's instructions for one step, with its exchanges formed."""
+    """The instructions of one stage for one step, with its exchanges formed."""
     programs = {
         stage: list(schedule(pipeline_stages, stage, micro_batches))
         for stage in (pipeline_stage - 1, pipeline_stage, pipeline_stage + 1)
@@ -209,14 +203,14 @@ def form_exchanges(
 ) -> StageProgram:
     """Join each send with the receive directly after it, if the neighbour can do the same.
 
-    They become an exchange if both have the same neighbour, and if on that neighbour the matching
-    receive also comes directly after the matching send. The condition is symmetric, so both
+    They become an exchange if both have the same neighbour, and if that neighbour yields the
+    matching receive directly after the matching send. The condition is symmetric, so both
     neighbours form the same exchanges.
 
     Args:
-        program: the stage's own instructions.
-        pipeline_stage: its number.
-        before, after: the instructions of the stages before and after; empty if there is none.
+        program: the instructions of the stage.
+        pipeline_stage: its index.
+        before, after: the instructions of its neighbours; empty if there is none.
     """
     neighbours = {
         pipeline_stage - 1: frozenset(pairwise(before)),

@@ -1,7 +1,9 @@
-"""All pipeline stages of a schedule run together, without a process: is it right, how long is it?
+"""Simulates all pipeline stages of a schedule, to check it and to measure its bubble.
 
-Forward and backward take whole clock ticks, everything else takes none; `simulated_stage` states
-what sends, receives and exchanges do.
+Forward and backward take whole clock ticks, everything else takes none. A simulated stage waits at
+each send, receive or exchange until its neighbour reaches the matching one; then both continue. The
+executor, gloo and NCCL wait for no more than that, even with a device synchronisation at any place.
+So a schedule that completes here completes there, too.
 """
 
 from collections.abc import Sequence
@@ -22,17 +24,14 @@ from megaspeed.pipeline.instructions import (
 from megaspeed.pipeline.schedules import Schedule, ScheduleError, StageProgram, form_exchanges
 from megaspeed.pipeline.stage_rules import check_stage, trains
 
-# A pipeline stage with a clock instead of tensors.
-#
-# A simulated stage waits at each send, receive or exchange until its neighbour reaches the matching
-# one; then both continue. The executor, gloo, NCCL and a device synchronisation at any place wait
-# for no more than that. So a program that completes here completes there too. Forward and backward
-# take whole clock ticks, everything else takes none.
+# A backward computes the gradients of inputs and of weights: twice the matrix products of a
+# forward.
+BACKWARD_TICKS = 2
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A forward or backward and the clock ticks it takes: from `start` up to, not with, `end`."""
+    """A forward or backward, and its clock ticks [start, end)."""
 
     instruction: Forward | Backward
     start: int
@@ -40,8 +39,8 @@ class Span:
 
 
 @dataclass(slots=True)
-class SimulatedStage:
-    """One stage's place in its program and its clock."""
+class _Stage:
+    """The position of one stage in its program, and its clock."""
 
     number: int
     program: Sequence[Instruction | Exchange]
@@ -54,8 +53,8 @@ class SimulatedStage:
         self._compute()
 
     @property
-    def waits_at(self) -> Batch | None:
-        """The send, receive or exchange that is next; None at the program's end."""
+    def next_messages(self) -> Batch | None:
+        """The send, receive or exchange that comes next; None at the end of the program."""
         if self.position == len(self.program):
             return None
         instruction = self.program[self.position]
@@ -64,19 +63,19 @@ class SimulatedStage:
 
     @property
     def waits_for(self) -> int | None:
-        """The number of the stage at its other end."""
-        return None if self.waits_at is None else peer(self.number, self.waits_at)
+        """The stage at the other end of ``next_messages``."""
+        return None if self.next_messages is None else peer(self.number, self.next_messages)
 
-    def meets(self, neighbour: "SimulatedStage") -> bool:
-        """Whether the neighbour waits at the other end of what this stage waits at."""
+    def matches(self, neighbour: "_Stage") -> bool:
+        """Whether this stage and ``neighbour`` wait for each other."""
         return (
-            self.waits_at is not None
+            self.next_messages is not None
             and self.waits_for == neighbour.number
-            and neighbour.waits_at == other_end(self.waits_at)
+            and neighbour.next_messages == other_end(self.next_messages)
         )
 
-    def proceed(self, clock: int) -> None:
-        """The message that it waited at is there at tick `clock`: run until the next one."""
+    def resume(self, clock: int) -> None:
+        """Continue at tick `clock`, until the next batch of messages."""
         self.clock = clock
         self.position += 1
         self._compute()
@@ -93,17 +92,11 @@ class SimulatedStage:
             self.position += 1
 
 
-# A backward computes the gradients of inputs and of weights: twice the matrix products of a
-# forward.
-BACKWARD_TICKS = 2
-
-
 def check_schedule(schedule: Schedule, pipeline_stages: int, micro_batches: int) -> None:
-    """Raise `ScheduleError` unless all stages together can run this schedule to its end.
+    """Raise `ScheduleError` if the stages cannot run this schedule to its end.
 
-    The laws: every stage does with each micro-batch what `stage_rules` states, in an order in which
-    nothing is used before it is there; two neighbours send and receive in the same order; no
-    stages wait for each other for ever, even if each waits for every message at once.
+    Every stage must obey `stage_rules`, two neighbours must send and receive in the same order, and
+    there must be no deadlock, even if each stage waits for every message at once.
     """
     simulate(schedule, pipeline_stages, micro_batches)
 
@@ -115,9 +108,9 @@ def simulate(
     *,
     backward_ticks: int = BACKWARD_TICKS,
 ) -> list[list[Span]]:
-    """Check a schedule and say when each stage computes: one list of spans for each stage.
+    """Check a schedule as `check_schedule` does; return the spans of each stage.
 
-    A forward takes one tick, a backward `backward_ticks`. Raises `ScheduleError`.
+    A forward takes one tick, a backward `backward_ticks`.
     """
     if pipeline_stages < 1 or micro_batches < 1:
         raise ScheduleError(
@@ -153,10 +146,10 @@ def bubble_fraction(
     *,
     backward_ticks: int = BACKWARD_TICKS,
 ) -> float:
-    """The share of all stages' time in which a stage computes nothing, with equal stages.
+    """The fraction of time in which a stage computes nothing, if all stages are equal.
 
-    For gpipe and 1f1b this is (P - 1) / (M + P - 1) with P pipeline stages and M micro-batches
-    (Huang et al. 2019, section 2.3), whatever a backward costs.
+    For gpipe and 1f1b this is (P - 1) / (M + P - 1) with P pipeline stages and M micro-batches,
+    whatever a backward costs (Huang et al. 2019, section 2.3).
     """
     timeline = simulate(schedule, pipeline_stages, micro_batches, backward_ticks=backward_ticks)
     available = pipeline_stages * _ticks(timeline)
@@ -173,8 +166,8 @@ def format_grid(
 ) -> str:
     """Draw a schedule: a row for each pipeline stage, a column for each clock tick.
 
-    `F3` is the forward of micro-batch 3, `B3` its backward, repeated for each tick it takes, and
-    a dot is a tick in which the stage waits. Two stages, three micro-batches, 1f1b:
+    `F3` is the forward of micro-batch 3, `B3` is its backward, and a dot is a tick in which the
+    stage waits. 1f1b with two stages and three micro-batches:
 
         tick              0  1  2  3  4  5  6  7  8  9  10 11
         pipeline stage 0  F0 F1 .  .  B0 B0 F2 B1 B1 .  B2 B2
@@ -202,33 +195,31 @@ def _ticks(timeline: Sequence[Sequence[Span]]) -> int:
 
 
 def _run_together(programs: Sequence[StageProgram], backward_ticks: int) -> list[list[Span]]:
-    stages = [
-        SimulatedStage(number, program, backward_ticks) for number, program in enumerate(programs)
-    ]
+    stages = [_Stage(number, program, backward_ticks) for number, program in enumerate(programs)]
     links = list(pairwise(stages))
-    while any(stage.waits_at for stage in stages):
-        # A list, not a generator: every link gets its turn in each round.
+    while any(stage.next_messages for stage in stages):
+        # A list, not a generator, so that all links are tried.
         if not any([_pass_messages(before, after) for before, after in links]):
             _refuse_another_order(links)
             raise ScheduleError(_deadlock(stages))
     return [stage.spans for stage in stages]
 
 
-def _pass_messages(before: SimulatedStage, after: SimulatedStage) -> bool:
-    """Two neighbours continue for as long as each waits for the other; whether they did at all."""
+def _pass_messages(before: _Stage, after: _Stage) -> bool:
+    """Let two neighbours continue while they wait for each other. Returns whether they did."""
     passed = False
-    while before.meets(after):
+    while before.matches(after):
         clock = max(before.clock, after.clock)
-        before.proceed(clock)
-        after.proceed(clock)
+        before.resume(clock)
+        after.resume(clock)
         passed = True
     return passed
 
 
-def _refuse_another_order(links: Sequence[tuple[SimulatedStage, SimulatedStage]]) -> None:
+def _refuse_another_order(links: Sequence[tuple[_Stage, _Stage]]) -> None:
     for link in links:
         for sender, receiver in (link, link[::-1]):
-            sent, expected = sender.waits_at, receiver.waits_at
+            sent, expected = sender.next_messages, receiver.next_messages
             if (
                 isinstance(sent, SendInstruction)
                 and isinstance(expected, ReceiveInstruction)
@@ -237,17 +228,17 @@ def _refuse_another_order(links: Sequence[tuple[SimulatedStage, SimulatedStage]]
                 raise ScheduleError(
                     f"pipeline stage {receiver.number}, {expected!r} would get micro-batch "
                     f"{sent.micro_batch}, which pipeline stage {sender.number} sends first. Two "
-                    "neighbours send and receive in the same order."
+                    "neighbours must send and receive in the same order."
                 )
 
 
-def _deadlock(stages: Sequence[SimulatedStage]) -> str:
+def _deadlock(stages: Sequence[_Stage]) -> str:
     lines = ["Deadlock: no pipeline stage can continue."]
     for stage in stages:
-        if stage.waits_at is not None:
+        if stage.next_messages is not None:
             lines.append(
-                f"pipeline stage {stage.number} waits at {stage.waits_at!r} for pipeline stage "
-                f"{stage.waits_for}"
+                f"pipeline stage {stage.number} waits at {stage.next_messages!r} for pipeline "
+                f"stage {stage.waits_for}"
             )
     lines.append(
         "If two neighbours send to each other, both must yield the receive directly after the send."

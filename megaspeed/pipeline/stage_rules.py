@@ -1,17 +1,18 @@
-"""The laws that the instructions of one pipeline stage obey, whatever the other stages do.
+"""Rules for the instructions of one pipeline stage, whatever the other stages do.
 
-For each micro-batch, each of these exactly once and in the order of the arrows:
+For each micro-batch, each of these runs exactly once, in the order of the arrows:
 
     load --------> forward ----> send activation        (no send on the last stage)
     receive ------>   |                                 (no receive on the first)
                       v
     receive gradient -> backward -> send gradient       (training only)
 
-and after the last of them reduce gradients, reduce tied gradients and, as the very last, the
+After the last of them come reduce gradients, reduce tied gradients and, at the very end, the
 optimizer step.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from itertools import product
 
 from megaspeed.pipeline.instructions import (
     Backward,
@@ -35,7 +36,7 @@ _Kind = type[MicroBatchInstruction]
 
 
 def trains(programs: Sequence[Sequence[Instruction]]) -> bool:
-    """Whether any stage runs a backward or a step; an evaluation schedule has neither."""
+    """Whether any stage runs a backward or a step. An evaluation has neither."""
     return any(
         isinstance(instruction, BackwardInstruction | StepInstruction)
         for program in programs
@@ -51,7 +52,7 @@ def check_stage(
     micro_batches: int,
     training: bool,
 ) -> None:
-    """Raise `ScheduleError` where one stage's instructions break a law of this file."""
+    """Raise `ScheduleError` if the instructions of one stage break a rule of this file."""
     where = f"pipeline stage {pipeline_stage} of {pipeline_stages}"
     needs = _kinds_and_their_needs(pipeline_stages, pipeline_stage, training)
     done: set[MicroBatchInstruction] = set()
@@ -64,14 +65,14 @@ def check_stage(
             continue
         if finishing:
             raise ScheduleError(
-                f"{at} comes after {finishing[0]!r}. Every micro-batch is done before the "
-                "gradients are reduced and the step is taken."
+                f"{at} comes after {finishing[0]!r}. Gradients are reduced, and the step is "
+                "taken, after the last micro-batch."
             )
         _check_place(at, instruction, needs, micro_batches)
         if instruction in done:
-            raise ScheduleError(f"{at} is there twice. A stage runs each instruction once.")
-        for needed in _needed(instruction, needs):
-            if needed not in done:
+            raise ScheduleError(f"{at} comes twice. A stage runs each instruction once.")
+        for kind in needs[type(instruction)]:
+            if (needed := kind(instruction.micro_batch)) not in done:
                 raise ScheduleError(f"{at} comes before {needed!r}, which it needs.")
         done.add(instruction)
 
@@ -83,7 +84,7 @@ def check_stage(
 def _kinds_and_their_needs(
     pipeline_stages: int, pipeline_stage: int, training: bool
 ) -> dict[_Kind, tuple[_Kind, ...]]:
-    """What this stage does with a micro-batch -> what it must have done with it before."""
+    """Each kind of instruction of this stage -> the kinds that must come before it."""
     absent: set[_Kind] = set()
     if pipeline_stage == 0:
         absent |= {ReceiveActivation, SendGradient}
@@ -115,8 +116,8 @@ def _check_place(
 ) -> None:
     if type(instruction) not in needs:
         raise ScheduleError(
-            f"{at} has no meaning here: the first stage has none before it, the last none after "
-            "it, and an evaluation has no backward."
+            f"{at} is not possible here: there is no stage before the first one and none after "
+            "the last one, and an evaluation has no backward."
         )
     if not 0 <= instruction.micro_batch < micro_batches:
         raise ScheduleError(
@@ -125,33 +126,25 @@ def _check_place(
         )
 
 
-def _needed(
-    instruction: MicroBatchInstruction, needs: dict[_Kind, tuple[_Kind, ...]]
-) -> Iterator[MicroBatchInstruction]:
-    for kind in needs[type(instruction)]:
-        yield kind(instruction.micro_batch)
-
-
 def _check_complete(
     where: str,
     done: set[MicroBatchInstruction],
     needs: dict[_Kind, tuple[_Kind, ...]],
     micro_batches: int,
 ) -> None:
-    for micro_batch in range(micro_batches):
-        for kind in needs:
-            instruction = kind(micro_batch)
-            if instruction in done:
-                continue
-            if kind is Backward and Forward(micro_batch) in done:
-                raise ScheduleError(
-                    f"{where} never frees the activations of micro-batch {micro_batch}: "
-                    f"{Forward(micro_batch)!r} has no {instruction!r}."
-                )
+    for micro_batch, kind in product(range(micro_batches), needs):
+        instruction = kind(micro_batch)
+        if instruction in done:
+            continue
+        if kind is Backward and Forward(micro_batch) in done:
             raise ScheduleError(
-                f"{where} never runs {instruction!r}. It must, once for each of the "
-                f"{micro_batches} micro-batches."
+                f"{where} never frees the activations of micro-batch {micro_batch}: "
+                f"{Forward(micro_batch)!r} has no {instruction!r}."
             )
+        raise ScheduleError(
+            f"{where} never runs {instruction!r}. It must, once for each of the "
+            f"{micro_batches} micro-batches."
+        )
 
 
 def _check_finish(where: str, finishing: list[StepInstruction]) -> None:

@@ -1,1 +1,1 @@
-"""Tensor parallelism: layers, collectives, and ``parallelize``, which puts them into a GPT."""
+"""Tensor parallelism: layers, collectives, and ``parallelize``, which applies them to a GPT."""

@@ -5,18 +5,19 @@ Column- and row-parallel layers come in pairs (Shoeybi et al. 2019, Megatron-LM,
     f = copy_to_tensor_axis      forward identity              backward all-reduce
     g = reduce_from_tensor_axis  forward all-reduce            backward identity
 
-With sequence parallelism (Korthikanti et al. 2022, section 4.2.2) activations between the pairs are
-split along the sequence, and f and g become
+With sequence parallelism (Korthikanti et al. 2022, section 4.2.2), activations between the pairs
+are split along the sequence, and f and g become
 
     gathered_linear (its input)  forward all-gather            backward reduce-scatter
     reduce_scatter_sequence      forward reduce-scatter        backward all-gather
 
-``split_sequence`` enters that regime from an activation that every rank holds whole, and
-``sum_gradients`` is f for parameters: it lets a replicated parameter that saw only a part of the
-tokens receive the whole gradient. Hidden states are (B, S, D), the sequence is dim 1. Every
+``split_sequence`` takes this rank's part of an activation that is the same on all ranks.
+``sum_gradients`` is f for parameters: a replicated parameter whose rank has seen only a part of the
+tokens receives the complete gradient. Hidden states are (B, S, D), the sequence is dim 1. Every
 function is the identity on an axis of one rank.
 """
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -27,30 +28,23 @@ from torch import Tensor
 
 from megaspeed.topology.activity import Timeline
 
-# What a tensor-parallel layer knows of its surroundings.
-
 
 @dataclass(frozen=True)
 class TensorAxis:
-    """The tensor axis as one rank sees it: its group and its place there.
+    """The tensor axis of one rank."""
 
-    ``sequence_parallel`` says how activations travel between blocks: split along the sequence, or
-    else whole on every rank.
-
-    With ``size`` 1 no collective is ever called, and ``group`` may be None. ``timeline`` is told
-    how long collectives take.
-    """
-
-    group: dist.ProcessGroup | None
+    group: dist.ProcessGroup | None  # may be None if ``size`` is 1: then no collective is called
     rank: int
     size: int
-    sequence_parallel: bool = False
-    timeline: Timeline | None = None
+    sequence_parallel: bool = False  # whether activations between blocks are split
+    timeline: Timeline | None = None  # times the collectives
 
     def timed(self) -> AbstractContextManager[None]:
-        """To be entered around each collective over this axis."""
+        """A context for each collective over this axis."""
         return nullcontext() if self.timeline is None else self.timeline.part("tensor")
 
+
+_Collective = Callable[[Tensor, TensorAxis], Tensor]
 
 _SEQUENCE_DIM = 1
 
@@ -60,23 +54,27 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 
 def copy_to_tensor_axis(x: Tensor, axis: TensorAxis) -> Tensor:
-    """Identity; the gradient is summed over the axis. Enters a column-parallel layer."""
-    return x if axis.size == 1 else _Copy.apply(x, axis)
+    """f: identity; the gradient is summed over the axis. Input of a column-parallel layer."""
+    return x if axis.size == 1 else _Conjugate.apply(x, axis, _identity, all_reduce)
 
 
 def reduce_from_tensor_axis(x: Tensor, axis: TensorAxis) -> Tensor:
-    """Sum over the axis; the gradient passes unchanged. Leaves a row-parallel layer."""
-    return x if axis.size == 1 else _Reduce.apply(x, axis)
+    """g: sum over the axis; the gradient is unchanged. Output of a row-parallel layer."""
+    return x if axis.size == 1 else _Conjugate.apply(x, axis, all_reduce, _identity)
 
 
 def reduce_scatter_sequence(x: Tensor, axis: TensorAxis) -> Tensor:
-    """Sum over the axis, of which each rank keeps its (B, S/tp, D); the gradient is gathered."""
-    return x if axis.size == 1 else _ReduceScatterSequence.apply(x, axis)
+    """This rank's (B, S/tp, D) of the sum over the axis; the gradient is gathered."""
+    if axis.size == 1:
+        return x
+    return _Conjugate.apply(x, axis, reduce_scatter_sum, all_gather_sequence)
 
 
 def split_sequence(x: Tensor, axis: TensorAxis) -> Tensor:
-    """This rank's (B, S/tp, D) of ``x`` (B, S, D), whole everywhere; the gradient is gathered."""
-    return x if axis.size == 1 else _SplitSequence.apply(x, axis)
+    """This rank's (B, S/tp, D) of a replicated ``x`` (B, S, D); the gradient is gathered."""
+    if axis.size == 1:
+        return x
+    return _Conjugate.apply(x, axis, _own_chunk, all_gather_sequence)
 
 
 def sum_gradients(axis: TensorAxis, *parameters: Tensor) -> tuple[Tensor, ...]:
@@ -85,7 +83,7 @@ def sum_gradients(axis: TensorAxis, *parameters: Tensor) -> tuple[Tensor, ...]:
 
 
 def all_reduce(x: Tensor, axis: TensorAxis) -> Tensor:
-    """A new tensor with the sum of ``x`` over the axis."""
+    """A new tensor with the sum of ``x`` over the axis; no gradient."""
     total = x.clone(memory_format=torch.contiguous_format)
     with axis.timed():
         dist.all_reduce(total, group=axis.group)
@@ -94,20 +92,20 @@ def all_reduce(x: Tensor, axis: TensorAxis) -> Tensor:
 
 def all_gather_sequence(x: Tensor, axis: TensorAxis) -> Tensor:
     """The ranks' parts (B, S/tp, ...) as one (B, S, ...); no gradient."""
-    # The collective stacks ranks along dim 0, so the sequence goes there and back.
+    # The collective concatenates along dim 0, so the sequence is moved there and back.
     part = x.transpose(0, _SEQUENCE_DIM).contiguous()
-    whole = part.new_empty((part.shape[0] * axis.size, *part.shape[1:]))
+    full = part.new_empty((part.shape[0] * axis.size, *part.shape[1:]))
     with axis.timed():
-        _all_gather(whole, part, group=axis.group)
-    return whole.transpose(0, _SEQUENCE_DIM).contiguous()
+        _all_gather(full, part, group=axis.group)
+    return full.transpose(0, _SEQUENCE_DIM).contiguous()
 
 
 def reduce_scatter_sum(x: Tensor, axis: TensorAxis) -> Tensor:
     """This rank's (B, S/tp, ...) of the sum over the axis of ``x`` (B, S, ...); no gradient."""
-    whole = x.transpose(0, _SEQUENCE_DIM).contiguous()
-    part = whole.new_empty((whole.shape[0] // axis.size, *whole.shape[1:]))
+    full = x.transpose(0, _SEQUENCE_DIM).contiguous()
+    part = full.new_empty((full.shape[0] // axis.size, *full.shape[1:]))
     with axis.timed():
-        _reduce_scatter(part, whole, group=axis.group)
+        _reduce_scatter(part, full, group=axis.group)
     return part.transpose(0, _SEQUENCE_DIM).contiguous()
 
 
@@ -115,47 +113,23 @@ def _own_chunk(x: Tensor, axis: TensorAxis) -> Tensor:
     return x.chunk(axis.size, dim=_SEQUENCE_DIM)[axis.rank].contiguous()
 
 
-class _Copy(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: TensorAxis) -> Tensor:
-        ctx.axis = axis
-        return x.view_as(x)
+def _identity(x: Tensor, axis: TensorAxis) -> Tensor:
+    return x.view_as(x)
+
+
+class _Conjugate(torch.autograd.Function):
+    """Applies ``forward(x, axis)``; the gradient of ``x`` is ``backward(gradient, axis)``."""
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return all_reduce(gradient, ctx.axis), None
-
-
-class _Reduce(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: TensorAxis) -> Tensor:
-        return all_reduce(x, axis)
+    def forward(
+        ctx: Any, x: Tensor, axis: TensorAxis, forward: _Collective, backward: _Collective
+    ) -> Tensor:
+        ctx.axis, ctx.conjugate = axis, backward
+        return forward(x, axis)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient, None
-
-
-class _ReduceScatterSequence(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: TensorAxis) -> Tensor:
-        ctx.axis = axis
-        return reduce_scatter_sum(x, axis)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return all_gather_sequence(gradient, ctx.axis), None
-
-
-class _SplitSequence(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: TensorAxis) -> Tensor:
-        ctx.axis = axis
-        return _own_chunk(x, axis)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return all_gather_sequence(gradient, ctx.axis), None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        return ctx.conjugate(gradient, ctx.axis), None, None, None
 
 
 class _SumGradients(torch.autograd.Function):

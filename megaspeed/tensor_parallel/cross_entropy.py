@@ -1,8 +1,9 @@
-"""Cross-entropy over a vocabulary split along the tensor axis; the logits are never gathered.
+"""Cross-entropy over a vocabulary that is split along the tensor axis, without gathering logits.
 
-With z_j the logits and t the target, loss = log(sum_j exp(z_j - m)) - (z_t - m), m = max_j z_j.
-Each rank reduces over its own columns first, so three numbers a token cross the axis: m, and
-together the sum and z_t - m (Shoeybi et al. 2019, section 3). The gradient, softmax - one-hot, is
+    loss = log(sum_j exp(z_j - m)) - (z_t - m),  m = max_j z_j,  for logits z and target t
+
+Each rank reduces over its own columns first, so only three numbers a token are communicated: first
+m, then the sum and z_t - m (Shoeybi et al. 2019, section 3). The gradient, softmax - one-hot, is
 local.
 """
 
@@ -22,14 +23,14 @@ def vocab_parallel_cross_entropy(
     """The loss of every token, in fp32.
 
     Args:
-        logits: (B, S, columns), this rank's columns; those past ``len(vocabulary)`` are padding and
-            have no part in the loss.
-        targets: (B, S) token ids over the whole vocabulary, or ``NOT_COUNTED``.
+        logits: (B, S, columns), this rank's columns; those after ``len(vocabulary)`` are padding
+            and do not affect the loss.
+        targets: (B, S) token ids of the full vocabulary, or ``NOT_COUNTED``.
         vocabulary: the token ids of this rank's columns.
         axis: the tensor axis.
 
     Returns:
-        (B, S) losses in nats, the same on every rank of the axis; zero where the target is ignored.
+        (B, S) losses in nats, the same on every rank of the axis; zero if a target is not counted.
     """
     return _VocabParallelCrossEntropy.apply(logits, targets, vocabulary, axis)
 
@@ -41,7 +42,7 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
     ) -> Tensor:
         z = logits[..., : len(vocabulary)]
         maximum = _row_maximum(z, axis).float()
-        shifted = z - maximum.unsqueeze(-1)  # fp32, the one large tensor that is kept
+        shifted = z - maximum.unsqueeze(-1)  # fp32, the only large tensor that is saved
         local = targets - vocabulary.start
         here = (local >= 0) & (local < len(vocabulary))
         local = local.masked_fill(~here, 0).unsqueeze(-1)
@@ -65,11 +66,11 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
         softmax, local, here, counted = ctx.saved_tensors
         scale = gradient.masked_fill(~counted, 0.0).unsqueeze(-1)
-        z_gradient = softmax.mul_(scale)  # nobody needs the softmax after this
+        z_gradient = softmax.mul_(scale)  # in place: the softmax is not used again
         width = softmax.shape[-1]
         if width:
             z_gradient.scatter_add_(-1, local, -scale * here.unsqueeze(-1))
-        # One tensor, whatever the dtype and the padding: nothing is larger than the logits.
+        # One tensor for dtype and padding, so that nothing is larger than the logits.
         padded = z_gradient.new_empty((*z_gradient.shape[:-1], ctx.columns), dtype=ctx.dtype)
         padded[..., :width] = z_gradient
         padded[..., width:] = 0.0
@@ -77,7 +78,7 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
 
 
 def _row_maximum(z: Tensor, axis: TensorAxis) -> Tensor:
-    """max_j z_j over all ranks' columns; a rank whose columns are all padding has -inf."""
+    """max_j z_j over the columns of all ranks. A rank that has only padding contributes -inf."""
     maximum = z.amax(dim=-1) if z.shape[-1] else z.new_full(z.shape[:-1], float("-inf"))
     if axis.size > 1:
         with axis.timed():

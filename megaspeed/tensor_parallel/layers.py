@@ -1,9 +1,9 @@
-"""Column- and row-parallel linear layers, vocabulary-parallel embedding, norms of a part.
+"""Column- and row-parallel linear layers, vocabulary-parallel embedding, norms with partial input.
 
     x --f--> [column-parallel A_i] -> nonlinearity -> [row-parallel B_i] --g--> sum_i
 
 A pair of them needs one collective forward and one backward (Shoeybi et al. 2019, section 3; f and
-g are in ``collectives``). Each layer holds only its own shard; which shard that is, ``plan`` says.
+g are in ``collectives``). Each layer holds only its shard, which ``plan`` determines.
 """
 
 from dataclasses import dataclass
@@ -24,18 +24,21 @@ from megaspeed.tensor_parallel.collectives import (
     sum_gradients,
 )
 
-# A linear layer on an input that is split along the sequence, which keeps only its own part.
-#
-#     forward    y = gather(x) A^T + b
-#     backward   dx = reduce-scatter(dy A),  dA = dy^T gather(x),  db = sum(dy)
-#
-# The input is gathered again in the backward pass, so that a rank stores (B, S/tp, D) for it and
-# not (B, S, D): without this, sequence parallelism would save little (Korthikanti et al. 2022,
-# section 4.2.2).
+_META = torch.device("meta")
 
 
 def gathered_linear(x: Tensor, weight: Tensor, bias: Tensor | None, axis: TensorAxis) -> Tensor:
-    """(B, S/tp, in) -> (B, S, rows of ``weight``); ``x`` gets its gradient summed over the axis."""
+    """A linear layer on an input that is split along the sequence.
+
+        forward    y = gather(x) A^T + b
+        backward   dx = reduce-scatter(dy A),  dA = dy^T gather(x),  db = sum(dy)
+
+    The input is gathered again in backward, so a rank saves only (B, S/tp, in) for it. Without
+    this, sequence parallelism would save little memory (Korthikanti et al. 2022, section 4.2.2).
+
+    Returns:
+        (B, S, rows of ``weight``).
+    """
     if axis.size == 1:
         return F.linear(x, weight, bias)
     return _GatheredLinear.apply(x, weight, bias, axis)
@@ -60,18 +63,12 @@ class _GatheredLinear(torch.autograd.Function):
         return x_gradient, rows.t() @ inputs, bias_gradient, None
 
 
-# Gradients of key/value heads that stand on several tensor ranks.
-#
-# With fewer key/value heads than tensor ranks each head is replicated on neighbouring ranks, and
-# each replica sees only the query heads of its own rank. The head's gradient is the sum over its
-# replicas. The sum runs over the whole axis, with each rank's part put at its head's place in a
-# zero tensor: key/value heads are few, so the tensor is small, and no further process group is
-# needed.
-
-
 @dataclass(frozen=True, kw_only=True)
 class SharedRows:
-    """The local rows from ``first`` on are a copy of part ``index`` of ``count`` over the axis."""
+    """The local rows from ``first`` on are key/value heads that other tensor ranks hold, too.
+
+    They are part ``index`` of ``count`` different parts on the axis.
+    """
 
     first: int
     index: int
@@ -79,7 +76,13 @@ class SharedRows:
 
 
 def sum_shared_rows(parameter: Tensor, shared: SharedRows, axis: TensorAxis) -> Tensor:
-    """The same tensor; the gradient of its shared rows is summed over the ranks that hold them."""
+    """The same tensor; the gradient of its shared rows is summed over the ranks that hold them.
+
+    With fewer key/value heads than tensor ranks, each head is replicated on neighbouring ranks, and
+    each replica receives gradients only from the query heads of its own rank. The sum is one
+    all-reduce over the axis: each rank puts its part at the place of its head in a tensor of zeros.
+    Key/value heads are few, so this tensor is small, and no other process group is needed.
+    """
     return _SumSharedRows.apply(parameter, shared, axis)
 
 
@@ -100,20 +103,17 @@ class _SumSharedRows(torch.autograd.Function):
         return torch.cat((gradient[: shared.first], parts[shared.index])), None, None
 
 
-_META = torch.device("meta")
-
-
 class ColumnParallelLinear(nn.Module):
     """y_i = x A_i^T + b_i: this rank's rows of the weight, this rank's part of the output.
 
     Args:
-        in_features: width of ``x``, whole on every rank.
+        in_features: width of ``x``.
         local_rows: output features of this rank.
-        bias: whether there is one (split like the output).
+        bias: whether there is one; it is split like the output.
         axis: the tensor axis.
-        shared_rows: rows that other ranks hold too, whose gradients are summed over those ranks.
+        shared_rows: rows that other ranks hold, too.
 
-    Input (B, S, in) - (B, S/tp, in) with sequence parallelism - output (B, S, local_rows).
+    Input (B, S, in), or (B, S/tp, in) with sequence parallelism; output (B, S, local_rows).
     """
 
     def __init__(
@@ -132,7 +132,7 @@ class ColumnParallelLinear(nn.Module):
         self.bias = nn.Parameter(torch.empty(local_rows, device=_META)) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        """Applies this rank's rows to ``x``."""
+        """Multiply by this rank's rows of the weight."""
         weight: Tensor = self.weight
         bias: Tensor | None = self.bias
         if self.shared_rows is not None:
@@ -144,11 +144,11 @@ class ColumnParallelLinear(nn.Module):
 
 
 class RowParallelLinear(nn.Module):
-    """y = sum_i x_i B_i^T + b: this rank's columns of the weight, the whole bias.
+    """y = sum_i x_i B_i^T + b: this rank's columns of the weight, and the full bias.
 
     The bias is added once, after the sum.
 
-    Input (B, S, local_columns), output (B, S, out) - (B, S/tp, out) with sequence parallelism.
+    Input (B, S, local_columns); output (B, S, out), or (B, S/tp, out) with sequence parallelism.
     """
 
     def __init__(
@@ -160,7 +160,7 @@ class RowParallelLinear(nn.Module):
         self.bias = nn.Parameter(torch.empty(out_features, device=_META)) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        """Multiplies by this rank's columns and sums over the axis."""
+        """Multiply by this rank's columns of the weight, and sum over the axis."""
         if self.axis.size == 1:
             return F.linear(x, self.weight, self.bias)
         partial = F.linear(x, self.weight)
@@ -170,17 +170,17 @@ class RowParallelLinear(nn.Module):
         y = reduce_scatter_sequence(partial, self.axis)
         if self.bias is None:
             return y
-        # Each rank adds the bias to its own part of the sequence, so its gradient is one summand.
+        # Each rank adds the bias to its part of the sequence, so it has a part of the gradient.
         (bias,) = sum_gradients(self.axis, self.bias)
         return y + bias
 
 
 class VocabParallelEmbedding(nn.Module):
-    """The token embedding's rows ``vocabulary``, then padding.
+    """The rows ``vocabulary`` of the token embedding, then padding.
 
-    A token outside gives zero here, and the sum over the axis brings its row from another rank.
+    Tokens of other ranks give zero here; the sum over the axis adds their rows.
 
-    Input (B, S) token ids, output (B, S, D), whole on every rank.
+    Input (B, S) token ids; output (B, S, D), the same on every rank.
     """
 
     def __init__(self, local_rows: int, width: int, *, vocabulary: range, axis: TensorAxis) -> None:
@@ -190,7 +190,7 @@ class VocabParallelEmbedding(nn.Module):
         self.weight = nn.Parameter(torch.empty(local_rows, width, device=_META))
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Looks up ``tokens`` and sums over the axis."""
+        """Look up ``tokens``, and sum over the axis."""
         if self.axis.size == 1:
             return F.embedding(tokens, self.weight)
         local = tokens - self.vocabulary.start
@@ -205,7 +205,7 @@ class PartialLayerNorm(nn.LayerNorm):
     axis: TensorAxis
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalises ``x`` (B, S/tp, D) over D."""
+        """Normalise ``x`` (B, S/tp, D) over D."""
         weight, bias = sum_gradients(self.axis, self.weight, self.bias)
         return F.layer_norm(x, self.normalized_shape, weight, bias, self.eps)
 
@@ -216,6 +216,6 @@ class PartialRMSNorm(nn.RMSNorm):
     axis: TensorAxis
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalises ``x`` (B, S/tp, D) or (B, S, heads, K) over the last dim."""
+        """Normalise ``x`` (B, S/tp, D) or (B, S, heads, K) over the last dim."""
         (weight,) = sum_gradients(self.axis, self.weight)
         return F.rms_norm(x, self.normalized_shape, weight, self.eps)

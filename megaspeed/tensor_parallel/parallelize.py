@@ -1,7 +1,7 @@
-"""Applies the plan to a plain GPT, from outside: modules are replaced, the forward pass is its own.
+"""Applies tensor parallelism to a plain GPT: replaces its modules, and leaves its forward as it is.
 
     plain GPT on the meta device --parallelize--> the same GPT with parallel layers, still on meta
-    --materialize--> this rank's shards, each with the bits of its part of the full initial weights
+    --materialize--> this rank's shards, with the same bits as slices of the full initial weights
 
 No rank ever holds the full model: a shard is made without its full parameter (see
 ``model.initialization``).
@@ -34,16 +34,16 @@ from megaspeed.tensor_parallel.plan import (
 
 
 def parallelize(model: GPT, config: ModelConfig, axis: TensorAxis) -> dict[str, ParameterShard]:
-    """Replaces ``model``'s layers by their tensor-parallel counterparts, in place.
+    """Replace the layers of ``model`` by tensor-parallel ones, in place.
 
     Args:
-        model: a plain GPT (whole or one pipeline stage) on the meta device.
-        config: the whole model's shape.
+        model: a plain GPT, or one pipeline stage of it, on the meta device.
+        config: the shape of the complete model.
         axis: the tensor axis.
 
     Returns:
-        The shard that this rank holds of each parameter, by full name (a tied head of the same
-        stage stands under the token embedding's name).
+        Full name of each parameter -> the shard of this rank. A head that is tied to an embedding
+        of the same stage has the name of the embedding.
     """
     shards = {
         name: shard_of(config, _parameter(config, name, weight), rank=axis.rank, size=axis.size)
@@ -65,7 +65,7 @@ def parallelize(model: GPT, config: ModelConfig, axis: TensorAxis) -> dict[str, 
 
 
 def initial_shard(config: ModelConfig, seed: int, name: str, shard: ParameterShard) -> Tensor:
-    """This rank's shard of parameter ``name``'s initial value: fp32, on the CPU, zero padding."""
+    """This rank's shard of the initial value of a parameter: fp32 on the CPU, padded with zeros."""
     value = initial_slice(
         config,
         seed,
@@ -87,17 +87,17 @@ def materialize(
     dtype: torch.dtype,
     on_layer_ready: Callable[[nn.Module], None] = lambda layer: None,
 ) -> None:
-    """Gives every parameter of a model on the meta device its value, layer by layer, in place.
+    """Set every parameter of a model on the meta device to its value, layer by layer, in place.
 
-    Buffers have their values already and move to ``device``.
+    Buffers have values already and are moved to ``device``.
 
     Args:
-        model: a parallelized GPT on the meta device; tied parameters stay tied.
+        model: a parallelized GPT on the meta device; tied parameters remain tied.
         value_of: full parameter name -> this rank's shard; called once for each distinct parameter.
-        device: where the parameters go.
-        dtype: their dtype.
-        on_layer_ready: called with each layer as soon as it has its values and before the next one
-            is made, so that ZeRO-3 can partition it and no rank holds more than one whole layer.
+        device: of the parameters.
+        dtype: of the parameters.
+        on_layer_ready: called with each layer before the next one gets its values, so that ZeRO-3
+            can partition it, and no rank holds more than one complete layer.
     """
     placeholders = {id(p): (name, p) for name, p in model.named_parameters()}
     made: dict[int, nn.Parameter] = {}
@@ -117,7 +117,7 @@ def materialize(
 def _parallel_module(
     name: str, module: nn.Module, config: ModelConfig, axis: TensorAxis
 ) -> nn.Module | None:
-    """The counterpart of ``module``, or None where it stays as it is."""
+    """The tensor-parallel form of ``module``; None if it is not replaced."""
     if not isinstance(module, nn.LayerNorm | nn.RMSNorm | nn.Linear | nn.Embedding):
         return None
     parameter = parameter_named(config, f"{name}.weight")
@@ -129,8 +129,9 @@ def _parallel_module(
         return None
     if split in ("replicated", "each head"):
         raise ValueError(
-            f"the row of {name} in megaspeed/model/parameters.py says {split}, which is built for "
-            "norms and embeddings; split a linear module by rows, columns, heads or vocabulary"
+            f"the row of {name} in megaspeed/model/parameters.py states the split {split}, which "
+            "only norms and embeddings have; split a linear module by rows, columns, heads or "
+            "vocabulary"
         )
     shard = shard_of(config, parameter, rank=axis.rank, size=axis.size)
     rows, columns = shard.local_shape
@@ -144,12 +145,12 @@ def _parallel_module(
 
 
 def _parameter(config: ModelConfig, name: str, weight: Tensor) -> Parameter:
-    """The row that a parameter of the model was made from."""
+    """The table's entry for a parameter of the model."""
     parameter = parameter_named(config, name)
     if parameter.shape != tuple(weight.shape):
         raise ValueError(
-            f"the parameter {name} has the shape {tuple(weight.shape)}, and its row in "
-            f"megaspeed/model/parameters.py says {parameter.shape}; make its module from the row"
+            f"the parameter {name} has the shape {tuple(weight.shape)}, but its row in "
+            f"megaspeed/model/parameters.py states {parameter.shape}; make its module from the row"
         )
     return parameter
 
@@ -171,7 +172,7 @@ def _norm_of_a_part(norm: nn.LayerNorm | nn.RMSNorm, axis: TensorAxis) -> nn.Mod
 
 
 def _localize_block(block: Block, config: ModelConfig, axis: TensorAxis) -> None:
-    """Head counts and dropout masks of this rank's part of a block."""
+    """Set the head counts and dropout masks of this rank's part of a block."""
     attention = block.attention
     attention.query_heads = config.num_attention_heads // axis.size
     attention.key_value_heads = max(1, config.num_key_value_heads // axis.size)

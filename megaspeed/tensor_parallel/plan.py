@@ -1,7 +1,7 @@
-"""The part of each parameter that one tensor rank holds. Pure arithmetic, no torch.
+"""The shard of each parameter that one tensor rank holds. Plain arithmetic, no torch.
 
-The model's table (``model/parameters.py``) says how each parameter is split. This file says which
-rows and columns that gives a rank. The model does not know of it; ``parallelize`` applies it.
+The model's table (``model/parameters.py``) states how each parameter is split. This file computes
+the rows and columns of each rank. ``parallelize`` applies them to the model.
 """
 
 import math
@@ -11,49 +11,38 @@ from itertools import accumulate
 from megaspeed.config.model import ModelConfig
 from megaspeed.model.parameters import Parameter
 
-# A shard of the vocabulary is a whole number of 16-byte units in bf16, which tensor cores need for
-# full speed.
 _VOCABULARY_ROW_MULTIPLE = 8
+"""A multiple of 16 bytes in bf16, which tensor cores need for full speed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterShard:
-    """The part of one parameter that one tensor rank holds.
+    """The part of one parameter that one tensor rank holds."""
 
-    Attributes:
-        full_shape: the parameter's logical shape.
-        rows: the ranges of dim 0 held, one below the other in the local tensor.
-        columns: the range of dim 1 held; None for a vector or where dim 1 is whole.
-        padding_rows: rows of zeros below them that belong to no logical parameter.
-        owned_rows: how many leading local rows this rank counts, so that over the tensor axis every
-            logical element is counted once: all of them for a true shard, none on the later copies
-            of a replicated one.
-    """
-
-    full_shape: tuple[int, ...]
-    rows: tuple[range, ...]
-    columns: range | None = None
-    padding_rows: int = 0
+    full_shape: tuple[int, ...]  # the full, unpadded shape of the parameter
+    rows: tuple[range, ...]  # ranges of dim 0, concatenated in the local tensor
+    columns: range | None = None  # range of dim 1; None for a vector, or if dim 1 is not split
+    padding_rows: int = 0  # rows of zeros after them
     owned_rows: int
+    """How many leading local rows this rank counts in a norm. Over the tensor axis, each element is
+    counted once: a replicated parameter only on the first rank."""
 
     @property
     def logical_rows(self) -> int:
-        """Local rows that hold logical parameters."""
+        """Local rows without padding."""
         return sum(len(r) for r in self.rows)
 
     @property
     def local_shape(self) -> tuple[int, ...]:
-        """Shape of the local tensor, padding included."""
+        """Shape of the local tensor, with padding."""
         rows = self.logical_rows + self.padding_rows
         if len(self.full_shape) == 1:
             return (rows,)
         return rows, self.full_shape[1] if self.columns is None else len(self.columns)
 
 
-def shard_of(
-    config: ModelConfig, parameter: Parameter, *, rank: int, size: int
-) -> ParameterShard:
-    """The part of a parameter that tensor rank ``rank`` of ``size`` holds."""
+def shard_of(config: ModelConfig, parameter: Parameter, *, rank: int, size: int) -> ParameterShard:
+    """The shard of tensor rank ``rank`` of ``size``."""
     shape, split = parameter.shape, parameter.split
     rows = shape[0]
     if split in ("replicated", "each head"):
@@ -82,7 +71,7 @@ def vocabulary_rows_per_rank(vocab_size: int, size: int) -> int:
 
 
 def key_value_replicas(config: ModelConfig, size: int) -> int:
-    """On how many tensor ranks each key/value head stands; 1 where heads are as many as ranks."""
+    """The number of tensor ranks that hold each key/value head; 1 if there is a head for each."""
     return max(1, size // config.num_key_value_heads)
 
 
@@ -97,13 +86,11 @@ def _vocabulary_shard(full_shape: tuple[int, ...], rank: int, size: int) -> Para
     )
 
 
-def _heads_shard(
-    config: ModelConfig, parameter: Parameter, rank: int, size: int
-) -> ParameterShard:
-    """Whole heads of each of the three sections q, k, v.
+def _heads_shard(config: ModelConfig, parameter: Parameter, rank: int, size: int) -> ParameterShard:
+    """Complete heads of each of the three sections q, k, v.
 
-    With fewer key/value heads than ranks, each key/value head stands on ``key_value_replicas``
-    neighbouring ranks, and the first of them counts it.
+    With fewer key/value heads than ranks, ``key_value_replicas`` neighbouring ranks hold each
+    key/value head, and the first of them counts it.
     """
     replicas = key_value_replicas(config, size)
     query, key, value = _sections(parameter)
@@ -124,6 +111,6 @@ def _sections(parameter: Parameter) -> list[range]:
     return [range(start, stop) for start, stop in zip([0, *stops], stops, strict=False)]
 
 
-def _chunk(whole: range, index: int, count: int) -> range:
-    size = len(whole) // count
-    return range(whole.start + index * size, whole.start + (index + 1) * size)
+def _chunk(full: range, index: int, count: int) -> range:
+    size = len(full) // count
+    return range(full.start + index * size, full.start + (index + 1) * size)

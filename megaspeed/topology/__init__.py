@@ -1,8 +1,9 @@
-"""Where each rank stands: rank arithmetic, the launcher's variables, and the process groups.
+"""Ranks and processes: rank arithmetic, launchers, process groups, and what happens if one fails.
 
-grid.py     rank <-> (pp, dp, tp) and the groups along the axes: plain integers
-launch.py   rank and world size from torchrun, deepspeed, srun, mpirun or plain python
-context.py  ParallelContext: this rank's coordinates, device and groups, and how they are created
-failure.py  what a rank reports when it fails: host, rank, coordinates, step and phase
-process_settings.py  environment variables and limits that a rank sets for its own process
+grid.py, launch.py       rank <-> (pp, dp, tp); rank and world size from the launcher's variables
+process_settings.py      environment variables and limits of this process
+meeting.py, context.py   all ranks connect to one store; then they create the process groups
+activity.py, failure.py  what a rank is doing, and what it reports if it fails
+watch.py, hang.py        each rank detects failures of the others, and hangs
+process_end.py           stop signals, the exit of this process, the end of other processes
 """

@@ -1,33 +1,31 @@
-"""What this rank is doing, for failure reports and for the watch.
+"""What this rank is doing, for failure reports and for the watch, and how long it takes.
 
     start-up                     step 12                       saving after step 12
       building the model           Forward(micro_batch=0)
                                    Backward(micro_batch=0)
 
-A phase lasts as long as a ``with`` block. Within it, ``begin`` names one piece of work after
-another. Each of them counts as progress.
+A phase lasts as long as a ``with`` block. Within it, ``begin`` names each piece of work. Each phase
+and each piece of work counts as progress.
 """
 
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 
 from megaspeed.topology.failure import note_phase
 
-START_UP_PATIENCE = 4.0
-"""How many times longer than a step each phase of start-up may take."""
-SAVE_PATIENCE = 24.0
-"""A disk may be very slow. A rank that has died or stopped is still detected earlier."""
-
-
-SECONDS_OF_A_STANDSTILL = 5.0
+START_UP_TIMEOUTS = 4.0
+"""Hang timeouts that each phase of start-up may take."""
+SAVE_TIMEOUTS = 24.0
+"""Hang timeouts that a save may take, because a disk may be very slow. A rank that has died or
+stopped is still detected earlier."""
+SUSPENDED_SECONDS = 5.0
 """If a thread runs this much later than it should, its process was stopped or the machine slept.
-What other processes did meanwhile is unknown.
-"""
+What other processes did meanwhile is unknown."""
 
 
 class Activity:
@@ -37,10 +35,10 @@ class Activity:
     """
 
     def __init__(self) -> None:
-        self.beats = 0
+        self.progress = 0
         """Grows with every phase and every piece of work."""
-        self.patience = START_UP_PATIENCE
-        """How many times longer than usual this phase may take without progress."""
+        self.timeouts = START_UP_TIMEOUTS
+        """How many hang timeouts the current phase may take without progress."""
         self.pending: Callable[[], list[str]] = list
         """Returns descriptions of the messages that this rank waits for."""
         self.on_begin: Callable[[str, object], None] | None = None
@@ -49,30 +47,30 @@ class Activity:
         self._work: object = None
 
     @contextmanager
-    def during(self, phase: object, *, patience: float = 1.0) -> Iterator[None]:
+    def during(self, phase: object, *, timeouts: float = 1.0) -> Iterator[None]:
         """A phase. An exception that leaves the block gets a note with the phase.
 
         Args:
             phase: what is printed, such as "step 12".
-            patience: how many times longer than usual it may take without progress; infinity if
-                it may take any time.
+            timeouts: how many hang timeouts it may take without progress; infinity if it may take
+                any time.
         """
-        before = (self._phases, self._work, self.patience)
-        self.beats += 1
-        self._phases, self.patience = (*self._phases, str(phase)), patience
+        outer = (self._phases, self._work, self.timeouts)
+        self.progress += 1
+        self._phases, self.timeouts = (*self._phases, str(phase)), timeouts
         self.begin(None)
         try:
             yield
         except Exception as error:
             note_phase(error, phase)
             raise  # keep the phase, because the failure report prints it
-        self._phases, self._work, self.patience = before
-        self.beats += 1
+        self._phases, self._work, self.timeouts = outer
+        self.progress += 1
 
     def begin(self, work: object) -> None:
         """Start the next piece of work in this phase."""
         self._work = work
-        self.beats += 1
+        self.progress += 1
         if self.on_begin is not None:
             self.on_begin(self._phases[-1] if self._phases else "", work)
 
@@ -82,22 +80,7 @@ class Activity:
         return ", ".join((*self._phases, *work)) or "start-up"
 
 
-# Times the parts of a step on this rank. Each moment counts for one part.
-#
-#     compute ... | tensor | compute ... | pipeline (a neighbour's message) | compute ...
-#
-# The innermost part counts: if a forward waits for a collective, this time counts for the
-# collective. On a GPU, events time the current stream, so communication counts only while
-# computation waits for it. On a CPU, the host is timed.
-#
-# Only some steps are timed (every ``training.log_interval``-th). In all other steps, a part costs
-# only a check of one attribute.
-
 Part = Literal[
-    "data_loading", "compute", "tensor", "data", "pipeline", "world", "optimizer", "host"
-]
-
-PARTS: tuple[Part, ...] = (
     "data_loading",  # waiting for a micro-batch
     "compute",  # forward and backward
     "tensor",  # communication over the tensor axis
@@ -106,13 +89,24 @@ PARTS: tuple[Part, ...] = (
     "world",  # the all-reduce of loss and norm, which waits for the slowest rank
     "optimizer",  # clipping and the optimizer
     "host",  # anything else
-)
+]
+
+PARTS: tuple[Part, ...] = get_args(Part)
 OWN_WORK: tuple[Part, ...] = ("data_loading", "compute", "optimizer", "host")
 """The parts in which a rank waits for no other."""
 
 
 class Timeline:
-    """The parts of one step at a time.
+    """Times the parts of a step on this rank. Each moment counts for one part.
+
+        compute ... | tensor | compute ... | pipeline (a neighbour's message) | compute ...
+
+    The innermost part counts: if a forward waits for a collective, this time counts for the
+    collective. On a GPU, events time the current stream, so communication counts only while
+    computation waits for it. On a CPU, the host is timed.
+
+    Only some steps are timed (every ``training.log_interval``-th). In all other steps, a part costs
+    only a check of one attribute.
 
     Args:
         device: if it is a GPU, its current stream is timed.
@@ -136,7 +130,7 @@ class Timeline:
         self._marks = [(self._moment(), "host")]
 
     def end(self) -> None:
-        """The step is over."""
+        """Stop timing at the end of the step."""
         if self._step is not None:
             self._marks.append((self._moment(), "host"))
             self._last = (self._step, self._marks)
@@ -146,9 +140,10 @@ class Timeline:
         """The time within this block counts for ``name``, except the time within inner blocks."""
         return self._timed(name) if self._step is not None else nullcontext()
 
-    def take(self, *, wait: bool = False) -> Sequence[float]:
-        """The last timed step's number and the seconds of each of ``PARTS``, once; zeros if there
-        is none, or if the GPU has not finished that step.
+    def pop_seconds(self, *, wait: bool = False) -> Sequence[float]:
+        """Return the last timed step's number and the seconds of each of ``PARTS``, and forget it.
+
+        Zeros if there is no such step, or if the GPU has not finished it.
 
         Args:
             wait: wait until the GPU has finished that step.

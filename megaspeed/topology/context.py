@@ -8,10 +8,21 @@ Rank 5 of pp 2 x dp 2 x tp 2 (drawn in `grid.py`) belongs to
     pp_group          1 5        activations forward, gradients back, gradients of tied weights
     checkpoint_group  0 .. 7     all ranks, over gloo, for saves beside the training
 
-There is no tp_group or pp_group if that axis has one rank.
+Code that communicates takes the context as an argument. No other module creates a process group or
+keeps one in a global. Every rank creates its groups in this order:
 
-Code that communicates takes the context as an argument. Nothing outside this folder creates a
-process group, and no module keeps one in a global.
+    world        all ranks                       init_process_group
+    tp, dp, pp   all groups along that axis      one call for each axis
+    checkpoint   all ranks, over gloo            one call
+
+On NCCL the groups along an axis are one ``split_group`` of the world's communicator. (``new_group``
+would be a world-wide call for each group: thousands of them at 4,096 ranks.) gloo cannot split, but
+there only the members of a group call ``new_group``, so it is one call for each axis too.
+
+An axis of one rank sends nothing and has no group, except the data axis, because DeepSpeed
+partitions over it. An axis that spans all ranks uses the world's group, because a communicator
+costs GPU memory, and one thread issues all its collectives in order. A pipeline axis that spans
+all ranks still has its own group, which carries point-to-point messages and no other traffic.
 """
 
 import os
@@ -33,26 +44,12 @@ from megaspeed.topology.launch import LaunchEnvironment
 from megaspeed.topology.meeting import GroupError, open_store
 from megaspeed.topology.process_settings import allow_open_files, default_settings, gloo_interface
 
-# Creating the process groups of a grid, and naming the group that cannot be created.
-#
-#     world        all ranks                       init_process_group
-#     tp, dp, pp   all groups along that axis      one call for each axis
-#     checkpoint   all ranks, over gloo            one call
-#
-# Every rank makes these calls, in this order. On NCCL the groups along an axis are one
-# ``split_group`` of the world's communicator. (``new_group`` would be a world-wide call for each
-# group: thousands of them at 4,096 ranks.) gloo cannot split, but there only the members of a group
-# need to call ``new_group``, so it is one call for each axis too.
-#
-# An axis of one rank sends nothing and has no group, except the data axis, because DeepSpeed
-# partitions over it. An axis that spans all ranks uses the world's group, because a communicator
-# costs GPU memory, and one thread issues all its collectives in order. A pipeline axis that
-# spans all ranks still has its own group, so that point-to-point messages share it with no other
-# traffic.
-
-_DISKS_ARE_SLOWER = 4  # how many times longer a rank may wait for another rank's disk
+_DISK_TIMEOUTS = 4  # how many times longer a rank may wait for another rank's disk
 _SECONDS_TO_ABORT = 5.0
 _ORDER: tuple[Axis, ...] = ("tp", "dp", "pp")
+# A group of one rank waits for no other rank. But NCCL's timeout starts at the call, and kernels
+# that were launched before it may wait for other ranks.
+_ONE_RANK_NEVER_WAITS = timedelta(days=1)
 
 
 def start_default_group(
@@ -60,10 +57,13 @@ def start_default_group(
 ) -> dist.ProcessGroup:
     """Start torch.distributed (NCCL on a GPU, gloo on a CPU); return the group of all ranks."""
     on_gpu = device.type == "cuda"
-    with _naming_the_group("world", range(launch.world_size), launch.rank):
+    with _errors_name_the_group("world", range(launch.world_size), launch.rank):
+        # The store may outlive a context. Under a new prefix, a later context does not find the
+        # addresses of an earlier one.
+        generation = store.add(f"contexts of rank {launch.rank}", 1)
         dist.init_process_group(
             backend="nccl" if on_gpu else "gloo",
-            store=_unused_names(store, launch.rank),
+            store=dist.PrefixStore(f"context {generation}", store),
             rank=launch.rank,
             world_size=launch.world_size,
             timeout=timeout,
@@ -82,10 +82,7 @@ def create_groups(
     device: torch.device,
     timeout: timedelta,
 ) -> dict[str, dist.ProcessGroup]:
-    """Create the groups of `rank`; return them by name, in the order of creation.
-
-    See the module's docstring for the axes without a group. All ranks call this together.
-    """
+    """Create the groups of `rank`, together with all ranks; return them by name, in this order."""
     mine = {"world": world_group}
     for axis in _ORDER:
         size = grid.size_along(axis)
@@ -95,12 +92,11 @@ def create_groups(
             mine[axis] = world_group
         else:
             mine[axis] = own_group(axis, grid.groups_along(axis), rank, device, timeout)
-    # Checkpoints are written from host memory by a separate thread, so they do not use NCCL, and
-    # their collectives do not mix with those of training. Ranks mostly wait here for a disk.
-    patience = timeout * _DISKS_ARE_SLOWER
-    with _naming_the_group("checkpoint", range(grid.world_size), rank):
+    # A separate thread writes checkpoints from host memory, so they do not use NCCL, and their
+    # collectives do not mix with those of training. Ranks mostly wait for a disk in them.
+    with _errors_name_the_group("checkpoint", range(grid.world_size), rank):
         checkpoint: dist.ProcessGroup = dist.new_group(
-            backend="gloo", timeout=patience, group_desc="checkpoint"
+            backend="gloo", timeout=timeout * _DISK_TIMEOUTS, group_desc="checkpoint"
         )
     return {**mine, "checkpoint": checkpoint}
 
@@ -113,7 +109,7 @@ def own_group(
     All ranks call this together.
     """
     own = next(ranks for ranks in groups if rank in ranks)
-    with _naming_the_group(name, own, rank):
+    with _errors_name_the_group(name, own, rank):
         if device.type == "cuda":
             group = dist.split_group(split_ranks=groups, timeout=timeout, group_desc=name)
         else:
@@ -124,30 +120,24 @@ def own_group(
     return group
 
 
-def shake_hands(name: str, group: dist.ProcessGroup, rank: int, device: torch.device) -> None:
-    """Sum a 1 over the group, so an unreachable rank is named now and not during training."""
+def check_group(name: str, group: dist.ProcessGroup, rank: int, device: torch.device) -> None:
+    """All-reduce a 1 over the group, so an unreachable rank is named now, not during training."""
     if group.size() == 1:
         return
     ranks = dist.get_process_group_ranks(group)
-    with _naming_the_group(name, ranks, rank):
+    with _errors_name_the_group(name, ranks, rank):
         answers = torch.ones(1, device=device)
         dist.all_reduce(answers, group=group)
         if answers.item() != len(ranks):
             raise RuntimeError(f"{answers.item():.0f} ranks answered instead of {len(ranks)}")
 
 
-def stop() -> None:
-    """Destroy every group, if there are any. Waits for pending messages."""
-    if dist.is_initialized():
-        dist.destroy_process_group()
-
-
-def abandon() -> None:
+def _abort_groups() -> None:
     """Abort every group, if there are any, after an exception. Waits for no other rank.
 
-    ``destroy_process_group`` waits for NCCL's kernels, and they wait for ranks that this rank will
-    never answer. Aborting ends the kernels, and should take milliseconds. This function waits for
-    ``_SECONDS_TO_ABORT`` at most; after that, aborting continues in the background.
+    ``destroy_process_group`` would wait for NCCL's kernels, and they for other ranks. Aborting ends
+    the kernels. It should take milliseconds; after ``_SECONDS_TO_ABORT`` it continues in the
+    background.
     """
     if dist.is_initialized():
         aborting = Thread(target=_abort_process_group, name="abort", daemon=True)
@@ -155,16 +145,8 @@ def abandon() -> None:
         aborting.join(_SECONDS_TO_ABORT)
 
 
-def _unused_names(store: dist.Store, rank: int) -> dist.Store:
-    """The store under a new prefix. The store may outlive a context, and a later context must not
-    find the addresses of an earlier one.
-    """
-    generation = store.add(f"contexts of rank {rank}", 1)
-    return dist.PrefixStore(f"context {generation}", store)
-
-
 @contextmanager
-def _naming_the_group(name: str, ranks: Sequence[int], rank: int) -> Iterator[None]:
+def _errors_name_the_group(name: str, ranks: Sequence[int], rank: int) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:  # torch's own DistError is one
@@ -173,21 +155,16 @@ def _naming_the_group(name: str, ranks: Sequence[int], rank: int) -> Iterator[No
             f"rank {rank} could not join the {name} group (ranks {members}). Every one of these "
             "ranks must be running and reach the others: look for the first error in their logs, "
             "then at MASTER_ADDR, MASTER_PORT and the firewall between their machines. "
-            f"torch says: {error}"
+            f"torch reports: {error}"
         ) from error
-
-
-# A group of one rank waits for no other rank. But NCCL's timeout starts at the call, and kernels
-# that were launched before it may wait for other ranks.
-_ONE_RANK_NEVER_WAITS = timedelta(days=1)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelContext:
-    """This rank's coordinates, device and process groups. Created by `create`, closed by `close`.
+    """This rank's coordinates, device and process groups; made by `create`.
 
-    At most one is open in a process at a time, because torch has one default group. At the end of
-    a ``with`` block it is closed. After an exception it aborts its groups without waiting.
+    At most one is open in a process at a time, because torch has one default group. A ``with``
+    block closes it at its end. After an exception it aborts the groups without waiting.
     """
 
     grid: Grid
@@ -196,11 +173,9 @@ class ParallelContext:
     coordinates: Coordinates
     device: torch.device
     world_group: dist.ProcessGroup
-    tp_group: dist.ProcessGroup | None  # None if the axis has one rank, because nothing is sent
+    tp_group: dist.ProcessGroup | None  # None if the axis has one rank
     dp_group: dist.ProcessGroup  # exists even with one rank, because DeepSpeed partitions over it
-    # After start-up it carries no collectives, only point-to-point messages. None if the axis has
-    # one rank.
-    pp_group: dist.ProcessGroup | None
+    pp_group: dist.ProcessGroup | None  # point-to-point messages; None if the axis has one rank
     checkpoint_group: dist.ProcessGroup  # used by one thread at a time, not always the main one
     activity: Activity  # what this rank is doing
     timeline: Timeline  # times the parts of a step
@@ -215,19 +190,23 @@ class ParallelContext:
         store: dist.Store | None = None,
         activity: Activity | None = None,
     ) -> Self:
-        """Start torch.distributed and make every group; all ranks call this together.
+        """Start torch.distributed (NCCL on a GPU, gloo on a CPU) and create every group.
 
-        Uses NCCL on a GPU and gloo on a CPU. Several ranks find each other's addresses in `store`,
-        which is opened at MASTER_ADDR and MASTER_PORT if it is omitted. Runs one all-reduce in
-        each group before it returns. A call that waits longer than `timeout_seconds` for other
-        ranks fails, now or in a later collective.
+        All ranks call this together. It sets the environment variables of `process_settings.py`
+        that are not set yet, and raises the limit on open files.
 
-        Sets the environment variables of `process_settings.py`, unless they
-        are set, and raises the limit on open files.
+        Args:
+            grid: the sizes of the axes.
+            launch: this process's rank.
+            timeout_seconds: how long a call may wait for other ranks, now or in a later collective.
+            store: in which the ranks exchange their addresses; if omitted, one that is opened at
+                MASTER_ADDR and MASTER_PORT.
+            activity: what this rank is doing.
 
-        Raises TopologyError if `grid` and the launcher differ in the number of ranks, if a rank
-        finds no GPU of its own, or if its limit on open files is too low. Raises GroupError, which
-        names the group and its ranks, if a rank does not join.
+        Raises:
+            TopologyError: `grid` and the launcher differ in the number of ranks, a rank finds no
+                GPU of its own, or its limit on open files is too low.
+            GroupError: a rank does not join; names the group and its ranks.
         """
         if grid.world_size != launch.world_size:
             raise TopologyError(
@@ -242,7 +221,7 @@ class ParallelContext:
         os.environ.update(default_settings(os.environ, "cuda" if on_gpu else "cpu"))
         os.environ.update(gloo_interface(launch, os.environ))
         allow_open_files(launch.rank, launch.world_size)
-        device = _take_device(launch) if on_gpu else torch.device("cpu")
+        device = _own_gpu(launch) if on_gpu else torch.device("cpu")
         timeout = timedelta(seconds=timeout_seconds)
         try:
             store = store or open_store(launch, timeout_seconds)
@@ -250,9 +229,9 @@ class ParallelContext:
             groups = create_groups(grid, launch.rank, world_group, device, timeout)
             for name, group in groups.items():
                 on_host = name == "checkpoint"
-                shake_hands(name, group, launch.rank, torch.device("cpu") if on_host else device)
+                check_group(name, group, launch.rank, torch.device("cpu") if on_host else device)
         except BaseException:
-            abandon()
+            _abort_groups()
             raise
         return cls(
             grid=grid,
@@ -270,8 +249,9 @@ class ParallelContext:
         )
 
     def close(self) -> None:
-        """Destroy every group. Afterwards a new context, of any size, can be created."""
-        stop()
+        """Wait for pending messages and destroy every group. Then a new context can be created."""
+        if dist.is_initialized():
+            dist.destroy_process_group()
 
     def __enter__(self) -> Self:
         return self
@@ -285,7 +265,7 @@ class ParallelContext:
         if error is None:
             self.close()
         else:
-            abandon()
+            _abort_groups()
 
     def group_of_this_rank(self) -> dist.ProcessGroup:
         """A group of this rank alone. All ranks call this together: it may create groups."""
@@ -328,17 +308,17 @@ class ParallelContext:
 
     @property
     def previous_rank(self) -> int | None:
-        """The global rank of the pipeline stage before; None on the first."""
+        """The global rank of the previous pipeline stage; None on the first."""
         return None if self.is_first_pipeline_stage else self._rank_at_stage(self.pp_rank - 1)
 
     @property
     def next_rank(self) -> int | None:
-        """The global rank of the pipeline stage after; None on the last."""
+        """The global rank of the next pipeline stage; None on the last."""
         return None if self.is_last_pipeline_stage else self._rank_at_stage(self.pp_rank + 1)
 
     @property
     def other_end_rank(self) -> int | None:
-        """On the first stage the rank of the last one, and the reverse; None on other stages."""
+        """The rank at the other end of the pipeline; None on the stages between its ends."""
         if self.pp_size == 1 or not (self.is_first_pipeline_stage or self.is_last_pipeline_stage):
             return None
         return self._rank_at_stage(self.pp_size - 1 - self.pp_rank)
@@ -347,8 +327,8 @@ class ParallelContext:
         return self.grid.rank_of(self.coordinates._replace(pp=pipeline_stage))
 
 
-def _take_device(launch: LaunchEnvironment) -> torch.device:
-    """Return the GPU of this rank, after making it the current device."""
+def _own_gpu(launch: LaunchEnvironment) -> torch.device:
+    """The GPU of this rank, which becomes the current device."""
     visible = torch.cuda.device_count()
     # If one GPU is visible, the launcher gave each process its own. (NCCL refuses to share one.)
     index = 0 if visible == 1 else launch.local_rank

@@ -1,7 +1,7 @@
-"""Rank arithmetic: which rank stands where on the three axes, and who forms a group with whom.
+"""Rank arithmetic: the coordinates of each rank on the three axes, and the groups along them.
 
-Ranks are counted with `pp` outermost and `tp` innermost, so that tensor-parallel ranks, which talk
-most, are neighbours on one machine, and pipeline ranks, which talk least, are furthest apart. This
+`pp` is the outermost axis and `tp` the innermost. So tensor-parallel ranks, which communicate most,
+are neighbours on one machine, and pipeline ranks, which communicate least, are furthest apart. This
 is the order of DeepSpeed's `PipeModelDataParallelTopology`:
 
     rank = (pp_rank * dp_size + dp_rank) * tp_size + tp_rank
@@ -22,10 +22,10 @@ Eight ranks as pp 2 x dp 2 x tp 2:
     [[0, 1], [2, 3], [4, 5], [6, 7]]
     >>> grid.groups_along("dp")  # hold the same weights, see different samples
     [[0, 2], [1, 3], [4, 6], [5, 7]]
-    >>> grid.groups_along("pp")  # hand activations on
+    >>> grid.groups_along("pp")  # send activations to each other
     [[0, 4], [1, 5], [2, 6], [3, 7]]
 
-Plain integers only: nothing here needs torch, a process or a GPU.
+Plain integers: nothing here needs torch, a process or a GPU.
 """
 
 from dataclasses import dataclass
@@ -40,7 +40,7 @@ class TopologyError(ValueError):
 
 
 class Coordinates(NamedTuple):
-    """Where a rank stands: its index on each axis, counted from 0."""
+    """The index of a rank on each axis, counted from 0."""
 
     pp: int
     dp: int
@@ -49,14 +49,10 @@ class Coordinates(NamedTuple):
 
 @dataclass(frozen=True)
 class Grid:
-    """The sizes of the three axes. See the module's docstring for the order of ranks.
-
-    Every list of groups is in the order of each group's first rank, and each group in the order of
-    its ranks, so that all ranks can create the same groups in the same order.
-    """
+    """The sizes of the three axes. See the module's docstring for the order of ranks."""
 
     pp: int  # pipeline stages
-    dp: int  # replicas of the model, each fed with its own samples
+    dp: int  # replicas of the model, each with its own samples
     tp: int  # ranks that share each matrix
 
     def __post_init__(self) -> None:
@@ -74,7 +70,7 @@ class Grid:
         return self.pp * self.dp * self.tp
 
     def rank_of(self, coordinates: Coordinates) -> int:
-        """The rank at `coordinates`; TopologyError where an index lies beyond its axis."""
+        """The rank at `coordinates`. Raises TopologyError if an index is outside its axis."""
         for axis, index, size in zip(AXES, coordinates, self._sizes, strict=True):
             if not 0 <= index < size:
                 raise TopologyError(
@@ -84,7 +80,7 @@ class Grid:
         return (coordinates.pp * self.dp + coordinates.dp) * self.tp + coordinates.tp
 
     def coordinates_of(self, rank: int) -> Coordinates:
-        """The inverse of `rank_of`; TopologyError where there is no such rank."""
+        """The inverse of `rank_of`. Raises TopologyError if there is no such rank."""
         if not 0 <= rank < self.world_size:
             raise TopologyError(
                 f"rank {rank} does not exist: {self} counts ranks from 0 to {self.world_size - 1}"
@@ -94,7 +90,10 @@ class Grid:
         return Coordinates(pp=pp_rank, dp=dp_rank, tp=tp_rank)
 
     def groups_along(self, axis: Axis) -> list[list[int]]:
-        """The ranks that differ in `axis` alone: world_size / size groups of that axis's size."""
+        """All groups of ranks that differ in `axis` alone.
+
+        They are sorted by their first rank, so all ranks can create them in the same order.
+        """
         size, stride = self.size_along(axis), self._stride(axis)
         span = size * stride  # ranks between one set of interleaved groups and the next
         return [
@@ -112,5 +111,5 @@ class Grid:
         return (self.pp, self.dp, self.tp)
 
     def _stride(self, axis: Axis) -> int:
-        """How far apart two ranks are that are neighbours on `axis`."""
+        """The difference of two ranks that are neighbours on `axis`."""
         return {"pp": self.dp * self.tp, "dp": self.tp, "tp": 1}[axis]

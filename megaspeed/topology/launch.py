@@ -19,6 +19,7 @@ import socket
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 _RESOLVE_SECONDS = 5.0
 """How long to retry an unknown MASTER_ADDR: a name may be registered after the job starts."""
@@ -29,12 +30,12 @@ _quoted = _QUOTES.repr
 
 
 class LaunchError(ValueError):
-    """The launcher's variables are incomplete, contradict each other, or make no sense."""
+    """The launcher's variables are incomplete, contradict each other, or are not valid."""
 
 
 @dataclass(frozen=True)
 class LaunchEnvironment:
-    """This process's place among all ranks, and the variables that state it."""
+    """The rank of this process, and the number of ranks."""
 
     rank: int  # 0 .. world_size - 1
     world_size: int  # processes of the whole run
@@ -53,49 +54,35 @@ class LaunchEnvironment:
                 )
 
 
-@dataclass(frozen=True)
-class _Launcher:
-    """The variables in which one launcher states the four numbers."""
+class _Launcher(NamedTuple):
+    """The names of one launcher's variables."""
 
     source: str
     rank: str
     world_size: str
     local_rank: str
-    local_world_sizes: tuple[str, ...]  # the first one that is set is used
+    local_world_sizes: tuple[str, ...] = ()  # the first one that is set is used
 
 
-# In order of precedence: the innermost launcher first.
-_LAUNCHERS = (
+_SLURM = _Launcher("SLURM_*", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID")
+_LAUNCHERS = (  # in order of precedence: the innermost launcher first
     _Launcher(
-        source="RANK/WORLD_SIZE",
-        rank="RANK",
-        world_size="WORLD_SIZE",
-        local_rank="LOCAL_RANK",
-        local_world_sizes=("LOCAL_WORLD_SIZE", "LOCAL_SIZE"),  # torchrun's name, DeepSpeed's name
+        "RANK/WORLD_SIZE",
+        "RANK",
+        "WORLD_SIZE",
+        "LOCAL_RANK",
+        ("LOCAL_WORLD_SIZE", "LOCAL_SIZE"),  # torchrun's name, DeepSpeed's name
     ),
     _Launcher(
-        source="OMPI_*",
-        rank="OMPI_COMM_WORLD_RANK",
-        world_size="OMPI_COMM_WORLD_SIZE",
-        local_rank="OMPI_COMM_WORLD_LOCAL_RANK",
-        local_world_sizes=("OMPI_COMM_WORLD_LOCAL_SIZE",),
+        "OMPI_*",
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        ("OMPI_COMM_WORLD_LOCAL_SIZE",),
     ),
-    _Launcher(
-        source="PMI_*",
-        rank="PMI_RANK",
-        world_size="PMI_SIZE",
-        local_rank="MPI_LOCALRANKID",
-        local_world_sizes=("MPI_LOCALNRANKS",),
-    ),
-    _Launcher(
-        source="SLURM_*",
-        rank="SLURM_PROCID",
-        world_size="SLURM_NTASKS",
-        local_rank="SLURM_LOCALID",
-        local_world_sizes=(),  # SLURM gives a list of all machines instead
-    ),
+    _Launcher("PMI_*", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", ("MPI_LOCALNRANKS",)),
+    _SLURM,
 )
-
 _SINGLE_PROCESS = LaunchEnvironment(
     rank=0, world_size=1, local_rank=0, local_world_size=1, source="single process"
 )
@@ -110,19 +97,14 @@ def read_launch_environment(environ: Mapping[str, str]) -> LaunchEnvironment:
     """
     launcher = next((one for one in _LAUNCHERS if _started_by(one, environ)), None)
     launch = _SINGLE_PROCESS if launcher is None else _read(launcher, environ)
-    for other in _LAUNCHERS:
-        if other is not launcher and other.world_size in environ:
-            _check_agreement(launch, other, environ)
-    if not _agents_are_tasks(environ):
-        _check_rank_of_pmix(launch, environ)
-    _check_local_sizes(launch, environ)
+    _check_agreement(launch, launcher, environ)
     if launch.world_size > 1:
-        _check_meeting_point(launch, environ)
+        _check_address_of_rank_0(launch, environ)
     return launch
 
 
 def _started_by(launcher: _Launcher, environ: Mapping[str, str]) -> bool:
-    if launcher.source == "SLURM_*":
+    if launcher is _SLURM:
         # In an allocation of one task, a shell or a batch script has SLURM_NTASKS too, but is an
         # ordinary single process. With more tasks, python should run once in each.
         return _integer(environ, launcher.world_size, default=1) > 1 or "SLURM_STEP_ID" in environ
@@ -132,15 +114,19 @@ def _started_by(launcher: _Launcher, environ: Mapping[str, str]) -> bool:
 
 
 def _read(launcher: _Launcher, environ: Mapping[str, str]) -> LaunchEnvironment:
-    if launcher.source == "SLURM_*":
-        _check_started_by_srun(environ)
+    # Only srun sets SLURM_STEP_ID. A batch script has SLURM_PROCID=0 too, but is one process.
+    if launcher is _SLURM and "SLURM_STEP_ID" not in environ:
+        raise LaunchError(
+            f"SLURM_NTASKS={environ['SLURM_NTASKS']}, but this process was not started by srun "
+            "(SLURM_STEP_ID is not set), so its world size would be 1: "
+            "start it with srun or torchrun, or unset SLURM_NTASKS to run a single process"
+        )
     world_size = _integer(environ, launcher.world_size)
     alone = 0 if world_size == 1 else None  # a single process needs no local rank
-    local_rank = _integer(environ, launcher.local_rank, default=alone)
     return LaunchEnvironment(
         rank=_integer(environ, launcher.rank),
         world_size=world_size,
-        local_rank=local_rank,
+        local_rank=_integer(environ, launcher.local_rank, default=alone),
         local_world_size=_local_world_size(launcher, environ, world_size),
         source=launcher.source,
     )
@@ -150,7 +136,7 @@ def _local_world_size(launcher: _Launcher, environ: Mapping[str, str], world_siz
     for name in launcher.local_world_sizes:
         if name in environ:
             return _integer(environ, name)
-    if launcher.source == "SLURM_*" and "SLURM_STEP_TASKS_PER_NODE" in environ:
+    if launcher is _SLURM and "SLURM_STEP_TASKS_PER_NODE" in environ:
         counts = _slurm_tasks_per_node(environ["SLURM_STEP_TASKS_PER_NODE"], world_size)
         node = _integer(environ, "SLURM_NODEID", default=0)
         if node < len(counts):
@@ -177,9 +163,10 @@ def _integer(environ: Mapping[str, str], name: str, default: int | None = None) 
     if text is None:
         if default is not None:
             return default
-        present = [other for other in _known_names() if other in environ]
+        known = [n for one in _LAUNCHERS for n in (one.rank, one.world_size, one.local_rank)]
+        present = [other for other in known if other in environ]
         raise LaunchError(
-            f"{name} is not set, but {', '.join(present)} say that a launcher started this "
+            f"{name} is not set, but {', '.join(present)} state that a launcher started this "
             f"process: set {name} too, or unset the others to run a single process"
         )
     if not (text.isascii() and text.isdecimal() and len(text) <= _MOST_DIGITS):
@@ -189,66 +176,41 @@ def _integer(environ: Mapping[str, str], name: str, default: int | None = None) 
     return int(text)
 
 
-def _known_names() -> list[str]:
-    return [
-        name
-        for launcher in _LAUNCHERS
-        for name in (launcher.rank, launcher.world_size, launcher.local_rank)
-    ]
-
-
-def _check_started_by_srun(environ: Mapping[str, str]) -> None:
-    # Only srun sets SLURM_STEP_ID. A batch script has SLURM_PROCID=0 too, but is one process.
-    if "SLURM_STEP_ID" not in environ:
-        raise LaunchError(
-            f"SLURM_NTASKS={environ['SLURM_NTASKS']}, but this process was not started by srun "
-            "(SLURM_STEP_ID is not set), so its world size would be 1: "
-            "start it with srun or torchrun, or unset SLURM_NTASKS to run a single process"
-        )
-
-
 def _check_agreement(
-    launch: LaunchEnvironment, outer: _Launcher, environ: Mapping[str, str]
+    launch: LaunchEnvironment, launcher: _Launcher | None, environ: Mapping[str, str]
 ) -> None:
-    tasks = _integer(environ, outer.world_size, default=1)
-    if tasks > 1 and _agents_are_tasks(environ):
-        return
-    if tasks < 1 or launch.world_size % tasks != 0:
-        raise LaunchError(
-            f"two launchers disagree: the world size is {launch.world_size} from {launch.source}, "
-            f"but {outer.world_size}={tasks}; it must be that number, or a multiple of it if "
-            f"each of those tasks starts its own ranks: correct or unset one of them"
-        )
-
-
-def _agents_are_tasks(environ: Mapping[str, str]) -> bool:
-    """Whether srun or mpirun has started several torchrun agents, one a task. After a node is lost,
-    an elastic run has fewer agents than tasks, and any number of ranks.
-    """
-    return "TORCHELASTIC_RUN_ID" in environ and _integer(environ, "GROUP_WORLD_SIZE", default=1) > 1
-
-
-def _check_rank_of_pmix(launch: LaunchEnvironment, environ: Mapping[str, str]) -> None:
+    """Raises LaunchError if the variables of another launcher contradict the world size."""
+    what = f"the world size is {launch.world_size} from {launch.source}, but"
+    # srun or mpirun may start several torchrun agents, one a task. After a node is lost, an elastic
+    # run has fewer agents than tasks, and any number of ranks.
+    agents = _integer(environ, "GROUP_WORLD_SIZE", default=1)
+    agents_are_tasks = "TORCHELASTIC_RUN_ID" in environ and agents > 1
+    for outer in _LAUNCHERS:
+        tasks = _integer(environ, outer.world_size, default=1)
+        if outer is launcher or (tasks > 1 and agents_are_tasks):
+            continue
+        if tasks < 1 or launch.world_size % tasks != 0:
+            raise LaunchError(
+                f"two launchers disagree: {what} {outer.world_size}={tasks}; it must be that "
+                "number, or a multiple of it if each of those tasks starts its own ranks: correct "
+                "or unset one of them"
+            )
     rank = _integer(environ, "PMIX_RANK", default=0)
-    if rank >= launch.world_size:
+    if rank >= launch.world_size and not agents_are_tasks:
         raise LaunchError(
-            f"two launchers disagree: the world size is {launch.world_size} from {launch.source}, "
-            f"but PMIX_RANK={rank}, so there are at least {rank + 1} processes: start python with "
-            "srun, mpirun or torchrun, or unset PMIX_RANK"
+            f"two launchers disagree: {what} PMIX_RANK={rank}, so there are at least {rank + 1} "
+            "processes: start python with srun, mpirun or torchrun, or unset PMIX_RANK"
         )
-
-
-def _check_local_sizes(launch: LaunchEnvironment, environ: Mapping[str, str]) -> None:
-    for name in (name for launcher in _LAUNCHERS for name in launcher.local_world_sizes):
+    for name in (name for one in _LAUNCHERS for name in one.local_world_sizes):
         size = _integer(environ, name, default=1)
         if size > launch.world_size:
             raise LaunchError(
-                f"the world size is {launch.world_size} from {launch.source}, but {name}={size}, "
-                "which counts the processes of one machine only: correct or unset one of them"
+                f"{what} {name}={size}, which counts the processes of one machine only: correct or "
+                "unset one of them"
             )
 
 
-def _check_meeting_point(launch: LaunchEnvironment, environ: Mapping[str, str]) -> None:
+def _check_address_of_rank_0(launch: LaunchEnvironment, environ: Mapping[str, str]) -> None:
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not environ.get(name)]
     if missing:
         raise LaunchError(
@@ -284,11 +246,8 @@ def _check_address(address: str) -> None:
         time.sleep(0.5)
 
 
-# A port of this machine for ranks that are started here to meet at.
-
-
 def free_port() -> int:
-    """One that nobody listens on at this moment."""
+    """A port of this machine that nobody listens on at this moment."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]

@@ -1,7 +1,7 @@
-"""What a rank sets for its own process before CUDA, NCCL and gloo start.
+"""Environment variables and limits that a rank sets before CUDA, NCCL and gloo start.
 
 A variable that the user has set, under any of its names, keeps the user's value. torch reads these
-variables when it first needs them, so it is early enough to set them after torch is imported.
+variables when it first needs them, so they may be set after torch is imported.
 
 NCCL's flight recorder writes after a timeout to the file ``comm_lib_trace_rank_<rank>`` in
 ``~/.cache/torch`` (or ``$XDG_CACHE_HOME/torch``); TORCH_FR_DUMP_TEMP_FILE changes the path up to
@@ -12,8 +12,7 @@ import ipaddress
 import resource
 import socket
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import psutil
 import torch
@@ -24,42 +23,29 @@ from megaspeed.topology.launch import LaunchEnvironment
 DeviceType = Literal["cpu", "cuda"]
 
 
-@dataclass(frozen=True)
-class _Setting:
+class _Setting(NamedTuple):
     """One environment variable."""
 
     name: str
     value: str
-    why: str
+    gpu_only: bool
     other_names: tuple[str, ...] = ()
-    devices: tuple[DeviceType, ...] = ("cuda",)
 
 
 _SETTINGS = (
+    # Segments that grow leave no holes when sizes change, so less memory is lost.
     _Setting(
         "PYTORCH_ALLOC_CONF",
         "expandable_segments:True",
-        "segments that grow leave no holes when sizes change, so less memory is lost",
-        other_names=("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"),
+        True,
+        ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"),
     ),
-    _Setting(
-        "TORCH_FR_BUFFER_SIZE",
-        "2000",
-        "the flight recorder: the last 2,000 collectives of this rank, for a report of a hang",
-        other_names=("TORCH_NCCL_TRACE_BUFFER_SIZE",),
-        devices=("cpu", "cuda"),
-    ),
-    _Setting(
-        "TORCH_NCCL_DUMP_ON_TIMEOUT",
-        "1",
-        "the flight recorder is written to a file if a collective takes longer than the timeout",
-    ),
-    _Setting(
-        "TORCH_GLOO_LAZY_INIT",
-        "1",
-        "gloo connects two ranks when they first communicate, instead of all ranks at start-up",
-        devices=("cpu", "cuda"),
-    ),
+    # The flight recorder: the last 2,000 collectives of this rank, for a report of a hang.
+    _Setting("TORCH_FR_BUFFER_SIZE", "2000", False, ("TORCH_NCCL_TRACE_BUFFER_SIZE",)),
+    # The flight recorder is written to a file if a collective takes longer than the timeout.
+    _Setting("TORCH_NCCL_DUMP_ON_TIMEOUT", "1", True),
+    # gloo connects two ranks when they first communicate, instead of all ranks at start-up.
+    _Setting("TORCH_GLOO_LAZY_INIT", "1", False),
 )
 
 _COMFORTABLE_FILES = 65_536
@@ -73,20 +59,20 @@ of the checkpoint group or, if a supervisor keeps the store, of its supervisor.
 
 
 def default_settings(environ: Mapping[str, str], device_type: DeviceType) -> dict[str, str]:
-    """The variables to set, by name: the table without the variables that `environ` has."""
+    """Name -> value of the variables to set: those that `environ` does not have already."""
     return {
         setting.name: setting.value
         for setting in _SETTINGS
-        if device_type in setting.devices
+        if (device_type == "cuda" or not setting.gpu_only)
         and not any(name in environ for name in (setting.name, *setting.other_names))
     }
 
 
-def work_for(device: torch.device) -> None:
-    """Make `device` the current GPU of this thread. Every new thread that uses it calls this first.
+def use_device(device: torch.device) -> None:
+    """Make `device` the current GPU of this thread.
 
-    Otherwise the thread uses GPU 0, which may be another rank's: pinning memory opens a context
-    there.
+    Every new thread that uses a GPU calls this first. Otherwise it uses GPU 0, which may be another
+    rank's: pinning memory opens a context there.
     """
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -99,9 +85,8 @@ def allow_open_files(rank: int, world_size: int) -> None:
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = open_files_of(rank, world_size)
-    unlimited = hard == resource.RLIM_INFINITY
     wanted = max(needed, _COMFORTABLE_FILES)
-    limit = wanted if unlimited else min(wanted, hard)
+    limit = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
     if soft != resource.RLIM_INFINITY and soft < limit:
         resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
     if limit < needed:
@@ -117,16 +102,6 @@ def open_files_of(rank: int, world_size: int) -> int:
     return _FILES_OF_A_RANK + (_CONNECTIONS_OF_RANK_0 * world_size if rank == 0 else 0)
 
 
-# The network interface over which gloo connects nodes: the one that reaches MASTER_ADDR.
-#
-# gloo listens at the address that this machine's own host name resolves to. This may be a loopback
-# address (often 127.0.1.1 in /etc/hosts), or the name may not resolve. Then ranks on other nodes
-# connect to themselves, and no group can be created. The interface that reaches MASTER_ADDR does
-# connect the nodes. On rank 0's own node, MASTER_ADDR may itself resolve to a loopback address, for
-# the same reason. Then the interface of the default route is used. Set GLOO_SOCKET_IFNAME to use
-# another one, such as that of a faster network.
-
-_VARIABLE = "GLOO_SOCKET_IFNAME"
 _FAR_AWAY = ("192.0.2.1", "2001:db8::1")
 """Addresses for documentation, which no machine has: only the default route leads there."""
 
@@ -135,15 +110,22 @@ def gloo_interface(launch: LaunchEnvironment, environ: Mapping[str, str]) -> dic
     """GLOO_SOCKET_IFNAME for this process, if its ranks are on several nodes.
 
     Empty if the variable is set, if all ranks are on this node, or if there is no such interface.
+
+    By default gloo listens at the address of this machine's own host name. This may be a loopback
+    address (often 127.0.1.1 in /etc/hosts), or the name may not resolve. Then ranks on other nodes
+    connect to themselves, and no group can be created. The interface that reaches MASTER_ADDR
+    connects the nodes. On rank 0's own node, MASTER_ADDR may itself resolve to a loopback address;
+    then the interface of the default route is used. Set GLOO_SOCKET_IFNAME to use another one, such
+    as that of a faster network.
     """
-    if _VARIABLE in environ or not _on_several_nodes(launch):
+    if "GLOO_SOCKET_IFNAME" in environ or not _on_several_nodes(launch):
         return {}
     own = node_address(launch, environ)
     if own is None or is_loopback(own):
         return {}
     for name, addresses in psutil.net_if_addrs().items():
         if any(entry.address == own for entry in addresses):
-            return {_VARIABLE: name}
+            return {"GLOO_SOCKET_IFNAME": name}
     return {}
 
 
@@ -152,7 +134,7 @@ def node_address(launch: LaunchEnvironment, environ: Mapping[str, str]) -> str |
 
     None if MASTER_ADDR cannot be resolved or reached.
     """
-    for entry in psutil.net_if_addrs().get(environ.get(_VARIABLE, ""), ()):
+    for entry in psutil.net_if_addrs().get(environ.get("GLOO_SOCKET_IFNAME", ""), ()):
         if entry.family in (socket.AF_INET, socket.AF_INET6):
             return entry.address
     own = _address_towards(environ.get("MASTER_ADDR", "localhost"))
@@ -171,7 +153,7 @@ def _on_several_nodes(launch: LaunchEnvironment) -> bool:
 
 
 def _address_towards(host: str) -> str | None:
-    """This machine's address on the way to `host`. Sends nothing: UDP connects without a packet."""
+    """The address of this machine from which it reaches `host`. Sends no packet (UDP)."""
     try:
         family, kind, _, _, target = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:

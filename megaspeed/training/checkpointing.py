@@ -45,7 +45,7 @@ from megaspeed.config.resolve import Run
 from megaspeed.data.prepared import PreparedCorpus
 from megaspeed.data.tokenizer.text_tokenizer import TextTokenizer
 from megaspeed.model.parameters import logical_name
-from megaspeed.topology.process_settings import work_for
+from megaspeed.topology.process_settings import use_device
 from megaspeed.training.resumed_run import data_changes, model_changes, resumed_progress
 from megaspeed.training.worker import Worker
 
@@ -79,7 +79,7 @@ class Checkpointing:
         if training.async_save:
             device = worker.context.device
             self._background = ThreadPoolExecutor(
-                1, "checkpoint", initializer=work_for, initargs=(device,)
+                1, "checkpoint", initializer=use_device, initargs=(device,)
             )
         self._in_flight: Future[SaveReport] | None = None
         self._finished: list[SaveReport] = []

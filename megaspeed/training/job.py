@@ -24,11 +24,11 @@ from megaspeed.checkpoint.run_state import NOT_STATED, Progress
 from megaspeed.config.resolve import Run
 from megaspeed.data.prepare import prepare_corpus
 from megaspeed.data.prepared import PreparedCorpus
-from megaspeed.topology.activity import SAVE_PATIENCE, START_UP_PATIENCE, Activity
+from megaspeed.topology.activity import SAVE_TIMEOUTS, START_UP_TIMEOUTS, Activity
 from megaspeed.topology.context import ParallelContext
+from megaspeed.topology.failure import RankLog
 from megaspeed.topology.meeting import Meeting, RanksDisagree
 from megaspeed.topology.process_end import StopSignal
-from megaspeed.topology.rank_log import RankLog
 from megaspeed.topology.watch import Watch
 from megaspeed.training.banner import BANNER_WIDTH, PredictPeaks, banner
 from megaspeed.training.checkpointing import Checkpointing
@@ -170,7 +170,7 @@ class Job:
         Any other exception is reported before it propagates.
         """
         run, during = self.run, self.activity.during
-        with during("preparing the corpus", patience=math.inf):
+        with during("preparing the corpus", timeouts=math.inf):
             start = time.perf_counter()
             with self.console.status("preparing the corpus"):
                 corpus = prepare_corpus(
@@ -179,13 +179,13 @@ class Job:
                     speaks=self.meeting.launch.local_rank == 0,
                 )
             print_line(self.console, describe_corpus(corpus, time.perf_counter() - start))
-        with during("creating the process groups", patience=START_UP_PATIENCE):
+        with during("creating the process groups", timeouts=START_UP_TIMEOUTS):
             hang_timeout = run.config.training.hang_timeout_seconds
             context = ParallelContext.create(
                 run.grid,
                 self.meeting.launch,
                 timeout_seconds=max(
-                    _COLLECTIVE_TIMEOUT_SECONDS, 2 * START_UP_PATIENCE * hang_timeout
+                    _COLLECTIVE_TIMEOUT_SECONDS, 2 * START_UP_TIMEOUTS * hang_timeout
                 ),
                 store=self.meeting.store,
                 activity=self.activity,
@@ -193,14 +193,14 @@ class Job:
         with context, self.watch.failures_reported(expected=EXPECTED):
             summary = self._train_in(context, corpus)
         if summary is not None and context.rank == 0:
-            with during("the loss curve", patience=math.inf):
+            with during("the loss curve", timeouts=math.inf):
                 self._print_summary(summary)
         return summary
 
     def _train_in(self, context: ParallelContext, corpus: PreparedCorpus) -> TrainingSummary | None:
         run, during, group = self.run, self.activity.during, context.checkpoint_group
         restarts = Restarts(self.meeting)
-        with during("comparing the ranks", patience=START_UP_PATIENCE):
+        with during("comparing the ranks", timeouts=START_UP_TIMEOUTS):
             check_agreement(corpus, context)
             check_shared_folder(run.run_dir, context)
         self.log.open()
@@ -212,7 +212,7 @@ class Job:
             options = self.options
             if broadcast(group, lambda: restarts.opened and self._has_checkpoints()):
                 options = dataclasses.replace(options, source=AUTO, fresh=False)
-            with during("checking checkpoints", patience=SAVE_PATIENCE):
+            with during("checking checkpoints", timeouts=SAVE_TIMEOUTS):
                 start = find_start(options, run, context)
             for line in (*restarts.describe(start.step), *describe_start(start, run)):
                 print_line(self.console, line)
@@ -222,7 +222,7 @@ class Job:
                 width = None if self.console.is_terminal else BANNER_WIDTH
                 self.console.print(part, width=width, soft_wrap=isinstance(part, Text))
             with (
-                during("building the model", patience=START_UP_PATIENCE),
+                during("building the model", timeouts=START_UP_TIMEOUTS),
                 self._memory_explained(context, None),
             ):
                 worker = Worker(run, context)
@@ -263,13 +263,13 @@ class Job:
         """Loads the checkpoint, if there is one, and opens the run folder."""
         begin = Progress()
         if start.checkpoint is not None:
-            with self.activity.during(f"loading {start.checkpoint}", patience=SAVE_PATIENCE):
+            with self.activity.during(f"loading {start.checkpoint}", timeouts=SAVE_TIMEOUTS):
                 allowed = options.allow_data_change
                 begin = checkpointing.load(start.checkpoint, allow_data_change=allowed)
         broadcast(context.checkpoint_group, lambda: self._open_run_folder(start))
         if start.checkpoint is not None and not start.in_place:
             # Otherwise a run that fails before its first save would restart at step 0.
-            with self.activity.during("saving the first checkpoint", patience=SAVE_PATIENCE):
+            with self.activity.during("saving the first checkpoint", timeouts=SAVE_TIMEOUTS):
                 checkpointing.save(begin)
         return begin
 

@@ -24,13 +24,18 @@ from megaspeed.config.loading import load_run
 from megaspeed.config.resolve import Run
 from megaspeed.data.config_problems import find_problems_in_file
 from megaspeed.data.errors import DataError
-from megaspeed.topology.activity import START_UP_PATIENCE, Activity
-from megaspeed.topology.failure import write_error_file
+from megaspeed.topology.activity import START_UP_TIMEOUTS, Activity
+from megaspeed.topology.failure import print_error, write_error_file
 from megaspeed.topology.grid import TopologyError
 from megaspeed.topology.launch import LaunchEnvironment, LaunchError, read_launch_environment
-from megaspeed.topology.meeting import GroupError, RanksDisagree, check_in, say
-from megaspeed.topology.process_end import EXIT_DONE, EXIT_FAILED, EXIT_WRONG_INPUT, StopSignal
-from megaspeed.topology.processes import launcher_processes
+from megaspeed.topology.meeting import GroupError, RanksDisagree, check_in
+from megaspeed.topology.process_end import (
+    EXIT_DONE,
+    EXIT_FAILED,
+    EXIT_WRONG_INPUT,
+    StopSignal,
+    launcher_processes,
+)
 from megaspeed.training.banner import PredictPeaks, launch_warnings
 from megaspeed.training.console import describe_spare_ranks, print_line, print_warning
 from megaspeed.training.faults import inject_into_process
@@ -181,7 +186,7 @@ def _print_warnings(run: Run, launch: LaunchEnvironment, console: Console) -> No
 
 
 def _start_up_seconds(run: Run) -> float:
-    return START_UP_PATIENCE * run.config.training.hang_timeout_seconds
+    return START_UP_TIMEOUTS * run.config.training.hang_timeout_seconds
 
 
 def _run(job: Job) -> int:
@@ -195,7 +200,7 @@ def _run(job: Job) -> int:
             summary = job.train()
     except expected as error:
         on_all_ranks = isinstance(error, (*STOPPED, CheckpointError))
-        prints = launch.rank == 0 if on_all_ranks else watch.speaks
+        prints = launch.rank == 0 if on_all_ranks else watch.must_report
         if isinstance(error, STOPPED):
             print_line(job.console, f"[red]training stopped:[/red] {escape(str(error))}")
             prints = False
@@ -213,7 +218,7 @@ def _run(job: Job) -> int:
 def _wait_as_spare(job: Job) -> int:
     """A spare rank waits until the run ends, and then ends as the run does."""
     job.stop.can_save = True  # the ranks that train get the signal, too, and save
-    with job.activity.during("waiting as a spare rank", patience=math.inf):
+    with job.activity.during("waiting as a spare rank", timeouts=math.inf):
         try:
             while not job.watch.has_failed and not job.watch.rank_0_has_ended():
                 time.sleep(_SPARE_PERIOD_SECONDS)
@@ -238,7 +243,7 @@ def _report(error: Exception, rank: int = 0, *, prints: bool = True) -> None:
     """Reports an error that needs no traceback. One rank ``prints`` an error that several have."""
     text = f"[rank {rank}] {error}" if rank else str(error)
     if prints:
-        say(text)
+        print_error(text)
     _note_for_torchrun(text if prints else text.split("\n")[0])
 
 

@@ -32,7 +32,7 @@ from megaspeed.model.parameters import (
 from megaspeed.tensor_parallel.plan import key_value_replicas
 from megaspeed.topology.meeting import ranks_named
 from megaspeed.training.worker import Worker
-from megaspeed.zero.model_states import parameters_between_steps
+from megaspeed.zero.model_states import parameter_fragments
 from megaspeed.zero.reductions import exchange
 
 _ELEMENTS_AT_ONCE = 1 << 22
@@ -142,7 +142,7 @@ class Replicas:
     def _copies(self) -> Iterator[tuple[Slot, str, Tensor]]:
         """All that this rank holds: the slot, the parameter's name, and a flat range of values."""
         engine = self._worker.engine
-        for parameter, start, values in parameters_between_steps(engine.module, engine.optimizer):
+        for parameter, start, values in parameter_fragments(engine.module, engine.optimizer):
             for holders, name, part in self._by_holders(parameter, start, values):
                 yield ("parameter", holders), name, part
         for one in engine.state_fragments():

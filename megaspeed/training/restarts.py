@@ -49,16 +49,22 @@ from megaspeed.config.errors import ConfigError
 from megaspeed.config.loading import read_config
 from megaspeed.config.run import TrainingConfig
 from megaspeed.topology.activity import (
-    SAVE_PATIENCE,
-    SECONDS_OF_A_STANDSTILL,
-    START_UP_PATIENCE,
+    SAVE_TIMEOUTS,
+    START_UP_TIMEOUTS,
+    SUSPENDED_SECONDS,
 )
+from megaspeed.topology.failure import print_error
 from megaspeed.topology.grid import TopologyError
 from megaspeed.topology.launch import LaunchEnvironment, LaunchError, read_launch_environment
-from megaspeed.topology.meeting import Meeting, open_store, say
-from megaspeed.topology.process_end import EXIT_DONE, EXIT_FAILED, EXIT_WRONG_INPUT, STOP_SIGNALS
+from megaspeed.topology.meeting import Meeting, open_store
+from megaspeed.topology.process_end import (
+    EXIT_DONE,
+    EXIT_FAILED,
+    EXIT_WRONG_INPUT,
+    STOP_SIGNALS,
+    SUPERVISOR,
+)
 from megaspeed.topology.process_settings import allow_open_files
-from megaspeed.topology.processes import SUPERVISOR
 
 _PERIOD_SECONDS = 1.0
 _SECONDS_TO_END = 20.0
@@ -214,7 +220,7 @@ class _Supervisor:
         self._launch = launch
         self._restarts = training.restart
         self._hang_timeout = training.hang_timeout_seconds
-        self._seconds_to_save = SAVE_PATIENCE * self._hang_timeout
+        self._seconds_to_save = SAVE_TIMEOUTS * self._hang_timeout
         # Slower with more ranks, because one process answers all of them.
         self._period = min(_PERIOD_SECONDS * (1 + self._world / 1024), self._hang_timeout / 8)
         self._store_variables: dict[str, str] = {}
@@ -235,7 +241,7 @@ class _Supervisor:
         try:
             store = self._open_store()
         except (TopologyError, RuntimeError) as error:  # GroupError is a RuntimeError
-            say(str(error))
+            print_error(str(error))
             return EXIT_FAILED
         for number in STOP_SIGNALS:
             if signal.getsignal(number) is not signal.SIG_IGN:  # nohup
@@ -255,7 +261,7 @@ class _Supervisor:
         last_look = self._last_contact = time.monotonic()
         while not wait([work], _PERIOD_SECONDS).done:
             now = time.monotonic()
-            if now - last_look > SECONDS_OF_A_STANDSTILL:
+            if now - last_look > SUSPENDED_SECONDS:
                 self._last_contact = now
             last_look = now
             if now - self._last_contact > self._hang_timeout:
@@ -270,7 +276,7 @@ class _Supervisor:
             self._store_variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
             return store
         allow_open_files(self._rank, self._world)
-        return open_store(self._launch, START_UP_PATIENCE * self._hang_timeout)
+        return open_store(self._launch, START_UP_TIMEOUTS * self._hang_timeout)
 
     # The thread that asks the store.
 
@@ -382,7 +388,7 @@ class _Supervisor:
         watched = range(1, self._world) if self._rank == 0 else range(1)
         beats = store.multi_get([f"beat {rank}" for rank in watched])
         now = time.monotonic()
-        if now - self._last_look > self._period + SECONDS_OF_A_STANDSTILL:
+        if now - self._last_look > self._period + SUSPENDED_SECONDS:
             self._heard.clear()
         self._last_look = now
         for rank, beat in zip(watched, beats, strict=True):
@@ -392,7 +398,7 @@ class _Supervisor:
             rank
             for rank, (beat, since) in self._heard.items()
             if now - since
-            > self._hang_timeout * (START_UP_PATIENCE if beat.decode() == _NOT_STARTED else 1)
+            > self._hang_timeout * (START_UP_TIMEOUTS if beat.decode() == _NOT_STARTED else 1)
         ]
         # The rank of a supervisor that was killed saves, and all others with it.
         if self._missing and self._set_state(store, EXIT_FAILED, saves=True):
@@ -429,4 +435,4 @@ class _Supervisor:
             self._child.send_signal(number)
 
     def _say(self, line: str) -> None:
-        say(f"rank {self._rank} {line}")
+        print_error(f"rank {self._rank} {line}")

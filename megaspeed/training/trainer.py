@@ -21,7 +21,7 @@ from megaspeed.checkpoint.writing import SaveReport
 from megaspeed.data.prepared import PreparedCorpus
 from megaspeed.data.stream.loader import ValidationLoader
 from megaspeed.model.parameters import training_flops_per_token
-from megaspeed.topology.activity import SAVE_PATIENCE, START_UP_PATIENCE
+from megaspeed.topology.activity import SAVE_TIMEOUTS, START_UP_TIMEOUTS
 from megaspeed.topology.process_end import StopSignal
 from megaspeed.training.checkpointing import Checkpointing
 from megaspeed.training.metrics import (
@@ -139,8 +139,8 @@ class Trainer:
         stopped_by: signal.Signals | None = None
         progress, replicas = begin, Replicas(self.worker, begin.step)
         while progress.step < config.steps and stopped_by is None:
-            patience = START_UP_PATIENCE if progress is begin else 1.0
-            with activity.during(f"step {progress.step + 1}", patience=patience):
+            timeouts = START_UP_TIMEOUTS if progress is begin else 1.0
+            with activity.during(f"step {progress.step + 1}", timeouts=timeouts):
                 progress, metrics, stopped_by = self._train_step(progress)
             step = progress.step
             saves = stopped_by is not None or self._is_due(config.save_interval, step)
@@ -153,7 +153,7 @@ class Trainer:
             if len(self._validation) > 0 and self._is_due(config.eval_interval, step):
                 with activity.during(f"validation after step {step}"):
                     validation = self._validate(step)
-            with activity.during(f"saving after step {step}", patience=SAVE_PATIENCE):
+            with activity.during(f"saving after step {step}", timeouts=SAVE_TIMEOUTS):
                 if stopped_by is not None:
                     before = None if self._last_save is None else self._last_save.seconds
                     self._observer.stopping(stopped_by, step, before)
@@ -164,7 +164,7 @@ class Trainer:
             with activity.during(f"exchanging the times of step {progress.step}"):
                 self._observe(self.worker.parts_of_last_step())
         self._inputs.close()
-        with activity.during("waiting for the last save", patience=SAVE_PATIENCE):
+        with activity.during("waiting for the last save", timeouts=SAVE_TIMEOUTS):
             self._report(self._checkpointing.close())
         assert self._last_save is not None, "the last step is always saved"
         return TrainingSummary(

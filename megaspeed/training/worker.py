@@ -132,7 +132,7 @@ class Worker:
         def note() -> tuple[float, ...]:
             """What this rank sends to all ranks along with the gradient norm."""
             own_peak = peak_memory(self.context.device)
-            return own_peak, stop_signal(), *self.context.timeline.take()
+            return own_peak, stop_signal(), *self.context.timeline.pop_seconds()
 
         def take_step(loss_sum: Tensor | None) -> None:
             outcomes.append(self.engine.step(loss_sum, learning_rate, note))
@@ -159,7 +159,7 @@ class Worker:
 
         Waits until the device has finished that step.
         """
-        own = self.context.timeline.take(wait=True)
+        own = self.context.timeline.pop_seconds(wait=True)
         return PartMetrics.of(exchange(own, self.context.world_group, self.context.device))
 
     @torch.no_grad()

@@ -1,8 +1,8 @@
-"""Builds one rank's engine: initial weights, optimizer, and DeepSpeed round the rank's model.
+"""Builds the engine of one rank: initial weights, optimizer, DeepSpeed's engine.
 
 model on the meta device
   -> materialize                    layer by layer; ZeRO-3 partitions each before the next is made
-  -> AdamW over parameter groups    handed over to deepspeed.initialize
+  -> AdamW over parameter groups    passed to deepspeed.initialize
 """
 
 from collections.abc import Callable, Mapping
@@ -28,40 +28,32 @@ from megaspeed.zero.workarounds import (
     name_the_local_rank,
 )
 
-# From a run's JSON to the dictionary that DeepSpeed is given.
-#
-# The keys keep their names. What differs, and why:
-#
-#     zero_optimization.stage 0    1, over a group of one rank: nothing is partitioned, and one code
-#                                  path serves all stages and dtypes. Gradients are averaged over
-#                                  the data axis by this package.
-#     gradient_accumulation_steps  1: the schedule counts micro-batches, and the loss is scaled
-#                                  before its backward.
-#     reduce_bucket_size           at most the rank's own parameters: DeepSpeed allocates the
-#                                  bucket in full.
-#     communication_data_type      the accumulation dtype where the run does not say: DeepSpeed
-#                                  would average fp32 sums in the parameters' dtype.
-#     optimizer, scheduler         removed: the optimizer is passed as an object, and the learning
-#                                  rate is set each step.
-#     comms_logger                 removed unless it is enabled: DeepSpeed 0.19.8
-#                                  (comm/config.py:22) turns the logger on if the key is there,
-#                                  whatever it says, and the logger waits for the device after every
-#                                  collective.
-#     timers.throughput            off: it waits for the device before every forward
-#                                  (utils/timer.py:238). The run measures its own step times.
-
-_OURS = ("train_batch_size", "optimizer", "scheduler")
-
 
 def deepspeed_json(run: Run, *, local_elements: int) -> dict[str, Any]:
-    """DeepSpeed's configuration for one rank of ``run``.
+    """DeepSpeed's configuration for one rank of ``run``. These keys differ from the run's JSON:
+
+        zero_optimization.stage 0    1, over a group of one rank: nothing is partitioned, and all
+                                     stages and dtypes use the same code. This package averages the
+                                     gradients over the data axis.
+        gradient_accumulation_steps  1: the schedule counts micro-batches, and the loss is scaled
+                                     before backward.
+        reduce_bucket_size           at most ``local_elements``: DeepSpeed allocates all of it.
+        communication_data_type      by default the accumulation dtype: DeepSpeed would average fp32
+                                     sums in the dtype of the parameters.
+        optimizer, scheduler         removed: the optimizer is passed as an object, and the learning
+                                     rate is set in each step.
+        comms_logger                 removed unless it is enabled: DeepSpeed 0.19.8
+                                     (comm/config.py:22) turns the logger on if the key exists, and
+                                     the logger waits for the device after every collective.
+        timers.throughput            off: it waits for the device before every forward
+                                     (utils/timer.py:238). The run measures its own step times.
 
     Args:
         run: the resolved run.
-        local_elements: number of parameters that this rank's pipeline stage and tensor shard hold.
+        local_elements: number of parameters of this rank's pipeline stage and tensor shard.
     """
     json = run.config.deepspeed_json()
-    for key in _OURS:
+    for key in ("train_batch_size", "optimizer", "scheduler"):
         json.pop(key, None)
     replicas = 1 if run.zero_stage == 0 else run.grid.dp
     json["train_micro_batch_size_per_gpu"] = run.batch.micro_batch_size
@@ -80,22 +72,16 @@ def deepspeed_json(run: Run, *, local_elements: int) -> dict[str, Any]:
     return json
 
 
-# What DeepSpeed asks a "model parallel unit": the data-parallel group, and nothing else.
-#
-# DeepSpeed partitions over the data axis. Everything that spans the model axes - the norm, tied
-# weights, the agreement to skip a step - is done by this package, so DeepSpeed sees no
-# model-parallel group: None, which its ZeRO optimizers understand (deepspeed/comm/pg_utils.py,
-# is_parallel).
-
-
 class DataAxis:
-    """DeepSpeed's ``mpu`` for one engine.
+    """DeepSpeed's ``mpu`` (model parallel unit) for one engine. All ranks create it together.
+
+    DeepSpeed partitions over the data axis. This package does everything that spans the model axes:
+    the norm, tied weights, the agreement to skip a step. So there is no model-parallel group for
+    DeepSpeed: None, which its ZeRO optimizers accept (deepspeed/comm/pg_utils.py, is_parallel).
 
     Args:
         context: this rank's groups.
         replicate: ZeRO-0: partition over this rank alone, so that every rank holds everything.
-
-    All ranks create it together.
     """
 
     def __init__(self, context: ParallelContext, *, replicate: bool) -> None:
@@ -106,11 +92,11 @@ class DataAxis:
         return self._partition_group
 
     def get_data_parallel_world_size(self) -> int:
-        """Its size."""
+        """The size of that group."""
         return dist.get_world_size(self._partition_group)
 
     def get_data_parallel_rank(self) -> int:
-        """This rank's place in it."""
+        """The rank in that group."""
         return dist.get_rank(self._partition_group)
 
     def get_model_parallel_group(self) -> dist.ProcessGroup | None:
@@ -151,24 +137,26 @@ def build_engine(
     Args:
         run: the resolved run.
         context: this rank's groups.
-        model: this rank's layers on the meta device, tensor-parallel; they get their values here.
-        shards: full name -> the part of the parameter that this rank holds.
-        initial_value: full name -> this rank's shard of the parameter's initial value.
-        parameter_groups: this rank's parameters by full name -> groups for the optimizer.
-        make_optimizer: groups -> optimizer.
+        model: this rank's tensor-parallel layers on the meta device, which get their values here.
+        shards: full name -> this rank's shard of the parameter.
+        initial_value: full name -> initial value of this rank's shard.
+        parameter_groups: (full name -> parameter) -> parameter groups of the optimizer.
+        make_optimizer: parameter groups -> optimizer.
     """
     _prepare_deepspeed(context)
     local_elements = sum(parameter.numel() for parameter in model.parameters())
     json = deepspeed_json(run, local_elements=local_elements)
     mpu = DataAxis(context, replicate=run.zero_stage == 0)
-    partition = _LayerPartitioner(run, mpu, json)
-    materialize(
-        model,
-        initial_value,
-        device=context.device,
-        dtype=DTYPES[run.precision],
-        on_layer_ready=partition,
-    )
+    dtype = DTYPES[run.precision]
+
+    def partition(layer: nn.Module) -> None:
+        if run.zero_stage == 3:
+            group = mpu.get_data_parallel_group()
+            deepspeed.zero.Init(
+                layer, data_parallel_group=group, config_dict_or_path=json, dtype=dtype, mpu=mpu
+            )
+
+    materialize(model, initial_value, device=context.device, dtype=dtype, on_layer_ready=partition)
     parameters = dict(model.named_parameters())
     _accumulate_in(parameters, DTYPES[run.accumulation_dtype])
     tied = _tied_across_stages(run, parameters)
@@ -194,28 +182,8 @@ def _prepare_deepspeed(context: ParallelContext) -> None:
     deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False)
 
 
-class _LayerPartitioner:
-    """ZeRO-3: partitions a layer's parameters over the data axis; other stages leave it whole."""
-
-    def __init__(self, run: Run, mpu: DataAxis, json: dict[str, Any]) -> None:
-        self._active = run.zero_stage == 3
-        self._dtype = DTYPES[run.precision]
-        self._mpu = mpu
-        self._json = json
-
-    def __call__(self, layer: nn.Module) -> None:
-        if self._active:
-            deepspeed.zero.Init(
-                module=layer,
-                data_parallel_group=self._mpu.get_data_parallel_group(),
-                config_dict_or_path=self._json,
-                dtype=self._dtype,
-                mpu=self._mpu,
-            )
-
-
 def _accumulate_in(parameters: Mapping[str, nn.Parameter], dtype: torch.dtype) -> None:
-    """Makes autograd sum the gradients of successive micro-batches in ``dtype``."""
+    """Make autograd accumulate gradients in ``dtype``."""
     for parameter in parameters.values():
         if parameter.dtype != dtype:
             parameter.grad_dtype = dtype
@@ -230,7 +198,7 @@ def _tied_across_stages(run: Run, parameters: Mapping[str, nn.Parameter]) -> nn.
 def _with_tied_alone(
     groups: list[dict[str, Any]], tied: nn.Parameter | None
 ) -> list[dict[str, Any]]:
-    """Puts the tied weight in a group of its own, so that both stages cut it at the same places."""
+    """Put the tied weight into its own group, so that both stages partition it alike."""
     if tied is None:
         return groups
     alone = [{**g, "params": [tied]} for g in groups if any(p is tied for p in g["params"])]

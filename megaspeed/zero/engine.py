@@ -1,4 +1,4 @@
-"""One pipeline stage's DeepSpeed engine, driven by a schedule instead of by itself.
+"""The DeepSpeed engine of one pipeline stage, under the control of a schedule.
 
 The order of calls in one optimizer step, whatever the schedule:
 
@@ -7,9 +7,9 @@ The order of calls in one optimizer step, whatever the schedule:
     reduce_tied_gradients()               over the two pipeline stages that share the embedding
     step()                                norm, clip, optimizer
 
-When ZeRO communicates is ``gradient_reduction``: ``per_micro_batch`` lets DeepSpeed's hooks reduce
-during every backward; ``per_step`` holds them back (``coalesce_grad_reduction``) and reduces the
-sum of all micro-batches once.
+``gradient_reduction`` states when ZeRO communicates: with ``per_micro_batch``, DeepSpeed's hooks
+reduce during every backward; with ``per_step``, they are delayed (``coalesce_grad_reduction``), and
+the sum of all micro-batches is reduced once.
 """
 
 import math
@@ -50,14 +50,12 @@ from megaspeed.zero.workarounds import (
     wait_on_the_device,
 )
 
-# fp16's dynamic loss scale, read and taken up again as DeepSpeed's scaler counts it.
-
 Counters = dict[str, float]
-"""scale, iteration, last_overflow_iteration and hysteresis of DeepSpeed's scaler."""
+"""scale, iteration, last_overflow_iteration and hysteresis of fp16's dynamic loss scaler."""
 
 
 def read_loss_scale(scaler: Any) -> Counters | None:
-    """The state of DeepSpeed's scaler; None where the scale is a constant."""
+    """The state of DeepSpeed's loss scaler; None if the scale is constant."""
     if not scaler.dynamic:
         return None
     return {
@@ -69,7 +67,7 @@ def read_loss_scale(scaler: Any) -> Counters | None:
 
 
 def load_loss_scale(scaler: Any, saved: Counters) -> None:
-    """Lets a dynamic scaler go on from a saved state; a constant one stays as it is."""
+    """Load a saved state into a dynamic scaler. Does nothing if the scale is constant."""
     if not scaler.dynamic:
         return
     scaler.cur_scale = saved["scale"]
@@ -80,20 +78,13 @@ def load_loss_scale(scaler: Any, saved: Counters) -> None:
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """What one optimizer step did, the same on every rank.
-
-    Attributes:
-        grad_norm: norm before clipping over all logical parameters; NaN if a rank's loss was not
-            finite.
-        skipped: whether the step was not taken, because norm or loss was not finite.
-        losses: the loss that each rank passed to ``step``, by rank; 0 for None.
-        notes: the notes that each rank passed, by rank.
-    """
+    """The result of one optimizer step, the same on every rank."""
 
     grad_norm: float
-    skipped: bool
-    losses: list[float]
-    notes: list[list[float]]
+    """Norm before clipping over all logical parameters; NaN if a rank's loss was not finite."""
+    skipped: bool  # because norm or loss was not finite
+    losses: list[float]  # the loss that each rank passed to ``step``, by rank; 0 for None
+    notes: list[list[float]]  # the notes that each rank passed, by rank
 
 
 class ZeroEngine:
@@ -103,8 +94,8 @@ class ZeroEngine:
         engine: the ``DeepSpeedEngine`` (stage 1, 2 or 3) of this rank's module.
         run: the resolved run.
         context: this rank's groups.
-        owned_elements: how many leading elements of each parameter this rank counts.
-        tied: this rank's copy of a weight that another pipeline stage holds too, if it has one.
+        owned_elements: how many leading elements of each parameter this rank counts in the norm.
+        tied: the weight that this rank shares with another pipeline stage; None if there is none.
     """
 
     def __init__(
@@ -161,7 +152,7 @@ class ZeroEngine:
     def forward(
         self, micro_batch: int, x: Tensor, samples: Tensor, documents: Tensor | None
     ) -> Tensor:
-        """Runs the module on ``x``: tokens (B, S) or hidden states (B, S, D)."""
+        """Run the module on ``x``: tokens (B, S) or hidden states (B, S, D)."""
         if self._gathers is not None:
             self._gathers.begin_forward()
         output: Tensor = self._engine(x, samples, documents)
@@ -175,28 +166,28 @@ class ZeroEngine:
         *,
         last: bool,
     ) -> None:
-        """Back-propagates one micro-batch.
+        """Back-propagate one micro-batch.
 
         Args:
-            micro_batch: which one.
-            output: the scalar loss on the last pipeline stage; on the others the graph's edge at
-                the output of ``forward``. The output itself may have been sent and freed.
-            gradient: with respect to what ``forward`` returned; None for the loss.
-            last: whether this is the step's last micro-batch.
+            micro_batch: its index.
+            output: on the last pipeline stage the loss, a scalar; on the others the graph's edge at
+                the output of ``forward``, which may have been sent and freed.
+            gradient: with respect to the output of ``forward``; None for the loss.
+            last: whether this is the last micro-batch of the step.
         """
-        # DeepSpeed 0.19.8 resets what belongs to one backward in its forward (engine.py:2991-2992).
-        # With several forwards before a backward, hooks would not be queued (stages 1, 2) or only
-        # the last micro-batch's gradient would survive (stage3.py:2394-2410), silently.
+        # DeepSpeed 0.19.8 resets the state of a backward in its forward (engine.py:2991-2992). With
+        # several forwards before a backward, hooks would not be queued (stages 1, 2), or only the
+        # gradient of the last micro-batch would be kept (stage3.py:2394-2410), silently.
         self._optimizer.clear_backward_seen_flag()
         if self._per_step:
-            self._hold_back_reduction()
+            self._delay_reduction()
         else:
             self._engine.set_gradient_accumulation_boundary(last)
         if gradient is None:
             self._engine.backward(output)
         else:
-            # The gradient received carries the loss scale already; DeepSpeed asks to be told
-            # (engine.py:3205-3211).
+            # The received gradient is already multiplied by the loss scale. DeepSpeed needs this
+            # flag for such a backward (engine.py:3205-3211).
             self._engine._manual_backward_expected = True
             torch.autograd.backward(output, gradient)
         if self._gathers is not None:
@@ -204,7 +195,7 @@ class ZeroEngine:
         self.after_backward()
 
     def reduce_gradients(self) -> None:
-        """Completes the reduction over the data axis."""
+        """Complete the reduction over the data axis."""
         if self._coalescing is not None:
             self._coalescing.__exit__(None, None, None)
             self._coalescing = None
@@ -214,7 +205,7 @@ class ZeroEngine:
             )
 
     def reduce_tied_gradients(self) -> None:
-        """Sums the gradients of a weight that the first and the last pipeline stage share."""
+        """Sum the gradients of a weight that the first and the last pipeline stage share."""
         if self._tied is None:
             return
         group, peer = self._context.pp_group, self._context.other_end_rank
@@ -230,17 +221,17 @@ class ZeroEngine:
         learning_rate: float,
         notes: Callable[[], Sequence[float]] = tuple,
     ) -> StepOutcome:
-        """Clips by the global norm and takes an optimizer step, on all ranks or on none.
+        """Clip by the global norm and take an optimizer step, on all ranks or on none.
 
-        Unless a number is not finite or the optimizer is offloaded, this is the only place in a
-        step where the host reads from the device.
+        The host reads from the device only here, unless a number is not finite or the optimizer is
+        offloaded.
 
         Args:
-            loss: this rank's share of the loss, a scalar, or None if it has none. If it is not
-                finite on any rank, all ranks skip the step.
+            loss: this rank's part of the loss, a scalar; None if it has none. If it is not finite
+                on any rank, all ranks skip the step.
             learning_rate: of this step, for all parameter groups.
-            notes: returns numbers for the other ranks, equally many on every rank. Called after all
-                gradients are reduced.
+            notes: returns numbers for the other ranks, the same number on every rank. Called after
+                all gradients are reduced.
         """
         for group in self._optimizer.param_groups:
             group["lr"] = learning_rate
@@ -270,38 +261,38 @@ class ZeroEngine:
         return gradient_fragments(self._optimizer)
 
     def state_fragments(self) -> Iterator[StateFragment]:
-        """This rank's master weights and moments, to be read or written between two steps."""
+        """This rank's master weights and moments, to read or to write between two steps."""
         return state_fragments(self._optimizer)
 
     def load_state(self, steps_taken: int) -> None:
-        """Goes on from state fragments that were written to; a collective over the data axis."""
+        """Use state fragments that were written to; a collective over the data axis."""
         load_state(self._optimizer, steps_taken)
         if self._gathers is not None:
-            self._gathers.weights_changed()
+            self._gathers.free_persistent()
 
     def loss_scale(self) -> Counters | None:
-        """fp16's dynamic loss scale; None where there is none."""
+        """The state of fp16's dynamic loss scale; None if there is none."""
         return read_loss_scale(self._optimizer.loss_scaler)
 
     def load_loss_scale(self, saved: Counters) -> None:
-        """Goes on with a saved loss scale; nothing happens where this run has none."""
+        """Load a saved dynamic loss scale. Does nothing if this run has none."""
         load_loss_scale(self._optimizer.loss_scaler, saved)
 
     def owned_elements(self, parameter: nn.Parameter) -> int:
-        """How many leading elements of its local tensor this rank counts, copies left out."""
+        """How many leading elements of the local tensor this rank counts in the norm."""
         return self._owned_elements[parameter]
 
     def train(self, mode: bool) -> None:
-        """Switches dropout on (True) or off (False)."""
+        """Switch dropout on (True) or off (False)."""
         self._engine.train(mode)
 
-    def _hold_back_reduction(self) -> None:
+    def _delay_reduction(self) -> None:
         if self._coalescing is None:
             self._coalescing = self._engine.coalesce_grad_reduction()
             self._coalescing.__enter__()
 
     def _norm_of(self, squares: Sequence[float], losses: Sequence[float]) -> float:
-        """The norm, still multiplied by the loss scale; NaN if any rank's loss is not finite."""
+        """The norm, multiplied by the loss scale; NaN if the loss of a rank is not finite."""
         if not all(map(math.isfinite, losses)):
             return math.nan
         copies = self._context.dp_size if self._replicated else 1

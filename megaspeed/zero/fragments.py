@@ -1,13 +1,15 @@
-"""The reduced gradients that this rank holds between the reduction and the optimizer step.
+"""The gradients and the optimizer state that this rank holds, as views of DeepSpeed's tensors.
 
-ZeRO keeps them in other places for each stage and offload setting; here they are one list of
-fragments, each a flat range of one parameter. All of them are views: writing to a fragment changes
-what the optimizer will see.
+A fragment is a flat range of one parameter:
 
-    stage      partitioned over    a rank's fragments
-    0          nobody              every parameter, whole
-    1, 2       the data axis       flat ranges: one partition of the parameters laid end to end
+    stage      partitioned over    fragments of a rank
+    0          one rank            every parameter, complete
+    1, 2       the data axis       flat ranges: one partition of the concatenated parameters
     3          the data axis       an equal flat range of every parameter
+
+ZeRO keeps gradients in a different place for each stage and offload setting. The optimizer state
+(fp32 master weights and AdamW's two moments) are three flat tensors for each parameter group, with
+the same layout. Whatever is written to a fragment is what the optimizer uses.
 """
 
 from collections.abc import Iterator
@@ -22,7 +24,7 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class GradientFragment:
-    """Elements [start, start + len(values)) of ``parameter``'s flattened local gradient."""
+    """Elements [start, start + len(values)) of the flat local gradient of ``parameter``."""
 
     parameter: nn.Parameter
     start: int
@@ -31,30 +33,22 @@ class GradientFragment:
 
 @dataclass(frozen=True)
 class HeldRange:
-    """Where in this rank's flat partitions a part of a parameter lies.
-
-    Attributes:
-        parameter: whose.
-        start: first element of the part, in the parameter's flattened local tensor.
-        group: which flat partition: one for each parameter group (ZeRO-3: sub-group).
-        offset: first element of the part in that partition.
-        length: elements, padding left out; may be 0 at stage 3.
-    """
+    """The place of a part of a parameter in this rank's flat partitions."""
 
     parameter: nn.Parameter
-    start: int
-    group: int
-    offset: int
-    length: int
+    start: int  # first element of the part in the flat local tensor of the parameter
+    group: int  # index of the flat partition: one for each parameter group (ZeRO-3: sub-group)
+    offset: int  # first element of the part in that partition
+    length: int  # elements without padding; may be 0 at stage 3
 
 
 def partitions_parameters(optimizer: Any) -> bool:
-    """Whether it is DeepSpeed's optimizer of ZeRO-3, which has another class than the others'."""
+    """Whether this is DeepSpeed's optimizer of ZeRO-3; other stages use another class."""
     return hasattr(optimizer, "fp16_groups")
 
 
 def held_ranges(optimizer: Any) -> Iterator[HeldRange]:
-    """Every part of a parameter whose gradient and optimizer state this rank holds."""
+    """The parts of parameters whose gradient and optimizer state this rank holds."""
     if partitions_parameters(optimizer):
         yield from _stage3_ranges(optimizer)
     else:
@@ -62,7 +56,7 @@ def held_ranges(optimizer: Any) -> Iterator[HeldRange]:
 
 
 def gradient_fragments(optimizer: Any) -> Iterator[GradientFragment]:
-    """This rank's fragments, padding left out. Valid after the reduction and before the step."""
+    """This rank's reduced gradients without padding, between the reduction and the step."""
     if partitions_parameters(optimizer):
         yield from _stage3_fragments(optimizer)
         return
@@ -122,21 +116,9 @@ def _stage3_ranges(optimizer: Any) -> Iterator[HeldRange]:
             yield HeldRange(parameter, start, int(group), int(offset), length)
 
 
-# The optimizer's state that this rank holds: fp32 master weights and AdamW's two moments.
-#
-# ZeRO keeps each of the three as a flat tensor for every parameter group, laid out alike. Here they
-# are one list of fragments, each a flat range of one parameter, as the gradients are
-# (``fragments.py``). All of them are views: what is written to a fragment is the state.
-#
-#     stage      a rank's fragments
-#     0          every parameter, whole
-#     1, 2       flat ranges: one partition of the parameters laid end to end
-#     3          an equal flat range of every parameter
-
-
 @dataclass(frozen=True)
 class StateFragment:
-    """Elements [start, start + len(weights)) of ``parameter``'s flattened local state, fp32."""
+    """Elements [start, start + len(weights)) of the flat local state of ``parameter``, fp32."""
 
     parameter: nn.Parameter
     start: int
@@ -146,7 +128,7 @@ class StateFragment:
 
 
 def state_fragments(optimizer: Any) -> Iterator[StateFragment]:
-    """This rank's fragments, padding left out; moments that do not exist yet are made, of zeros."""
+    """This rank's optimizer state without padding. Moments that do not exist yet are zeros."""
     masters = master_partitions(optimizer)
     for held in held_ranges(optimizer):
         master = masters[held.group]
@@ -157,14 +139,13 @@ def state_fragments(optimizer: Any) -> Iterator[StateFragment]:
 
 
 def load_state(optimizer: Any, steps_taken: int) -> None:
-    """Lets the optimizer go on from fragments that were written to.
+    """Make the optimizer continue from state fragments that were written to.
 
-    The parameters that the model computes with are made from the master weights, on all ranks of
-    the data axis: a collective over it.
+    The model's parameters are computed from the master weights; a collective over the data axis.
 
     Args:
         optimizer: DeepSpeed's ZeRO optimizer.
-        steps_taken: AdamW's step count, of which its bias correction is a function.
+        steps_taken: AdamW's step count, which determines its bias correction.
     """
     for master in master_partitions(optimizer):
         _moments(optimizer.optimizer, master)["step"].fill_(steps_taken)
@@ -183,7 +164,7 @@ def master_partitions(optimizer: Any) -> list[Tensor]:
 
 
 def _moments(adamw: torch.optim.Optimizer, master: Tensor) -> dict[str, Tensor]:
-    """torch's state of one flat parameter, which it makes in the first step."""
+    """The state of one flat parameter. torch would create it in the first step."""
     state: dict[str, Tensor] = adamw.state[master]
     if not state:
         # As torch.optim.adam does for fused=True: an fp32 step count beside the parameter.

@@ -1,28 +1,26 @@
-"""ZeRO-3: which layers' parameters are gathered when.
+"""ZeRO-3: gathers the parameters of one layer at a time.
 
     forward     embedding > block 0 > block 1 > ... > head
     backward    head > ... > block 1 > block 0 > embedding, which gathers nothing
 
-A layer is gathered when a pass enters it and freed when the pass leaves it. While it computes, the
-layer that comes next in the same pass is gathered, if there is room for both. So every pass gathers
-every layer once. (The embedding's backward does not: it adds rows to a gradient and reads no
-weight.) A block that is recomputed in a backward is gathered already.
+A layer is gathered when a pass enters it, and freed when the pass leaves it. While it computes, the
+next layer of the pass is gathered, if there is room for both. So each pass gathers each layer once.
+(The backward of the embedding gathers nothing, because it reads no weight.) A block that is
+recomputed in a backward is gathered already.
 
-DeepSpeed 0.19.8 gathers each module's own parameters, in an order that it records
-(partitioned_param_coordinator.py). With several micro-batches in flight the order never matches the
-record, so nothing is fetched ahead. A hook on every module takes longer than a small module's
-computation. The hooks of this file replace DeepSpeed's.
+Persistent parameters (``stage3_param_persistence_threshold``) are gathered together when the first
+pass after an optimizer step begins, and stay gathered until the next step.
 
-Parameters that stay whole (``stage3_param_persistence_threshold``) belong to no layer. They are
-gathered together when the first pass after an optimizer step begins.
+On a GPU the host never waits. A gather runs on its own stream, after everything that was launched
+before it: after the optimizer step that wrote the partitions, and after the layer before the
+current one, whose memory it may reuse. The copy of gathered data runs on the stream that computes.
+So at most two layers are gathered at a time, even if the host is far ahead of the device.
 
-On a GPU the host never waits here. A gather runs on a stream of its own, after all that was
-launched before it: after the optimizer step that wrote the partitions, and after the layer before
-the one at work, whose memory it may take. The copy out of it runs on the stream that computes. So
-no more than two layers are gathered at a time, even if the host is far ahead of the device.
-
-The gradients of a layer are reduced one parameter at a time, as DeepSpeed does by default. With its
-"leaf modules" it would reduce all gradients of a block together, but would hold all of them first.
+These hooks replace those of DeepSpeed 0.19.8, which gathers each module separately, in an order
+that it records (partitioned_param_coordinator.py). With several micro-batches in flight the order
+never matches the record, so nothing is gathered ahead, and a hook on every module takes longer than
+the computation of a small module. As in DeepSpeed, gradients are reduced one parameter at a time.
+(DeepSpeed's "leaf modules" would hold all gradients of a block before they are reduced together.)
 """
 
 import functools
@@ -41,30 +39,28 @@ from megaspeed.config.deepspeed_keys import ZeroConfig
 from megaspeed.model.gpt import GPT
 from megaspeed.topology.context import ParallelContext
 
-# ZeRO-3: one layer's parameters, gathered together into one piece of memory.
-#
-#     partitions of rank r    [ a_r | b_r | c_r ]
-#     arriving                [ a_0 b_0 c_0 | a_1 b_1 c_1 | ... ]             one all-gather
-#     whole                   [ a_0 a_1 ... | b_0 b_1 ... | c_0 c_1 ... ]     one copy
-#
-# A parameter travels padded to a multiple of the number of ranks. One parameter alone arrives in
-# ``whole`` directly. If there is one rank, its partitions are the parameters, and nothing is copied
-# unless they are offloaded.
-#
-# While the layer is not gathered, its storage has 0 bytes, but it remains the same storage object.
-# So autograd may save a view of a weight from forward to backward (``weight.t()`` in a linear
-# layer, or any view that a compiled block saves). The view takes no memory, and shows the weight
-# again as soon as the layer is gathered again. (torch's FSDP2 does the same: ``alloc_storage`` in
-# torch/distributed/fsdp/_fully_shard/.)
-
 
 class GatheredLayer:
-    """Gathers and frees some parameters that DeepSpeed has partitioned.
+    """Gathers and frees the parameters a, b, c, ... of a layer, which DeepSpeed has partitioned.
+
+        partitions of rank r    [ a_r | b_r | c_r ]
+        received                [ a_0 b_0 c_0 | a_1 b_1 c_1 | ... ]             one all-gather
+        gathered                [ a_0 a_1 ... | b_0 b_1 ... | c_0 c_1 ... ]     one copy
+
+    Each parameter is padded to a multiple of the number of ranks. A single parameter is received in
+    ``gathered`` directly. With one rank, the partitions are the parameters, and nothing is copied
+    unless they are offloaded.
+
+    While the layer is not gathered, its storage has 0 bytes, but remains the same storage object.
+    So autograd may save a view of a weight from forward to backward (``weight.t()`` in a linear
+    layer, or any view that a compiled block saves). The view takes no memory, and contains the
+    weight again as soon as the layer is gathered again. (torch's FSDP2 does the same:
+    ``alloc_storage`` in torch/distributed/fsdp/_fully_shard/.)
 
     Args:
-        parameters: in the same order on every rank of ``group``; may be none.
+        parameters: in the same order on every rank of ``group``; may be empty.
         group: the ranks that hold the partitions.
-        device: where parameters are gathered.
+        device: of the gathered parameters.
     """
 
     def __init__(
@@ -75,83 +71,83 @@ class GatheredLayer:
         self._device = device
         self._ranks = dist.get_world_size(group)
         self.elements: int = sum(parameter.ds_numel for parameter in self._parameters)
-        """Elements of the parameters, without padding."""
+        """Elements of all parameters, without padding."""
         self._sizes: list[int] = [parameter.partition_numel() for parameter in self._parameters]
         dtype = parameters[0].dtype if parameters else None
-        self._nothing = torch.empty(0, dtype=dtype, device=device)
+        self._empty = torch.empty(0, dtype=dtype, device=device)
         on_device = all(parameter.ds_tensor.device == device for parameter in parameters)
-        self._is_there = not parameters or (self._ranks == 1 and on_device)
-        self._whole = torch.empty(self._ranks * sum(self._sizes), dtype=dtype, device=device)
-        regions = self._whole.split([self._ranks * size for size in self._sizes])
+        self._is_local = not parameters or (self._ranks == 1 and on_device)
+        self._gathered = torch.empty(self._ranks * sum(self._sizes), dtype=dtype, device=device)
+        regions = self._gathered.split([self._ranks * size for size in self._sizes])
         self._rows = [region.view(self._ranks, -1) for region in regions]
         self._views = [
             region[: parameter.ds_numel].view(parameter.ds_shape)
             for region, parameter in zip(regions, self._parameters, strict=True)
         ]
         self._free_memory()
-        self._arriving: Tensor | None = None
-        self._message: Any = None
+        self._received: Tensor | None = None
+        self._work: Any = None
 
     @property
-    def is_whole(self) -> bool:
-        """Whether all parameters are there."""
+    def is_gathered(self) -> bool:
+        """Whether all parameters have their values."""
         return all(p.ds_status is ZeroParamStatus.AVAILABLE for p in self._parameters)
 
     @property
-    def is_arriving(self) -> bool:
+    def is_started(self) -> bool:
         """Whether ``start`` was called, and ``finish`` was not."""
-        return self._arriving is not None
+        return self._received is not None
 
     @torch.no_grad()
     def start(self) -> None:
-        """Starts the all-gather on the current stream."""
-        if self._is_there:
+        """Start the all-gather on the current stream."""
+        if self._is_local:
             return
         if self._ranks == 1 or len(self._parameters) == 1:
-            self._take_memory()
-            self._arriving = self._whole
+            self._allocate_memory()
+            self._received = self._gathered
         else:
-            self._arriving = torch.empty_like(self._whole)
-        own = self._arriving.view(self._ranks, -1)[dist.get_rank(self._group)]
+            self._received = torch.empty_like(self._gathered)
+        own = self._received.view(self._ranks, -1)[dist.get_rank(self._group)]
         partitions = [p.ds_tensor.to(self._device, non_blocking=True) for p in self._parameters]
         torch.cat(partitions, out=own)
         if self._ranks > 1:
-            self._message = comm.allgather_fn(self._arriving, own, group=self._group, async_op=True)
+            self._work = comm.allgather_fn(self._received, own, group=self._group, async_op=True)
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Makes the current stream wait for what arrives, and gives the parameters their values."""
-        if self._message is not None:
-            self._message.wait()
-            self._message = None
-        if self._arriving is not None and self._arriving is not self._whole:
-            self._take_memory()
-            by_rank = self._arriving.view(self._ranks, -1)
+        """Make the current stream wait for the all-gather, and set the parameters."""
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+        if self._received is not None and self._received is not self._gathered:
+            self._allocate_memory()
+            by_rank = self._received.view(self._ranks, -1)
             torch.split_with_sizes_copy(by_rank, self._sizes, dim=1, out=self._rows)
-        self._arriving = None
+        self._received = None
         self.give_shapes()
         for parameter in self._parameters:
             parameter.ds_status = ZeroParamStatus.AVAILABLE
 
     def give_shapes(self) -> None:
-        """Gives the parameters their shapes, and what is in the memory as values."""
+        """Give the parameters their shapes. Their values are whatever is in the memory."""
         for parameter, view in zip(self._parameters, self._views, strict=True):
             parameter.data = (
-                parameter.ds_tensor.view(parameter.ds_shape) if self._is_there else view
+                parameter.ds_tensor.view(parameter.ds_shape) if self._is_local else view
             )
 
     def free(self) -> None:
-        """Frees the memory. The current stream must be the one that has used the parameters."""
+        """Free the memory. The current stream must be the one that has used the parameters."""
         for parameter in self._parameters:
-            parameter.data = self._nothing
+            parameter.data = self._empty
             parameter.ds_status = ZeroParamStatus.NOT_AVAILABLE
         self._free_memory()
 
-    def _take_memory(self) -> None:
-        self._whole.untyped_storage().resize_(self._whole.nbytes)
+    def _allocate_memory(self) -> None:
+        self._gathered.untyped_storage().resize_(self._gathered.nbytes)
 
     def _free_memory(self) -> None:
-        self._whole.untyped_storage().resize_(0)
+        self._gathered.untyped_storage().resize_(0)
 
 
 class LayerGathers:
@@ -160,17 +156,17 @@ class LayerGathers:
     Args:
         model: this rank's layers, whose parameters DeepSpeed has partitioned.
         context: this rank's groups.
-        config: when the next layer is gathered ahead of its use.
+        config: limits the number of elements that are gathered ahead.
     """
 
     def __init__(self, model: GPT, context: ParallelContext, config: ZeroConfig) -> None:
         self._timeline = context.timeline
         layers = model.layer_modules()
-        kept: list[Any] = [p for p in model.parameters() if _stays_whole(p)]
-        self._kept = GatheredLayer(kept, context.dp_group, context.device)
+        persistent: list[Any] = [p for p in model.parameters() if _is_persistent(p)]
+        self._persistent = GatheredLayer(persistent, context.dp_group, context.device)
         self._layers = [
             GatheredLayer(
-                [p for p in layer.parameters() if not _stays_whole(p)],
+                [p for p in layer.parameters() if not _is_persistent(p)],
                 context.dp_group,
                 context.device,
             )
@@ -178,7 +174,7 @@ class LayerGathers:
         ]
         self._first_in_backward = 0 if model.embedding is None else 1
         self._config = config
-        self._at_work: GatheredLayer | None = None
+        self._current: GatheredLayer | None = None
         self._accelerator = get_accelerator()
         self._stream = (
             None if self._accelerator.is_synchronized_device() else self._accelerator.Stream()
@@ -188,18 +184,18 @@ class LayerGathers:
             layer.register_forward_hook(functools.partial(self._after_forward, index))
 
     def begin_forward(self) -> None:
-        """Called before the model's forward: gathers what stays whole until the next step."""
-        if not self._kept.is_whole:
-            self._start(self._kept)
-            self._finish(self._kept)
+        """Called before the model's forward; gathers the persistent parameters after a step."""
+        if not self._persistent.is_gathered:
+            self._start(self._persistent)
+            self._finish(self._persistent)
 
     def end_backward(self) -> None:
-        """Called after the model's backward: frees the last layer."""
+        """Called after the model's backward; frees the last layer."""
         self._leave()
 
-    def weights_changed(self) -> None:
-        """Called if the partitions were written to outside an optimizer step."""
-        self._kept.free()
+    def free_persistent(self) -> None:
+        """Free the persistent parameters, after their partitions were written to."""
+        self._persistent.free()
 
     def _before_forward(self, index: int, layer: nn.Module, inputs: Any) -> None:
         if not _in_backward():
@@ -219,22 +215,22 @@ class LayerGathers:
         else:
             # Autograd compares a gradient's shape with its parameter's.
             self._layers[index].give_shapes()
-            self._at_work = self._layers[index]
+            self._current = self._layers[index]
 
     def _enter(self, index: int, following: range) -> None:
         layer = self._layers[index]
-        if not layer.is_arriving:
+        if not layer.is_started:
             self._start(layer)
         self._finish(layer)
-        self._at_work = layer
+        self._current = layer
         for later in following[:1]:
             if self._config.prefetches(layer.elements, self._layers[later].elements):
                 self._start(self._layers[later])
 
     def _leave(self) -> None:
-        if self._at_work is not None:
-            self._at_work.free()
-        self._at_work = None
+        if self._current is not None:
+            self._current.free()
+        self._current = None
 
     def _start(self, layer: GatheredLayer) -> None:
         if self._stream is not None:
@@ -253,10 +249,10 @@ class LayerGathers:
         return on_stream
 
 
-def _stays_whole(parameter: Any) -> bool:
+def _is_persistent(parameter: Any) -> bool:
     return bool(parameter.ds_persist)
 
 
 def _in_backward() -> bool:
-    """Whether autograd is at work on this thread, so that a forward is a recomputation."""
+    """Whether autograd runs a backward on this thread, so that a forward is a recomputation."""
     return torch._C._current_graph_task_id() != -1

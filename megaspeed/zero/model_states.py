@@ -1,4 +1,13 @@
-"""The parameters, gradients and optimizer states that a rank holds, at every ZeRO stage."""
+"""The parameters, gradients and optimizer states that a rank holds, at every ZeRO stage.
+
+    stage      parameters              gradients                 optimizer states
+    0, 1, 2    flat buffer, of which   flat partition; and       master partition, two moments
+               parameters are views    ``parameter.grad``
+    3          flat partitions, and    flat partitions; and      the same
+               persistent parameters   ``parameter.grad``
+
+DeepSpeed 0.19.8 does not document these tensors. The functions ``held_...`` are for measurement.
+"""
 
 from collections.abc import Iterator
 from typing import Any
@@ -9,28 +18,16 @@ from torch import Tensor, nn
 from megaspeed.zero.engine import ZeroEngine
 from megaspeed.zero.fragments import held_ranges, master_partitions, partitions_parameters
 
-# What DeepSpeed's ZeRO optimizers hold, by what it is for.
-#
-#     stage      parameters              gradients                 optimizer states
-#     0, 1, 2    flat buffer, of which   flat partition; and       master partition, two moments
-#                parameters are views    ``parameter.grad``
-#     3          flat partitions, and    flat partitions; and      the same
-#                parameters kept whole   ``parameter.grad``
-#
-# For measurement only: which tensors these are, DeepSpeed 0.19.8 says nowhere.
-
-# The parameters that the model computes with, as far as this rank holds them between two steps.
-
 
 def held_parameters(engine: ZeroEngine) -> Iterator[Tensor | None]:
-    """What the model computes with, and at ZeRO-3 the partitions it is gathered from."""
+    """The model's parameters, and at ZeRO-3 their partitions."""
     for parameter in engine.module.parameters():
         yield parameter.data
         yield getattr(parameter, "ds_tensor", None)
 
 
 def held_gradients(engine: ZeroEngine) -> Iterator[Tensor | None]:
-    """Gradients of parameters, whole and partitioned, added up or about to be."""
+    """Gradients, complete or partitioned, accumulated or not."""
     for parameter in engine.module.parameters():
         yield parameter.grad
         yield getattr(parameter, "grad_accum", None)
@@ -51,9 +48,9 @@ def held_optimizer_states(engine: ZeroEngine) -> Iterator[Tensor | None]:
 
 
 def allocates_for_communication(module: str) -> bool | None:
-    """Whether tensors made by code of this Python module serve communication.
+    """Whether tensors that this Python module allocates are for communication.
 
-    None where the module does not decide: its caller does.
+    None if this depends on the caller of the module.
     """
     if module == "deepspeed.runtime.zero.linear":  # a linear layer's forward and backward
         return False
@@ -63,12 +60,11 @@ def allocates_for_communication(module: str) -> bool | None:
     return True if module in own else None
 
 
-def parameters_between_steps(
+def parameter_fragments(
     module: nn.Module, optimizer: Any
 ) -> Iterator[tuple[nn.Parameter, int, Tensor]]:
-    """(parameter, first element, flat values) of each: all of it, or with ZeRO-3 this rank's part.
-
-    Padding is left out.
+    """(parameter, first element, flat values) of the parameters that this rank holds between steps:
+    the complete ones or, at ZeRO-3, this rank's part without padding.
     """
     if partitions_parameters(optimizer):
         for held in held_ranges(optimizer):
@@ -79,14 +75,8 @@ def parameters_between_steps(
         yield parameter, 0, parameter.view(-1)
 
 
-# Parameters as the model computes with them, whether ZeRO-3 has partitioned them or not.
-
-
-def whole_parameters(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """(full name, copy of the rank's whole tensor shard) of each parameter.
-
-    A collective over the data axis.
-    """
+def gather_parameters(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """(full name, copy of the complete tensor shard) of each parameter; a collective over dp."""
     for name, parameter in module.named_parameters():
         partitioned = hasattr(parameter, "ds_id")
         with deepspeed.zero.GatheredParameters([parameter], enabled=partitioned):

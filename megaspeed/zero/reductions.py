@@ -1,7 +1,14 @@
-"""Sums of reduced gradients over axes that DeepSpeed does not know of.
+"""Reductions that DeepSpeed does not do: ZeRO-0's average, tied weights, the norm of all ranks.
 
-Both run on the fragments, after ZeRO's own reduction: ranks that are compared here hold the same
-ranges of the same parameters, so a sum of fragments is the fragment of the sum.
+They use the fragments after ZeRO's own reduction. Ranks that are summed here hold the same ranges
+of the same parameters, so a sum of fragments is the fragment of the sum.
+
+The gradient norm counts each element of all logical parameters once, at every layout:
+
+    norm^2 = sum over ranks, fragments, owned elements of g^2
+
+A rank does not own copies that tensor parallelism or tied weights make, nor vocabulary padding.
+``ParameterShard.owned_rows`` states which leading elements of a local parameter it owns.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -18,7 +25,7 @@ _BUCKET_ELEMENTS = 1 << 26
 def average_over_replicas(
     fragments: Iterable[GradientFragment], group: dist.ProcessGroup, device: torch.device
 ) -> None:
-    """ZeRO-0, where every rank holds all gradients: averages them over the data axis, in place."""
+    """ZeRO-0: average the gradients over the data axis, in place."""
     size = dist.get_world_size(group)
     if size == 1:
         return
@@ -31,16 +38,16 @@ def average_over_replicas(
 def add_gradients_of_other_end(
     tensors: Sequence[Tensor], group: dist.ProcessGroup, *, peer: int, device: torch.device
 ) -> None:
-    """Adds the gradients that ``peer`` holds of a tied weight to this rank's, in place.
+    """Add the gradients of a tied weight that ``peer`` holds to this rank's, in place.
 
-    The first and the last pipeline stage call this together. Each sends its gradients to the other.
-    Both compute a + b, which has the same bits as b + a, so the copies stay equal.
+    The first and the last pipeline stage call this together, and send each other their gradients.
+    a + b has the same bits as b + a, so the copies stay equal.
 
     Args:
-        tensors: this rank's gradients of the tied weight. ``peer`` has tensors of the same shapes.
+        tensors: this rank's gradients of the tied weight; ``peer`` has the same shapes.
         group: the process group along the pipeline axis.
         peer: the global rank of the other end of the pipeline.
-        device: where messages are sent from; offloaded gradients travel through it.
+        device: of the messages; offloaded gradients are copied to it.
     """
     for bucket in _buckets(tensors):
         own = torch.cat(bucket).to(device)
@@ -57,9 +64,6 @@ def add_gradients_of_other_end(
 def _all_reduce_in_place(
     tensors: Sequence[Tensor], group: dist.ProcessGroup, device: torch.device
 ) -> None:
-    """Sums each tensor over the group, a bucket at a time; offloaded ones travel through
-    ``device``.
-    """
     for bucket in _buckets(tensors):
         flat = torch.cat(bucket).to(device)
         dist.all_reduce(flat, group=group)
@@ -67,14 +71,13 @@ def _all_reduce_in_place(
 
 
 def _spread(flat: Tensor, tensors: Sequence[Tensor]) -> None:
-    """Copies a bucket's sum back to where its parts came from."""
     parts = flat.split([tensor.numel() for tensor in tensors])
     for tensor, part in zip(tensors, parts, strict=True):
         tensor.copy_(part)
 
 
 def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """The tensors as flat pieces, in lists of one dtype and at most ``_BUCKET_ELEMENTS``."""
+    """Lists of flat pieces of the tensors, of one dtype and at most ``_BUCKET_ELEMENTS`` each."""
     bucket: list[Tensor] = []
     elements = 0
     for tensor in tensors:
@@ -89,31 +92,16 @@ def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
         yield bucket
 
 
-# The gradient norm over all logical parameters, each element counted once at every layout.
-#
-#     norm^2 = sum over ranks, fragments, owned elements of g^2
-#
-# "Owned" excludes the copies that tensor parallelism and tied weights make, and vocabulary padding.
-# ``ParameterShard.owned_rows`` states which leading elements of a local parameter a rank owns.
-#
-# Before each optimizer step, one collective carries each rank's sum and everything else that the
-# ranks must agree on, and the host reads the result once:
-#
-#     rank 0   squares  loss  notes...
-#     rank 1   squares  loss  notes...       every rank receives all rows
-#     ...
-
-
 def owned_squares(
     fragments: Iterable[GradientFragment], owned_elements: Mapping[nn.Parameter, int]
 ) -> Tensor:
-    """Sum of squares of the elements that this rank counts, a scalar in fp64.
+    """Sum of squares of the elements that this rank owns, a scalar in fp64.
 
-    It is not finite if any element is not finite, including those that another rank counts.
+    It is not finite if any element is not finite, including those that another rank owns.
 
     Args:
         fragments: this rank's reduced gradients.
-        owned_elements: how many leading elements of each local parameter this rank counts.
+        owned_elements: how many leading elements of each local parameter this rank owns.
     """
     owned: list[Tensor] = []
     others: list[Tensor] = []
@@ -144,16 +132,20 @@ def sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:
 def exchange(
     own: Sequence[Tensor | float | None], group: dist.ProcessGroup, device: torch.device
 ) -> list[list[float]]:
-    """Every rank's numbers in fp64, by rank of ``group``: one collective, one host read.
+    """All-gather some numbers in fp64. Runs one collective, and the host reads its result once:
 
-    Each rank adds its row to the other ranks' zeros, which is exact. NCCL can run an all-reduce
-    as a tree, whose latency grows with the logarithm of the number of ranks. An all-gather usually
-    runs as a ring, whose latency grows with the number of ranks.
+        rank 0   squares  loss  notes...
+        rank 1   squares  loss  notes...       every rank receives all rows
+        ...
+
+    Each rank adds its row to the zeros of the others, which is exact. The latency of NCCL's
+    all-reduce can grow with the logarithm of the number of ranks (a tree), that of its all-gather
+    usually grows with the number of ranks (a ring).
 
     Args:
-        own: this rank's numbers, as many on every rank; scalars on any device, or None for 0.
+        own: this rank's numbers, equally many on every rank; scalars on any device, or None for 0.
         group: all ranks that take part.
-        device: where the collective runs.
+        device: of the collective.
     """
     rows = torch.zeros(dist.get_world_size(group), len(own), dtype=torch.float64, device=device)
     row = rows[dist.get_rank(group)]
@@ -172,7 +164,7 @@ def exchange(
 def first_non_finite(
     fragments: Iterable[GradientFragment], names: Mapping[nn.Parameter, str]
 ) -> str | None:
-    """Full name of this rank's first parameter whose gradient is not finite, if there is one."""
+    """Full name of this rank's first parameter with a non-finite gradient, or None."""
     for fragment in fragments:
         if not bool(torch.isfinite(fragment.values).all()):
             return names[fragment.parameter]

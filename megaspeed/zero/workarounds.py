@@ -1,4 +1,4 @@
-"""Work-arounds for DeepSpeed 0.19.8, each with the line that it changes and the reason.
+"""Work-arounds for DeepSpeed 0.19.8. Each docstring states DeepSpeed's lines and the reason.
 
 Each has a test that fails if the work-around is omitted, or if DeepSpeed no longer needs it.
 """
@@ -21,47 +21,44 @@ from torch import Tensor
 from megaspeed.topology.activity import Timeline
 from megaspeed.zero.fragments import partitions_parameters
 
-# What DeepSpeed 0.19.8 does when it starts.
-#
-# comm/torch.py:47-53 and ops/__init__.py:16-33: starting the communication backend builds a C++
-# extension (``deepspeed_shm_comm``, about half a minute with a compiler, an error without one) that
-# only inference uses.
-#
-# comm/torch.py:47-200: collectives are called by names that torch 2.13 announces to rename. Each
-# rank warns of it.
-#
-# accelerator/cpu_accelerator.py:70-79 and utils/numa.py:27: on a CPU every call that counts devices
-# starts a ``numactl`` process, about ten times for each optimizer step and rank. It tries to do so
-# even if ``numactl`` is not installed.
-
 
 def declare_no_compiled_ops() -> None:
-    """Declares that no operator can be compiled here, so that DeepSpeed never tries.
+    """Declare that no operator can be compiled here, so that DeepSpeed never tries.
 
-    The registry of compatible operators is filled on first use. An empty one means that there is
-    nothing to build.
+    comm/torch.py:47-53 and ops/__init__.py:16-33: starting the communication backend builds a C++
+    extension (``deepspeed_shm_comm``, about half a minute with a compiler, an error without one)
+    that only inference uses. The registry of compatible operators is filled on first use; if it is
+    empty, nothing is built.
     """
     deepspeed.ops.__compatible_ops__ = {}
 
 
 def hide_announced_renames() -> None:
-    """Hides torch's FutureWarnings about its collectives; other warnings still come through."""
+    """Hide torch's FutureWarnings about collectives, but no other warnings.
+
+    comm/torch.py:47-200: collectives are called by names that torch 2.13 deprecates. Each rank
+    would print a warning.
+    """
     warnings.filterwarnings("ignore", category=FutureWarning, message=".*torch.distributed.*")
 
 
 def count_numa_nodes_once() -> None:
-    """Caches the result of ``numactl``, because nodes do not change while a process runs."""
+    """Cache the result of ``numactl``, because nodes do not change while a process runs.
+
+    accelerator/cpu_accelerator.py:70-79 and utils/numa.py:27: on a CPU every call that counts
+    devices starts a ``numactl`` process, even if ``numactl`` is not installed: about ten times for
+    each optimizer step and rank.
+    """
     if not hasattr(deepspeed.utils.numa.get_numa_cores, "cache_info"):
         deepspeed.utils.numa.get_numa_cores = functools.cache(deepspeed.utils.numa.get_numa_cores)
 
 
-# DeepSpeed 0.19.8, runtime/zero/partition_parameters.py:1138, takes the device of partitioned
-# parameters from LOCAL_RANK, which torchrun and deepspeed set, and other launchers do not.
-
-
 def name_the_local_rank(device: torch.device, local_rank: int) -> None:
-    """Sets LOCAL_RANK: on a GPU to its index, which differs from the launcher's where each process
-    sees one GPU only. engine.py:1962 demands the same of Open MPI's variable where there is one.
+    """Set LOCAL_RANK: on a GPU to its index, which is 0 if each process sees only one GPU.
+
+    runtime/zero/partition_parameters.py:1138 takes the device of partitioned parameters from this
+    variable, which only torchrun and deepspeed set. runtime/engine.py:1962 requires that Open MPI's
+    variable is equal to it.
     """
     number = str(local_rank if device.index is None else device.index)
     os.environ["LOCAL_RANK"] = number
@@ -69,17 +66,15 @@ def name_the_local_rank(device: torch.device, local_rank: int) -> None:
         os.environ["OMPI_COMM_WORLD_LOCAL_RANK"] = number
 
 
-# DeepSpeed 0.19.8, runtime/engine.py:2304-2310: bf16 parameters with fp32 gradient accumulation at
-# ZeRO-1 select ``BF16_Optimizer``, whose gradients live elsewhere, which has no
-# ``coalesce_grad_reduction``, and whose norm masks other parameters than the other stages' do.
-#
-# ``DeepSpeedZeroOptimizer`` does the same job (it is chosen when the optimizer is offloaded), so
-# the choice is overruled and stages 1 and 2 are one code path.
-
-
 @contextmanager
 def always_the_zero_optimizer() -> Iterator[None]:
-    """An engine built within this block takes ``DeepSpeedZeroOptimizer`` for stages 1 and 2."""
+    """An engine built within this block uses ``DeepSpeedZeroOptimizer`` for stages 1 and 2.
+
+    runtime/engine.py:2304-2310: bf16 parameters with fp32 gradient accumulation at ZeRO-1 select
+    ``BF16_Optimizer``. It keeps gradients elsewhere, has no ``coalesce_grad_reduction``, and its
+    norm masks other parameters than at the other stages. ``DeepSpeedZeroOptimizer`` can do the same
+    (it is used if the optimizer is offloaded), so stages 1 and 2 are one code path.
+    """
     original = DeepSpeedEngine._do_optimizer_sanity_check
 
     def choose(engine: DeepSpeedEngine, basic_optimizer: Any) -> Any:
@@ -93,37 +88,36 @@ def always_the_zero_optimizer() -> Iterator[None]:
         DeepSpeedEngine._do_optimizer_sanity_check = original
 
 
-# DeepSpeed 0.19.8, runtime/zero/stage_1_and_2.py:2648-2701, 2943-2960 and
-# runtime/zero/stage3.py:2419-2486, 2573-2584: the gradient norm is all-reduced over the
-# model-parallel group once for each parameter group, which hangs where pipeline stages have
-# different numbers of groups; stage 3 ignores the mark of tied copies; and which parameters count
-# is all-or-nothing, where key/value heads on several ranks need a part of one counted.
-#
-# Both optimizers ask one method for the norm and then skip the step themselves where it is invalid
-# (negative), in every dtype. That method is replaced. The separate overflow check
-# (stage_1_and_2.py:3237-3249) is switched off: it finds nothing that the norm does not show, and
-# the host would read the device once more.
-
 INVALID_NORM = -1.0
-"""What DeepSpeed takes for "not finite": the step is skipped and the gradients are dropped."""
+"""DeepSpeed's norm for gradients that are not finite: the step is skipped."""
 
 
 def use_norm(optimizer: Any, norm: Callable[[], float]) -> None:
-    """Makes a ZeRO optimizer clip by, report, and skip on ``norm()``.
+    """Make a ZeRO optimizer clip by ``norm()``, report it, and skip the step if it is not finite.
+
+    runtime/zero/stage_1_and_2.py:2648-2701, 2943-2960 and runtime/zero/stage3.py:2419-2486,
+    2573-2584: DeepSpeed all-reduces its own norm over the model-parallel group once for each
+    parameter group. This hangs if pipeline stages have different numbers of groups. Stage 3 counts
+    tied copies twice. A parameter is counted completely or not at all, but of key/value heads on
+    several ranks a part must be counted.
+
+    Both optimizers call one method for the norm, and skip the step if it is negative, in every
+    dtype. This method is replaced. The separate overflow check (stage_1_and_2.py:3237-3249) is
+    switched off: it finds nothing that the norm does not show, and reads from the device again.
 
     Args:
         optimizer: DeepSpeed's ZeRO optimizer.
-        norm: the norm, multiplied by the loss scale; if it is not finite, the step is skipped.
+        norm: returns the norm, multiplied by the loss scale.
     """
 
     def in_host_memory() -> Tensor:
-        # DeepSpeed reads this tensor on the host and multiplies gradients on any device by it. If
-        # it were on a GPU, the host would wait to make it and again to read it.
+        # DeepSpeed reads this tensor on the host, and multiplies gradients on any device by it. If
+        # it were on a GPU, the host would wait twice: to make it, and to read it.
         value = norm()
         return torch.tensor(value if math.isfinite(value) else INVALID_NORM, device="cpu")
 
     optimizer.check_overflow = lambda *args, **kwargs: None
-    # stage_1_and_2.py:3044 skips on an invalid norm in bf16 only where this is true.
+    # stage_1_and_2.py:3044 skips the step in bf16 only if this is true.
     optimizer.check_grad_overflow = True
     if hasattr(optimizer, "scaled_global_norm"):
         optimizer.scaled_global_norm = in_host_memory
@@ -132,60 +126,57 @@ def use_norm(optimizer: Any, norm: Callable[[], float]) -> None:
 
 
 def stay_at_the_smallest_scale(optimizer: Any) -> None:
-    """Keeps a dynamic loss scaler from raising; other scalers have nothing to raise.
+    """Prevent a dynamic loss scaler from raising an exception.
 
-    runtime/fp16/loss_scaler.py:257: once the dynamic loss scale of fp16 is at its minimum, the next
-    overflow raises a bare exception, on whichever rank comes first. The run's own count of skipped
-    steps (``training.max_skipped_steps``) ends such a run on all ranks together, and names the
-    parameter.
+    runtime/fp16/loss_scaler.py:257: if the dynamic loss scale of fp16 is at its minimum, the next
+    overflow raises an exception without details, on the first rank that gets there. Instead,
+    ``training.max_skipped_steps`` ends such a run on all ranks together, and names the parameter.
     """
     if hasattr(optimizer.loss_scaler, "raise_error_at_min_scale"):
         optimizer.loss_scaler.raise_error_at_min_scale = False
 
 
-# How ZeRO-1 and 2 of DeepSpeed 0.19.8 add up gradients (runtime/zero/stage_1_and_2.py).
-#
-# 1253-1254 and 3256-3280: the bucket in which gradients are laid end to end before they are reduced
-# has the parameters' dtype at stage 2, even if gradients accumulate in fp32. A sum of micro-batches
-# is then rounded to bf16 once before it is averaged.
-#
-# 396-404 and 1236-1246: if ZeRO-1 adds up in another dtype than the parameters', the sum is parked
-# beside each parameter (``grad_accum``) while the next backward fills ``grad`` again. Here ``grad``
-# has the accumulation dtype itself, so two complete fp32 gradients would stand side by side: 8
-# bytes a parameter instead of 4.
-#
-# 1259-1266 and 1040-1050: unless gradients accumulate in another dtype than the parameters', stage
-# 2 keeps between micro-batches the complete gradient of every parameter that touches its partition.
-# With one large embedding that is nearly the complete gradient on every rank. The other path
-# ("compact" partition buffer) keeps exactly 1/dp in one flat tensor. It is right for equal dtypes
-# too. The flat tensor is also what norm, tied-weight reduction and inspection read.
-
-
 def reduce_in(optimizer: Any, dtype: torch.dtype) -> None:
-    """Makes the reduction bucket of a stage-1 or -2 optimizer hold ``dtype``."""
+    """Make the reduction bucket of a stage-1 or -2 optimizer have ``dtype``.
+
+    runtime/zero/stage_1_and_2.py:1253-1254, 3256-3280: at stage 2 the bucket has the dtype of the
+    parameters, even if gradients accumulate in fp32. A sum of micro-batches would be rounded to
+    bf16 before it is averaged.
+    """
     optimizer._gradient_reduction_buffer_dtype = lambda: dtype
 
 
 def add_up_in_place(optimizer: Any) -> None:
-    """Makes a stage-1 or -2 optimizer reduce ``parameter.grad``, to which autograd adds."""
+    """Make a stage-1 or -2 optimizer reduce ``parameter.grad``, to which autograd adds.
+
+    runtime/zero/stage_1_and_2.py:396-404, 1236-1246: if ZeRO-1 accumulates in another dtype than
+    that of the parameters, it moves the sum to ``grad_accum`` of each parameter, and the next
+    backward fills ``grad`` again. Here ``grad`` itself has the accumulation dtype, so there would
+    be two complete fp32 gradients: 8 bytes a parameter instead of 4.
+    """
     optimizer.use_grad_accum_attribute = False
 
 
 def keep_only_own_partition(optimizer: Any) -> None:
-    """Makes a stage-1 or -2 optimizer accumulate into its flat gradient partition alone."""
+    """Make a stage-1 or -2 optimizer accumulate only into its flat gradient partition.
+
+    runtime/zero/stage_1_and_2.py:1259-1266, 1040-1050: if gradients accumulate in the dtype of the
+    parameters, stage 2 keeps between micro-batches the complete gradient of every parameter that
+    overlaps its partition. With one large embedding, this is nearly the complete gradient on every
+    rank. The other path ("compact" partition buffer) keeps exactly 1/dp in one flat tensor, and is
+    correct for equal dtypes, too. Norm and tied weights are computed from this flat tensor.
+    """
     optimizer._use_compact_grad_partition_buffer = lambda group_index: True
 
 
-# DeepSpeed 0.19.8 reduces gradients in the middle of a backward pass (runtime/zero/
-# stage_1_and_2.py:2205 and stage3.py:1648), and does not report how long this takes. Here each call
-# of these two methods counts for the data axis, including the calls from DeepSpeed's hooks.
-
-_METHODS = ("reduce_ipg_grads", "_DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads")
-
-
 def time_reductions(optimizer: Any, timeline: Timeline) -> None:
-    """Make the reductions of a ZeRO optimizer count as communication over the data axis."""
-    for name in _METHODS:
+    """Make the reductions of a ZeRO optimizer count as communication over the data axis.
+
+    runtime/zero/stage_1_and_2.py:2205, stage3.py:1648: DeepSpeed's hooks reduce gradients during a
+    backward, and do not report how long this takes.
+    """
+    stage3 = "_DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads"
+    for name in ("reduce_ipg_grads", stage3):
         reduce = getattr(optimizer, name, None)
         if reduce is not None:
             setattr(optimizer, name, _timed(reduce, timeline))
@@ -199,52 +190,43 @@ def _timed(reduce: Any, timeline: Timeline) -> Any:
     return timed
 
 
-# DeepSpeed 0.19.8, runtime/zero/parameter_offload.py:337-528: ZeRO-3 hooks every module, to gather
-# its parameters before its forward and its backward and to free them afterwards.
-#
-# With several micro-batches in flight these hooks do the wrong thing. The counters that decide when
-# a backward has left a module belong to the last forward (parameter_offload.py:438), so the other
-# micro-batches' backwards free nothing. The order of modules never matches the one recorded
-# (partitioned_param_coordinator.py:202), so nothing is fetched ahead; and before each forward that
-# has no record, all ranks of the world compare their modules
-# (partitioned_param_coordinator.py:260), which never ends if they belong to different pipeline
-# stages.
-#
-# All these hooks are removed. ``layer_gathers`` gathers and frees parameters instead.
-
-
 def remove_module_hooks(optimizer: Any) -> None:
-    """Removes the hooks with which ZeRO-3 gathers parameters.
+    """Remove ZeRO-3's hooks that gather and free parameters; ``layer_gathers`` replaces them.
 
-    It also empties DeepSpeed's list of the parameters that it gathers one by one after each step.
+    runtime/zero/parameter_offload.py:337-528: every module has hooks, which are wrong with several
+    micro-batches in flight. The counters that decide when a backward has left a module belong to
+    the last forward (parameter_offload.py:438), so the backwards of other micro-batches free
+    nothing. The order of modules never matches the recorded one
+    (partitioned_param_coordinator.py:202), so nothing is gathered ahead. Before each forward
+    without a record, all ranks of the world compare their modules
+    (partitioned_param_coordinator.py:260), which hangs if they are in different pipeline stages.
+
+    DeepSpeed's list of persistent parameters, which it gathers one by one after each step, becomes
+    empty, too.
     """
     optimizer.parameter_offload._remove_module_hooks()
     optimizer.persistent_parameters = []
 
 
-# DeepSpeed 0.19.8 makes the host wait for the device where one stream could wait for another:
-#
-#     runtime/zero/stage3.py:1414                     after every backward
-#     runtime/zero/stage_1_and_2.py:1028              after every backward, with overlap_comm
-#     runtime/zero/stage_1_and_2.py:2413              at every slice of a bucket, with overlap_comm
-#     runtime/engine.py:3307                          before every reduction, with overlap_comm
-#
-# While the host waits, it launches nothing, so the device is idle afterwards. Here the current
-# stream waits for the reduction stream instead, and the host continues.
-#
-# No memory is reused too early. Gradients are reduced in buckets that stay allocated; with
-# ``overlap_comm`` the configuration requires such buckets. A gradient larger than a bucket is
-# reduced in place, so this file calls ``record_stream`` on it.
-#
-# Waits for single events stay (stage3.py:1667): they limit how many gradients the host launches
-# ahead of their reduction. With offload all waits stay: the optimizer step runs on the host and
-# reads gradients that the device copies there.
-
-_WAITING = ("average_tensor", "independent_gradient_partition_epilogue")
-
-
 def wait_on_the_device(optimizer: Any) -> None:
-    """Turns the waits of a ZeRO optimizer's training step into waits of the current stream."""
+    """Make the current stream wait for the reduction stream instead of the host.
+
+    In these places DeepSpeed makes the host wait for the device. Meanwhile it launches nothing, so
+    the device is idle afterwards:
+
+        runtime/zero/stage3.py:1414               after every backward
+        runtime/zero/stage_1_and_2.py:1028        after every backward, with overlap_comm
+        runtime/zero/stage_1_and_2.py:2413        at every slice of a bucket, with overlap_comm
+        runtime/engine.py:3307                    before every reduction, with overlap_comm
+
+    No memory is reused too early. Gradients are reduced in buckets that stay allocated; with
+    ``overlap_comm`` the configuration requires such buckets. A gradient larger than a bucket is
+    reduced in place, so ``record_stream`` is called on it.
+
+    Waits for single events remain (stage3.py:1667): they limit how many gradients the host launches
+    ahead of their reduction. With offload all waits remain, because the optimizer step runs on the
+    host and reads gradients that the device copies there.
+    """
     accelerator = get_accelerator()
     if accelerator.resolves_data_dependency():
         return  # a CPU, where every call has done its work when it returns
@@ -257,7 +239,7 @@ def wait_on_the_device(optimizer: Any) -> None:
         accelerator.current_stream().wait_stream(stream)
 
     stream.synchronize = join
-    for name in _WAITING:
+    for name in ("average_tensor", "independent_gradient_partition_epilogue"):
         method = getattr(optimizer, name, None)
         if method is not None:
             setattr(optimizer, name, _joining(method, join))

@@ -86,7 +86,7 @@ def fake_context(grid: Grid, rank: int) -> Iterator[ParallelContext]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(context, "start_default_group", _start_fake_group)
-        patch.setattr(context, "shake_hands", lambda *args: None)  # nobody answers
+        patch.setattr(context, "check_group", lambda *args: None)  # nobody answers
         patch.setattr(dist, "new_group", fake_group)
         with ParallelContext.create(
             grid, launch, timeout_seconds=60, store=dist.HashStore()

@@ -85,7 +85,7 @@ def test_a_gather_that_waits_for_nothing_races_with_the_step_and_with_the_layer_
 ) -> None:
     (races,) = pool.run(1, _races_without_order, _computes)
     assert any("_reassign_or_swap_out" in race for race in races), "partitions being written"
-    assert any("aten::" in race and "gathered_layer" in race for race in races)
+    assert any("aten::" in race and "layer_gathers" in race for race in races)
 
 
 def test_a_layer_that_does_not_wait_for_its_gather_races_with_it(pool: RankPool) -> None:
@@ -113,7 +113,7 @@ def _gathered_memory_kept_for_a_stream(launch: LaunchEnvironment) -> int:
     with paper_accelerator() as accelerator, fake_rank(paper_run(**zero(3)), 0) as worker:
         worker.train_step(batches(worker.run), 1e-3)
         gathers: Any = worker.engine._gathers
-        memory = {layer._whole.untyped_storage()._cdata for layer in gathers._layers}
+        memory = {layer._gathered.untyped_storage()._cdata for layer in gathers._layers}
         return sum(storage._cdata in memory for storage, _ in accelerator.kept)
 
 

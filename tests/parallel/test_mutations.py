@@ -25,7 +25,7 @@ from megaspeed.analysis.verification.verify import ParallelRun, compare, train_r
 from megaspeed.config.resolve import Run
 from megaspeed.data.prepared import PreparedCorpus
 from megaspeed.model.dropout import MaskShard, SampleDropout
-from megaspeed.tensor_parallel import collectives, parallelize
+from megaspeed.tensor_parallel import layers, parallelize
 from megaspeed.tensor_parallel.collectives import reduce_from_tensor_axis
 from megaspeed.tensor_parallel.layers import RowParallelLinear
 from megaspeed.topology.launch import LaunchEnvironment
@@ -94,12 +94,8 @@ def tied_gradients_are_not_summed() -> AbstractContextManager[None]:
 
 
 def gradients_are_not_summed_over_the_tensor_axis() -> AbstractContextManager[None]:
-    # What enters a column-parallel layer is then told of this rank's columns alone.
-    return replaced(
-        collectives._Copy,
-        "backward",
-        lambda _: staticmethod(lambda _ctx, gradient: (gradient, None)),
-    )
+    # The input of a column-parallel layer gets only the gradient from this rank's columns.
+    return replaced(layers, "copy_to_tensor_axis", lambda _: lambda x, _axis: x)
 
 
 def every_rank_averages_over_its_own_tokens() -> AbstractContextManager[None]:

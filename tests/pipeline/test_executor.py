@@ -129,7 +129,7 @@ class StageRecord:
 
 
 def run_stage(launch: LaunchEnvironment, schedule: str | None, micro_batches: int) -> StageRecord:
-    """One step of the named schedule; an evaluation where there is none."""
+    """One step of the named schedule; an evaluation if it is None."""
     grid = Grid(pp=launch.world_size, dp=1, tp=1)
     with ParallelContext.create(grid, launch, timeout_seconds=30) as context:
         stage, stages = context.pp_rank, context.pp_size
@@ -177,7 +177,7 @@ def connect(context: ParallelContext) -> Neighbours:
 
 
 def one_process(stages: int, micro_batches: int) -> tuple[Tensor, list[Tensor | None]]:
-    """(sum of the losses, gradients of all parameters) of the stages one behind the other."""
+    """(sum of the losses, gradients of all parameters) of all stages in one process."""
     model = nn.Sequential(*map(make_stage, range(stages)))
     batches = [load(m) for m in range(micro_batches)]
     losses = [loss_function(model(batch.tokens), batch.targets).sum() for batch in batches]

@@ -113,7 +113,7 @@ def test_every_schedule_of_ours_passes(name: str, pipeline_stages: int) -> None:
         ),
         pytest.param(
             inserted(Forward(0), before=Forward(1)),
-            "Forward(micro_batch=0) is there twice",
+            "Forward(micro_batch=0) comes twice",
             id="duplicated micro-batch",
         ),
         pytest.param(
@@ -177,7 +177,7 @@ def test_an_end_of_the_pipeline_has_no_neighbour_beyond(
     pipeline_stage: int, instruction: Instruction
 ) -> None:
     schedule = edited(gpipe, pipeline_stage, inserted(instruction, before=Backward(0)))
-    with pytest.raises(ScheduleError, match=re.escape(f"{instruction!r} has no meaning here")):
+    with pytest.raises(ScheduleError, match=re.escape(f"{instruction!r} is not possible here")):
         check_schedule(schedule, 3, 4)
 
 

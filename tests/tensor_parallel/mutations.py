@@ -1,7 +1,6 @@
 """Errors that are easily made in tensor parallelism, each as a patch of the code in a rank."""
 
 from importlib import import_module
-from typing import Any
 
 import pytest
 import torch
@@ -31,26 +30,31 @@ def bias_before_the_sum(patch: pytest.MonkeyPatch, axis: TensorAxis) -> None:
 
 def gradient_not_summed_on_entry(patch: pytest.MonkeyPatch, axis: TensorAxis) -> None:
     """The backward of f, or of the gather, passes on what this rank alone has."""
-    own_chunk = collectives._own_chunk
-    patch.setattr(collectives._Copy, "backward", staticmethod(lambda ctx, g: (g, None)))
-    patch.setattr(layers, "reduce_scatter_sum", own_chunk)
+    patch.setattr(layers, "copy_to_tensor_axis", lambda x, axis: x)
+    patch.setattr(layers, "reduce_scatter_sum", collectives._own_chunk)
 
 
 def gradient_summed_on_leaving(patch: pytest.MonkeyPatch, axis: TensorAxis) -> None:
-    """The backward of g sums gradients that are whole on every rank already."""
-    backward = staticmethod(lambda ctx, g: (all_reduce(g, axis), None))
-    patch.setattr(collectives._Reduce, "backward", backward)
+    """The backward of g sums gradients that are complete on every rank already."""
+
+    def reduce(x: Tensor, axis: TensorAxis) -> Tensor:
+        return collectives._Conjugate.apply(x, axis, all_reduce, all_reduce)
+
+    patch.setattr(layers, "reduce_from_tensor_axis", reduce)
 
 
 def gradient_not_gathered_at_the_split(patch: pytest.MonkeyPatch, axis: TensorAxis) -> None:
     """The embedding gets the gradient of this rank's part of the sequence only."""
 
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+    def pad(gradient: Tensor, axis: TensorAxis) -> Tensor:
         parts = [torch.zeros_like(gradient) for _ in range(axis.size)]
         parts[axis.rank] = gradient
-        return torch.cat(parts, dim=1), None
+        return torch.cat(parts, dim=1)
 
-    patch.setattr(collectives._SplitSequence, "backward", staticmethod(backward))
+    def split(x: Tensor, axis: TensorAxis) -> Tensor:
+        return collectives._Conjugate.apply(x, axis, collectives._own_chunk, pad)
+
+    patch.setattr(_PARALLELIZE, "split_sequence", split)
 
 
 def key_value_gradients_not_summed(patch: pytest.MonkeyPatch, axis: TensorAxis) -> None:
@@ -73,7 +77,7 @@ def first_mask_shard_everywhere(patch: pytest.MonkeyPatch, axis: TensorAxis) -> 
 
 
 def mask_of_the_local_shape(patch: pytest.MonkeyPatch, axis: TensorAxis) -> None:
-    """Every rank draws a mask of its local shape, as if it were the whole."""
+    """Every rank draws a mask of its local shape, as if it were the full shape."""
     patch.setattr(_PARALLELIZE, "MaskShard", lambda index, count: MaskShard())
 
 

@@ -1,7 +1,6 @@
 """Applying the plan: each rank gets the bits of its part of the initial weights, layer by layer."""
 
 import dataclasses
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -133,20 +132,20 @@ def test_a_module_that_is_not_made_from_its_row_is_refused() -> None:
     with torch.device("meta"):
         model = GPT(gpt2())
         model.blocks["0"].mlp.up = nn.Linear(32, 96)
-    with pytest.raises(ValueError, match=r"mlp.up.weight has the shape \(96, 32\), and its row"):
+    with pytest.raises(ValueError, match=r"mlp.up.weight has the shape \(96, 32\), but its row"):
         parallelize(model, gpt2(), TensorAxis(None, 0, 2))
 
 
 def test_a_linear_module_that_all_ranks_hold_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its gradient would have to be summed if the sequence is split, and nothing would do it."""
-    rows = table._block
+    block_rows = table.block_rows
 
-    def replicated(config: ModelConfig) -> Iterator[table.Row]:
-        for row in rows(config):
-            yield dataclasses.replace(row, split="replicated") if row.name == "mlp.up" else row
+    def replicated(config: ModelConfig) -> dict[str, table.Row]:
+        rows = block_rows(config)
+        return {**rows, "mlp.up": dataclasses.replace(rows["mlp.up"], split="replicated")}
 
-    monkeypatch.setattr(table, "_block", replicated)
+    monkeypatch.setattr(table, "block_rows", replicated)
     config = gpt2(vocab_size=302)  # not one whose table is cached
-    with pytest.raises(ValueError, match=r"blocks.0.mlp.up .* says replicated, which is"):
+    with pytest.raises(ValueError, match=r"blocks.0.mlp.up .* states the split replicated"):
         on_meta(config, 0, 2)
     table._by_name.cache_clear()

@@ -55,7 +55,7 @@ def test_an_attempt_sees_nothing_of_an_earlier_one(agents_store: dist.Store) -> 
 
 
 def test_a_rank_that_died_on_arrival_does_not_keep_the_others(agents_store: dist.Store) -> None:
-    dist.PrefixStore("rounds", agents_store).append("arrivals", "0123 ")  # type: ignore[attr-defined]
+    dist.PrefixStore("attempts", agents_store).append("words", "0123 ")  # type: ignore[attr-defined]
     assert len(meet(*[{"seed": 1}] * WORLD)) == WORLD
 
 

@@ -1,4 +1,4 @@
-"""A run hangs if a rank writes no more beats, or if no rank makes progress; clocks may jump."""
+"""A run hangs if a rank writes no heartbeats, or if no rank makes progress; clocks may jump."""
 
 import json
 
@@ -26,10 +26,10 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
-def write_beats(store: dist.Store, *beats: tuple[int, int], patience: float = 1.0) -> None:
+def write_heartbeats(store: dist.Store, *beats: tuple[int, int], timeouts: float = 1.0) -> None:
     """Of each rank its number and its progress."""
     for rank, (number, progress) in enumerate(beats):
-        store.set(f"beat {rank}", json.dumps([number, "step 1", progress, patience]))
+        store.set(f"heartbeat {rank}", json.dumps([number, "step 1", progress, timeouts]))
 
 
 @pytest.mark.parametrize("period", [1.0, 5.0, 17.0])
@@ -38,7 +38,7 @@ def test_a_rank_without_beats_is_found_at_every_period(clock: Clock, period: flo
     store = dist.HashStore()
     survey, found = Survey(range(2), sees_all=True, period=period), None
     for turn in range(200):
-        write_beats(store, (turn, turn), (0, 0))
+        write_heartbeats(store, (turn, turn), (0, 0))
         found = survey.seconds_of_a_hang(store, TIMEOUT)
         if found is not None:
             break
@@ -51,7 +51,7 @@ def test_no_progress_is_a_hang_only_after_the_patience_of_the_phase(clock: Clock
     survey = Survey(range(2), sees_all=True, period=1.0)
     hangs = []
     for turn in range(60):
-        write_beats(store, (turn, 7), (turn, 7), patience=4.0)
+        write_heartbeats(store, (turn, 7), (turn, 7), timeouts=4.0)
         hangs.append(survey.seconds_of_a_hang(store, TIMEOUT))
         clock.now += 1.0
     assert hangs[:49] == [None] * 49 and hangs[49] == 49.0
@@ -61,7 +61,7 @@ def test_one_rank_does_not_judge_the_progress_of_another(clock: Clock) -> None:
     store = dist.HashStore()
     survey = Survey(range(1), sees_all=False, period=1.0)
     for turn in range(60):
-        write_beats(store, (turn, 7))
+        write_heartbeats(store, (turn, 7))
         assert survey.seconds_of_a_hang(store, TIMEOUT) is None
         clock.now += 1.0
 
@@ -69,7 +69,7 @@ def test_one_rank_does_not_judge_the_progress_of_another(clock: Clock) -> None:
 def test_a_process_that_was_stopped_forgets_what_it_saw_before(clock: Clock) -> None:
     store = dist.HashStore()
     survey = Survey(range(2), sees_all=True, period=1.0)
-    write_beats(store, (1, 1), (1, 1))
+    write_heartbeats(store, (1, 1), (1, 1))
     assert survey.seconds_of_a_hang(store, TIMEOUT) is None
     clock.now += 3600.0
     assert survey.seconds_of_a_hang(store, TIMEOUT) is None
@@ -80,6 +80,6 @@ def test_a_rank_that_has_ended_is_not_missed(clock: Clock) -> None:
     store.set("ended 1", "")
     survey = Survey(range(2), sees_all=True, period=1.0)
     for turn in range(30):
-        write_beats(store, (turn, turn), (0, 0))
+        write_heartbeats(store, (turn, turn), (0, 0))
         assert survey.seconds_of_a_hang(store, TIMEOUT) is None
         clock.now += 1.0

@@ -23,7 +23,7 @@ def test_the_innermost_part_counts_and_no_moment_counts_twice() -> None:
     timeline = Timeline(torch.device("cpu"))
     with timeline.part("compute"):  # nobody asked for this step
         time.sleep(0.01)
-    assert not any(timeline.take())
+    assert not any(timeline.pop_seconds())
     start = time.perf_counter()
     timeline.begin(7)
     with timeline.part("compute"):
@@ -34,12 +34,12 @@ def test_the_innermost_part_counts_and_no_moment_counts_twice() -> None:
     time.sleep(0.01)
     timeline.end()
     whole = time.perf_counter() - start
-    step, *seconds = timeline.take()
+    step, *seconds = timeline.pop_seconds()
     by_part = dict(zip(PARTS, seconds, strict=True))
     assert step == 7 and sum(seconds) == pytest.approx(whole, abs=0.01)
     assert by_part["compute"] >= 0.04 and by_part["tensor"] >= 0.04 and by_part["host"] >= 0.01
     assert sum(by_part[name] for name in ("compute", "tensor", "host")) == sum(seconds)
-    assert not any(timeline.take()), "each step is told once"
+    assert not any(timeline.pop_seconds()), "each step is told once"
 
 
 def make_one_rank_slow(trainer: Trainer, record: Record) -> None:

@@ -10,7 +10,7 @@ from megaspeed.config.resolve import Run
 from megaspeed.data.prepared import PreparedCorpus
 from megaspeed.topology.launch import LaunchEnvironment
 from megaspeed.training.replicas import Replicas, ReplicasDiffer
-from megaspeed.zero.model_states import parameters_between_steps
+from megaspeed.zero.model_states import parameter_fragments
 from tests.parallel.tiny import GPT2, LLAMA, tiny_corpus, tiny_run
 from tests.rank_pool import RankPool
 from tests.zero.one_rank import OFFLOAD, one_rank
@@ -84,10 +84,7 @@ class Damage(NamedTuple):
 
     def do(self, engine: Any) -> None:
         held = (
-            (
-                (p, values)
-                for p, _, values in parameters_between_steps(engine.module, engine.optimizer)
-            )
+            ((p, values) for p, _, values in parameter_fragments(engine.module, engine.optimizer))
             if self.kind == "parameter"
             else ((part.parameter, part.weights) for part in engine.state_fragments())
         )

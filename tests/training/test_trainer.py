@@ -28,7 +28,7 @@ from megaspeed.training.checkpointing import Checkpointing
 from megaspeed.training.metrics import PartMetrics, StepMetrics, ValidationMetrics
 from megaspeed.training.trainer import Observer, Trainer, TrainingDiverged, TrainingSummary
 from megaspeed.training.worker import Worker
-from megaspeed.zero.model_states import whole_parameters
+from megaspeed.zero.model_states import gather_parameters
 from tests.parallel.tiny import tiny_corpus, tiny_run
 from tests.rank_pool import RankPool
 
@@ -341,7 +341,7 @@ def poison_and_watch(trainer: Trainer, record: Record, *, steps: tuple[int, ...]
     then = engine.before_step
 
     def before_step() -> None:
-        record.weights.append(dict(whole_parameters(engine.module)))
+        record.weights.append(dict(gather_parameters(engine.module)))
         then()
 
     engine.before_step = before_step

@@ -1,4 +1,4 @@
-"""What one rank holds: bytes, and parameters that are whole."""
+"""What one rank holds: bytes, and gathered parameters."""
 
 from collections.abc import Iterable
 from typing import Any

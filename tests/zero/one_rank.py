@@ -18,7 +18,7 @@ from megaspeed.topology.context import ParallelContext
 from megaspeed.topology.launch import LaunchEnvironment
 from megaspeed.training.worker import StepResult, Worker
 from megaspeed.zero.engine import ZeroEngine
-from megaspeed.zero.model_states import whole_parameters
+from megaspeed.zero.model_states import gather_parameters
 from tests.parallel.tiny import merge, tiny_run
 
 LEARNING_RATE = 1e-3
@@ -55,7 +55,7 @@ class OneRank:
 
     def weights(self) -> dict[str, Tensor]:
         """What the rank computes with, by full parameter name."""
-        return dict(whole_parameters(self.engine.module))
+        return dict(gather_parameters(self.engine.module))
 
     def sum_over_ranks(self, value: float) -> float:
         """The same number on every rank."""

@@ -1,4 +1,4 @@
-"""What DeepSpeed is told, and what it is not."""
+"""The configuration that DeepSpeed gets."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""A run starts from the plain model's weights, and no rank ever holds that model whole."""
+"""A run starts from the plain model's weights, and no rank ever holds the complete model."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -26,7 +26,7 @@ UNTIED = {"tie_word_embeddings": False}
 def elements_while_building(
     launch: LaunchEnvironment, run: Run, corpus: PreparedCorpus
 ) -> tuple[int, int, int]:
-    """(most elements of whole parameters at a time, of the largest layer, of all layers)."""
+    """(most elements of gathered parameters at a time, of the largest layer, of all layers)."""
     whole: list[int] = []
     layers: list[int] = []
     materialize = build.materialize

@@ -133,7 +133,7 @@ def test_there_is_room_for_exactly_so_many(pool: RankPool, text: Path, cache: Pa
 def layers_in_memory(rank: OneRank) -> tuple[int, int]:
     """(layers of which this rank has gathered memory, bytes of it)."""
     gathers: Any = rank.engine._gathers
-    held = [bytes_of([layer._whole, layer._arriving]) for layer in gathers._layers]
+    held = [bytes_of([layer._gathered, layer._received]) for layer in gathers._layers]
     return sum(size > 0 for size in held), sum(held)
 
 
@@ -207,7 +207,7 @@ def kept_by_autograd(
                         block.forward, backend="aot_eager", fullgraph=True, dynamic=False
                     )
         gathers: Any = rank.engine._gathers
-        storages = {layer._whole.untyped_storage()._cdata for layer in gathers._layers}
+        storages = {layer._gathered.untyped_storage()._cdata for layer in gathers._layers}
         forward, held = rank.engine.forward, []
 
         def watched_forward(*args: Any) -> Tensor:

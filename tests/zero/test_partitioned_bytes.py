@@ -47,9 +47,7 @@ class Held:
     gathered: int
 
 
-def parameters_between_steps(
-    launch: LaunchEnvironment, run: Run, corpus: PreparedCorpus
-) -> list[Held]:
+def parameter_fragments(launch: LaunchEnvironment, run: Run, corpus: PreparedCorpus) -> list[Held]:
     held = []
     with one_rank(launch, run, corpus) as rank:
         for step in range(3):
@@ -81,9 +79,7 @@ def test_zero3_holds_its_share_of_the_parameters_between_steps_and_no_more(
         zero_optimization={"stage": 3},
         parallel={"gradient_reduction": reduction},
     )
-    for ranks_steps in pool.run(
-        pp * dp * tp, parameters_between_steps, run, tiny_corpus(run, cache)
-    ):
+    for ranks_steps in pool.run(pp * dp * tp, parameter_fragments, run, tiny_corpus(run, cache)):
         for held in ranks_steps:
             assert held.gathered == 0
             assert held.part_bytes == held.rounded_up_bytes

@@ -1,9 +1,10 @@
-"""What DeepSpeed 0.19.8 does where a work-around is left out, and that it does right with it.
+"""DeepSpeed 0.19.8 fails without each work-around, and is correct with it.
 
-Where a test of a "without" fails, DeepSpeed may no longer need that work-around.
+If a test of a "without" fails, DeepSpeed may no longer need that work-around.
 """
 
 import functools
+import importlib
 import os
 import subprocess
 import sys
@@ -26,6 +27,7 @@ from deepspeed.runtime.zero import partitioned_param_coordinator
 from deepspeed.runtime.zero import utils as zero_functions
 from torch import Tensor, nn
 
+from megaspeed import zero
 from megaspeed.analysis.measurement.watched_step import measure_step
 from megaspeed.analysis.verification.comparison import TOLERANCES, compare_gradients
 from megaspeed.analysis.verification.logical_tensors import gather_gradients
@@ -36,7 +38,7 @@ from megaspeed.data.prepared import PreparedCorpus
 from megaspeed.topology.context import ParallelContext
 from megaspeed.topology.grid import Grid
 from megaspeed.topology.launch import LaunchEnvironment
-from megaspeed.zero import build, engine, name_the_accelerator
+from megaspeed.zero import build, engine
 from megaspeed.zero.build import DataAxis
 from megaspeed.zero.workarounds import stay_at_the_smallest_scale
 from tests.parallel.tiny import LLAMA, tiny_corpus
@@ -54,7 +56,7 @@ BF16_IN_FP32 = {**BF16, "data_types": {"grad_accum_dtype": "fp32"}}
 
 
 def nothing(*_args: object) -> None:
-    """Stands where a work-around was."""
+    """Replaces a work-around."""
 
 
 @contextmanager
@@ -211,7 +213,7 @@ def test_with_deepspeeds_hooks_zero3_hangs_in_a_pipeline(
 def most_gathered_by_hooks(
     launch: LaunchEnvironment, run: Run, corpus: PreparedCorpus
 ) -> tuple[int, int]:
-    """(most parameters that are whole as a backward enters a module, all of them)."""
+    """(most gathered parameters when a backward enters a module, all parameters)."""
     with hooks_of_deepspeed(), one_rank(launch, run, corpus) as rank:
         parameters = list(rank.engine.module.parameters())
         coordinator = rank.optimizer.parameter_offload.get_param_coordinator()
@@ -295,7 +297,7 @@ class AllAxes(DataAxis):
 
 
 def norm_by_deepspeed(launch: LaunchEnvironment, run: Run, corpus: PreparedCorpus) -> float:
-    """What DeepSpeed clips by, told as well as it can be which parameters a rank counts."""
+    """The norm that DeepSpeed clips by, if it is configured as well as possible."""
     with left_out("use_norm"), pytest.MonkeyPatch.context() as patch:
         patch.setattr(build, "DataAxis", AllAxes)
         with one_rank(launch, run, corpus) as rank:
@@ -521,14 +523,14 @@ def test_without_a_local_rank_zero3_cannot_partition(
 
 
 def warnings_of_the_accelerator(_launch: LaunchEnvironment, named: bool) -> list[str]:
-    """What DeepSpeed says when it looks for accelerators and finds none."""
+    """DeepSpeed's warnings if it finds no accelerator."""
     said: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("DS_ACCELERATOR", raising=False)
         patch.setattr(real_accelerator, "ds_accelerator", None)
         patch.setattr(real_accelerator.accel_logger, "warning", said.append)
         if named:
-            name_the_accelerator()
+            importlib.reload(zero)
         assert real_accelerator.get_accelerator().device_name() == "cpu"
     return said
 

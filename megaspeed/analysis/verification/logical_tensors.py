@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from megaspeed.model.parameters import logical_name
 from megaspeed.tensor_parallel.plan import ParameterShard
 from megaspeed.training.worker import Worker
-from megaspeed.zero.model_states import whole_parameters
+from megaspeed.zero.model_states import gather_parameters
 
 Fragment = tuple[nn.Parameter, int, Tensor]
 """A parameter, the first element of a fragment in its flattened local tensor, and the elements."""
@@ -52,7 +52,7 @@ def gather_gradients(worker: Worker) -> LogicalTensors | None:
 
 def gather_weights(worker: Worker) -> LogicalTensors | None:
     """The parameters that the model computes with, on rank 0 (None elsewhere)."""
-    local = {name: value.float().cpu() for name, value in whole_parameters(worker.engine.module)}
+    local = {name: value.float().cpu() for name, value in gather_parameters(worker.engine.module)}
     return _gather(worker, local)
 
 

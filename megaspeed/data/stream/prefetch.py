@@ -8,7 +8,7 @@ from typing import Generic, TypeVar
 
 import torch
 
-from megaspeed.topology.process_settings import work_for
+from megaspeed.topology.process_settings import use_device
 
 Key = TypeVar("Key")
 Item = TypeVar("Item")
@@ -37,7 +37,7 @@ class OneAhead(Generic[Key, Item]):
         self._thread = ThreadPoolExecutor(
             max_workers=1,
             thread_name_prefix="prefetch",
-            initializer=work_for,
+            initializer=use_device,
             initargs=(device,),
         )
         self._expected: tuple[Key, Future[Item]] | None = None

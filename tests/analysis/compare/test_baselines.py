@@ -25,7 +25,7 @@ from megaspeed.topology.context import ParallelContext
 from megaspeed.topology.launch import LaunchEnvironment
 from megaspeed.training.step_inputs import StepInputs
 from megaspeed.training.worker import StepResult, Worker
-from megaspeed.zero.model_states import whole_parameters
+from megaspeed.zero.model_states import gather_parameters
 from tests.parallel.tiny import LLAMA, short_documents, tiny_corpus, tiny_run
 from tests.rank_pool import RankPool
 
@@ -54,7 +54,7 @@ def train_zero(launch: LaunchEnvironment, run: Run, corpus: PreparedCorpus) -> T
         worker = Worker(run, context)
         inputs = StepInputs(run, corpus, context)
         results = [_step(worker, inputs, step) for step in range(STEPS)]
-        return _trained(results, dict(whole_parameters(worker.engine.module)))
+        return _trained(results, dict(gather_parameters(worker.engine.module)))
 
 
 def train_baseline(launch: LaunchEnvironment, row: Row, corpus: PreparedCorpus) -> Trained:

@@ -1,4 +1,4 @@
-"""Documents packed into one row, with attention and positions beginning anew at each: as if alone.
+"""Documents packed into one row give the same results as each document alone.
 
 A row holds the end of a document that began before it, whole documents, and the beginning of the
 last one. Its logits and gradients are those of the pieces, each given to the model by itself.
