@@ -35,9 +35,9 @@ import psutil
 from tokenizers import Tokenizer
 
 from megaspeed.config.data import Source
-from megaspeed.data.text.documents import read_documents
-from megaspeed.data.text.sources import list_files
-from megaspeed.data.tokenizer.training import train_tokenizer
+from megaspeed.data.documents import read_documents
+from megaspeed.data.sources import list_files
+from megaspeed.data.tokenizer import train_tokenizer
 
 DOCUMENTS_AT_ONCE = 1000
 POLL_SECONDS = 0.02

@@ -11,7 +11,7 @@ from megaspeed.config.check import check_config
 from megaspeed.config.document import read_document
 from megaspeed.config.errors import ConfigError
 from megaspeed.config.resolve import default_run_dir
-from megaspeed.data.config_problems import find_problems_in_file
+from megaspeed.data.selection import find_problems_in_file
 from megaspeed.files.places import folder_problem, path_problem
 
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from megaspeed.analysis.compare.result import Row
     from megaspeed.analysis.compare.variants import Variant
-    from megaspeed.data.prepared import PreparedCorpus
+    from megaspeed.data.corpus import PreparedCorpus
 
 _COLUMNS_OF_THE_TABLES = 120
 _RANKS_A_PROCESSOR = 16
@@ -68,7 +68,7 @@ def run(options: argparse.Namespace) -> int:
     from megaspeed.analysis.compare.report import show, write
     from megaspeed.analysis.compare.result import ComparisonResult
     from megaspeed.analysis.compare.result_json import result_as_json
-    from megaspeed.data.prepare import prepare_corpus
+    from megaspeed.data.corpus import prepare_corpus
 
     device_type = "cuda" if torch.cuda.is_available() else "cpu"
     run = load(options, device_type)

@@ -5,8 +5,8 @@ from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from megaspeed.cli.bar_or_lines import BarOrLines
-from megaspeed.data.text.pieces import Piece
-from megaspeed.data.text.sources import SourceFile
+from megaspeed.data.pieces import Piece
+from megaspeed.data.sources import SourceFile
 
 if TYPE_CHECKING:
     from megaspeed.inference.perplexity import Score

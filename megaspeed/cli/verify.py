@@ -9,7 +9,7 @@ from megaspeed.cli.common_options import EXIT_DONE, EXIT_FAILED, add_command, lo
 from megaspeed.cli.output import write_json
 from megaspeed.config.errors import ConfigError
 from megaspeed.config.resolve import Run
-from megaspeed.data.prepare import prepare_corpus
+from megaspeed.data.corpus import prepare_corpus
 
 
 def add_to(commands: Any) -> None:

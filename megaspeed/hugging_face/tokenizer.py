@@ -6,7 +6,7 @@ from pathlib import Path
 
 from megaspeed.checkpoint.tokenizer_files import TOKENIZER, read_tokenizer_files
 from megaspeed.data.errors import DataError
-from megaspeed.data.tokenizer.text_tokenizer import (
+from megaspeed.data.tokenizer import (
     NoEndOfText,
     TextTokenizer,
     load_tokenizer,

@@ -8,7 +8,7 @@ import transformers
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from megaspeed.data.tokenizer.quiet_transformers import quiet_transformers
+from megaspeed.data.tokenizer import quiet_transformers
 from megaspeed.hugging_face.errors import HuggingFaceError
 
 

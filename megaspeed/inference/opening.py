@@ -12,7 +12,7 @@ as well; these are left out, for the text is to go on.
 
 from enum import StrEnum
 
-from megaspeed.data.tokenizer.text_tokenizer import TextTokenizer
+from megaspeed.data.tokenizer import TextTokenizer
 
 
 class Opening(StrEnum):

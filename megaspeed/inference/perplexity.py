@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 
 from megaspeed.data.errors import DataError
-from megaspeed.data.text.pieces import Piece
+from megaspeed.data.pieces import Piece
 from megaspeed.inference.text_model import TextModel
 from megaspeed.inference.windows import Window, WindowCutter
 

@@ -15,7 +15,7 @@ from megaspeed.checkpoint.run_state import NOT_STATED, RunState
 from megaspeed.checkpoint.whole_model import checkpoint_named, load_whole_model, saved_tokenizer
 from megaspeed.config.model import ModelConfig
 from megaspeed.data.errors import DataError
-from megaspeed.data.tokenizer.text_tokenizer import TextTokenizer, load_tokenizer
+from megaspeed.data.tokenizer import TextTokenizer, load_tokenizer
 from megaspeed.inference.errors import InferenceError
 from megaspeed.inference.opening import Opening, opening_ids
 from megaspeed.model.gpt import GPT

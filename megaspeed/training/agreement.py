@@ -7,7 +7,7 @@ collective that the others do not call. An error names the ranks and the inputs 
 import torch.distributed as dist
 
 from megaspeed.checkpoint.run_state import NOT_STATED
-from megaspeed.data.prepared import PreparedCorpus
+from megaspeed.data.corpus import PreparedCorpus
 from megaspeed.topology.context import ParallelContext
 from megaspeed.topology.meeting import RanksDisagree
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from megaspeed.checkpoint.tokenizer_files import GENERATION, TOKENIZER
-from megaspeed.data.tokenizer.text_tokenizer import TextTokenizer
+from megaspeed.data.tokenizer import TextTokenizer
 
 
 def generation_file(checkpoint: Path, carried: Mapping[str, bytes]) -> dict[str, bytes]:

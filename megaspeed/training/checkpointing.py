@@ -35,7 +35,7 @@ from megaspeed.checkpoint.tensors import KINDS, expected_tensors, key, mismatche
 from megaspeed.checkpoint.together import from_rank_0
 from megaspeed.checkpoint.tokenizer_files import read_tokenizer_files
 from megaspeed.config.resolve import Run
-from megaspeed.data.prepared import PreparedCorpus
+from megaspeed.data.corpus import PreparedCorpus
 from megaspeed.model.parameters import logical_name
 from megaspeed.topology.process_settings import work_for
 from megaspeed.training.carried_files import generation_file

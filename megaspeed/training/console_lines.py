@@ -9,7 +9,7 @@ from megaspeed.checkpoint.saving import SaveReport
 from megaspeed.checkpoint.stored import BYTES_PER_ELEMENT
 from megaspeed.checkpoint.tensors import KINDS
 from megaspeed.config.resolve import Run
-from megaspeed.data.prepared import PreparedCorpus
+from megaspeed.data.corpus import PreparedCorpus
 from megaspeed.pipeline.stages import parameters_of_stages
 from megaspeed.topology.grid import Grid
 from megaspeed.training.metrics import PartMetrics, StepMetrics

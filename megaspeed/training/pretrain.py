@@ -23,9 +23,9 @@ from megaspeed.config.errors import ConfigError
 from megaspeed.config.loading import load_run
 from megaspeed.config.overrides import add_config_options
 from megaspeed.config.resolve import Run
-from megaspeed.data.config_problems import find_problems_in_file
+from megaspeed.data.corpus import prepare_corpus
 from megaspeed.data.errors import DataError
-from megaspeed.data.prepare import prepare_corpus
+from megaspeed.data.selection import find_problems_in_file
 from megaspeed.topology.activity import START_UP_PATIENCE, Activity
 from megaspeed.topology.context import ParallelContext
 from megaspeed.topology.grid import TopologyError

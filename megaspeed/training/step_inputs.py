@@ -9,8 +9,8 @@ Neither keeps a position, so a step can be trained again, skipped or resumed fro
 import functools
 
 from megaspeed.config.resolve import Run
-from megaspeed.data.prepared import PreparedCorpus
-from megaspeed.data.stream.loader import LoaderShape, TrainingLoader
+from megaspeed.data.corpus import PreparedCorpus
+from megaspeed.data.loader import LoaderShape, TrainingLoader
 from megaspeed.topology.context import ParallelContext
 from megaspeed.training.learning_rate import learning_rate
 from megaspeed.training.worker import Load

@@ -18,8 +18,8 @@ from typing import NoReturn, Protocol
 
 from megaspeed.checkpoint.run_state import Progress
 from megaspeed.checkpoint.saving import SaveReport
-from megaspeed.data.prepared import PreparedCorpus
-from megaspeed.data.stream.loader import ValidationLoader
+from megaspeed.data.corpus import PreparedCorpus
+from megaspeed.data.loader import ValidationLoader
 from megaspeed.model.flops import training_flops_per_token
 from megaspeed.topology.activity import SAVE_PATIENCE, START_UP_PATIENCE
 from megaspeed.topology.stop_signal import StopSignal

@@ -16,7 +16,7 @@ from megaspeed.checkpoint.finding import newest_whole
 from megaspeed.checkpoint.folders import CheckpointFolder
 from megaspeed.checkpoint.soundness import problems_of
 from megaspeed.config.resolve import Run
-from megaspeed.data.prepared import PreparedCorpus
+from megaspeed.data.corpus import PreparedCorpus
 from megaspeed.topology.launch import LaunchEnvironment
 from tests.checkpoint.saved_runs import SavedRun, started
 from tests.parallel.tiny import tiny_corpus

@@ -9,10 +9,10 @@ import pytest
 from pyarrow import parquet
 
 from megaspeed.config.data import Source
+from megaspeed.data.documents import read_documents
 from megaspeed.data.errors import DataError
-from megaspeed.data.text.documents import read_documents
-from megaspeed.data.text.pieces import PIECE_BYTES, SKIP_BEFOREHAND, BadRecord
-from megaspeed.data.text.sources import SourceFile, list_files
+from megaspeed.data.pieces import PIECE_BYTES, SKIP_BEFOREHAND, BadRecord
+from megaspeed.data.sources import SourceFile, list_files
 from tests.data.written_formats import (
     documents_in,
     json_lines,

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from megaspeed.data import config_problems
-from megaspeed.data.config_problems import find_problems_in_file
-from megaspeed.data.text.documents import read_documents
-from megaspeed.data.text.sources import SourceFile
-from megaspeed.data.tokenizer.training import train_tokenizer
+from megaspeed.data.documents import read_documents
+from megaspeed.data.selection import find_problems_in_file
+from megaspeed.data.sources import SourceFile
+from megaspeed.data.tokenizer import train_tokenizer
 
 MISSING = "/no/such/place/text.txt"
 SHAPE = {"preset": "gpt2-nano"}

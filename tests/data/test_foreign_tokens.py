@@ -10,9 +10,9 @@ import pytest
 from megaspeed.config.data import Source
 from megaspeed.data.cache import Cache, cache_key
 from megaspeed.data.errors import DataError
-from megaspeed.data.tokens.megatron_index import MegatronIndex
-from megaspeed.data.tokens.token_file import TokenFile
-from megaspeed.data.tokens.token_sources import (
+from megaspeed.data.foreign_tokens import MegatronIndex
+from megaspeed.data.token_file import TokenFile
+from megaspeed.data.token_sources import (
     is_token_source,
     open_token_source,
     text_beside_tokens,
@@ -132,7 +132,7 @@ def settle(path: Path, cache: Cache) -> None:
     """
     real = os.stat(path).st_ctime_ns / 1e9
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("megaspeed.data.tokens.remembered.time.time", lambda: real + 3)
+        patch.setattr("megaspeed.data.cache.time.time", lambda: real + 3)
         open_one(path, cache)
 
 

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from megaspeed.config.data import Source
-from megaspeed.data.text.documents import corpus_fingerprint, read_documents, read_pieces
-from megaspeed.data.text.pieces import PIECE_BYTES
-from megaspeed.data.text.sources import SourceFile, list_files
+from megaspeed.data.documents import corpus_fingerprint, read_documents, read_pieces
+from megaspeed.data.pieces import PIECE_BYTES
+from megaspeed.data.sources import SourceFile, list_files
 from tests.data.written_formats import (
     FORMATS,
     documents_in,

@@ -8,9 +8,9 @@ import pytest
 from megaspeed.config.data import Source
 from megaspeed.data.cache import Cache
 from megaspeed.data.errors import DataError
-from megaspeed.data.tokens.hold_out import document_span, hold_out_tails, hold_out_tokens
-from megaspeed.data.tokens.token_file import TokenFile, TokenIndex
-from megaspeed.data.tokens.token_sources import open_token_source
+from megaspeed.data.hold_out import document_span, hold_out_tails, hold_out_tokens
+from megaspeed.data.token_file import TokenFile, TokenIndex
+from megaspeed.data.token_sources import open_token_source
 from tests.data.foreign_tokens import write_megatron
 
 END = 0

@@ -10,9 +10,8 @@ import pytest
 
 from megaspeed.cli import main
 from megaspeed.config.data import DataConfig
-from megaspeed.data.prepare import prepare_corpus
-from megaspeed.data.prepared import PreparedCorpus
-from megaspeed.data.stream.loader import LoaderShape, TrainingLoader
+from megaspeed.data.corpus import PreparedCorpus, prepare_corpus
+from megaspeed.data.loader import LoaderShape, TrainingLoader
 from tests.data.numbered_corpus import numbered_corpus, numbered_mixture
 
 TEXT = Path(__file__).parents[2] / "LICENSE"

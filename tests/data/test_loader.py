@@ -8,13 +8,16 @@ import psutil
 import pytest
 import torch
 
-from megaspeed.data.prepared import PreparedCorpus
+from megaspeed.data.corpus import PreparedCorpus
+from megaspeed.data.loader import (
+    PADDING_SAMPLE,
+    LoaderShape,
+    OneAhead,
+    TrainingLoader,
+    ValidationLoader,
+)
+from megaspeed.data.sampler import Place, Rows, Sampler
 from megaspeed.data.stream import rows
-from megaspeed.data.stream.loader import LoaderShape, TrainingLoader, ValidationLoader
-from megaspeed.data.stream.micro_batch import PADDING_SAMPLE
-from megaspeed.data.stream.prefetch import OneAhead
-from megaspeed.data.stream.rows import Rows
-from megaspeed.data.stream.sampler import Place, Sampler
 from megaspeed.model.micro_batch import NOT_COUNTED
 from tests.data.numbered_corpus import (
     alone,

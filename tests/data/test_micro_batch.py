@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from megaspeed.data.stream.micro_batch import PADDING_SAMPLE, read_micro_batch
+from megaspeed.data.loader import PADDING_SAMPLE, read_micro_batch
 from megaspeed.model.micro_batch import NOT_COUNTED, MicroBatch
 
 END = 9

@@ -4,7 +4,7 @@ from itertools import pairwise
 
 import pytest
 
-from megaspeed.data.stream.permutation import Permutation
+from megaspeed.data.sampler import Permutation
 
 
 def image(size: int, key: bytes = b"key") -> list[int]:

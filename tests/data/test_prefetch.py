@@ -5,7 +5,7 @@ import threading
 import pytest
 import torch
 
-from megaspeed.data.stream.prefetch import OneAhead
+from megaspeed.data.loader import OneAhead
 
 CPU = torch.device("cpu")
 

@@ -8,14 +8,12 @@ import pytest
 from transformers import AutoTokenizer
 
 from megaspeed.config.data import DataConfig
+from megaspeed.data.corpus import PreparedCorpus, prepare_corpus
+from megaspeed.data.documents import read_documents
 from megaspeed.data.errors import DataError
-from megaspeed.data.prepare import prepare_corpus
-from megaspeed.data.prepared import PreparedCorpus
 from megaspeed.data.selection import find_problems
-from megaspeed.data.text.documents import read_documents
-from megaspeed.data.text.sources import SourceFile
-from megaspeed.data.tokenizer.text_tokenizer import TextTokenizer, load_tokenizer
-from megaspeed.data.tokenizer.training import train_tokenizer
+from megaspeed.data.sources import SourceFile
+from megaspeed.data.tokenizer import TextTokenizer, load_tokenizer, train_tokenizer
 from tests.data.foreign_tokens import write_nanogpt
 from tests.data.token_folders import write_token_folder
 from tests.data.written_formats import (

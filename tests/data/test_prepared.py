@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from megaspeed.data.corpus import PreparedCorpus
 from megaspeed.data.errors import DataError
-from megaspeed.data.prepared import PreparedCorpus
-from megaspeed.data.stream.mixture import Component, Mixture
-from megaspeed.data.tokens.token_file import TokenFile
+from megaspeed.data.mixture import Component, Mixture
+from megaspeed.data.token_file import TokenFile
 from tests.data.numbered_corpus import alone, numbered_mixture, write_numbered_tokens
 
 S = 6

@@ -1,7 +1,7 @@
 """Law 2: sample i is a function of (seed, fingerprint, i) alone."""
 
-from megaspeed.data.stream.mixture import count_sequences
-from megaspeed.data.stream.sampler import Sampler
+from megaspeed.data.mixture import count_sequences
+from megaspeed.data.sampler import Sampler
 
 
 def test_sequences_are_whole_and_each_needs_its_last_target() -> None:

@@ -7,12 +7,11 @@ from typing import Any
 import pytest
 
 from megaspeed.config.data import DataConfig
+from megaspeed.data.documents import read_documents
 from megaspeed.data.errors import DataError
 from megaspeed.data.selection import Selection, find_problems, select_files
-from megaspeed.data.text.documents import read_documents
-from megaspeed.data.text.sources import SourceFile
-from megaspeed.data.tokenizer.text_tokenizer import TextTokenizer
-from megaspeed.data.tokenizer.training import train_tokenizer
+from megaspeed.data.sources import SourceFile
+from megaspeed.data.tokenizer import TextTokenizer, train_tokenizer
 from tests.data.foreign_tokens import write_nanogpt
 from tests.data.token_folders import write_token_folder
 from tests.data.written_formats import json_lines, saved_splits, write_table

@@ -9,10 +9,9 @@ import pytest
 
 from megaspeed.config.data import Source
 from megaspeed.data.errors import DataError
-from megaspeed.data.text.json_lines import JsonLines
-from megaspeed.data.text.plain_text import PlainText
-from megaspeed.data.text.sources import SourceFile, list_files
-from megaspeed.data.text.table import Table
+from megaspeed.data.sources import SourceFile, list_files
+from megaspeed.data.tables import Table
+from megaspeed.data.text_files import JsonLines, PlainText
 
 
 def names(*sources: str | Source) -> list[str]:

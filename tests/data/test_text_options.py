@@ -7,7 +7,7 @@ import pytest
 
 from megaspeed.cli.text_options import add_text_options, text_files
 from megaspeed.data.errors import DataError
-from megaspeed.data.text.sources import SourceFile
+from megaspeed.data.sources import SourceFile
 from tests.data.written_formats import FORMATS
 
 

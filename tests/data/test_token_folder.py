@@ -13,7 +13,7 @@ import pytest
 from megaspeed.config.data import Source
 from megaspeed.data.cache import Cache
 from megaspeed.data.errors import DataError
-from megaspeed.data.tokens.token_folder import (
+from megaspeed.data.token_folder import (
     Shard,
     TokenFolderIndex,
     is_token_folder,
@@ -21,7 +21,7 @@ from megaspeed.data.tokens.token_folder import (
     read_index,
     write_index,
 )
-from megaspeed.data.tokens.token_sources import is_token_source, open_token_source
+from megaspeed.data.token_sources import is_token_source, open_token_source
 from megaspeed.files.sealed_json import read_sealed, write_sealed
 
 LONG = 3 << 20  # bytes of a shard of which only a sample is read
@@ -179,7 +179,7 @@ def test_the_whole_of_every_shard_is_read_once_a_machine(
     write_folder(tmp_path / "tokens", [1] * (LONG // 2), [1])
     # Only files that were left alone for a while are remembered.
     now = time.time()
-    monkeypatch.setattr("megaspeed.data.tokens.remembered.time.time", lambda: now + 60)
+    monkeypatch.setattr("megaspeed.data.cache.time.time", lambda: now + 60)
     source, cache = Source(path=str(tmp_path / "tokens")), Cache(tmp_path / "cache")
     for _ in range(2):
         open_token_source(source, cache)

@@ -11,18 +11,18 @@ from tokenizers.models import BPE
 from transformers import AutoTokenizer
 
 from megaspeed.config.data import Source
+from megaspeed.data.documents import Document, read_documents
 from megaspeed.data.errors import DataError
-from megaspeed.data.text.documents import Document, read_documents
-from megaspeed.data.text.sources import SourceFile, list_files
-from megaspeed.data.tokenizer import training as tokenizer_training
-from megaspeed.data.tokenizer.text_tokenizer import (
+from megaspeed.data.sources import SourceFile, list_files
+from megaspeed.data.tokenizer import (
     END_OF_TEXT,
     TextTokenizer,
     check_vocabulary,
     load_tokenizer,
     tokenizer_files,
+    train_tokenizer,
 )
-from megaspeed.data.tokenizer.training import train_tokenizer
+from megaspeed.data.tokenizer import training as tokenizer_training
 
 LIBRARY = Source(path=f"{sysconfig.get_path('stdlib')}/json/*.py")
 

@@ -6,14 +6,13 @@ import numpy as np
 import pytest
 
 from megaspeed.data.cache import Cache
+from megaspeed.data.documents import Document, corpus_fingerprint, read_documents
+from megaspeed.data.encode import packed_ids, write_tokens
 from megaspeed.data.errors import DataError
-from megaspeed.data.text.documents import Document, corpus_fingerprint, read_documents
-from megaspeed.data.text.pieces import PIECE_BYTES
-from megaspeed.data.text.sources import SourceFile
-from megaspeed.data.tokenizer.text_tokenizer import TextTokenizer
-from megaspeed.data.tokenizer.training import train_tokenizer
-from megaspeed.data.tokens.token_file import TokenFile
-from megaspeed.data.tokens.writing import packed_ids, write_tokens
+from megaspeed.data.pieces import PIECE_BYTES
+from megaspeed.data.sources import SourceFile
+from megaspeed.data.token_file import TokenFile
+from megaspeed.data.tokenizer import TextTokenizer, train_tokenizer
 from tests.data.numbered_corpus import write_numbered_tokens
 
 TEXTS = ["first document, with words", "second\n", "third: Grüße 漢"]

@@ -22,11 +22,9 @@ import tokenizers
 
 from megaspeed.cli import main
 from megaspeed.config.data import DataConfig
-from megaspeed.data.prepare import prepare_corpus
-from megaspeed.data.prepared import PreparedCorpus
-from megaspeed.data.stream.mixture import Mixture
-from megaspeed.data.stream.rows import Rows
-from megaspeed.data.stream.sampler import TrainingOrder, ValidationOrder
+from megaspeed.data.corpus import PreparedCorpus, prepare_corpus
+from megaspeed.data.mixture import Mixture
+from megaspeed.data.sampler import Rows, TrainingOrder, ValidationOrder
 from tests.data.foreign_tokens import write_megatron, write_nanogpt
 from tests.data.written_formats import FORMATS
 

@@ -5,12 +5,11 @@ from pathlib import Path
 
 import numpy as np
 
-from megaspeed.data.text.documents import corpus_fingerprint, read_documents
-from megaspeed.data.text.sources import SourceFile
-from megaspeed.data.tokenizer.text_tokenizer import TextTokenizer
-from megaspeed.data.tokens.packing import id_type
-from megaspeed.data.tokens.token_folder import Shard, TokenFolderIndex, write_index
-from megaspeed.data.tokens.writing import packed_ids
+from megaspeed.data.documents import corpus_fingerprint, read_documents
+from megaspeed.data.encode import id_type, packed_ids
+from megaspeed.data.sources import SourceFile
+from megaspeed.data.token_folder import Shard, TokenFolderIndex, write_index
+from megaspeed.data.tokenizer import TextTokenizer
 
 
 def write_token_folder(folder: Path, text: Path, tokenizer: TextTokenizer) -> Path:

@@ -12,8 +12,8 @@ import zstandard
 from pyarrow import parquet
 
 from megaspeed.config.data import Source
-from megaspeed.data.text.pieces import Piece
-from megaspeed.data.text.sources import SourceFile, list_files
+from megaspeed.data.pieces import Piece
+from megaspeed.data.sources import SourceFile, list_files
 
 Texts = Sequence[str | None]
 

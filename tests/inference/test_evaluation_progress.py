@@ -8,7 +8,7 @@ import pytest
 from megaspeed.cli.bar_or_lines import BarOrLines
 from megaspeed.cli.evaluation_progress import EvaluationProgress
 from megaspeed.config.data import Source
-from megaspeed.data.text.sources import list_files
+from megaspeed.data.sources import list_files
 from megaspeed.inference.perplexity import Score
 
 

@@ -6,7 +6,7 @@ import pytest
 from tokenizers import Tokenizer, models
 from tokenizers.processors import PostProcessor, Sequence, TemplateProcessing
 
-from megaspeed.data.tokenizer.text_tokenizer import TextTokenizer
+from megaspeed.data.tokenizer import TextTokenizer
 from megaspeed.inference.opening import Opening, opening_ids
 from tests.inference.tiny_text import tiny_tokenizer
 

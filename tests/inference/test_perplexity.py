@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from megaspeed.config.model import ModelConfig
 from megaspeed.data.errors import DataError
-from megaspeed.data.text.pieces import Piece
+from megaspeed.data.pieces import Piece
 from megaspeed.inference import text_model
 from megaspeed.inference.perplexity import Score, evaluate
 from megaspeed.inference.text_model import TextModel

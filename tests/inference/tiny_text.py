@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 from megaspeed.checkpoint.folders import CheckpointFolder
 from megaspeed.checkpoint.run_state import DataIdentity
 from megaspeed.config.model import ModelConfig
-from megaspeed.data.tokenizer.text_tokenizer import TextTokenizer, load_tokenizer
+from megaspeed.data.tokenizer import TextTokenizer, load_tokenizer
 from megaspeed.inference.text_model import TextModel
 from megaspeed.model.gpt import GPT
 from tests.checkpoint.written import seal, write_checkpoint

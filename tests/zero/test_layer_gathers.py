@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megaspeed.config.resolve import Run
-from megaspeed.data.prepared import PreparedCorpus
+from megaspeed.data.corpus import PreparedCorpus
 from megaspeed.model.layers import Block
 from megaspeed.pipeline.stages import layers_of_stages
 from megaspeed.topology.launch import LaunchEnvironment

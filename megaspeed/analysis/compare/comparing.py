@@ -8,7 +8,7 @@ from megaspeed.analysis.compare.launching import RowFailed, run_task
 from megaspeed.analysis.compare.rank_record import Task
 from megaspeed.analysis.compare.result import Row, finished_row, predict_stages
 from megaspeed.analysis.compare.variants import Variant
-from megaspeed.data.prepared import PreparedCorpus
+from megaspeed.data.corpus import PreparedCorpus
 
 LOGS = "logs"
 

@@ -16,7 +16,7 @@ from megaspeed.analysis.compare.variants import Engine
 from megaspeed.analysis.costs.memory import MemoryBytes
 from megaspeed.analysis.costs.traffic import Traffic
 from megaspeed.config.resolve import Run
-from megaspeed.data.prepared import PreparedCorpus
+from megaspeed.data.corpus import PreparedCorpus
 
 
 @dataclass(frozen=True, kw_only=True)

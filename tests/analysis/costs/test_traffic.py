@@ -15,7 +15,7 @@ from megaspeed.analysis.costs.local_parameters import (
 from megaspeed.analysis.costs.traffic import predict_traffic
 from megaspeed.analysis.measurement.traffic import TrafficLog
 from megaspeed.config.resolve import Run
-from megaspeed.data.prepared import PreparedCorpus
+from megaspeed.data.corpus import PreparedCorpus
 from megaspeed.pipeline.stages import layers_of_stages
 from megaspeed.topology.launch import LaunchEnvironment
 from tests.parallel.tiny import LLAMA, tiny_corpus

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from megaspeed.data.tokenizer.text_tokenizer import TextTokenizer, load_tokenizer
+from megaspeed.data.tokenizer import TextTokenizer, load_tokenizer
 from tests.data.tokenizing.words import words_tokenizer
 
 

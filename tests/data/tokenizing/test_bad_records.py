@@ -10,8 +10,8 @@ import zstandard
 from pyarrow import parquet
 
 from megaspeed.cli import main
-from megaspeed.data.tokenizer.text_tokenizer import load_tokenizer
-from megaspeed.data.tokens.token_folder import open_token_folder
+from megaspeed.data.token_folder import open_token_folder
+from megaspeed.data.tokenizer import load_tokenizer
 
 GOOD = ["first text", "second text"]
 LINES = "".join(json.dumps({"text": text}) + "\n" for text in GOOD).encode()

@@ -8,14 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from megaspeed.data.documents import corpus_fingerprint, read_documents
+from megaspeed.data.encode import BEGINNING, Batch, Position, Reached, read_batches
 from megaspeed.data.errors import DataError
-from megaspeed.data.text.documents import corpus_fingerprint, read_documents
-from megaspeed.data.text.json_lines import JsonLines
-from megaspeed.data.text.pieces import BadRecord, refuse
-from megaspeed.data.text.plain_text import PlainText
-from megaspeed.data.text.sources import SourceFile
+from megaspeed.data.pieces import BadRecord, refuse
+from megaspeed.data.sources import SourceFile
+from megaspeed.data.text_files import JsonLines, PlainText
 from megaspeed.data.tokenizing import batches as module
-from megaspeed.data.tokenizing.batches import BEGINNING, Batch, Position, Reached, read_batches
 from megaspeed.data.tokenizing.passed_over import PassedOver
 from tests.data.tokenizing import words
 from tests.data.written_formats import zst

@@ -20,10 +20,10 @@ import pytest
 from megaspeed.cli import main
 from megaspeed.config.data import Source
 from megaspeed.data.errors import DataError
-from megaspeed.data.text.sources import SourceFile, list_files
-from megaspeed.data.tokenizer.text_tokenizer import TextTokenizer
+from megaspeed.data.sources import SourceFile, list_files
+from megaspeed.data.tokenize import How, tokenize
+from megaspeed.data.tokenizer import TextTokenizer
 from megaspeed.data.tokenizing import batches, plan
-from megaspeed.data.tokenizing.tokenization import How, tokenize
 from tests.data.tokenizing.watching import Record, Stop, contents
 from tests.data.tokenizing.words import WORDS, documents, write_json_lines
 

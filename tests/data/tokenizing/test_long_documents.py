@@ -8,14 +8,13 @@ import numpy as np
 import pytest
 from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
 
+from megaspeed.data.documents import read_documents
+from megaspeed.data.encode import pack, packed_ids
+from megaspeed.data.sources import SourceFile
 from megaspeed.data.text import cutting
-from megaspeed.data.text.documents import read_documents
-from megaspeed.data.text.sources import SourceFile
-from megaspeed.data.tokenizer.text_tokenizer import END_OF_TEXT, TextTokenizer
-from megaspeed.data.tokenizing.tokenization import How, tokenize
-from megaspeed.data.tokens.packing import pack
-from megaspeed.data.tokens.token_folder import open_token_folder
-from megaspeed.data.tokens.writing import packed_ids
+from megaspeed.data.token_folder import open_token_folder
+from megaspeed.data.tokenize import How, tokenize
+from megaspeed.data.tokenizer import END_OF_TEXT, TextTokenizer
 from tests.data.tokenizing.watching import Record
 from tests.data.tokenizing.words import WORDS, documents
 

@@ -6,9 +6,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megaspeed.data.encode import Packed
 from megaspeed.data.errors import DataError
 from megaspeed.data.tokenizing.shards import Shards, ShardWriter
-from megaspeed.data.tokens.packing import Packed
 
 
 def packed(*documents: int, tail: int = 0) -> Packed:

@@ -15,15 +15,15 @@ from tokenizers import Tokenizer
 
 from megaspeed.cli import main
 from megaspeed.config.data import Source
+from megaspeed.data.documents import corpus_fingerprint, read_documents
+from megaspeed.data.encode import packed_ids
 from megaspeed.data.errors import DataError
-from megaspeed.data.text.documents import corpus_fingerprint, read_documents
-from megaspeed.data.text.sources import SourceFile, list_files
-from megaspeed.data.tokenizer.text_tokenizer import TextTokenizer
+from megaspeed.data.sources import SourceFile, list_files
+from megaspeed.data.token_folder import TokenFolderIndex, open_token_folder, read_index
+from megaspeed.data.token_sources import is_token_source
+from megaspeed.data.tokenize import How, tokenize
+from megaspeed.data.tokenizer import TextTokenizer
 from megaspeed.data.tokenizing import batches
-from megaspeed.data.tokenizing.tokenization import How, tokenize
-from megaspeed.data.tokens.token_folder import TokenFolderIndex, open_token_folder, read_index
-from megaspeed.data.tokens.token_sources import is_token_source
-from megaspeed.data.tokens.writing import packed_ids
 from tests.data.tokenizing.watching import Record, contents
 from tests.data.tokenizing.words import documents
 

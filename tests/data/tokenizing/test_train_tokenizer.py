@@ -9,10 +9,9 @@ import pytest
 from transformers import AutoTokenizer
 
 from megaspeed.cli import main
-from megaspeed.data.text.documents import read_documents
-from megaspeed.data.text.sources import SourceFile
-from megaspeed.data.tokenizer.text_tokenizer import load_tokenizer
-from megaspeed.data.tokenizer.training import train_tokenizer
+from megaspeed.data.documents import read_documents
+from megaspeed.data.sources import SourceFile
+from megaspeed.data.tokenizer import load_tokenizer, train_tokenizer
 from megaspeed.files.new_folder import new_folder
 from tests.data.tokenizing.words import documents
 

@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from megaspeed.data.text.pieces import BadRecord
-from megaspeed.data.tokenizing.output import Standing
+from megaspeed.data.pieces import BadRecord
+from megaspeed.data.tokenize import Standing
 
 
 class Record:

@@ -5,10 +5,9 @@ import random
 from collections.abc import Iterator
 from pathlib import Path
 
-from megaspeed.data.text.documents import read_documents
-from megaspeed.data.text.sources import SourceFile
-from megaspeed.data.tokenizer.text_tokenizer import TextTokenizer
-from megaspeed.data.tokenizer.training import train_tokenizer
+from megaspeed.data.documents import read_documents
+from megaspeed.data.sources import SourceFile
+from megaspeed.data.tokenizer import TextTokenizer, train_tokenizer
 
 _LETTERS = "abcdefghijklmnopqrstuvwxyzäöü"
 _GENERATOR = random.Random(0)
