@@ -98,7 +98,12 @@ def configurations(folder: Path) -> dict[str, dict[str, Any]]:
         "many files": {"train": [path("many/*.txt")], "seed": 7},
         "many files by documents": {"train": [path("many/**/*.txt")], **by_documents},
         "one file by documents": {"train": [txt], **by_documents},
-        "long documents": {"train": [path("long/*.txt")], "validation_fraction": 0.1},
+        # A tokenizer is not trained here, because that is slow for words this long.
+        "long documents": {
+            "train": [path("long/*.txt")],
+            "validation_fraction": 0.1,
+            "tokenizer": TOKENS,
+        },
         "no validation": {"train": [txt], "validation_fraction": 0.0},
         "own validation": {"train": [txt], "validation": [jsonl, zst]},
         "two sources": {"train": [jsonl, txt]},

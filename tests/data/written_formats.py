@@ -2,7 +2,7 @@
 
 import gzip
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import datasets
@@ -102,13 +102,13 @@ def written(kind: str, folder: Path, texts: Texts) -> SourceFile:
     return file
 
 
-def documents_in(pieces: Iterator[Piece]) -> list[tuple[str, int]]:
-    """(text, mark) of each document."""
+def texts_in(pieces: Iterable[Piece]) -> list[str]:
+    """The text of each document."""
     documents, text = [], ""
     for piece in pieces:
         text += piece.text
         if piece.ends_document:
-            documents.append((text, piece.mark))
+            documents.append(text)
             text = ""
     assert text == "", "a document has an end"
     return documents

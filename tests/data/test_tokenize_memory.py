@@ -8,7 +8,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.data.tokenizing.words import documents, write_json_lines
+from tests.data.words import documents, write_json_lines
 
 _ONCE_BYTES = 3_000_000
 """Some batches more than are under way at a time with one worker."""

@@ -8,15 +8,16 @@ import numpy as np
 import pytest
 from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
 
-from megaspeed.data.documents import read_documents
-from megaspeed.data.encode import pack, packed_ids
+from megaspeed.data import pieces as cutting
+from megaspeed.data.cache import Cache
+from megaspeed.data.documents import read_documents, read_pieces
+from megaspeed.data.encode import encode, pack
 from megaspeed.data.sources import SourceFile
-from megaspeed.data.text import cutting
 from megaspeed.data.token_folder import open_token_folder
-from megaspeed.data.tokenize import How, tokenize
+from megaspeed.data.tokenize import tokenize
 from megaspeed.data.tokenizer import END_OF_TEXT, TextTokenizer
-from tests.data.tokenizing.watching import Record
-from tests.data.tokenizing.words import WORDS, documents
+from tests.data.watching import Record
+from tests.data.words import WORDS, documents
 
 MARK = "\u2581"
 HAN = [chr(0x4E00 + number) for number in range(50)]
@@ -110,7 +111,7 @@ def test_cuts_do_not_show_where_no_single_space_stands_between_two_words(
     monkeypatch.setattr(cutting, "_CUT_WINDOW_BYTES", 500)
     tokenizer = trained(TOKENIZERS[name]())
     whole = WITHOUT_SINGLE_SPACES[text]
-    pieces = list(cutting.pieces_of(whole, 0, 0))
+    pieces = list(cutting.pieces_of(whole, 0))
     assert len(pieces) > 10
     ids = pack(pieces, tokenizer).ids.tolist()
     assert ids == [*tokenizer.tokenizer.encode(whole).ids, tokenizer.end_of_text]
@@ -139,8 +140,9 @@ def test_the_cuts_of_a_long_document_do_not_show(tmp_path: Path, name: str) -> N
         *tokenizer.tokenizer.encode("the end").ids,
         end,
     ]
-    directly = np.concatenate(list(packed_ids(read_documents(files), tokenizer)))
+    pieces = read_pieces(read_documents(files))
+    directly = np.concatenate([packed.ids for packed in encode(pieces, tokenizer)])
     np.testing.assert_array_equal(directly, expected)
-    tokenize(files, tokenizer, tmp_path / "out", How(processes=1), Record())
-    (file,) = open_token_folder(tmp_path / "out")
+    tokenize(files, tokenizer, tmp_path / "out", Record(), processes=1)
+    (file,) = open_token_folder(tmp_path / "out", Cache(tmp_path / "cache"))
     np.testing.assert_array_equal(file.map(), expected)

@@ -13,7 +13,7 @@ from megaspeed.data.documents import read_documents
 from megaspeed.data.sources import SourceFile
 from megaspeed.data.tokenizer import load_tokenizer, train_tokenizer
 from megaspeed.files.new_folder import new_folder
-from tests.data.tokenizing.words import documents
+from tests.data.words import documents
 
 TEXT = "<|endoftext|>\n".join(documents(20_000))
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from megaspeed.data.tokenizer import TextTokenizer, load_tokenizer
-from tests.data.tokenizing.words import words_tokenizer
+from tests.data.words import words_tokenizer
 
 
 @pytest.fixture(scope="session")

@@ -1,8 +1,10 @@
 """A token folder holds the ids of a plain loop, whoever encoded them and from whatever format."""
 
 import gzip
+import hashlib
 import json
 from pathlib import Path
+from typing import Any
 
 import datasets
 import numpy as np
@@ -15,24 +17,26 @@ from tokenizers import Tokenizer
 
 from megaspeed.cli import main
 from megaspeed.config.data import Source
-from megaspeed.data.documents import corpus_fingerprint, read_documents
-from megaspeed.data.encode import packed_ids
+from megaspeed.data import encode as encode_module
+from megaspeed.data.cache import Cache
+from megaspeed.data.documents import corpus_fingerprint, read_documents, read_pieces
+from megaspeed.data.encode import encode
 from megaspeed.data.errors import DataError
 from megaspeed.data.sources import SourceFile, list_files
+from megaspeed.data.token_file import TokenFile
 from megaspeed.data.token_folder import TokenFolderIndex, open_token_folder, read_index
 from megaspeed.data.token_sources import is_token_source
-from megaspeed.data.tokenize import How, tokenize
+from megaspeed.data.tokenize import tokenize
 from megaspeed.data.tokenizer import TextTokenizer
-from megaspeed.data.tokenizing import batches
-from tests.data.tokenizing.watching import Record, contents
-from tests.data.tokenizing.words import documents
+from tests.data.watching import Record, contents
+from tests.data.words import WORDS, documents
 
 TEXTS = list(documents(40_000))
 
 
 @pytest.fixture(autouse=True)
 def _small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(batches, "BATCH_CHARACTERS", 2000)
+    monkeypatch.setattr(encode_module, "BATCH_CHARACTERS", 2000)
 
 
 @pytest.fixture
@@ -45,9 +49,13 @@ def files(tmp_path: Path) -> list[SourceFile]:
 
 
 def tokenized(
-    files: list[SourceFile], tokenizer: TextTokenizer, folder: Path, **how: int
+    files: list[SourceFile], tokenizer: TextTokenizer, folder: Path, **how: Any
 ) -> TokenFolderIndex:
-    return tokenize(files, tokenizer, folder, How(**{"processes": 1, **how}), Record())
+    return tokenize(files, tokenizer, folder, Record(), **{"processes": 1, **how})
+
+
+def opened(folder: Path) -> tuple[TokenFile, ...]:
+    return open_token_folder(folder, Cache(folder.parent / "cache"))
 
 
 def test_the_ids_are_those_of_a_plain_loop_over_the_tokenizer(
@@ -64,7 +72,7 @@ def test_the_ids_are_those_of_a_plain_loop_over_the_tokenizer(
     ids: list[int] = []
     for text in TEXTS * len(sources):
         ids += [*plain.encode(text).ids, end]
-    (file,) = open_token_folder(tmp_path / "out")
+    (file,) = opened(tmp_path / "out")
     assert file.map().tolist() == ids
     index = read_index(tmp_path / "out")
     assert (index.tokens, index.documents) == (len(ids), len(TEXTS) * len(sources))
@@ -103,7 +111,7 @@ def test_any_number_of_processes_writes_the_same_bytes(
     tokenized(files, tokenizer, tmp_path / "3", shard_tokens=1000, processes=3)
     assert contents(tmp_path / "1") == contents(tmp_path / "3")
     assert len(alone.shards) > 2
-    for file in open_token_folder(tmp_path / "1"):
+    for file in opened(tmp_path / "1"):
         assert file.map()[-1] == tokenizer.end_of_text
 
 
@@ -113,8 +121,9 @@ def test_the_folder_is_the_corpus_that_training_on_the_text_makes(
     """Same ids and same fingerprint, so sample i is the same."""
     tokenized(files, tokenizer, tmp_path / "out")
     corpus = read_documents(files)
-    (file,) = open_token_folder(tmp_path / "out")
-    np.testing.assert_array_equal(file.map(), np.concatenate(list(packed_ids(corpus, tokenizer))))
+    (file,) = opened(tmp_path / "out")
+    directly = [packed.ids for packed in encode(read_pieces(corpus), tokenizer)]
+    np.testing.assert_array_equal(file.map(), np.concatenate(directly))
     assert file.index.corpus_fingerprint == corpus_fingerprint(corpus)
     assert file.index.tokenizer_fingerprint == tokenizer.fingerprint
 
@@ -128,7 +137,7 @@ def test_a_finished_folder_is_made_anew_only_when_that_is_asked_for(
     with pytest.raises(DataError, match=r"out is finished .* --fresh"):
         tokenized(files, tokenizer, out)
     assert contents(out) == before
-    mapped = open_token_folder(out)[0].map()
+    mapped = opened(out)[0].map()
     ids = mapped.tolist()
     index = tokenized(files[:1], tokenizer, out, fresh=True)
     assert index.documents == 1
@@ -149,7 +158,7 @@ def test_a_folder_with_other_things_in_it_is_left_alone(
 def test_two_processes_do_not_write_to_one_folder(
     tmp_path: Path, files: list[SourceFile], tokenizer: TextTokenizer
 ) -> None:
-    with FileLock(tmp_path / ".lock"), pytest.raises(DataError, match="another one is writing"):
+    with FileLock(tmp_path / ".lock"), pytest.raises(DataError, match="another one writes to"):
         tokenized(files, tokenizer, tmp_path)
 
 
@@ -158,7 +167,9 @@ def test_a_place_that_cannot_be_a_folder_is_told(
     tmp_path: Path, files: list[SourceFile], tokenizer: TextTokenizer, name: str
 ) -> None:
     (tmp_path / "a.txt").write_text("kept")
-    with pytest.raises(DataError, match=r"cannot be made or written to .*; name another --output"):
+    with pytest.raises(
+        DataError, match=r"cannot be created or written to .*; name another --output"
+    ):
         tokenized(files, tokenizer, tmp_path / name)
     assert (tmp_path / "a.txt").read_text() == "kept"
 
@@ -183,7 +194,7 @@ def test_a_folder_that_is_called_as_a_home_is_tokenized_with_its_own_tokenizer(
 def test_text_without_a_word_is_no_corpus(tmp_path: Path, tokenizer: TextTokenizer) -> None:
     empty = tmp_path / "empty.txt"
     empty.touch()
-    with pytest.raises(DataError, match=r"1 files, starting with .*empty\.txt, have none"):
+    with pytest.raises(DataError, match=r"1 files, starting with .*empty\.txt, have 0 bytes"):
         tokenized([SourceFile("empty.txt", empty)], tokenizer, tmp_path / "out")
 
 
@@ -196,7 +207,7 @@ def test_a_folder_in_which_it_failed_before_its_first_shard_says_how_to_go_on(
         tokenized(list_files([Source(path=f"{tmp_path}/*.jsonl")], "INPUT"), tokenizer, out)
     assert not list(out.glob("tokens-*")) and is_token_source(out)
     with pytest.raises(DataError, match="its tokenization did not end; run the same"):
-        open_token_folder(out)
+        opened(out)
 
 
 def test_input_that_changes_meanwhile_is_refused(
@@ -207,6 +218,42 @@ def test_input_that_changes_meanwhile_is_refused(
             with files[-1].path.open("a") as stream:
                 stream.write("more")
 
-    with pytest.raises(DataError, match=r"must not change while it is read, and .* was changed"):
-        tokenize(files, tokenizer, tmp_path / "out", How(processes=1), Append())
+    with pytest.raises(DataError, match=r"must not change while it is read, and .* did"):
+        tokenize(files, tokenizer, tmp_path / "out", Append(), processes=1)
     assert not (tmp_path / "out" / "index.json").exists()
+
+
+def write_documents(path: Path, *sizes: int) -> list[SourceFile]:
+    """Documents of so many tokens each, the end-of-text token included."""
+    texts = [" ".join(WORDS[0] for _ in range(size - 1)) for size in sizes]
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return list_files([Source(path=str(path))], "INPUT")
+
+
+@pytest.mark.parametrize("batch_characters", [30, 100_000])
+def test_a_shard_ends_with_the_document_that_fills_it(
+    tmp_path: Path,
+    tokenizer: TextTokenizer,
+    monkeypatch: pytest.MonkeyPatch,
+    batch_characters: int,
+) -> None:
+    """Shards of 10 tokens, however the ids arrive. No document is cut; the last shard is short."""
+    monkeypatch.setattr(encode_module, "BATCH_CHARACTERS", batch_characters)
+    files = write_documents(tmp_path / "a.jsonl", 4, 5, 2, 10, 36, 3)
+    one_word = len(tokenizer.encode([WORDS[0]])[0]), len(tokenizer.encode([f" {WORDS[0]}"])[0])
+    assert one_word == (1, 1)
+    index = tokenized(files, tokenizer, tmp_path / "out", shard_tokens=10)
+    assert [shard.tokens for shard in index.shards] == [11, 10, 36, 3]
+    assert [shard.documents for shard in index.shards] == [3, 1, 1, 1]
+    assert (index.tokens, index.documents) == (60, 6)
+    for shard in index.shards:
+        content = (tmp_path / "out" / shard.file).read_bytes()
+        assert len(content) == 2 * shard.tokens
+        assert shard.checksum == hashlib.sha256(content).hexdigest()
+
+
+def test_no_shard_is_left_empty(tmp_path: Path, tokenizer: TextTokenizer) -> None:
+    files = write_documents(tmp_path / "a.jsonl", 10, 10)
+    index = tokenized(files, tokenizer, tmp_path / "out", shard_tokens=10)
+    assert [shard.file for shard in index.shards] == ["tokens-00000.bin", "tokens-00001.bin"]
+    assert len(list((tmp_path / "out").glob("tokens-*"))) == 2

@@ -10,6 +10,7 @@ import zstandard
 from pyarrow import parquet
 
 from megaspeed.cli import main
+from megaspeed.data.cache import Cache
 from megaspeed.data.token_folder import open_token_folder
 from megaspeed.data.tokenizer import load_tokenizer
 
@@ -84,12 +85,12 @@ def test_with_skip_bad_all_are_passed_over_counted_and_listed(
         assert record["problem"]
     many = [record["where"] for record in skipped if record["file"].endswith("many.jsonl")]
     assert many[0].startswith("line 1 ") and many[-1].startswith("line 20 ")
-    assert f"bad records passed over: {len(skipped)}, {out / 'skipped.jsonl'}" in told
-    assert complained.count("passed over: /") == 10
-    assert "passed over: more, which are in skipped.jsonl" in complained
+    assert f"bad records skipped: {len(skipped)}, {out / 'skipped.jsonl'}" in told
+    assert complained.count("skipped: /") == 10
+    assert "more bad records are skipped; all are listed in skipped.jsonl" in complained
 
     tokenizer = load_tokenizer(str(out))
-    (file,) = open_token_folder(out)
+    (file,) = open_token_folder(out, Cache(tmp_path / "cache"))
     texts = tokenizer.tokenizer.decode(file.map().tolist(), skip_special_tokens=False)
     documents = texts.split("<|endoftext|>")
     assert "the end" in documents
@@ -105,7 +106,7 @@ def test_any_number_of_bad_records_in_a_row_is_passed_over(
     assert tokenize(text, tokenizer_folder, "--skip-bad") == 0
     with (tmp_path / "out" / "skipped.jsonl").open() as lines:
         assert sum(1 for _ in lines) == 120_000
-    (file,) = open_token_folder(tmp_path / "out")
+    (file,) = open_token_folder(tmp_path / "out", Cache(tmp_path / "cache"))
     assert file.index.documents == 4
 
 
