@@ -1,7 +1,7 @@
 """What a checkpoint knows of its run beside the tensors: ``run_state.json``.
 
 Nothing in it belongs to a rank. Random numbers are functions of seeds, names and sample indices
-(``model.initialization``, ``model.dropout``, ``data.stream.sampler``), and the learning rate is one
+(``model.initialization``, ``model.dropout``, ``data.sampler``), and the learning rate is one
 of the number of steps taken, so seeds and counters are the whole of these states.
 """
 

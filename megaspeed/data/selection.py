@@ -100,11 +100,6 @@ class Selection:
         """Of training and of validation."""
         return self.train + (self.validation or ())
 
-    @property
-    def has_text(self) -> bool:
-        """Whether there is anything to tokenize."""
-        return any(share.files for share in self.shares)
-
     def is_settled(self) -> bool:
         """Whether any later change of a file must show in its state."""
         return are_settled((state for _, state in self.states), self.seen_at_seconds)

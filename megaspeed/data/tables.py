@@ -35,10 +35,8 @@ from megaspeed.files.reading import special_files
 
 # datasets and pyarrow are slow to import and rarely needed, so they are imported where used.
 
-_BATCH_BYTES = 4 << 20
-_MOST_ROWS = 1024
 _BUFFER_BYTES = 1 << 20
-_DATASET_ROWS = 64
+_ROWS_AT_ONCE = 64
 _ONE_SPLIT = "state.json"
 _SEVERAL_SPLITS = "dataset_dict.json"
 _COMMIT = re.compile(r"[0-9a-f]{40}")
@@ -130,11 +128,11 @@ class Table(TextFormat):
 
     def _values(self, table: Any, path: Path, on_bad: OnBad) -> Iterator[object]:
         """The column, row by row. If a row group is damaged, its other rows are lost."""
-        at_once = _rows_at_once(table.metadata, self.text_field)
+        columns = [self.text_field]
         first = 0
         for group in range(table.metadata.num_row_groups):
             row, stop = first, first + table.metadata.row_group(group).num_rows
-            batches = table.iter_batches(at_once, row_groups=[group], columns=[self.text_field])
+            batches = table.iter_batches(_ROWS_AT_ONCE, row_groups=[group], columns=columns)
             errors: list[Exception] = []
             for batch in _until_broken(batches, errors.append):
                 yield from map(_value, batch.column(0))
@@ -147,17 +145,6 @@ class Table(TextFormat):
                 on_bad(BadRecord(path, f"row {row:,} (counted from 0)", problem, COPY_AGAIN))
                 yield from (_LOST for _ in range(stop - row))
             first = stop
-
-
-def _rows_at_once(metadata: Any, column: str) -> int:
-    """As many as hold about 4 MiB of text, by the sizes that the file states."""
-    groups = map(metadata.row_group, range(metadata.num_row_groups))
-    chunks = [group.column(index) for group in groups for index in range(group.num_columns)]
-    text_bytes = sum(
-        chunk.total_uncompressed_size for chunk in chunks if chunk.path_in_schema == column
-    )
-    rows = metadata.num_rows * _BATCH_BYTES // max(1, text_bytes)
-    return int(min(max(1, rows), _MOST_ROWS))
 
 
 def _value(scalar: Any) -> object:
@@ -305,7 +292,7 @@ def _pieces_of_dataset(
             return
         dataset = dataset.select_columns([column])
     batches = _until_broken(
-        dataset.iter(batch_size=_DATASET_ROWS), lambda error: on_bad(_cannot_be_read(path, error))
+        dataset.iter(batch_size=_ROWS_AT_ONCE), lambda error: on_bad(_cannot_be_read(path, error))
     )
     values = (
         value

@@ -56,17 +56,6 @@ _DOCUMENTS, _SKIPPED, _LOCK = "documents.jsonl", "skipped.jsonl", ".lock"
 _PROGRESS = "progress"
 _TEMPORARY_FILES = (PLAN, _DOCUMENTS)
 _ALL = (INDEX, *_TEMPORARY_FILES, _SKIPPED, SHARDS, TOKENIZER_FILE, CONFIG_FILE)
-# The keys of a plan, for messages.
-_MEANING = {
-    "format": "the format of the plan",
-    "tokenizer": "the fingerprint of the tokenizer",
-    "end_of_text": "the end-of-text id",
-    "shard_tokens": "--shard-size",
-    "tokenizers": "the version of tokenizers",
-    "cutting": "the cutting of long documents",
-    "files": "the number of input files",
-    "input": "the hash of the input files' names, options, sizes and times",
-}
 _SAVE_SECONDS = 5.0
 _OR_SKIP = ", or skip bad records with --skip-bad"
 
@@ -429,13 +418,17 @@ def _plan(
     return {
         "format": _FORMAT,
         "tokenizer": tokenizer.fingerprint,
-        "end_of_text": tokenizer.end_of_text,
+        "end of text": tokenizer.end_of_text,
         "shard_tokens": shard_tokens,
-        "tokenizers": tokenizers.__version__,
-        "cutting": HOW_CUT,
-        "files": len(files),
-        "input": hashlib.sha256(json.dumps(listed).encode()).hexdigest(),
+        "version of tokenizers": tokenizers.__version__,
+        "cutting of long documents": HOW_CUT,
+        "number of input files": len(files),
+        "input": f"names, options, sizes and times with sha256 {_sha256(listed)}",
     }
+
+
+def _sha256(facts: object) -> str:
+    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
 
 def _save(folder: Path, plan: dict[str, Any], progress: _Progress) -> None:
@@ -461,7 +454,7 @@ def _begin(folder: Path, plan: dict[str, Any], *, skip_bad: bool) -> _Progress:
     else:
         stored = before.pop(_PROGRESS, {"files": 1})  # version 0.1 saved none here
         problems = (
-            f"{_MEANING[key]} was {before.get(key)} and is {value}"
+            f"{key} was {before.get(key)} and is {value}"
             for key, value in plan.items()
             if before.get(key) != value
         )

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megaspeed.data import config_problems
+from megaspeed.data import selection
 from megaspeed.data.documents import read_documents
 from megaspeed.data.selection import find_problems_in_file
 from megaspeed.data.sources import SourceFile
@@ -91,7 +91,7 @@ def test_a_glob_that_would_never_end_is_given_up_with_a_word(
     """Each of ten links leads back up, so the tree has 10^40 folders for a glob."""
     for number in range(10):
         (tmp_path / f"up{number}").symlink_to(tmp_path)
-    monkeypatch.setattr(config_problems, "_LONGEST_SECONDS", 0.2)
+    monkeypatch.setattr(selection, "_LONGEST_SECONDS", 0.2)
     start = time.monotonic()
     assert problems(tmp_path, f'data.train=["{tmp_path}/{pattern}"]') == []
     assert time.monotonic() - start < 5

@@ -8,6 +8,7 @@ import psutil
 import pytest
 import torch
 
+from megaspeed.data import sampler as rows
 from megaspeed.data.corpus import PreparedCorpus
 from megaspeed.data.loader import (
     PADDING_SAMPLE,
@@ -17,7 +18,6 @@ from megaspeed.data.loader import (
     ValidationLoader,
 )
 from megaspeed.data.sampler import Place, Rows, Sampler
-from megaspeed.data.stream import rows
 from megaspeed.model.micro_batch import NOT_COUNTED
 from tests.data.numbered_corpus import (
     alone,

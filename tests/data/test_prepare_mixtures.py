@@ -233,9 +233,8 @@ def test_a_glob_of_tokens_and_text_is_refused_and_ordinary_folders_are_passed_ov
     with pytest.raises(DataError) as caught:
         prepared(tmp_path, pattern)
     assert caught.value.problems == (
-        f"data.train: a source is of text or of tokens, and '{pattern}' matches {together}/z.txt, "
-        f"which is read as text, and {together}/tokens, which holds tokens; name the two as "
-        "sources of their own",
+        f"data.train: a source is text or tokens, and '{pattern}' matches {together}/z.txt, which "
+        f"is read as text, and {together}/tokens, which holds tokens; list the two as two sources",
     )
     (together / "z.txt").unlink()
     FORMATS["saved"](together, TEXTS)

@@ -114,7 +114,9 @@ def test_foreign_tokens_need_a_tokenizer_only_beside_text(
     assert selected(str(foreign)).tokenizer is None
     assert problems(str(foreign)) == ()
     (told,) = problems(str(text), str(foreign))
-    assert f'data.tokenizer is "train", and the ids in {foreign} are of a tokenizer' in told
+    assert (
+        f'data.tokenizer is "train", and {foreign} does not state the tokenizer of its ids' in told
+    )
     assert told.endswith("name that tokenizer in data.tokenizer")
     assert problems(str(text), str(foreign), tokenizer=str(tokens)) == ()
 

@@ -256,11 +256,11 @@ def test_a_first_try_that_kept_nothing_can_be_repeated_with_other_options(
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
-        ("fewer files", "the number of input files was 4 and is 3"),
-        ("other field", "the hash of the input files' names, options, sizes and times"),
-        ("later time", "the hash of the input files' names, options, sizes and times"),
-        ("other shards", "--shard-size was 500 and is 600"),
-        ("other cuts", "the cutting of long documents was at spaces or line ends"),
+        ("fewer files", "number of input files was 4 and is 3"),
+        ("other field", "input was names, options, sizes and times with sha256 "),
+        ("later time", "input was names, options, sizes and times with sha256 "),
+        ("other shards", "shard_tokens was 500 and is 600"),
+        ("other cuts", "cutting of long documents was at spaces or line ends"),
     ],
 )
 def test_it_continues_only_as_it_was_started(

@@ -11,6 +11,7 @@ from tokenizers.models import BPE
 from transformers import AutoTokenizer
 
 from megaspeed.config.data import Source
+from megaspeed.data import tokenizer as tokenizer_module
 from megaspeed.data.documents import Document, read_documents
 from megaspeed.data.errors import DataError
 from megaspeed.data.sources import SourceFile, list_files
@@ -22,7 +23,6 @@ from megaspeed.data.tokenizer import (
     tokenizer_files,
     train_tokenizer,
 )
-from megaspeed.data.tokenizer import training as tokenizer_training
 
 LIBRARY = Source(path=f"{sysconfig.get_path('stdlib')}/json/*.py")
 
@@ -112,7 +112,7 @@ def test_a_tokenizer_sees_a_sample_of_a_large_corpus_whatever_files_it_lies_in(
     tmp_path: Path, documents: list[Document], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The sample is chosen by content, and read file by file: both give one tokenizer."""
-    monkeypatch.setattr(tokenizer_training, "TRAINING_SAMPLE_BYTES", 30_000)
+    monkeypatch.setattr(tokenizer_module, "TRAINING_SAMPLE_BYTES", 30_000)
     together = tmp_path / "all.txt"
     texts = [document.file.path.read_text() for document in documents]
     together.write_text("<|endoftext|>".join(reversed(texts)))
@@ -202,7 +202,7 @@ def test_what_is_no_tokenizer_is_refused_with_its_mend(
     with pytest.raises(DataError, match=r"cannot be read as such.*save_pretrained"):
         load_tokenizer(str(tmp_path))
     (tmp_path / "tokenizer.json").write_text(Tokenizer(BPE()).to_str())
-    with pytest.raises(DataError, match=r"must have entries, and .* has none; fetch it anew"):
+    with pytest.raises(DataError, match=r"must have entries, and .* has none; download it again"):
         load_tokenizer(str(tmp_path))
     nameless = trained.to_json().replace(END_OF_TEXT.encode(), b"<|nothing|>")
     (tmp_path / "tokenizer.json").write_bytes(nameless)
@@ -237,7 +237,7 @@ def test_an_older_format_that_transformers_does_not_read_is_refused_in_our_words
         load_tokenizer(str(tmp_path), "--tokenizer")
     assert str(caught.value) == (
         f"--tokenizer must be a tokenizer.json or a folder with one, and {tmp_path} has none, nor "
-        "an older format that transformers reads here; save it with save_pretrained where it does "
-        "(a tokenizer.model takes the package sentencepiece)"
+        "an older format that transformers reads here; save it with save_pretrained where it is "
+        "read (a tokenizer.model needs the package sentencepiece)"
     )
     assert caplog.messages == []
