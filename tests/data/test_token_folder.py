@@ -51,20 +51,20 @@ def write_folder(folder: Path, *shards: list[int]) -> TokenFolderIndex:
     return index
 
 
-def opened(folder: Path) -> tuple[TokenFile, ...]:
+def open_folder(folder: Path) -> tuple[TokenFile, ...]:
     return open_token_folder(folder, Cache(folder.parent / "cache"))
 
 
 def refusal(folder: Path) -> tuple[str, ...]:
     with pytest.raises(DataError) as caught:
-        opened(folder)
+        open_folder(folder)
     return caught.value.problems
 
 
 def test_a_folder_is_its_shards_in_order(tmp_path: Path) -> None:
     index = write_folder(tmp_path / "tokens", [5, 6, 0], [7, 299, 8, 0, 9, 0])
     assert read_index(tmp_path / "tokens") == index
-    first, second = opened(tmp_path / "tokens")
+    first, second = open_folder(tmp_path / "tokens")
     assert first.map().tolist() == [5, 6, 0]
     assert second.map().tolist() == [7, 299, 8, 0, 9, 0]
     assert (first.index.documents, second.index.documents) == (1, 2)
@@ -80,16 +80,16 @@ def test_one_shard_has_the_fingerprint_of_its_text_and_several_have_their_own(
     tmp_path: Path,
 ) -> None:
     write_folder(tmp_path / "one", [5, 6, 0])
-    (file,) = opened(tmp_path / "one")
+    (file,) = open_folder(tmp_path / "one")
     assert file.index.corpus_fingerprint == "corpus"
     index = write_folder(tmp_path / "two", [5, 6, 0], [7, 0])
-    fingerprints = [file.index.corpus_fingerprint for file in opened(tmp_path / "two")]
+    fingerprints = [file.index.corpus_fingerprint for file in open_folder(tmp_path / "two")]
     assert fingerprints == [shard.checksum for shard in index.shards]
 
 
 def test_an_id_beyond_the_vocabulary_is_told_of_the_shard_that_has_it(tmp_path: Path) -> None:
     write_folder(tmp_path / "tokens", [5, 6, 0], [7, 299, 0])
-    first, second = opened(tmp_path / "tokens")
+    first, second = open_folder(tmp_path / "tokens")
     first.check_vocabulary(299)
     with pytest.raises(DataError, match=r"tokens-00001.bin has id 299 at token 1 \(byte 2\)"):
         second.check_vocabulary(299)
