@@ -70,12 +70,10 @@ class Batch:
     Attributes:
         pieces: in order.
         is_continued: whether the first piece continues a document of the batch before.
-        files_read: how many files end before the end of this batch, if a file ends with it.
     """
 
     pieces: tuple[Piece, ...]
     is_continued: bool
-    files_read: int | None
 
 
 def pack(
@@ -111,65 +109,48 @@ def pack(
 
 def encode(pieces: Iterable[Piece], tokenizer: TextTokenizer) -> Iterator[Packed]:
     """The ids of all pieces, encoded by the threads of this process."""
-    for batch in read_batches([pieces], _THREADS_BATCH_CHARACTERS):
+    for batch in read_batches(pieces, _THREADS_BATCH_CHARACTERS):
         yield pack(batch.pieces, tokenizer, is_continued=batch.is_continued)
 
 
-def read_batches(files: Iterable[Iterable[Piece]], characters: int) -> Iterator[Batch]:
-    """All pieces, in batches of about so many characters.
-
-    A batch ends with a file if it is then at least an eighth full, or if the file is the last.
-    """
-    pieces: list[Piece] = []
-    size = files_read = 0
-    is_continued = False
-    for file in files:
-        for piece in file:
-            pieces.append(piece)
-            size += len(piece.text)
-            if size >= characters:
-                yield Batch(tuple(pieces), is_continued, None)
-                pieces, size, is_continued = [], 0, not piece.ends_document
-        files_read += 1
-        if size >= characters // 8:
-            yield Batch(tuple(pieces), is_continued, files_read)
-            pieces, size, is_continued = [], 0, False
-    yield Batch(tuple(pieces), is_continued, files_read)
+def read_batches(pieces: Iterable[Piece], characters: int) -> Iterator[Batch]:
+    """All pieces, in batches of about so many characters."""
+    filling: list[Piece] = []
+    size, is_continued = 0, False
+    for piece in pieces:
+        filling.append(piece)
+        size += len(piece.text)
+        if size >= characters:
+            yield Batch(tuple(filling), is_continued)
+            filling, size, is_continued = [], 0, not piece.ends_document
+    if filling:
+        yield Batch(tuple(filling), is_continued)
 
 
 def encode_in_processes(
-    files: Iterable[Iterable[Piece]], tokenizer: Path, processes: int
-) -> Iterator[tuple[Packed, int | None]]:
-    """(ids of a batch, its `files_read`) in the order of the text.
+    pieces: Iterable[Piece], tokenizer: Path, pool: Executor, processes: int
+) -> Iterator[Packed]:
+    """The ids of all pieces, in the order of the text.
 
     Args:
-        files: the pieces of each file; read ahead as far as there is room.
+        pieces: read ahead as far as there is room.
         tokenizer: a folder, which each process loads.
-        processes: how many encode at the same time.
-
-    Raises:
-        WorkerDied: a process ended.
+        pool: of `worker_pool`.
+        processes: of the pool.
     """
-    in_flight: deque[tuple[Future[Packed], int | None]] = deque()
-    with _worker_pool(processes) as pool:
-        for batch in read_batches(files, BATCH_CHARACTERS):
-            with _interrupts_blocked():  # a worker may be started
-                future = pool.submit(_pack_in_worker, batch.pieces, batch.is_continued, tokenizer)
-            in_flight.append((future, batch.files_read))
-            del batch  # so that its text is freed once it is encoded
-            if len(in_flight) == _IN_FLIGHT_PER_PROCESS * processes:
-                yield _oldest(in_flight)
-        while in_flight:
-            yield _oldest(in_flight)
+    in_flight: deque[Future[Packed]] = deque()
+    for batch in read_batches(pieces, BATCH_CHARACTERS):
+        with _interrupts_blocked():  # a worker may be started
+            in_flight.append(pool.submit(_pack_in_worker, batch, tokenizer))
+        del batch  # so that its text is freed once it is encoded
+        if len(in_flight) == _IN_FLIGHT_PER_PROCESS * processes:
+            yield in_flight.popleft().result()
+    while in_flight:
+        yield in_flight.popleft().result()
 
 
-def _oldest(in_flight: deque[tuple[Future[Packed], int | None]]) -> tuple[Packed, int | None]:
-    future, files_read = in_flight.popleft()
-    return future.result(), files_read
-
-
-def _pack_in_worker(pieces: tuple[Piece, ...], is_continued: bool, tokenizer: Path) -> Packed:
-    return pack(pieces, _loaded(tokenizer), is_continued=is_continued)
+def _pack_in_worker(batch: Batch, tokenizer: Path) -> Packed:
+    return pack(batch.pieces, _loaded(tokenizer), is_continued=batch.is_continued)
 
 
 @cache
@@ -178,7 +159,12 @@ def _loaded(folder: Path) -> TextTokenizer:
 
 
 @contextmanager
-def _worker_pool(processes: int) -> Iterator[Executor]:
+def worker_pool(processes: int) -> Iterator[Executor]:
+    """Processes that end with the block.
+
+    Raises:
+        WorkerDied: a process ended earlier.
+    """
     # Not forked: a fork copies the reader's threads in any state, and its memory.
     pool = ProcessPoolExecutor(processes, get_context("spawn"), initializer=_start_worker)
     try:

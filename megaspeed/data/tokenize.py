@@ -7,7 +7,7 @@
     DIR/skipped.jsonl                            a line for each bad record
     DIR/index.json                               written last: the folder can be trained on
 
-The plan is saved when an input file is complete, at most every five seconds. If the process is
+The plan is saved when an input file is complete, or several if they are small. If the process is
 killed, the same command truncates all files to the lengths in the plan and continues with the next
 input file. plan.json and documents.jsonl are removed at the end.
 """
@@ -17,7 +17,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -36,7 +35,7 @@ from megaspeed.data.documents import (
     document_line,
     no_text,
 )
-from megaspeed.data.encode import Packed, encode_in_processes
+from megaspeed.data.encode import Packed, encode_in_processes, worker_pool
 from megaspeed.data.errors import DataError
 from megaspeed.data.pieces import HOW_CUT, BadRecord, OnBad, Piece, refuse
 from megaspeed.data.sources import SourceFile
@@ -56,7 +55,8 @@ _DOCUMENTS, _SKIPPED, _LOCK = "documents.jsonl", "skipped.jsonl", ".lock"
 _PROGRESS = "progress"
 _TEMPORARY_FILES = (PLAN, _DOCUMENTS)
 _ALL = (INDEX, *_TEMPORARY_FILES, _SKIPPED, SHARDS, TOKENIZER_FILE, CONFIG_FILE)
-_SAVE_SECONDS = 5.0
+# The plan is saved after input files of at least so many bytes. The processes are idle meanwhile.
+_SAVED_AT_ONCE_BYTES = 1 << 26
 _OR_SKIP = ", or skip bad records with --skip-bad"
 
 
@@ -162,15 +162,15 @@ def tokenize(
         with (
             closing(_Shards(folder, np.dtype(dtype).str, shard_tokens, progress)) as shards,
             closing(_Reader(folder, files, sizes, progress, on_bad)) as reader,
+            worker_pool(processes) as pool,
         ):
             watch.begins(_standing(shards, reader), sum(sizes))
-            saved_at = time.monotonic()
-            for packed, files_read in encode_in_processes(reader.files(), folder, processes):
-                shards.write(packed)
-                watch.reaches(_standing(shards, reader))
-                if files_read and time.monotonic() - saved_at >= _SAVE_SECONDS:
-                    _save(folder, plan, reader.progress_after(files_read, shards))
-                    saved_at = time.monotonic()
+            for _ in reader.groups():
+                for packed in encode_in_processes(reader.pieces(), folder, pool, processes):
+                    shards.write(packed)
+                    watch.reaches(_standing(shards, reader))
+                shards.flush()
+                _save(folder, plan, reader.progress(shards.progress))
             progress = shards.finish()
         for file, state in zip(files, states, strict=True):
             if file.state() != state:
@@ -203,9 +203,6 @@ def _standing(shards: _Shards, reader: _Reader) -> Standing:
 class _Reader:
     """Reads the input, and writes a line for each document and for each bad record.
 
-    It is ahead of the ids by the batches in flight, so it remembers how long the two files were
-    after each input file.
-
     Attributes:
         skipped: bad records so far.
         read_bytes: of the input so far.
@@ -219,31 +216,47 @@ class _Reader:
         progress: _Progress,
         on_bad: OnBad,
     ) -> None:
-        self._files, self._sizes, self._first, self._on_bad = files, sizes, progress.files, on_bad
+        self._files, self._sizes, self._on_bad = files, sizes, on_bad
+        self._group = range(progress.files, progress.files)
         self._documents = _continued(folder / _DOCUMENTS, progress.documents_bytes)
         self._bad = _continued(folder / _SKIPPED, progress.skipped_bytes)
         self.skipped = progress.skipped
-        self.read_bytes = sum(sizes[: self._first])
-        self._ends: dict[int, tuple[int, int, int]] = {}
+        self.read_bytes = sum(sizes[: progress.files])
 
-    def files(self) -> Iterator[Iterator[Piece]]:
-        """The pieces of each input file that is not complete."""
-        for number in range(self._first, len(self._files)):
-            yield self._pieces(number)
+    def groups(self) -> Iterator[range]:
+        """The numbers of the input files that are read before the plan is saved again."""
+        while self._group.stop < len(self._files):
+            first, size = self._group.stop, 0
+            self._group = range(first, first)
+            while self._group.stop < len(self._files) and size < max(1, _SAVED_AT_ONCE_BYTES):
+                size += max(1, self._sizes[self._group.stop])
+                self._group = range(first, self._group.stop + 1)
+            yield self._group
 
-    def progress_after(self, files_read: int, shards: _Shards) -> _Progress:
-        """What is written once the ids of so many files are; brings it to the disk."""
-        for stream in (self._documents, self._bad):
-            _flush(stream)
-        shards.flush()
-        skipped, documents_bytes, skipped_bytes = self._ends[files_read]
-        self._ends = {end: state for end, state in self._ends.items() if end > files_read}
+    def pieces(self) -> Iterator[Piece]:
+        """The text of the input files of this group."""
+        for number in self._group:
+            file, before, document = self._files[number], self.read_bytes, DocumentHash()
+            for piece in file.pieces(self._skip):
+                document.update(piece)
+                if piece.ends_document:
+                    line = document_line(file.name, document.size_bytes, document.content)
+                    self._documents.write(line)
+                    document = DocumentHash()
+                self.read_bytes = before + piece.read_bytes
+                yield piece
+            self.read_bytes = before + self._sizes[number]
+
+    def progress(self, written: _Progress) -> _Progress:
+        """After a group; brings the lines to the disk."""
+        _flush(self._documents)
+        _flush(self._bad)
         return replace(
-            shards.progress,
-            files=self._first + files_read,
-            skipped=skipped,
-            documents_bytes=documents_bytes,
-            skipped_bytes=skipped_bytes,
+            written,
+            files=self._group.stop,
+            skipped=self.skipped,
+            documents_bytes=self._documents.tell(),
+            skipped_bytes=self._bad.tell(),
         )
 
     def close(self) -> None:
@@ -252,20 +265,6 @@ class _Reader:
         self._bad.close()
         if not self.skipped:
             Path(self._bad.name).unlink()
-
-    def _pieces(self, number: int) -> Iterator[Piece]:
-        before, document = sum(self._sizes[:number]), DocumentHash()
-        for piece in self._files[number].pieces(self._skip):
-            document.update(piece)
-            if piece.ends_document:
-                name = self._files[number].name
-                self._documents.write(document_line(name, document.size_bytes, document.content))
-                document = DocumentHash()
-            self.read_bytes = before + piece.read_bytes
-            yield piece
-        self.read_bytes = before + self._sizes[number]
-        lengths = self._documents.tell(), self._bad.tell()
-        self._ends[number + 1 - self._first] = (self.skipped, *lengths)
 
     def _skip(self, record: BadRecord) -> None:
         self._on_bad(record)
@@ -415,20 +414,16 @@ def _plan(
         [file.name, repr(file.format), path, size, mtime]
         for file, (path, size, mtime, _) in zip(files, states, strict=True)
     ]
+    # An unfinished folder is recognized by three of these keys. All are shown in messages.
     return {
         "format": _FORMAT,
-        "tokenizer": tokenizer.fingerprint,
-        "end of text": tokenizer.end_of_text,
+        "tokenizer": [tokenizer.fingerprint, tokenizer.end_of_text],
         "shard_tokens": shard_tokens,
         "version of tokenizers": tokenizers.__version__,
         "cutting of long documents": HOW_CUT,
         "number of input files": len(files),
-        "input": f"names, options, sizes and times with sha256 {_sha256(listed)}",
+        "input": hashlib.sha256(json.dumps(listed).encode()).hexdigest(),
     }
-
-
-def _sha256(facts: object) -> str:
-    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
 
 def _save(folder: Path, plan: dict[str, Any], progress: _Progress) -> None:
@@ -452,25 +447,23 @@ def _begin(folder: Path, plan: dict[str, Any], *, skip_bad: bool) -> _Progress:
     if before is None:
         _refuse_others(folder)
     else:
-        stored = before.pop(_PROGRESS, {"files": 1})  # version 0.1 saved none here
-        problems = (
-            f"{key} was {before.get(key)} and is {value}"
-            for key, value in plan.items()
-            if before.get(key) != value
-        )
-        problem = next(problems, None)
-        if stored["files"] and problem:
+        # Version 0.1 saved its progress elsewhere; its plan differs in the format.
+        stored = before.pop(_PROGRESS, {"shards": [None]})
+        differing = [key for key, value in plan.items() if before.get(key) != value]
+        has_tokens = stored["shards"] or stored["open_tokens"]
+        if has_tokens and differing:
             raise DataError(
-                f"the tokenization in {folder} can only be continued as it was started, and "
-                f"{problem}. Restore that, name another --output, or start again with --fresh"
+                f"the tokenization in {folder} can only be continued as it was started, and its "
+                f"{' and '.join(differing)} differed then; restore that, name another --output, or "
+                "start again with --fresh"
             )
-        if stored["files"] and stored["skipped"] and not skip_bad:
+        if has_tokens and stored["skipped"] and not skip_bad:
             raise DataError(
                 f"the tokenization in {folder} has skipped {stored['skipped']} bad records under "
                 f"--skip-bad (listed in {folder / _SKIPPED}); state it again, or start again with "
                 "--fresh"
             )
-        if stored["files"]:
+        if has_tokens:
             return _Progress(**{**stored, "shards": tuple(Shard(**s) for s in stored["shards"])})
     _save(folder, plan, _Progress())
     return _Progress()

@@ -39,26 +39,17 @@ def texts_of(batch: Batch) -> list[str]:
 
 
 def test_a_batch_ends_with_the_piece_that_fills_it() -> None:
-    files = [whole("a" * 60, "b" * 40), whole("c" * 300), whole("d" * 99)]
-    batches = list(read_batches(files, characters=100))
+    pieces = whole("a" * 60, "b" * 40, "c" * 300, "d" * 99)
+    batches = list(read_batches(pieces, characters=100))
     assert [texts_of(batch) for batch in batches] == [
-        ["a" * 60, "b" * 40], ["c" * 300], ["d" * 99], [],
-    ]  # fmt: skip
-
-
-def test_a_batch_that_ends_a_file_knows_how_many_files_are_read() -> None:
-    """A batch of many tiny files ends with one of them once it is an eighth full."""
-    files = [whole("a" * 120), whole("b" * 5), [], whole("c" * 5), whole("d" * 5), whole("e")]
-    batches = list(read_batches(files, characters=100))
-    assert [(len(batch.pieces), batch.files_read) for batch in batches] == [
-        (1, None), (3, 5), (1, 6),
+        ["a" * 60, "b" * 40], ["c" * 300], ["d" * 99],
     ]  # fmt: skip
 
 
 def test_a_batch_knows_whether_it_continues_a_document() -> None:
     long = [Piece("a" * 100, ends_document=False), Piece("b" * 20, ends_document=True)]
-    batches = list(read_batches([[*long, *whole("c" * 90)], long], characters=100))
-    assert [batch.is_continued for batch in batches] == [False, True, False, True, False]
+    batches = list(read_batches([*long, *whole("c" * 90), *long], characters=100))
+    assert [batch.is_continued for batch in batches] == [False, True, False, True]
 
 
 def test_a_run_encodes_documents_with_an_end_of_text_token_after_each(

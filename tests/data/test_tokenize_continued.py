@@ -31,7 +31,7 @@ SHARD_TOKENS = 500
 def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[SourceFile]:
     """Four files of about ten batches; the plan is saved after each file."""
     monkeypatch.setattr(encode_module, "BATCH_CHARACTERS", 2000)
-    monkeypatch.setattr(module, "_SAVE_SECONDS", 0.0)
+    monkeypatch.setattr(module, "_SAVED_AT_ONCE_BYTES", 0)
     for name in "abc":
         write_json_lines(tmp_path / f"{name}.jsonl", 20_000)
     (tmp_path / "d.txt").write_text("<|endoftext|>".join(documents(20_000)), encoding="utf-8")
@@ -48,11 +48,19 @@ def tokenize_command(text: Path, tokenizer: Path) -> list[str | Path]:
     """A process that saves the plan after each input file."""
     program = (
         "from megaspeed.cli import main; from megaspeed.data import tokenize; "
-        "tokenize._SAVE_SECONDS = 0; raise SystemExit(main())"
+        "tokenize._SAVED_AT_ONCE_BYTES = 0; raise SystemExit(main())"
     )
     shards = ["--shard-size", "100000", "--processes", "2"]
-    megaspeed = [sys.executable, "-c", f"if __name__ == '__main__': exec({program!r})"]
-    return [*megaspeed, "tokenize", text / "*.jsonl", "--tokenizer", tokenizer, *shards]
+    return [
+        sys.executable,
+        "-c",
+        program,
+        "tokenize",
+        text / "*.jsonl",
+        "--tokenizer",
+        tokenizer,
+        *shards,
+    ]
 
 
 def write_many(folder: Path, size_bytes: int) -> Path:
@@ -206,7 +214,7 @@ def test_a_full_disk_keeps_complete_files_and_the_same_command_continues(
     assert contents(out) == contents(whole)
 
 
-@pytest.mark.parametrize("stops", [(1,), (15,), (25, 3, 14)])
+@pytest.mark.parametrize("stops", [(1,), (15,), (15, 3, 6)])
 def test_what_continues_after_stops_is_the_whole(
     tmp_path: Path, files: list[SourceFile], tokenizer: TextTokenizer, stops: tuple[int, ...]
 ) -> None:
@@ -256,11 +264,11 @@ def test_a_first_try_that_kept_nothing_can_be_repeated_with_other_options(
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
-        ("fewer files", "number of input files was 4 and is 3"),
-        ("other field", "input was names, options, sizes and times with sha256 "),
-        ("later time", "input was names, options, sizes and times with sha256 "),
-        ("other shards", "shard_tokens was 500 and is 600"),
-        ("other cuts", "cutting of long documents was at spaces or line ends"),
+        ("fewer files", "number of input files and input"),
+        ("other field", "input"),
+        ("later time", "input"),
+        ("other shards", "shard_tokens"),
+        ("other cuts", "cutting of long documents"),
     ],
 )
 def test_it_continues_only_as_it_was_started(
@@ -287,7 +295,9 @@ def test_it_continues_only_as_it_was_started(
         monkeypatch.setattr(module, "HOW_CUT", "at every thousandth byte")
     with pytest.raises(DataError) as caught:
         tokenize(files, tokenizer, out, Record(), processes=1, shard_tokens=shard_tokens)
-    assert f"can only be continued as it was started, and {problem}" in str(caught.value)
+    assert f"can only be continued as it was started, and its {problem} differed then;" in str(
+        caught.value
+    )
     assert contents(out) == before
 
 
