@@ -54,6 +54,7 @@ _FORMAT = 2
 _DOCUMENTS, _SKIPPED, _LOCK = "documents.jsonl", "skipped.jsonl", ".lock"
 _PROGRESS = "progress"
 _TEMPORARY_FILES = (PLAN, _DOCUMENTS)
+_FILES_OF_VERSION_0_1 = ("progress.json",)
 _ALL = (INDEX, *_TEMPORARY_FILES, _SKIPPED, SHARDS, TOKENIZER_FILE, CONFIG_FILE)
 # The plan is saved after input files of at least so many bytes. The processes are idle meanwhile.
 _SAVED_AT_ONCE_BYTES = 1 << 26
@@ -97,8 +98,8 @@ class _Progress:
         files: how many.
         shards: the complete shards.
         open_tokens, open_documents: in the shard that is not complete.
-        documents, skipped: lines in the two files of lines.
-        documents_bytes, skipped_bytes: lengths of these files.
+        skipped: bad records.
+        documents_bytes, skipped_bytes: lengths of the two files of lines.
         largest_id: the largest id in any shard.
     """
 
@@ -151,7 +152,7 @@ def tokenize(
     """
     with _sole_use(folder):
         if fresh and _is_ours(folder):
-            _remove(folder, _ALL)
+            _remove(folder, (*_ALL, *_FILES_OF_VERSION_0_1))
         states = [file.state() for file in files]
         plan = _plan(files, states, tokenizer, shard_tokens)
         progress = _begin(folder, plan, skip_bad=skip_bad)

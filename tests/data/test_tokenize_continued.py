@@ -21,6 +21,7 @@ from megaspeed.data.errors import DataError
 from megaspeed.data.sources import SourceFile, list_files
 from megaspeed.data.tokenize import tokenize
 from megaspeed.data.tokenizer import TextTokenizer
+from megaspeed.files.sealed_json import write_sealed
 from tests.data.watching import Record, Stop, contents
 from tests.data.words import documents, write_json_lines
 
@@ -337,3 +338,17 @@ def test_a_plan_that_was_altered_is_refused(
     plan.write_text(plan.read_text().replace('"skipped": 0', '"skipped": 1'))
     with pytest.raises(DataError, match=r"cannot be continued.* --fresh"):
         tokenized(files, tokenizer, out, Record())
+
+
+def test_a_folder_that_version_0_1_did_not_finish_is_replaced_only_with_fresh(
+    tmp_path: Path, files: list[SourceFile], tokenizer: TextTokenizer
+) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    write_sealed(out / "plan.json", {"format": 1, "input": [], "shard_tokens": SHARD_TOKENS})
+    write_sealed(out / "progress.json", {"largest_id": 7})
+    (out / "tokens-00000.bin").write_bytes(b"12")
+    with pytest.raises(DataError, match=r"as it was started, and its format and .* --fresh"):
+        tokenized(files, tokenizer, out, Record())
+    tokenize(files, tokenizer, out, Record(), processes=1, shard_tokens=SHARD_TOKENS, fresh=True)
+    assert "progress.json" not in contents(out) and "index.json" in contents(out)
