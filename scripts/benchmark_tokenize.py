@@ -61,7 +61,7 @@ def main() -> int:
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--copies", type=int, default=2, help="how often the standard library is repeated")
+    parser.add_argument("--copies", type=int, default=2, help="how often the library is repeated")
     parser.add_argument("--files", type=int, help="of the standard library (all)")
     parser.add_argument("--vocab-size", type=int, default=8000)
     parser.add_argument("--turns", type=int, default=5)
