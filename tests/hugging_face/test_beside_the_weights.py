@@ -91,7 +91,7 @@ def test_a_damaged_tokenizer_config_is_told_everywhere(
         load_tokenizer(str(folder))
     assert str(caught.value).startswith(f"{folder / name} ")
     assert str(caught.value).endswith(
-        "from where the tokenizer is from, or remove it to do without"
+        "copy it again from the source of the tokenizer, or remove it"
     )
     out = folder.with_name("out")
     assert main(["import-hf", str(folder), str(out)]) == 2
@@ -106,8 +106,8 @@ def test_of_a_tokenizer_without_entries_nothing_can_be_taken(
     out = folder.with_name("out")
     assert main(["import-hf", str(folder), str(out)]) == 2
     assert capsys.readouterr().err == (
-        f"the tokenizer beside a model must have entries, and {folder} has none; fetch it anew; "
-        f"or {OTHERWISE}\n"
+        f"the tokenizer beside a model must have entries, and {folder} has none; "
+        f"download it again; or {OTHERWISE}\n"
     )
     assert not out.exists()
 
