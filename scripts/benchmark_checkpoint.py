@@ -57,9 +57,9 @@ from megaspeed.checkpoint.tensors import expected_shapes
 from megaspeed.checkpoint.writing import SaveReport
 from megaspeed.config.loading import parse_config
 from megaspeed.config.resolve import Run, resolve_run
-from megaspeed.data.prepared import PreparedCorpus
-from megaspeed.data.stream.mixture import Component, Mixture
-from megaspeed.data.tokens.token_file import TokenFile, TokenIndex
+from megaspeed.data.corpus import PreparedCorpus
+from megaspeed.data.mixture import Component, Mixture
+from megaspeed.data.token_file import TokenFile, TokenIndex
 from megaspeed.files.durable import flush_folder
 from megaspeed.model.micro_batch import MicroBatch
 from megaspeed.topology.context import ParallelContext

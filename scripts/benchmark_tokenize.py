@@ -2,19 +2,19 @@
 
     python scripts/benchmark_tokenize.py
 
-The text is the Python standard library, so many times over, as JSON lines; the tokenizer is a
+The text is the Python standard library as JSON lines, repeated several times. The tokenizer is a
 byte-level BPE trained on it. These take turns, each in a new process, and medians are printed:
 
-    plain loop       json.loads, tokenizer.encode, one document after the other, ids to a file
+    plain loop       json.loads and tokenizer.encode for one document at a time, ids to a file
     encode_batch     the same with 1,000 documents at a time, on the threads of `tokenizers`
     tokenize         the command with 1 process, 2, 4, ... up to every core
 
-What each writes must be the same bytes. Seconds are those of the whole process, so that starting
-workers counts. CPU seconds, of all processes together, say what the work itself takes: on a machine
-that does something else meanwhile they tell more than the clock.
+All must write the same bytes. Seconds are those of the complete process, including the start of
+workers. CPU seconds are those of all processes together; on a busy machine they are more reliable
+than the clock.
 
-Then memory: the most that the command and all its workers hold at a time, for the text and for ten
-times the text.
+Then the peak memory of the command and all its workers is measured, for the text and for ten times
+the text.
 """
 
 import argparse
@@ -35,9 +35,9 @@ import psutil
 from tokenizers import Tokenizer
 
 from megaspeed.config.data import Source
-from megaspeed.data.text.documents import read_documents
-from megaspeed.data.text.sources import list_files
-from megaspeed.data.tokenizer.training import train_tokenizer
+from megaspeed.data.documents import read_documents
+from megaspeed.data.sources import list_files
+from megaspeed.data.tokenizer import train_tokenizer
 
 DOCUMENTS_AT_ONCE = 1000
 POLL_SECONDS = 0.02
@@ -61,12 +61,12 @@ def main() -> int:
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--copies", type=int, default=2, help="times the standard library")
+    parser.add_argument("--copies", type=int, default=2, help="how often the library is repeated")
     parser.add_argument("--files", type=int, help="of the standard library (all)")
     parser.add_argument("--vocab-size", type=int, default=8000)
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--processes", type=int, nargs="+", default=powers_of_two())
-    parser.add_argument("--no-memory", action="store_true", help="leave out the second table")
+    parser.add_argument("--no-memory", action="store_true", help="omit the second table")
     parser.add_argument("--folder", type=Path, help="where a temporary folder is made")
     parser.add_argument("--plain", type=Path, nargs=3, help=argparse.SUPPRESS)
     parser.add_argument("--at-once", type=int, default=1, help=argparse.SUPPRESS)
@@ -80,7 +80,7 @@ def powers_of_two() -> list[int]:
 
 
 def prepare(folder: Path, options: argparse.Namespace) -> Path:
-    """Writes the text once and ten times; the folder of a tokenizer for it."""
+    """Writes the text once and ten times, and a tokenizer for it."""
     files = list_files([Source(path="python-stdlib")], "INPUT")[: options.files]
     train_tokenizer(read_documents(files), options.vocab_size).save(folder / "tokenizer")
     lines = [json.dumps({"text": file.path.read_text("utf-8")}) + "\n" for file in files]
@@ -92,7 +92,7 @@ def prepare(folder: Path, options: argparse.Namespace) -> Path:
 
 
 def plain_loop(text: Path, tokenizer_file: Path, output: Path, *, at_once: int) -> None:
-    """What a person would write; with `at_once` documents in a call."""
+    """A simple program without megaspeed; encodes `at_once` documents in a call."""
     tokenizer = Tokenizer.from_file(str(tokenizer_file))
     tokenizer.encode_special_tokens = True
     end_of_text = tokenizer.token_to_id("<|endoftext|>")
@@ -138,7 +138,7 @@ def compare_speed(folder: Path, tokenizer: Path, options: argparse.Namespace) ->
     print("| | tokens/s | MB/s | beside the plain loop | CPU seconds |\n|---|---|---|---|---|")
     for name, turns in seconds.items():
         median = statistics.median(turns)
-        # Each turn beside the plain loop of the same turn: the machine may be busy in some.
+        # Each turn is compared with the plain loop of the same turn, because the load may change.
         ratio = statistics.median(
             plain / own for plain, own in zip(seconds["plain loop"], turns, strict=True)
         )
@@ -149,7 +149,7 @@ def compare_speed(folder: Path, tokenizer: Path, options: argparse.Namespace) ->
 
 
 def children_cpu_seconds() -> float:
-    """Of every process that was started from here and has ended, and those beneath it."""
+    """CPU seconds of all child processes that have ended, and of their children."""
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
     return usage.ru_utime + usage.ru_stime
 
@@ -189,14 +189,14 @@ def compare_memory(folder: Path, tokenizer: Path, options: argparse.Namespace) -
 
 
 def peak_bytes(process: psutil.Popen) -> int:
-    """The most that a process and those beneath it hold together, until it ends."""
+    """The peak memory of a process and its children together, until it ends."""
     most = 0
     while process.poll() is None:
         try:
             family = [process, *process.children(recursive=True)]
             most = max(most, sum(one.memory_info().rss for one in family))
         except psutil.NoSuchProcess:
-            pass  # one of them ended just now
+            pass  # a child has just ended
         time.sleep(POLL_SECONDS)
     assert process.returncode == 0
     return most

@@ -1,4 +1,4 @@
-"""What samples of the training stream are: where each is read, its ids and its text."""
+"""Samples of the training stream: where each is read, its ids and its text."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from megaspeed.data.prepared import PreparedCorpus
-from megaspeed.data.stream.rows import Rows
-from megaspeed.data.stream.sampler import TrainingOrder
-from megaspeed.data.tokenizer.text_tokenizer import load_tokenizer
+from megaspeed.data.corpus import PreparedCorpus
+from megaspeed.data.sampler import Rows, TrainingOrder
+from megaspeed.data.tokenizer import load_tokenizer
 
 _IDS_SHOWN = 12
 _CHARACTERS_SHOWN = 300
@@ -26,13 +25,13 @@ class ShownSample:
         sample: its index in the stream.
         source: the component it is drawn from, as the configuration names it.
         component: the component's number.
-        draw: how many samples before it are of that component.
+        draw: how many earlier samples are from that component.
         epoch: of the component.
         sequence: of the component, counted over its files.
         file: where its tokens are.
         first_token: in that file.
         ids: the S tokens and the target of the last one.
-        text: the ids decoded; None where no tokenizer is known.
+        text: the ids decoded; None if no tokenizer is known.
     """
 
     sample: int
@@ -47,12 +46,12 @@ class ShownSample:
     text: str | None
 
     def as_json(self) -> dict[str, Any]:
-        """Everything, uncut."""
+        """Everything, in full length."""
         return asdict(self)
 
 
 def show_samples(corpus: PreparedCorpus, samples: Iterable[int]) -> Iterator[ShownSample]:
-    """The samples, in the order asked for."""
+    """The samples, in the given order."""
     order = TrainingOrder.of(corpus.train, corpus.seed, corpus.sequence_length)
     rows = Rows(corpus.train, corpus.sequence_length)
     tokenizer = None if corpus.tokenizer is None else load_tokenizer(str(corpus.tokenizer))
@@ -79,7 +78,7 @@ def show_samples(corpus: PreparedCorpus, samples: Iterable[int]) -> Iterator[Sho
 
 
 def samples_table(samples: Iterable[ShownSample]) -> Table:
-    """A row for each sample, with the ids and the text cut short."""
+    """A row for each sample, with ids and text shortened."""
     table = Table(show_lines=True, expand=True)
     table.add_column("sample", justify="right")
     table.add_column("from", ratio=3)
@@ -106,5 +105,5 @@ def _cut_ids(ids: list[int]) -> str:
 
 def _cut_text(text: str) -> str:
     cut = text if len(text) <= _CHARACTERS_SHOWN else f"{text[:_CHARACTERS_SHOWN]} ..."
-    # Half a character at an edge, and control sequences that a terminal would obey.
+    # Incomplete characters at an edge, and control sequences that a terminal would execute.
     return "".join(each if each.isprintable() or each in "\n\t" else "\ufffd" for each in cut)

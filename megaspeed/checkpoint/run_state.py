@@ -1,7 +1,7 @@
 """The state of a run in a checkpoint beside the tensors: ``run_state.json``.
 
 Nothing in it depends on a rank. Random numbers are functions of seeds, names and sample indices
-(``model.initialization``, ``model.dropout``, ``data.stream.sampler``), and the learning rate is a
+(``model.initialization``, ``model.dropout``, ``data.sampler``), and the learning rate is a
 function of the number of steps taken. So seeds and counters are their complete state.
 """
 

@@ -11,7 +11,7 @@ from megaspeed.config.errors import ConfigError
 from megaspeed.config.layout import World
 from megaspeed.config.loading import find_problems
 from megaspeed.config.resolve import default_run_dir
-from megaspeed.data.config_problems import find_problems_in_file
+from megaspeed.data.selection import find_problems_in_file
 from megaspeed.files.paths import folder_problem, path_problem
 
 

@@ -22,7 +22,7 @@ from megaspeed.files.paths import folder_problem, path_argument
 
 if TYPE_CHECKING:
     from megaspeed.analysis.compare.result import ComparisonResult, Row
-    from megaspeed.data.prepared import PreparedCorpus
+    from megaspeed.data.corpus import PreparedCorpus
 
 _LEAST_COLUMNS = 80
 _RANKS_PER_PROCESSOR = 16
@@ -83,7 +83,7 @@ def run(options: argparse.Namespace) -> int:
     from megaspeed.analysis.compare.report import as_json, show
     from megaspeed.analysis.compare.result import ComparisonResult
     from megaspeed.analysis.compare.verdict import verdict
-    from megaspeed.data.prepare import prepare_corpus
+    from megaspeed.data.corpus import prepare_corpus
 
     device_type = "cuda" if torch.cuda.is_available() else "cpu"
     run = load(options, device_type)

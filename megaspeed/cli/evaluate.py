@@ -14,8 +14,8 @@ from megaspeed.cli.model_options import add_model_options, exit_code, load_model
 from megaspeed.cli.options import positive, say, write_json
 from megaspeed.cli.text_options import add_text_options, text_files
 from megaspeed.data.errors import DataError
-from megaspeed.data.text.pieces import Piece
-from megaspeed.data.text.sources import SourceFile
+from megaspeed.data.pieces import Piece
+from megaspeed.data.sources import SourceFile
 
 if TYPE_CHECKING:
     from megaspeed.hugging_face.perplexity import Score

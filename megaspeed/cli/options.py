@@ -14,7 +14,7 @@ from megaspeed.config.errors import ConfigError
 from megaspeed.config.loading import load_run
 from megaspeed.config.resolve import Run
 from megaspeed.config.section import LARGEST_COUNT, LARGEST_WORLD
-from megaspeed.data.config_problems import find_problems_in_file
+from megaspeed.data.selection import find_problems_in_file
 from megaspeed.files.paths import path_argument
 from megaspeed.files.reading import file_problem
 

@@ -3,7 +3,7 @@
     megaspeed show-batch --config FILE --step 1000          the samples of that step
     megaspeed show-batch --config FILE --samples 64:72      samples 64 ... 71 of the stream
 
-Nothing is replayed: which tokens a sample is follows from the data, its seed and its index.
+Nothing is replayed: the tokens of a sample follow from the data, the seed and its index.
 """
 
 import argparse
@@ -15,7 +15,7 @@ from megaspeed.config.errors import ConfigError
 from megaspeed.config.loading import read_config
 
 _WIDTH = 120
-"""Columns of the table where it does not go to a terminal."""
+"""Columns of the table if the output is not a terminal."""
 
 
 def add_to(commands: Any) -> None:
@@ -32,12 +32,12 @@ def add_to(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Prepares the corpus, as training does, and shows the samples."""
-    # Imported here: torch takes seconds, which wrong input need not wait for.
+    """Prepares the corpus as training does, and shows the samples."""
+    # torch takes seconds to import, and wrong input should be reported without that delay.
     from rich.console import Console
 
     from megaspeed.analysis.batches import samples_table, show_samples
-    from megaspeed.data.prepare import prepare_corpus
+    from megaspeed.data.corpus import prepare_corpus
 
     config = read_config(options.config, options.overrides)
     samples = options.samples or _samples_of_step(options, config.train_batch_size)
@@ -66,8 +66,8 @@ def _samples_of_step(options: argparse.Namespace, train_batch_size: int | None) 
     if train_batch_size is None:
         raise ConfigError(
             [
-                "which samples a step has follows from train_batch_size, and the file leaves it to "
-                "the number of processes; add --world-size, or name samples with --samples A:B"
+                "the samples of a step follow from train_batch_size, which the file leaves to the "
+                "number of processes; add --world-size, or name samples with --samples A:B"
             ],
             where=str(options.config),
         )

@@ -7,13 +7,13 @@ from pathlib import Path
 from megaspeed.cli.options import utf8_text
 from megaspeed.config.data import Source
 from megaspeed.data.errors import DataError
-from megaspeed.data.text.sources import SourceFile, list_files
-from megaspeed.data.tokens.token_sources import token_paths
+from megaspeed.data.sources import SourceFile, list_files
+from megaspeed.data.token_sources import token_paths
 from megaspeed.files.paths import path_problem
 
 
 def add_text_options(parser: argparse.ArgumentParser) -> None:
-    """Adds ``INPUT...``, ``--dataset`` and what is to be said of them."""
+    """Adds ``INPUT...``, ``--dataset`` and the options for them."""
     parser.add_argument(
         "input",
         nargs="*",
@@ -27,7 +27,7 @@ def add_text_options(parser: argparse.ArgumentParser) -> None:
         default=[],
         type=_name,
         metavar="NAME",
-        help="what datasets.load_dataset is asked for; may be given again",
+        help="passed to datasets.load_dataset; may be repeated",
     )
     parser.add_argument("--configuration", type=_name, metavar="NAME", help="of the datasets")
     parser.add_argument("--revision", type=_name, metavar="NAME", help="of the datasets")
@@ -56,7 +56,7 @@ def text_files(options: argparse.Namespace) -> list[SourceFile]:
     if problems:
         raise DataError(*problems)
     read_as = {"text_field": options.text_field, "split": options.split}
-    # Unchecked: a file may have a name that is no UTF-8, which no configuration can hold.
+    # Not checked: the name of a file need not be UTF-8, unlike a configuration.
     paths = [Source.model_construct(path=path, **read_as) for path in options.input]
     datasets = [
         Source(
@@ -73,7 +73,7 @@ def text_files(options: argparse.Namespace) -> list[SourceFile]:
 
 def _not_empty(text: str) -> str:
     if not text:
-        raise argparse.ArgumentTypeError("it is a name, and this one is empty; write one")
+        raise argparse.ArgumentTypeError("the name is empty; state one")
     return text
 
 
@@ -93,15 +93,15 @@ def _problems(options: argparse.Namespace) -> Iterator[str]:
     stated = [f"--{name}" for name in of_datasets if getattr(options, name)]
     if stated and not options.dataset:
         yield (
-            f"what is said of datasets needs --dataset, and there is {' and '.join(stated)} "
-            f"without it; leave {'them' if len(stated) > 1 else 'it'} out, or name the --dataset"
+            f"options of datasets need --dataset, and {' and '.join(stated)} is stated without it; "
+            f"remove {'them' if len(stated) > 1 else 'it'}, or name the --dataset"
         )
-    # A tokenization that goes on may find what it has written beside its text.
+    # A tokenization that is continued may find its own output beside its text.
     own = options.output.resolve() if "output" in options else None
     for path in options.input:
         tokens = [place for place in token_paths(Path(path)) if place.resolve() != own]
         if tokens:
             yield (
-                f"INPUT is text, and '{path}' names {tokens[0]}, which is of token ids; name the "
-                "text that they were made from, and only that"
+                f"INPUT is text, and '{path}' names {tokens[0]}, which holds token ids; name only "
+                "the text that they were made from"
             )

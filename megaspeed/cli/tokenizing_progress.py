@@ -1,4 +1,4 @@
-"""How far a tokenization has come, in bytes: how many tokens there are is not known before."""
+"""Progress of a tokenization, in bytes, because the number of tokens is not known beforehand."""
 
 import time
 from contextlib import ExitStack
@@ -6,14 +6,14 @@ from types import TracebackType
 from typing import Self
 
 from megaspeed.cli.bar_or_lines import BarOrLines
-from megaspeed.data.text.pieces import BadRecord
-from megaspeed.data.tokenizing.output import Standing
+from megaspeed.data.pieces import BadRecord
+from megaspeed.data.tokenize import Standing
 
 _RECORDS_SHOWN = 10
 
 
 class TokenizingProgress:
-    """Tokens a second, how long it will take, and the first bad records."""
+    """Shows tokens a second, the remaining time, and the first bad records."""
 
     def __init__(self) -> None:
         self._exits = ExitStack()
@@ -35,7 +35,7 @@ class TokenizingProgress:
 
     @property
     def skipped(self) -> int:
-        """Bad records that were passed over, those of work that was cut off too."""
+        """Bad records that were skipped, including those of earlier calls."""
         return self._now.skipped
 
     def tokens_per_second(self) -> float:
@@ -44,24 +44,24 @@ class TokenizingProgress:
         return (self._now.tokens - self._start.tokens) / seconds
 
     def begins(self, standing: Standing, total_bytes: int) -> None:
-        """Where the work begins, or goes on."""
+        """Shows what earlier calls have done."""
         self._start = self._now = standing
         self._begun_at = time.monotonic()
         bar = BarOrLines(total_bytes, done_before=standing.read_bytes)
         self._bar = self._exits.enter_context(bar)
         if standing.tokens:
-            bar.tell(f"going on behind {standing.tokens:,} tokens")
+            bar.tell(f"continuing after {standing.tokens:,} tokens")
 
     def passes_over(self, record: BadRecord) -> None:
-        """Shows the first few; all of them are in a file."""
+        """Shows the first few."""
         if self._records < _RECORDS_SHOWN:
-            self._bar.tell(f"passed over: {record.path}, {record.where}: {record.problem}")
+            self._bar.tell(f"skipped: {record.path}, {record.where}: {record.problem}")
         elif self._records == _RECORDS_SHOWN:
-            self._bar.tell("passed over: more, which are in skipped.jsonl")
+            self._bar.tell("more bad records are skipped; all are listed in skipped.jsonl")
         self._records += 1
 
     def reaches(self, standing: Standing) -> None:
-        """Shows what is done."""
+        """Shows the progress."""
         self._now = standing
         text = f"{standing.tokens:,} tokens, {self.tokens_per_second():,.0f} tokens/s"
         self._bar.show(standing.read_bytes, text)

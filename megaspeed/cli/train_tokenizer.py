@@ -12,9 +12,9 @@ from typing import Any
 
 from megaspeed.cli.options import EXIT_DONE, new_file, positive, say, write_json
 from megaspeed.cli.text_options import add_text_options, text_files
+from megaspeed.data.documents import read_documents
 from megaspeed.data.errors import DataError
-from megaspeed.data.text.documents import read_documents
-from megaspeed.data.tokenizer.training import check_trainable, train_tokenizer
+from megaspeed.data.tokenizer import check_trainable, train_tokenizer
 from megaspeed.files.durable import new_folder, refuse_existing
 from megaspeed.files.paths import folder_problem, path_argument
 
@@ -39,7 +39,7 @@ def add_to(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Trains on the text, and saves the tokenizer whole or not at all."""
+    """Trains on the text. The folder is complete or absent."""
     output: Path = options.output
     problem = folder_problem("--output", output)
     if problem is not None:

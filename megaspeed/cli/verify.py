@@ -6,7 +6,7 @@ from typing import Any
 from megaspeed.cli.options import EXIT_DONE, EXIT_FAILED, add_command, load, positive, write_json
 from megaspeed.config.errors import ConfigError
 from megaspeed.config.resolve import Run
-from megaspeed.data.prepare import prepare_corpus
+from megaspeed.data.corpus import prepare_corpus
 
 
 def add_to(commands: Any) -> None:

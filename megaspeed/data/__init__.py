@@ -1,8 +1,25 @@
-"""From text on disk to the rows that a rank trains on.
+"""From text on disk to the rows that a rank trains on. Nothing here communicates between processes.
 
-Sources of text become files, documents, and a validation split; a tokenizer turns the documents
-into token files, which are prepared once for each machine and mapped into memory; other sources
-are token files already. A mixture says in which shares they are drawn from, and the sampler which
-tokens sample i is; the loaders cut the samples of a step into one data-parallel rank's
-micro-batches. Nothing here communicates between processes.
+Data flows from top to bottom, and a file imports only from files above it:
+
+    errors          the one error of bad data
+    pieces          what a format yields: documents in pieces, and bad records
+    text_files      plain text and JSON lines; archives
+    tables          Parquet, and datasets of the `datasets` library
+    sources         what `data.train` lists -> files and their formats
+    documents       files -> documents by hash -> training | validation
+    tokenizer       load, save and train a tokenizer
+    cache           sealed files, one writer at a time
+    token_file      ids on disk, mapped into memory
+    encode          documents -> ids, for a run's start and for `megaspeed tokenize`
+    token_folder    the folder that `megaspeed tokenize` writes
+    tokenize        files -> a token folder, with several processes
+    foreign_tokens  nanoGPT's and Megatron-LM's token files
+    token_sources   sources that are token files already
+    hold_out        the part of token files that is held out
+    selection       a `data` section -> its files, checked; its tokenizer
+    mixture         token files in components with weights
+    corpus          a `data` section -> a prepared corpus
+    sampler         sample i -> its tokens
+    loader          the samples of a step -> the micro-batches of one data-parallel rank
 """

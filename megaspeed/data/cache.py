@@ -1,11 +1,11 @@
-"""The cache on disk: files that are either whole and sealed, or rebuilt.
+"""The cache on disk: files that are complete and sealed, or built again.
 
     payload    written under a temporary name, flushed to the disk, renamed
-    index      a small JSON beside it, written the same way and only afterwards, with the payload's
-               size and checksum, facts about it, and a hash of itself
+    index      a small JSON beside it, written after it, with the payload's size and checksum, facts
+               about it, and a hash of itself
 
-A process may die at any point: a payload without its index, or one that its index does not
-describe, is built again. What a running job has mapped stays valid, because renaming replaces the
+A process may be killed at any moment: a payload without an index, or with an index that does not
+match it, is built again. What a running job has mapped stays valid, because renaming replaces the
 name and not the file.
 """
 
@@ -13,10 +13,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import socket
 import sys
-from collections.abc import Callable, Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,9 +30,9 @@ from megaspeed.data.errors import DataError
 from megaspeed.files.durable import TEMPORARY, write_file
 from megaspeed.files.json_values import Facts, read_sealed, write_sealed
 from megaspeed.files.paths import expand_home
-from megaspeed.files.reading import sha256_of, spaced_sample
+from megaspeed.files.reading import are_settled, sha256_of, spaced_sample, state_of
 
-__all__ = ["CACHE_VARIABLE", "Cache", "Facts", "cache_key", "default_cache_dir", "index_path"]
+logger = logging.getLogger(__name__)
 
 CACHE_VARIABLE = "MEGASPEED_CACHE"
 _BLOCK_BYTES = 1 << 20
@@ -41,7 +43,7 @@ _ANY_KEY = "[0-9a-f]" * _KEY_DIGITS
 
 
 def default_cache_dir(environ: Mapping[str, str]) -> Path:
-    """$MEGASPEED_CACHE, else ~/.cache/megaspeed."""
+    """$MEGASPEED_CACHE, otherwise ~/.cache/megaspeed."""
     chosen = environ.get(CACHE_VARIABLE)
     return expand_home(chosen) if chosen else Path.home() / ".cache" / "megaspeed"
 
@@ -65,13 +67,13 @@ class Cache:
 
     @contextmanager
     def lock(self) -> Iterator[None]:
-        """One process at a time writes; the kernel frees the lock of a process that died.
+        """One process at a time writes. The kernel frees the lock of a process that died.
 
         A thread that holds it may enter it again. A process that waits for more than ten seconds
         reports once who holds it.
 
         Raises:
-            DataError: the folder cannot be made or written to.
+            DataError: the folder cannot be created or written to.
         """
         try:
             self.root.mkdir(parents=True, exist_ok=True)
@@ -85,21 +87,21 @@ class Cache:
         except OSError as error:
             raise _cannot_write(self.root, error) from error
         try:
-            if lock.lock_counter == 1:  # else what is being written further out is no leftover
+            if lock.lock_counter == 1:  # otherwise an outer block is writing, and has no leftovers
                 self._remove_leftovers()
-                with suppress(OSError):  # it only names this process to those that wait
+                with suppress(OSError):  # it only informs processes that wait
                     self._holder.write_text(f"{socket.gethostname()} {os.getpid()}\n")
             yield
         finally:
             if lock.lock_counter == 1:
                 with suppress(OSError):
-                    self._holder.unlink(missing_ok=True)  # the next process writes its own
+                    self._holder.unlink(missing_ok=True)
             lock.release()
 
-    def write(self, path: Path, fill: Callable[[BinaryIO], Facts]) -> Facts:
-        """Writes the payload `path` with `fill`, then its index; returns what the index says.
+    def write(self, path: Path, fill: Callable[[BinaryIO], Facts]) -> None:
+        """Writes the payload `path` with `fill`, then its index. Only under `lock`.
 
-        Only under `lock`. `fill` writes to the open file and returns the facts of the index.
+        `fill` writes to the open file and returns facts for the index.
         """
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -108,7 +110,6 @@ class Cache:
         except OSError as error:
             raise _cannot_write(path, error) from error
         self.write_index(index_path(path), facts)
-        return facts
 
     def write_index(self, path: Path, facts: Facts) -> None:
         """Writes facts alone, with a hash of themselves. Only under `lock`."""
@@ -119,18 +120,14 @@ class Cache:
             raise _cannot_write(path, error) from error
 
     def read(self, path: Path) -> Facts | None:
-        """The facts of a payload that is whole, else None."""
-        facts = self.read_index(index_path(path))
+        """The facts about a payload; None if it is missing or damaged."""
+        facts = read_sealed(index_path(path))
         try:
             if facts is None or path.stat().st_size != facts["bytes"]:
                 return None
             return facts if _checksum(path) == facts["checksum"] else None
         except (OSError, KeyError):
             return None
-
-    def read_index(self, path: Path) -> Facts | None:
-        """The facts at `path` if they are whole, else None."""
-        return read_sealed(path)
 
     @property
     def _holder(self) -> Path:
@@ -150,23 +147,58 @@ class Cache:
         )
 
     def _remove_leftovers(self) -> None:
-        """Of entries that somebody died of; others may keep files of their own in the folder."""
+        """Files of killed processes. Others may keep files of their own in the folder."""
         for place in (f"*/{_ANY_KEY}*{TEMPORARY}", f"*/{_ANY_KEY}/*{TEMPORARY}"):
             for leftover in self.root.glob(place):
                 if leftover.is_file():
                     leftover.unlink(missing_ok=True)
 
 
+def remembered(
+    cache: Cache,
+    kind: str,
+    version: int,
+    files: Sequence[Path],
+    read: Callable[[], Facts],
+    purpose: str,
+) -> Facts:
+    """`read()`, or what it returned when the files were as they are now.
+
+    The facts are kept under the path, size, mtime and ctime of the files, and only if any later
+    change of a file must show in these.
+
+    Args:
+        cache: where they are kept.
+        kind: the folder of the cache for these facts.
+        version: of the facts; those of another version are not found.
+        files: everything that the facts depend on.
+        read: reads the files. Called under the cache's lock, so only once on a machine.
+        purpose: of the reading, for the log.
+    """
+    path = cache.root / kind / f"{cache_key(version, [state_of(file) for file in files])}.json"
+    facts = read_sealed(path)
+    if facts is None:
+        with cache.lock():
+            facts = read_sealed(path)  # another process may have written it
+            if facts is None:
+                seen_at = time.time()
+                states = [state_of(file) for file in files]
+                logger.info("reading %s once, %s", files[0], purpose)
+                facts = read()
+                if states == [state_of(file) for file in files] and are_settled(states, seen_at):
+                    cache.write_index(path, facts)
+    return facts
+
+
 def index_path(path: Path) -> Path:
-    """Where the index of a payload is."""
+    """The index of a payload."""
     return path.with_name(path.name + ".index.json")
 
 
 def _checksum(path: Path) -> str:
-    """sha256 over a file of up to 64 MiB, or over 64 evenly spaced MiB (first and last) of more.
+    """sha256 over a file of up to 64 MiB, or over 64 evenly spaced MiB of a larger one.
 
-    Bounded, so that thousands of ranks can check a file of any size as they start; the size itself
-    is checked apart.
+    Bounded, so that thousands of ranks can check a file of any size when they start.
     """
     if path.stat().st_size <= _BLOCKS_CHECKED * _BLOCK_BYTES:
         return sha256_of(path)

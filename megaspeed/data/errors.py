@@ -1,4 +1,4 @@
-"""The one error of bad data: what is wrong, in numbers, and how to mend it."""
+"""The error of bad data."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ class DataError(ValueError):
     """The corpus, the tokenizer or the token files cannot be trained on.
 
     Attributes:
-        problems: one sentence a problem; each states the law, the numbers and the mend.
+        problems: each states the rule, the numbers and what to do.
     """
 
     def __init__(self, *problems: str) -> None:

@@ -1,38 +1,91 @@
-"""The files that one `data` section names: found, checked against each other, and their state."""
+"""The files that a `data` section names: found, checked against each other, and their state.
+
+Sources become *shares*, each of which becomes one component of the mixture:
+
+    no weights   [a.txt, b.jsonl, TOKENS]            one share: all of them, read once an epoch
+    weights      [a.txt 3, b.jsonl 1, TOKENS 2]      three shares, with these weights
+
+The tokenizer follows from `data.tokenizer` and the sources:
+
+    a path       any                              that one; token folders must be made with it
+    train        token folders, and other ones    the folders'; they must have the same one
+    train        text                             one is trained on the text
+    train        foreign token files              none is needed, so none is known
+    train        text and foreign token files     refused: nothing states what the ids mean
+"""
 
 from __future__ import annotations
 
+import logging
+import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from os import PathLike
+from pathlib import Path
+from typing import Any
 
-from megaspeed.config.data import DataConfig
+from pydantic import ValidationError
+
+from megaspeed.config.data import BUNDLED_CORPUS, DataConfig, Source
+from megaspeed.config.document import read_document
+from megaspeed.config.hugging_face import fill_from_hugging_face
+from megaspeed.config.model import ModelConfig
 from megaspeed.data.errors import DataError
-from megaspeed.data.shares import Share, find_shares, token_places
-from megaspeed.data.text.pieces import SKIP_BEFOREHAND, refuse
-from megaspeed.data.text.sources import SourceFile
-from megaspeed.data.tokenizer.choice import choose_tokenizer
-from megaspeed.data.tokenizer.text_tokenizer import (
+from megaspeed.data.pieces import SKIP_BEFOREHAND, refuse
+from megaspeed.data.sources import SourceFile, files_by_source, matched_twice
+from megaspeed.data.token_folder import is_token_folder, read_index
+from megaspeed.data.token_sources import (
+    is_token_source,
+    text_beside_tokens,
+    token_paths,
+    why_not_tokens,
+)
+from megaspeed.data.tokenizer import (
+    TOKENIZER_FILE,
     TRAIN,
+    check_trainable,
     check_vocabulary,
     load_tokenizer,
     tokenizer_files,
 )
-from megaspeed.data.tokenizer.training import check_trainable
-from megaspeed.data.tokens.token_sources import why_not_tokens
+from megaspeed.files.paths import expand_home
 from megaspeed.files.reading import FileState, are_settled
+from megaspeed.files.time_limit import at_most
+
+logger = logging.getLogger(__name__)
+
+_LONGEST_SECONDS = 2.5
+"""A glob over a large tree, or over links in a circle, may take hours."""
+
+
+@dataclass(frozen=True)
+class Share:
+    """Sources that become one component of the mixture.
+
+    Attributes:
+        files: of text, in order.
+        token_sources: the sources that hold token ids, in order.
+        weight: relative to the other shares' weights.
+        name: its sources as the configuration names them.
+    """
+
+    files: tuple[SourceFile, ...]
+    token_sources: tuple[Source, ...]
+    weight: float
+    name: str
 
 
 @dataclass(frozen=True)
 class Selection:
-    """The files of a corpus as they were at one moment.
+    """The files of a corpus at one moment.
 
     Attributes:
-        train: what the training data comes from.
-        validation: what the validation data comes from; None where a fraction is held out instead.
-        tokenizer: the path of one that exists; None where it is to be trained, or none is needed.
-        states: name and state of every file of text, and of the tokenizer's files.
+        train: the training data.
+        validation: the validation data; None if a fraction is held out instead.
+        tokenizer: the path of an existing one; None if it is to be trained, or none is needed.
+        states: name and state of every file of text and of the tokenizer.
         seen_at_seconds: when the states were read, by the clock.
     """
 
@@ -46,11 +99,6 @@ class Selection:
     def shares(self) -> tuple[Share, ...]:
         """Of training and of validation."""
         return self.train + (self.validation or ())
-
-    @property
-    def has_text(self) -> bool:
-        """Whether there is anything to tokenize."""
-        return any(share.files for share in self.shares)
 
     def is_settled(self) -> bool:
         """Whether any later change of a file must show in its state."""
@@ -74,13 +122,53 @@ def select_files(data: DataConfig) -> Selection:
     return Selection(train, validation, tokenizer, states, now)
 
 
+def find_problems_in_file(path: str | PathLike[str], overrides: Sequence[str] = ()) -> list[str]:
+    """Problems with the data of a configuration, even if its other sections have mistakes.
+
+    Finds nothing if the `data` section itself has mistakes. After 2.5 seconds, the problems found
+    so far are returned, and a warning is logged.
+
+    Args:
+        path: the config file.
+        overrides: `key.path=value` texts.
+    """
+    values = read_document(Path(path), overrides).values
+    try:
+        data = DataConfig.model_validate(values.get("data"))
+    except ValidationError:
+        return []
+    problems: list[str] = []
+    is_complete = False
+    with at_most(_LONGEST_SECONDS):
+        problems.extend(each_problem(data, _vocab_size(values)))
+        is_complete = True
+    if not is_complete:
+        logger.warning(
+            "data: the files were examined for %g s, and not completely, because they are many or "
+            "slow to find; a run examines all of them when it starts",
+            _LONGEST_SECONDS,
+        )
+    return problems
+
+
+def _vocab_size(values: Mapping[str, Any]) -> int:
+    """`model.vocab_size`; if the model has mistakes, a number that no tokenizer exceeds."""
+    filled = fill_from_hugging_face(values)
+    if filled.problems:
+        return sys.maxsize
+    try:
+        return ModelConfig.model_validate(filled.values.get("model")).vocab_size
+    except ValidationError:
+        return sys.maxsize
+
+
 def find_problems(data: DataConfig, vocab_size: int) -> tuple[str, ...]:
-    """Every problem that shows without reading the corpus; empty where there is none."""
+    """Every problem that can be found without reading the corpus."""
     return tuple(each_problem(data, vocab_size))
 
 
 def each_problem(data: DataConfig, vocab_size: int) -> Iterator[str]:
-    """As `find_problems`, each as it is found."""
+    """Like `find_problems`, each problem when it is found."""
     shares: Sequence[Share] = ()
     try:
         train, validation = _find_both(data)
@@ -100,9 +188,19 @@ def each_problem(data: DataConfig, vocab_size: int) -> Iterator[str]:
 
 
 def first_ids(shares: Sequence[Share], vocab_size: int) -> list[str]:
-    """What is wrong with the first ids of each token file that does not say how wide they are."""
+    """What is wrong with the first ids of token files that do not state their width."""
     problems = (why_not_tokens(place, vocab_size) for place in token_places(shares))
     return [problem for problem in problems if problem is not None]
+
+
+def _first_records(shares: Sequence[Share]) -> Iterator[str]:
+    """What is wrong with the first record of each file, which shows a wrong `text_field`."""
+    on_bad = partial(refuse, otherwise=SKIP_BEFOREHAND)
+    for file in (file for share in shares for file in share.files if file.format.has_records):
+        try:
+            next(file.pieces(on_bad), None)
+        except DataError as error:
+            yield from error.problems
 
 
 def _find_both(data: DataConfig) -> tuple[tuple[Share, ...], tuple[Share, ...] | None]:
@@ -120,32 +218,139 @@ def _find_both(data: DataConfig) -> tuple[tuple[Share, ...], tuple[Share, ...] |
     if problems:
         raise DataError(*problems)
     train, validation = found
-    _check_apart(train, validation)
+    trained_on, validated_on = _places(train), _places(validation)
+    both = [shown for place, shown in validated_on.items() if place in trained_on]
+    if both:
+        raise DataError(
+            f"validation data must not be trained on, and {len(both)} of {len(validated_on)} "
+            f"files of data.validation are in data.train too, the first {both[0]}; "
+            "narrow one of the two lists"
+        )
     return train, None if data.validation is None else validation
 
 
-def _check_apart(train: Sequence[Share], validation: Sequence[Share]) -> None:
-    trained_on, validated_on = _places(train), _places(validation)
-    shared = [shown for place, shown in validated_on.items() if place in trained_on]
-    if shared:
-        raise DataError(
-            f"validation data must not be trained on, and {len(shared)} of {len(validated_on)} "
-            f"files of data.validation are in data.train too, the first {shared[0]}; "
-            "narrow one of the two lists"
-        )
-
-
 def _places(shares: Sequence[Share]) -> dict[tuple[str, str], str]:
-    """What each file is whatever it is called -> what it is called."""
+    """What identifies each file -> its path."""
     text = {file.place(): str(file.path) for share in shares for file in share.files}
     return text | {(str(place.resolve()), ""): str(place) for place in token_places(shares)}
 
 
-def _first_records(shares: Sequence[Share]) -> Iterator[str]:
-    """What is wrong with the first record of each file of records; a wrong field shows there."""
-    on_bad = partial(refuse, otherwise=SKIP_BEFOREHAND)
-    for file in (file for share in shares for file in share.files if file.format.has_records):
-        try:
-            next(file.pieces(on_bad=on_bad), None)
-        except DataError as error:
-            yield from error.problems
+def find_shares(sources: Sequence[Source], setting: str) -> tuple[Share, ...]:
+    """The shares of a list of sources.
+
+    Args:
+        sources: at least one; all of them have a weight or none has.
+        setting: the key they come from, for messages: `data.train` or `data.validation`.
+
+    Raises:
+        DataError: every source that cannot be used.
+    """
+    token_sources = [source for source in sources if _holds_tokens(source)]
+    text_sources = [source for source in sources if source not in token_sources]
+    _check_tokens(token_sources, setting)
+    listed = iter(files_by_source(text_sources, setting) if text_sources else [])
+    shares = [
+        Share((), (source,), source.weight or 1.0, str(source))
+        if source in token_sources
+        else Share(tuple(next(listed)), (), source.weight or 1.0, str(source))
+        for source in sources
+    ]
+    if sources[0].weight is not None:
+        return tuple(shares)
+    files = tuple(file for share in shares for file in share.files)
+    return (Share(files, tuple(token_sources), 1.0, ", ".join(share.name for share in shares)),)
+
+
+def token_places(shares: Sequence[Share]) -> list[Path]:
+    """The token folders, token files and prefixes of token files, in order."""
+    return [
+        place
+        for share in shares
+        for source in share.token_sources
+        for place in token_paths(Path(str(source.path)))
+    ]
+
+
+def _holds_tokens(source: Source) -> bool:
+    if source.path is None or source.path == BUNDLED_CORPUS:
+        return False
+    return is_token_source(Path(source.path))
+
+
+def _check_tokens(sources: Sequence[Source], setting: str) -> None:
+    """Raises DataError if a source of tokens also matches text, or a file is matched twice."""
+    first: dict[Path, tuple[Path, Source]] = {}
+    problems: list[str] = []
+    for source in sources:
+        path = Path(str(source.path))
+        places, text = token_paths(path), text_beside_tokens(path)
+        if text is not None:
+            problems.append(
+                f"{setting}: a source is text or tokens, and '{source}' matches {text}, which is "
+                f"read as text, and {places[0]}, which holds tokens; list the two as two sources"
+            )
+        for place in places:
+            found = (place, source)
+            if first.setdefault(place.resolve(), found) is not found:
+                problems.append(matched_twice(setting, first[place.resolve()], found))
+    if problems:
+        raise DataError(*problems)
+
+
+def choose_tokenizer(data: DataConfig, shares: Sequence[Share]) -> str | None:
+    """The path of an existing tokenizer; None if it is to be trained, or none is needed.
+
+    Raises:
+        DataError: token folders of other tokenizers, or ids without a known tokenizer.
+    """
+    places = token_places(shares)
+    folders = [place for place in places if is_token_folder(place)]
+    if data.tokenizer != TRAIN:
+        named = str(expand_home(data.tokenizer))
+        if folders:
+            _check_named(named, folders)
+        return named
+    if folders:
+        _check_equal(folders)
+        return str(folders[0])
+    if places and any(share.files for share in shares):
+        raise DataError(
+            f'data.tokenizer is "{TRAIN}", and {places[0]} does not state the tokenizer of its '
+            "ids, which the text must be tokenized with, too; name that tokenizer in data.tokenizer"
+        )
+    return None
+
+
+def _check_named(named: str, folders: Sequence[Path]) -> None:
+    wanted = load_tokenizer(named).fingerprint
+    problems = [
+        f"data.tokenizer {named!r} must be the one that token files were made with: its "
+        f"fingerprint is {wanted[:16]}..., and that of {folder} is {found[:16]}...; name "
+        f"{folder} in data.tokenizer, or make that folder again with this tokenizer"
+        for folder in folders
+        if (found := read_index(folder).tokenizer_fingerprint) != wanted
+    ]
+    if problems:
+        raise DataError(*problems)
+
+
+def _check_equal(folders: Sequence[Path]) -> None:
+    """Raises DataError unless all folders, and the tokenizer in the first, are of one tokenizer."""
+    first, *others = folders
+    if not (first / TOKENIZER_FILE).is_file():
+        raise DataError(
+            f"a token folder has its tokenizer in it, and {first / TOKENIZER_FILE} is missing; "
+            "copy it again, or name the tokenizer in data.tokenizer"
+        )
+    wanted = read_index(first).tokenizer_fingerprint
+    found = {folder: read_index(folder).tokenizer_fingerprint for folder in others}
+    found |= {first / TOKENIZER_FILE: load_tokenizer(str(first)).fingerprint}
+    problems = [
+        f"all token files must be of one tokenizer, and {first} is of {wanted[:16]}... while "
+        f"{place} is of {fingerprint[:16]}...; tokenize one of the two again with the other's "
+        "tokenizer"
+        for place, fingerprint in found.items()
+        if fingerprint != wanted
+    ]
+    if problems:
+        raise DataError(*problems)

@@ -28,7 +28,7 @@ import torch
 import torch.nn.functional as F
 
 from megaspeed.data.errors import DataError
-from megaspeed.data.text.pieces import Piece
+from megaspeed.data.pieces import Piece
 from megaspeed.hugging_face.text_model import TextModel
 
 LARGEST_LOGITS_BYTES = 1 << 30

@@ -30,8 +30,7 @@ from megaspeed.config.errors import ConfigError
 from megaspeed.config.hugging_face import hugging_face_config
 from megaspeed.config.model import ModelConfig
 from megaspeed.data.errors import DataError
-from megaspeed.data.tokenizer.quiet_transformers import quiet_transformers
-from megaspeed.data.tokenizer.text_tokenizer import TextTokenizer, load_tokenizer
+from megaspeed.data.tokenizer import TextTokenizer, load_tokenizer, quiet_transformers
 from megaspeed.hugging_face.exporting import Precision, export_model
 from megaspeed.hugging_face.tokenizer import has_tokenizer
 from megaspeed.hugging_face.verifying import load_transformers_model

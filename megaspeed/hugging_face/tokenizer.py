@@ -18,7 +18,7 @@ from megaspeed.checkpoint.reading import GENERATION, TOKENIZER, read_tokenizer_f
 from megaspeed.config.hugging_face import CONFIG_FILE, DAMAGED
 from megaspeed.config.strict_json import JsonSyntaxError, read_json_object
 from megaspeed.data.errors import DataError
-from megaspeed.data.tokenizer.text_tokenizer import (
+from megaspeed.data.tokenizer import (
     NoEndOfText,
     TextTokenizer,
     load_tokenizer,

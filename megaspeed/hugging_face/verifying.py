@@ -34,7 +34,7 @@ from torch.overrides import TorchFunctionMode
 from megaspeed.checkpoint.reading import load_model, model_config
 from megaspeed.checkpoint.tensors import expected_shapes
 from megaspeed.config.model import ModelConfig
-from megaspeed.data.tokenizer.quiet_transformers import quiet_transformers
+from megaspeed.data.tokenizer import quiet_transformers
 from megaspeed.hugging_face.weight_files import ComputationError, HuggingFaceError
 from megaspeed.model.gpt import GPT
 

@@ -42,8 +42,8 @@ from megaspeed.checkpoint.run_state import (
 from megaspeed.checkpoint.tensors import KINDS, expected_tensors, key, mismatches
 from megaspeed.checkpoint.writing import Saver, SaveReport
 from megaspeed.config.resolve import Run
-from megaspeed.data.prepared import PreparedCorpus
-from megaspeed.data.tokenizer.text_tokenizer import TextTokenizer
+from megaspeed.data.corpus import PreparedCorpus
+from megaspeed.data.tokenizer import TextTokenizer
 from megaspeed.model.parameters import logical_name
 from megaspeed.topology.process_settings import use_device
 from megaspeed.training.resumed_run import data_changes, model_changes, resumed_progress

@@ -28,7 +28,7 @@ from megaspeed.checkpoint.run_state import Progress
 from megaspeed.checkpoint.tensors import BYTES_PER_ELEMENT, KINDS
 from megaspeed.checkpoint.writing import SaveReport
 from megaspeed.config.resolve import Run
-from megaspeed.data.prepared import PreparedCorpus
+from megaspeed.data.corpus import PreparedCorpus
 from megaspeed.pipeline.partition import parameters_of_stages
 from megaspeed.topology.grid import Grid
 from megaspeed.training.metrics import Metrics, PartMetrics, Record, StepMetrics, ValidationMetrics

@@ -22,8 +22,7 @@ from rich.text import Text
 from megaspeed.checkpoint.errors import CheckpointError, broadcast
 from megaspeed.checkpoint.run_state import NOT_STATED, Progress
 from megaspeed.config.resolve import Run
-from megaspeed.data.prepare import prepare_corpus
-from megaspeed.data.prepared import PreparedCorpus
+from megaspeed.data.corpus import PreparedCorpus, prepare_corpus
 from megaspeed.topology.activity import SAVE_TIMEOUTS, START_UP_TIMEOUTS, Activity
 from megaspeed.topology.context import ParallelContext
 from megaspeed.topology.failure import RankLog

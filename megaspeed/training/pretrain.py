@@ -22,8 +22,8 @@ from megaspeed.config.document import add_config_options
 from megaspeed.config.errors import ConfigError
 from megaspeed.config.loading import load_run
 from megaspeed.config.resolve import Run
-from megaspeed.data.config_problems import find_problems_in_file
 from megaspeed.data.errors import DataError
+from megaspeed.data.selection import find_problems_in_file
 from megaspeed.topology.activity import START_UP_TIMEOUTS, Activity
 from megaspeed.topology.failure import print_error, write_error_file
 from megaspeed.topology.grid import TopologyError

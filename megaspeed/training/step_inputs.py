@@ -21,8 +21,8 @@ from megaspeed.config.scheduler import (
     WarmupDecayLR,
     WarmupParams,
 )
-from megaspeed.data.prepared import PreparedCorpus
-from megaspeed.data.stream.loader import LoaderShape, TrainingLoader
+from megaspeed.data.corpus import PreparedCorpus
+from megaspeed.data.loader import LoaderShape, TrainingLoader
 from megaspeed.topology.context import ParallelContext
 from megaspeed.training.worker import Load
 

@@ -18,8 +18,8 @@ from typing import NoReturn
 
 from megaspeed.checkpoint.run_state import Progress
 from megaspeed.checkpoint.writing import SaveReport
-from megaspeed.data.prepared import PreparedCorpus
-from megaspeed.data.stream.loader import ValidationLoader
+from megaspeed.data.corpus import PreparedCorpus
+from megaspeed.data.loader import ValidationLoader
 from megaspeed.model.parameters import training_flops_per_token
 from megaspeed.topology.activity import SAVE_TIMEOUTS, START_UP_TIMEOUTS
 from megaspeed.topology.process_end import StopSignal

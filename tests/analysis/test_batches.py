@@ -11,9 +11,9 @@ from rich.console import Console
 from megaspeed.analysis.batches import samples_table, show_samples
 from megaspeed.cli import main
 from megaspeed.config.loading import load_run
-from megaspeed.data.prepare import prepare_corpus
-from megaspeed.data.stream.loader import LoaderShape, TrainingLoader
-from megaspeed.data.tokenizer.text_tokenizer import load_tokenizer
+from megaspeed.data.corpus import prepare_corpus
+from megaspeed.data.loader import LoaderShape, TrainingLoader
+from megaspeed.data.tokenizer import load_tokenizer
 from tests.data.numbered_corpus import numbered_mixture
 
 TEXT = Path(__file__).parents[2] / "LICENSE"

@@ -12,7 +12,7 @@ from megaspeed.analysis.verification.logical_tensors import gather_state, gather
 from megaspeed.checkpoint.run_state import Progress
 from megaspeed.checkpoint.tensors import KINDS
 from megaspeed.config.resolve import Run
-from megaspeed.data.prepared import PreparedCorpus
+from megaspeed.data.corpus import PreparedCorpus
 from megaspeed.topology.context import ParallelContext
 from megaspeed.topology.launch import LaunchEnvironment
 from megaspeed.training.checkpointing import Checkpointing

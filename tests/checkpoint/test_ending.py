@@ -15,7 +15,7 @@ from megaspeed.checkpoint import writing
 from megaspeed.checkpoint.errors import CheckpointError, gather
 from megaspeed.checkpoint.inspection import problems_of
 from megaspeed.config.resolve import Run
-from megaspeed.data.prepared import PreparedCorpus
+from megaspeed.data.corpus import PreparedCorpus
 from megaspeed.topology.launch import LaunchEnvironment
 from megaspeed.training import checkpointing
 from tests.checkpoint.saved_runs import SavedRun, only_checkpoint, started

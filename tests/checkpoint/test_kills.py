@@ -15,7 +15,7 @@ import pytest
 from megaspeed.checkpoint.folders import CheckpointFolder
 from megaspeed.checkpoint.inspection import newest_complete, problems_of
 from megaspeed.config.resolve import Run
-from megaspeed.data.prepared import PreparedCorpus
+from megaspeed.data.corpus import PreparedCorpus
 from megaspeed.topology.launch import LaunchEnvironment
 from tests.checkpoint.saved_runs import SavedRun, started
 from tests.parallel.tiny import tiny_corpus

@@ -15,7 +15,7 @@ import torch
 from megaspeed.analysis.verification.comparison import TOLERANCES
 from megaspeed.checkpoint.tensors import KINDS
 from megaspeed.config.resolve import Run
-from megaspeed.data.prepared import PreparedCorpus
+from megaspeed.data.corpus import PreparedCorpus
 from tests.checkpoint.saved_runs import (
     Stretch,
     go_on_from,

@@ -13,7 +13,7 @@ import pytest
 from megaspeed.checkpoint.tensors import expected_tensors
 from megaspeed.checkpoint.writing import SaveReport
 from megaspeed.config.resolve import Run
-from megaspeed.data.prepared import PreparedCorpus
+from megaspeed.data.corpus import PreparedCorpus
 from megaspeed.topology.launch import LaunchEnvironment
 from tests.checkpoint.saved_runs import SavedRun, only_checkpoint, save_only, started
 from tests.parallel.tiny import tiny_corpus

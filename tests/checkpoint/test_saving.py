@@ -24,7 +24,7 @@ from megaspeed.checkpoint.pieces import HostCopy, Piece
 from megaspeed.checkpoint.tensors import expected_tensors
 from megaspeed.checkpoint.writing import SaveReport
 from megaspeed.config.resolve import Run
-from megaspeed.data.prepared import PreparedCorpus
+from megaspeed.data.corpus import PreparedCorpus
 from megaspeed.topology.launch import LaunchEnvironment
 from tests.checkpoint.saved_runs import (
     SavedRun,

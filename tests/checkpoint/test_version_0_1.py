@@ -20,9 +20,8 @@ from megaspeed.checkpoint.run_state import RunState
 from megaspeed.checkpoint.tensors import KINDS, expected_tensors
 from megaspeed.config.loading import load_run
 from megaspeed.config.resolve import Run
-from megaspeed.data.prepare import prepare_corpus
-from megaspeed.data.prepared import PreparedCorpus
-from megaspeed.data.stream.loader import ValidationLoader
+from megaspeed.data.corpus import PreparedCorpus, prepare_corpus
+from megaspeed.data.loader import ValidationLoader
 from megaspeed.topology.launch import LaunchEnvironment
 from megaspeed.training.resume import ResumeOptions, find_start
 from tests.checkpoint.saved_runs import SavedRun, Stretch, only_checkpoint, started

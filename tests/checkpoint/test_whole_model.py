@@ -20,7 +20,7 @@ from megaspeed.checkpoint.reading import (
 )
 from megaspeed.checkpoint.tensors import expected_shapes
 from megaspeed.config.resolve import Run
-from megaspeed.data.prepared import PreparedCorpus
+from megaspeed.data.corpus import PreparedCorpus
 from megaspeed.topology.launch import LaunchEnvironment
 from tests.checkpoint.saved_runs import SavedRun, only_checkpoint, started
 from tests.checkpoint.written import CONFIG, seal, write_checkpoint

@@ -9,17 +9,17 @@ import pytest
 from pyarrow import parquet
 
 from megaspeed.config.data import Source
+from megaspeed.data.documents import read_documents
 from megaspeed.data.errors import DataError
-from megaspeed.data.text.documents import read_documents
-from megaspeed.data.text.pieces import PIECE_BYTES, SKIP_BEFOREHAND, BadRecord
-from megaspeed.data.text.sources import SourceFile, list_files
+from megaspeed.data.pieces import PIECE_BYTES, SKIP_BEFOREHAND, BadRecord
+from megaspeed.data.sources import SourceFile, list_files
 from tests.data.written_formats import (
-    documents_in,
     json_lines,
     own_datasets_cache,
     plain_text,
     saved,
     saved_splits,
+    texts_in,
     write_table,
     zst,
 )
@@ -32,15 +32,12 @@ def the_file(path: Path, **fields: object) -> SourceFile:
     return file
 
 
-def passed_over(file: SourceFile, after: int = 0) -> tuple[list[str], list[str]]:
-    """(texts of the documents, what is told of the bad records without the path)."""
+def skipped(file: SourceFile) -> tuple[list[str], list[str]]:
+    """(texts of the documents, the bad records as text without the path)."""
     bad: list[BadRecord] = []
-    documents = documents_in(file.pieces(after, bad.append))
+    texts = texts_in(file.pieces(bad.append))
     assert all(record.path == file.path for record in bad)
-    return (
-        [text for text, _ in documents],
-        [str(record).removeprefix(f"{file.path}, ") for record in bad],
-    )
+    return texts, [str(record).removeprefix(f"{file.path}, ") for record in bad]
 
 
 LINES = [
@@ -68,17 +65,17 @@ def test_a_line_that_is_no_record_is_told_by_number_and_byte(
 ) -> None:
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'{"text": "before"}\n\n' + line + b'\n{"text": "behind"}\n')
-    texts, (told,) = passed_over(the_file(path))
+    texts, (told,) = skipped(the_file(path))
     assert texts == ["before", "behind"]
     assert told.startswith("line 3 (byte 20): ")
     assert problem in told and told.endswith(" correct it")
     with pytest.raises(DataError, match=r"a\.jsonl, line 3 \(byte 20\): "):
-        documents_in(the_file(path).pieces())
+        texts_in(the_file(path).pieces())
 
 
 def test_a_missing_field_is_mended_by_naming_the_right_one(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_bytes(json_lines(["a"], field="content"))
-    texts, (told,) = passed_over(the_file(tmp_path / "a.jsonl"))
+    texts, (told,) = skipped(the_file(tmp_path / "a.jsonl"))
     assert texts == []
     assert (
         'there is "id", "content"; name the right one as text_field, or --text-field, or correct it'
@@ -87,17 +84,12 @@ def test_a_missing_field_is_mended_by_naming_the_right_one(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "jsonl.gz"])
-def test_the_number_of_a_line_is_that_of_the_whole_file_wherever_reading_began(
-    tmp_path: Path, suffix: str
-) -> None:
+def test_lines_are_counted_from_the_beginning_of_the_text(tmp_path: Path, suffix: str) -> None:
     content = json_lines([f"text {i}" for i in range(3000)]) + b"oops\n"
     path = tmp_path / f"a.{suffix}"
     path.write_bytes(gzip.compress(content) if suffix.endswith("gz") else content)
-    file = the_file(path)
-    marks = [piece.mark for piece in file.pieces(on_bad=lambda record: None)]
-    for mark in (0, marks[0], marks[1500], marks[-1]):
-        _, (told,) = passed_over(file, mark)
-        assert told.startswith(f"line 3,001 (byte {len(content) - 5:,}): ")
+    _, (told,) = skipped(the_file(path))
+    assert told.startswith(f"line 3,001 (byte {len(content) - 5:,}): ")
 
 
 def noise(texts: int, size_bytes: int) -> list[str]:
@@ -126,11 +118,11 @@ def test_a_damaged_archive_says_how_far_it_could_be_read(
         "no archive": b"no archive at all",
     }[damage]
     (tmp_path / name).write_bytes(content)
-    texts, bad = passed_over(the_file(tmp_path / name))
+    texts, bad = skipped(the_file(tmp_path / name))
     told = bad[-1]
     assert f" of {len(content):,} on disk: the " in told
-    assert "archive is damaged or cut short and cannot be read on (" in told
-    assert "bytes of text could be read; bring the whole file here again" in told
+    assert "archive is damaged or truncated and cannot be read further (" in told
+    assert "bytes of text could be read; copy the whole file here again" in told
     if damage == "no archive":
         assert texts == [] and "; 0 bytes of text" in told
     else:
@@ -142,7 +134,7 @@ def test_an_archive_behind_a_bad_one_is_read(tmp_path: Path) -> None:
     (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(json_lines(["good"])))
     files = list_files([Source(path=f"{tmp_path}/*.gz")], "data.train")
     bad: list[BadRecord] = []
-    texts = [text for file in files for text, _ in documents_in(file.pieces(on_bad=bad.append))]
+    texts = [text for file in files for text in texts_in(file.pieces(bad.append))]
     assert texts[-1] == "good"
     assert [record.path.name for record in bad] == ["a.jsonl.gz"]
 
@@ -153,7 +145,7 @@ def test_a_document_of_plain_text_is_left_out_from_the_bad_piece_on(tmp_path: Pa
     documents = [b"first", b"sec\xffond", b"third", words + words + b"\xff" + words, b"fifth"]
     path = tmp_path / "a.txt"
     path.write_bytes(separator.join(documents))
-    texts, (second, fourth) = passed_over(the_file(path))
+    texts, (second, fourth) = skipped(the_file(path))
     assert [texts[0], texts[1], texts[3]] == ["first\n", "third\n", "fifth"]
     assert (words + words).decode().startswith(texts[2]) and len(texts[2]) > PIECE_BYTES // 2
     assert second.startswith("byte 23: text must be UTF-8, and this byte is 0xff (invalid start")
@@ -171,20 +163,20 @@ def test_the_first_bad_record_of_every_file_is_told_at_once(tmp_path: Path) -> N
     assert places == [
         f"{tmp_path}/a.jsonl, line 1 (byte 0)",
         f"{tmp_path}/b.txt, byte 0",
-        f"{tmp_path}/d.parquet, as a whole",
+        f"{tmp_path}/d.parquet, the table",
     ]
 
 
 def test_a_table_without_the_column_lists_those_it_has(tmp_path: Path) -> None:
     write_table(tmp_path / "a.parquet", ["a"], column="content")
-    assert passed_over(the_file(tmp_path / "a.parquet")) == (
+    assert skipped(the_file(tmp_path / "a.parquet")) == (
         [],
         [
             'its columns: the text is in the column "text", and there is none; there is "id", '
             '"content"; name the right one as text_field, or --text-field'
         ],
     )
-    _, (told,) = passed_over(the_file(tmp_path / "a.parquet", text_field="id"))
+    _, (told,) = skipped(the_file(tmp_path / "a.parquet", text_field="id"))
     assert told.startswith('its columns: the column "id" must hold strings, and holds int64;')
 
 
@@ -192,19 +184,18 @@ def test_a_table_without_the_column_lists_those_it_has(tmp_path: Path) -> None:
 def test_a_row_without_text_is_told_by_its_number(tmp_path: Path, write: object) -> None:
     assert callable(write)
     write(tmp_path / "a.parquet", ["a", "b", "c", None, "e"])
-    texts, (told,) = passed_over(the_file(tmp_path / "a.parquet"))
+    texts, (told,) = skipped(the_file(tmp_path / "a.parquet"))
     assert texts == ["a", "b", "c", "e"]
     assert told.startswith(
         'row 3 (counted from 0): the column "text" must be a string, and is null; '
     )
-    assert passed_over(the_file(tmp_path / "a.parquet"), after=4) == (["e"], [])
 
 
 def test_a_row_that_is_not_utf8_is_told(tmp_path: Path) -> None:
     raw = pyarrow.array([b"a", b"\xff", b"c"])
     column = pyarrow.StringArray.from_buffers(3, raw.buffers()[1], raw.buffers()[2])
     parquet.write_table(pyarrow.table({"text": column}), tmp_path / "a.parquet")
-    texts, (told,) = passed_over(the_file(tmp_path / "a.parquet"))
+    texts, (told,) = skipped(the_file(tmp_path / "a.parquet"))
     assert texts == ["a", "c"]
     assert told.startswith("row 1 (counted from 0): ") and "and is not UTF-8" in told
 
@@ -217,14 +208,14 @@ def test_a_damaged_table_is_told(tmp_path: Path, damage: str) -> None:
     half = len(whole) // 2
     altered = whole[:half] + bytes(3000) + whole[half + 3000 :]
     path.write_bytes(whole[:half] if damage == "cut" else altered)
-    texts, bad = passed_over(the_file(path))
+    texts, bad = skipped(the_file(path))
     assert len(texts) < 100
     for told in bad:
         if damage == "cut":
-            assert told.startswith("as a whole: it cannot be read, or not to its end (")
+            assert told.startswith("the table: it cannot be read, or not to its end (")
         else:
             assert "(counted from 0): it and the rest of its row group, " in told
-        assert told.endswith("bring the whole file here again")
+        assert told.endswith("copy the whole file here again")
     assert bad
 
 
@@ -232,7 +223,7 @@ def test_a_saved_dataset_without_the_split_or_the_column_lists_those_it_has(tmp_
     saved_splits(tmp_path / "splits", ["a", "b"])
     with pytest.raises(DataError, match=r"has no 'tset'; state one of test, train as split"):
         the_file(tmp_path / "splits", split="tset")
-    _, (told,) = passed_over(the_file(tmp_path / "splits", text_field="body"))
+    _, (told,) = skipped(the_file(tmp_path / "splits", text_field="body"))
     assert told.startswith('its columns: the text is in the column "body", and there is none;')
 
 
@@ -240,7 +231,7 @@ def test_a_damaged_saved_dataset_is_told(tmp_path: Path) -> None:
     saved(tmp_path / "dataset", ["a", "b"])
     (arrow,) = (tmp_path / "dataset").glob("*.arrow")
     arrow.write_bytes(arrow.read_bytes()[:40])
-    assert passed_over(the_file(tmp_path / "dataset"))[1][0].startswith("as a whole: it cannot")
+    assert skipped(the_file(tmp_path / "dataset"))[1][0].startswith("the table: it cannot")
 
 
 @pytest.mark.usefixtures("own_datasets_cache")
@@ -261,7 +252,7 @@ def test_what_load_dataset_refuses_is_told_with_the_mend(
     given = {"dataset": str(tmp_path / "named"), "streaming": streaming, **wrong}
     (file,) = list_files([Source.model_validate(given)], "data.train")
     with pytest.raises(DataError, match=said) as caught:
-        documents_in(file.pieces())
+        texts_in(file.pieces())
     assert "save the dataset elsewhere with save_to_disk" in str(caught.value)
 
 
@@ -275,7 +266,7 @@ def test_a_named_dataset_without_the_column_lists_those_it_has(
     source = Source(dataset=str(tmp_path / "named"), streaming=streaming)
     (file,) = list_files([source], "data.train")
     with pytest.raises(DataError, match=r'"text", and there is none; there is "id", "content"'):
-        documents_in(file.pieces())
+        texts_in(file.pieces())
 
 
 def test_behind_a_damaged_row_group_the_next_one_is_read(tmp_path: Path) -> None:
@@ -287,10 +278,9 @@ def test_behind_a_damaged_row_group_the_next_one_is_read(tmp_path: Path) -> None
     start = column.dictionary_page_offset or column.data_page_offset
     content[start : start + 200] = bytes(200)
     path.write_bytes(content)
-    read, (told,) = passed_over(the_file(path))
+    read, (told,) = skipped(the_file(path))
     assert read == texts[:10] + texts[20:]
     assert told.startswith("row 10 (counted from 0): it and the rest of its row group, 10 rows,")
-    assert passed_over(the_file(path), after=22) == (texts[22:], [])
 
 
 def test_a_row_of_a_dictionary_that_is_not_utf8_is_told(tmp_path: Path) -> None:
@@ -300,7 +290,7 @@ def test_a_row_of_a_dictionary_that_is_not_utf8_is_told(tmp_path: Path) -> None:
         pyarrow.array([0, 1, None, 0], pyarrow.int32()), words
     )
     parquet.write_table(pyarrow.table({"text": column}), tmp_path / "a.parquet")
-    texts, (bad, null) = passed_over(the_file(tmp_path / "a.parquet"))
+    texts, (bad, null) = skipped(the_file(tmp_path / "a.parquet"))
     assert texts == ["a", "a"]
     assert bad.startswith("row 1 ") and "and is not UTF-8" in bad
     assert null.startswith("row 2 ") and "and is null" in null
@@ -311,24 +301,24 @@ def test_a_table_with_two_columns_of_one_name_or_with_lists_is_refused(tmp_path:
     twice = pyarrow.Table.from_arrays([column, column], names=["text", "text"])
     parquet.write_table(twice, tmp_path / "twice.parquet")
     parquet.write_table(pyarrow.table({"text": [["a"]]}), tmp_path / "lists.parquet")
-    _, (told,) = passed_over(the_file(tmp_path / "twice.parquet"))
+    _, (told,) = skipped(the_file(tmp_path / "twice.parquet"))
     assert told.startswith('its columns: one column must be named "text", and 2 are; ')
-    _, (told,) = passed_over(the_file(tmp_path / "lists.parquet"))
+    _, (told,) = skipped(the_file(tmp_path / "lists.parquet"))
     assert told.startswith('its columns: the column "text" must hold strings, and holds list<')
 
 
 def test_keys_that_are_doubled_elsewhere_do_no_harm(tmp_path: Path) -> None:
     line = b'{"text": "a", "id": 1, "id": 2, "more": {"text": "b", "text": "c"}}'
     (tmp_path / "a.jsonl").write_bytes(line)
-    assert passed_over(the_file(tmp_path / "a.jsonl")) == (["a"], [])
+    assert skipped(the_file(tmp_path / "a.jsonl")) == (["a"], [])
 
 
 @pytest.mark.parametrize("name", ["a.jsonl.gz", "a.txt.zst"])
 def test_an_archive_of_no_bytes_was_cut(tmp_path: Path, name: str) -> None:
     (tmp_path / name).touch()
-    texts, (told,) = passed_over(the_file(tmp_path / name))
+    texts, (told,) = skipped(the_file(tmp_path / name))
     assert texts == [] and told.startswith("byte 0 of 0 on disk: the ")
-    assert told.endswith("; bring the whole file here again")
+    assert told.endswith("; copy the whole file here again")
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.txt.gz"])
@@ -336,7 +326,7 @@ def test_nonsense_in_an_archive_may_be_the_fault_of_the_archive(tmp_path: Path, 
     is_archive = name.endswith(".gz")
     content = b'{"text": "\xff"}\n'
     (tmp_path / name).write_bytes(gzip.compress(content) if is_archive else content)
-    _, (told,) = passed_over(the_file(tmp_path / name))
+    _, (told,) = skipped(the_file(tmp_path / name))
     assert ("(the gzip archive may be damaged); " in told) == is_archive
 
 
@@ -344,5 +334,5 @@ def test_what_else_can_be_done_is_said_where_it_can_be_done(tmp_path: Path) -> N
     (tmp_path / "a.jsonl").write_bytes(b"oops\n")
     with pytest.raises(DataError, match=r"; correct it$"):
         read_documents([the_file(tmp_path / "a.jsonl")])
-    with pytest.raises(DataError, match=r"; correct it, or pass over .* `megaspeed tokenize --sk"):
+    with pytest.raises(DataError, match=r"; correct it, or skip .* `megaspeed tokenize --sk"):
         read_documents([the_file(tmp_path / "a.jsonl")], SKIP_BEFOREHAND)

@@ -7,15 +7,15 @@ from pathlib import Path
 import pytest
 from tokenizers import pre_tokenizers
 
-from megaspeed.data.errors import DataError
-from megaspeed.data.text.documents import (
+from megaspeed.data.documents import (
     Document,
     corpus_fingerprint,
     read_documents,
     read_pieces,
 )
-from megaspeed.data.text.pieces import PIECE_BYTES
-from megaspeed.data.text.sources import SourceFile
+from megaspeed.data.errors import DataError
+from megaspeed.data.pieces import PIECE_BYTES
+from megaspeed.data.sources import SourceFile
 
 
 def documents_of(folder: Path, **contents: bytes) -> list[Document]:

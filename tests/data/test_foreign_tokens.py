@@ -10,9 +10,9 @@ import pytest
 from megaspeed.config.data import Source
 from megaspeed.data.cache import Cache, cache_key
 from megaspeed.data.errors import DataError
-from megaspeed.data.tokens.megatron_index import MegatronIndex
-from megaspeed.data.tokens.token_file import TokenFile
-from megaspeed.data.tokens.token_sources import (
+from megaspeed.data.foreign_tokens import MegatronIndex
+from megaspeed.data.token_file import TokenFile
+from megaspeed.data.token_sources import (
     is_token_source,
     open_token_source,
     text_beside_tokens,
@@ -132,7 +132,7 @@ def settle(path: Path, cache: Cache) -> None:
     """
     real = os.stat(path).st_ctime_ns / 1e9
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("megaspeed.data.tokens.remembered.time.time", lambda: real + 3)
+        patch.setattr("megaspeed.data.cache.time.time", lambda: real + 3)
         open_one(path, cache)
 
 
@@ -173,7 +173,7 @@ def test_text_and_folders_of_text_are_no_tokens(tmp_path: Path) -> None:
 def test_a_nanogpt_file_with_half_an_id_names_its_size(tmp_path: Path, cache: Cache) -> None:
     path = write_nanogpt(tmp_path / "train.bin", [1, 2, 3])
     path.write_bytes(path.read_bytes()[:-1])
-    assert f"{path} has 5 bytes; it was cut" in refusal(path, cache)
+    assert f"{path} has 5 bytes; it was truncated" in refusal(path, cache)
     path.write_bytes(b"")
     assert "has 0 bytes" in refusal(path, cache)
 
@@ -189,7 +189,7 @@ def test_a_cut_megatron_file_names_both_sizes(tmp_path: Path, cache: Cache) -> N
     ids, index = tmp_path / "corpus.bin", tmp_path / "corpus.idx"
     whole = ids.read_bytes(), index.read_bytes()
     ids.write_bytes(whole[0][:-2])
-    assert f"must have the 18 bytes that {index} tells of, and has 16" in refusal(prefix, cache)
+    assert f"must have the 18 bytes that {index} states, and has 16" in refusal(prefix, cache)
     ids.write_bytes(whole[0])
     index.write_bytes(whole[1][:-8])
     assert "must have 102 bytes for its 3 sequences and 4 document bounds, and has 94" in refusal(

@@ -1,4 +1,4 @@
-"""Whatever the format, the same documents: all of them, from any mark on, in small pieces."""
+"""Whatever the format, the same documents, in small pieces."""
 
 import gzip
 from pathlib import Path
@@ -6,14 +6,14 @@ from pathlib import Path
 import pytest
 
 from megaspeed.config.data import Source
-from megaspeed.data.text.documents import corpus_fingerprint, read_documents, read_pieces
-from megaspeed.data.text.pieces import PIECE_BYTES
-from megaspeed.data.text.sources import SourceFile, list_files
+from megaspeed.data.documents import corpus_fingerprint, read_documents, read_pieces
+from megaspeed.data.pieces import PIECE_BYTES
+from megaspeed.data.sources import SourceFile, list_files
 from tests.data.written_formats import (
     FORMATS,
-    documents_in,
     json_lines,
     own_datasets_cache,
+    texts_in,
     write_table,
     written,
 )
@@ -27,24 +27,15 @@ pytestmark = pytest.mark.usefixtures("own_datasets_cache")
 
 
 @every_format
-def test_every_format_gives_the_documents_in_order(tmp_path: Path, kind: str) -> None:
+def test_every_format_gives_the_texts_in_order(tmp_path: Path, kind: str) -> None:
     file = written(kind, tmp_path, TEXTS)
-    assert [text for text, _ in documents_in(file.pieces())] == TEXTS
-
-
-@every_format
-def test_reading_goes_on_behind_any_mark(tmp_path: Path, kind: str) -> None:
-    file = written(kind, tmp_path, TEXTS)
-    for number, (_, mark) in enumerate(documents_in(file.pieces()), start=1):
-        behind = documents_in(file.pieces(mark))
-        assert [text for text, _ in behind] == TEXTS[number:]
-        assert behind == documents_in(file.pieces())[number:]
+    assert texts_in(file.pieces()) == TEXTS
 
 
 @every_format
 def test_empty_documents_are_none(tmp_path: Path, kind: str) -> None:
     file = written(kind, tmp_path, ["", "a", "", "", "b", ""])
-    assert [text for text, _ in documents_in(file.pieces())] == ["a", "b"]
+    assert texts_in(file.pieces()) == ["a", "b"]
 
 
 @every_format
@@ -64,7 +55,7 @@ def test_a_long_document_comes_in_pieces_of_at_most_a_mebibyte(tmp_path: Path, k
 def test_documents_are_found_by_their_hashes_and_read_again(tmp_path: Path, kind: str) -> None:
     documents = read_documents([written(kind, tmp_path, TEXTS)])
     some = [documents[1], documents[2], documents[5]]
-    texts = [text for text, _ in documents_in(read_pieces(some))]
+    texts = texts_in(read_pieces(some))
     assert texts == [TEXTS[1], TEXTS[2], TEXTS[5]]
 
 
@@ -83,7 +74,7 @@ def test_an_archive_of_plain_text_is_the_plain_text(tmp_path: Path) -> None:
     (tmp_path / "a.txt.gz").write_bytes(gzip.compress((tmp_path / "a.txt").read_bytes()))
     sources = [Source(path=str(tmp_path / name)) for name in ("a.txt", "a.txt.gz")]
     plain, archive = list_files(sources, "data.train")
-    assert documents_in(plain.pieces()) == documents_in(archive.pieces())
+    assert texts_in(plain.pieces()) == texts_in(archive.pieces())
     renamed = SourceFile(plain.name, archive.path, archive.format)
     assert corpus_fingerprint(read_documents([plain])) == corpus_fingerprint(
         read_documents([renamed])
@@ -97,7 +88,7 @@ def test_zeros_behind_an_archive_are_padding(tmp_path: Path, zeros: int, members
     text = "some words " * 20_000
     (tmp_path / "a.txt.gz").write_bytes(gzip.compress(text.encode()) * members + bytes(zeros))
     (file,) = list_files([Source(path=str(tmp_path / "a.txt.gz"))], "data.train")
-    assert [text for text, _ in documents_in(file.pieces())] == [text * members]
+    assert texts_in(file.pieces()) == [text * members]
 
 
 def test_json_lines_may_have_blank_lines_a_byte_order_mark_and_no_last_line_end(
@@ -106,9 +97,9 @@ def test_json_lines_may_have_blank_lines_a_byte_order_mark_and_no_last_line_end(
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'\xef\xbb\xbf{"text": "a"}\r\n\n  \n{"n": [1], "text": "b\\u00e9"}')
     (file,) = list_files([Source(path=str(path))], "data.train")
-    assert [text for text, _ in documents_in(file.pieces())] == ["a", "bé"]
+    assert texts_in(file.pieces()) == ["a", "bé"]
     path.write_bytes(b"\xef\xbb\xbf")
-    assert documents_in(file.pieces()) == []
+    assert texts_in(file.pieces()) == []
 
 
 def test_the_field_of_the_text_can_be_named(tmp_path: Path) -> None:
@@ -118,8 +109,8 @@ def test_the_field_of_the_text_can_be_named(tmp_path: Path) -> None:
         Source(path=str(tmp_path / name), text_field="content") for name in ("a.jsonl", "b.parquet")
     ]
     lines, table = list_files(sources, "data.train")
-    assert [text for text, _ in documents_in(lines.pieces())] == ["a", "b"]
-    assert [text for text, _ in documents_in(table.pieces())] == ["c", "d"]
+    assert texts_in(lines.pieces()) == ["a", "b"]
+    assert texts_in(table.pieces()) == ["c", "d"]
 
 
 def test_a_split_of_a_saved_dataset_can_be_named(tmp_path: Path) -> None:
@@ -127,7 +118,7 @@ def test_a_split_of_a_saved_dataset_can_be_named(tmp_path: Path) -> None:
     path = str(tmp_path / "splits")
     sources = [Source(path=path), Source(path=path, split="test")]
     train, test = list_files(sources, "data.train")
-    assert (len(documents_in(train.pieces())), len(documents_in(test.pieces()))) == (7, 1)
+    assert (len(texts_in(train.pieces())), len(texts_in(test.pieces()))) == (7, 1)
 
 
 @every_format
@@ -160,13 +151,11 @@ def test_the_state_of_a_commit_asks_nobody() -> None:
     assert file.state() == (f"nobody/nothing@{commit}[test]", 0, 0, 0)
 
 
-def test_a_byte_order_mark_is_no_text_and_marks_stay_offsets_in_the_file(tmp_path: Path) -> None:
+def test_a_byte_order_mark_is_no_text(tmp_path: Path) -> None:
     texts = ["one", "\ufefftwo"]  # within the file it is a character as any other
     content = "<|endoftext|>".join(texts).encode()
     path = tmp_path / "a.txt"
     path.write_bytes(b"\xef\xbb\xbf" + content)
-    pieces = list(SourceFile("a.txt", path).pieces())
-    assert [piece.text for piece in pieces] == texts
-    assert [piece.mark for piece in pieces] == [3 + len("one<|endoftext|>"), 3 + len(content)]
+    assert texts_in(SourceFile("a.txt", path).pieces()) == texts
     path.write_bytes(b"\xef\xbb\xbf")
     assert list(SourceFile("a.txt", path).pieces()) == []

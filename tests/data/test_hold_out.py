@@ -8,9 +8,9 @@ import pytest
 from megaspeed.config.data import Source
 from megaspeed.data.cache import Cache
 from megaspeed.data.errors import DataError
-from megaspeed.data.tokens.hold_out import document_span, hold_out_tails, hold_out_tokens
-from megaspeed.data.tokens.token_file import TokenFile, TokenIndex
-from megaspeed.data.tokens.token_sources import open_token_source
+from megaspeed.data.hold_out import document_span, hold_out_tails, hold_out_tokens
+from megaspeed.data.token_file import TokenFile, TokenIndex
+from megaspeed.data.token_sources import open_token_source
 from tests.data.foreign_tokens import write_megatron
 
 END = 0
@@ -97,7 +97,7 @@ def test_a_fraction_of_zero_holds_nothing_out(tmp_path: Path) -> None:
 
 
 def test_a_single_token_cannot_be_shared(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="takes at least 2 tokens, and it has 1"):
+    with pytest.raises(DataError, match="needs at least 2 tokens, and it has 1"):
         hold_out_tails([token_file(tmp_path, [1])], 0.5)
 
 
@@ -188,7 +188,7 @@ def test_megatrons_documents_bound_blocks_too(tmp_path: Path) -> None:
 @pytest.mark.parametrize("fraction", [1e-9, 0.5, 0.999999])
 def test_two_tokens_make_two_sides(tmp_path: Path, fraction: float) -> None:
     assert sides(token_file(tmp_path, [2]), fraction)[1] == 0.5
-    with pytest.raises(DataError, match="takes at least 2 tokens, and it has 1"):
+    with pytest.raises(DataError, match="needs at least 2 tokens, and it has 1"):
         hold_out_tokens([token_file(tmp_path, [1])], fraction, 1)
 
 

@@ -1,21 +1,27 @@
-"""Every layout trains on the same samples, and an evaluation sees the same rows at every layout."""
+"""A loader gives each dp rank its rows of a step, as tensors, and reads one micro-batch ahead."""
 
+import threading
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
+import numpy as np
 import psutil
 import pytest
 import torch
 
-from megaspeed.data.prepared import PreparedCorpus
-from megaspeed.data.stream import rows
-from megaspeed.data.stream.loader import LoaderShape, TrainingLoader, ValidationLoader
-from megaspeed.data.stream.micro_batch import PADDING_SAMPLE
-from megaspeed.data.stream.prefetch import OneAhead
-from megaspeed.data.stream.rows import Rows
-from megaspeed.data.stream.sampler import Place, Sampler
-from megaspeed.model.micro_batch import NOT_COUNTED
+from megaspeed.data import sampler as rows
+from megaspeed.data.corpus import PreparedCorpus
+from megaspeed.data.loader import (
+    PADDING_SAMPLE,
+    LoaderShape,
+    OneAhead,
+    TrainingLoader,
+    ValidationLoader,
+    read_micro_batch,
+)
+from megaspeed.data.sampler import Place, Rows, Sampler
+from megaspeed.model.micro_batch import NOT_COUNTED, MicroBatch
 from tests.data.numbered_corpus import (
     alone,
     numbered_corpus,
@@ -211,3 +217,115 @@ def test_of_many_files_only_some_are_mapped_at_a_time(
         place = Place(component=0, draw=i, sequence=i, file=i, first_token=0)
         assert read.at(place)[0] == 100 * i
         assert psutil.Process().num_fds() <= before + 3
+
+
+END = 9
+ROWS = [
+    np.array([5, 6, END, 7, 8, END, END, 4, 3], dtype=np.uint16),
+    np.array([END, 1, 2, 3, 4, 5, 6, 7, END], dtype=np.uint16),
+]
+
+
+def read(end_of_text: int | None) -> MicroBatch:
+    return read_micro_batch(
+        ROWS, [40, 41], micro_batch_size=3, sequence_length=8, end_of_text=end_of_text
+    )
+
+
+def test_end_of_text_opens_the_document_that_follows_it() -> None:
+    batch = read(END)
+    assert batch.tokens[0].tolist() == [5, 6, END, 7, 8, END, END, 4]
+    assert batch.documents is not None
+    assert batch.documents[0].tolist() == [0, 0, 1, 1, 1, 2, 3, 3]
+    assert batch.documents[1].tolist() == [1] * 8
+
+
+def test_every_target_is_of_the_document_that_predicts_it_or_its_end() -> None:
+    batch = read(END)
+    assert batch.documents is not None
+    predicting, of_target = batch.documents[:, :-1], batch.documents[:, 1:]
+    targets = batch.targets[:, :-1]
+    goes_on = (targets != END) & (targets != NOT_COUNTED)
+    assert torch.equal(predicting[goes_on], of_target[goes_on])
+    ends = targets == END
+    assert torch.equal(predicting[ends] + 1, of_target[ends])
+
+
+def test_tokens_and_targets_do_not_depend_on_documents() -> None:
+    reset, plain = read(END), read(None)
+    assert plain.documents is None
+    assert torch.equal(reset.tokens, plain.tokens)
+    assert torch.equal(reset.targets, plain.targets)
+    assert reset.samples.dtype == torch.int64
+    assert reset.samples.tolist() == plain.samples.tolist() == [40, 41, PADDING_SAMPLE]
+
+
+def test_a_batch_moves_with_its_samples_and_documents() -> None:
+    moved = read(END).to(torch.device("meta"))
+    assert moved.documents is not None
+    tensors = (moved.tokens, moved.targets, moved.samples, moved.documents)
+    assert {tensor.device.type for tensor in tensors} == {"meta"}
+    assert moved.documents.shape == moved.tokens.shape
+    assert read(None).to(torch.device("meta")).documents is None
+
+
+CPU = torch.device("cpu")
+
+
+def test_the_next_item_is_read_before_it_is_asked_for() -> None:
+    read: list[int] = []
+    second_read = threading.Event()
+
+    def load(key: int) -> int:
+        read.append(key)
+        if key == 1:
+            second_read.set()
+        return key * 10
+
+    ahead = OneAhead(load, lambda key: key + 1, CPU)
+    assert ahead.get(0) == 0
+    assert second_read.wait(timeout=5)
+    assert ahead.get(1) == 10
+    ahead.close()
+    assert read.count(1) == 1
+
+
+def test_the_item_that_was_asked_for_is_given_when_the_guess_was_wrong() -> None:
+    ahead = OneAhead(lambda key: key * 10, lambda key: key + 1, CPU)
+    assert [ahead.get(key) for key in (0, 1, 7, 8, 0, 0)] == [0, 10, 70, 80, 0, 0]
+    ahead.close()
+
+
+def test_an_error_is_raised_only_by_the_get_of_its_own_item() -> None:
+    def load(key: int) -> int:
+        if key == 1:
+            raise OSError("disk")
+        return key
+
+    ahead = OneAhead(load, lambda key: key + 1, CPU)
+    assert ahead.get(0) == 0
+    with pytest.raises(OSError, match="disk"):
+        ahead.get(1)
+    assert ahead.get(2) == 2
+    ahead.close()
+
+
+def test_close_ends_the_thread() -> None:
+    before = set(threading.enumerate())
+    ahead = OneAhead(lambda key: key, lambda key: key + 1, CPU)
+    ahead.get(0)
+    (thread,) = set(threading.enumerate()) - before
+    ahead.close()
+    assert not thread.is_alive()
+
+
+def test_the_thread_works_for_the_ranks_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A new thread is on GPU 0 otherwise, and pinning memory there opens a context on it."""
+    taken: list[tuple[str, torch.device]] = []
+    monkeypatch.setattr(
+        torch.cuda, "set_device", lambda gpu: taken.append((threading.current_thread().name, gpu))
+    )
+    ahead = OneAhead(lambda key: key, lambda key: key + 1, torch.device("cuda", 3))
+    ahead.get(0)
+    ahead.close()
+    assert taken == [("prefetch_0", torch.device("cuda", 3))]

@@ -5,9 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from megaspeed.data.stream.mixing import Mixing
-from megaspeed.data.stream.mixture import Component, Mixture
-from megaspeed.data.stream.sampler import Sampler, TrainingOrder, ValidationOrder
+from megaspeed.data.mixture import Component, Mixing, Mixture
+from megaspeed.data.sampler import Sampler, TrainingOrder, ValidationOrder
 from tests.data.numbered_corpus import alone, numbered_mixture, write_numbered_tokens
 
 S = 6

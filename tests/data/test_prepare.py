@@ -15,13 +15,12 @@ from typing import Any
 import pytest
 
 from megaspeed.config.data import DataConfig
+from megaspeed.data.corpus import PreparedCorpus, prepare_corpus
 from megaspeed.data.errors import DataError
-from megaspeed.data.prepare import prepare_corpus
-from megaspeed.data.prepared import PreparedCorpus
+from megaspeed.data.mixture import Mixture
 from megaspeed.data.selection import find_problems, select_files
-from megaspeed.data.stream.mixture import Mixture
-from megaspeed.data.tokenizer.text_tokenizer import load_tokenizer
-from megaspeed.data.tokens.token_file import TokenFile
+from megaspeed.data.token_file import TokenFile
+from megaspeed.data.tokenizer import load_tokenizer
 
 STDLIB = Path(sysconfig.get_path("stdlib"))
 # Real files that were installed long ago, so that recipes of them are kept.
@@ -32,7 +31,7 @@ PREPARE = """
 import json, logging, sys
 from pathlib import Path
 from megaspeed.config.data import DataConfig
-from megaspeed.data.prepare import prepare_corpus
+from megaspeed.data.corpus import prepare_corpus
 logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(message)s")
 opened = []
 sys.addaudithook(lambda event, args: opened.append(str(args[0])) if event == "open" else None)
@@ -224,8 +223,7 @@ def test_ids_that_may_be_others_have_a_file_of_their_own(
     if other == "the version of tokenizers":
         monkeypatch.setattr("tokenizers.__version__", "1.0")
     else:
-        monkeypatch.setattr("megaspeed.data.prepared_text.HOW_CUT", "otherwise")
-        monkeypatch.setattr("megaspeed.data.tokenizer.cached.HOW_CUT", "otherwise")
+        monkeypatch.setattr("megaspeed.data.corpus.HOW_CUT", "otherwise")
     assert not set(before) & set(paths())
 
 

@@ -8,14 +8,12 @@ import pytest
 from transformers import AutoTokenizer
 
 from megaspeed.config.data import DataConfig
+from megaspeed.data.corpus import PreparedCorpus, prepare_corpus
+from megaspeed.data.documents import read_documents
 from megaspeed.data.errors import DataError
-from megaspeed.data.prepare import prepare_corpus
-from megaspeed.data.prepared import PreparedCorpus
 from megaspeed.data.selection import find_problems
-from megaspeed.data.text.documents import read_documents
-from megaspeed.data.text.sources import SourceFile
-from megaspeed.data.tokenizer.text_tokenizer import TextTokenizer, load_tokenizer
-from megaspeed.data.tokenizer.training import train_tokenizer
+from megaspeed.data.sources import SourceFile
+from megaspeed.data.tokenizer import TextTokenizer, load_tokenizer, train_tokenizer
 from tests.data.foreign_tokens import write_nanogpt
 from tests.data.token_folders import write_token_folder
 from tests.data.written_formats import (
@@ -235,9 +233,8 @@ def test_a_glob_of_tokens_and_text_is_refused_and_ordinary_folders_are_passed_ov
     with pytest.raises(DataError) as caught:
         prepared(tmp_path, pattern)
     assert caught.value.problems == (
-        f"data.train: a source is of text or of tokens, and '{pattern}' matches {together}/z.txt, "
-        f"which is read as text, and {together}/tokens, which holds tokens; name the two as "
-        "sources of their own",
+        f"data.train: a source is text or tokens, and '{pattern}' matches {together}/z.txt, which "
+        f"is read as text, and {together}/tokens, which holds tokens; list the two as two sources",
     )
     (together / "z.txt").unlink()
     FORMATS["saved"](together, TEXTS)

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from megaspeed.data.corpus import PreparedCorpus
 from megaspeed.data.errors import DataError
-from megaspeed.data.prepared import PreparedCorpus
-from megaspeed.data.stream.mixture import Component, Mixture
-from megaspeed.data.tokens.token_file import TokenFile
+from megaspeed.data.mixture import Component, Mixture
+from megaspeed.data.token_file import TokenFile
 from tests.data.numbered_corpus import alone, numbered_mixture, write_numbered_tokens
 
 S = 6
@@ -71,7 +71,7 @@ def test_resetting_at_documents_needs_to_know_one_end(file: TokenFile) -> None:
     corpus_of(file, nameless, other).check(10**6)
     corpus_of(file, file, reset=True).check(10**6)
     unknown, differing = problems_of(corpus_of(file, nameless, other, reset=True))
-    assert "does not say; make it with `megaspeed tokenize`" in unknown
+    assert "does not state it; make it with `megaspeed tokenize`" in unknown
     assert "it is 0 elsewhere and 9 in" in differing
 
 
@@ -81,4 +81,4 @@ def test_a_file_that_is_held_out_in_part_is_told_of_once(file: TokenFile) -> Non
     corpus = PreparedCorpus(train, validation, None, S, seed=5, reset_at_documents=True)
     vocabulary, ends = problems_of(corpus, vocab_size=1)
     assert "must be below model.vocab_size (1)" in vocabulary
-    assert "does not say; make it with `megaspeed tokenize`" in ends
+    assert "does not state it; make it with `megaspeed tokenize`" in ends

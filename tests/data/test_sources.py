@@ -9,10 +9,9 @@ import pytest
 
 from megaspeed.config.data import Source
 from megaspeed.data.errors import DataError
-from megaspeed.data.text.json_lines import JsonLines
-from megaspeed.data.text.plain_text import PlainText
-from megaspeed.data.text.sources import SourceFile, list_files
-from megaspeed.data.text.table import Table
+from megaspeed.data.sources import SourceFile, list_files
+from megaspeed.data.tables import Table
+from megaspeed.data.text_files import JsonLines, PlainText
 
 
 def names(*sources: str | Source) -> list[str]:
@@ -89,13 +88,13 @@ def test_every_source_that_cannot_be_used_is_named_with_its_mend(tmp_path: Path)
 @pytest.mark.parametrize(
     ("name", "mend"),
     [
-        ("a.json", "one object on each line is read where the file is named .jsonl"),
+        ("a.json", "one object on each line is read if the file is named .jsonl"),
         ("a.csv.gz", "extract its text"),
         ("a.tar.gz", "unpack it, or pack each file alone"),
         ("a.ZIP", "unpack it, or pack each file alone"),
         ("a.parquet.zst", "unpack it; a table is compressed within"),
         ("a.arrow", "name the folder that datasets' save_to_disk wrote"),
-        ("a.bin", "it may hold token ids, which are no text"),
+        ("a.bin", "it may hold token ids, which are not text"),
     ],
 )
 def test_a_format_that_would_be_read_as_its_own_syntax_is_refused(
@@ -212,7 +211,7 @@ def test_a_folder_that_has_brackets_is_named_with_the_glob_that_finds_it(tmp_pat
     touch(tmp_path, "[v1]/a.txt")
     right = f"{tmp_path}/[[]v1]/*.txt"
     assert problem_of(f"{tmp_path}/[v1]/*.txt").endswith(
-        f'matches 0 files so; write "{right}" for the brackets themselves'
+        f'matches 0 files; write "{right}" for the brackets themselves'
     )
     assert problem_of(f"{tmp_path}/[v1]").endswith(f'write "{tmp_path}/[[]v1]/**/*.txt"')
     assert names(right) == ["[v1]/a.txt"]

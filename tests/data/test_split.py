@@ -6,10 +6,17 @@ from pathlib import Path
 
 import pytest
 
+from megaspeed.data.documents import Cut, Document, split_by_tokens, split_groups
 from megaspeed.data.errors import DataError
-from megaspeed.data.text.documents import Document
-from megaspeed.data.text.sources import SourceFile
-from megaspeed.data.text.split import Cut, split_by_tokens, split_documents, split_groups
+from megaspeed.data.sources import SourceFile
+
+
+def split_documents(
+    documents: list[Document], fraction: float, seed: int
+) -> tuple[list[Document], list[Document]]:
+    """(training, validation) of a single group."""
+    (training,), (validation,) = split_groups([documents], fraction, seed)
+    return training, validation
 
 
 def document(name: str, size_bytes: int, content: str | None = None) -> Document:

@@ -7,7 +7,7 @@ import pytest
 
 from megaspeed.cli.text_options import add_text_options, text_files
 from megaspeed.data.errors import DataError
-from megaspeed.data.text.sources import SourceFile
+from megaspeed.data.sources import SourceFile
 from tests.data.written_formats import FORMATS
 
 
@@ -25,16 +25,16 @@ def problems(*arguments: str) -> tuple[str, ...]:
 
 def test_what_is_said_of_datasets_needs_one() -> None:
     assert problems("python-stdlib", "--streaming", "--revision", "v1") == (
-        "what is said of datasets needs --dataset, and there is --revision and --streaming "
-        "without it; leave them out, or name the --dataset",
+        "options of datasets need --dataset, and --revision and --streaming is stated without it; "
+        "remove them, or name the --dataset",
     )
 
 
 def test_token_ids_are_no_text(tmp_path: Path) -> None:
     (tmp_path / "tokens-00000.bin").touch()
     assert problems(str(tmp_path)) == (
-        f"INPUT is text, and '{tmp_path}' names {tmp_path}, which is of token ids; name the text "
-        "that they were made from, and only that",
+        f"INPUT is text, and '{tmp_path}' names {tmp_path}, which holds token ids; name only "
+        "the text that they were made from",
     )
 
 
@@ -43,7 +43,7 @@ def test_a_glob_of_text_that_matches_token_ids_too_is_refused(tmp_path: Path) ->
     (tmp_path / "tokens" / "tokens-00000.bin").touch()
     (tmp_path / "a.txt").write_text("text")
     (told,) = problems(f"{tmp_path}/*")
-    assert f"'{tmp_path}/*' names {tmp_path}/tokens, which is of token ids" in told
+    assert f"'{tmp_path}/*' names {tmp_path}/tokens, which holds token ids" in told
 
 
 def test_a_file_that_is_named_twice_is_refused_in_words_that_fit_every_command(
@@ -52,7 +52,7 @@ def test_a_file_that_is_named_twice_is_refused_in_words_that_fit_every_command(
     (file := tmp_path / "a.txt").touch()
     assert problems(str(file), str(file)) == (
         f"INPUT: a file is listed once, and {file} is matched by both '{file}' and '{file}'; "
-        "narrow one of the two, or leave it out",
+        "narrow one of the two, or remove it",
     )
 
 
@@ -84,4 +84,4 @@ def test_what_is_no_name_is_refused(
         files_of(*arguments)
     assert stop.value.code == 2
     told = capsys.readouterr().err
-    assert "it is a name, and this one is empty" in told or "it must be UTF-8" in told
+    assert "the name is empty" in told or "it must be UTF-8" in told

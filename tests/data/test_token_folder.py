@@ -13,7 +13,8 @@ import pytest
 from megaspeed.config.data import Source
 from megaspeed.data.cache import Cache
 from megaspeed.data.errors import DataError
-from megaspeed.data.tokens.token_folder import (
+from megaspeed.data.token_file import TokenFile
+from megaspeed.data.token_folder import (
     Shard,
     TokenFolderIndex,
     is_token_folder,
@@ -21,7 +22,7 @@ from megaspeed.data.tokens.token_folder import (
     read_index,
     write_index,
 )
-from megaspeed.data.tokens.token_sources import is_token_source, open_token_source
+from megaspeed.data.token_sources import is_token_source, open_token_source
 from megaspeed.files.json_values import read_sealed, write_sealed
 
 LONG = 3 << 20  # bytes of a shard of which only a sample is read
@@ -50,16 +51,20 @@ def write_folder(folder: Path, *shards: list[int]) -> TokenFolderIndex:
     return index
 
 
+def open_folder(folder: Path) -> tuple[TokenFile, ...]:
+    return open_token_folder(folder, Cache(folder.parent / "cache"))
+
+
 def refusal(folder: Path) -> tuple[str, ...]:
     with pytest.raises(DataError) as caught:
-        open_token_folder(folder)
+        open_folder(folder)
     return caught.value.problems
 
 
 def test_a_folder_is_its_shards_in_order(tmp_path: Path) -> None:
     index = write_folder(tmp_path / "tokens", [5, 6, 0], [7, 299, 8, 0, 9, 0])
     assert read_index(tmp_path / "tokens") == index
-    first, second = open_token_folder(tmp_path / "tokens")
+    first, second = open_folder(tmp_path / "tokens")
     assert first.map().tolist() == [5, 6, 0]
     assert second.map().tolist() == [7, 299, 8, 0, 9, 0]
     assert (first.index.documents, second.index.documents) == (1, 2)
@@ -75,16 +80,16 @@ def test_one_shard_has_the_fingerprint_of_its_text_and_several_have_their_own(
     tmp_path: Path,
 ) -> None:
     write_folder(tmp_path / "one", [5, 6, 0])
-    (file,) = open_token_folder(tmp_path / "one")
+    (file,) = open_folder(tmp_path / "one")
     assert file.index.corpus_fingerprint == "corpus"
     index = write_folder(tmp_path / "two", [5, 6, 0], [7, 0])
-    fingerprints = [file.index.corpus_fingerprint for file in open_token_folder(tmp_path / "two")]
+    fingerprints = [file.index.corpus_fingerprint for file in open_folder(tmp_path / "two")]
     assert fingerprints == [shard.checksum for shard in index.shards]
 
 
 def test_an_id_beyond_the_vocabulary_is_told_of_the_shard_that_has_it(tmp_path: Path) -> None:
     write_folder(tmp_path / "tokens", [5, 6, 0], [7, 299, 0])
-    first, second = open_token_folder(tmp_path / "tokens")
+    first, second = open_folder(tmp_path / "tokens")
     first.check_vocabulary(299)
     with pytest.raises(DataError, match=r"tokens-00001.bin has id 299 at token 1 \(byte 2\)"):
         second.check_vocabulary(299)
@@ -112,7 +117,7 @@ def test_altered_bytes_of_a_long_shard_are_found_where_the_sample_is(
     content[start] ^= 1
     path.write_bytes(bytes(content))
     (problem,) = refusal(tmp_path / "tokens")
-    assert f"the bytes of {path} are others (sha256 of a sample" in problem
+    assert f"the bytes of {path} differ (sha256 of a sample" in problem
 
 
 def test_every_damaged_shard_is_named_with_its_numbers(tmp_path: Path) -> None:
@@ -125,7 +130,7 @@ def test_every_damaged_shard_is_named_with_its_numbers(tmp_path: Path) -> None:
     assert "tokens-00000.bin has 4 bytes instead of 6" in cut
     assert "tokens-00001.bin is missing" in missing
     assert "the bytes of" in altered
-    assert all("copy the folder again, or make it anew" in problem for problem in (cut, altered))
+    assert all("copy the folder again, or write it again" in problem for problem in (cut, altered))
 
 
 def test_an_edited_index_is_refused(tmp_path: Path) -> None:
@@ -134,7 +139,7 @@ def test_an_edited_index_is_refused(tmp_path: Path) -> None:
     path = folder / "index.json"
     sealed = path.read_text()
     path.write_text(sealed.replace('"vocab_size": 300', '"vocab_size": 200'))
-    assert "its seal does not fit" in refusal(folder)[0]
+    assert "its hash does not match" in refusal(folder)[0]
     facts = read_sealed(folder / "index.json")
     assert facts is None
     path.write_text(sealed)
@@ -144,7 +149,7 @@ def test_an_edited_index_is_refused(tmp_path: Path) -> None:
     assert "have format 1, and" in refusal(folder)[0] and "has format 9" in refusal(folder)[0]
     del facts["dtype"]
     write_sealed(path, facts)
-    assert "does not say what a token folder holds" in refusal(folder)[0]
+    assert "does not state what a token folder holds" in refusal(folder)[0]
 
 
 def test_a_shard_is_not_read_without_its_folder(tmp_path: Path) -> None:
@@ -179,7 +184,7 @@ def test_the_whole_of_every_shard_is_read_once_a_machine(
     write_folder(tmp_path / "tokens", [1] * (LONG // 2), [1])
     # Only files that were left alone for a while are remembered.
     now = time.time()
-    monkeypatch.setattr("megaspeed.data.tokens.remembered.time.time", lambda: now + 60)
+    monkeypatch.setattr("megaspeed.data.cache.time.time", lambda: now + 60)
     source, cache = Source(path=str(tmp_path / "tokens")), Cache(tmp_path / "cache")
     for _ in range(2):
         open_token_source(source, cache)
@@ -197,13 +202,12 @@ def test_altered_bytes_that_no_sample_has_are_found(tmp_path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[1 << 17] ^= 1
     path.write_bytes(content)
-    open_token_folder(folder)
     found = hashlib.sha256(content).hexdigest()
     with pytest.raises(DataError) as caught:
         open_token_source(source, cache)
     assert caught.value.problems == (
-        f"a shard must be as it was written, and {path} is not: its sha256 is {found[:16]}... "
-        f"instead of {index.shards[0].checksum[:16]}...; copy the folder again, or make it anew "
+        f"a shard must stay as it was written, and {path} did not: its sha256 is {found[:16]}... "
+        f"instead of {index.shards[0].checksum[:16]}...; copy the folder again, or write it again "
         "with `megaspeed tokenize --fresh`",
     )
 

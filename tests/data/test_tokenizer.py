@@ -1,7 +1,9 @@
-"""The tokenizer: trained to the size asked for, deterministic, lossless; or read from disk."""
+"""A tokenizer is trained to the requested size, deterministic and lossless; or read from disk."""
 
 import json
 import logging
+import subprocess
+import sys
 import sysconfig
 from pathlib import Path
 
@@ -10,19 +12,22 @@ from tokenizers import Tokenizer
 from tokenizers.models import BPE
 from transformers import AutoTokenizer
 
+from megaspeed.cli import main
 from megaspeed.config.data import Source
+from megaspeed.data import tokenizer as tokenizer_module
+from megaspeed.data.documents import Document, read_documents
 from megaspeed.data.errors import DataError
-from megaspeed.data.text.documents import Document, read_documents
-from megaspeed.data.text.sources import SourceFile, list_files
-from megaspeed.data.tokenizer import training as tokenizer_training
-from megaspeed.data.tokenizer.text_tokenizer import (
+from megaspeed.data.sources import SourceFile, list_files
+from megaspeed.data.tokenizer import (
     END_OF_TEXT,
     TextTokenizer,
     check_vocabulary,
     load_tokenizer,
     tokenizer_files,
+    train_tokenizer,
 )
-from megaspeed.data.tokenizer.training import train_tokenizer
+from megaspeed.files.durable import new_folder
+from tests.data import words
 
 LIBRARY = Source(path=f"{sysconfig.get_path('stdlib')}/json/*.py")
 
@@ -112,7 +117,7 @@ def test_a_tokenizer_sees_a_sample_of_a_large_corpus_whatever_files_it_lies_in(
     tmp_path: Path, documents: list[Document], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The sample is chosen by content, and read file by file: both give one tokenizer."""
-    monkeypatch.setattr(tokenizer_training, "TRAINING_SAMPLE_BYTES", 30_000)
+    monkeypatch.setattr(tokenizer_module, "TRAINING_SAMPLE_BYTES", 30_000)
     together = tmp_path / "all.txt"
     texts = [document.file.path.read_text() for document in documents]
     together.write_text("<|endoftext|>".join(reversed(texts)))
@@ -202,7 +207,7 @@ def test_what_is_no_tokenizer_is_refused_with_its_mend(
     with pytest.raises(DataError, match=r"cannot be read as such.*save_pretrained"):
         load_tokenizer(str(tmp_path))
     (tmp_path / "tokenizer.json").write_text(Tokenizer(BPE()).to_str())
-    with pytest.raises(DataError, match=r"must have entries, and .* has none; fetch it again"):
+    with pytest.raises(DataError, match=r"must have entries, and .* has none; download it again"):
         load_tokenizer(str(tmp_path))
     nameless = trained.to_json().replace(END_OF_TEXT.encode(), b"<|nothing|>")
     (tmp_path / "tokenizer.json").write_bytes(nameless)
@@ -237,7 +242,111 @@ def test_an_older_format_that_transformers_does_not_read_is_refused_in_our_words
         load_tokenizer(str(tmp_path), "--tokenizer")
     assert str(caught.value) == (
         f"--tokenizer must be a tokenizer.json or a folder with one, and {tmp_path} has none, nor "
-        "an older format that transformers reads here; save it with save_pretrained where it does "
-        "(a tokenizer.model takes the package sentencepiece)"
+        "an older format that transformers reads here; save it with save_pretrained where it is "
+        "read (a tokenizer.model needs the package sentencepiece)"
     )
     assert caplog.messages == []
+
+
+TEXT = "<|endoftext|>\n".join(words.documents(20_000))
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    path = tmp_path / "text.txt"
+    path.write_text(TEXT, encoding="utf-8")
+    return path
+
+
+def train(text: Path, output: Path, vocab_size: int = 400) -> int:
+    options = ["--vocab-size", str(vocab_size), "--output", str(output)]
+    return main(["train-tokenizer", str(text), *options])
+
+
+def test_transformers_gives_the_same_ids(
+    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "tokenizer"
+    assert train(text, folder) == 0
+    assert f"{folder}: 400 entries, end of text 0" in capsys.readouterr()[0]
+    ours, theirs = load_tokenizer(str(folder)), AutoTokenizer.from_pretrained(folder)
+    sample = "some words, and Grüße 漢\n"
+    assert theirs(sample, add_special_tokens=False).input_ids == ours.encode([sample])[0]
+    assert theirs.eos_token_id == ours.end_of_text == 0
+    assert theirs.decode(ours.encode([sample])[0]) == sample
+
+
+def test_it_is_the_tokenizer_that_training_would_make(text: Path, tmp_path: Path) -> None:
+    assert train(text, tmp_path / "tokenizer") == 0
+    made = train_tokenizer(read_documents([SourceFile(text.name, text)]), 400)
+    assert load_tokenizer(str(tmp_path / "tokenizer")).fingerprint == made.fingerprint
+
+
+def test_a_folder_in_use_is_refused(
+    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train(text, tmp_path) == 2
+    assert f"{tmp_path} exists already; name a folder that does not exist" in capsys.readouterr()[1]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["text.txt"]
+
+
+@pytest.mark.parametrize("place", ["text.txt", "text.txt/tokenizer"])
+def test_a_place_that_cannot_be_a_folder_is_told_before_training(
+    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], place: str
+) -> None:
+    assert train(text, tmp_path / place) == 2
+    assert capsys.readouterr().err == (
+        f"--output {tmp_path / place} cannot be a folder, because {text} is a file; name another "
+        "folder\n"
+    )
+
+
+def test_a_folder_that_another_process_fills_is_refused_before_training(
+    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with new_folder(tmp_path / "tokenizer") as writing:
+        assert train(text, tmp_path / "tokenizer") == 2
+        told = capsys.readouterr().err
+        assert "another process is filling it" in told and "training on" not in told
+        assert [path.name for path in writing.iterdir()] == [".unfinished"]
+
+
+def test_the_figures_are_written_as_json(text: Path, tmp_path: Path) -> None:
+    folder, figures = tmp_path / "tokenizer", tmp_path / "figures.json"
+    options = ["--vocab-size", "400", "--output", str(folder), "--json", str(figures)]
+    assert main(["train-tokenizer", str(text), *options]) == 0
+    assert json.loads(figures.read_text()) == {
+        "output": str(folder),
+        "documents": TEXT.count("<|endoftext|>") + 1,
+        "vocab_size": 400,
+        "end_of_text": 0,
+        "tokenizer_fingerprint": load_tokenizer(str(folder)).fingerprint,
+    }
+
+
+HUGE = """
+import resource, sys
+from megaspeed.cli import main
+
+resource.setrlimit(resource.RLIMIT_AS, (8 << 30, 8 << 30))
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_a_vocabulary_larger_than_any_text_takes_no_memory_for_what_the_text_does_not_fill(
+    text: Path, tmp_path: Path
+) -> None:
+    assert train(text, tmp_path / "large", vocab_size=100_000) == 0
+    options = ["--vocab-size", str(10**9), "--output", str(tmp_path / "huge")]
+    command = [sys.executable, "-c", HUGE, "train-tokenizer", str(text), *options]
+    assert subprocess.run(command, check=False).returncode == 0
+    made = [load_tokenizer(str(tmp_path / name)) for name in ("large", "huge")]
+    assert made[0].fingerprint == made[1].fingerprint and made[0].vocab_size < 100_000
+
+
+def test_the_command_refuses_a_vocabulary_without_room_for_the_bytes(
+    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train(text, tmp_path / "tokenizer", vocab_size=256) == 2
+    assert "--vocab-size is 256" in capsys.readouterr()[1]
+    assert not (tmp_path / "tokenizer").exists()

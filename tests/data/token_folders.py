@@ -5,18 +5,18 @@ from pathlib import Path
 
 import numpy as np
 
-from megaspeed.data.text.documents import corpus_fingerprint, read_documents
-from megaspeed.data.text.sources import SourceFile
-from megaspeed.data.tokenizer.text_tokenizer import TextTokenizer
-from megaspeed.data.tokens.packing import id_type
-from megaspeed.data.tokens.token_folder import Shard, TokenFolderIndex, write_index
-from megaspeed.data.tokens.writing import packed_ids
+from megaspeed.data.documents import corpus_fingerprint, read_documents, read_pieces
+from megaspeed.data.encode import encode
+from megaspeed.data.sources import SourceFile
+from megaspeed.data.token_file import id_type
+from megaspeed.data.token_folder import Shard, TokenFolderIndex, write_index
+from megaspeed.data.tokenizer import TextTokenizer
 
 
 def write_token_folder(folder: Path, text: Path, tokenizer: TextTokenizer) -> Path:
     """The documents of one text file, in one shard."""
     documents = read_documents([SourceFile(text.name, text)])
-    ids = np.concatenate(list(packed_ids(documents, tokenizer)))
+    ids = np.concatenate([packed.ids for packed in encode(read_pieces(documents), tokenizer)])
     tokenizer.save(folder)
     content = ids.tobytes()
     (folder / "tokens-00000.bin").write_bytes(content)

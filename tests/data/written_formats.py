@@ -2,7 +2,7 @@
 
 import gzip
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import datasets
@@ -12,8 +12,8 @@ import zstandard
 from pyarrow import parquet
 
 from megaspeed.config.data import Source
-from megaspeed.data.text.pieces import Piece
-from megaspeed.data.text.sources import SourceFile, list_files
+from megaspeed.data.pieces import Piece
+from megaspeed.data.sources import SourceFile, list_files
 
 Texts = Sequence[str | None]
 
@@ -102,13 +102,13 @@ def written(kind: str, folder: Path, texts: Texts) -> SourceFile:
     return file
 
 
-def documents_in(pieces: Iterator[Piece]) -> list[tuple[str, int]]:
-    """(text, mark) of each document."""
+def texts_in(pieces: Iterable[Piece]) -> list[str]:
+    """The text of each document."""
     documents, text = [], ""
     for piece in pieces:
         text += piece.text
         if piece.ends_document:
-            documents.append((text, piece.mark))
+            documents.append(text)
             text = ""
     assert text == "", "a document has an end"
     return documents

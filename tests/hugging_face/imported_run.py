@@ -8,8 +8,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megaspeed.config.resolve import Run
-from megaspeed.data.prepared import PreparedCorpus
-from megaspeed.data.stream.loader import LoaderShape
+from megaspeed.data.corpus import PreparedCorpus
+from megaspeed.data.loader import LoaderShape
 from megaspeed.topology.context import ParallelContext
 from megaspeed.topology.launch import LaunchEnvironment
 from tests.checkpoint.saved_runs import SavedRun, started

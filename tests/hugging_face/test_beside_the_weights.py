@@ -12,7 +12,7 @@ from megaspeed.checkpoint.inspection import inspect
 from megaspeed.checkpoint.reading import saved_tokenizer
 from megaspeed.cli import main
 from megaspeed.data.errors import DataError
-from megaspeed.data.tokenizer.text_tokenizer import NoEndOfText, load_tokenizer
+from megaspeed.data.tokenizer import NoEndOfText, load_tokenizer
 from megaspeed.hugging_face.exporting import export_model
 from megaspeed.hugging_face.importing import import_model
 from megaspeed.hugging_face.weight_files import HuggingFaceError

@@ -21,8 +21,8 @@ from transformers import PreTrainedModel
 
 from megaspeed.config.hugging_face import read_model_section
 from megaspeed.config.resolve import Run
-from megaspeed.data.prepared import PreparedCorpus
-from megaspeed.data.stream.loader import LoaderShape, TrainingLoader
+from megaspeed.data.corpus import PreparedCorpus
+from megaspeed.data.loader import LoaderShape, TrainingLoader
 from megaspeed.hugging_face.exporting import export_model
 from megaspeed.hugging_face.importing import import_model
 from tests.hugging_face.imported_run import train_imported

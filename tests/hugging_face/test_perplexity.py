@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from megaspeed.config.model import ModelConfig
 from megaspeed.data.errors import DataError
-from megaspeed.data.text.pieces import Piece
+from megaspeed.data.pieces import Piece
 from megaspeed.hugging_face import perplexity
 from megaspeed.hugging_face.perplexity import Score, Window, cut_windows, evaluate
 from megaspeed.hugging_face.text_model import TextModel

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, BloomConfig, BloomForCausalLM, Ge
 
 from megaspeed.checkpoint.run_state import NOT_STATED, RUN_STATE
 from megaspeed.data.errors import DataError
-from megaspeed.data.tokenizer.text_tokenizer import TextTokenizer
+from megaspeed.data.tokenizer import TextTokenizer
 from megaspeed.hugging_face.exporting import export_model
 from megaspeed.hugging_face.importing import import_model
 from megaspeed.hugging_face.text_model import (

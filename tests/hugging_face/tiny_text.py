@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 from megaspeed.checkpoint.folders import CheckpointFolder
 from megaspeed.checkpoint.run_state import DataIdentity
 from megaspeed.config.model import ModelConfig
-from megaspeed.data.tokenizer.text_tokenizer import TextTokenizer, load_tokenizer
+from megaspeed.data.tokenizer import TextTokenizer, load_tokenizer
 from megaspeed.hugging_face.text_model import TextModel
 from tests.checkpoint.written import seal, write_checkpoint
 from tests.model.test_transformers_equality import stock_gpt2, stock_llama

@@ -17,7 +17,7 @@ from megaspeed.analysis.verification.comparison import TOLERANCES, Comparison, T
 from megaspeed.analysis.verification.reference import ReferenceRun, train_reference
 from megaspeed.analysis.verification.verify import ParallelRun, compare, train_rank, whole_batch
 from megaspeed.config.resolve import Run
-from megaspeed.data.prepared import PreparedCorpus
+from megaspeed.data.corpus import PreparedCorpus
 from megaspeed.topology.launch import LaunchEnvironment
 from tests.parallel.covering import SETTINGS, Row, covering_rows, pairs_of, possible_pairs
 from tests.parallel.tiny import GPT2, LLAMA, short_documents, tiny_corpus, tiny_run

@@ -23,7 +23,7 @@ from megaspeed.analysis.verification.comparison import LARGEST_WIDENING, Compari
 from megaspeed.analysis.verification.reference import ReferenceRun, train_reference
 from megaspeed.analysis.verification.verify import ParallelRun, compare, train_rank, whole_batch
 from megaspeed.config.resolve import Run
-from megaspeed.data.prepared import PreparedCorpus
+from megaspeed.data.corpus import PreparedCorpus
 from megaspeed.model.dropout import MaskShard, SampleDropout
 from megaspeed.tensor_parallel import layers, parallelize
 from megaspeed.tensor_parallel.collectives import reduce_from_tensor_axis

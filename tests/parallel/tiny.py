@@ -6,8 +6,7 @@ from typing import Any
 
 from megaspeed.config.loading import parse_config
 from megaspeed.config.resolve import Run, resolve_run
-from megaspeed.data.prepare import prepare_corpus
-from megaspeed.data.prepared import PreparedCorpus
+from megaspeed.data.corpus import PreparedCorpus, prepare_corpus
 
 GPT2 = {
     "architecture": "gpt2",

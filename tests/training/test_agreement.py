@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from megaspeed.config.resolve import Run
-from megaspeed.data.prepared import PreparedCorpus
+from megaspeed.data.corpus import PreparedCorpus
 from megaspeed.topology.context import ParallelContext
 from megaspeed.topology.grid import Grid
 from megaspeed.topology.launch import LaunchEnvironment

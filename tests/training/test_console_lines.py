@@ -9,9 +9,9 @@ from rich.text import Text
 
 from megaspeed.checkpoint.run_state import Progress
 from megaspeed.checkpoint.writing import SaveReport
-from megaspeed.data.prepared import PreparedCorpus
-from megaspeed.data.stream.mixture import Component, Mixture
-from megaspeed.data.tokens.token_file import TokenFile, TokenIndex
+from megaspeed.data.corpus import PreparedCorpus
+from megaspeed.data.mixture import Component, Mixture
+from megaspeed.data.token_file import TokenFile, TokenIndex
 from megaspeed.topology.grid import Grid
 from megaspeed.training.console import (
     describe_corpus,

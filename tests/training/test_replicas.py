@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megaspeed.config.resolve import Run
-from megaspeed.data.prepared import PreparedCorpus
+from megaspeed.data.corpus import PreparedCorpus
 from megaspeed.topology.launch import LaunchEnvironment
 from megaspeed.training.replicas import Replicas, ReplicasDiffer
 from megaspeed.zero.model_states import parameter_fragments

@@ -19,7 +19,7 @@ from megaspeed.analysis.verification.verify import whole_batch
 from megaspeed.checkpoint.run_state import Progress
 from megaspeed.checkpoint.writing import SaveReport
 from megaspeed.config.resolve import Run
-from megaspeed.data.prepared import PreparedCorpus
+from megaspeed.data.corpus import PreparedCorpus
 from megaspeed.model.gpt import GPT
 from megaspeed.topology.context import ParallelContext
 from megaspeed.topology.launch import LaunchEnvironment

@@ -15,7 +15,7 @@ import torch
 from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 
 from megaspeed.config.resolve import Run
-from megaspeed.data.prepared import PreparedCorpus
+from megaspeed.data.corpus import PreparedCorpus
 from megaspeed.topology.launch import LaunchEnvironment
 from megaspeed.training.worker import Worker
 from tests.parallel.tiny import tiny_corpus

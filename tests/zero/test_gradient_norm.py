@@ -13,7 +13,7 @@ import pytest
 
 from megaspeed.config.model import ModelConfig
 from megaspeed.config.resolve import Run
-from megaspeed.data.prepared import PreparedCorpus
+from megaspeed.data.corpus import PreparedCorpus
 from megaspeed.topology.launch import LaunchEnvironment
 from tests.parallel.tiny import merge, tiny_corpus, tiny_run
 from tests.rank_pool import RankPool

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from megaspeed.analysis.verification.logical_tensors import LogicalTensors, gather_weights
 from megaspeed.config.resolve import Run
-from megaspeed.data.prepared import PreparedCorpus
+from megaspeed.data.corpus import PreparedCorpus
 from megaspeed.model.gpt import GPT
 from megaspeed.model.initialization import initialize
 from megaspeed.topology.launch import LaunchEnvironment

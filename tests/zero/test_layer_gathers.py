@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megaspeed.config.resolve import Run
-from megaspeed.data.prepared import PreparedCorpus
+from megaspeed.data.corpus import PreparedCorpus
 from megaspeed.model.gpt import Block
 from megaspeed.pipeline.partition import layers_of_stages
 from megaspeed.topology.launch import LaunchEnvironment

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megaspeed.config.resolve import Run
-from megaspeed.data.prepared import PreparedCorpus
+from megaspeed.data.corpus import PreparedCorpus
 from megaspeed.topology.launch import LaunchEnvironment
 from megaspeed.training.worker import NonFinite, StepResult, Worker
 from tests.parallel.tiny import merge, tiny_corpus

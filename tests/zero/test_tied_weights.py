@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megaspeed.config.resolve import Run
-from megaspeed.data.prepared import PreparedCorpus
+from megaspeed.data.corpus import PreparedCorpus
 from megaspeed.topology.launch import LaunchEnvironment
 from tests.parallel.tiny import merge, tiny_corpus
 from tests.rank_pool import RankPool

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import psutil
 
 from megaspeed.config.resolve import Run
-from megaspeed.data.prepared import PreparedCorpus
+from megaspeed.data.corpus import PreparedCorpus
 from megaspeed.files.durable import write_file
 
 if TYPE_CHECKING:

@@ -30,7 +30,7 @@ from megaspeed.analysis.costs.stage_memory import predict_memory
 from megaspeed.analysis.costs.traffic import predict_traffic
 from megaspeed.config.errors import ConfigError
 from megaspeed.config.resolve import GradientReduction, Run, resolve_run
-from megaspeed.data.prepared import PreparedCorpus
+from megaspeed.data.corpus import PreparedCorpus
 from megaspeed.topology.launch import free_port
 
 _SECONDS_TO_END = 5.0

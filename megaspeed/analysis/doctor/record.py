@@ -19,10 +19,9 @@ from megaspeed.analysis.doctor.checks import Result, call_with_timeout
 from megaspeed.config.errors import ConfigError
 from megaspeed.config.loading import load_run
 from megaspeed.config.resolve import Run
-from megaspeed.data.config_problems import find_problems_in_file
+from megaspeed.data.corpus import PreparedCorpus, prepare_corpus
 from megaspeed.data.errors import DataError
-from megaspeed.data.prepare import prepare_corpus
-from megaspeed.data.prepared import PreparedCorpus
+from megaspeed.data.selection import find_problems_in_file
 from megaspeed.files.json_values import leaves
 from megaspeed.topology.launch import LaunchEnvironment
 from megaspeed.topology.process_settings import open_files_of

@@ -37,8 +37,8 @@ from megaspeed.analysis.verification.logical_tensors import (
 )
 from megaspeed.analysis.verification.reference import CPU, ReferenceRun, train_reference
 from megaspeed.config.resolve import Run
-from megaspeed.data.prepared import PreparedCorpus
-from megaspeed.data.stream.loader import LoaderShape, TrainingLoader
+from megaspeed.data.corpus import PreparedCorpus
+from megaspeed.data.loader import LoaderShape, TrainingLoader
 from megaspeed.model.gpt import DTYPES
 from megaspeed.model.micro_batch import MicroBatch
 from megaspeed.topology.context import ParallelContext

@@ -19,7 +19,7 @@ from megaspeed.analysis.costs.traffic import Traffic
 from megaspeed.analysis.measurement.watched_step import measure
 from megaspeed.analysis.verification.comparison import TOLERANCES
 from megaspeed.config.resolve import Run
-from megaspeed.data.prepared import PreparedCorpus
+from megaspeed.data.corpus import PreparedCorpus
 from megaspeed.model.parameters import parameters_of
 from megaspeed.topology.context import ParallelContext
 from megaspeed.topology.launch import LaunchEnvironment

@@ -14,7 +14,7 @@ from megaspeed.analysis.costs.memory import (
 from megaspeed.analysis.costs.traffic import Traffic, predict_traffic
 from megaspeed.analysis.measurement.traffic import TrafficLog
 from megaspeed.config.resolve import Run
-from megaspeed.data.prepared import PreparedCorpus
+from megaspeed.data.corpus import PreparedCorpus
 from megaspeed.pipeline.partition import layers_of_stages
 from megaspeed.topology.launch import LaunchEnvironment
 from tests.parallel.tiny import LLAMA, tiny_corpus

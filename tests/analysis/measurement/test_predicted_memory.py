@@ -13,7 +13,7 @@ from megaspeed.analysis.costs.memory import MemoryBytes
 from megaspeed.analysis.costs.stage_memory import predict_memory
 from megaspeed.analysis.measurement.watched_step import RankMeasurement, measure_step
 from megaspeed.config.resolve import Run
-from megaspeed.data.prepared import PreparedCorpus
+from megaspeed.data.corpus import PreparedCorpus
 from megaspeed.topology.launch import LaunchEnvironment
 from tests.parallel.tiny import LLAMA, merge, tiny_corpus, tiny_run
 from tests.rank_pool import RankPool

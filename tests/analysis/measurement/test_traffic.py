@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from megaspeed.analysis.costs.traffic import Traffic, bytes_sent
 from megaspeed.analysis.measurement.traffic import TrafficLog
 from megaspeed.config.resolve import Run
-from megaspeed.data.prepared import PreparedCorpus
+from megaspeed.data.corpus import PreparedCorpus
 from megaspeed.topology.context import ParallelContext
 from megaspeed.topology.grid import Grid
 from megaspeed.topology.launch import LaunchEnvironment

@@ -11,7 +11,7 @@ from torch.nn import functional
 from megaspeed.analysis.verification.reference import train_reference
 from megaspeed.analysis.verification.verify import whole_batch
 from megaspeed.config.resolve import Run
-from megaspeed.data.prepared import PreparedCorpus
+from megaspeed.data.corpus import PreparedCorpus
 from megaspeed.model.gpt import GPT
 from megaspeed.model.initialization import initialize
 from tests.parallel.tiny import GPT2, LLAMA, tiny_corpus, tiny_run

@@ -1,0 +1,209 @@
+"""Pieces of documents to token ids, with an end-of-text token after each document.
+
+    pieces   "The sun"  " rose." |  "It rained." |
+    ids      464 4252   8278 13    1026 33697 13
+    packed   464 4252 8278 13 END 1026 33697 13 END
+                                 ^                 ^  document_ends 5, 9
+
+Every piece is encoded by itself, so the ids do not depend on how pieces are batched, nor on the
+number of processes. A run that reads text, and `megaspeed tokenize`, both encode here.
+
+    batches      5 6 7 8 9 ...                      read only if there is room
+    in flight    [4 3 2 1]     at most 4 x processes
+    ids          0                                  in the order of the text
+
+Memory is bounded by the batches in flight, however long the input is.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Executor, Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from multiprocessing import get_context, parent_process
+from multiprocessing.connection import wait
+from pathlib import Path
+from threading import Thread
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megaspeed.data.pieces import Piece
+from megaspeed.data.token_file import id_type
+from megaspeed.data.tokenizer import TextTokenizer, load_tokenizer
+
+BATCH_CHARACTERS = 1 << 18
+"""Text that a process encodes at once: a fraction of a second of work, and about 25 MB."""
+
+_THREADS_BATCH_CHARACTERS = 1 << 22  # enough work for all threads of a process
+_IN_FLIGHT_PER_PROCESS = 4
+
+
+class WorkerDied(RuntimeError):
+    """A worker process ended while it worked, for example because it was killed for its memory."""
+
+
+@dataclass(frozen=True)
+class Packed:
+    """The ids of some pieces.
+
+    Attributes:
+        ids: shape (tokens,), end-of-text tokens included.
+        document_ends: shape (documents that end here,), how many ids precede the end of each.
+    """
+
+    ids: NDArray[np.unsignedinteger]
+    document_ends: NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Consecutive pieces.
+
+    Attributes:
+        pieces: in order.
+        is_continued: whether the first piece continues a document of the batch before.
+    """
+
+    pieces: tuple[Piece, ...]
+    is_continued: bool
+
+
+def pack(
+    pieces: Sequence[Piece], tokenizer: TextTokenizer, *, is_continued: bool = False
+) -> Packed:
+    """The ids of consecutive pieces.
+
+    Args:
+        pieces: the text.
+        tokenizer: encodes it.
+        is_continued: whether the first piece continues a document.
+    """
+    continued = [is_continued, *(not piece.ends_document for piece in pieces)][: len(pieces)]
+    texts: dict[bool, list[str]] = {False: [], True: []}
+    for piece, continues in zip(pieces, continued, strict=True):
+        texts[continues].append(piece.text)
+    encoded = {
+        False: iter(tokenizer.encode(texts[False])),
+        True: iter(tokenizer.encode_continued(texts[True])),
+    }
+    ids: list[int] = []
+    document_ends: list[int] = []
+    for piece, continues in zip(pieces, continued, strict=True):
+        ids.extend(next(encoded[continues]))
+        if piece.ends_document:
+            ids.append(tokenizer.end_of_text)
+            document_ends.append(len(ids))
+    return Packed(
+        np.asarray(ids, dtype=id_type(tokenizer.vocab_size)),
+        np.asarray(document_ends, dtype=np.int64),
+    )
+
+
+def encode(pieces: Iterable[Piece], tokenizer: TextTokenizer) -> Iterator[Packed]:
+    """The ids of all pieces, encoded by the threads of this process."""
+    for batch in read_batches(pieces, _THREADS_BATCH_CHARACTERS):
+        yield pack(batch.pieces, tokenizer, is_continued=batch.is_continued)
+
+
+def read_batches(pieces: Iterable[Piece], characters: int) -> Iterator[Batch]:
+    """All pieces, in batches of about so many characters."""
+    filling: list[Piece] = []
+    size, is_continued = 0, False
+    for piece in pieces:
+        filling.append(piece)
+        size += len(piece.text)
+        if size >= characters:
+            yield Batch(tuple(filling), is_continued)
+            filling, size, is_continued = [], 0, not piece.ends_document
+    if filling:
+        yield Batch(tuple(filling), is_continued)
+
+
+def encode_in_processes(
+    pieces: Iterable[Piece], tokenizer: Path, pool: Executor, processes: int
+) -> Iterator[Packed]:
+    """The ids of all pieces, in the order of the text.
+
+    Args:
+        pieces: read ahead as far as there is room.
+        tokenizer: a folder, which each process loads.
+        pool: of `worker_pool`.
+        processes: of the pool.
+    """
+    in_flight: deque[Future[Packed]] = deque()
+    for batch in read_batches(pieces, BATCH_CHARACTERS):
+        with _interrupts_blocked():  # a worker may be started
+            in_flight.append(pool.submit(_pack_in_worker, batch, tokenizer))
+        del batch  # so that its text is freed once it is encoded
+        if len(in_flight) == _IN_FLIGHT_PER_PROCESS * processes:
+            yield in_flight.popleft().result()
+    while in_flight:
+        yield in_flight.popleft().result()
+
+
+def _pack_in_worker(batch: Batch, tokenizer: Path) -> Packed:
+    return pack(batch.pieces, _loaded(tokenizer), is_continued=batch.is_continued)
+
+
+@cache
+def _loaded(folder: Path) -> TextTokenizer:
+    return load_tokenizer(str(folder))
+
+
+@contextmanager
+def worker_pool(processes: int) -> Iterator[Executor]:
+    """Processes that end with the block.
+
+    Raises:
+        WorkerDied: a process ended earlier.
+    """
+    # Not forked: a fork copies the reader's threads in any state, and its memory.
+    pool = ProcessPoolExecutor(processes, get_context("spawn"), initializer=_start_worker)
+    try:
+        yield pool
+    except BrokenProcessPool as error:
+        if sys.version_info < (3, 11, 5):
+            # Older Pythons wait forever for dead workers to read their tasks (gh-94777).
+            pool._call_queue._reader.close()  # type: ignore[attr-defined]  # private
+        raise WorkerDied(
+            f"one of {processes} worker processes died; the system kills a process that needs too "
+            "much memory"
+        ) from error
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+@contextmanager
+def _interrupts_blocked() -> Iterator[None]:
+    """Blocks Ctrl-C in processes that are started in the block, because they inherit it.
+
+    A terminal sends the signal to all processes, and each would print its stack. This process
+    receives it after the block.
+    """
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT,))
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
+def _start_worker() -> None:
+    # One thread each: the processes share the cores.
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    """A worker whose parent was killed would wait for work forever."""
+    parent = parent_process()
+    assert parent is not None
+    wait([parent.sentinel])
+    os._exit(1)

@@ -1,0 +1,253 @@
+"""Loaders: the rows of the training stream and of the validation data that one dp rank computes.
+
+Rows are dealt to the data-parallel ranks one micro-batch at a time. With dp 2 and micro-batches of
+2 rows, the 8 samples of a step that starts at sample c are
+
+    micro-batch        0                1
+    dp rank 0      c+0  c+1         c+4  c+5
+    dp rank 1      c+2  c+3         c+6  c+7
+
+so a step trains on samples c ... c + train_batch_size - 1 at every layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from megaspeed.data.corpus import PreparedCorpus
+from megaspeed.data.mixture import Mixture
+from megaspeed.data.sampler import Rows, TrainingOrder, ValidationOrder
+from megaspeed.model.micro_batch import NOT_COUNTED, PADDING_SAMPLE, MicroBatch
+from megaspeed.topology.process_settings import use_device
+
+Key = TypeVar("Key")
+Item = TypeVar("Item")
+
+
+@dataclass(frozen=True)
+class LoaderShape:
+    """How the rows of a step are divided.
+
+    Attributes:
+        micro_batch_size: rows of one micro-batch on one dp rank.
+        gradient_accumulation_steps: micro-batches of one step.
+        dp_rank, dp_size: this rank on the data-parallel axis.
+    """
+
+    micro_batch_size: int
+    gradient_accumulation_steps: int
+    dp_rank: int
+    dp_size: int
+
+    @property
+    def train_batch_size(self) -> int:
+        return self.micro_batch_size * self.gradient_accumulation_steps * self.dp_size
+
+    def rows(self, micro_batch: int) -> range:
+        """The rows of this rank in a micro-batch, counted over all dp ranks."""
+        first = (micro_batch * self.dp_size + self.dp_rank) * self.micro_batch_size
+        return range(first, first + self.micro_batch_size)
+
+
+def read_micro_batch(
+    rows: Sequence[NDArray[np.integer]],
+    samples: Sequence[int],
+    *,
+    micro_batch_size: int,
+    sequence_length: int,
+    end_of_text: int | None = None,
+) -> MicroBatch:
+    """The rows of S + 1 tokens, padded with uncounted rows up to `micro_batch_size`.
+
+    The first S tokens of a row are its inputs, the last S its targets.
+
+    If `end_of_text` is given, attention and positions restart at every document. The end-of-text
+    token after a document is the first token of the next one. So each token is predicted from its
+    own document alone, and the first token of a document from end-of-text alone.
+    """
+    padding = micro_batch_size - len(rows)
+    both = torch.zeros(micro_batch_size, sequence_length + 1, dtype=torch.int64)
+    for number, row in enumerate(rows):
+        both[number] = torch.from_numpy(row.astype(np.int64))
+    targets = both[:, 1:].contiguous()
+    targets[len(rows) :] = NOT_COUNTED
+    tokens = both[:, :-1].contiguous()
+    documents = None
+    if end_of_text is not None:
+        documents = (tokens == end_of_text).cumsum(dim=1, dtype=torch.int32)
+    return MicroBatch(
+        tokens=tokens,
+        targets=targets,
+        samples=torch.tensor([*samples, *[PADDING_SAMPLE] * padding], dtype=torch.int64),
+        documents=documents,
+    )
+
+
+class OneAhead(Generic[Key, Item]):
+    """Calls `load` for the expected next item in a background thread.
+
+    `get(key)` always returns `load(key)`; a wrong expectation only costs time. An error in the
+    thread is raised by the `get` of its item.
+
+    Args:
+        load: reads an item; is called from another thread.
+        following: the key that is expected after a key.
+        device: what the thread works for.
+    """
+
+    def __init__(
+        self,
+        load: Callable[[Key], Item],
+        following: Callable[[Key], Key],
+        device: torch.device,
+    ) -> None:
+        self._load = load
+        self._following = following
+        self._thread = ThreadPoolExecutor(
+            max_workers=1,
+            thread_name_prefix="prefetch",
+            initializer=use_device,
+            initargs=(device,),
+        )
+        self._expected: tuple[Key, Future[Item]] | None = None
+
+    def get(self, key: Key) -> Item:
+        """`load(key)`, without waiting if it was expected."""
+        expected, self._expected = self._expected, None
+        if expected is not None and expected[0] == key:
+            item = expected[1].result()
+        else:
+            item = self._load(key)
+        following = self._following(key)
+        self._expected = (following, self._thread.submit(self._load, following))
+        return item
+
+    def close(self) -> None:
+        """Ends the thread, and drops the item that it reads."""
+        self._expected = None
+        self._thread.shutdown(wait=True, cancel_futures=True)
+
+
+class _Reader:
+    """Samples of the training or the validation data as micro-batches, in host memory."""
+
+    def __init__(
+        self,
+        corpus: PreparedCorpus,
+        mixture: Mixture,
+        order: TrainingOrder | ValidationOrder,
+        micro_batch_size: int,
+    ) -> None:
+        self._order = order
+        self._rows = Rows(mixture, corpus.sequence_length)
+        self._micro_batch_size = micro_batch_size
+        self._sequence_length = corpus.sequence_length
+        self._end_of_text = corpus.end_of_text if corpus.reset_at_documents else None
+        # PreparedCorpus.check refuses this.
+        assert self._end_of_text is not None or not corpus.reset_at_documents
+
+    def read(self, samples: Sequence[int]) -> MicroBatch:
+        """At most a micro-batch of rows; fewer are padded."""
+        return read_micro_batch(
+            [self._rows.at(self._order.place_of(sample)) for sample in samples],
+            samples,
+            micro_batch_size=self._micro_batch_size,
+            sequence_length=self._sequence_length,
+            end_of_text=self._end_of_text,
+        )
+
+
+class TrainingLoader:
+    """Micro-batches of the training stream, on `device`.
+
+    If the device is a GPU, the next micro-batch is read into pinned memory in the background. The
+    loader has no position: the trainer passes the number of samples it has consumed.
+    """
+
+    def __init__(
+        self, corpus: PreparedCorpus, shape: LoaderShape, device: torch.device | str = "cpu"
+    ) -> None:
+        self._shape = shape
+        self._device = torch.device(device)
+        order = TrainingOrder.of(corpus.train, corpus.seed, corpus.sequence_length)
+        self._reader = _Reader(corpus, corpus.train, order, shape.micro_batch_size)
+        self._ahead: OneAhead[tuple[int, int], MicroBatch] | None = None
+        if self._device.type == "cuda":
+            self._ahead = OneAhead(self._read_pinned, self._following, self._device)
+
+    def micro_batch(self, samples_consumed: int, micro_batch: int) -> MicroBatch:
+        """Micro-batch `micro_batch` of the step that starts after `samples_consumed` samples."""
+        key = (samples_consumed, micro_batch)
+        if self._ahead is None:
+            return self._read(key).to(self._device)
+        return self._ahead.get(key).to(self._device)
+
+    def close(self) -> None:
+        """Ends the background thread, if there is one."""
+        if self._ahead is not None:
+            self._ahead.close()
+
+    def _read(self, key: tuple[int, int]) -> MicroBatch:
+        samples_consumed, micro_batch = key
+        return self._reader.read([samples_consumed + row for row in self._shape.rows(micro_batch)])
+
+    def _read_pinned(self, key: tuple[int, int]) -> MicroBatch:
+        return self._read(key).pin_memory()
+
+    def _following(self, key: tuple[int, int]) -> tuple[int, int]:
+        samples_consumed, micro_batch = key
+        if micro_batch + 1 < self._shape.gradient_accumulation_steps:
+            return samples_consumed, micro_batch + 1
+        return samples_consumed + self._shape.train_batch_size, 0
+
+
+class ValidationLoader:
+    """The first K rows of the validation data in order, as micro-batches, on `device`.
+
+    K = min(eval_batches x train_batch_size, validation sequences) at every layout. Every dp rank
+    has the same number of full micro-batches: rows beyond K are padding, whose targets are all
+    -100. The mean loss is the sum over all ranks divided by `predicted_tokens`.
+    """
+
+    def __init__(
+        self,
+        corpus: PreparedCorpus,
+        shape: LoaderShape,
+        *,
+        eval_batches: int,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self._shape = shape
+        self._device = torch.device(device)
+        self._sequence_length = corpus.sequence_length
+        self._reader: _Reader | None = None
+        self.sequences = 0
+        if corpus.validation is not None:
+            order = ValidationOrder.of(corpus.validation, corpus.seed, corpus.sequence_length)
+            self._reader = _Reader(corpus, corpus.validation, order, shape.micro_batch_size)
+            self.sequences = min(eval_batches * shape.train_batch_size, order.sequences)
+
+    def __len__(self) -> int:
+        """Micro-batches of one evaluation on each dp rank."""
+        return -(-self.sequences // (self._shape.dp_size * self._shape.micro_batch_size))
+
+    @property
+    def predicted_tokens(self) -> int:
+        """Targets that count, over all dp ranks."""
+        return self.sequences * self._sequence_length
+
+    def __iter__(self) -> Iterator[MicroBatch]:
+        return (self.micro_batch(micro_batch) for micro_batch in range(len(self)))
+
+    def micro_batch(self, micro_batch: int) -> MicroBatch:
+        """Micro-batch `micro_batch`, in [0, len(self)); `samples` are the numbers of the rows."""
+        assert self._reader is not None and 0 <= micro_batch < len(self), micro_batch
+        rows = [row for row in self._shape.rows(micro_batch) if row < self.sequences]
+        return self._reader.read(rows).to(self._device)

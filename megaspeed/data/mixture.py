@@ -1,0 +1,202 @@
+"""What a training stream is drawn from: token files in components with weights.
+
+    mixture     component "books"  weight 3      file . file . file
+                component "code"   weight 1      file
+
+    sequences of a component    0 1 2 . 3 4 . 5 6 7 8      each within one file
+
+Without weights there is one component, which is read once an epoch. With weights, each component
+gives its share of the samples, and has its own epochs.
+
+**Which component sample i is drawn from.** Shares are exact, the order is shuffled, and no table is
+needed:
+
+    weights 3 : 1, blocks of 1,024          samples  0 ... 1023 | 1024 ... 2047 | ...
+                                            draws     768 : 256 |   768 : 256
+
+A block is halved until one sample is left. A component with an even number of draws has half of
+them in each half. Components with an odd number are paired; a bit that depends on the seed decides
+which of the two has its odd draw in the left half, and the other has it in the right half:
+
+                    768 : 256
+            384 : 128       384 : 128
+               ...              3 : 1
+                             2 : 0    1 : 1
+                             A   A    B   A
+
+So after any number of complete blocks every component has its share to within one sample, every
+part of a block has about its share, and counting the draws before sample i takes ten halvings. Only
+integer arithmetic: every platform gives the same order.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from itertools import accumulate
+
+from megaspeed.data.token_file import TokenFile
+
+_MASK_64 = (1 << 64) - 1
+_SMALLEST_BLOCK = 1024
+
+
+def count_sequences(tokens: int, sequence_length: int) -> int:
+    """Complete sequences of `sequence_length` inputs, each with its target, in `tokens`."""
+    return max(0, (tokens - 1) // sequence_length)
+
+
+@dataclass(frozen=True)
+class Component:
+    """Files that are drawn from as one.
+
+    Attributes:
+        files: in order, at least one.
+        weight: share of the samples, relative to the other components' weights.
+        name: its sources, as the configuration names them.
+    """
+
+    files: tuple[TokenFile, ...]
+    weight: float
+    name: str
+
+    def __post_init__(self) -> None:
+        assert self.files and self.weight > 0, self
+
+    @property
+    def fingerprint(self) -> str:
+        """That of a single file; of several, sha256 over their fingerprints, in order."""
+        fingerprints = [file.index.corpus_fingerprint for file in self.files]
+        return fingerprints[0] if len(fingerprints) == 1 else _hash(fingerprints)
+
+    @property
+    def tokens(self) -> int:
+        """Of all files."""
+        return sum(file.index.tokens for file in self.files)
+
+    def first_sequences(self, sequence_length: int) -> list[int]:
+        """The number of the first sequence in each file, then the number of all sequences."""
+        counts = (count_sequences(file.index.tokens, sequence_length) for file in self.files)
+        return list(accumulate(counts, initial=0))
+
+    def sequences(self, sequence_length: int) -> int:
+        """Sequences of one epoch."""
+        return self.first_sequences(sequence_length)[-1]
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """Components, at least one, in the order of the configuration."""
+
+    components: tuple[Component, ...]
+
+    def __post_init__(self) -> None:
+        assert self.components
+
+    @property
+    def files(self) -> tuple[TokenFile, ...]:
+        """Of all components."""
+        return tuple(file for component in self.components for file in component.files)
+
+    @property
+    def tokens(self) -> int:
+        """Of all components."""
+        return sum(component.tokens for component in self.components)
+
+    @property
+    def fingerprint(self) -> str:
+        """That of a single component; of several, sha256 over (weight, fingerprint) of each."""
+        entries = [(component.weight, component.fingerprint) for component in self.components]
+        return entries[0][1] if len(entries) == 1 else _hash(entries)
+
+    def sequences(self, sequence_length: int) -> int:
+        """Sequences of all components, each counted once."""
+        return sum(component.sequences(sequence_length) for component in self.components)
+
+
+def _hash(value: object) -> str:
+    return hashlib.sha256(json.dumps(value).encode("utf-8")).hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class Mixing:
+    """The order of components.
+
+    Attributes:
+        weights: of each component, integers.
+        block: samples of one block, a power of two; every component has at least one of them.
+        key: decides the order within blocks.
+    """
+
+    weights: tuple[int, ...]
+    block: int
+    key: str
+
+    @classmethod
+    def of(cls, weights: Sequence[float], key: str) -> Mixing:
+        """For decimal weights: 0.1 is one tenth, not the double nearest to it."""
+        fractions = [Fraction(repr(weight)) for weight in weights]
+        common = math.lcm(*(fraction.denominator for fraction in fractions))
+        whole = tuple(int(fraction * common) for fraction in fractions)
+        rarest = -(-sum(whole) // min(whole))  # samples among which it is drawn once
+        return cls(whole, max(_SMALLEST_BLOCK, 1 << (rarest - 1).bit_length()), key)
+
+    def draw(self, sample: int) -> tuple[int, int]:
+        """(component k, how many of the samples before this one are of k)."""
+        if len(self.weights) == 1:
+            return 0, sample
+        before, here = self._descend(sample)
+        component = here.index(1)
+        return component, before[component]
+
+    def counts_in_blocks(self, blocks: int) -> list[int]:
+        """Draws of each component in the first `blocks` blocks.
+
+        Cumulative shares are rounded down, so the counts add up. They never decrease from one block
+        to the next, because every component has at least one sample in a block.
+        """
+        total, samples = sum(self.weights), blocks * self.block
+        bounds = [cumulative * samples // total for cumulative in accumulate(self.weights)]
+        return [end - start for start, end in zip([0, *bounds], bounds, strict=False)]
+
+    def _descend(self, sample: int) -> tuple[list[int], list[int]]:
+        """(draws of each component before the sample, draws in it: a single 1)."""
+        block, position = divmod(sample, self.block)
+        before = self.counts_in_blocks(block)
+        here = [
+            end - start for start, end in zip(before, self.counts_in_blocks(block + 1), strict=True)
+        ]
+        digest = hashlib.sha256(f"{self.key}:{block}".encode()).digest()
+        bits_of_block = int.from_bytes(digest[:8], "little")
+        stretch, start = self.block, 0
+        while stretch > 1:
+            stretch //= 2
+            # start is a multiple of twice the stretch, so start + stretch identifies the halving.
+            left = _left_half(here, mix_64(bits_of_block ^ (start + stretch)))
+            if position < start + stretch:
+                here = left
+            else:
+                start += stretch
+                before = [count + passed for count, passed in zip(before, left, strict=True)]
+                here = [count - passed for count, passed in zip(here, left, strict=True)]
+        return before, here
+
+
+def _left_half(draws: Sequence[int], bits: int) -> list[int]:
+    """The draws in the left half of a stretch of a block."""
+    left = [count // 2 for count in draws]
+    odd = [component for component, count in enumerate(draws) if count % 2]
+    for pair, (one, other) in enumerate(zip(odd[::2], odd[1::2], strict=True)):
+        left[one if bits >> (pair % 64) & 1 else other] += 1
+    return left
+
+
+def mix_64(value: int) -> int:
+    """The finalizer of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014): 64 bits to 64 bits."""
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK_64
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK_64
+    return value ^ (value >> 31)

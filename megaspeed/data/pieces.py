@@ -1,0 +1,204 @@
+"""What every format of text yields: documents in pieces, and records that cannot be used.
+
+    file --its format--> piece . piece . piece(ends document) . piece(ends document) . ...
+
+A piece has at most 256 KiB of UTF-8, so memory stays constant however long a document is. A longer
+document is cut where this does not change its tokens:
+
+    "... the quick brown| fox ..."      a space belongs to the word after it
+    "... the end|\\n    A line ..."       so does a line end
+
+The first cut is safe because of what the common tokenizers share: a byte-level BPE splits text into
+words before it merges, and a space begins a word; in the vocabulary of a SentencePiece model the
+mark of a space only begins entries. After a letter or a digit, a line end begins a new word for all
+of them, unless a vocabulary was trained across lines. If the last 64 KiB of a piece have neither,
+the text is cut between two characters, where one token may become two.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+from megaspeed.data.errors import DataError
+from megaspeed.files.reading import FileState, state_of
+
+PIECE_BYTES = 1 << 18
+_CUT_WINDOW_BYTES = 1 << 16
+_LONGEST_CHARACTER_BYTES = 4
+_MARK_OF_A_SPACE = "\u2581"  # how SentencePiece writes it
+_FIELDS_SHOWN = 12
+
+HOW_CUT = f"at spaces or line ends in the last {_CUT_WINDOW_BYTES} of {PIECE_BYTES} bytes"
+"""Part of every key that depends on ids: other cuts change a few ids of long documents."""
+
+CORRECT_IT = "correct it"
+STATE_FIELD = "name the right one as text_field, or --text-field"
+COPY_AGAIN = "copy the whole file here again"
+SKIP_BEFOREHAND = ", or skip bad records with `megaspeed tokenize --skip-bad`"
+"""Another way to handle a bad record if a run reads the text directly."""
+
+_KINDS = {
+    **{dict: "an object", list: "a list", bool: "a boolean", int: "a number", float: "a number"},
+    bytes: "not UTF-8",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Consecutive text of one document.
+
+    Attributes:
+        text: the text.
+        ends_document: whether it is the document's last piece.
+        read_bytes: bytes of the file on disk that were read so far, for progress; an estimate for
+            tables.
+    """
+
+    text: str
+    ends_document: bool
+    read_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class BadRecord:
+    """A record of a file that is not text to train on.
+
+    Attributes:
+        path: the file.
+        where: the place in the file, such as "line 12 (byte 3,456)" or "row 7".
+        problem: what was expected, and what is there instead.
+        mend: what to do.
+    """
+
+    path: Path
+    where: str
+    problem: str
+    mend: str
+
+    def __str__(self) -> str:
+        return f"{self.path}, {self.where}: {self.problem}; {self.mend}"
+
+
+OnBad = Callable[[BadRecord], None]
+"""Handles a bad record. If it returns, reading continues with the next record."""
+
+
+def refuse(record: BadRecord, otherwise: str = "") -> None:
+    """Raises DataError; `otherwise` is appended and states what else can be done."""
+    raise DataError(f"{record}{otherwise}")
+
+
+class TextFormat(ABC):
+    """How a file is read. Small and immutable, because it is sent to other processes.
+
+    Attributes:
+        has_records: whether it has local records of several fields, so that the first one shows
+            whether `text_field` is right.
+    """
+
+    has_records: ClassVar[bool] = False
+
+    @abstractmethod
+    def pieces(self, path: Path, on_bad: OnBad) -> Iterator[Piece]:
+        """The text of every document, in order.
+
+        Raises:
+            OSError: the file does not exist, or this user may not read it.
+        """
+
+    def state(self, path: Path) -> FileState:
+        """Size and times of the file, which change if it changes.
+
+        Raises:
+            OSError: there is no file.
+        """
+        return state_of(path)
+
+    def part(self) -> str:
+        """Which of several texts at one path this is; empty if there is only one."""
+        return ""
+
+
+def pieces_of(text: str, read_bytes: int) -> Iterator[Piece]:
+    """A document that is in memory, in pieces."""
+    if len(text) * _LONGEST_CHARACTER_BYTES <= PIECE_BYTES:
+        yield Piece(text, True, read_bytes)
+        return
+    encoded = text.encode("utf-8")
+    start = 0
+    while len(encoded) - start > PIECE_BYTES:
+        cut = cut_at_most(encoded, start + PIECE_BYTES)
+        yield Piece(encoded[start:cut].decode("utf-8"), False, read_bytes)
+        start = cut
+    yield Piece(encoded[start:].decode("utf-8"), True, read_bytes)
+
+
+def cut_at_most(text: bytes | bytearray, limit: int) -> int:
+    """The last good place to cut at or before `limit`.
+
+    Args:
+        text: UTF-8, longer than `limit`, which is more than 64 KiB.
+        limit: bytes.
+    """
+    window = limit - _CUT_WINDOW_BYTES
+    for places in (_before_spaces, _before_line_ends):
+        for cut in places(text, window, limit):
+            return cut
+    return next(cut for cut in range(limit, 0, -1) if _begins_character(text[cut]))
+
+
+def _before_spaces(text: bytes | bytearray, window: int, limit: int) -> Iterator[int]:
+    """The last one first. A run of spaces may be one token, so only its beginning counts."""
+    space = text.rfind(b" ", window, limit)
+    while space > window:
+        character = _character_before(text, space)
+        if not character.isspace() and character != _MARK_OF_A_SPACE:
+            yield space
+        space = text.rfind(b" ", window, space)
+
+
+def _before_line_ends(text: bytes | bytearray, window: int, limit: int) -> Iterator[int]:
+    """The last one first. After a full stop it may be one token with it, after a word never."""
+    line_end = text.rfind(b"\n", window, limit)
+    while line_end > window + 1:
+        cut = line_end - 1 if text[line_end - 1] == ord("\r") else line_end
+        if _character_before(text, cut).isalnum():
+            yield cut
+        line_end = text.rfind(b"\n", window, line_end)
+
+
+def _character_before(text: bytes | bytearray, end: int) -> str:
+    start = end - 1
+    while start > end - _LONGEST_CHARACTER_BYTES and not _begins_character(text[start]):
+        start -= 1
+    return text[start:end].decode("utf-8", errors="replace")
+
+
+def _begins_character(byte: int) -> bool:
+    return byte & 0b1100_0000 != 0b1000_0000
+
+
+def what_is_wrong(value: object) -> str | None:
+    """What a value is if it is not text; None if it is text."""
+    if value is None:
+        return "null"
+    if not isinstance(value, str):
+        return _KINDS.get(type(value), type(value).__name__)
+    try:
+        value.encode("utf-8")
+    except UnicodeEncodeError as error:
+        half = f"\\u{ord(value[error.start]):04x}"
+        return f"one with half a character ({half} at character {error.start:,})"
+    return None
+
+
+def no_such_field(name: str, present: Iterable[str], kind: str) -> str:
+    """That a record has no field (or a table no column) of this name, and which it has."""
+    names = [f'"{other}"' for other in present]
+    shown = ", ".join(names[:_FIELDS_SHOWN]) or "none"
+    more = f" and {len(names) - _FIELDS_SHOWN} more" if len(names) > _FIELDS_SHOWN else ""
+    return f'the text is in the {kind} "{name}", and there is none; there is {shown}{more}'

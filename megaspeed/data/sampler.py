@@ -1,0 +1,220 @@
+"""The order of the training stream: which tokens sample i is, and reading them.
+
+    (k, j)    = mixing(i): component k, and how many samples before i were drawn from it
+    n         = complete sequences of component k: the sum of (tokens - 1) // S over its files
+    epoch     = j // n
+    sequence  = permutation_{seed, fingerprint of k, epoch}(j % n)
+    sample i  = tokens[s * S : s * S + S + 1] of the file with that sequence, its s-th
+
+i counts the samples since the first step. Nothing else matters: not the data degree, the
+micro-batch, the accumulation or the number of steps. So every layout trains on the same samples in
+the same order, and a run resumes at any i without replaying what came before.
+
+The last token of a sequence is the first of the next. So in one epoch every token of a file but the
+first is predicted exactly once, except for a rest shorter than S at the end of the file.
+
+The permutation is a Feistel network, computed one value at a time in constant memory:
+
+    i = left . right  (two halves of w bits, 4^w >= n)
+    8 times:  left, right = right, left XOR F_key(right)
+    until the result is below n, again
+
+A Feistel network is a bijection for any round function, and four rounds of a random one cannot be
+distinguished from a random permutation (Luby and Rackoff, "How to construct pseudorandom
+permutations from pseudorandom functions", SIAM J. Comput. 17(2), 1988). Repeating it until the
+result is in [0, n) restricts it to any n (Black and Rogaway, "Ciphers with arbitrary finite
+domains", CT-RSA 2002); 4^w < 4n, so this takes less than four rounds on average.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megaspeed.data.mixture import Component, Mixing, Mixture, mix_64
+
+_ROUNDS = 8
+_MAPPED_AT_ONCE = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Permutation:
+    """A permutation of [0, `size`); calling it maps one index."""
+
+    size: int
+    half_bits: int
+    round_keys: tuple[int, ...]
+
+    @classmethod
+    def keyed(cls, size: int, key: bytes) -> Permutation:
+        """The permutation that a key selects; different keys give unrelated permutations."""
+        assert size >= 1, size
+        half_bits = ((size - 1).bit_length() + 1) // 2
+        digest = hashlib.sha512(key).digest()
+        return cls(size, half_bits, struct.unpack(f"<{_ROUNDS}Q", digest))
+
+    def __call__(self, index: int) -> int:
+        assert 0 <= index < self.size, (index, self.size)
+        index = self._feistel(index)
+        while index >= self.size:
+            index = self._feistel(index)
+        return index
+
+    def _feistel(self, index: int) -> int:
+        mask = (1 << self.half_bits) - 1
+        left, right = index >> self.half_bits, index & mask
+        for key in self.round_keys:
+            left, right = right, left ^ (mix_64(right ^ key) & mask)
+        return (left << self.half_bits) | right
+
+
+@dataclass(frozen=True)
+class Sampler:
+    """Draw index -> sequence index, of one component.
+
+    Attributes:
+        seed: `data.seed`.
+        fingerprint: of the component.
+        sequences: n above, at least 1.
+    """
+
+    seed: int
+    fingerprint: str
+    sequences: int
+
+    def __post_init__(self) -> None:
+        assert self.sequences >= 1, self.sequences
+
+    def sequence_of(self, draw: int) -> int:
+        """The sequence, in [0, sequences), of the draw."""
+        epoch, position = divmod(draw, self.sequences)
+        key = f"{self.seed}:{self.fingerprint}:{epoch}".encode()
+        return Permutation.keyed(self.sequences, key)(position)
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a sample's tokens are.
+
+    Attributes:
+        component: of the mixture, counted from 0.
+        draw: how many earlier samples are from that component.
+        sequence: of the component, counted over its files.
+        file: of the component, counted from 0.
+        first_token: of the row in that file; the row has S + 1 tokens.
+    """
+
+    component: int
+    draw: int
+    sequence: int
+    file: int
+    first_token: int
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """Sequence index -> place, of one component."""
+
+    first_sequences: Sequence[int]
+    sequence_length: int
+
+    @classmethod
+    def of(cls, component: Component, sequence_length: int) -> _Layout:
+        return cls(component.first_sequences(sequence_length), sequence_length)
+
+    @property
+    def count(self) -> int:
+        return self.first_sequences[-1]
+
+    def place(self, component: int, draw: int, sequence: int) -> Place:
+        # The last file that begins at or before it, because files may have no sequence.
+        file = bisect_right(self.first_sequences, sequence) - 1
+        within = sequence - self.first_sequences[file]
+        return Place(component, draw, sequence, file, within * self.sequence_length)
+
+
+@dataclass(frozen=True)
+class TrainingOrder:
+    """Sample index -> place, of the training stream."""
+
+    mixing: Mixing
+    samplers: tuple[Sampler, ...]
+    layouts: tuple[_Layout, ...]
+
+    @classmethod
+    def of(cls, mixture: Mixture, seed: int, sequence_length: int) -> TrainingOrder:
+        """Every component of the mixture has at least one sequence."""
+        layouts = tuple(_Layout.of(each, sequence_length) for each in mixture.components)
+        samplers = tuple(
+            Sampler(seed, component.fingerprint, each.count)
+            for component, each in zip(mixture.components, layouts, strict=True)
+        )
+        return cls(_mixing_of(mixture, seed), samplers, layouts)
+
+    def place_of(self, sample: int) -> Place:
+        """Where sample `sample` >= 0 of the stream is."""
+        component, draw = self.mixing.draw(sample)
+        sequence = self.samplers[component].sequence_of(draw)
+        return self.layouts[component].place(component, draw, sequence)
+
+
+@dataclass(frozen=True)
+class ValidationOrder:
+    """Row index -> place, of an evaluation: each component's sequences in order, not shuffled.
+
+    Components are mixed as in training, so that the mean over rows has the same weights. A
+    component that is used up is repeated, so that a small one does not end the evaluation.
+    """
+
+    mixing: Mixing
+    layouts: tuple[_Layout, ...]
+
+    @classmethod
+    def of(cls, mixture: Mixture, seed: int, sequence_length: int) -> ValidationOrder:
+        """Every component of the mixture has at least one sequence."""
+        layouts = tuple(_Layout.of(each, sequence_length) for each in mixture.components)
+        return cls(_mixing_of(mixture, seed), layouts)
+
+    @property
+    def sequences(self) -> int:
+        """Rows of a complete evaluation: the number of all sequences."""
+        return sum(each.count for each in self.layouts)
+
+    def place_of(self, row: int) -> Place:
+        """Where row `row`, in [0, sequences), is."""
+        component, draw = self.mixing.draw(row)
+        layout = self.layouts[component]
+        return layout.place(component, draw, draw % layout.count)
+
+
+def _mixing_of(mixture: Mixture, seed: int) -> Mixing:
+    weights = [component.weight for component in mixture.components]
+    return Mixing.of(weights, f"{seed}:{mixture.fingerprint}")
+
+
+class Rows:
+    """Maps a file into memory when a row of it is read.
+
+    A process may have a limited number of files open, often 1,024, so the least recently used
+    files are closed.
+    """
+
+    def __init__(self, mixture: Mixture, sequence_length: int) -> None:
+        self._mixture = mixture
+        self._sequence_length = sequence_length
+        self._mapped = lru_cache(_MAPPED_AT_ONCE)(self._map)
+
+    def at(self, place: Place) -> NDArray[np.integer]:
+        """S + 1 ids, in the dtype of the file."""
+        ids = self._mapped(place.component, place.file)
+        return ids[place.first_token : place.first_token + self._sequence_length + 1]
+
+    def _map(self, component: int, file: int) -> NDArray[np.integer]:
+        return self._mixture.components[component].files[file].map()

@@ -1,0 +1,305 @@
+"""Sources of text: what `data.train` and `data.validation` list, found on this machine.
+
+A source is the word `python-stdlib`, the path of a file or of a saved dataset, a glob such as
+`books/**/*.txt`, or the name of a dataset. Every file has a name relative to its source, with
+forward slashes, and files are in the order of these names. So the same files give the same corpus
+wherever they are and in whatever order the file system lists them.
+
+The suffix of a file determines its format:
+
+    .jsonl .ndjson     JSON lines             also as .gz and .zst
+    .parquet           a table
+    any other          plain UTF-8 text       also as .gz and .zst
+
+Formats that hold text but are not text are refused, because the model would train on their syntax.
+So is a name such as `pages.jsonl.1`, whose suffix does not state the format.
+"""
+
+from __future__ import annotations
+
+import glob
+import os
+import sysconfig
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+
+from megaspeed.config.data import BUNDLED_CORPUS, Source
+from megaspeed.data.errors import DataError
+from megaspeed.data.pieces import OnBad, Piece, TextFormat, refuse
+from megaspeed.data.tables import NamedDataset, SavedDataset, Table, is_saved_dataset
+from megaspeed.data.text_files import ARCHIVES, JsonLines, PlainText
+from megaspeed.files.paths import expand_home
+from megaspeed.files.reading import FileState, file_problem
+
+_EXTRACT = "extract its text into .txt or .jsonl files"
+_UNPACK = "unpack it, or pack each file alone as .gz or .zst"
+_REFUSED: Mapping[str, str] = {
+    ".json": "one object on each line is read if the file is named .jsonl",
+    ".arrow": "name the folder that datasets' save_to_disk wrote",
+    ".bin": "it may hold token ids, which are not text",
+    ".idx": "it may be the index of token ids, which are not text",
+    **dict.fromkeys((".csv", ".tsv", ".pdf", ".docx", ".npy", ".pt"), _EXTRACT),
+    **dict.fromkeys((".tar", ".tgz", ".zip", ".bz2", ".xz", ".7z"), _UNPACK),
+}
+_JSON_LINES = (".jsonl", ".ndjson")
+_TABLE = ".parquet"
+_KNOWN_SUFFIXES = {*_JSON_LINES, _TABLE, *ARCHIVES, *_REFUSED}
+
+# Of the standard library: not its own source text (installed packages; tests, of which some are
+# deliberately not UTF-8), and what the build of this one interpreter wrote.
+_SKIPPED_FOLDERS = frozenset(
+    {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+)
+_SKIPPED_PREFIXES = ("_sysconfigdata", "config-", "sitecustomize", "usercustomize")
+
+_PLAIN_TEXT = PlainText()
+_LOOKED_AT_FILES = 10_000
+
+
+@dataclass(frozen=True, slots=True)
+class SourceFile:
+    """One file of text, or one split of a dataset.
+
+    Attributes:
+        name: relative to its source.
+        path: where it is on this machine; the name of a dataset that is loaded by name.
+        format: how it is read.
+    """
+
+    name: str
+    path: Path
+    format: TextFormat = _PLAIN_TEXT
+
+    def pieces(self, on_bad: OnBad = refuse) -> Iterator[Piece]:
+        """The text of its documents, in order.
+
+        Args:
+            on_bad: called with every record that is not text.
+
+        Raises:
+            DataError: a record is bad, and `on_bad` refuses it.
+            OSError: the file does not exist, or this user may not read it.
+        """
+        return self.format.pieces(self.path, on_bad)
+
+    def state(self) -> FileState:
+        """(path, size in bytes, mtime in ns, ctime in ns); differs if the file changed."""
+        return self.format.state(self.path)
+
+    def place(self) -> tuple[str, str]:
+        """Identifies the text: files with equal places hold the same text."""
+        is_named = isinstance(self.format, NamedDataset)
+        return (str(self.path if is_named else self.path.resolve()), self.format.part())
+
+
+def list_files(sources: Sequence[Source], setting: str) -> list[SourceFile]:
+    """The files of `sources`: sources in their order, each source's files by name.
+
+    Args:
+        sources: as in the configuration.
+        setting: the key they come from, for messages: `data.train` or `data.validation`.
+
+    Raises:
+        DataError: a source matches nothing, cannot be read, has an unknown format, or a file is
+            matched twice; all such problems at once.
+    """
+    return [file for files in files_by_source(sources, setting) for file in files]
+
+
+def files_by_source(sources: Sequence[Source], setting: str) -> list[list[SourceFile]]:
+    """Like `list_files`, with one list for each source."""
+    if not sources:
+        raise DataError(
+            f"{setting} must list at least one source and lists none; "
+            f'name a text file or a glob, or "{BUNDLED_CORPUS}"'
+        )
+    listed: list[list[SourceFile]] = []
+    problems: list[str | None] = []
+    first: dict[tuple[str, str], tuple[Path, Source]] = {}
+    for source in sources:
+        found = _files_of(source)
+        listed.append(found)
+        if not found:
+            problems.append(_nothing_found(source, setting))
+        for file in found:
+            if file.place() in first:
+                again = (file.path, source)
+                problems.append(matched_twice(setting, first[file.place()], again))
+            else:
+                first[file.place()] = (file.path, source)
+                problems.append(_unreadable(file, setting))
+    if any(problems):
+        raise DataError(*filter(None, problems))
+    return listed
+
+
+def is_file_or_dataset(path: Path) -> bool:
+    """Whether `path` is something that a format may read."""
+    return path.is_file() or is_saved_dataset(path)
+
+
+def matched_twice(setting: str, first: tuple[Path, Source], second: tuple[Path, Source]) -> str:
+    """The problem that one file is listed twice, as (path, source) and (path, source)."""
+    law = f"{setting}: a file is listed once, and"
+    path, source = first
+    other_path, other_source = second
+    shown = str(path) if path == other_path else f"{path}, which is {other_path} too (by a link),"
+    if path != other_path and source is other_source:
+        return f"{law} {shown} is matched twice by '{source}'; narrow it"
+    return (
+        f"{law} {shown} is matched by both '{source}' and '{other_source}'; narrow one of the "
+        "two, or remove it"
+    )
+
+
+def _files_of(source: Source) -> list[SourceFile]:
+    if source.dataset is not None:
+        dataset = NamedDataset.of(source)
+        return [SourceFile(source.dataset + dataset.part(), Path(source.dataset), dataset)]
+    return sorted(_files_at(source), key=lambda file: file.name)
+
+
+def _files_at(source: Source) -> Iterator[SourceFile]:
+    if source.path == BUNDLED_CORPUS:
+        for path in _library_files():
+            yield SourceFile(path.relative_to(_library_folder()).as_posix(), path)
+        return
+    path = expand_home(str(source.path))
+    if is_file_or_dataset(path):
+        yield SourceFile(path.name, path.absolute(), _format_of(path, source))
+        return
+    root = _fixed_part(path)
+    for match in map(Path, glob.glob(str(path), recursive=True)):
+        if is_file_or_dataset(match):
+            name = match.relative_to(root).as_posix()
+            yield SourceFile(name, match.absolute(), _format_of(match, source))
+
+
+def _library_folder() -> Path:
+    return Path(sysconfig.get_path("stdlib"))
+
+
+def _library_files() -> Iterator[Path]:
+    """The `.py` files of the standard library, in no order."""
+    for folder, subfolders, names in os.walk(_library_folder()):
+        subfolders[:] = [
+            name
+            for name in subfolders
+            if name not in _SKIPPED_FOLDERS and not name.startswith(_SKIPPED_PREFIXES)
+        ]
+        for name in names:
+            if name.endswith(".py") and not name.startswith(_SKIPPED_PREFIXES):
+                yield Path(folder, name)
+
+
+def _fixed_part(pattern: Path) -> Path:
+    """The folder above the first part of the pattern that has a wildcard."""
+    fixed: list[str] = []
+    for part in pattern.parts[:-1]:
+        if glob.has_magic(part):
+            break
+        fixed.append(part)
+    return Path(*fixed)
+
+
+def _format_of(path: Path, source: Source) -> TextFormat:
+    if path.is_dir():
+        return SavedDataset(source.split, source.text_field)
+    suffix, is_archive = _suffix(path)
+    if suffix in _JSON_LINES:
+        return JsonLines(source.text_field)
+    if suffix == _TABLE and not is_archive:
+        return Table(source.text_field)
+    return _PLAIN_TEXT
+
+
+def _suffix(path: Path) -> tuple[str, bool]:
+    """(the suffix that states the format, in lower case; whether an archive's suffix follows)."""
+    is_archive = path.suffix.lower() in ARCHIVES
+    named = Path(path.stem) if is_archive else path
+    return named.suffix.lower(), is_archive
+
+
+def _why_refused(path: Path) -> str | None:
+    """What to do about a file whose format is not read; None if it is read."""
+    suffix, is_archive = _suffix(path)
+    named = Path(path.stem) if is_archive else path
+    numbered = Path(named.stem).suffix.lower() if suffix.removeprefix(".").isdecimal() else ""
+    if numbered in _KNOWN_SUFFIXES:  # such as pages.jsonl.1, as logs are rotated
+        ending = numbered + (path.suffix if is_archive else "")
+        return _REFUSED.get(numbered, f"rename it so that its name ends in {ending}")
+    if suffix == _TABLE and is_archive:
+        return "unpack it; a table is compressed within"
+    return _REFUSED.get(suffix)
+
+
+def _unreadable(file: SourceFile, setting: str) -> str | None:
+    if isinstance(file.format, NamedDataset):
+        return None
+    mend = _why_refused(file.path) if file.path.is_file() else None
+    if mend is not None:
+        return f"{setting}: {file.path} is a {file.path.suffix} file, which is not read; {mend}"
+    if isinstance(file.format, SavedDataset):
+        wrong = file.format.problem(file.path)
+        return None if wrong is None else f"{setting}: {wrong}"
+    if not os.access(file.path, os.R_OK):
+        return f"{setting}: {file.path} cannot be read by this user; change its permissions"
+    return None
+
+
+def _nothing_found(source: Source, setting: str) -> str:
+    if source.path == BUNDLED_CORPUS:
+        return (
+            f'{setting}: "{BUNDLED_CORPUS}" needs the standard library as .py files and '
+            f"{_library_folder()} has none; name text files instead"
+        )
+    path = expand_home(str(source.path))
+    if path.is_dir():
+        return (
+            f"{setting}: a source is a file, a glob or a folder that save_to_disk of datasets "
+            f"wrote, and '{source}' is another folder{_what_is_in(path)}"
+        )
+    literal = str(path).replace("[", "[[]")
+    if literal != str(path) and glob.glob(literal, recursive=True):
+        return (
+            f"{setting}: brackets in a glob stand for one of the characters between them, so "
+            f"'{source}' matches 0 files; write \"{literal}\" for the brackets themselves"
+        )
+    if glob.has_magic(str(path)):
+        return (
+            f"{setting}: a glob must match at least one file, and '{source}' matches 0 under "
+            f"{_fixed_part(path).absolute()}; relative paths start from the working directory"
+        )
+    if os.path.lexists(path):
+        return f"{setting}: {path.absolute()} {file_problem(path)}; name a file of text"
+    return (
+        f"{setting}: there is no file {path.absolute()}; correct the path, "
+        f'or use "{BUNDLED_CORPUS}" for the default corpus'
+    )
+
+
+def _what_is_in(folder: Path) -> str:
+    """How many files of which suffixes are in a folder, and a glob that matches its text."""
+    seen = list(islice(_visible_files(folder), _LOOKED_AT_FILES))
+    suffixes = Counter(path.suffix for path in seen).most_common()
+    if not suffixes:
+        return ", and empty; name another"
+    there = ", ".join(f"{count} {suffix or 'without suffix'}" for suffix, count in suffixes[:4])
+    counted = Counter(path.suffix for path in seen if _why_refused(path) is None).most_common()
+    # A glob for files without a suffix matches every other file, too.
+    readable = [suffix for suffix, _ in counted if suffix or len(suffixes) == 1]
+    if not readable:
+        return f" with no text (its files: {there}); name a file or a glob of text"
+    suggestion = Path(glob.escape(str(folder)), "**", f"*{readable[0]}").as_posix()
+    return f' (its files: {there}); write "{suggestion}"'
+
+
+def _visible_files(folder: Path) -> Iterator[Path]:
+    """Those that a glob finds. Folders that this user may not enter are skipped."""
+    for place, folders, names in os.walk(folder):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        paths = (Path(place, name) for name in names if not name.startswith("."))
+        yield from filter(os.path.isfile, paths)

@@ -1,1 +1,0 @@
-"""Which tokens sample i is, and how one rank's rows of a step become micro-batches."""

@@ -1,0 +1,305 @@
+"""Tables with one document a row: Parquet files, and datasets of the `datasets` library.
+
+Parquet files are read by pyarrow, because a damaged row group must not end the file, and because a
+row group may be gigabytes. Datasets come from a folder that `save_to_disk` wrote, or by name from
+`load_dataset`. The library maps their files, which the kernel counts as the process's memory until
+it needs the memory elsewhere.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, TypeVar
+
+from megaspeed.config.data import Source
+from megaspeed.data.errors import DataError
+from megaspeed.data.pieces import (
+    COPY_AGAIN,
+    CORRECT_IT,
+    STATE_FIELD,
+    BadRecord,
+    OnBad,
+    Piece,
+    TextFormat,
+    no_such_field,
+    pieces_of,
+    what_is_wrong,
+)
+from megaspeed.files.reading import FileState, special_files
+
+# datasets and pyarrow are slow to import and rarely needed, so they are imported where used.
+
+_BUFFER_BYTES = 1 << 20
+_ROWS_AT_ONCE = 64
+_ONE_SPLIT = "state.json"
+_SEVERAL_SPLITS = "dataset_dict.json"
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+
+T = TypeVar("T")
+
+
+def is_saved_dataset(path: Path) -> bool:
+    """Whether `save_to_disk` wrote this folder."""
+    # os.path: Path.is_file raises below a folder that this user may not enter.
+    return any(os.path.isfile(path / name) for name in (_ONE_SPLIT, _SEVERAL_SPLITS))
+
+
+def _pieces_of_rows(
+    path: Path, column: str, values: Iterable[object], bytes_per_row: float, on_bad: OnBad
+) -> Iterator[Piece]:
+    """Each row that has text, as a document."""
+    for row, value in enumerate(values):
+        if value is _LOST:
+            continue
+        wrong = what_is_wrong(value)
+        if wrong is not None:
+            problem = f'the column "{column}" must be a string, and is {wrong}'
+            on_bad(BadRecord(path, f"row {row:,} (counted from 0)", problem, CORRECT_IT))
+        elif value:
+            yield from pieces_of(str(value), round((row + 1) * bytes_per_row))
+
+
+_LOST = object()
+"""Stands for a row that cannot be read, so that the later rows keep their numbers."""
+
+
+def _until_broken(batches: Iterator[T], on_broken: Callable[[Exception], None]) -> Iterator[T]:
+    """The batches up to the first that cannot be read."""
+    try:
+        yield from batches
+    except Exception as error:  # pyarrow and datasets raise many kinds
+        on_broken(error)
+
+
+def _cannot_be_read(path: Path, error: Exception) -> BadRecord:
+    problem = f"it cannot be read, or not to its end ({error})"
+    return BadRecord(path, "the table", problem, COPY_AGAIN)
+
+
+@dataclass(frozen=True, slots=True)
+class Table(TextFormat):
+    """A Parquet file.
+
+    Attributes:
+        text_field: the column that has the text.
+    """
+
+    has_records: ClassVar[bool] = True
+    text_field: str = "text"
+
+    def pieces(self, path: Path, on_bad: OnBad) -> Iterator[Piece]:
+        from pyarrow import OSFile, parquet
+
+        size = path.stat().st_size
+        try:
+            # With its default settings, pyarrow reads a complete row group into memory.
+            file = OSFile(os.fsencode(path), "rb")  # a str would have to be UTF-8
+            table = parquet.ParquetFile(file, buffer_size=_BUFFER_BYTES, pre_buffer=False)
+        except Exception as error:  # pyarrow's own kinds, OSError, ValueError
+            on_bad(_cannot_be_read(path, error))
+            return
+        with file, table:
+            wrong = self._wrong_column(table.schema_arrow)
+            if wrong is not None:
+                on_bad(BadRecord(path, "its columns", wrong, STATE_FIELD))
+                return
+            values = self._values(table, path, on_bad)
+            bytes_per_row = size / max(1, table.metadata.num_rows)
+            yield from _pieces_of_rows(path, self.text_field, values, bytes_per_row, on_bad)
+
+    def _wrong_column(self, schema: Any) -> str | None:
+        if self.text_field not in schema.names:
+            return no_such_field(self.text_field, schema.names, "column")
+        if schema.names.count(self.text_field) > 1:
+            times = schema.names.count(self.text_field)
+            return f'one column must be named "{self.text_field}", and {times} are'
+        kind = schema.field(self.text_field).type
+        if str(kind).startswith("dictionary<"):
+            kind = kind.value_type  # what its numbers stand for
+        if str(kind) not in ("string", "large_string", "string_view"):
+            return f'the column "{self.text_field}" must hold strings, and holds {kind}'
+        return None
+
+    def _values(self, table: Any, path: Path, on_bad: OnBad) -> Iterator[object]:
+        """The column, row by row. If a row group is damaged, its other rows are lost."""
+        columns = [self.text_field]
+        first = 0
+        for group in range(table.metadata.num_row_groups):
+            row, stop = first, first + table.metadata.row_group(group).num_rows
+            batches = table.iter_batches(_ROWS_AT_ONCE, row_groups=[group], columns=columns)
+            errors: list[Exception] = []
+            for batch in _until_broken(batches, errors.append):
+                yield from map(_value, batch.column(0))
+                row += len(batch)
+            if errors:
+                problem = (
+                    f"it and the rest of its row group, {stop - row:,} rows, cannot be read "
+                    f"({errors[0]})"
+                )
+                on_bad(BadRecord(path, f"row {row:,} (counted from 0)", problem, COPY_AGAIN))
+                yield from (_LOST for _ in range(stop - row))
+            first = stop
+
+
+def _value(scalar: Any) -> object:
+    """The text; its bytes if they are not UTF-8, which Parquet does not check."""
+    try:
+        return scalar.as_py()
+    except UnicodeDecodeError:
+        text = getattr(scalar, "value", scalar)  # of a dictionary, what its number stands for
+        return text.as_buffer().to_pybytes()
+
+
+@dataclass(frozen=True, slots=True)
+class SavedDataset(TextFormat):
+    """A folder that `save_to_disk` wrote.
+
+    Attributes:
+        split: which one, if the folder has several.
+        text_field: the column that has the text.
+    """
+
+    has_records: ClassVar[bool] = True
+    split: str = "train"
+    text_field: str = "text"
+
+    def pieces(self, path: Path, on_bad: OnBad) -> Iterator[Piece]:
+        import datasets
+
+        wrong = self.problem(path)
+        if wrong is not None:
+            raise DataError(wrong)
+        try:
+            dataset = datasets.load_from_disk(str(self._folder(path)))
+        except Exception as error:  # of datasets, pyarrow, json
+            on_bad(_cannot_be_read(path, error))
+            return
+        bytes_per_row = self.state(path)[1] / max(1, len(dataset))
+        yield from _pieces_of_dataset(path, dataset, self.text_field, bytes_per_row, on_bad)
+
+    def state(self, path: Path) -> FileState:
+        states = [file.stat() for file in self._folder(path).iterdir() if file.is_file()]
+        return (
+            str(self._folder(path)),
+            sum(state.st_size for state in states),
+            max(state.st_mtime_ns for state in states),
+            max(state.st_ctime_ns for state in states),
+        )
+
+    def part(self) -> str:
+        return self.split
+
+    def problem(self, path: Path) -> str | None:
+        """Why the folder cannot be opened, as far as the names in it show."""
+        if (path / _SEVERAL_SPLITS).is_file() and not self._folder(path).is_dir():
+            found = sorted(folder.name for folder in path.iterdir() if is_saved_dataset(folder))
+            return (
+                f"a dataset's split must be one of its own, and {path} has no {self.split!r}; "
+                f"state one of {', '.join(found)} as split"
+            )
+        return next(special_files(self._folder(path)), None)
+
+    def _folder(self, path: Path) -> Path:
+        return path / self.split if (path / _SEVERAL_SPLITS).is_file() else path
+
+
+@dataclass(frozen=True, slots=True)
+class NamedDataset(TextFormat):
+    """What `datasets.load_dataset` finds by name.
+
+    Attributes:
+        configuration, revision: passed to it; None is its own default.
+        streaming: whether rows are read over the network as they are needed.
+        split: passed to it.
+        text_field: the column that has the text.
+    """
+
+    configuration: str | None = None
+    revision: str | None = None
+    streaming: bool = False
+    split: str = "train"
+    text_field: str = "text"
+
+    @classmethod
+    def of(cls, source: Source) -> NamedDataset:
+        """The format of a source that states `dataset`."""
+        return cls(
+            source.configuration, source.revision, source.streaming, source.split, source.text_field
+        )
+
+    def pieces(self, path: Path, on_bad: OnBad) -> Iterator[Piece]:
+        import datasets
+
+        dataset = self._ask(path, datasets.load_dataset, split=self.split, streaming=self.streaming)
+        yield from _pieces_of_dataset(path, dataset, self.text_field, 0.0, on_bad)
+
+    def state(self, path: Path) -> FileState:
+        """What the library knows of the dataset's files. Needs no network if a commit is named.
+
+        Sizes and times are those of files on this machine.
+        """
+        if self.revision is not None and _COMMIT.fullmatch(self.revision):
+            return (f"{path}{self.part()}", 0, 0, 0)
+        import datasets
+
+        builder = self._ask(path, datasets.load_dataset_builder)
+        files = builder.config.data_files or {}
+        origins = {
+            str(split): [list(map(str, names)), list(names.origin_metadata)]
+            for split, names in files.items()
+        }
+        known = json.dumps([builder.hash, builder.config_id, origins])
+        local = [Path(file).stat() for names in files.values() for file in names if _is_local(file)]
+        return (
+            f"{path}{self.part()} {known}",
+            sum(state.st_size for state in local),
+            max((state.st_mtime_ns for state in local), default=0),
+            max((state.st_ctime_ns for state in local), default=0),
+        )
+
+    def part(self) -> str:
+        configuration = f"/{self.configuration}" if self.configuration else ""
+        revision = f"@{self.revision}" if self.revision else ""
+        return f"{configuration}{revision}[{self.split}]"
+
+    def _ask(self, path: Path, load: Any, **arguments: Any) -> Any:
+        """What `load` returns; whatever it raises becomes a DataError."""
+        try:
+            return load(str(path), self.configuration, revision=self.revision, **arguments)
+        except Exception as error:  # of datasets, the hub's client, the network
+            raise DataError(
+                f"datasets.load_dataset must find what data names, and for {path}{self.part()} it "
+                f"says: {error}; correct the name, configuration, revision or split. Without a "
+                "network, save the dataset elsewhere with save_to_disk and name that folder as path"
+            ) from error
+
+
+def _pieces_of_dataset(
+    path: Path, dataset: Any, column: str, bytes_per_row: float, on_bad: OnBad
+) -> Iterator[Piece]:
+    """Of a Dataset or an IterableDataset."""
+    names = dataset.column_names  # None if a stream does not know them beforehand
+    if names is not None:
+        if column not in names:
+            problem = no_such_field(column, names, "column")
+            on_bad(BadRecord(path, "its columns", problem, STATE_FIELD))
+            return
+        dataset = dataset.select_columns([column])
+    batches = _until_broken(
+        dataset.iter(batch_size=_ROWS_AT_ONCE), lambda error: on_bad(_cannot_be_read(path, error))
+    )
+    values = (
+        value
+        for batch in batches
+        for value in batch.get(column, [None] * len(next(iter(batch.values()))))
+    )
+    yield from _pieces_of_rows(path, column, values, bytes_per_row, on_bad)
+
+
+def _is_local(file: str) -> bool:
+    return "://" not in file and Path(file).is_file()

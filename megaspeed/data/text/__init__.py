@@ -1,1 +1,0 @@
-"""Where text comes from: sources -> files of every format -> documents -> training | validation."""

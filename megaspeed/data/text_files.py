@@ -1,0 +1,284 @@
+"""Plain text and JSON lines, as they are or compressed as `.gz` or `.zst`.
+
+An archive is decompressed while it is read, and its checksums are compared. If it is truncated or
+damaged, the text before the damage is used, and then the damage is reported.
+"""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import os
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, ClassVar, Self
+
+from megaspeed.data.pieces import (
+    COPY_AGAIN,
+    CORRECT_IT,
+    PIECE_BYTES,
+    STATE_FIELD,
+    BadRecord,
+    OnBad,
+    Piece,
+    TextFormat,
+    cut_at_most,
+    no_such_field,
+    pieces_of,
+    what_is_wrong,
+)
+
+ARCHIVES = {".gz": "gzip", ".zst": "zstd"}
+"""Suffix -> name of the compression."""
+
+DOCUMENT_SEPARATOR = b"<|endoftext|>"
+_BYTE_ORDER_MARK = "\ufeff"  # ignored at the beginning of a file
+_READ_BYTES = 1 << 16
+# A piece, and enough bytes after it to see a separator with its line end.
+_WINDOW_BYTES = PIECE_BYTES + len(DOCUMENT_SEPARATOR) + len(b"\r\n")
+
+
+class ByteStream:
+    """The bytes of a file, decompressed. A context manager.
+
+    Attributes:
+        position: bytes read so far, decompressed.
+        lines: lines read so far.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """
+        Raises:
+            OSError: the file cannot be opened.
+        """
+        self._path = path
+        self._compression = ARCHIVES.get(path.suffix.lower())
+        self._disk, self._bytes = _open(path, self._compression)
+        self._damage: BadRecord | None = None
+        self.position = self.lines = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._bytes.close()
+        self._disk.close()
+
+    def read(self, size: int) -> bytes:
+        """The next `size` bytes; fewer only at the end of the file, or before damage."""
+        found = bytearray()
+        while size > len(found):
+            block = self._next(self._bytes.read1, min(size - len(found), _READ_BYTES))
+            if not block:
+                break
+            found += block
+        return bytes(found)
+
+    def line(self) -> bytes:
+        """The next line with its line end; empty at the end of the file, or before damage."""
+        self.lines += 1
+        return self._next(self._bytes.readline)
+
+    def report_damage(self, on_bad: OnBad) -> None:
+        """Reports why the stream ended early, if it did. Call it after all bytes are used."""
+        if self._damage is not None:
+            on_bad(self._damage)
+
+    @property
+    def disk_bytes(self) -> int:
+        """Bytes of the file on disk that were read so far."""
+        return self.position if self._compression is None else int(self._disk.tell())
+
+    @property
+    def doubt(self) -> str:
+        """Appended to a problem with the bytes: an archive may be damaged before its checksum."""
+        return "" if self._compression is None else f" (the {self._kind} may be damaged)"
+
+    @property
+    def _kind(self) -> str:
+        return "file" if self._compression is None else f"{self._compression} archive"
+
+    def _next(self, read: Callable[..., bytes], *size: int) -> bytes:
+        if self._damage is not None:
+            return b""
+        try:
+            data = read(*size)
+            if not data and self._compression is not None and self._disk.tell() == 0:
+                raise EOFError("even an archive of no text has a header")
+        except (OSError, EOFError, zlib.error) as error:
+            self._damage = BadRecord(
+                self._path,
+                f"byte {self.disk_bytes:,} of {self._path.stat().st_size:,} on disk",
+                f"the {self._kind} is damaged or truncated and cannot be read further ({error}); "
+                f"{self.position:,} bytes of text could be read",
+                COPY_AGAIN,
+            )
+            return b""
+        self.position += len(data)
+        return data
+
+
+def _open(path: Path, compression: str | None) -> tuple[Any, Any]:
+    """(the file on disk, a buffered reader of its decompressed bytes)."""
+    if compression == "zstd":
+        import pyarrow  # slow to import, and rarely needed
+
+        disk = pyarrow.OSFile(os.fsencode(path), "rb")  # a str would have to be UTF-8
+        stream: Any = pyarrow.CompressedInputStream(disk, compression)
+        return disk, io.BufferedReader(stream, _READ_BYTES)
+    disk = path.open("rb")
+    return disk, disk if compression is None else gzip.GzipFile(fileobj=disk)
+
+
+@dataclass(frozen=True, slots=True)
+class PlainText(TextFormat):
+    """UTF-8 text: one document, or several with `<|endoftext|>` between them."""
+
+    def pieces(self, path: Path, on_bad: OnBad) -> Iterator[Piece]:
+        with ByteStream(path) as stream:
+            has_text = is_bad = False  # of the document that is being read
+            for start, content, ends_document in _cut(stream):
+                text = ""
+                if not is_bad:  # the rest of a document is skipped after bytes that are not UTF-8
+                    try:
+                        text = content.decode("utf-8")
+                        if start == 0:
+                            text = text.removeprefix(_BYTE_ORDER_MARK)
+                    except UnicodeDecodeError as error:
+                        is_bad = True
+                        on_bad(_not_utf8(path, start, content[error.start], error, stream.doubt))
+                if text or (ends_document and has_text):
+                    yield Piece(text, ends_document, stream.disk_bytes)
+                has_text = not ends_document and (has_text or bool(text))
+                is_bad = is_bad and not ends_document
+            stream.report_damage(on_bad)
+
+
+def _cut(stream: ByteStream) -> Iterator[tuple[int, bytes, bool]]:
+    """(byte in the text, at most a piece of one document, whether the document ends there)."""
+    start, window = 0, bytearray()
+    while window := window + stream.read(_WINDOW_BYTES - len(window)):
+        separator = window.find(DOCUMENT_SEPARATOR, 0, _WINDOW_BYTES - len(b"\r\n"))
+        if separator >= 0:
+            stop = separator
+            following = stop + len(DOCUMENT_SEPARATOR)
+            # The line end after a separator belongs to it.
+            line_ends = (end for end in (b"\r\n", b"\n") if window.startswith(end, following))
+            following += len(next(line_ends, b""))
+        elif len(window) > PIECE_BYTES:
+            following = stop = cut_at_most(window, PIECE_BYTES)
+        else:
+            following = stop = len(window)
+        ends_document = separator >= 0 or stop == len(window)
+        yield start, bytes(window[:stop]), ends_document
+        del window[:following]
+        start += following
+
+
+def _not_utf8(
+    path: Path, start: int, byte: int, error: UnicodeDecodeError, doubt: str
+) -> BadRecord:
+    return BadRecord(
+        path,
+        f"byte {start + error.start:,}",
+        f"text must be UTF-8, and this byte is 0x{byte:02x} ({error.reason}){doubt}",
+        "convert the file, for example with iconv -t UTF-8",
+    )
+
+
+class _NoText(Exception):
+    """A line has no text: why, and what to do."""
+
+    def __init__(
+        self, problem: str, mend: str = CORRECT_IT, *, may_be_damage: bool = False
+    ) -> None:
+        self.problem, self.mend, self.may_be_damage = problem, mend, may_be_damage
+
+
+class _Object(dict[str, object]):
+    """A JSON object that has some of its keys more than once; each has its last value."""
+
+    def __init__(self, pairs: list[tuple[str, object]]) -> None:
+        super().__init__(pairs)
+        times = Counter(key for key, _ in pairs)
+        self.repeated = {key for key in times if times[key] > 1}
+
+
+def _object(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    record = dict(pairs)
+    return record if len(record) == len(pairs) else _Object(pairs)
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_object)
+
+
+@dataclass(frozen=True, slots=True)
+class JsonLines(TextFormat):
+    """One JSON object a line; one of its fields is the text of a document.
+
+    Attributes:
+        text_field: the field.
+    """
+
+    has_records: ClassVar[bool] = True
+    text_field: str = "text"
+
+    def pieces(self, path: Path, on_bad: OnBad) -> Iterator[Piece]:
+        with ByteStream(path) as stream:
+            start = 0
+            while line := stream.line():
+                if start == 0:
+                    line = line.removeprefix(_BYTE_ORDER_MARK.encode())
+                if line and not line.isspace():
+                    try:
+                        text = self._text_of(line)
+                    except _NoText as wrong:
+                        where = f"line {stream.lines:,} (byte {start:,})"
+                        doubt = stream.doubt if wrong.may_be_damage else ""
+                        on_bad(BadRecord(path, where, wrong.problem + doubt, wrong.mend))
+                        text = ""
+                    if text:
+                        yield from pieces_of(text, stream.disk_bytes)
+                start = stream.position
+            stream.report_damage(on_bad)
+
+    def _text_of(self, line: bytes) -> str:
+        record = _parsed(line)
+        field = self.text_field
+        if field not in record:
+            raise _NoText(no_such_field(field, record, "field"), f"{STATE_FIELD}, or {CORRECT_IT}")
+        if isinstance(record, _Object) and field in record.repeated:
+            raise _NoText(f'a line has one field "{field}", and this one has several')
+        text = record[field]
+        wrong = what_is_wrong(text)
+        if wrong is not None:
+            raise _NoText(f'the field "{field}" must be a string, and is {wrong}')
+        assert isinstance(text, str)
+        return text
+
+
+def _parsed(line: bytes) -> dict[str, object]:
+    law = "a line must be one JSON object in UTF-8, and this one"
+    try:
+        record = _DECODER.decode(line.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        problem = f"has 0x{line[error.start]:02x} at byte {error.start:,} of the line"
+        raise _NoText(f"{law} {problem} ({error.reason})", may_be_damage=True) from None
+    except json.JSONDecodeError as error:
+        problem = f"is not JSON ({error.msg} at character {error.pos:,})"
+        raise _NoText(f"{law} {problem}", may_be_damage=True) from None
+    except (ValueError, RecursionError) as error:  # a number or a depth that is too large
+        raise _NoText(f"{law} is not read as JSON ({error})", may_be_damage=True) from None
+    if not isinstance(record, dict):
+        raise _NoText(f"{law} is {what_is_wrong(record) or 'a string'}")
+    return record

@@ -1,0 +1,138 @@
+"""A file of token ids: integers, mapped into memory.
+
+    document 0 . end-of-text . document 1 . end-of-text . ...
+
+The file holds only the ids. The index states how to read them, and what is known about them
+without reading them all.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megaspeed.data.cache import Cache
+from megaspeed.data.errors import DataError
+
+TokenDtype = Literal["<u1", "<i1", "<u2", "<i2", "<i4", "<u4", "<i8"]
+"""How an id is written, in numpy's notation: little-endian, unsigned or signed, bytes."""
+
+IdType = Literal["<u2", "<u4"]
+"""The types of ids that megaspeed writes."""
+
+_SCANNED_AT_ONCE_TOKENS = 1 << 24
+
+
+def id_type(vocab_size: int) -> IdType:
+    """The smallest type that holds every id below ``vocab_size``."""
+    return "<u2" if vocab_size <= 1 << 16 else "<u4"
+
+
+@dataclass(frozen=True)
+class TokenIndex:
+    """What is known about a token file; None if its format does not state it.
+
+    Attributes:
+        tokens: ids in the file, end-of-text tokens included.
+        documents: documents, each followed by an end-of-text token if there is one.
+        dtype: of the ids in the file.
+        largest_id: no id in the file is larger.
+        vocab_size: the tokenizer's, one more than the largest id it can give.
+        end_of_text: the id that ends every document and occurs nowhere else.
+        tokenizer_fingerprint: sha256 of the tokenizer as JSON.
+        corpus_fingerprint: sha256 over the documents' names, sizes and contents; if the file was
+            not made from text here, over the ids.
+    """
+
+    tokens: int
+    documents: int | None
+    dtype: TokenDtype
+    largest_id: int
+    vocab_size: int | None
+    end_of_text: int | None
+    tokenizer_fingerprint: str | None
+    corpus_fingerprint: str
+
+
+@dataclass(frozen=True)
+class TokenFile:
+    """A token file on disk, or a part of one. Small; it can be sent to other processes.
+
+    Attributes:
+        path: the file.
+        index: what is known about the file, or about the part.
+        first_token: where the part begins in the file.
+        megatron_index: the .idx with the ends of documents, if it is Megatron's.
+    """
+
+    path: Path
+    index: TokenIndex
+    first_token: int = 0
+    megatron_index: Path | None = None
+
+    @classmethod
+    def open(cls, cache: Cache, path: Path) -> TokenFile | None:
+        """The token file at `path` of the cache; None if it is missing or damaged."""
+        facts = cache.read(path)
+        names = {field.name for field in fields(TokenIndex)}
+        if facts is None or not names <= facts.keys():
+            return None
+        return cls(path, TokenIndex(**{name: facts[name] for name in names}))
+
+    def map(self) -> NDArray[np.integer]:
+        """The ids, shape (tokens,), read from the disk as they are used.
+
+        Raises:
+            DataError: the file is shorter than its index states.
+        """
+        dtype, tokens = np.dtype(self.index.dtype), self.index.tokens
+        offset = self.first_token * dtype.itemsize
+        stop, size = offset + tokens * dtype.itemsize, self.path.stat().st_size
+        if size < stop:
+            raise DataError(
+                f"a token file must not change after it was opened, and {self.path} had at "
+                f"least {stop} bytes and has {size}; write it again and restart"
+            )
+        return np.memmap(self.path, dtype=dtype, mode="r", offset=offset, shape=(tokens,))
+
+    def stretch(self, first_token: int, tokens: int) -> TokenFile:
+        """A part of the file, with a fingerprint of its own."""
+        assert first_token >= 0 and first_token + tokens <= self.index.tokens
+        named = f"{self.index.corpus_fingerprint}:{first_token}:{tokens}"
+        index = replace(
+            self.index,
+            tokens=tokens,
+            documents=None,
+            corpus_fingerprint=hashlib.sha256(named.encode()).hexdigest(),
+        )
+        return replace(self, index=index, first_token=self.first_token + first_token)
+
+    def check_vocabulary(self, vocab_size: int) -> None:
+        """Raises DataError (file and position) if an id is not below the model's `vocab_size`."""
+        if self.index.largest_id < vocab_size:
+            return
+        found = self._first_beyond(vocab_size)
+        if found is None:  # the largest id is in another part of the file, or in another shard
+            return
+        token = self.first_token + found[0]
+        raise DataError(
+            f"every token id must be below model.vocab_size ({vocab_size}), and {self.path} has "
+            f"id {found[1]} at token {token} (byte {token * np.dtype(self.index.dtype).itemsize}); "
+            f"its largest id is {self.index.largest_id}: set model.vocab_size to at least "
+            f"{self.index.largest_id + 1} or use another tokenizer"
+        )
+
+    def _first_beyond(self, vocab_size: int) -> tuple[int, int] | None:
+        """(position, id) of the first id that is too large, if there is one."""
+        ids = self.map()
+        for start in range(0, len(ids), _SCANNED_AT_ONCE_TOKENS):
+            beyond = np.flatnonzero(ids[start : start + _SCANNED_AT_ONCE_TOKENS] >= vocab_size)
+            if len(beyond):
+                position = start + int(beyond[0])
+                return position, int(ids[position])
+        return None

@@ -1,0 +1,129 @@
+"""Sources that are token ids already: recognized by how they look, and opened.
+
+a folder with our index.json        written by `megaspeed tokenize`
+NAME.bin and NAME.idx, or NAME      Megatron-LM's
+NAME.bin alone                      nanoGPT's, or a token file of the cache
+a glob of any of these              every match, by name; ordinary folders are skipped
+"""
+
+from __future__ import annotations
+
+import glob
+from pathlib import Path
+
+from megaspeed.config.data import Source
+from megaspeed.data.cache import Cache, index_path
+from megaspeed.data.errors import DataError
+from megaspeed.data.foreign_tokens import open_megatron, open_nanogpt, why_not_16_bit, with_suffix
+from megaspeed.data.sources import is_file_or_dataset
+from megaspeed.data.token_file import TokenFile
+from megaspeed.data.token_folder import INDEX, SHARDS, is_token_folder, open_token_folder
+from megaspeed.files.paths import expand_home
+from megaspeed.files.reading import special_among
+
+
+def is_token_source(path: Path) -> bool:
+    """Whether `path`, or anything that it matches as a glob, is token files."""
+    return any(map(_is_tokens, _matches(path)))
+
+
+def text_beside_tokens(path: Path) -> Path | None:
+    """The first match of a glob that is read as text; None if there is none."""
+    beside = (match for match in _matches(path) if not _is_tokens(match))
+    return next(filter(is_file_or_dataset, beside), None)
+
+
+def token_paths(path: Path) -> list[Path]:
+    """The folders, .idx files and .bin files that `path` names, in order and each once.
+
+    A pair of .bin and .idx is represented by its .idx.
+    """
+    tokens = filter(_is_tokens, _matches(path))
+    return list(dict.fromkeys(map(_index_of_pair, tokens)))
+
+
+def open_token_source(source: Source, cache: Cache) -> tuple[TokenFile, ...]:
+    """The token files of a source for which `is_token_source(its path)`, in order.
+
+    Raises:
+        DataError: every file of the source that is damaged, or is not what it seems.
+    """
+    files: list[TokenFile] = []
+    problems: list[str] = []
+    for path in token_paths(Path(str(source.path))):
+        try:
+            files.extend(_open(path, cache))
+        except DataError as error:
+            problems.extend(error.problems)
+    if not files and not problems:
+        problems.append(f"a source must have tokens, and {source} has none; name another")
+    if problems:
+        raise DataError(*problems)
+    return tuple(files)
+
+
+def why_not_tokens(path: Path, vocab_size: int) -> str | None:
+    """What is wrong with the first ids of one of `token_paths`; None if nothing is."""
+    special = next(special_among([path]), None)
+    if special is not None:
+        return special
+    has_index = _is_shard(path) or index_path(path).is_file()
+    is_nanogpt = path.suffix == ".bin" and path.is_file() and not has_index
+    return why_not_16_bit(path, vocab_size) if is_nanogpt else None
+
+
+def _matches(path: Path) -> list[Path]:
+    """What a path, a prefix or a glob names, sorted."""
+    path = expand_home(path).absolute()
+    if path.exists() or _is_pair(path):
+        return [path]
+    return sorted(Path(match) for match in glob.glob(str(path), recursive=True))
+
+
+def _is_tokens(path: Path) -> bool:
+    if path.is_dir():
+        return is_token_folder(path)
+    return path.suffix in (".bin", ".idx") or _is_pair(path)
+
+
+def _is_pair(prefix: Path) -> bool:
+    """Whether it is NAME, and NAME.bin and NAME.idx exist."""
+    if prefix.is_dir() or not prefix.name:
+        return False
+    return all(with_suffix(prefix, suffix).is_file() for suffix in (".bin", ".idx"))
+
+
+def _is_shard(path: Path) -> bool:
+    """Whether it is a file of a finished token folder."""
+    return path.match(SHARDS) and (path.parent / INDEX).is_file()
+
+
+def _index_of_pair(path: Path) -> Path:
+    """NAME.idx for any name of a pair; another path as it is."""
+    if path.suffix == ".bin" and path.with_suffix(".idx").is_file():
+        return path.with_suffix(".idx")
+    return with_suffix(path, ".idx") if _is_pair(path) else path
+
+
+def _open(path: Path, cache: Cache) -> tuple[TokenFile, ...]:
+    if path.is_dir():
+        return open_token_folder(path, cache)
+    special = next(special_among([path]), None)
+    if special is not None:
+        raise DataError(special)
+    if path.suffix == ".idx":
+        return (open_megatron(path.with_suffix(""), cache),)
+    if _is_shard(path):
+        raise DataError(
+            f"the shards of a token folder are read by its {INDEX}, and {path} is one of them; "
+            f"name the folder, {path.parent}"
+        )
+    if index_path(path).is_file():
+        file = TokenFile.open(cache, path)
+        if file is None:
+            raise DataError(
+                f"a token file must be what its index states, and {path} is not what "
+                f"{index_path(path)} states; delete both, and prepare the corpus again"
+            )
+        return (file,)
+    return (open_nanogpt(path, cache),)

@@ -1,0 +1,389 @@
+"""Tokenizers: read and written as Hugging Face does, and trained on text.
+
+    FOLDER/tokenizer.json           text -> ids
+           tokenizer_config.json    which token ends a document, and what AutoTokenizer needs
+
+A byte-level BPE (Radford et al., "Language models are unsupervised multitask learners", 2019,
+section 2.2) begins with the 256 bytes, so it can write any text, and merges the most frequent pair
+until the vocabulary is full. Training it is deterministic, with any number of threads.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
+from operator import methodcaller
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from megaspeed.config.strict_json import JsonSyntaxError, read_json_object
+from megaspeed.data.documents import Document, read_pieces
+from megaspeed.data.errors import DataError
+from megaspeed.data.pieces import PIECE_BYTES
+from megaspeed.files.durable import write_file
+from megaspeed.files.reading import special_among
+
+TRAIN = "train"
+END_OF_TEXT = "<|endoftext|>"
+TOKENIZER_FILE = "tokenizer.json"
+CONFIG_FILE = "tokenizer_config.json"
+TRAINING_SAMPLE_BYTES = 32 << 20
+"""A BPE gains little from more text, and its training time grows with it."""
+
+_SETTING = "data.tokenizer"
+_SMALLEST_VOCABULARY = 256 + 1  # every byte, and the end-of-text token
+_END_OF_TEXT_NAMES = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>")
+# AutoTokenizer reads the class of older files in one of these.
+_NAMES_THE_CLASS = (CONFIG_FILE, "config.json")
+_CONFIG_FILES = (CONFIG_FILE, "special_tokens_map.json")
+# The parts of a tokenizer.json that may put a space before a text, and how each is switched off:
+# Prepend, Metaspace and ByteLevel.
+_PUT_FIRST_SPACE = ("normalizer", "pre_tokenizer")
+_NO_FIRST_SPACE = {"prepend": "", "prepend_scheme": "never", "add_prefix_space": False}
+_TOKENIZER_FILES = ("*.json", "*.txt", "*.model")
+
+
+class NoEndOfText(DataError):
+    """No token of a tokenizer is known to end a document.
+
+    Attributes:
+        tokenizer: the tokenizer.
+    """
+
+    def __init__(self, problem: str, tokenizer: Tokenizer) -> None:
+        super().__init__(problem)
+        self.tokenizer = tokenizer
+
+
+@dataclass(frozen=True)
+class TextTokenizer:
+    """A tokenizer and the id of the token that ends a document.
+
+    Attributes:
+        tokenizer: without the limits of any model.
+        end_of_text: the id.
+        stated: the content of its tokenizer_config.json; empty if it has none.
+    """
+
+    tokenizer: Tokenizer
+    end_of_text: int
+    stated: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        # A tokenizer.json may carry the limits of the model it was made for, which would truncate
+        # or pad documents, and the dropout of its own training, which would skip merges at random.
+        self.tokenizer.no_truncation()
+        self.tokenizer.no_padding()
+        if isinstance(self.tokenizer.model, models.BPE):
+            self.tokenizer.model.dropout = None
+        # Text that spells a special token is text: only `pack` ends a document.
+        self.tokenizer.encode_special_tokens = True
+
+    @cached_property
+    def vocab_size(self) -> int:
+        """One more than the largest id."""
+        return max(self.tokenizer.get_vocab(with_added_tokens=True).values()) + 1
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """sha256 of the tokenizer as JSON."""
+        return hashlib.sha256(self.to_json()).hexdigest()
+
+    @cached_property
+    def config(self) -> Mapping[str, Any]:
+        """The content for tokenizer_config.json; it always names the end-of-text token."""
+        default = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "clean_up_tokenization_spaces": False,
+        }
+        end_of_text = self.tokenizer.id_to_token(self.end_of_text)
+        names_it = _content(self.stated.get("eos_token")) == end_of_text
+        return {
+            **(self.stated or default),
+            "eos_token": self.stated["eos_token"] if names_it else end_of_text,
+        }
+
+    def to_json(self) -> bytes:
+        """The bytes of a tokenizer.json."""
+        return self.tokenizer.to_str(pretty=True).encode("utf-8")
+
+    def files(self) -> dict[str, bytes]:
+        """Name -> content of the files in a folder with this tokenizer."""
+        config = json.dumps(self.config, indent=2, ensure_ascii=False).encode("utf-8")
+        return {TOKENIZER_FILE: self.to_json(), CONFIG_FILE: config}
+
+    def save(self, folder: Path) -> None:
+        """Writes a folder that `load_tokenizer` and AutoTokenizer load.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, content in self.files().items():
+            write_file(folder / name, methodcaller("write", content))
+
+    def encode(self, texts: Sequence[str]) -> list[list[int]]:
+        """The ids of each text, without special tokens. Uses all threads."""
+        return _encoded(self.tokenizer, texts)
+
+    def encode_continued(self, texts: Sequence[str]) -> list[list[int]]:
+        """The ids of texts that continue other texts.
+
+        No space is put before them, as Llama 2's tokenizer puts one before each text. (It also puts
+        one after each added token that is not special; that one is omitted here, too.)
+        """
+        return _encoded(self._continuing, texts) if texts else []
+
+    @cached_property
+    def _continuing(self) -> Tokenizer:
+        """The tokenizer without the space that it puts before a text.
+
+        A tokenizer that removes spaces before a text is used as it is.
+        """
+        parts = {name: _as_json(getattr(self.tokenizer, name)) for name in _PUT_FIRST_SPACE}
+        changed = _without_first_space(parts)
+        if changed == parts:
+            return self.tokenizer
+        complete = json.loads(self.tokenizer.to_str())
+        continuing = Tokenizer.from_str(json.dumps({**complete, **changed}))
+        continuing.encode_special_tokens = True
+        keeps_spaces = _encoded(continuing, [" a"]) == self.encode(["a"])
+        return continuing if keeps_spaces else self.tokenizer
+
+
+def _encoded(tokenizer: Tokenizer, texts: Sequence[str]) -> list[list[int]]:
+    encodings = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+    return [encoding.ids for encoding in encodings]
+
+
+def _as_json(part: Any) -> Any:
+    """A normalizer or a pre-tokenizer as JSON."""
+    return None if part is None else json.loads(part.__getstate__())
+
+
+def _without_first_space(part: Any) -> Any:
+    """Normalizers and pre-tokenizers as JSON, changed so that they put no space before a text."""
+    if isinstance(part, list):
+        return [_without_first_space(item) for item in part]
+    if isinstance(part, dict):
+        return {
+            key: _NO_FIRST_SPACE.get(key, _without_first_space(value))
+            for key, value in part.items()
+        }
+    return part
+
+
+def load_tokenizer(source: str, setting: str = _SETTING) -> TextTokenizer:
+    """Loads a tokenizer.json, or a folder as Hugging Face writes it. Reads only local files.
+
+    A folder without a tokenizer.json is loaded by transformers' `AutoTokenizer`, which knows the
+    older formats.
+
+    Args:
+        source: the path.
+        setting: the option or key it comes from, for messages.
+
+    Raises:
+        DataError: no such path, not a tokenizer, one without entries, or a damaged
+            tokenizer_config.json.
+        NoEndOfText: no token is known to end a document.
+    """
+    path = Path(source)
+    file = path / TOKENIZER_FILE if path.is_dir() else path
+    if not os.path.exists(path):
+        law = f'is "{TRAIN}" or a path' if setting == _SETTING else "is a path"
+        raise DataError(
+            f"{setting} {law} (nothing is downloaded), and there is no {path.absolute()}; "
+            "correct the path"
+        )
+    special = next(special_among(_possible_files(path)), None)
+    if special is not None:
+        raise DataError(f"{setting}: {special}; name another tokenizer")
+    stated = _read_object(file.parent / CONFIG_FILE)
+    tokenizer = _of_file(file, setting) if file.is_file() else _older_format(path, setting)
+    if not tokenizer.get_vocab_size(with_added_tokens=True):
+        raise DataError(f"{setting} must have entries, and {path} has none; download it again")
+    return TextTokenizer(tokenizer, _find_end_of_text(tokenizer, file.parent), stated)
+
+
+def tokenizer_files(source: str) -> list[Path]:
+    """Every file that `load_tokenizer(source)` may read, sorted."""
+    return [file for file in _possible_files(Path(source).absolute()) if file.is_file()]
+
+
+def _possible_files(path: Path) -> list[Path]:
+    if path.is_dir():
+        return sorted({file for pattern in _TOKENIZER_FILES for file in path.glob(pattern)})
+    return sorted({path, *(path.parent / name for name in _CONFIG_FILES)})
+
+
+def check_vocabulary(tokenizer_size: int, source: str, vocab_size: int) -> None:
+    """Raises DataError unless every id of the tokenizer has a row in the model's embedding."""
+    if tokenizer_size > vocab_size:
+        raise DataError(
+            "every token id must be below model.vocab_size, and the tokenizer "
+            f"{source!r} has {tokenizer_size} entries while model.vocab_size is {vocab_size}; "
+            f"set model.vocab_size to at least {tokenizer_size} or use a smaller tokenizer"
+        )
+
+
+def _find_end_of_text(tokenizer: Tokenizer, folder: Path) -> int:
+    """The id of the folder's `eos_token`; if it names none, of a common name."""
+    names = tuple(special_tokens(folder, "eos_token")) or _END_OF_TEXT_NAMES
+    for name in names:
+        token_id = tokenizer.token_to_id(name)
+        if token_id is not None:
+            return token_id
+    raise NoEndOfText(
+        f"a document must end with a token of its own, and the tokenizer in {folder} has none of "
+        f"{', '.join(names)}; name its eos_token in {folder / CONFIG_FILE}",
+        tokenizer,
+    )
+
+
+def special_tokens(folder: Path, role: str) -> Iterator[str]:
+    """The token with a role such as "eos_token", from each file of a tokenizer that names one.
+
+    Raises:
+        DataError: a file is damaged.
+    """
+    for file in _CONFIG_FILES:
+        token = _content(_read_object(folder / file).get(role))
+        if token is not None:
+            yield token
+
+
+def _content(token: Any) -> str | None:
+    """The text of a special token, which may be written as a string or as an object."""
+    if isinstance(token, dict):
+        token = token.get("content")
+    return token if isinstance(token, str) else None
+
+
+def _read_object(file: Path) -> dict[str, Any]:
+    """The JSON object in a file; an empty one if there is no file.
+
+    Raises:
+        DataError: the file holds something else.
+    """
+    if not file.exists():
+        return {}
+    try:
+        return read_json_object(file)[0]
+    except JsonSyntaxError as error:
+        raise DataError(
+            f"{error}; copy it again from the source of the tokenizer, or remove it"
+        ) from error
+
+
+def _of_file(file: Path, setting: str) -> Tokenizer:
+    try:
+        return Tokenizer.from_file(str(file))
+    except Exception as error:  # the bindings raise bare Exception
+        raise DataError(
+            f"{setting} must be a tokenizer.json or a folder with one, and {file} cannot be read "
+            f"as such ({error}); save it with save_pretrained"
+        ) from error
+
+
+def _older_format(folder: Path, setting: str) -> Tokenizer:
+    try:
+        if not any((folder / name).is_file() for name in _NAMES_THE_CLASS):
+            raise FileNotFoundError(folder)
+        from transformers import AutoTokenizer  # slow to import, and rarely needed
+
+        with quiet_transformers():
+            loaded = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+        tokenizer = loaded.backend_tokenizer
+        assert isinstance(tokenizer, Tokenizer)
+    except Exception as error:  # transformers raises many kinds, with advice that does not apply
+        raise DataError(
+            f"{setting} must be a tokenizer.json or a folder with one, and {folder} has none, nor "
+            "an older format that transformers reads here; save it with save_pretrained where it "
+            "is read (a tokenizer.model needs the package sentencepiece)"
+        ) from error
+    return tokenizer
+
+
+@contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """Hides transformers' progress bars and warnings; errors still contain what matters."""
+    from transformers.utils import logging  # slow to import, and rarely needed
+
+    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if bars:
+            logging.enable_progress_bar()
+
+
+def check_trainable(vocab_size: int, setting: str = "model.vocab_size") -> None:
+    """Raises DataError if `vocab_size` has no room for the bytes and the end-of-text token."""
+    if vocab_size < _SMALLEST_VOCABULARY:
+        raise DataError(
+            f"a byte-level BPE has at least {_SMALLEST_VOCABULARY} entries (256 bytes and "
+            f"{END_OF_TEXT}), and {setting} is {vocab_size}; raise it, or use an existing tokenizer"
+        )
+
+
+def train_tokenizer(documents: Sequence[Document], vocab_size: int) -> TextTokenizer:
+    """A byte-level BPE of at most `vocab_size` entries; the first is `<|endoftext|>`.
+
+    It has fewer entries only if the text has no more pairs to merge. Of a corpus above 32 MiB it
+    reads 32 MiB, documents in the order of their content hashes, which is as good as random.
+
+    Raises:
+        DataError: `vocab_size` has no room for the 256 bytes and the end-of-text token.
+    """
+    check_trainable(vocab_size)
+    # Each merge makes one symbol of two. The trainer allocates memory for all entries before it
+    # reads any text, so it is not asked for more than the text can give.
+    text_bytes = sum(document.size_bytes for document in documents)
+    most_entries = _SMALLEST_VOCABULARY + min(text_bytes, TRAINING_SAMPLE_BYTES + PIECE_BYTES)
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=min(vocab_size, most_entries),
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(_training_sample(documents), trainer)
+    end_of_text = tokenizer.token_to_id(END_OF_TEXT)
+    assert end_of_text is not None
+    return TextTokenizer(tokenizer, end_of_text)
+
+
+def _training_sample(documents: Sequence[Document]) -> Iterator[str]:
+    """The pieces of the documents that are first by content hash; of the last document, a part."""
+    room_bytes = TRAINING_SAMPLE_BYTES
+    room_for: dict[Document, int] = {}
+    for document in sorted(documents, key=lambda document: document.content):
+        if room_bytes <= 0:
+            break
+        room_for[document] = room_bytes
+        room_bytes -= document.size_bytes
+    # In the order of the files, because each is read from its beginning. The order does not
+    # matter to a BPE, which counts words.
+    chosen = sorted(room_for, key=lambda document: (document.file.place(), document.number))
+    pieces = read_pieces(chosen)
+    for document in chosen:
+        room_bytes = room_for[document]
+        for piece in pieces:
+            if room_bytes > 0:
+                yield piece.text
+            room_bytes -= len(piece.text.encode("utf-8"))
+            if piece.ends_document:
+                break

@@ -1,1 +1,0 @@
-"""Files of token ids: ours and other programs', all mapped into memory."""

@@ -1,0 +1,107 @@
+"""Pieces become ids in order, each document with one end; a token file knows what it holds."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megaspeed.config.data import DataConfig
+from megaspeed.data.corpus import prepare_corpus
+from megaspeed.data.documents import corpus_fingerprint, read_documents, read_pieces
+from megaspeed.data.encode import Batch, encode, read_batches
+from megaspeed.data.errors import DataError
+from megaspeed.data.pieces import PIECE_BYTES, Piece
+from megaspeed.data.sources import SourceFile
+from megaspeed.data.tokenizer import TextTokenizer, train_tokenizer
+from tests.data.numbered_corpus import write_numbered_tokens
+
+TEXTS = ["first document, with words", "second\n", "third: Grüße 漢"]
+
+
+def write_texts(folder: Path) -> list[SourceFile]:
+    files = [SourceFile(f"{n}.txt", folder / f"{n}.txt") for n in range(len(TEXTS))]
+    for file, text in zip(files, TEXTS, strict=True):
+        file.path.write_text(text, encoding="utf-8")
+    return files
+
+
+@pytest.fixture
+def tokenizer(tmp_path: Path) -> TextTokenizer:
+    return train_tokenizer(read_documents(write_texts(tmp_path)), 280)
+
+
+def whole(*texts: str) -> list[Piece]:
+    return [Piece(text, ends_document=True) for text in texts]
+
+
+def texts_of(batch: Batch) -> list[str]:
+    return [piece.text for piece in batch.pieces]
+
+
+def test_a_batch_ends_with_the_piece_that_fills_it() -> None:
+    pieces = whole("a" * 60, "b" * 40, "c" * 300, "d" * 99)
+    batches = list(read_batches(pieces, characters=100))
+    assert [texts_of(batch) for batch in batches] == [
+        ["a" * 60, "b" * 40], ["c" * 300], ["d" * 99],
+    ]  # fmt: skip
+
+
+def test_a_batch_knows_whether_it_continues_a_document() -> None:
+    long = [Piece("a" * 100, ends_document=False), Piece("b" * 20, ends_document=True)]
+    batches = list(read_batches([*long, *whole("c" * 90), *long], characters=100))
+    assert [batch.is_continued for batch in batches] == [False, True, False, True]
+
+
+def test_a_run_encodes_documents_with_an_end_of_text_token_after_each(
+    tmp_path: Path, tokenizer: TextTokenizer
+) -> None:
+    files = write_texts(tmp_path)
+    documents = read_documents(files)
+    tokenizer.save(tmp_path / "tokenizer")
+    data = DataConfig(
+        train=[f"{tmp_path}/*.txt"],
+        tokenizer=str(tmp_path / "tokenizer"),
+        validation_fraction=0.0,
+        sequence_length=4,
+    )
+    (file,) = prepare_corpus(data, 280, cache_dir=tmp_path / "cache").train.files
+    first, second, third = tokenizer.encode(TEXTS)
+    end = tokenizer.end_of_text
+    assert file.map().tolist() == [*first, end, *second, end, *third, end]
+    assert file.map().dtype == np.uint16
+    assert (file.index.tokens, file.index.documents) == (len(file.map()), 3)
+    assert file.index.largest_id == file.map().max()
+    assert file.index.vocab_size == tokenizer.vocab_size
+    assert file.index.tokenizer_fingerprint == tokenizer.fingerprint
+    assert file.index.corpus_fingerprint == corpus_fingerprint(documents)
+
+
+def test_a_document_of_many_pieces_ends_once(tmp_path: Path, tokenizer: TextTokenizer) -> None:
+    path = tmp_path / "long.txt"
+    path.write_text("words and words " * (5 * PIECE_BYTES // 32))
+    pieces = read_pieces(read_documents([SourceFile("long.txt", path)]))
+    ids = np.concatenate([packed.ids for packed in encode(pieces, tokenizer)])
+    assert np.flatnonzero(ids == tokenizer.end_of_text).tolist() == [len(ids) - 1]
+    assert tokenizer.tokenizer.decode(ids.tolist()[:-1]) == path.read_text()
+
+
+def test_ids_above_65535_take_four_bytes(tokenizer: TextTokenizer) -> None:
+    tokenizer.tokenizer.add_tokens([f"<unused {i}>" for i in range(70_000)])
+    tokenizer.tokenizer.add_tokens(["words"])
+    wide = TextTokenizer(tokenizer.tokenizer, tokenizer.end_of_text)
+    (packed,) = encode(whole(*TEXTS), wide)
+    largest = tokenizer.tokenizer.token_to_id("words")
+    assert largest is not None and largest > 65_535
+    assert packed.ids.dtype == np.uint32
+    assert largest in packed.ids.tolist()
+
+
+def test_an_id_beyond_the_vocabulary_names_the_file_and_the_offset(tmp_path: Path) -> None:
+    file = write_numbered_tokens(tmp_path, tokens=1000, name="numbers")  # the id at p is p
+    file.check_vocabulary(1000)
+    with pytest.raises(DataError) as caught:
+        file.check_vocabulary(700)
+    (problem,) = caught.value.problems
+    assert f"{file.path} has id 700 at token 700 (byte 2800)" in problem
+    assert "below model.vocab_size (700)" in problem
+    assert "at least 1000" in problem

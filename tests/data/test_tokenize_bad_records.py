@@ -1,0 +1,124 @@
+"""What is no text ends the work, with its place and its mend; or it is passed over and listed."""
+
+import gzip
+import json
+from pathlib import Path
+
+import pyarrow
+import pytest
+import zstandard
+from pyarrow import parquet
+
+from megaspeed.cli import main
+from megaspeed.data.cache import Cache
+from megaspeed.data.token_folder import open_token_folder
+from megaspeed.data.tokenizer import load_tokenizer
+
+GOOD = ["first text", "second text"]
+LINES = "".join(json.dumps({"text": text}) + "\n" for text in GOOD).encode()
+MANY_LINES = b"".join(json.dumps({"text": f"text {n}"}).encode() + b"\n" for n in range(20_000))
+
+
+def table(texts: list[str | None], column: str = "text") -> bytes:
+    sink = pyarrow.BufferOutputStream()
+    parquet.write_table(pyarrow.table({column: pyarrow.array(texts, pyarrow.string())}), sink)
+    return sink.getvalue().to_pybytes()
+
+
+BAD = {
+    "no-json.jsonl": (LINES + b'{"text": \n', "line 3 (byte 47)"),
+    "missing.jsonl": (LINES + b'{"content": "here"}\n', "line 3 (byte 47)"),
+    "number.jsonl": (b'{"text": 7}\n' + LINES, "line 1 (byte 0)"),
+    "latin.jsonl": (LINES + b'{"text": "caf\xe9"}\n', "line 3 (byte 47)"),
+    "latin.txt": (b"caf\xe9", "byte 3"),
+    "cut.jsonl.gz": (gzip.compress(MANY_LINES)[:-2000], "on disk"),
+    "cut.jsonl.zst": (zstandard.compress(MANY_LINES)[:-2000], "on disk"),
+    "null.parquet": (table([*GOOD, None]), "row 2"),
+    "other-column.parquet": (table(GOOD, "content"), "its columns"),
+}
+"""Name -> (content, where the bad record is)."""
+
+
+def tokenize(text: Path, tokenizer: Path, *options: str) -> int:
+    out = text.with_name("out")
+    return main(
+        ["tokenize", str(text), "--tokenizer", str(tokenizer), "--output", str(out), *options]
+    )
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_bad_record_ends_the_work_with_its_place_and_what_to_do(
+    name: str, tmp_path: Path, tokenizer_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    content, where = BAD[name]
+    text = tmp_path / name
+    text.write_bytes(content)
+    assert tokenize(text, tokenizer_folder) == 2
+    said = capsys.readouterr()[1]
+    assert str(text) in said
+    assert where in said
+    assert "; " in said
+    assert not (tmp_path / "out" / "index.json").exists()
+
+
+def test_with_skip_bad_all_are_passed_over_counted_and_listed(
+    tmp_path: Path, tokenizer_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Where the first try was without the option, the same folder goes on with it."""
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    for name, (content, _) in BAD.items():
+        (folder / name).write_bytes(content)
+    (folder / "many.jsonl").write_text('{"text": 1}\n' * 20 + '{"text": "the end"}\n')
+    text = tmp_path / "texts" / "*"
+    out = folder / "out"
+    assert tokenize(text, tokenizer_folder) == 2
+    capsys.readouterr()
+    assert tokenize(text, tokenizer_folder, "--skip-bad") == 0
+    told, complained = capsys.readouterr()
+
+    skipped = [json.loads(line) for line in (out / "skipped.jsonl").read_text().splitlines()]
+    assert len(skipped) == len(BAD) + 20
+    for name, (_, where) in BAD.items():
+        (record,) = (record for record in skipped if record["file"] == str(folder / name))
+        assert where in record["where"]
+        assert record["problem"]
+    many = [record["where"] for record in skipped if record["file"].endswith("many.jsonl")]
+    assert many[0].startswith("line 1 ") and many[-1].startswith("line 20 ")
+    assert f"bad records skipped: {len(skipped)}, {out / 'skipped.jsonl'}" in told
+    assert complained.count("skipped: /") == 10
+    assert "more bad records are skipped; all are listed in skipped.jsonl" in complained
+
+    tokenizer = load_tokenizer(str(out))
+    (file,) = open_token_folder(out, Cache(tmp_path / "cache"))
+    texts = tokenizer.tokenizer.decode(file.map().tolist(), skip_special_tokens=False)
+    documents = texts.split("<|endoftext|>")
+    assert "the end" in documents
+    assert documents.count("first text") == 5
+
+
+def test_any_number_of_bad_records_in_a_row_is_passed_over(
+    tmp_path: Path, tokenizer_folder: Path
+) -> None:
+    """None of them is held: only the one that is read is known to more than its line."""
+    text = tmp_path / "a.jsonl"
+    text.write_bytes(LINES + b'{"content": 1}\n' * 120_000 + LINES)
+    assert tokenize(text, tokenizer_folder, "--skip-bad") == 0
+    with (tmp_path / "out" / "skipped.jsonl").open() as lines:
+        assert sum(1 for _ in lines) == 120_000
+    (file,) = open_token_folder(tmp_path / "out", Cache(tmp_path / "cache"))
+    assert file.index.documents == 4
+
+
+def test_what_was_passed_over_is_not_hidden_when_work_goes_on(
+    tmp_path: Path, tokenizer_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = tmp_path / "a.jsonl"
+    text.write_bytes(LINES + b"bad\n" + LINES)
+    out = tmp_path / "out"
+    assert tokenize(text, tokenizer_folder, "--skip-bad") == 0
+    whole = (out / "skipped.jsonl").read_bytes()
+    assert tokenize(text, tokenizer_folder, "--fresh") == 2
+    assert not (out / "skipped.jsonl").exists()
+    assert tokenize(text, tokenizer_folder, "--skip-bad") == 0
+    assert (out / "skipped.jsonl").read_bytes() == whole
