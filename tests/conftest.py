@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from tests.rank_pool import RankPool
+from tests.support.rank_pool import RankPool
 
 
 def pytest_configure() -> None:
@@ -29,7 +29,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def pool() -> Iterator[RankPool]:
-    """Eight rank processes for the whole session; see `tests/rank_pool.py`."""
+    """Eight rank processes for the whole session; see `tests/support/rank_pool.py`."""
     with RankPool(size=8) as ranks:
         yield ranks
 

@@ -12,7 +12,7 @@ import pytest
 import megaspeed
 from megaspeed.cli import main
 from megaspeed.config.errors import ConfigError
-from tests.parallel.tiny import GPT2
+from tests.support.tiny import GPT2
 
 ROOT = Path(__file__).parents[1]
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.config.mutations import Workshop
-from tests.launched import Launched, free_port, launch
+from tests.support.launched import Launched, free_port, launch
 
 ROOT = Path(__file__).parents[1]
 SCRIPT = ROOT / "scripts" / "pretrain.py"

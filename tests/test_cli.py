@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from megaspeed.cli import _parse, main
+from megaspeed.cli import main, parse
 from megaspeed.pipeline.schedules import SCHEDULES
 from megaspeed.pipeline.simulation import bubble_fraction, format_grid
 
@@ -183,7 +183,7 @@ def test_every_path_of_a_command_line_may_begin_with_ones_home(
 ) -> None:
     """A shell leaves the ~ of --output=~/x, and of what is quoted, as it is."""
     monkeypatch.setenv("HOME", str(tmp_path))
-    parsed = vars(_parse(PATHS[command].format("~/x").split()))
+    parsed = vars(parse(PATHS[command].format("~/x").split()))
     paths = [value for value in parsed.values() if isinstance(value, Path)]
     assert len(paths) == PATHS[command].count("{0}")
     assert set(paths) == {tmp_path / "x"}
@@ -195,7 +195,7 @@ def test_a_path_that_cannot_be_used_is_refused_before_anything_is_done(
     command: str, name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as stop:
-        _parse([word.format(name) for word in PATHS[command].split()])
+        parse([word.format(name) for word in PATHS[command].split()])
     assert stop.value.code == 2
     told = capsys.readouterr().err
     assert "a path must be UTF-8" in told if name else "the path is empty" in told

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from tests.launched import free_port, launch
-from tests.parallel.tiny import GPT2
+from tests.support.launched import free_port, launch
+from tests.support.tiny import GPT2
 
 TEXT = Path(__file__).parents[1] / "LICENSE"
 CONFIG: dict[str, Any] = {

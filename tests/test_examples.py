@@ -16,14 +16,14 @@ import yaml
 from deepspeed.launcher import runner
 from torch.distributed.run import get_args_parser
 
-from megaspeed.cli import _parse as parse_command
+from megaspeed.cli import parse as parse_command
 from megaspeed.config.document import read_document
 from megaspeed.config.layout import World
 from megaspeed.config.loading import find_problems
 from megaspeed.training.pretrain import parse_arguments as parse_pretrain
-from tests.launched import free_port
-from tests.nodes import ROOT
-from tests.parallel.tiny import GPT2
+from tests.support.launched import free_port
+from tests.support.nodes import ROOT
+from tests.support.tiny import GPT2
 
 EXAMPLES = ROOT / "examples"
 SECONDS = 240.0

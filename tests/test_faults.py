@@ -17,8 +17,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.launched import free_port
-from tests.parallel.tiny import GPT2
+from tests.support.launched import free_port
+from tests.support.tiny import GPT2
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "pretrain.py"
 TEXT = Path(__file__).parents[1] / "LICENSE"

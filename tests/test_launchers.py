@@ -15,8 +15,8 @@ import pytest
 
 from megaspeed.config.loading import read_config
 from megaspeed.training import pretrain
-from tests.launched import Launched, free_port, launch
-from tests.parallel.tiny import GPT2
+from tests.support.launched import Launched, free_port, launch
+from tests.support.tiny import GPT2
 from tests.training.metrics_of_steps import STEP_KEYS, VALIDATION_KEYS
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "pretrain.py"

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from megaspeed.topology.context import ParallelContext
 from megaspeed.topology.grid import Grid
 from megaspeed.topology.launch import LaunchEnvironment
-from tests.rank_pool import RankFailure, RankPool
+from tests.support.rank_pool import RankFailure, RankPool
 
 
 @pytest.fixture(scope="module")

@@ -23,8 +23,8 @@ from megaspeed.training.restarts import Restarts
 from megaspeed.training.resume import ResumeOptions, keep_split
 from tests.checkpoint.written import CONFIG as CONFIG_SAVED
 from tests.checkpoint.written import write_checkpoint
-from tests.launched import free_port
-from tests.parallel.tiny import tiny_run
+from tests.support.launched import free_port
+from tests.support.tiny import tiny_run
 from tests.test_faults import CONFIG, SCRIPT, TEXT, Job, alone
 
 # More by hand: KILLS=50 python -m pytest tests/test_restarts.py -k random --timeout 4000

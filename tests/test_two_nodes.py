@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.launched import free_port
-from tests.nodes import (
+from tests.support.launched import free_port
+from tests.support.nodes import (
     ROOT,
     Node,
     deepspeed,
@@ -24,7 +24,7 @@ from tests.nodes import (
     torchrun,
     two_nodes,
 )
-from tests.parallel.tiny import GPT2
+from tests.support.tiny import GPT2
 
 STEPS = 4
 CONFIG = {

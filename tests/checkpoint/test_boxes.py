@@ -12,7 +12,7 @@ from megaspeed.config.loading import parse_config
 from megaspeed.config.model import ModelConfig
 from megaspeed.model.parameters import parameters_of
 from megaspeed.tensor_parallel.plan import ParameterShard, shard_of
-from tests.parallel.tiny import GPT2, LLAMA
+from tests.support.tiny import GPT2, LLAMA
 
 MANY = 10**9
 

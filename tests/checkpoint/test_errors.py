@@ -9,7 +9,7 @@ from megaspeed.checkpoint.errors import CheckpointError, StorageFailed, broadcas
 from megaspeed.topology.context import ParallelContext
 from megaspeed.topology.grid import Grid
 from megaspeed.topology.launch import LaunchEnvironment
-from tests.rank_pool import RankPool
+from tests.support.rank_pool import RankPool
 
 
 def read_with(launch: LaunchEnvironment, error: Exception | None) -> tuple[type[Exception], str]:

@@ -13,7 +13,7 @@ from megaspeed.checkpoint.folders import CheckpointFolder, locate
 from megaspeed.checkpoint.manifest import MANIFEST, file_problems, read_manifest
 from megaspeed.topology.launch import LaunchEnvironment
 from tests.checkpoint import dying
-from tests.rank_pool import RankPool
+from tests.support.rank_pool import RankPool
 
 
 @pytest.fixture

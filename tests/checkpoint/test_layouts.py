@@ -22,8 +22,8 @@ from tests.checkpoint.saved_runs import (
     only_checkpoint,
     save_and_go_on,
 )
-from tests.parallel.tiny import LLAMA, tiny_corpus
-from tests.rank_pool import RankPool
+from tests.support.rank_pool import RankPool
+from tests.support.tiny import LLAMA, tiny_corpus
 from tests.zero.one_rank import small_run
 
 TEXT = Path(__file__).parents[2] / "LICENSE"

@@ -34,8 +34,8 @@ from tests.checkpoint.saved_runs import (
     save_and_go_on,
     started,
 )
-from tests.parallel.tiny import tiny_corpus
-from tests.rank_pool import RankPool
+from tests.support.rank_pool import RankPool
+from tests.support.tiny import tiny_corpus
 from tests.zero.one_rank import OFFLOAD, OFFLOAD_ALL, small_run
 
 TEXT = Path(__file__).parents[2] / "LICENSE"

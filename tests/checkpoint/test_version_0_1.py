@@ -25,7 +25,7 @@ from megaspeed.data.loader import ValidationLoader
 from megaspeed.topology.launch import LaunchEnvironment
 from megaspeed.training.resume import ResumeOptions, find_start
 from tests.checkpoint.saved_runs import SavedRun, Stretch, only_checkpoint, started
-from tests.rank_pool import RankPool
+from tests.support.rank_pool import RankPool
 
 FOLDER = Path(__file__).with_name("version_0_1")
 NAMES = sorted(folder.name for folder in FOLDER.iterdir() if (folder / "config.json").exists())

@@ -24,8 +24,8 @@ from megaspeed.data.corpus import PreparedCorpus
 from megaspeed.topology.launch import LaunchEnvironment
 from tests.checkpoint.saved_runs import SavedRun, only_checkpoint, started
 from tests.checkpoint.written import CONFIG, seal, write_checkpoint
-from tests.parallel.tiny import LLAMA, tiny_corpus, tiny_run
-from tests.rank_pool import RankPool
+from tests.support.rank_pool import RankPool
+from tests.support.tiny import LLAMA, tiny_corpus, tiny_run
 
 TEXT = Path(__file__).parents[2] / "LICENSE"
 TENSORS = "__0_0.distcp"

@@ -17,7 +17,7 @@ from megaspeed.checkpoint.run_state import RUN_STATE, DataIdentity, Layout, Prog
 from megaspeed.checkpoint.tensors import expected_tensors
 from megaspeed.config.loading import parse_config
 from tests.config.small import small
-from tests.parallel.tiny import GPT2
+from tests.support.tiny import GPT2
 
 MODEL = {**GPT2, "num_hidden_layers": 1}
 CONFIG = parse_config(small(model=MODEL, data={"sequence_length": 16}))

@@ -13,12 +13,12 @@ from megaspeed.checkpoint.reading import saved_tokenizer
 from megaspeed.cli import main
 from megaspeed.data.errors import DataError
 from megaspeed.data.tokenizer import NoEndOfText, load_tokenizer
-from megaspeed.hugging_face.errors import HuggingFaceError
 from megaspeed.hugging_face.exporting import export_model
 from megaspeed.hugging_face.importing import import_model
+from megaspeed.hugging_face.weight_files import HuggingFaceError
 from tests.hugging_face.models import change_config, gpt2, saved, with_tokenizer
 
-OTHERWISE = "name another with --tokenizer, or import without by --no-tokenizer"
+OTHERWISE = "name another with --tokenizer, or omit it with --no-tokenizer"
 SAMPLING = {
     "bos_token_id": 0,
     "eos_token_id": [0, 7, 9],
@@ -36,15 +36,15 @@ def folder(tmp_path: Path) -> Path:
 
 
 def there_and_back(folder: Path, **named: Path) -> tuple[Path, list[str]]:
-    """What an export makes of an import, and all that was told.
+    """The export of an import, and all lines that were reported.
 
     Args:
         folder: of the model.
-        named: the tokenizer that is named on "the_import" or "the_export".
+        named: a tokenizer that the user names for "the_import" or "the_export".
     """
     told: list[str] = []
     checkpoint, out = folder.with_name("checkpoint"), folder.with_name("out")
-    options: dict[str, Any] = {"verify": False, "tell": told.append}
+    options: dict[str, Any] = {"verify": False, "report": told.append}
     import_model(folder, checkpoint, tokenizer=named.get("the_import"), **options)
     assert inspect(checkpoint).problems == inspect(checkpoint).strays == ()
     export_model(checkpoint, out, tokenizer=named.get("the_export"), **options)
@@ -115,7 +115,7 @@ def test_of_a_tokenizer_without_entries_nothing_can_be_taken(
 def test_an_import_goes_on_with_another_tokenizer_or_without(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Where the one beside the model has more tokens than the model has rows."""
+    """The tokenizer beside the model has more tokens than the model has rows."""
     named = folder.with_name("tokens")
     named.mkdir()
     with_tokenizer(named)

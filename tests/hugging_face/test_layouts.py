@@ -27,8 +27,8 @@ from megaspeed.hugging_face.exporting import export_model
 from megaspeed.hugging_face.importing import import_model
 from tests.hugging_face.imported_run import train_imported
 from tests.hugging_face.models import gpt2, llama, mistral, qwen2, qwen3, same, saved, weights_in
-from tests.parallel.tiny import tiny_corpus, tiny_run
-from tests.rank_pool import RankPool
+from tests.support.rank_pool import RankPool
+from tests.support.tiny import tiny_corpus, tiny_run
 
 TEXT = Path(__file__).parents[2] / "LICENSE"
 STEPS = 4

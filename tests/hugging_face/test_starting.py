@@ -24,8 +24,8 @@ from megaspeed.training.checkpointing import generation_file
 from tests.checkpoint.saved_runs import SavedRun, started
 from tests.hugging_face.models import llama, saved, with_tokenizer
 from tests.hugging_face.tiny_text import tiny_tokenizer
-from tests.parallel.tiny import tiny_corpus, tiny_run
-from tests.rank_pool import RankPool
+from tests.support.rank_pool import RankPool
+from tests.support.tiny import tiny_corpus, tiny_run
 
 TEXT = Path(__file__).parents[2] / "LICENSE"
 ENDS = [0, 7, 9]

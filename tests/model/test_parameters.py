@@ -9,7 +9,7 @@ import torch
 from megaspeed.config.model import PRESETS, ModelConfig
 from megaspeed.model.gpt import GPT
 from megaspeed.model.parameters import layer_count, parameters_of
-from tests.parallel.tiny import GPT2, LLAMA
+from tests.support.tiny import GPT2, LLAMA
 
 
 def built_shapes(config: ModelConfig, layers: range) -> list[tuple[str, tuple[int, ...]]]:

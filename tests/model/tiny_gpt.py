@@ -8,7 +8,7 @@ from torch import Tensor
 from megaspeed.config.model import ModelConfig
 from megaspeed.model.gpt import GPT
 from megaspeed.model.initialization import initialize
-from tests.parallel.tiny import GPT2, LLAMA
+from tests.support.tiny import GPT2, LLAMA
 
 DROPOUTS = {"embedding_dropout": 0.1, "attention_dropout": 0.2, "residual_dropout": 0.3}
 

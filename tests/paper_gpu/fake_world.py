@@ -27,7 +27,7 @@ from megaspeed.topology.context import ParallelContext
 from megaspeed.topology.grid import Grid
 from megaspeed.topology.launch import LaunchEnvironment
 from megaspeed.training.worker import Worker
-from tests.parallel.tiny import merge
+from tests.support.tiny import merge
 
 GPT2 = {
     "architecture": "gpt2",

@@ -7,7 +7,7 @@ from megaspeed.topology.launch import LaunchEnvironment
 from tests.paper_gpu.accelerator import paper_accelerator
 from tests.paper_gpu.fake_world import batches, fake_rank, paper_run
 from tests.paper_gpu.recorder import Message, Recorder
-from tests.rank_pool import RankPool
+from tests.support.rank_pool import RankPool
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from megaspeed.tensor_parallel.parallelize import materialize, parallelize
 from megaspeed.topology.context import ParallelContext
 from megaspeed.topology.grid import Grid
 from megaspeed.topology.launch import LaunchEnvironment
-from tests.rank_pool import RankPool
+from tests.support.rank_pool import RankPool
 
 SAMPLES, SEQUENCE = (3, 8), 16
 

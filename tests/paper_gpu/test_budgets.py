@@ -11,7 +11,7 @@ import pytest
 from megaspeed.topology.launch import LaunchEnvironment
 from tests.paper_gpu.fake_world import GPT2, LLAMA
 from tests.paper_gpu.paper_step import paper_step, step_of
-from tests.rank_pool import RankPool
+from tests.support.rank_pool import RankPool
 
 
 def _launches(launch: LaunchEnvironment, model: dict[str, Any], stage: int) -> tuple[float, float]:

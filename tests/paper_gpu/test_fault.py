@@ -15,8 +15,8 @@ import pytest
 from megaspeed.topology.activity import Activity
 from megaspeed.topology.failure import describe_failure, note_phase
 from megaspeed.topology.grid import Grid
-from tests.launched import free_port
-from tests.parallel.tiny import GPT2
+from tests.support.launched import free_port
+from tests.support.tiny import GPT2
 
 ROOT = Path(__file__).parents[2]
 SECONDS_TO_END = 30.0

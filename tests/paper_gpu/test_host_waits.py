@@ -14,7 +14,7 @@ from tests.paper_gpu.accelerator import paper_accelerator
 from tests.paper_gpu.fake_world import GPT2, LLAMA, batches, fake_rank, paper_run
 from tests.paper_gpu.paper_step import PaperStep, paper_step, step_of
 from tests.paper_gpu.recorder import Recorder
-from tests.rank_pool import RankPool
+from tests.support.rank_pool import RankPool
 from tests.zero.test_workarounds import left_out
 
 OVERLAP = {"overlap_comm": True}

@@ -14,7 +14,7 @@ from megaspeed.topology.launch import LaunchEnvironment
 from tests.paper_gpu.accelerator import paper_accelerator
 from tests.paper_gpu.fake_world import GPT2, LLAMA, batches, fake_rank, paper_run
 from tests.paper_gpu.recorder import Message, Recorder
-from tests.rank_pool import RankPool
+from tests.support.rank_pool import RankPool
 
 TIED = {**GPT2, "num_hidden_layers": 4}
 UNTIED = {**LLAMA, "num_hidden_layers": 4, "tie_word_embeddings": False}

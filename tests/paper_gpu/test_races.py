@@ -16,7 +16,7 @@ from tests.paper_gpu.fake_world import batches, fake_rank, paper_run
 from tests.paper_gpu.races import RaceFinder
 from tests.paper_gpu.recorder import caller
 from tests.paper_gpu.test_host_waits import CASES, OVERLAP, PER_MICRO_BATCH, zero
-from tests.rank_pool import RankPool
+from tests.support.rank_pool import RankPool
 
 NOTHING_PERSISTS = {"stage3_param_persistence_threshold": 0}
 OFFLOAD = {"offload_optimizer": {"device": "cpu", "pin_memory": False}}

@@ -20,8 +20,8 @@ from megaspeed.config.resolve import Run
 from megaspeed.data.corpus import PreparedCorpus
 from megaspeed.topology.launch import LaunchEnvironment
 from tests.parallel.covering import SETTINGS, Row, covering_rows, pairs_of, possible_pairs
-from tests.parallel.tiny import GPT2, LLAMA, short_documents, tiny_corpus, tiny_run
-from tests.rank_pool import RankPool
+from tests.support.rank_pool import RankPool
+from tests.support.tiny import GPT2, LLAMA, short_documents, tiny_corpus, tiny_run
 
 STEPS = 10
 TEXT = Path(__file__).parent.parent.parent / "LICENSE"

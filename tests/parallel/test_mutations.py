@@ -32,8 +32,8 @@ from megaspeed.topology.launch import LaunchEnvironment
 from megaspeed.training import worker
 from megaspeed.zero import build, engine
 from megaspeed.zero.engine import ZeroEngine
-from tests.parallel.tiny import short_documents, tiny_corpus, tiny_run
-from tests.rank_pool import RankPool
+from tests.support.rank_pool import RankPool
+from tests.support.tiny import short_documents, tiny_corpus, tiny_run
 
 STEPS = 3
 LICENSE = Path(__file__).parent.parent.parent / "LICENSE"

@@ -22,7 +22,7 @@ from megaspeed.pipeline.schedules import SCHEDULES, forward_only, stage_program
 from megaspeed.topology.context import ParallelContext
 from megaspeed.topology.grid import Grid
 from megaspeed.topology.launch import LaunchEnvironment
-from tests.rank_pool import RankPool
+from tests.support.rank_pool import RankPool
 
 ROWS, WIDTH = 2, 3
 LOSS_SCALE = 0.25

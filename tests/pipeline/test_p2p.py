@@ -21,7 +21,7 @@ from megaspeed.pipeline.schedules import SCHEDULES, Schedule, stage_program
 from megaspeed.topology.context import ParallelContext
 from megaspeed.topology.grid import Grid
 from megaspeed.topology.launch import LaunchEnvironment
-from tests.rank_pool import RankPool
+from tests.support.rank_pool import RankPool
 
 STAGES, MICRO_BATCHES = 3, 6
 

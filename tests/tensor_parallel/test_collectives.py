@@ -19,7 +19,7 @@ from megaspeed.tensor_parallel.layers import SharedRows, gathered_linear, sum_sh
 from megaspeed.topology.context import ParallelContext
 from megaspeed.topology.grid import Grid
 from megaspeed.topology.launch import LaunchEnvironment
-from tests.rank_pool import RankPool
+from tests.support.rank_pool import RankPool
 
 Collective = Callable[[Tensor, TensorAxis], Tensor]
 

@@ -15,7 +15,7 @@ from megaspeed.topology.context import ParallelContext
 from megaspeed.topology.grid import Grid
 from megaspeed.topology.launch import LaunchEnvironment
 from tests.model.tiny_gpt import gpt2
-from tests.rank_pool import RankPool
+from tests.support.rank_pool import RankPool
 from tests.tensor_parallel.side_by_side import Case, steps_on_rank
 from tests.tensor_parallel.traffic import Message, Traffic
 

@@ -4,7 +4,7 @@ import pytest
 
 from megaspeed.config.model import ModelConfig
 from tests.model.tiny_gpt import DROPOUTS, gpt2, llama
-from tests.rank_pool import RankPool
+from tests.support.rank_pool import RankPool
 from tests.tensor_parallel import mutations
 from tests.tensor_parallel.side_by_side import (
     Case,

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from megaspeed.topology.context import GroupError, ParallelContext
 from megaspeed.topology.grid import AXES, Coordinates, Grid, TopologyError
 from megaspeed.topology.launch import LaunchEnvironment
-from tests.rank_pool import RankFailure, RankPool
+from tests.support.rank_pool import RankFailure, RankPool
 
 GROUPS = ("world", "tp", "dp", "pp", "checkpoint")
 

@@ -11,8 +11,8 @@ from megaspeed.topology.grid import Grid
 from megaspeed.topology.launch import LaunchEnvironment
 from megaspeed.topology.meeting import RanksDisagree
 from megaspeed.training.job import check_agreement
-from tests.parallel.tiny import tiny_corpus, tiny_run
-from tests.rank_pool import RankPool
+from tests.support.rank_pool import RankPool
+from tests.support.tiny import tiny_corpus, tiny_run
 
 TEXT = Path(__file__).parents[2] / "LICENSE"
 RANKS = 3

@@ -10,7 +10,7 @@ from megaspeed.analysis.planning.prediction import predict_peak_bytes, predict_p
 from megaspeed.config.resolve import Run
 from megaspeed.model.parameters import training_flops_per_token
 from megaspeed.training.banner import BANNER_WIDTH, PredictPeaks, banner, describe_attention
-from tests.parallel.tiny import tiny_run
+from tests.support.tiny import tiny_run
 
 TEXT = Path(__file__).parents[2] / "LICENSE"
 

@@ -16,8 +16,8 @@ from megaspeed.training.resumed_run import config_changes, resumed_progress, tra
 from megaspeed.training.worker import Worker
 from megaspeed.zero.engine import Counters, load_loss_scale, read_loss_scale
 from tests.checkpoint.saved_runs import SavedRun, only_checkpoint, save_only, started
-from tests.parallel.tiny import tiny_corpus
-from tests.rank_pool import RankPool
+from tests.support.rank_pool import RankPool
+from tests.support.tiny import tiny_corpus
 from tests.zero.one_rank import small_run
 
 TEXT = Path(__file__).parents[2] / "LICENSE"

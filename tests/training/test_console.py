@@ -15,7 +15,7 @@ from megaspeed.pipeline.partition import parameters_of_stages
 from megaspeed.training.console import ConsoleObserver, describe_save, describe_step, summary_table
 from megaspeed.training.metrics import MetricsFile, ValidationMetrics
 from megaspeed.training.trainer import TrainingSummary
-from tests.parallel.tiny import tiny_run
+from tests.support.tiny import tiny_run
 from tests.training.metrics_of_steps import step_metrics
 
 TEXT = Path(__file__).parents[2] / "LICENSE"

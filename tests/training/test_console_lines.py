@@ -24,7 +24,7 @@ from megaspeed.training.console import (
 )
 from megaspeed.training.metrics import PartMetrics
 from megaspeed.training.resume import Start
-from tests.parallel.tiny import tiny_run
+from tests.support.tiny import tiny_run
 from tests.training.metrics_of_steps import step_metrics
 
 TEXT = Path(__file__).parents[2] / "LICENSE"

@@ -11,7 +11,7 @@ from megaspeed.training.console import describe_start
 from megaspeed.training.resume import Start
 from megaspeed.training.resumed_run import mask_changes
 from tests.checkpoint.written import CONFIG, run_state
-from tests.parallel.tiny import tiny_run
+from tests.support.tiny import tiny_run
 
 TEXT = Path(__file__).parents[2] / "LICENSE"
 DROPPING = {"attention_dropout": 0.1}

@@ -11,7 +11,7 @@ import torch
 
 from megaspeed.config.run import TrainingConfig
 from megaspeed.training.rank_model import set_matmul_precision
-from tests.parallel.tiny import tiny_run
+from tests.support.tiny import tiny_run
 
 CUDA, CPU = torch.device("cuda"), torch.device("cpu")
 SWITCHES = (

@@ -16,7 +16,7 @@ from megaspeed.training.metrics import (
     ValidationMetrics,
     records_up_to,
 )
-from tests.rank_pool import RankPool
+from tests.support.rank_pool import RankPool
 from tests.training.metrics_of_steps import STEP_KEYS, VALIDATION_KEYS, step_metrics
 
 

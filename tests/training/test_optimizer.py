@@ -12,7 +12,7 @@ from megaspeed.config.model import ModelConfig
 from megaspeed.model.gpt import GPT
 from megaspeed.model.parameters import parameter_named
 from megaspeed.training.rank_model import make_optimizer, parameter_groups
-from tests.parallel.tiny import GPT2, LLAMA
+from tests.support.tiny import GPT2, LLAMA
 
 OPTIMIZER = OptimizerConfig.model_validate(
     {

@@ -11,8 +11,8 @@ from megaspeed.topology.activity import PARTS, Timeline
 from megaspeed.training.console import SLOW, describe_slow_rank
 from megaspeed.training.faults import inject_into_process
 from megaspeed.training.trainer import Trainer
-from tests.parallel.tiny import tiny_corpus, tiny_run
-from tests.rank_pool import RankPool
+from tests.support.rank_pool import RankPool
+from tests.support.tiny import tiny_corpus, tiny_run
 from tests.training.test_trainer import Record, train
 
 TEXT = Path(__file__).parents[2] / "LICENSE"

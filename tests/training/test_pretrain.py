@@ -19,8 +19,8 @@ from megaspeed.topology.launch import LaunchEnvironment
 from megaspeed.training import pretrain, run_folder
 from megaspeed.training.run_folder import LOCK
 from tests.checkpoint.written import seal
-from tests.parallel.tiny import GPT2
-from tests.rank_pool import RankPool
+from tests.support.rank_pool import RankPool
+from tests.support.tiny import GPT2
 
 TEXT = Path(__file__).parents[2] / "LICENSE"
 

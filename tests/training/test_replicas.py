@@ -11,8 +11,8 @@ from megaspeed.data.corpus import PreparedCorpus
 from megaspeed.topology.launch import LaunchEnvironment
 from megaspeed.training.replicas import Replicas, ReplicasDiffer
 from megaspeed.zero.model_states import parameter_fragments
-from tests.parallel.tiny import GPT2, LLAMA, tiny_corpus, tiny_run
-from tests.rank_pool import RankPool
+from tests.support.rank_pool import RankPool
+from tests.support.tiny import GPT2, LLAMA, tiny_corpus, tiny_run
 from tests.zero.one_rank import OFFLOAD, one_rank
 
 TEXT = Path(__file__).parents[2] / "LICENSE"

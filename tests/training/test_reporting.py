@@ -16,7 +16,7 @@ from megaspeed.config.resolve import Run
 from megaspeed.training import pretrain, reporting
 from megaspeed.training.metrics import ValidationMetrics
 from megaspeed.training.reporting import Reporting
-from tests.parallel.tiny import tiny_run
+from tests.support.tiny import tiny_run
 from tests.training.metrics_of_steps import step_metrics
 
 TEXT = Path(__file__).parents[2] / "LICENSE"

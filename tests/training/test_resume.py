@@ -15,8 +15,8 @@ from megaspeed.topology.grid import Grid
 from megaspeed.topology.launch import LaunchEnvironment
 from megaspeed.training.resume import ResumeOptions, Start, check_resume, find_start
 from tests.checkpoint.written import CONFIG, change_index, write_checkpoint
-from tests.parallel.tiny import tiny_run
-from tests.rank_pool import RankPool
+from tests.support.rank_pool import RankPool
+from tests.support.tiny import tiny_run
 
 TEXT = Path(__file__).parents[2] / "LICENSE"
 RANKS = 2

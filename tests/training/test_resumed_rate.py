@@ -13,7 +13,7 @@ from megaspeed.config.resolve import Run
 from megaspeed.training.resumed_run import rate_change
 from megaspeed.training.step_inputs import learning_rate
 from tests.checkpoint.written import run_state
-from tests.parallel.tiny import tiny_run
+from tests.support.tiny import tiny_run
 
 TEXT = Path(__file__).parents[2] / "LICENSE"
 COSINE = {"type": "WarmupCosineLR", "params": {"warmup_num_steps": 10}}

@@ -29,7 +29,7 @@ from megaspeed.training.run_folder import (
     run_lock,
     start_run_folder,
 )
-from tests.rank_pool import RankFailure, RankPool
+from tests.support.rank_pool import RankFailure, RankPool
 
 
 def run_in(folder: Path, steps: int = 1) -> Run:

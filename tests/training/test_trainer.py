@@ -29,8 +29,8 @@ from megaspeed.training.metrics import PartMetrics, StepMetrics, ValidationMetri
 from megaspeed.training.trainer import Observer, Trainer, TrainingDiverged, TrainingSummary
 from megaspeed.training.worker import Worker
 from megaspeed.zero.model_states import gather_parameters
-from tests.parallel.tiny import tiny_corpus, tiny_run
-from tests.rank_pool import RankPool
+from tests.support.rank_pool import RankPool
+from tests.support.tiny import tiny_corpus, tiny_run
 
 TEXT = Path(__file__).parents[2] / "LICENSE"
 STEPS = 6

@@ -19,7 +19,7 @@ from megaspeed.topology.launch import LaunchEnvironment
 from megaspeed.training.worker import StepResult, Worker
 from megaspeed.zero.engine import ZeroEngine
 from megaspeed.zero.model_states import gather_parameters
-from tests.parallel.tiny import merge, tiny_run
+from tests.support.tiny import merge, tiny_run
 
 LEARNING_RATE = 1e-3
 

@@ -14,8 +14,8 @@ from torch import Tensor
 from megaspeed.analysis.verification.reference import ReferenceRun, train_reference
 from megaspeed.analysis.verification.verify import train_rank, whole_batch
 from megaspeed.config.resolve import Run
-from tests.parallel.tiny import merge, tiny_corpus
-from tests.rank_pool import RankPool
+from tests.support.rank_pool import RankPool
+from tests.support.tiny import merge, tiny_corpus
 from tests.zero.one_rank import OFFLOAD, OFFLOAD_ALL, small_run
 
 STEPS = 3

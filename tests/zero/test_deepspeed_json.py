@@ -7,7 +7,7 @@ import pytest
 
 from megaspeed.config.resolve import Run
 from megaspeed.zero.build import deepspeed_json
-from tests.parallel.tiny import tiny_run
+from tests.support.tiny import tiny_run
 
 LOCAL_ELEMENTS = 1234
 

@@ -18,8 +18,8 @@ from megaspeed.config.resolve import Run
 from megaspeed.data.corpus import PreparedCorpus
 from megaspeed.topology.launch import LaunchEnvironment
 from megaspeed.training.worker import Worker
-from tests.parallel.tiny import tiny_corpus
-from tests.rank_pool import RankPool
+from tests.support.rank_pool import RankPool
+from tests.support.tiny import tiny_corpus
 from tests.zero.one_rank import OneRank, one_rank, small_run
 from tests.zero.test_non_finite import put_an_infinity, without_memory
 

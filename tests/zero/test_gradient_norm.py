@@ -15,8 +15,8 @@ from megaspeed.config.model import ModelConfig
 from megaspeed.config.resolve import Run
 from megaspeed.data.corpus import PreparedCorpus
 from megaspeed.topology.launch import LaunchEnvironment
-from tests.parallel.tiny import merge, tiny_corpus, tiny_run
-from tests.rank_pool import RankPool
+from tests.support.rank_pool import RankPool
+from tests.support.tiny import merge, tiny_corpus, tiny_run
 from tests.zero.one_rank import OFFLOAD, OFFLOAD_ALL, OneRank, one_rank
 
 # 12 heads, which 1, 2, 3 and 4 tensor ranks divide, and a vocabulary that none of them does.

@@ -15,8 +15,8 @@ from megaspeed.model.gpt import GPT
 from megaspeed.model.initialization import initialize
 from megaspeed.topology.launch import LaunchEnvironment
 from megaspeed.zero import build
-from tests.parallel.tiny import LLAMA, merge, tiny_corpus, tiny_run
-from tests.rank_pool import RankPool
+from tests.support.rank_pool import RankPool
+from tests.support.tiny import LLAMA, merge, tiny_corpus, tiny_run
 from tests.zero.one_rank import OFFLOAD_ALL, one_rank, small_run
 
 BF16 = {"bf16": {"enabled": True}}

@@ -15,8 +15,8 @@ from megaspeed.model.gpt import Block
 from megaspeed.pipeline.partition import layers_of_stages
 from megaspeed.topology.launch import LaunchEnvironment
 from megaspeed.zero.layer_gathers import GatheredLayer, LayerGathers
-from tests.parallel.tiny import LLAMA, tiny_corpus
-from tests.rank_pool import RankPool
+from tests.support.rank_pool import RankPool
+from tests.support.tiny import LLAMA, tiny_corpus
 from tests.zero.held import bytes_of
 from tests.zero.one_rank import OFFLOAD_ALL, OneRank, one_rank, small_run
 

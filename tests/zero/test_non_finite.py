@@ -15,8 +15,8 @@ from megaspeed.config.resolve import Run
 from megaspeed.data.corpus import PreparedCorpus
 from megaspeed.topology.launch import LaunchEnvironment
 from megaspeed.training.worker import NonFinite, StepResult, Worker
-from tests.parallel.tiny import merge, tiny_corpus
-from tests.rank_pool import RankPool
+from tests.support.rank_pool import RankPool
+from tests.support.tiny import merge, tiny_corpus
 from tests.zero.one_rank import OFFLOAD, OFFLOAD_ALL, OneRank, one_rank, small_run
 
 BAD_RANK = 1  # first pipeline stage, second data index

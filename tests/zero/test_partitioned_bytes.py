@@ -16,8 +16,8 @@ from torch import nn
 from megaspeed.config.resolve import Run
 from megaspeed.data.corpus import PreparedCorpus
 from megaspeed.topology.launch import LaunchEnvironment
-from tests.parallel.tiny import tiny_corpus
-from tests.rank_pool import RankPool
+from tests.support.rank_pool import RankPool
+from tests.support.tiny import tiny_corpus
 from tests.zero.held import (
     bytes_of,
     gradient_bytes_between_micro_batches,

@@ -10,8 +10,8 @@ from torch import Tensor
 from megaspeed.config.resolve import Run
 from megaspeed.data.corpus import PreparedCorpus
 from megaspeed.topology.launch import LaunchEnvironment
-from tests.parallel.tiny import tiny_corpus
-from tests.rank_pool import RankPool
+from tests.support.rank_pool import RankPool
+from tests.support.tiny import tiny_corpus
 from tests.zero.one_rank import one_rank, small_run
 
 

@@ -10,8 +10,8 @@ from torch import Tensor
 from megaspeed.config.resolve import Run
 from megaspeed.data.corpus import PreparedCorpus
 from megaspeed.topology.launch import LaunchEnvironment
-from tests.parallel.tiny import merge, tiny_corpus
-from tests.rank_pool import RankPool
+from tests.support.rank_pool import RankPool
+from tests.support.tiny import merge, tiny_corpus
 from tests.zero.one_rank import OFFLOAD, OneRank, one_rank, small_run
 
 BF16_IN_FP32 = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}

@@ -41,8 +41,8 @@ from megaspeed.topology.launch import LaunchEnvironment
 from megaspeed.zero import build, engine
 from megaspeed.zero.build import DataAxis
 from megaspeed.zero.workarounds import stay_at_the_smallest_scale
-from tests.parallel.tiny import LLAMA, tiny_corpus
-from tests.rank_pool import RankFailure, RankPool
+from tests.support.rank_pool import RankFailure, RankPool
+from tests.support.tiny import LLAMA, tiny_corpus
 from tests.zero.held import gradient_bytes_between_micro_batches, is_gathered
 from tests.zero.one_rank import LEARNING_RATE, OneRank, one_rank, small_run
 

@@ -68,7 +68,7 @@ _NAMESPACES = frozenset({"c10d", "_c10d_functional", "_c10d_functional_autograd"
 class TrafficLog(TorchDispatchMode):
     """Counts the messages that this rank sends within a block, by axis.
 
-    A data or tensor axis that spans all ranks uses the world's group (``topology.groups``).
+    A data or tensor axis that spans all ranks uses the world's group (``topology/context.py``).
     Messages of that group count for the world if they are in fp64, and for the axis if not.
 
     Args:

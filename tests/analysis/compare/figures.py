@@ -8,7 +8,7 @@ from megaspeed.analysis.compare.result import ComparisonResult, RankRecord, Row,
 from megaspeed.analysis.compare.rows import zero_rows
 from megaspeed.analysis.costs.memory import MemoryBytes
 from megaspeed.config.resolve import Run
-from tests.parallel.tiny import tiny_run
+from tests.support.tiny import tiny_run
 
 MIB = 2**20
 TEXT = Path(__file__).parents[3] / "LICENSE"

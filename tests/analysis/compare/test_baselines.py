@@ -26,8 +26,8 @@ from megaspeed.topology.launch import LaunchEnvironment
 from megaspeed.training.step_inputs import StepInputs
 from megaspeed.training.worker import StepResult, Worker
 from megaspeed.zero.model_states import gather_parameters
-from tests.parallel.tiny import LLAMA, short_documents, tiny_corpus, tiny_run
-from tests.rank_pool import RankPool
+from tests.support.rank_pool import RankPool
+from tests.support.tiny import LLAMA, short_documents, tiny_corpus, tiny_run
 
 TEXT = Path(__file__).parents[3] / "LICENSE"
 STEPS = 4

@@ -14,7 +14,7 @@ import pytest
 
 from megaspeed.analysis.compare.rows import ended_on_termination
 from megaspeed.cli import main
-from tests.parallel.tiny import GPT2, merge
+from tests.support.tiny import GPT2, merge
 
 TEXT = Path(__file__).parents[3] / "LICENSE"
 MEGASPEED = Path(sys.executable).with_name("megaspeed")

@@ -11,7 +11,7 @@ import pytest
 from megaspeed.analysis.compare.result import Row
 from megaspeed.analysis.compare.rows import train_rows, zero_rows
 from megaspeed.config.resolve import Run
-from tests.parallel.tiny import tiny_corpus, tiny_run
+from tests.support.tiny import tiny_corpus, tiny_run
 
 TEXT = Path(__file__).parents[3] / "LICENSE"
 HUGE = {"vocab_size": 10**8, "hidden_size": 2**15}

@@ -8,7 +8,7 @@ import pytest
 from megaspeed.analysis.compare.rows import baseline_rows, zero_rows
 from megaspeed.config.errors import ConfigError
 from megaspeed.config.resolve import Run
-from tests.parallel.tiny import tiny_run
+from tests.support.tiny import tiny_run
 
 TEXT = Path(__file__).parents[3] / "LICENSE"
 

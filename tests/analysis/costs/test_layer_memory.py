@@ -16,7 +16,7 @@ from megaspeed.analysis.measurement.allocations import AllocationLog
 from megaspeed.config.resolve import Run
 from megaspeed.model.attention import attention_mask, positions_in
 from megaspeed.model.gpt import Block
-from tests.parallel.tiny import GPT2, LLAMA, tiny_run
+from tests.support.tiny import GPT2, LLAMA, tiny_run
 
 TEXT = Path(__file__)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}

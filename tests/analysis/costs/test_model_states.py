@@ -8,7 +8,7 @@ import pytest
 from megaspeed.analysis.costs.memory import MemoryBytes, elements_of, local_parameters, model_states
 from megaspeed.config.loading import parse_config
 from megaspeed.config.resolve import Run, resolve_run
-from tests.parallel.tiny import merge, tiny_run
+from tests.support.tiny import merge, tiny_run
 
 TEXT = Path(__file__)
 

@@ -17,8 +17,8 @@ from megaspeed.config.resolve import Run
 from megaspeed.data.corpus import PreparedCorpus
 from megaspeed.pipeline.partition import layers_of_stages
 from megaspeed.topology.launch import LaunchEnvironment
-from tests.parallel.tiny import LLAMA, tiny_corpus
-from tests.rank_pool import RankPool
+from tests.support.rank_pool import RankPool
+from tests.support.tiny import LLAMA, tiny_corpus
 from tests.zero.one_rank import one_rank, small_run
 
 TEXT = Path(__file__).parents[3] / "LICENSE"

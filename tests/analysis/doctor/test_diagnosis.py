@@ -9,7 +9,7 @@ import pytest
 from megaspeed.analysis.doctor.diagnosis import Findings, find_problems, make_remarks, nvlinks
 from megaspeed.analysis.doctor.links import Link, LinkReport
 from megaspeed.analysis.doctor.record import Record
-from tests.parallel.tiny import tiny_run
+from tests.support.tiny import tiny_run
 
 TEXT = Path(__file__).parents[3] / "LICENSE"
 LINKED = """

@@ -4,7 +4,7 @@ from torch.distributed import HashStore
 
 from megaspeed.analysis.doctor.checks import Messages, check_ports
 from megaspeed.topology.launch import LaunchEnvironment
-from tests.launched import free_port
+from tests.support.launched import free_port
 
 
 def test_a_machine_that_listens_at_a_loopback_address_is_named_and_not_the_firewall() -> None:

@@ -9,7 +9,7 @@ import torch
 
 from megaspeed.analysis.doctor.record import Record, take_record
 from megaspeed.topology.launch import read_launch_environment
-from tests.parallel.tiny import GPT2
+from tests.support.tiny import GPT2
 
 TEXT = Path(__file__).parents[3] / "LICENSE"
 # The output of `nvidia-smi --query-gpu=driver_version --format=csv,noheader` for two GPUs.

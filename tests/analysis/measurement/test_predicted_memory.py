@@ -15,8 +15,8 @@ from megaspeed.analysis.measurement.watched_step import RankMeasurement, measure
 from megaspeed.config.resolve import Run
 from megaspeed.data.corpus import PreparedCorpus
 from megaspeed.topology.launch import LaunchEnvironment
-from tests.parallel.tiny import LLAMA, merge, tiny_corpus, tiny_run
-from tests.rank_pool import RankPool
+from tests.support.rank_pool import RankPool
+from tests.support.tiny import LLAMA, merge, tiny_corpus, tiny_run
 from tests.zero.one_rank import LEARNING_RATE, one_rank
 
 WIDE = {"hidden_size": 64, "num_hidden_layers": 4, "vocab_size": 1003}

@@ -21,8 +21,8 @@ from megaspeed.data.corpus import PreparedCorpus
 from megaspeed.topology.context import ParallelContext
 from megaspeed.topology.grid import Grid
 from megaspeed.topology.launch import LaunchEnvironment
-from tests.parallel.tiny import tiny_corpus
-from tests.rank_pool import RankFailure, RankPool
+from tests.support.rank_pool import RankFailure, RankPool
+from tests.support.tiny import tiny_corpus
 from tests.zero.one_rank import one_rank, small_run
 
 TEXT = Path(__file__).parents[3] / "LICENSE"

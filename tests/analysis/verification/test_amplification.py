@@ -17,7 +17,7 @@ from megaspeed.analysis.verification.comparison import (
 from megaspeed.analysis.verification.reference import train_reference
 from megaspeed.analysis.verification.verify import train_shuffled, whole_batch
 from megaspeed.model.micro_batch import MicroBatch
-from tests.parallel.tiny import short_documents, tiny_corpus, tiny_run
+from tests.support.tiny import short_documents, tiny_corpus, tiny_run
 
 TEXT = Path(__file__).parents[3] / "LICENSE"
 

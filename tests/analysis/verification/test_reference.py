@@ -14,7 +14,7 @@ from megaspeed.config.resolve import Run
 from megaspeed.data.corpus import PreparedCorpus
 from megaspeed.model.gpt import GPT
 from megaspeed.model.initialization import initialize
-from tests.parallel.tiny import GPT2, LLAMA, tiny_corpus, tiny_run
+from tests.support.tiny import GPT2, LLAMA, tiny_corpus, tiny_run
 
 TEXT = Path(__file__).parents[3] / "LICENSE"
 STEPS = 12

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from megaspeed.analysis.verification.verify import children_on
-from tests.parallel.tiny import GPT2
+from tests.support.tiny import GPT2
 
 TEXT = Path(__file__).parents[3] / "LICENSE"
 MEGASPEED = Path(sys.executable).with_name("megaspeed")

@@ -9,7 +9,7 @@ from PIL import Image
 
 from megaspeed.cli import main
 from tests.analysis.watching.written_runs import loss_at, written_run
-from tests.browser import open_page, photograph
+from tests.support.browser import open_page, photograph
 from tests.training.metrics_of_steps import STEP_KEYS
 
 EVIL = "<script>alert(1)<!--&$_{^\"'"

@@ -34,13 +34,13 @@ from typing import Self, TypeVar
 import torch.distributed as dist
 
 from megaspeed.topology.launch import LaunchEnvironment
-from tests.rank_worker import STACK_SIGNAL, Job, Outcome, serve
+from tests.support.rank_worker import STACK_SIGNAL, Job, Outcome, serve
 
 T = TypeVar("T")
 
 # Every rank is forked from one process that has imported these, which takes seconds, once.
 _IMPORTED_ONCE = [
-    "tests.rank_worker",
+    "tests.support.rank_worker",
     "torch._dynamo",
     "megaspeed.analysis.verification.verify",
     # DeepSpeed imports these at its first engine, and through them torch's compiler.
@@ -49,7 +49,7 @@ _IMPORTED_ONCE = [
     "deepspeed.module_inject.auto_ep_layer",
     "torch.distributed.checkpoint",
     "torch.utils.serialization.config",
-    "tests.frozen_imports",
+    "tests.support.frozen_imports",
 ]
 
 # Ranks share the machine's few cores, and see no GPU, so that a test is the same on every machine.

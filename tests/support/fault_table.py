@@ -1,7 +1,7 @@
 """Measures the table of `docs/operations.md`: faults at the ranks of (2, 2, 2), by launcher.
 
-python -m tests.fault_table RESULTS.jsonl [--ranks 0 5]     measures what RESULTS.jsonl lacks
-python -m tests.fault_table RESULTS.jsonl --show            prints the table
+    python -m tests.support.fault_table RESULTS.jsonl [--ranks 0 5]   measures what is missing
+    python -m tests.support.fault_table RESULTS.jsonl --show          prints the table
 """
 
 import argparse
@@ -15,7 +15,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from tests.nodes import deepspeed, torchrun, two_nodes
+from tests.support.nodes import deepspeed, torchrun, two_nodes
 from tests.test_faults import HOST, Job
 from tests.test_two_nodes import lay_out, run_with_a_cut
 
