@@ -14,21 +14,19 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
-import socket
+import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from filelock import FileLock, Timeout
-
 from megaspeed.data.errors import DataError
 from megaspeed.files.durable import TEMPORARY, write_file
 from megaspeed.files.json_values import Facts, read_sealed, write_sealed
+from megaspeed.files.lock import lock
 from megaspeed.files.paths import expand_home
 from megaspeed.files.reading import are_settled, sha256_of, spaced_sample, state_of
 
@@ -38,7 +36,6 @@ CACHE_VARIABLE = "MEGASPEED_CACHE"
 _BLOCK_BYTES = 1 << 20
 _BLOCKS_CHECKED = 64
 _KEY_DIGITS = 32
-_SILENT_SECONDS = 10.0
 _ANY_KEY = "[0-9a-f]" * _KEY_DIGITS
 
 
@@ -59,44 +56,34 @@ class Cache:
 
     Attributes:
         root: the folder.
-        speaks: whether to report on standard error that another process holds the lock.
+        reports_waits: whether to report on standard error that another process holds the lock.
     """
 
     root: Path
-    speaks: bool = True
+    reports_waits: bool = True
 
     @contextmanager
     def lock(self) -> Iterator[None]:
-        """One process at a time writes. The kernel frees the lock of a process that died.
+        """One process at a time writes. A thread that holds the lock may enter it again.
 
-        A thread that holds it may enter it again. A process that waits for more than ten seconds
-        reports once who holds it.
+        A process that waits for more than ten seconds reports once which process it waits for.
 
         Raises:
             DataError: the folder cannot be created or written to.
         """
-        try:
-            self.root.mkdir(parents=True, exist_ok=True)
-            lock = FileLock(self.root / "write.lock", is_singleton=True)
+        with ExitStack() as stack:
             try:
-                lock.acquire(timeout=_SILENT_SECONDS)
-            except Timeout:
-                if self.speaks:
-                    sys.stderr.write(f"{self._who_is_writing()}\n")
-                lock.acquire()
-        except OSError as error:
-            raise _cannot_write(self.root, error) from error
-        try:
-            if lock.lock_counter == 1:  # otherwise an outer block is writing, and has no leftovers
-                self._remove_leftovers()
-                with suppress(OSError):  # it only informs processes that wait
-                    self._holder.write_text(f"{socket.gethostname()} {os.getpid()}\n")
+                held = lock(
+                    self.root / "write.lock",
+                    wait_seconds=math.inf,
+                    on_wait=self._report_wait if self.reports_waits else None,
+                    reentrant=True,
+                )
+                if stack.enter_context(held):  # otherwise an outer block writes, without leftovers
+                    self._remove_leftovers()
+            except OSError as error:
+                raise _cannot_write(self.root, error) from error
             yield
-        finally:
-            if lock.lock_counter == 1:
-                with suppress(OSError):
-                    self._holder.unlink(missing_ok=True)
-            lock.release()
 
     def write(self, path: Path, fill: Callable[[BinaryIO], Facts]) -> None:
         """Writes the payload `path` with `fill`, then its index. Only under `lock`.
@@ -129,21 +116,11 @@ class Cache:
         except (OSError, KeyError):
             return None
 
-    @property
-    def _holder(self) -> Path:
-        """The file that names the process that holds the lock."""
-        return self.root / "write.lock.holder"
-
-    def _who_is_writing(self) -> str:
-        try:
-            host, process = self._holder.read_text().split()
-        except (OSError, ValueError):
-            holder = ""
-        else:
-            holder = f" (process {process} on {host})"
-        return (
-            f"another process{holder} is preparing data in {self.root}; waiting until it is done. "
-            f"To prepare it elsewhere, set {CACHE_VARIABLE} to another folder"
+    def _report_wait(self, holder: str | None) -> None:
+        sys.stderr.write(
+            f"another process{f' ({holder})' if holder else ''} is preparing data in {self.root}; "
+            f"waiting until it is done. To prepare it elsewhere, set {CACHE_VARIABLE} to another "
+            "folder\n"
         )
 
     def _remove_leftovers(self) -> None:

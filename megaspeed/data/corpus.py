@@ -198,7 +198,7 @@ def _extent(component: Component) -> str:
 
 
 def prepare_corpus(
-    data: DataConfig, vocab_size: int, *, cache_dir: Path | None = None, speaks: bool = True
+    data: DataConfig, vocab_size: int, *, cache_dir: Path | None = None, reports_waits: bool = True
 ) -> PreparedCorpus:
     """The corpus; tokenizes text only if this machine has not done so before.
 
@@ -209,12 +209,13 @@ def prepare_corpus(
         vocab_size: `model.vocab_size`; token ids are below it.
         cache_dir: where prepared data is kept; None is $MEGASPEED_CACHE, otherwise
             ~/.cache/megaspeed.
-        speaks: whether to report on standard error if another process prepares data for long.
+        reports_waits: whether to report on standard error if another process prepares data for
+            long.
 
     Raises:
         DataError: with every problem found.
     """
-    cache = Cache((cache_dir or default_cache_dir(os.environ)).absolute(), speaks)
+    cache = Cache((cache_dir or default_cache_dir(os.environ)).absolute(), reports_waits)
     try:
         selection = select_files(data)
     except DataError as error:

@@ -18,7 +18,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -26,7 +26,6 @@ from typing import Any, BinaryIO, Protocol
 
 import numpy as np
 import tokenizers
-from filelock import FileLock, Timeout
 from numpy.typing import NDArray
 
 from megaspeed.data.documents import (
@@ -44,6 +43,7 @@ from megaspeed.data.token_folder import INDEX, PLAN, SHARDS, Shard, TokenFolderI
 from megaspeed.data.tokenizer import CONFIG_FILE, TOKENIZER_FILE, TextTokenizer
 from megaspeed.files.durable import TEMPORARY, flush_folder
 from megaspeed.files.json_values import read_sealed, write_sealed
+from megaspeed.files.lock import Locked, lock
 from megaspeed.files.reading import sha256_of
 
 DEFAULT_SHARD_TOKENS = 1 << 29
@@ -150,7 +150,7 @@ def tokenize(
         WorkerDied: a process was killed.
         OSError: a file cannot be read or written.
     """
-    with _sole_use(folder):
+    with _lock_folder(folder):
         if fresh and _is_ours(folder):
             _remove(folder, (*_ALL, *_FILES_OF_VERSION_0_1))
         states = [file.state() for file in files]
@@ -378,30 +378,27 @@ def _flush(stream: BinaryIO) -> None:
 
 
 @contextmanager
-def _sole_use(folder: Path) -> Iterator[None]:
-    """Creates the folder if necessary, and locks it. The kernel frees the lock of a dead process.
+def _lock_folder(folder: Path) -> Iterator[None]:
+    """Creates the folder if necessary, and locks it.
 
     Raises:
         DataError: another process writes to it, or it cannot be written to.
     """
-    lock = FileLock(folder / _LOCK)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        lock.acquire(blocking=False)
-    except Timeout as error:
-        raise DataError(
-            f"only one process at a time writes to a folder, and another one writes to {folder}; "
-            "wait until it has ended, or name another --output"
-        ) from error
-    except OSError as error:
-        raise DataError(
-            f"tokens are written to a folder, and {folder} cannot be created or written to "
-            f"({error.strerror}); name another --output"
-        ) from error
-    try:
+    with ExitStack() as stack:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            stack.enter_context(lock(folder / _LOCK))
+        except Locked as error:
+            raise DataError(
+                f"only one process at a time writes to a folder, and another one writes to "
+                f"{folder}; wait until it has ended, or name another --output"
+            ) from error
+        except OSError as error:
+            raise DataError(
+                f"tokens are written to a folder, and {folder} cannot be created or written to "
+                f"({error.strerror}); name another --output"
+            ) from error
         yield
-    finally:
-        lock.release()
 
 
 def _plan(

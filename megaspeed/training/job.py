@@ -175,7 +175,7 @@ class Job:
                 corpus = prepare_corpus(
                     run.config.data,
                     run.config.model.vocab_size,
-                    speaks=self.meeting.launch.local_rank == 0,
+                    reports_waits=self.meeting.launch.local_rank == 0,
                 )
             print_line(self.console, describe_corpus(corpus, time.perf_counter() - start))
         with during("creating the process groups", timeouts=START_UP_TIMEOUTS):

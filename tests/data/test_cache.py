@@ -9,7 +9,7 @@ from typing import BinaryIO
 
 import pytest
 
-import megaspeed.data.cache
+import megaspeed.files.lock
 from megaspeed.data.cache import Cache, Facts, cache_key, default_cache_dir, index_path
 from megaspeed.data.errors import DataError
 
@@ -125,7 +125,7 @@ with Cache(Path(sys.argv[1])).lock():
 def test_a_long_wait_for_another_process_is_reported_once_with_its_number(
     cache: Cache, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], speaks: bool
 ) -> None:
-    monkeypatch.setattr(megaspeed.data.cache, "_SILENT_SECONDS", 0.2)
+    monkeypatch.setattr(megaspeed.files.lock, "_SECONDS_BEFORE_REPORT", 0.2)
     command = [sys.executable, "-c", HOLD, str(cache.root)]
     with Popen(command, stdin=PIPE, stdout=PIPE, text=True) as other:
         assert other.stdin is not None and other.stdout is not None

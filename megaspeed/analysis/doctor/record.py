@@ -94,9 +94,10 @@ def take_record(
         run = limited("reading the configuration", lambda: _load(config, overrides, launch, on_gpu))
         if run is not None:
             data, vocabulary = run.config.data, run.config.model.vocab_size
-            speaks = launch.local_rank == 0
+            reports_waits = launch.local_rank == 0
             corpus = limited(
-                "preparing the corpus", lambda: prepare_corpus(data, vocabulary, speaks=speaks)
+                "preparing the corpus",
+                lambda: prepare_corpus(data, vocabulary, reports_waits=reports_waits),
             )
     except (ConfigError, DataError, OSError) as error:
         wrong = str(error)
