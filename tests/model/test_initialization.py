@@ -93,7 +93,7 @@ def deviation(config: ModelConfig, name: str, rows: int, width: int) -> float:
 
 def test_gpt2_has_its_published_standard_deviations() -> None:
     """openai/gpt-2, `src/model.py`: 0.02, positions 0.01; the paper, section 2.3: 1/sqrt(N)."""
-    config = ModelConfig(preset="gpt2")  # 12 blocks, so 24 residual layers
+    config = ModelConfig.model_validate({"preset": "gpt2"})  # 12 blocks, so 24 residual layers
     published = {
         "embedding.tokens.weight": 0.02,
         "embedding.positions.weight": 0.01,
@@ -155,5 +155,5 @@ def test_no_two_parameters_of_a_model_start_alike() -> None:
 
 def test_a_model_on_the_meta_device_takes_no_memory_for_its_weights() -> None:
     with torch.device("meta"):
-        model = GPT(ModelConfig(preset="llama-2-70b"))
+        model = GPT(ModelConfig.model_validate({"preset": "llama-2-70b"}))
     assert {p.device.type for p in model.parameters()} == {"meta"}

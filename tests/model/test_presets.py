@@ -22,7 +22,7 @@ PUBLISHED = {
 @pytest.mark.parametrize(("preset", "parameters"), PUBLISHED.items())
 def test_a_preset_has_the_published_number_of_parameters(preset: str, parameters: int) -> None:
     with torch.device("meta"):
-        model = GPT(ModelConfig(preset=preset))
+        model = GPT(ModelConfig.model_validate({"preset": preset}))
     assert sum(p.numel() for p in model.parameters()) == parameters
 
 
@@ -36,7 +36,7 @@ def test_a_shape_from_a_paper_has_as_many_parameters_as_the_papers_equation(
 
     P = 12 l h^2 (1 + 13 / (12 h) + (V + s) / (12 l h)), and 2 h of the last norm, left out there.
     """
-    config = ModelConfig(preset=preset)
+    config = ModelConfig.model_validate({"preset": preset})
     with torch.device("meta"):
         model = GPT(config)
     parameters = sum(p.numel() for p in model.parameters())
