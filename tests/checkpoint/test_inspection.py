@@ -13,11 +13,13 @@ from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
+    TensorStorageMetadata,
 )
 
 from megaspeed.checkpoint.folders import CheckpointFolder
-from megaspeed.checkpoint.inspection import INDEX, glance, inspect, problems_of
+from megaspeed.checkpoint.inspection import glance, inspect, problems_of
 from megaspeed.checkpoint.manifest import MANIFEST, read_manifest, write_manifest
+from megaspeed.checkpoint.reading import INDEX
 from megaspeed.checkpoint.run_state import RUN_STATE
 from tests.checkpoint.written import CONFIG, change_index, run_state, seal, write_checkpoint
 
@@ -40,6 +42,12 @@ def flip(file: Path, position: int) -> None:
     content = bytearray(file.read_bytes())
     content[position] ^= 0x04
     file.write_bytes(content)
+
+
+def entry_of_up(index: Metadata) -> TensorStorageMetadata:
+    entry = index.state_dict_metadata[UP]
+    assert isinstance(entry, TensorStorageMetadata)
+    return entry
 
 
 def only_problem(checkpoint: Path) -> str:
@@ -164,7 +172,7 @@ def test_a_tensor_that_is_missing_in_the_index_is_told(checkpoint: Path) -> None
 
 def test_elements_that_no_rank_wrote_are_told(checkpoint: Path) -> None:
     def shorten(index: Metadata) -> None:
-        chunks = index.state_dict_metadata[UP].chunks
+        chunks = entry_of_up(index).chunks
         chunks[0] = replace(chunks[0], sizes=torch.Size((100, 32)))
 
     change_index(checkpoint, shorten)
@@ -176,7 +184,7 @@ def test_elements_that_two_ranks_wrote_and_pieces_without_a_place_are_told(
 ) -> None:
     def double(index: Metadata) -> None:
         piece = ChunkStorageMetadata(torch.Size((127, 0)), torch.Size((1, 32)))
-        index.state_dict_metadata[UP].chunks.append(piece)
+        entry_of_up(index).chunks.append(piece)
 
     change_index(checkpoint, double)
     assert problems_of(checkpoint) == [
@@ -187,7 +195,7 @@ def test_elements_that_two_ranks_wrote_and_pieces_without_a_place_are_told(
 
 def test_a_tensor_in_half_precision_is_told(checkpoint: Path) -> None:
     def halve(index: Metadata) -> None:
-        index.state_dict_metadata[UP].properties.dtype = torch.bfloat16
+        entry_of_up(index).properties.dtype = torch.bfloat16
 
     change_index(checkpoint, halve)
     assert "it is torch.bfloat16, and must be" in only_problem(checkpoint)

@@ -11,8 +11,8 @@ from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.metadata import Metadata
 
 from megaspeed.checkpoint.folders import CheckpointFolder
-from megaspeed.checkpoint.inspection import INDEX
 from megaspeed.checkpoint.manifest import MANIFEST, FileSeal, write_manifest
+from megaspeed.checkpoint.reading import INDEX
 from megaspeed.checkpoint.run_state import RUN_STATE, DataIdentity, Layout, Progress, RunState
 from megaspeed.checkpoint.tensors import expected_tensors
 from megaspeed.config.loading import parse_config
@@ -63,7 +63,7 @@ def seal(checkpoint: Path) -> None:
     write_manifest(checkpoint, {name: FileSeal.of_file(path) for name, path in files.items()})
 
 
-def change_index(checkpoint: Path, change: Callable[[Metadata], None]) -> None:
+def change_index(checkpoint: Path, change: Callable[[Metadata], object]) -> None:
     """Changes the index and seals the checkpoint anew, as a save with a mistake would have."""
     file = checkpoint / INDEX
     index = pickle.loads(file.read_bytes())

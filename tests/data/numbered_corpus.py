@@ -6,10 +6,11 @@ from typing import BinaryIO
 
 import numpy as np
 
-from megaspeed.data.cache import Cache, Facts
+from megaspeed.data.cache import Cache
 from megaspeed.data.corpus import PreparedCorpus
 from megaspeed.data.mixture import Component, Mixture
 from megaspeed.data.token_file import TokenFile, TokenIndex
+from megaspeed.files.json_values import Facts
 
 
 def write_numbered_tokens(folder: Path, tokens: int, name: str, first_id: int = 0) -> TokenFile:

@@ -10,8 +10,9 @@ from typing import BinaryIO
 import pytest
 
 import megaspeed.files.lock
-from megaspeed.data.cache import Cache, Facts, cache_key, default_cache_dir, index_path
+from megaspeed.data.cache import Cache, cache_key, default_cache_dir, index_path
 from megaspeed.data.errors import DataError
+from megaspeed.files.json_values import Facts
 
 
 @pytest.fixture

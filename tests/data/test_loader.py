@@ -13,7 +13,6 @@ import torch
 from megaspeed.data import sampler as rows
 from megaspeed.data.corpus import PreparedCorpus
 from megaspeed.data.loader import (
-    PADDING_SAMPLE,
     LoaderShape,
     OneAhead,
     TrainingLoader,
@@ -21,7 +20,7 @@ from megaspeed.data.loader import (
     read_micro_batch,
 )
 from megaspeed.data.sampler import Place, Rows, Sampler
-from megaspeed.model.micro_batch import NOT_COUNTED, MicroBatch
+from megaspeed.model.micro_batch import NOT_COUNTED, PADDING_SAMPLE, MicroBatch
 from tests.data.numbered_corpus import (
     alone,
     numbered_corpus,

@@ -10,9 +10,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megaspeed.topology.context import GroupError, ParallelContext
+from megaspeed.topology.context import ParallelContext
 from megaspeed.topology.grid import AXES, Coordinates, Grid, TopologyError
 from megaspeed.topology.launch import LaunchEnvironment
+from megaspeed.topology.meeting import GroupError
 from tests.support.rank_pool import RankFailure, RankPool
 
 GROUPS = ("world", "tp", "dp", "pp", "checkpoint")

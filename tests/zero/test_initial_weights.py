@@ -13,6 +13,7 @@ from megaspeed.config.resolve import Run
 from megaspeed.data.corpus import PreparedCorpus
 from megaspeed.model.gpt import GPT
 from megaspeed.model.initialization import initialize
+from megaspeed.tensor_parallel.parallelize import materialize
 from megaspeed.topology.launch import LaunchEnvironment
 from megaspeed.zero import build
 from tests.support.rank_pool import RankPool
@@ -29,7 +30,6 @@ def elements_while_building(
     """(most elements of gathered parameters at a time, of the largest layer, of all layers)."""
     whole: list[int] = []
     layers: list[int] = []
-    materialize = build.materialize
 
     def watched(
         model: GPT,
