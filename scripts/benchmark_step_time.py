@@ -110,7 +110,7 @@ def time_both(run: Run, context: ParallelContext, options: argparse.Namespace) -
 
 def megaspeed_step(run: Run, context: ParallelContext, batches: list[MicroBatch]) -> Step:
     worker = Worker(run, context)
-    return lambda: worker.train_step(batches.__getitem__, run.config.optimizer.params.lr) and None
+    return lambda: worker.train_step(batches.__getitem__, run.config.optimizer.params.lr)
 
 
 def print_table(rows: list[tuple[int, Timing]], run: Run, options: argparse.Namespace) -> None:

@@ -27,6 +27,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import islice
 from pathlib import Path
 
@@ -109,16 +110,15 @@ def plain_loop(text: Path, tokenizer_file: Path, output: Path, *, at_once: int) 
 
 def compare_speed(folder: Path, tokenizer: Path, options: argparse.Namespace) -> None:
     text, output = folder / "text.jsonl", folder / "plain.bin"
-    script = [sys.executable, __file__, "--plain", text, tokenizer / "tokenizer.json", output]
+    script: list[str | Path] = [sys.executable, __file__, "--plain"]
+    script += [text, tokenizer / "tokenizer.json", output]
     contestants: dict[str, Callable[[], bytes]] = {
         "plain loop": lambda: plain_bytes(script, output),
         "encode_batch": lambda: plain_bytes([*script, "--at-once", str(DOCUMENTS_AT_ONCE)], output),
     }
     for processes in options.processes:
         name = f"tokenize, {processes} process{'es' if processes > 1 else ''}"
-        contestants[name] = lambda processes=processes: tokenize(
-            text, tokenizer, folder / "out", processes
-        )
+        contestants[name] = partial(tokenize, text, tokenizer, folder / "out", processes)
     seconds: dict[str, list[float]] = {name: [] for name in contestants}
     busy: dict[str, list[float]] = {name: [] for name in contestants}
     expected = contestants["plain loop"]()  # warms the page cache, and is not counted

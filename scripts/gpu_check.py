@@ -80,8 +80,11 @@ TINY_SHAPE = {
     "num_attention_heads": 8,
     "max_position_embeddings": 64,
 }
-TINY_GPT2 = {"model": {"architecture": "gpt2", **TINY_SHAPE}, "data": {"sequence_length": 64}}
-TINY_LLAMA = {
+TINY_GPT2: dict[str, Any] = {
+    "model": {"architecture": "gpt2", **TINY_SHAPE},
+    "data": {"sequence_length": 64},
+}
+TINY_LLAMA: dict[str, Any] = {
     "model": {
         "architecture": "llama",
         **TINY_SHAPE,
@@ -90,12 +93,12 @@ TINY_LLAMA = {
     },
     "data": {"sequence_length": 64},
 }
-GPT2_XL = {
+GPT2_XL: dict[str, Any] = {
     "extends": str(ROOT / "ds_configs" / "gpt2_1.5b.json"),
     "model": {"vocab_size": 50257},
     "data": {"sequence_length": 1024},
 }
-LLAMA_1B = {
+LLAMA_1B: dict[str, Any] = {
     "model": {
         "architecture": "llama",
         "vocab_size": 32000,
@@ -594,9 +597,9 @@ def measured_peak(stage: dict[str, Any]) -> int:
 
 
 def memory_cells(predicted: float | None, measured: float | None) -> tuple[str, str, str]:
-    cells = tuple("n/a" if size is None else gib(size) for size in (predicted, measured))
+    first, second = ("n/a" if size is None else gib(size) for size in (predicted, measured))
     ratio = f"{predicted / measured:.2f}" if predicted and measured else "n/a"
-    return (*cells, ratio)
+    return first, second, ratio
 
 
 def table(headings: Sequence[str], rows: Sequence[Sequence[object]]) -> Iterator[str]:

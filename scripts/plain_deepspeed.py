@@ -34,7 +34,7 @@ from megaspeed.topology.launch import read_launch_environment
 from megaspeed.training.rank_model import make_optimizer
 from megaspeed.zero.workarounds import declare_no_compiled_ops
 
-Step = Callable[[], None]
+Step = Callable[[], object]
 NO_TOKENS = {"bos_token_id": None, "eos_token_id": None}
 
 
