@@ -1,7 +1,7 @@
 """Measures the table of `docs/operations.md`: faults at the ranks of (2, 2, 2), by launcher.
 
-    python -m tests.support.fault_table RESULTS.jsonl [--ranks 0 5]   measures what is missing
-    python -m tests.support.fault_table RESULTS.jsonl --show          prints the table
+python -m tests.support.fault_table RESULTS.jsonl [--ranks 0 5]   measures what is missing
+python -m tests.support.fault_table RESULTS.jsonl --show          prints the table
 """
 
 import argparse
@@ -79,6 +79,7 @@ def measure_cut(launcher: str) -> dict[str, Any]:
 def missing(results: Path, ranks: list[int]) -> Iterator[tuple[str, str, int | str]]:
     """What has not been measured yet: fault, launcher, ranks."""
     known = {(r["fault"], r["launcher"], r["rank"]) for r in read(results)}
+    wanted: list[tuple[str, str, int | str]]
     wanted = [*product(FAULTS, LAUNCHERS, ranks), *product([CUT], LAUNCHERS, [RANKS_CUT_OFF])]
     yield from (one for one in wanted if one not in known)
 
@@ -112,8 +113,10 @@ def main() -> None:
     options = parser.parse_args()
     if not options.show:
         for fault, launcher, rank in missing(options.results, options.ranks):
-            is_cut = isinstance(rank, str)
-            result = measure_cut(launcher) if is_cut else measure(fault, launcher, rank)
+            if isinstance(rank, str):
+                result = measure_cut(launcher)
+            else:
+                result = measure(fault, launcher, rank)
             key = {"fault": fault, "launcher": launcher, "rank": rank}
             with options.results.open("a") as file:
                 file.write(json.dumps(key | result) + "\n")
