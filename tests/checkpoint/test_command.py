@@ -33,7 +33,7 @@ class Told:
         file.unlink(missing_ok=True)
         self.code = main(["checkpoint", *map(str, arguments), "--json", str(file)])
         self.out, self.err = capsys.readouterr()
-        self.figures = json.loads(file.read_text()) if file.exists() else None
+        self.figures: Any = json.loads(file.read_text()) if file.exists() else None
 
 
 def test_show_tells_the_newest_ones_run_and_tensors(

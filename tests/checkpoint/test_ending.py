@@ -74,7 +74,7 @@ def fail_with_a_save_that_never_ends(
     launch: LaunchEnvironment, run: Run, corpus: PreparedCorpus
 ) -> float:
     """Seconds from the exception until the run's objects are closed."""
-    writing.write_pieces = lambda *_, **__: threading.Event().wait()  # type: ignore[assignment, return-value]
+    writing.write_pieces = lambda *_, **__: threading.Event().wait()  # type: ignore[assignment]
     checkpointing._SECONDS_FOR_A_SAVE_AFTER_AN_EXCEPTION = 0.5
     with started(launch, run) as context:
         rank = SavedRun.start(run, corpus, context)

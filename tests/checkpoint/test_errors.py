@@ -41,6 +41,7 @@ def test_a_disk_that_fails_is_no_wrong_input(
 ) -> None:
     """Wrong input ends a job for good, and a failure of rank 0's network disk did, too."""
     told = error.strerror if isinstance(error, OSError) else str(error)
+    assert told
     for own_kind, text in pool.run(2, read_with, error):
         assert own_kind is kind and text.startswith(told)
 

@@ -4,6 +4,7 @@ The device is simulated. It runs what is enqueued only when somebody waits for a
 """
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -37,11 +38,11 @@ class OnDevice(Tensor):
     stream: Stream
 
     @property
-    def device(self) -> torch.device:
+    def device(self) -> torch.device:  # type: ignore[override]
         return torch.device("cuda", 0)
 
     @property
-    def is_cpu(self) -> bool:
+    def is_cpu(self) -> bool:  # type: ignore[override]
         return False
 
     @classmethod
@@ -118,7 +119,7 @@ def test_copies_arrive_in_the_order_of_the_stream_and_nobody_waits_before(
         copies, wait = host_copy.take(pieces)
         assert len(stream.enqueued) == len(pieces), "a copy was waited for"
         step = [piece.values.as_subclass(Tensor).add_ for piece in pieces]
-        stream.enqueued += [lambda add=add: add(1.0) for add in step]  # the next optimizer step
+        stream.enqueued += [partial(add, 1.0) for add in step]  # the next optimizer step
         wait()
         assert len(stream.enqueued) == len(pieces), "it waits for the copies and nothing later"
         stream.run(len(pieces))

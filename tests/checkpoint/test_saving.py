@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from megaspeed.checkpoint import writing
 from megaspeed.checkpoint.folders import CheckpointFolder
@@ -136,8 +137,9 @@ def test_each_rank_writes_its_share_and_all_write_every_element_once(
     index = dcp.FileSystemReader(checkpoint).read_metadata()
     written = [0] * 4
     for place, stored in index.storage_data.items():
-        chunks = index.state_dict_metadata[place.fqn].chunks
-        (size,) = (chunk.sizes.numel() for chunk in chunks if chunk.offsets == place.offset)
+        tensor = index.state_dict_metadata[place.fqn]
+        assert isinstance(tensor, TensorStorageMetadata)
+        (size,) = (chunk.sizes.numel() for chunk in tensor.chunks if chunk.offsets == place.offset)
         written[int(stored.relative_path.split("_")[2])] += size
     expected = expected_tensors(run.config.model).values()
     elements = sum(torch.Size(shape).numel() for shape in expected)
