@@ -59,7 +59,7 @@ def test_a_run_encodes_documents_with_an_end_of_text_token_after_each(
     documents = read_documents(files)
     tokenizer.save(tmp_path / "tokenizer")
     data = DataConfig(
-        train=[f"{tmp_path}/*.txt"],
+        train=(f"{tmp_path}/*.txt",),
         tokenizer=str(tmp_path / "tokenizer"),
         validation_fraction=0.0,
         sequence_length=4,

@@ -69,6 +69,7 @@ def test_the_ids_are_those_of_a_plain_loop_over_the_tokenizer(
 
     plain = Tokenizer.from_file(str(tokenizer_folder / "tokenizer.json"))
     end = plain.token_to_id("<|endoftext|>")
+    assert end is not None
     ids: list[int] = []
     for text in TEXTS * len(sources):
         ids += [*plain.encode(text).ids, end]

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import pyarrow
@@ -19,7 +20,7 @@ LINES = "".join(json.dumps({"text": text}) + "\n" for text in GOOD).encode()
 MANY_LINES = b"".join(json.dumps({"text": f"text {n}"}).encode() + b"\n" for n in range(20_000))
 
 
-def table(texts: list[str | None], column: str = "text") -> bytes:
+def table(texts: Sequence[str | None], column: str = "text") -> bytes:
     sink = pyarrow.BufferOutputStream()
     parquet.write_table(pyarrow.table({column: pyarrow.array(texts, pyarrow.string())}), sink)
     return sink.getvalue().to_pybytes()

@@ -8,7 +8,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -92,6 +94,10 @@ def done(folder: Path) -> int:
     return sum(shard["tokens"] for shard in progress["shards"]) + int(progress["open_tokens"])
 
 
+def has_done(folder: Path, tokens: float) -> bool:
+    return done(folder) > tokens
+
+
 def wait_for(process: "subprocess.Popen[str]", moment: Callable[[], bool]) -> None:
     while not moment():
         assert process.poll() is None, process.communicate()
@@ -114,9 +120,7 @@ def test_killed_at_any_moment_it_ends_with_the_same_bytes(
         process = start([*command, "--output", out])
         wait_for(
             process,
-            lambda share=share: (
-                (out / "plan.json").exists() if share is None else done(out) > share * tokens
-            ),
+            (out / "plan.json").exists if share is None else partial(has_done, out, share * tokens),
         )
         workers = psutil.Process(process.pid).children(recursive=True)
         process.kill()
@@ -237,7 +241,7 @@ def test_bad_records_of_complete_files_are_not_hidden_later(
     tmp_path: Path, files: list[SourceFile], tokenizer: TextTokenizer
 ) -> None:
     files[0].path.write_text("bad\n" + files[0].path.read_text())
-    options = {"processes": 1, "shard_tokens": SHARD_TOKENS}
+    options: dict[str, Any] = {"processes": 1, "shard_tokens": SHARD_TOKENS}
     tokenize(files, tokenizer, tmp_path / "whole", Record(), skip_bad=True, **options)
     with pytest.raises(KeyboardInterrupt):
         tokenize(files, tokenizer, tmp_path / "out", Stop(15), skip_bad=True, **options)

@@ -10,7 +10,6 @@ import hashlib
 import json
 import platform
 import random
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -242,4 +241,4 @@ def _write() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(_write())
+    _write()
