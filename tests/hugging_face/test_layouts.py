@@ -12,6 +12,7 @@ compares the layouts of each family with each other.)
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -37,7 +38,7 @@ Layout = tuple[int, int, int]  # (pipeline, data, tensor)
 ALL_AXES: Layout = (2, 2, 2)
 ZERO_STAGES: dict[Layout, int] = {(1, 1, 1): 0, (2, 2, 1): 3, (1, 2, 2): 1, ALL_AXES: 2}
 
-NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+NO_DROPOUT: dict[str, Any] = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 MODELS: dict[str, tuple[Callable[[], PreTrainedModel], Layout]] = {
     "gpt2 tied": (lambda: gpt2(n_layer=3, **NO_DROPOUT), (2, 2, 1)),
     "llama grouped, tied": (

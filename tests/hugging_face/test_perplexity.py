@@ -7,6 +7,7 @@ import math
 import random
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -72,7 +73,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> TextModel:
     return tiny_model(gpt2(), tmp_path_factory.mktemp("model"))[0]
 
 
-def score(model: TextModel, documents: Sequence[str], **how: int) -> Score:
+def score(model: TextModel, documents: Sequence[str], **how: Any) -> Score:
     return evaluate(
         model, pieces(documents), **{"length": 24, "stride": 24, "batch_size": 4, **how}
     )
@@ -119,7 +120,7 @@ def test_a_long_document_may_come_in_pieces(model: TextModel) -> None:
     words = ["every", " piece", " is", " a", " word"] * 20
     together = [Piece("".join(words), ends_document=True)]
     apart = [Piece(word, ends_document=False) for word in words] + [Piece("", ends_document=True)]
-    how = {"length": 24, "stride": 24, "batch_size": 4}
+    how: dict[str, Any] = {"length": 24, "stride": 24, "batch_size": 4}
     assert evaluate(model, apart, **how) == evaluate(model, together, **how)
 
 

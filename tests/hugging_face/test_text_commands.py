@@ -41,7 +41,7 @@ class Told:
         file.unlink(missing_ok=True)
         self.code = main([*map(str, arguments), "--json", str(file)])
         self.out, self.err = capsys.readouterr()
-        self.figures = json.loads(file.read_text()) if file.exists() else None
+        self.figures: Any = json.loads(file.read_text()) if file.exists() else None
 
 
 Command = Callable[..., Told]
@@ -180,12 +180,12 @@ def test_the_tokenizer_of_the_command_line_is_not_called_the_configurations(
     command: str, checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (text := tmp_path / "a.txt").write_text(TEXT)
-    arguments = {
+    arguments: dict[str, list[str | Path]] = {
         "generate": ["--checkpoint", checkpoint],
         "evaluate": [text, "--checkpoint", checkpoint],
         "tokenize": [text, "--output", tmp_path / "tokens"],
         "export-hf": [checkpoint, tmp_path / "exported"],
-    }[command]
+    }
     for given, expected in [
         (
             tmp_path / "none",
@@ -193,7 +193,7 @@ def test_the_tokenizer_of_the_command_line_is_not_called_the_configurations(
         ),
         (text, f"--tokenizer must be a tokenizer.json or a folder with one, and {text} cannot be"),
     ]:
-        told = Told(capsys, tmp_path, command, *arguments, "--tokenizer", given)
+        told = Told(capsys, tmp_path, command, *arguments[command], "--tokenizer", given)
         assert (told.code, told.out, told.figures) == (2, "", None)
         assert told.err.startswith(expected) and "data.tokenizer" not in told.err
 
@@ -205,7 +205,8 @@ def test_a_prompt_that_is_no_utf_8_is_wrong_input(checkpoint: Path) -> None:
         "-c",
         "import sys; from megaspeed.cli import main; sys.exit(main())",
     ]
-    command = [*megaspeed, "generate", "--checkpoint", str(checkpoint), "--prompt", b"caf\xe9"]
+    command: list[str | bytes] = [*megaspeed, "generate", "--checkpoint", str(checkpoint)]
+    command += ["--prompt", b"caf\xe9"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("usage: megaspeed generate")

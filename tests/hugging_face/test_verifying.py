@@ -15,6 +15,7 @@ from megaspeed.hugging_face import verifying
 from megaspeed.hugging_face.importing import import_model
 from megaspeed.hugging_face.verifying import Disagreement, compare, load_transformers_model
 from megaspeed.hugging_face.weight_files import HuggingFaceError
+from megaspeed.model.gpt import Head
 from tests.hugging_face.models import gpt2, llama, saved, weights_in
 from tests.model.tiny_gpt import llama as our_llama
 
@@ -67,7 +68,7 @@ def test_a_model_takes_prompts_of_up_to_512_tokens() -> None:
 def shifted(by: float, dtype: torch.dtype = torch.float32) -> Callable[..., Tensor]:
     """A forward pass of the head that adds ``by`` to one logit if it computes in ``dtype``."""
 
-    def forward(self: torch.nn.Module, x: Tensor) -> Tensor:
+    def forward(self: Head, x: Tensor) -> Tensor:
         logits: Tensor = self.output(self.norm(x))
         logits[..., 5] += by if x.dtype == dtype else 0.0
         return logits
@@ -152,7 +153,7 @@ def test_a_token_that_is_not_the_greedy_choice_is_told(both: tuple[Path, Path]) 
 
 def test_of_two_equal_words_either_is_greedy(both: tuple[Path, Path]) -> None:
     model = load_model(both[0])
-    head = model.head.output.weight  # type: ignore[union-attr]
+    head = model.get_parameter("head.output.weight")
     text = verifying._continued(load_transformers_model(both[1], strict=True), torch.arange(16), 1)
     twin = (int(text[-1]) + 7) % 301
     head[twin] = head[int(text[-1])]

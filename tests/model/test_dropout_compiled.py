@@ -40,7 +40,7 @@ def test_all_blocks_and_steps_share_one_graph(config: ModelConfig) -> None:
     compiled, eager = initialized(config, seed=2), initialized(config, seed=2)
     compiler = CompileCounterWithBackend("aot_eager")
     for block in compiled.blocks.values():
-        block.forward = torch.compile(  # type: ignore[method-assign]
+        block.forward = torch.compile(
             block.forward, fullgraph=True, dynamic=False, backend=compiler
         )
     assert len(compiled.blocks) > 1
@@ -68,7 +68,7 @@ def test_a_compiled_block_may_be_recomputed(recompute: bool) -> None:
         model = initialized(config, seed=2, layers=range(1, 3), recompute_blocks=recompute)
         if compiles:
             for block in model.blocks.values():
-                block.forward = torch.compile(  # type: ignore[method-assign]
+                block.forward = torch.compile(
                     block.forward, fullgraph=True, dynamic=False, backend="aot_eager"
                 )
         torch.manual_seed(0)

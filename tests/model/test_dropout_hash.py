@@ -23,6 +23,7 @@ def dropout(probability: float = 0.1, *, name: str = "blocks.0.x", seed: int = 1
 
 def hashes(layer: SampleDropout, sample: int = 4) -> Tensor:
     """(ROWS, COLUMNS) of one sample."""
+    assert layer.key is not None
     words = row_words(layer.key, torch.tensor([sample]), range(ROWS), full_rows=ROWS)
     return element_hashes(words, COLUMNS)[0]
 

@@ -5,8 +5,9 @@ every pair of values of any two settings at least once (pairwise covering, Cohen
 import itertools
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from typing import Any
 
-Row = dict[str, object]
+Row = dict[str, Any]
 Pair = tuple[tuple[str, object], tuple[str, object]]
 
 LAYOUTS = [
@@ -30,7 +31,7 @@ SETTINGS: Mapping[str, tuple[object, ...]] = {
 }
 
 
-def is_possible(row: Mapping[str, object]) -> bool:
+def is_possible(row: Mapping[str, Any]) -> bool:
     """Whether a (partial) row can be run: sequence parallelism needs a tensor axis."""
     layout = row.get("layout")
     return not (row.get("sequence_parallel") and layout is not None and layout[2] == 1)

@@ -111,6 +111,7 @@ def every_tensor_rank_reports_its_loss() -> AbstractContextManager[None]:
 
 def a_bias_is_added_on_every_tensor_rank() -> AbstractContextManager[None]:
     def add_then_sum(self: RowParallelLinear, x: Tensor) -> Tensor:
+        assert self.bias is not None
         return reduce_from_tensor_axis(x @ self.weight.T + self.bias, self.axis)
 
     return replaced(RowParallelLinear, "forward", lambda _: add_then_sum)
@@ -175,7 +176,7 @@ ZERO1 = {"zero_optimization": {"stage": 1}}
 ZERO3 = {"zero_optimization": {"stage": 3}}
 DROPOUT = {"model": {"attention_dropout": 0.2}}
 QK_NORM = {"model": {"qk_norm": True}}
-RESET = {"data": {"reset_at_documents": True}}
+RESET: dict[str, Any] = {"data": {"reset_at_documents": True}}
 
 MUTATIONS: dict[Callable[[], AbstractContextManager[None]], tuple[dict[str, Any], Shows]] = {
     the_norm_counts_both_copies_of_a_tied_weight: ({"pp": 2, **ZERO3}, in_norms),

@@ -35,6 +35,7 @@ def pipeline(launch: LaunchEnvironment) -> ParallelContext:
 def connect(
     context: ParallelContext, shape: tuple[int, ...] = (2, 3), dtype: torch.dtype = torch.float32
 ) -> Neighbours:
+    assert context.pp_group is not None
     return Neighbours.connect(
         context.pp_group,
         before=context.previous_rank,

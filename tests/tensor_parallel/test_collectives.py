@@ -128,8 +128,8 @@ def sum_two(launch: LaunchEnvironment) -> tuple[Tensor, Tensor]:
 
 def test_the_gradients_of_several_parameters_are_summed_each_by_itself(pool: RankPool) -> None:
     for weight, bias in pool.run(4, sum_two):
-        assert torch.equal(weight, sum(of_rank(r, 3, 4).T for r in range(4)))
-        assert torch.equal(bias, sum(of_rank(r, 4) for r in range(4)))
+        assert torch.equal(weight, sum((of_rank(r, 3, 4).T for r in range(4)), torch.zeros(())))
+        assert torch.equal(bias, sum((of_rank(r, 4) for r in range(4)), torch.zeros(())))
 
 
 def sum_shared(launch: LaunchEnvironment, replicas: int) -> Tensor:
@@ -151,7 +151,7 @@ def test_shared_rows_are_summed_over_the_ranks_that_hold_them_alone(
 ) -> None:
     gradients = pool.run(4, sum_shared, replicas)
     for ranks in neighbours:
-        total = sum(of_rank(rank, 5, 2)[3:] for rank in ranks)
+        total = sum((of_rank(rank, 5, 2)[3:] for rank in ranks), torch.zeros(()))
         for rank in ranks:
             assert torch.equal(gradients[rank][:3], of_rank(rank, 5, 2)[:3])
             assert torch.equal(gradients[rank][3:], total)

@@ -75,8 +75,8 @@ def test_the_stage_with_the_head_starts_with_the_same_bits(config: ModelConfig) 
     stage, shards = materialized(config, 1, 2, range(2, layer_count(config)))
     assert stage.head is not None and stage.embedding is None
     shard = shards["head.output.weight"]
-    expected = part_of(plain.head.output.weight, shard)
-    assert torch.equal(stage.head.output.weight[: shard.logical_rows], expected)
+    expected = part_of(plain.head.get_parameter("output.weight"), shard)
+    assert torch.equal(stage.head.get_parameter("output.weight")[: shard.logical_rows], expected)
 
 
 @every_config
@@ -123,7 +123,7 @@ def test_an_axis_of_one_rank_is_the_plain_model_bit_for_bit(config: ModelConfig)
 def test_a_module_without_a_row_in_the_table_is_refused() -> None:
     with torch.device("meta"):
         model = GPT(gpt2())
-        model.blocks["0"].attention.gate = nn.Linear(32, 4, bias=False)
+        model.get_submodule("blocks.0.attention").gate = nn.Linear(32, 4, bias=False)
     with pytest.raises(LookupError, match=r"attention.gate.weight has no row in .*add one"):
         parallelize(model, gpt2(), TensorAxis(None, 0, 2))
 
@@ -131,7 +131,7 @@ def test_a_module_without_a_row_in_the_table_is_refused() -> None:
 def test_a_module_that_is_not_made_from_its_row_is_refused() -> None:
     with torch.device("meta"):
         model = GPT(gpt2())
-        model.blocks["0"].mlp.up = nn.Linear(32, 96)
+        model.get_submodule("blocks.0.mlp").up = nn.Linear(32, 96)
     with pytest.raises(ValueError, match=r"mlp.up.weight has the shape \(96, 32\), but its row"):
         parallelize(model, gpt2(), TensorAxis(None, 0, 2))
 

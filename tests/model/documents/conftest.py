@@ -7,7 +7,7 @@ from megaspeed.config.model import ModelConfig
 from tests.model.documents.packed_rows import SHAPES, stock_of
 
 
-@pytest.fixture(params=SHAPES.values(), ids=SHAPES.keys())
+@pytest.fixture(params=SHAPES.values(), ids=list(SHAPES))
 def config(request: pytest.FixtureRequest) -> ModelConfig:
     shape: ModelConfig = request.param
     return shape

@@ -78,7 +78,7 @@ def test_without_documents_neither_mask_nor_positions_are_made(
     masks: list[object] = []
     fused = torch.nn.functional.scaled_dot_product_attention
 
-    def watched(*args: Tensor, **kwargs: Any) -> Tensor:
+    def watched(*args: Any, **kwargs: Any) -> Tensor:
         masks.append((kwargs["attn_mask"], kwargs["is_causal"]))
         return fused(*args, **kwargs)
 
