@@ -28,11 +28,11 @@ _COUNT = (0, -3, 2.5, "7", True, [], {}, *_RAW)
 _NATURAL = (-1, 1.5, "1", True, [], *_RAW)
 _POSITIVE = (0, -1e-3, "1e-3", True, [], {}, *_RAW)
 _FRACTION = (-0.1, 1, 1.5, "0.1", True, [], *_RAW)
-_BOOLEAN = (1, 0, "true", "yes", [], {}, 0.0)
-_CHOICE = ("nonsense", "", 3, True, [], {})
-_PATH = (3, True, {}, "", "a\0b", "n" * 300, "a/" * 3000)
-_SOURCES = ("one.txt", 3, {}, [], [3], [""], ["a\0b"], [{}], [{"path": 3}], ["/no/such/file"])
-_RATES = ([0.9], [0.9, 1.0], [0.9, "x"], 0.9, {}, [0.9, 0.95, 0.99], ["<NaN>", 0.9])
+_BOOLEAN: Any = (1, 0, "true", "yes", [], {}, 0.0)
+_CHOICE: Any = ("nonsense", "", 3, True, [], {})
+_PATH: Any = (3, True, {}, "", "a\0b", "n" * 300, "a/" * 3000)
+_SOURCES: Any = ("one.txt", 3, {}, [], [3], [""], ["a\0b"], [{}], [{"path": 3}], ["/no/such/file"])
+_RATES: Any = ([0.9], [0.9, 1.0], [0.9, "x"], 0.9, {}, [0.9, 0.95, 0.99], ["<NaN>", 0.9])
 
 _BAD_VALUES: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(
@@ -385,7 +385,8 @@ class Workshop:
         yield Bad("an empty --config", ("--config", ""))
 
     def _extends(self) -> Iterator[Bad]:
-        for parent in (3, ["a.json"], {}, True, "", "a\0b", "n" * 300, "no.json", ".", "\ud800"):
+        parents: Any = (3, ["a.json"], {}, True, "", "a\0b", "n" * 300, "no.json", ".", "\ud800")
+        for parent in parents:
             yield self._bad(f"extends {parent!r:.20}", {**self.good, "extends": parent})
         circle = self.write({})
         _write(circle, {"extends": str(circle)})

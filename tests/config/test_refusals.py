@@ -148,7 +148,8 @@ def test_every_monitor_of_deepspeeds_is_refused() -> None:
 def test_a_monitor_is_refused_where_it_is_enabled_and_harmless_where_it_is_not(
     monitor: str,
 ) -> None:
-    message = only_problem(**{monitor: {"enabled": True, "project": "x"}})
+    enabled: dict[str, Any] = {monitor: {"enabled": True, "project": "x"}}
+    message = only_problem(**enabled)
     assert message.startswith(f"{monitor} cannot be used here: ") and "metrics.jsonl" in message
     assert only_problem(f"{monitor}.enabled=true") == message
     for off in ({"enabled": False, "project": "x"}, {"project": "x"}, {}, None):

@@ -50,7 +50,7 @@ def saved(pool: RankPool, tmp_path_factory: pytest.TempPathFactory, cache: Path)
     return only_checkpoint(folder)
 
 
-REFUSED = {
+REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
     "heads": (
         {"model": {"num_attention_heads": 2}},
         ["model.num_attention_heads was 4 and is 2; set it back, or start a new run"],
@@ -112,6 +112,7 @@ def test_samples_of_another_length_are_counted_by_their_tokens(
     pool: RankPool, saved: Path, length: int, samples: int
 ) -> None:
     state = RunState.read(saved)
+    assert state.data is not None
     data = state.data.model_copy(update={"sequence_length": length})
     assert resumed_progress(state, data).samples == samples
 

@@ -98,9 +98,9 @@ def test_a_resumed_run_prints_its_first_step_and_the_loss_beside_the_saved_one(
 
 
 def test_the_stages_parameters_add_up_to_the_model_whatever_the_layout() -> None:
-    for changes in ({}, {"model": {"tie_word_embeddings": False}}):
-        (whole,) = parameters_of_stages(tiny_run(TEXT, **changes))
-        assert sum(parameters_of_stages(tiny_run(TEXT, pp=4, **changes))) == whole
+    for model in ({}, {"tie_word_embeddings": False}):
+        (whole,) = parameters_of_stages(tiny_run(TEXT, model=model))
+        assert sum(parameters_of_stages(tiny_run(TEXT, pp=4, model=model))) == whole
 
 
 def test_the_summary_gives_the_last_figures() -> None:

@@ -44,7 +44,7 @@ def test_srun_that_shows_each_rank_its_own_gpu_alone_loses_nvlink() -> None:
         (BY_TORCHRUN, {"threads": 1}),  # nothing is computed on the CPU
     ],
 )
-def test_other_launches_are_fine(launch: LaunchEnvironment, machine: dict[str, int]) -> None:
+def test_other_launches_are_fine(launch: LaunchEnvironment, machine: dict[str, Any]) -> None:
     assert warnings(launch, **machine) == []
 
 

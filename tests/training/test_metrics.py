@@ -69,8 +69,8 @@ def test_what_the_file_holds_already_stays(tmp_path: Path) -> None:
     assert [record["step"] for record in records] == [1, 2]
 
 
-def steps_on_a_disk_that_is_full_for_a_while(launch: LaunchEnvironment, file: Path) -> list[str]:
-    """Names of what there is of steps 1 to 4 in the file, of which 2 and 3 found no room."""
+def steps_on_a_disk_that_is_full_for_a_while(launch: LaunchEnvironment, file: Path) -> list[int]:
+    """Numbers of what there is of steps 1 to 4 in the file, of which 2 and 3 found no room."""
     _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
     with MetricsFile(file) as metrics:
         metrics.write(step_metrics(step=1))

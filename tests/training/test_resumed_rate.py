@@ -16,7 +16,7 @@ from tests.checkpoint.written import run_state
 from tests.support.tiny import tiny_run
 
 TEXT = Path(__file__).parents[2] / "LICENSE"
-COSINE = {"type": "WarmupCosineLR", "params": {"warmup_num_steps": 10}}
+COSINE: dict[str, Any] = {"type": "WarmupCosineLR", "params": {"warmup_num_steps": 10}}
 STEPS, SAVED = 100, 60
 
 
@@ -57,12 +57,12 @@ def test_keys_that_this_version_does_not_know_hide_nothing() -> None:
 
 
 def test_what_the_warning_says_keeps_the_rate() -> None:
-    params = {**COSINE["params"], "total_num_steps": 100}  # type: ignore[dict-item]
+    params = {**COSINE["params"], "total_num_steps": 100}
     kept = run_of(200, {**COSINE, "params": params})
     assert rate_change(saved_by(run_of()), kept) is None
 
 
-LR_2E_3 = {"optimizer": {"params": {"lr": 2e-3}}}
+LR_2E_3: dict[str, Any] = {"optimizer": {"params": {"lr": 2e-3}}}
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import io
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -113,7 +114,7 @@ def test_a_grid_that_is_too_wide_is_shown_in_parts() -> None:
         *(("dp", kind) for kind in ("all_gather", "all_reduce", "reduce_scatter")),
         *(("tp", kind) for kind in ("all_gather", "all_reduce", "reduce_scatter")),
     ]
-    sent = {("pp", "send"): 900 * 2**20, **dict.fromkeys(kinds, 13 * 2**20)}
+    sent: dict[Any, int] = {("pp", "send"): 900 * 2**20, **dict.fromkeys(kinds, 13 * 2**20)}
     wide = trained(zero_2()[0])
     wide = replace(wide, ranks=[replace(each, traffic=sent) for each in wide.ranks])
     text = io.StringIO()

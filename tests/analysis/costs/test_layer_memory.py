@@ -20,7 +20,7 @@ from tests.support.tiny import GPT2, LLAMA, tiny_run
 
 TEXT = Path(__file__)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-BF16 = {"bf16": {"enabled": True}}
+BF16: dict[str, Any] = {"bf16": {"enabled": True}}
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4])
@@ -96,7 +96,7 @@ def run_block(run: Run, precision: str) -> tuple[int, int, int]:
 def test_a_block_really_keeps_this(
     shape: dict[str, Any], changes: dict[str, Any], precision: str, reset: bool
 ) -> None:
-    bf16 = {"bf16": {"enabled": precision == "bf16"}}
+    bf16: dict[str, Any] = {"bf16": {"enabled": precision == "bf16"}}
     data = {"reset_at_documents": reset}
     run = tiny_run(TEXT, model={**shape, **changes}, data=data, **bf16)
     predicted = block_memory(run, Shapes.of(run, "cpu"))
@@ -140,7 +140,7 @@ def test_attention_dropout_keeps_two_square_matrices_and_no_mask(
 @pytest.mark.parametrize("shape", [GPT2, LLAMA], ids=["gpt2", "llama"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_residual_dropout_keeps_nothing(shape: dict[str, Any], precision: str) -> None:
-    bf16 = {"bf16": {"enabled": precision == "bf16"}}
+    bf16: dict[str, Any] = {"bf16": {"enabled": precision == "bf16"}}
     without, dropping = (
         tiny_run(TEXT, model={**shape, "residual_dropout": p}, **bf16) for p in (0.0, 0.1)
     )

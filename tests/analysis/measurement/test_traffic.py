@@ -50,7 +50,7 @@ def one_of_each(context: ParallelContext) -> None:
     dist.reduce(numbers, 0, group=context.dp_group)
     dist.broadcast(numbers, 0, group=context.dp_group)
     functional.all_reduce(numbers, "sum", context.dp_group).wait()
-    functional.all_gather_single(part, 0, context.dp_group).wait()
+    functional.all_gather_single(part, 0, context.dp_group).wait()  # type: ignore[attr-defined]
     functional.reduce_scatter_single(numbers, "sum", 0, context.dp_group).wait()
     dist.barrier(group=context.dp_group)
 

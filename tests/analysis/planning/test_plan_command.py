@@ -136,9 +136,10 @@ def test_4480_ranks_take_seconds_and_less_than_a_gigabyte(
     what_if: tuple[str, ...], seconds: float
 ) -> None:
     """Seconds of a processor, so that it holds on a busy machine too."""
-    command = [Path(sys.executable).with_name("megaspeed"), "plan", "--world-size", "4480"]
-    options = ["--config", FOLDER / "mt_nlg_530b.json", "--device", "a100-80gb"]
-    child = subprocess.Popen([*command, *options, *what_if], stdout=subprocess.DEVNULL)
+    command: list[str | Path] = [Path(sys.executable).with_name("megaspeed"), "plan"]
+    command += ["--config", FOLDER / "mt_nlg_530b.json", "--device", "a100-80gb"]
+    command += ["--world-size", "4480", *what_if]
+    child = subprocess.Popen(command, stdout=subprocess.DEVNULL)
     _, status, used = os.wait4(child.pid, 0)
     child.returncode = os.waitstatus_to_exitcode(status)
     assert child.returncode == 0

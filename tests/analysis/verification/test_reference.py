@@ -31,12 +31,8 @@ def by_hand(run: Run, corpus: PreparedCorpus) -> tuple[list[float], dict[str, to
     initialize(model, run.config.model, run.config.training.seed)
     matrices = [p for p in model.parameters() if p.dim() == 2]
     vectors = [p for p in model.parameters() if p.dim() == 1]
-    optimizer = torch.optim.AdamW(
-        [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}],
-        lr=1e-3,
-        betas=(0.9, 0.95),
-        weight_decay=0.1,
-    )
+    groups: list[dict[str, Any]] = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1)
     losses = []
     for step in range(STEPS):
         batch = whole_batch(run, corpus, step)

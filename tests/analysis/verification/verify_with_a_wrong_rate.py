@@ -16,7 +16,7 @@ def wrong(inputs: StepInputs, steps_taken: int) -> float:
     return right(inputs, steps_taken) * (1.5 if steps_taken else 1.0)
 
 
-StepInputs.learning_rate = wrong  # type: ignore[method-assign]
+StepInputs.learning_rate = wrong  # type: ignore[assignment]
 
 if __name__ == "__main__":
     sys.exit(main(["verify", *sys.argv[1:]]))

@@ -15,7 +15,7 @@ def keep_to_oneself(engine: ZeroEngine) -> None:
     """What a pipeline stage does with its share of the embedding's gradient."""
 
 
-ZeroEngine.reduce_tied_gradients = keep_to_oneself  # type: ignore[method-assign]
+ZeroEngine.reduce_tied_gradients = keep_to_oneself  # type: ignore[assignment]
 
 if __name__ == "__main__":
     sys.exit(main(["verify", *sys.argv[1:]]))

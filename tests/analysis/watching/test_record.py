@@ -15,7 +15,7 @@ def test_a_run_that_is_over_is_read_whole(tmp_path: Path) -> None:
     run = read_run(written_run(tmp_path / "run", resumed_at=30))
     assert list(run.steps) == list(range(1, 61))
     assert run.steps[60].loss == loss_at(60)
-    assert run.steps[60].peak_memory_bytes == (2**20, 3 * 2**20)
+    assert run.steps[60].peak_memory_bytes == (2.0**20, 3 * 2.0**20)
     assert list(run.validations) == [20, 40, 60]
     assert [(start.step, start.layout) for start in run.starts] == [
         (0, "pp 2 x dp 2 x tp 1, ZeRO-0"),
