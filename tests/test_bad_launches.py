@@ -50,8 +50,8 @@ def launched(launcher: str, folder: Path, *options: str) -> Launched:
     assert (processor_seconds() - before) / 2 < MOST_SECONDS
     assert ended.code == (1 if launcher == "torchrun" else 2), ended.out + ended.err
     # torchrun ends with a traceback of its own files; .venv may lie in the root.
-    for ours in ("megaspeed", "scripts"):
-        assert f'File "{ROOT / ours}' not in ended.out + ended.err, ended.err
+    for part in ("megaspeed", "scripts"):
+        assert f'File "{ROOT / part}' not in ended.out + ended.err, ended.err
     assert not (folder / "runs").exists() and not (folder / "cache").exists()
     return ended
 

@@ -63,7 +63,7 @@ def test_all_is_fine(
     tmp_path: Path,
 ) -> None:
     config = lay_out(tmp_path, parallel=degrees)
-    options = ["doctor", "--config", config, "--json", tmp_path / "doctor.json"]
+    options: list[str | Path] = ["doctor", "--config", config, "--json", tmp_path / "doctor.json"]
     launched = launch([*command, *options], tmp_path, tmp_path / "runs")
     assert launched.code == 0, launched.out + launched.err
     assert "wrong" not in launched.out

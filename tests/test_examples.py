@@ -68,7 +68,7 @@ class Slurm:
         for name, text in {"srun": SRUN, "scontrol": SCONTROL}.items():
             (programs / name).write_text(text)
             (programs / name).chmod(0o755)
-        config = {
+        config: dict[str, Any] = {
             "model": GPT2,
             "data": {"train": [str(ROOT / "LICENSE")], "validation_fraction": 0},
             "training": {"steps": 100_000, "run_dir": str(self.run_dir)},

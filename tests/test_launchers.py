@@ -25,7 +25,7 @@ STEPS = 4
 FIRST_STEP_SECONDS = 15.0
 """On a machine that does nothing else, with a core for each rank."""
 
-TINY = {
+TINY: dict[str, Any] = {
     "model": GPT2,
     "data": {"train": [str(TEXT)], "validation": [str(SCRIPT)], "sequence_length": 16},
     "training": {"steps": STEPS, "log_interval": 1},

@@ -169,8 +169,8 @@ def test_wrong_input_is_not_tried_again(tmp_path: Path, launcher: str) -> None:
 def test_a_supervisor_that_dies_takes_all_with_it(tmp_path: Path, victim: int) -> None:
     """No launcher is there that would end the others."""
     port = str(free_port())
-    same = (*SAVES, "training.restart=2", f"training.run_dir={tmp_path / 'run'}")
-    same += ("training.hang_timeout_seconds=15",)
+    limit = "training.hang_timeout_seconds=15"
+    same = (*SAVES, "training.restart=2", f"training.run_dir={tmp_path / 'run'}", limit)
     jobs = [
         alone(tmp_path / str(rank), *same, MASTER_PORT=port, RANK=str(rank), LOCAL_RANK=str(rank))
         for rank in range(2)

@@ -96,7 +96,7 @@ class PaperEvent:
         return 1.0  # milliseconds; DeepSpeed divides by it
 
 
-class PaperAccelerator(CPU_Accelerator):  # type: ignore[misc]
+class PaperAccelerator(CPU_Accelerator):
     """Takes DeepSpeed's CUDA branches on a CPU.
 
     Attributes:

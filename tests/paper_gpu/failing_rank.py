@@ -41,8 +41,8 @@ def fail_in_the_second_step() -> None:
 
 
 if __name__ == "__main__":
-    dist.destroy_process_group = block_for_ever
-    context._abort_process_group = block_for_ever  # type: ignore[assignment]
+    dist.destroy_process_group = block_for_ever  # type: ignore[assignment]
+    context._abort_process_group = block_for_ever  # type: ignore[attr-defined, assignment]
     failing, *sys.argv[1:] = sys.argv[1:]
     if os.environ["RANK"] == failing:
         fail_in_the_second_step()

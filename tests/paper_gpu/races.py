@@ -73,7 +73,7 @@ class RaceFinder(TorchDispatchMode):
         stream = self._accelerator.current_stream()
         size = tensor.element_size()
         last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
-        start = tensor.storage_offset() * size
+        start = int(tensor.storage_offset()) * size
         own = _Access(
             start,
             start + (last + 1) * size,

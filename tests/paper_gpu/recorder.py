@@ -6,6 +6,7 @@ import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 
 import torch
@@ -144,14 +145,14 @@ def _stays_on_host(kwargs: Mapping[str, Any]) -> bool:
 
 def caller() -> str:
     """The nearest place in megaspeed's or DeepSpeed's code, as file:line function."""
-    frame = sys._getframe(1)
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename
         if any(part in file for part in _OURS) and "/tests/" not in file:
             package = next(part for part in _OURS if part in file)
             where = file[file.rindex(package) + 1 :]
             return f"{where}:{frame.f_lineno} {frame.f_code.co_name}"
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return "elsewhere"
 
 

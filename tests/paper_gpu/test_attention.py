@@ -43,7 +43,8 @@ class Operand:
 
     @classmethod
     def of(cls, tensor: Tensor) -> "Operand":
-        return cls(tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.storage_offset())
+        offset = int(tensor.storage_offset())
+        return cls(tensor.dtype, tuple(tensor.shape), tensor.stride(), offset)
 
 
 @dataclass(frozen=True)

@@ -63,11 +63,11 @@ def run_two_stages(folder: Path) -> list[Rank]:
     together |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "tests.paper_gpu.failing_rank", "1", "--config", str(config)]
     ranks = []
-    for rank in ("0", "1"):
+    for number in ("0", "1"):
         process = subprocess.Popen(
             command,
             cwd=ROOT,
-            env={**os.environ, **together, "RANK": rank, "LOCAL_RANK": rank},
+            env={**os.environ, **together, "RANK": number, "LOCAL_RANK": number},
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             text=True,

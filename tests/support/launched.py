@@ -130,7 +130,7 @@ def _watch(
             first_step = _processor_seconds(process.pid)
             after_first_step(process.pid)
         if now - start > _TIMEOUT_SECONDS:
-            raise TimeoutError(f"{process.args} did not end within {_TIMEOUT_SECONDS} s")
+            raise TimeoutError(f"{process.args!r} did not end within {_TIMEOUT_SECONDS} s")
         time.sleep(_POLL_SECONDS)
     return first_step
 

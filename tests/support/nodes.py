@@ -120,7 +120,7 @@ def _namespaces(folders: list[Path]) -> Iterator[list[tuple[str, ...]]]:
             _system("ip", "-n", name, "link", "set", end, "up")
             _system("ip", "-n", name, "link", "set", "lo", "up")
             _system("ip", "-n", name, "route", "add", "default", "dev", end)
-        enters = []
+        enters: list[tuple[str, ...]] = []
         for index, name in enumerate(names):
             # In a mount namespace of its own: the other node's folder is covered.
             hidden = shlex.quote(str(folders[1 - index]))

@@ -41,7 +41,8 @@ def merge(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
 
 def short_documents(text: Path, folder: Path) -> Path:
     """The words of `text` as documents of 1 to 7 words in JSON lines: most rows hold a few."""
-    words, documents, start = text.read_text().split(), [], 0
+    documents: list[str] = []
+    words, start = text.read_text().split(), 0
     while start < len(words):
         length = 1 + len(documents) * 3 % 7
         documents.append(" ".join(words[start : start + length]))
