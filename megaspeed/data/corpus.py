@@ -328,7 +328,10 @@ def _build(cache: Cache, data: DataConfig, vocab_size: int, selection: Selection
 
 
 def _span(file: TokenFile | None, cut: Cut | None) -> tuple[int, int] | None:
-    """The tokens at the end of a document that are held out: at least one, and not all."""
+    """The range of tokens at the end of the cut document that are held out for validation.
+
+    It has at least one token, but not all of them. None if no document of this share is cut.
+    """
     if file is None or cut is None:
         return None
     first, stop = document_span(file, cut.document)

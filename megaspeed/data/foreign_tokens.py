@@ -296,7 +296,7 @@ class MegatronIndex:
             if len(wrong):
                 first = int(wrong[0])
                 raise DataError(
-                    f"sequences must be consecutive, and by {self.path} sequence {start + first} "
+                    f"sequences must be consecutive, but in {self.path} sequence {start + first} "
                     f"begins at byte {int(self.pointers[start + first])} instead of "
                     f"{int(begins[first])}; write the dataset again with Megatron's builder"
                 )
@@ -306,14 +306,14 @@ class MegatronIndex:
         bounds = self.document_bounds
         if len(bounds) < 2 or bounds[0] != 0 or bounds[-1] != self.sequences:
             raise DataError(
-                f"documents must hold all {self.sequences} sequences, and by {self.path} they "
+                f"documents must hold all {self.sequences} sequences, but in {self.path} they "
                 f"hold {bounds[:1].tolist()} to {bounds[-1:].tolist()}; write the dataset again"
             )
         for start in range(0, len(bounds), _CHECKED_AT_ONCE):
             falls = np.flatnonzero(np.diff(bounds[start : start + _CHECKED_AT_ONCE + 1]) < 0)
             if len(falls):
                 raise DataError(
-                    f"documents must be in order, and by {self.path} document "
+                    f"documents must be in order, but in {self.path} document "
                     f"{start + int(falls[0])} ends before it begins; write the dataset again"
                 )
 

@@ -69,13 +69,13 @@ class Component:
 
     @property
     def fingerprint(self) -> str:
-        """That of a single file; of several, sha256 over their fingerprints, in order."""
+        """The fingerprint of a single file; sha256 over the fingerprints of several, in order."""
         fingerprints = [file.index.corpus_fingerprint for file in self.files]
         return fingerprints[0] if len(fingerprints) == 1 else _hash(fingerprints)
 
     @property
     def tokens(self) -> int:
-        """Of all files."""
+        """Number of tokens in all files."""
         return sum(file.index.tokens for file in self.files)
 
     def first_sequences(self, sequence_length: int) -> list[int]:
@@ -99,17 +99,17 @@ class Mixture:
 
     @property
     def files(self) -> tuple[TokenFile, ...]:
-        """Of all components."""
+        """The files of all components."""
         return tuple(file for component in self.components for file in component.files)
 
     @property
     def tokens(self) -> int:
-        """Of all components."""
+        """Number of tokens in all components."""
         return sum(component.tokens for component in self.components)
 
     @property
     def fingerprint(self) -> str:
-        """That of a single component; of several, sha256 over (weight, fingerprint) of each."""
+        """The fingerprint of a single component; sha256 over (weight, fingerprint) of several."""
         entries = [(component.weight, component.fingerprint) for component in self.components]
         return entries[0][1] if len(entries) == 1 else _hash(entries)
 

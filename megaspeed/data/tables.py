@@ -282,7 +282,7 @@ class NamedDataset(TextFormat):
 def _pieces_of_dataset(
     path: Path, dataset: Any, column: str, bytes_per_row: float, on_bad: OnBad
 ) -> Iterator[Piece]:
-    """Of a Dataset or an IterableDataset."""
+    """The texts in a column of a Dataset or an IterableDataset."""
     names = dataset.column_names  # None if a stream does not know them beforehand
     if names is not None:
         if column not in names:
