@@ -236,9 +236,9 @@ class ZeroEngine:
         Args:
             loss: this rank's part of the loss, a scalar; None if it has none. If it is not finite
                 on any rank, all ranks skip the step.
-            learning_rate: of this step, for all parameter groups.
-            notes: returns numbers for the other ranks, the same number on every rank. Called after
-                all gradients are reduced.
+            learning_rate: the rate of this step, for all parameter groups.
+            notes: returns numbers to send to the other ranks. All ranks return equally many. Called
+                after all gradients are reduced.
         """
         for group in self._optimizer.param_groups:
             group["lr"] = learning_rate
