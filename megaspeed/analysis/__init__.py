@@ -1,1 +1,1 @@
-"""Runs looked at from outside: compared with one process, measured, predicted."""
+"""Analysis of runs: comparison with one process, measurement, and prediction."""

@@ -1,4 +1,4 @@
-"""Samples of the training stream: where each is read, its ids and its text."""
+"""Shows samples of the training stream: where each is in the data, its ids and its text."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ class ShownSample:
         sample: its index in the stream.
         source: the component it is drawn from, as the configuration names it.
         component: the component's number.
-        draw: how many earlier samples are from that component.
-        epoch: of the component.
-        sequence: of the component, counted over its files.
-        file: where its tokens are.
-        first_token: in that file.
+        draw: number of earlier samples from that component.
+        epoch: the epoch of the component.
+        sequence: the sequence's number within the component, counted over all its files.
+        file: the file with its tokens.
+        first_token: the index of its first token in that file.
         ids: the S tokens and the target of the last one.
         text: the ids decoded; None if no tokenizer is known.
     """
@@ -46,7 +46,7 @@ class ShownSample:
     text: str | None
 
     def as_json(self) -> dict[str, Any]:
-        """Everything, in full length."""
+        """All fields, with complete ids and text."""
         return asdict(self)
 
 

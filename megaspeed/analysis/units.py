@@ -28,7 +28,7 @@ class Unit:
         return f"{number / self.size:,.2f}"
 
     def of(self, number: int) -> str:
-        """The same, but without decimals from 1,000 on.
+        """The same as ``text``, but without decimals if it is 1,000 or more.
 
         >>> GIB.of(3 * 2**29)
         '1.50'
@@ -46,12 +46,12 @@ GB, MB, KB = (Unit(name=f"{k}B", size=10**n) for k, n in (("G", 9), ("M", 6), ("
 
 
 def memory_unit(numbers: Iterable[int]) -> Unit:
-    """GiB, MiB or KiB: the first of which the largest number has at least one."""
+    """The largest of GiB, MiB and KiB that does not exceed the largest number; KiB if all do."""
     return _unit(numbers, (GIB, MIB, KIB))
 
 
 def traffic_unit(numbers: Iterable[int]) -> Unit:
-    """GB, MB or kB: the first of which the largest number has at least one."""
+    """The largest of GB, MB and kB that does not exceed the largest number; kB if all do."""
     return _unit(numbers, (GB, MB, KB))
 
 
@@ -61,7 +61,7 @@ def _unit(numbers: Iterable[int], units: tuple[Unit, ...]) -> Unit:
 
 
 def readable_memory(number: int) -> str:
-    """Bytes in the unit that suits them.
+    """Bytes in GiB, MiB or KiB, with the unit's name.
 
     >>> readable_memory(3 * 2**19)
     '1.50 MiB'
@@ -70,7 +70,7 @@ def readable_memory(number: int) -> str:
 
 
 def short_count(number: int) -> str:
-    """A count in four digits.
+    """A count with four significant digits.
 
     >>> short_count(174_604_259_328)
     '174.6B'
@@ -95,7 +95,7 @@ def counted(number: int, thing: str) -> str:
 
 
 def table_of(*, left: Sequence[str] = (), right: Sequence[str] = ()) -> Table:
-    """A table with columns of words, then columns of numbers, and one line under the headings."""
+    """A table whose ``left`` columns hold words and whose ``right`` columns hold numbers."""
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
     for heading in left:
         table.add_column(heading, no_wrap=True)

@@ -35,7 +35,6 @@ class Box:
 
     @property
     def elements(self) -> int:
-        """The number of elements."""
         return prod(self.sizes)
 
     def __str__(self) -> str:

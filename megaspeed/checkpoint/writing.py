@@ -172,8 +172,9 @@ class WrittenPieces:
     """The files that one process has written, and the place of each piece in them.
 
     Attributes:
-        files: name -> seal of each file.
-        places: tensor, its full shape, box, and place of each piece.
+        files: name -> size and checksum of each file.
+        places: for each piece, its tensor, the tensor's full shape, the box of the piece in the
+            tensor, and its place in a file.
     """
 
     files: dict[str, FileSeal] = field(default_factory=dict)
@@ -189,7 +190,7 @@ def write_pieces(
         folder: an existing folder.
         pieces: fp32; taken one by one.
         rank: a number of this process that no other process of the save has.
-        file_bytes: begins a new file after so many bytes; one file if omitted.
+        file_bytes: starts a new file when the current one has this size; one file if omitted.
 
     Raises:
         OSError: a file could not be written.

@@ -3,13 +3,13 @@
 Data flows from top to bottom, and a file imports only from files above it:
 
     errors          the one error of bad data
-    pieces          what a format yields: documents in pieces, and bad records
+    pieces          the output of each format: documents in pieces, and bad records
     text_files      plain text and JSON lines; archives
     tables          Parquet, and datasets of the `datasets` library
     sources         what `data.train` lists -> files and their formats
     documents       files -> documents by hash -> training | validation
     tokenizer       load, save and train a tokenizer
-    cache           sealed files, one writer at a time
+    cache           files with checksums on disk, one writer at a time
     token_file      ids on disk, mapped into memory
     encode          documents -> ids, for a run's start and for `megaspeed tokenize`
     token_folder    the folder that `megaspeed tokenize` writes

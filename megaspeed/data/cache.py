@@ -1,12 +1,12 @@
-"""The cache on disk: files that are complete and sealed, or built again.
+"""The cache on disk. A file is either complete and matches its checksum, or it is built again.
 
     payload    written under a temporary name, flushed to the disk, renamed
-    index      a small JSON beside it, written after it, with the payload's size and checksum, facts
-               about it, and a hash of itself
+    index      a small JSON file beside the payload, written after it: the payload's size and
+               checksum, facts about it, and a hash of the index itself
 
-A process may be killed at any moment: a payload without an index, or with an index that does not
-match it, is built again. What a running job has mapped stays valid, because renaming replaces the
-name and not the file.
+A process may be killed at any moment. If a payload has no index, or its index does not match, it
+is built again. Files that a running job has mapped stay valid, because renaming replaces only the
+name.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ def default_cache_dir(environ: Mapping[str, str]) -> Path:
 
 
 def cache_key(*parts: Any) -> str:
-    """32 hexadecimal digits that name an entry by everything it was made from (JSON values)."""
+    """The name of an entry: 32 hexadecimal digits, a hash of everything it was made from."""
     return hashlib.sha256(json.dumps(parts).encode("utf-8")).hexdigest()[:_KEY_DIGITS]
 
 
 @dataclass(frozen=True)
 class Cache:
-    """A folder of sealed files, shared by the processes of a machine.
+    """A folder of files with checksums, shared by the processes of a machine.
 
     Attributes:
         root: the folder.
@@ -64,7 +64,7 @@ class Cache:
 
     @contextmanager
     def lock(self) -> Iterator[None]:
-        """One process at a time writes. A thread that holds the lock may enter it again.
+        """A lock, because only one process may write at a time. A thread may enter it repeatedly.
 
         A process that waits for more than ten seconds reports once which process it waits for.
 
@@ -79,14 +79,14 @@ class Cache:
                     on_wait=self._report_wait if self.reports_waits else None,
                     reentrant=True,
                 )
-                if stack.enter_context(held):  # otherwise an outer block writes, without leftovers
+                if stack.enter_context(held):  # if not, an outer block has the lock
                     self._remove_leftovers()
             except OSError as error:
                 raise _cannot_write(self.root, error) from error
             yield
 
     def write(self, path: Path, fill: Callable[[BinaryIO], Facts]) -> None:
-        """Writes the payload `path` with `fill`, then its index. Only under `lock`.
+        """Writes the payload `path` with `fill`, then its index. The caller must hold `lock`.
 
         `fill` writes to the open file and returns facts for the index.
         """
@@ -99,7 +99,7 @@ class Cache:
         self.write_index(index_path(path), facts)
 
     def write_index(self, path: Path, facts: Facts) -> None:
-        """Writes facts alone, with a hash of themselves. Only under `lock`."""
+        """Writes facts without a payload, with their hash. The caller must hold `lock`."""
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             write_sealed(path, facts)
@@ -124,7 +124,7 @@ class Cache:
         )
 
     def _remove_leftovers(self) -> None:
-        """Files of killed processes. Others may keep files of their own in the folder."""
+        """Removes files of killed processes, and no other files, which may belong to the user."""
         for place in (f"*/{_ANY_KEY}*{TEMPORARY}", f"*/{_ANY_KEY}/*{TEMPORARY}"):
             for leftover in self.root.glob(place):
                 if leftover.is_file():
@@ -139,18 +139,18 @@ def remembered(
     read: Callable[[], Facts],
     purpose: str,
 ) -> Facts:
-    """`read()`, or what it returned when the files were as they are now.
+    """Returns `read()`, or its earlier result if the files have not changed since.
 
-    The facts are kept under the path, size, mtime and ctime of the files, and only if any later
-    change of a file must show in these.
+    The facts are stored under the path, size, mtime and ctime of the files. They are stored only if
+    any later change of a file is certain to change these.
 
     Args:
-        cache: where they are kept.
+        cache: the cache that stores the facts.
         kind: the folder of the cache for these facts.
-        version: of the facts; those of another version are not found.
-        files: everything that the facts depend on.
+        version: the version of the facts. Facts of other versions are ignored.
+        files: all files that the facts depend on.
         read: reads the files. Called under the cache's lock, so only once on a machine.
-        purpose: of the reading, for the log.
+        purpose: why the files are read, for the log.
     """
     path = cache.root / kind / f"{cache_key(version, [state_of(file) for file in files])}.json"
     facts = read_sealed(path)
@@ -175,7 +175,7 @@ def index_path(path: Path) -> Path:
 def _checksum(path: Path) -> str:
     """sha256 over a file of up to 64 MiB, or over 64 evenly spaced MiB of a larger one.
 
-    Bounded, so that thousands of ranks can check a file of any size when they start.
+    The size is bounded, so that thousands of ranks can check a file of any size at their start.
     """
     if path.stat().st_size <= _BLOCKS_CHECKED * _BLOCK_BYTES:
         return sha256_of(path)

@@ -1,13 +1,13 @@
-"""Sources to a corpus that is ready to train on: each machine prepares it once.
+"""Prepares a corpus from its sources. Each machine does this once.
 
     files of text    -> documents -> training | validation -> token files in the cache --+
     files of tokens  -> mapped as they are ----------------------------------------------+-> mixture
 
-Token files and tokenizers are kept in the cache under a key of everything they were made from. A
-*recipe* states which of them a configuration led to, so a warm start reads no text. Its key holds
-path, size, mtime and ctime of every file. A recipe is kept only if any later change of a file must
-show in these (`Selection.is_settled`). If a machine's clock is set back, a change may not show;
-then delete the cache.
+Token files and tokenizers are stored in the cache. Their key is a hash of everything they were
+made from. A *recipe* lists the cached files for a configuration, so a second start reads no text.
+Its key contains path, size, mtime and ctime of every file. A recipe is stored only if any later
+change of a file is certain to change these (`Selection.is_settled`). If the clock of a machine was
+set back, a change may be missed. Then delete the cache.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ from megaspeed.files.json_values import Facts, read_sealed
 
 logger = logging.getLogger(__name__)
 
-# Parts of the keys: raise one if the same input is to give other token files, another tokenizer
-# folder or other recipes.
+# Parts of the keys. Increment one if the code changes so that the same input gives other token
+# files, another tokenizer folder or other recipes.
 _TOKENS_FORMAT = 2
 _TOKENIZER_FORMAT = 2
 _RECIPE_FORMAT = 4
@@ -73,11 +73,11 @@ Parts = list[tuple[TokenFile, ...]]
 
 @dataclass(frozen=True)
 class PreparedCorpus:
-    """Everything that training needs to know about its data. Small; can be sent to processes.
+    """Everything that training needs to know about its data. It is small and can be pickled.
 
     Attributes:
-        train: what the training samples are drawn from.
-        validation: what is held out; None if nothing is.
+        train: the data of the training samples.
+        validation: the validation data; None if there is none.
         tokenizer: a folder with tokenizer.json and tokenizer_config.json in the cache; None if all
             sources are foreign token files and no tokenizer is named.
         sequence_length: S, tokens.
@@ -94,12 +94,12 @@ class PreparedCorpus:
 
     @property
     def fingerprint(self) -> str:
-        """Of the training data: the one in "sample i = f(seed, fingerprint, i)"."""
+        """The fingerprint of the training data, as in "sample i = f(seed, fingerprint, i)"."""
         return self.train.fingerprint
 
     @property
     def tokenizer_fingerprint(self) -> str | None:
-        """Of the tokenizer of the ids; None if no file states it."""
+        """The fingerprint of the tokenizer of the ids; None if no file states it."""
         stated = (file.index.tokenizer_fingerprint for file in self._files())
         return next((fingerprint for fingerprint in stated if fingerprint is not None), None)
 
@@ -122,9 +122,9 @@ class PreparedCorpus:
     def check(self, vocab_size: int) -> None:
         """Raises DataError with everything that prevents training on the corpus.
 
-        An id that the model does not have, a component without a sequence, files of different
-        tokenizers, and, if attention restarts at every document, a file whose end-of-text token is
-        not known.
+        This is: an id that the model does not have, a component without a complete sequence, and
+        files of different tokenizers. If attention restarts at every document, also a file whose
+        end-of-text token is unknown.
         """
         problems: list[str] = []
         reported: set[Path] = set()
@@ -200,17 +200,16 @@ def _extent(component: Component) -> str:
 def prepare_corpus(
     data: DataConfig, vocab_size: int, *, cache_dir: Path | None = None, reports_waits: bool = True
 ) -> PreparedCorpus:
-    """The corpus; tokenizes text only if this machine has not done so before.
+    """Prepares the corpus. Tokenizes text only if this machine has not done so before.
 
-    Any number of processes may call it at once. No process group is needed.
+    Any number of processes may call this at the same time. It needs no process group.
 
     Args:
         data: the `data` section.
-        vocab_size: `model.vocab_size`; token ids are below it.
-        cache_dir: where prepared data is kept; None is $MEGASPEED_CACHE, otherwise
-            ~/.cache/megaspeed.
-        reports_waits: whether to report on standard error if another process prepares data for
-            long.
+        vocab_size: `model.vocab_size`; token ids must be below it.
+        cache_dir: folder for prepared data. If None: $MEGASPEED_CACHE, or ~/.cache/megaspeed.
+        reports_waits: whether to report on standard error that this process waits for another one
+            that prepares data.
 
     Raises:
         DataError: with every problem found.
@@ -242,13 +241,13 @@ def prepare_corpus(
 
 @dataclass(frozen=True)
 class _PreparedText:
-    """What the text of a selection led to, in the cache.
+    """The files in the cache that were made from the text of a selection.
 
     Attributes:
-        train: the token file of each training share; None if it has no text.
-        validation: the same for the validation shares, or for what is held out.
-        held_out: [first, stop) in each training file that is held out, too.
-        tokenizer: its folder; None if there is no text and no tokenizer is named.
+        train: the token file of each training share; None if the share has no text.
+        validation: the token file of each validation share, or of the held-out documents.
+        held_out: a range [first, stop) of tokens in each training file that is also held out.
+        tokenizer: the tokenizer's folder; None if there is no text and no tokenizer is named.
     """
 
     train: list[TokenFile | None]
@@ -257,7 +256,7 @@ class _PreparedText:
     tokenizer: Path | None
 
     def recipe(self, cache: Cache) -> Facts:
-        """The same as paths in the cache."""
+        """The fields as JSON values, with paths relative to the cache."""
         return {
             "train": [_name(cache, file.path if file else None) for file in self.train],
             "validation": [_name(cache, file.path if file else None) for file in self.validation],
@@ -289,7 +288,7 @@ def _recipe_path(cache: Cache, data: DataConfig, vocab_size: int, selection: Sel
 def _recall(
     cache: Cache, data: DataConfig, vocab_size: int, selection: Selection
 ) -> _PreparedText | None:
-    """What the recipe states, if there is one and everything that it names is complete."""
+    """The files that the recipe lists; None if there is no recipe or a file is not complete."""
     recipe = read_sealed(_recipe_path(cache, data, vocab_size, selection))
     if recipe is None:
         return None
@@ -308,7 +307,7 @@ def _recall(
 
 
 def _build(cache: Cache, data: DataConfig, vocab_size: int, selection: Selection) -> _PreparedText:
-    """Builds what the cache lacks, and keeps the recipe. Only under the cache's lock.
+    """Builds files that the cache does not have, and stores the recipe. Needs the cache's lock.
 
     Raises:
         DataError: bad records, text that cannot be split, a tokenizer with ids that the model does
@@ -328,7 +327,10 @@ def _build(cache: Cache, data: DataConfig, vocab_size: int, selection: Selection
 
 
 def _span(file: TokenFile | None, cut: Cut | None) -> tuple[int, int] | None:
-    """The tokens at the end of a document that are held out: at least one, and not all."""
+    """The range of tokens at the end of the cut document that are held out for validation.
+
+    It has at least one token, but not all of them. None if no document of this share is cut.
+    """
     if file is None or cut is None:
         return None
     first, stop = document_span(file, cut.document)
@@ -377,7 +379,7 @@ def _read_shares(shares: Sequence[Share]) -> Groups:
 def _provide_tokenizer(
     cache: Cache, vocab_size: int, selection: Selection, training: Groups
 ) -> tuple[Path, TextTokenizer] | tuple[None, None]:
-    """(its folder in the cache, the tokenizer); trained only if it was not trained before."""
+    """(the tokenizer's folder in the cache, the tokenizer). Trains it if it is not in the cache."""
     if selection.tokenizer is not None:
         tokenizer = load_tokenizer(selection.tokenizer)
         check_vocabulary(tokenizer.vocab_size, selection.tokenizer, vocab_size)
@@ -423,7 +425,7 @@ def _write_content(content: bytes, stream: BinaryIO) -> Facts:
 def _provide_tokens(
     cache: Cache, documents: list[Document], tokenizer: TextTokenizer | None
 ) -> TokenFile | None:
-    """The token file of some documents, written only if it was not written before."""
+    """The token file of some documents. Writes it if it is not in the cache."""
     if not documents:
         return None
     assert tokenizer is not None, "text has a tokenizer"
@@ -467,7 +469,7 @@ def _write_tokens(documents: list[Document], tokenizer: TextTokenizer, stream: B
 def _corpus_of(
     cache: Cache, data: DataConfig, selection: Selection, text: _PreparedText
 ) -> PreparedCorpus:
-    """The text's token files and the token sources, as components."""
+    """Combines the token files of the text with the token sources into components."""
     training, held_out = _parts(text.train), _parts(text.validation)
     for share, span in enumerate(text.held_out):
         if span is not None:
@@ -504,7 +506,7 @@ def _hold_out(files: Sequence[TokenFile], data: DataConfig) -> Sides:
 
 
 def _open_token_sources(cache: Cache, shares: Sequence[Share]) -> Parts:
-    """Raises DataError with every file that cannot be used."""
+    """Opens the token sources. Raises DataError with every file that cannot be used."""
     opened: Parts = []
     problems: list[str] = []
     for share in shares:
@@ -521,7 +523,7 @@ def _open_token_sources(cache: Cache, shares: Sequence[Share]) -> Parts:
 
 
 def _mixture(shares: Sequence[Share], texts: Parts, tokens: Parts) -> Mixture | None:
-    """One component for each share: its text's files, then its token sources'. None of no files."""
+    """One component for each share: first its text, then its token sources; None without files."""
     files = [(*text, *others) for text, others in zip(texts, tokens, strict=True)]
     if not any(files):
         return None

@@ -1,4 +1,4 @@
-"""Files to documents, and which documents are held out for validation.
+"""Reads files as documents, and selects the documents that are held out for validation.
 
     file      --read once-->   document 0, document 1, ...     (sizes and hashes; no text)
     document  --read again-->  piece . piece . piece(ends document)
@@ -8,9 +8,9 @@ No text is kept in memory. A document that changed after it was hashed is refuse
 **The split.** The hash of a document's text decides, so equal documents are always on the same
 side, and the order of files does not matter.
 
-    by tokens       if complete documents come to less than 9/10 of the fraction, the end of the
-                    longest document is held out, too. If all documents have copies, only complete
-                    ones are held out; more than twice the fraction is refused
+    by tokens       complete documents; if they are less than 9/10 of the fraction, also the end of
+                    the longest document. If all documents have copies, only complete documents;
+                    more than twice the fraction is refused
     by documents    the rule of version 0.1: complete documents; if none is short enough, the
                     shortest one
 """
@@ -37,9 +37,9 @@ class Document:
     """One document of a file.
 
     Attributes:
-        file: where it is.
-        number: counted from 0 in its file; documents without text do not count.
-        size_bytes: of its text in UTF-8.
+        file: the file that contains it.
+        number: its number in the file, from 0. Documents without text are not counted.
+        size_bytes: size of its text in UTF-8.
         content: sha256 of its text in UTF-8, in hexadecimal.
     """
 
@@ -59,7 +59,7 @@ class Cut:
 
     Attributes:
         document: its number among the training documents of its group.
-        fraction: of the document, in (0, 1).
+        fraction: the fraction of the document that is held out, in (0, 1).
     """
 
     document: int
@@ -76,7 +76,7 @@ def _give_up(record: BadRecord) -> None:
 
 
 class DocumentHash:
-    """Size and hash of a document whose pieces pass by."""
+    """Computes size and hash of a document from its pieces."""
 
     def __init__(self) -> None:
         self._digest = hashlib.sha256()
@@ -97,8 +97,8 @@ def read_documents(files: Sequence[SourceFile], otherwise: str = "") -> list[Doc
     """Every document with at least one byte, in the order of the files.
 
     Args:
-        files: where they are.
-        otherwise: appended to the message about a bad record.
+        files: the files to read.
+        otherwise: text that is appended to the message about a bad record.
 
     Raises:
         DataError: bad records (the first of each file, all files at once), or there is no text.
@@ -152,7 +152,7 @@ def corpus_fingerprint(documents: Iterable[Document]) -> str:
 
 
 def document_line(file_name: str, size_bytes: int, content: str) -> bytes:
-    """What a corpus fingerprint holds of one document."""
+    """The part of a corpus fingerprint for one document."""
     return json.dumps([file_name, size_bytes, content]).encode("utf-8") + b"\n"
 
 
@@ -174,7 +174,7 @@ def _documents_of(file: SourceFile) -> Iterator[Document]:
 
 
 def _chosen_pieces(file: SourceFile, documents: Iterator[Document]) -> Iterator[Piece]:
-    """The pieces of some of the documents that the file holds."""
+    """The pieces of these documents of the file."""
     wanted = next(documents, None)
     number, document = 0, DocumentHash()
     for piece in file.pieces(_give_up):
@@ -198,8 +198,8 @@ def split_by_tokens(
 ) -> tuple[Groups, Groups, list[Cut | None]]:
     """(training documents, validation documents, cut) of each group.
 
-    `fraction` of the bytes is held out of every group that has documents. A document is cut only
-    if no other document has its text.
+    In every group with documents, `fraction` of the bytes is held out. A document is cut only if no
+    other document has the same text.
 
     Raises:
         DataError: the documents of a group cannot be cut, and it has fewer than two distinct ones,
@@ -236,10 +236,10 @@ def split_groups(
 ) -> tuple[Groups, Groups]:
     """(training documents, validation documents) of each group, complete documents only.
 
-    Distinct contents are ranked by sha256(seed, content hash) and held out in this order as long as
-    they fit into `fraction` of all bytes; at least the smallest one. Each group is split by itself.
-    Documents that one group holds out are removed from the training documents of all groups, so a
-    group may lose more than its fraction.
+    Distinct contents are sorted by sha256(seed, content hash). In this order, each one that fits
+    into `fraction` of all bytes is held out. If none fits, the smallest one is. Each group is split
+    separately. Documents that one group holds out are removed from the training documents of all
+    groups, so a group may lose more than its fraction.
 
     Raises:
         DataError: fewer than two distinct documents in some of the groups.
@@ -259,7 +259,7 @@ def split_groups(
 def _cut(
     group: Sequence[Document], held_out: set[str], copies: Counter[str], fraction: float
 ) -> Cut | None:
-    """The end of the longest document without copies, if complete documents are too few."""
+    """The end of the longest document without copies, if complete documents are not enough."""
     wanted = fraction * _bytes(group)
     training = [document for document in group if document.content not in held_out]
     missing = wanted - (_bytes(group) - _bytes(training))
@@ -271,7 +271,7 @@ def _cut(
 
 
 def _held_out(bytes_of: dict[str, int], fraction: float, seed: int) -> set[str]:
-    """The contents that fit into the fraction."""
+    """The content hashes of the documents that are held out, to fit into the fraction."""
     room_bytes = fraction * sum(bytes_of.values())
     ranked = sorted(
         bytes_of, key=lambda content: hashlib.sha256(f"{seed}:{content}".encode()).digest()

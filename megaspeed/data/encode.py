@@ -1,14 +1,14 @@
-"""Pieces of documents to token ids, with an end-of-text token after each document.
+"""Encodes pieces of documents as token ids, with an end-of-text token after each document.
 
     pieces   "The sun"  " rose." |  "It rained." |
     ids      464 4252   8278 13    1026 33697 13
     packed   464 4252 8278 13 END 1026 33697 13 END
                                  ^                 ^  document_ends 5, 9
 
-Every piece is encoded by itself, so the ids do not depend on how pieces are batched, nor on the
-number of processes. A run that reads text, and `megaspeed tokenize`, both encode here.
+Every piece is encoded separately, so the ids do not depend on the batches or on the number of
+processes. Runs that read text and `megaspeed tokenize` both use this file.
 
-    batches      5 6 7 8 9 ...                      read only if there is room
+    batches      5 6 7 8 9 ...                      read when a batch in flight is done
     in flight    [4 3 2 1]     at most 4 x processes
     ids          0                                  in the order of the text
 
@@ -40,7 +40,7 @@ from megaspeed.data.token_file import id_type
 from megaspeed.data.tokenizer import TextTokenizer, load_tokenizer
 
 BATCH_CHARACTERS = 1 << 18
-"""Text that a process encodes at once: a fraction of a second of work, and about 25 MB."""
+"""Size of a batch that a process encodes: a fraction of a second, and about 25 MB of memory."""
 
 _THREADS_BATCH_CHARACTERS = 1 << 22  # enough work for all threads of a process
 _IN_FLIGHT_PER_PROCESS = 4
@@ -55,8 +55,8 @@ class Packed:
     """The ids of some pieces.
 
     Attributes:
-        ids: shape (tokens,), end-of-text tokens included.
-        document_ends: shape (documents that end here,), how many ids precede the end of each.
+        ids: shape (tokens,), including end-of-text tokens.
+        document_ends: shape (documents that end here,). For each, the number of ids up to its end.
     """
 
     ids: NDArray[np.unsignedinteger]
@@ -69,7 +69,7 @@ class Batch:
 
     Attributes:
         pieces: in order.
-        is_continued: whether the first piece continues a document of the batch before.
+        is_continued: whether the first piece continues a document of the previous batch.
     """
 
     pieces: tuple[Piece, ...]
@@ -114,7 +114,7 @@ def encode(pieces: Iterable[Piece], tokenizer: TextTokenizer) -> Iterator[Packed
 
 
 def read_batches(pieces: Iterable[Piece], characters: int) -> Iterator[Batch]:
-    """All pieces, in batches of about so many characters."""
+    """All pieces, in batches of about ``characters`` characters."""
     filling: list[Piece] = []
     size, is_continued = 0, False
     for piece in pieces:
@@ -133,10 +133,10 @@ def encode_in_processes(
     """The ids of all pieces, in the order of the text.
 
     Args:
-        pieces: read ahead as far as there is room.
-        tokenizer: a folder, which each process loads.
-        pool: of `worker_pool`.
-        processes: of the pool.
+        pieces: the text. It is read ahead, up to the limit of batches in flight.
+        tokenizer: the folder of a tokenizer, which each process loads.
+        pool: a pool from `worker_pool`.
+        processes: number of processes of the pool.
     """
     in_flight: deque[Future[Packed]] = deque()
     for batch in read_batches(pieces, BATCH_CHARACTERS):
@@ -160,12 +160,12 @@ def _loaded(folder: Path) -> TextTokenizer:
 
 @contextmanager
 def worker_pool(processes: int) -> Iterator[Executor]:
-    """Processes that end with the block.
+    """A pool of processes that end when the ``with`` block ends.
 
     Raises:
         WorkerDied: a process ended earlier.
     """
-    # Not forked: a fork copies the reader's threads in any state, and its memory.
+    # Not forked, because a fork copies the reader's memory and its locks in any state.
     pool = ProcessPoolExecutor(processes, get_context("spawn"), initializer=_start_worker)
     try:
         yield pool
@@ -202,7 +202,7 @@ def _start_worker() -> None:
 
 
 def _end_with_parent() -> None:
-    """A worker whose parent was killed would wait for work forever."""
+    """Ends a worker if its parent was killed. Otherwise it would wait for work forever."""
     parent = parent_process()
     assert parent is not None
     wait([parent.sentinel])

@@ -4,8 +4,8 @@ nanoGPT (data/openwebtext/prepare.py): 16-bit ids and nothing else, little-endia
 
     train.bin   id id id id ...
 
-Megatron-LM (megatron/core/datasets/indexed_dataset.py): NAME.bin has ids, NAME.idx says where the
-documents are. All numbers are little-endian.
+Megatron-LM (megatron/core/datasets/indexed_dataset.py): NAME.bin has the ids, and NAME.idx has the
+positions of the documents. All numbers are little-endian.
 
     NAME.idx    "MMIDIDX\\0\\0"  version 1 (u64)  dtype code (u8)  sequences n (u64)  bounds d (u64)
                 lengths    n x i32    ids of each sequence
@@ -47,20 +47,20 @@ _DTYPES: dict[int, TokenDtype] = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i
 _FLOATS = {6: "float64", 7: "float32"}
 _CHECKED_AT_ONCE = 1 << 20
 
-# Part of every key of a survey: raise it if the same files are to give another survey.
+# Part of every key of a survey. Increment it if the code changes so that surveys differ.
 _SURVEY_FORMAT = 1
 _READ_AT_ONCE_TOKENS = 1 << 22
 
 
 @dataclass(frozen=True)
 class Survey:
-    """What a pass over all ids finds.
+    """The results of one pass over all ids.
 
     Attributes:
         fingerprint: sha256 over the dtype and every byte.
         largest_id: the largest id.
-        end_of_text: the id that ends each of two or more documents and occurs nowhere else; None
-            if there is none, or if the ends of documents are not known.
+        end_of_text: the id that ends each document and occurs nowhere else, if there are at least
+            two documents; None if there is no such id, or if the ends of documents are unknown.
     """
 
     fingerprint: str
@@ -69,10 +69,11 @@ class Survey:
 
 
 def why_not_16_bit(path: Path, vocab_size: int) -> str | None:
-    """That the first ids of a nanoGPT file have 32 bits; None if nothing indicates that.
+    """A problem if the first ids of a nanoGPT file seem to have 32 bits; None if they do not.
 
-    Of 32-bit ids, every second 16-bit number is an upper half: 0 for a vocabulary up to 65,536, one
-    of a few small numbers above that. 16-bit ids of text do not look like this.
+    In a file of 32-bit ids, every second 16-bit number is the upper half of an id. It is 0 if the
+    vocabulary is at most 65,536, and a small number if it is larger. 16-bit ids do not look like
+    this.
     """
     ids = np.fromfile(path, dtype=_NANOGPT_DTYPE, count=_LOOKED_AT_IDS)
     lower, upper = ids[0::2], ids[1::2]
@@ -87,7 +88,7 @@ def why_not_16_bit(path: Path, vocab_size: int) -> str | None:
 
 
 def open_nanogpt(path: Path, cache: Cache) -> TokenFile:
-    """A file of 16-bit ids.
+    """Opens a file of 16-bit ids.
 
     Raises:
         DataError: it is empty, has half an id at its end, or has the header of another format.
@@ -112,7 +113,7 @@ def open_nanogpt(path: Path, cache: Cache) -> TokenFile:
 
 
 def open_megatron(prefix: Path, cache: Cache) -> TokenFile:
-    """A pair of files as one token file.
+    """Opens a pair of .bin and .idx as one token file.
 
     Args:
         prefix: NAME, without .bin or .idx.
@@ -153,13 +154,13 @@ def with_suffix(prefix: Path, suffix: str) -> Path:
 
 @dataclass(frozen=True)
 class MegatronIndex:
-    """A .idx whose size and that of its .bin are right.
+    """A .idx file. Its size and the size of its .bin have been checked.
 
     Attributes:
         path: the .idx.
         ids_path: the .bin.
         dtype: of the ids.
-        sequences, bounds: how many of each the .idx has.
+        sequences, bounds: the number of sequences and of document bounds.
     """
 
     path: Path
@@ -194,7 +195,7 @@ class MegatronIndex:
 
     @cached_property
     def tokens(self) -> int:
-        """Ids in the .bin, by the pointer and the length of the last sequence."""
+        """Number of ids in the .bin, from the pointer and the length of the last sequence."""
         return int(self.pointers[-1]) // self._itemsize + int(self.lengths[-1])
 
     @property
@@ -213,7 +214,7 @@ class MegatronIndex:
         return self._mapped("<i8", self.bounds, 12 * self.sequences)
 
     def document_ends(self, documents: slice) -> NDArray[np.int64]:
-        """How many ids precede the end of each of some documents."""
+        """For each of these documents, the number of ids up to its end."""
         following = self.document_bounds[1:][documents]
         ends = np.full(len(following), self.tokens, dtype=np.int64)
         inside = following < self.sequences
@@ -221,9 +222,9 @@ class MegatronIndex:
         return ends
 
     def document_end_near(self, token: int) -> int | None:
-        """The first end of a document at or after `token`, otherwise the last one before it.
+        """The first end of a document at or after `token`; if there is none, the last before it.
 
-        Never 0 or the end of the file; None if the file is one document.
+        The result is never 0 or the end of the file. It is None if the file is one document.
         """
         at = bisect_left(range(self.documents), token, key=self._end_of)
         for document in (at, at - 1):
@@ -232,7 +233,7 @@ class MegatronIndex:
         return None
 
     def survey(self) -> Survey:
-        """Reads both files.
+        """Reads both files completely.
 
         Raises:
             DataError: sequences are not consecutive, documents are not in order, or an id is
@@ -296,7 +297,7 @@ class MegatronIndex:
             if len(wrong):
                 first = int(wrong[0])
                 raise DataError(
-                    f"sequences must be consecutive, and by {self.path} sequence {start + first} "
+                    f"sequences must be consecutive, but in {self.path} sequence {start + first} "
                     f"begins at byte {int(self.pointers[start + first])} instead of "
                     f"{int(begins[first])}; write the dataset again with Megatron's builder"
                 )
@@ -306,14 +307,14 @@ class MegatronIndex:
         bounds = self.document_bounds
         if len(bounds) < 2 or bounds[0] != 0 or bounds[-1] != self.sequences:
             raise DataError(
-                f"documents must hold all {self.sequences} sequences, and by {self.path} they "
+                f"documents must hold all {self.sequences} sequences, but in {self.path} they "
                 f"hold {bounds[:1].tolist()} to {bounds[-1:].tolist()}; write the dataset again"
             )
         for start in range(0, len(bounds), _CHECKED_AT_ONCE):
             falls = np.flatnonzero(np.diff(bounds[start : start + _CHECKED_AT_ONCE + 1]) < 0)
             if len(falls):
                 raise DataError(
-                    f"documents must be in order, and by {self.path} document "
+                    f"documents must be in order, but in {self.path} document "
                     f"{start + int(falls[0])} ends before it begins; write the dataset again"
                 )
 
@@ -350,8 +351,8 @@ def _survey_ids(
     Args:
         path: the file, for messages.
         ids: mapped, shape (tokens,).
-        document_ends: for each document that has ids, how many ids precede its end, in blocks;
-            empty if that is not known.
+        document_ends: in blocks, the number of ids up to the end of each document that has ids;
+            empty if the ends are unknown.
 
     Raises:
         DataError: an id is negative (file, token, byte).
@@ -379,7 +380,7 @@ def _survey_ids(
 def _common_last_id(
     ids: NDArray[np.integer], document_ends: Iterable[NDArray[np.int64]]
 ) -> tuple[int, int | None]:
-    """(documents, the id that all of them end with or None)."""
+    """(number of documents, the id with which all of them end, or None)."""
     documents, last_id = 0, None
     for ends in document_ends:
         last_ids = ids[ends - 1]

@@ -10,7 +10,7 @@ By documents, as in version 0.1: the end of each file.
     file    document . document . document | document .
                                   training | validation
 
-Both begin and end between documents, if a document ends near enough.
+With both rules, parts begin and end between documents, if a document ends near enough.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ _SCANNED_AT_ONCE_TOKENS = 1 << 20
 _BLOCKS = 16
 _SMALLEST_BLOCK_TOKENS = 1 << 16
 _HASHED_TOKENS = 1 << 10
-# How far a cut may move to the end of a document: part of a block, of all that is held out.
+# The largest distance by which a cut moves to the end of a document, as a fraction of a block and
+# of all held-out tokens.
 _BLOCK_SLACK, _TOTAL_SLACK = 1 / 4, 1 / 50
 
 Sides = tuple[tuple[TokenFile, ...], tuple[TokenFile, ...]]
@@ -36,14 +37,15 @@ Sides = tuple[tuple[TokenFile, ...], tuple[TokenFile, ...]]
 
 
 def hold_out_tokens(files: Sequence[TokenFile], fraction: float, seed: int) -> Sides:
-    """`fraction` of the tokens of each file is for validation, to within 2 % of it.
+    """Holds out `fraction` of the tokens of each file, with an error of at most 2 %.
 
-    A file is divided into blocks so that about 16 are held out, or one if they would be shorter
-    than 65,536 tokens. They are taken in the order of sha256(seed, first ids), and a part of the
-    last one. Neither side of a file is empty; a fraction of 0 holds out nothing.
+    A file is divided into blocks so that about 16 blocks are held out. If they would be shorter
+    than 65,536 tokens, one block is held out. Blocks are selected in the order of sha256(seed,
+    first ids). Only a part of the last one is used. Neither side of a file is empty, unless the
+    fraction is 0.
 
     Args:
-        files: complete ones.
+        files: complete token files.
         fraction: in [0, 1).
         seed: `data.seed`.
 
@@ -58,7 +60,7 @@ def hold_out_tokens(files: Sequence[TokenFile], fraction: float, seed: int) -> S
 
 
 def hold_out_spans(file: TokenFile, spans: Sequence[tuple[int, int]]) -> Sides:
-    """The file without some spans [first, stop), and the spans. Neighbours are joined."""
+    """The file without the spans [first, stop), and the spans. Adjacent spans are joined."""
     train: list[TokenFile] = []
     validation: list[TokenFile] = []
     for spans_of_side, side in ((_rest(spans, file.index.tokens), train), (spans, validation)):
@@ -73,7 +75,7 @@ def hold_out_spans(file: TokenFile, spans: Sequence[tuple[int, int]]) -> Sides:
 
 
 def document_span(file: TokenFile, number: int) -> tuple[int, int]:
-    """[first, stop) of the ids of a document, its end-of-text token included."""
+    """The range [first, stop) of the ids of a document, including its end-of-text token."""
     ids, ends_before, first = file.map(), 0, 0
     for start in range(0, len(ids), _SCANNED_AT_ONCE_TOKENS):
         block = ids[start : start + _SCANNED_AT_ONCE_TOKENS]
@@ -114,7 +116,7 @@ def _held_out_blocks(file: TokenFile, fraction: float, seed: int) -> list[tuple[
 
 
 def _end_near(file: TokenFile, token: int, slack: int) -> int:
-    """The first end of a document in [token, token + slack], otherwise `token`."""
+    """The first end of a document in [token, token + slack]; if there is none, `token`."""
     if file.megatron_index is not None:
         end = MegatronIndex.read(file.megatron_index.with_suffix("")).document_end_near(token)
         return end if end is not None and token <= end <= token + slack else token
@@ -126,14 +128,14 @@ def _end_near(file: TokenFile, token: int, slack: int) -> int:
 
 
 def _rest(spans: Sequence[tuple[int, int]], tokens: int) -> list[tuple[int, int]]:
-    """The rest of a file."""
+    """The spans of the file between the given spans."""
     bounds = [0, *(bound for span in sorted(spans) for bound in span), tokens]
     pairs = zip(bounds[::2], bounds[1::2], strict=True)
     return [(first, stop) for first, stop in pairs if first < stop]
 
 
 def _check_divisible(file: TokenFile, wanted: int) -> int:
-    """`wanted` tokens, but at least 1 and not all.
+    """`wanted`, but at least 1 and less than all tokens.
 
     Raises:
         DataError: the file has a single token.
@@ -148,9 +150,9 @@ def _check_divisible(file: TokenFile, wanted: int) -> int:
 
 
 def hold_out_tails(files: Sequence[TokenFile], fraction: float) -> Sides:
-    """The last `fraction` of each file is for validation, from the end of a document on.
+    """Holds out the last `fraction` of each file for validation, beginning after a document.
 
-    Neither side of a file is empty; a fraction of 0 holds out nothing.
+    Neither side of a file is empty, unless the fraction is 0.
 
     Raises:
         DataError: a file has a single token.
@@ -169,10 +171,10 @@ def hold_out_tails(files: Sequence[TokenFile], fraction: float) -> Sides:
 
 
 def _cut(file: TokenFile, wanted: int) -> int:
-    """How many tokens are for training: up to the first end of a document at or after `wanted`.
+    """Number of training tokens: up to the first end of a document at or after `wanted`.
 
-    If only the file ends there, the last one before `wanted`. If the file is one document, or
-    nothing is known of its documents, `wanted`.
+    If this is the end of the file, up to the last end of a document before `wanted`. If the file is
+    one document, or its documents are unknown, `wanted`.
     """
     if file.megatron_index is not None:
         index = MegatronIndex.read(file.megatron_index.with_suffix(""))

@@ -1,13 +1,13 @@
-"""Loaders: the rows of the training stream and of the validation data that one dp rank computes.
+"""Loaders: the rows of the training stream and of the validation data for one dp rank.
 
-Rows are dealt to the data-parallel ranks one micro-batch at a time. With dp 2 and micro-batches of
-2 rows, the 8 samples of a step that starts at sample c are
+Each data-parallel rank in turn gets the rows of one micro-batch. With dp 2 and micro-batches of 2
+rows, the 8 samples of a step that starts at sample c are
 
     micro-batch        0                1
     dp rank 0      c+0  c+1         c+4  c+5
     dp rank 1      c+2  c+3         c+6  c+7
 
-so a step trains on samples c ... c + train_batch_size - 1 at every layout.
+So a step trains on samples c ... c + train_batch_size - 1 at every layout.
 """
 
 from __future__ import annotations
@@ -64,13 +64,13 @@ def read_micro_batch(
     sequence_length: int,
     end_of_text: int | None = None,
 ) -> MicroBatch:
-    """The rows of S + 1 tokens, padded with uncounted rows up to `micro_batch_size`.
+    """Reads rows of S + 1 tokens, and adds padding rows up to `micro_batch_size`.
 
     The first S tokens of a row are its inputs, the last S its targets.
 
     If `end_of_text` is given, attention and positions restart at every document. The end-of-text
-    token after a document is the first token of the next one. So each token is predicted from its
-    own document alone, and the first token of a document from end-of-text alone.
+    token after a document belongs to the next document. So each token is predicted only from its
+    own document, and the first token of a document only from the end-of-text token.
     """
     padding = micro_batch_size - len(rows)
     both = torch.zeros(micro_batch_size, sequence_length + 1, dtype=torch.int64)
@@ -93,13 +93,13 @@ def read_micro_batch(
 class OneAhead(Generic[Key, Item]):
     """Calls `load` for the expected next item in a background thread.
 
-    `get(key)` always returns `load(key)`; a wrong expectation only costs time. An error in the
-    thread is raised by the `get` of its item.
+    `get(key)` always returns `load(key)`. If another key was expected, it only takes longer. An
+    error in the thread is raised by the `get` of its item.
 
     Args:
-        load: reads an item; is called from another thread.
-        following: the key that is expected after a key.
-        device: what the thread works for.
+        load: reads an item. It is called from another thread.
+        following: returns the key that is expected after a key.
+        device: the device for which the thread reads.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class OneAhead(Generic[Key, Item]):
         self._expected: tuple[Key, Future[Item]] | None = None
 
     def get(self, key: Key) -> Item:
-        """`load(key)`, without waiting if it was expected."""
+        """Returns `load(key)`, which may already be read if this key was expected."""
         expected, self._expected = self._expected, None
         if expected is not None and expected[0] == key:
             item = expected[1].result()
@@ -130,7 +130,7 @@ class OneAhead(Generic[Key, Item]):
         return item
 
     def close(self) -> None:
-        """Ends the thread, and drops the item that it reads."""
+        """Ends the thread, and discards the item that it reads."""
         self._expected = None
         self._thread.shutdown(wait=True, cancel_futures=True)
 
@@ -154,7 +154,7 @@ class _Reader:
         assert self._end_of_text is not None or not corpus.reset_at_documents
 
     def read(self, samples: Sequence[int]) -> MicroBatch:
-        """At most a micro-batch of rows; fewer are padded."""
+        """Reads at most a micro-batch of rows. Missing rows are padding."""
         return read_micro_batch(
             [self._rows.at(self._order.place_of(sample)) for sample in samples],
             samples,
@@ -240,7 +240,7 @@ class ValidationLoader:
 
     @property
     def predicted_tokens(self) -> int:
-        """Targets that count, over all dp ranks."""
+        """Number of targets over all dp ranks, without padding."""
         return self.sequences * self._sequence_length
 
     def __iter__(self) -> Iterator[MicroBatch]:

@@ -1,22 +1,21 @@
-"""What a training stream is drawn from: token files in components with weights.
+"""The data of a training stream: token files in components with weights.
 
     mixture     component "books"  weight 3      file . file . file
                 component "code"   weight 1      file
 
     sequences of a component    0 1 2 . 3 4 . 5 6 7 8      each within one file
 
-Without weights there is one component, which is read once an epoch. With weights, each component
-gives its share of the samples, and has its own epochs.
+Without weights, there is one component, which is read once an epoch. With weights, each component
+supplies its share of the samples, and has its own epochs.
 
-**Which component sample i is drawn from.** Shares are exact, the order is shuffled, and no table is
-needed:
+**The component of sample i.** Shares are exact, the order is shuffled, and no table is needed:
 
     weights 3 : 1, blocks of 1,024          samples  0 ... 1023 | 1024 ... 2047 | ...
                                             draws     768 : 256 |   768 : 256
 
 A block is halved until one sample is left. A component with an even number of draws has half of
-them in each half. Components with an odd number are paired; a bit that depends on the seed decides
-which of the two has its odd draw in the left half, and the other has it in the right half:
+them in each half. Components with an odd number are paired. A bit that depends on the seed decides
+which of the two has one more draw in the left half; the other has one more in the right half:
 
                     768 : 256
             384 : 128       384 : 128
@@ -24,9 +23,9 @@ which of the two has its odd draw in the left half, and the other has it in the 
                              2 : 0    1 : 1
                              A   A    B   A
 
-So after any number of complete blocks every component has its share to within one sample, every
-part of a block has about its share, and counting the draws before sample i takes ten halvings. Only
-integer arithmetic: every platform gives the same order.
+So after any number of complete blocks, every component has its share to within one sample. Within a
+block, the shares are about right. Counting the draws before sample i takes ten halvings. All
+arithmetic is on integers, so the order is the same on every platform.
 """
 
 from __future__ import annotations
@@ -46,17 +45,17 @@ _SMALLEST_BLOCK = 1024
 
 
 def count_sequences(tokens: int, sequence_length: int) -> int:
-    """Complete sequences of `sequence_length` inputs, each with its target, in `tokens`."""
+    """Number of sequences of `sequence_length` inputs and targets in `tokens` tokens."""
     return max(0, (tokens - 1) // sequence_length)
 
 
 @dataclass(frozen=True)
 class Component:
-    """Files that are drawn from as one.
+    """Token files from which samples are drawn together.
 
     Attributes:
         files: in order, at least one.
-        weight: share of the samples, relative to the other components' weights.
+        weight: share of the samples, relative to the weights of the other components.
         name: its sources, as the configuration names them.
     """
 
@@ -69,13 +68,13 @@ class Component:
 
     @property
     def fingerprint(self) -> str:
-        """That of a single file; of several, sha256 over their fingerprints, in order."""
+        """The fingerprint of a single file; sha256 over the fingerprints of several, in order."""
         fingerprints = [file.index.corpus_fingerprint for file in self.files]
         return fingerprints[0] if len(fingerprints) == 1 else _hash(fingerprints)
 
     @property
     def tokens(self) -> int:
-        """Of all files."""
+        """Number of tokens in all files."""
         return sum(file.index.tokens for file in self.files)
 
     def first_sequences(self, sequence_length: int) -> list[int]:
@@ -99,17 +98,17 @@ class Mixture:
 
     @property
     def files(self) -> tuple[TokenFile, ...]:
-        """Of all components."""
+        """The files of all components."""
         return tuple(file for component in self.components for file in component.files)
 
     @property
     def tokens(self) -> int:
-        """Of all components."""
+        """Number of tokens in all components."""
         return sum(component.tokens for component in self.components)
 
     @property
     def fingerprint(self) -> str:
-        """That of a single component; of several, sha256 over (weight, fingerprint) of each."""
+        """The fingerprint of a single component; sha256 over (weight, fingerprint) of several."""
         entries = [(component.weight, component.fingerprint) for component in self.components]
         return entries[0][1] if len(entries) == 1 else _hash(entries)
 
@@ -127,9 +126,10 @@ class Mixing:
     """The order of components.
 
     Attributes:
-        weights: of each component, integers.
-        block: samples of one block, a power of two; every component has at least one of them.
-        key: decides the order within blocks.
+        weights: an integer for each component.
+        block: number of samples of a block, a power of two. Every component has at least one sample
+            in a block.
+        key: determines the order within blocks.
     """
 
     weights: tuple[int, ...]
@@ -138,7 +138,7 @@ class Mixing:
 
     @classmethod
     def of(cls, weights: Sequence[float], key: str) -> Mixing:
-        """For decimal weights: 0.1 is one tenth, not the double nearest to it."""
+        """Converts decimal weights to integers: 0.1 is exactly one tenth, not a double."""
         fractions = [Fraction(repr(weight)) for weight in weights]
         common = math.lcm(*(fraction.denominator for fraction in fractions))
         whole = tuple(int(fraction * common) for fraction in fractions)
@@ -146,7 +146,7 @@ class Mixing:
         return cls(whole, max(_SMALLEST_BLOCK, 1 << (rarest - 1).bit_length()), key)
 
     def draw(self, sample: int) -> tuple[int, int]:
-        """(component k, how many of the samples before this one are of k)."""
+        """(component k, number of earlier samples of k)."""
         if len(self.weights) == 1:
             return 0, sample
         before, here = self._descend(sample)
@@ -164,7 +164,7 @@ class Mixing:
         return [end - start for start, end in zip([0, *bounds], bounds, strict=False)]
 
     def _descend(self, sample: int) -> tuple[list[int], list[int]]:
-        """(draws of each component before the sample, draws in it: a single 1)."""
+        """(draws of each component before the sample, draws of each in the sample: a single 1)."""
         block, position = divmod(sample, self.block)
         before = self.counts_in_blocks(block)
         here = [

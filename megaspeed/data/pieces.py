@@ -1,18 +1,18 @@
-"""What every format of text yields: documents in pieces, and records that cannot be used.
+"""The output of every text format: documents in pieces, and records that cannot be used.
 
     file --its format--> piece . piece . piece(ends document) . piece(ends document) . ...
 
-A piece has at most 256 KiB of UTF-8, so memory stays constant however long a document is. A longer
-document is cut where this does not change its tokens:
+A piece has at most 256 KiB of UTF-8, so memory does not depend on the length of a document. A
+longer document is cut at places that do not change its tokens:
 
     "... the quick brown| fox ..."      a space belongs to the word after it
     "... the end|\\n    A line ..."       so does a line end
 
-The first cut is safe because of what the common tokenizers share: a byte-level BPE splits text into
-words before it merges, and a space begins a word; in the vocabulary of a SentencePiece model the
-mark of a space only begins entries. After a letter or a digit, a line end begins a new word for all
-of them, unless a vocabulary was trained across lines. If the last 64 KiB of a piece have neither,
-the text is cut between two characters, where one token may become two.
+The first cut is safe with the common tokenizers. A byte-level BPE splits text into words before it
+merges, and a space begins a word. In the vocabulary of a SentencePiece model, the mark of a space
+occurs only at the beginning of entries. After a letter or a digit, a line end begins a new word for
+all of them, unless the vocabulary was trained across lines. If the last 64 KiB of a piece have
+neither, the text is cut between two characters. There, one token may become two.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ _MARK_OF_A_SPACE = "\u2581"  # how SentencePiece writes it
 _FIELDS_SHOWN = 12
 
 HOW_CUT = f"at spaces or line ends in the last {_CUT_WINDOW_BYTES} of {PIECE_BYTES} bytes"
-"""Part of every key that depends on ids: other cuts change a few ids of long documents."""
+"""Part of every cache key that depends on ids: other cuts change some ids of long documents."""
 
 CORRECT_IT = "correct it"
 STATE_FIELD = "name the right one as text_field, or --text-field"
 COPY_AGAIN = "copy the whole file here again"
 SKIP_BEFOREHAND = ", or skip bad records with `megaspeed tokenize --skip-bad`"
-"""Another way to handle a bad record if a run reads the text directly."""
+"""An alternative for a bad record if a run reads the text directly."""
 
 _KINDS = {
     **{dict: "an object", list: "a list", bool: "a boolean", int: "a number", float: "a number"},
@@ -70,8 +70,8 @@ class BadRecord:
     Attributes:
         path: the file.
         where: the place in the file, such as "line 12 (byte 3,456)" or "row 7".
-        problem: what was expected, and what is there instead.
-        mend: what to do.
+        problem: what was expected, and what was found.
+        mend: how to fix it.
     """
 
     path: Path
@@ -93,11 +93,11 @@ def refuse(record: BadRecord, otherwise: str = "") -> None:
 
 
 class TextFormat(ABC):
-    """How a file is read. Small and immutable, because it is sent to other processes.
+    """How a file is read. It is small and immutable, because it is sent to other processes.
 
     Attributes:
-        has_records: whether it has local records of several fields, so that the first one shows
-            whether `text_field` is right.
+        has_records: whether the file has records with several fields and is on this machine. Then
+            the first record shows whether `text_field` is right.
     """
 
     has_records: ClassVar[bool] = False
@@ -119,7 +119,7 @@ class TextFormat(ABC):
         return state_of(path)
 
     def part(self) -> str:
-        """Which of several texts at one path this is; empty if there is only one."""
+        """Identifies one of several texts at the same path; empty if there is only one."""
         return ""
 
 
@@ -138,7 +138,7 @@ def pieces_of(text: str, read_bytes: int) -> Iterator[Piece]:
 
 
 def cut_at_most(text: bytes | bytearray, limit: int) -> int:
-    """The last good place to cut at or before `limit`.
+    """The last place at or before `limit` at which the text may be cut.
 
     Args:
         text: UTF-8, longer than `limit`, which is more than 64 KiB.
@@ -152,7 +152,10 @@ def cut_at_most(text: bytes | bytearray, limit: int) -> int:
 
 
 def _before_spaces(text: bytes | bytearray, window: int, limit: int) -> Iterator[int]:
-    """The last one first. A run of spaces may be one token, so only its beginning counts."""
+    """Cuts before spaces, the last one first.
+
+    Of several spaces, only the first is used, because they may be one token.
+    """
     space = text.rfind(b" ", window, limit)
     while space > window:
         character = _character_before(text, space)
@@ -162,7 +165,10 @@ def _before_spaces(text: bytes | bytearray, window: int, limit: int) -> Iterator
 
 
 def _before_line_ends(text: bytes | bytearray, window: int, limit: int) -> Iterator[int]:
-    """The last one first. After a full stop it may be one token with it, after a word never."""
+    """Cuts before line ends, the last one first.
+
+    Only those after a letter or digit: a full stop and a line end may be one token.
+    """
     line_end = text.rfind(b"\n", window, limit)
     while line_end > window + 1:
         cut = line_end - 1 if text[line_end - 1] == ord("\r") else line_end
@@ -183,7 +189,7 @@ def _begins_character(byte: int) -> bool:
 
 
 def what_is_wrong(value: object) -> str | None:
-    """What a value is if it is not text; None if it is text."""
+    """Describes a value that is not text; None if it is text."""
     if value is None:
         return "null"
     if not isinstance(value, str):
@@ -197,7 +203,7 @@ def what_is_wrong(value: object) -> str | None:
 
 
 def no_such_field(name: str, present: Iterable[str], kind: str) -> str:
-    """That a record has no field (or a table no column) of this name, and which it has."""
+    """The problem of a record without this field, or of a table without this column."""
     names = [f'"{other}"' for other in present]
     shown = ", ".join(names[:_FIELDS_SHOWN]) or "none"
     more = f" and {len(names) - _FIELDS_SHOWN} more" if len(names) > _FIELDS_SHOWN else ""

@@ -1,4 +1,4 @@
-"""The order of the training stream: which tokens sample i is, and reading them.
+"""The order of the training stream: computes which tokens sample i has, and reads them.
 
     (k, j)    = mixing(i): component k, and how many samples before i were drawn from it
     n         = complete sequences of component k: the sum of (tokens - 1) // S over its files
@@ -6,18 +6,18 @@
     sequence  = permutation_{seed, fingerprint of k, epoch}(j % n)
     sample i  = tokens[s * S : s * S + S + 1] of the file with that sequence, its s-th
 
-i counts the samples since the first step. Nothing else matters: not the data degree, the
+i counts the samples since the first step. The sample does not depend on the data degree, the
 micro-batch, the accumulation or the number of steps. So every layout trains on the same samples in
-the same order, and a run resumes at any i without replaying what came before.
+the same order, and a run resumes at any i without reading earlier samples again.
 
-The last token of a sequence is the first of the next. So in one epoch every token of a file but the
-first is predicted exactly once, except for a rest shorter than S at the end of the file.
+The last token of a sequence is the first of the next. So in one epoch, every token of a file except
+the first is predicted exactly once. A remainder shorter than S at the end of the file is not used.
 
 The permutation is a Feistel network, computed one value at a time in constant memory:
 
     i = left . right  (two halves of w bits, 4^w >= n)
     8 times:  left, right = right, left XOR F_key(right)
-    until the result is below n, again
+    repeated until the result is below n
 
 A Feistel network is a bijection for any round function, and four rounds of a random one cannot be
 distinguished from a random permutation (Luby and Rackoff, "How to construct pseudorandom
@@ -77,12 +77,12 @@ class Permutation:
 
 @dataclass(frozen=True)
 class Sampler:
-    """Draw index -> sequence index, of one component.
+    """Maps draw index to sequence index, for one component.
 
     Attributes:
         seed: `data.seed`.
-        fingerprint: of the component.
-        sequences: n above, at least 1.
+        fingerprint: the fingerprint of the component.
+        sequences: n in the module's docstring, at least 1.
     """
 
     seed: int
@@ -104,11 +104,11 @@ class Place:
     """Where a sample's tokens are.
 
     Attributes:
-        component: of the mixture, counted from 0.
-        draw: how many earlier samples are from that component.
-        sequence: of the component, counted over its files.
-        file: of the component, counted from 0.
-        first_token: of the row in that file; the row has S + 1 tokens.
+        component: the component's number in the mixture, from 0.
+        draw: number of earlier samples from that component.
+        sequence: the sequence's number in the component, counted over all its files.
+        file: the file's number in the component, from 0.
+        first_token: where the row of S + 1 tokens begins in that file.
     """
 
     component: int
@@ -120,7 +120,7 @@ class Place:
 
 @dataclass(frozen=True)
 class _Layout:
-    """Sequence index -> place, of one component."""
+    """Maps sequence index to place, for one component."""
 
     first_sequences: Sequence[int]
     sequence_length: int
@@ -142,7 +142,7 @@ class _Layout:
 
 @dataclass(frozen=True)
 class TrainingOrder:
-    """Sample index -> place, of the training stream."""
+    """Maps sample index to place, for the training stream."""
 
     mixing: Mixing
     samplers: tuple[Sampler, ...]
@@ -159,7 +159,7 @@ class TrainingOrder:
         return cls(_mixing_of(mixture, seed), samplers, layouts)
 
     def place_of(self, sample: int) -> Place:
-        """Where sample `sample` >= 0 of the stream is."""
+        """The place of a sample of the stream; `sample` is at least 0."""
         component, draw = self.mixing.draw(sample)
         sequence = self.samplers[component].sequence_of(draw)
         return self.layouts[component].place(component, draw, sequence)
@@ -167,10 +167,10 @@ class TrainingOrder:
 
 @dataclass(frozen=True)
 class ValidationOrder:
-    """Row index -> place, of an evaluation: each component's sequences in order, not shuffled.
+    """Maps row index to place, for an evaluation. Sequences of a component are not shuffled.
 
-    Components are mixed as in training, so that the mean over rows has the same weights. A
-    component that is used up is repeated, so that a small one does not end the evaluation.
+    Components are mixed as in training, so the mean over rows has the same weights. A component
+    whose sequences are used up is repeated, so a small one does not end the evaluation.
     """
 
     mixing: Mixing
@@ -188,7 +188,7 @@ class ValidationOrder:
         return sum(each.count for each in self.layouts)
 
     def place_of(self, row: int) -> Place:
-        """Where row `row`, in [0, sequences), is."""
+        """The place of a row, in [0, sequences)."""
         component, draw = self.mixing.draw(row)
         layout = self.layouts[component]
         return layout.place(component, draw, draw % layout.count)
@@ -212,7 +212,7 @@ class Rows:
         self._mapped = lru_cache(_MAPPED_AT_ONCE)(self._map)
 
     def at(self, place: Place) -> NDArray[np.integer]:
-        """S + 1 ids, in the dtype of the file."""
+        """The S + 1 ids of the row at this place, in the dtype of the file."""
         ids = self._mapped(place.component, place.file)
         return ids[place.first_token : place.first_token + self._sequence_length + 1]
 

@@ -1,17 +1,17 @@
-"""The files that a `data` section names: found, checked against each other, and their state.
+"""Finds the files that a `data` section names, checks that they fit together, reads their state.
 
 Sources become *shares*, each of which becomes one component of the mixture:
 
     no weights   [a.txt, b.jsonl, TOKENS]            one share: all of them, read once an epoch
     weights      [a.txt 3, b.jsonl 1, TOKENS 2]      three shares, with these weights
 
-The tokenizer follows from `data.tokenizer` and the sources:
+The tokenizer is determined by `data.tokenizer` and the sources:
 
-    a path       any                              that one; token folders must be made with it
-    train        token folders, and other ones    the folders'; they must have the same one
-    train        text                             one is trained on the text
-    train        foreign token files              none is needed, so none is known
-    train        text and foreign token files     refused: nothing states what the ids mean
+    a path       any                              this tokenizer; token folders must be made with it
+    train        token folders, and others        the folders' tokenizer, which must be the same
+    train        text                             a tokenizer trained on the text
+    train        foreign token files              none, because none is needed
+    train        text and foreign token files     refused: the tokenizer of the ids is unknown
 """
 
 from __future__ import annotations
@@ -65,9 +65,9 @@ class Share:
     """Sources that become one component of the mixture.
 
     Attributes:
-        files: of text, in order.
-        token_sources: the sources that hold token ids, in order.
-        weight: relative to the other shares' weights.
+        files: the files of text, in order.
+        token_sources: the sources of token ids, in order.
+        weight: its weight, relative to the weights of the other shares.
         name: its sources as the configuration names them.
     """
 
@@ -84,9 +84,9 @@ class Selection:
     Attributes:
         train: the training data.
         validation: the validation data; None if a fraction is held out instead.
-        tokenizer: the path of an existing one; None if it is to be trained, or none is needed.
+        tokenizer: the path of an existing tokenizer; None if one must be trained or none is needed.
         states: name and state of every file of text and of the tokenizer.
-        seen_at_seconds: when the states were read, by the clock.
+        seen_at_seconds: the time at which the states were read.
     """
 
     train: tuple[Share, ...]
@@ -97,16 +97,16 @@ class Selection:
 
     @property
     def shares(self) -> tuple[Share, ...]:
-        """Of training and of validation."""
+        """The shares of training and of validation."""
         return self.train + (self.validation or ())
 
     def is_settled(self) -> bool:
-        """Whether any later change of a file must show in its state."""
+        """Whether any later change of a file is certain to change its state."""
         return are_settled((state for _, state in self.states), self.seen_at_seconds)
 
 
 def select_files(data: DataConfig) -> Selection:
-    """Finds the files and reads their state; opens no text.
+    """Finds the files and reads their state. Does not read text.
 
     Raises:
         DataError: every problem with the sources, or with the choice of the tokenizer.
@@ -168,7 +168,7 @@ def find_problems(data: DataConfig, vocab_size: int) -> tuple[str, ...]:
 
 
 def each_problem(data: DataConfig, vocab_size: int) -> Iterator[str]:
-    """Like `find_problems`, each problem when it is found."""
+    """Like `find_problems`, but yields each problem when it is found."""
     shares: Sequence[Share] = ()
     try:
         train, validation = _find_both(data)
@@ -188,13 +188,13 @@ def each_problem(data: DataConfig, vocab_size: int) -> Iterator[str]:
 
 
 def first_ids(shares: Sequence[Share], vocab_size: int) -> list[str]:
-    """What is wrong with the first ids of token files that do not state their width."""
+    """Problems with the first ids of token files whose format does not state the size of an id."""
     problems = (why_not_tokens(place, vocab_size) for place in token_places(shares))
     return [problem for problem in problems if problem is not None]
 
 
 def _first_records(shares: Sequence[Share]) -> Iterator[str]:
-    """What is wrong with the first record of each file, which shows a wrong `text_field`."""
+    """Problems with the first record of each file, such as a wrong `text_field`."""
     on_bad = partial(refuse, otherwise=SKIP_BEFOREHAND)
     for file in (file for share in shares for file in share.files if file.format.has_records):
         try:
@@ -230,7 +230,7 @@ def _find_both(data: DataConfig) -> tuple[tuple[Share, ...], tuple[Share, ...] |
 
 
 def _places(shares: Sequence[Share]) -> dict[tuple[str, str], str]:
-    """What identifies each file -> its path."""
+    """The identity of each file -> its path."""
     text = {file.place(): str(file.path) for share in shares for file in share.files}
     return text | {(str(place.resolve()), ""): str(place) for place in token_places(shares)}
 
@@ -298,10 +298,10 @@ def _check_tokens(sources: Sequence[Source], setting: str) -> None:
 
 
 def choose_tokenizer(data: DataConfig, shares: Sequence[Share]) -> str | None:
-    """The path of an existing tokenizer; None if it is to be trained, or none is needed.
+    """The path of an existing tokenizer; None if one must be trained or none is needed.
 
     Raises:
-        DataError: token folders of other tokenizers, or ids without a known tokenizer.
+        DataError: token folders with different tokenizers, or ids without a known tokenizer.
     """
     places = token_places(shares)
     folders = [place for place in places if is_token_folder(place)]
@@ -335,7 +335,7 @@ def _check_named(named: str, folders: Sequence[Path]) -> None:
 
 
 def _check_equal(folders: Sequence[Path]) -> None:
-    """Raises DataError unless all folders, and the tokenizer in the first, are of one tokenizer."""
+    """Raises DataError unless all folders have the same tokenizer, and the first contains it."""
     first, *others = folders
     if not (first / TOKENIZER_FILE).is_file():
         raise DataError(

@@ -1,9 +1,9 @@
-"""Sources of text: what `data.train` and `data.validation` list, found on this machine.
+"""Finds the sources of text that `data.train` and `data.validation` list.
 
 A source is the word `python-stdlib`, the path of a file or of a saved dataset, a glob such as
 `books/**/*.txt`, or the name of a dataset. Every file has a name relative to its source, with
-forward slashes, and files are in the order of these names. So the same files give the same corpus
-wherever they are and in whatever order the file system lists them.
+forward slashes, and files are sorted by these names. So the same files give the same corpus,
+wherever they are and in any order in which the file system lists them.
 
 The suffix of a file determines its format:
 
@@ -11,8 +11,9 @@ The suffix of a file determines its format:
     .parquet           a table
     any other          plain UTF-8 text       also as .gz and .zst
 
-Formats that hold text but are not text are refused, because the model would train on their syntax.
-So is a name such as `pages.jsonl.1`, whose suffix does not state the format.
+Formats that contain text in another syntax are refused, because the model would train on the
+syntax. A name such as `pages.jsonl.1` is refused, too, because its suffix does not state the
+format.
 """
 
 from __future__ import annotations
@@ -48,8 +49,8 @@ _JSON_LINES = (".jsonl", ".ndjson")
 _TABLE = ".parquet"
 _KNOWN_SUFFIXES = {*_JSON_LINES, _TABLE, *ARCHIVES, *_REFUSED}
 
-# Of the standard library: not its own source text (installed packages; tests, of which some are
-# deliberately not UTF-8), and what the build of this one interpreter wrote.
+# Folders and files that are omitted: installed packages; tests, of which some are deliberately not
+# UTF-8; and files that the build of this interpreter wrote.
 _SKIPPED_FOLDERS = frozenset(
     {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 )
@@ -64,8 +65,8 @@ class SourceFile:
     """One file of text, or one split of a dataset.
 
     Attributes:
-        name: relative to its source.
-        path: where it is on this machine; the name of a dataset that is loaded by name.
+        name: its name relative to its source.
+        path: its path on this machine, or the name of a dataset that is loaded by name.
         format: how it is read.
     """
 
@@ -86,7 +87,7 @@ class SourceFile:
         return self.format.pieces(self.path, on_bad)
 
     def state(self) -> FileState:
-        """(path, size in bytes, mtime in ns, ctime in ns); differs if the file changed."""
+        """(path, size in bytes, mtime in ns, ctime in ns), which change if the file changes."""
         return self.format.state(self.path)
 
     def place(self) -> tuple[str, str]:
@@ -96,7 +97,7 @@ class SourceFile:
 
 
 def list_files(sources: Sequence[Source], setting: str) -> list[SourceFile]:
-    """The files of `sources`: sources in their order, each source's files by name.
+    """The files of `sources`: sources in the given order, the files of each sorted by name.
 
     Args:
         sources: as in the configuration.
@@ -183,7 +184,7 @@ def _library_folder() -> Path:
 
 
 def _library_files() -> Iterator[Path]:
-    """The `.py` files of the standard library, in no order."""
+    """The `.py` files of the standard library, unsorted."""
     for folder, subfolders, names in os.walk(_library_folder()):
         subfolders[:] = [
             name
@@ -217,14 +218,14 @@ def _format_of(path: Path, source: Source) -> TextFormat:
 
 
 def _suffix(path: Path) -> tuple[str, bool]:
-    """(the suffix that states the format, in lower case; whether an archive's suffix follows)."""
+    """(the suffix that states the format, in lower case; whether .gz or .zst follows)."""
     is_archive = path.suffix.lower() in ARCHIVES
     named = Path(path.stem) if is_archive else path
     return named.suffix.lower(), is_archive
 
 
 def _why_refused(path: Path) -> str | None:
-    """What to do about a file whose format is not read; None if it is read."""
+    """How to fix a file whose format is refused; None if it is accepted."""
     suffix, is_archive = _suffix(path)
     named = Path(path.stem) if is_archive else path
     numbered = Path(named.stem).suffix.lower() if suffix.removeprefix(".").isdecimal() else ""
@@ -298,7 +299,7 @@ def _what_is_in(folder: Path) -> str:
 
 
 def _visible_files(folder: Path) -> Iterator[Path]:
-    """Those that a glob finds. Folders that this user may not enter are skipped."""
+    """The files that a glob finds. Skips folders without permission."""
     for place, folders, names in os.walk(folder):
         folders[:] = [name for name in folders if not name.startswith(".")]
         paths = (Path(place, name) for name in names if not name.startswith("."))

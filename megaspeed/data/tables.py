@@ -1,9 +1,9 @@
 """Tables with one document a row: Parquet files, and datasets of the `datasets` library.
 
-Parquet files are read by pyarrow, because a damaged row group must not end the file, and because a
-row group may be gigabytes. Datasets come from a folder that `save_to_disk` wrote, or by name from
-`load_dataset`. The library maps their files, which the kernel counts as the process's memory until
-it needs the memory elsewhere.
+Parquet files are read by pyarrow directly, so that reading continues after a damaged row group, and
+so that a row group of gigabytes need not fit in memory. Datasets come from a folder that
+`save_to_disk` wrote, or by name from `load_dataset`. The library maps their files into memory. The
+kernel counts mapped pages as memory of the process until it needs the memory elsewhere.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def is_saved_dataset(path: Path) -> bool:
 def _pieces_of_rows(
     path: Path, column: str, values: Iterable[object], bytes_per_row: float, on_bad: OnBad
 ) -> Iterator[Piece]:
-    """Each row that has text, as a document."""
+    """The pieces of all rows with text. Each row is a document."""
     for row, value in enumerate(values):
         if value is _LOST:
             continue
@@ -65,11 +65,11 @@ def _pieces_of_rows(
 
 
 _LOST = object()
-"""Stands for a row that cannot be read, so that the later rows keep their numbers."""
+"""A placeholder for a row that cannot be read, so that later rows keep their numbers."""
 
 
 def _until_broken(batches: Iterator[T], on_broken: Callable[[Exception], None]) -> Iterator[T]:
-    """The batches up to the first that cannot be read."""
+    """The batches before the first one that cannot be read."""
     try:
         yield from batches
     except Exception as error:  # pyarrow and datasets raise many kinds
@@ -120,7 +120,7 @@ class Table(TextFormat):
             return f'one column must be named "{self.text_field}", and {times} are'
         kind = schema.field(self.text_field).type
         if str(kind).startswith("dictionary<"):
-            kind = kind.value_type  # what its numbers stand for
+            kind = kind.value_type  # the type of its entries
         if str(kind) not in ("string", "large_string", "string_view"):
             return f'the column "{self.text_field}" must hold strings, and holds {kind}'
         return None
@@ -147,11 +147,11 @@ class Table(TextFormat):
 
 
 def _value(scalar: Any) -> object:
-    """The text; its bytes if they are not UTF-8, which Parquet does not check."""
+    """The text; its bytes if they are not UTF-8, because Parquet does not check this."""
     try:
         return scalar.as_py()
     except UnicodeDecodeError:
-        text = getattr(scalar, "value", scalar)  # of a dictionary, what its number stands for
+        text = getattr(scalar, "value", scalar)  # of a dictionary, the value
         return text.as_buffer().to_pybytes()
 
 
@@ -160,7 +160,7 @@ class SavedDataset(TextFormat):
     """A folder that `save_to_disk` wrote.
 
     Attributes:
-        split: which one, if the folder has several.
+        split: the name of the split, if the folder has several.
         text_field: the column that has the text.
     """
 
@@ -195,7 +195,7 @@ class SavedDataset(TextFormat):
         return self.split
 
     def problem(self, path: Path) -> str | None:
-        """Why the folder cannot be opened, as far as the names in it show."""
+        """Why the folder cannot be opened; checks only the names of files and splits."""
         if (path / _SEVERAL_SPLITS).is_file() and not self._folder(path).is_dir():
             found = sorted(folder.name for folder in path.iterdir() if is_saved_dataset(folder))
             return (
@@ -210,12 +210,12 @@ class SavedDataset(TextFormat):
 
 @dataclass(frozen=True, slots=True)
 class NamedDataset(TextFormat):
-    """What `datasets.load_dataset` finds by name.
+    """A dataset that `datasets.load_dataset` loads by name.
 
     Attributes:
-        configuration, revision: passed to it; None is its own default.
-        streaming: whether rows are read over the network as they are needed.
-        split: passed to it.
+        configuration, revision: passed to `load_dataset`; None for its own default.
+        streaming: whether rows are read over the network when they are needed.
+        split: passed to `load_dataset`.
         text_field: the column that has the text.
     """
 
@@ -227,7 +227,7 @@ class NamedDataset(TextFormat):
 
     @classmethod
     def of(cls, source: Source) -> NamedDataset:
-        """The format of a source that states `dataset`."""
+        """The format of a source that has the key `dataset`."""
         return cls(
             source.configuration, source.revision, source.streaming, source.split, source.text_field
         )
@@ -239,7 +239,7 @@ class NamedDataset(TextFormat):
         yield from _pieces_of_dataset(path, dataset, self.text_field, 0.0, on_bad)
 
     def state(self, path: Path) -> FileState:
-        """What the library knows of the dataset's files. Needs no network if a commit is named.
+        """The state of the dataset's files. Needs no network if the revision is a commit.
 
         Sizes and times are those of files on this machine.
         """
@@ -268,7 +268,7 @@ class NamedDataset(TextFormat):
         return f"{configuration}{revision}[{self.split}]"
 
     def _ask(self, path: Path, load: Any, **arguments: Any) -> Any:
-        """What `load` returns; whatever it raises becomes a DataError."""
+        """Calls `load`. Converts any exception to a DataError."""
         try:
             return load(str(path), self.configuration, revision=self.revision, **arguments)
         except Exception as error:  # of datasets, the hub's client, the network
@@ -282,7 +282,7 @@ class NamedDataset(TextFormat):
 def _pieces_of_dataset(
     path: Path, dataset: Any, column: str, bytes_per_row: float, on_bad: OnBad
 ) -> Iterator[Piece]:
-    """Of a Dataset or an IterableDataset."""
+    """The texts in a column of a Dataset or an IterableDataset."""
     names = dataset.column_names  # None if a stream does not know them beforehand
     if names is not None:
         if column not in names:

@@ -1,6 +1,6 @@
-"""Plain text and JSON lines, as they are or compressed as `.gz` or `.zst`.
+"""Reads plain text and JSON lines, uncompressed or compressed as `.gz` or `.zst`.
 
-An archive is decompressed while it is read, and its checksums are compared. If it is truncated or
+An archive is decompressed while it is read, and its checksums are verified. If it is truncated or
 damaged, the text before the damage is used, and then the damage is reported.
 """
 
@@ -101,7 +101,7 @@ class ByteStream:
 
     @property
     def doubt(self) -> str:
-        """Appended to a problem with the bytes: an archive may be damaged before its checksum."""
+        """Appended to a problem: an archive may be damaged. Empty without an archive."""
         return "" if self._compression is None else f" (the {self._kind} may be damaged)"
 
     @property
@@ -165,7 +165,7 @@ class PlainText(TextFormat):
 
 
 def _cut(stream: ByteStream) -> Iterator[tuple[int, bytes, bool]]:
-    """(byte in the text, at most a piece of one document, whether the document ends there)."""
+    """(offset in the text, a piece of one document, whether the document ends there)."""
     start, window = 0, bytearray()
     while window := window + stream.read(_WINDOW_BYTES - len(window)):
         separator = window.find(DOCUMENT_SEPARATOR, 0, _WINDOW_BYTES - len(b"\r\n"))
@@ -197,7 +197,7 @@ def _not_utf8(
 
 
 class _NoText(Exception):
-    """A line has no text: why, and what to do."""
+    """A line has no text. Contains the reason and how to fix it."""
 
     def __init__(
         self, problem: str, mend: str = CORRECT_IT, *, may_be_damage: bool = False
@@ -206,7 +206,7 @@ class _NoText(Exception):
 
 
 class _Object(dict[str, object]):
-    """A JSON object that has some of its keys more than once; each has its last value."""
+    """A JSON object with repeated keys. Each of them has its last value."""
 
     def __init__(self, pairs: list[tuple[str, object]]) -> None:
         super().__init__(pairs)
@@ -224,10 +224,10 @@ _DECODER = json.JSONDecoder(object_pairs_hook=_object)
 
 @dataclass(frozen=True, slots=True)
 class JsonLines(TextFormat):
-    """One JSON object a line; one of its fields is the text of a document.
+    """One JSON object on each line. One of its fields is the text of a document.
 
     Attributes:
-        text_field: the field.
+        text_field: the name of this field.
     """
 
     has_records: ClassVar[bool] = True

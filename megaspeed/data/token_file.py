@@ -2,8 +2,8 @@
 
     document 0 . end-of-text . document 1 . end-of-text . ...
 
-The file holds only the ids. The index states how to read them, and what is known about them
-without reading them all.
+The file contains only the ids. The index states their type, and facts for which all ids would have
+to be read.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ class TokenIndex:
     """What is known about a token file; None if its format does not state it.
 
     Attributes:
-        tokens: ids in the file, end-of-text tokens included.
-        documents: documents, each followed by an end-of-text token if there is one.
-        dtype: of the ids in the file.
-        largest_id: no id in the file is larger.
-        vocab_size: the tokenizer's, one more than the largest id it can give.
+        tokens: number of ids in the file, including end-of-text tokens.
+        documents: number of documents. An end-of-text token, if there is one, follows each.
+        dtype: the type of the ids in the file.
+        largest_id: an upper bound of the ids in the file.
+        vocab_size: one more than the largest id of the tokenizer.
         end_of_text: the id that ends every document and occurs nowhere else.
         tokenizer_fingerprint: sha256 of the tokenizer as JSON.
-        corpus_fingerprint: sha256 over the documents' names, sizes and contents; if the file was
-            not made from text here, over the ids.
+        corpus_fingerprint: sha256 over the documents' names, sizes and contents; over the ids if
+            megaspeed did not make the file from text.
     """
 
     tokens: int
@@ -61,13 +61,13 @@ class TokenIndex:
 
 @dataclass(frozen=True)
 class TokenFile:
-    """A token file on disk, or a part of one. Small; it can be sent to other processes.
+    """A token file on disk, or a part of one. It is small and can be pickled.
 
     Attributes:
         path: the file.
         index: what is known about the file, or about the part.
-        first_token: where the part begins in the file.
-        megatron_index: the .idx with the ends of documents, if it is Megatron's.
+        first_token: the index of the part's first token in the file.
+        megatron_index: the .idx with the ends of documents, if it is a file of Megatron-LM.
     """
 
     path: Path
@@ -101,7 +101,7 @@ class TokenFile:
         return np.memmap(self.path, dtype=dtype, mode="r", offset=offset, shape=(tokens,))
 
     def stretch(self, first_token: int, tokens: int) -> TokenFile:
-        """A part of the file, with a fingerprint of its own."""
+        """A part of the file, with its own fingerprint."""
         assert first_token >= 0 and first_token + tokens <= self.index.tokens
         named = f"{self.index.corpus_fingerprint}:{first_token}:{tokens}"
         index = replace(
@@ -117,7 +117,7 @@ class TokenFile:
         if self.index.largest_id < vocab_size:
             return
         found = self._first_beyond(vocab_size)
-        if found is None:  # the largest id is in another part of the file, or in another shard
+        if found is None:  # the too large id is in another part of the file, or in another shard
             return
         token = self.first_token + found[0]
         raise DataError(

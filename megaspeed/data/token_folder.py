@@ -1,12 +1,12 @@
 """Token folders, which `megaspeed tokenize` writes.
 
     FOLDER/tokens-00000.bin ...      ids, in shards that end with a document
-    FOLDER/index.json                written last: what the shards hold, sealed
+    FOLDER/index.json                written last: the content of the shards, with checksums
     FOLDER/tokenizer.json ...        the tokenizer, as AutoTokenizer loads it
     FOLDER/plan.json                 only while the folder is not finished
 
-Every start compares the size and 1 MiB of each shard, which thousands of ranks can do at once. Each
-machine reads every shard completely once, and compares its checksum.
+Every start checks the size and 1 MiB of each shard, which is fast enough for thousands of ranks.
+Each machine reads every shard completely once, and verifies its checksum.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class Shard:
 
     Attributes:
         file: its name in the folder.
-        tokens: ids in it, end-of-text tokens included.
-        documents: documents in it.
+        tokens: number of its ids, including end-of-text tokens.
+        documents: number of its documents.
         checksum: sha256 of the file, in hexadecimal.
     """
 
@@ -56,12 +56,12 @@ class Shard:
 
 @dataclass(frozen=True)
 class TokenFolderIndex:
-    """What a token folder holds.
+    """The content of a token folder.
 
     Attributes:
-        dtype: of the ids.
-        documents, tokens: of all shards.
-        vocab_size: the tokenizer's.
+        dtype: the type of the ids.
+        documents, tokens: their number in all shards.
+        vocab_size: one more than the largest id of the tokenizer.
         end_of_text: the id after each document.
         tokenizer_fingerprint: sha256 of the tokenizer as JSON.
         corpus_fingerprint: sha256 over the documents' names, sizes and contents.
@@ -81,7 +81,7 @@ class TokenFolderIndex:
 
 
 def write_index(folder: Path, index: TokenFolderIndex) -> None:
-    """Finishes a folder whose shards are on the disk."""
+    """Writes the index, which finishes a folder. Its shards must be on the disk."""
     samples = [_sample(folder / shard.file) for shard in index.shards]
     facts = {**asdict(index), "shards": [asdict(shard) for shard in index.shards]}
     write_sealed(folder / INDEX, {"format": _FORMAT, **facts, _SAMPLES_KEY: samples})
@@ -100,7 +100,7 @@ def is_token_folder(path: Path) -> bool:
 
 
 def read_index(folder: Path) -> TokenFolderIndex:
-    """What a finished folder holds.
+    """The content of a finished folder.
 
     Raises:
         DataError: the folder is not finished, or its index is damaged.
@@ -109,13 +109,13 @@ def read_index(folder: Path) -> TokenFolderIndex:
 
 
 def open_token_folder(folder: Path, cache: Cache) -> tuple[TokenFile, ...]:
-    """The shards.
+    """Opens the shards of a folder.
 
-    The fingerprint of a single shard is that of its documents, so that it gives the same stream as
-    the text itself. If there are several, each has the checksum of its ids.
+    A single shard has the fingerprint of its documents, so it gives the same stream as the text. If
+    there are several, the fingerprint of each is the checksum of its ids.
 
     Args:
-        folder: a finished one.
+        folder: a finished token folder.
         cache: stores which shards this machine has already read completely.
 
     Raises:
@@ -151,7 +151,7 @@ def open_token_folder(folder: Path, cache: Cache) -> tuple[TokenFile, ...]:
 
 
 def _read(folder: Path) -> tuple[TokenFolderIndex, list[str]]:
-    """(index, sample of each shard)."""
+    """(the index, the hash of the sample of each shard)."""
     path = folder / INDEX
     if not path.exists():
         raise DataError(
@@ -176,7 +176,7 @@ def _read(folder: Path) -> tuple[TokenFolderIndex, list[str]]:
 
 
 def _problem(path: Path, expected_bytes: int, sample: str) -> str | None:
-    """What a look at a shard shows."""
+    """A problem with the size or the sample of a shard; None if there is none."""
     if not path.is_file():
         return f"a token folder must have every shard, and {path} is missing; {_COPY_AGAIN}"
     size = path.stat().st_size
@@ -195,7 +195,7 @@ def _problem(path: Path, expected_bytes: int, sample: str) -> str | None:
 
 
 def _wrong_checksum(path: Path, shard: Shard, cache: Cache) -> str | None:
-    """What reading a shard completely shows; read only if it was not read before as it is now."""
+    """A problem with the checksum of a shard. An unchanged shard is read only once."""
     facts = remembered(
         cache,
         "checksums",

@@ -1,9 +1,9 @@
-"""Sources that are token ids already: recognized by how they look, and opened.
+"""Recognizes and opens sources that are already token ids.
 
 a folder with our index.json        written by `megaspeed tokenize`
 NAME.bin and NAME.idx, or NAME      Megatron-LM's
 NAME.bin alone                      nanoGPT's, or a token file of the cache
-a glob of any of these              every match, by name; ordinary folders are skipped
+a glob of any of these              every match, sorted by name; ordinary folders are skipped
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from megaspeed.files.reading import special_among
 
 
 def is_token_source(path: Path) -> bool:
-    """Whether `path`, or anything that it matches as a glob, is token files."""
+    """Whether `path`, or a match of this glob, is a token file or folder."""
     return any(map(_is_tokens, _matches(path)))
 
 
@@ -34,7 +34,7 @@ def text_beside_tokens(path: Path) -> Path | None:
 
 
 def token_paths(path: Path) -> list[Path]:
-    """The folders, .idx files and .bin files that `path` names, in order and each once.
+    """The folders, .idx files and .bin files that `path` names, sorted and without duplicates.
 
     A pair of .bin and .idx is represented by its .idx.
     """
@@ -43,10 +43,10 @@ def token_paths(path: Path) -> list[Path]:
 
 
 def open_token_source(source: Source, cache: Cache) -> tuple[TokenFile, ...]:
-    """The token files of a source for which `is_token_source(its path)`, in order.
+    """The token files of a source whose path `is_token_source`, in order.
 
     Raises:
-        DataError: every file of the source that is damaged, or is not what it seems.
+        DataError: every file of the source that is damaged or has another format.
     """
     files: list[TokenFile] = []
     problems: list[str] = []
@@ -63,7 +63,7 @@ def open_token_source(source: Source, cache: Cache) -> tuple[TokenFile, ...]:
 
 
 def why_not_tokens(path: Path, vocab_size: int) -> str | None:
-    """What is wrong with the first ids of one of `token_paths`; None if nothing is."""
+    """A problem with the first ids of one of `token_paths`; None if there is none."""
     special = next(special_among([path]), None)
     if special is not None:
         return special
@@ -73,7 +73,7 @@ def why_not_tokens(path: Path, vocab_size: int) -> str | None:
 
 
 def _matches(path: Path) -> list[Path]:
-    """What a path, a prefix or a glob names, sorted."""
+    """The files and folders that a path, a prefix or a glob names, sorted."""
     path = expand_home(path).absolute()
     if path.exists() or _is_pair(path):
         return [path]
@@ -87,7 +87,7 @@ def _is_tokens(path: Path) -> bool:
 
 
 def _is_pair(prefix: Path) -> bool:
-    """Whether it is NAME, and NAME.bin and NAME.idx exist."""
+    """Whether NAME.bin and NAME.idx exist for this NAME."""
     if prefix.is_dir() or not prefix.name:
         return False
     return all(with_suffix(prefix, suffix).is_file() for suffix in (".bin", ".idx"))
@@ -99,7 +99,7 @@ def _is_shard(path: Path) -> bool:
 
 
 def _index_of_pair(path: Path) -> Path:
-    """NAME.idx for any name of a pair; another path as it is."""
+    """NAME.idx if the path names a pair; any other path unchanged."""
     if path.suffix == ".bin" and path.with_suffix(".idx").is_file():
         return path.with_suffix(".idx")
     return with_suffix(path, ".idx") if _is_pair(path) else path

@@ -1,13 +1,13 @@
-"""`megaspeed tokenize`: text of any size to a folder of token files.
+"""`megaspeed tokenize`: converts text of any size to a folder of token files.
 
-    DIR/plan.json                                what is tokenized, how, and how far it has come
+    DIR/plan.json                                input, settings and progress
     DIR/tokenizer.json, tokenizer_config.json    for the worker processes, and for training
     DIR/tokens-00000.bin ...                     the ids, in shards that end with a document
     DIR/documents.jsonl                          a line for each document, for the fingerprint
     DIR/skipped.jsonl                            a line for each bad record
     DIR/index.json                               written last: the folder can be trained on
 
-The plan is saved when an input file is complete, or several if they are small. If the process is
+The plan is saved after each input file, or after several if they are small. If the process is
 killed, the same command truncates all files to the lengths in the plan and continues with the next
 input file. plan.json and documents.jsonl are removed at the end.
 """
@@ -49,26 +49,27 @@ from megaspeed.files.reading import sha256_of
 DEFAULT_SHARD_TOKENS = 1 << 29
 """1 GiB of ids of 2 bytes."""
 
-# Raise it if the same plan is to give other files.
+# Increment it if the code changes so that the same plan gives other files.
 _FORMAT = 2
 _DOCUMENTS, _SKIPPED, _LOCK = "documents.jsonl", "skipped.jsonl", ".lock"
 _PROGRESS = "progress"
 _TEMPORARY_FILES = (PLAN, _DOCUMENTS)
 _FILES_OF_VERSION_0_1 = ("progress.json",)
 _ALL = (INDEX, *_TEMPORARY_FILES, _SKIPPED, SHARDS, TOKENIZER_FILE, CONFIG_FILE)
-# The plan is saved after input files of at least so many bytes. The processes are idle meanwhile.
+# The plan is saved after input files of at least this size, because saving makes the processes
+# idle.
 _SAVED_AT_ONCE_BYTES = 1 << 26
 _OR_SKIP = ", or skip bad records with --skip-bad"
 
 
 @dataclass(frozen=True)
 class Standing:
-    """How far the work has come.
+    """The progress of a tokenization.
 
     Attributes:
-        tokens, documents: written.
-        skipped: bad records.
-        read_bytes: of the input.
+        tokens, documents: number of written tokens and documents.
+        skipped: number of bad records.
+        read_bytes: bytes of the input that were read.
     """
 
     tokens: int
@@ -78,10 +79,10 @@ class Standing:
 
 
 class Watch(Protocol):
-    """Follows the progress."""
+    """Receives the progress of a tokenization."""
 
     def begins(self, standing: Standing, total_bytes: int) -> None:
-        """Called once: what an earlier call has done, and the size of the input."""
+        """Called once, with the progress of earlier calls and the size of the input."""
 
     def passes_over(self, record: BadRecord) -> None:
         """Called for every bad record that is skipped."""
@@ -92,13 +93,13 @@ class Watch(Protocol):
 
 @dataclass(frozen=True)
 class _Progress:
-    """What is written for a number of complete input files.
+    """What has been written after some complete input files.
 
     Attributes:
-        files: how many.
+        files: number of complete input files.
         shards: the complete shards.
-        open_tokens, open_documents: in the shard that is not complete.
-        skipped: bad records.
+        open_tokens, open_documents: their number in the shard that is not complete.
+        skipped: number of bad records.
         documents_bytes, skipped_bytes: lengths of the two files of lines.
         largest_id: the largest id in any shard.
     """
@@ -132,21 +133,21 @@ def tokenize(
     skip_bad: bool = False,
     fresh: bool = False,
 ) -> TokenFolderIndex:
-    """Writes a token folder. The same call continues after it was interrupted.
+    """Writes a token folder. After an interruption, the same call continues.
 
     Args:
         files: the text.
-        tokenizer: is saved in the folder.
-        folder: new, empty, or left by a call that was interrupted.
-        watch: follows the progress.
-        processes: how many encode; the files do not depend on it.
-        shard_tokens: a shard ends with the document that brings it to so many tokens.
-        skip_bad: whether bad records are skipped; otherwise the first one ends the work.
+        tokenizer: the tokenizer, which is also saved in the folder.
+        folder: a folder that is new, empty, or was written by an interrupted call.
+        watch: receives the progress.
+        processes: number of processes that encode. The files do not depend on it.
+        shard_tokens: a shard ends with the document that makes it at least this long.
+        skip_bad: whether bad records are skipped. Otherwise the first one raises DataError.
         fresh: whether files of an earlier call are removed first.
 
     Raises:
-        DataError: a record is bad; or the folder is finished, in use, or holds something else, such
-            as work on another input or with another tokenizer.
+        DataError: a record is bad; or the folder is finished, in use, or contains other files, such
+            as those of a call with another input or tokenizer.
         WorkerDied: a process was killed.
         OSError: a file cannot be read or written.
     """
@@ -205,8 +206,8 @@ class _Reader:
     """Reads the input, and writes a line for each document and for each bad record.
 
     Attributes:
-        skipped: bad records so far.
-        read_bytes: of the input so far.
+        skipped: number of bad records so far.
+        read_bytes: bytes of the input that were read so far.
     """
 
     def __init__(
@@ -249,7 +250,7 @@ class _Reader:
             self.read_bytes = before + self._sizes[number]
 
     def progress(self, written: _Progress) -> _Progress:
-        """After a group; brings the lines to the disk."""
+        """Flushes the lines to the disk. Returns the progress after a group."""
         _flush(self._documents)
         _flush(self._bad)
         return replace(
@@ -318,7 +319,7 @@ class _Shards:
         self._append(packed.ids[start:], len(packed.document_ends) - documents)
 
     def flush(self) -> None:
-        """Brings everything to the disk."""
+        """Flushes everything to the disk."""
         _flush(self._open)
 
     def finish(self) -> _Progress:
@@ -351,7 +352,7 @@ class _Shards:
 
 
 def _continued(path: Path, size_bytes: int) -> BinaryIO:
-    """The file, open to append after its first `size_bytes`; the rest is removed."""
+    """Truncates the file to `size_bytes` and opens it to append."""
     stream = path.open("ab")
     try:
         _check_length(path, size_bytes)
@@ -407,7 +408,7 @@ def _plan(
     tokenizer: TextTokenizer,
     shard_tokens: int,
 ) -> dict[str, Any]:
-    """Everything that decides which ids are written, and into which shards."""
+    """Everything that determines the ids and the shards."""
     listed = [
         [file.name, repr(file.format), path, size, mtime]
         for file, (path, size, mtime, _) in zip(files, states, strict=True)
@@ -430,7 +431,7 @@ def _save(folder: Path, plan: dict[str, Any], progress: _Progress) -> None:
 
 
 def _begin(folder: Path, plan: dict[str, Any], *, skip_bad: bool) -> _Progress:
-    """What an earlier call with this plan has done. Saves the plan if there was none.
+    """The progress of an earlier call with this plan. Saves the plan if there was none.
 
     Raises:
         DataError: the folder is finished, or holds something that cannot be continued.

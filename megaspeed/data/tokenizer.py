@@ -1,11 +1,11 @@
-"""Tokenizers: read and written as Hugging Face does, and trained on text.
+"""Tokenizers in Hugging Face's format: loads, saves and trains them.
 
     FOLDER/tokenizer.json           text -> ids
            tokenizer_config.json    which token ends a document, and what AutoTokenizer needs
 
 A byte-level BPE (Radford et al., "Language models are unsupervised multitask learners", 2019,
-section 2.2) begins with the 256 bytes, so it can write any text, and merges the most frequent pair
-until the vocabulary is full. Training it is deterministic, with any number of threads.
+section 2.2) begins with the 256 bytes, so it can encode any text. It merges the most frequent pair
+until the vocabulary is full. Training is deterministic for any number of threads.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ END_OF_TEXT = "<|endoftext|>"
 TOKENIZER_FILE = "tokenizer.json"
 CONFIG_FILE = "tokenizer_config.json"
 TRAINING_SAMPLE_BYTES = 32 << 20
-"""A BPE gains little from more text, and its training time grows with it."""
+"""More text hardly improves a BPE, but makes its training longer."""
 
 _SETTING = "data.tokenizer"
 _SMALLEST_VOCABULARY = 256 + 1  # every byte, and the end-of-text token
@@ -43,7 +43,7 @@ _END_OF_TEXT_NAMES = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|im_end
 # AutoTokenizer reads the class of older files in one of these.
 _NAMES_THE_CLASS = (CONFIG_FILE, "config.json")
 _CONFIG_FILES = (CONFIG_FILE, "special_tokens_map.json")
-# The parts of a tokenizer.json that may put a space before a text, and how each is switched off:
+# The parts of a tokenizer.json that may add a space before a text, and how each is switched off:
 # Prepend, Metaspace and ByteLevel.
 _PUT_FIRST_SPACE = ("normalizer", "pre_tokenizer")
 _NO_FIRST_SPACE = {"prepend": "", "prepend_scheme": "never", "add_prefix_space": False}
@@ -67,8 +67,8 @@ class TextTokenizer:
     """A tokenizer and the id of the token that ends a document.
 
     Attributes:
-        tokenizer: without the limits of any model.
-        end_of_text: the id.
+        tokenizer: the tokenizer, without truncation, padding and dropout.
+        end_of_text: the id of the end-of-text token.
         stated: the content of its tokenizer_config.json; empty if it has none.
     """
 
@@ -83,7 +83,8 @@ class TextTokenizer:
         self.tokenizer.no_padding()
         if isinstance(self.tokenizer.model, models.BPE):
             self.tokenizer.model.dropout = None
-        # Text that spells a special token is text: only `pack` ends a document.
+        # Text such as "<|endoftext|>" is not encoded as a special token. Only `pack` ends a
+        # document.
         self.tokenizer.encode_special_tokens = True
 
     @cached_property
@@ -98,7 +99,7 @@ class TextTokenizer:
 
     @cached_property
     def config(self) -> Mapping[str, Any]:
-        """The content for tokenizer_config.json; it always names the end-of-text token."""
+        """The content of tokenizer_config.json. It always names the end-of-text token."""
         default = {
             "tokenizer_class": "PreTrainedTokenizerFast",
             "clean_up_tokenization_spaces": False,
@@ -136,16 +137,16 @@ class TextTokenizer:
     def encode_continued(self, texts: Sequence[str]) -> list[list[int]]:
         """The ids of texts that continue other texts.
 
-        No space is put before them, as Llama 2's tokenizer puts one before each text. (It also puts
-        one after each added token that is not special; that one is omitted here, too.)
+        Llama 2's tokenizer, for example, adds a space before each text. Here, no space is added.
+        (It also adds one after each added token that is not special, which is omitted here, too.)
         """
         return _encoded(self._continuing, texts) if texts else []
 
     @cached_property
     def _continuing(self) -> Tokenizer:
-        """The tokenizer without the space that it puts before a text.
+        """The tokenizer, changed so that it adds no space before a text.
 
-        A tokenizer that removes spaces before a text is used as it is.
+        A tokenizer that removes spaces before a text is not changed.
         """
         parts = {name: _as_json(getattr(self.tokenizer, name)) for name in _PUT_FIRST_SPACE}
         changed = _without_first_space(parts)
@@ -169,7 +170,7 @@ def _as_json(part: Any) -> Any:
 
 
 def _without_first_space(part: Any) -> Any:
-    """Normalizers and pre-tokenizers as JSON, changed so that they put no space before a text."""
+    """Normalizers and pre-tokenizers as JSON, changed so that they add no space before a text."""
     if isinstance(part, list):
         return [_without_first_space(item) for item in part]
     if isinstance(part, dict):
@@ -191,8 +192,8 @@ def load_tokenizer(source: str, setting: str = _SETTING) -> TextTokenizer:
         setting: the option or key it comes from, for messages.
 
     Raises:
-        DataError: no such path, not a tokenizer, one without entries, or a damaged
-            tokenizer_config.json.
+        DataError: the path does not exist or is not a tokenizer, the tokenizer has no entries, or
+            its tokenizer_config.json is damaged.
         NoEndOfText: no token is known to end a document.
     """
     path = Path(source)
@@ -235,7 +236,7 @@ def check_vocabulary(tokenizer_size: int, source: str, vocab_size: int) -> None:
 
 
 def _find_end_of_text(tokenizer: Tokenizer, folder: Path) -> int:
-    """The id of the folder's `eos_token`; if it names none, of a common name."""
+    """The id of the folder's `eos_token`; if it names none, of a token with a common name."""
     names = tuple(special_tokens(folder, "eos_token")) or _END_OF_TEXT_NAMES
     for name in names:
         token_id = tokenizer.token_to_id(name)
@@ -314,7 +315,7 @@ def _older_format(folder: Path, setting: str) -> Tokenizer:
 
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Hides transformers' progress bars and warnings; errors still contain what matters."""
+    """Hides transformers' progress bars and warnings, but not its errors."""
     from transformers.utils import logging  # slow to import, and rarely needed
 
     verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
@@ -340,15 +341,16 @@ def check_trainable(vocab_size: int, setting: str = "model.vocab_size") -> None:
 def train_tokenizer(documents: Sequence[Document], vocab_size: int) -> TextTokenizer:
     """A byte-level BPE of at most `vocab_size` entries; the first is `<|endoftext|>`.
 
-    It has fewer entries only if the text has no more pairs to merge. Of a corpus above 32 MiB it
-    reads 32 MiB, documents in the order of their content hashes, which is as good as random.
+    It has fewer entries only if the text has no more pairs to merge. If the corpus is larger than
+    32 MiB, it is trained on 32 MiB: documents in the order of their content hashes, a practically
+    random sample.
 
     Raises:
         DataError: `vocab_size` has no room for the 256 bytes and the end-of-text token.
     """
     check_trainable(vocab_size)
-    # Each merge makes one symbol of two. The trainer allocates memory for all entries before it
-    # reads any text, so it is not asked for more than the text can give.
+    # Each merge replaces two symbols by one, so the text limits the number of merges. The trainer
+    # allocates memory for all entries before it reads text, so the vocabulary is limited here.
     text_bytes = sum(document.size_bytes for document in documents)
     most_entries = _SMALLEST_VOCABULARY + min(text_bytes, TRAINING_SAMPLE_BYTES + PIECE_BYTES)
     tokenizer = Tokenizer(models.BPE())
@@ -367,7 +369,7 @@ def train_tokenizer(documents: Sequence[Document], vocab_size: int) -> TextToken
 
 
 def _training_sample(documents: Sequence[Document]) -> Iterator[str]:
-    """The pieces of the documents that are first by content hash; of the last document, a part."""
+    """The pieces of the first documents by content hash. The last document may be cut."""
     room_bytes = TRAINING_SAMPLE_BYTES
     room_for: dict[Document, int] = {}
     for document in sorted(documents, key=lambda document: document.content):
@@ -375,8 +377,8 @@ def _training_sample(documents: Sequence[Document]) -> Iterator[str]:
             break
         room_for[document] = room_bytes
         room_bytes -= document.size_bytes
-    # In the order of the files, because each is read from its beginning. The order does not
-    # matter to a BPE, which counts words.
+    # Read in the order of the files, because each is read from its beginning. The order does not
+    # change a BPE, which counts words.
     chosen = sorted(room_for, key=lambda document: (document.file.place(), document.number))
     pieces = read_pieces(chosen)
     for document in chosen:

@@ -190,7 +190,7 @@ def load_transformers_model(
     ]
     if found:
         raise HuggingFaceError(
-            f"{folder} must have the tensors of its model, and it {'; '.join(found)}; "
+            f"{folder} must have the tensors of its model, but it {'; '.join(found)}; "
             "save the model again with save_pretrained"
         )
     return model.eval()

@@ -128,7 +128,7 @@ def attention_mask(documents: Tensor, dtype: torch.dtype, window: int | None = N
 
 @lru_cache(maxsize=1)
 def window_mask(sequence: int, window: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """The same mask for rows of one document, (S, S). It is cached for all blocks and steps."""
+    """The mask (S, S) of a sliding window for rows of one document. It is cached for all blocks."""
     # A later step saves the mask for backward. An inference tensor cannot be saved.
     with torch.inference_mode(False):
         seen = torch.ones(sequence, sequence, dtype=torch.bool, device=device)
@@ -211,7 +211,7 @@ class Attention(nn.Module):
     def _attend_with_dropout(
         self, q: Tensor, k: Tensor, v: Tensor, samples: Tensor | None, mask: Tensor | None
     ) -> Tensor:
-        """The same, not fused: the mask of the fused kernel's dropout depends on the layout."""
+        """Unfused attention with dropout. A fused kernel's dropout mask depends on the layout."""
         group = self.query_heads // self.key_value_heads
         k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
         scores = q @ k.transpose(-2, -1) / math.sqrt(self.head_dim)  # (B, H, S, S)

@@ -50,7 +50,10 @@ _KINDS: tuple[Literal["weight", "bias"], ...] = ("weight", "bias")
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One module with parameters."""
+    """One module with parameters: a row of the model's table of modules.
+
+    The weight of a linear module has the shape (rows, columns).
+    """
 
     name: str  # of the module within its layer, such as "attention.qkv"
     kind: Kind  # a linear module multiplies (tokens, columns) by (columns, rows)
@@ -207,7 +210,7 @@ def embedding_rows(config: ModelConfig) -> dict[str, Row]:
 
 
 def block_rows(config: ModelConfig) -> dict[str, Row]:
-    """Name within a block -> row; all blocks are alike."""
+    """The modules of a block, by name; the same for all blocks."""
     hidden, width, head = config.hidden_size, config.intermediate_size, config.head_dim
     queries, shared = config.num_attention_heads * head, config.num_key_value_heads * head
     scale, gated = config.initializer_range, config.mlp == "swiglu"
@@ -265,7 +268,10 @@ def block_rows(config: ModelConfig) -> dict[str, Row]:
 
 
 def head_rows(config: ModelConfig) -> dict[str, Row]:
-    """Name within the head -> row. A tied output projection has a row, too."""
+    """The modules of the head (final norm and output projection), by name.
+
+    The output projection is included even if its weight is tied to the embedding.
+    """
     output = Row(
         name="output",
         kind="linear",

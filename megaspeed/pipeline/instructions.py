@@ -152,4 +152,4 @@ def other_end(batch: Batch) -> Batch:
             return Exchange(SendGradient(k), ReceiveActivation(m))
         case Exchange(SendGradient(k), ReceiveActivation(m)):
             return Exchange(SendActivation(m), ReceiveGradient(k))
-    raise AssertionError(f"a send and a receive with two neighbours: {batch!r}")
+    raise AssertionError(f"the send and the receive have different neighbours: {batch!r}")

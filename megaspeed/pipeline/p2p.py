@@ -85,8 +85,9 @@ class Link:
     def pending(self) -> list[str]:
         """Pending messages, such as "receive of float32 of shape (4, 16, 64) from rank 2".
 
-        On a CPU, a message is pending while `finish` waits for it. On a GPU the host does not wait
-        there, so a message is pending until it is done. Another thread may call this.
+        On a CPU, a message is pending while `finish` waits for it. On a GPU, `finish` does not make
+        the host wait, so a message is pending until its transfer is complete. Another thread may
+        call this method.
         """
         on_gpu = self._device.type != "cpu"
         if all(work.is_completed() for work in self._works) if on_gpu else not self._is_waiting:

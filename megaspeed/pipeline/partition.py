@@ -118,7 +118,11 @@ def _most_even_ends(cumulative: Sequence[int], pipeline_stages: int, bottleneck:
 
 
 def layers_of_stages(run: Run) -> list[range]:
-    """The flat layers of each pipeline stage of a run. The cost of a layer is its forward FLOPs."""
+    """The range of layer indices of each pipeline stage of a run.
+
+    Layer 0 is the embedding, the blocks follow, and the last layer is the head. The cost of a layer
+    is its forward FLOPs.
+    """
     costs = forward_flops_per_token(run.config.model, run.config.data.sequence_length)
     return list(_partition(tuple(costs), run.grid.pp))
 

@@ -78,7 +78,7 @@ def split_sequence(x: Tensor, axis: TensorAxis) -> Tensor:
 
 
 def sum_gradients(axis: TensorAxis, *parameters: Tensor) -> tuple[Tensor, ...]:
-    """The same tensors; their gradients are summed over the axis, in one collective."""
+    """Returns the tensors unchanged. In backward, one collective sums their gradients."""
     return parameters if axis.size == 1 else _SumGradients.apply(axis, *parameters)
 
 

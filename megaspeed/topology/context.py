@@ -129,7 +129,10 @@ def check_group(name: str, group: dist.ProcessGroup, rank: int, device: torch.de
         answers = torch.ones(1, device=device)
         dist.all_reduce(answers, group=group)
         if answers.item() != len(ranks):
-            raise RuntimeError(f"{answers.item():.0f} ranks answered instead of {len(ranks)}")
+            raise RuntimeError(
+                f"an all-reduce of ones returned {answers.item():.0f} instead of {len(ranks)}, the "
+                "number of ranks in the group"
+            )
 
 
 def _abort_groups() -> None:

@@ -114,7 +114,7 @@ def exit_now(code: int) -> NoReturn:
 
 
 def keep_output_open() -> None:
-    """From now on, output is discarded without an error after its reader has ended.
+    """Makes this process discard output, without an error, if its reader has ended.
 
     With ``deepspeed ... | tee log``, Ctrl-C also ends ``tee``, and a terminal may be closed. Every
     write would then raise an exception, and the run would end before it has saved.

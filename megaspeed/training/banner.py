@@ -44,12 +44,13 @@ _MOST_DATA_RANKS = 4
 def banner(
     run: Run, device: torch.device, predict_peaks: PredictPeaks | None = None
 ) -> Iterator[Text | Table]:
-    """At most 15 lines.
+    """The lines and the table that describe a run before its first step; at most 15 lines.
 
     Args:
         run: the resolved run.
-        device: of this rank.
-        predict_peaks: without it, no peak is shown.
+        device: the device of this rank.
+        predict_peaks: predicts the peak memory of each pipeline stage. If omitted, no peak is
+            shown.
     """
     grid, batch, parallel = run.grid, run.batch, run.config.parallel
     on = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
@@ -75,7 +76,7 @@ def banner(
 
 
 def describe_attention(run: Run) -> str:
-    """How attention is computed in this run, and why not by the fastest kernel, if so."""
+    """Which attention kernel this run uses. If it is not the fastest one, also the reason."""
     model, data = run.config.model, run.config.data
     if model.attention_dropout > 0:
         return (
@@ -102,7 +103,7 @@ def _describe_operations(run: Run, device: torch.device, device_name: str) -> st
 
 
 def _stage_table(run: Run, predicted_peaks: Sequence[int] | None) -> Table:
-    """A row for each pipeline stage; if there are many, for the first ones and the last."""
+    """A row for each pipeline stage. If there are many, only the first ones and the last."""
     layers, parameters = layers_of_stages(run), parameters_of_stages(run)
     element = DTYPES[run.precision].itemsize
     table = Table(box=None, pad_edge=False, header_style="")
@@ -143,7 +144,10 @@ def _ranks_of(grid: Grid, stage: int) -> str:
 
 
 def _shown(count: int, most: int) -> list[int | None]:
-    """The indices below ``count``; if there are more than ``most``, None for those left out."""
+    """The indices 0 to ``count`` - 1, shortened to at most ``most`` entries.
+
+    A shortened list has the first indices, None for the omitted ones, and the last index.
+    """
     if count <= most:
         return list(range(count))
     return [*range(most - 2), None, count - 1]
@@ -181,7 +185,7 @@ def launch_warnings(
     threads: int,
     torchrun_restarts: int | None = None,
 ) -> list[str]:
-    """Warnings about a launch that works, but wastes speed or ignores a key; each with a remedy.
+    """Warnings about a launch that works, but is slow or ignores a key. Each states a remedy.
 
     Args:
         launch: how this process was started.
@@ -242,7 +246,11 @@ def _tensor_axis_in_one_machine(launch: LaunchEnvironment, run: Run) -> Iterator
 
 
 def _tensor_bytes(run: Run) -> int:
-    """Bytes a rank sends per step: 4 all-reduces a block and micro-batch, each 2 (n-1)/n of h."""
+    """Bytes a rank sends over tp in one step.
+
+    Each block and micro-batch has 4 all-reduces of the hidden states. On n tensor ranks, each of
+    them sends 2 (n - 1) / n times the size of the hidden states.
+    """
     config, tp = run.config, run.grid.tp
     number_bytes = 4 if run.precision == "fp32" else 2
     tokens = run.batch.micro_batch_size * config.data.sequence_length

@@ -3,8 +3,9 @@
     engine's state fragments --owned parts--> pieces --Saver--> files
     files --all parts--> pieces (views of the engine's state) --> the engine continues
 
-Each element is written once, by its owner, and read by every rank that holds a copy. Copies exist
-of parameters that tensor ranks share, of a tied embedding, and at ZeRO-0 on all data ranks.
+Exactly one rank, the owner, writes each element. Every rank that holds a copy reads it. Parameters
+that tensor ranks share have copies, and so has a tied embedding. At ZeRO-0, all data ranks hold
+copies.
 
 A checkpoint also has the run's tokenizer, and the generation_config.json of an imported model.
 """
@@ -95,9 +96,9 @@ class Checkpointing:
     ) -> None:
         """Waits for a save that is in progress.
 
-        The other ranks' threads wait for this rank's thread, and the process groups must exist
-        until the save has ended. After an exception it waits for 10 seconds at most, because the
-        save never ends if another rank has failed too.
+        The process groups must exist until the save has ended, because the saving threads of the
+        ranks wait for each other. After an exception, this waits for at most 10 seconds, because
+        the save never ends if another rank has failed too.
         """
         if error is None:
             self.close()
@@ -107,9 +108,9 @@ class Checkpointing:
     def save(self, progress: Progress) -> None:
         """Saves the state of the run between two steps.
 
-        With ``training.async_save``, it waits for an earlier save that is still in progress,
-        enqueues the copies of the state to host memory, and returns. The saving thread waits for
-        the GPU, and the training thread does not.
+        With ``training.async_save``, this waits for an earlier save that is still in progress,
+        enqueues the copies of the state to host memory, and returns. Only the saving thread waits
+        for the GPU.
         """
         start = time.perf_counter()
         state = self._state(progress)
@@ -144,7 +145,7 @@ class Checkpointing:
     def load(self, checkpoint: Path, *, allow_data_change: bool = False) -> Progress:
         """Loads a complete checkpoint, so that the run continues from it.
 
-        A run that loads an imported model starts at step 0, with moments of zero.
+        A run that loads an imported model starts at step 0, and its optimizer moments are zero.
 
         Args:
             checkpoint: the folder of the checkpoint.
@@ -201,14 +202,20 @@ class Checkpointing:
         )
 
     def _zero_moments_but(self, read: Sequence[str]) -> None:
-        """Sets the kinds of tensors that were not read to zero, as before the first step."""
+        """Sets the kinds of tensors that were not in the checkpoint to zero, as before step 1."""
         for fragment in self._worker.engine.state_fragments():
             for kind in KINDS:
                 if kind not in read:
                     getattr(fragment, kind).zero_()
 
     def _pieces(self, kinds: Sequence[str] = KINDS, *, owned: bool) -> Iterator[Piece]:
-        """What this rank writes (``owned``), or what it reads: everything that it holds."""
+        """Pieces of this rank's state: views of the engine's tensors.
+
+        Args:
+            kinds: which tensors of each parameter.
+            owned: True for the pieces that this rank writes to a checkpoint; False for all pieces
+                that it holds, which it reads from a checkpoint.
+        """
         worker = self._worker
         engine = worker.engine
         for fragment in engine.state_fragments():
@@ -261,7 +268,7 @@ def layout_of(run: Run) -> Layout:
 def generation_file(checkpoint: Path, beside: Mapping[str, bytes]) -> dict[str, bytes]:
     """The generation_config.json of a checkpoint, if it fits the tokenizer of the run.
 
-    The file refers to tokens by their ids, and in another tokenizer these are other tokens.
+    The file contains token ids, which mean different tokens in another tokenizer.
 
     Args:
         checkpoint: the checkpoint that the run starts from.

@@ -1,4 +1,4 @@
-"""What rank 0 prints during a run and at its end: a line for each log interval, a summary.
+"""What rank 0 prints: a line for each log interval during a run, and a summary at its end.
 
 On a terminal, a progress bar with the remaining time is shown below the lines. A file or a pipe
 gets only the lines, without control characters.
@@ -36,31 +36,33 @@ from megaspeed.training.resume import MOST_CHANGES, Start
 from megaspeed.training.trainer import Observer, TrainingSummary
 
 WORSE_BY_NATS = 0.5
-"""If the first loss after a resume is higher than the last one before by more, a warning is shown.
+"""If the first loss after a resume exceeds the last one before it by more, a warning is shown.
 
-Each step has different samples, so losses of neighbouring steps differ by some tenths.
+Each step has different samples, so losses of neighbouring steps differ by a few tenths.
 """
 
 _GRACE_SECONDS = 30.0
-"""How long torchrun and DeepSpeed's launcher wait after SIGTERM before they kill, by default."""
+"""How long torchrun and DeepSpeed's launcher wait by default between SIGTERM and SIGKILL."""
 
 _SLOW_DISK = 200e6
-"""Bytes a second. If no save of this start has ended yet, its duration is estimated with it."""
+"""Bytes a second. If no save has ended since the start, the duration is estimated with it."""
 
 SLOW = 1.5
-"""How many times longer than the median rank a rank must work to be named."""
+"""A rank is reported as slow if it works this many times as long as the median rank."""
 
 _SPEED_SECONDS = 3600.0
-"""The remaining time is estimated from this period; rich's 30 s may have less than two steps."""
+"""The remaining time is estimated from this period. rich's default, 30 s, may be too short for
+two steps.
+"""
 
 
 def print_line(console: Console, line: str | Text) -> None:
-    """Prints a line, which the terminal wraps. A string may have rich's markup."""
+    """Prints a line. The terminal wraps it. A string may have rich's markup."""
     console.print(line, highlight=False, soft_wrap=True)
 
 
 def print_warning(console: Console, text: str) -> None:
-    """Prints a warning, without markup in its text."""
+    """Prints a warning. Markup in its text is not interpreted."""
     print_line(console, f"[yellow]warning:[/yellow] {escape(text)}")
 
 
@@ -108,7 +110,7 @@ def describe_start(start: Start, run: Run) -> list[str]:
 
 
 def describe_spare_ranks(run: Run) -> str:
-    """Which ranks are not in the grid, and why."""
+    """Which ranks are spare (not in the grid), and why."""
     first, world = run.grid.world_size, run.grid.world_size + run.spare_ranks
     named = ", ".join(map(str, range(first, world)[:8])) + (", ..." if run.spare_ranks > 8 else "")
     which = f"rank {named} is" if run.spare_ranks == 1 else f"ranks {named} are"
@@ -119,7 +121,7 @@ def describe_spare_ranks(run: Run) -> str:
 
 
 def describe_step(metrics: StepMetrics) -> str:
-    """One console line. Ordinary figures fit 80 columns; without the MFU if it is unknown."""
+    """The console line of a step. It usually fits 80 columns. An unknown MFU is omitted."""
     norm, rate = metrics.grad_norm, metrics.tokens_per_second
     form = ".3f" if norm < 100 else ".0f" if norm < 1e6 else ".0e"
     line = (
@@ -133,7 +135,7 @@ def describe_step(metrics: StepMetrics) -> str:
 
 
 def describe_resumed(begin: Progress, first: StepMetrics) -> str:
-    """The first loss after a resume and the last one before it; a line, with markup."""
+    """A line, with markup: the first loss after a resume, and the last one before it."""
     if begin.loss is None:
         before, is_worse = "not finite", False
     else:
@@ -152,7 +154,7 @@ def describe_resumed(begin: Progress, first: StepMetrics) -> str:
 
 
 def describe_slow_rank(metrics: PartMetrics, grid: Grid) -> str:
-    """The rank that the others wait for; a line, with markup."""
+    """A line, with markup: the rank that the others wait for."""
     at = grid.coordinates_of(metrics.slowest_rank)
     return (
         f"[yellow]step {metrics.step:>6}  slowest: rank {metrics.slowest_rank} (pp {at.pp}, "
@@ -194,7 +196,7 @@ def describe_late_save(
 
 
 def describe_save(report: SaveReport) -> str:
-    """One console line, with markup. ``paused`` is how long training waited for the save."""
+    """The console line of a save, with markup. ``paused`` is how long training waited for it."""
     if report.error is not None:
         return f"[red]step {report.step:>6}  no checkpoint:[/red] {escape(report.error)}"
     deleted = ", ".join(path.name for path in report.deleted)
@@ -213,7 +215,7 @@ class ConsoleObserver(Observer):
         console: the console to print to.
         records: destinations of every step and every evaluation.
         parts: destination of the times of the parts of a step.
-        begin: where the run starts or resumes.
+        begin: the progress at which the run starts or resumes.
     """
 
     def __init__(
@@ -248,7 +250,8 @@ class ConsoleObserver(Observer):
 
     def __enter__(self) -> Self:
         self._progress.start()
-        self._console.show_cursor(True)  # the bar hides it, and a process may be killed
+        # The bar hides the cursor, and a killed process would not show it again.
+        self._console.show_cursor(True)
         return self
 
     def __exit__(
@@ -285,7 +288,7 @@ class ConsoleObserver(Observer):
         )
 
     def stopping(self, stopped_by: signal.Signals, step: int, save_seconds: float | None) -> None:
-        """Prints why the run ends early, and a warning if its last save may end too late."""
+        """Prints why the run ends early, and a warning if its last save may take too long."""
         self._say(
             f"step {step:>6}  stopped by {stopped_by.name} after {step} of {self._steps} steps"
         )
@@ -306,7 +309,7 @@ class ConsoleObserver(Observer):
 
 
 def summary_table(run: Run, summary: TrainingSummary) -> Table:
-    """The run's last figures."""
+    """The final figures of the run."""
     last = summary.last_step
     title = f"{escape(run.name)}: {last.step} steps"
     table = Table(title=title, title_justify="left", show_header=False)

@@ -11,7 +11,8 @@
 
 `work` is the beginning of an instruction, such as Forward or Backward(micro_batch=2). If it is
 omitted, the fault is injected at the beginning of the phase. All kinds but `slow` are injected
-once. `parameter` is a part of the name of the parameter to corrupt; if omitted, the rank's first.
+once. `parameter` is a part of the name of the parameter to corrupt. If it is omitted, the first
+parameter of the rank is corrupted.
 """
 
 import os
@@ -48,7 +49,7 @@ class _Fault:
     was_injected: bool = False
 
     def inject(self, activity: Activity, cause: Callable[[], object]) -> None:
-        """Let ``activity`` call ``cause`` when this rank comes to the phase and the instruction."""
+        """Let ``activity`` call ``cause`` when this rank reaches the phase and the instruction."""
 
         def on_begin(phase: str, work: object) -> None:
             is_here = phase == self.phase and bool(self.work) == (work is not None)

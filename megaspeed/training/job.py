@@ -1,6 +1,6 @@
-"""Trains a run, together with all its ranks: from the corpus to the last figures.
+"""Trains a run on all its ranks: from the corpus to the summary.
 
-    corpus -> process groups -> same inputs? one folder? -> where to start
+    corpus -> process groups -> check inputs and folder -> find the checkpoint
         -> model and its state -> run folder -> training -> loss curve and summary
 
 Earlier files in the run folder are moved only after the checkpoint, if any, has been loaded.
@@ -59,31 +59,31 @@ from megaspeed.training.worker import Worker
 from megaspeed.zero.engine import ZeroEngine
 
 STOPPED = (RanksDisagree, TrainingDiverged, ReplicasDiffer, NoProgress)
-"""Exceptions that end training on every rank alike, with a message for the user."""
+"""Exceptions that all ranks raise, with a message for the user."""
 
 EXPECTED = (*STOPPED, CheckpointError, OSError)
 """Exceptions with a message for the user. Any other is reported here, with its traceback."""
 
 ExplainMemory = Callable[[Run, ParallelContext, ZeroEngine | None], str]
-"""Returns a report of a rank whose memory has run out; the engine is None before it is built.
+"""Explains why a rank is out of memory. The engine is None before it is built.
 
-``analysis`` explains it and imports this folder, so the caller of the main job passes it in.
+The function is in ``analysis``, which imports this folder. So the caller of the main job passes it.
 """
 
 _COLLECTIVE_TIMEOUT_SECONDS = 1800.0
-"""The minimum timeout of collectives. The watch usually ends a run that hangs much earlier."""
+"""The minimum timeout of collectives. If a run hangs, the watch usually ends it much earlier."""
 
 _SECONDS_OF_A_DEAD_LOCK = 120.0
-"""A network file system keeps the lock of a dead host for up to 90 s. A restart waits for it."""
+"""How long a restart waits for the lock. A network file system may keep a dead host's for 90 s."""
 
 _OUT_OF_MEMORY = re.compile("out of memory|can't allocate memory|ALLOC_FAILED")
 
 
 def check_agreement(corpus: PreparedCorpus, context: ParallelContext) -> None:
-    """Compares texts and tokenizer with rank 0's; a collective over all ranks.
+    """Checks that all ranks have the same texts and tokenizer; a collective over all ranks.
 
-    Each node reads its own files. If they differ, ranks would train on different text, or hang in a
-    collective that the others do not call.
+    Each node reads its own files. If they differed, ranks would train on different text, or hang in
+    a collective that the others do not call.
 
     Raises:
         RanksDisagree: on every rank; names what differs and on which ranks.
@@ -110,7 +110,7 @@ def check_agreement(corpus: PreparedCorpus, context: ParallelContext) -> None:
 
 @dataclass(kw_only=True)
 class Job:
-    """What one rank brings to a run.
+    """One rank's part of a run.
 
     Attributes:
         run: the resolved configuration.
@@ -120,7 +120,7 @@ class Job:
         stop: the stop signals that this process has received.
         console: quiet on all ranks but rank 0.
         launchers: process numbers of the launchers above this process.
-        predict_peaks: predicts the peak memory that the banner shows; None: it shows none.
+        predict_peaks: predicts the peak memory that the banner shows; None for no prediction.
         explain_memory: called if memory runs out.
         log: this rank's log file.
         watch: watches the other ranks.
@@ -154,12 +154,12 @@ class Job:
         """Trains the run; all its ranks call this.
 
         Returns:
-            How it ended; None if nothing was left to train. Then no file has changed.
+            How the run ended. None if nothing was left to train; then no file has changed.
 
         Raises:
             DataError: the corpus cannot be prepared.
             GroupError: the process groups cannot be created.
-            RanksDisagree: the ranks were given different inputs, or folders.
+            RanksDisagree: the ranks have different inputs or run folders.
             CheckpointError: the run cannot resume from the checkpoint.
             TrainingDiverged: loss or gradient norm stay non-finite.
             ReplicasDiffer: ranks hold different copies of something.
@@ -305,7 +305,7 @@ class Job:
         files = f"metrics: {metrics}   loss curve: {picture}"
         try:
             draw_loss_curve(metrics, picture, title=self.run.name)
-        except Exception as error:  # the run has succeeded, whatever the picture does
+        except Exception as error:  # a failure to draw does not fail the run
             self._warn(f"the loss curve could not be drawn: {type(error).__name__}: {error}")
             files = f"metrics: {metrics}"
         self.console.print(summary_table(self.run, summary))

@@ -18,7 +18,7 @@ from megaspeed.config.resolve import Precision
 from megaspeed.topology.activity import OWN_WORK, PARTS
 
 _LONGEST_LINE = 1 << 20
-"""A longer line is no record. The peaks of 10,000 pipeline stages have 150 kB."""
+"""A longer line is not a record. Even the peaks of 10,000 pipeline stages take only 150 kB."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,15 +31,15 @@ class StepMetrics:
         grad_norm: before clipping, over all logical parameters.
         learning_rate: the rate of this step.
         tokens: predicted tokens so far, this step included.
-        step_time_seconds: wall time of the step on the host. A GPU may still run the optimizer step
-            when it ends; that time counts in the next step.
+        step_time_seconds: wall time of the step on the host. The GPU may still run the optimizer
+            step after that; this time is part of the next step.
         tokens_per_second: of this step, over all ranks.
         tflops_per_rank: useful matrix operations of this step, in 10^12 a second and rank.
         mfu: ``tflops_per_rank`` as a fraction of the device's dense peak; None if the peak is not
             known, as in fp32.
-        peak_memory_bytes: for each pipeline stage, the largest peak memory of its ranks, up to when
-            the gradients of this step were complete.
-        skipped: the step was not taken because loss or gradient norm was not finite.
+        peak_memory_bytes: for each pipeline stage, the largest peak memory of its ranks so far,
+            read when the gradients of this step were complete.
+        skipped: whether the step was skipped because loss or gradient norm was not finite.
     """
 
     step: int
@@ -57,7 +57,7 @@ class StepMetrics:
 
 @dataclass(frozen=True, kw_only=True)
 class ValidationMetrics:
-    """One evaluation: the step before it, the mean loss in nats, and its perplexity e^loss."""
+    """One evaluation: the step that it follows, the mean loss in nats, the perplexity e^loss."""
 
     step: int
     validation_loss: float
@@ -65,7 +65,7 @@ class ValidationMetrics:
 
     @classmethod
     def of(cls, step: int, loss: float) -> Self:
-        """From the mean loss; a perplexity too large for a float is infinite."""
+        """Computes the perplexity from the mean loss: infinity if it is too large for a float."""
         perplexity = math.exp(loss) if loss < 700 else math.inf
         return cls(step=step, validation_loss=loss, validation_perplexity=perplexity)
 
@@ -90,9 +90,9 @@ class PartMetrics:
 
     @classmethod
     def of(cls, timelines: Sequence[Sequence[float]]) -> Self | None:
-        """From what ``Timeline.take`` returned on each rank: the step, and seconds by part.
+        """Combines what ``Timeline.take`` returned on each rank: the step, and seconds by part.
 
-        None if a rank has no times, because its GPU had not finished the step.
+        Returns None if a rank has no times because its GPU had not finished the step.
         """
         if not all(step > 0 for step, *_ in timelines):
             return None
@@ -122,11 +122,11 @@ class Record(Protocol):
 
 
 class MetricsFile:
-    """``metrics.jsonl`` of a run: one object on each line, written at once.
+    """``metrics.jsonl`` of a run: one object on each line, written without buffering.
 
     Appends to an existing file. Infinity and NaN, which JSON does not have, are written as null. If
-    the disk is full, training continues. The write is tried again with each object, and a last time
-    when the file is closed.
+    the disk is full, training continues. Each later object, and closing the file, tries the write
+    again.
     """
 
     def __init__(self, path: Path) -> None:
@@ -165,9 +165,9 @@ def _finite(value: Any) -> Any:
 def read_records(file: Path) -> Iterator[dict[str, Any] | None]:
     """The object of each line of a metrics file; None for a line that is not an object.
 
-    A run that was killed may have written half a line, and a damaged file may have a line of any
-    length, so at most 1 MiB of a line is in memory. A MiB of zeros is a hole, which may be larger
-    than any disk, and ends the reading.
+    A run that was killed may have left an incomplete line. A damaged file may have a line of any
+    length, so at most 1 MiB of a line is in memory. Reading stops at 1 MiB of zeros: it is a hole
+    in a sparse file, which may be larger than any disk.
     """
     with file.open("rb") as stream:
         while line := stream.readline(_LONGEST_LINE):
@@ -210,8 +210,9 @@ def _step_of(line: bytes) -> int:
 
 
 # Dense tensor-core TFLOP/s in bf16 (fp16 is the same), without 2:4 sparsity, from NVIDIA's data
-# sheets; of the SXM part if the name does not state another. The first name that matches the
-# device's counts, so longer names precede. A $ ends the name: an RTX 4090 Laptop GPU is another.
+# sheets; of the SXM variant if the name does not state another. The first name that matches the
+# device's name applies, so longer names precede. A $ is the end of the name: an RTX 4090 Laptop GPU
+# is not an RTX 4090.
 _BF16_TFLOPS = {
     r"GB200": 2500.0,
     r"B200": 2250.0,
@@ -239,7 +240,7 @@ _BF16_TFLOPS = {
 def peak_flops_per_second(device: torch.device, precision: Precision) -> float | None:
     """The device's dense peak in a run's precision, for model FLOPs utilization (MFU).
 
-    None if it is not known. In fp32 it depends on whether TF32 is used.
+    None if it is unknown, as in fp32, because it depends on whether TF32 is used.
     """
     if device.type != "cuda" or precision == "fp32":
         return None
@@ -247,7 +248,7 @@ def peak_flops_per_second(device: torch.device, precision: Precision) -> float |
 
 
 def peak_by_name(device_name: str) -> float | None:
-    """The peak of a device with the driver's name for it, such as "NVIDIA H100 80GB HBM3"."""
+    """The peak of the device that the driver calls, for example, "NVIDIA H100 80GB HBM3"."""
     found = (
         rate * 1e12
         for pattern, rate in _BF16_TFLOPS.items()

@@ -3,7 +3,7 @@
     arguments -> launch environment -> run (checked) -> ranks meet, and watch each other
         -> the job of all ranks (job.py) -> exit code
 
-A mistake in the configuration is found before any rank waits for another.
+A mistake in the configuration is reported before any rank waits for another.
 """
 
 import argparse
@@ -67,12 +67,12 @@ def main(
     Args:
         arguments: the command line; this process's own if omitted.
         as_command: whether messages and help name ``megaspeed train``, not the script.
-        launchers: process numbers of the launchers that were above this process when it started.
-            If omitted, the launchers that are above it now.
-        predict_peaks: predicts the peak memory for the banner; if omitted, it shows none.
+        launchers: process ids of the launchers that were this process's ancestors when it
+            started. If omitted, the launchers that are its ancestors now.
+        predict_peaks: predicts the peak memory for the banner; if omitted, the banner has none.
         explain_memory: called if memory runs out.
 
-    The caller must leave by ``end_process``. After a failure, threads may still wait for other
+    The caller must exit with ``end_process``. After a failure, threads may still wait for other
     ranks, and an ordinary exit would wait for these threads.
     """
     options = parse_arguments(arguments, as_command=as_command)
@@ -131,7 +131,7 @@ class _Parser(argparse.ArgumentParser):
 def parse_arguments(
     arguments: Sequence[str] | None = None, *, as_command: bool = False
 ) -> argparse.Namespace:
-    """The options of the main job. Wrong ones end the process with exit code 2."""
+    """Parses the options of the main job. A wrong option ends the process with exit code 2."""
     program = "megaspeed train" if as_command else None
     parser = _Parser(program, description="Pretrain a GPT that a JSON file describes.")
     if as_command:  # only for the help: cli/train.py reads it before the ranks start
@@ -139,7 +139,7 @@ def parse_arguments(
         parser.add_argument("--world-size", type=int, help=text)
     add_config_options(parser)
     ResumeOptions.add_to(parser)
-    # The deepspeed launcher passes it to every process. It is not used: LOCAL_RANK has the value.
+    # The deepspeed launcher passes this to every process. It is unused, as LOCAL_RANK is the same.
     parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
     return parser.parse_args(arguments)
 
@@ -216,7 +216,7 @@ def _run(job: Job) -> int:
 
 
 def _wait_as_spare(job: Job) -> int:
-    """A spare rank waits until the run ends, and then ends as the run does."""
+    """Waits on a spare rank until the run ends. Returns the exit code."""
     job.stop.can_save = True  # the ranks that train get the signal, too, and save
     with job.activity.during("waiting as a spare rank", timeouts=math.inf):
         try:
@@ -234,13 +234,13 @@ def _exit_code(error: Exception) -> int:
 
 
 def _wait_unless_rank_0(rank: int | str) -> None:
-    """For errors that all ranks have and print: time for rank 0 to print and to end the job."""
+    """Waits on other ranks, so that rank 0 alone prints an error that all ranks have."""
     if str(rank) != "0":
         time.sleep(_SECONDS_FOR_RANK_0_TO_PRINT)
 
 
 def _report(error: Exception, rank: int = 0, *, prints: bool = True) -> None:
-    """Reports an error that needs no traceback. One rank ``prints`` an error that several have."""
+    """Reports an error that needs no traceback. Of several ranks with one error, one ``prints``."""
     text = f"[rank {rank}] {error}" if rank else str(error)
     if prints:
         print_error(text)
@@ -248,5 +248,5 @@ def _report(error: Exception, rank: int = 0, *, prints: bool = True) -> None:
 
 
 def _note_for_torchrun(text: str) -> None:
-    """torchrun prints a page about the ranks that failed. Let it end with their errors."""
+    """Lets torchrun's report of the failed ranks include this error."""
     write_error_file(os.environ.get("TORCHELASTIC_ERROR_FILE"), text or "no message")

@@ -63,15 +63,15 @@ def parameter_groups(
 def make_optimizer(
     groups: list[dict[str, Any]], optimizer: OptimizerConfig
 ) -> torch.optim.Optimizer:
-    """torch's AdamW in its fused form: one kernel a group, on CPU and GPU, nothing compiled."""
+    """torch's fused AdamW: one kernel for each group, on CPU and GPU, without compilation."""
     params = optimizer.params
     return torch.optim.AdamW(groups, lr=params.lr, betas=params.betas, eps=params.eps, fused=True)
 
 
 def make_loss_function(run: Run, axis: TensorAxis) -> Callable[[Tensor, Tensor], Tensor]:
-    """A function of this rank's logits (B, S, V/tp) and the targets (B, S).
+    """Returns a function of this rank's logits (B, S, V/tp) and the targets (B, S).
 
-    It returns the loss of each token (B, S), in nats, the same on all tensor ranks.
+    The function returns the loss of each token (B, S), in nats, the same on all tensor ranks.
     """
     vocab_size = run.config.model.vocab_size
     rows = vocabulary_rows_per_rank(vocab_size, axis.size)
@@ -81,7 +81,7 @@ def make_loss_function(run: Run, axis: TensorAxis) -> Callable[[Tensor, Tensor],
 
 
 def backward_scale(run: Run) -> float:
-    """The factor of a rank's sum of losses before its backward pass.
+    """The factor by which a rank multiplies its sum of losses before backward.
 
     The loss of a step is the mean over all predicted tokens. ZeRO averages gradients over the data
     axis, so this mean is dp / tokens times the local sum.
@@ -90,7 +90,7 @@ def backward_scale(run: Run) -> float:
 
 
 def set_matmul_precision(training: TrainingConfig, device: torch.device) -> None:
-    """Sets how exactly a GPU multiplies matrices in this process. Does nothing on a CPU.
+    """Sets the precision of a GPU's matrix products in this process. Does nothing on a CPU.
 
         training.allow_tf32                           fp32 products in TF32 (10 mantissa bits)
         training.allow_reduced_precision_reduction    if cuBLAS splits the inner dim of a bf16 or

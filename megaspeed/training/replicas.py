@@ -9,9 +9,9 @@
 If ZeRO partitions a tensor, data ranks hold no copies of it. Then each part is compared along the
 other axes.
 
-Each rank computes one number from the bits of its copies for each set of ranks
-that hold the same copies. A rank has at most eight, which one small collective and one host read
-compare. Only if they differ, a second comparison finds the parameter.
+For each set of ranks that hold the same copies, a rank computes one number, a fingerprint, from the
+bits of its copies. A rank has at most eight fingerprints. One small collective and one read by the
+host compare them. Only if they differ, a second comparison finds the parameter.
 """
 
 from collections import Counter
@@ -44,23 +44,23 @@ _LOW_BITS = 12  # the other 52 are exact in fp64
 
 
 def fingerprint(tensors: Sequence[Tensor], elements_at_once: int = _ELEMENTS_AT_ONCE) -> Tensor:
-    """One number for the bits of many tensors. It differs if a bit or the order of elements does.
+    """One number for the bits of many tensors. It changes if a bit or the elements' order changes.
 
-        elements, in order:    e0 e1 e2 e3 ...           8 bytes of them are one word
+        elements, in order:    e0 e1 e2 e3 ...           each 8 bytes are one word
         a word w:              m = w + factor (w >> 32)  so the highest bits change many bits, too
         a batch of words:      b = m0 weight0 + m1 weight1 + ...                  modulo 2^64
         all batches:           (...(b0 factor + b1) factor + b2 ...)              modulo 2^64
 
-    The weights are odd and look random. So two changes, or two elements that are exchanged, do not
-    cancel out, except by chance, which is about as probable as guessing 50 bits. A batch takes a
-    few kernels, whatever the number of tensors.
+    The weights are odd and look random. So two changes cancel out only by chance, and so does an
+    exchange of two elements. The probability is about 2^-50. A batch takes a few kernels, whatever
+    the number of tensors.
 
     Args:
         tensors: at least one; flat, of one type and on one device.
         elements_at_once: size of a batch, a multiple of 8; it bounds the memory used.
 
     Returns:
-        A whole number as an fp64 scalar, on the tensors' device.
+        An integer as an fp64 scalar, on the tensors' device.
     """
     total = tensors[0].new_zeros((), dtype=torch.int64)
     weights = total
@@ -75,7 +75,7 @@ def fingerprint(tensors: Sequence[Tensor], elements_at_once: int = _ELEMENTS_AT_
 
 
 def _weights(count: int, device: torch.device) -> Tensor:
-    """The weights of the first words, the same on every device."""
+    """The weights of the first ``count`` words, the same on every device."""
     weights = torch.arange(1, count + 1, device=device).mul_(_MIX[0])
     for shift, multiplier in ((30, _MIX[1]), (27, _MIX[2])):
         weights.bitwise_xor_(weights >> shift).mul_(multiplier)
@@ -102,7 +102,7 @@ def _batches(tensors: Sequence[Tensor], size: int) -> Iterator[list[Tensor]]:
 Kind = Literal["parameter", "master weight"]
 Holders = Literal["own", "tensor ranks", "key and value heads", "tied"]
 Slot = tuple[Kind, Holders]
-"""The copies that one fingerprint of a rank is computed from."""
+"""The copies from which a rank computes one fingerprint."""
 
 _SLOTS: tuple[Slot, ...] = tuple(product(get_args(Kind), get_args(Holders)))
 _MOST_NAMED = 4
@@ -140,7 +140,7 @@ class Replicas:
         self._last_equal = step
 
     def _copies(self) -> Iterator[tuple[Slot, str, Tensor]]:
-        """All that this rank holds: the slot, the parameter's name, and a flat range of values."""
+        """All copies that this rank holds: slot, parameter's name, and flat range of values."""
         engine = self._worker.engine
         for parameter, start, values in parameter_fragments(engine.module, engine.optimizer):
             for holders, name, part in self._by_holders(parameter, start, values):
@@ -152,7 +152,7 @@ class Replicas:
     def _by_holders(
         self, parameter: nn.Parameter, start: int, values: Tensor
     ) -> Iterator[tuple[Holders, str, Tensor]]:
-        """The elements [start, start + len(values)), divided by who holds copies of them."""
+        """Splits the elements [start, start + len(values)) by the ranks that hold copies."""
         model = self._run.config.model
         name = self._worker.engine.names[parameter]
         split = parameter_named(model, name).split
@@ -192,7 +192,7 @@ class Replicas:
         return [ranks for ranks in groups.values() if len(ranks) > 1]
 
     def _describe(self, step: int, slots: Sequence[Slot]) -> str:
-        """Gathers the fingerprints of single parameters, and names those that differ."""
+        """Gathers the fingerprints of each parameter. Returns a message with those that differ."""
         own = {
             (slot, name): float(fingerprint([values]))
             for slot, name, values in self._copies()

@@ -28,7 +28,7 @@ from megaspeed.training.metrics import Metrics, PartMetrics, read_records
 from megaspeed.training.run_folder import TENSORBOARD, WANDB
 
 CLOSING_SECONDS = 30.0
-"""How long the end of a run waits until its services have received all records."""
+"""How long a run waits at its end until its services have received all records."""
 
 _CLOSING_SECONDS_OF_A_FAILURE = 5.0
 
@@ -39,18 +39,19 @@ class Service(Protocol):
     """A service that receives numbers. It is created and called in a separate thread."""
 
     def report(self, step: int, values: Mapping[str, float]) -> None:
-        """The numbers of one step, or of one validation."""
+        """Receives the numbers of one step or of one validation."""
 
     def close(self) -> None:
         """Sends the records that are still buffered."""
 
 
 class TensorBoard:
-    """Event files in ``tensorboard/`` of the run's folder.
+    """Writes event files to ``tensorboard/`` in the run folder.
 
     Args:
         run: the resolved run.
-        step: from which it starts or resumes; TensorBoard hides earlier records of later steps.
+        step: the step at which the run starts or resumes. TensorBoard hides records of later steps
+            that an earlier start has written.
     """
 
     def __init__(self, run: Run, step: int) -> None:
@@ -60,7 +61,7 @@ class TensorBoard:
         self._writer = SummaryWriter(str(run.run_dir / TENSORBOARD), purge_step=step + 1)
 
     def report(self, step: int, values: Mapping[str, float]) -> None:
-        """One scalar for each number."""
+        """Writes a scalar for each number."""
         for name, value in values.items():
             self._writer.add_scalar(name, value, step)
 
@@ -76,7 +77,7 @@ class WeightsAndBiases:
 
     Args:
         run: the resolved run.
-        step: from which it starts or resumes; unused, because the step is one of the numbers.
+        step: unused, because each record contains its step.
     """
 
     def __init__(self, run: Run, step: int) -> None:
@@ -104,15 +105,15 @@ class WeightsAndBiases:
                 finish_timeout=CLOSING_SECONDS / 2,
             ),
         )
-        # Not wandb's own counter, which drops the steps that a resumed run takes again.
+        # Not wandb's own step counter: it drops the steps that a resumed run repeats.
         self._run.define_metric("*", step_metric="step")
 
     def report(self, step: int, values: Mapping[str, float]) -> None:
-        """One row."""
+        """Logs one row."""
         self._run.log({"step": step, **values})
 
     def close(self) -> None:
-        """Uploads what is left, for at most half of the closing time."""
+        """Uploads the remaining records, for at most half of the closing time."""
         self._run.finish()
 
 
@@ -146,9 +147,9 @@ class Reporting:
 
     Args:
         run: the resolved run.
-        step: from which it starts or resumes.
+        step: the step at which the run starts or resumes.
         warn: prints one line; called from other threads.
-        services: makes each service.
+        services: name -> the function that creates the service.
     """
 
     def __init__(
@@ -254,7 +255,7 @@ def draw_loss_curve(metrics_file: Path, picture: Path, *, title: str) -> None:
         picture: the PNG file to write.
         title: printed above the curve.
     """
-    # Imported here, because matplotlib takes long to import, and drawing is the end of a run.
+    # Imported here, because the import takes long and only the end of a run needs it.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

@@ -4,7 +4,7 @@
     restart 1    auto: from the checkpoint of step 60 ... 61, fails for another reason
     restart 2    auto: from the checkpoint of step 60 ... 63, fails
     restart 3    auto: from the checkpoint of step 60 ... 63, fails
-    restart 4    restarts 2 and 3 have failed after the same step: it ends at once
+    restart 4    ends at once, because restarts 2 and 3 have failed after the same step
 
 torchrun restarts ranks by itself. For other launchers, ``training.restart`` does it: each process
 that the launcher has started becomes a supervisor, and the rank is its child.
@@ -12,19 +12,19 @@ that the launcher has started becomes a supervisor, and the rank is its child.
     launcher  ->  supervisor of rank 0 (keeps the store)  ->  rank 0      attempt 0, 1, 2, ...
               ->  supervisor of rank 1                    ->  rank 1      attempt 0, 1, 2, ...
 
-If a child fails, its supervisor raises the attempt's number in the store. All supervisors look
-there once a second, end their children, and start the next ones. A child gets the same environment
-variables for the store and the attempt as from torchrun's agent. torch's own agent is not used,
-because it starts all ranks of a host from one process: if srun gives each task its own GPU,
-processors and memory, only that task can use them.
+If a child fails, its supervisor increments the number of the attempt in the store. All supervisors
+read it once a second. If it has changed, they end their children and start new ones. A child gets
+the environment variables for the store and the attempt that torchrun's agent would set. torch's own
+agent is not used, because it starts all ranks of a host from one process. If srun gives each task
+its own GPU, processors and memory, that process can use only those of its own task.
 
 Exit codes 0 (done, or stopped by a signal), 2 (wrong input) and 128 + a stop signal end all ranks.
 Others restart them.
 
     failure                                       detected by                   within
     a supervisor was killed, or its host failed   rank 0's supervisor           hang timeout
-    rank 0's supervisor does not work any more    rank 1's supervisor           hang timeout
-    rank 0's supervisor has ended                 every supervisor that asks    2 s
+    rank 0's supervisor hangs                     rank 1's supervisor           hang timeout
+    rank 0's supervisor has ended                 each supervisor               2 s
     the store does not answer                     each supervisor               hang timeout
 """
 
@@ -78,7 +78,7 @@ _OPENED, _LAST_STEP, _FINAL_CODE = "opened by attempt", "last step", "final code
 
 
 class NoProgress(RuntimeError):
-    """The last two attempts failed at the same point, so another would fail there, too."""
+    """The last two attempts failed after the same step, so another probably would, too."""
 
 
 def restart_number() -> int:
@@ -90,7 +90,7 @@ class Restarts:
     """What an attempt knows about earlier attempts of the same launch.
 
     Args:
-        meeting: with the store that outlives the attempt, if there is one.
+        meeting: its store, if there is one, outlives the attempt.
     """
 
     def __init__(self, meeting: Meeting) -> None:
@@ -107,7 +107,7 @@ class Restarts:
         return None
 
     def give_up(self, code: int) -> None:
-        """Let all later attempts end at once with this exit code. torchrun still starts them."""
+        """Make all later attempts end at once with this exit code. torchrun still starts them."""
         with contextlib.suppress(RuntimeError):  # the store is gone
             if self._store is not None:
                 self._store.set(_FINAL_CODE, str(code))
@@ -118,13 +118,15 @@ class Restarts:
             self._store.set(_OPENED, str(self.number))
 
     def describe(self, step: int) -> list[str]:
-        """A line that states after which step this attempt continues; none in the first attempt."""
+        """A line with the step after which this attempt continues; none in the first attempt."""
         most = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "?")
         line = f"restart {self.number} of {most}: the run continues after step {step}"
         return [line] if self.number else []
 
     def problem(self, last_step: int) -> str | None:
-        """Why a restart would not help; None if it may. For rank 0, before it changes the folder.
+        """Why a restart would not help; None if it may.
+
+        Rank 0 calls this before it changes the folder.
 
         Args:
             last_step: the last step that the run folder records.
@@ -151,10 +153,10 @@ class Restarts:
 
 
 def run_supervised(train: Callable[[], int]) -> int:
-    """Call ``train`` in this process, or become the supervisor of a child that does.
+    """Call ``train`` in this process, or become the supervisor of a child that calls it.
 
-    Returns the exit code. The child gets the command line of this process. The caller must leave by
-    ``end_process``: a thread may still wait for the store.
+    Returns the exit code. The child gets the command line of this process. The caller must exit
+    with ``end_process``, because a thread may still wait for the store.
     """
     supervisor = None
     if "TORCHELASTIC_RESTART_COUNT" not in os.environ:
@@ -184,7 +186,7 @@ def _read_training(arguments: Sequence[str]) -> TrainingConfig:
 
 
 def _end_with_the_supervisor() -> None:
-    """Let the kernel send SIGTERM to this process if its supervisor ends."""
+    """Make the kernel send SIGTERM to this process if its supervisor ends."""
     supervisor = os.environ.get(SUPERVISOR)
     if supervisor is not None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
@@ -193,7 +195,7 @@ def _end_with_the_supervisor() -> None:
 
 
 class _State(NamedTuple):
-    """The state of the run, which all supervisors read in the store."""
+    """The state of the run in the store, which all supervisors read."""
 
     attempt: int
     code: int | None  # the exit code of the run, if it ends
@@ -211,8 +213,8 @@ class _State(NamedTuple):
 class _Supervisor:
     """Starts one rank as a child, and restarts it after a failure of any rank.
 
-    One thread asks the store, which may block, and handles the child. The main thread handles
-    signals, and ends this process if the store does not answer.
+    One thread reads and writes the store, which may block, and handles the child. The main thread
+    handles signals, and ends this process if the store does not answer.
     """
 
     def __init__(self, launch: LaunchEnvironment, training: TrainingConfig) -> None:
@@ -229,15 +231,15 @@ class _Supervisor:
         self._attempt = 0
         self._signal: int | None = None  # the last stop signal of this process
         self._beats = 0
-        self._heard: dict[int, tuple[bytes, float]] = {}  # the beat of a supervisor, and since when
+        self._heard: dict[int, tuple[bytes, float]] = {}  # last beat, and when it changed
         self._missing: list[int] = []
-        self._last_look = self._last_contact = 0.0  # at the others, and with the store
+        self._last_look = self._last_contact = 0.0  # at the other supervisors, and with the store
         self._ends = False
         # One thread, because the kernel signals the child if the thread that started it ends.
         self._executor = ThreadPoolExecutor(1, "supervisor")
 
     def run(self) -> int:
-        """From the first attempt to the exit code of the run."""
+        """Run all attempts. Returns the exit code of the run."""
         try:
             store = self._open_store()
         except (TopologyError, RuntimeError) as error:  # GroupError is a RuntimeError
@@ -278,7 +280,7 @@ class _Supervisor:
         allow_open_files(self._rank, self._world)
         return open_store(self._launch, START_UP_TIMEOUTS * self._hang_timeout)
 
-    # The thread that asks the store.
+    # These methods run in the thread that uses the store.
 
     def _supervise(self, store: dist.Store) -> int:
         store.compare_set("state", "", _State(0, None, 0.0, 0).to_json())
@@ -343,7 +345,7 @@ class _Supervisor:
         return state
 
     def _report(self, store: dist.Store, code: int) -> None:
-        """Inform the other supervisors how the child of this attempt has ended."""
+        """Write to the store how the child of this attempt has ended, for the other supervisors."""
         if code == EXIT_DONE:
             if store.add(f"done in attempt {self._attempt}", 1) == self._world:
                 self._set_state(store, EXIT_DONE)
@@ -364,9 +366,10 @@ class _Supervisor:
     def _set_state(self, store: dist.Store, code: int | None, *, saves: bool = False) -> bool:
         """End the run with ``code``; if it is None, start the next attempt.
 
-        If the run ``saves``, the other children have the time to end a save.
+        If the run ``saves``, the other children have enough time to complete a save.
 
-        Returns False if another supervisor has already done so. An end replaces a restart.
+        Returns False if another supervisor has already done this. If one supervisor ends the run
+        and another restarts it, the run ends.
         """
         attempt = self._attempt + (code is None)
         seconds = self._seconds_to_save if saves else _SECONDS_TO_END
@@ -379,7 +382,7 @@ class _Supervisor:
                 return True
 
     def _check_the_others(self, store: dist.Store) -> None:
-        """End all ranks if a supervisor was killed. Otherwise the others would wait for its rank.
+        """End all ranks if a supervisor was killed. Otherwise they would wait for its rank.
 
         Rank 0's supervisor checks all others, and rank 1's checks rank 0's.
         """
@@ -400,14 +403,15 @@ class _Supervisor:
             if now - since
             > self._hang_timeout * (START_UP_TIMEOUTS if beat.decode() == _NOT_STARTED else 1)
         ]
-        # The rank of a supervisor that was killed saves, and all others with it.
+        # The rank of a killed supervisor gets SIGTERM and saves, and so do all others.
         if self._missing and self._set_state(store, EXIT_FAILED, saves=True):
             named = ", ".join(map(str, self._missing))
             self._say(f"ends: no answer from the supervisor of rank {named}")
 
     def _wait_for_the_others(self, store: dist.Store, seconds: float) -> None:
-        """Rank 0's supervisor ends last, because it keeps the store. Children may take ``seconds``,
-        and need it.
+        """Rank 0's supervisor waits for the others, because it keeps the store.
+
+        The children of the others may take ``seconds`` to end, and need the store until then.
         """
         ended = store.add("ended", 1)
         if self._rank == 0:
@@ -417,7 +421,7 @@ class _Supervisor:
                 ended = store.add("ended", 0)
                 self._last_contact = time.monotonic()
 
-    # Both threads.
+    # Both threads call these methods.
 
     def _end_child(self, seconds: float) -> None:
         """Wait for the child, and kill it after ``seconds``."""

@@ -5,10 +5,10 @@
     --resume DIR      DIR, or the newest complete checkpoint in it
     --fresh           earlier files in training.run_dir are moved away, so nothing is refused
 
-Until the checkpoint is loaded, only the remains of failed saves are removed.
+Before the checkpoint is loaded, nothing is removed except the remains of failed saves.
 
-A resumed run also keeps the rule by which its validation data was held out. With another rule, it
-would train on different text, and resuming would be refused.
+A resumed run also keeps the rule that selected its validation data. With another rule, it would
+train on different text, and resuming would be refused.
 """
 
 import os
@@ -39,7 +39,7 @@ AUTO, NEVER = "auto", "never"
 _RULE = "hold_out_by"
 
 _NO_COMMON_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
-"""If it is 1, torchrun keeps no information between attempts. Nodes can join only then."""
+"""If this variable is 1, nodes can join, but torchrun keeps no information between attempts."""
 
 MOST_CHANGES = 12
 """How many changes of the configuration are listed."""
@@ -84,7 +84,7 @@ class ResumeOptions:
 
     @classmethod
     def of(cls, options: Namespace) -> Self:
-        """From a parsed command line."""
+        """Reads the options from a parsed command line."""
         return cls(
             source=options.resume,
             fresh=options.fresh,
@@ -102,9 +102,10 @@ class Start:
     """Where a run starts.
 
     Attributes:
-        checkpoint: the checkpoint to load; None: the initial weights.
+        checkpoint: the checkpoint to load; None for the initial weights.
         step: the step of the checkpoint; 0 without one.
-        in_place: whether the run continues in its own run folder; else the folder restarts.
+        in_place: whether the run continues in its own run folder; otherwise earlier files in the
+            folder are moved away.
         skipped: newer checkpoints that are not complete, each with the reason.
         changes: changes of dropout masks and configuration since the checkpoint was saved, as
             "key: before -> now".
@@ -181,12 +182,12 @@ def find_start(options: ResumeOptions, run: Run, context: ParallelContext) -> St
 
 
 def keep_split(options: ResumeOptions, run: Run) -> tuple[Run, str | None]:
-    """The run with the rule of its checkpoint for validation data, unless the JSON states a rule.
+    """Uses the saved run's rule to select validation data, unless the JSON states a rule.
 
     The corpus is prepared before the ranks communicate, so each rank reads the checkpoint itself.
 
     Returns:
-        The run, and a line for the console if the rule is not that of a new run.
+        The run, and a line for the console if the rule differs from that of a new run.
     """
     data = run.config.data
     rule = None if _RULE in data.model_fields_set else _saved_rule(options, run)
@@ -200,7 +201,7 @@ def keep_split(options: ResumeOptions, run: Run) -> tuple[Run, str | None]:
 
 
 def _candidates(options: ResumeOptions, run: Run) -> list[Path]:
-    """The checkpoints to try, newest first. Removes the remains of failed saves before."""
+    """Removes the remains of failed saves. Returns the checkpoints to try, newest first."""
     own = checkpoint_folder(run)
     own.clear_leftovers()
     if options.path is not None:
@@ -232,7 +233,7 @@ def _named(path: Path) -> list[Path]:
 
 
 def _is_of(run: Run, checkpoint: Path) -> bool:
-    """Whether the checkpoint is in the folder of this run's checkpoints. Follows links."""
+    """Whether the checkpoint is in this run's checkpoint folder. Follows links."""
     return checkpoint.resolve().parent == checkpoint_folder(run).root.resolve()
 
 

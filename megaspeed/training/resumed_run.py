@@ -1,11 +1,11 @@
 """Compares a run with the run whose checkpoint it resumes from.
 
-Layout, ZeRO stage, schedule, precision, batch, optimizer and dropout may change. The function of
-the model may not change, and the data only if the user allows it. Otherwise the loss would continue
-to fall, but would no longer measure the same thing.
+Layout, ZeRO stage, schedule, precision, batch, optimizer and dropout may change. The function that
+the model computes must not change. The data may change only if the user allows it. Otherwise losses
+before and after the resume could not be compared.
 
-A schedule without ``total_num_steps`` ends with ``training.steps``. If a resumed run has more
-steps, the schedule is stretched, and the learning rate jumps. This is reported as a warning.
+A schedule without ``total_num_steps`` ends at ``training.steps``. If a resumed run has more steps,
+its schedule is longer, so the learning rate jumps. This is reported as a warning.
 """
 
 import json
@@ -90,7 +90,7 @@ _RATES = {
 
 
 def saved_config(saved: RunState) -> dict[str, Any]:
-    """The saved configuration, with the rule of version 0.1 if it lacks ``data.hold_out_by``."""
+    """The saved configuration. If it has no ``data.hold_out_by``, version 0.1's rule is added."""
     data = saved.config.get("data")
     if data is None:
         return saved.config
@@ -98,7 +98,7 @@ def saved_config(saved: RunState) -> dict[str, Any]:
 
 
 def model_changes(saved: RunState, run: Run) -> list[str]:
-    """The differences between the model and the saved one, a sentence for each.
+    """The differences between this run's model and the saved one, a sentence for each.
 
     Shapes are not enough: 4 heads of size 8 have the same matrices as 8 heads of size 4.
     """
@@ -143,9 +143,9 @@ def training_changes(saved: RunState, run: Run) -> list[str]:
 
 
 def mask_changes(saved: RunState, run: Run) -> list[str]:
-    """A line "key: before -> now" if dropout masks differ from the saved run's, else nothing.
+    """A line "key: before -> now" if dropout masks differ from the saved run's, otherwise none.
 
-    Version 0.1 drew them with the device's random generator.
+    Version 0.1 drew the masks with the device's random generator.
     """
     version = saved.software.get("megaspeed", "")
     drew = saved.imported_from is None and version.startswith("0.1.")
@@ -187,7 +187,7 @@ def rate_change(saved: RunState, run: Run) -> str | None:
 
 
 def data_changes(saved: DataIdentity, own: DataIdentity) -> list[str]:
-    """The differences between the data and the saved run's, a sentence for each."""
+    """The differences between this run's data and the saved run's, a sentence for each."""
     before, now = saved.model_dump(), own.model_dump()
     return [
         f"{described} was {_short(before[name])} and is {_short(now[name])}; set it back, or "
@@ -257,14 +257,14 @@ def _short(value: object) -> str:
 
 
 class _Schedule(Section):
-    """The sections of a configuration that determine the rate."""
+    """The sections of a configuration that determine the learning rate."""
 
     optimizer: OptimizerConfig
     scheduler: SchedulerConfig | None = None
 
 
 def _rate_mend(before: _Schedule, now: _Schedule, run: Run) -> str:
-    """The words of ``--set`` that give the saved rates again, quoted for a shell."""
+    """The message that states how to keep the saved learning rates with ``--set``."""
     problems = CONFIG_RULES.violations(run.config.model_copy(update=dict(before)))
     if problems:
         return f"the saved schedule cannot be kept: {problems[0]}"
@@ -290,7 +290,13 @@ def _type_of(config: _Schedule) -> str | None:
 
 
 def _values(config: _Schedule, replaced: bool) -> dict[str, Any]:
-    """The keys that determine the rate; ``replaced``: as one scheduler."""
+    """The keys that determine the learning rate, with their values.
+
+    Args:
+        config: the schedule.
+        replaced: True if the scheduler's type has changed. Then ``scheduler`` is one key with the
+            complete section as its value. Otherwise each of its parameters is a key.
+    """
     scheduler = config.model_dump(mode="json", exclude_none=True).get("scheduler")
     values: dict[str, Any] = {"optimizer.params.lr": config.optimizer.params.lr}
     if replaced:

@@ -1,4 +1,4 @@
-"""The folder that a run writes to. It is checked first, and a start deletes no results.
+"""The folder that a run writes to. A start checks it first, and never deletes results.
 
     .lock                                                  held by rank 0
     config.json  metrics.jsonl  loss.png  checkpoints/     of this run
@@ -8,8 +8,9 @@
     tensorboard/ wandb/                                    if training.report_to names them
     earlier-1/   earlier-2/  ...                           earlier files, with the same names
 
-A new run moves all earlier files. A run that resumes after a step moves later checkpoints, and
-copies the records before it removes those of later steps.
+A new run moves all earlier files to `earlier-N/`. A run that resumes after a step moves the
+checkpoints of later steps there. It also copies the metrics there, then removes the later steps
+from its own.
 
 Only one run may write to the folder, because a second run would delete the checkpoints of the
 first. All ranks must see the same folder, because each writes its part of a checkpoint to it.
@@ -40,7 +41,7 @@ METRICS, PARTS, STARTS = "metrics.jsonl", "parts.jsonl", "starts.jsonl"
 TENSORBOARD, WANDB = "tensorboard", "wandb"
 
 LOCK = ".lock"
-"""Contains the process of rank 0 as "host pid", so that one run can be signalled:
+"""Contains the host and the process id of rank 0 as "host pid". So a user can signal this run:
 `kill -USR1 $(cut -d' ' -f2 .lock)`."""
 
 # A network file system may show a new file to other nodes a little later.
@@ -84,9 +85,9 @@ def check_shared_folder(run_dir: Path, context: ParallelContext) -> None:
 def run_lock(
     run_dir: Path, context: ParallelContext, *, wait_seconds: float = 0.0
 ) -> Iterator[None]:
-    """Holds the lock of an existing run folder; entered by all ranks together.
+    """Holds the lock of an existing run folder. All ranks enter this context together.
 
-    Some network file systems have no locks. There the run continues without one.
+    On a network file system without locks, the run continues without one.
 
     Args:
         run_dir: the folder of the run.
@@ -94,7 +95,7 @@ def run_lock(
         wait_seconds: how long to wait for a run that holds the lock.
 
     Raises:
-        CheckpointError: on every rank, if another run holds the lock, or it cannot be created.
+        CheckpointError: on every rank, if another run holds the lock or the lock cannot be created.
     """
     with ExitStack() as stack:
 
@@ -119,7 +120,7 @@ def checkpoint_folder(run: Run) -> CheckpointFolder:
 
 
 def start_run_folder(run: Run) -> Path | None:
-    """Makes the folder and writes the resolved configuration; for one rank.
+    """Makes the folder and writes the resolved configuration. Only rank 0 calls this.
 
     Returns:
         Where an earlier run's files were moved, a folder inside this one; None if there were none.
@@ -135,13 +136,14 @@ def start_run_folder(run: Run) -> Path | None:
 
 
 def continue_run_folder(run: Run, step: int) -> Path | None:
-    """Restores the folder to its state after ``step``; for one rank.
+    """Restores the folder to its state after ``step``. Only rank 0 calls this.
 
     Checkpoints of later steps are moved away, so that a later start does not resume from them.
     Records of later steps are removed from the metrics. The configuration is written again.
 
     Returns:
-        The folder with the moved checkpoints and the old metrics; None if nothing was later.
+        The folder with the moved checkpoints and the old metrics; None if there were none of later
+        steps.
     """
     earlier = _next_earlier(run.run_dir)
     _move_later_checkpoints(run, step, earlier)
@@ -211,7 +213,7 @@ def _cut_records(file: Path, step: int, copy: Path) -> None:
 
 
 def _record_start(run: Run, step: int) -> None:
-    """One line for each start: metrics.jsonl alone would not show that the run was interrupted."""
+    """Writes a line for this start, because metrics.jsonl does not show interruptions."""
     start = {
         "step": step,
         "time": datetime.now(UTC).isoformat(timespec="seconds"),

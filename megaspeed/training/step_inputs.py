@@ -1,10 +1,10 @@
-"""What each optimizer step starts from: its micro-batches and its learning rate.
+"""The inputs of each optimizer step: its micro-batches and its learning rate.
 
     samples consumed so far -> micro-batches of the step, this data rank's rows
     steps taken so far      -> learning rate
 
-Neither keeps a position, so a step can be trained again or skipped, and a resumed run needs no
-state.
+Both are functions of these counts and have no state. So a step can be repeated or skipped, and a
+checkpoint needs only the counts.
 """
 
 import functools
@@ -30,9 +30,10 @@ from megaspeed.training.worker import Load
 def learning_rate(
     optimizer: OptimizerConfig, scheduler: SchedulerConfig | None, *, step: int, steps: int
 ) -> float:
-    """The learning rate of optimizer step ``step``, by our schedules or by DeepSpeed's.
+    """The learning rate after ``step`` optimizer steps, with our schedules or DeepSpeed's.
 
-    Ours, for the s-th step (counted from 1) of T, with W steps of warmup and a floor of m:
+    Our schedules multiply the full rate by this fraction at the s-th step (counted from 1) of T,
+    with W steps of warmup and a floor of m:
 
         s <= W   s / W
         s > W    m + (1 - m) f((s - W) / (T - W))    f(p) = (1 + cos(pi p)) / 2, 1 - p, or 1
@@ -48,7 +49,7 @@ def learning_rate(
     So steps 1 and 2 both have the lowest rate, and the full rate comes at step W + 2.
 
     Args:
-        optimizer: its ``lr`` is the rate without a scheduler, and the full rate of ratios.
+        optimizer: its ``lr`` is the full rate, and the constant rate without a scheduler.
         scheduler: None for a constant rate.
         step: number of optimizer steps before this one; a skipped step is not counted.
         steps: length of the run, for schedulers without ``total_num_steps``.
@@ -134,10 +135,9 @@ class StepInputs:
         self._loader = TrainingLoader(corpus, self.shape, context.device)
 
     def load(self, samples: int) -> Load:
-        """A function: number of a micro-batch -> the micro-batch, in the step after ``samples``
-        samples.
+        """Returns a function that maps a micro-batch index to the micro-batch.
 
-        The samples of skipped steps are counted, too.
+        The step is the one after ``samples`` samples, including those of skipped steps.
         """
         return functools.partial(self._loader.micro_batch, samples)
 

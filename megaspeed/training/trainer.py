@@ -5,7 +5,7 @@
                     at intervals, at the end, after a stop signal: checkpoint
 
 Every rank runs the same loop. The worker returns the same loss, gradient norm and stop signal on
-every rank, so all ranks take the same decisions. Rank 0's observer reports.
+every rank, so all ranks make the same decisions. Rank 0's observer reports.
 """
 
 import dataclasses
@@ -43,24 +43,25 @@ class TrainingDiverged(RuntimeError):
 
 
 class Observer:
-    """Receives the events of training, and ignores them. Rank 0's observer reports them."""
+    """Receives the events of training. This class ignores them; rank 0's subclass reports them."""
 
     def step(self, metrics: StepMetrics) -> None:
-        """An optimizer step is over."""
+        """Called after each optimizer step."""
 
     def parts(self, metrics: PartMetrics) -> None:
-        """The time of each part of an earlier step is known."""
+        """Called when the times of the parts of an earlier step are known."""
 
     def validation(self, metrics: ValidationMetrics) -> None:
-        """An evaluation is over."""
+        """Called after each evaluation."""
 
     def stopping(self, stopped_by: signal.Signals, step: int, save_seconds: float | None) -> None:
-        """The run stops early, after this step; the previous save took ``save_seconds`` (None if
-        none has ended yet).
+        """Called if the run stops early, after this step.
+
+        ``save_seconds`` is how long the previous save took; None if no save has ended yet.
         """
 
     def saved(self, report: SaveReport) -> None:
-        """A checkpoint is written, or could not be."""
+        """Called after each save, whether it succeeded or failed."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,7 @@ class TrainingSummary:
     Attributes:
         last_step: metrics of the last step.
         last_validation: the last validation since this start; None if there was none.
-        skipped_steps: in the whole run, including steps before it was resumed.
+        skipped_steps: number of skipped steps of the run, including steps before it was resumed.
         tokens: predicted tokens since this start.
         seconds: training time since this start.
         stopped_by: the signal that stopped the run; None if it took all steps.
@@ -125,11 +126,11 @@ class Trainer:
         self._last_save: SaveReport | None = None
 
     def train(self, begin: Progress) -> TrainingSummary:
-        """Runs the steps that follow ``begin``, which is before the run's end.
+        """Runs the steps after ``begin``, which must be before the last step.
 
         Raises:
-            TrainingDiverged: loss or gradient norm stay non-finite. Nothing is saved then.
-            ReplicasDiffer: ranks hold different copies. Nothing is saved then.
+            TrainingDiverged: too many steps in a row were skipped. The run saves nothing.
+            ReplicasDiffer: copies that must be equal differ. The run saves nothing.
         """
         config, activity = self._run.config.training, self.worker.context.activity
         assert begin.step < config.steps, "nothing is left to train"
@@ -145,8 +146,7 @@ class Trainer:
             step = progress.step
             saves = stopped_by is not None or self._is_due(config.save_interval, step)
             interval = config.check_replicas_interval
-            # Also before a save, so that every checkpoint is of a step after which copies were
-            # equal.
+            # Copies are also compared before each save, so every checkpoint has equal copies.
             if interval > 0 and (saves or step % interval == 0):
                 with activity.during(f"comparing copies after step {step}"):
                     replicas.check(step)
@@ -230,7 +230,7 @@ class Trainer:
 
     def _give_up(self, metrics: StepMetrics, progress: Progress) -> NoReturn:
         where = self._describe_non_finite(progress)
-        # A save in progress is of an earlier step, so wait for it.
+        # A save in progress saves an earlier step, so wait for it.
         self._report(self._checkpointing.close())
         raise TrainingDiverged(
             f"{progress.skipped_in_a_row} steps in a row (up to step {metrics.step}) were skipped "
@@ -241,7 +241,10 @@ class Trainer:
         )
 
     def _describe_non_finite(self, progress: Progress) -> str:
-        """Ranks, micro-batches and samples whose loss is not finite, or the first gradient."""
+        """The ranks, micro-batches and samples whose loss is not finite.
+
+        If every loss is finite, the first gradient that is not.
+        """
         ranks = self.worker.non_finite()
         before = progress.samples - self._run.batch.train_batch_size
         named = []
@@ -267,12 +270,12 @@ class Trainer:
         return f"every loss is finite; the first gradient that is not: {parameter} on rank {rank}"
 
     def _is_due(self, interval: int, step: int) -> bool:
-        """Every ``interval`` steps, unless it is 0, and after the last step of the run."""
+        """True every ``interval`` steps, unless it is 0, and after the last step of the run."""
         is_last = step == self._run.config.training.steps
         return is_last or (interval > 0 and step % interval == 0)
 
     def _is_timed(self, step: int) -> bool:
-        """Only the steps that the console prints are timed, so the cost is small."""
+        """True for the steps that the console prints. Timing only these costs little."""
         return step % self._run.config.training.log_interval == 0
 
     def _report(self, reports: Iterable[SaveReport]) -> None:

@@ -44,18 +44,18 @@ Load = Callable[[int], MicroBatch]
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one optimizer step did, the same on every rank.
+    """The results of one optimizer step, the same on every rank.
 
     Attributes:
         loss: mean over all predicted tokens of the step, in nats.
-        grad_norm: before clipping, over all logical parameters; not finite if the step was skipped
-            for this reason.
-        skipped: whether the step was not taken because loss or norm was not finite.
-        peak_memory_bytes: for each pipeline stage, the largest peak memory of its ranks, up to
-            when the gradients of this step were complete.
+        grad_norm: before clipping, over all logical parameters. A step is skipped if it is not
+            finite.
+        skipped: whether the step was skipped because loss or norm was not finite.
+        peak_memory_bytes: for each pipeline stage, the largest peak memory of its ranks so far,
+            read when the gradients of this step were complete.
         stop_signal: the highest number of a stop signal that a rank has received; 0 if none has.
-        parts: the times of an earlier step that was timed, once, after all ranks have sent them;
-            else None.
+        parts: the times of an earlier step, when all ranks have sent them; otherwise None. The
+            times of a step are returned once.
     """
 
     loss: float
@@ -68,7 +68,7 @@ class StepResult:
 
 @dataclass(frozen=True)
 class NonFinite:
-    """What was not finite on one rank in one step.
+    """What was not finite (infinite or NaN) on one rank in one step.
 
     Attributes:
         micro_batches: those with a loss that is not finite; only on the last pipeline stage.
@@ -118,19 +118,19 @@ class Worker:
     def train_step(
         self, load: Load, learning_rate: float, stop_signal: Callable[[], int] = lambda: 0
     ) -> StepResult:
-        """One optimizer step on the micro-batches that ``load`` gives.
+        """Runs one optimizer step on the micro-batches that ``load`` returns.
 
         Args:
             load: micro-batch index -> this data rank's rows.
             learning_rate: the rate of this step.
-            stop_signal: the number of the stop signal that this process has received; 0 if none.
-                Called after the gradients are reduced.
+            stop_signal: returns the number of the stop signal that this process has received; 0 if
+                none. Called after the gradients are reduced.
         """
         micro_batches = self.run.batch.gradient_accumulation_steps
         outcomes: list[StepOutcome] = []
 
         def note() -> tuple[float, ...]:
-            """What this rank sends to all ranks along with the gradient norm."""
+            """The values that this rank sends to all ranks with the gradient norm."""
             own_peak = peak_memory(self.context.device)
             return own_peak, stop_signal(), *self.context.timeline.pop_seconds()
 
@@ -173,7 +173,7 @@ class Worker:
         return self._loss_of([loss for (loss,) in rows]) / predicted_tokens
 
     def non_finite(self) -> list[NonFinite]:
-        """For each rank, what was not finite in the last step. Reads from the device."""
+        """For each rank, what was not finite in the last step. Waits for the device."""
         losses = {m: float(loss) for m, loss in self._losses.items()}
         own = NonFinite(
             micro_batches=tuple(m for m, loss in losses.items() if not math.isfinite(loss)),
@@ -234,9 +234,9 @@ class Worker:
 
 
 def peak_memory(device: torch.device) -> int:
-    """Bytes: on a GPU the peak of torch's allocator, on a CPU the process's peak resident set.
+    """Peak memory in bytes: of torch's allocator on a GPU, of the resident set on a CPU.
 
-    The resident set includes libraries. Neither makes the host wait for the device.
+    The resident set includes libraries. Reading the peak does not wait for the device.
     """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)

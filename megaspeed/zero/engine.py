@@ -152,7 +152,14 @@ class ZeroEngine:
     def forward(
         self, micro_batch: int, x: Tensor, samples: Tensor, documents: Tensor | None
     ) -> Tensor:
-        """Run the module on ``x``: tokens (B, S) or hidden states (B, S, D)."""
+        """Run this rank's layers on one micro-batch. Returns logits or hidden states.
+
+        Args:
+            micro_batch: its index.
+            x: token ids (B, S) on the first pipeline stage, hidden states (B, S, D) on the others.
+            samples: (B,), the sample indices. They determine the dropout masks.
+            documents: (B, S), the number of each token's document; None if a row is one document.
+        """
         if self._gathers is not None:
             self._gathers.begin_forward()
         output: Tensor = self._engine(x, samples, documents)
@@ -229,9 +236,9 @@ class ZeroEngine:
         Args:
             loss: this rank's part of the loss, a scalar; None if it has none. If it is not finite
                 on any rank, all ranks skip the step.
-            learning_rate: of this step, for all parameter groups.
-            notes: returns numbers for the other ranks, the same number on every rank. Called after
-                all gradients are reduced.
+            learning_rate: the rate of this step, for all parameter groups.
+            notes: returns numbers to send to the other ranks. All ranks return equally many. Called
+                after all gradients are reduced.
         """
         for group in self._optimizer.param_groups:
             group["lr"] = learning_rate
@@ -257,7 +264,7 @@ class ZeroEngine:
         )
 
     def gradient_fragments(self) -> Iterator[GradientFragment]:
-        """This rank's reduced gradients, from ``reduce_gradients`` to ``step``."""
+        """This rank's reduced gradients, which exist from ``reduce_gradients`` until ``step``."""
         return gradient_fragments(self._optimizer)
 
     def state_fragments(self) -> Iterator[StateFragment]:
@@ -265,7 +272,13 @@ class ZeroEngine:
         return state_fragments(self._optimizer)
 
     def load_state(self, steps_taken: int) -> None:
-        """Use state fragments that were written to; a collective over the data axis."""
+        """Continue from the values that were written to ``state_fragments``.
+
+        Computes the model's parameters from the master weights; a collective over the data axis.
+
+        Args:
+            steps_taken: AdamW's step count, which determines its bias correction.
+        """
         load_state(self._optimizer, steps_taken)
         if self._gathers is not None:
             self._gathers.free_persistent()

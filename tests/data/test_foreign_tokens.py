@@ -215,7 +215,7 @@ def test_a_missing_half_is_named(tmp_path: Path, cache: Cache) -> None:
         ({"dtype": "f4"}, r"the dtype of its .bin is float32"),
         ({"pointers": [0, 10, 12]}, "sequence 1 begins at byte 10 instead of 8"),
         ({"bounds": [0, 2, 1, 3]}, "document 1 ends before it begins"),
-        ({"bounds": [0, 1, 2, 2]}, r"hold all 3 sequences, and by .* they hold \[0\] to \[2\]"),
+        ({"bounds": [0, 1, 2, 2]}, r"hold all 3 sequences, but in .* they hold \[0\] to \[2\]"),
     ],
 )
 def test_an_index_that_cannot_be_is_refused(

@@ -1,9 +1,9 @@
-"""The training step with torch's own data parallelism, on the same work as a ZeRO row.
+"""The training step with torch's own data parallelism, for the same task as a ZeRO row.
 
     for each micro-batch:  forward, loss, backward    megaspeed's samples, loss and scale
     norm, clip, AdamW                                 megaspeed's parameter groups, learning rate
 
-Only the engine differs from ``Worker``, so the losses must agree. Both engines are used as their
+Only the engine differs from ``Worker``, so the losses must agree. DDP and FSDP2 are used as their
 documentation recommends. With bf16, the weights stay fp32 and forward computes in bf16.
 
     DDP      every rank holds everything; gradients are all-reduced in the last backward of a step
@@ -189,8 +189,8 @@ class _Ddp:
 class _Fsdp2:
     """``fully_shard`` over the data axis: embedding, each block, head, and the root.
 
-    A tied weight belongs to embedding and head. So both stay with the root, whose parameters are
-    gathered from the first forward to the last backward.
+    A tied weight belongs to embedding and head. So neither is wrapped separately. Both are part of
+    the root, whose parameters stay gathered from the first forward to the last backward.
     """
 
     def __init__(self, run: Run, context: ParallelContext) -> None:
@@ -213,7 +213,7 @@ class _Fsdp2:
         return logits
 
     def micro_batch(self, *, last: bool) -> AbstractContextManager[None]:
-        """A context for forward and backward: reduces as ``gradient_reduction`` states."""
+        """A forward and backward context; reduces gradients as ``gradient_reduction`` states."""
         self._root.set_requires_gradient_sync(last or self._every_micro_batch)
         return nullcontext()
 

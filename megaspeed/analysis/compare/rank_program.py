@@ -42,7 +42,7 @@ class Task:
     corpus: PreparedCorpus
     steps: int  # optimizer steps whose time is measured; one more step is watched
     device_type: str  # "cpu" or "cuda"
-    timeout_seconds: float  # of a row, and of a collective that waits for other ranks
+    timeout_seconds: float  # limit of a row, and of a collective that waits for other ranks
 
 
 @dataclass(frozen=True, kw_only=True)

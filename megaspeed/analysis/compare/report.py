@@ -1,7 +1,7 @@
 """The figures of a comparison as tables in the terminal, as Markdown, and as JSON.
 
 traffic    bytes sent in a step, by axis and collective, for each row and pipeline stage
-memory     memory at the peak, by category; likewise
+memory     memory at the peak, by category, for each row and pipeline stage
 summary    a line for each row: peak, bytes sent, time, loss
 """
 
@@ -22,7 +22,7 @@ from megaspeed.analysis.costs.traffic import Traffic, by_axis
 from megaspeed.analysis.units import Unit, memory_unit
 
 NOTHING = "-"
-_REPORTS = "world"  # the axis of gradient norm and loss: a few bytes, part of the total alone
+_REPORTS = "world"  # gradient norm and loss: a few bytes, shown only in the total
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +74,7 @@ def summary_grid(result: ComparisonResult) -> Grid:
 
 
 def memory_grid(result: ComparisonResult) -> Grid:
-    """By category. "states": parameters, gradients, optimizer states between micro-batches.
+    """Memory by category. "states": parameters, gradients, optimizer states between micro-batches.
 
     On a GPU, the categories are sums of tensors, and the peak is the allocator's.
     """
@@ -94,7 +94,7 @@ def memory_grid(result: ComparisonResult) -> Grid:
 
 
 def traffic_grid(result: ComparisonResult) -> Grid:
-    """By axis and collective. The total includes the few numbers that all ranks exchange."""
+    """Traffic by axis and collective. The total includes the traffic among all ranks."""
     unit = memory_unit(row.sent_bytes for row in result.done)
     found = {key for row in result.done for stage in row.stages for key in stage.measured.traffic}
     kinds = sorted(key for key in found if key[0] != _REPORTS)
@@ -155,12 +155,12 @@ def _ratio_text(found: int, predicted: int) -> str:
 
 
 def _label(text: str) -> str:
-    """In two lines if the label names a setting of gradient_reduction."""
+    """The label, in two lines if it names a setting of gradient_reduction."""
     return text.replace(" ", "\n", 1)
 
 
 def notes(result: ComparisonResult) -> Iterator[str]:
-    """Everything that went wrong, a line each."""
+    """A line for each thing that went wrong."""
     for text in result.disagreements:
         yield f"THE LOSSES DISAGREE: {text}"
     for row in result.rows:
@@ -224,7 +224,7 @@ def _table(grid: Grid) -> Table:
 
 
 def as_markdown(result: ComparisonResult, pictures: Sequence[str]) -> str:
-    """The same as Markdown, with references to the pictures, which are in the same folder."""
+    """The result as Markdown, with links to the pictures, which are in the same folder."""
     return "\n".join(_markdown_lines(result, pictures)) + "\n"
 
 

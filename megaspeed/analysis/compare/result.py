@@ -49,8 +49,8 @@ class StageBytes:
     """Memory and traffic of one pipeline stage, as measured or as predicted.
 
     Attributes:
-        states, peak: of its rank whose tensors have the highest peak.
-        traffic: of its rank that sends most in one step.
+        states, peak: memory of its rank whose tensors have the highest peak.
+        traffic: what its busiest rank sends in one step.
         allocator_peak_bytes: the highest peak of its ranks' CUDA allocators; None if predicted, or
             on a CPU.
     """
@@ -62,7 +62,7 @@ class StageBytes:
 
     @property
     def peak_bytes(self) -> int:
-        """The allocator's peak if it is known, else the peak of the tensors."""
+        """The allocator's peak; if it is unknown, the peak of the tensors."""
         return self.peak.total if self.allocator_peak_bytes is None else self.allocator_peak_bytes
 
     @property
@@ -128,7 +128,7 @@ class Row:
 
     @property
     def status(self) -> Literal["done", "failed", "refused"]:
-        """It is "refused" if the configuration does not allow the row."""
+        """Whether the row has figures, failed, or is refused by the configuration."""
         if self.run is None:
             return "refused"
         return "done" if self.reason is None else "failed"
@@ -167,19 +167,19 @@ class Row:
 
     @property
     def step_time(self) -> StepTime:
-        """Without the first and the last step. Ranks wait for each other; the slowest counts."""
+        """The time of a step on the slowest rank, without the first and the last step."""
         times = (StepTime.of(rank.step_times_seconds[1:]) for rank in self.ranks)
         return max(times, key=lambda time: time.median)
 
     @property
     def tokens_per_second(self) -> float:
-        """Of all ranks together, at the median step time."""
+        """Tokens per second of all ranks together, at the median step time."""
         assert self.run is not None
         return self.run.tokens_per_step / self.step_time.median
 
     @property
     def loss(self) -> float:
-        """Of the last step."""
+        """The loss of the last step."""
         return self.ranks[0].losses[-1]
 
 
@@ -214,7 +214,7 @@ class ComparisonResult:
 
     @property
     def heading(self) -> tuple[str, str, str]:
-        """Layout, batch and model: a line each."""
+        """Three lines: layout, batch and model."""
         run, grid, batch, model = self.run, self.run.grid, self.run.batch, self.run.config.model
         elements = sum(parameter.elements for parameter in parameters_of(model).values())
         device = f" ({self.device})" if self.device else ""
@@ -233,7 +233,7 @@ class ComparisonResult:
     def disagreements(self) -> list[str]:
         """Each row whose last loss differs from the first row's, with both numbers.
 
-        If the first row diverged, there is nothing to agree with, and only this is reported.
+        If the first row's loss is not finite, only this is reported.
         """
         if not self.done:
             return []
@@ -272,7 +272,7 @@ def _measured(ranks: Sequence[RankRecord]) -> StageBytes:
 
 
 def three_digits(number: float) -> str:
-    """At least three digits, and no decimals from 100 on.
+    """Three significant digits, and all digits before the decimal point.
 
     >>> three_digits(1.5), three_digits(15), three_digits(1500)
     ('1.50', '15.0', '1,500')

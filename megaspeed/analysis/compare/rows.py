@@ -1,4 +1,4 @@
-"""The rows of a comparison: which there are, and how the processes of one are started and ended.
+"""Makes the rows of a comparison, and starts and ends the processes of each row.
 
     ZeRO-0, ZeRO-1    one row: gradients are reduced once a step
     ZeRO-2, ZeRO-3    two rows if a step has several micro-batches: reducing after each of them
@@ -106,7 +106,7 @@ def _row(
     reduction: GradientReduction | None,
     device_type: str,
 ) -> Row:
-    """``run`` at this ZeRO stage. If ``reduction`` is None, gradients are reduced once a step."""
+    """A row for ``run`` at this ZeRO stage. Without ``reduction``, it reduces once a step."""
     label = name if reduction is None else f"{name} {reduction}"
     config = run.config
     zero = config.zero_optimization.model_copy(update={"stage": zero_stage})
@@ -148,7 +148,7 @@ def train_rows(
     timeout_seconds: float,
     on_row: Callable[[Row], None] = lambda row: None,
 ) -> Iterator[Row]:
-    """Train the rows, one after the other. Yields each with its figures, or with why it failed.
+    """Train the rows, one after the other. Yields each with its figures or a reason of failure.
 
     Args:
         rows: from ``zero_rows`` and ``baseline_rows``.
@@ -220,9 +220,9 @@ def _command(task: Task, folder: Path) -> list[str]:
         # Without this, the launcher takes GPUs 0 to N - 1, even if the variable names others.
         devices = ["--include", f"localhost:{','.join(visible[:world_size])}"]
     return [
-        # The same program as `deepspeed`, of this environment, whatever PATH is.
+        # The program `deepspeed` of this environment, independent of PATH.
         *(sys.executable, "-m", "deepspeed.launcher.runner"),
-        *("--hostfile", str(folder / "no hostfile")),  # it does not exist: this machine alone
+        *("--hostfile", str(folder / "no hostfile")),  # none: this machine alone
         *devices,
         *("--master_port", str(free_port())),
         *("--no_local_rank", "--module", "megaspeed.analysis.compare.rank_program", str(folder)),
@@ -274,7 +274,7 @@ def ended_on_termination() -> Iterator[None]:
 
 
 def _reason(failures: list[RankFailure], log: Path, timeout_seconds: float | None) -> str:
-    """What failed first. Other ranks often fail only because one of them has ended."""
+    """The reason of the first failure. Others often fail only because one rank has ended."""
     if failures:
         first = min(failures, key=lambda failure: (not failure.out_of_memory, failure.at_seconds))
         what = "out of memory: " if first.out_of_memory else ""

@@ -4,7 +4,8 @@
 2. The fastest candidate has the shortest median step. A candidate counts as equally fast if the
    quartiles of its step time overlap with those of the fastest.
 3. Of the candidates that are equally fast, the row with the lowest peak is recommended. If several
-   peaks are within 5 % of the lowest one, it is the row of these that sends the fewest bytes.
+   peaks are within 5 % of the lowest one, the row among these that sends the fewest bytes is
+   recommended.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,7 +17,7 @@ _SIMILAR = 1.05
 
 
 def verdict(result: ComparisonResult) -> str:
-    """The sentence, with figures. It states why if no row can be recommended."""
+    """One sentence with figures: the recommended row, or why no row can be recommended."""
     if result.disagreements:
         return "no row is recommended, because the losses disagree."
     trained = [row for row in result.done if row.engine == "zero"]
@@ -58,7 +59,7 @@ def _why(best: Row, fastest: Row, lowest: Row, equal: Sequence[Row]) -> str:
 def _limits(
     best: Row, trained: Sequence[Row], candidates: Sequence[Row], result: ComparisonResult
 ) -> Iterator[str]:
-    """What a reader of the recommendation must know."""
+    """Limits of the recommendation, which the user should know."""
     too_large = [row.label for row in trained if row not in candidates]
     if too_large:
         memory = readable_memory(result.device_memory_bytes or 0)
@@ -71,7 +72,7 @@ def _limits(
 
 
 def _settings(row: Row) -> str:
-    """The settings that make a run this row."""
+    """The settings for ``--set`` that select this row."""
     run = row.run
     assert run is not None
     settings = f"zero_optimization.stage={run.zero_stage}"

@@ -1,4 +1,4 @@
-"""What a run costs, worked out from its configuration alone: memory, traffic. Runs nothing.
+"""Predicts the memory and the traffic of a run from its configuration alone.
 
-Pure arithmetic over shapes; nothing here makes a tensor or imports DeepSpeed.
+Pure arithmetic over shapes: no code here makes a tensor or imports DeepSpeed.
 """

@@ -4,23 +4,25 @@ n = B S is the tokens of a micro-batch. m is the tokens on this rank between lay
 sequence parallelism on T tensor ranks, else n. Hidden states are (B, S, D) inside column- and
 row-parallel layers, and (B, m/B, D) between them and between pipeline stages.
 
-With Q = (H + 2 H_kv) K query, key and value features and a bytes an element, a block keeps
-(Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models", section
-4.1 and equations 1 to 4, but with a fused attention kernel, which keeps no S x S matrix, and a
-dropout that keeps no mask)
+Q = (H + 2 H_kv) K is the number of query, key and value features, and a the bytes of an element. A
+block keeps
 
     GPT-2    a (4 m D + n (Q + H K + 2 F) / T)
     Llama    a (4 m D + n (Q + (H + H_kv) K + H K + 4 F) / T)
 
 plus the statistics of norms and softmax. (H + H_kv) K are the queries and keys after the rotation
 or the norm of each head. 4 F are gate and up, silu(gate), and the product of silu(gate) and up.
-With H K = D, GPT-2's is the paper's 10 s b h + 24 s b h / t without its two masks. The input of a
-block counts as the output of the layer before it.
+The input of a block counts as the output of the layer before it.
 
-With full recomputation a block keeps only its output, and its backward first computes the rest
-again (their section 5, "full recomputation": 2 s b h a layer).
+Source: Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models",
+section 4.1 and equations 1 to 4. Here, the attention kernel is fused and keeps no S x S matrix, and
+dropout keeps no mask. With H K = D, the formula for GPT-2 is the paper's 10 s b h + 24 s b h / t
+without its two masks.
 
-If attention stays within a document, every rank also makes, from its own micro-batch,
+With full recomputation, a block keeps only its output, and its backward first recomputes the rest
+(section 5 of the paper, "full recomputation": 2 s b h a layer).
+
+If attention stays within a document, every rank also computes, from its own micro-batch,
 
     positions   (B, S)         8 bytes each
     mask        (B, 1, S, S)   in the model's precision, the same for all heads
@@ -61,13 +63,14 @@ class LayerMemory:
     """Activation bytes of one layer for one micro-batch on one rank.
 
     Attributes:
-        kept: from the layer's forward to its backward, its output included.
-        forward_working: beyond ``kept``, at the forward's highest moment.
-        backward_working: beyond ``kept``, at the backward's highest moment, without gradients of
-            parameters.
-        kept_until_loss: the part of ``kept`` that is freed once the loss is differentiated: the
-            softmax, in the head.
-        loss_backward_working: beyond ``kept``, while the loss is differentiated.
+        kept: kept from the layer's forward to its backward, including its output.
+        forward_working: working memory at the forward's peak, in addition to ``kept``.
+        backward_working: working memory at the backward's peak, in addition to ``kept``, without
+            gradients of parameters.
+        kept_until_loss: the part of ``kept`` that is freed when the loss has been differentiated:
+            the softmax in the head.
+        loss_backward_working: working memory while the loss is differentiated, in addition to
+            ``kept``.
     """
 
     kept: int
@@ -79,14 +82,15 @@ class LayerMemory:
 
 @dataclass(frozen=True, kw_only=True)
 class Shapes:
-    """The numbers of the module's docstring for one run.
+    """The symbols of the module's docstring, with their values for one run.
 
     Attributes:
         whole_tokens: n, tokens of a micro-batch.
         split_tokens: m, tokens on one rank between layers.
-        element_bytes: a, of the model's precision.
+        element_bytes: a, the bytes of an element in the model's precision.
         fused_norm: whether RMSNorm is one kernel, as on a GPU. On a CPU it is several operations.
-        on_gpu: NCCL's collectives copy nothing; gloo's reduce-scatter does.
+        on_gpu: whether collectives use NCCL, which copies nothing. gloo's reduce-scatter copies
+            its input.
     """
 
     whole_tokens: int
@@ -97,7 +101,7 @@ class Shapes:
 
     @classmethod
     def of(cls, run: Run, device_type: str) -> "Shapes":
-        """The numbers of a run on "cpu" or "cuda"."""
+        """Computes the numbers from a run. ``device_type`` is "cpu" or "cuda"."""
         ranks = run.grid.tp if run.config.parallel.sequence_parallel else 1
         on_gpu = device_type == "cuda"
         return cls(
@@ -110,7 +114,7 @@ class Shapes:
 
 
 def embedding_memory(run: Run, shapes: Shapes) -> LayerMemory:
-    """Token ids, and the hidden states that they become."""
+    """The embedding: token ids and hidden states."""
     ids = shapes.whole_tokens * _INT64
     masks = shapes.whole_tokens * (_INT64 + 1) if run.grid.tp > 1 else 0
     full = full_hidden_bytes(run)
@@ -135,8 +139,8 @@ def block_memory(run: Run, shapes: Shapes) -> LayerMemory:
     backward = _block_backward_working(run, shapes)
     if run.config.parallel.activation_checkpointing == "none":
         return LayerMemory(kept=kept, forward_working=forward, backward_working=backward)
-    # The first forward keeps nothing inside; at its highest moment only the MLP's part exists. The
-    # recomputed forward keeps everything but the output, and is highest at the attention's output
+    # With recomputation, the first forward keeps no intermediates, and its peak is in the MLP. The
+    # recomputed forward keeps everything except the output. Its peak is at the attention's output
     # or in the backward that follows.
     return LayerMemory(
         kept=output,
@@ -155,7 +159,7 @@ def first_block_memory(run: Run, shapes: Shapes) -> LayerMemory:
     return replace(
         block,
         kept=block.kept + made,
-        # One byte for each pair that says whether both are of one document, before the block runs.
+        # Before the block runs: one byte for each pair of tokens, true if both are in one document.
         forward_working=max(block.forward_working, pairs - block.kept),
     )
 
@@ -173,7 +177,7 @@ def head_memory(run: Run, shapes: Shapes) -> LayerMemory:
     columns = vocabulary_rows_per_rank(run.config.model.vocab_size, run.grid.tp)
     logits = shapes.whole_tokens * columns * shapes.element_bytes
     softmax = shapes.whole_tokens * columns * _FP32
-    # Positions, whether each is in this rank's rows, and whether it counts.
+    # For each token: the row of its target, whether this rank has the row, whether it counts.
     targets = shapes.whole_tokens * (_INT64 + 2)
     return LayerMemory(
         kept=_norm_kept(run, shapes) + softmax + targets,
@@ -185,7 +189,7 @@ def head_memory(run: Run, shapes: Shapes) -> LayerMemory:
 
 
 def _norm_kept(run: Run, shapes: Shapes) -> int:
-    """The output and the statistics of each row; on a CPU also the intermediates of RMSNorm."""
+    """What a norm keeps: output and statistics; on a CPU also the intermediates of RMSNorm."""
     state = hidden_bytes(run)
     if run.config.model.norm == "layer_norm":
         return state + 2 * shapes.split_tokens * shapes.element_bytes
@@ -197,7 +201,7 @@ def _norm_kept(run: Run, shapes: Shapes) -> int:
 def _rms_norm_intermediates(shapes: Shapes) -> int:
     """Bytes an element that RMSNorm keeps on a CPU.
 
-    They are x / rms and, in 16 bits, x in fp32 before it and the product after it.
+    They are x / rms. In 16-bit precision, also x in fp32 and the product of x / rms and the weight.
     """
     return 2 * _FP32 if shapes.element_bytes < _FP32 else _FP32
 
@@ -239,7 +243,7 @@ def _attention_weights(run: Run, shapes: Shapes) -> int:
 
 
 def _mlp_kept(run: Run, shapes: Shapes) -> int:
-    """The first matrix's output, silu(gate) if there is a gate, and the last matrix's input."""
+    """What an MLP keeps: the output of ``up``, silu(gate) if any, and the input of ``down``."""
     gated = run.config.model.mlp == "swiglu"
     before, _ = _local_shape(run, "mlp.gate_up" if gated else "mlp.up")
     _, after = _local_shape(run, "mlp.down")
@@ -262,7 +266,7 @@ def _summed(run: Run) -> int:
 def _gathered_sequence(run: Run) -> int:
     """Sequence parallelism: a layer's gathered input, and its copy with the batch outermost.
 
-    A collective needs the sequence outermost. With one sample it is, and no copy is made.
+    A collective needs the sequence dim first. With one sample, no copy is needed for this.
     """
     if not run.config.parallel.sequence_parallel or run.grid.tp == 1:
         return 0

@@ -1,4 +1,4 @@
-"""What one rank holds: categories of memory, and the model states at each ZeRO stage.
+"""Memory of one rank: its categories, and the model states at each ZeRO stage.
 
 With P parameters on a rank, a bytes an element, g bytes a gradient element, dp data-parallel ranks
 (Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models",
@@ -10,13 +10,13 @@ section 5 and Figure 1, where a = g = 2 and K = 12), model states are
     2            a P          g P / dp    12 P / dp
     3            a P / dp     g P / dp    12 P / dp
 
-The predictions here are exact where the paper is not:
+The predictions here are more exact than the paper's table:
 
-- P has each pipeline stage's own parameters, as tensor shards with vocabulary padding.
+- P counts the parameters of one pipeline stage, as tensor shards with vocabulary padding.
 - DeepSpeed pads flat groups (stages 0 to 2) or each parameter (stage 3).
 - At stage 3, small parameters stay gathered on every rank.
 - At stages 2 and 3, complete gradients stay on every rank if they are reduced once a step.
-- Runs in fp32 hold master weights too, because DeepSpeed keeps them apart in every precision.
+- Runs in fp32 hold master weights too, because DeepSpeed keeps a separate copy in every precision.
 - Offloaded states are in host memory and do not count.
 """
 
@@ -43,9 +43,9 @@ Category = Literal[
 """The fields of ``MemoryBytes``."""
 
 OptimizerGroup = Literal["tied", "decaying", "other"]
-"""DeepSpeed is given these groups: a weight that two pipeline stages share, parameters that decay,
-and the rest. At ZeRO-1 and 2 each group is one flat tensor, cut into dp equal partitions. At ZeRO-3
-each parameter is cut by itself."""
+"""The parameter groups of DeepSpeed's optimizer: a weight that two pipeline stages share,
+parameters with weight decay, and the rest. At ZeRO-1 and 2, each group is one flat tensor, split
+into dp equal partitions. At ZeRO-3, each parameter is split separately."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,8 +53,8 @@ class MemoryBytes:
     """What one rank holds at one moment.
 
     Attributes:
-        parameters: what the model computes with and keeps between steps: 1/dp of it at ZeRO-3.
-        gradients: of parameters, of one micro-batch or added up.
+        parameters: the weights that the model computes with. At ZeRO-3, 1/dp of them.
+        gradients: gradients of parameters, of one micro-batch or accumulated.
         optimizer_states: fp32 master weights and AdamW's two moments.
         activations: what forward keeps for backward, and working memory of operations. Logits are
             among them.
@@ -70,7 +70,7 @@ class MemoryBytes:
     @property
     def total(self) -> int:
         """All categories together."""
-        # Not astuple, which copies deeply: a plan asks a hundred thousand times.
+        # Not astuple, which copies deeply: a plan calls this a hundred thousand times.
         states = self.parameters + self.gradients + self.optimizer_states
         return states + self.activations + self.communication_buffers
 
@@ -98,7 +98,7 @@ class LocalParameter:
 
 
 def local_parameters(run: Run, pipeline_stage: int) -> list[LocalParameter]:
-    """The parameters of a rank of this pipeline stage, in the order of the model's.
+    """The parameters of a rank of this pipeline stage, in the order of the model.
 
     All data and tensor ranks of the stage have the same shapes.
     """
@@ -122,7 +122,7 @@ def local_parameters(run: Run, pipeline_stage: int) -> list[LocalParameter]:
 
 
 def elements_of(parameters: Iterable[LocalParameter]) -> int:
-    """Elements of all of them together, without ZeRO's padding."""
+    """Number of elements of all parameters, without ZeRO's padding."""
     return sum(parameter.elements for parameter in parameters)
 
 
@@ -147,19 +147,18 @@ def partition_elements(parameter: LocalParameter, dp: int) -> int:
 def model_states(
     run: Run, parameters: Sequence[LocalParameter], *, on_host: bool = False
 ) -> MemoryBytes:
-    """What a rank with these parameters holds between two micro-batches of a step.
-
-    Gradients are those added up so far.
+    """Parameters, accumulated gradients and optimizer states between two micro-batches of a step.
 
     Args:
         run: the resolved run.
-        parameters: those of the rank.
-        on_host: whether the rank computes on the CPU, where offloaded states count too.
+        parameters: the parameters of the rank.
+        on_host: whether the rank computes on the CPU. Then offloaded states count, too.
     """
     own = _own_elements(run, parameters)
     keeps_complete = keeps_complete_gradients(run)
     complete = elements_of(parameters) * BYTES_OF[run.accumulation_dtype] if keeps_complete else 0
-    # ZeRO-3's partition stays from step to step; that of the others is made by the reduction.
+    # ZeRO-3 always keeps its gradient partition. At other stages, a rank that keeps complete
+    # gradients has a partition only after the reduction.
     stays = run.zero_stage == 3 or not keeps_complete
     partition = gradient_partition_bytes(run, parameters) if stays else 0
     states = own * _OPTIMIZER_BYTES
@@ -176,24 +175,24 @@ def model_states(
 
 
 def keeps_complete_gradients(run: Run) -> bool:
-    """Whether a rank adds up complete gradients, not partitions, over a step's micro-batches."""
+    """Whether a rank accumulates complete gradients, not partitions, over a step."""
     return run.zero_stage < 2 or run.gradient_reduction == "per_step"
 
 
 def gradient_partition_bytes(run: Run, parameters: Sequence[LocalParameter]) -> int:
-    """Bytes of the reduced gradients that this rank's optimizer steps with."""
+    """Bytes of the reduced gradients that this rank's optimizer uses."""
     return _own_elements(run, parameters) * BYTES_OF[run.accumulation_dtype]
 
 
 def bucket_elements(run: Run, parameters: Sequence[LocalParameter]) -> int:
-    """Elements of the buffer in which gradients are laid end to end before they are reduced."""
+    """Elements of the bucket: a flat buffer to which gradients are copied for the reduction."""
     stated = run.config.zero_optimization.reduce_bucket_size
     assert stated is not None, "a resolved run states it"
     return min(stated, elements_of(parameters))
 
 
 def _own_elements(run: Run, parameters: Sequence[LocalParameter]) -> int:
-    """Elements of the parameters that this rank's optimizer steps, padding included."""
+    """Elements of the parameters that this rank's optimizer updates, including padding."""
     dp = run.grid.dp
     if run.zero_stage == 3:
         return sum(partition_elements(parameter, dp) for parameter in parameters)
@@ -213,7 +212,7 @@ def _parameter_bytes(run: Run, parameters: Sequence[LocalParameter], *, on_host:
 
 
 def _stay_gathered(run: Run, parameters: Sequence[LocalParameter]) -> list[LocalParameter]:
-    """ZeRO-3: parameters up to the threshold, which every rank keeps beside their partitions.
+    """ZeRO-3: small parameters, up to the threshold, that every rank also keeps gathered.
 
     DeepSpeed 0.19.8, runtime/zero/parameter_offload.py:328.
     """
@@ -237,8 +236,8 @@ class GatheredBytes:
 
     Attributes:
         at_work: the layer's parameters.
-        arriving: the buffer in which they arrive, until they are copied out of it.
-        ahead: the next layer's parameters, which are gathered while this layer computes.
+        arriving: the receive buffer of the all-gather, until the parameters are copied out of it.
+        ahead: the next layer's parameters, which are prefetched while this layer computes.
     """
 
     at_work: int = 0
@@ -259,15 +258,15 @@ def gathered_in_pass(
 
         partition of every rank --all-gather--> arriving --copy--> the layer's parameters
 
-    If a layer has one parameter, it arrives in its final place. With one data rank nothing is
-    gathered, because its partitions are the parameters; only offloaded partitions are copied to the
+    If a layer has one parameter, it is received in its final place. With one data rank, partitions
+    are complete parameters, so nothing is gathered. Only offloaded partitions are copied to the
     device.
 
     Args:
         run: the resolved run.
-        parameters: those of the rank.
-        direction: of the pass.
-        on_host: whether the rank computes on the CPU, where offloaded partitions are already.
+        parameters: the parameters of the rank.
+        direction: the direction of the pass.
+        on_host: whether the rank computes on the CPU. Then offloaded partitions need no copy.
     """
     zero, dp = run.config.zero_optimization, run.grid.dp
     by_layer = _gathered_by_layer(run, parameters)
@@ -295,8 +294,8 @@ def gathered_elements_of_a_step(run: Run, parameters: Sequence[LocalParameter]) 
     """ZeRO-3: padded elements that a rank with these parameters gathers in an optimizer step.
 
     A step of M micro-batches gathers M (2 P - E) + K elements (Rajbhandari et al. 2020, section
-    7.2.2, has 2 P): K of the parameters that stay gathered, P of all other parameters of the
-    layers, and E of the embedding among them. A tied head's weight counts in both layers.
+    7.2.2, has 2 P). K is the size of the parameters that stay gathered, P the size of all others,
+    and E the part of P in the embedding. A tied weight counts in the embedding and in the head.
     """
     layers = _gathered_by_layer(run, parameters)
     padded = {name: _padded(run, layer) for name, layer in layers.items()}

@@ -1,11 +1,11 @@
-"""The most memory that a rank of one pipeline stage holds in an optimizer step.
+"""Predicts the peak memory of a rank of one pipeline stage in an optimizer step.
 
-The step is followed layer by layer. Its highest moment is one of
+The step is simulated layer by layer. The peak is in one of
 
     forward       of a micro-batch while others are in flight
-    backward      of the first micro-batch, while gradients appear; and of a later one
-    reduction     of the summed gradients, if they are reduced once a step
-    optimizer     the step itself
+    backward      of the first micro-batch, which allocates gradients, or of a later one
+    reduction     of the accumulated gradients, if they are reduced once a step
+    optimizer     the optimizer step
 
 The schedule determines how many micro-batches are in flight: up to P - s for 1f1b at pipeline stage
 s of P, and all of them for gpipe (Narayanan et al. 2021, section 2.2; Korthikanti et al. 2022,
@@ -53,8 +53,8 @@ class StageMemory:
     """Bytes of a rank of a pipeline stage.
 
     Attributes:
-        states: between two micro-batches of a step, without activations.
-        peak: at the step's highest moment.
+        states: memory between two micro-batches of a step, without activations.
+        peak: memory at the peak of the step.
     """
 
     states: MemoryBytes
@@ -66,8 +66,8 @@ def predict_memory(run: Run, pipeline_stage: int, *, device_type: str = "cuda") 
 
     Args:
         run: the resolved run.
-        pipeline_stage: from 0.
-        device_type: "cuda" or "cpu", whose RMSNorm keeps more.
+        pipeline_stage: counted from 0.
+        device_type: "cuda" or "cpu". RMSNorm keeps more on a CPU.
     """
     step = _Step(run, pipeline_stage, device_type)
     peaks = (ledger.peak for ledger in step.moments())
@@ -75,7 +75,7 @@ def predict_memory(run: Run, pipeline_stage: int, *, device_type: str = "cuda") 
 
 
 class _Ledger:
-    """Bytes held now, by category, and what was held when most was held."""
+    """Counts the bytes held now, by category, and remembers them at the peak of their sum."""
 
     def __init__(self) -> None:
         self.held: Counter[str] = Counter()
@@ -83,32 +83,31 @@ class _Ledger:
         self._total = 0
 
     def hold(self, category: Category, size_bytes: int) -> None:
-        """Adds bytes that stay until they are freed."""
+        """Adds bytes, which are held until ``free``."""
         self.held[category] += size_bytes
         self._total += size_bytes
         if self._total > self.peak.total:
             self.peak = MemoryBytes(**self.held)
 
     def free(self, category: Category, size_bytes: int) -> None:
-        """Removes bytes."""
         assert self.held[category] >= size_bytes, f"{category} {size_bytes} was never held"
         self.hold(category, -size_bytes)
 
     @contextmanager
     def briefly(self, category: Category, size_bytes: int) -> Iterator[None]:
-        """Holds bytes within a block."""
+        """Holds bytes within a ``with`` block."""
         self.hold(category, size_bytes)
         yield
         self.free(category, size_bytes)
 
     def touch(self, category: Category, size_bytes: int) -> None:
-        """Holds bytes for a moment."""
+        """Adds bytes and frees them at once, so they count only for the peak."""
         self.hold(category, size_bytes)
         self.free(category, size_bytes)
 
 
 class _Step:
-    """One optimizer step of a pipeline stage, followed layer by layer."""
+    """Simulates one optimizer step of a pipeline stage, layer by layer."""
 
     def __init__(self, run: Run, pipeline_stage: int, device_type: str) -> None:
         self._run = run
@@ -132,7 +131,7 @@ class _Step:
         )
 
     def moments(self) -> Iterator[_Ledger]:
-        """Every moment of the step that can be the highest."""
+        """A ledger for each part of the step that may contain the peak."""
         in_flight, micro_batches = self._in_flight, self._run.batch.gradient_accumulation_steps
         continues = micro_batches > in_flight
         yield self._forward(others=in_flight - 1, gradients=continues)
@@ -167,7 +166,7 @@ class _Step:
         if not self._first_stage:
             ledger.hold("activations", self._hidden)
         if others and not (self._last_stage or gradients):
-            # The output sent before may still be in flight.
+            # The previous output may still be in flight.
             ledger.hold("activations", self._hidden)
         for layer in self._layers:
             memory, gathered = layer.memory, layer.forward
@@ -186,9 +185,9 @@ class _Step:
         ledger = self._start(others=others, gradients=not first)
         ledger.hold("activations", self._kept_in_flight)
         if not self._last_stage:
-            ledger.hold("activations", self._hidden)  # the gradient received
+            ledger.hold("activations", self._hidden)  # the received gradient
         if not (self._first_stage or first):
-            ledger.hold("activations", self._hidden)  # the gradient sent before, still in flight
+            ledger.hold("activations", self._hidden)  # the previous gradient, still in flight
         reduces = not keeps_complete_gradients(self._run)
         copy_in_flight = 0
         waiting = self._tied_gradient()
@@ -225,7 +224,7 @@ class _Step:
         return ledger
 
     def _fresh_gradient(self, layer: "_Layer") -> int:
-        """The largest gradient of the layer as the backward pass makes it, and its cast."""
+        """The layer's largest gradient as backward computes it, and its copy in another type."""
         largest = max(parameter.elements for parameter in layer.parameters)
         cast = self._gradient if self._gradient != self._element else 0
         return largest * (self._element + cast)
@@ -241,20 +240,21 @@ class _Step:
         return tied.elements * self._element
 
     def _reduction(self) -> _Ledger:
-        """Complete gradients, a bucket and the copy of it that is sent, and the partition."""
+        """Memory of the reduction: complete gradients, a bucket, its sent copy, the partition."""
         ledger = self._start(others=0, gradients=True)
         if not keeps_complete_gradients(self._run):
             return ledger
         if self._run.zero_stage == 3:
             ledger.hold("communication_buffers", self._bucket)
             return ledger
-        ledger.free("gradients", self._bucket)  # those in the bucket have left their parameters
+        # Gradients that have been copied to the bucket are freed.
+        ledger.free("gradients", self._bucket)
         ledger.hold("gradients", self._partition)
         ledger.hold("communication_buffers", 2 * self._bucket)
         return ledger
 
     def _optimizer(self) -> _Ledger:
-        """The partition's gradients, also in fp32 if they are of another type."""
+        """Memory of the optimizer step: the partition's gradients, and an fp32 copy if needed."""
         ledger = self._start(others=0, gradients=False)
         if self._run.zero_stage < 3:
             ledger.hold("gradients", self._partition)

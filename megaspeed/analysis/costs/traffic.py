@@ -5,14 +5,14 @@
     pp      activations and their gradients, a tied weight's gradient
     world   one report of a few fp64 numbers from every rank to every rank
 
-Message sizes are exact. What a message of S bytes costs each of n ranks is counted by
-bandwidth-optimal (ring) algorithms (Patarasuk & Yuan 2009, "Bandwidth optimal all-reduce algorithms
+Message sizes are exact. For a message of S bytes, each of n ranks sends the bytes of a
+bandwidth-optimal (ring) algorithm (Patarasuk & Yuan 2009, "Bandwidth optimal all-reduce algorithms
 for clusters of workstations", section 3; Rajbhandari et al. 2020, ZeRO, section 7.1):
 
     reduce_scatter   (n-1)/n S        S: the complete input of a rank
     all_gather       (n-1)/n S        S: the complete output
     all_reduce     2 (n-1)/n S        a reduce-scatter, then an all-gather
-    reduce           (n-1)/n S        along a chain n - 1 ranks send S; shared evenly
+    reduce           (n-1)/n S        along a chain n - 1 ranks send S; the mean over n ranks
     broadcast        (n-1)/n S        the same in the other direction
     send                     S
 """
@@ -40,7 +40,7 @@ Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "reduce", "br
 TrafficAxis = Literal["pp", "dp", "tp", "world"]
 
 Traffic = Mapping[tuple[TrafficAxis, Collective], int]
-"""Bytes that one rank sends in one optimizer step. Collectives that send nothing are left out."""
+"""Bytes that one rank sends in one optimizer step. Collectives that send nothing are omitted."""
 
 # Squares of the norm, loss, peak memory, stop signal, and the timeline of a step: training.worker.
 _NUMBERS_OF_A_REPORT = 4 + 1 + 8
@@ -61,7 +61,7 @@ def bytes_sent(collective: Collective, message_bytes: int, ranks: int) -> int:
 
 
 def by_axis(traffic: Traffic) -> dict[str, dict[str, int]]:
-    """The same as axis -> collective -> bytes, in the order of their names."""
+    """The traffic as axis -> collective -> bytes, sorted by name."""
     axes: dict[str, dict[str, int]] = {}
     for (axis, collective), sent in sorted(traffic.items()):
         axes.setdefault(axis, {})[collective] = sent
@@ -71,8 +71,8 @@ def by_axis(traffic: Traffic) -> dict[str, dict[str, int]]:
 class Messages:
     """Messages of a step by axis, collective and size of the group.
 
-    They are added up before they are converted to bytes sent, so that prediction and count round
-    alike.
+    They are summed before they are converted to bytes sent. So a predicted and a counted step are
+    rounded in the same way.
     """
 
     def __init__(self) -> None:
@@ -85,7 +85,7 @@ class Messages:
         self._bytes[axis, collective, ranks] += message_bytes
 
     def traffic(self) -> Traffic:
-        """What a rank sends for all of them."""
+        """The bytes that a rank sends for all these messages."""
         sent: Counter[tuple[TrafficAxis, Collective]] = Counter()
         for (axis, collective, ranks), message_bytes in self._bytes.items():
             sent[axis, collective] += bytes_sent(collective, message_bytes, ranks)
@@ -93,11 +93,10 @@ class Messages:
 
 
 def predict_traffic(run: Run, pipeline_stage: int) -> Traffic:
-    """What a rank of ``pipeline_stage`` sends in one step after the first, in bytes.
+    """What a rank of ``pipeline_stage`` sends in one step, in bytes.
 
-    In the first step each direction of the pipeline also sends a header of 80 bytes. Ranks of one
-    pipeline stage send the same number of bytes, except for a tied weight at ZeRO-1 to 3: its last
-    partition may be shorter. The result is that of a rank with the longest partition.
+    Ranks of one pipeline stage send the same number of bytes, except for a tied weight at ZeRO-1 to
+    3, whose last partition may be shorter. The result is for a rank with the longest partition.
     """
     messages = Messages()
     if run.grid.dp > 1:
@@ -232,10 +231,10 @@ def _add_data_axis(messages: Messages, run: Run, pipeline_stage: int) -> None:
 
     ``parallel.gradient_reduction`` sets whether gradients are reduced once a step or once a
     micro-batch; the right column is for one reduction. At stage 3 a backward does not gather the
-    embedding. Gradients travel in the type in which they are added up, or in
-    ``communication_data_type``; parameters in their own. At ZeRO-1 and 2 every optimizer group is
-    padded to a multiple of 2 x dp before it is gathered, at ZeRO-3 every parameter to a multiple of
-    dp.
+    embedding. Gradients are sent in the type in which they are accumulated, or in
+    ``communication_data_type``. Parameters are sent in their own type. Before a gather, every
+    optimizer group is padded to a multiple of 2 x dp at ZeRO-1 and 2, and every parameter to a
+    multiple of dp at ZeRO-3.
     """
     dp = run.grid.dp
     parameters = local_parameters(run, pipeline_stage)
@@ -251,7 +250,7 @@ def _add_data_axis(messages: Messages, run: Run, pipeline_stage: int) -> None:
 
 
 def _gradient_messages(run: Run, parameters: list[LocalParameter]) -> list[tuple[Collective, int]]:
-    """Collectives that sum gradients, with the bytes of all their messages in one step."""
+    """The collectives that sum gradients, each with the bytes of its messages in one step."""
     zero, dp = run.config.zero_optimization, run.grid.dp
     elements = elements_of(parameters)
     if run.zero_stage == 0:

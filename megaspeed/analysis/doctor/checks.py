@@ -42,7 +42,7 @@ class Messages:
         self._store = dist.PrefixStore("doctor", store)
 
     def send(self, name: str, value: Any) -> None:
-        """Store this rank's own value, which ``gather`` or ``receive("name/rank")`` reads."""
+        """Store this rank's value. ``gather`` or ``receive("name/rank")`` reads it."""
         self.broadcast(f"{name}/{self.rank}", value)
 
     def broadcast(self, name: str, value: Any) -> None:
@@ -50,7 +50,7 @@ class Messages:
         self._store.set(name, json.dumps(value))
 
     def gather(self, name: str, seconds: float) -> list[Any]:
-        """The values of all ranks; None if a rank has not sent its own after ``seconds`` in all."""
+        """The values of all ranks; None for ranks that have sent none after ``seconds``."""
         keys = [f"{name}/{rank}" for rank in range(self.world_size)]
         deadline = time.monotonic() + seconds
         while not self._store.check(keys) and time.monotonic() < deadline:
@@ -133,7 +133,7 @@ def _clock_offset(messages: Messages, rank: int, seconds: float) -> float | None
 def check_run_folder(
     run_dir: Path, messages: Messages, seconds: float, *, token_seconds: float
 ) -> dict[int, str]:
-    """What is wrong with the run folder, by rank. All files and folders of the check are removed.
+    """What is wrong with the run folder, by rank. The check removes its own files and folders.
 
         rank 0        writes .doctor-<random>, the token                        looks for the marks
         every rank                      reads it, writes .doctor-<random>-<rank>, its mark
@@ -175,7 +175,7 @@ def check_run_folder(
 
 
 def _write_token(run_dir: Path, name: str) -> list[Path]:
-    """Returns the folders that had to be created, the innermost first."""
+    """Writes the token. Returns the folders that had to be created, the innermost first."""
     folders = (run_dir.absolute(), *run_dir.absolute().parents)
     missing = [folder for folder in folders if not folder.exists()]
     run_dir.mkdir(parents=True, exist_ok=True)
@@ -208,7 +208,7 @@ def _remove(run_dir: Path, name: str, created: list[Path]) -> None:
 
 
 def _error_of(seconds: float, step: Callable[[], object]) -> str | None:
-    """The error of a step on the run folder; None if there is none."""
+    """The error of a step of the check of the run folder; None if there is none."""
     try:
         call_with_timeout(seconds, step)
     except TimeoutError:
@@ -221,13 +221,13 @@ def _error_of(seconds: float, step: Callable[[], object]) -> str | None:
 def check_ports(
     messages: Messages, address: str, first_ranks: list[int], seconds: float
 ) -> dict[int, str]:
-    """Which machines cannot connect at ports that the system chooses, as gloo and NCCL do.
+    """Which machines cannot connect to ports that the system chooses, as gloo and NCCL do.
 
-        node 0 --> node 1 --> node 2 --> ... --> node 0      each listens, the one before connects
+        node 0 --> node 1 --> node 2 --> ... --> node 0      each listens, the previous one connects
 
     Args:
         messages: the store.
-        address: this machine's address, as the other machines reach it.
+        address: the address at which other machines reach this machine.
         first_ranks: the first rank of each machine. They call this; rank 0 is the first of them.
         seconds: time limit of a connection.
 
@@ -259,7 +259,7 @@ def check_ports(
 
 
 def _connect(messages: Messages, rank: int, seconds: float) -> tuple[int, str] | None:
-    """Connect to ``rank``. Returns which rank has a problem, and which; None if there is none."""
+    """Connect to ``rank``. Returns the rank with a problem, and the problem; None if none."""
     try:
         host, port = messages.receive(f"port/{rank}", seconds)
     except GroupError as error:

@@ -1,4 +1,4 @@
-"""What is wrong, and on which rank; and remarks on what works, but is slow.
+"""Finds what is wrong and on which rank, and what works but is slow.
 
 Each rank is compared with the value that most ranks have. So if one rank differs, only this rank is
 reported.
@@ -63,7 +63,7 @@ class Findings:
 
     @cached_property
     def shared_names(self) -> dict[str, int]:
-        """Host names that several machines have, and how many."""
+        """Host names that several machines share, and the number of these machines."""
         machines = {(record.host, record.boot) for record in self.answered}
         counts = Counter(host for host, _ in machines)
         return {host: count for host, count in counts.items() if count > 1}
@@ -120,13 +120,13 @@ def find_problems(findings: Findings) -> list[Problem]:
 
 
 def most_common(parts: Sequence[dict[str, str]]) -> dict[str, str]:
-    """The most frequent of these parts of records; in a tie, the one of the lowest rank."""
+    """The most frequent value of a part of the records; in a tie, the lowest rank's."""
     filled = [tuple(sorted(part.items())) for part in parts if part]
     return dict(Counter(filled).most_common(1)[0][0]) if filled else {}
 
 
 def _differences(findings: Findings, part: Callable[[Record], dict[str, str]]) -> _Problems:
-    """Ranks whose part differs from the most common one. An empty part was already reported."""
+    """Ranks whose part differs from the most common one. Ignores empty parts."""
     common = most_common([part(record) for record in findings.answered])
     for record in findings.answered:
         own = part(record)
@@ -198,7 +198,7 @@ def _open_files(findings: Findings) -> _Problems:
 
 
 def _shared_memory(findings: Findings) -> _Problems:
-    """NCCL exchanges data in /dev/shm between the GPUs of a machine."""
+    """Ranks without enough /dev/shm, in which NCCL exchanges data between GPUs of a machine."""
     for record in findings.answered:
         free = record.shared_memory_bytes
         several = len(findings.nodes[findings.node_of(record)]) > 1

@@ -47,8 +47,8 @@ def examine(
     Args:
         config, overrides: this rank's command line.
         launch: how this process was started.
-        messages: between rank 0 and the others.
-        address: this machine's address, as the other machines reach it.
+        messages: the connection between rank 0 and the others.
+        address: the address at which other machines reach this machine.
         seconds: the limit of each step.
         report: called on rank 0; returns the exit code of all ranks.
 
@@ -94,7 +94,7 @@ def examine(
 
 
 def _have_one_layout(records: list[Record | None]) -> bool:
-    """Whether all ranks answered with one layout and kind of device, and one has valid input."""
+    """Whether all ranks answered with the same layout and device type, and one has valid input."""
     answered = [record for record in records if record is not None]
     layouts = {(tuple(record.degrees), record.device == "cpu") for record in answered}
     return (
@@ -107,7 +107,7 @@ def _have_one_layout(records: list[Record | None]) -> bool:
 
 @dataclass
 class _Checks:
-    """The checks between ranks, as one rank calls them."""
+    """One rank's part of the checks that several ranks make together."""
 
     run: Run
     launch: LaunchEnvironment

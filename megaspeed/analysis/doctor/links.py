@@ -1,7 +1,7 @@
 """Latency and bandwidth of each group of the run, with the same operations as in training.
 
     tp, dp, world    all-reduce of few and of many bytes
-    pp               each stage sends to the next and receives from the one before, at once
+    pp               each stage sends to the next and receives from the previous one, at once
 
 All groups of one axis work at the same time, as they do in a step. Bandwidth is the bytes that a
 rank sends per second: 2 (n-1)/n of the message for an all-reduce over n ranks
@@ -43,7 +43,7 @@ class Link:
 
 @dataclass(kw_only=True)
 class LinkReport:
-    """What one rank measured, and why it could not measure the rest; None if it measured all."""
+    """What one rank measured, and the problem that ended the measurement, if any."""
 
     links: list[Link] = field(default_factory=list)
     problem: str | None = None
@@ -57,7 +57,7 @@ class Measurement:
         self.links: list[Link] = []
 
     def measure(self, context: ParallelContext) -> None:
-        """All groups of more than one rank. All ranks call this together."""
+        """Measure all groups of more than one rank. All ranks call this together."""
         groups = {
             "tp": context.tp_group,
             "dp": context.dp_group,

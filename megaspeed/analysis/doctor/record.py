@@ -39,17 +39,18 @@ class Record:
 
     Attributes:
         rank, world_size, host, process: of the rank that reports.
-        boot: differs between machines, even if they have the same host name; "" if unknown.
+        boot: the boot id, which differs between machines with the same host name; "" if unknown.
         first_of_node: whether it is the lowest rank of its machine.
-        launcher: the variables that gave rank and world size.
+        launcher: the environment variables from which rank and world size were read.
         versions: versions that must be the same on all ranks, by name.
         settings: the resolved configuration, by dotted key; empty if it is wrong.
         data: fingerprints of texts and tokenizer; empty if they were not prepared.
         degrees: ranks along pp, dp and tp; empty if the configuration is wrong.
         device: "cpu", or the GPU's name; "?" if naming it took too long.
         unusable_gpu: why torch finds no GPU although the machine has one; None otherwise.
-        open_files: how many the rank needs, and how many the system allows (-1: no limit).
-        shared_memory_bytes: free in /dev/shm; None if there is none.
+        open_files: how many open files the rank needs, and how many the system allows (-1: no
+            limit).
+        shared_memory_bytes: free bytes in /dev/shm; None if it does not exist.
         gpu_links: `nvidia-smi topo -m`, of the first rank of a node with GPUs.
         wrong_input: the errors of the configuration or of the corpus; None if there are none.
         too_slow: steps that did not end within their limit.

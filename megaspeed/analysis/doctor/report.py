@@ -1,4 +1,4 @@
-"""The doctor's table, a line for each problem of a rank, and the same as JSON."""
+"""The output of the doctor: a table, a line for each problem of a rank, and JSON."""
 
 import hashlib
 from collections import Counter
@@ -53,7 +53,7 @@ def problem_lines(problems: Sequence[Problem]) -> list[str]:
 def as_json(
     findings: Findings, problems: Sequence[Problem], remarks: Sequence[str]
 ) -> dict[str, Any]:
-    """All figures."""
+    """All findings, problems and remarks as JSON values."""
     return {
         "fine": not problems,
         "problems": [problem._asdict() for problem in problems],

@@ -1,1 +1,1 @@
-"""What a run really holds and sends, counted while it trains."""
+"""Measures the memory and the traffic of a run while it trains."""

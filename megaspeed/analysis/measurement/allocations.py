@@ -1,14 +1,14 @@
-r"""Records every tensor storage that a block of code makes and frees, and what it is for.
+r"""Records every tensor storage that a block of code allocates and frees, and its category.
 
     with AllocationLog(device) as log:        bytes
         ...                                     |      /\     /\    <- peak
     log.claim("gradients", tensors)             |  /\_/  \___/  \
     log.peak() -> MemoryBytes                   |_/______________\___ time (allocations and frees)
 
-The log counts torch storages. It does not see memory that an operation uses inside itself, nor
-what the process and an allocator hold besides. A storage belongs to one category for all of its
-life. The category may become known late (a gradient is recognised when it is complete), so the peak
-is computed at the end. torch's memory tracker (``torch.distributed._tools``) does the same for
+The log counts torch storages. It does not see the workspaces of operations, nor other memory of the
+process or an allocator. A storage has one category from its allocation until it is freed. The
+category may become known late (a gradient is recognised when it is complete), so the peak is
+computed at the end. torch's memory tracker (``torch.distributed._tools``) does the same for
 FSDP's categories.
 """
 
@@ -32,7 +32,7 @@ from megaspeed.analysis.costs.memory import Category, MemoryBytes
 
 @dataclass(slots=True)
 class Allocation:
-    """One storage's life, in ticks of the log's clock; ``died`` is None while it lives."""
+    """When a storage was allocated and freed, in ticks of the log. ``died`` is None until then."""
 
     size_bytes: int
     born: int
@@ -44,7 +44,7 @@ class AllocationLog(TorchDispatchMode):
     """Records the storages on one kind of device; see the module's docstring.
 
     Args:
-        device: where memory is counted. Storages on other devices are left out.
+        device: where memory is counted. Storages on other devices are ignored.
         category_of: module name of the code that allocates -> the category of what it allocates.
             If it returns None, the caller of that code decides. If no caller decides, storages
             are activations.
@@ -62,7 +62,7 @@ class AllocationLog(TorchDispatchMode):
         self._clock = 0
 
     def claim(self, category: Category, tensors: Iterable[Tensor | None]) -> None:
-        """Sets the category of these tensors' storages. New storages are added."""
+        """Sets the category of these tensors' storages. Adds storages that are not in the log."""
         for tensor in tensors:
             if tensor is not None:
                 allocation = self._record(tensor, category)
@@ -78,11 +78,11 @@ class AllocationLog(TorchDispatchMode):
                 self._record(thing, category)
 
     def live(self) -> MemoryBytes:
-        """What is held now, by category."""
+        """The bytes held now, by category."""
         return self._at(self._clock)
 
     def peak(self) -> MemoryBytes:
-        """What was held when most was held, by category."""
+        """The bytes at the peak of their sum, by category."""
         return self._at(self._peak_time())
 
     def __enter__(self) -> Self:
@@ -148,7 +148,7 @@ class AllocationLog(TorchDispatchMode):
         return allocation
 
     def _resized(self, storage: torch.UntypedStorage) -> None:
-        """Replaces a storage that has changed its size by another one of the same category."""
+        """Records a storage that has changed its size as freed and allocated again."""
         if storage.device.type != self._device_type:
             return
         before = self._end(storage._cdata)

@@ -1,4 +1,4 @@
-"""The report of a rank that runs out of memory: predicted and measured memory, best changes.
+"""The report of a rank that is out of memory: predicted and measured memory, and best changes.
 
 Memory of rank 5 (pipeline stage 1) in GiB, measured on the GPU:
                                predicted    measured

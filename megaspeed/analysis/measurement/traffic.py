@@ -3,8 +3,8 @@
     DeepSpeed, megaspeed, autograd -> torch.distributed -> c10d operator -> gloo or NCCL
                                                            ^ counted here
 
-Every collective of torch is an operator of its dispatcher, in every pass and whoever calls it. An
-unknown collective is an error. A receive counts nothing, because its sender counts.
+Every collective of torch is an operator of its dispatcher, in forward and backward and for every
+caller. An unknown collective is an error. Only the sender of a message counts it, not its receiver.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -69,7 +69,7 @@ class TrafficLog(TorchDispatchMode):
     """Counts the messages that this rank sends within a block, by axis.
 
     A data or tensor axis that spans all ranks uses the world's group (``topology/context.py``).
-    Messages of that group count for the world if they are in fp64, and for the axis if not.
+    fp64 messages of that group count for the world, all others for the axis.
 
     Args:
         context: this rank's groups.
@@ -84,7 +84,7 @@ class TrafficLog(TorchDispatchMode):
             (context.dp_group, "dp"),
             (context.tp_group, "tp"),
         ]
-        # If an axis has the group of the world, the axis is the later entry and replaces it.
+        # If an axis has the world's group, its entry replaces the world's, because it comes later.
         self._axes = {
             group.group_name: axis for group, axis in axes if group is not None and group.size() > 1
         }
@@ -135,7 +135,7 @@ class TrafficLog(TorchDispatchMode):
 
 
 def _group_in(arguments: Sequence[Any]) -> dist.ProcessGroup:
-    """The process group of an operator: an argument, or the name that is its last argument."""
+    """The process group of an operator: one of its arguments, or named by the last one."""
     for argument in arguments:
         if isinstance(argument, torch.ScriptObject) and _is_group(argument):
             return dist.ProcessGroup.unbox(argument)

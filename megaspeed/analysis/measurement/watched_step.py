@@ -1,8 +1,8 @@
-"""Measures the memory that a rank holds in one optimizer step, and the bytes that it sends.
+"""Measures the memory that a rank holds, and the bytes that it sends, in one optimizer step.
 
     held before the step    parameters, gradients, optimizer states, buffers: listed by ``Watched``
-    made in the step        gradients when autograd completes them; all else by the code that
-                            allocates it
+    allocated in the step   gradients when autograd completes them; other tensors by the code
+                            that allocates them
 
 Measuring makes a step slower, so do not time the same step.
 """
@@ -34,12 +34,12 @@ class RankMeasurement:
     """What one rank held and sent in one step.
 
     Attributes:
-        rank: number in the world.
-        pipeline_stage: of this rank.
+        rank: the global rank.
+        pipeline_stage: its pipeline stage.
         states: parameters, accumulated gradients and optimizer states after the first micro-batch,
             without activations.
-        peak: what was held at the step's highest moment.
-        allocator_peak_bytes: the most that torch's CUDA allocator had in use; None on a CPU.
+        peak: memory at the peak of the step.
+        allocator_peak_bytes: the peak of torch's CUDA allocator; None on a CPU.
         traffic: bytes sent, by axis and collective.
     """
 
@@ -60,7 +60,7 @@ class Watched(Protocol):
         """A log that recognises code that allocates for communication."""
 
     def parameters(self) -> Iterable[Tensor | None]:
-        """What the model computes with and keeps between steps."""
+        """The weights that the model computes with."""
 
     def gradients(self) -> Iterable[Tensor | None]:
         """Complete and partitioned gradients."""
@@ -84,7 +84,7 @@ class Watched(Protocol):
 def measure(
     watched: Watched, load: Load, learning_rate: float
 ) -> tuple[StepResult, RankMeasurement]:
-    """Trains one step and measures it. All ranks must call it, as they must train the step.
+    """Trains one step and measures it. All ranks call this together.
 
     The optimizer's states must exist, so this cannot be the first step.
     """
@@ -175,7 +175,7 @@ class _WatchedZero:
 
     def call_after_backward(self, function: Callable[[], None]) -> None:
         self._engine.after_backward = function
-        # Then the gradients that the reduction made exist too.
+        # After that, the gradients that the reduction made exist, too.
         self._engine.before_step = function
 
 

@@ -2,8 +2,8 @@
 
     usable_bytes = USABLE_FRACTION x memory_bytes
 
-The number in a name is the vendor's ("80 GB"). It is the GiB of the memory chips, before error
-correction and firmware take their part. ``memory_bytes`` is the rest, which the driver reports
+The number in a name is the vendor's ("80 GB"). It is the GiB of the memory chips, of which error
+correction and firmware use a part. ``memory_bytes`` is the rest, which the driver reports
 (``nvidia-smi`` in MiB, ``rocm-smi`` in bytes). An "80 GB" H100 has 81,559 MiB = 79.6 GiB =
 85.5 GB. A "48 GB" L40S, whose error correction is in the memory itself, has 46,068 MiB. If driver
 releases differ, the table has the smaller total.
@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 USABLE_FRACTION = 0.92
-"""The part of a device's memory that a plan may fill.
+"""The fraction of a device's memory that a plan may use.
 
-The rest is memory that no prediction of tensors counts: the CUDA context and loaded kernels (about
+The rest is for memory that is not predicted: the CUDA context and loaded kernels (about
 0.5 GiB), workspaces of the matrix library, NCCL's buffers (some hundred MiB for each communicator:
 pp, dp, tp and the world), and holes between blocks of torch's caching allocator (a few percent).
 """
@@ -80,7 +80,7 @@ DEVICES: Mapping[str, Device] = MappingProxyType(
 
 
 def device_named(name: str) -> Device:
-    """The accelerator of that name, in lower or upper case.
+    """The accelerator of that name. Case is ignored.
 
     Raises:
         DeviceError: with the nearest name and all names.

@@ -1,4 +1,4 @@
-"""One run worked out: its ranks, its pipeline stages, memory and traffic at each ZeRO stage.
+"""The plan of one run: its ranks, its pipeline stages, memory and traffic at each ZeRO stage.
 
 Run --> rank map            which axes cross nodes
     --> pipeline stages     layers, parameters
@@ -14,8 +14,8 @@ tp is innermost and pp outermost (``topology.grid``). pp 2 x dp 4 x tp 4 on node
     node 2   ranks 16..23    pp [0 16]          2 nodes
     node 3   ranks 24..31
 
-The GPUs of a node exchange data several times as fast as nodes do, so the axis that sends most
-should stay within a node.
+GPUs of one node exchange data several times as fast as GPUs of different nodes, so the axis that
+sends most should stay within a node.
 """
 
 import math
@@ -42,7 +42,7 @@ from megaspeed.topology.grid import AXES, Axis, Grid
 
 @dataclass(frozen=True, kw_only=True)
 class AxisMap:
-    """Where the groups of one axis are.
+    """How the groups of one axis are placed on the nodes.
 
     Attributes:
         axis: pp, dp or tp.
@@ -51,7 +51,7 @@ class AxisMap:
         first_group: the ranks of the group that rank 0 is in.
         groups: number of groups.
         groups_across_nodes: number of groups with ranks on more than one node.
-        most_nodes: nodes that the widest group touches.
+        most_nodes: the largest number of nodes on which one group has ranks.
     """
 
     axis: Axis
@@ -70,7 +70,7 @@ class AxisMap:
 
 @dataclass(frozen=True, kw_only=True)
 class RankMap:
-    """All ranks of a grid on nodes of equal size. The last node may be filled in part."""
+    """All ranks of a grid on nodes of equal size. The last node may have unused GPUs."""
 
     grid: Grid
     gpus_per_node: int
@@ -83,12 +83,12 @@ class RankMap:
 
     @property
     def axes_across_nodes(self) -> frozenset[str]:
-        """The axes whose traffic goes over the network; "world" is one if there are two nodes."""
+        """The axes whose traffic goes over the network, and "world" if there are several nodes."""
         crossing = {axis.axis for axis in self.axes if axis.crosses_nodes}
         return frozenset({*crossing, "world"} if self.nodes > 1 else ())
 
     def as_json(self) -> dict[str, Any]:
-        """Numbers of the map as JSON values, without a list of every rank."""
+        """The numbers of the map as JSON values, without a list of all ranks."""
         axes = {}
         for each in self.axes:
             figures = {**asdict(each), "first_group": list(each.first_group)}
@@ -98,7 +98,7 @@ class RankMap:
 
 @cache
 def map_ranks(grid: Grid, gpus_per_node: int) -> RankMap:
-    """Where each axis of the grid is, on nodes of ``gpus_per_node`` GPUs."""
+    """Places the ranks of a grid on nodes of ``gpus_per_node`` GPUs."""
     assert gpus_per_node >= 1
     axes = tuple(_map_axis(grid, axis, gpus_per_node) for axis in AXES)
     return RankMap(grid=grid, gpus_per_node=gpus_per_node, axes=axes)
@@ -148,15 +148,15 @@ class PlannedZero:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What is known of a run before it starts.
+    """What is known about a run before it starts.
 
     Attributes:
         run: the run.
-        device: what each rank has; None if no device was named.
-        ranks: which axes cross nodes.
+        device: the accelerator of each rank; None if no device was named.
+        ranks: the placement of ranks on nodes.
         stages: all pipeline stages.
         zero_stages: ZeRO 0 to 3 at this layout.
-        bubble: the ideal pipeline bubble, a share of the step.
+        bubble: the ideal pipeline bubble, as a fraction of the step.
         change: the cheapest change after which the run fits; None if it fits.
     """
 
@@ -227,7 +227,7 @@ class Plan:
 
 
 def plan(training: Training, device: Device | None, gpus_per_node: int) -> Plan:
-    """Works out a training on nodes of ``gpus_per_node`` GPUs.
+    """Plans a training on nodes of ``gpus_per_node`` GPUs.
 
     If a device is named and the run does not fit it, the plan has the cheapest change.
     """

@@ -1,10 +1,10 @@
 """Memory and traffic of every kind of pipeline stage of a run.
 
-Many pipeline stages are alike: they have as many blocks, the same ends of the model, and neighbours
-on the same sides. Alike stages send the same number of bytes. The first of them holds most, because
-under 1f1b a pipeline stage keeps at most ``pp - pipeline_stage`` micro-batches (Narayanan et al.
-2021, section 2.2.1) and under gpipe every stage keeps all of them. So it is enough to predict the
-first stage of each kind:
+Many pipeline stages are of the same kind: they have the same number of blocks, both or neither have
+the embedding or the head, and they have neighbours on the same sides. Stages of one kind send the
+same number of bytes. The first of them holds most: with 1f1b, a pipeline stage keeps at most
+``pp - pipeline_stage`` micro-batches (Narayanan et al. 2021, section 2.2.1), and with gpipe, every
+stage keeps all of them. So it is enough to predict the first stage of each kind:
 
     pp 35 over 105 blocks    0: embedding + 3 blocks    1..33: 3 blocks    34: 3 blocks + head
 """
@@ -27,8 +27,8 @@ class AlikeStages:
     """Neighbouring pipeline stages that hold layers of the same kinds.
 
     Attributes:
-        pipeline_stages: their numbers; the first holds most.
-        blocks: transformer blocks of each.
+        pipeline_stages: their numbers. The first stage holds most memory.
+        blocks: number of transformer blocks of each.
         has_embedding, has_head: whether they hold the first or the last layer.
     """
 
@@ -48,7 +48,7 @@ class StagePrediction:
 
     @property
     def peak_bytes(self) -> int:
-        """Memory at the step's highest moment."""
+        """Memory at the peak of the step."""
         return self.memory.peak.total
 
     @property
@@ -100,7 +100,7 @@ def predict(run: Run) -> Prediction:
 
 
 def predict_peak_bytes(run: Run) -> int:
-    """The peak of the rank that holds most."""
+    """The peak of the rank with the highest peak."""
     return max(predict_memory(run, stage).peak.total for stage in _first_of_each_kind(run))
 
 
@@ -155,11 +155,11 @@ def _first_of_each_kind(run: Run) -> list[int]:
 
 
 def ideal_bubble(run: Run) -> float:
-    """The share of a step in which pipeline stages of equal cost wait for each other.
+    """The fraction of a step in which pipeline stages of equal cost wait for each other.
 
-    With P pipeline stages and M micro-batches, gpipe and 1f1b have (P - 1) / (M + P - 1) (Huang et
-    al. 2019, section 2.3; Narayanan et al. 2021, section 2.2.1). The simulation of a schedule gives
-    the same, but takes seconds if there are thousands of micro-batches.
+    With P pipeline stages and M micro-batches, it is (P - 1) / (M + P - 1) for gpipe and 1f1b
+    (Huang et al. 2019, section 2.3; Narayanan et al. 2021, section 2.2.1). A simulation of these
+    schedules has the same result, but takes seconds if there are thousands of micro-batches.
     """
     pp, micro_batches = run.grid.pp, run.batch.gradient_accumulation_steps
     name = run.config.parallel.schedule

@@ -38,7 +38,7 @@ _REDUCTIONS: Mapping[GradientReduction, str] = {
 
 
 def report(plan: Plan) -> Iterator[str | Table]:
-    """A complete plan, from top to bottom."""
+    """The lines and tables of a complete plan."""
     yield from summary(plan)
     for part in (_ranks, _stages, _memory, _traffic):
         yield ""
@@ -51,7 +51,7 @@ def report(plan: Plan) -> Iterator[str | Table]:
 
 
 def summary(plan: Plan) -> Iterator[str]:
-    """What is planned, in a few lines."""
+    """Lines that describe the planned run."""
     run, batch, model = plan.run, plan.run.batch, plan.run.config.model
     yield (
         f"{run.name}: {plan.ranks.grid} = {counted(run.grid.world_size, 'rank')}, "
@@ -159,7 +159,7 @@ def _layers(alike: AlikeStages) -> str:
 
 
 def _memory(plan: Plan) -> Iterator[str | Table]:
-    """What the fullest rank holds, and the peak of each pipeline stage: a column for each ZeRO."""
+    """The memory of the fullest rank and the peaks of all pipeline stages, by ZeRO stage."""
     predictions = [planned.prediction for planned in plan.zero_stages]
     unit = memory_unit(each.fullest.peak_bytes for each in predictions if each is not None)
     kinds = alike_stages(plan.run)
@@ -202,7 +202,7 @@ def _zero_stage(plan: Plan, zero_stage: int) -> str:
 
 
 def _traffic(plan: Plan) -> Iterator[str | Table]:
-    """What the rank that sends most sends in one step, by axis: a row for each ZeRO stage."""
+    """What the busiest rank sends in one step, by axis: a row for each ZeRO stage."""
     predictions = [each.prediction for each in plan.zero_stages if each.prediction is not None]
     unit = traffic_unit(each.busiest.sent_bytes for each in predictions)
     yield f"Traffic in {unit.name} that the busiest rank sends in one step"
@@ -217,7 +217,7 @@ def _traffic(plan: Plan) -> Iterator[str | Table]:
 
 
 def _verdict(plan: Plan) -> Iterator[str]:
-    """Whether the run fits; if not, the cheapest change after which it does."""
+    """Whether the run fits; if not, the cheapest change that makes it fit."""
     peak = readable_memory(plan.prediction.fullest.peak_bytes)
     if plan.device is None:
         yield f"predicted peak {peak} a rank; to see whether it fits, add --device h100-80gb"
@@ -251,7 +251,7 @@ def _verdict(plan: Plan) -> Iterator[str]:
 
 
 def what_if_report(found: WhatIf, plan: Plan) -> Iterator[str | Table]:
-    """The layouts that hold least, those that send least, and how many were left out."""
+    """The layouts with least memory, those with least traffic, and how many were omitted."""
     if found.layouts:
         yield from _layouts("least memory", found.layouts)
         yield from _layouts("least traffic", found.by_traffic)

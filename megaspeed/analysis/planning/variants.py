@@ -1,13 +1,14 @@
-"""The same training under other settings, and the cheapest change after which it fits a device.
+"""The same training with other settings, and the cheapest change that makes it fit a device.
 
     Training (the configuration as stated, and the run that it gives)
         .under(settings)       -> Run      the same samples a step, other degrees, ZeRO stage, ...
         .set_text(settings)    -> what to type after --set to get it from the file
 
-Model, data, optimizer and ``train_batch_size`` stay; the number of micro-batches follows. A variant
-is resolved from the stated configuration, so values that it leaves open follow from the variant.
+Model, data, optimizer and ``train_batch_size`` stay the same. The number of micro-batches is
+computed from them. A variant is resolved from the stated configuration, so values of "auto" are
+resolved for the variant.
 
-Changes are tried in the order of their cost; the train batch and the world size stay:
+Changes are tried in the order of their cost. They keep the train batch and the world size:
 
     sequence parallelism     nothing: an all-reduce becomes a reduce-scatter and an all-gather
                              (Korthikanti et al. 2022, section 4.2.2)
@@ -15,14 +16,14 @@ Changes are tried in the order of their cost; the train batch and the world size
     ZeRO-1 instead of 0      nothing: as many bytes as an all-reduce (ZeRO, section 7.2)
     recomputation            a third more operations: one more forward (Chen et al. 2016)
     gradient reduction       once for each micro-batch: more traffic
-    ZeRO-2, ZeRO-3           that, and with 3 the parameters travel too (ZeRO, section 7.2)
-    smaller micro-batch      smaller matrices, and more of what travels once for each
+    ZeRO-2, ZeRO-3           the same; ZeRO-3 also gathers parameters (ZeRO, section 7.2)
+    smaller micro-batch      smaller matrices, and more traffic that occurs once for each
     more tensor ranks        four collectives a block; within a node only
     more pipeline stages     a larger bubble
     more ranks               more machines
 
-Each change is tried alone. If none is enough, they are added up in this order. If the run then
-fits, changes that it does not need are taken back, the most expensive first.
+Each change is tried alone. If none is enough, they are combined in this order. If the run then
+fits, changes that it does not need are undone, the most expensive first.
 """
 
 from collections.abc import Iterator, Mapping
@@ -41,7 +42,7 @@ from megaspeed.config.run import RunConfig
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What may differ between two ways to do the same training."""
+    """The settings in which two variants of one training may differ."""
 
     pp: int
     dp: int
@@ -55,7 +56,7 @@ class Settings:
 
     @property
     def world_size(self) -> int:
-        """Ranks that these degrees need."""
+        """Number of ranks for these degrees."""
         return self.pp * self.dp * self.tp
 
 
@@ -65,7 +66,7 @@ class Training:
 
     Attributes:
         stated: the configuration of the file and the command line; values may be "auto".
-        run: the run that it gives on the planned number of ranks.
+        run: the configuration, resolved for the planned number of ranks.
     """
 
     stated: RunConfig
@@ -97,7 +98,7 @@ class Training:
         )
 
     def under(self, settings: Settings) -> Run:
-        """The same training under these settings.
+        """The run of the same training with these settings.
 
         Raises:
             ConfigError: with every rule of the configuration that the settings break.
@@ -112,7 +113,7 @@ class Training:
         return _resolved(_with_keys(self.stated, keys), self.run.name, settings.world_size)
 
     def set_text(self, settings: Settings) -> tuple[str, ...]:
-        """What to type after ``--set`` so that the file gives the run of these settings.
+        """The text after ``--set`` that changes the file's run to these settings.
 
         Raises:
             ConfigError: the settings break a rule of the configuration.
@@ -167,7 +168,7 @@ def _with_keys(config: RunConfig, keys: Mapping[str, Any]) -> RunConfig:
 
 
 def _resolved(config: RunConfig, name: str, world_size: int) -> Run:
-    """The run on GPUs, even if this machine has none."""
+    """Resolves the run for GPUs, even if this machine has none."""
     return resolve_run(
         config, name=name, world_size=world_size, world_source="the plan", device_type="cuda"
     )
@@ -178,12 +179,12 @@ def _typed(value: Any) -> str:
 
 
 _WORLD_FACTORS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
-"""How many times as many ranks are tried if no setting is enough."""
+"""Multiples of the number of ranks that are tried if no setting is enough."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheapestChange:
-    """What to do about a run that does not fit.
+    """The cheapest change of a run that does not fit.
 
     Attributes:
         fits: whether the changed run fits; if not, it is the smallest that was found.
@@ -204,7 +205,7 @@ class CheapestChange:
 
 
 def cheapest_change(training: Training, usable_bytes: int, gpus_per_node: int) -> CheapestChange:
-    """The cheapest change after which the run takes at most ``usable_bytes`` a rank."""
+    """The cheapest change that reduces the peak to at most ``usable_bytes`` a rank."""
     search = _Search(training, usable_bytes, gpus_per_node)
     found = search.alone() or search.together() or search.with_more_ranks()
     settings = found or search.smallest
@@ -217,7 +218,7 @@ def cheapest_change(training: Training, usable_bytes: int, gpus_per_node: int) -
 
 
 def single_changes(training: Training, gpus_per_node: int) -> list[tuple[int, tuple[str, ...]]]:
-    """Each change alone, on as many ranks, if it frees memory on the fullest rank.
+    """The single changes that free memory on the fullest rank with the same number of ranks.
 
     Returns:
         The bytes that each change frees and what to type after ``--set``, the largest first.
@@ -245,7 +246,7 @@ _Fields = tuple[str, ...]
 
 
 class _Search:
-    """Attempts at one run. Settings that the configuration refuses do not fit."""
+    """Searches for a change of one run. Settings that the configuration refuses do not fit."""
 
     def __init__(self, training: Training, usable_bytes: int, gpus_per_node: int) -> None:
         self._training = training
@@ -261,7 +262,7 @@ class _Search:
         return next(filter(self._fits, self._attempts(self._start)), None)
 
     def together(self) -> Settings | None:
-        """Changes added up until they are enough, without those that are not needed."""
+        """Combined changes that are enough, without those that are not needed."""
         for fields in self._changes(self._start):
             found = self._first_that_fits(self._changes(self.smallest)[fields])
             if found:
@@ -269,7 +270,7 @@ class _Search:
         return None
 
     def with_more_ranks(self) -> Settings | None:
-        """The fewest times as many ranks that are enough, with all other changes."""
+        """The smallest multiple of the ranks that is enough, together with other changes."""
         before = self.smallest
         for factor in _WORLD_FACTORS:
             wider = replace(before, dp=factor * before.dp)
@@ -290,7 +291,7 @@ class _Search:
         return None
 
     def _without_the_needless(self, settings: Settings) -> Settings:
-        """As cheap as possible on the same ranks: takes changes back, the most expensive first."""
+        """Undoes changes that are not needed, the most expensive first."""
         for fields in reversed(self._changes(settings)):
             undone = _undone(settings, self._start, fields)
             attempts = [undone, *self._changes(undone)[fields]]
@@ -345,12 +346,12 @@ def _changes(s: Settings, blocks: int, gpus_per_node: int) -> dict[_Fields, list
 
 
 def _at(settings: Settings, *, pp: int, tp: int) -> Settings:
-    """These degrees on as many ranks; dp takes what is left."""
+    """The settings with these degrees. dp is computed, so the number of ranks stays the same."""
     return replace(settings, pp=pp, tp=tp, dp=settings.world_size // (pp * tp))
 
 
 def _undone(settings: Settings, start: Settings, fields: _Fields) -> Settings:
-    """These fields as they were at the start, on as many ranks as now."""
+    """The settings with these fields as at the start, and the same number of ranks."""
     undone = replace(settings, **{field: getattr(start, field) for field in fields})
     if settings.world_size % (undone.pp * undone.tp):
         return settings

@@ -1,12 +1,13 @@
-"""Every layout of one world size, what it holds and what it sends.
+"""The memory and the traffic of every layout of one world size.
 
 The layouts are all (pp, dp, tp) whose product is the world size, with each ZeRO stage, with and
 without recomputation. The train batch, the micro-batch and every other key stay as configured.
-Layouts that break a rule of the configuration are left out, and so are tensor groups wider than
-``largest_tensor``: beyond a node, the collectives of every block would go over the network.
+Layouts that break a rule of the configuration are omitted. Tensor groups larger than
+``largest_tensor`` are omitted, too, because across nodes the collectives of every block would go
+over the network.
 
-A layout is Pareto-optimal (``is_best``) if no other holds less without sending more, or sends less
-without holding more.
+A layout is Pareto-optimal (``is_best``) if no other layout has less memory without more traffic, or
+less traffic without more memory.
 """
 
 from collections.abc import Iterator
@@ -29,14 +30,14 @@ from megaspeed.config.rules import divisors
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """One way to lay the run out.
+    """One layout of the run, with its figures.
 
     Attributes:
         run: the run in this layout.
-        peak_bytes: of the rank that holds most.
-        sent_bytes: of the rank that sends most, in one step.
-        sent_across_nodes_bytes: the part of it along axes that cross nodes.
-        bubble: the ideal pipeline bubble, a share of the step.
+        peak_bytes: the peak of the fullest rank.
+        sent_bytes: what the busiest rank sends in one step.
+        sent_across_nodes_bytes: the part of ``sent_bytes`` along axes that cross nodes.
+        bubble: the ideal pipeline bubble, as a fraction of the step.
         set_text: what to type after ``--set`` to get it; empty for the layout as configured.
         is_best: whether it is Pareto-optimal in peak and sent bytes.
     """
@@ -73,10 +74,10 @@ class WhatIf:
     """The layouts of a world size.
 
     Attributes:
-        layouts: those that fit the device, least memory first; all if no device is named.
+        layouts: the layouts that fit the device, least memory first; all if no device is named.
         too_large: number of layouts that do not fit.
         refused: number of layouts that break a rule of the configuration.
-        least_peak_bytes: the smallest peak of all layouts that are not refused; None without one.
+        least_peak_bytes: the smallest peak of all layouts that are not refused; None if all are.
     """
 
     layouts: tuple[Layout, ...]
@@ -86,7 +87,7 @@ class WhatIf:
 
     @property
     def by_traffic(self) -> tuple[Layout, ...]:
-        """The same layouts, those that send least first."""
+        """The layouts, least traffic first."""
         return tuple(sorted(self.layouts, key=lambda layout: layout.sent_bytes))
 
     def as_json(self) -> dict[str, Any]:
@@ -106,9 +107,9 @@ def what_if(
 
     Args:
         training: what is trained, and on how many ranks.
-        device: what a rank has. If None, every layout fits.
-        gpus_per_node: the size of a node.
-        largest_tensor: the widest tensor groups; as wide as a node if None.
+        device: the accelerator of each rank. If None, every layout fits.
+        gpus_per_node: number of GPUs of a node.
+        largest_tensor: the largest tensor group; if None, the number of GPUs of a node.
     """
     layouts: list[Layout] = []
     peaks: list[int] = []

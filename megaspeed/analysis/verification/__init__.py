@@ -1,1 +1,1 @@
-"""One layout against one process of plain torch: `megaspeed verify`."""
+"""Compares a layout with one process of plain torch: `megaspeed verify`."""

@@ -1,14 +1,14 @@
 """Whether two trainings are the same: losses, gradient norms, the first step's gradients.
 
-What a layout is allowed after step 1 depends on how far one process drifts from itself:
+The tolerance after step 1 depends on how much one process changes if its samples are reordered:
 
     one process, samples in order  --+
-                                     +--> distance of each step --> allowed at each later step
+                                     +--> distance of each step --> tolerance of each later step
     one process, samples shuffled  --+
 
-A sum depends on the order of its terms, to rounding. AdamW divides a gradient by its own size, so a
-step can turn a rounding difference into one a hundred times as large, in every layout and in one
-process too. Step 1 has no optimizer step before it and is never allowed more.
+Because of rounding, a sum depends on the order of its terms. AdamW divides a gradient by its own
+size, so a step can make a rounding difference a hundred times as large, in every layout and also in
+one process. Step 1 has no optimizer step before it, so its tolerance stays fixed.
 """
 
 import itertools
@@ -34,8 +34,9 @@ class Tolerance:
     gradient: float
 
 
-# fp32: rounding alone, in another order of summation. bf16 keeps 8 bits, and a sum over tensor
-# ranks is rounded where one process rounds nothing. fp16 keeps 11 bits, so it rounds 8 times finer.
+# In fp32, results differ only because sums are rounded in another order. In bf16, which has 8 bits,
+# a sum over tensor ranks has roundings that one process does not have. fp16 has 11 bits, so its
+# rounding error is 8 times smaller.
 TOLERANCES = {
     "fp32": Tolerance(loss=1e-6, grad_norm=1e-5, gradient=1e-5),
     "bf16": Tolerance(loss=1e-3, grad_norm=2e-2, gradient=5e-2),
@@ -44,11 +45,11 @@ TOLERANCES = {
 
 TIMES_SHUFFLED = 3
 # Measured with ten configurations (GPT-2 and Llama, learning rates 1e-3 to 3e-2) on tp 2,
-# pp 2 x tp 2 and pp 2 x dp 2, 14 steps each. If a layout exceeded step 1's tolerance, it was at
-# most 6.1 times as far from the reference as the furthest of three shuffles. Tensor ranks split
-# every product, so they round more often.
+# pp 2 x tp 2 and pp 2 x dp 2, 14 steps each. If a layout exceeded step 1's tolerance, its distance
+# from the reference was at most 6.1 times the largest distance of three shuffled trainings. Layouts
+# have larger distances because tensor ranks split every product and so round more often.
 FACTOR = 16.0
-# A mistake must not hide in an unstable training.
+# This limit finds mistakes even if the training is unstable.
 LARGEST_WIDENING = 100.0
 
 
@@ -57,7 +58,7 @@ class Difference:
     """One compared number.
 
     Attributes:
-        name: of what is compared.
+        name: what is compared.
         parallel, reference: the two values (norms, for a gradient).
         relative: their difference divided by the reference's size; for a gradient the norm of the
             difference divided by the norm.
@@ -72,7 +73,7 @@ class Difference:
 
     @property
     def equal(self) -> bool:
-        """Whether the difference is allowed; never true of a NaN."""
+        """Whether the difference is allowed; false if it is NaN."""
         return self.relative <= self.allowed
 
     def as_json(self) -> dict[str, Any]:
@@ -90,7 +91,7 @@ class Comparison:
     Attributes:
         losses, grad_norms: one for each step.
         gradients: of the first step, one for each parameter.
-        weights_bitwise_equal: whether the initial weights are.
+        weights_bitwise_equal: whether the initial weights are bitwise equal.
         copies_differ_by: largest absolute difference between the copies that several ranks hold of
             the same element (tied, replicated), over gradients and weights. It must be 0.
     """
@@ -113,8 +114,8 @@ class Comparison:
 
     @property
     def differs_only_after_step_1(self) -> bool:
-        """Whether nothing but later losses or gradient norms differs, so that a wider tolerance
-        could make the trainings equal.
+        """Whether only losses or gradient norms after step 1 differ. Then a larger tolerance for
+        later steps could make the trainings equal.
         """
         first = [*self.losses[:1], *self.grad_norms[:1], *self.gradients]
         return self._copies_equal and all(d.equal for d in first) and not self.equal
@@ -125,7 +126,7 @@ class Comparison:
 
     @property
     def largest(self) -> Difference:
-        """The number with the largest difference, as a multiple of what is allowed."""
+        """The number whose difference is the largest multiple of its tolerance."""
         return max(
             self.differences,
             key=lambda d: math.inf if math.isnan(d.relative) else d.relative / d.allowed,
@@ -147,7 +148,7 @@ class Comparison:
 def compare_numbers(
     name: str, parallel: Sequence[float], reference: Sequence[float], allowed: Sequence[float]
 ) -> list[Difference]:
-    """One difference for each step, each with what that step is allowed."""
+    """One difference for each step, with the tolerance of that step."""
     steps = zip(parallel, reference, allowed, strict=True)
     return [
         Difference(f"{name} of step {step}", a, b, relative_difference(a, b), limit)
@@ -173,19 +174,19 @@ def compare_gradients(
 
 
 def relative_difference(number: float, reference: float) -> float:
-    """Their distance divided by the size of the reference."""
+    """The absolute difference divided by the absolute value of the reference."""
     return _relative(abs(number - reference), abs(reference))
 
 
 def _relative(difference: float, size: float) -> float:
-    """If the size is 0, any difference is infinite."""
+    """``difference`` / ``size``; infinity if the size is 0 and the difference is not."""
     if size == 0.0:
         return 0.0 if difference == 0.0 else math.inf
     return difference / size
 
 
 def shuffled(batch: Sequence[MicroBatch], seed: int) -> list[MicroBatch]:
-    """The same samples in parts of the same size, in another order that follows from ``seed``."""
+    """The same samples in parts of the same size, in an order that ``seed`` determines."""
     tokens = torch.cat([part.tokens for part in batch])
     targets = torch.cat([part.targets for part in batch])
     samples = torch.cat([part.samples for part in batch])
@@ -206,12 +207,12 @@ def shuffled(batch: Sequence[MicroBatch], seed: int) -> list[MicroBatch]:
 def allowed_at_steps(
     base: float, reference: Sequence[float], again: Sequence[Sequence[float]]
 ) -> list[float]:
-    """The largest relative difference that each step is allowed.
+    """The tolerance of each step: the largest allowed relative difference.
 
     Args:
-        base: what step 1 is allowed, and every later step at least.
+        base: the tolerance of step 1, and the smallest tolerance of later steps.
         reference: one number for each step of one process, such as its loss.
-        again: the same numbers of trainings of that process with its samples in other orders.
+        again: the same numbers from trainings of one process with reordered samples.
 
     Returns:
         For step t > 1, ``FACTOR`` times the largest relative distance between ``again`` and
@@ -222,7 +223,7 @@ def allowed_at_steps(
         max((relative_difference(run[step], number) for run in again), default=0.0)
         for step, number in enumerate(reference)
     ]
-    # Weights that differ stay different, so a later step inherits an earlier step's distance.
+    # Different weights stay different, so the distance of a step also applies to later steps.
     largest = itertools.accumulate(distances, max)
     later = (min(max(base, FACTOR * d), LARGEST_WIDENING * base) for d in largest)
     return [base, *list(later)[1:]]
@@ -264,7 +265,7 @@ def _cells(difference: Difference) -> tuple[str, str, str]:
 
 
 def widened_tolerances(comparison: Comparison) -> list[str]:
-    """One sentence for losses and one for gradient norms, if later steps are allowed more."""
+    """A sentence each for losses and gradient norms if later steps have a larger tolerance."""
     sentences = []
     for name, steps in (("losses", comparison.losses), ("gradient norms", comparison.grad_norms)):
         base = steps[0].allowed

@@ -1,4 +1,4 @@
-"""Gathers one tensor for each logical parameter from the ranks.
+"""Gathers the shards and partitions of all ranks into one tensor for each logical parameter.
 
     fragments (ZeRO)  --sum over dp-->          local tensors (tensor shards)
                       --place rows, columns-->  logical tensors
@@ -20,7 +20,7 @@ from megaspeed.training.worker import Worker
 from megaspeed.zero.model_states import gather_parameters
 
 Fragment = tuple[nn.Parameter, int, Tensor]
-"""A parameter, the first element of a fragment in its flattened local tensor, and the elements."""
+"""A fragment: its parameter, its start in the flattened local tensor, and its elements."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ def _gather(worker: Worker, local: Mapping[str, Tensor]) -> LogicalTensors | Non
 def merge_shards(parts: Iterable[tuple[str, ParameterShard, Tensor]]) -> LogicalTensors:
     """Places the rows and columns of every shard in its logical tensor.
 
-    If several shards hold an element, the first is taken and the others are compared with it.
+    If several shards hold an element, the first is used and the others are compared with it.
     """
     merged: dict[str, Tensor] = {}
     placed: dict[str, Tensor] = {}

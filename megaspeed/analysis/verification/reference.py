@@ -1,7 +1,8 @@
-"""The same training in plain torch: one process, one module, no engine, no pipeline, no sharding.
+"""The reference training in plain torch: one process, one module, no engine, pipeline or shards.
 
-Every layout is compared with it. It shares with the parallel run only what defines the task: the
-model, its initial weights, the samples, the learning rate of each step, and which parameters decay.
+Every layout is compared with it. It shares only the definition of the task with the parallel run:
+the model, its initial weights, the samples, the learning rate of each step, and which parameters
+decay.
 """
 
 from collections.abc import Callable
@@ -49,8 +50,8 @@ def train_reference(
     """Trains the run's model for ``steps`` steps.
 
     Args:
-        run: its model, optimizer, precision and batch size are used, its degrees are not. In fp16
-            the loss is multiplied by the constant ``fp16.loss_scale``.
+        run: defines the model, optimizer, precision and batch size. Its degrees are ignored. In
+            fp16, the loss is multiplied by the constant ``fp16.loss_scale``.
         batch_of_step: step -> the samples of that step, in parts of any size that fits in memory.
         steps: number of steps.
         device: where it trains.
@@ -108,7 +109,7 @@ def _forward_backward(model: GPT, batch: list[MicroBatch], tokens: int, loss_sca
 
 
 def _norm_of_gradients(masters: dict[str, nn.Parameter]) -> Tensor:
-    """In fp64, because torch's fp32 norm of a large tensor has an error above the tolerance."""
+    """Computed in fp64: torch's fp32 norm of a large tensor has an error above the tolerance."""
     gradients = (p.grad for p in masters.values() if p.grad is not None)
     return torch.stack([g.double().square().sum() for g in gradients]).sum().sqrt().float()
 

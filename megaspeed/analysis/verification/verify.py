@@ -4,9 +4,9 @@ r"""Trains a layout and one process from the same JSON, and compares them.
     run (plain torch) --this process-> losses, norms, weights and gradients
                                         \-> Comparison
 
-If only later steps differ, the one process is trained again with its samples shuffled, which gives
-what those steps are allowed (``comparison``). All of it runs on this machine: on the CPU over gloo,
-or on CUDA over NCCL with a GPU for each rank; the one process uses the first GPU.
+If only later steps differ, the single process trains again with shuffled samples. This determines
+the tolerance of those steps (``comparison``). Everything runs on this machine: on the CPU with
+gloo, or on GPUs with NCCL and a GPU for each rank. The single process uses the first GPU.
 """
 
 import functools
@@ -68,8 +68,8 @@ def verify(
 ) -> Comparison:
     """Trains the layout and one process for ``steps`` steps, and compares them.
 
-    If only steps after the first differ too much, the one process is trained again,
-    ``TIMES_SHUFFLED`` times, with the samples of each step in other orders.
+    If only steps after the first differ too much, the single process trains ``TIMES_SHUFFLED``
+    more times, with the samples of each step in other orders.
 
     Args:
         run: the layout, in fp32, bf16, or fp16 with a constant loss scale. TF32 is turned off for
@@ -117,8 +117,8 @@ def compare(
     Args:
         run: the run that was trained.
         parallel, reference: the two trainings.
-        again: the reference trained again with its samples in other orders. The further these
-            are from the reference, the more later steps may differ.
+        again: trainings of the reference with reordered samples. The more these differ from the
+            reference, the more later steps may differ.
     """
     allowed = TOLERANCES[run.precision]
     dtype = DTYPES[run.precision]
@@ -172,7 +172,7 @@ def train_on_ranks(
 
 @contextmanager
 def children_on(device_type: DeviceType) -> Iterator[None]:
-    """Processes that start in this block use this device type, which torch reads at import."""
+    """Makes processes that start in this block use this device type. torch reads it at import."""
     changed: dict[str, str] = {"DS_ACCELERATOR": device_type}
     if device_type == "cpu":
         changed["CUDA_VISIBLE_DEVICES"] = ""

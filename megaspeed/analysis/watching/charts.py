@@ -16,7 +16,7 @@ _POINTS_PER_INCH = 72
 _MOST_DRAWN = 800
 _MOST_HOVERED = 120
 _TEXT_COLOUR = "#010203"
-"""Stands for the colour of the page's text until the SVG is written."""
+"""A placeholder for the colour of the page's text."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,8 +27,8 @@ class Series:
         name: shown on hover.
         colour: as CSS writes it.
         points: (step, value), in the order of their steps.
-        width: of the line. Equal lines hide each other unless the one below is wider.
-        dotted: few values that are drawn as dots with a thin line between them.
+        width: width of the line. If two lines are equal, the wider one below stays visible.
+        dotted: whether the values are drawn as dots with a thin line between them.
     """
 
     name: str
@@ -43,11 +43,11 @@ class Chart:
     """One picture.
 
     Attributes:
-        title: above it.
-        unit: of the values.
-        series: its lines.
-        logarithmic: whether the values have a logarithmic axis.
-        caption: below it; may be empty.
+        title: the title above the chart.
+        unit: the unit of the values.
+        series: the lines.
+        logarithmic: whether the axis of the values is logarithmic.
+        caption: the text below the chart; may be empty.
     """
 
     title: str
@@ -134,7 +134,7 @@ def _spaced(points: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
 
 
 def _inline(svg: str, title: str, hovers: Sequence[tuple[float, float, str]]) -> str:
-    """The SVG without what only a separate file needs, and with the circles for hover on top."""
+    """The SVG as an element of an HTML page, with the circles for hover on top."""
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
     svg = re.sub(r' id="[a-z_]+_\d+"', "", svg)  # one page holds several charts

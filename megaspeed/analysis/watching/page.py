@@ -1,4 +1,4 @@
-"""One HTML page of one or several runs: it needs no network, no script and no other file.
+"""Makes an HTML page of one or several runs. It needs no network, no script and no other file.
 
     heading       the runs and their colours
     summary       a column for each run
@@ -104,7 +104,7 @@ def page(runs: Sequence[RunRecord]) -> str:
 
 
 def _named(runs: Sequence[RunRecord]) -> list[_Shown]:
-    """Names of the runs. If several folders have the same name, their paths are used."""
+    """Assigns names, colours and widths. If folders have the same name, their paths are used."""
     names = [run.folder.resolve().name for run in runs]
     return [
         _Shown(
@@ -183,7 +183,7 @@ def _charts(shown: Sequence[_Shown]) -> Iterator[str]:
     yield "<h2>Steps</h2>"
     restarts = sorted({step for each in shown for step in _resumptions(each.run)})
     figures = []
-    # Each chart has a point of every step, so one is made and drawn at a time.
+    # Charts are large (a point for each step), so only one at a time is in memory.
     for chart in chain(_step_charts(shown), _part_charts(shown), _memory_charts(shown)):
         lines = [series for series in chart.series if series.points]
         if not lines:
@@ -313,7 +313,7 @@ def _predictions(shown: Sequence[_Shown]) -> Iterator[str]:
 
 
 def _resolved(shown: _Shown) -> Run | None:
-    """The run of the configuration in its folder; None if this version does not accept it."""
+    """The resolved run of the recorded configuration; None if this version does not accept it."""
     try:
         parsed = parse_config(shown.run.config)
         parallel = parsed.parallel

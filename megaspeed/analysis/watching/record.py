@@ -1,7 +1,7 @@
 """Reads run folders, even while runs write to them, and finds where two runs differ.
 
-A line that cannot be read is skipped and counted. A run that was killed may leave half a line, and
-a run that is still training may have written only half of the next one.
+A line that cannot be read is skipped and counted. A run that was killed may have left an incomplete
+line, and so may a run that is still training.
 """
 
 import json
@@ -16,7 +16,7 @@ from megaspeed.training.metrics import read_records
 from megaspeed.training.run_folder import CONFIG, METRICS, PARTS, STARTS
 
 _LARGEST, _LARGEST_STEP = 1e100, 10**12
-"""A record with larger values is damaged: sums and axes would overflow."""
+"""A larger value is treated as damaged, because sums and axes would overflow."""
 
 
 class RunFolderError(ValueError):
@@ -24,9 +24,9 @@ class RunFolderError(ValueError):
 
 
 class Recorded(NamedTuple):
-    """A step or a validation, as in metrics.jsonl; None if missing or not finite.
+    """The values of a step or a validation in metrics.jsonl; None if missing or not finite.
 
-    A tuple, because a run may have a million steps.
+    It is a tuple to save memory, because a run may have a million steps.
     """
 
     loss: Any = None
@@ -208,7 +208,8 @@ QUANTITIES = (
     "validation_loss",
     "validation_perplexity",
 )
-"""Quantities that training determines, causes first. (Times and memory always differ.)"""
+"""The compared quantities, causes before effects. Times and memory are not compared, because
+they always differ."""
 
 _EXACT = frozenset({"tokens", "skipped"})
 
@@ -235,7 +236,7 @@ class Missing:
     """Steps or validations that only one of the runs recorded.
 
     Attributes:
-        run: the run that lacks them: 0 for the first, 1 for the second.
+        run: the run without them: 0 for the first, 1 for the second.
         quantity: "step" or "validation".
         steps: their steps, in ascending order; at least one.
     """

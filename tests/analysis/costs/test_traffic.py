@@ -34,7 +34,7 @@ SHARED_HEADS = {"num_key_value_heads": 1}
 def sent_in_second_step(
     launch: LaunchEnvironment, run: Run, corpus: PreparedCorpus
 ) -> tuple[int, Traffic]:
-    """(this rank's pipeline stage, what it sends once the pipeline's headers have gone)."""
+    """(this rank's pipeline stage, the bytes that it sends)."""
     with one_rank(launch, run, corpus) as rank:
         rank.train_step(0)
         with TrafficLog(rank.context) as log:
