@@ -14,6 +14,8 @@ from megaspeed.cli import main
 from megaspeed.config.errors import ConfigError
 from tests.support.tiny import GPT2
 
+pytestmark = pytest.mark.ranks
+
 ROOT = Path(__file__).parents[1]
 
 

@@ -14,7 +14,7 @@ SCRIPT = ROOT / "scripts" / "pretrain.py"
 MOST_SECONDS = 15.0
 """Of a launch, on a machine that does nothing else, with a core for each rank."""
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.ranks, pytest.mark.timeout(300)]
 
 LAUNCHERS = {
     "deepspeed": [str(Path(sys.executable).with_name("deepspeed")), "--num_accelerators", "2"],

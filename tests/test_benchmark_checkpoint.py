@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.ranks
+
 SCRIPT = Path(__file__).parents[1] / "scripts" / "benchmark_checkpoint.py"
 TINY = ["--layers", "1", "--hidden-size", "64", "--vocab-size", "512", "--sequence-length", "16"]
 

@@ -24,7 +24,7 @@ CONFIG: dict[str, Any] = {
 }
 SECONDS = 120.0
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.ranks, pytest.mark.timeout(300)]
 
 
 def torchrun(ranks: int) -> list[str | Path]:

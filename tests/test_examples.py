@@ -25,6 +25,8 @@ from tests.support.launched import free_port
 from tests.support.nodes import ROOT
 from tests.support.tiny import GPT2
 
+pytestmark = pytest.mark.ranks
+
 EXAMPLES = ROOT / "examples"
 SECONDS = 240.0
 

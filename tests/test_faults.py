@@ -26,7 +26,7 @@ HOST = socket.gethostname()
 SECONDS_TO_END = 30.0
 HANG_SECONDS = 8
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.ranks, pytest.mark.timeout(300)]
 
 CONFIG = {
     "model": GPT2,

@@ -14,6 +14,8 @@ from typing import Any
 import psutil
 import pytest
 
+pytestmark = pytest.mark.ranks
+
 SCRIPT = Path(__file__).parents[1] / "scripts" / "gpu_check.py"
 FIGURE = r"\d+(\.\d+)?"
 

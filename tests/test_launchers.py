@@ -41,7 +41,7 @@ PROBLEMS = (
     "fp16.enabled is true and this run is on a CPU, which cannot train in fp16",
 )
 
-pytestmark = pytest.mark.timeout(500)
+pytestmark = [pytest.mark.ranks, pytest.mark.timeout(500)]
 
 Command = Callable[[], list[str | Path]]
 

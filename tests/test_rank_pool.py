@@ -14,6 +14,8 @@ from megaspeed.topology.grid import Grid
 from megaspeed.topology.launch import LaunchEnvironment
 from tests.support.rank_pool import RankFailure, RankPool
 
+pytestmark = pytest.mark.ranks
+
 
 @pytest.fixture(scope="module")
 def fragile() -> Iterator[RankPool]:

@@ -33,7 +33,7 @@ STEPS = 20 + 20 * KILLS
 SECONDS = 120 + 10 * KILLS
 SAVES = ("training.save_interval=5", "training.hang_timeout_seconds=60")
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.ranks, pytest.mark.timeout(300)]
 
 
 def losses(run_dir: Path) -> dict[int, float]:

@@ -39,7 +39,7 @@ CONFIG = {
 ACROSS = ["parallel.pipeline=2", "parallel.tensor=2"]
 SECONDS = 240.0
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.ranks, pytest.mark.timeout(600)]
 
 
 @pytest.fixture(scope="module")

@@ -14,6 +14,8 @@ import pytest
 from megaspeed.cli import main
 from tests.config.mutations import Bad, Workshop
 
+pytestmark = pytest.mark.slow
+
 SEED = 13
 MOST_SECONDS = 5.0
 """Limit for one check, on an idle machine."""

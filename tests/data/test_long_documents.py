@@ -19,6 +19,8 @@ from megaspeed.data.tokenizer import END_OF_TEXT, TextTokenizer
 from tests.data.watching import Record
 from tests.data.words import WORDS, documents
 
+pytestmark = pytest.mark.slow
+
 MARK = "\u2581"
 HAN = [chr(0x4E00 + number) for number in range(50)]
 # Of Llama 3; runs of spaces, line ends behind a full stop and three digits are words of their own.

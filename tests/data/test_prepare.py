@@ -22,6 +22,8 @@ from megaspeed.data.selection import find_problems, select_files
 from megaspeed.data.token_file import TokenFile
 from megaspeed.data.tokenizer import load_tokenizer
 
+pytestmark = pytest.mark.slow
+
 STDLIB = Path(sysconfig.get_path("stdlib"))
 # Real files that were installed long ago, so that recipes of them are kept.
 SMALL = [f"{STDLIB}/json/*.py", f"{STDLIB}/email/*.py"]

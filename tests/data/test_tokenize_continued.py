@@ -27,6 +27,8 @@ from megaspeed.files.json_values import write_sealed
 from tests.data.watching import Record, Stop, contents
 from tests.data.words import documents, write_json_lines
 
+pytestmark = pytest.mark.slow
+
 SHARD_TOKENS = 500
 
 

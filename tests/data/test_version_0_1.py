@@ -27,6 +27,8 @@ from megaspeed.data.sampler import Rows, TrainingOrder, ValidationOrder
 from tests.data.foreign_tokens import write_megatron, write_nanogpt
 from tests.data.written_formats import FORMATS
 
+pytestmark = pytest.mark.slow
+
 FOLDER = Path(__file__).with_name("version_0_1")
 VOCAB_SIZE = 400
 SEQUENCE_LENGTH = 16

@@ -28,6 +28,8 @@ from megaspeed.model.gpt import SwiGluMlp
 from tests.checkpoint.written import CONFIG, write_checkpoint
 from tests.hugging_face.models import END_OF_TEXT, llama, same, saved, weights_in, with_tokenizer
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -27,6 +27,8 @@ from megaspeed.model import attention, gpt
 from megaspeed.model.parameters import Row
 from tests.hugging_face.models import gpt2, llama, saved
 
+pytestmark = pytest.mark.slow
+
 Patch = pytest.MonkeyPatch
 QKV, GATE_UP, SQUARE = "attention.qkv.weight", "mlp.gate_up.weight", "attention.output.weight"
 

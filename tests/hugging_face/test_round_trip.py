@@ -23,6 +23,8 @@ from tests.hugging_face.models import (
     with_tokenizer,
 )
 
+pytestmark = pytest.mark.slow
+
 Make = Callable[[], PreTrainedModel]
 
 

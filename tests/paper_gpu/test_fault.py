@@ -18,6 +18,8 @@ from megaspeed.topology.grid import Grid
 from tests.support.launched import free_port
 from tests.support.tiny import GPT2
 
+pytestmark = pytest.mark.ranks
+
 ROOT = Path(__file__).parents[2]
 SECONDS_TO_END = 30.0
 """From the first line of the report to the end of the process, on a busy machine."""

@@ -16,6 +16,8 @@ from megaspeed.analysis.compare.rows import ended_on_termination
 from megaspeed.cli import main
 from tests.support.tiny import GPT2, merge
 
+pytestmark = pytest.mark.ranks
+
 TEXT = Path(__file__).parents[3] / "LICENSE"
 MEGASPEED = Path(sys.executable).with_name("megaspeed")
 FILES = {"compare.json", "compare.md", "memory.png", "tradeoff.png", "logs"}

@@ -13,6 +13,8 @@ from megaspeed.analysis.compare.rows import train_rows, zero_rows
 from megaspeed.config.resolve import Run
 from tests.support.tiny import tiny_corpus, tiny_run
 
+pytestmark = pytest.mark.ranks
+
 TEXT = Path(__file__).parents[3] / "LICENSE"
 HUGE = {"vocab_size": 10**8, "hidden_size": 2**15}
 REFUSED = Row(label="ZeRO-3", engine="zero", run=None, reason="It may not.")

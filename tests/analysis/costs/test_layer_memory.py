@@ -18,6 +18,8 @@ from megaspeed.model.attention import attention_mask, positions_in
 from megaspeed.model.gpt import Block
 from tests.support.tiny import GPT2, LLAMA, tiny_run
 
+pytestmark = pytest.mark.slow
+
 TEXT = Path(__file__)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 BF16: dict[str, Any] = {"bf16": {"enabled": True}}

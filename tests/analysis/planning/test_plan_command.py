@@ -12,6 +12,8 @@ from megaspeed.analysis.planning.devices import DEVICES
 from megaspeed.cli import main
 from tests.analysis.planning.tiny_runs import FOLDER
 
+pytestmark = pytest.mark.slow
+
 TWO_BY_TWO_BY_TWO = ("--config", str(FOLDER / "3d.json"), "--world-size", "8")
 
 

@@ -12,6 +12,8 @@ import pytest
 from megaspeed.analysis.verification.verify import children_on
 from tests.support.tiny import GPT2
 
+pytestmark = pytest.mark.ranks
+
 TEXT = Path(__file__).parents[3] / "LICENSE"
 MEGASPEED = Path(sys.executable).with_name("megaspeed")
 WRONG_BUILD = Path(__file__).with_name("verify_without_tied_sum.py")

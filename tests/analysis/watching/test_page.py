@@ -12,6 +12,8 @@ from tests.analysis.watching.written_runs import loss_at, written_run
 from tests.support.browser import open_page, photograph
 from tests.training.metrics_of_steps import STEP_KEYS
 
+pytestmark = pytest.mark.slow
+
 EVIL = "<script>alert(1)<!--&$_{^\"'"
 
 
