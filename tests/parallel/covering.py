@@ -1,5 +1,8 @@
-"""Which combinations of settings the equality test runs: every layout with every ZeRO stage, and
-every pair of values of any two settings at least once (pairwise covering, Cohen et al. 1997).
+"""Which combinations of settings the equality test runs.
+
+every ZeRO stage with every set of axes that are in use     4 stages x 8 sets
+every layout of up to 8 ranks                               17 layouts
+every two values of two settings, pp, dp and tp among them  pairwise (Cohen et al. 1997)
 """
 
 import itertools
@@ -8,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 Row = dict[str, Any]
-Pair = tuple[tuple[str, object], tuple[str, object]]
+Pair = tuple[tuple[str, Any], tuple[str, Any]]
 
 LAYOUTS = [
     (pp, dp, tp)
@@ -16,8 +19,8 @@ LAYOUTS = [
     if pp * dp * tp <= 8
 ]
 
-SETTINGS: Mapping[str, tuple[object, ...]] = {
-    "layout": tuple(LAYOUTS),
+SETTINGS: Mapping[str, Sequence[Any]] = {
+    "layout": LAYOUTS,
     "zero_stage": (0, 1, 2, 3),
     "architecture": ("gpt2", "llama"),
     "tied": (True, False),
@@ -31,39 +34,48 @@ SETTINGS: Mapping[str, tuple[object, ...]] = {
 }
 
 
-def is_possible(row: Mapping[str, Any]) -> bool:
+def axes_in_use(layout: tuple[int, int, int]) -> tuple[bool, bool, bool]:
+    """Whether pp, dp and tp have more than one rank."""
+    pp, dp, tp = layout
+    return pp > 1, dp > 1, tp > 1
+
+
+def is_possible(row: Row) -> bool:
     """Whether a (partial) row can be run: sequence parallelism needs a tensor axis."""
-    layout = row.get("layout")
-    return not (row.get("sequence_parallel") and layout is not None and layout[2] == 1)
+    return not (row.get("sequence_parallel") and "layout" in row and row["layout"][2] == 1)
 
 
-def pairs_of(row: Mapping[str, object]) -> set[Pair]:
-    """Every pair of settings that a row covers."""
-    return set(itertools.combinations(sorted(row.items(), key=lambda item: item[0]), 2))
+def pairs_of(row: Row) -> set[Pair]:
+    """Every pair of values that a row covers. A layout counts as its three degrees."""
+    degrees = zip(("pp", "dp", "tp"), row.get("layout", ()), strict=False)
+    values = [(name, value) for name, value in row.items() if name != "layout"]
+    return set(itertools.combinations(sorted([*values, *degrees], key=lambda item: item[0]), 2))
 
 
 def possible_pairs() -> set[Pair]:
-    """Every pair of values of two settings that can be run together."""
-    pairs = set()
-    for (a, values_a), (b, values_b) in itertools.combinations(sorted(SETTINGS.items()), 2):
-        for x, y in itertools.product(values_a, values_b):
-            if is_possible({a: x, b: y}):
-                pairs.add(((a, x), (b, y)))
-    return pairs
+    """Every pair of values that can be run together."""
+    two = itertools.combinations(SETTINGS, 2)
+    rows = ({a: x, b: y} for a, b in two for x, y in itertools.product(SETTINGS[a], SETTINGS[b]))
+    return set().union(*(pairs_of(row) for row in rows if is_possible(row)))
 
 
 def covering_rows() -> list[Row]:
-    """Every layout with every ZeRO stage, then what it takes to cover the pairs still missing."""
+    """A row for every ZeRO stage with every set of axes. Their other settings cover all pairs."""
     missing = possible_pairs()
     rows: list[Row] = []
-    starts = itertools.product(SETTINGS["layout"], SETTINGS["zero_stage"])
-    for layout, zero_stage in starts:
-        rows.append(_filled({"layout": layout, "zero_stage": zero_stage}, missing, rows))
-        missing -= pairs_of(rows[-1])
-    while missing:
-        rows.append(_filled(dict(min(missing, key=repr)), missing, rows))
-        missing -= pairs_of(rows[-1])
+    for axes in itertools.product((False, True), repeat=3):
+        layouts = [layout for layout in LAYOUTS if axes_in_use(layout) == axes]
+        for zero_stage in SETTINGS["zero_stage"]:
+            used = Counter(row["layout"] for row in rows)
+            starts = [{"layout": layout, "zero_stage": zero_stage} for layout in layouts]
+            start = max(starts, key=lambda row: (-used[row["layout"]], _new(row, missing)))
+            rows.append(_filled(start, missing, rows))
+            missing -= pairs_of(rows[-1])
     return rows
+
+
+def _new(row: Row, missing: set[Pair]) -> int:
+    return len(pairs_of(row) & missing)
 
 
 def _filled(row: Row, missing: set[Pair], rows: Sequence[Row]) -> Row:
@@ -75,6 +87,6 @@ def _filled(row: Row, missing: set[Pair], rows: Sequence[Row]) -> Row:
             continue
         values = [value for value in SETTINGS[name] if is_possible({**row, name: value})]
         used = Counter(other[name] for other in rows)
-        new = {value: len(pairs_of({**row, name: value}) & missing) for value in values}
+        new = {value: _new({**row, name: value}, missing) for value in values}
         row = {**row, name: max(values, key=lambda value: (new[value], -used[value]))}
     return row

@@ -1,4 +1,4 @@
-"""Any layout trains the same model as one process of plain torch (laws 1 to 4 of the design).
+"""Any layout trains the same model as one process of plain torch (docs/architecture.md).
 
 The reference has no engine, no pipeline and no sharding. Compared over ten AdamW steps with
 clipping active, in fp32: loss within 1e-6, gradient norm within 1e-5, every parameter's gradient
@@ -19,7 +19,14 @@ from megaspeed.analysis.verification.verify import ParallelRun, compare, train_r
 from megaspeed.config.resolve import Run
 from megaspeed.data.corpus import PreparedCorpus
 from megaspeed.topology.launch import LaunchEnvironment
-from tests.parallel.covering import SETTINGS, Row, covering_rows, pairs_of, possible_pairs
+from tests.parallel.covering import (
+    LAYOUTS,
+    Row,
+    axes_in_use,
+    covering_rows,
+    pairs_of,
+    possible_pairs,
+)
 from tests.support.rank_pool import RankPool
 from tests.support.tiny import GPT2, LLAMA, short_documents, tiny_corpus, tiny_run
 
@@ -32,9 +39,10 @@ def test_the_fp32_tolerances_are_the_promised_ones() -> None:
 
 
 def test_every_possible_pair_of_settings_is_covered() -> None:
-    covered = set().union(*(pairs_of(row) for row in covering_rows()))
-    assert possible_pairs() - covered == set()
-    assert len(SETTINGS["layout"]) == 17
+    rows = covering_rows()
+    assert possible_pairs() - set().union(*(pairs_of(row) for row in rows)) == set()
+    assert len({row["layout"] for row in rows}) == len(LAYOUTS) == 17
+    assert len({(axes_in_use(row["layout"]), row["zero_stage"]) for row in rows}) == 8 * 4
 
 
 @pytest.fixture(scope="session")
@@ -137,7 +145,7 @@ FAMILIES = {
     "qwen3": {"architecture": "qwen3", "head_dim": 12},
     "gpt2 of other features": {"architecture": "gpt2", "qk_norm": True, "mlp_bias": False},
 }
-LAYOUTS: dict[tuple[int, int, int], dict[str, Any]] = {
+FAMILY_LAYOUTS: dict[tuple[int, int, int], dict[str, Any]] = {
     (1, 1, 1): {"data": {"reset_at_documents": True}},
     (2, 2, 1): {"zero_optimization": {"stage": 3}, "parallel": {"schedule": "1f1b"}},
     (1, 2, 2): {
@@ -152,7 +160,7 @@ LAYOUTS: dict[tuple[int, int, int], dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("layout", FAMILY_LAYOUTS, ids=str)
 @pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES.keys())
 def test_every_family_is_one_process_at_every_layout(
     family: dict[str, Any],
@@ -163,7 +171,7 @@ def test_every_family_is_one_process_at_every_layout(
 ) -> None:
     pp, dp, tp = layout
     model = {**LLAMA, "num_hidden_layers": 3, **family}
-    run = tiny_run(documents, pp=pp, dp=dp, tp=tp, model=model, **LAYOUTS[layout])
+    run = tiny_run(documents, pp=pp, dp=dp, tp=tp, model=model, **FAMILY_LAYOUTS[layout])
     comparison = train_and_compare(pool, references, run)
     assert comparison.weights_bitwise_equal
     assert comparison.equal, comparison.largest
