@@ -134,7 +134,7 @@ SAMPLES = 3 * 24  # three epochs: the mixture's components have 23 sequences, th
 def read(
     corpus: PreparedCorpus, dp_size: int, micro_batch_size: int, steps: int, start: int = 0
 ) -> dict[int, list[int]]:
-    """{sample: its S + 1 ids} of the first samples of a run that goes on after `start` samples."""
+    """{sample: its S + 1 ids} of the first samples of a run that resumes after `start` samples."""
     found: dict[int, list[int]] = {}
     for dp_rank in range(dp_size):
         shape = LoaderShape(micro_batch_size, 2, dp_rank, dp_size)
@@ -175,7 +175,7 @@ def test_three_epochs_are_the_same_ids_at_every_data_degree_and_after_a_resume(
             steps = -(-SAMPLES // (2 * dp_size * micro_batch_size))
             other = read(corpus, dp_size, micro_batch_size, steps)
             assert ids(other, range(SAMPLES)) == serial
-    # A run at data degree 2 with batches of 8 stops after 5 steps; one at 3 with 12 goes on.
+    # A run at data degree 2 with batches of 8 stops after 5 steps. A run at 3 with 12 resumes.
     before = read(corpus, dp_size=2, micro_batch_size=2, steps=5)
     after = read(corpus, dp_size=3, micro_batch_size=2, steps=3, start=40)
     assert before.keys().isdisjoint(after)

@@ -39,7 +39,7 @@ def test_the_innermost_part_counts_and_no_moment_counts_twice() -> None:
     assert step == 7 and sum(seconds) == pytest.approx(whole, abs=0.01)
     assert by_part["compute"] >= 0.04 and by_part["tensor"] >= 0.04 and by_part["host"] >= 0.01
     assert sum(by_part[name] for name in ("compute", "tensor", "host")) == sum(seconds)
-    assert not any(timeline.pop_seconds()), "each step is told once"
+    assert not any(timeline.pop_seconds()), "each step is reported once"
 
 
 def make_one_rank_slow(trainer: Trainer, record: Record) -> None:

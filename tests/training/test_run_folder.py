@@ -191,7 +191,7 @@ def test_what_services_wrote_is_moved_with_the_run(tmp_path: Path) -> None:
 
 
 def use(launch: LaunchEnvironment, run_dir: Path, wait_seconds: float = 0.0) -> str | None:
-    """What this rank of two is told."""
+    """The error message on this rank of two."""
     with ParallelContext.create(Grid(pp=1, dp=2, tp=1), launch, timeout_seconds=30) as context:
         try:
             with run_lock(run_dir, context, wait_seconds=wait_seconds):
