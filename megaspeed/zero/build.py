@@ -25,6 +25,7 @@ from megaspeed.zero.workarounds import (
     count_numa_nodes_once,
     declare_no_compiled_ops,
     hide_announced_renames,
+    import_muon_uncompiled,
     name_the_local_rank,
 )
 
@@ -179,6 +180,7 @@ def _prepare_deepspeed(context: ParallelContext) -> None:
     name_the_local_rank(context.device, context.local_rank)
     declare_no_compiled_ops()
     count_numa_nodes_once()
+    import_muon_uncompiled()
     deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False)
 
 

@@ -4,6 +4,7 @@ Each has a test that fails if the work-around is omitted, or if DeepSpeed no lon
 """
 
 import functools
+import importlib
 import math
 import os
 import warnings
@@ -15,6 +16,7 @@ import deepspeed.ops
 import deepspeed.utils.numa
 import torch
 from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime import compiler
 from deepspeed.runtime.engine import ZERO_OPTIMIZATION, DeepSpeedEngine
 from torch import Tensor
 
@@ -51,6 +53,21 @@ def count_numa_nodes_once() -> None:
     """
     if not hasattr(deepspeed.utils.numa.get_numa_cores, "cache_info"):
         deepspeed.utils.numa.get_numa_cores = functools.cache(deepspeed.utils.numa.get_numa_cores)
+
+
+def import_muon_uncompiled() -> None:
+    """Import DeepSpeed's Muon optimizer, which no run uses, without importing torch's compiler.
+
+    runtime/zero/utils.py:72 and runtime/zero/stage3.py:355: every ZeRO optimizer imports Muon, and
+    runtime/zero/muon/original_muon.py:50, 81, 189 decorate functions with ``torch.compile``. This
+    imports Inductor: more than a second for each rank, and thousands of files on a shared disk.
+    """
+    original = compiler.compile
+    compiler.compile = lambda: lambda function: function
+    try:
+        importlib.import_module("deepspeed.runtime.zero.muon.original_muon")
+    finally:
+        compiler.compile = original
 
 
 def name_the_local_rank(device: torch.device, local_rank: int) -> None:

@@ -556,6 +556,28 @@ def test_the_package_names_the_accelerator_before_deepspeed_is_imported() -> Non
     assert "Setting accelerator" not in done.stdout + done.stderr
 
 
+MUON_IN_A_ZERO_OPTIMIZER = """
+import sys
+from megaspeed.zero import build
+if sys.argv[1] == "uncompiled":
+    build.import_muon_uncompiled()
+from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam
+print("torch._inductor.compile_fx" in sys.modules)
+"""
+
+
+def test_without_importing_muon_uncompiled_every_rank_imports_torchs_compiler() -> None:
+    assert fresh_python(MUON_IN_A_ZERO_OPTIMIZER, "as DeepSpeed does") == "True"
+    assert fresh_python(MUON_IN_A_ZERO_OPTIMIZER, "uncompiled") == "False"
+
+
+def fresh_python(program: str, argument: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", program, argument], capture_output=True, text=True, check=True
+    )
+    return done.stdout.splitlines()[-1]
+
+
 def local_ranks_under_open_mpi(launch: LaunchEnvironment, run: Run, corpus: PreparedCorpus) -> None:
     """mpirun sets its own variables and no LOCAL_RANK; DeepSpeed compares the two."""
     with pytest.MonkeyPatch.context() as patch:
