@@ -28,7 +28,6 @@ TIMES = {"deepspeed": 1, "torchrun": 2, "megaspeed": 1}
 MISTAKES = {
     "keys": ("torchrun", "1 problem in "),
     "--set": ("deepspeed", "1 problem in "),
-    "extends": ("torchrun", "1 problem in "),
     "tokenizers": ("deepspeed", "every token id must be below model.vocab_size"),
     "models of Hugging Face": ("megaspeed", "1 problem in "),
 }

@@ -11,7 +11,6 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import product
 from pathlib import Path
 
 import psutil
@@ -201,7 +200,7 @@ def test_a_rank_without_memory_shows_where_it_goes_and_what_would_help(tmp_path:
     assert any("zero_optimization.stage=" in what for _, what in changes)
 
 
-@pytest.mark.parametrize(("launcher", "rank"), [*product(("deepspeed",), (0, 1)), ("torchrun", 1)])
+@pytest.mark.parametrize(("launcher", "rank"), [("deepspeed", 0), ("torchrun", 1)])
 def test_a_rank_that_is_killed_is_named_by_another(
     tmp_path: Path, launcher: str, rank: int
 ) -> None:
@@ -304,7 +303,6 @@ def test_a_spare_rank_ends_as_the_run_does(tmp_path: Path) -> None:
     ("launcher", "number"),
     [
         ("deepspeed", signal.SIGTERM),
-        ("torchrun", signal.SIGKILL),
         ("megaspeed", signal.SIGKILL),
         ("megaspeed", signal.SIGTERM),
     ],
@@ -337,7 +335,6 @@ def test_a_run_whose_output_nobody_reads_any_more_still_saves(tmp_path: Path) ->
     ("launcher", "number"),
     [
         ("deepspeed", signal.SIGINT),
-        ("torchrun", signal.SIGINT),
         ("megaspeed", signal.SIGINT),
         ("deepspeed", signal.SIGHUP),
     ],

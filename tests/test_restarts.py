@@ -28,7 +28,7 @@ from tests.support.tiny import tiny_run
 from tests.test_faults import CONFIG, SCRIPT, TEXT, Job, alone
 
 # More by hand: KILLS=50 python -m pytest tests/test_restarts.py -k random --timeout 4000
-KILLS = int(os.environ.get("KILLS", "3"))
+KILLS = int(os.environ.get("KILLS", "2"))
 STEPS = 20 + 20 * KILLS
 SECONDS = 120 + 10 * KILLS
 SAVES = ("training.save_interval=5", "training.hang_timeout_seconds=60")
@@ -71,8 +71,10 @@ def step_after_restart(job: Job, number: int) -> int:
     return int(job.console().split(said)[1].split()[0])
 
 
-def undisturbed(folder: Path, steps: int, *changes: str) -> dict[int, float]:
-    job = Job(folder, "torchrun", f"training.steps={steps}", *SAVES, *changes)
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
+    """The losses of one process, by step. Any layout trains the same model."""
+    job = Job(tmp_path_factory.mktemp("run"), "python", f"training.steps={STEPS}", ranks=1)
     assert job.ended(SECONDS).code == 0
     return losses(job.run_dir)
 
@@ -80,10 +82,9 @@ def undisturbed(folder: Path, steps: int, *changes: str) -> dict[int, float]:
 @pytest.mark.timeout(400 + 60 * KILLS)
 @pytest.mark.parametrize("launcher", ["torchrun", "deepspeed"])
 def test_random_kills_of_random_ranks_leave_no_trace_in_the_losses(
-    tmp_path: Path, launcher: str
+    tmp_path: Path, launcher: str, undisturbed: dict[int, float]
 ) -> None:
     """--fresh and --resume DIR say where a launch starts, not where a restart does."""
-    expected = undisturbed(tmp_path / "undisturbed", STEPS)
     earlier = Job(tmp_path / "killed", "torchrun", "training.steps=10", *SAVES).ended()
     assert earlier.code == 0
     arguments, options = ["--fresh"], ["--max-restarts", str(KILLS)]
@@ -124,7 +125,7 @@ def test_random_kills_of_random_ranks_leave_no_trace_in_the_losses(
     assert ended.out.count(f" of {KILLS}: the run continues after step ") == KILLS
     found = losses(job.run_dir)
     assert list(found) == list(range(first, STEPS + 1))
-    assert all(abs(loss - expected[step]) <= 1e-6 for step, loss in found.items())
+    assert all(abs(loss - undisturbed[step]) <= 1e-6 for step, loss in found.items())
 
 
 @pytest.mark.parametrize("launcher", ["torchrun", "deepspeed"])
@@ -395,10 +396,11 @@ def kill(processes: Sequence[psutil.Process]) -> None:
         process.kill()
 
 
-def test_a_run_goes_on_with_half_of_its_nodes_and_a_spare_rank(tmp_path: Path) -> None:
+def test_a_run_continues_with_half_of_its_nodes_and_a_spare_rank(
+    tmp_path: Path, undisturbed: dict[int, float]
+) -> None:
     """6 ranks, of which 4 train, become 3, of which 2 train."""
     steps = 12
-    expected = undisturbed(tmp_path / "undisturbed", steps)
     changes = (
         f"training.steps={steps}",
         "parallel.spare_ranks=true",
@@ -419,7 +421,7 @@ def test_a_run_goes_on_with_half_of_its_nodes_and_a_spare_rank(tmp_path: Path) -
     assert "rank 2 is spare: with train_batch_size 12, pp 1 x dp 2 x tp 1 = 2 is the " in said
     found = losses(tmp_path / "run")
     assert list(found) == list(range(1, steps + 1))
-    assert all(abs(loss - expected[step]) <= 1e-6 for step, loss in found.items())
+    assert all(abs(loss - undisturbed[step]) <= 1e-6 for step, loss in found.items())
 
 
 def test_spare_ranks_wait_for_a_run_that_is_told_to_stop(tmp_path: Path) -> None:

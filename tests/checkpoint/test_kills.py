@@ -24,7 +24,7 @@ from tests.zero.one_rank import small_run
 
 TEXT = Path(__file__).parents[2] / "LICENSE"
 # More by hand: KILLS=200 python -m pytest tests/checkpoint/test_kills.py --timeout 1000
-KILLS = int(os.environ.get("KILLS", "32"))
+KILLS = int(os.environ.get("KILLS", "16"))
 RANKS = 2
 STEPS_AFTERWARDS = 3
 

@@ -96,8 +96,8 @@ def run_of(row: Row, text: Path) -> Run:
         data={"reset_at_documents": row["reset_at_documents"]},
         model={
             **(GPT2 if row["architecture"] == "gpt2" else LLAMA),
-            # An odd number, so that pipeline stages are of unequal length.
-            "num_hidden_layers": 5 if pp == 4 else 3,
+            # An odd number in a pipeline, so that its stages are of unequal length.
+            "num_hidden_layers": {1: 2, 2: 3, 4: 5}[pp],
             "tie_word_embeddings": row["tied"],
             "embedding_dropout": dropout,
             "attention_dropout": dropout,
@@ -129,7 +129,7 @@ def test_layout_equals_one_process(
 ) -> None:
     run = run_of(row, documents)
     assert run.config.model.vocab_size % 2 == 1, "an odd vocabulary, so that it is padded"
-    assert run.config.model.num_hidden_layers % 2 == 1, "stages of unequal length"
+    assert run.grid.pp == 1 or run.config.model.num_hidden_layers % 2, "stages of unequal length"
     assert run.batch.micro_batch_size > 1
     comparison = train_and_compare(pool, references, run)
     assert comparison.weights_bitwise_equal
@@ -177,8 +177,16 @@ def test_every_family_is_one_process_at_every_layout(
     assert comparison.equal, comparison.largest
 
 
-@pytest.mark.parametrize("gradient_reduction", ["per_step", "per_micro_batch"])
-@pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
+@pytest.mark.parametrize(
+    ("zero_stage", "gradient_reduction"),
+    [
+        (0, "per_step"),
+        (1, "per_micro_batch"),
+        (2, "per_step"),
+        (3, "per_step"),
+        (3, "per_micro_batch"),
+    ],
+)
 def test_bf16_stays_within_its_bound(
     zero_stage: int, gradient_reduction: str, pool: RankPool, references: References
 ) -> None:
@@ -234,10 +242,11 @@ STAGE_3_OPTIONS = [
 
 
 @pytest.mark.parametrize("option", OPTIONS, ids=lambda option: "-".join(option))
-@pytest.mark.parametrize("zero_stage", [1, 2])
 def test_zero_option_changes_nothing(
-    zero_stage: int, option: dict[str, object], pool: RankPool, references: References
+    option: dict[str, object], pool: RankPool, references: References
 ) -> None:
+    """DeepSpeed has one optimizer for the stages 1 and 2, so that each option is tried at one."""
+    zero_stage = 1 + OPTIONS.index(option) % 2
     run = tiny_run(TEXT, pp=2, dp=2, zero_optimization={"stage": zero_stage, **option})
     comparison = train_and_compare(pool, references, run)
     assert comparison.equal, comparison.largest
