@@ -68,11 +68,11 @@ def test_all_is_fine(
     assert launched.code == 0, launched.out + launched.err
     assert "wrong" not in launched.out
     assert launched.out.count("doctor  ") == 1, "rank 0 alone speaks"
-    told = json.loads((tmp_path / "doctor.json").read_text())
-    assert told["fine"] and told["problems"] == []
-    axes = [group["axis"] for group in told["groups"]]
+    report = json.loads((tmp_path / "doctor.json").read_text())
+    assert report["fine"] and report["problems"] == []
+    axes = [group["axis"] for group in report["groups"]]
     assert [(axis, axes.count(axis)) for axis in dict.fromkeys(axes)] == groups
-    for group in told["groups"]:
+    for group in report["groups"]:
         assert 0 < group["latency_seconds"] < 10 and group["bytes_per_second"] > 0
     assert not (tmp_path / "runs").exists(), "what was written to the run folder is gone"
 
@@ -159,7 +159,7 @@ time.sleep(600)
 
 
 def test_a_rank_that_stops_on_the_way_is_named_in_time(tmp_path: Path) -> None:
-    """It came, and answers nothing afterwards: no step waits for it for ever."""
+    """It came, and answers nothing afterwards: no step waits for it forever."""
     config, port = lay_out(tmp_path / "run"), free_port()
     before = time.monotonic()
     ranks = [start(0, 2, port, config, "--timeout", "3")]
@@ -188,7 +188,7 @@ def test_one_process_needs_no_port(tmp_path: Path) -> None:
     assert "wrong" not in out and "Traceback" not in out
 
 
-def test_wrong_input_of_all_ranks_is_told_and_is_exit_code_2(tmp_path: Path) -> None:
+def test_wrong_input_of_all_ranks_is_reported_with_exit_code_2(tmp_path: Path) -> None:
     config, port = lay_out(tmp_path / "run", gradient_clipping=-1), free_port()
     ranks = ended([start(rank, 2, port, config) for rank in range(2)])
     assert [code for code, _ in ranks] == [2, 2]

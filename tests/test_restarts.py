@@ -145,7 +145,7 @@ def test_a_run_that_always_fails_at_one_step_ends(tmp_path: Path, launcher: str)
     assert ended.out.count("the run continues after step 5") == 1, "after the first failure"
 
 
-def test_a_single_process_is_started_again_and_told_to_stop(tmp_path: Path) -> None:
+def test_a_single_process_is_restarted_and_stopped(tmp_path: Path) -> None:
     job = Job(tmp_path, "python", *SAVES, "training.restart=1", ranks=1)
     wait_for_step(job, 7)
     (rank,) = ranks_of(job)
@@ -340,7 +340,7 @@ def test_a_supervisor_without_rank_0_says_which_address_does_not_answer(tmp_path
 
 
 def test_a_supervisor_of_rank_0_that_is_frozen_ends_the_job(tmp_path: Path) -> None:
-    """The ranks detect it, too, and end. Their supervisors waited for it for ever."""
+    """The ranks detect it, too, and end. Their supervisors waited for it forever."""
     ranks = CheapRanks(tmp_path, "time.sleep(10); return 3")
     ranks.start(0, 1)
     ranks.go()
@@ -424,7 +424,7 @@ def test_a_run_continues_with_half_of_its_nodes_and_a_spare_rank(
     assert all(abs(loss - undisturbed[step]) <= 1e-6 for step, loss in found.items())
 
 
-def test_spare_ranks_wait_for_a_run_that_is_told_to_stop(tmp_path: Path) -> None:
+def test_spare_ranks_wait_for_a_run_that_is_stopped(tmp_path: Path) -> None:
     job = Job(tmp_path, "torchrun", *SAVES, "parallel.spare_ranks=true", ranks=3)
     job.wait_until_training()
     job.launcher.send_signal(signal.SIGTERM)
