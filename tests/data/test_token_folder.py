@@ -117,7 +117,7 @@ def test_altered_bytes_of_a_long_shard_are_found_where_the_sample_is(
     content[start] ^= 1
     path.write_bytes(bytes(content))
     (problem,) = refusal(tmp_path / "tokens")
-    assert f"the bytes of {path} differ (sha256 of a sample" in problem
+    assert f"the bytes of {path} differ: the sha256 of a sample" in problem
 
 
 def test_every_damaged_shard_is_named_with_its_numbers(tmp_path: Path) -> None:

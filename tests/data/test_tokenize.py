@@ -24,7 +24,7 @@ from megaspeed.data.encode import encode
 from megaspeed.data.errors import DataError
 from megaspeed.data.sources import SourceFile, list_files
 from megaspeed.data.token_file import TokenFile
-from megaspeed.data.token_folder import TokenFolderIndex, open_token_folder, read_index
+from megaspeed.data.token_folder import Progress, TokenFolderIndex, open_token_folder, read_index
 from megaspeed.data.token_sources import is_token_source
 from megaspeed.data.tokenize import tokenize
 from megaspeed.data.tokenizer import TextTokenizer
@@ -213,7 +213,7 @@ def test_input_that_changes_meanwhile_is_refused(
     tmp_path: Path, files: list[SourceFile], tokenizer: TextTokenizer
 ) -> None:
     class Append(Record):
-        def begins(self, *told: object) -> None:
+        def __call__(self, progress: Progress) -> None:
             with files[-1].path.open("a") as stream:
                 stream.write("more")
 
