@@ -41,8 +41,11 @@ COPY_AGAIN = "copy the whole file here again"
 SKIP_BEFOREHAND = ", or skip bad records with `megaspeed tokenize --skip-bad`"
 """An alternative for a bad record if a run reads the text directly."""
 
-_KINDS = {
-    **{dict: "an object", list: "a list", bool: "a boolean", int: "a number", float: "a number"},
+_KINDS: dict[type, str] = {
+    **dict.fromkeys((dict, tuple), "an object"),  # JsonLines reads objects as tuples
+    **dict.fromkeys((int, float), "a number"),
+    list: "a list",
+    bool: "a boolean",
     bytes: "not UTF-8",
 }
 

@@ -1,9 +1,9 @@
 """Tables with one document a row: Parquet files, and datasets of the `datasets` library.
 
-Parquet files are read by pyarrow directly, so that reading continues after a damaged row group, and
-so that a row group of gigabytes need not fit in memory. Datasets come from a folder that
-`save_to_disk` wrote, or by name from `load_dataset`. The library maps their files into memory. The
-kernel counts mapped pages as memory of the process until it needs the memory elsewhere.
+Parquet files are read by pyarrow directly, so that a row group of gigabytes need not fit in memory.
+Datasets come from a folder that `save_to_disk` wrote, or by name from `load_dataset`. The library
+maps their files into memory. The kernel counts mapped pages as memory of the process until it needs
+the memory elsewhere.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
@@ -54,8 +54,6 @@ def _pieces_of_rows(
 ) -> Iterator[Piece]:
     """The pieces of all rows with text. Each row is a document."""
     for row, value in enumerate(values):
-        if value is _LOST:
-            continue
         wrong = what_is_wrong(value)
         if wrong is not None:
             problem = f'the column "{column}" must be a string, and is {wrong}'
@@ -64,16 +62,12 @@ def _pieces_of_rows(
             yield from pieces_of(str(value), round((row + 1) * bytes_per_row))
 
 
-_LOST = object()
-"""A placeholder for a row that cannot be read, so that later rows keep their numbers."""
-
-
-def _until_broken(batches: Iterator[T], on_broken: Callable[[Exception], None]) -> Iterator[T]:
-    """The batches before the first one that cannot be read."""
+def _until_broken(batches: Iterator[T], path: Path, on_bad: OnBad) -> Iterator[T]:
+    """The batches before the first one that cannot be read, which is reported."""
     try:
         yield from batches
     except Exception as error:  # pyarrow and datasets raise many kinds
-        on_broken(error)
+        on_bad(_cannot_be_read(path, error))
 
 
 def _cannot_be_read(path: Path, error: Exception) -> BadRecord:
@@ -108,7 +102,10 @@ class Table(TextFormat):
             if wrong is not None:
                 on_bad(BadRecord(path, "its columns", wrong, STATE_FIELD))
                 return
-            values = self._values(table, path, on_bad)
+            batches = _until_broken(
+                table.iter_batches(_ROWS_AT_ONCE, columns=[self.text_field]), path, on_bad
+            )
+            values = (_value(scalar) for batch in batches for scalar in batch.column(0))
             bytes_per_row = size / max(1, table.metadata.num_rows)
             yield from _pieces_of_rows(path, self.text_field, values, bytes_per_row, on_bad)
 
@@ -124,26 +121,6 @@ class Table(TextFormat):
         if str(kind) not in ("string", "large_string", "string_view"):
             return f'the column "{self.text_field}" must hold strings, and holds {kind}'
         return None
-
-    def _values(self, table: Any, path: Path, on_bad: OnBad) -> Iterator[object]:
-        """The column, row by row. If a row group is damaged, its other rows are lost."""
-        columns = [self.text_field]
-        first = 0
-        for group in range(table.metadata.num_row_groups):
-            row, stop = first, first + table.metadata.row_group(group).num_rows
-            batches = table.iter_batches(_ROWS_AT_ONCE, row_groups=[group], columns=columns)
-            errors: list[Exception] = []
-            for batch in _until_broken(batches, errors.append):
-                yield from map(_value, batch.column(0))
-                row += len(batch)
-            if errors:
-                problem = (
-                    f"it and the rest of its row group, {stop - row:,} rows, cannot be read "
-                    f"({errors[0]})"
-                )
-                on_bad(BadRecord(path, f"row {row:,} (counted from 0)", problem, COPY_AGAIN))
-                yield from (_LOST for _ in range(stop - row))
-            first = stop
 
 
 def _value(scalar: Any) -> object:
@@ -290,9 +267,7 @@ def _pieces_of_dataset(
             on_bad(BadRecord(path, "its columns", problem, STATE_FIELD))
             return
         dataset = dataset.select_columns([column])
-    batches = _until_broken(
-        dataset.iter(batch_size=_ROWS_AT_ONCE), lambda error: on_bad(_cannot_be_read(path, error))
-    )
+    batches = _until_broken(dataset.iter(batch_size=_ROWS_AT_ONCE), path, on_bad)
     values = (
         value
         for batch in batches

@@ -9,11 +9,12 @@ a glob of any of these              every match, sorted by name; ordinary folder
 from __future__ import annotations
 
 import glob
+from itertools import chain
 from pathlib import Path
 
 from megaspeed.config.data import Source
 from megaspeed.data.cache import Cache, index_path
-from megaspeed.data.errors import DataError
+from megaspeed.data.errors import DataError, for_each
 from megaspeed.data.foreign_tokens import open_megatron, open_nanogpt, why_not_16_bit, with_suffix
 from megaspeed.data.sources import is_file_or_dataset
 from megaspeed.data.token_file import TokenFile
@@ -48,18 +49,11 @@ def open_token_source(source: Source, cache: Cache) -> tuple[TokenFile, ...]:
     Raises:
         DataError: every file of the source that is damaged or has another format.
     """
-    files: list[TokenFile] = []
-    problems: list[str] = []
-    for path in token_paths(Path(str(source.path))):
-        try:
-            files.extend(_open(path, cache))
-        except DataError as error:
-            problems.extend(error.problems)
-    if not files and not problems:
-        problems.append(f"a source must have tokens, and {source} has none; name another")
-    if problems:
-        raise DataError(*problems)
-    return tuple(files)
+    paths = token_paths(Path(str(source.path)))
+    files = tuple(chain.from_iterable(for_each(paths, lambda path: _open(path, cache))))
+    if not files:
+        raise DataError(f"a source must have tokens, and {source} has none; name another")
+    return files
 
 
 def why_not_tokens(path: Path, vocab_size: int) -> str | None:

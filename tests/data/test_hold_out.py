@@ -103,9 +103,8 @@ def test_a_single_token_cannot_be_shared(tmp_path: Path) -> None:
 
 def test_an_id_beyond_the_vocabulary_is_told_of_the_side_that_has_it(tmp_path: Path) -> None:
     (train,), (validation,) = hold_out_tails([token_file(tmp_path, [5, 20])], 0.5)
-    train.check_vocabulary(10)  # the largest id of the file, 19, is held out
-    with pytest.raises(DataError, match=r"has id 10 at token 14 \(byte 28\)"):
-        validation.check_vocabulary(10)
+    assert train.large_id(10) is None  # the largest id of the file, 19, is held out
+    assert "has id 10 at token 14 (byte 28)" in str(validation.large_id(10))
 
 
 # --- by tokens ------------------------------------------------------------------------------------

@@ -225,7 +225,7 @@ def test_ids_that_may_be_others_have_a_file_of_their_own(
     if other == "the version of tokenizers":
         monkeypatch.setattr("tokenizers.__version__", "1.0")
     else:
-        monkeypatch.setattr("megaspeed.data.corpus.HOW_CUT", "otherwise")
+        monkeypatch.setattr("megaspeed.data.prepared_text.HOW_CUT", "otherwise")
     assert not set(before) & set(paths())
 
 
