@@ -322,9 +322,10 @@ def _read_ids(
     Raises:
         DataError: an id is negative (file, token, byte).
     """
+    last_ids = ids[:0] if document_ends is None else ids[document_ends - 1]
     # The last id of a single document may be any id.
-    last_ids = () if document_ends is None or len(document_ends) < 2 else ids[document_ends - 1]
-    last_id = last_ids[0] if len(last_ids) and np.all(last_ids == last_ids[0]) else None
+    is_common = len(last_ids) > 1 and bool(np.all(last_ids == last_ids[0]))
+    last_id = int(last_ids[0]) if is_common else None
     digest = hashlib.sha256(ids.dtype.str.encode())
     largest_id, occurrences = 0, 0
     for start in range(0, len(ids), _READ_AT_ONCE_TOKENS):
@@ -339,9 +340,8 @@ def _read_ids(
         digest.update(block.tobytes())
         largest_id = max(largest_id, int(block.max()))
         occurrences += int(np.count_nonzero(block == last_id)) if last_id is not None else 0
-    ends_only = last_id is not None and occurrences == len(last_ids)
     return {
         "fingerprint": digest.hexdigest(),
         "largest_id": largest_id,
-        "end_of_text": int(last_id) if ends_only else None,
+        "end_of_text": last_id if occurrences == len(last_ids) else None,
     }

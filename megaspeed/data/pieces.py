@@ -32,12 +32,12 @@ _LONGEST_CHARACTER_BYTES = 4
 _MARK_OF_A_SPACE = "\u2581"  # how SentencePiece writes it
 _FIELDS_SHOWN = 12
 
-HOW_CUT = f"at spaces or line ends in the last {_CUT_WINDOW_BYTES} of {PIECE_BYTES} bytes"
+CUT_RULE = f"at spaces or line ends in the last {_CUT_WINDOW_BYTES} of {PIECE_BYTES} bytes"
 """Part of every cache key that depends on ids: other cuts change some ids of long documents."""
 
 CORRECT_IT = "correct it"
 STATE_FIELD = "name the right one as text_field, or --text-field"
-COPY_AGAIN = "copy the whole file here again"
+COPY_AGAIN = "copy the complete file here again"
 SKIP_BEFOREHAND = ", or skip bad records with `megaspeed tokenize --skip-bad`"
 """An alternative for a bad record if a run reads the text directly."""
 

@@ -31,7 +31,7 @@ from megaspeed.data.hold_out import (
     split_by_tokens,
     split_groups,
 )
-from megaspeed.data.pieces import HOW_CUT, SKIP_BEFOREHAND
+from megaspeed.data.pieces import CUT_RULE, SKIP_BEFOREHAND
 from megaspeed.data.selection import Selection, Share
 from megaspeed.data.token_file import TokenFile, TokenIndex, id_type
 from megaspeed.data.tokenizer import (
@@ -116,7 +116,7 @@ def _recipe_path(cache: Cache, data: DataConfig, vocab_size: int, selection: Sel
     key = cache_key(
         _RECIPE_FORMAT,
         tokenizers.__version__,
-        HOW_CUT,
+        CUT_RULE,
         selection.states,
         [[repr(file.format) for file in share.files] for share in selection.shares],
         len(selection.train),
@@ -203,7 +203,7 @@ def _provide_tokenizer(
         key = cache_key(
             _TOKENIZER_FORMAT,
             tokenizers.__version__,
-            HOW_CUT,  # it is trained on pieces
+            CUT_RULE,  # it is trained on pieces
             corpus_fingerprint(documents),
             TRAINING_SAMPLE_BYTES,
             vocab_size,
@@ -241,7 +241,7 @@ def _provide_tokens(
     key = cache_key(
         _TOKENS_FORMAT,
         tokenizers.__version__,
-        HOW_CUT,
+        CUT_RULE,
         corpus_fingerprint(documents),
         tokenizer.fingerprint,
         tokenizer.end_of_text,

@@ -13,6 +13,7 @@ import os
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
@@ -30,7 +31,7 @@ from megaspeed.data.pieces import (
     pieces_of,
     what_is_wrong,
 )
-from megaspeed.files.reading import FileState, special_files
+from megaspeed.files.reading import FileState, special_files, state_of
 
 # datasets and pyarrow are slow to import and rarely needed, so they are imported where used.
 
@@ -102,10 +103,12 @@ class Table(TextFormat):
             if wrong is not None:
                 on_bad(BadRecord(path, "its columns", wrong, STATE_FIELD))
                 return
-            batches = _until_broken(
-                table.iter_batches(_ROWS_AT_ONCE, columns=[self.text_field]), path, on_bad
+            columns, groups = [self.text_field], range(table.metadata.num_row_groups)
+            batches = chain.from_iterable(
+                table.iter_batches(_ROWS_AT_ONCE, [group], columns) for group in groups
             )
-            values = (_value(scalar) for batch in batches for scalar in batch.column(0))
+            readable = _until_broken(batches, path, on_bad)
+            values = (_value(scalar) for batch in readable for scalar in batch.column(0))
             bytes_per_row = size / max(1, table.metadata.num_rows)
             yield from _pieces_of_rows(path, self.text_field, values, bytes_per_row, on_bad)
 
@@ -160,13 +163,8 @@ class SavedDataset(TextFormat):
         yield from _pieces_of_dataset(path, dataset, self.text_field, bytes_per_row, on_bad)
 
     def state(self, path: Path) -> FileState:
-        states = [file.stat() for file in self._folder(path).iterdir() if file.is_file()]
-        return (
-            str(self._folder(path)),
-            sum(state.st_size for state in states),
-            max(state.st_mtime_ns for state in states),
-            max(state.st_ctime_ns for state in states),
-        )
+        files = (file for file in self._folder(path).iterdir() if file.is_file())
+        return _state_of_all(str(self._folder(path)), files)
 
     def part(self) -> str:
         return self.split
@@ -231,13 +229,8 @@ class NamedDataset(TextFormat):
             for split, names in files.items()
         }
         known = json.dumps([builder.hash, builder.config_id, origins])
-        local = [Path(file).stat() for names in files.values() for file in names if _is_local(file)]
-        return (
-            f"{path}{self.part()} {known}",
-            sum(state.st_size for state in local),
-            max((state.st_mtime_ns for state in local), default=0),
-            max((state.st_ctime_ns for state in local), default=0),
-        )
+        local = (Path(file) for names in files.values() for file in names if _is_local(file))
+        return _state_of_all(f"{path}{self.part()} {known}", local)
 
     def part(self) -> str:
         configuration = f"/{self.configuration}" if self.configuration else ""
@@ -274,6 +267,13 @@ def _pieces_of_dataset(
         for value in batch.get(column, [None] * len(next(iter(batch.values()))))
     )
     yield from _pieces_of_rows(path, column, values, bytes_per_row, on_bad)
+
+
+def _state_of_all(name: str, files: Iterable[Path]) -> FileState:
+    """The size of all files, and their latest times."""
+    states = [(0, 0, 0), *(state_of(file)[1:] for file in files)]
+    sizes, mtimes, ctimes = zip(*states, strict=True)
+    return name, sum(sizes), max(mtimes), max(ctimes)
 
 
 def _is_local(file: str) -> bool:

@@ -91,7 +91,7 @@ class ByteStream:
         return self.position if self._compression is None else int(self._disk.tell())
 
     @property
-    def doubt(self) -> str:
+    def damage_hint(self) -> str:
         """Appended to a problem: an archive may be damaged. Empty without an archive."""
         return "" if self._compression is None else f" (the {self._kind} may be damaged)"
 
@@ -145,7 +145,7 @@ class PlainText(TextFormat):
                     text = "" if is_bad else content.decode("utf-8")
                 except UnicodeDecodeError as error:
                     is_bad = True
-                    on_bad(_not_utf8(path, start, content[error.start], error, stream.doubt))
+                    on_bad(_not_utf8(path, start, content[error.start], error, stream.damage_hint))
                 if start == 0:
                     text = text.removeprefix(_BYTE_ORDER_MARK)
                 if text or (ends_document and has_text):
@@ -176,13 +176,11 @@ def _cut(stream: ByteStream) -> Iterator[tuple[int, bytes, bool]]:
         start += following
 
 
-def _not_utf8(
-    path: Path, start: int, byte: int, error: UnicodeDecodeError, doubt: str
-) -> BadRecord:
+def _not_utf8(path: Path, start: int, byte: int, error: UnicodeDecodeError, hint: str) -> BadRecord:
     return BadRecord(
         path,
         f"byte {start + error.start:,}",
-        f"text must be UTF-8, and this byte is 0x{byte:02x} ({error.reason}){doubt}",
+        f"text must be UTF-8, and this byte is 0x{byte:02x} ({error.reason}){hint}",
         "convert the file, for example with iconv -t UTF-8",
     )
 
@@ -222,8 +220,8 @@ class JsonLines(TextFormat):
                     text = self._text_of(line) if line.strip() else ""
                 except _NoText as wrong:
                     where = f"line {stream.lines:,} (byte {start:,})"
-                    doubt = stream.doubt if wrong.may_be_damage else ""
-                    on_bad(BadRecord(path, where, wrong.problem + doubt, wrong.mend))
+                    hint = stream.damage_hint if wrong.may_be_damage else ""
+                    on_bad(BadRecord(path, where, wrong.problem + hint, wrong.mend))
                 if text:
                     yield from pieces_of(text, stream.disk_bytes)
                 start = stream.position

@@ -22,11 +22,12 @@ from dataclasses import asdict
 from pathlib import Path
 
 import tokenizers
+from pydantic import TypeAdapter
 
 from megaspeed.data.documents import DocumentHash, changed_while_read, no_text
 from megaspeed.data.encode import encode_in_processes, worker_pool
 from megaspeed.data.errors import DataError
-from megaspeed.data.pieces import HOW_CUT, BadRecord, OnBad, Piece, refuse
+from megaspeed.data.pieces import CUT_RULE, BadRecord, OnBad, Piece, refuse
 from megaspeed.data.sources import SourceFile
 from megaspeed.data.token_file import id_type
 from megaspeed.data.token_folder import (
@@ -36,7 +37,6 @@ from megaspeed.data.token_folder import (
     SHARDS,
     SKIPPED,
     Progress,
-    Shard,
     TokenFolderIndex,
     TokenFolderWriter,
     write_index,
@@ -222,7 +222,7 @@ def _plan(
         "tokenizer": [tokenizer.fingerprint, tokenizer.end_of_text],
         "shard_tokens": shard_tokens,
         "version of tokenizers": tokenizers.__version__,
-        "cutting of long documents": HOW_CUT,
+        "cutting of long documents": CUT_RULE,
         "number of input files": len(files),
         "input": hashlib.sha256(json.dumps(listed).encode()).hexdigest(),
     }
@@ -250,8 +250,7 @@ def _earlier_progress(folder: Path, plan: Facts, *, skips: bool) -> Progress:
         _refuse_others(folder)
         return Progress()
     # Version 0.1 saved its progress elsewhere; its plan differs in the format.
-    stored = Progress(**before.pop(_PROGRESS, {"open_tokens": 1}))
-    stored.shards = [Shard(**shard) for shard in stored.shards]
+    stored = TypeAdapter(Progress).validate_python(before.pop(_PROGRESS, {"open_tokens": 1}))
     if not stored.tokens:
         return Progress()
     differing = [key for key, value in plan.items() if before.get(key) != value]

@@ -110,9 +110,7 @@ def export_model(
     return agreement
 
 
-def _split(
-    parts: Mapping[str, Part], dtype: torch.dtype, max_shard_bytes: int
-) -> StateDictSplit:
+def _split(parts: Mapping[str, Part], dtype: torch.dtype, max_shard_bytes: int) -> StateDictSplit:
     """Which tensors are in which file."""
     with torch.device("meta"):
         shapes = {name: torch.empty(part.shape, dtype=dtype) for name, part in parts.items()}

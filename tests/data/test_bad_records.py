@@ -122,7 +122,7 @@ def test_a_damaged_archive_says_how_far_it_could_be_read(
     told = bad[-1]
     assert f" of {len(content):,} on disk: the " in told
     assert "archive is damaged or truncated and cannot be read further (" in told
-    assert "bytes of text could be read; copy the whole file here again" in told
+    assert "bytes of text could be read; copy the complete file here again" in told
     if damage == "no archive":
         assert texts == [] and "; 0 bytes of text" in told
     else:
@@ -212,7 +212,7 @@ def test_a_damaged_table_is_told(tmp_path: Path, damage: str) -> None:
     assert len(texts) < 100
     for told in bad:
         assert told.startswith("the table: it cannot be read, or not to its end (")
-        assert told.endswith("copy the whole file here again")
+        assert told.endswith("copy the complete file here again")
     assert bad
 
 
@@ -315,7 +315,7 @@ def test_an_archive_of_no_bytes_was_cut(tmp_path: Path, name: str) -> None:
     (tmp_path / name).touch()
     texts, (told,) = skipped(the_file(tmp_path / name))
     assert texts == [] and told.startswith("byte 0 of 0 on disk: the ")
-    assert told.endswith("; copy the whole file here again")
+    assert told.endswith("; copy the complete file here again")
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.txt.gz"])

@@ -299,7 +299,7 @@ def test_it_continues_only_as_it_was_started(
     elif change == "later time":
         os.utime(files[0].path, (1e9, 1e9))
     elif change == "other cuts":
-        monkeypatch.setattr(module, "HOW_CUT", "at every thousandth byte")
+        monkeypatch.setattr(module, "CUT_RULE", "at every thousandth byte")
     with pytest.raises(DataError) as caught:
         tokenize(files, tokenizer, out, Record(), processes=1, shard_tokens=shard_tokens)
     assert f"can only be continued as it was started, and its {problem} differed then;" in str(
