@@ -125,17 +125,12 @@ class PreparedCorpus:
     def _other_ends(self) -> Iterator[str]:
         for file in self._files():
             own = file.index.end_of_text
-            if own is None:
+            if own is None or own != self.end_of_text:
+                found = "states none" if own is None else f"has {own} instead of {self.end_of_text}"
                 yield (
-                    "data.reset_at_documents needs to know the token that ends a document, and "
-                    f"{file.path} does not state it; make it with `megaspeed tokenize`, or set "
+                    "data.reset_at_documents needs one known token that ends every document, and "
+                    f"{file.path} {found}; make it with `megaspeed tokenize`, or set "
                     "data.reset_at_documents to false"
-                )
-            elif own != self.end_of_text:
-                yield (
-                    "data.reset_at_documents needs one token that ends a document, and it is "
-                    f"{self.end_of_text} elsewhere and {own} in {file.path}; tokenize that again, "
-                    "or set data.reset_at_documents to false"
                 )
 
 

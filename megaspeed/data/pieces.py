@@ -210,4 +210,4 @@ def no_such_field(name: str, present: Iterable[str], kind: str) -> str:
     names = [f'"{other}"' for other in present]
     shown = ", ".join(names[:_FIELDS_SHOWN]) or "none"
     more = f" and {len(names) - _FIELDS_SHOWN} more" if len(names) > _FIELDS_SHOWN else ""
-    return f'the text is in the {kind} "{name}", and there is none; there is {shown}{more}'
+    return f'the {kind} "{name}" must hold the text, and is missing; the {kind}s are {shown}{more}'

@@ -140,6 +140,9 @@ def matched_twice(setting: str, first: tuple[Path, Source], second: tuple[Path, 
     path, source = first
     other_path, other_source = second
     link = "" if path == other_path else f" (the same file as {other_path}, by a link)"
+    if link and source is other_source:
+        law = f"{setting}: a file is listed once"
+        return f"{law}, and '{source}' matches {path}{link} twice; narrow it"
     return (
         f"{setting}: a file is listed once, and {path}{link} is matched by both '{source}' and "
         f"'{other_source}'; narrow one of the two, or remove it"

@@ -53,8 +53,8 @@ LINES = [
     (b'{"text": 5}', 'the field "text" must be a string, and is a number'),
     (b'{"text": {"en": "a"}}', 'the field "text" must be a string, and is an object'),
     (b'{"text": "a\\ud800"}', "is one with half a character (\\ud800 at character 1)"),
-    (b'{"id": 1, "body": ""}', 'in the field "text", and there is none; there is "id", "body"'),
-    (b"{}", "there is none; there is none"),
+    (b'{"id": 1, "body": ""}', 'must hold the text, and is missing; the fields are "id", "body"'),
+    (b"{}", "is missing; the fields are none"),
     (b'{"text": "a", "text": "b"}', 'a line has one field "text", and this one has several'),
 ]
 
@@ -78,9 +78,9 @@ def test_a_missing_field_is_mended_by_naming_the_right_one(tmp_path: Path) -> No
     texts, (told,) = skipped(the_file(tmp_path / "a.jsonl"))
     assert texts == []
     assert (
-        'there is "id", "content"; name the right one as text_field, or --text-field, or correct it'
-        in told
-    )
+        'the fields are "id", "content"; name the right one as text_field, or --text-field, or '
+        "correct it"
+    ) in told
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "jsonl.gz"])
@@ -172,8 +172,8 @@ def test_a_table_without_the_column_lists_those_it_has(tmp_path: Path) -> None:
     assert skipped(the_file(tmp_path / "a.parquet")) == (
         [],
         [
-            'its columns: the text is in the column "text", and there is none; there is "id", '
-            '"content"; name the right one as text_field, or --text-field'
+            'its columns: the column "text" must hold the text, and is missing; the columns are '
+            '"id", "content"; name the right one as text_field, or --text-field'
         ],
     )
     _, (told,) = skipped(the_file(tmp_path / "a.parquet", text_field="id"))
@@ -221,7 +221,7 @@ def test_a_saved_dataset_without_the_split_or_the_column_lists_those_it_has(tmp_
     with pytest.raises(DataError, match=r"has no 'tset'; state one of test, train as split"):
         the_file(tmp_path / "splits", split="tset")
     _, (told,) = skipped(the_file(tmp_path / "splits", text_field="body"))
-    assert told.startswith('its columns: the text is in the column "body", and there is none;')
+    assert told.startswith('its columns: the column "body" must hold the text, and is missing;')
 
 
 def test_a_damaged_saved_dataset_is_told(tmp_path: Path) -> None:
@@ -262,7 +262,7 @@ def test_a_named_dataset_without_the_column_lists_those_it_has(
     (tmp_path / "named" / "train.jsonl").write_bytes(json_lines(["a"], field="content"))
     source = Source(dataset=str(tmp_path / "named"), streaming=streaming)
     (file,) = list_files([source], "data.train")
-    with pytest.raises(DataError, match=r'"text", and there is none; there is "id", "content"'):
+    with pytest.raises(DataError, match=r'and is missing; the columns are "id", "content"'):
         texts_in(file.pieces())
 
 

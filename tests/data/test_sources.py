@@ -142,8 +142,8 @@ def test_a_file_and_a_link_to_it_are_both_named(tmp_path: Path) -> None:
     touch(tmp_path, "a.txt")
     (tmp_path / "b.txt").symlink_to(tmp_path / "a.txt")
     assert (
-        f"{tmp_path}/a.txt (the same file as {tmp_path}/b.txt, by a link) is matched by both "
-        f"'{tmp_path}/*.txt' and '{tmp_path}/*.txt'; narrow one of the two"
+        f"'{tmp_path}/*.txt' matches {tmp_path}/a.txt (the same file as {tmp_path}/b.txt, by a "
+        "link) twice; narrow it"
     ) in problem_of(f"{tmp_path}/*.txt")
 
 
