@@ -21,7 +21,7 @@ from megaspeed.data.mixture import Component, Mixture
 from megaspeed.data.prepared_text import Parts, PreparedText, build_text, recall_text
 from megaspeed.data.selection import Selection, Share, find_problems, first_ids, select_files
 from megaspeed.data.token_file import TokenFile
-from megaspeed.data.token_sources import open_token_source
+from megaspeed.data.token_sources import open_tokens
 
 
 @dataclass(frozen=True)
@@ -206,7 +206,7 @@ def _corpus_of(
 
 
 def _open_tokens(cache: Cache, share: Share) -> tuple[TokenFile, ...]:
-    opened = for_each(share.token_sources, lambda source: open_token_source(source, cache))
+    opened = for_each(share.tokens, lambda path: open_tokens(path, cache))
     return tuple(chain.from_iterable(opened))
 
 

@@ -36,12 +36,7 @@ from megaspeed.data.errors import DataError, for_each, raise_any
 from megaspeed.data.pieces import SKIP_BEFOREHAND, refuse
 from megaspeed.data.sources import SourceFile, files_by_source, matched_twice
 from megaspeed.data.token_folder import is_token_folder, read_index
-from megaspeed.data.token_sources import (
-    is_token_source,
-    text_beside_tokens,
-    token_paths,
-    why_not_tokens,
-)
+from megaspeed.data.token_sources import text_beside_tokens, token_paths, why_not_tokens
 from megaspeed.data.tokenizer import (
     TOKENIZER_FILE,
     TRAIN,
@@ -66,13 +61,13 @@ class Share:
 
     Attributes:
         files: the files of text, in order.
-        token_sources: the sources of token ids, in order.
+        tokens: the token folders and token files, in order.
         weight: its weight, relative to the weights of the other shares.
         name: its sources as the configuration names them.
     """
 
     files: tuple[SourceFile, ...]
-    token_sources: tuple[Source, ...]
+    tokens: tuple[Path, ...]
     weight: float
     name: str
 
@@ -231,54 +226,49 @@ def find_shares(sources: Sequence[Source], setting: str) -> tuple[Share, ...]:
     Raises:
         DataError: every source that cannot be used.
     """
-    token_sources = [source for source in sources if _holds_tokens(source)]
-    text_sources = [source for source in sources if source not in token_sources]
-    _check_tokens(token_sources, setting)
-    listed = iter(files_by_source(text_sources, setting) if text_sources else [])
+    tokens = [_token_paths(source) for source in sources]
+    _check_tokens(sources, tokens, setting)
+    text = [source for source, paths in zip(sources, tokens, strict=True) if not paths]
+    listed = iter(files_by_source(text, setting) if text else [])
     shares = [
-        Share((), (source,), source.weight or 1.0, str(source))
-        if source in token_sources
-        else Share(tuple(next(listed)), (), source.weight or 1.0, str(source))
-        for source in sources
+        Share(() if paths else tuple(next(listed)), paths, source.weight or 1.0, str(source))
+        for source, paths in zip(sources, tokens, strict=True)
     ]
     if sources[0].weight is not None:
         return tuple(shares)
     files = tuple(file for share in shares for file in share.files)
-    return (Share(files, tuple(token_sources), 1.0, ", ".join(share.name for share in shares)),)
+    name = ", ".join(share.name for share in shares)
+    return (Share(files, tuple(token_places(shares)), 1.0, name),)
 
 
 def token_places(shares: Sequence[Share]) -> list[Path]:
-    """The token folders, token files and prefixes of token files, in order."""
-    return [
-        place
-        for share in shares
-        for source in share.token_sources
-        for place in token_paths(Path(str(source.path)))
-    ]
+    """The token folders and token files of all shares, in order."""
+    return [path for share in shares for path in share.tokens]
 
 
-def _holds_tokens(source: Source) -> bool:
-    if source.path is None or source.path == BUNDLED_CORPUS:
-        return False
-    return is_token_source(Path(source.path))
+def _token_paths(source: Source) -> tuple[Path, ...]:
+    """The token folders and token files of a source; empty if it is text."""
+    is_text = source.path is None or source.path == BUNDLED_CORPUS
+    return () if is_text else tuple(token_paths(Path(str(source.path))))
 
 
-def _check_tokens(sources: Sequence[Source], setting: str) -> None:
+def _check_tokens(
+    sources: Sequence[Source], tokens: Sequence[tuple[Path, ...]], setting: str
+) -> None:
     """Raises DataError if a source of tokens also matches text, or a file is matched twice."""
     first: dict[Path, tuple[Path, Source]] = {}
     problems: list[str] = []
-    for source in sources:
-        path = Path(str(source.path))
-        places, text = token_paths(path), text_beside_tokens(path)
+    for source, paths in zip(sources, tokens, strict=True):
+        text = text_beside_tokens(Path(str(source.path))) if paths else None
         if text is not None:
             problems.append(
                 f"{setting}: a source is text or tokens, and '{source}' matches {text}, which is "
-                f"read as text, and {places[0]}, which holds tokens; list the two as two sources"
+                f"read as text, and {paths[0]}, which holds tokens; list the two as two sources"
             )
-        for place in places:
-            found = (place, source)
-            if first.setdefault(place.resolve(), found) is not found:
-                problems.append(matched_twice(setting, first[place.resolve()], found))
+        for path in paths:
+            found = (path, source)
+            if first.setdefault(path.resolve(), found) is not found:
+                problems.append(matched_twice(setting, first[path.resolve()], found))
     raise_any(problems)
 
 

@@ -64,15 +64,15 @@ def test_without_weights_all_sources_are_one_share(
     (tmp_path / "b.jsonl").write_bytes(json_lines(["b"]))
     (share,) = selected(str(text), str(tokens), f"{tmp_path}/*.jsonl").train
     assert [file.name for file in share.files] == ["a.txt", "b.jsonl"]
-    assert [str(source) for source in share.token_sources] == [str(tokens)]
+    assert share.tokens == (tokens,)
     assert (share.weight, share.name) == (1.0, f"{text}, {tokens}, {tmp_path}/*.jsonl")
 
 
 def test_with_weights_every_source_is_a_share(text: Path, tokens: Path) -> None:
     given = [{"path": str(text), "weight": 3}, {"path": str(tokens), "weight": 0.5}]
     first, second = selected(*given).train
-    assert ([file.path for file in first.files], first.token_sources) == ([text], ())
-    assert (second.files, [str(source) for source in second.token_sources]) == ((), [str(tokens)])
+    assert ([file.path for file in first.files], first.tokens) == ([text], ())
+    assert (second.files, second.tokens) == ((), (tokens,))
     assert [(share.weight, share.name) for share in (first, second)] == [
         (3.0, str(text)),
         (0.5, str(tokens)),
