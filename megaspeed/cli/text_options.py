@@ -6,7 +6,7 @@ from pathlib import Path
 
 from megaspeed.cli.options import utf8_text
 from megaspeed.config.data import Source
-from megaspeed.data.errors import DataError
+from megaspeed.data.errors import raise_any
 from megaspeed.data.sources import SourceFile, list_files
 from megaspeed.data.token_sources import token_paths
 from megaspeed.files.paths import path_problem
@@ -52,9 +52,7 @@ def text_files(options: argparse.Namespace) -> list[SourceFile]:
     Raises:
         DataError: every problem with them.
     """
-    problems = list(_problems(options))
-    if problems:
-        raise DataError(*problems)
+    raise_any(_problems(options))
     read_as = {"text_field": options.text_field, "split": options.split}
     # Not checked: the name of a file need not be UTF-8, unlike a configuration.
     paths = [Source.model_construct(path=path, **read_as) for path in options.input]

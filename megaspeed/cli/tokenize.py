@@ -12,77 +12,68 @@ import time
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from megaspeed.cli.bar_or_lines import BarOrLines
 from megaspeed.cli.options import EXIT_DONE, EXIT_FAILED, new_file, positive, say, write_json
 from megaspeed.cli.text_options import add_text_options, text_files
 from megaspeed.data.encode import WorkerDied
 from megaspeed.data.pieces import BadRecord
-from megaspeed.data.tokenize import DEFAULT_SHARD_TOKENS, Standing, tokenize
+from megaspeed.data.token_folder import Progress
+from megaspeed.data.tokenize import DEFAULT_SHARD_TOKENS, tokenize
 from megaspeed.data.tokenizer import load_tokenizer
 from megaspeed.files.paths import path_argument
 
 _RECORDS_SHOWN = 10
 
 
-class TokenizingProgress:
+class _Display:
     """Shows tokens a second, the remaining time, and the first bad records.
 
     Progress is counted in bytes, because the number of tokens is not known beforehand.
+
+    Args:
+        total_bytes: size of the input.
+        exits: ends the bar.
+
+    Attributes:
+        skipped: bad records that were skipped, including those of earlier commands.
     """
 
-    def __init__(self) -> None:
-        self._exits = ExitStack()
-        self._bar = BarOrLines(0)
-        self._start = self._now = Standing(0, 0, 0, 0)
-        self._begun_at = time.monotonic()
+    def __init__(self, total_bytes: int, exits: ExitStack) -> None:
+        self._total_bytes, self._exits = total_bytes, exits
+        self._bar: BarOrLines | None = None
+        self._tokens_before = self._tokens = 0
+        self._started_at = time.monotonic()
         self._records = 0
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._exits.close()
-
-    @property
-    def skipped(self) -> int:
-        """Bad records that were skipped, including those of earlier calls."""
-        return self._now.skipped
+        self.skipped = 0
 
     def tokens_per_second(self) -> float:
-        """Since this process began."""
-        seconds = max(1e-9, time.monotonic() - self._begun_at)
-        return (self._now.tokens - self._start.tokens) / seconds
+        """Since this process began to encode."""
+        seconds = max(1e-9, time.monotonic() - self._started_at)
+        return (self._tokens - self._tokens_before) / seconds
 
-    def begins(self, standing: Standing, total_bytes: int) -> None:
-        """Shows what earlier calls have done."""
-        self._start = self._now = standing
-        self._begun_at = time.monotonic()
-        bar = BarOrLines(total_bytes, done_before=standing.read_bytes)
+    def report(self, progress: Progress) -> None:
+        """Shows the progress; the first call, that of earlier commands."""
+        self._tokens, self.skipped = progress.tokens, progress.skipped
+        if self._bar is not None:
+            text = f"{self._tokens:,} tokens, {self.tokens_per_second():,.0f} tokens/s"
+            self._bar.show(progress.read_bytes, text)
+            return
+        bar = BarOrLines(self._total_bytes, done_before=progress.read_bytes)
         self._bar = self._exits.enter_context(bar)
-        if standing.tokens:
-            bar.tell(f"continuing after {standing.tokens:,} tokens")
+        self._tokens_before, self._started_at = self._tokens, time.monotonic()
+        if self._tokens:
+            self._bar.tell(f"continuing after {self._tokens:,} tokens")
 
-    def passes_over(self, record: BadRecord) -> None:
-        """Shows the first few."""
+    def skip(self, record: BadRecord) -> None:
+        """Shows the first few bad records."""
+        assert self._bar is not None, "the progress is reported first"
         if self._records < _RECORDS_SHOWN:
             self._bar.tell(f"skipped: {record.path}, {record.where}: {record.problem}")
         elif self._records == _RECORDS_SHOWN:
             self._bar.tell("more bad records are skipped; all are listed in skipped.jsonl")
         self._records += 1
-
-    def reaches(self, standing: Standing) -> None:
-        """Shows the progress."""
-        self._now = standing
-        text = f"{standing.tokens:,} tokens, {self.tokens_per_second():,.0f} tokens/s"
-        self._bar.show(standing.read_bytes, text)
 
 
 _CONTINUES = "complete input files are kept, and the same command continues after them"
@@ -139,15 +130,16 @@ def run(options: argparse.Namespace) -> int:
     files = text_files(options)
     tokenizer = load_tokenizer(str(options.tokenizer), "--tokenizer")
     try:
-        with TokenizingProgress() as progress:
+        with ExitStack() as exits:
+            display = _Display(sum(file.state()[1] for file in files), exits)
             index = tokenize(
                 files,
                 tokenizer,
                 options.output,
-                progress,
+                display.report,
                 processes=options.processes,
                 shard_tokens=options.shard_size,
-                skip_bad=options.skip_bad,
+                skip=display.skip if options.skip_bad else None,
                 fresh=options.fresh,
             )
     except WorkerDied as error:
@@ -161,15 +153,15 @@ def run(options: argparse.Namespace) -> int:
         return EXIT_FAILED
     say(
         f"{options.output}: {index.documents:,} documents, {index.tokens:,} tokens in "
-        f"{len(index.shards)} shards; {progress.tokens_per_second():,.0f} tokens/s"
+        f"{len(index.shards)} shards; {display.tokens_per_second():,.0f} tokens/s"
     )
-    if progress.skipped:
-        say(f"bad records skipped: {progress.skipped:,}, {options.output / 'skipped.jsonl'}")
+    if display.skipped:
+        say(f"bad records skipped: {display.skipped:,}, {options.output / 'skipped.jsonl'}")
     figures = {
         "output": str(options.output),
         **asdict(index),
-        "skipped": progress.skipped,
-        "tokens_per_second": progress.tokens_per_second(),
+        "skipped": display.skipped,
+        "tokens_per_second": display.tokens_per_second(),
     }
     write_json(options, figures)
     return EXIT_DONE

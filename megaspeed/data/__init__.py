@@ -7,17 +7,18 @@ Data flows from top to bottom, and a file imports only from files above it:
     text_files      plain text and JSON lines; archives
     tables          Parquet, and datasets of the `datasets` library
     sources         what `data.train` lists -> files and their formats
-    documents       files -> documents by hash -> training | validation
+    documents       files -> documents, by their hashes
     tokenizer       load, save and train a tokenizer
     cache           files with checksums on disk, one writer at a time
     token_file      ids on disk, mapped into memory
     encode          documents -> ids, for a run's start and for `megaspeed tokenize`
-    token_folder    the folder that `megaspeed tokenize` writes
+    token_folder    the folder that `megaspeed tokenize` writes: its writer and its reader
     tokenize        files -> a token folder, with several processes
     foreign_tokens  nanoGPT's and Megatron-LM's token files
     token_sources   sources that are token files already
-    hold_out        the part of token files that is held out
+    hold_out        documents and token files -> training | validation
     selection       a `data` section -> its files, checked; its tokenizer
+    prepared_text   files of text -> token files and a tokenizer in the cache
     mixture         token files in components with weights
     corpus          a `data` section -> a prepared corpus
     sampler         sample i -> its tokens

@@ -63,29 +63,8 @@ class Packed:
     document_ends: NDArray[np.int64]
 
 
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """Consecutive pieces.
-
-    Attributes:
-        pieces: in order.
-        is_continued: whether the first piece continues a document of the previous batch.
-    """
-
-    pieces: tuple[Piece, ...]
-    is_continued: bool
-
-
-def pack(
-    pieces: Sequence[Piece], tokenizer: TextTokenizer, *, is_continued: bool = False
-) -> Packed:
-    """The ids of consecutive pieces.
-
-    Args:
-        pieces: the text.
-        tokenizer: encodes it.
-        is_continued: whether the first piece continues a document.
-    """
+def pack(pieces: Sequence[Piece], tokenizer: TextTokenizer, is_continued: bool = False) -> Packed:
+    """The ids of consecutive pieces. If `is_continued`, the first one continues a document."""
     continued = [is_continued, *(not piece.ends_document for piece in pieces)][: len(pieces)]
     texts: dict[bool, list[str]] = {False: [], True: []}
     for piece, continues in zip(pieces, continued, strict=True):
@@ -109,22 +88,26 @@ def pack(
 
 def encode(pieces: Iterable[Piece], tokenizer: TextTokenizer) -> Iterator[Packed]:
     """The ids of all pieces, encoded by the threads of this process."""
-    for batch in read_batches(pieces, _THREADS_BATCH_CHARACTERS):
-        yield pack(batch.pieces, tokenizer, is_continued=batch.is_continued)
+    for batch, is_continued in read_batches(pieces, _THREADS_BATCH_CHARACTERS):
+        yield pack(batch, tokenizer, is_continued)
 
 
-def read_batches(pieces: Iterable[Piece], characters: int) -> Iterator[Batch]:
-    """All pieces, in batches of about ``characters`` characters."""
+def read_batches(pieces: Iterable[Piece], characters: int) -> Iterator[tuple[list[Piece], bool]]:
+    """All pieces, in batches of about ``characters`` characters.
+
+    Yields:
+        (consecutive pieces, whether the first one continues a document of the previous batch)
+    """
     filling: list[Piece] = []
     size, is_continued = 0, False
     for piece in pieces:
         filling.append(piece)
         size += len(piece.text)
         if size >= characters:
-            yield Batch(tuple(filling), is_continued)
+            yield filling, is_continued
             filling, size, is_continued = [], 0, not piece.ends_document
     if filling:
-        yield Batch(tuple(filling), is_continued)
+        yield filling, is_continued
 
 
 def encode_in_processes(
@@ -139,9 +122,9 @@ def encode_in_processes(
         processes: number of processes of the pool.
     """
     in_flight: deque[Future[Packed]] = deque()
-    for batch in read_batches(pieces, BATCH_CHARACTERS):
+    for batch, is_continued in read_batches(pieces, BATCH_CHARACTERS):
         with _interrupts_blocked():  # a worker may be started
-            in_flight.append(pool.submit(_pack_in_worker, batch, tokenizer))
+            in_flight.append(pool.submit(_pack_in_worker, batch, tokenizer, is_continued))
         del batch  # so that its text is freed once it is encoded
         if len(in_flight) == _IN_FLIGHT_PER_PROCESS * processes:
             yield in_flight.popleft().result()
@@ -149,8 +132,8 @@ def encode_in_processes(
         yield in_flight.popleft().result()
 
 
-def _pack_in_worker(batch: Batch, tokenizer: Path) -> Packed:
-    return pack(batch.pieces, _loaded(tokenizer), is_continued=batch.is_continued)
+def _pack_in_worker(pieces: Sequence[Piece], tokenizer: Path, is_continued: bool) -> Packed:
+    return pack(pieces, _loaded(tokenizer), is_continued)
 
 
 @cache

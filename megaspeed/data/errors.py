@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+from typing import TypeVar
+
 from megaspeed.config.errors import MOST_LISTED, shortened
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
 
 
 class DataError(ValueError):
@@ -21,3 +27,27 @@ class DataError(ValueError):
             return self.problems[0]
         numbers = (f"{i}. {problem}" for i, problem in enumerate(self.problems, start=1))
         return "\n".join(shortened(numbers, MOST_LISTED))
+
+
+def raise_any(problems: Iterable[str | None]) -> None:
+    """Raises DataError if there is a problem; None stands for no problem."""
+    found = [problem for problem in problems if problem is not None]
+    if found:
+        raise DataError(*found)
+
+
+def for_each(items: Iterable[Item], function: Callable[[Item], Result]) -> list[Result]:
+    """The results of `function` for all items.
+
+    Raises:
+        DataError: the problems of all items for which `function` raised one.
+    """
+    results: list[Result] = []
+    problems: list[str] = []
+    for item in items:
+        try:
+            results.append(function(item))
+        except DataError as error:
+            problems.extend(error.problems)
+    raise_any(problems)
+    return results

@@ -21,11 +21,11 @@ from __future__ import annotations
 import hashlib
 import struct
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,6 +33,7 @@ from numpy.typing import NDArray
 from megaspeed.data.cache import Cache, remembered
 from megaspeed.data.errors import DataError
 from megaspeed.data.token_file import TokenDtype, TokenFile, TokenIndex
+from megaspeed.files.json_values import Facts
 
 _NANOGPT_DTYPE: Final = "<u2"
 # llm.c's files have the same suffix and begin with 256 32-bit numbers, of which this is the first.
@@ -45,27 +46,10 @@ _VERSION = 1
 _HEADER = struct.Struct("<9sQBQQ")
 _DTYPES: dict[int, TokenDtype] = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 _FLOATS = {6: "float64", 7: "float32"}
-_CHECKED_AT_ONCE = 1 << 20
 
-# Part of every key of a survey. Increment it if the code changes so that surveys differ.
+# Part of every key of what a pass found. Increment it if the code changes so that this differs.
 _SURVEY_FORMAT = 1
 _READ_AT_ONCE_TOKENS = 1 << 22
-
-
-@dataclass(frozen=True)
-class Survey:
-    """The results of one pass over all ids.
-
-    Attributes:
-        fingerprint: sha256 over the dtype and every byte.
-        largest_id: the largest id.
-        end_of_text: the id that ends each document and occurs nowhere else, if there are at least
-            two documents; None if there is no such id, or if the ends of documents are unknown.
-    """
-
-    fingerprint: str
-    largest_id: int
-    end_of_text: int | None
 
 
 def why_not_16_bit(path: Path, vocab_size: int) -> str | None:
@@ -108,7 +92,7 @@ def open_nanogpt(path: Path, cache: Cache) -> TokenFile:
             f"({magic}); write its ids without the first 1024 bytes into a .bin"
         )
     ids = np.memmap(path, dtype=_NANOGPT_DTYPE, mode="r", shape=(size // itemsize,))
-    found = _surveyed(cache, [path], lambda: _survey_ids(path, ids))
+    found = _remembered(cache, [path], lambda: _read_ids(path, ids))
     return TokenFile(path, _index(found, len(ids), None, _NANOGPT_DTYPE))
 
 
@@ -123,27 +107,26 @@ def open_megatron(prefix: Path, cache: Cache) -> TokenFile:
         DataError: a file is missing, has another format or does not match the other one.
     """
     index = MegatronIndex.read(prefix)
-    found = _surveyed(cache, [index.ids_path, index.path], index.survey)
+    found = _remembered(cache, [index.ids_path, index.path], index.read_completely)
     facts = _index(found, index.tokens, index.documents, index.dtype)
     return TokenFile(index.ids_path, facts, megatron_index=index.path)
 
 
-def _surveyed(cache: Cache, files: Sequence[Path], survey: Callable[[], Survey]) -> Survey:
+def _remembered(cache: Cache, files: Sequence[Path], read: Callable[[], Facts]) -> Facts:
     purpose = "for its largest id and its checksum"
-    facts = remembered(cache, "surveys", _SURVEY_FORMAT, files, lambda: asdict(survey()), purpose)
-    return Survey(**facts)
+    return remembered(cache, "surveys", _SURVEY_FORMAT, files, read, purpose)
 
 
-def _index(found: Survey, tokens: int, documents: int | None, dtype: TokenDtype) -> TokenIndex:
+def _index(found: Facts, tokens: int, documents: int | None, dtype: TokenDtype) -> TokenIndex:
     return TokenIndex(
         tokens=tokens,
         documents=documents,
         dtype=dtype,
-        largest_id=found.largest_id,
+        largest_id=found["largest_id"],
         vocab_size=None,
-        end_of_text=found.end_of_text,
+        end_of_text=found["end_of_text"],
         tokenizer_fingerprint=None,
-        corpus_fingerprint=found.fingerprint,
+        corpus_fingerprint=found["fingerprint"],
     )
 
 
@@ -160,14 +143,17 @@ class MegatronIndex:
         path: the .idx.
         ids_path: the .bin.
         dtype: of the ids.
-        sequences, bounds: the number of sequences and of document bounds.
+        lengths: ids of each sequence, mapped.
+        pointers: first byte of each sequence, mapped.
+        bounds: first sequence of each document, then the number of sequences; mapped.
     """
 
     path: Path
     ids_path: Path
     dtype: TokenDtype
-    sequences: int
-    bounds: int
+    lengths: NDArray[np.int32]
+    pointers: NDArray[np.int64]
+    bounds: NDArray[np.int64]
 
     @classmethod
     def read(cls, prefix: Path) -> MegatronIndex:
@@ -185,13 +171,32 @@ class MegatronIndex:
                 )
         with path.open("rb") as stream:
             dtype, sequences, bounds = _parse(path, stream.read(_HEADER.size))
-        index = cls(path, ids_path, dtype, sequences, bounds)
-        index._check_sizes()
+        _check_index_size(path, sequences, bounds)
+        empty = DataError(f"{path} has no tokens; name a dataset with text")
+        if not sequences:
+            raise empty
+        mapped = np.memmap(path, dtype=np.uint8, mode="r", offset=_HEADER.size)
+        index = cls(
+            path,
+            ids_path,
+            dtype,
+            lengths=mapped[: 4 * sequences].view("<i4"),
+            pointers=mapped[4 * sequences : 12 * sequences].view("<i8"),
+            bounds=mapped[12 * sequences : 12 * sequences + 8 * bounds].view("<i8"),
+        )
+        size, expected = ids_path.stat().st_size, index.tokens * index._itemsize
+        if not expected:
+            raise empty
+        if size != expected:
+            raise DataError(
+                f"{ids_path} must have the {expected} bytes that {path} states, and has {size}; "
+                "copy both again"
+            )
         return index
 
     @property
     def documents(self) -> int:
-        return self.bounds - 1
+        return len(self.bounds) - 1
 
     @cached_property
     def tokens(self) -> int:
@@ -199,25 +204,14 @@ class MegatronIndex:
         return int(self.pointers[-1]) // self._itemsize + int(self.lengths[-1])
 
     @property
-    def lengths(self) -> NDArray[np.int32]:
-        """Ids of each sequence, mapped."""
-        return self._mapped("<i4", self.sequences, 0)
-
-    @property
-    def pointers(self) -> NDArray[np.int64]:
-        """First byte of each sequence, mapped."""
-        return self._mapped("<i8", self.sequences, 4 * self.sequences)
-
-    @property
-    def document_bounds(self) -> NDArray[np.int64]:
-        """First sequence of each document, then the number of sequences; mapped."""
-        return self._mapped("<i8", self.bounds, 12 * self.sequences)
+    def _itemsize(self) -> int:
+        return np.dtype(self.dtype).itemsize
 
     def document_ends(self, documents: slice) -> NDArray[np.int64]:
         """For each of these documents, the number of ids up to its end."""
-        following = self.document_bounds[1:][documents]
+        following = self.bounds[1:][documents]
         ends = np.full(len(following), self.tokens, dtype=np.int64)
-        inside = following < self.sequences
+        inside = following < len(self.lengths)
         ends[inside] = self.pointers[following[inside]] // self._itemsize
         return ends
 
@@ -226,97 +220,62 @@ class MegatronIndex:
 
         The result is never 0 or the end of the file. It is None if the file is one document.
         """
-        at = bisect_left(range(self.documents), token, key=self._end_of)
+
+        def end_of(document: int) -> int:
+            return int(self.document_ends(slice(document, document + 1))[0])
+
+        at = bisect_left(range(self.documents), token, key=end_of)
         for document in (at, at - 1):
-            if 0 <= document < self.documents and 0 < self._end_of(document) < self.tokens:
-                return self._end_of(document)
+            if 0 <= document < self.documents and 0 < end_of(document) < self.tokens:
+                return end_of(document)
         return None
 
-    def survey(self) -> Survey:
-        """Reads both files completely.
+    def read_completely(self) -> Facts:
+        """The result of one pass over both files; see `_read_ids`.
 
         Raises:
             DataError: sequences are not consecutive, documents are not in order, or an id is
                 negative.
         """
-        self._check_pointers()
-        self._check_bounds()
+        lengths = self.lengths.astype(np.int64) * self._itemsize
+        starts = np.cumsum(lengths) - lengths
+        moved = np.flatnonzero(self.pointers != starts)
+        if len(moved):
+            raise DataError(
+                f"sequences must be consecutive, but in {self.path} sequence {moved[0]} begins at "
+                f"byte {self.pointers[moved[0]]} instead of {starts[moved[0]]}; write the dataset "
+                "again with Megatron's builder"
+            )
+        if self.documents < 1 or self.bounds[0] != 0 or self.bounds[-1] != len(lengths):
+            raise DataError(
+                f"documents must hold all {len(lengths)} sequences, but in {self.path} they hold "
+                f"{self.bounds[:1].tolist()} to {self.bounds[-1:].tolist()}; write the dataset "
+                "again"
+            )
+        falls = np.flatnonzero(np.diff(self.bounds) < 0)
+        if len(falls):
+            raise DataError(
+                f"documents must be in order, but in {self.path} document {falls[0]} ends before "
+                "it begins; write the dataset again"
+            )
+        ends = self.document_ends(slice(None))
         ids = np.memmap(self.ids_path, dtype=self.dtype, mode="r", shape=(self.tokens,))
-        return _survey_ids(self.ids_path, ids, self._ends_of_documents_with_ids())
+        return _read_ids(self.ids_path, ids, ends[np.diff(ends, prepend=0) > 0])
 
-    def _ends_of_documents_with_ids(self) -> Iterator[NDArray[np.int64]]:
-        before = 0
-        for start in range(0, self.documents, _CHECKED_AT_ONCE):
-            ends = self.document_ends(slice(start, start + _CHECKED_AT_ONCE))
-            with_ids = ends[np.diff(ends, prepend=before) > 0]
-            before = int(ends[-1])
-            if len(with_ids):
-                yield with_ids
 
-    def _end_of(self, document: int) -> int:
-        return int(self.document_ends(slice(document, document + 1))[0])
-
-    @property
-    def _itemsize(self) -> int:
-        return np.dtype(self.dtype).itemsize
-
-    def _mapped(self, dtype: str, count: int, offset: int) -> NDArray[Any]:
-        return np.memmap(
-            self.path, dtype=dtype, mode="r", offset=_HEADER.size + offset, shape=(count,)
+def _check_index_size(path: Path, sequences: int, bounds: int) -> None:
+    size = path.stat().st_size
+    expected = _HEADER.size + 12 * sequences + 8 * bounds
+    if size == expected + sequences > expected:
+        raise DataError(
+            f"a text dataset has no modes, and {path} has one for each of its {sequences} "
+            "sequences; multimodal data cannot be trained on"
         )
-
-    def _check_sizes(self) -> None:
-        size = self.path.stat().st_size
-        expected = _HEADER.size + 12 * self.sequences + 8 * self.bounds
-        if size == expected + self.sequences:
-            raise DataError(
-                f"a text dataset has no modes, and {self.path} has one for each of its "
-                f"{self.sequences} sequences; multimodal data cannot be trained on"
-            )
-        if size != expected:
-            raise DataError(
-                f"{self.path} must have {expected} bytes for its {self.sequences} sequences and "
-                f"{self.bounds} document bounds, and has {size}; copy it again"
-            )
-        if self.sequences == 0 or self.tokens == 0:
-            raise DataError(f"{self.path} has no tokens; name a dataset with text")
-        size, expected = self.ids_path.stat().st_size, self.tokens * self._itemsize
-        if size != expected:
-            raise DataError(
-                f"{self.ids_path} must have the {expected} bytes that {self.path} states, and "
-                f"has {size}; copy both again"
-            )
-
-    def _check_pointers(self) -> None:
-        expected = 0
-        for start in range(0, self.sequences, _CHECKED_AT_ONCE):
-            part = slice(start, start + _CHECKED_AT_ONCE)
-            ends = expected + np.cumsum(self.lengths[part], dtype=np.int64) * self._itemsize
-            begins = np.append(expected, ends[:-1])
-            wrong = np.flatnonzero(self.pointers[part] != begins)
-            if len(wrong):
-                first = int(wrong[0])
-                raise DataError(
-                    f"sequences must be consecutive, but in {self.path} sequence {start + first} "
-                    f"begins at byte {int(self.pointers[start + first])} instead of "
-                    f"{int(begins[first])}; write the dataset again with Megatron's builder"
-                )
-            expected = int(ends[-1])
-
-    def _check_bounds(self) -> None:
-        bounds = self.document_bounds
-        if len(bounds) < 2 or bounds[0] != 0 or bounds[-1] != self.sequences:
-            raise DataError(
-                f"documents must hold all {self.sequences} sequences, but in {self.path} they "
-                f"hold {bounds[:1].tolist()} to {bounds[-1:].tolist()}; write the dataset again"
-            )
-        for start in range(0, len(bounds), _CHECKED_AT_ONCE):
-            falls = np.flatnonzero(np.diff(bounds[start : start + _CHECKED_AT_ONCE + 1]) < 0)
-            if len(falls):
-                raise DataError(
-                    f"documents must be in order, but in {self.path} document "
-                    f"{start + int(falls[0])} ends before it begins; write the dataset again"
-                )
+    if size != expected:
+        raise DataError(
+            f"{path} must have {expected} bytes for its {sequences} sequences and {bounds} "
+            f"document bounds, and has {size}; copy it again"
+        )
 
 
 def _parse(path: Path, header: bytes) -> tuple[TokenDtype, int, int]:
@@ -343,21 +302,30 @@ def _parse(path: Path, header: bytes) -> tuple[TokenDtype, int, int]:
     return _DTYPES[code], sequences, bounds
 
 
-def _survey_ids(
-    path: Path, ids: NDArray[np.integer], document_ends: Iterable[NDArray[np.int64]] = ()
-) -> Survey:
-    """Reads every id, in constant memory.
+def _read_ids(
+    path: Path, ids: NDArray[np.integer], document_ends: NDArray[np.int64] | None = None
+) -> Facts:
+    """Reads every id once.
 
     Args:
         path: the file, for messages.
         ids: mapped, shape (tokens,).
-        document_ends: in blocks, the number of ids up to the end of each document that has ids;
-            empty if the ends are unknown.
+        document_ends: the number of ids up to the end of each document that has ids; None if the
+            ends are unknown.
+
+    Returns:
+        fingerprint: sha256 over the dtype and every byte.
+        largest_id: the largest id.
+        end_of_text: the id that ends each document and occurs nowhere else, if there are at least
+            two documents; None if there is no such id, or if the ends of documents are unknown.
 
     Raises:
         DataError: an id is negative (file, token, byte).
     """
-    documents, last_id = _common_last_id(ids, document_ends)
+    last_ids = ids[:0] if document_ends is None else ids[document_ends - 1]
+    # The last id of a single document may be any id.
+    is_common = len(last_ids) > 1 and bool(np.all(last_ids == last_ids[0]))
+    last_id = int(last_ids[0]) if is_common else None
     digest = hashlib.sha256(ids.dtype.str.encode())
     largest_id, occurrences = 0, 0
     for start in range(0, len(ids), _READ_AT_ONCE_TOKENS):
@@ -372,20 +340,8 @@ def _survey_ids(
         digest.update(block.tobytes())
         largest_id = max(largest_id, int(block.max()))
         occurrences += int(np.count_nonzero(block == last_id)) if last_id is not None else 0
-    # The last id of a single document may be any id.
-    end_of_text = last_id if occurrences == documents > 1 else None
-    return Survey(digest.hexdigest(), largest_id, end_of_text)
-
-
-def _common_last_id(
-    ids: NDArray[np.integer], document_ends: Iterable[NDArray[np.int64]]
-) -> tuple[int, int | None]:
-    """(number of documents, the id with which all of them end, or None)."""
-    documents, last_id = 0, None
-    for ends in document_ends:
-        last_ids = ids[ends - 1]
-        last_id = int(last_ids[0]) if documents == 0 else last_id
-        documents += len(ends)
-        if not np.all(last_ids == last_id):
-            return documents, None
-    return documents, last_id
+    return {
+        "fingerprint": digest.hexdigest(),
+        "largest_id": largest_id,
+        "end_of_text": last_id if occurrences == len(last_ids) else None,
+    }

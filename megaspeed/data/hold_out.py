@@ -1,28 +1,41 @@
-"""The part of token files that is held out for validation.
+"""Selects the part of the data that is held out for validation.
 
-By tokens: blocks of each file, chosen by the hash of their first ids.
+**Text.** The hash of a document's text decides, so equal documents are always on the same side, and
+the order of files does not matter.
 
-    file    block . block . block . block . block . block
-                    validation              validation
+    by tokens       complete documents; if they are less than 9/10 of the fraction, also the end of
+                    the longest document. If all documents have copies, only complete documents;
+                    more than twice the fraction is refused
+    by documents    the rule of version 0.1: complete documents; if none is short enough, the
+                    shortest one
 
-By documents, as in version 0.1: the end of each file.
+**Token files.** With both rules, parts begin and end between documents, if a document ends near
+enough.
 
-    file    document . document . document | document .
-                                  training | validation
+    by tokens       block . block . block . block . block      blocks, chosen by the hash of their
+                            validation      validation         first ids
 
-With both rules, parts begin and end between documents, if a document ends near enough.
+    by documents    document . document . document | document  the end of each file, as in
+                              training             | validation  version 0.1
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
-from megaspeed.data.errors import DataError
+from megaspeed.data.documents import Document
+from megaspeed.data.errors import DataError, raise_any
 from megaspeed.data.foreign_tokens import MegatronIndex
 from megaspeed.data.token_file import TokenFile
+
+_SHORT_OF = 0.1
+_MOST_TIMES = 2
 
 _SCANNED_AT_ONCE_TOKENS = 1 << 20
 _BLOCKS = 16
@@ -32,8 +45,147 @@ _HASHED_TOKENS = 1 << 10
 # of all held-out tokens.
 _BLOCK_SLACK, _TOTAL_SLACK = 1 / 4, 1 / 50
 
+Groups = list[list[Document]]
+"""Documents, by the component of the mixture that they belong to."""
+
 Sides = tuple[tuple[TokenFile, ...], tuple[TokenFile, ...]]
 """(training, validation)"""
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A document whose end is held out.
+
+    Attributes:
+        document: its number among the training documents of its group.
+        fraction: the fraction of the document that is held out, in (0, 1).
+    """
+
+    document: int
+    fraction: float
+
+
+def split_by_tokens(
+    groups: Sequence[Sequence[Document]], fraction: float, seed: int
+) -> tuple[Groups, Groups, list[Cut | None]]:
+    """(training documents, validation documents, cut) of each group.
+
+    In every group with documents, `fraction` of the bytes is held out. A document is cut only if no
+    other document has the same text.
+
+    Raises:
+        DataError: the documents of a group cannot be cut, and it has fewer than two distinct ones,
+            or more than twice the fraction would be held out.
+    """
+    nothing_cut: list[Cut | None] = [None for _ in groups]
+    if fraction == 0:
+        return *_sides(groups, set()), nothing_cut
+    held_out = {
+        content for group in groups for content in _chosen(_bytes_of(group), fraction, seed)
+    }
+    copies = Counter(document.content for group in groups for document in group)
+    cuts = [_cut(group, held_out, copies, fraction) for group in groups]
+    uncut = [
+        group
+        for group, cut in zip(groups, cuts, strict=True)
+        if group and cut is None and not any(document.content in held_out for document in group)
+    ]
+    if not uncut:
+        return *_sides(groups, held_out), cuts
+    training, validation = split_groups(groups, fraction, seed)
+    for group, held in zip(groups, validation, strict=True):
+        share = _bytes(held) / max(_bytes(group), 1)
+        if share > _MOST_TIMES * fraction:
+            raise DataError(
+                f"at most {_MOST_TIMES} x data.validation_fraction {fraction:g} may be held out, "
+                f"and it would be {share:.1%} of {_place(group)}: no document of "
+                f"{_place(uncut[0])} can be cut, because all have copies ({len(uncut[0]):,} "
+                f"documents, {len(_bytes_of(uncut[0])):,} distinct); remove the copies, give "
+                "data.validation sources of its own, or set data.hold_out_by to "
+                '"documents" to hold out so much'
+            )
+    return training, validation, nothing_cut
+
+
+def split_groups(
+    groups: Sequence[Sequence[Document]], fraction: float, seed: int
+) -> tuple[Groups, Groups]:
+    """(training documents, validation documents) of each group, complete documents only.
+
+    Distinct contents are sorted by sha256(seed, content hash). In this order, each one that fits
+    into `fraction` of all bytes is held out. If none fits, the smallest one is. Each group is split
+    separately. Documents that one group holds out are removed from the training documents of all
+    groups, so a group may lose more than its fraction.
+
+    Raises:
+        DataError: fewer than two distinct documents in some of the groups.
+    """
+    if fraction == 0:
+        return _sides(groups, set())
+    raise_any(
+        "training and validation each need at least one complete document, and the corpus has "
+        f"{len(_bytes_of(group))} distinct document ({group[0].file.path}, "
+        f"{group[0].size_bytes} bytes); put <|endoftext|> between its parts, name more files, give "
+        "data.validation sources of its own, or set data.validation_fraction to 0"
+        for group in groups
+        if group and len(_bytes_of(group)) < 2
+    )
+    held_out: set[str] = set()
+    for bytes_of in map(_bytes_of, filter(None, groups)):
+        shortest = min(bytes_of, key=lambda content: (bytes_of[content], content))
+        held_out |= _chosen(bytes_of, fraction, seed) or {shortest}
+    return _sides(groups, held_out)
+
+
+def _cut(
+    group: Sequence[Document], held_out: set[str], copies: Counter[str], fraction: float
+) -> Cut | None:
+    """The end of the longest document without copies, if complete documents are not enough."""
+    wanted = fraction * _bytes(group)
+    training = [document for document in group if document.content not in held_out]
+    missing = wanted - (_bytes(group) - _bytes(training))
+    single = [number for number, doc in enumerate(training) if copies[doc.content] == 1]
+    if missing <= _SHORT_OF * wanted or not single:
+        return None
+    longest = max(single, key=lambda n: (training[n].size_bytes, training[n].content))
+    return Cut(longest, min(missing / training[longest].size_bytes, 1 - _SHORT_OF))
+
+
+def _chosen(bytes_of: dict[str, int], fraction: float, seed: int) -> set[str]:
+    """The content hashes of the documents that are held out, to fit into the fraction."""
+    room_bytes = fraction * sum(bytes_of.values())
+    ranked = sorted(
+        bytes_of, key=lambda content: hashlib.sha256(f"{seed}:{content}".encode()).digest()
+    )
+    chosen: set[str] = set()
+    for content in ranked[:-1]:  # the last one stays, so that training is never empty
+        if bytes_of[content] <= room_bytes:
+            chosen.add(content)
+            room_bytes -= bytes_of[content]
+    return chosen
+
+
+def _sides(groups: Sequence[Sequence[Document]], held_out: set[str]) -> tuple[Groups, Groups]:
+    training = [[doc for doc in group if doc.content not in held_out] for group in groups]
+    validation = [[doc for doc in group if doc.content in held_out] for group in groups]
+    return training, validation
+
+
+def _bytes(documents: Sequence[Document]) -> int:
+    return sum(document.size_bytes for document in documents)
+
+
+def _bytes_of(documents: Sequence[Document]) -> dict[str, int]:
+    """Content hash -> bytes of all documents with this content."""
+    bytes_of: Counter[str] = Counter()
+    for document in documents:
+        bytes_of[document.content] += document.size_bytes
+    return bytes_of
+
+
+def _place(group: Sequence[Document]) -> str:
+    files = list(dict.fromkeys(str(document.file.path) for document in group))
+    return files[0] if len(files) == 1 else f"{files[0]} and {len(files) - 1:,} other files"
 
 
 def hold_out_tokens(files: Sequence[TokenFile], fraction: float, seed: int) -> Sides:
@@ -59,27 +211,43 @@ def hold_out_tokens(files: Sequence[TokenFile], fraction: float, seed: int) -> S
     return train, tuple(part for _, validation in sides for part in validation)
 
 
+def hold_out_tails(files: Sequence[TokenFile], fraction: float) -> Sides:
+    """Holds out the last `fraction` of each file for validation, beginning after a document.
+
+    Neither side of a file is empty, unless the fraction is 0.
+
+    Raises:
+        DataError: a file has a single token.
+    """
+    if fraction == 0:
+        return tuple(files), ()
+    cuts = [_tail(file, _inside(file, round(file.index.tokens * (1 - fraction)))) for file in files]
+    cut_files = list(zip(files, cuts, strict=True))
+    validation = (file.stretch(cut, file.index.tokens - cut) for file, cut in cut_files)
+    return tuple(file.stretch(0, cut) for file, cut in cut_files), tuple(validation)
+
+
 def hold_out_spans(file: TokenFile, spans: Sequence[tuple[int, int]]) -> Sides:
     """The file without the spans [first, stop), and the spans. Adjacent spans are joined."""
-    train: list[TokenFile] = []
-    validation: list[TokenFile] = []
-    for spans_of_side, side in ((_rest(spans, file.index.tokens), train), (spans, validation)):
-        joined: list[tuple[int, int]] = []
-        for first, stop in sorted(spans_of_side):
-            if joined and joined[-1][1] == first:
-                joined[-1] = (joined[-1][0], stop)
-            else:
-                joined.append((first, stop))
-        side.extend(file.stretch(first, stop - first) for first, stop in joined)
-    return tuple(train), tuple(validation)
+    bounds = [0, *(bound for span in sorted(spans) for bound in span), file.index.tokens]
+    between = list(zip(bounds[::2], bounds[1::2], strict=True))
+    return _stretches(file, between), _stretches(file, spans)
+
+
+def _stretches(file: TokenFile, spans: Sequence[tuple[int, int]]) -> tuple[TokenFile, ...]:
+    joined: list[tuple[int, int]] = []
+    for first, stop in sorted(spans):
+        if joined and joined[-1][1] == first:
+            first = joined.pop()[0]
+        if first < stop:
+            joined.append((first, stop))
+    return tuple(file.stretch(first, stop - first) for first, stop in joined)
 
 
 def document_span(file: TokenFile, number: int) -> tuple[int, int]:
     """The range [first, stop) of the ids of a document, including its end-of-text token."""
-    ids, ends_before, first = file.map(), 0, 0
-    for start in range(0, len(ids), _SCANNED_AT_ONCE_TOKENS):
-        block = ids[start : start + _SCANNED_AT_ONCE_TOKENS]
-        ends = start + 1 + np.flatnonzero(block == file.index.end_of_text)
+    ends_before, first = 0, 0
+    for ends in _document_ends(file, 1):
         if ends_before + len(ends) > number:
             at = number - ends_before
             return int(ends[at - 1]) if at else first, int(ends[at])
@@ -89,24 +257,20 @@ def document_span(file: TokenFile, number: int) -> tuple[int, int]:
 
 def _held_out_blocks(file: TokenFile, fraction: float, seed: int) -> list[tuple[int, int]]:
     tokens = file.index.tokens
-    wanted = _check_divisible(file, round(tokens * fraction))
+    wanted = _inside(file, round(tokens * fraction))
     length = max(wanted / _BLOCKS, min(wanted, _SMALLEST_BLOCK_TOKENS))
     count = max(2, round(tokens / length))
     slack = int(_BLOCK_SLACK * tokens / count)
     bounds = [_end_near(file, i * tokens // count, slack) for i in range(1, count)]
     ids = file.map()
-    blocks = sorted(
-        zip([0, *bounds], [*bounds, tokens], strict=True),
-        key=lambda block: (
-            hashlib.sha256(
-                f"{seed}:".encode() + ids[block[0] : block[0] + _HASHED_TOKENS].tobytes()
-            ).digest(),
-            block,
-        ),
-    )
+
+    def rank(block: tuple[int, int]) -> tuple[bytes, tuple[int, int]]:
+        first_ids = ids[block[0] : block[0] + _HASHED_TOKENS].tobytes()
+        return hashlib.sha256(f"{seed}:".encode() + first_ids).digest(), block
+
     held_out: list[tuple[int, int]] = []
     left, most = wanted, tokens - 1
-    for first, stop in blocks:
+    for first, stop in sorted(zip([0, *bounds], [*bounds, tokens], strict=True), key=rank):
         if stop - first >= left:
             cut = _end_near(file, first + left, int(_TOTAL_SLACK * wanted))
             return [*held_out, (first, min(cut, stop, first + most))]
@@ -115,26 +279,7 @@ def _held_out_blocks(file: TokenFile, fraction: float, seed: int) -> list[tuple[
     raise AssertionError("blocks make up the file, and less than all of it is held out")
 
 
-def _end_near(file: TokenFile, token: int, slack: int) -> int:
-    """The first end of a document in [token, token + slack]; if there is none, `token`."""
-    if file.megatron_index is not None:
-        end = MegatronIndex.read(file.megatron_index.with_suffix("")).document_end_near(token)
-        return end if end is not None and token <= end <= token + slack else token
-    if file.index.end_of_text is None:
-        return token
-    near = file.map()[token - 1 : token + slack]
-    found = np.flatnonzero(near == file.index.end_of_text)
-    return token + int(found[0]) if len(found) else token
-
-
-def _rest(spans: Sequence[tuple[int, int]], tokens: int) -> list[tuple[int, int]]:
-    """The spans of the file between the given spans."""
-    bounds = [0, *(bound for span in sorted(spans) for bound in span), tokens]
-    pairs = zip(bounds[::2], bounds[1::2], strict=True)
-    return [(first, stop) for first, stop in pairs if first < stop]
-
-
-def _check_divisible(file: TokenFile, wanted: int) -> int:
+def _inside(file: TokenFile, wanted: int) -> int:
     """`wanted`, but at least 1 and less than all tokens.
 
     Raises:
@@ -149,28 +294,19 @@ def _check_divisible(file: TokenFile, wanted: int) -> int:
     return min(max(wanted, 1), tokens - 1)
 
 
-def hold_out_tails(files: Sequence[TokenFile], fraction: float) -> Sides:
-    """Holds out the last `fraction` of each file for validation, beginning after a document.
-
-    Neither side of a file is empty, unless the fraction is 0.
-
-    Raises:
-        DataError: a file has a single token.
-    """
-    if fraction == 0:
-        return tuple(files), ()
-    train: list[TokenFile] = []
-    validation: list[TokenFile] = []
-    for file in files:
-        tokens = file.index.tokens
-        cut = _cut(file, _check_divisible(file, round(tokens * (1 - fraction))))
-        assert file.first_token == 0, file
-        train.append(file.stretch(0, cut))
-        validation.append(file.stretch(cut, tokens - cut))
-    return tuple(train), tuple(validation)
+def _end_near(file: TokenFile, token: int, slack: int) -> int:
+    """The first end of a document in [token, token + slack]; if there is none, `token`."""
+    if file.megatron_index is not None:
+        end = MegatronIndex.read(file.megatron_index.with_suffix("")).document_end_near(token)
+        return end if end is not None and token <= end <= token + slack else token
+    if file.index.end_of_text is None:
+        return token
+    near = file.map()[token - 1 : token + slack]
+    found = np.flatnonzero(near == file.index.end_of_text)
+    return token + int(found[0]) if len(found) else token
 
 
-def _cut(file: TokenFile, wanted: int) -> int:
+def _tail(file: TokenFile, wanted: int) -> int:
     """Number of training tokens: up to the first end of a document at or after `wanted`.
 
     If this is the end of the file, up to the last end of a document before `wanted`. If the file is
@@ -181,27 +317,17 @@ def _cut(file: TokenFile, wanted: int) -> int:
         return index.document_end_near(wanted) or wanted
     if file.index.end_of_text is None:
         return wanted
-    return _end_from(file, wanted) or _end_before(file, wanted) or wanted
+    for ends in _document_ends(file, wanted):
+        if len(ends) and ends[0] < file.index.tokens:
+            return int(ends[0])
+    return (
+        max(int(ends[ends < wanted].max(initial=0)) for ends in _document_ends(file, 1)) or wanted
+    )
 
 
-def _end_from(file: TokenFile, wanted: int) -> int | None:
-    """The first end of a document in [wanted, tokens)."""
+def _document_ends(file: TokenFile, first: int) -> Iterator[NDArray[np.int64]]:
+    """The ends of documents from `first` on, as numbers of tokens from the start, in blocks."""
     ids = file.map()
-    last = len(ids) - 1  # not the end of the file
-    for start in range(wanted - 1, last, _SCANNED_AT_ONCE_TOKENS):
-        block = ids[start : min(start + _SCANNED_AT_ONCE_TOKENS, last)]
-        found = np.flatnonzero(block == file.index.end_of_text)
-        if len(found):
-            return start + int(found[0]) + 1
-    return None
-
-
-def _end_before(file: TokenFile, wanted: int) -> int | None:
-    """The last end of a document in [1, wanted)."""
-    ids = file.map()
-    for stop in range(wanted - 1, 0, -_SCANNED_AT_ONCE_TOKENS):
-        start = max(0, stop - _SCANNED_AT_ONCE_TOKENS)
-        found = np.flatnonzero(ids[start:stop] == file.index.end_of_text)
-        if len(found):
-            return start + int(found[-1]) + 1
-    return None
+    for start in range(first - 1, len(ids), _SCANNED_AT_ONCE_TOKENS):
+        block = ids[start : start + _SCANNED_AT_ONCE_TOKENS]
+        yield start + 1 + np.flatnonzero(block == file.index.end_of_text)

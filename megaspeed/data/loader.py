@@ -135,33 +135,25 @@ class OneAhead(Generic[Key, Item]):
         self._thread.shutdown(wait=True, cancel_futures=True)
 
 
-class _Reader:
-    """Samples of the training or the validation data as micro-batches, in host memory."""
+def _reader(
+    corpus: PreparedCorpus, mixture: Mixture, order: TrainingOrder, micro_batch_size: int
+) -> Callable[[Sequence[int]], MicroBatch]:
+    """A function that reads at most a micro-batch of samples into host memory."""
+    rows = Rows(mixture, corpus.sequence_length)
+    end_of_text = corpus.end_of_text if corpus.reset_at_documents else None
+    # PreparedCorpus.check refuses this.
+    assert end_of_text is not None or not corpus.reset_at_documents
 
-    def __init__(
-        self,
-        corpus: PreparedCorpus,
-        mixture: Mixture,
-        order: TrainingOrder | ValidationOrder,
-        micro_batch_size: int,
-    ) -> None:
-        self._order = order
-        self._rows = Rows(mixture, corpus.sequence_length)
-        self._micro_batch_size = micro_batch_size
-        self._sequence_length = corpus.sequence_length
-        self._end_of_text = corpus.end_of_text if corpus.reset_at_documents else None
-        # PreparedCorpus.check refuses this.
-        assert self._end_of_text is not None or not corpus.reset_at_documents
-
-    def read(self, samples: Sequence[int]) -> MicroBatch:
-        """Reads at most a micro-batch of rows. Missing rows are padding."""
+    def read(samples: Sequence[int]) -> MicroBatch:
         return read_micro_batch(
-            [self._rows.at(self._order.place_of(sample)) for sample in samples],
+            [rows.at(order.place_of(sample)) for sample in samples],
             samples,
-            micro_batch_size=self._micro_batch_size,
-            sequence_length=self._sequence_length,
-            end_of_text=self._end_of_text,
+            micro_batch_size=micro_batch_size,
+            sequence_length=corpus.sequence_length,
+            end_of_text=end_of_text,
         )
+
+    return read
 
 
 class TrainingLoader:
@@ -177,7 +169,7 @@ class TrainingLoader:
         self._shape = shape
         self._device = torch.device(device)
         order = TrainingOrder.of(corpus.train, corpus.seed, corpus.sequence_length)
-        self._reader = _Reader(corpus, corpus.train, order, shape.micro_batch_size)
+        self._read_samples = _reader(corpus, corpus.train, order, shape.micro_batch_size)
         self._ahead: OneAhead[tuple[int, int], MicroBatch] | None = None
         if self._device.type == "cuda":
             self._ahead = OneAhead(self._read_pinned, self._following, self._device)
@@ -196,7 +188,8 @@ class TrainingLoader:
 
     def _read(self, key: tuple[int, int]) -> MicroBatch:
         samples_consumed, micro_batch = key
-        return self._reader.read([samples_consumed + row for row in self._shape.rows(micro_batch)])
+        rows = self._shape.rows(micro_batch)
+        return self._read_samples([samples_consumed + row for row in rows])
 
     def _read_pinned(self, key: tuple[int, int]) -> MicroBatch:
         return self._read(key).pin_memory()
@@ -227,11 +220,11 @@ class ValidationLoader:
         self._shape = shape
         self._device = torch.device(device)
         self._sequence_length = corpus.sequence_length
-        self._reader: _Reader | None = None
+        self._read_samples: Callable[[Sequence[int]], MicroBatch] | None = None
         self.sequences = 0
         if corpus.validation is not None:
             order = ValidationOrder.of(corpus.validation, corpus.seed, corpus.sequence_length)
-            self._reader = _Reader(corpus, corpus.validation, order, shape.micro_batch_size)
+            self._read_samples = _reader(corpus, corpus.validation, order, shape.micro_batch_size)
             self.sequences = min(eval_batches * shape.train_batch_size, order.sequences)
 
     def __len__(self) -> int:
@@ -248,6 +241,6 @@ class ValidationLoader:
 
     def micro_batch(self, micro_batch: int) -> MicroBatch:
         """Micro-batch `micro_batch`, in [0, len(self)); `samples` are the numbers of the rows."""
-        assert self._reader is not None and 0 <= micro_batch < len(self), micro_batch
+        assert self._read_samples is not None and 0 <= micro_batch < len(self), micro_batch
         rows = [row for row in self._shape.rows(micro_batch) if row < self.sequences]
-        return self._reader.read(rows).to(self._device)
+        return self._read_samples(rows).to(self._device)

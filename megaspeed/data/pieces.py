@@ -32,17 +32,20 @@ _LONGEST_CHARACTER_BYTES = 4
 _MARK_OF_A_SPACE = "\u2581"  # how SentencePiece writes it
 _FIELDS_SHOWN = 12
 
-HOW_CUT = f"at spaces or line ends in the last {_CUT_WINDOW_BYTES} of {PIECE_BYTES} bytes"
+CUT_RULE = f"at spaces or line ends in the last {_CUT_WINDOW_BYTES} of {PIECE_BYTES} bytes"
 """Part of every cache key that depends on ids: other cuts change some ids of long documents."""
 
 CORRECT_IT = "correct it"
 STATE_FIELD = "name the right one as text_field, or --text-field"
-COPY_AGAIN = "copy the whole file here again"
+COPY_AGAIN = "copy the complete file here again"
 SKIP_BEFOREHAND = ", or skip bad records with `megaspeed tokenize --skip-bad`"
 """An alternative for a bad record if a run reads the text directly."""
 
-_KINDS = {
-    **{dict: "an object", list: "a list", bool: "a boolean", int: "a number", float: "a number"},
+_KINDS: dict[type, str] = {
+    **dict.fromkeys((dict, tuple), "an object"),  # JsonLines reads objects as tuples
+    **dict.fromkeys((int, float), "a number"),
+    list: "a list",
+    bool: "a boolean",
     bytes: "not UTF-8",
 }
 
@@ -207,4 +210,4 @@ def no_such_field(name: str, present: Iterable[str], kind: str) -> str:
     names = [f'"{other}"' for other in present]
     shown = ", ".join(names[:_FIELDS_SHOWN]) or "none"
     more = f" and {len(names) - _FIELDS_SHOWN} more" if len(names) > _FIELDS_SHOWN else ""
-    return f'the text is in the {kind} "{name}", and there is none; there is {shown}{more}'
+    return f'the {kind} "{name}" must hold the text, and is missing; the {kind}s are {shown}{more}'

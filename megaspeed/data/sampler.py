@@ -31,14 +31,14 @@ from __future__ import annotations
 import hashlib
 import struct
 from bisect import bisect_right
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megaspeed.data.mixture import Component, Mixing, Mixture, mix_64
+from megaspeed.data.mixture import Mixing, Mixture, mix_64
 
 _ROUNDS = 8
 _MAPPED_AT_ONCE = 256
@@ -77,7 +77,7 @@ class Permutation:
 
 @dataclass(frozen=True)
 class Sampler:
-    """Maps draw index to sequence index, for one component.
+    """The order of the sequences of one component.
 
     Attributes:
         seed: `data.seed`.
@@ -119,84 +119,62 @@ class Place:
 
 
 @dataclass(frozen=True)
-class _Layout:
-    """Maps sequence index to place, for one component."""
-
-    first_sequences: Sequence[int]
-    sequence_length: int
-
-    @classmethod
-    def of(cls, component: Component, sequence_length: int) -> _Layout:
-        return cls(component.first_sequences(sequence_length), sequence_length)
-
-    @property
-    def count(self) -> int:
-        return self.first_sequences[-1]
-
-    def place(self, component: int, draw: int, sequence: int) -> Place:
-        # The last file that begins at or before it, because files may have no sequence.
-        file = bisect_right(self.first_sequences, sequence) - 1
-        within = sequence - self.first_sequences[file]
-        return Place(component, draw, sequence, file, within * self.sequence_length)
-
-
-@dataclass(frozen=True)
 class TrainingOrder:
-    """Maps sample index to place, for the training stream."""
+    """Maps sample index to place, for the training stream.
+
+    Attributes:
+        mixing: the order of components.
+        samplers: for each component, the order of its sequences.
+        first_sequences: for each component, the number of the first sequence in each file, then the
+            number of all sequences.
+        sequence_length: S, tokens.
+    """
 
     mixing: Mixing
     samplers: tuple[Sampler, ...]
-    layouts: tuple[_Layout, ...]
+    first_sequences: tuple[list[int], ...]
+    sequence_length: int
 
     @classmethod
-    def of(cls, mixture: Mixture, seed: int, sequence_length: int) -> TrainingOrder:
+    def of(cls, mixture: Mixture, seed: int, sequence_length: int) -> Self:
         """Every component of the mixture has at least one sequence."""
-        layouts = tuple(_Layout.of(each, sequence_length) for each in mixture.components)
-        samplers = tuple(
-            Sampler(seed, component.fingerprint, each.count)
-            for component, each in zip(mixture.components, layouts, strict=True)
-        )
-        return cls(_mixing_of(mixture, seed), samplers, layouts)
+        weights = [component.weight for component in mixture.components]
+        firsts = [component.first_sequences(sequence_length) for component in mixture.components]
+        samplers = [
+            Sampler(seed, component.fingerprint, first[-1])
+            for component, first in zip(mixture.components, firsts, strict=True)
+        ]
+        mixing = Mixing.of(weights, f"{seed}:{mixture.fingerprint}")
+        return cls(mixing, tuple(samplers), tuple(firsts), sequence_length)
 
     def place_of(self, sample: int) -> Place:
         """The place of a sample of the stream; `sample` is at least 0."""
         component, draw = self.mixing.draw(sample)
-        sequence = self.samplers[component].sequence_of(draw)
-        return self.layouts[component].place(component, draw, sequence)
+        sequence = self._sequence_of(self.samplers[component], draw)
+        first_sequences = self.first_sequences[component]
+        # The last file that begins at or before it, because files may have no sequence.
+        file = bisect_right(first_sequences, sequence) - 1
+        first_token = (sequence - first_sequences[file]) * self.sequence_length
+        return Place(component, draw, sequence, file, first_token)
+
+    def _sequence_of(self, sampler: Sampler, draw: int) -> int:
+        return sampler.sequence_of(draw)
 
 
-@dataclass(frozen=True)
-class ValidationOrder:
+class ValidationOrder(TrainingOrder):
     """Maps row index to place, for an evaluation. Sequences of a component are not shuffled.
 
     Components are mixed as in training, so the mean over rows has the same weights. A component
     whose sequences are used up is repeated, so a small one does not end the evaluation.
     """
 
-    mixing: Mixing
-    layouts: tuple[_Layout, ...]
-
-    @classmethod
-    def of(cls, mixture: Mixture, seed: int, sequence_length: int) -> ValidationOrder:
-        """Every component of the mixture has at least one sequence."""
-        layouts = tuple(_Layout.of(each, sequence_length) for each in mixture.components)
-        return cls(_mixing_of(mixture, seed), layouts)
-
     @property
     def sequences(self) -> int:
         """Rows of a complete evaluation: the number of all sequences."""
-        return sum(each.count for each in self.layouts)
+        return sum(sampler.sequences for sampler in self.samplers)
 
-    def place_of(self, row: int) -> Place:
-        """The place of a row, in [0, sequences)."""
-        component, draw = self.mixing.draw(row)
-        layout = self.layouts[component]
-        return layout.place(component, draw, draw % layout.count)
-
-
-def _mixing_of(mixture: Mixture, seed: int) -> Mixing:
-    weights = [component.weight for component in mixture.components]
-    return Mixing.of(weights, f"{seed}:{mixture.fingerprint}")
+    def _sequence_of(self, sampler: Sampler, draw: int) -> int:
+        return draw % sampler.sequences
 
 
 class Rows:

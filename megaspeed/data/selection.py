@@ -32,16 +32,11 @@ from megaspeed.config.data import BUNDLED_CORPUS, DataConfig, Source
 from megaspeed.config.document import read_document
 from megaspeed.config.hugging_face import fill_from_hugging_face
 from megaspeed.config.model import ModelConfig
-from megaspeed.data.errors import DataError
+from megaspeed.data.errors import DataError, for_each, raise_any
 from megaspeed.data.pieces import SKIP_BEFOREHAND, refuse
 from megaspeed.data.sources import SourceFile, files_by_source, matched_twice
 from megaspeed.data.token_folder import is_token_folder, read_index
-from megaspeed.data.token_sources import (
-    is_token_source,
-    text_beside_tokens,
-    token_paths,
-    why_not_tokens,
-)
+from megaspeed.data.token_sources import text_beside_tokens, token_paths, why_not_tokens
 from megaspeed.data.tokenizer import (
     TOKENIZER_FILE,
     TRAIN,
@@ -66,13 +61,13 @@ class Share:
 
     Attributes:
         files: the files of text, in order.
-        token_sources: the sources of token ids, in order.
+        tokens: the token folders and token files, in order.
         weight: its weight, relative to the weights of the other shares.
         name: its sources as the configuration names them.
     """
 
     files: tuple[SourceFile, ...]
-    token_sources: tuple[Source, ...]
+    tokens: tuple[Path, ...]
     weight: float
     name: str
 
@@ -140,7 +135,7 @@ def find_problems_in_file(path: str | PathLike[str], overrides: Sequence[str] = 
     problems: list[str] = []
     is_complete = False
     with at_most(_LONGEST_SECONDS):
-        problems.extend(each_problem(data, _vocab_size(values)))
+        problems.extend(find_problems(data, _vocab_size(values)))
         is_complete = True
     if not is_complete:
         logger.warning(
@@ -162,13 +157,8 @@ def _vocab_size(values: Mapping[str, Any]) -> int:
         return sys.maxsize
 
 
-def find_problems(data: DataConfig, vocab_size: int) -> tuple[str, ...]:
-    """Every problem that can be found without reading the corpus."""
-    return tuple(each_problem(data, vocab_size))
-
-
-def each_problem(data: DataConfig, vocab_size: int) -> Iterator[str]:
-    """Like `find_problems`, but yields each problem when it is found."""
+def find_problems(data: DataConfig, vocab_size: int) -> Iterator[str]:
+    """Every problem that can be found without reading the corpus, as soon as it is found."""
     shares: Sequence[Share] = ()
     try:
         train, validation = _find_both(data)
@@ -205,20 +195,11 @@ def _first_records(shares: Sequence[Share]) -> Iterator[str]:
 
 def _find_both(data: DataConfig) -> tuple[tuple[Share, ...], tuple[Share, ...] | None]:
     """(shares of training, of validation or None)."""
-    problems: list[str] = []
-    found: list[tuple[Share, ...]] = []
-    for sources, setting in (
-        (data.train_sources, "data.train"),
-        (data.validation_sources, "data.validation"),
-    ):
-        try:
-            found.append(() if sources is None else find_shares(sources, setting))
-        except DataError as error:
-            problems.extend(error.problems)
-    if problems:
-        raise DataError(*problems)
-    train, validation = found
-    trained_on, validated_on = _places(train), _places(validation)
+    listed = [(data.train_sources, "data.train")]
+    if data.validation_sources is not None:
+        listed.append((data.validation_sources, "data.validation"))
+    train, *rest = for_each(listed, lambda item: find_shares(*item))
+    trained_on, validated_on = _places(train), _places(rest[0] if rest else ())
     both = [shown for place, shown in validated_on.items() if place in trained_on]
     if both:
         raise DataError(
@@ -226,7 +207,7 @@ def _find_both(data: DataConfig) -> tuple[tuple[Share, ...], tuple[Share, ...] |
             f"files of data.validation are in data.train too, the first {both[0]}; "
             "narrow one of the two lists"
         )
-    return train, None if data.validation is None else validation
+    return train, rest[0] if rest else None
 
 
 def _places(shares: Sequence[Share]) -> dict[tuple[str, str], str]:
@@ -245,56 +226,50 @@ def find_shares(sources: Sequence[Source], setting: str) -> tuple[Share, ...]:
     Raises:
         DataError: every source that cannot be used.
     """
-    token_sources = [source for source in sources if _holds_tokens(source)]
-    text_sources = [source for source in sources if source not in token_sources]
-    _check_tokens(token_sources, setting)
-    listed = iter(files_by_source(text_sources, setting) if text_sources else [])
+    tokens = [_token_paths(source) for source in sources]
+    _check_tokens(sources, tokens, setting)
+    text = [source for source, paths in zip(sources, tokens, strict=True) if not paths]
+    listed = iter(files_by_source(text, setting) if text else [])
     shares = [
-        Share((), (source,), source.weight or 1.0, str(source))
-        if source in token_sources
-        else Share(tuple(next(listed)), (), source.weight or 1.0, str(source))
-        for source in sources
+        Share(() if paths else tuple(next(listed)), paths, source.weight or 1.0, str(source))
+        for source, paths in zip(sources, tokens, strict=True)
     ]
     if sources[0].weight is not None:
         return tuple(shares)
     files = tuple(file for share in shares for file in share.files)
-    return (Share(files, tuple(token_sources), 1.0, ", ".join(share.name for share in shares)),)
+    name = ", ".join(share.name for share in shares)
+    return (Share(files, tuple(token_places(shares)), 1.0, name),)
 
 
 def token_places(shares: Sequence[Share]) -> list[Path]:
-    """The token folders, token files and prefixes of token files, in order."""
-    return [
-        place
-        for share in shares
-        for source in share.token_sources
-        for place in token_paths(Path(str(source.path)))
-    ]
+    """The token folders and token files of all shares, in order."""
+    return [path for share in shares for path in share.tokens]
 
 
-def _holds_tokens(source: Source) -> bool:
-    if source.path is None or source.path == BUNDLED_CORPUS:
-        return False
-    return is_token_source(Path(source.path))
+def _token_paths(source: Source) -> tuple[Path, ...]:
+    """The token folders and token files of a source; empty if it is text."""
+    is_text = source.path is None or source.path == BUNDLED_CORPUS
+    return () if is_text else tuple(token_paths(Path(str(source.path))))
 
 
-def _check_tokens(sources: Sequence[Source], setting: str) -> None:
+def _check_tokens(
+    sources: Sequence[Source], tokens: Sequence[tuple[Path, ...]], setting: str
+) -> None:
     """Raises DataError if a source of tokens also matches text, or a file is matched twice."""
     first: dict[Path, tuple[Path, Source]] = {}
     problems: list[str] = []
-    for source in sources:
-        path = Path(str(source.path))
-        places, text = token_paths(path), text_beside_tokens(path)
+    for source, paths in zip(sources, tokens, strict=True):
+        text = text_beside_tokens(Path(str(source.path))) if paths else None
         if text is not None:
             problems.append(
                 f"{setting}: a source is text or tokens, and '{source}' matches {text}, which is "
-                f"read as text, and {places[0]}, which holds tokens; list the two as two sources"
+                f"read as text, and {paths[0]}, which holds tokens; list the two as two sources"
             )
-        for place in places:
-            found = (place, source)
-            if first.setdefault(place.resolve(), found) is not found:
-                problems.append(matched_twice(setting, first[place.resolve()], found))
-    if problems:
-        raise DataError(*problems)
+        for path in paths:
+            found = (path, source)
+            if first.setdefault(path.resolve(), found) is not found:
+                problems.append(matched_twice(setting, first[path.resolve()], found))
+    raise_any(problems)
 
 
 def choose_tokenizer(data: DataConfig, shares: Sequence[Share]) -> str | None:
@@ -305,52 +280,28 @@ def choose_tokenizer(data: DataConfig, shares: Sequence[Share]) -> str | None:
     """
     places = token_places(shares)
     folders = [place for place in places if is_token_folder(place)]
-    if data.tokenizer != TRAIN:
-        named = str(expand_home(data.tokenizer))
-        if folders:
-            _check_named(named, folders)
-        return named
+    if data.tokenizer == TRAIN and not folders:
+        if places and any(share.files for share in shares):
+            raise DataError(
+                f'data.tokenizer is "{TRAIN}", and {places[0]} does not state the tokenizer of its '
+                "ids, which the text must be tokenized with, too; name that tokenizer in "
+                "data.tokenizer"
+            )
+        return None
+    chosen = str(folders[0] if data.tokenizer == TRAIN else expand_home(data.tokenizer))
+    if data.tokenizer == TRAIN and not (folders[0] / TOKENIZER_FILE).is_file():
+        raise DataError(
+            f"a token folder has its tokenizer in it, and {folders[0] / TOKENIZER_FILE} is "
+            "missing; copy it again, or name the tokenizer in data.tokenizer"
+        )
     if folders:
-        _check_equal(folders)
-        return str(folders[0])
-    if places and any(share.files for share in shares):
-        raise DataError(
-            f'data.tokenizer is "{TRAIN}", and {places[0]} does not state the tokenizer of its '
-            "ids, which the text must be tokenized with, too; name that tokenizer in data.tokenizer"
+        wanted = load_tokenizer(chosen).fingerprint
+        fingerprints = [read_index(folder).tokenizer_fingerprint for folder in folders]
+        raise_any(
+            f"all tokens must be made with one tokenizer: the fingerprint of the one in {chosen} "
+            f"is {wanted[:16]}..., and the tokens in {folder} were made with {found[:16]}...; name "
+            "the tokenizer of these tokens in data.tokenizer, or make them again with the other"
+            for folder, found in zip(folders, fingerprints, strict=True)
+            if found != wanted
         )
-    return None
-
-
-def _check_named(named: str, folders: Sequence[Path]) -> None:
-    wanted = load_tokenizer(named).fingerprint
-    problems = [
-        f"data.tokenizer {named!r} must be the one that token files were made with: its "
-        f"fingerprint is {wanted[:16]}..., and that of {folder} is {found[:16]}...; name "
-        f"{folder} in data.tokenizer, or make that folder again with this tokenizer"
-        for folder in folders
-        if (found := read_index(folder).tokenizer_fingerprint) != wanted
-    ]
-    if problems:
-        raise DataError(*problems)
-
-
-def _check_equal(folders: Sequence[Path]) -> None:
-    """Raises DataError unless all folders have the same tokenizer, and the first contains it."""
-    first, *others = folders
-    if not (first / TOKENIZER_FILE).is_file():
-        raise DataError(
-            f"a token folder has its tokenizer in it, and {first / TOKENIZER_FILE} is missing; "
-            "copy it again, or name the tokenizer in data.tokenizer"
-        )
-    wanted = read_index(first).tokenizer_fingerprint
-    found = {folder: read_index(folder).tokenizer_fingerprint for folder in others}
-    found |= {first / TOKENIZER_FILE: load_tokenizer(str(first)).fingerprint}
-    problems = [
-        f"all token files must be of one tokenizer, and {first} is of {wanted[:16]}... while "
-        f"{place} is of {fingerprint[:16]}...; tokenize one of the two again with the other's "
-        "tokenizer"
-        for place, fingerprint in found.items()
-        if fingerprint != wanted
-    ]
-    if problems:
-        raise DataError(*problems)
+    return chosen

@@ -21,14 +21,12 @@ from __future__ import annotations
 import glob
 import os
 import sysconfig
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 
 from megaspeed.config.data import BUNDLED_CORPUS, Source
-from megaspeed.data.errors import DataError
+from megaspeed.data.errors import DataError, raise_any
 from megaspeed.data.pieces import OnBad, Piece, TextFormat, refuse
 from megaspeed.data.tables import NamedDataset, SavedDataset, Table, is_saved_dataset
 from megaspeed.data.text_files import ARCHIVES, JsonLines, PlainText
@@ -57,7 +55,6 @@ _SKIPPED_FOLDERS = frozenset(
 _SKIPPED_PREFIXES = ("_sysconfigdata", "config-", "sitecustomize", "usercustomize")
 
 _PLAIN_TEXT = PlainText()
-_LOOKED_AT_FILES = 10_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,23 +114,19 @@ def files_by_source(sources: Sequence[Source], setting: str) -> list[list[Source
             f"{setting} must list at least one source and lists none; "
             f'name a text file or a glob, or "{BUNDLED_CORPUS}"'
         )
-    listed: list[list[SourceFile]] = []
+    listed = [_files_of(source) for source in sources]
     problems: list[str | None] = []
     first: dict[tuple[str, str], tuple[Path, Source]] = {}
-    for source in sources:
-        found = _files_of(source)
-        listed.append(found)
-        if not found:
+    for source, files in zip(sources, listed, strict=True):
+        if not files:
             problems.append(_nothing_found(source, setting))
-        for file in found:
-            if file.place() in first:
-                again = (file.path, source)
-                problems.append(matched_twice(setting, first[file.place()], again))
-            else:
-                first[file.place()] = (file.path, source)
+        for file in files:
+            found = (file.path, source)
+            if first.setdefault(file.place(), found) is found:
                 problems.append(_unreadable(file, setting))
-    if any(problems):
-        raise DataError(*filter(None, problems))
+            else:
+                problems.append(matched_twice(setting, first[file.place()], found))
+    raise_any(problems)
     return listed
 
 
@@ -144,15 +137,15 @@ def is_file_or_dataset(path: Path) -> bool:
 
 def matched_twice(setting: str, first: tuple[Path, Source], second: tuple[Path, Source]) -> str:
     """The problem that one file is listed twice, as (path, source) and (path, source)."""
-    law = f"{setting}: a file is listed once, and"
     path, source = first
     other_path, other_source = second
-    shown = str(path) if path == other_path else f"{path}, which is {other_path} too (by a link),"
-    if path != other_path and source is other_source:
-        return f"{law} {shown} is matched twice by '{source}'; narrow it"
+    link = "" if path == other_path else f" (the same file as {other_path}, by a link)"
+    if link and source is other_source:
+        law = f"{setting}: a file is listed once"
+        return f"{law}, and '{source}' matches {path}{link} twice; narrow it"
     return (
-        f"{law} {shown} is matched by both '{source}' and '{other_source}'; narrow one of the "
-        "two, or remove it"
+        f"{setting}: a file is listed once, and {path}{link} is matched by both '{source}' and "
+        f"'{other_source}'; narrow one of the two, or remove it"
     )
 
 
@@ -259,20 +252,18 @@ def _nothing_found(source: Source, setting: str) -> str:
         )
     path = expand_home(str(source.path))
     if path.is_dir():
+        inside = Path(glob.escape(str(path)), "**", "*.txt").as_posix()
         return (
             f"{setting}: a source is a file, a glob or a folder that save_to_disk of datasets "
-            f"wrote, and '{source}' is another folder{_what_is_in(path)}"
-        )
-    literal = str(path).replace("[", "[[]")
-    if literal != str(path) and glob.glob(literal, recursive=True):
-        return (
-            f"{setting}: brackets in a glob stand for one of the characters between them, so "
-            f"'{source}' matches 0 files; write \"{literal}\" for the brackets themselves"
+            f"wrote, and '{source}' is another folder; name the files in it, for example with "
+            f'"{inside}"'
         )
     if glob.has_magic(str(path)):
+        brackets = '; for a bracket that is part of a name, write "[[]"' if "[" in str(path) else ""
         return (
             f"{setting}: a glob must match at least one file, and '{source}' matches 0 under "
             f"{_fixed_part(path).absolute()}; relative paths start from the working directory"
+            f"{brackets}"
         )
     if os.path.lexists(path):
         return f"{setting}: {path.absolute()} {file_problem(path)}; name a file of text"
@@ -280,27 +271,3 @@ def _nothing_found(source: Source, setting: str) -> str:
         f"{setting}: there is no file {path.absolute()}; correct the path, "
         f'or use "{BUNDLED_CORPUS}" for the default corpus'
     )
-
-
-def _what_is_in(folder: Path) -> str:
-    """How many files of which suffixes are in a folder, and a glob that matches its text."""
-    seen = list(islice(_visible_files(folder), _LOOKED_AT_FILES))
-    suffixes = Counter(path.suffix for path in seen).most_common()
-    if not suffixes:
-        return ", and empty; name another"
-    there = ", ".join(f"{count} {suffix or 'without suffix'}" for suffix, count in suffixes[:4])
-    counted = Counter(path.suffix for path in seen if _why_refused(path) is None).most_common()
-    # A glob for files without a suffix matches every other file, too.
-    readable = [suffix for suffix, _ in counted if suffix or len(suffixes) == 1]
-    if not readable:
-        return f" with no text (its files: {there}); name a file or a glob of text"
-    suggestion = Path(glob.escape(str(folder)), "**", f"*{readable[0]}").as_posix()
-    return f' (its files: {there}); write "{suggestion}"'
-
-
-def _visible_files(folder: Path) -> Iterator[Path]:
-    """The files that a glob finds. Skips folders without permission."""
-    for place, folders, names in os.walk(folder):
-        folders[:] = [name for name in folders if not name.startswith(".")]
-        paths = (Path(place, name) for name in names if not name.startswith("."))
-        yield from filter(os.path.isfile, paths)

@@ -1,9 +1,9 @@
 """Tables with one document a row: Parquet files, and datasets of the `datasets` library.
 
-Parquet files are read by pyarrow directly, so that reading continues after a damaged row group, and
-so that a row group of gigabytes need not fit in memory. Datasets come from a folder that
-`save_to_disk` wrote, or by name from `load_dataset`. The library maps their files into memory. The
-kernel counts mapped pages as memory of the process until it needs the memory elsewhere.
+Parquet files are read by pyarrow directly, so that a row group of gigabytes need not fit in memory.
+Datasets come from a folder that `save_to_disk` wrote, or by name from `load_dataset`. The library
+maps their files into memory. The kernel counts mapped pages as memory of the process until it needs
+the memory elsewhere.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
@@ -30,7 +31,7 @@ from megaspeed.data.pieces import (
     pieces_of,
     what_is_wrong,
 )
-from megaspeed.files.reading import FileState, special_files
+from megaspeed.files.reading import FileState, special_files, state_of
 
 # datasets and pyarrow are slow to import and rarely needed, so they are imported where used.
 
@@ -54,8 +55,6 @@ def _pieces_of_rows(
 ) -> Iterator[Piece]:
     """The pieces of all rows with text. Each row is a document."""
     for row, value in enumerate(values):
-        if value is _LOST:
-            continue
         wrong = what_is_wrong(value)
         if wrong is not None:
             problem = f'the column "{column}" must be a string, and is {wrong}'
@@ -64,16 +63,12 @@ def _pieces_of_rows(
             yield from pieces_of(str(value), round((row + 1) * bytes_per_row))
 
 
-_LOST = object()
-"""A placeholder for a row that cannot be read, so that later rows keep their numbers."""
-
-
-def _until_broken(batches: Iterator[T], on_broken: Callable[[Exception], None]) -> Iterator[T]:
-    """The batches before the first one that cannot be read."""
+def _until_broken(batches: Iterator[T], path: Path, on_bad: OnBad) -> Iterator[T]:
+    """The batches before the first one that cannot be read, which is reported."""
     try:
         yield from batches
     except Exception as error:  # pyarrow and datasets raise many kinds
-        on_broken(error)
+        on_bad(_cannot_be_read(path, error))
 
 
 def _cannot_be_read(path: Path, error: Exception) -> BadRecord:
@@ -108,7 +103,12 @@ class Table(TextFormat):
             if wrong is not None:
                 on_bad(BadRecord(path, "its columns", wrong, STATE_FIELD))
                 return
-            values = self._values(table, path, on_bad)
+            columns, groups = [self.text_field], range(table.metadata.num_row_groups)
+            batches = chain.from_iterable(
+                table.iter_batches(_ROWS_AT_ONCE, [group], columns) for group in groups
+            )
+            readable = _until_broken(batches, path, on_bad)
+            values = (_value(scalar) for batch in readable for scalar in batch.column(0))
             bytes_per_row = size / max(1, table.metadata.num_rows)
             yield from _pieces_of_rows(path, self.text_field, values, bytes_per_row, on_bad)
 
@@ -124,26 +124,6 @@ class Table(TextFormat):
         if str(kind) not in ("string", "large_string", "string_view"):
             return f'the column "{self.text_field}" must hold strings, and holds {kind}'
         return None
-
-    def _values(self, table: Any, path: Path, on_bad: OnBad) -> Iterator[object]:
-        """The column, row by row. If a row group is damaged, its other rows are lost."""
-        columns = [self.text_field]
-        first = 0
-        for group in range(table.metadata.num_row_groups):
-            row, stop = first, first + table.metadata.row_group(group).num_rows
-            batches = table.iter_batches(_ROWS_AT_ONCE, row_groups=[group], columns=columns)
-            errors: list[Exception] = []
-            for batch in _until_broken(batches, errors.append):
-                yield from map(_value, batch.column(0))
-                row += len(batch)
-            if errors:
-                problem = (
-                    f"it and the rest of its row group, {stop - row:,} rows, cannot be read "
-                    f"({errors[0]})"
-                )
-                on_bad(BadRecord(path, f"row {row:,} (counted from 0)", problem, COPY_AGAIN))
-                yield from (_LOST for _ in range(stop - row))
-            first = stop
 
 
 def _value(scalar: Any) -> object:
@@ -183,13 +163,8 @@ class SavedDataset(TextFormat):
         yield from _pieces_of_dataset(path, dataset, self.text_field, bytes_per_row, on_bad)
 
     def state(self, path: Path) -> FileState:
-        states = [file.stat() for file in self._folder(path).iterdir() if file.is_file()]
-        return (
-            str(self._folder(path)),
-            sum(state.st_size for state in states),
-            max(state.st_mtime_ns for state in states),
-            max(state.st_ctime_ns for state in states),
-        )
+        files = (file for file in self._folder(path).iterdir() if file.is_file())
+        return _state_of_all(str(self._folder(path)), files)
 
     def part(self) -> str:
         return self.split
@@ -254,13 +229,8 @@ class NamedDataset(TextFormat):
             for split, names in files.items()
         }
         known = json.dumps([builder.hash, builder.config_id, origins])
-        local = [Path(file).stat() for names in files.values() for file in names if _is_local(file)]
-        return (
-            f"{path}{self.part()} {known}",
-            sum(state.st_size for state in local),
-            max((state.st_mtime_ns for state in local), default=0),
-            max((state.st_ctime_ns for state in local), default=0),
-        )
+        local = (Path(file) for names in files.values() for file in names if _is_local(file))
+        return _state_of_all(f"{path}{self.part()} {known}", local)
 
     def part(self) -> str:
         configuration = f"/{self.configuration}" if self.configuration else ""
@@ -290,15 +260,20 @@ def _pieces_of_dataset(
             on_bad(BadRecord(path, "its columns", problem, STATE_FIELD))
             return
         dataset = dataset.select_columns([column])
-    batches = _until_broken(
-        dataset.iter(batch_size=_ROWS_AT_ONCE), lambda error: on_bad(_cannot_be_read(path, error))
-    )
+    batches = _until_broken(dataset.iter(batch_size=_ROWS_AT_ONCE), path, on_bad)
     values = (
         value
         for batch in batches
         for value in batch.get(column, [None] * len(next(iter(batch.values()))))
     )
     yield from _pieces_of_rows(path, column, values, bytes_per_row, on_bad)
+
+
+def _state_of_all(name: str, files: Iterable[Path]) -> FileState:
+    """The size of all files, and their latest times."""
+    states = [(0, 0, 0), *(state_of(file)[1:] for file in files)]
+    sizes, mtimes, ctimes = zip(*states, strict=True)
+    return name, sum(sizes), max(mtimes), max(ctimes)
 
 
 def _is_local(file: str) -> bool:

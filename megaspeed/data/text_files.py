@@ -11,12 +11,11 @@ import io
 import json
 import os
 import zlib
-from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 from megaspeed.data.pieces import (
     COPY_AGAIN,
@@ -44,7 +43,7 @@ _WINDOW_BYTES = PIECE_BYTES + len(DOCUMENT_SEPARATOR) + len(b"\r\n")
 
 
 class ByteStream:
-    """The bytes of a file, decompressed. A context manager.
+    """The bytes of a file, decompressed.
 
     Attributes:
         position: bytes read so far, decompressed.
@@ -62,15 +61,7 @@ class ByteStream:
         self._damage: BadRecord | None = None
         self.position = self.lines = 0
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def close(self) -> None:
         self._bytes.close()
         self._disk.close()
 
@@ -100,7 +91,7 @@ class ByteStream:
         return self.position if self._compression is None else int(self._disk.tell())
 
     @property
-    def doubt(self) -> str:
+    def damage_hint(self) -> str:
         """Appended to a problem: an archive may be damaged. Empty without an archive."""
         return "" if self._compression is None else f" (the {self._kind} may be damaged)"
 
@@ -145,18 +136,18 @@ class PlainText(TextFormat):
     """UTF-8 text: one document, or several with `<|endoftext|>` between them."""
 
     def pieces(self, path: Path, on_bad: OnBad) -> Iterator[Piece]:
-        with ByteStream(path) as stream:
+        with closing(ByteStream(path)) as stream:
             has_text = is_bad = False  # of the document that is being read
             for start, content, ends_document in _cut(stream):
                 text = ""
-                if not is_bad:  # the rest of a document is skipped after bytes that are not UTF-8
-                    try:
-                        text = content.decode("utf-8")
-                        if start == 0:
-                            text = text.removeprefix(_BYTE_ORDER_MARK)
-                    except UnicodeDecodeError as error:
-                        is_bad = True
-                        on_bad(_not_utf8(path, start, content[error.start], error, stream.doubt))
+                try:
+                    # After bytes that are not UTF-8, the rest of a document is skipped.
+                    text = "" if is_bad else content.decode("utf-8")
+                except UnicodeDecodeError as error:
+                    is_bad = True
+                    on_bad(_not_utf8(path, start, content[error.start], error, stream.damage_hint))
+                if start == 0:
+                    text = text.removeprefix(_BYTE_ORDER_MARK)
                 if text or (ends_document and has_text):
                     yield Piece(text, ends_document, stream.disk_bytes)
                 has_text = not ends_document and (has_text or bool(text))
@@ -185,13 +176,11 @@ def _cut(stream: ByteStream) -> Iterator[tuple[int, bytes, bool]]:
         start += following
 
 
-def _not_utf8(
-    path: Path, start: int, byte: int, error: UnicodeDecodeError, doubt: str
-) -> BadRecord:
+def _not_utf8(path: Path, start: int, byte: int, error: UnicodeDecodeError, hint: str) -> BadRecord:
     return BadRecord(
         path,
         f"byte {start + error.start:,}",
-        f"text must be UTF-8, and this byte is 0x{byte:02x} ({error.reason}){doubt}",
+        f"text must be UTF-8, and this byte is 0x{byte:02x} ({error.reason}){hint}",
         "convert the file, for example with iconv -t UTF-8",
     )
 
@@ -205,21 +194,8 @@ class _NoText(Exception):
         self.problem, self.mend, self.may_be_damage = problem, mend, may_be_damage
 
 
-class _Object(dict[str, object]):
-    """A JSON object with repeated keys. Each of them has its last value."""
-
-    def __init__(self, pairs: list[tuple[str, object]]) -> None:
-        super().__init__(pairs)
-        times = Counter(key for key, _ in pairs)
-        self.repeated = {key for key in times if times[key] > 1}
-
-
-def _object(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    record = dict(pairs)
-    return record if len(record) == len(pairs) else _Object(pairs)
-
-
-_DECODER = json.JSONDecoder(object_pairs_hook=_object)
+_DECODER = json.JSONDecoder(object_pairs_hook=tuple)
+"""An object becomes a tuple of pairs, so that repeated keys are seen."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,40 +210,39 @@ class JsonLines(TextFormat):
     text_field: str = "text"
 
     def pieces(self, path: Path, on_bad: OnBad) -> Iterator[Piece]:
-        with ByteStream(path) as stream:
+        with closing(ByteStream(path)) as stream:
             start = 0
             while line := stream.line():
                 if start == 0:
                     line = line.removeprefix(_BYTE_ORDER_MARK.encode())
-                if line and not line.isspace():
-                    try:
-                        text = self._text_of(line)
-                    except _NoText as wrong:
-                        where = f"line {stream.lines:,} (byte {start:,})"
-                        doubt = stream.doubt if wrong.may_be_damage else ""
-                        on_bad(BadRecord(path, where, wrong.problem + doubt, wrong.mend))
-                        text = ""
-                    if text:
-                        yield from pieces_of(text, stream.disk_bytes)
+                text = ""
+                try:
+                    text = self._text_of(line) if line.strip() else ""
+                except _NoText as wrong:
+                    where = f"line {stream.lines:,} (byte {start:,})"
+                    hint = stream.damage_hint if wrong.may_be_damage else ""
+                    on_bad(BadRecord(path, where, wrong.problem + hint, wrong.mend))
+                if text:
+                    yield from pieces_of(text, stream.disk_bytes)
                 start = stream.position
             stream.report_damage(on_bad)
 
     def _text_of(self, line: bytes) -> str:
-        record = _parsed(line)
-        field = self.text_field
-        if field not in record:
-            raise _NoText(no_such_field(field, record, "field"), f"{STATE_FIELD}, or {CORRECT_IT}")
-        if isinstance(record, _Object) and field in record.repeated:
+        record, field = _parsed(line), self.text_field
+        texts = [value for key, value in record if key == field]
+        if not texts:
+            names = dict.fromkeys(key for key, _ in record)
+            raise _NoText(no_such_field(field, names, "field"), f"{STATE_FIELD}, or {CORRECT_IT}")
+        if len(texts) > 1:
             raise _NoText(f'a line has one field "{field}", and this one has several')
-        text = record[field]
-        wrong = what_is_wrong(text)
+        wrong = what_is_wrong(texts[0])
         if wrong is not None:
             raise _NoText(f'the field "{field}" must be a string, and is {wrong}')
-        assert isinstance(text, str)
-        return text
+        return str(texts[0])
 
 
-def _parsed(line: bytes) -> dict[str, object]:
+def _parsed(line: bytes) -> tuple[tuple[str, object], ...]:
+    """The keys and values of the object in a line."""
     law = "a line must be one JSON object in UTF-8, and this one"
     try:
         record = _DECODER.decode(line.decode("utf-8"))
@@ -279,6 +254,6 @@ def _parsed(line: bytes) -> dict[str, object]:
         raise _NoText(f"{law} {problem}", may_be_damage=True) from None
     except (ValueError, RecursionError) as error:  # a number or a depth that is too large
         raise _NoText(f"{law} is not read as JSON ({error})", may_be_damage=True) from None
-    if not isinstance(record, dict):
+    if not isinstance(record, tuple):
         raise _NoText(f"{law} is {what_is_wrong(record) or 'a string'}")
     return record

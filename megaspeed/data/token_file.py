@@ -112,27 +112,21 @@ class TokenFile:
         )
         return replace(self, index=index, first_token=self.first_token + first_token)
 
-    def check_vocabulary(self, vocab_size: int) -> None:
-        """Raises DataError (file and position) if an id is not below the model's `vocab_size`."""
+    def large_id(self, vocab_size: int) -> str | None:
+        """A problem if an id is not below the model's `vocab_size`, with its place."""
         if self.index.largest_id < vocab_size:
-            return
-        found = self._first_beyond(vocab_size)
-        if found is None:  # the too large id is in another part of the file, or in another shard
-            return
-        token = self.first_token + found[0]
-        raise DataError(
-            f"every token id must be below model.vocab_size ({vocab_size}), and {self.path} has "
-            f"id {found[1]} at token {token} (byte {token * np.dtype(self.index.dtype).itemsize}); "
-            f"its largest id is {self.index.largest_id}: set model.vocab_size to at least "
-            f"{self.index.largest_id + 1} or use another tokenizer"
-        )
-
-    def _first_beyond(self, vocab_size: int) -> tuple[int, int] | None:
-        """(position, id) of the first id that is too large, if there is one."""
+            return None
         ids = self.map()
         for start in range(0, len(ids), _SCANNED_AT_ONCE_TOKENS):
-            beyond = np.flatnonzero(ids[start : start + _SCANNED_AT_ONCE_TOKENS] >= vocab_size)
-            if len(beyond):
-                position = start + int(beyond[0])
-                return position, int(ids[position])
-        return None
+            too_large = np.flatnonzero(ids[start : start + _SCANNED_AT_ONCE_TOKENS] >= vocab_size)
+            if len(too_large):
+                place = start + int(too_large[0])
+                token = self.first_token + place
+                return (
+                    f"every token id must be below model.vocab_size ({vocab_size}), and "
+                    f"{self.path} has id {int(ids[place])} at token {token} (byte "
+                    f"{token * ids.itemsize}); its largest id is {self.index.largest_id}: set "
+                    f"model.vocab_size to at least {self.index.largest_id + 1} or use another "
+                    "tokenizer"
+                )
+        return None  # the too large id is in another part of the file, or in another shard

@@ -3,7 +3,9 @@
     FOLDER/tokens-00000.bin ...      ids, in shards that end with a document
     FOLDER/index.json                written last: the content of the shards, with checksums
     FOLDER/tokenizer.json ...        the tokenizer, as AutoTokenizer loads it
+    FOLDER/skipped.jsonl             a line for each bad record, if any were skipped
     FOLDER/plan.json                 only while the folder is not finished
+    FOLDER/documents.jsonl           likewise: a line for each document
 
 Every start checks the size and 1 MiB of each shard, which is fast enough for thousands of ranks.
 Each machine reads every shard completely once, and verifies its checksum.
@@ -11,20 +13,28 @@ Each machine reads every shard completely once, and verifies its checksum.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+import json
+import os
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 from pydantic import TypeAdapter, ValidationError
 
 from megaspeed.data.cache import Cache, remembered
-from megaspeed.data.errors import DataError
+from megaspeed.data.documents import DocumentHash, document_line
+from megaspeed.data.encode import Packed
+from megaspeed.data.errors import DataError, raise_any
+from megaspeed.data.pieces import BadRecord
 from megaspeed.data.token_file import IdType, TokenFile, TokenIndex
 from megaspeed.files.json_values import read_sealed, write_sealed
 from megaspeed.files.reading import sha256_of, spaced_sample
 
 INDEX = "index.json"
 PLAN = "plan.json"
+DOCUMENTS = "documents.jsonl"
+SKIPPED = "skipped.jsonl"
 SHARDS = "tokens-*.bin"
 
 _FORMAT = 1
@@ -80,11 +90,151 @@ class TokenFolderIndex:
     shards: tuple[Shard, ...]
 
 
+@dataclass
+class Progress:
+    """What has been written so far.
+
+    Attributes:
+        files: number of complete input files.
+        shards: the complete shards.
+        open_tokens, open_documents: their number in the shard that is not complete.
+        skipped: number of bad records.
+        documents_bytes, skipped_bytes: lengths of the two files of lines.
+        largest_id: the largest id in any shard.
+        read_bytes: bytes of the input that were read.
+    """
+
+    files: int = 0
+    shards: list[Shard] = field(default_factory=list)
+    open_tokens: int = 0
+    open_documents: int = 0
+    skipped: int = 0
+    documents_bytes: int = 0
+    skipped_bytes: int = 0
+    largest_id: int = 0
+    read_bytes: int = 0
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens in all shards."""
+        return sum(shard.tokens for shard in self.shards) + self.open_tokens
+
+    @property
+    def documents(self) -> int:
+        """Number of documents in all shards."""
+        return sum(shard.documents for shard in self.shards) + self.open_documents
+
+
 def write_index(folder: Path, index: TokenFolderIndex) -> None:
     """Writes the index, which finishes a folder. Its shards must be on the disk."""
     samples = [_sample(folder / shard.file) for shard in index.shards]
     facts = {**asdict(index), "shards": [asdict(shard) for shard in index.shards]}
     write_sealed(folder / INDEX, {"format": _FORMAT, **facts, _SAMPLES_KEY: samples})
+
+
+class TokenFolderWriter:
+    """The files of a token folder that grow: shards, and lines for documents and bad records.
+
+    Attributes:
+        progress: what has been written so far.
+    """
+
+    def __init__(self, folder: Path, dtype: str, shard_tokens: int, progress: Progress) -> None:
+        """Truncates the files to `progress`, and removes later shards.
+
+        Raises:
+            DataError: a file is shorter than `progress` states.
+        """
+        self._folder, self._shard_tokens = folder, shard_tokens
+        self.progress = progress
+        kept = {shard.file: shard.tokens for shard in progress.shards}
+        if progress.open_tokens:
+            kept[self._open_shard.name] = progress.open_tokens
+        for path in folder.glob(SHARDS):
+            if path.name not in kept:
+                path.unlink()
+        for name, tokens in kept.items():
+            _truncate(folder / name, tokens * np.dtype(dtype).itemsize)
+        _truncate(folder / DOCUMENTS, progress.documents_bytes)
+        _truncate(folder / SKIPPED, progress.skipped_bytes)
+        self._documents = (folder / DOCUMENTS).open("ab")
+        self._skipped = (folder / SKIPPED).open("ab")
+
+    def close(self) -> None:
+        """Closes the files of lines. Removes the list of bad records if there are none."""
+        self._documents.close()
+        self._skipped.close()
+        if not self.progress.skipped:
+            (self._folder / SKIPPED).unlink()
+
+    @property
+    def _open_shard(self) -> Path:
+        """The shard that is not complete, which may not exist yet."""
+        return self._folder / f"tokens-{len(self.progress.shards):05}.bin"
+
+    def add_document(self, file_name: str, document: DocumentHash) -> None:
+        """Writes the line of a document."""
+        self._documents.write(document_line(file_name, document.size_bytes, document.content))
+
+    def add_skipped(self, record: BadRecord) -> None:
+        """Writes the line of a bad record."""
+        facts = {"file": str(record.path), "where": record.where, "problem": record.problem}
+        self._skipped.write(json.dumps(facts).encode("utf-8") + b"\n")
+        self.progress.skipped += 1
+
+    def write(self, packed: Packed) -> None:
+        """Appends ids. A shard ends with the document that fills it."""
+        self.progress.largest_id = max(self.progress.largest_id, int(packed.ids.max(initial=0)))
+        start = documents = 0
+        for number, stop in enumerate(packed.document_ends.tolist(), start=1):
+            if self.progress.open_tokens + stop - start >= self._shard_tokens:
+                self._append(packed.ids[start:stop], number - documents)
+                self.complete_shard()
+                start, documents = stop, number
+        self._append(packed.ids[start:], len(packed.document_ends) - documents)
+
+    def complete_shard(self) -> None:
+        """Ends the open shard, if it has tokens."""
+        now, path = self.progress, self._open_shard
+        if now.open_tokens:
+            _flush(path)
+            shard = Shard(path.name, now.open_tokens, now.open_documents, sha256_of(path))
+            now.shards.append(shard)
+            now.open_tokens = now.open_documents = 0
+
+    def flush(self) -> None:
+        """Flushes everything to the disk, and counts the bytes of the lines."""
+        self._documents.flush()
+        self._skipped.flush()
+        self.progress.documents_bytes = self._documents.tell()
+        self.progress.skipped_bytes = self._skipped.tell()
+        _flush(self._folder / DOCUMENTS)
+        _flush(self._folder / SKIPPED)
+        if self.progress.open_tokens:
+            _flush(self._open_shard)
+
+    def _append(self, ids: NDArray[np.unsignedinteger], documents: int) -> None:
+        if len(ids):
+            with self._open_shard.open("ab") as stream:
+                stream.write(ids.tobytes())
+            self.progress.open_tokens += len(ids)
+            self.progress.open_documents += documents
+
+
+def _truncate(path: Path, size_bytes: int) -> None:
+    found = path.stat().st_size if path.exists() else 0
+    if found < size_bytes:
+        raise DataError(
+            f"{path} must have the {size_bytes:,} bytes that {PLAN} states, and has {found:,}; "
+            "start again with --fresh"
+        )
+    with path.open("ab") as stream:
+        stream.truncate(size_bytes)
+
+
+def _flush(path: Path) -> None:
+    with path.open("rb") as stream:
+        os.fsync(stream.fileno())
 
 
 def is_token_folder(path: Path) -> bool:
@@ -122,14 +272,10 @@ def open_token_folder(folder: Path, cache: Cache) -> tuple[TokenFile, ...]:
         DataError: every shard that is missing, truncated or changed.
     """
     index, samples = _read(folder)
-    problems = [
-        _problem(folder / shard.file, shard.tokens * np.dtype(index.dtype).itemsize, sample)
-        for shard, sample in zip(index.shards, samples, strict=True)
-    ]
-    if not any(problems):
-        problems = [_wrong_checksum(folder / shard.file, shard, cache) for shard in index.shards]
-    if any(problems):
-        raise DataError(*filter(None, problems))
+    itemsize = np.dtype(index.dtype).itemsize
+    pairs = list(zip(index.shards, samples, strict=True))
+    raise_any(_problem(folder / shard.file, shard.tokens * itemsize, s) for shard, s in pairs)
+    raise_any(_wrong_checksum(folder / shard.file, shard, cache) for shard in index.shards)
     return tuple(
         TokenFile(
             folder / shard.file,
@@ -186,12 +332,8 @@ def _problem(path: Path, expected_bytes: int, sample: str) -> str | None:
             f"{expected_bytes}; {_COPY_AGAIN}"
         )
     found = _sample(path)
-    if found != sample:
-        return (
-            f"a shard must stay as it was written, and the bytes of {path} differ (sha256 of a "
-            f"sample {found[:16]}... instead of {sample[:16]}...); {_COPY_AGAIN}"
-        )
-    return None
+    what = f"the bytes of {path} differ: the sha256 of a sample"
+    return None if found == sample else _changed(what, found, sample)
 
 
 def _wrong_checksum(path: Path, shard: Shard, cache: Cache) -> str | None:
@@ -205,11 +347,14 @@ def _wrong_checksum(path: Path, shard: Shard, cache: Cache) -> str | None:
         "to compare its checksum",
     )
     found = facts["sha256"]
-    if found == shard.checksum:
-        return None
+    what = f"{path} did not: its sha256"
+    return None if found == shard.checksum else _changed(what, found, shard.checksum)
+
+
+def _changed(what: str, found: str, expected: str) -> str:
     return (
-        f"a shard must stay as it was written, and {path} did not: its sha256 is {found[:16]}... "
-        f"instead of {shard.checksum[:16]}...; {_COPY_AGAIN}"
+        f"a shard must stay as it was written, and {what} is {found[:16]}... instead of "
+        f"{expected[:16]}...; {_COPY_AGAIN}"
     )
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import glob
 from pathlib import Path
 
-from megaspeed.config.data import Source
 from megaspeed.data.cache import Cache, index_path
 from megaspeed.data.errors import DataError
 from megaspeed.data.foreign_tokens import open_megatron, open_nanogpt, why_not_16_bit, with_suffix
@@ -22,11 +21,6 @@ from megaspeed.files.paths import expand_home
 from megaspeed.files.reading import special_among
 
 
-def is_token_source(path: Path) -> bool:
-    """Whether `path`, or a match of this glob, is a token file or folder."""
-    return any(map(_is_tokens, _matches(path)))
-
-
 def text_beside_tokens(path: Path) -> Path | None:
     """The first match of a glob that is read as text; None if there is none."""
     beside = (match for match in _matches(path) if not _is_tokens(match))
@@ -34,32 +28,44 @@ def text_beside_tokens(path: Path) -> Path | None:
 
 
 def token_paths(path: Path) -> list[Path]:
-    """The folders, .idx files and .bin files that `path` names, sorted and without duplicates.
+    """The token folders, .idx files and .bin files that a path, a prefix or a glob names, sorted.
 
-    A pair of .bin and .idx is represented by its .idx.
+    It is empty if none of them holds tokens. A pair of .bin and .idx is represented by its .idx.
     """
     tokens = filter(_is_tokens, _matches(path))
     return list(dict.fromkeys(map(_index_of_pair, tokens)))
 
 
-def open_token_source(source: Source, cache: Cache) -> tuple[TokenFile, ...]:
-    """The token files of a source whose path `is_token_source`, in order.
+def open_tokens(path: Path, cache: Cache) -> tuple[TokenFile, ...]:
+    """The token files at one of `token_paths`, in order.
 
     Raises:
-        DataError: every file of the source that is damaged or has another format.
+        DataError: every file that is damaged or has another format, or there are no tokens.
     """
-    files: list[TokenFile] = []
-    problems: list[str] = []
-    for path in token_paths(Path(str(source.path))):
-        try:
-            files.extend(_open(path, cache))
-        except DataError as error:
-            problems.extend(error.problems)
-    if not files and not problems:
-        problems.append(f"a source must have tokens, and {source} has none; name another")
-    if problems:
-        raise DataError(*problems)
-    return tuple(files)
+    if path.is_dir():
+        files = open_token_folder(path, cache)
+        if not files:
+            raise DataError(f"a source must have tokens, and {path} has none; name another")
+        return files
+    special = next(special_among([path]), None)
+    if special is not None:
+        raise DataError(special)
+    if path.suffix == ".idx":
+        return (open_megatron(path.with_suffix(""), cache),)
+    if _is_shard(path):
+        raise DataError(
+            f"the shards of a token folder are read by its {INDEX}, and {path} is one of them; "
+            f"name the folder, {path.parent}"
+        )
+    if index_path(path).is_file():
+        file = TokenFile.open(cache, path)
+        if file is None:
+            raise DataError(
+                f"a token file must be what its index states, and {path} is not what "
+                f"{index_path(path)} states; delete both, and prepare the corpus again"
+            )
+        return (file,)
+    return (open_nanogpt(path, cache),)
 
 
 def why_not_tokens(path: Path, vocab_size: int) -> str | None:
@@ -103,27 +109,3 @@ def _index_of_pair(path: Path) -> Path:
     if path.suffix == ".bin" and path.with_suffix(".idx").is_file():
         return path.with_suffix(".idx")
     return with_suffix(path, ".idx") if _is_pair(path) else path
-
-
-def _open(path: Path, cache: Cache) -> tuple[TokenFile, ...]:
-    if path.is_dir():
-        return open_token_folder(path, cache)
-    special = next(special_among([path]), None)
-    if special is not None:
-        raise DataError(special)
-    if path.suffix == ".idx":
-        return (open_megatron(path.with_suffix(""), cache),)
-    if _is_shard(path):
-        raise DataError(
-            f"the shards of a token folder are read by its {INDEX}, and {path} is one of them; "
-            f"name the folder, {path.parent}"
-        )
-    if index_path(path).is_file():
-        file = TokenFile.open(cache, path)
-        if file is None:
-            raise DataError(
-                f"a token file must be what its index states, and {path} is not what "
-                f"{index_path(path)} states; delete both, and prepare the corpus again"
-            )
-        return (file,)
-    return (open_nanogpt(path, cache),)

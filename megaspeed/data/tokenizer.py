@@ -148,11 +148,11 @@ class TextTokenizer:
 
         A tokenizer that removes spaces before a text is not changed.
         """
-        parts = {name: _as_json(getattr(self.tokenizer, name)) for name in _PUT_FIRST_SPACE}
+        complete = json.loads(self.tokenizer.to_str())
+        parts = {name: complete[name] for name in _PUT_FIRST_SPACE}
         changed = _without_first_space(parts)
         if changed == parts:
             return self.tokenizer
-        complete = json.loads(self.tokenizer.to_str())
         continuing = Tokenizer.from_str(json.dumps({**complete, **changed}))
         continuing.encode_special_tokens = True
         keeps_spaces = _encoded(continuing, [" a"]) == self.encode(["a"])
@@ -162,11 +162,6 @@ class TextTokenizer:
 def _encoded(tokenizer: Tokenizer, texts: Sequence[str]) -> list[list[int]]:
     encodings = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
     return [encoding.ids for encoding in encodings]
-
-
-def _as_json(part: Any) -> Any:
-    """A normalizer or a pre-tokenizer as JSON."""
-    return None if part is None else json.loads(part.__getstate__())
 
 
 def _without_first_space(part: Any) -> Any:

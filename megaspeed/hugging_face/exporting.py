@@ -10,12 +10,12 @@ Memory holds one shard at a time. Only the comparison with transformers loads th
 """
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
-from huggingface_hub import split_torch_state_dict_into_shards
+from huggingface_hub import StateDictSplit, split_torch_state_dict_into_shards
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
@@ -27,6 +27,7 @@ from megaspeed.checkpoint.tensors import WEIGHTS, key
 from megaspeed.config.hugging_face import CONFIG_FILE, hugging_face_config
 from megaspeed.files.durable import new_folder, refuse_existing
 from megaspeed.hugging_face.tokenizer import (
+    ModelTokenizer,
     find_tokenizer,
     json_file,
     read_generation,
@@ -64,7 +65,7 @@ def export_model(
         out: must not exist. It gets this name when it is complete, and only if nothing failed.
         tokenizer: a folder or a tokenizer.json that replaces the checkpoint's own.
         precision: dtype of the weights in the files.
-        max_shard_bytes: largest size of one file, which is also about the memory needed.
+        max_shard_bytes: largest size of one file, and about the memory needed.
         verify: whether to compare with transformers before ``out`` gets its name.
         report: receives a line for each thing that was done.
 
@@ -81,18 +82,14 @@ def export_model(
     """
     refuse_existing(out)
     model = model_config(checkpoint)
-    shape = hugging_face_config(model)
+    config = hugging_face_config(model)
     vocabulary = find_tokenizer(
         checkpoint, model.vocab_size, named=tokenizer, mend="name another with --tokenizer"
     )
-    ids = vocabulary.ids()
-    # If the user named a tokenizer, its ids replace those that the model came with.
-    generation = {**ids, **read_generation(checkpoint), **(token_ids(ids) if tokenizer else {})}
+    described = _described(checkpoint, vocabulary, tokenizer, config, precision)
     dtype: torch.dtype = getattr(torch, precision)
     parts = {part.theirs: part for part in parts_of(model)}
-    with torch.device("meta"):
-        shapes = {name: torch.empty(part.shape, dtype=dtype) for name, part in parts.items()}
-    split = split_torch_state_dict_into_shards(shapes, max_shard_size=max_shard_bytes)
+    split = _split(parts, dtype, max_shard_bytes)
     size_bytes: int = split.metadata["total_size"]
     check_disk(out, size_bytes)
     if verify:
@@ -101,21 +98,40 @@ def export_model(
         for file, names in split.filename_to_tensors.items():
             _write_shard(writing / file, checkpoint, [parts[name] for name in names], dtype)
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
-        # transformers 5 calls this key dtype, and reads torch_dtype as well.
-        config = {**shape, **ids, **token_ids(generation)}
-        described = {CONFIG_FILE: {**config, "torch_dtype": precision}, GENERATION: generation}
         described |= {SAFETENSORS_INDEX: index} if split.is_sharded else {}
         files = {name: json_file(values) for name, values in described.items()}
         write_files(writing, {**files, **vocabulary.files})
         agreement = compare(checkpoint, writing, dtype=dtype, strict=True) if verify else None
-    files_text = f"{len(split.filename_to_tensors)} file{'s' * split.is_sharded}"
-    report(
-        f"{out}: {size_bytes // dtype.itemsize:,} parameters, {precision}, in {files_text}, "
-        f"from {checkpoint}"
-    )
+    count = f"{len(split.filename_to_tensors)} files" if split.is_sharded else "1 file"
+    parameters = f"{size_bytes // dtype.itemsize:,} parameters, {precision}, in {count}"
+    report(f"{out}: {parameters}, from {checkpoint}")
     report(str(vocabulary))
     report(str(agreement or "not verified"))
     return agreement
+
+
+def _split(parts: Mapping[str, Part], dtype: torch.dtype, max_shard_bytes: int) -> StateDictSplit:
+    """Which tensors are in which file."""
+    with torch.device("meta"):
+        shapes = {name: torch.empty(part.shape, dtype=dtype) for name, part in parts.items()}
+    return split_torch_state_dict_into_shards(shapes, max_shard_size=max_shard_bytes)
+
+
+def _described(
+    checkpoint: Path,
+    vocabulary: ModelTokenizer,
+    tokenizer: Path | None,
+    config: dict[str, Any],
+    precision: Precision,
+) -> dict[str, dict[str, Any]]:
+    """Name -> content of config.json and generation_config.json, with the ids of special tokens."""
+    ids = vocabulary.ids()
+    # If the user named a tokenizer, its ids replace those that the model came with.
+    named = token_ids(ids) if tokenizer else {}
+    generation = {**ids, **read_generation(checkpoint), **named}
+    # transformers 5 calls this key dtype, and reads torch_dtype as well.
+    config = {**config, **ids, **token_ids(generation), "torch_dtype": precision}
+    return {CONFIG_FILE: config, GENERATION: generation}
 
 
 def _write_shard(file: Path, checkpoint: Path, parts: Sequence[Part], dtype: torch.dtype) -> None:

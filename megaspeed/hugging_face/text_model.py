@@ -12,10 +12,13 @@ predicts it worse:
 """
 
 import hashlib
-from collections.abc import Callable, Sequence
+import shutil
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import TemporaryDirectory, gettempdir
 from typing import Any
 
 import torch
@@ -31,6 +34,7 @@ from megaspeed.config.hugging_face import hugging_face_config
 from megaspeed.config.model import ModelConfig
 from megaspeed.data.errors import DataError
 from megaspeed.data.tokenizer import TextTokenizer, load_tokenizer, quiet_transformers
+from megaspeed.files.lock import Locked, lock
 from megaspeed.hugging_face.exporting import Precision, export_model
 from megaspeed.hugging_face.tokenizer import has_tokenizer
 from megaspeed.hugging_face.verifying import load_transformers_model
@@ -40,6 +44,9 @@ Report = Callable[[str], None]
 
 _LOWEST_TEMPERATURE = 1e-6
 """Below it the likeliest token is taken, because logits divided by it could overflow in fp32."""
+
+_TEMPORARY_PREFIX, _LOCK = "megaspeed-", ".lock"
+_UNLOCKED_SECONDS = 60
 
 
 @dataclass(frozen=True)
@@ -113,14 +120,14 @@ def load_text_model(
     if state is None:
         model = load_transformers_model(source, strict=False, dtype=getattr(torch, precision))
     else:
-        trained_with = NOT_STATED if state.data is None else state.data.tokenizer
-        if trained_with not in (NOT_STATED, text_tokenizer.fingerprint):
-            report(
-                f"note: {source} was trained with the tokenizer of fingerprint {trained_with}, and "
-                f"that of {tokenizer or source} is {text_tokenizer.fingerprint}"
-            )
+        _report_other_tokenizer(state, source, tokenizer, text_tokenizer, report)
         model = _load_checkpoint(source, state.model_section(), tokenizer, precision, report)
-    _check_vocabulary(source, model, tokenizer, text_tokenizer)
+    if text_tokenizer.vocab_size > model.config.vocab_size:
+        raise DataError(
+            f"every token id must be below the model's vocab_size: that of {source} is "
+            f"{model.config.vocab_size}, and the tokenizer {tokenizer or source} has "
+            f"{text_tokenizer.vocab_size} entries; name the one it was trained with in --tokenizer"
+        )
     trained_here = state is not None and state.imported_from is None
     ids = opening_ids(opening, text_tokenizer, trained_here=trained_here)
     if always_open and not ids:
@@ -130,14 +137,9 @@ def load_text_model(
     ends = () if tokenizer is not None else _end_ids(model)
     # Without this, generate would use settings of the model's file that the user did not state.
     model.generation_config = GenerationConfig()
-    return TextModel(
-        source=source,
-        model=model.to(device),
-        tokenizer=text_tokenizer,
-        opening=ids,
-        ends=tuple({text_tokenizer.end_of_text, *ends}),
-        positions=_positions(source, model),
-    )
+    all_ends = tuple({text_tokenizer.end_of_text, *ends})
+    positions = _positions(source, model)
+    return TextModel(source, model.to(device), text_tokenizer, ids, all_ends, positions)
 
 
 def _load_tokenizer(source: Path, named: Path | None) -> TextTokenizer:
@@ -151,14 +153,14 @@ def _load_tokenizer(source: Path, named: Path | None) -> TextTokenizer:
     return load_tokenizer(str(source), "the tokenizer of the model")
 
 
-def _check_vocabulary(
-    source: Path, model: Any, named: Path | None, tokenizer: TextTokenizer
+def _report_other_tokenizer(
+    state: RunState, source: Path, named: Path | None, tokenizer: TextTokenizer, report: Report
 ) -> None:
-    if tokenizer.vocab_size > model.config.vocab_size:
-        raise DataError(
-            f"every token id must be below the model's vocab_size: that of {source} is "
-            f"{model.config.vocab_size}, and the tokenizer {named or source} has "
-            f"{tokenizer.vocab_size} entries; name the one it was trained with in --tokenizer"
+    trained_with = NOT_STATED if state.data is None else state.data.tokenizer
+    if trained_with not in (NOT_STATED, tokenizer.fingerprint):
+        report(
+            f"note: {source} was trained with the tokenizer of fingerprint {trained_with}, and "
+            f"that of {named or source} is {tokenizer.fingerprint}"
         )
 
 
@@ -175,9 +177,7 @@ def _positions(source: Path, model: Any) -> int:
 def _end_ids(model: Any) -> Sequence[int]:
     """The ids that end a text according to the model's generation_config.json."""
     ids: int | list[int] | None = model.generation_config.eos_token_id
-    if isinstance(ids, int):
-        return [ids]
-    return ids or ()
+    return [ids] if isinstance(ids, int) else ids or ()
 
 
 def _load_checkpoint(
@@ -194,10 +194,26 @@ def _load_checkpoint(
     except ConfigError as error:
         report(f"note: megaspeed computes this model, because it cannot be exported: {error}")
         return _OwnModel(checkpoint, config, dtype).eval()
-    with TemporaryDirectory(prefix="megaspeed-") as temporary:
-        folder = Path(temporary) / "model"
+    with _temporary_folder() as temporary:
+        folder = temporary / "model"
         export_model(checkpoint, folder, tokenizer=tokenizer, precision=precision, verify=False)
         return load_transformers_model(folder, strict=True, dtype=dtype)
+
+
+@contextmanager
+def _temporary_folder() -> Iterator[Path]:
+    """A new folder in $TMPDIR, removed after the block.
+
+    A killed process leaves its folder, but not the lock in it. The next call removes such folders.
+    """
+    for left in Path(gettempdir()).glob(f"{_TEMPORARY_PREFIX}*"):
+        with suppress(Locked, OSError):
+            # A young folder may not have its lock yet.
+            if time.time() - left.stat().st_mtime > _UNLOCKED_SECONDS:
+                with lock(left / _LOCK):
+                    shutil.rmtree(left)
+    with TemporaryDirectory(prefix=_TEMPORARY_PREFIX) as name, lock(Path(name) / _LOCK):
+        yield Path(name)
 
 
 class _OwnModel(PreTrainedModel, GenerationMixin):

@@ -5,13 +5,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megaspeed.config.data import Source
 from megaspeed.data.cache import Cache
 from megaspeed.data.errors import DataError
 from megaspeed.data.hold_out import document_span, hold_out_tails, hold_out_tokens
 from megaspeed.data.token_file import TokenFile, TokenIndex
-from megaspeed.data.token_sources import open_token_source
 from tests.data.foreign_tokens import write_megatron
+from tests.data.token_folders import open_all
 
 END = 0
 
@@ -80,7 +79,7 @@ def test_megatrons_documents_are_known_without_an_end_of_text(
     tmp_path: Path, documents: list[int], fraction: float, cut: int
 ) -> None:
     prefix = write_megatron(tmp_path / "corpus", [[[7] * length] for length in documents])
-    (file,) = open_token_source(Source(path=str(prefix)), Cache(tmp_path / "cache"))
+    (file,) = open_all(prefix, Cache(tmp_path / "cache"))
     assert file.index.end_of_text is None
     assert cut_of(file, fraction) == cut
 
@@ -103,9 +102,8 @@ def test_a_single_token_cannot_be_shared(tmp_path: Path) -> None:
 
 def test_an_id_beyond_the_vocabulary_is_told_of_the_side_that_has_it(tmp_path: Path) -> None:
     (train,), (validation,) = hold_out_tails([token_file(tmp_path, [5, 20])], 0.5)
-    train.check_vocabulary(10)  # the largest id of the file, 19, is held out
-    with pytest.raises(DataError, match=r"has id 10 at token 14 \(byte 28\)"):
-        validation.check_vocabulary(10)
+    assert train.large_id(10) is None  # the largest id of the file, 19, is held out
+    assert "has id 10 at token 14 (byte 28)" in str(validation.large_id(10))
 
 
 # --- by tokens ------------------------------------------------------------------------------------
@@ -177,7 +175,7 @@ def test_blocks_are_chosen_by_their_ids_and_the_seed_not_by_their_place(tmp_path
 def test_megatrons_documents_bound_blocks_too(tmp_path: Path) -> None:
     documents = [[[7] * (50 + i % 9)] for i in range(4000)]
     prefix = write_megatron(tmp_path / "corpus", documents)
-    (file,) = open_token_source(Source(path=str(prefix)), Cache(tmp_path / "cache"))
+    (file,) = open_all(prefix, Cache(tmp_path / "cache"))
     ends = set(np.cumsum([len(sequences[0]) for sequences in documents]).tolist()) | {0}
     held_out, share = sides(file, 0.05)
     assert share == pytest.approx(0.05, rel=0.021)

@@ -225,7 +225,7 @@ def test_ids_that_may_be_others_have_a_file_of_their_own(
     if other == "the version of tokenizers":
         monkeypatch.setattr("tokenizers.__version__", "1.0")
     else:
-        monkeypatch.setattr("megaspeed.data.corpus.HOW_CUT", "otherwise")
+        monkeypatch.setattr("megaspeed.data.prepared_text.CUT_RULE", "otherwise")
     assert not set(before) & set(paths())
 
 
@@ -275,7 +275,7 @@ def test_every_problem_is_named_at_once_without_reading_text(tmp_path: Path) -> 
         validation=[f"{tmp_path}/*.none"],
         tokenizer=f"{tmp_path}/no-tokenizer",
     )
-    problems = find_problems(data, 512)
+    problems = tuple(find_problems(data, 512))
     assert [problem.split()[0] for problem in problems] == [
         "data.train:", "data.validation:", "data.tokenizer",
     ]  # fmt: skip
@@ -283,7 +283,7 @@ def test_every_problem_is_named_at_once_without_reading_text(tmp_path: Path) -> 
         prepare_corpus(data, 512, cache_dir=tmp_path / "cache")
     assert caught.value.problems == problems
     assert not (tmp_path / "cache").exists()
-    assert find_problems(config(), 512) == ()
+    assert list(find_problems(config(), 512)) == []
 
 
 def test_validation_files_that_are_trained_on_are_refused(tmp_path: Path) -> None:

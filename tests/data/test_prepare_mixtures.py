@@ -260,7 +260,7 @@ def test_16_bit_ids_are_right_for_a_model_of_any_vocabulary(
 ) -> None:
     """A vocabulary may be padded, so a large one alone says nothing of the file."""
     path = write_nanogpt(tmp_path / "train.bin", list(range(400)))
-    assert find_problems(DataConfig(train=(str(path),), sequence_length=8), vocab_size) == ()
+    assert tuple(find_problems(DataConfig(train=(str(path),), sequence_length=8), vocab_size)) == ()
 
 
 def shares_held_out(folder: Path, path: Path) -> list[float]:

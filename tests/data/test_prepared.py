@@ -71,8 +71,8 @@ def test_resetting_at_documents_needs_to_know_one_end(file: TokenFile) -> None:
     corpus_of(file, nameless, other).check(10**6)
     corpus_of(file, file, reset=True).check(10**6)
     unknown, differing = problems_of(corpus_of(file, nameless, other, reset=True))
-    assert "does not state it; make it with `megaspeed tokenize`" in unknown
-    assert "it is 0 elsewhere and 9 in" in differing
+    assert "states none; make it with `megaspeed tokenize`" in unknown
+    assert "has 9 instead of 0" in differing
 
 
 def test_a_file_that_is_held_out_in_part_is_told_of_once(file: TokenFile) -> None:
@@ -81,4 +81,4 @@ def test_a_file_that_is_held_out_in_part_is_told_of_once(file: TokenFile) -> Non
     corpus = PreparedCorpus(train, validation, None, S, seed=5, reset_at_documents=True)
     vocabulary, ends = problems_of(corpus, vocab_size=1)
     assert "must be below model.vocab_size (1)" in vocabulary
-    assert "does not state it; make it with `megaspeed tokenize`" in ends
+    assert "states none; make it with `megaspeed tokenize`" in ends

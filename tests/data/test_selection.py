@@ -29,7 +29,7 @@ def selected(*train: object, **fields: Any) -> Selection:
 
 
 def problems(*train: object, vocab_size: int = 512, **fields: Any) -> tuple[str, ...]:
-    return find_problems(config(*train, **fields), vocab_size)
+    return tuple(find_problems(config(*train, **fields), vocab_size))
 
 
 @pytest.fixture
@@ -64,15 +64,15 @@ def test_without_weights_all_sources_are_one_share(
     (tmp_path / "b.jsonl").write_bytes(json_lines(["b"]))
     (share,) = selected(str(text), str(tokens), f"{tmp_path}/*.jsonl").train
     assert [file.name for file in share.files] == ["a.txt", "b.jsonl"]
-    assert [str(source) for source in share.token_sources] == [str(tokens)]
+    assert share.tokens == (tokens,)
     assert (share.weight, share.name) == (1.0, f"{text}, {tokens}, {tmp_path}/*.jsonl")
 
 
 def test_with_weights_every_source_is_a_share(text: Path, tokens: Path) -> None:
     given = [{"path": str(text), "weight": 3}, {"path": str(tokens), "weight": 0.5}]
     first, second = selected(*given).train
-    assert ([file.path for file in first.files], first.token_sources) == ([text], ())
-    assert (second.files, [str(source) for source in second.token_sources]) == ((), [str(tokens)])
+    assert ([file.path for file in first.files], first.tokens) == ([text], ())
+    assert (second.files, second.tokens) == ((), (tokens,))
     assert [(share.weight, share.name) for share in (first, second)] == [
         (3.0, str(text)),
         (0.5, str(tokens)),
@@ -88,9 +88,9 @@ def test_the_tokenizer_of_token_folders_is_the_corpus_own(text: Path, tokens: Pa
 
 def test_token_folders_of_two_tokenizers_are_refused(tokens: Path, other_tokens: Path) -> None:
     (told,) = problems(str(tokens), str(other_tokens))
-    assert told.startswith(f"all token files must be of one tokenizer, and {tokens} is of ")
-    assert f"... while {other_tokens} is of " in told
-    assert "tokenize one of the two again with the other's tokenizer" in told
+    assert told.startswith("all tokens must be made with one tokenizer: the fingerprint of the one")
+    assert f" in {tokens} is " in told and f"the tokens in {other_tokens} were made with " in told
+    assert "in data.tokenizer, or make them again with the other" in told
 
 
 def test_a_token_folder_whose_tokenizer_was_replaced_is_refused(
@@ -98,7 +98,7 @@ def test_a_token_folder_whose_tokenizer_was_replaced_is_refused(
 ) -> None:
     shutil.copy(other_tokens / "tokenizer.json", tokens)
     (told,) = problems(str(tokens))
-    assert f"... while {tokens}/tokenizer.json is of " in told
+    assert f" in {tokens} is " in told and f"the tokens in {tokens} were made with " in told
 
 
 def test_a_named_tokenizer_must_be_that_of_the_token_folders(
@@ -106,9 +106,8 @@ def test_a_named_tokenizer_must_be_that_of_the_token_folders(
 ) -> None:
     assert problems(str(tokens), tokenizer=str(tokens)) == ()
     (told,) = problems(str(tokens), tokenizer=str(other_tokens))
-    assert "must be the one that token files were made with: its fingerprint is " in told
-    assert f"..., and that of {tokens} is " in told
-    assert f"name {tokens} in data.tokenizer" in told
+    assert f" in {other_tokens} is " in told and f"the tokens in {tokens} were made with " in told
+    assert "name the tokenizer of these tokens in data.tokenizer" in told
 
 
 def test_foreign_tokens_need_a_tokenizer_only_beside_text(

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from megaspeed.data.documents import Cut, Document, split_by_tokens, split_groups
+from megaspeed.data.documents import Document
 from megaspeed.data.errors import DataError
+from megaspeed.data.hold_out import Cut, split_by_tokens, split_groups
 from megaspeed.data.sources import SourceFile
 
 

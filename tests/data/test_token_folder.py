@@ -10,7 +10,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megaspeed.config.data import Source
 from megaspeed.data.cache import Cache
 from megaspeed.data.errors import DataError
 from megaspeed.data.token_file import TokenFile
@@ -22,8 +21,9 @@ from megaspeed.data.token_folder import (
     read_index,
     write_index,
 )
-from megaspeed.data.token_sources import is_token_source, open_token_source
+from megaspeed.data.token_sources import token_paths
 from megaspeed.files.json_values import read_sealed, write_sealed
+from tests.data.token_folders import open_all
 
 LONG = 3 << 20  # bytes of a shard of which only a sample is read
 
@@ -72,7 +72,7 @@ def test_a_folder_is_its_shards_in_order(tmp_path: Path) -> None:
         assert file.index.largest_id == 299
         assert (file.index.vocab_size, file.index.end_of_text) == (300, 0)
         assert file.index.tokenizer_fingerprint == "tokenizer"
-    opened = open_token_source(Source(path=str(tmp_path / "tokens")), Cache(tmp_path / "cache"))
+    opened = open_all(tmp_path / "tokens", Cache(tmp_path / "cache"))
     assert opened == (first, second)
 
 
@@ -90,15 +90,14 @@ def test_one_shard_has_the_fingerprint_of_its_text_and_several_have_their_own(
 def test_an_id_beyond_the_vocabulary_is_told_of_the_shard_that_has_it(tmp_path: Path) -> None:
     write_folder(tmp_path / "tokens", [5, 6, 0], [7, 299, 0])
     first, second = open_folder(tmp_path / "tokens")
-    first.check_vocabulary(299)
-    with pytest.raises(DataError, match=r"tokens-00001.bin has id 299 at token 1 \(byte 2\)"):
-        second.check_vocabulary(299)
+    assert first.large_id(299) is None
+    assert "tokens-00001.bin has id 299 at token 1 (byte 2)" in str(second.large_id(299))
 
 
 def test_an_unfinished_folder_says_how_to_go_on(tmp_path: Path) -> None:
     write_folder(tmp_path / "tokens", [5, 6, 0])
     (tmp_path / "tokens" / "index.json").unlink()
-    assert is_token_folder(tmp_path / "tokens") and is_token_source(tmp_path / "tokens")
+    assert is_token_folder(tmp_path / "tokens") and token_paths(tmp_path / "tokens")
     (problem,) = refusal(tmp_path / "tokens")
     assert (
         "its tokenization did not end; run the same `megaspeed tokenize` command again" in problem
@@ -117,7 +116,7 @@ def test_altered_bytes_of_a_long_shard_are_found_where_the_sample_is(
     content[start] ^= 1
     path.write_bytes(bytes(content))
     (problem,) = refusal(tmp_path / "tokens")
-    assert f"the bytes of {path} differ (sha256 of a sample" in problem
+    assert f"the bytes of {path} differ: the sha256 of a sample" in problem
 
 
 def test_every_damaged_shard_is_named_with_its_numbers(tmp_path: Path) -> None:
@@ -156,14 +155,14 @@ def test_a_shard_is_not_read_without_its_folder(tmp_path: Path) -> None:
     write_folder(tmp_path / "tokens", [5, 6, 0])
     shard = tmp_path / "tokens" / "tokens-00000.bin"
     with pytest.raises(DataError, match=f"name the folder, {tmp_path / 'tokens'}"):
-        open_token_source(Source(path=str(shard)), Cache(tmp_path / "cache"))
+        open_all(shard, Cache(tmp_path / "cache"))
 
 
 def test_a_folder_without_tokens_is_no_source(tmp_path: Path) -> None:
     index = write_folder(tmp_path / "tokens", [5, 0])
     write_index(tmp_path / "tokens", replace(index, shards=(), tokens=0, documents=0))
     with pytest.raises(DataError, match="a source must have tokens"):
-        open_token_source(Source(path=str(tmp_path / "tokens")), Cache(tmp_path / "cache"))
+        open_all(tmp_path / "tokens", Cache(tmp_path / "cache"))
 
 
 def test_the_index_is_the_json_that_is_written_down(tmp_path: Path) -> None:
@@ -185,9 +184,9 @@ def test_the_whole_of_every_shard_is_read_once_a_machine(
     # Only files that were left alone for a while are remembered.
     now = time.time()
     monkeypatch.setattr("megaspeed.data.cache.time.time", lambda: now + 60)
-    source, cache = Source(path=str(tmp_path / "tokens")), Cache(tmp_path / "cache")
+    source, cache = tmp_path / "tokens", Cache(tmp_path / "cache")
     for _ in range(2):
-        open_token_source(source, cache)
+        open_all(source, cache)
         told = [record.getMessage().split(" once, ")[0] for record in caplog.records]
         shards = [tmp_path / "tokens" / f"tokens-0000{number}.bin" for number in range(2)]
         assert told == [f"reading {shard}" for shard in shards]
@@ -196,15 +195,15 @@ def test_the_whole_of_every_shard_is_read_once_a_machine(
 def test_altered_bytes_that_no_sample_has_are_found(tmp_path: Path) -> None:
     folder = tmp_path / "tokens"
     index = write_folder(folder, [1] * (LONG // 2), [1])
-    source, cache = Source(path=str(folder)), Cache(tmp_path / "cache")
-    open_token_source(source, cache)
+    source, cache = folder, Cache(tmp_path / "cache")
+    open_all(source, cache)
     path = folder / "tokens-00000.bin"
     content = bytearray(path.read_bytes())
     content[1 << 17] ^= 1
     path.write_bytes(content)
     found = hashlib.sha256(content).hexdigest()
     with pytest.raises(DataError) as caught:
-        open_token_source(source, cache)
+        open_all(source, cache)
     assert caught.value.problems == (
         f"a shard must stay as it was written, and {path} did not: its sha256 is {found[:16]}... "
         f"instead of {index.shards[0].checksum[:16]}...; copy the folder again, or write it again "
@@ -214,10 +213,10 @@ def test_altered_bytes_that_no_sample_has_are_found(tmp_path: Path) -> None:
 
 def test_an_index_of_others_makes_no_token_folder(tmp_path: Path) -> None:
     (tmp_path / "index.json").write_text('{"weight_map": {}}')
-    assert not is_token_folder(tmp_path) and not is_token_source(tmp_path)
+    assert not is_token_folder(tmp_path) and not token_paths(tmp_path)
     ids = tmp_path / "train.bin"
     ids.write_bytes(b"\x05\x00\x06\x00")
-    (file,) = open_token_source(Source(path=str(ids)), Cache(tmp_path / "cache"))
+    (file,) = open_all(ids, Cache(tmp_path / "cache"))
     assert file.map().tolist() == [5, 6]
 
 

@@ -24,8 +24,8 @@ from megaspeed.data.encode import encode
 from megaspeed.data.errors import DataError
 from megaspeed.data.sources import SourceFile, list_files
 from megaspeed.data.token_file import TokenFile
-from megaspeed.data.token_folder import TokenFolderIndex, open_token_folder, read_index
-from megaspeed.data.token_sources import is_token_source
+from megaspeed.data.token_folder import Progress, TokenFolderIndex, open_token_folder, read_index
+from megaspeed.data.token_sources import token_paths
 from megaspeed.data.tokenize import tokenize
 from megaspeed.data.tokenizer import TextTokenizer
 from tests.data.watching import Record, contents
@@ -204,7 +204,7 @@ def test_a_folder_in_which_it_failed_before_its_first_shard_says_how_to_go_on(
     out = tmp_path / "out"
     with pytest.raises(DataError, match="is not JSON"):
         tokenized(list_files([Source(path=f"{tmp_path}/*.jsonl")], "INPUT"), tokenizer, out)
-    assert not list(out.glob("tokens-*")) and is_token_source(out)
+    assert not list(out.glob("tokens-*")) and token_paths(out)
     with pytest.raises(DataError, match="its tokenization did not end; run the same"):
         opened(out)
 
@@ -213,7 +213,7 @@ def test_input_that_changes_meanwhile_is_refused(
     tmp_path: Path, files: list[SourceFile], tokenizer: TextTokenizer
 ) -> None:
     class Append(Record):
-        def begins(self, *told: object) -> None:
+        def __call__(self, progress: Progress) -> None:
             with files[-1].path.open("a") as stream:
                 stream.write("more")
 

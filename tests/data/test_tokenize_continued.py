@@ -235,7 +235,7 @@ def test_what_continues_after_stops_is_the_whole(
     assert (kept > 0) == (stops != (1,))
     last = Record()
     tokenized(files, tokenizer, tmp_path / "out", last)
-    assert last.began[0].tokens == kept
+    assert last.tokens[0] == kept
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
 
 
@@ -244,12 +244,12 @@ def test_bad_records_of_complete_files_are_not_hidden_later(
 ) -> None:
     files[0].path.write_text("bad\n" + files[0].path.read_text())
     options: dict[str, Any] = {"processes": 1, "shard_tokens": SHARD_TOKENS}
-    tokenize(files, tokenizer, tmp_path / "whole", Record(), skip_bad=True, **options)
+    tokenize(files, tokenizer, tmp_path / "whole", Record(), skip=lambda record: None, **options)
     with pytest.raises(KeyboardInterrupt):
-        tokenize(files, tokenizer, tmp_path / "out", Stop(15), skip_bad=True, **options)
+        tokenize(files, tokenizer, tmp_path / "out", Stop(15), skip=lambda record: None, **options)
     with pytest.raises(DataError, match=r"has skipped 1 bad records under --skip-bad"):
         tokenize(files, tokenizer, tmp_path / "out", Record(), **options)
-    tokenize(files, tokenizer, tmp_path / "out", Record(), skip_bad=True, **options)
+    tokenize(files, tokenizer, tmp_path / "out", Record(), skip=lambda record: None, **options)
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
     assert b'"line 1 (byte 0)"' in contents(tmp_path / "out")["skipped.jsonl"]
 
@@ -299,7 +299,7 @@ def test_it_continues_only_as_it_was_started(
     elif change == "later time":
         os.utime(files[0].path, (1e9, 1e9))
     elif change == "other cuts":
-        monkeypatch.setattr(module, "HOW_CUT", "at every thousandth byte")
+        monkeypatch.setattr(module, "CUT_RULE", "at every thousandth byte")
     with pytest.raises(DataError) as caught:
         tokenize(files, tokenizer, out, Record(), processes=1, shard_tokens=shard_tokens)
     assert f"can only be continued as it was started, and its {problem} differed then;" in str(

@@ -1,15 +1,17 @@
-"""Token folders of real text, as `megaspeed tokenize` leaves them."""
+"""Token folders of real text, as `megaspeed tokenize` writes them, and opened token sources."""
 
 import hashlib
 from pathlib import Path
 
 import numpy as np
 
+from megaspeed.data.cache import Cache
 from megaspeed.data.documents import corpus_fingerprint, read_documents, read_pieces
 from megaspeed.data.encode import encode
 from megaspeed.data.sources import SourceFile
-from megaspeed.data.token_file import id_type
+from megaspeed.data.token_file import TokenFile, id_type
 from megaspeed.data.token_folder import Shard, TokenFolderIndex, write_index
+from megaspeed.data.token_sources import open_tokens, token_paths
 from megaspeed.data.tokenizer import TextTokenizer
 
 
@@ -34,3 +36,8 @@ def write_token_folder(folder: Path, text: Path, tokenizer: TextTokenizer) -> Pa
     )
     write_index(folder, index)
     return folder
+
+
+def open_all(path: Path | str, cache: Cache) -> tuple[TokenFile, ...]:
+    """The token files that a source of this path has."""
+    return tuple(file for each in token_paths(Path(path)) for file in open_tokens(each, cache))

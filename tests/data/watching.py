@@ -1,27 +1,18 @@
-"""Who watches a tokenization in tests: one who writes down, one who stops it."""
+"""What receives the progress of a tokenization in tests: a record of it, and one that stops it."""
 
 from pathlib import Path
 
-from megaspeed.data.pieces import BadRecord
-from megaspeed.data.tokenize import Standing
+from megaspeed.data.token_folder import Progress
 
 
 class Record:
-    """Writes down what it is told."""
+    """Records the number of tokens at each report."""
 
     def __init__(self) -> None:
-        self.began: list[Standing] = []
-        self.reached: list[Standing] = []
-        self.passed_over: list[BadRecord] = []
+        self.tokens: list[int] = []
 
-    def begins(self, standing: Standing, total_bytes: int) -> None:
-        self.began.append(standing)
-
-    def passes_over(self, record: BadRecord) -> None:
-        self.passed_over.append(record)
-
-    def reaches(self, standing: Standing) -> None:
-        self.reached.append(standing)
+    def __call__(self, progress: Progress) -> None:
+        self.tokens.append(progress.tokens)
 
 
 class Stop(Record):
@@ -31,9 +22,9 @@ class Stop(Record):
         super().__init__()
         self._batches = after_batches
 
-    def reaches(self, standing: Standing) -> None:
-        super().reaches(standing)
-        if len(self.reached) == self._batches:
+    def __call__(self, progress: Progress) -> None:
+        super().__call__(progress)
+        if len(self.tokens) == 1 + self._batches:  # the first report comes before the first batch
             raise KeyboardInterrupt
 
 

@@ -1,6 +1,7 @@
 """The model and the tokenizer that a checkpoint is used with, and what stands before a document."""
 
 import json
+import os
 import shutil
 import tempfile
 from pathlib import Path
@@ -14,6 +15,7 @@ from transformers import AutoModelForCausalLM, BloomConfig, BloomForCausalLM, Ge
 from megaspeed.checkpoint.run_state import NOT_STATED, RUN_STATE
 from megaspeed.data.errors import DataError
 from megaspeed.data.tokenizer import TextTokenizer
+from megaspeed.files.lock import lock
 from megaspeed.hugging_face.exporting import export_model
 from megaspeed.hugging_face.importing import import_model
 from megaspeed.hugging_face.text_model import (
@@ -77,6 +79,20 @@ def test_too_little_temporary_space_is_told(
     with pytest.raises(HuggingFaceError, match=r"has 100 free; .* temporary folders, set TMPDIR"):
         load(checkpoint)
     assert list(temporary.iterdir()) == []
+
+
+def test_the_temporary_folder_of_a_killed_process_is_removed_by_the_next(
+    checkpoint: Path, temporary: Path
+) -> None:
+    killed, running, young = (temporary / f"megaspeed-{name}" for name in ("a", "b", "c"))
+    for folder in (killed, running, young):
+        folder.mkdir()
+        (folder / "model.writing").touch()
+    with lock(running / ".lock"):
+        for folder in (killed, running):
+            os.utime(folder, (0, 0))
+        load(checkpoint)
+    assert sorted(temporary.iterdir()) == [running, young]
 
 
 def test_a_hugging_face_folder_is_loaded_as_it_is(checkpoint: Path, tmp_path: Path) -> None:
