@@ -192,11 +192,6 @@ def read_tokenizer_files(folder: Path | None) -> dict[str, bytes]:
     return {name: file.read_bytes() for name, file in files.items() if file.is_file()}
 
 
-def saved_tokenizer(checkpoint: Path) -> Path | None:
-    """The folder of the tokenizer files of a checkpoint; None if it has none."""
-    return checkpoint if (checkpoint / TOKENIZER).is_file() else None
-
-
 def _read(folder: Path, pieces: Iterable[Piece]) -> None:
     index = read_index(folder)
     tensors, places = tensors_of(index), index.storage_data
@@ -243,8 +238,17 @@ def _read_overlap(
     """Fills a part of ``piece`` from a saved box of ``sizes``. Reads complete rows of the box."""
     target = _part(piece.values.detach(), item.dest_offsets, item.lengths)
     view: Any = _create_file_view(stream, offset, length)
-    archive: Any = torch._C.PyTorchFileReader(view)
-    start = offset + archive.get_record_offset(ELEMENTS)  # as torch.load(mmap=True) does
+    try:
+        archive: Any = torch._C.PyTorchFileReader(view)
+        start = offset + archive.get_record_offset(ELEMENTS)  # as torch.load(mmap=True) does
+        found_bytes = archive.get_record_size(ELEMENTS)
+    except RuntimeError as error:
+        raise CheckpointError(f"{stream.name} has no tensor at byte {offset:,}") from error
+    if found_bytes != sizes.numel() * BYTES_PER_ELEMENT:
+        raise CheckpointError(
+            f"the tensor at byte {offset:,} of {stream.name} has {found_bytes:,} bytes, and the "
+            f"index states {list(sizes)} elements of {BYTES_PER_ELEMENT} bytes"
+        )
     first_row, rows = item.storage_offsets[0], item.lengths[0]
     stream.seek(start + first_row * sizes[1:].numel() * BYTES_PER_ELEMENT)
     in_place = target.is_cpu and target.is_contiguous() and target.dtype == torch.float32

@@ -47,16 +47,14 @@ def mismatches(expected: Mapping[str, Shape], saved: Mapping[str, Shape]) -> lis
     Both arguments have names in the checkpoint, or both have names of parameters. If a weight and
     its moments have the same problem, it is listed once. At most ten problems are listed.
     """
-    kinds: dict[tuple[str, str], list[str]] = defaultdict(list)
+    weights_and_moments: dict[tuple[str, str], list[str]] = defaultdict(list)
     for full_name, problem in _problems(expected, saved):
         kind, _, name = full_name.partition(".")
-        if kind not in KINDS:
-            kind, name = "", full_name
-        kinds[name, problem].append(kind)
+        weights_and_moments[name if kind in KINDS else full_name, problem].append(full_name)
     sentences = (
         f"{full_name} {problem}"
-        for (name, problem), of in kinds.items()
-        for full_name in _full_names(name, of)
+        for (name, problem), full_names in weights_and_moments.items()
+        for full_name in ([name] if len(full_names) == len(KINDS) else full_names)
     )
     return shortened(sentences, MOST_LISTED)
 
@@ -83,10 +81,3 @@ def _problems(
     for name, shape in saved.items():
         if name not in expected:
             yield name, f"({shape_text(shape)}) is in the checkpoint and not in the model"
-
-
-def _full_names(name: str, kinds: list[str]) -> list[str]:
-    """Only the parameter's name if all its tensors have the problem."""
-    if kinds == [""] or len(kinds) == len(KINDS):
-        return [name]
-    return [key(kind, name) for kind in kinds]

@@ -37,7 +37,6 @@ from torch.distributed.checkpoint.metadata import (
 from torch.serialization import get_crc32_options, set_crc32_options
 from typing_extensions import Buffer  # collections.abc has it from Python 3.12
 
-from megaspeed.checkpoint.boxes import Box
 from megaspeed.checkpoint.errors import CheckpointError, broadcast, gather
 from megaspeed.checkpoint.folders import CheckpointFolder
 from megaspeed.checkpoint.inspection import index_problems
@@ -48,7 +47,7 @@ from megaspeed.checkpoint.manifest import (
     write_files,
     write_manifest,
 )
-from megaspeed.checkpoint.pieces import Piece
+from megaspeed.checkpoint.pieces import Box, Piece
 from megaspeed.checkpoint.reading import INDEX
 from megaspeed.checkpoint.run_state import RUN_STATE, RunState
 from megaspeed.checkpoint.tensors import BYTES_PER_ELEMENT, expected_tensors
