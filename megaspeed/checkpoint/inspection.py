@@ -165,6 +165,8 @@ def index_problems(
             for name, tensor in tensors.items()
             for problem in _tensor_problems(name, tensor, places, files)
         ]
+        if not wrong and len({(p.relative_path, p.offset) for p in places.values()}) < len(places):
+            wrong = [f"{INDEX} states the same place for two boxes"]
         return problems + shortened(wrong, MOST_LISTED)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"{INDEX} is not an index of tensors ({error})") from error

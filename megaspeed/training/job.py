@@ -42,8 +42,14 @@ from megaspeed.training.console import (
 from megaspeed.training.metrics import MetricsFile, last_step
 from megaspeed.training.replicas import ReplicasDiffer
 from megaspeed.training.reporting import Reporting, draw_loss_curve
-from megaspeed.training.restarts import NoProgress, Restarts
-from megaspeed.training.resume import AUTO, ResumeOptions, Start, find_start
+from megaspeed.training.resume import (
+    AUTO,
+    NoProgress,
+    Restarts,
+    ResumeOptions,
+    Start,
+    find_start,
+)
 from megaspeed.training.run_folder import (
     LOSS_CURVE,
     METRICS,

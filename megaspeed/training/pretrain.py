@@ -41,8 +41,13 @@ from megaspeed.training.console import describe_spare_ranks, print_line, print_w
 from megaspeed.training.faults import inject_into_process
 from megaspeed.training.job import EXPECTED, STOPPED, ExplainMemory, Job
 from megaspeed.training.reporting import check_packages
-from megaspeed.training.restarts import Restarts, restart_number
-from megaspeed.training.resume import ResumeOptions, check_resume, keep_split
+from megaspeed.training.resume import (
+    Restarts,
+    ResumeOptions,
+    check_resume,
+    keep_split,
+    restart_number,
+)
 from megaspeed.training.run_folder import check_run_folder
 
 _SECONDS_FOR_RANK_0_TO_PRINT = 5.0
