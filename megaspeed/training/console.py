@@ -9,7 +9,6 @@ import os
 import signal
 import sys
 from collections.abc import Mapping, Sequence
-from types import TracebackType
 from typing import Self
 
 from rich.console import Console
@@ -254,12 +253,7 @@ class ConsoleObserver(Observer):
         self._console.show_cursor(True)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self._progress.stop()
 
     def step(self, metrics: StepMetrics) -> None:

@@ -195,7 +195,7 @@ class Job:
                 store=self.meeting.store,
                 activity=self.activity,
             )
-        with context, self.watch.failures_reported(expected=EXPECTED):
+        with context, self.watch.failures.reported(expected=EXPECTED):
             summary = self._train_in(context, corpus)
         if summary is not None and context.rank == 0:
             with during("the loss curve", timeouts=math.inf):
@@ -234,7 +234,7 @@ class Job:
             with (
                 Checkpointing(worker, corpus) as checkpointing,
                 # Again, because `Checkpointing` waits for a pending save when it closes.
-                self.watch.failures_reported(expected=EXPECTED),
+                self.watch.failures.reported(expected=EXPECTED),
                 self._memory_explained(context, worker.engine),
             ):
                 begin = self._begin(start, options, checkpointing, context)

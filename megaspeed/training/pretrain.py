@@ -199,13 +199,13 @@ def _run(job: Job) -> int:
     watch, launch = job.watch, job.meeting.launch
     expected = (*EXPECTED, *_WRONG_INPUT, GroupError)
     try:
-        with job.log, watch, watch.failures_reported(expected=expected):
+        with job.log, watch, watch.failures.reported(expected=expected):
             if launch.rank >= job.run.grid.world_size:
                 return _wait_as_spare(job)
             summary = job.train()
     except expected as error:
         on_all_ranks = isinstance(error, (*STOPPED, CheckpointError))
-        prints = launch.rank == 0 if on_all_ranks else watch.must_report
+        prints = launch.rank == 0 if on_all_ranks else watch.failures.must_report
         if isinstance(error, STOPPED):
             print_line(job.console, f"[red]training stopped:[/red] {escape(str(error))}")
             prints = False
@@ -215,7 +215,7 @@ def _run(job: Job) -> int:
             Restarts(job.meeting).give_up(code)
         return code
     except Exception:  # reported with its traceback
-        return watch.exit_code
+        return watch.failures.exit_code
     well = summary is None or summary.last_save.error is None
     return EXIT_DONE if well else EXIT_FAILED
 
@@ -230,7 +230,7 @@ def _wait_as_spare(job: Job) -> int:
         except RuntimeError:  # the store is gone
             return EXIT_FAILED
     # After a failure, exit code 0 would tell torchrun's agent that its node is no longer needed.
-    return job.watch.exit_code if job.watch.has_failed else EXIT_DONE
+    return job.watch.failures.exit_code if job.watch.has_failed else EXIT_DONE
 
 
 def _exit_code(error: Exception) -> int:

@@ -18,7 +18,6 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Protocol, Self
 
 from megaspeed.config.errors import ConfigError
@@ -174,12 +173,7 @@ class Reporting:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         seconds = CLOSING_SECONDS if kind is None else _CLOSING_SECONDS_OF_A_FAILURE
         deadline = time.monotonic() + seconds
         for outbox in self._outboxes:
