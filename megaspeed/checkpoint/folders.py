@@ -126,9 +126,6 @@ class CheckpointFolder:
         Checkpoints of later steps than ``latest`` are neither counted nor removed. The run has
         skipped them because they were not complete.
 
-        Args:
-            keep_last: how many to keep, at least 1.
-
         Returns:
             The removed checkpoints. One that cannot be removed stays until the next call.
         """
@@ -215,9 +212,6 @@ class CheckpointFolder:
 
 def locate(path: Path) -> list[Path]:
     """The checkpoints at a path that a user names, newest first, complete or not.
-
-    Args:
-        path: a checkpoint, a folder of checkpoints, or the folder of a run.
 
     Returns:
         The checkpoints; an empty list if a folder of checkpoints has none.

@@ -49,23 +49,16 @@ from megaspeed.model.parameters import Shape
 
 @dataclass(frozen=True, kw_only=True)
 class Inspection:
-    """The content of a checkpoint, as far as it can be read, and all its problems.
+    """The content of a checkpoint, as far as it can be read, and all its problems."""
 
-    Attributes:
-        checkpoint: its folder.
-        problems: a sentence for each problem; empty if the checkpoint is complete.
-        strays: files in the folder that are not in the manifest. They do no harm.
-        files: name -> seal of each file in the manifest.
-        state: the state of the run; None if it cannot be read.
-        model: the configuration of the model; None if it cannot be read.
-    """
-
-    checkpoint: Path
-    problems: tuple[str, ...]
+    checkpoint: Path  # its folder
+    problems: tuple[str, ...]  # a sentence for each problem; empty if the checkpoint is complete
+    # files in the folder that are not in the manifest. They do no harm.
     strays: tuple[str, ...] = ()
+    # name -> seal of each file in the manifest
     files: Mapping[str, FileSeal] = field(default_factory=dict)
-    state: RunState | None = None
-    model: ModelConfig | None = None
+    state: RunState | None = None  # the state of the run; None if it cannot be read
+    model: ModelConfig | None = None  # the configuration of the model; None if it cannot be read
 
     @property
     def size_bytes(self) -> int:
@@ -75,15 +68,10 @@ class Inspection:
 
 @dataclass(frozen=True)
 class Found:
-    """The result of a search.
+    """The result of a search."""
 
-    Attributes:
-        checkpoint: the newest complete checkpoint; None if there is none.
-        skipped: newer checkpoints, each with its problems.
-    """
-
-    checkpoint: Path | None
-    skipped: tuple[tuple[Path, str], ...]
+    checkpoint: Path | None  # the newest complete checkpoint; None if there is none
+    skipped: tuple[tuple[Path, str], ...]  # newer checkpoints, each with its problems
 
 
 def newest_complete(candidates: Sequence[Path], group: dist.ProcessGroup) -> Found:

@@ -127,19 +127,12 @@ def _overlap(one: Box, other: Box) -> bool:
 
 @dataclass(frozen=True)
 class Piece:
-    """A box of one tensor of the checkpoint.
+    """A box of one tensor of the checkpoint."""
 
-    Attributes:
-        key: the tensor's name in the checkpoint.
-        full_shape: the shape of the logical tensor.
-        offsets: where the box begins in the logical tensor.
-        values: the elements of the box; contiguous, in its shape.
-    """
-
-    key: str
-    full_shape: tuple[int, ...]
-    offsets: tuple[int, ...]
-    values: Tensor
+    key: str  # the tensor's name in the checkpoint
+    full_shape: tuple[int, ...]  # the shape of the logical tensor
+    offsets: tuple[int, ...]  # where the box begins in the logical tensor
+    values: Tensor  # the elements of the box; contiguous, in its shape
 
     @property
     def box(self) -> Box:

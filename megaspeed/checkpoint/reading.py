@@ -145,11 +145,6 @@ def load_model(
     In fp32 on the CPU, the files are read directly into the parameters; otherwise one saved box at
     a time is copied. A tied head is the embedding.
 
-    Args:
-        checkpoint: a complete checkpoint (`inspection.checkpoint_named`).
-        device: the device of the parameters.
-        dtype: their dtype.
-
     Raises:
         CheckpointError: it cannot be read.
     """

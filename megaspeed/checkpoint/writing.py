@@ -59,45 +59,28 @@ checkpoint later share the files among them."""
 
 @dataclass(frozen=True)
 class SaveReport:
-    """The result of one save.
+    """The result of one save."""
 
-    Attributes:
-        step: the saved step.
-        checkpoint: the folder of the checkpoint, even if the save failed.
-        size_bytes: the size of all its files; 0 if the save failed.
-        seconds: the duration on this rank.
-        stall_seconds: the part of ``seconds`` for which the training thread waited. It excludes a
-            background save's copy from a GPU to host memory, because only the GPU waits for it.
-        error: why it failed; None if it did not.
-        deleted: older checkpoints that were deleted.
-    """
-
-    step: int
-    checkpoint: Path
-    size_bytes: int
-    seconds: float
+    step: int  # the saved step
+    checkpoint: Path  # the folder of the checkpoint, even if the save failed
+    size_bytes: int  # the size of all its files; 0 if the save failed
+    seconds: float  # the duration on this rank
+    # the part of ``seconds`` for which the training thread waited. It excludes a background save's
+    # copy from a GPU to host memory, because only the GPU waits for it.
     stall_seconds: float
-    error: str | None
-    deleted: tuple[Path, ...]
+    error: str | None  # why it failed; None if it did not
+    deleted: tuple[Path, ...]  # older checkpoints that were deleted
 
 
 @dataclass(frozen=True)
 class Saver:
-    """Writes checkpoints into one folder. All ranks of ``group`` call ``save`` together.
+    """Writes checkpoints into one folder. All ranks of ``group`` call ``save`` together."""
 
-    Attributes:
-        folder: the folder of checkpoints, on a file system that all ranks share.
-        group: all ranks, over gloo.
-        keep_last: how many checkpoints are kept.
-        expected: name -> shape of every tensor of a checkpoint.
-        beside: name -> content of files that belong to the model, such as its tokenizer; used on
-            rank 0.
-    """
-
-    folder: CheckpointFolder
-    group: dist.ProcessGroup
-    keep_last: int
-    expected: Mapping[str, tuple[int, ...]]
+    folder: CheckpointFolder  # the folder of checkpoints, on a file system that all ranks share
+    group: dist.ProcessGroup  # all ranks, over gloo
+    keep_last: int  # how many checkpoints are kept
+    expected: Mapping[str, tuple[int, ...]]  # name -> shape of every tensor of a checkpoint
+    # name -> content of files that belong to the model, such as its tokenizer; used on rank 0
     beside: Mapping[str, bytes] = field(default_factory=dict)
 
     def save(self, pieces: Sequence[Piece], state: RunState) -> SaveReport:
@@ -168,15 +151,12 @@ def write_checkpoint(
 
 @dataclass
 class WrittenPieces:
-    """The files that one process has written, and the place of each piece in them.
+    """The files that one process has written, and the place of each piece in them."""
 
-    Attributes:
-        files: name -> size and checksum of each file.
-        places: for each piece, its tensor, the tensor's full shape, the box of the piece in the
-            tensor, and its place in a file.
-    """
-
+    # name -> size and checksum of each file
     files: dict[str, FileSeal] = field(default_factory=dict)
+    # for each piece, its tensor, the tensor's full shape, the box of the piece in the tensor, and
+    # its place in a file
     places: list[tuple[str, tuple[int, ...], Box, _StorageInfo]] = field(default_factory=list)
 
 
@@ -184,12 +164,6 @@ def write_pieces(
     folder: Path, pieces: Iterable[Piece], *, rank: int = 0, file_bytes: int | None = None
 ) -> WrittenPieces:
     """Writes pieces into the files ``__RANK_0.distcp``, ``__RANK_1.distcp``, ...
-
-    Args:
-        folder: an existing folder.
-        pieces: fp32; taken one by one.
-        rank: a number of this process that no other process of the save has.
-        file_bytes: starts a new file when the current one has this size; one file if omitted.
 
     Raises:
         OSError: a file could not be written.

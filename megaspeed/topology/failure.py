@@ -77,12 +77,7 @@ def print_error(line: str) -> None:
 
 
 def write_error_file(error_file: str | None, text: str) -> None:
-    """Write the file in which torchrun looks for the reason why a rank has ended.
-
-    Args:
-        error_file: its path; None if another launcher started the rank.
-        text: the report, whose first line torchrun prints.
-    """
+    """Write the file in which torchrun looks for the reason why a rank has ended."""
     if error_file is None or Path(error_file).exists():
         return
     extra: dict[str, Any] = {"py_callstack": text, "timestamp": str(int(time.time()))}
@@ -148,12 +143,7 @@ class RankLog:
             self._file.write(text)
 
     def write_stacks(self, activity: object, calls: Sequence[str] = ()) -> None:
-        """Open the file and write the stacks of all threads, unless its disk does not respond.
-
-        Args:
-            activity: what this rank is doing.
-            calls: the collectives and messages that it waits for.
-        """
+        """Open the file and write the stacks of all threads, unless its disk does not respond."""
 
         def write() -> None:
             self.open()
@@ -189,13 +179,6 @@ class Failures:
 
     The first rank that detects a failure claims it in the store, and only that rank writes to the
     console. Any thread may call the methods.
-
-    Args:
-        store: a connection for this object and the threads of the watch.
-        grid: the layout.
-        rank: this rank.
-        log: this rank's log file.
-        period: seconds between two heartbeats of a rank.
     """
 
     def __init__(

@@ -132,12 +132,7 @@ def _describe(entry: dict[str, Any], members: dict[str, list[int]]) -> str:
 
 
 def explain_hang(states: dict[int, RankState | None], seconds: float) -> str:
-    """One line that names the missing ranks, and one for each kind of call that others wait in.
-
-    Args:
-        states: the state of each rank; None if it did not answer.
-        seconds: how long there was no progress.
-    """
+    """One line that names the missing ranks, and one for each kind of call that others wait in."""
     answers = {rank: state for rank, state in states.items() if state is not None}
     silent = [rank for rank in states if rank not in answers]
     waiting_for_none = [rank for rank, state in answers.items() if not state.calls]

@@ -116,11 +116,6 @@ def check_in(
 ) -> Meeting:
     """Meet all ranks, and compare their configurations with rank 0's. All ranks call this.
 
-    Args:
-        launch: this process's rank.
-        configuration: what must be the same on every rank, as JSON values.
-        timeout_seconds: how long this rank waits for the others.
-
     Raises:
         GroupError: names the ranks that did not check in.
         RanksDisagree: on every rank; names the keys that differ.

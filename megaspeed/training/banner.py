@@ -44,14 +44,7 @@ _MOST_DATA_RANKS = 4
 def banner(
     run: Run, device: torch.device, predict_peaks: PredictPeaks | None = None
 ) -> Iterator[Text | Table]:
-    """The lines and the table that describe a run before its first step; at most 15 lines.
-
-    Args:
-        run: the resolved run.
-        device: the device of this rank.
-        predict_peaks: predicts the peak memory of each pipeline stage. If omitted, no peak is
-            shown.
-    """
+    """The lines and the table that describe a run before its first step; at most 15 lines."""
     grid, batch, parallel = run.grid, run.batch, run.config.parallel
     on = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     micro_batches = batch.gradient_accumulation_steps
@@ -187,14 +180,8 @@ def launch_warnings(
 ) -> list[str]:
     """Warnings about a launch that works, but is slow or ignores a key. Each states a remedy.
 
-    Args:
-        launch: how this process was started.
-        run: the resolved run.
-        visible_gpus: how many GPUs this process sees.
-        has_bf16: whether the GPU of this process supports bf16; false without a GPU.
-        processors: number of processors of this machine.
-        threads: number of CPU threads that torch uses in this process.
-        torchrun_restarts: how often torchrun may restart the ranks; None without torchrun.
+    ``visible_gpus`` and ``has_bf16`` are of this process, ``processors`` of this machine, and
+    ``threads`` of torch in this process. ``torchrun_restarts`` is None without torchrun.
     """
     warnings = [
         *_one_gpu_a_rank(launch, visible_gpus),

@@ -54,12 +54,7 @@ _SECONDS_FOR_A_SAVE_AFTER_AN_EXCEPTION = 10.0
 
 
 class Checkpointing:
-    """Saves and loads one run. All ranks call every method except ``finished`` together.
-
-    Args:
-        worker: this rank of the run.
-        corpus: the run's data; a run that resumes compares its data with it.
-    """
+    """Saves and loads one run. All ranks call every method except ``finished`` together."""
 
     def __init__(self, worker: Worker, corpus: PreparedCorpus) -> None:
         self._worker = worker
@@ -140,10 +135,6 @@ class Checkpointing:
         """Loads a complete checkpoint, so that the run continues from it.
 
         A run that loads an imported model starts at step 0, and its optimizer moments are zero.
-
-        Args:
-            checkpoint: the folder of the checkpoint.
-            allow_data_change: whether the checkpoint may have been trained on other data.
 
         Raises:
             CheckpointError: on every rank; lists all differences that prevent the run from
@@ -263,10 +254,6 @@ def generation_file(checkpoint: Path, beside: Mapping[str, bytes]) -> dict[str, 
     """The generation_config.json of a checkpoint, if it fits the tokenizer of the run.
 
     The file contains token ids, which mean different tokens in another tokenizer.
-
-    Args:
-        checkpoint: the checkpoint that the run starts from.
-        beside: name -> content of the files of the run's tokenizer.
 
     Returns:
         Name -> content of the file; nothing if there is none, or the tokenizer has changed.

@@ -165,13 +165,7 @@ def describe_slow_rank(metrics: PartMetrics, grid: Grid) -> str:
 def describe_late_save(
     save_seconds: float | None, run: Run, environ: Mapping[str, str]
 ) -> str | None:
-    """A warning if the launcher may kill the run before its last save is done; with markup.
-
-    Args:
-        save_seconds: how long the previous save took; None if none has ended yet.
-        run: the run that is saved.
-        environ: the environment of this process, which may state torchrun's grace period.
-    """
+    """A warning if the launcher may kill the run before its last save is done; with markup."""
     stated = environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "")
     by_torchrun = "TORCHELASTIC_RUN_ID" in environ
     grace = float(stated) if by_torchrun and stated.isdecimal() else _GRACE_SECONDS
@@ -207,15 +201,7 @@ def describe_save(report: SaveReport) -> str:
 
 
 class ConsoleObserver(Observer):
-    """Writes every step to the records and every ``log_interval``-th to the console.
-
-    Args:
-        run: the resolved run.
-        console: the console to print to.
-        records: destinations of every step and every evaluation.
-        parts: destination of the times of the parts of a step.
-        begin: the progress at which the run starts or resumes.
-    """
+    """Writes every step to the records and every ``log_interval``-th to the console."""
 
     def __init__(
         self,

@@ -116,33 +116,20 @@ def check_agreement(corpus: PreparedCorpus, context: ParallelContext) -> None:
 
 @dataclass(kw_only=True)
 class Job:
-    """One rank's part of a run.
+    """One rank's part of a run."""
 
-    Attributes:
-        run: the resolved configuration.
-        options: the options of the command line about resuming.
-        meeting: the ranks of this run.
-        activity: what this rank is doing, for the watch.
-        stop: the stop signals that this process has received.
-        console: quiet on all ranks but rank 0.
-        launchers: process numbers of the launchers above this process.
-        predict_peaks: predicts the peak memory that the banner shows; None for no prediction.
-        explain_memory: called if memory runs out.
-        log: this rank's log file.
-        watch: watches the other ranks.
-    """
-
-    run: Run
-    options: ResumeOptions
-    meeting: Meeting
-    activity: Activity
-    stop: StopSignal
-    console: Console
-    launchers: Sequence[int]
+    run: Run  # the resolved configuration
+    options: ResumeOptions  # the options of the command line about resuming
+    meeting: Meeting  # the ranks of this run
+    activity: Activity  # what this rank is doing, for the watch
+    stop: StopSignal  # the stop signals that this process has received
+    console: Console  # quiet on all ranks but rank 0
+    launchers: Sequence[int]  # process numbers of the launchers above this process
+    # predicts the peak memory that the banner shows; None for no prediction
     predict_peaks: PredictPeaks | None = None
-    explain_memory: ExplainMemory | None = None
-    log: RankLog = field(init=False)
-    watch: Watch = field(init=False)
+    explain_memory: ExplainMemory | None = None  # called if memory runs out
+    log: RankLog = field(init=False)  # this rank's log file
+    watch: Watch = field(init=False)  # watches the other ranks
 
     def __post_init__(self) -> None:
         self.log = RankLog(self.run.run_dir, self.meeting.launch.rank)

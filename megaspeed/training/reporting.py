@@ -73,10 +73,6 @@ class WeightsAndBiases:
     """A W&B run. W&B's environment variables (``WANDB_PROJECT``, ...) have their usual effect.
 
     A resumed run continues the same W&B run: its id is stored in the run folder.
-
-    Args:
-        run: the resolved run.
-        step: unused, because each record contains its step.
     """
 
     def __init__(self, run: Run, step: int) -> None:
@@ -142,14 +138,7 @@ def check_packages(run: Run) -> None:
 
 
 class Reporting:
-    """Sends each record to every service that ``training.report_to`` names.
-
-    Args:
-        run: the resolved run.
-        step: the step at which the run starts or resumes.
-        warn: prints one line; called from other threads.
-        services: name -> the function that creates the service.
-    """
+    """Sends each record to every service that ``training.report_to`` names."""
 
     def __init__(
         self,
@@ -243,11 +232,6 @@ def draw_loss_curve(metrics_file: Path, picture: Path, *, title: str) -> None:
     """Draws the loss curve of a run: training and validation losses over tokens.
 
     Lines that are no records, and validations whose step is not recorded, are skipped.
-
-    Args:
-        metrics_file: ``metrics.jsonl`` of the run.
-        picture: the PNG file to write.
-        title: printed above the curve.
     """
     # Imported here, because the import takes long and only the end of a run needs it.
     from matplotlib.backends.backend_agg import FigureCanvasAgg

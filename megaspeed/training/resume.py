@@ -61,11 +61,7 @@ def restart_number() -> int:
 
 
 class Restarts:
-    """What an attempt knows about earlier attempts of the same launch.
-
-    Args:
-        meeting: its store, if there is one, outlives the attempt.
-    """
+    """What an attempt knows about earlier attempts of the same launch."""
 
     def __init__(self, meeting: Meeting) -> None:
         self._store = meeting.between_attempts
@@ -101,9 +97,6 @@ class Restarts:
         """Why a restart would not help; None if it may.
 
         Rank 0 calls this before it changes the folder.
-
-        Args:
-            last_step: the last step that the run folder records.
         """
         if not self.number or self._store is None:
             return None
@@ -174,23 +167,18 @@ class ResumeOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class Start:
-    """Where a run starts.
+    """Where a run starts."""
 
-    Attributes:
-        checkpoint: the checkpoint to load; None for the initial weights.
-        step: the step of the checkpoint; 0 without one.
-        in_place: whether the run continues in its own run folder; otherwise earlier files in the
-            folder are moved away.
-        skipped: newer checkpoints that are not complete, each with the reason.
-        changes: changes of the configuration since the save, as "key: before -> now".
-        rate_change: a warning if the next step's learning rate differs from the saved schedule.
-    """
-
-    checkpoint: Path | None = None
-    step: int = 0
+    checkpoint: Path | None = None  # the checkpoint to load; None for the initial weights
+    step: int = 0  # the step of the checkpoint; 0 without one
+    # whether the run continues in its own run folder; otherwise earlier files in the folder are
+    # moved away
     in_place: bool = False
+    # newer checkpoints that are not complete, each with the reason
     skipped: tuple[tuple[Path, str], ...] = ()
+    # changes of the configuration since the save, as "key: before -> now"
     changes: tuple[str, ...] = ()
+    # a warning if the next step's learning rate differs from the saved schedule
     rate_change: str | None = None
 
     def is_end_of(self, run: Run) -> bool:

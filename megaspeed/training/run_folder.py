@@ -89,11 +89,6 @@ def run_lock(
 
     On a network file system without locks, the run continues without one.
 
-    Args:
-        run_dir: the folder of the run.
-        context: the ranks; rank 0 holds the lock.
-        wait_seconds: how long to wait for a run that holds the lock.
-
     Raises:
         CheckpointError: on every rank, if another run holds the lock or the lock cannot be created.
     """

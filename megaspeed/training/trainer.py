@@ -66,37 +66,20 @@ class Observer:
 
 @dataclass(frozen=True)
 class TrainingSummary:
-    """How the run ended.
+    """How the run ended."""
 
-    Attributes:
-        last_step: metrics of the last step.
-        last_validation: the last validation since this start; None if there was none.
-        skipped_steps: number of skipped steps of the run, including steps before it was resumed.
-        tokens: predicted tokens since this start.
-        seconds: training time since this start.
-        stopped_by: the signal that stopped the run; None if it took all steps.
-        last_save: the report of the last save.
-    """
-
-    last_step: StepMetrics
+    last_step: StepMetrics  # metrics of the last step
+    # the last validation since this start; None if there was none
     last_validation: ValidationMetrics | None
-    skipped_steps: int
-    tokens: int
-    seconds: float
-    stopped_by: signal.Signals | None
-    last_save: SaveReport
+    skipped_steps: int  # number of skipped steps of the run, including steps before it was resumed
+    tokens: int  # predicted tokens since this start
+    seconds: float  # training time since this start
+    stopped_by: signal.Signals | None  # the signal that stopped the run; None if it took all steps
+    last_save: SaveReport  # the report of the last save
 
 
 class Trainer:
-    """Trains a run to its last step, or until a stop signal.
-
-    Args:
-        worker: this rank of the run.
-        corpus: the prepared data.
-        checkpointing: saves the run.
-        stop: the stop signals that this process has received.
-        observer: receives each step, evaluation and checkpoint.
-    """
+    """Trains a run to its last step, or until a stop signal."""
 
     def __init__(
         self,
