@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import torch.distributed as dist
@@ -146,20 +147,8 @@ class Job:
     def train(self) -> TrainingSummary | None:
         """Trains the run; all its ranks call this.
 
-        Returns:
-            How the run ended. None if nothing was left to train; then no file has changed.
-
-        Raises:
-            DataError: the corpus cannot be prepared.
-            GroupError: the process groups cannot be created.
-            RanksDisagree: the ranks have different inputs or run folders.
-            CheckpointError: the run cannot resume from the checkpoint.
-            TrainingDiverged: loss or gradient norm stay non-finite.
-            ReplicasDiffer: ranks hold different copies of something.
-            NoProgress: restarts do not help.
-            OSError: a file or folder cannot be read or written.
-
-        Any other exception is reported before it propagates.
+        Returns how the run ended; None if nothing was left to train. Then no file has changed. An
+        exception that is not in `EXPECTED` is reported before it propagates.
         """
         run, during = self.run, self.activity.during
         with during("preparing the corpus", timeouts=math.inf):
@@ -202,7 +191,9 @@ class Job:
             if problem is not None:
                 raise NoProgress(problem)
             options = self.options
-            if broadcast(group, lambda: restarts.opened and self._has_checkpoints()):
+            if broadcast(
+                group, lambda: restarts.opened and bool(checkpoint_folder(run).newest_first())
+            ):
                 options = dataclasses.replace(options, source=AUTO, fresh=False)
             with during("checking checkpoints", timeouts=SAVE_TIMEOUTS):
                 start = find_start(options, run, context)
@@ -227,9 +218,6 @@ class Job:
                 begin = self._begin(start, options, checkpointing, context)
                 restarts.note_opened()
                 return self._train_from(begin, worker, corpus, checkpointing)
-
-    def _has_checkpoints(self) -> bool:
-        return bool(checkpoint_folder(self.run).newest_first())
 
     @contextmanager
     def _memory_explained(
@@ -282,15 +270,12 @@ class Job:
         if worker.context.rank != 0:
             return Trainer(worker, corpus, checkpointing, stop, Observer()).train(begin)
         with (
-            Reporting(run, begin.step, self._warn) as reporting,
+            Reporting(run, begin.step, partial(print_warning, self.console)) as reporting,
             MetricsFile(run.run_dir / METRICS) as metrics,
             MetricsFile(run.run_dir / PARTS) as parts,
             ConsoleObserver(run, self.console, (metrics, reporting), parts, begin) as observer,
         ):
             return Trainer(worker, corpus, checkpointing, stop, observer).train(begin)
-
-    def _warn(self, text: str) -> None:
-        print_warning(self.console, text)
 
     def _print_summary(self, summary: TrainingSummary) -> None:
         """Draws the loss curve and prints the last figures."""
@@ -299,7 +284,9 @@ class Job:
         try:
             draw_loss_curve(metrics, picture, title=self.run.name)
         except Exception as error:  # a failure to draw does not fail the run
-            self._warn(f"the loss curve could not be drawn: {type(error).__name__}: {error}")
+            print_warning(
+                self.console, f"the loss curve could not be drawn: {type(error).__name__}: {error}"
+            )
             files = f"metrics: {metrics}"
         self.console.print(summary_table(self.run, summary))
         print_line(self.console, Text(files))

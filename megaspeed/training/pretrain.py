@@ -72,8 +72,8 @@ def main(
     Args:
         arguments: the command line; this process's own if omitted.
         as_command: whether messages and help name ``megaspeed train``, not the script.
-        launchers: process ids of the launchers that were this process's ancestors when it
-            started. If omitted, the launchers that are its ancestors now.
+        launchers: process ids of the launchers that were above this process when it started. If
+            omitted, of those that are above it now.
         predict_peaks: predicts the peak memory for the banner; if omitted, the banner has none.
         explain_memory: called if memory runs out.
 
@@ -81,28 +81,26 @@ def main(
     ranks, and an ordinary exit would wait for these threads.
     """
     options = parse_arguments(arguments, as_command=as_command)
+    activity, resume = Activity(), ResumeOptions.of(options)
+    rank = os.environ.get("RANK", "0")
     try:
         launch = read_launch_environment(os.environ)
-    except LaunchError as error:
-        _wait_unless_rank_0(os.environ.get("RANK", "0"))
-        _report(error)
-        return EXIT_WRONG_INPUT
-    console = Console(stderr=False, quiet=launch.rank != 0)
-    activity, resume = Activity(), ResumeOptions.of(options)
-    try:
+        rank = str(launch.rank)
+        console = Console(stderr=False, quiet=launch.rank != 0)
         run = _checked_run(options, resume, launch, console)
         inject_into_process(activity, launch.rank)
-    except (ConfigError, DataError, CheckpointError) as error:
-        _wait_unless_rank_0(launch.rank)
-        _report(error, launch.rank)
+    except (LaunchError, ConfigError, DataError, CheckpointError) as error:
+        _wait_unless_rank_0(rank)
+        _report(error, rank)
         return EXIT_WRONG_INPUT
     _print_warnings(run, launch, console)
     try:
-        meeting = check_in(launch, run.common_json(), _start_up_seconds(run))
+        start_up_seconds = START_UP_TIMEOUTS * run.config.training.hang_timeout_seconds
+        meeting = check_in(launch, run.common_json(), start_up_seconds)
     except (TopologyError, GroupError, RanksDisagree) as error:
         one_of_host = launch.local_rank == 0 or (launch.rank == 1 and isinstance(error, GroupError))
         is_own = isinstance(error, TopologyError)  # of this rank alone
-        _report(error, launch.rank, prints=one_of_host or is_own)
+        _report(error, rank, prints=one_of_host or is_own)
         return _exit_code(error)
     # From here on, a stop signal does not end the process by itself.
     with StopSignal() as stop:
@@ -190,10 +188,6 @@ def _print_warnings(run: Run, launch: LaunchEnvironment, console: Console) -> No
         print_warning(console, warning)
 
 
-def _start_up_seconds(run: Run) -> float:
-    return START_UP_TIMEOUTS * run.config.training.hang_timeout_seconds
-
-
 def _run(job: Job) -> int:
     """Runs the job while the ranks watch each other, and reports how it ended."""
     watch, launch = job.watch, job.meeting.launch
@@ -209,7 +203,7 @@ def _run(job: Job) -> int:
         if isinstance(error, STOPPED):
             print_line(job.console, f"[red]training stopped:[/red] {escape(str(error))}")
             prints = False
-        _report(error, launch.rank, prints=prints)
+        _report(error, str(launch.rank), prints=prints)
         code = _exit_code(error)
         if code == EXIT_WRONG_INPUT:
             Restarts(job.meeting).give_up(code)
@@ -238,15 +232,15 @@ def _exit_code(error: Exception) -> int:
     return EXIT_WRONG_INPUT if wrong_input else EXIT_FAILED
 
 
-def _wait_unless_rank_0(rank: int | str) -> None:
+def _wait_unless_rank_0(rank: str) -> None:
     """Waits on other ranks, so that rank 0 alone prints an error that all ranks have."""
-    if str(rank) != "0":
+    if rank != "0":
         time.sleep(_SECONDS_FOR_RANK_0_TO_PRINT)
 
 
-def _report(error: Exception, rank: int = 0, *, prints: bool = True) -> None:
+def _report(error: Exception, rank: str, *, prints: bool = True) -> None:
     """Reports an error that needs no traceback. Of several ranks with one error, one ``prints``."""
-    text = f"[rank {rank}] {error}" if rank else str(error)
+    text = str(error) if rank == "0" else f"[rank {rank}] {error}"
     if prints:
         print_error(text)
     _note_for_torchrun(text if prints else text.split("\n")[0])
