@@ -11,9 +11,13 @@ Links are followed.
 import errno
 import hashlib
 import os
+import signal
 import stat
+import threading
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 LARGEST_BYTES = 1 << 24
 """Limit for a file that is read into memory: 16 MiB. The largest model index has 10 MB."""
@@ -139,3 +143,32 @@ def are_settled(states: Iterable[FileState], seen_at_seconds: float) -> bool:
     """
     times_ns = [max(mtime_ns, ctime_ns) for _, _, mtime_ns, ctime_ns in states]
     return max(times_ns, default=0) / 1e9 < seen_at_seconds - _COARSEST_TICK_SECONDS
+
+
+class _TimeOver(BaseException):
+    """Not an Exception, so that no handler inside the block takes it for one of its own."""
+
+
+@contextmanager
+def at_most(seconds: float) -> Iterator[None]:
+    """Leaves the block after ``seconds``, without an error.
+
+    Only the main thread can be interrupted. In another thread there is no limit.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def leave(*_: Any) -> None:
+        raise _TimeOver
+
+    previous = signal.signal(signal.SIGALRM, leave)
+    timer = signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    except _TimeOver:
+        pass
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, previous)
+        signal.setitimer(signal.ITIMER_REAL, *timer)

@@ -116,11 +116,6 @@ class Timeline:
         self._now: Part = "host"
         self._last: tuple[int, list[tuple[Any, Part]]] | None = None
 
-    @property
-    def is_on(self) -> bool:
-        """Whether this step is timed."""
-        return self._step is not None
-
     def begin(self, step: int) -> None:
         """Time this step."""
         self._step, self._now = step, "host"
