@@ -28,7 +28,7 @@ from megaspeed.checkpoint.errors import CheckpointError, broadcast, gather
 from megaspeed.checkpoint.folders import locate, step_named
 from megaspeed.checkpoint.manifest import (
     MANIFEST,
-    FileSeal,
+    FileDigest,
     file_problems,
     read_manifest,
     size_problems,
@@ -55,15 +55,15 @@ class Inspection:
     problems: tuple[str, ...]  # a sentence for each problem; empty if the checkpoint is complete
     # files in the folder that are not in the manifest. They do no harm.
     strays: tuple[str, ...] = ()
-    # name -> seal of each file in the manifest
-    files: Mapping[str, FileSeal] = field(default_factory=dict)
+    # name -> digest of each file in the manifest
+    files: Mapping[str, FileDigest] = field(default_factory=dict)
     state: RunState | None = None  # the state of the run; None if it cannot be read
     model: ModelConfig | None = None  # the configuration of the model; None if it cannot be read
 
     @property
     def size_bytes(self) -> int:
         """The size of all files except the manifest."""
-        return sum(seal.size_bytes for seal in self.files.values())
+        return sum(digest.size_bytes for digest in self.files.values())
 
 
 @dataclass(frozen=True)
@@ -129,14 +129,14 @@ def glance(checkpoint: Path) -> Inspection:
 
 
 def index_problems(
-    index: Metadata, expected: Mapping[str, Shape] | None, files: Mapping[str, FileSeal]
+    index: Metadata, expected: Mapping[str, Shape] | None, files: Mapping[str, FileDigest]
 ) -> list[str]:
     """The problems of an index, a sentence for each.
 
     Args:
         index: the index of a checkpoint.
         expected: name -> shape of every tensor that it must have; None if that is not known.
-        files: name -> seal of the files of the checkpoint; only their sizes are used.
+        files: name -> digest of the files of the checkpoint; only their sizes are used.
 
     Raises:
         CheckpointError: it is not an index of tensors.
@@ -207,7 +207,7 @@ def _inspect(checkpoint: Path, share: slice) -> Inspection:
     )
 
 
-def _strays(checkpoint: Path, files: Mapping[str, FileSeal]) -> tuple[str, ...]:
+def _strays(checkpoint: Path, files: Mapping[str, FileDigest]) -> tuple[str, ...]:
     try:
         names = {path.name for path in checkpoint.iterdir()}
     except OSError:  # a running job has deleted the checkpoint meanwhile
@@ -228,7 +228,7 @@ def _tensor_problems(
     name: str,
     tensor: TensorStorageMetadata,
     places: Mapping[MetadataIndex, Any],
-    files: Mapping[str, FileSeal],
+    files: Mapping[str, FileDigest],
 ) -> Iterator[str]:
     if tensor.properties.dtype != torch.float32:
         yield f"it is {tensor.properties.dtype}, and must be torch.float32"
@@ -242,7 +242,7 @@ def _tensor_problems(
             yield problem
 
 
-def _place_problem(place: Any, box: Box, files: Mapping[str, FileSeal]) -> str | None:
+def _place_problem(place: Any, box: Box, files: Mapping[str, FileDigest]) -> str | None:
     """Why the place of a box in the index is impossible."""
     right_types = isinstance(place, _StorageInfo) and [str, int, int, type(None)] == list(
         map(type, (place.relative_path, place.offset, place.length, place.transform_descriptors))

@@ -33,20 +33,20 @@ Checksum = xxhash.xxh3_128
 
 
 @dataclass(frozen=True)
-class FileSeal:
+class FileDigest:
     """Size and checksum of a file when it was written."""
 
     size_bytes: int
     checksum: str
 
     @classmethod
-    def of(cls, content: bytes) -> "FileSeal":
-        """The seal of a file with this content."""
+    def of(cls, content: bytes) -> "FileDigest":
+        """The digest of a file with this content."""
         return cls(len(content), Checksum(content).hexdigest())
 
     @classmethod
-    def of_file(cls, path: Path) -> "FileSeal":
-        """The seal of an existing file, read in blocks."""
+    def of_file(cls, path: Path) -> "FileDigest":
+        """The digest of an existing file, read in blocks."""
         checksum, size_bytes = Checksum(), 0
         block = memoryview(bytearray(_BLOCK_BYTES))
         with path.open("rb", buffering=0) as stream:
@@ -56,21 +56,21 @@ class FileSeal:
         return cls(size_bytes, checksum.hexdigest())
 
 
-def write_files(folder: Path, files: Mapping[str, bytes]) -> dict[str, FileSeal]:
-    """Writes small files, name -> content, into ``folder``; returns the seal of each."""
+def write_files(folder: Path, files: Mapping[str, bytes]) -> dict[str, FileDigest]:
+    """Writes small files, name -> content, into ``folder``; returns the digest of each."""
     for name, content in files.items():
         write_file(folder / name, methodcaller("write", content))
-    return {name: FileSeal.of(content) for name, content in files.items()}
+    return {name: FileDigest.of(content) for name, content in files.items()}
 
 
-def write_manifest(folder: Path, files: Mapping[str, FileSeal]) -> None:
-    """Writes the manifest of ``folder``; ``files`` has the name and seal of every other file."""
-    seals = {name: asdict(files[name]) for name in sorted(files)}
-    write_sealed(folder / MANIFEST, {"format": _FORMAT, "files": seals})
+def write_manifest(folder: Path, files: Mapping[str, FileDigest]) -> None:
+    """Writes the manifest of ``folder``; ``files`` has the name and digest of every other file."""
+    digests = {name: asdict(files[name]) for name in sorted(files)}
+    write_sealed(folder / MANIFEST, {"format": _FORMAT, "files": digests})
 
 
-def read_manifest(folder: Path) -> dict[str, FileSeal]:
-    """Name -> seal of every other file of the checkpoint in ``folder``.
+def read_manifest(folder: Path) -> dict[str, FileDigest]:
+    """Name -> digest of every other file of the checkpoint in ``folder``.
 
     Raises:
         CheckpointError: the manifest is missing, damaged, or of another version.
@@ -91,19 +91,19 @@ def read_manifest(folder: Path) -> dict[str, FileSeal]:
             "use the version of megaspeed that wrote it"
         )
     try:
-        return {name: _seal(name, seal) for name, seal in facts["files"].items()}
+        return {name: _digest(name, digest) for name, digest in facts["files"].items()}
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise CheckpointError(
             f"{MANIFEST} does not contain names, sizes and checksums of files"
         ) from error
 
 
-def file_problems(folder: Path, files: Mapping[str, FileSeal]) -> dict[str, str]:
+def file_problems(folder: Path, files: Mapping[str, FileDigest]) -> dict[str, str]:
     """Name -> problem of each file that is not as it was written. Reads every byte of ``files``."""
     problems = size_problems(folder, files)
     for name in [name for name in files if name not in problems]:
         try:
-            found = FileSeal.of_file(folder / name)
+            found = FileDigest.of_file(folder / name)
         except OSError as error:
             problems[name] = f"{name} cannot be read ({error.strerror})"
             continue
@@ -115,7 +115,7 @@ def file_problems(folder: Path, files: Mapping[str, FileSeal]) -> dict[str, str]
     return problems
 
 
-def size_problems(folder: Path, files: Mapping[str, FileSeal]) -> dict[str, str]:
+def size_problems(folder: Path, files: Mapping[str, FileDigest]) -> dict[str, str]:
     """Name -> problem of each file that is missing or has another size. Reads no file."""
     problems = ((name, _size_problem(folder / name, files[name].size_bytes)) for name in files)
     return {name: f"{name} {problem}" for name, problem in problems if problem is not None}
@@ -137,8 +137,8 @@ def _size_problem(path: Path, size_bytes: int) -> str | None:
     return None
 
 
-def _seal(name: str, facts: Any) -> FileSeal:
-    seal = FileSeal(**facts)
-    if Path(name).name != name or (type(seal.size_bytes), type(seal.checksum)) != (int, str):
-        raise ValueError(f"{name} is not the name of a file in the folder, or has no valid seal")
-    return seal
+def _digest(name: str, facts: Any) -> FileDigest:
+    digest = FileDigest(**facts)
+    if Path(name).name != name or (type(digest.size_bytes), type(digest.checksum)) != (int, str):
+        raise ValueError(f"{name} is not the name of a file in the folder, or has no valid digest")
+    return digest

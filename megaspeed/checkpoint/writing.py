@@ -42,7 +42,7 @@ from megaspeed.checkpoint.folders import CheckpointFolder
 from megaspeed.checkpoint.inspection import index_problems
 from megaspeed.checkpoint.manifest import (
     Checksum,
-    FileSeal,
+    FileDigest,
     size_problems,
     write_files,
     write_manifest,
@@ -154,7 +154,7 @@ class WrittenPieces:
     """The files that one process has written, and the place of each piece in them."""
 
     # name -> size and checksum of each file
-    files: dict[str, FileSeal] = field(default_factory=dict)
+    files: dict[str, FileDigest] = field(default_factory=dict)
     # for each piece, its tensor, the tensor's full shape, the box of the piece in the tensor, and
     # its place in a file
     places: list[tuple[str, tuple[int, ...], Box, _StorageInfo]] = field(default_factory=list)
@@ -199,7 +199,7 @@ def _complete(
         CheckpointError: the pieces are not every element of every tensor once, or a file that
             another process has written does not have its size.
     """
-    files = {name: seal for each in written for name, seal in each.files.items()}
+    files = {name: digest for each in written for name, digest in each.files.items()}
     tensors: dict[str, TensorStorageMetadata] = {}
     places: dict[MetadataIndex, _StorageInfo] = {}
     for name, shape, box, place in chain.from_iterable(each.places for each in written):
@@ -217,12 +217,12 @@ def _complete(
         pickle.dump(index, stream)
     files |= write_files(folder, {RUN_STATE: state.to_bytes(), **beside})
     write_manifest(folder, files)
-    return sum(seal.size_bytes for seal in files.values())
+    return sum(digest.size_bytes for digest in files.values())
 
 
 @contextmanager
-def _hashed_file(path: Path, seals: dict[str, FileSeal]) -> Iterator[Any]:
-    """A new file to write to. At the end it is flushed to the disk, and ``seals`` gets its seal.
+def _hashed_file(path: Path, digests: dict[str, FileDigest]) -> Iterator[Any]:
+    """A new file to write to. At the end it is flushed to the disk, and added to ``digests``.
 
     Raises:
         OSError: the disk refused a write. (torch raises a RuntimeError of its own in this case.)
@@ -237,7 +237,7 @@ def _hashed_file(path: Path, seals: dict[str, FileSeal]) -> Iterator[Any]:
             if stream.failure is None:
                 raise
             raise stream.failure from error
-    seals[path.name] = FileSeal(stream.tell(), stream.checksum.hexdigest())
+    digests[path.name] = FileDigest(stream.tell(), stream.checksum.hexdigest())
 
 
 class _HashingStream:

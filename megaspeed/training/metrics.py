@@ -70,7 +70,7 @@ class PartMetrics:
 
     @classmethod
     def of(cls, timelines: Sequence[Sequence[float]]) -> Self | None:
-        """Combines what ``Timeline.take`` returned on each rank: the step, and seconds by part.
+        """Combines what ``Timeline.pop_seconds`` returned on each rank.
 
         Returns None if a rank has no times because its GPU had not finished the step.
         """
@@ -170,9 +170,8 @@ def records_up_to(step: int, lines: bytes) -> bytes:
 
 def last_step(file: Path) -> int:
     """The last step in a metrics file; 0 if it has none."""
-    if not file.exists():
-        return 0
-    return max((_step_of(line) for line in file.read_bytes().splitlines()), default=0)
+    lines = file.read_bytes().splitlines() if file.exists() else []
+    return max(map(_step_of, lines), default=0)
 
 
 def _step_of(line: bytes) -> int:

@@ -35,18 +35,13 @@ _DATA_KEYS = {
 }
 
 # These keys are derived from others or no longer exist. None changes the result of training.
-_FOLLOWING_KEYS = {
+_FOLLOWING_KEYS = (
     "training.run_dir",
     "zero_optimization.reduce_bucket_size",
-    "zero_optimization.stage3_prefetch_bucket_size",
-    "zero_optimization.stage3_max_live_parameters",
-    "zero_optimization.stage3_max_reuse_distance",
-    "zero_optimization.stage3_module_granularity_threshold",
-    "zero_optimization.stage3_allgather_sequential",
-    "zero_optimization.stage3_use_all_reduce_for_fetch_params",
+    "zero_optimization.stage3_",
     "zero_optimization.memory_efficient_linear",
     "zero_optimization.log_trace_cache_warnings",
-}
+)
 
 # What determines the weights after a given number of steps. training.steps is not among them: if it
 # determines the schedule, the resolved total_num_steps differs.
@@ -105,7 +100,7 @@ def config_changes(saved: RunState, run: Run) -> list[str]:
     return [
         f"{name}: {_text(before, name)} -> {_text(now, name)}"
         for name in sorted(before.keys() | now.keys())
-        if name not in _FOLLOWING_KEYS
+        if not name.startswith(_FOLLOWING_KEYS)
         and before.get(name, _default_of(name)) != now.get(name, _default_of(name))
     ]
 

@@ -67,7 +67,14 @@ def check_shared_folder(run_dir: Path, context: ParallelContext) -> None:
         CheckpointError: on every rank, if rank 0 cannot create the folder or write to it.
     """
     group = context.checkpoint_group
-    mark = broadcast(group, lambda: _create_mark(run_dir))
+    mark = f".seen-by-all-ranks-{secrets.token_hex(8)}"  # a name that no other run uses
+
+    def create() -> str:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        (run_dir / mark).touch()
+        return mark
+
+    mark = broadcast(group, create)
     seen = gather(group, lambda: _appears(run_dir / mark))
     if context.rank == 0:
         with suppress(OSError):
@@ -127,7 +134,7 @@ def start_run_folder(run: Run) -> Path | None:
         _move(run.run_dir / name, run.run_dir, earlier)
     _write_config(run)
     _record_start(run, 0)
-    return _existing(earlier)
+    return earlier if earlier.exists() else None
 
 
 def continue_run_folder(run: Run, step: int) -> Path | None:
@@ -146,15 +153,7 @@ def continue_run_folder(run: Run, step: int) -> Path | None:
         _cut_records(run.run_dir / name, step, earlier / name)
     _write_config(run)
     _record_start(run, step)
-    return _existing(earlier)
-
-
-def _create_mark(run_dir: Path) -> str:
-    """Creates a file that no other run has, and returns its name."""
-    name = f".seen-by-all-ranks-{secrets.token_hex(8)}"
-    run_dir.mkdir(parents=True, exist_ok=True)
-    (run_dir / name).touch()
-    return name
+    return earlier if earlier.exists() else None
 
 
 def _appears(file: Path) -> bool:
@@ -172,10 +171,6 @@ def _next_earlier(folder: Path) -> Path:
     while (folder / f"earlier-{number}").exists():
         number += 1
     return folder / f"earlier-{number}"
-
-
-def _existing(folder: Path) -> Path | None:
-    return folder if folder.exists() else None
 
 
 def _move(path: Path, folder: Path, target: Path) -> None:

@@ -18,6 +18,7 @@ from typing import NoReturn
 
 from megaspeed.checkpoint.run_state import Progress
 from megaspeed.checkpoint.writing import SaveReport
+from megaspeed.config.errors import shortened
 from megaspeed.data.corpus import PreparedCorpus
 from megaspeed.data.loader import ValidationLoader
 from megaspeed.model.parameters import training_flops_per_token
@@ -232,25 +233,26 @@ class Trainer:
         before = progress.samples - self._run.batch.train_batch_size
         named = []
         for rank, found in enumerate(ranks):
-            place = self._run.grid.coordinates_of(rank)
-            if found.micro_batches and place.tp == 0:  # tensor ranks have copies of one loss
-                shape = dataclasses.replace(self._inputs.shape, dp_rank=place.dp)
-                rows = [row for m in found.micro_batches for row in shape.rows(m)]
-                samples = ", ".join(str(before + row) for row in rows[:_MOST_SAMPLES_NAMED])
-                more = ", ..." if len(rows) > _MOST_SAMPLES_NAMED else ""
-                micro_batches = ", ".join(map(str, found.micro_batches))
-                named.append(
-                    f"rank {rank} (pp {place.pp}, dp {place.dp}, tp {place.tp}) in micro-batch "
-                    f"{micro_batches} (samples {samples}{more})"
-                )
+            at = self._run.grid.coordinates_of(rank)
+            if not found.micro_batches or at.tp > 0:  # tensor ranks have copies of one loss
+                continue
+            shape = dataclasses.replace(self._inputs.shape, dp_rank=at.dp)
+            samples = [before + row for m in found.micro_batches for row in shape.rows(m)]
+            more = ", ..." if len(samples) > _MOST_SAMPLES_NAMED else ""
+            named.append(
+                f"rank {rank} (pp {at.pp}, dp {at.dp}, tp {at.tp}) in micro-batch "
+                f"{', '.join(map(str, found.micro_batches))} (samples "
+                f"{', '.join(map(str, samples[:_MOST_SAMPLES_NAMED]))}{more})"
+            )
         if named:
-            more = f" and {len(named) - _MOST_RANKS_NAMED} more" * (len(named) > _MOST_RANKS_NAMED)
-            return f"the loss is not finite on {'; '.join(named[:_MOST_RANKS_NAMED])}{more}"
-        parameters = ((r, f.parameter) for r, f in enumerate(ranks) if f.parameter is not None)
-        rank, parameter = next(parameters, (0, None))
-        if parameter is None:
-            return "every loss and every gradient is finite, but a sum of them is not"
-        return f"every loss is finite; the first gradient that is not: {parameter} on rank {rank}"
+            return f"the loss is not finite on {'; '.join(shortened(named, _MOST_RANKS_NAMED))}"
+        for rank, found in enumerate(ranks):
+            if found.parameter is not None:
+                return (
+                    "every loss is finite; the first gradient that is not: "
+                    f"{found.parameter} on rank {rank}"
+                )
+        return "every loss and every gradient is finite, but a sum of them is not"
 
     def _is_due(self, interval: int, step: int) -> bool:
         """True every ``interval`` steps, unless it is 0, and after the last step of the run."""
