@@ -72,13 +72,11 @@ def main(
     Args:
         arguments: the command line; this process's own if omitted.
         as_command: whether messages and help name ``megaspeed train``, not the script.
-        launchers: process ids of the launchers that were above this process when it started. If
-            omitted, of those that are above it now.
+        launchers: process ids of the launchers above this process; looked up if omitted.
         predict_peaks: predicts the peak memory for the banner; if omitted, the banner has none.
         explain_memory: called if memory runs out.
 
-    The caller must exit with ``end_process``. After a failure, threads may still wait for other
-    ranks, and an ordinary exit would wait for these threads.
+    The caller must exit with ``end_process``, because threads may still wait for other ranks.
     """
     options = parse_arguments(arguments, as_command=as_command)
     activity, resume = Activity(), ResumeOptions.of(options)
@@ -95,17 +93,16 @@ def main(
         return EXIT_WRONG_INPUT
     _print_warnings(run, launch, console)
     try:
-        start_up_seconds = START_UP_TIMEOUTS * run.config.training.hang_timeout_seconds
-        meeting = check_in(launch, run.common_json(), start_up_seconds)
+        timeout = START_UP_TIMEOUTS * run.config.training.hang_timeout_seconds
+        meeting = check_in(launch, run.common_json(), timeout)
     except (TopologyError, GroupError, RanksDisagree) as error:
-        one_of_host = launch.local_rank == 0 or (launch.rank == 1 and isinstance(error, GroupError))
-        is_own = isinstance(error, TopologyError)  # of this rank alone
-        _report(error, rank, prints=one_of_host or is_own)
+        of_this_rank_alone = isinstance(error, TopologyError)
+        is_missing = launch.rank == 1 and isinstance(error, GroupError)  # rank 0, maybe
+        _report(error, rank, prints=launch.local_rank == 0 or of_this_rank_alone or is_missing)
         return _exit_code(error)
     # From here on, a stop signal does not end the process by itself.
     with StopSignal() as stop:
-        final_code = Restarts(meeting).final_code
-        if final_code is not None:
+        if (final_code := Restarts(meeting).final_code) is not None:
             return final_code
         if run.spare_ranks:
             meeting = meeting.without_spare_ranks(run.grid.world_size)
