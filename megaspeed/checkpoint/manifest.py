@@ -72,8 +72,7 @@ def write_manifest(folder: Path, files: Mapping[str, FileDigest]) -> None:
 def read_manifest(folder: Path) -> dict[str, FileDigest]:
     """Name -> digest of every other file of the checkpoint in ``folder``.
 
-    Raises:
-        CheckpointError: the manifest is missing, damaged, or of another version.
+    Raises CheckpointError if the manifest is missing, damaged, or of another version.
     """
     try:
         facts = unsealed(read_file(folder / MANIFEST))

@@ -82,8 +82,7 @@ _GETATTR = ("builtins", "getattr")
 def read_index(folder: Path) -> Metadata:
     """The index of the checkpoint in ``folder``.
 
-    Raises:
-        CheckpointError: it cannot be read, or is not an index of tensors.
+    Raises CheckpointError if it cannot be read, or is not an index of tensors.
     """
     path = folder / INDEX
     try:
@@ -143,10 +142,7 @@ def load_model(
     """The model with the checkpoint's master weights, in evaluation mode and without gradients.
 
     In fp32 on the CPU, the files are read directly into the parameters; otherwise one saved box at
-    a time is copied. A tied head is the embedding.
-
-    Raises:
-        CheckpointError: it cannot be read.
+    a time is copied. A tied head is the embedding. Raises CheckpointError if it cannot be read.
     """
     config = model_config(checkpoint)
     with torch.device("meta"):
@@ -173,8 +169,7 @@ def load_model(
 def model_config(checkpoint: Path) -> ModelConfig:
     """The configuration of the model in a checkpoint.
 
-    Raises:
-        CheckpointError: its run state cannot be read, or has no valid model.
+    Raises CheckpointError if its run state cannot be read, or has no valid model.
     """
     return RunState.read(checkpoint).model_section()
 

@@ -116,8 +116,7 @@ class RunState(Section):
     def model_section(self) -> ModelConfig:
         """The model, which determines the names and shapes of all tensors.
 
-        Raises:
-            CheckpointError: the configuration has no valid model.
+        Raises CheckpointError if the configuration has no valid model.
         """
         try:
             return ModelConfig.model_validate(self.config.get("model"))
@@ -136,8 +135,7 @@ class RunState(Section):
     def read(cls, folder: Path) -> Self:
         """Reads the state of the checkpoint in ``folder``.
 
-        Raises:
-            CheckpointError: the file cannot be read, or is not the state of a run.
+        Raises CheckpointError if the file cannot be read, or is not the state of a run.
         """
         file = folder / RUN_STATE
         try:

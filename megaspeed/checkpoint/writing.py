@@ -165,8 +165,7 @@ def write_pieces(
 ) -> WrittenPieces:
     """Writes pieces into the files ``__RANK_0.distcp``, ``__RANK_1.distcp``, ...
 
-    Raises:
-        OSError: a file could not be written.
+    Raises OSError if a file could not be written.
     """
     written = WrittenPieces()
     remaining = iter(pieces)
@@ -195,9 +194,8 @@ def _complete(
 ) -> int:
     """Writes the remaining files of a checkpoint whose pieces are written; returns its size.
 
-    Raises:
-        CheckpointError: the pieces are not every element of every tensor once, or a file that
-            another process has written does not have its size.
+    Raises CheckpointError if the pieces are not every element of every tensor once, or a file that
+    another process has written does not have its size.
     """
     files = {name: digest for each in written for name, digest in each.files.items()}
     tensors: dict[str, TensorStorageMetadata] = {}

@@ -55,9 +55,8 @@ def file_problem(path: Path) -> str | None:
 def read_file(path: Path, largest_bytes: int = LARGEST_BYTES) -> bytes:
     """The bytes of an ordinary file.
 
-    Raises:
-        OSError: there is none, this user may not read it, or it has more than ``largest_bytes``;
-            ``strerror`` is the reason.
+    Raises OSError if there is none, this user may not read it, or it has more than
+    ``largest_bytes``; ``strerror`` is the reason.
     """
     os.stat(path)  # raises the system's own error if nothing is there
     problem = file_problem(path)
@@ -89,8 +88,7 @@ def special_among(paths: Iterable[Path]) -> Iterator[str]:
 def sha256_of(path: Path) -> str:
     """The hash of a file in hexadecimal, computed in constant memory.
 
-    Raises:
-        OSError: the file cannot be read.
+    Raises OSError if the file cannot be read.
     """
     with path.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
@@ -122,11 +120,7 @@ def spaced_sample(path: Path, stretches: int, stretch_bytes: int) -> str:
 
 
 def state_of(path: Path) -> FileState:
-    """The state of the file at ``path``.
-
-    Raises:
-        OSError: nothing is there.
-    """
+    """The state of the file at ``path``. Raises OSError if nothing is there."""
     found = path.stat()
     return (str(path.absolute()), found.st_size, found.st_mtime_ns, found.st_ctime_ns)
 

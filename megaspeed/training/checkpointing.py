@@ -135,10 +135,8 @@ class Checkpointing:
         """Loads a complete checkpoint, so that the run continues from it.
 
         A run that loads an imported model starts at step 0, and its optimizer moments are zero.
-
-        Raises:
-            CheckpointError: on every rank; lists all differences that prevent the run from
-                continuing.
+        Raises CheckpointError on every rank; lists all differences that prevent the run from
+        continuing.
         """
         group = self._saver.group
         saved = broadcast(group, lambda: self._fitting_state(checkpoint, allow_data_change))
@@ -253,10 +251,8 @@ def layout_of(run: Run) -> Layout:
 def generation_file(checkpoint: Path, beside: Mapping[str, bytes]) -> dict[str, bytes]:
     """The generation_config.json of a checkpoint, if it fits the tokenizer of the run.
 
-    The file contains token ids, which mean different tokens in another tokenizer.
-
-    Returns:
-        Name -> content of the file; nothing if there is none, or the tokenizer has changed.
+    The file contains token ids, which mean different tokens in another tokenizer. Returns name ->
+    content of the file; nothing if there is none, or the tokenizer has changed.
     """
     file, tokenizer = checkpoint / GENERATION, checkpoint / TOKENIZER
     if not (file.is_file() and tokenizer.is_file() and TOKENIZER in beside):

@@ -90,10 +90,8 @@ def check_agreement(corpus: PreparedCorpus, context: ParallelContext) -> None:
     """Checks that all ranks have the same texts and tokenizer; a collective over all ranks.
 
     Each node reads its own files. If they differed, ranks would train on different text, or hang in
-    a collective that the others do not call.
-
-    Raises:
-        RanksDisagree: on every rank; names what differs and on which ranks.
+    a collective that the others do not call. Raises RanksDisagree on every rank; names what differs
+    and on which ranks.
     """
     validation = None if corpus.validation is None else corpus.validation.fingerprint
     own = {

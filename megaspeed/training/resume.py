@@ -189,9 +189,8 @@ class Start:
 def check_resume(options: ResumeOptions, run: Run) -> None:
     """Checks the options, as far as possible before the ranks connect.
 
-    Raises:
-        CheckpointError: the run folder already has checkpoints, ``--resume`` names none, or the
-            options would be repeated when a node joins.
+    Raises CheckpointError if the run folder already has checkpoints, ``--resume`` names none, or
+    the options would be repeated when a node joins.
     """
     if os.environ.get(_NO_COMMON_STORE) == "1" and (options.fresh or options.source != AUTO):
         stated = "--fresh" if options.fresh else f"--resume {options.source}"
@@ -217,9 +216,8 @@ def check_resume(options: ResumeOptions, run: Run) -> None:
 def find_start(options: ResumeOptions, run: Run, context: ParallelContext) -> Start:
     """Finds the checkpoint to start from, the same on every rank; a collective.
 
-    Raises:
-        CheckpointError: on every rank, if there are checkpoints but none is complete, or if a run
-            with a different configuration has already taken all steps.
+    Raises CheckpointError on every rank if there are checkpoints but none is complete, or if a run
+    with a different configuration has already taken all steps.
     """
     group = context.checkpoint_group
     candidates = broadcast(group, lambda: _candidates(options, run))
@@ -259,9 +257,7 @@ def keep_split(options: ResumeOptions, run: Run) -> tuple[Run, str | None]:
     """Uses the saved run's rule to select validation data, unless the JSON states a rule.
 
     The corpus is prepared before the ranks communicate, so each rank reads the checkpoint itself.
-
-    Returns:
-        The run, and a line for the console if the rule differs from that of a new run.
+    Returns the run, and a line for the console if the rule differs from that of a new run.
     """
     data = run.config.data
     rule = None if _RULE in data.model_fields_set else _saved_rule(options, run)

@@ -121,8 +121,7 @@ def training_changes(saved: RunState, run: Run) -> list[str]:
 def rate_change(saved: RunState, run: Run) -> str | None:
     """A warning with both rates of the next step and the settings that keep the saved schedule.
 
-    Returns:
-        None if the rates are equal, or if the checkpoint was imported.
+    Returns None if the rates are equal, or if the checkpoint was imported.
     """
     if saved.imported_from is not None:
         return None

@@ -94,10 +94,8 @@ def run_lock(
 ) -> Iterator[None]:
     """Holds the lock of an existing run folder. All ranks enter this context together.
 
-    On a network file system without locks, the run continues without one.
-
-    Raises:
-        CheckpointError: on every rank, if another run holds the lock or the lock cannot be created.
+    On a network file system without locks, the run continues without one. Raises CheckpointError on
+    every rank if another run holds the lock or the lock cannot be created.
     """
     with ExitStack() as stack:
 
