@@ -51,8 +51,8 @@ def broadcast(group: dist.ProcessGroup, make: Callable[[], Result]) -> Result:
 def gather(group: dist.ProcessGroup, make: Callable[[], Result]) -> list[Result]:
     """Calls ``make`` on every rank and returns all results on rank 0, and [] on other ranks.
 
-    Raises StorageFailed or CheckpointError on every rank if ``make`` raised on some ranks. The error
-    is that of the lowest such rank.
+    Raises StorageFailed or CheckpointError on every rank if ``make`` raised on some ranks: the
+    error of the lowest such rank.
     """
     _check_groups()
     own, failure = _call(make)
