@@ -33,14 +33,15 @@ from megaspeed.checkpoint.manifest import (
     read_manifest,
     size_problems,
 )
-from megaspeed.checkpoint.pieces import Box, tiling_problem
 from megaspeed.checkpoint.reading import INDEX, read_index, tensors_of
 from megaspeed.checkpoint.run_state import RUN_STATE, RunState
 from megaspeed.checkpoint.tensors import (
     BYTES_PER_ELEMENT,
     MOST_LISTED,
+    Box,
     expected_tensors,
     mismatches,
+    tiling_problem,
 )
 from megaspeed.config.errors import shortened
 from megaspeed.config.model import ModelConfig

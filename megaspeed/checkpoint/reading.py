@@ -32,9 +32,8 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from torch.distributed.checkpoint.utils import _create_file_view
 
 from megaspeed.checkpoint.errors import CheckpointError, describe, gather
-from megaspeed.checkpoint.pieces import Piece
 from megaspeed.checkpoint.run_state import RunState
-from megaspeed.checkpoint.tensors import BYTES_PER_ELEMENT, WEIGHTS, key
+from megaspeed.checkpoint.tensors import BYTES_PER_ELEMENT, WEIGHTS, Piece, key
 from megaspeed.config.model import ModelConfig
 from megaspeed.model.gpt import GPT
 from megaspeed.tensor_parallel.parallelize import materialize

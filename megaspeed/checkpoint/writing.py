@@ -47,10 +47,9 @@ from megaspeed.checkpoint.manifest import (
     write_files,
     write_manifest,
 )
-from megaspeed.checkpoint.pieces import Box, Piece
 from megaspeed.checkpoint.reading import INDEX
 from megaspeed.checkpoint.run_state import RUN_STATE, RunState
-from megaspeed.checkpoint.tensors import BYTES_PER_ELEMENT, expected_tensors
+from megaspeed.checkpoint.tensors import BYTES_PER_ELEMENT, Box, Piece, expected_tensors
 
 FILE_BYTES = 1 << 30
 """A process that writes a model alone begins a new file after so many bytes. Ranks that check the

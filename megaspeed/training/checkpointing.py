@@ -23,7 +23,6 @@ from tokenizers import Tokenizer
 from megaspeed import __version__
 from megaspeed.checkpoint.errors import CheckpointError, broadcast
 from megaspeed.checkpoint.folders import CHECKPOINTS, CheckpointFolder
-from megaspeed.checkpoint.pieces import HostCopy, Piece, pieces_of
 from megaspeed.checkpoint.reading import (
     GENERATION,
     TOKENIZER,
@@ -39,7 +38,15 @@ from megaspeed.checkpoint.run_state import (
     Progress,
     RunState,
 )
-from megaspeed.checkpoint.tensors import KINDS, expected_tensors, key, mismatches
+from megaspeed.checkpoint.tensors import (
+    KINDS,
+    HostCopy,
+    Piece,
+    expected_tensors,
+    key,
+    mismatches,
+    pieces_of,
+)
 from megaspeed.checkpoint.writing import Saver, SaveReport
 from megaspeed.config.resolve import Run
 from megaspeed.data.corpus import PreparedCorpus

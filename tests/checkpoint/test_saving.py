@@ -21,8 +21,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from megaspeed.checkpoint import writing
 from megaspeed.checkpoint.folders import CheckpointFolder
 from megaspeed.checkpoint.inspection import Found, newest_complete
-from megaspeed.checkpoint.pieces import HostCopy, Piece
-from megaspeed.checkpoint.tensors import expected_tensors
+from megaspeed.checkpoint.tensors import HostCopy, Piece, expected_tensors
 from megaspeed.checkpoint.writing import SaveReport
 from megaspeed.config.resolve import Run
 from megaspeed.data.corpus import PreparedCorpus

@@ -11,13 +11,12 @@ from torch import Tensor
 from megaspeed.checkpoint.errors import CheckpointError
 from megaspeed.checkpoint.folders import CheckpointFolder
 from megaspeed.checkpoint.inspection import checkpoint_named
-from megaspeed.checkpoint.pieces import Piece
 from megaspeed.checkpoint.reading import (
     load_model,
     model_config,
     read_pieces,
 )
-from megaspeed.checkpoint.tensors import expected_shapes
+from megaspeed.checkpoint.tensors import Piece, expected_shapes
 from megaspeed.config.resolve import Run
 from megaspeed.data.corpus import PreparedCorpus
 from megaspeed.topology.launch import LaunchEnvironment

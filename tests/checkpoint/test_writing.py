@@ -15,7 +15,6 @@ from torch.distributed import checkpoint as dcp
 from megaspeed.checkpoint import writing
 from megaspeed.checkpoint.errors import CheckpointError
 from megaspeed.checkpoint.manifest import FileDigest, file_problems, read_manifest, write_files
-from megaspeed.checkpoint.pieces import Piece
 from megaspeed.checkpoint.reading import (
     read_index,
     read_pieces,
@@ -23,6 +22,7 @@ from megaspeed.checkpoint.reading import (
     tensors_of,
 )
 from megaspeed.checkpoint.run_state import RunState
+from megaspeed.checkpoint.tensors import Piece
 from megaspeed.checkpoint.writing import write_pieces
 from tests.checkpoint.saved_runs import only_checkpoint
 from tests.checkpoint.written import run_state
