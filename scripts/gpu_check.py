@@ -262,7 +262,7 @@ def sections(options: argparse.Namespace, machine: Machine) -> Iterator[Section]
     timed = layouts if options.full else layouts[:1]
     models = {"GPT-2 1.5B": GPT2_XL, "Llama 1.3B": LLAMA_1B}
     if options.tiny:
-        models = {"tiny GPT-2": TINY_GPT2, "tiny Llama": TINY_LLAMA}
+        models = {"tiny Llama": TINY_LLAMA}
     for name, config in models.items():
         for layout in timed:
             yield from timing_sections(name, config, layout, options, machine)

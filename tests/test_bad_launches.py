@@ -28,7 +28,6 @@ TIMES = {"deepspeed": 1, "torchrun": 2, "megaspeed": 1}
 MISTAKES = {
     "keys": ("torchrun", "1 problem in "),
     "--set": ("deepspeed", "1 problem in "),
-    "extends": ("torchrun", "1 problem in "),
     "tokenizers": ("deepspeed", "every token id must be below model.vocab_size"),
     "models of Hugging Face": ("megaspeed", "1 problem in "),
 }
@@ -62,13 +61,13 @@ def workshop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
 
 
 @pytest.mark.parametrize("group", MISTAKES)
-def test_a_mistake_is_told_once_under_a_launcher(
+def test_a_mistake_is_reported_once_under_a_launcher(
     group: str, workshop: Workshop, tmp_path: Path
 ) -> None:
     *_, bad = dict(workshop.groups())[group]()
-    launcher, told = MISTAKES[group]
+    launcher, message = MISTAKES[group]
     ended = launched(launcher, tmp_path / "launch", *bad.options)
-    assert ended.err.count(told) == TIMES[launcher], ended.err
+    assert ended.err.count(message) == TIMES[launcher], ended.err
 
 
 def test_a_pipe_as_configuration_holds_no_launcher_up(tmp_path: Path, workshop: Workshop) -> None:
@@ -80,15 +79,15 @@ def test_a_pipe_as_configuration_holds_no_launcher_up(tmp_path: Path, workshop: 
 
 
 @pytest.mark.parametrize("launcher", PORT)
-def test_a_wrong_option_is_told_once(launcher: str, tmp_path: Path) -> None:
+def test_a_wrong_option_is_reported_once(launcher: str, tmp_path: Path) -> None:
     ended = launched(launcher, tmp_path / "launch", "--config", "a.json", "--resum", "auto", "x")
     assert ended.err.count("error: unrecognized arguments: x") == TIMES[launcher]
 
 
-def test_launchers_that_disagree_are_told_once(
+def test_launchers_that_disagree_are_reported_once(
     tmp_path: Path, workshop: Workshop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SLURM_NTASKS", "16")
     ended = launched("torchrun", tmp_path / "launch", "--config", str(workshop.write({})))
-    told = "the world size is 2 from RANK/WORLD_SIZE, but SLURM_NTASKS=16"
-    assert ended.err.count(told) == TIMES["torchrun"]
+    message = "the world size is 2 from RANK/WORLD_SIZE, but SLURM_NTASKS=16"
+    assert ended.err.count(message) == TIMES["torchrun"]

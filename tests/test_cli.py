@@ -71,7 +71,7 @@ def test_a_file_can_be_checked_without_saying_how_many_processes() -> None:
     assert check(FOLDER / "3d.json") == 0
 
 
-def test_all_problems_are_told_at_once(
+def test_all_problems_are_reported_at_once(
     wrong: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     figures = tmp_path / "problems.json"
@@ -197,8 +197,8 @@ def test_a_path_that_cannot_be_used_is_refused_before_anything_is_done(
     with pytest.raises(SystemExit) as stop:
         parse([word.format(name) for word in PATHS[command].split()])
     assert stop.value.code == 2
-    told = capsys.readouterr().err
-    assert "a path must be UTF-8" in told if name else "the path is empty" in told
+    message = capsys.readouterr().err
+    assert "a path must be UTF-8" in message if name else "the path is empty" in message
 
 
 @pytest.mark.parametrize("schedule", sorted(SCHEDULES))

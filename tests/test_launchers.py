@@ -66,7 +66,7 @@ def python() -> list[str | Path]:
 
 
 def mpirun() -> list[str | Path]:
-    """Open MPI's, which finds no ssh here and needs none; the ranks are told where to meet."""
+    """Open MPI's, which finds no ssh here and needs none. The ranks get MASTER_ADDR from here."""
     program = shutil.which("mpirun")
     assert program is not None
     # It gives the ranks a terminal of its own, wherever its output goes.
@@ -204,8 +204,8 @@ def send(number: signal.Signals, rank: int, launcher: int) -> None:
     raise AssertionError(f"rank {rank} is not there")
 
 
-def test_a_run_that_is_told_to_stop_goes_on_at_another_layout(tmp_path: Path) -> None:
-    """dp 2 at ZeRO-3 goes on as pp 2 at ZeRO-1; each is stopped by a signal to one of its ranks."""
+def test_a_run_that_is_stopped_continues_at_another_layout(tmp_path: Path) -> None:
+    """dp 2 at ZeRO-3 continues as pp 2 at ZeRO-1. A signal to one of its ranks stops each."""
     run_dir = tmp_path / "run"
     config = tmp_path / "tiny.json"
     # So many steps that the run cannot be over before the signal is there.
@@ -260,7 +260,9 @@ def test_wrong_input_is_refused_by_a_rank_that_has_met_no_other(
         assert printed.err.count(problem) == 1
 
 
-def test_wrong_input_is_told_once_under_a_launcher_and_without_a_traceback(tmp_path: Path) -> None:
+def test_wrong_input_is_reported_once_under_a_launcher_without_a_traceback(
+    tmp_path: Path,
+) -> None:
     config = tmp_path / "wrong.json"
     config.write_text(json.dumps(WRONG))
     launched = launch([*deepspeed(), "--config", config], tmp_path, tmp_path / "runs")

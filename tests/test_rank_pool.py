@@ -71,7 +71,7 @@ def _wait_in_a_collective(launch: LaunchEnvironment) -> None:
     dist.init_process_group("gloo", init_method="env://")
 
 
-def _die_when_the_peer_has_told(launch: LaunchEnvironment) -> None:
+def _die_after_the_peer_has_reported(launch: LaunchEnvironment) -> None:
     if launch.rank == 0:
         raise RuntimeError("Connection closed by peer")
     time.sleep(0.5)
@@ -165,10 +165,10 @@ def test_a_rank_that_dies_is_named_with_its_signal(fragile: RankPool) -> None:
     assert fragile.run(2, _sum_of_ranks, 1.0) == [1.0, 1.0]
 
 
-def test_a_rank_that_dies_is_named_though_its_peer_tells_first(fragile: RankPool) -> None:
+def test_a_rank_that_dies_is_named_although_its_peer_reports_first(fragile: RankPool) -> None:
     """The connections of a process are closed while it ends, and then it is not dead yet."""
     with pytest.raises(RankFailure, match=r"rank 1 of 2 failed first\nthe process died: SIGKILL"):
-        fragile.run(2, _die_when_the_peer_has_told)
+        fragile.run(2, _die_after_the_peer_has_reported)
 
 
 def test_a_result_that_cannot_be_pickled_is_a_failure_and_not_a_hang(fragile: RankPool) -> None:

@@ -27,7 +27,7 @@ from tests.support.tiny import tiny_run
 from tests.test_faults import CONFIG, SCRIPT, TEXT, Job, alone
 
 # More by hand: KILLS=50 python -m pytest tests/test_restarts.py -k random --timeout 4000
-KILLS = int(os.environ.get("KILLS", "3"))
+KILLS = int(os.environ.get("KILLS", "2"))
 STEPS = 20 + 20 * KILLS
 SECONDS = 120 + 10 * KILLS
 SAVES = ("training.save_interval=5", "training.hang_timeout_seconds=60")
@@ -70,8 +70,10 @@ def step_after_restart(job: Job, number: int) -> int:
     return int(job.console().split(said)[1].split()[0])
 
 
-def undisturbed(folder: Path, steps: int, *changes: str) -> dict[int, float]:
-    job = Job(folder, "torchrun", f"training.steps={steps}", *SAVES, *changes)
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
+    """The losses of one process, by step. Any layout trains the same model."""
+    job = Job(tmp_path_factory.mktemp("run"), "python", f"training.steps={STEPS}", ranks=1)
     assert job.ended(SECONDS).code == 0
     return losses(job.run_dir)
 
@@ -79,10 +81,9 @@ def undisturbed(folder: Path, steps: int, *changes: str) -> dict[int, float]:
 @pytest.mark.timeout(400 + 60 * KILLS)
 @pytest.mark.parametrize("launcher", ["torchrun", "deepspeed"])
 def test_random_kills_of_random_ranks_leave_no_trace_in_the_losses(
-    tmp_path: Path, launcher: str
+    tmp_path: Path, launcher: str, undisturbed: dict[int, float]
 ) -> None:
     """--fresh and --resume DIR say where a launch starts, not where a restart does."""
-    expected = undisturbed(tmp_path / "undisturbed", STEPS)
     earlier = Job(tmp_path / "killed", "torchrun", "training.steps=10", *SAVES).ended()
     assert earlier.code == 0
     arguments, options = ["--fresh"], ["--max-restarts", str(KILLS)]
@@ -123,7 +124,7 @@ def test_random_kills_of_random_ranks_leave_no_trace_in_the_losses(
     assert ended.out.count(f" of {KILLS}: the run continues after step ") == KILLS
     found = losses(job.run_dir)
     assert list(found) == list(range(first, STEPS + 1))
-    assert all(abs(loss - expected[step]) <= 1e-6 for step, loss in found.items())
+    assert all(abs(loss - undisturbed[step]) <= 1e-6 for step, loss in found.items())
 
 
 @pytest.mark.parametrize("launcher", ["torchrun", "deepspeed"])
@@ -143,7 +144,7 @@ def test_a_run_that_always_fails_at_one_step_ends(tmp_path: Path, launcher: str)
     assert ended.out.count("the run continues after step 5") == 1, "after the first failure"
 
 
-def test_a_single_process_is_started_again_and_told_to_stop(tmp_path: Path) -> None:
+def test_a_single_process_is_restarted_and_stopped(tmp_path: Path) -> None:
     job = Job(tmp_path, "python", *SAVES, "training.restart=1", ranks=1)
     wait_for_step(job, 7)
     (rank,) = ranks_of(job)
@@ -338,7 +339,7 @@ def test_a_supervisor_without_rank_0_says_which_address_does_not_answer(tmp_path
 
 
 def test_a_supervisor_of_rank_0_that_is_frozen_ends_the_job(tmp_path: Path) -> None:
-    """The ranks detect it, too, and end. Their supervisors waited for it for ever."""
+    """The ranks detect it, too, and end. Their supervisors waited for it forever."""
     ranks = CheapRanks(tmp_path, "time.sleep(10); return 3")
     ranks.start(0, 1)
     ranks.go()
@@ -394,10 +395,11 @@ def kill(processes: Sequence[psutil.Process]) -> None:
         process.kill()
 
 
-def test_a_run_goes_on_with_half_of_its_nodes_and_a_spare_rank(tmp_path: Path) -> None:
+def test_a_run_continues_with_half_of_its_nodes_and_a_spare_rank(
+    tmp_path: Path, undisturbed: dict[int, float]
+) -> None:
     """6 ranks, of which 4 train, become 3, of which 2 train."""
     steps = 12
-    expected = undisturbed(tmp_path / "undisturbed", steps)
     changes = (
         f"training.steps={steps}",
         "parallel.spare_ranks=true",
@@ -418,10 +420,10 @@ def test_a_run_goes_on_with_half_of_its_nodes_and_a_spare_rank(tmp_path: Path) -
     assert "rank 2 is spare: with train_batch_size 12, pp 1 x dp 2 x tp 1 = 2 is the " in said
     found = losses(tmp_path / "run")
     assert list(found) == list(range(1, steps + 1))
-    assert all(abs(loss - expected[step]) <= 1e-6 for step, loss in found.items())
+    assert all(abs(loss - undisturbed[step]) <= 1e-6 for step, loss in found.items())
 
 
-def test_spare_ranks_wait_for_a_run_that_is_told_to_stop(tmp_path: Path) -> None:
+def test_spare_ranks_wait_for_a_run_that_is_stopped(tmp_path: Path) -> None:
     job = Job(tmp_path, "torchrun", *SAVES, "parallel.spare_ranks=true", ranks=3)
     job.wait_until_training()
     job.launcher.send_signal(signal.SIGTERM)

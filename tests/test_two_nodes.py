@@ -182,13 +182,13 @@ def test_the_doctor_names_a_node_without_the_shared_folder_and_tp_across_nodes(
     ]
     (code, out), (other_code, _) = run_on_both(nodes, commands, SECONDS)
     assert code != 0 and other_code != 0, out
-    told = json.loads((nodes[0].folder / "doctor.json").read_text())
-    assert [problem["rank"] for problem in told["problems"]] == [2, 3], told["problems"]
-    assert {problem["check"] for problem in told["problems"]} == {"run folder"}
+    report = json.loads((nodes[0].folder / "doctor.json").read_text())
+    assert [problem["rank"] for problem in report["problems"]] == [2, 3], report["problems"]
+    assert {problem["check"] for problem in report["problems"]} == {"run folder"}
     if nodes[0].enter:  # otherwise both have this machine's name
-        assert told["nodes"] == {"node0": [0, 1], "node1": [2, 3]}
+        assert report["nodes"] == {"node0": [0, 1], "node1": [2, 3]}
         assert "wrong: rank 3 (node1), run folder: " in out
-        (remark,) = told["remarks"]
+        (remark,) = report["remarks"]
         assert remark.startswith("tp crosses nodes in 1 group, such as ranks [0, 1, 2, 3]")
-        assert abs(told["clock_seconds"]["2"]) < 0.5
+        assert abs(report["clock_seconds"]["2"]) < 0.5
     assert not (nodes[0].folder / "runs").exists()

@@ -1,4 +1,4 @@
-"""Ranks that save a tiny run, and ranks that go on from it."""
+"""Ranks that save a tiny run, and ranks that continue from it."""
 
 import os
 from collections.abc import Sequence
@@ -108,7 +108,7 @@ def save_only(launch: LaunchEnvironment, run: Run, corpus: PreparedCorpus) -> No
         assert report.error is None, report.error
 
 
-def save_and_go_on(
+def save_and_continue(
     launch: LaunchEnvironment, run: Run, corpus: PreparedCorpus, before: int, after: int
 ) -> Stretch:
     """Trains `before` steps, saves into the run's folder, and trains on, uninterrupted."""
@@ -122,7 +122,7 @@ def save_and_go_on(
         return rank.stretch(after)
 
 
-def go_on_from(
+def continue_from(
     launch: LaunchEnvironment,
     run: Run,
     corpus: PreparedCorpus,

@@ -24,12 +24,12 @@ from tests.zero.one_rank import small_run
 
 TEXT = Path(__file__).parents[2] / "LICENSE"
 # More by hand: KILLS=200 python -m pytest tests/checkpoint/test_kills.py --timeout 1000
-KILLS = int(os.environ.get("KILLS", "32"))
+KILLS = int(os.environ.get("KILLS", "16"))
 RANKS = 2
 STEPS_AFTERWARDS = 3
 
 
-def go_on_until_killed(
+def train_until_killed(
     launch: LaunchEnvironment, run: Run, corpus: PreparedCorpus, victim: int, seed: int
 ) -> int:
     """Resumes, then trains and saves, step by step; `victim` is killed in the second or third save.
@@ -99,14 +99,14 @@ def test_a_killed_save_never_costs_a_checkpoint(pool: RankPool, tmp_path: Path) 
     for seed in range(KILLS):
         run, victim = runs[seed % 2 == 1], random.Random(seed).randrange(RANKS)
         with pytest.raises(RankFailure, match="SIGKILL"):
-            pool.run(RANKS, go_on_until_killed, run, corpus, victim, seed)
+            pool.run(RANKS, train_until_killed, run, corpus, victim, seed)
         torn += bool(folder.leftovers())
         whole = folder.newest_first()
         assert whole and [problems_of(checkpoint) for checkpoint in whole] == [[]] * len(whole)
         assert int(whole[0].name.removeprefix("step-")) > newest, f"kill {seed} cost progress"
         newest = int(whole[0].name.removeprefix("step-"))
     assert torn >= KILLS // 4, "most kills missed the saves that they were meant for"
-    last = pool.run(RANKS, go_on_until_killed, runs[False], corpus, -1, 0)[0]
+    last = pool.run(RANKS, train_until_killed, runs[False], corpus, -1, 0)[0]
     assert last == newest + STEPS_AFTERWARDS
     expected = pool.run(RANKS, undisturbed, runs[False], corpus, last)[0]
     recorded = [json.loads(line) for line in (tmp_path / "losses.jsonl").read_text().splitlines()]

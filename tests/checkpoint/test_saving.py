@@ -29,9 +29,9 @@ from megaspeed.topology.launch import LaunchEnvironment
 from tests.checkpoint.saved_runs import (
     SavedRun,
     Stretch,
-    go_on_from,
+    continue_from,
     only_checkpoint,
-    save_and_go_on,
+    save_and_continue,
     started,
 )
 from tests.support.rank_pool import RankPool
@@ -70,9 +70,9 @@ def test_the_same_layout_goes_on_to_the_last_bit(
     """In other processes than those that saved, in fp32."""
     run = run_in(tmp_path, layout, stage)
     ranks = run.grid.world_size
-    uninterrupted = pool.run(ranks, save_and_go_on, run, corpus, 3, AFTER)[0]
+    uninterrupted = pool.run(ranks, save_and_continue, run, corpus, 3, AFTER)[0]
     checkpoint = only_checkpoint(tmp_path)
-    (resumed,) = pool.run(ranks, go_on_from, run, corpus, [checkpoint], AFTER)[0]
+    (resumed,) = pool.run(ranks, continue_from, run, corpus, [checkpoint], AFTER)[0]
     assert len(uninterrupted.losses) == AFTER
     assert resumed.losses == uninterrupted.losses
     assert resumed.rates == uninterrupted.rates and resumed.samples == uninterrupted.samples
@@ -98,8 +98,8 @@ def test_offloaded_and_kept_states_take_part(
     training = {"run_dir": str(tmp_path)}
     first = small_run(TEXT, dp=2, zero_optimization=saved, training=training)
     second = small_run(TEXT, dp=2, zero_optimization=loaded, training=training)
-    before = pool.run(2, save_and_go_on, first, corpus, 3, AFTER)[0]
-    (after,) = pool.run(2, go_on_from, second, corpus, [only_checkpoint(tmp_path)], AFTER)[0]
+    before = pool.run(2, save_and_continue, first, corpus, 3, AFTER)[0]
+    (after,) = pool.run(2, continue_from, second, corpus, [only_checkpoint(tmp_path)], AFTER)[0]
     assert_same_state(before, after)
     assert after.losses == pytest.approx(before.losses, rel=1e-6)
 
@@ -117,7 +117,7 @@ def test_torch_alone_reads_every_tensor_whole(
 ) -> None:
     """Its own reader, planner and process: the format is torch.distributed.checkpoint's."""
     run = run_in(tmp_path, (2, 2, 2), 3)
-    saved = pool.run(8, save_and_go_on, run, corpus, 2, 0)[0]
+    saved = pool.run(8, save_and_continue, run, corpus, 2, 0)[0]
     expected = expected_tensors(run.config.model)
     tensors: dict[str, Tensor] = {name: torch.zeros(shape) for name, shape in expected.items()}
     dcp.load(tensors, checkpoint_id=only_checkpoint(tmp_path), no_dist=True)
@@ -131,7 +131,7 @@ def test_each_rank_writes_its_share_and_all_write_every_element_once(
     pool: RankPool, tmp_path: Path, corpus: PreparedCorpus, stage: int
 ) -> None:
     run = run_in(tmp_path, (1, 2, 2), stage)
-    pool.run(4, save_and_go_on, run, corpus, 1, 0)
+    pool.run(4, save_and_continue, run, corpus, 1, 0)
     checkpoint = only_checkpoint(tmp_path)
     index = dcp.FileSystemReader(checkpoint).read_metadata()
     written = [0] * 4
@@ -271,7 +271,7 @@ def test_a_background_save_has_the_state_of_when_it_was_asked_for(
         assert 0 < first.stall_seconds < first.seconds - SECONDS_HELD / 2
         assert SECONDS_HELD / 2 < second.stall_seconds < second.seconds
     checkpoints = [report.checkpoint for _, report in ranks[0]]
-    again = pool.run(4, go_on_from, run, corpus, checkpoints, 0)[0]
+    again = pool.run(4, continue_from, run, corpus, checkpoints, 0)[0]
     for (asked, _), loaded in zip(ranks[0], again, strict=True):
         assert_same_state(asked, loaded)
 
@@ -320,7 +320,7 @@ def test_the_saving_thread_waits_for_the_copies_and_the_training_does_not(
     for _, report, waited in ranks:
         assert report.error is None and waited == ["checkpoint_0"]
     asked, report, _ = ranks[0]
-    (loaded,) = pool.run(2, go_on_from, run, corpus, [report.checkpoint], 0)[0]
+    (loaded,) = pool.run(2, continue_from, run, corpus, [report.checkpoint], 0)[0]
     assert_same_state(asked, loaded)
 
 

@@ -215,7 +215,7 @@ def programs_of(
 def synchronised(program: Program, after: Iterable[int]) -> list[Action]:
     """The program with a Synchronize after each of these positions."""
     places = set(after)
-    moved: list[int] = []  # where each action of the program stands now
+    moved: list[int] = []  # the position of each action of the program
     actions: list[Action] = []
     for position, action in enumerate(program):
         moved.append(len(actions))
@@ -371,7 +371,7 @@ def test_a_collective_is_stuck_if_a_member_never_begins_it() -> None:
 
 
 def test_an_operation_begins_after_what_was_on_the_compute_stream() -> None:
-    # Rank 0's send stands behind a wait for rank 1's send, and the other way round.
+    # Rank 0's send comes after a wait for rank 1's send, and the other way round.
     one: Group = ("one", (0, 1))
     two: Group = ("two", (0, 1))
     programs: dict[int, list[Action]] = {

@@ -129,8 +129,8 @@ def every_tensor_rank_drops_the_same_part() -> AbstractContextManager[None]:
     return replaced(SampleDropout, "forward", first)
 
 
-def later_pipeline_stages_are_not_told_of_documents() -> AbstractContextManager[None]:
-    def told_by_half(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def later_pipeline_stages_do_not_receive_documents() -> AbstractContextManager[None]:
+    def received_by_half(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def attend(
             self: ZeroEngine,
             micro_batch: int,
@@ -138,12 +138,12 @@ def later_pipeline_stages_are_not_told_of_documents() -> AbstractContextManager[
             samples: Tensor,
             documents: Tensor | None,
         ) -> Tensor:
-            told = documents if self._context.is_first_pipeline_stage else None
-            return forward(self, micro_batch, x, samples, told)
+            received = documents if self._context.is_first_pipeline_stage else None
+            return forward(self, micro_batch, x, samples, received)
 
         return attend
 
-    return replaced(ZeroEngine, "forward", told_by_half)
+    return replaced(ZeroEngine, "forward", received_by_half)
 
 
 def the_norm_of_each_head_keeps_its_ranks_gradient() -> AbstractContextManager[None]:
@@ -190,7 +190,7 @@ MUTATIONS: dict[Callable[[], AbstractContextManager[None]], tuple[dict[str, Any]
     a_bias_is_added_on_every_tensor_rank: ({"tp": 2}, in_later_losses),
     every_tensor_rank_drops_the_same_part: ({"tp": 2, **DROPOUT}, in_gradients),
     the_norm_of_each_head_keeps_its_ranks_gradient: ({"tp": 2, **QK_NORM}, in_gradients),
-    later_pipeline_stages_are_not_told_of_documents: ({"pp": 2, **RESET}, in_gradients),
+    later_pipeline_stages_do_not_receive_documents: ({"pp": 2, **RESET}, in_gradients),
 }
 
 

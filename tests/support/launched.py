@@ -29,7 +29,7 @@ class Launched:
         processor_seconds_to_first_step: of all its processes together, until the first line of
             metrics.jsonl; None if it never came.
         compilers_called: programs of a compiler's kind that any of its processes started.
-        compiled: files in the folder where torch keeps what it compiles while a run goes on.
+        compiled: files in the folder where torch keeps what it compiles while a run lasts.
     """
 
     code: int
@@ -53,7 +53,7 @@ def launch(
         command: whose first word is a whole path, because PATH holds nothing but tripwires.
         folder: an empty folder for what is written on the way; also where the command runs.
         run_dir: where the run will write metrics.jsonl.
-        after_first_step: called once while the run goes on, with the process id of the launcher.
+        after_first_step: called once while the run lasts, with the process id of the launcher.
 
     A run_dir may hold the metrics of an earlier run, to which this one appends.
     """

@@ -9,7 +9,7 @@
     def test_every_rank_has_the_sum(pool: RankPool) -> None:
         assert pool.run(4, sum_of_ranks, 10.0) == [60.0] * 4
 
-The function stands at the top level of its module, so that the ranks can import it. A rank that
+The function is at the top level of its module, so that the ranks can import it. A rank that
 raises fails the test at once with that rank's own traceback, and a hang fails it with every rank's
 stack. Every job has fresh processes, forked in milliseconds from one that has imported everything.
 """
@@ -57,7 +57,7 @@ _RANK_VARIABLES = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "DS_ACCEL
 _SECONDS_TO_WRITE_STACKS = 1.0
 
 _LOST_PEER = re.compile("by peer|Broken pipe")
-"""How gloo tells that another rank is gone; its process may take a moment more to end."""
+"""How gloo says that another rank is gone; its process may take a moment more to end."""
 _SECONDS_TO_END = 5.0
 
 
@@ -130,7 +130,7 @@ class RankPool:
         return [pickle.loads(outcome.value or b"") for outcome in outcomes]
 
     def _renew(self, numbers: Iterable[int]) -> None:
-        """Kill ranks that have run, and start their successors while the test goes on."""
+        """Kill ranks that have run, and start their successors while the test continues."""
         self._kill(numbers)
         for number in numbers:
             self._started(number)
