@@ -67,14 +67,14 @@ def check_shared_folder(run_dir: Path, context: ParallelContext) -> None:
         CheckpointError: on every rank, if rank 0 cannot create the folder or write to it.
     """
     group = context.checkpoint_group
-    mark = f".seen-by-all-ranks-{secrets.token_hex(8)}"  # a name that no other run uses
 
-    def create() -> str:
+    def create_file() -> str:
+        name = f".seen-by-all-ranks-{secrets.token_hex(8)}"  # no other run uses it
         run_dir.mkdir(parents=True, exist_ok=True)
-        (run_dir / mark).touch()
-        return mark
+        (run_dir / name).touch()
+        return name
 
-    mark = broadcast(group, create)
+    mark = broadcast(group, create_file)
     seen = gather(group, lambda: _appears(run_dir / mark))
     if context.rank == 0:
         with suppress(OSError):
