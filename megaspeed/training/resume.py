@@ -1,4 +1,4 @@
-"""Where a run starts: at step 0, or at a checkpoint.
+"""Where a run starts: at step 0, at a checkpoint, or after a restart of the ranks.
 
     --resume auto     the newest complete checkpoint in training.run_dir; step 0 if it has none
     --resume never    step 0; refused if training.run_dir has checkpoints
@@ -6,6 +6,9 @@
     --fresh           earlier files in training.run_dir are moved away, so nothing is refused
 
 Before the checkpoint is loaded, nothing is removed except the remains of failed saves.
+
+Ranks that were restarted after a failure continue from the newest checkpoint, whatever the command
+line states, if an earlier attempt of the same launch has opened the run folder.
 
 A resumed run also keeps the rule that selected its validation data. With another rule, it would
 train on different text, and resuming would be refused.
