@@ -67,16 +67,12 @@ class Inspection:
         return sum(digest.size_bytes for digest in self.files.values())
 
 
-@dataclass(frozen=True)
-class Found:
-    """The result of a search."""
+def newest_complete(
+    candidates: Sequence[Path], group: dist.ProcessGroup
+) -> tuple[Path | None, tuple[tuple[Path, str], ...]]:
+    """The first complete checkpoint of ``candidates``, and the problems of each one before it.
 
-    checkpoint: Path | None  # the newest complete checkpoint; None if there is none
-    skipped: tuple[tuple[Path, str], ...]  # newer checkpoints, each with its problems
-
-
-def newest_complete(candidates: Sequence[Path], group: dist.ProcessGroup) -> Found:
-    """The first complete checkpoint of ``candidates``; a collective over ``group``.
+    This is a collective over ``group``. The checkpoint is None if none is complete.
 
     Args:
         candidates: checkpoints, newest first; those of rank 0 are used.
@@ -87,9 +83,9 @@ def newest_complete(candidates: Sequence[Path], group: dist.ProcessGroup) -> Fou
     for checkpoint in broadcast(group, lambda: list(candidates)):
         problems = _problems_on_all_ranks(checkpoint, slice(rank, None, ranks), group)
         if problems is None:
-            return Found(checkpoint, tuple(skipped))
+            return checkpoint, tuple(skipped)
         skipped.append((checkpoint, problems))
-    return Found(None, tuple(skipped))
+    return None, tuple(skipped)
 
 
 def checkpoint_named(path: Path, report: Callable[[str], None] = lambda problem: None) -> Path:

@@ -226,21 +226,20 @@ def find_start(options: ResumeOptions, run: Run, context: ParallelContext) -> St
     candidates = broadcast(group, lambda: _candidates(options, run))
     if not candidates:
         return Start()
-    found = newest_complete(candidates, group)
-    if found.checkpoint is None:
-        skipped = "".join(f"\n  {checkpoint}: {why}" for checkpoint, why in found.skipped)
+    checkpoint, skipped = newest_complete(candidates, group)
+    if checkpoint is None:
+        listed = "".join(f"\n  {path}: {why}" for path, why in skipped)
         raise CheckpointError(
-            f"There are checkpoints to resume from, but none is complete:{skipped}\nName another "
+            f"There are checkpoints to resume from, but none is complete:{listed}\nName another "
             "with --resume DIR, or start at step 0 with --fresh, which moves them to earlier-N/ "
             "and deletes nothing."
         )
-    checkpoint = found.checkpoint
     saved = broadcast(group, lambda: RunState.read(checkpoint))
     start = Start(
         checkpoint=checkpoint,
         step=saved.progress.step,
         in_place=not options.fresh and _is_of(run, checkpoint),
-        skipped=found.skipped,
+        skipped=skipped,
         changes=tuple(config_changes(saved, run)),
         rate_change=rate_change(saved, run),
     )
