@@ -312,9 +312,10 @@ def _is_of(run: Run, checkpoint: Path) -> bool:
 def _saved_rule(options: ResumeOptions, run: Run) -> Any:
     """The rule in the newest checkpoint that the run would resume from; None if there is none."""
     candidates = checkpoint_folder(run).newest_first()
-    # A restart continues from its own checkpoints. Then --resume DIR may be gone.
-    if options.path is not None and not (restart_number() and candidates):
-        candidates = locate(options.path)
+    if options.path is not None:
+        # A restart continues from its own checkpoints, and DIR may be gone.
+        if not (restart_number() and candidates):
+            candidates = locate(options.path)
     elif options.source == NEVER or options.fresh:
         candidates = []
     for checkpoint in candidates:
