@@ -19,8 +19,7 @@ from megaspeed.checkpoint.folders import CheckpointFolder
 from megaspeed.config.resolve import Run
 from megaspeed.topology.launch import LaunchEnvironment
 from megaspeed.topology.meeting import Meeting
-from megaspeed.training.restarts import Restarts
-from megaspeed.training.resume import ResumeOptions, keep_split
+from megaspeed.training.resume import Restarts, ResumeOptions, keep_split
 from tests.checkpoint.written import CONFIG as CONFIG_SAVED
 from tests.checkpoint.written import write_checkpoint
 from tests.support.launched import free_port

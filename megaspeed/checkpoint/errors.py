@@ -5,7 +5,7 @@ If only one rank raised, the others would wait for it in their next collective.
 
 import errno
 from collections.abc import Callable
-from typing import Generic, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
@@ -26,14 +26,6 @@ class StorageFailed(CheckpointError):
     """The disk or the network failed, and not the input: another attempt may succeed."""
 
 
-class _Answer(NamedTuple, Generic[Result]):
-    """The result of a function on one rank, or its error as a sentence and a type to raise."""
-
-    result: Result | None = None
-    problem: str | None = None
-    kind: type[CheckpointError] = CheckpointError
-
-
 def broadcast(group: dist.ProcessGroup, make: Callable[[], Result]) -> Result:
     """Calls ``make`` on rank 0 and returns its result on every rank.
 
@@ -42,31 +34,31 @@ def broadcast(group: dist.ProcessGroup, make: Callable[[], Result]) -> Result:
         CheckpointError: on every rank, if ``make`` raised another error.
     """
     _check_groups()
-    answer, failure = _call(make) if group.rank() == 0 else (_Answer[Result](), None)
-    answers = [answer]
+    result, error, cause = _call(make) if group.rank() == 0 else (None, None, None)
+    answers: list[Any] = [result, error]
     dist.broadcast_object_list(answers, group_src=0, group=group)
-    return _result(answers[0], failure)
+    result, error = answers
+    _raise(error, cause)
+    return result  # None only if the function returned None
 
 
 def gather(group: dist.ProcessGroup, make: Callable[[], Result]) -> list[Result]:
     """Calls ``make`` on every rank and returns all results on rank 0, and [] on other ranks.
 
-    Raises:
-        StorageFailed, CheckpointError: on every rank, if ``make`` raised on some ranks. The error
-            is that of the lowest such rank.
+    Raises StorageFailed or CheckpointError on every rank if ``make`` raised on some ranks: the
+    error of the lowest such rank.
     """
     _check_groups()
-    own, failure = _call(make)
-    answers = [own] * group.size() if group.rank() == 0 else None
-    dist.gather_object(own, answers, group_dst=0, group=group)
-    failed = [_Answer[None]()]
-    for rank, (_, problem, kind) in enumerate(answers or []):
-        if problem is not None:
-            failed = [_Answer(None, f"rank {rank}: {problem}", kind)]
-            break
+    result, error, cause = _call(make)
+    answers: list[Any] = [None] * group.size()
+    dist.gather_object((result, error), answers if group.rank() == 0 else None, 0, group)
+    failed: list[CheckpointError | None] = [None]
+    if group.rank() == 0:
+        errors = ((rank, error) for rank, (_, error) in enumerate(answers) if error is not None)
+        failed = [next((type(error)(f"rank {rank}: {error}") for rank, error in errors), None)]
     dist.broadcast_object_list(failed, group_src=0, group=group)
-    _result(failed[0], failure)
-    return [answer.result for answer in answers or []]  # type: ignore[misc]
+    _raise(failed[0], cause)
+    return [result for result, _ in answers] if group.rank() == 0 else []
 
 
 def describe(error: BaseException) -> str:
@@ -82,12 +74,15 @@ def _check_groups() -> None:
         raise CheckpointError("the process groups have ended")
 
 
-def _call(make: Callable[[], Result]) -> tuple[_Answer[Result], BaseException | None]:
+def _call(
+    make: Callable[[], Result],
+) -> tuple[Result | None, CheckpointError | None, BaseException | None]:
+    """The result of the function, or the error for all ranks and its cause on this rank."""
     try:
-        return _Answer(make()), None
-    except BaseException as error:
-        kind = StorageFailed if _is_transient(error) else CheckpointError
-        return _Answer(None, describe(error), kind), error
+        return make(), None, None
+    except BaseException as cause:
+        kind = StorageFailed if _is_transient(cause) else CheckpointError
+        return None, kind(describe(cause)), cause
 
 
 def _is_transient(error: BaseException) -> bool:
@@ -96,10 +91,8 @@ def _is_transient(error: BaseException) -> bool:
     return isinstance(error, StorageFailed | dist.DistError)
 
 
-def _result(answer: _Answer[Result], failure: BaseException | None) -> Result:
-    """The result of the answer, or its error. ``failure`` is what this rank itself caught."""
-    if failure is not None and not isinstance(failure, Exception):
-        raise failure  # Ctrl-C
-    if answer.problem is not None:
-        raise answer.kind(answer.problem) from failure
-    return answer.result  # type: ignore[return-value]  # None if the function returned None
+def _raise(error: CheckpointError | None, cause: BaseException | None) -> None:
+    if cause is not None and not isinstance(cause, Exception):
+        raise cause  # Ctrl-C
+    if error is not None:
+        raise error from cause

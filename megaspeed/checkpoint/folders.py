@@ -124,13 +124,8 @@ class CheckpointFolder:
         """Keeps the checkpoint named in ``latest`` and the newest before it; removes older ones.
 
         Checkpoints of later steps than ``latest`` are neither counted nor removed. The run has
-        skipped them because they were not complete.
-
-        Args:
-            keep_last: how many to keep, at least 1.
-
-        Returns:
-            The removed checkpoints. One that cannot be removed stays until the next call.
+        skipped them because they were not complete. Returns the removed checkpoints. One that
+        cannot be removed stays until the next call.
         """
         assert keep_last >= 1, "the checkpoint just written would be removed"
         latest = self._latest()
@@ -156,10 +151,7 @@ class CheckpointFolder:
         """Removes the remains of killed saves and removals. No save may be in progress.
 
         Call it before `newest_first`: a save that was complete, but was killed before it was
-        renamed, is renamed here.
-
-        Returns:
-            The removed paths.
+        renamed, is renamed here. Returns the removed paths.
         """
         for writing in self.leftovers():
             if writing.name.endswith(TEMPORARY) and self._lacks_only_its_name(writing):
@@ -216,9 +208,6 @@ class CheckpointFolder:
 def locate(path: Path) -> list[Path]:
     """The checkpoints at a path that a user names, newest first, complete or not.
 
-    Args:
-        path: a checkpoint, a folder of checkpoints, or the folder of a run.
-
     Returns:
         The checkpoints; an empty list if a folder of checkpoints has none.
 
@@ -241,8 +230,7 @@ def is_checkpoint(path: Path) -> bool:
 def folder_of_checkpoints(path: Path) -> CheckpointFolder:
     """The folder of checkpoints at ``path``, or of the run in ``path``.
 
-    Raises:
-        CheckpointError: there is none.
+    Raises CheckpointError if there is none.
     """
     if not path.exists():
         raise CheckpointError(f"{path} does not exist")

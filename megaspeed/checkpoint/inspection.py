@@ -9,39 +9,39 @@ files          ->  at this place is an archive of a tensor with the shape of the
 Checksums alone are not enough, because a manifest may have been written for a wrong index.
 """
 
-import pickle
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from io import BytesIO, FileIO
-from itertools import pairwise
-from math import prod
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.utils import _create_file_view
+from torch.serialization import skip_data
 
-from megaspeed.checkpoint.boxes import Box, tiling_problem
 from megaspeed.checkpoint.errors import CheckpointError, broadcast, gather
 from megaspeed.checkpoint.folders import locate, step_named
 from megaspeed.checkpoint.manifest import (
     MANIFEST,
-    FileSeal,
+    FileDigest,
     file_problems,
     read_manifest,
     size_problems,
 )
-from megaspeed.checkpoint.reading import ELEMENTS, INDEX, read_index, tensors_of
+from megaspeed.checkpoint.reading import INDEX, read_index, tensors_of
 from megaspeed.checkpoint.run_state import RUN_STATE, RunState
 from megaspeed.checkpoint.tensors import (
     BYTES_PER_ELEMENT,
     MOST_LISTED,
+    Box,
     expected_tensors,
     mismatches,
+    tiling_problem,
 )
 from megaspeed.config.errors import shortened
 from megaspeed.config.model import ModelConfig
@@ -50,45 +50,29 @@ from megaspeed.model.parameters import Shape
 
 @dataclass(frozen=True, kw_only=True)
 class Inspection:
-    """The content of a checkpoint, as far as it can be read, and all its problems.
+    """The content of a checkpoint, as far as it can be read, and all its problems."""
 
-    Attributes:
-        checkpoint: its folder.
-        problems: a sentence for each problem; empty if the checkpoint is complete.
-        strays: files in the folder that are not in the manifest. They do no harm.
-        files: name -> seal of each file in the manifest.
-        state: the state of the run; None if it cannot be read.
-        model: the configuration of the model; None if it cannot be read.
-    """
-
-    checkpoint: Path
-    problems: tuple[str, ...]
+    checkpoint: Path  # its folder
+    problems: tuple[str, ...]  # a sentence for each problem; empty if the checkpoint is complete
+    # files in the folder that are not in the manifest. They do no harm.
     strays: tuple[str, ...] = ()
-    files: Mapping[str, FileSeal] = field(default_factory=dict)
-    state: RunState | None = None
-    model: ModelConfig | None = None
+    # name -> digest of each file in the manifest
+    files: Mapping[str, FileDigest] = field(default_factory=dict)
+    state: RunState | None = None  # the state of the run; None if it cannot be read
+    model: ModelConfig | None = None  # the configuration of the model; None if it cannot be read
 
     @property
     def size_bytes(self) -> int:
         """The size of all files except the manifest."""
-        return sum(seal.size_bytes for seal in self.files.values())
+        return sum(digest.size_bytes for digest in self.files.values())
 
 
-@dataclass(frozen=True)
-class Found:
-    """The result of a search.
+def newest_complete(
+    candidates: Sequence[Path], group: dist.ProcessGroup
+) -> tuple[Path | None, tuple[tuple[Path, str], ...]]:
+    """The first complete checkpoint of ``candidates``, and the problems of each one before it.
 
-    Attributes:
-        checkpoint: the newest complete checkpoint; None if there is none.
-        skipped: newer checkpoints, each with its problems.
-    """
-
-    checkpoint: Path | None
-    skipped: tuple[tuple[Path, str], ...]
-
-
-def newest_complete(candidates: Sequence[Path], group: dist.ProcessGroup) -> Found:
-    """The first complete checkpoint of ``candidates``; a collective over ``group``.
+    This is a collective over ``group``. The checkpoint is None if none is complete.
 
     Args:
         candidates: checkpoints, newest first; those of rank 0 are used.
@@ -99,9 +83,9 @@ def newest_complete(candidates: Sequence[Path], group: dist.ProcessGroup) -> Fou
     for checkpoint in broadcast(group, lambda: list(candidates)):
         problems = _problems_on_all_ranks(checkpoint, slice(rank, None, ranks), group)
         if problems is None:
-            return Found(checkpoint, tuple(skipped))
+            return checkpoint, tuple(skipped)
         skipped.append((checkpoint, problems))
-    return Found(None, tuple(skipped))
+    return None, tuple(skipped)
 
 
 def checkpoint_named(path: Path, report: Callable[[str], None] = lambda problem: None) -> Path:
@@ -142,14 +126,14 @@ def glance(checkpoint: Path) -> Inspection:
 
 
 def index_problems(
-    index: Metadata, expected: Mapping[str, Shape] | None, files: Mapping[str, FileSeal]
+    index: Metadata, expected: Mapping[str, Shape] | None, files: Mapping[str, FileDigest]
 ) -> list[str]:
     """The problems of an index, a sentence for each.
 
     Args:
         index: the index of a checkpoint.
         expected: name -> shape of every tensor that it must have; None if that is not known.
-        files: name -> seal of the files of the checkpoint; only their sizes are used.
+        files: name -> digest of the files of the checkpoint; only their sizes are used.
 
     Raises:
         CheckpointError: it is not an index of tensors.
@@ -166,7 +150,9 @@ def index_problems(
             for name, tensor in tensors.items()
             for problem in _tensor_problems(name, tensor, places, files)
         ]
-        return problems + shortened(wrong or _shared_bytes(index), MOST_LISTED)
+        if not wrong and len({(p.relative_path, p.offset) for p in places.values()}) < len(places):
+            wrong = [f"{INDEX} states the same place for two boxes"]
+        return problems + shortened(wrong, MOST_LISTED)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"{INDEX} is not an index of tensors ({error})") from error
 
@@ -218,7 +204,7 @@ def _inspect(checkpoint: Path, share: slice) -> Inspection:
     )
 
 
-def _strays(checkpoint: Path, files: Mapping[str, FileSeal]) -> tuple[str, ...]:
+def _strays(checkpoint: Path, files: Mapping[str, FileDigest]) -> tuple[str, ...]:
     try:
         names = {path.name for path in checkpoint.iterdir()}
     except OSError:  # a running job has deleted the checkpoint meanwhile
@@ -239,7 +225,7 @@ def _tensor_problems(
     name: str,
     tensor: TensorStorageMetadata,
     places: Mapping[MetadataIndex, Any],
-    files: Mapping[str, FileSeal],
+    files: Mapping[str, FileDigest],
 ) -> Iterator[str]:
     if tensor.properties.dtype != torch.float32:
         yield f"it is {tensor.properties.dtype}, and must be torch.float32"
@@ -253,15 +239,16 @@ def _tensor_problems(
             yield problem
 
 
-def _place_problem(place: Any, box: Box, files: Mapping[str, FileSeal]) -> str | None:
+def _place_problem(place: Any, box: Box, files: Mapping[str, FileDigest]) -> str | None:
     """Why the place of a box in the index is impossible."""
-    if place is None or not _is_place(place) or place.relative_path not in files:
+    right_types = isinstance(place, _StorageInfo) and [str, int, int, type(None)] == list(
+        map(type, (place.relative_path, place.offset, place.length, place.transform_descriptors))
+    )
+    if not right_types or place.relative_path not in files:
         return f"no file of the checkpoint has its {box}"
     name, box_bytes = place.relative_path, box.elements * BYTES_PER_ELEMENT
-    if place.offset < 0:
-        return f"its {box} has the impossible offset {place.offset:,} in {name}"
-    if place.offset + place.length > files[name].size_bytes:
-        return f"its {box} ends after the end of {name}, according to the index"
+    if place.offset < 0 or place.offset + place.length > files[name].size_bytes:
+        return f"its {box} is not inside {name}, according to the index"
     if place.length < box_bytes:
         return (
             f"its {box} has {place.length:,} bytes in {name}, according to the index, but its "
@@ -270,125 +257,34 @@ def _place_problem(place: Any, box: Box, files: Mapping[str, FileSeal]) -> str |
     return None
 
 
-def _is_place(place: Any) -> bool:
-    return (
-        isinstance(place, _StorageInfo)
-        and type(place.relative_path) is str
-        and type(place.offset) is int
-        and type(place.length) is int
-        and place.transform_descriptors is None
-    )
-
-
-def _shared_bytes(index: Metadata) -> Iterator[str]:
-    """A sentence for each two boxes whose bytes overlap. All places must be possible."""
-    for file, boxes in _boxes_by_file(index).items():
-        spans = sorted(
-            (place.offset, place.offset + place.length, f"{name} {box}")
-            for name, box, place in boxes
-        )
-        for (_, end, one), (start, _, other) in pairwise(spans):
-            if start < end:
-                yield f"{one} and {other} have the same bytes of {file}, according to the index"
-
-
 def _archive_problems(folder: Path, index: Metadata, names: Collection[str]) -> Iterator[str]:
     """A sentence for each box in the files ``names`` whose archive is not the tensor it should be.
 
     Reads the directory of each archive, not its elements.
     """
-    for file, boxes in _boxes_by_file(index).items():
-        if file not in names:
-            continue
-        with (folder / file).open("rb", buffering=0) as stream:
-            for name, box, place in boxes:
-                problem = _archive_problem(stream, box, place)
-                if problem is not None:
-                    yield f"{name}: its {box} at byte {place.offset:,} of {file} {problem}"
-
-
-def _boxes_by_file(index: Metadata) -> dict[str, list[tuple[str, Box, _StorageInfo]]]:
-    """File -> (tensor, box, place) of each box in it."""
     by_file: dict[str, list[tuple[str, Box, _StorageInfo]]] = defaultdict(list)
     for name, tensor in tensors_of(index).items():
         for chunk in tensor.chunks:
             place = index.storage_data[MetadataIndex(name, chunk.offsets)]
             box = Box(tuple(chunk.offsets), tuple(chunk.sizes))
             by_file[place.relative_path].append((name, box, place))
-    return by_file
-
-
-_RECORD_OF_SHAPE = "data.pkl"
-_LARGEST_PICKLE_BYTES = 1 << 12
-_ZIP_BEGINS, _ZIP_ENDS, _ZIP_END_BYTES = b"PK\x03\x04", b"PK\x05\x06", 22
+    for file in sorted(by_file.keys() & set(names)):
+        with (folder / file).open("rb", buffering=0) as stream:
+            for name, box, place in by_file[file]:
+                problem = _archive_problem(stream, box, place)
+                if problem is not None:
+                    yield f"{name}: its {box} at byte {place.offset:,} of {file} {problem}"
 
 
 def _archive_problem(stream: FileIO, box: Box, place: _StorageInfo) -> str | None:
+    view: Any = _create_file_view(stream, place.offset, place.length)
     try:
-        if not _is_one_archive(stream, place):
-            return "is not one archive from its first byte to its last"
-        view: Any = _create_file_view(stream, place.offset, place.length)
-        archive: Any = torch._C.PyTorchFileReader(view)
-        if archive.get_record_size(_RECORD_OF_SHAPE) > _LARGEST_PICKLE_BYTES:
-            return "is more than a tensor"
-        shape = _saved_shape(archive.get_record(_RECORD_OF_SHAPE))
-        start, size = archive.get_record_offset(ELEMENTS), archive.get_record_size(ELEMENTS)
+        with skip_data():  # shape and dtype, without the elements
+            tensor = torch.load(view, weights_only=True)
     except Exception as error:  # a damaged archive or pickle may raise anything
-        return f"is not an archive of a float32 tensor ({str(error).partition('. ')[0]})"
-    if shape != box.sizes:
-        return f"is a tensor of {list(shape)}"
-    if size != box.elements * BYTES_PER_ELEMENT or start + size > place.length:
-        return f"has {size:,} bytes of elements"
+        return f"is not an archive of a tensor ({str(error).partition('. ')[0]})"
+    if not isinstance(tensor, Tensor) or tensor.dtype != torch.float32:
+        return "is not a float32 tensor"
+    if tensor.shape != box.sizes or not tensor.is_contiguous() or tensor.storage_offset():
+        return f"is a tensor of {list(tensor.shape)}, and must be {list(box.sizes)}, row by row"
     return None
-
-
-def _is_one_archive(stream: FileIO, place: _StorageInfo) -> bool:
-    """Whether it begins and ends like a zip archive without a comment."""
-    stream.seek(place.offset)
-    begins = stream.read(len(_ZIP_BEGINS)) == _ZIP_BEGINS
-    stream.seek(place.offset + max(0, place.length - _ZIP_END_BYTES))
-    return begins and stream.read(len(_ZIP_ENDS)) == _ZIP_ENDS
-
-
-def _saved_shape(pickled: bytes) -> tuple[int, ...]:
-    """The shape of a contiguous float32 tensor, as torch.save pickles it.
-
-    Raises:
-        Exception: it is anything else.
-    """
-    loaded = _TensorUnpickler(BytesIO(pickled)).load()
-    if not isinstance(loaded, _SavedTensor):
-        raise pickle.UnpicklingError("it is not a tensor")
-    return loaded.shape
-
-
-class _SavedTensor:
-    """Replaces the torch function that creates the tensor, and only keeps the shape."""
-
-    def __init__(self, storage: Any, offset: int, shape: Any, stride: Any, *_: Any) -> None:
-        self.shape = tuple(shape)
-        contiguous = tuple(prod(self.shape[dim + 1 :]) for dim in range(len(self.shape)))
-        if (storage, offset) != (_FLOATS, 0) or (prod(self.shape) and stride != contiguous):
-            raise pickle.UnpicklingError("it is a view, or of another dtype")
-
-
-_FLOATS = "torch.FloatStorage"
-_NAMES: Mapping[tuple[str, str], Any] = {
-    ("torch._utils", "_rebuild_tensor_v2"): _SavedTensor,
-    ("torch", "FloatStorage"): _FLOATS,
-    ("collections", "OrderedDict"): dict,
-}
-
-
-class _TensorUnpickler(pickle._Unpickler):
-    """Python's own unpickler. The one in C allocates as much memory as a pickle requests."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        found: Callable[..., Any] | str | None = _NAMES.get((module, name))
-        if found is None:
-            raise pickle.UnpicklingError(f"it names {module}.{name}")
-        return found
-
-    def persistent_load(self, pid: Any) -> Any:
-        """The class of the storage, if the pickle refers to the only storage of the archive."""
-        return pid[1] if pid[0] == "storage" and pid[2] == "0" else None

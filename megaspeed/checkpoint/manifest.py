@@ -11,11 +11,11 @@ import os
 import stat
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from operator import methodcaller
 from pathlib import Path
 from typing import Any
 
 import xxhash
-from typing_extensions import Buffer  # collections.abc has it from Python 3.12
 
 from megaspeed.checkpoint.errors import CheckpointError
 from megaspeed.files.durable import write_file
@@ -28,42 +28,25 @@ _FORMAT = 1
 _BLOCK_BYTES = 1 << 22
 
 
-class Checksum:
-    """The checksum of checkpoint files, fed block by block: XXH3 of 128 bits.
-
-    It finds accidental damage, at the speed of memory. It does not protect against deliberate
-    changes.
-    """
-
-    def __init__(self) -> None:
-        self._state = xxhash.xxh3_128()
-
-    def update(self, buffer: Buffer) -> None:
-        """Adds the next bytes of the file."""
-        self._state.update(memoryview(buffer))
-
-    def hexdigest(self) -> str:
-        """The checksum of all bytes so far: 32 hexadecimal digits."""
-        return self._state.hexdigest()
+Checksum = xxhash.xxh3_128
+"""Finds accidental damage, at the speed of memory. Does not protect against deliberate changes."""
 
 
 @dataclass(frozen=True)
-class FileSeal:
+class FileDigest:
     """Size and checksum of a file when it was written."""
 
     size_bytes: int
     checksum: str
 
     @classmethod
-    def of(cls, content: bytes) -> "FileSeal":
-        """The seal of a file with this content."""
-        checksum = Checksum()
-        checksum.update(content)
-        return cls(len(content), checksum.hexdigest())
+    def of(cls, content: bytes) -> "FileDigest":
+        """The digest of a file with this content."""
+        return cls(len(content), Checksum(content).hexdigest())
 
     @classmethod
-    def of_file(cls, path: Path) -> "FileSeal":
-        """The seal of an existing file, read in blocks."""
+    def of_file(cls, path: Path) -> "FileDigest":
+        """The digest of an existing file, read in blocks."""
         checksum, size_bytes = Checksum(), 0
         block = memoryview(bytearray(_BLOCK_BYTES))
         with path.open("rb", buffering=0) as stream:
@@ -73,24 +56,23 @@ class FileSeal:
         return cls(size_bytes, checksum.hexdigest())
 
 
-def write_files(folder: Path, files: Mapping[str, bytes]) -> dict[str, FileSeal]:
-    """Writes small files, name -> content, into ``folder``; returns the seal of each."""
+def write_files(folder: Path, files: Mapping[str, bytes]) -> dict[str, FileDigest]:
+    """Writes small files, name -> content, into ``folder``; returns the digest of each."""
     for name, content in files.items():
-        _write(folder / name, content)
-    return {name: FileSeal.of(content) for name, content in files.items()}
+        write_file(folder / name, methodcaller("write", content))
+    return {name: FileDigest.of(content) for name, content in files.items()}
 
 
-def write_manifest(folder: Path, files: Mapping[str, FileSeal]) -> None:
-    """Writes the manifest of ``folder``; ``files`` has the name and seal of every other file."""
-    seals = {name: asdict(files[name]) for name in sorted(files)}
-    write_sealed(folder / MANIFEST, {"format": _FORMAT, "files": seals})
+def write_manifest(folder: Path, files: Mapping[str, FileDigest]) -> None:
+    """Writes the manifest of ``folder``; ``files`` has the name and digest of every other file."""
+    digests = {name: asdict(files[name]) for name in sorted(files)}
+    write_sealed(folder / MANIFEST, {"format": _FORMAT, "files": digests})
 
 
-def read_manifest(folder: Path) -> dict[str, FileSeal]:
-    """Name -> seal of every other file of the checkpoint in ``folder``.
+def read_manifest(folder: Path) -> dict[str, FileDigest]:
+    """Name -> digest of every other file of the checkpoint in ``folder``.
 
-    Raises:
-        CheckpointError: the manifest is missing, damaged, or of another version.
+    Raises CheckpointError if the manifest is missing, damaged, or of another version.
     """
     try:
         facts = unsealed(read_file(folder / MANIFEST))
@@ -108,32 +90,34 @@ def read_manifest(folder: Path) -> dict[str, FileSeal]:
             "use the version of megaspeed that wrote it"
         )
     try:
-        return {_plain_name(name): _seal(seal) for name, seal in facts["files"].items()}
+        return {name: _digest(name, digest) for name, digest in facts["files"].items()}
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise CheckpointError(
             f"{MANIFEST} does not contain names, sizes and checksums of files"
         ) from error
 
 
-def file_problems(folder: Path, files: Mapping[str, FileSeal]) -> dict[str, str]:
+def file_problems(folder: Path, files: Mapping[str, FileDigest]) -> dict[str, str]:
     """Name -> problem of each file that is not as it was written. Reads every byte of ``files``."""
-    found = size_problems(folder, files)
-    for name, written in files.items():
-        if name not in found:
-            problem = _content_problem(folder / name, written)
-            if problem is not None:
-                found[name] = f"{name} {problem}"
-    return found
+    problems = size_problems(folder, files)
+    for name in [name for name in files if name not in problems]:
+        try:
+            found = FileDigest.of_file(folder / name)
+        except OSError as error:
+            problems[name] = f"{name} cannot be read ({error.strerror})"
+            continue
+        if found != files[name]:
+            problems[name] = (
+                f"{name} has other bytes than were written: checksum {found.checksum}, not "
+                f"{files[name].checksum}"
+            )
+    return problems
 
 
-def size_problems(folder: Path, files: Mapping[str, FileSeal]) -> dict[str, str]:
+def size_problems(folder: Path, files: Mapping[str, FileDigest]) -> dict[str, str]:
     """Name -> problem of each file that is missing or has another size. Reads no file."""
     problems = ((name, _size_problem(folder / name, files[name].size_bytes)) for name in files)
     return {name: f"{name} {problem}" for name, problem in problems if problem is not None}
-
-
-def _write(file: Path, content: bytes) -> None:
-    write_file(file, lambda stream: stream.write(content))
 
 
 def _size_problem(path: Path, size_bytes: int) -> str | None:
@@ -152,25 +136,8 @@ def _size_problem(path: Path, size_bytes: int) -> str | None:
     return None
 
 
-def _content_problem(path: Path, written: FileSeal) -> str | None:
-    try:
-        found = FileSeal.of_file(path)
-    except OSError as error:
-        return f"cannot be read ({error.strerror})"
-    if found == written:
-        return None
-    return f"has other bytes than were written: checksum {found.checksum}, not {written.checksum}"
-
-
-def _plain_name(name: str) -> str:
-    """The name, if it is the name of a file in the folder itself."""
-    if Path(name).name != name:
-        raise ValueError(f"{name} is not the name of a file")
-    return name
-
-
-def _seal(facts: Any) -> FileSeal:
-    seal = FileSeal(**facts)
-    if type(seal.size_bytes) is not int or type(seal.checksum) is not str:
-        raise TypeError("a size is an integer and a checksum is a string")
-    return seal
+def _digest(name: str, facts: Any) -> FileDigest:
+    digest = FileDigest(**facts)
+    if Path(name).name != name or (type(digest.size_bytes), type(digest.checksum)) != (int, str):
+        raise ValueError(f"{name} is not the name of a file in the folder, or has no valid digest")
+    return digest

@@ -32,9 +32,8 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from torch.distributed.checkpoint.utils import _create_file_view
 
 from megaspeed.checkpoint.errors import CheckpointError, describe, gather
-from megaspeed.checkpoint.pieces import Piece
 from megaspeed.checkpoint.run_state import RunState
-from megaspeed.checkpoint.tensors import BYTES_PER_ELEMENT, WEIGHTS, key
+from megaspeed.checkpoint.tensors import BYTES_PER_ELEMENT, WEIGHTS, Piece, key
 from megaspeed.config.model import ModelConfig
 from megaspeed.model.gpt import GPT
 from megaspeed.tensor_parallel.parallelize import materialize
@@ -82,8 +81,7 @@ _GETATTR = ("builtins", "getattr")
 def read_index(folder: Path) -> Metadata:
     """The index of the checkpoint in ``folder``.
 
-    Raises:
-        CheckpointError: it cannot be read, or is not an index of tensors.
+    Raises CheckpointError if it cannot be read, or is not an index of tensors.
     """
     path = folder / INDEX
     try:
@@ -143,15 +141,7 @@ def load_model(
     """The model with the checkpoint's master weights, in evaluation mode and without gradients.
 
     In fp32 on the CPU, the files are read directly into the parameters; otherwise one saved box at
-    a time is copied. A tied head is the embedding.
-
-    Args:
-        checkpoint: a complete checkpoint (`inspection.checkpoint_named`).
-        device: the device of the parameters.
-        dtype: their dtype.
-
-    Raises:
-        CheckpointError: it cannot be read.
+    a time is copied. A tied head is the embedding. Raises CheckpointError if it cannot be read.
     """
     config = model_config(checkpoint)
     with torch.device("meta"):
@@ -178,8 +168,7 @@ def load_model(
 def model_config(checkpoint: Path) -> ModelConfig:
     """The configuration of the model in a checkpoint.
 
-    Raises:
-        CheckpointError: its run state cannot be read, or has no valid model.
+    Raises CheckpointError if its run state cannot be read, or has no valid model.
     """
     return RunState.read(checkpoint).model_section()
 
@@ -190,11 +179,6 @@ def read_tokenizer_files(folder: Path | None) -> dict[str, bytes]:
         return {}
     files = {name: folder / name for name in TOKENIZER_FILES}
     return {name: file.read_bytes() for name, file in files.items() if file.is_file()}
-
-
-def saved_tokenizer(checkpoint: Path) -> Path | None:
-    """The folder of the tokenizer files of a checkpoint; None if it has none."""
-    return checkpoint if (checkpoint / TOKENIZER).is_file() else None
 
 
 def _read(folder: Path, pieces: Iterable[Piece]) -> None:
@@ -243,8 +227,17 @@ def _read_overlap(
     """Fills a part of ``piece`` from a saved box of ``sizes``. Reads complete rows of the box."""
     target = _part(piece.values.detach(), item.dest_offsets, item.lengths)
     view: Any = _create_file_view(stream, offset, length)
-    archive: Any = torch._C.PyTorchFileReader(view)
-    start = offset + archive.get_record_offset(ELEMENTS)  # as torch.load(mmap=True) does
+    try:
+        archive: Any = torch._C.PyTorchFileReader(view)
+        start = offset + archive.get_record_offset(ELEMENTS)  # as torch.load(mmap=True) does
+        found_bytes = archive.get_record_size(ELEMENTS)
+    except RuntimeError as error:
+        raise CheckpointError(f"{stream.name} has no tensor at byte {offset:,}") from error
+    if found_bytes != sizes.numel() * BYTES_PER_ELEMENT:
+        raise CheckpointError(
+            f"the tensor at byte {offset:,} of {stream.name} has {found_bytes:,} bytes, and the "
+            f"index states {list(sizes)} elements of {BYTES_PER_ELEMENT} bytes"
+        )
     first_row, rows = item.storage_offsets[0], item.lengths[0]
     stream.seek(start + first_row * sizes[1:].numel() * BYTES_PER_ELEMENT)
     in_place = target.is_cpu and target.is_contiguous() and target.dtype == torch.float32

@@ -8,7 +8,7 @@ function of the number of steps taken. So seeds and counters are their complete 
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import NonNegativeInt, ValidationError, model_validator
 
 from megaspeed.checkpoint.errors import CheckpointError
 from megaspeed.checkpoint.tensors import KINDS, WEIGHTS
@@ -25,16 +25,12 @@ NOT_STATED = "not stated"
 class Progress(Section):
     """The counters of a run."""
 
-    step: int = Field(default=0, ge=0, description="Optimizer steps, skipped ones included.")
-    steps_taken: int = Field(default=0, ge=0, description="Optimizer steps that were not skipped.")
-    skipped_in_a_row: int = Field(
-        default=0, ge=0, description="How many of the last steps were skipped."
-    )
-    samples: int = Field(default=0, ge=0, description="Samples used.")
-    tokens: int = Field(default=0, ge=0, description="Tokens predicted.")
-    loss: float | None = Field(
-        default=None, description="Loss of the last step in nats; null if it was not finite."
-    )
+    step: NonNegativeInt = 0  # optimizer steps, skipped ones included
+    steps_taken: NonNegativeInt = 0  # optimizer steps that were not skipped
+    skipped_in_a_row: NonNegativeInt = 0  # how many of the last steps were skipped
+    samples: NonNegativeInt = 0  # samples used
+    tokens: NonNegativeInt = 0  # tokens predicted
+    loss: float | None = None  # of the last step, in nats; None if it was not finite
 
 
 class Layout(Section):
@@ -57,10 +53,10 @@ class Layout(Section):
 class DataIdentity(Section):
     """The training stream is a function of these values and of the sample index."""
 
-    corpus: str = Field(description="Fingerprint of the training documents.")
-    tokenizer: str = Field(description="Fingerprint of the tokenizer, or NOT_STATED.")
+    corpus: str  # fingerprint of the training documents
+    tokenizer: str  # fingerprint of the tokenizer, or NOT_STATED
     sequence_length: int
-    seed: int = Field(description="data.seed")
+    seed: int  # data.seed
 
 
 class LossScale(Section):
@@ -76,23 +72,14 @@ class RunState(Section):
     """The state of a run, or of an imported model, which has no run and no moments."""
 
     format: Literal[1] = 1
-    imported_from: str | None = Field(
-        default=None, description="The source of an imported model; null for a run."
-    )
+    imported_from: str | None = None  # the source of an imported model; None for a run
     progress: Progress
-    data: DataIdentity | None = Field(default=None, description="null if imported.")
-    training_seed: int | None = Field(
-        default=None,
-        description="training.seed, which determines dropout masks; null if imported.",
-    )
-    layout: Layout | None = Field(default=None, description="null if imported.")
-    loss_scale: LossScale | None = Field(
-        default=None, description="null if the loss is not scaled."
-    )
-    config: dict[str, Any] = Field(
-        description="The resolved configuration; for an imported model, only the model section."
-    )
-    software: dict[str, str] = Field(description="Versions of packages.")
+    data: DataIdentity | None = None  # None if imported
+    training_seed: int | None = None  # training.seed, which determines dropout; None if imported
+    layout: Layout | None = None  # None if imported
+    loss_scale: LossScale | None = None  # None if the loss is not scaled
+    config: dict[str, Any]  # the resolved configuration; if imported, only the model section
+    software: dict[str, str]  # versions of packages
 
     @model_validator(mode="after")
     def _is_of_a_run_or_imported(self) -> Self:
@@ -116,8 +103,7 @@ class RunState(Section):
     def model_section(self) -> ModelConfig:
         """The model, which determines the names and shapes of all tensors.
 
-        Raises:
-            CheckpointError: the configuration has no valid model.
+        Raises CheckpointError if the configuration has no valid model.
         """
         try:
             return ModelConfig.model_validate(self.config.get("model"))
@@ -136,8 +122,7 @@ class RunState(Section):
     def read(cls, folder: Path) -> Self:
         """Reads the state of the checkpoint in ``folder``.
 
-        Raises:
-            CheckpointError: the file cannot be read, or is not the state of a run.
+        Raises CheckpointError if the file cannot be read, or is not the state of a run.
         """
         file = folder / RUN_STATE
         try:

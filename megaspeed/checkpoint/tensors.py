@@ -1,18 +1,39 @@
-"""Names and shapes of the tensors of a checkpoint: each parameter and its two moments.
+"""The tensors of a checkpoint: names and shapes, and the parts that one rank holds.
 
     weights.blocks.0.mlp.up.weight       (F, D)   float32
     exp_avg.blocks.0.mlp.up.weight       (F, D)   float32
     exp_avg_sq.blocks.0.mlp.up.weight    (F, D)   float32
 
 They follow from the model alone. An imported model that was not trained yet has no moments.
+
+    flat range of a tensor shard  --boxes-->  pieces  --writing, reading-->  files
+
+ZeRO cuts a rank's tensors into flat ranges, and a checkpoint stores boxes of logical tensors. A
+flat range of a matrix is at most three boxes of each section of its rows:
+
+    local shard, 4 columns        elements [2, 14)
+    . . a a                       a: the rest of the first row
+    b b b b                       b: complete rows
+    b b b b
+    c c . .                       c: the beginning of the last row
+
+Rows and columns of the shard are shifted to their place in the logical tensor
+(``tensor_parallel.plan.ParameterShard``). Vocabulary padding is left out, because it belongs to no
+logical tensor.
 """
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from torch import Tensor
 
 from megaspeed.config.errors import shortened
 from megaspeed.config.model import ModelConfig
 from megaspeed.model.parameters import Shape, parameters_of
+from megaspeed.tensor_parallel.plan import ParameterShard
 
 WEIGHTS = "weights"
 KINDS = (WEIGHTS, "exp_avg", "exp_avg_sq")
@@ -23,6 +44,16 @@ BYTES_PER_ELEMENT = 4
 
 MOST_LISTED = 10
 """How many problems of the tensors of one checkpoint are listed. The rest is counted."""
+
+# A piece is copied from a GPU before it is written, and complete rows of it are read even if only a
+# part of a row is needed, so pieces must not be large. The index lists every piece, so there must
+# not be many.
+LARGEST_PIECE_BYTES = 16 << 20
+
+SLAB_BYTES = 256 << 20
+"""Host memory for copies is allocated in slabs of this size; a power of two."""
+ALIGNMENT_BYTES = 64
+"""Each copy begins at a cache line of its slab."""
 
 
 def key(kind: str, name: str) -> str:
@@ -47,16 +78,14 @@ def mismatches(expected: Mapping[str, Shape], saved: Mapping[str, Shape]) -> lis
     Both arguments have names in the checkpoint, or both have names of parameters. If a weight and
     its moments have the same problem, it is listed once. At most ten problems are listed.
     """
-    kinds: dict[tuple[str, str], list[str]] = defaultdict(list)
+    weights_and_moments: dict[tuple[str, str], list[str]] = defaultdict(list)
     for full_name, problem in _problems(expected, saved):
         kind, _, name = full_name.partition(".")
-        if kind not in KINDS:
-            kind, name = "", full_name
-        kinds[name, problem].append(kind)
+        weights_and_moments[name if kind in KINDS else full_name, problem].append(full_name)
     sentences = (
         f"{full_name} {problem}"
-        for (name, problem), of in kinds.items()
-        for full_name in _full_names(name, of)
+        for (name, problem), full_names in weights_and_moments.items()
+        for full_name in ([name] if len(full_names) == len(KINDS) else full_names)
     )
     return shortened(sentences, MOST_LISTED)
 
@@ -85,8 +114,194 @@ def _problems(
             yield name, f"({shape_text(shape)}) is in the checkpoint and not in the model"
 
 
-def _full_names(name: str, kinds: list[str]) -> list[str]:
-    """Only the parameter's name if all its tensors have the problem."""
-    if kinds == [""] or len(kinds) == len(KINDS):
-        return [name]
-    return [key(kind, name) for kind in kinds]
+@dataclass(frozen=True, order=True)
+class Box:
+    """A part of a tensor: in each dim, ``sizes`` indices from ``offsets`` on."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @property
+    def ends(self) -> tuple[int, ...]:
+        """The index after the last one, in each dim."""
+        return tuple(offset + size for offset, size in zip(self.offsets, self.sizes, strict=True))
+
+    @property
+    def elements(self) -> int:
+        return prod(self.sizes)
+
+    def __str__(self) -> str:
+        spans = zip(self.offsets, self.ends, strict=True)
+        return "[" + ", ".join(f"{start}:{end}" for start, end in spans) + "]"
+
+
+def boxes_of(
+    shard: ParameterShard, start: int, stop: int, *, largest: int
+) -> Iterator[tuple[Box, int]]:
+    """The boxes of elements [start, stop) of a flattened shard, each with its first element there.
+
+    Args:
+        shard: which part of the logical tensor the local tensor is.
+        start, stop: the flat range.
+        largest: how many elements a box may have. A single row of a matrix may have more.
+    """
+    vector = len(shard.full_shape) == 1
+    width = 1 if vector else shard.local_shape[1]
+    first_column = 0 if shard.columns is None else shard.columns.start
+    section_start = 0
+    for rows in shard.rows:
+        section_stop = section_start + len(rows) * width
+        low, high = max(start, section_start), min(stop, section_stop)
+        while low < high:
+            row, column = divmod(low - section_start, width)
+            if column or high - low < width:
+                height, length = 1, min(width - column, high - low)
+            else:
+                height, length = min((high - low) // width, max(1, largest // width)), width
+            offsets, sizes = (rows.start + row, first_column + column), (height, length)
+            yield Box(offsets[:1], sizes[:1]) if vector else Box(offsets, sizes), low
+            low += height * length
+        section_start = section_stop
+
+
+def tiling_problem(shape: tuple[int, ...], boxes: Iterable[Box]) -> str | None:
+    """Why some element of a tensor is not in exactly one of ``boxes``; None if all are.
+
+    If the boxes are inside the tensor, share no element, and have as many elements as the tensor,
+    then they contain every element once. The time is about proportional to the number of boxes,
+    because in a checkpoint few boxes share a row.
+    """
+    # A sweep along the first dim: only boxes that reach into this row can share an element.
+    reaching: list[Box] = []
+    elements = 0
+    for box in sorted(box for box in boxes if 0 not in box.sizes):
+        if not _inside(box, shape):
+            return f"{box} is not inside its {' x '.join(map(str, shape))}"
+        reaching = [other for other in reaching if other.ends[0] > box.offsets[0]]
+        shared = next((other for other in reaching if _overlap(other, box)), None)
+        if shared is not None:
+            return f"{shared} and {box} both hold some of its elements"
+        reaching.append(box)
+        elements += box.elements
+    missing = prod(shape) - elements
+    return f"{missing:,} of its {prod(shape):,} elements are in no file" if missing else None
+
+
+def _inside(box: Box, shape: tuple[int, ...]) -> bool:
+    if not len(box.offsets) == len(box.sizes) == len(shape) > 0:
+        return False
+    return all(
+        min(offset, size) >= 0 and offset + size <= extent
+        for offset, size, extent in zip(box.offsets, box.sizes, shape, strict=True)
+    )
+
+
+def _overlap(one: Box, other: Box) -> bool:
+    starts = map(max, one.offsets, other.offsets)
+    return all(
+        start < end for start, end in zip(starts, map(min, one.ends, other.ends), strict=True)
+    )
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A box of one tensor of the checkpoint."""
+
+    key: str  # the tensor's name in the checkpoint
+    full_shape: tuple[int, ...]  # the shape of the logical tensor
+    offsets: tuple[int, ...]  # where the box begins in the logical tensor
+    values: Tensor  # the elements of the box; contiguous, in its shape
+
+    @property
+    def box(self) -> Box:
+        """The part of the logical tensor."""
+        return Box(self.offsets, tuple(self.values.shape))
+
+
+def pieces_of(
+    key: str, shard: ParameterShard, start: int, values: Tensor, *, part: range | None = None
+) -> Iterator[Piece]:
+    """The pieces of one flat fragment.
+
+    Args:
+        key: the tensor's name in the checkpoint.
+        shard: the tensor shard that contains the fragment.
+        start: the fragment's first element in the flattened shard.
+        values: the elements of the fragment, flat.
+        part: the range of the flattened shard that is wanted; all of it if omitted.
+    """
+    stop = start + values.numel()
+    low, high = (start, stop) if part is None else (max(start, part.start), min(stop, part.stop))
+    largest = LARGEST_PIECE_BYTES // values.element_size()
+    for box, first in boxes_of(shard, low, high, largest=largest):
+        flat = values.narrow(0, first - start, box.elements)
+        yield Piece(key, shard.full_shape, box.offsets, flat.view(box.sizes))
+
+
+class HostCopy:
+    """Copies of pieces in host memory, for a save that continues while the originals change.
+
+    The first copy allocates the memory and later copies reuse it, because locking pages takes
+    seconds. The memory is 4 bytes for each element: 12 for each parameter that this rank writes,
+    for the weight and both moments. If the pieces are on a GPU, the memory is page-locked.
+    """
+
+    def __init__(self) -> None:
+        self._buffers: list[Tensor] = []
+
+    def take(self, pieces: Iterable[Piece]) -> tuple[list[Piece], Callable[[], None]]:
+        """Copies the pieces' current values over the earlier copies, without waiting for a GPU.
+
+        The copies are enqueued on the current stream. Work that is enqueued later, such as the next
+        optimizer step, runs after them, so it cannot change what they read. A stream of their own
+        would hide the transfer (0.7 s for 18 GB at 25 GB/s, once a save), but each optimizer step
+        would have to wait for it.
+
+        Returns:
+            The same pieces with values in host memory, and a function that waits until these values
+            have arrived.
+        """
+        pieces = list(pieces)
+        if not self._buffers:
+            self._buffers = list(_host_buffers([piece.values for piece in pieces]))
+        copies = []
+        for piece, buffer in zip(pieces, self._buffers, strict=True):
+            buffer.copy_(piece.values, non_blocking=True)
+            copies.append(Piece(piece.key, piece.full_shape, piece.offsets, buffer))
+        return copies, _arrival({piece.values.device for piece in pieces})
+
+
+def _host_buffers(originals: Sequence[Tensor]) -> Iterator[Tensor]:
+    """A tensor in host memory for each of the originals, cut from as few allocations as possible.
+
+    torch rounds a page-locked allocation up to a power of two. A single one of 18 GB would lock
+    32 GB, so the memory is taken in slabs.
+    """
+    pinned = any(not original.is_cpu for original in originals)
+    left = sum(map(_aligned_bytes, originals))
+    slab, used = torch.empty(0, dtype=torch.uint8), 0
+    for original in originals:
+        size = _aligned_bytes(original)
+        if used + size > slab.nbytes:
+            slab_bytes = max(size, min(SLAB_BYTES, left))
+            slab, used = torch.empty(slab_bytes, dtype=torch.uint8, pin_memory=pinned), 0
+        buffer = slab[used : used + original.nbytes]
+        yield buffer.view(original.dtype).view(original.shape)
+        used, left = used + size, left - size
+
+
+def _aligned_bytes(values: Tensor) -> int:
+    return -(-values.nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+
+
+def _arrival(devices: Iterable[torch.device]) -> Callable[[], None]:
+    """A function that waits for all that is enqueued by now on these devices' current streams."""
+    events = [torch.Event(device) for device in devices if device.type != "cpu"]
+    for event in events:
+        event.record()
+
+    def wait() -> None:
+        for event in events:
+            event.synchronize()
+
+    return wait

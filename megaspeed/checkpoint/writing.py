@@ -37,21 +37,19 @@ from torch.distributed.checkpoint.metadata import (
 from torch.serialization import get_crc32_options, set_crc32_options
 from typing_extensions import Buffer  # collections.abc has it from Python 3.12
 
-from megaspeed.checkpoint.boxes import Box
 from megaspeed.checkpoint.errors import CheckpointError, broadcast, gather
 from megaspeed.checkpoint.folders import CheckpointFolder
 from megaspeed.checkpoint.inspection import index_problems
 from megaspeed.checkpoint.manifest import (
     Checksum,
-    FileSeal,
+    FileDigest,
     size_problems,
     write_files,
     write_manifest,
 )
-from megaspeed.checkpoint.pieces import Piece
 from megaspeed.checkpoint.reading import INDEX
 from megaspeed.checkpoint.run_state import RUN_STATE, RunState
-from megaspeed.checkpoint.tensors import BYTES_PER_ELEMENT, expected_tensors
+from megaspeed.checkpoint.tensors import BYTES_PER_ELEMENT, Box, Piece, expected_tensors
 
 FILE_BYTES = 1 << 30
 """A process that writes a model alone begins a new file after so many bytes. Ranks that check the
@@ -60,45 +58,28 @@ checkpoint later share the files among them."""
 
 @dataclass(frozen=True)
 class SaveReport:
-    """The result of one save.
+    """The result of one save."""
 
-    Attributes:
-        step: the saved step.
-        checkpoint: the folder of the checkpoint, even if the save failed.
-        size_bytes: the size of all its files; 0 if the save failed.
-        seconds: the duration on this rank.
-        stall_seconds: the part of ``seconds`` for which the training thread waited. It excludes a
-            background save's copy from a GPU to host memory, because only the GPU waits for it.
-        error: why it failed; None if it did not.
-        deleted: older checkpoints that were deleted.
-    """
-
-    step: int
-    checkpoint: Path
-    size_bytes: int
-    seconds: float
+    step: int  # the saved step
+    checkpoint: Path  # the folder of the checkpoint, even if the save failed
+    size_bytes: int  # the size of all its files; 0 if the save failed
+    seconds: float  # the duration on this rank
+    # the part of ``seconds`` for which the training thread waited. It excludes a background save's
+    # copy from a GPU to host memory, because only the GPU waits for it.
     stall_seconds: float
-    error: str | None
-    deleted: tuple[Path, ...]
+    error: str | None  # why it failed; None if it did not
+    deleted: tuple[Path, ...]  # older checkpoints that were deleted
 
 
 @dataclass(frozen=True)
 class Saver:
-    """Writes checkpoints into one folder. All ranks of ``group`` call ``save`` together.
+    """Writes checkpoints into one folder. All ranks of ``group`` call ``save`` together."""
 
-    Attributes:
-        folder: the folder of checkpoints, on a file system that all ranks share.
-        group: all ranks, over gloo.
-        keep_last: how many checkpoints are kept.
-        expected: name -> shape of every tensor of a checkpoint.
-        beside: name -> content of files that belong to the model, such as its tokenizer; used on
-            rank 0.
-    """
-
-    folder: CheckpointFolder
-    group: dist.ProcessGroup
-    keep_last: int
-    expected: Mapping[str, tuple[int, ...]]
+    folder: CheckpointFolder  # the folder of checkpoints, on a file system that all ranks share
+    group: dist.ProcessGroup  # all ranks, over gloo
+    keep_last: int  # how many checkpoints are kept
+    expected: Mapping[str, tuple[int, ...]]  # name -> shape of every tensor of a checkpoint
+    # name -> content of files that belong to the model, such as its tokenizer; used on rank 0
     beside: Mapping[str, bytes] = field(default_factory=dict)
 
     def save(self, pieces: Sequence[Piece], state: RunState) -> SaveReport:
@@ -169,15 +150,12 @@ def write_checkpoint(
 
 @dataclass
 class WrittenPieces:
-    """The files that one process has written, and the place of each piece in them.
+    """The files that one process has written, and the place of each piece in them."""
 
-    Attributes:
-        files: name -> size and checksum of each file.
-        places: for each piece, its tensor, the tensor's full shape, the box of the piece in the
-            tensor, and its place in a file.
-    """
-
-    files: dict[str, FileSeal] = field(default_factory=dict)
+    # name -> size and checksum of each file
+    files: dict[str, FileDigest] = field(default_factory=dict)
+    # for each piece, its tensor, the tensor's full shape, the box of the piece in the tensor, and
+    # its place in a file
     places: list[tuple[str, tuple[int, ...], Box, _StorageInfo]] = field(default_factory=list)
 
 
@@ -186,14 +164,7 @@ def write_pieces(
 ) -> WrittenPieces:
     """Writes pieces into the files ``__RANK_0.distcp``, ``__RANK_1.distcp``, ...
 
-    Args:
-        folder: an existing folder.
-        pieces: fp32; taken one by one.
-        rank: a number of this process that no other process of the save has.
-        file_bytes: starts a new file when the current one has this size; one file if omitted.
-
-    Raises:
-        OSError: a file could not be written.
+    Raises OSError if a file could not be written.
     """
     written = WrittenPieces()
     remaining = iter(pieces)
@@ -222,11 +193,10 @@ def _complete(
 ) -> int:
     """Writes the remaining files of a checkpoint whose pieces are written; returns its size.
 
-    Raises:
-        CheckpointError: the pieces are not every element of every tensor once, or a file that
-            another process has written does not have its size.
+    Raises CheckpointError if the pieces are not every element of every tensor once, or a file that
+    another process has written does not have its size.
     """
-    files = {name: seal for each in written for name, seal in each.files.items()}
+    files = {name: digest for each in written for name, digest in each.files.items()}
     tensors: dict[str, TensorStorageMetadata] = {}
     places: dict[MetadataIndex, _StorageInfo] = {}
     for name, shape, box, place in chain.from_iterable(each.places for each in written):
@@ -244,12 +214,12 @@ def _complete(
         pickle.dump(index, stream)
     files |= write_files(folder, {RUN_STATE: state.to_bytes(), **beside})
     write_manifest(folder, files)
-    return sum(seal.size_bytes for seal in files.values())
+    return sum(digest.size_bytes for digest in files.values())
 
 
 @contextmanager
-def _hashed_file(path: Path, seals: dict[str, FileSeal]) -> Iterator[Any]:
-    """A new file to write to. At the end it is flushed to the disk, and ``seals`` gets its seal.
+def _hashed_file(path: Path, digests: dict[str, FileDigest]) -> Iterator[Any]:
+    """A new file to write to. At the end it is flushed to the disk, and added to ``digests``.
 
     Raises:
         OSError: the disk refused a write. (torch raises a RuntimeError of its own in this case.)
@@ -264,7 +234,7 @@ def _hashed_file(path: Path, seals: dict[str, FileSeal]) -> Iterator[Any]:
             if stream.failure is None:
                 raise
             raise stream.failure from error
-    seals[path.name] = FileSeal(stream.tell(), stream.checksum.hexdigest())
+    digests[path.name] = FileDigest(stream.tell(), stream.checksum.hexdigest())
 
 
 class _HashingStream:

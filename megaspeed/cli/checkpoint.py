@@ -8,8 +8,6 @@ DIR is a checkpoint, a folder of them, or the folder of a run.
 
 import argparse
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megaspeed.cli.options import (
@@ -34,24 +32,16 @@ def add_to(commands: Any) -> None:
     text = "inspect checkpoints"
     parser = commands.add_parser("checkpoint", help=text, description=text)
     actions = parser.add_subparsers(required=True, metavar="action", dest="action")
-    _add_action(actions, "show", _show, "show the content of the newest checkpoint")
-    _add_action(actions, "verify", _verify, "check every byte of every checkpoint")
-
-
-def _add_action(
-    actions: Any, name: str, action: Callable[[argparse.Namespace], int], text: str
-) -> None:
-    parser = actions.add_parser(name, help=text, description=text)
-    parser.set_defaults(run=run, act=action)
-    parser.add_argument(
-        "path",
-        type=path_argument,
-        metavar="DIR",
-        help="a checkpoint, a folder of them, or of a run",
-    )
-    parser.add_argument(
-        "--json", type=new_file, metavar="FILE", help="also write the figures to FILE"
-    )
+    for name, action, text in (
+        ("show", _show, "show the content of the newest checkpoint"),
+        ("verify", _verify, "check every byte of every checkpoint"),
+    ):
+        parser = actions.add_parser(name, help=text, description=text)
+        parser.set_defaults(run=run, act=action)
+        text = "a checkpoint, a folder of them, or of a run"
+        parser.add_argument("path", type=path_argument, metavar="DIR", help=text)
+        text = "also write the figures to FILE"
+        parser.add_argument("--json", type=new_file, metavar="FILE", help=text)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -81,7 +71,7 @@ def _show(options: argparse.Namespace) -> int:
         if not inspection.problems:
             shown = inspection
             break
-        say(_failure(inspection), error=True)
+        say(_describe(inspection), error=True)
     if shown is None:
         say(f"{options.path} has no complete checkpoint", error=True)
         return EXIT_FAILED
@@ -99,15 +89,18 @@ def _verify(options: argparse.Namespace) -> int:
     """Checks all checkpoints, newest first, and reports each as soon as it is read."""
     from megaspeed.analysis.checkpoints import verify_as_json
     from megaspeed.checkpoint.folders import folder_of_checkpoints, is_checkpoint, locate
+    from megaspeed.checkpoint.inspection import inspect
 
     checkpoints = locate(options.path)
     leftovers = []
     if not is_checkpoint(options.path):
         leftovers = folder_of_checkpoints(options.path).leftovers()
     found = []
-    for inspection in _inspected(checkpoints):
+    for inspection in map(inspect, checkpoints):
+        if not inspection.checkpoint.is_dir():
+            continue  # a running job has deleted it meanwhile
         found.append(inspection)
-        say(_failure(inspection) if inspection.problems else _success(inspection))
+        say(_describe(inspection))
         for stray in inspection.strays:
             say(f"  note: {stray} does not belong to it; it does no harm")
     for leftover in leftovers:
@@ -124,26 +117,10 @@ def _verify(options: argparse.Namespace) -> int:
     return EXIT_DONE if complete else EXIT_FAILED
 
 
-def _inspected(checkpoints: "Sequence[Path]") -> "Iterator[Inspection]":
-    """Inspects each checkpoint. Leaves out those that a running job deletes meanwhile."""
-    from megaspeed.checkpoint.inspection import inspect
-
-    for checkpoint in checkpoints:
-        inspection = inspect(checkpoint)
-        if checkpoint.is_dir():
-            yield inspection
-
-
-def _success(inspection: "Inspection") -> str:
+def _describe(inspection: "Inspection") -> str:
     from megaspeed.analysis.checkpoints import size_text
 
-    return f"{_name(inspection)}  complete ({size_text(inspection)})"
-
-
-def _failure(inspection: "Inspection") -> str:
-    problems = "".join(f"\n  {problem}" for problem in inspection.problems)
-    return f"{_name(inspection)}  BROKEN{problems}"
-
-
-def _name(inspection: "Inspection") -> str:
-    return inspection.checkpoint.resolve().name
+    name = inspection.checkpoint.resolve().name
+    if inspection.problems:
+        return f"{name}  BROKEN" + "".join(f"\n  {problem}" for problem in inspection.problems)
+    return f"{name}  complete ({size_text(inspection)})"

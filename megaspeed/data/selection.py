@@ -46,8 +46,7 @@ from megaspeed.data.tokenizer import (
     tokenizer_files,
 )
 from megaspeed.files.paths import expand_home
-from megaspeed.files.reading import FileState, are_settled
-from megaspeed.files.time_limit import at_most
+from megaspeed.files.reading import FileState, are_settled, at_most
 
 logger = logging.getLogger(__name__)
 

@@ -29,10 +29,7 @@ def write_file(path: Path, fill: Callable[[BinaryIO], T]) -> T:
     """Writes ``path`` with ``fill``, which gets the open file. Replaces an existing file.
 
     If ``path`` is a link, the file that it points to is replaced. Only one process may write
-    ``path`` at a time. If ``fill`` raises, the temporary file stays.
-
-    Returns:
-        What ``fill`` returns.
+    ``path`` at a time. If ``fill`` raises, the temporary file stays. Returns what ``fill`` returns.
     """
     path = path.resolve()
     temporary = path.with_name(path.name + TEMPORARY)
@@ -59,10 +56,8 @@ def new_folder(path: Path) -> Iterator[Path]:
     """An empty folder to fill. It is renamed to ``path`` if the block ends without an error.
 
     If the block raises, the folder is removed. The block flushes the files that it writes. The
-    remains of a killed process are replaced.
-
-    Raises:
-        FileExistsError: ``path`` exists, or another process is filling it.
+    remains of a killed process are replaced. Raises FileExistsError if ``path`` exists, or another
+    process is filling it.
     """
     refuse_existing(path)
     writing = path.with_name(path.name + TEMPORARY)

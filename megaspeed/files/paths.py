@@ -59,8 +59,7 @@ def _encoded(text: str) -> bytes:
 def path_argument(text: str) -> Path:
     """A path on the command line. Expands ~, because a shell does not do so in ``--output=~/x``.
 
-    Raises:
-        ArgumentTypeError: it is empty, not UTF-8 or a broken link, or no file can have it.
+    Raises ArgumentTypeError if it is empty, not UTF-8 or a broken link, or no file can have it.
     """
     if not text:
         raise ArgumentTypeError("the path is empty; name one")

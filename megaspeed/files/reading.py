@@ -11,9 +11,13 @@ Links are followed.
 import errno
 import hashlib
 import os
+import signal
 import stat
+import threading
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 LARGEST_BYTES = 1 << 24
 """Limit for a file that is read into memory: 16 MiB. The largest model index has 10 MB."""
@@ -51,9 +55,8 @@ def file_problem(path: Path) -> str | None:
 def read_file(path: Path, largest_bytes: int = LARGEST_BYTES) -> bytes:
     """The bytes of an ordinary file.
 
-    Raises:
-        OSError: there is none, this user may not read it, or it has more than ``largest_bytes``;
-            ``strerror`` is the reason.
+    Raises OSError if there is none, this user may not read it, or it has more than
+    ``largest_bytes``; ``strerror`` is the reason.
     """
     os.stat(path)  # raises the system's own error if nothing is there
     problem = file_problem(path)
@@ -85,8 +88,7 @@ def special_among(paths: Iterable[Path]) -> Iterator[str]:
 def sha256_of(path: Path) -> str:
     """The hash of a file in hexadecimal, computed in constant memory.
 
-    Raises:
-        OSError: the file cannot be read.
+    Raises OSError if the file cannot be read.
     """
     with path.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
@@ -118,11 +120,7 @@ def spaced_sample(path: Path, stretches: int, stretch_bytes: int) -> str:
 
 
 def state_of(path: Path) -> FileState:
-    """The state of the file at ``path``.
-
-    Raises:
-        OSError: nothing is there.
-    """
+    """The state of the file at ``path``. Raises OSError if nothing is there."""
     found = path.stat()
     return (str(path.absolute()), found.st_size, found.st_mtime_ns, found.st_ctime_ns)
 
@@ -139,3 +137,32 @@ def are_settled(states: Iterable[FileState], seen_at_seconds: float) -> bool:
     """
     times_ns = [max(mtime_ns, ctime_ns) for _, _, mtime_ns, ctime_ns in states]
     return max(times_ns, default=0) / 1e9 < seen_at_seconds - _COARSEST_TICK_SECONDS
+
+
+class _TimeOver(BaseException):
+    """Not an Exception, so that no handler inside the block takes it for one of its own."""
+
+
+@contextmanager
+def at_most(seconds: float) -> Iterator[None]:
+    """Leaves the block after ``seconds``, without an error.
+
+    Only the main thread can be interrupted. In another thread there is no limit.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def leave(*_: Any) -> None:
+        raise _TimeOver
+
+    previous = signal.signal(signal.SIGALRM, leave)
+    timer = signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    except _TimeOver:
+        pass
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, previous)
+        signal.setitimer(signal.ITIMER_REAL, *timer)

@@ -21,9 +21,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megaspeed.checkpoint.manifest import write_files
-from megaspeed.checkpoint.pieces import Piece
 from megaspeed.checkpoint.reading import GENERATION, model_config, read_pieces
-from megaspeed.checkpoint.tensors import WEIGHTS, key
+from megaspeed.checkpoint.tensors import WEIGHTS, Piece, key
 from megaspeed.config.hugging_face import CONFIG_FILE, hugging_face_config
 from megaspeed.files.durable import new_folder, refuse_existing
 from megaspeed.hugging_face.tokenizer import (

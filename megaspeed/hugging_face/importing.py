@@ -17,9 +17,15 @@ import torch
 from torch import Tensor
 
 from megaspeed import __version__
-from megaspeed.checkpoint.pieces import LARGEST_PIECE_BYTES, Piece
 from megaspeed.checkpoint.run_state import Progress, RunState
-from megaspeed.checkpoint.tensors import BYTES_PER_ELEMENT, WEIGHTS, expected_shapes, key
+from megaspeed.checkpoint.tensors import (
+    BYTES_PER_ELEMENT,
+    LARGEST_PIECE_BYTES,
+    WEIGHTS,
+    Piece,
+    expected_shapes,
+    key,
+)
 from megaspeed.checkpoint.writing import write_checkpoint
 from megaspeed.config.families import FAMILIES
 from megaspeed.config.loading import parse_config

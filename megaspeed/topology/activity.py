@@ -107,9 +107,6 @@ class Timeline:
 
     Only some steps are timed (every ``training.log_interval``-th). In all other steps, a part costs
     only a check of one attribute.
-
-    Args:
-        device: if it is a GPU, its current stream is timed.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -118,11 +115,6 @@ class Timeline:
         self._marks: list[tuple[Any, Part]] = []
         self._now: Part = "host"
         self._last: tuple[int, list[tuple[Any, Part]]] | None = None
-
-    @property
-    def is_on(self) -> bool:
-        """Whether this step is timed."""
-        return self._step is not None
 
     def begin(self, step: int) -> None:
         """Time this step."""
@@ -144,9 +136,6 @@ class Timeline:
         """Return the last timed step's number and the seconds of each of ``PARTS``, and forget it.
 
         Zeros if there is no such step, or if the GPU has not finished it.
-
-        Args:
-            wait: wait until the GPU has finished that step.
         """
         nothing = [0.0] * (1 + len(PARTS))
         if self._last is None:

@@ -31,7 +31,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from threading import Thread
-from types import TracebackType
 from typing import Self
 
 import torch
@@ -211,20 +210,7 @@ class ParallelContext:
                 GPU of its own, or its limit on open files is too low.
             GroupError: a rank does not join; names the group and its ranks.
         """
-        if grid.world_size != launch.world_size:
-            raise TopologyError(
-                f"{grid} makes {grid.world_size} ranks, but {launch.world_size} were launched "
-                f"(from {launch.source}): change the degrees or the number of processes"
-            )
-        if dist.is_initialized():
-            raise TopologyError(
-                "torch.distributed is in use in this process: close the earlier ParallelContext"
-            )
-        on_gpu = torch.cuda.is_available()
-        os.environ.update(default_settings(os.environ, "cuda" if on_gpu else "cpu"))
-        os.environ.update(gloo_interface(launch, os.environ))
-        allow_open_files(launch.rank, launch.world_size)
-        device = _own_gpu(launch) if on_gpu else torch.device("cpu")
+        device = _prepare_process(grid, launch)
         timeout = timedelta(seconds=timeout_seconds)
         try:
             store = store or open_store(launch, timeout_seconds)
@@ -259,12 +245,7 @@ class ParallelContext:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is None:
             self.close()
         else:
@@ -330,8 +311,25 @@ class ParallelContext:
         return self.grid.rank_of(self.coordinates._replace(pp=pipeline_stage))
 
 
-def _own_gpu(launch: LaunchEnvironment) -> torch.device:
-    """The GPU of this rank, which becomes the current device."""
+def _prepare_process(grid: Grid, launch: LaunchEnvironment) -> torch.device:
+    """Check the grid, set environment variables and limits, and return the device of this rank,
+    which becomes the current device.
+    """
+    if grid.world_size != launch.world_size:
+        raise TopologyError(
+            f"{grid} makes {grid.world_size} ranks, but {launch.world_size} were launched "
+            f"(from {launch.source}): change the degrees or the number of processes"
+        )
+    if dist.is_initialized():
+        raise TopologyError(
+            "torch.distributed is in use in this process: close the earlier ParallelContext"
+        )
+    on_gpu = torch.cuda.is_available()
+    os.environ.update(default_settings(os.environ, "cuda" if on_gpu else "cpu"))
+    os.environ.update(gloo_interface(launch, os.environ))
+    allow_open_files(launch.rank, launch.world_size)
+    if not on_gpu:
+        return torch.device("cpu")
     visible = torch.cuda.device_count()
     # If one GPU is visible, the launcher gave each process its own. (NCCL refuses to share one.)
     index = 0 if visible == 1 else launch.local_rank

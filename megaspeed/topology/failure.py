@@ -1,4 +1,4 @@
-"""What a rank reports when it fails, and its log file.
+"""What a rank reports when it fails, its log file, and which rank reports.
 
     [gpu17, rank 5 (pp 1, dp 0, tp 1), step 12, Backward(micro_batch=3)] RuntimeError: ...
     Traceback (most recent call last):
@@ -9,19 +9,39 @@ may wait for this rank, and objects that close after the exception may wait for 
 """
 
 import contextlib
+import faulthandler
 import json
 import logging
+import os
+import re
 import socket
 import sys
+import threading
 import time
 import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self, TextIO
 
+import torch.distributed as dist
+
 from megaspeed.topology.grid import Grid
+from megaspeed.topology.process_end import EXIT_FAILED, EXIT_HANG
 
 _DURING = "during "
+_REPORTED = "_megaspeed_reported"
+SECONDS_FOR_OTHER_REPORTS = 4.0
+"""A rank that lost a connection waits this long for the rank that knows why."""
+_SECONDS_FOR_THE_WATCH = 10.0
+"""If the store was lost, too, the main thread leaves the report to the watch, which also waits for
+other reports before it writes one."""
+_SECONDS_TO_WRITE_STACKS = 2.0
+
+_LOST_PEER = re.compile(
+    "by peer|Broken pipe|Socket closed|NCCL|ncclRemoteError|remote process|Connection refused",
+)
+"""Matches the errors that gloo and NCCL raise if another rank has ended."""
 
 
 def note_phase(error: Exception, phase: object) -> None:
@@ -57,12 +77,7 @@ def print_error(line: str) -> None:
 
 
 def write_error_file(error_file: str | None, text: str) -> None:
-    """Write the file in which torchrun looks for the reason why a rank has ended.
-
-    Args:
-        error_file: its path; None if another launcher started the rank.
-        text: the report, whose first line torchrun prints.
-    """
+    """Write the file in which torchrun looks for the reason why a rank has ended."""
     if error_file is None or Path(error_file).exists():
         return
     extra: dict[str, Any] = {"py_callstack": text, "timestamp": str(int(time.time()))}
@@ -92,11 +107,6 @@ class RankLog:
         self._file: TextIO | None = None
         self._handler: logging.Handler | None = None
         self._buffered: list[str] = []
-
-    @property
-    def stream(self) -> TextIO:
-        """An open file with a descriptor; standard error if the log file is not open."""
-        return self._file or sys.__stderr__ or sys.stderr
 
     @property
     def path(self) -> Path | None:
@@ -132,6 +142,21 @@ class RankLog:
         with contextlib.suppress(OSError, ValueError):
             self._file.write(text)
 
+    def write_stacks(self, activity: object, calls: Sequence[str] = ()) -> None:
+        """Open the file and write the stacks of all threads, unless its disk does not respond."""
+
+        def write() -> None:
+            self.open()
+            for call in calls:
+                self.note(f"  waiting in {call}")
+            self.note(f"stacks of all threads, in {activity}:")
+            stream = self._file or sys.__stderr__ or sys.stderr
+            faulthandler.dump_traceback(stream, all_threads=True)
+
+        writer = threading.Thread(target=write, name="watch: stacks", daemon=True)
+        writer.start()
+        writer.join(_SECONDS_TO_WRITE_STACKS)
+
     def note(self, line: str) -> None:
         """Write a line with the time."""
         self.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {line}\n")
@@ -139,12 +164,7 @@ class RankLog:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if self._handler is not None:
             logging.getLogger().removeHandler(self._handler)
             logging.captureWarnings(False)
@@ -152,3 +172,114 @@ class RankLog:
             with contextlib.suppress(OSError):
                 self._file.close()
             self._file = None
+
+
+class Failures:
+    """The failure that ends the run, and the report of an exception of this rank.
+
+    The first rank that detects a failure claims it in the store, and only that rank writes to the
+    console. Any thread may call the methods.
+    """
+
+    def __init__(
+        self, store: dist.Store, grid: Grid, rank: int, log: RankLog, period: float
+    ) -> None:
+        self._store = store
+        self._grid = grid
+        self._rank = rank
+        self._log = log
+        self._period = period
+        self.known = threading.Event()
+        """Whether this rank knows that a rank has failed."""
+        self.is_hang = False
+        self.by: int | None = None
+        """The rank that has claimed the failure."""
+        self.must_report = False
+        """Whether this rank was the first to raise an expected exception, which it reports."""
+
+    def claim(self, *, is_hang: bool = False) -> bool:
+        """Claim that this rank was the first to detect a failure. Returns False if it was not."""
+        if self.known.is_set():
+            return False
+        own = json.dumps([self._rank, is_hang])
+        try:
+            first = self._store.compare_set("failure", "", own).decode() == own
+            self.read(self._store)
+        except RuntimeError:  # the store is gone, so this rank reports its own failure
+            return True
+        return first
+
+    def read(self, store: dist.Store) -> None:
+        """Read from ``store`` whether a rank has failed. Raises RuntimeError if it is gone."""
+        if not self.known.is_set() and store.check(["failure"]):
+            self.by, self.is_hang = json.loads(store.get("failure"))
+            self.known.set()
+
+    @property
+    def exit_code(self) -> int:
+        """The exit code after a failure; the first failure decides it."""
+        return EXIT_HANG if self.is_hang else EXIT_FAILED
+
+    def host_of(self, rank: int) -> str:
+        """The name of the machine that ``rank`` runs on. Raises RuntimeError without a store."""
+        return str(json.loads(self._store.get(f"rank {rank}"))["host"])
+
+    def last_known_place(self, rank: int) -> str:
+        """Where ``rank`` was at its last heartbeat. Raises RuntimeError without a store."""
+        phase = json.loads(self._store.get(f"heartbeat {rank}"))[1]
+        return place_of(self._grid, rank, f"last known phase: {phase}", self.host_of(rank))
+
+    @contextmanager
+    def reported(self, *, expected: tuple[type[Exception], ...] = ()) -> Iterator[None]:
+        """Reports an exception that leaves this block, unless another rank caused it. Nested blocks
+        report it once.
+
+        Args:
+            expected: exceptions that the caller reports itself. Other ranks are informed.
+        """
+        try:
+            yield
+        except Exception as error:
+            if hasattr(error, _REPORTED):
+                raise
+            setattr(error, _REPORTED, True)
+            if isinstance(error, expected):
+                self._wait_for_other_reports(error)
+                self.must_report = self.claim()
+            else:
+                self._report(error)
+            raise
+
+    def _report(self, error: Exception) -> None:
+        text = describe_failure(error, self._grid, self._rank)
+        silent = self._wait_for_other_reports(error)
+        if self.claim():
+            for rank in silent:
+                print_error(f"{self.last_known_place(rank)} does not respond")
+            print_error(text.rstrip("\n"))
+            write_error_file(os.environ.get("TORCHELASTIC_ERROR_FILE"), text)
+        # After all else: the run folder's disk may be what does not respond.
+        self._log.open()
+        self._log.write(text)
+
+    def _wait_for_other_reports(self, error: Exception) -> list[int]:
+        """Wait for another rank to report why a connection was lost. If none does, return the ranks
+        that no longer respond.
+        """
+        world = self._grid.world_size
+        if not _LOST_PEER.search(str(error)) or world == 1:
+            return []
+        if self.known.wait(SECONDS_FOR_OTHER_REPORTS):
+            return []
+        try:
+            keys = [f"heartbeat {rank}" for rank in range(world)]
+            before = self._store.multi_get(keys)
+            if self.known.wait(3 * self._period):
+                return []
+            pairs = enumerate(zip(before, self._store.multi_get(keys), strict=True))
+            silent = [rank for rank, (old, new) in pairs if old == new and rank != self._rank]
+            return [rank for rank in silent if not self._store.check([f"ended {rank}"])]
+        except RuntimeError:
+            # The store is gone, too. The first thread reports it, and ends the process.
+            time.sleep(_SECONDS_FOR_THE_WATCH)
+            return []

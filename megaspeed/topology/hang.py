@@ -24,8 +24,8 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
-from megaspeed.topology.activity import SUSPENDED_SECONDS
-from megaspeed.topology.meeting import ranks_named
+from megaspeed.topology.activity import SUSPENDED_SECONDS, Activity
+from megaspeed.topology.meeting import ranks_named, wait_for_keys
 
 _RECORDERS = ("_dump_fr_trace_json", "_dump_nccl_trace_json")
 """The dump functions of gloo and, in builds with it, of NCCL; torch's stubs omit both."""
@@ -84,13 +84,22 @@ class RankState(NamedTuple):
     calls: list[str]  # the collectives and messages that it waits for, the oldest first
 
 
-def states_of_ranks(store: dist.Store, world_size: int) -> dict[int, RankState | None]:
-    """What each rank has written to the store; None if it has not answered yet."""
-    states: dict[int, RankState | None] = dict.fromkeys(range(world_size))
-    for rank in states:
-        if store.check([f"state {rank}"]):
-            states[rank] = RankState(*json.loads(store.get(f"state {rank}")))
-    return states
+def write_heartbeat(store: dist.Store, rank: int, number: int, activity: Activity) -> None:
+    """Write that this rank responds, and how far it has come."""
+    heartbeat = [number, str(activity), activity.progress, activity.timeouts]
+    store.set(f"heartbeat {rank}", json.dumps(heartbeat))
+
+
+def wait_for_states(
+    store: dist.Store, world_size: int, seconds: float
+) -> dict[int, RankState | None]:
+    """What each rank has written to the store within ``seconds``; None if it has not answered."""
+    keys = [f"state {rank}" for rank in range(world_size)]
+    wait_for_keys(store, keys, seconds)
+    return {
+        rank: RankState(*json.loads(store.get(key))) if store.check([key]) else None
+        for rank, key in enumerate(keys)
+    }
 
 
 def pending_collectives() -> list[str]:
@@ -123,12 +132,7 @@ def _describe(entry: dict[str, Any], members: dict[str, list[int]]) -> str:
 
 
 def explain_hang(states: dict[int, RankState | None], seconds: float) -> str:
-    """One line that names the missing ranks, and one for each kind of call that others wait in.
-
-    Args:
-        states: the state of each rank; None if it did not answer.
-        seconds: how long there was no progress.
-    """
+    """One line that names the missing ranks, and one for each kind of call that others wait in."""
     answers = {rank: state for rank, state in states.items() if state is not None}
     silent = [rank for rank in states if rank not in answers]
     waiting_for_none = [rank for rank, state in answers.items() if not state.calls]

@@ -136,26 +136,12 @@ def _local_world_size(launcher: _Launcher, environ: Mapping[str, str], world_siz
     for name in launcher.local_world_sizes:
         if name in environ:
             return _integer(environ, name)
-    if launcher is _SLURM and "SLURM_STEP_TASKS_PER_NODE" in environ:
-        counts = _slurm_tasks_per_node(environ["SLURM_STEP_TASKS_PER_NODE"], world_size)
-        node = _integer(environ, "SLURM_NODEID", default=0)
-        if node < len(counts):
-            return counts[node]
+    if launcher is _SLURM:
+        # One number for each machine: "4(x2),3" is 4, 4 and 3. The largest is used on all machines.
+        tasks = environ.get("SLURM_STEP_TASKS_PER_NODE", "")
+        counts = [int(count) for count in re.findall(r"(?<![x\d])\d{1,9}(?!\d)", tasks)]
+        return min(world_size, max(counts, default=0) or world_size)
     return world_size  # no variable states several machines
-
-
-def _slurm_tasks_per_node(text: str, tasks: int) -> list[int]:
-    """SLURM's short form, one number a machine: "4(x2),3" is [4, 4, 3]."""
-    form = re.compile(r"([1-9][0-9]{0,8})(?:\(x([1-9][0-9]{0,8})\))?")
-    matches = [form.fullmatch(part.strip()) for part in text.split(",")]
-    runs = [(int(match[1]), int(match[2] or 1)) for match in matches if match is not None]
-    # The sum comes first: a list of all machines may not fit the memory.
-    if len(runs) < len(matches) or sum(count * repeats for count, repeats in runs) > tasks:
-        raise LaunchError(
-            f"SLURM_STEP_TASKS_PER_NODE is {_quoted(text)}; expected a list such as 4(x2),3, "
-            f"whose sum is at most SLURM_NTASKS={tasks}"
-        )
-    return [count for count, repeats in runs for _ in range(repeats)]
 
 
 def _integer(environ: Mapping[str, str], name: str, default: int | None = None) -> int:

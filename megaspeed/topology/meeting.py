@@ -13,9 +13,10 @@ import dataclasses
 import json
 import os
 import secrets
+import signal
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -63,11 +64,6 @@ class Meeting:
     """A store that outlives this attempt, for the next one; None if no process keeps one."""
     spare_ranks: tuple[int, ...] = ()
 
-    @property
-    def hosts_the_store(self) -> bool:
-        """Whether the store ends with this process."""
-        return self.launch.rank == 0 and not agent_keeps_the_store()
-
     def without_spare_ranks(self, world_size: int) -> "Meeting":
         """The meeting of the first ``world_size`` ranks, which train; the others are spare."""
         launch = self.launch
@@ -81,20 +77,44 @@ class Meeting:
         connection: dist.Store = self.store.clone()  # type: ignore[attr-defined]  # not in stubs
         return connection
 
-    def host_of(self, rank: int) -> str:
-        """The name of the machine that ``rank`` runs on."""
-        return str(json.loads(self.store.get(f"rank {rank}"))["host"])
+    def report_end(self, store: dist.Store, seconds: float, dead: set[int]) -> None:
+        """Inform the other ranks that this rank has ended. If the store ends with this process,
+        wait for ``seconds`` until all ranks that are not dead have ended.
+
+        ``store`` is a connection that no other thread uses. Raises RuntimeError if it is lost.
+        """
+        store.set(f"ended {self.launch.rank}", "")
+        if self.launch.rank == 0 and not agent_keeps_the_store():
+            others = {*range(self.launch.world_size), *self.spare_ranks} - dead
+            wait_for_keys(store, [f"ended {rank}" for rank in others], seconds)
+
+    def kill_local_ranks(self, ranks: Sequence[int]) -> None:
+        """Kill those of ``ranks`` that run on this host. A stopped process ignores SIGTERM, so a
+        launcher would wait for it for half a minute.
+        """
+        for one in self.local_ranks:
+            if one.rank in ranks:
+                with suppress(OSError):
+                    os.kill(one.process, signal.SIGKILL)
+
+
+def wait_for_keys(store: dist.Store, keys: list[str], seconds: float) -> bool:
+    """Wait until the store has all keys. Returns False if it does not have them in time.
+
+    Unlike the store's own ``wait``, does not block other calls on the same connection.
+    """
+    deadline = time.monotonic() + seconds
+    while not store.check(keys):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(_SECONDS_PER_TRY)
+    return True
 
 
 def check_in(
     launch: LaunchEnvironment, configuration: Mapping[str, Any], timeout_seconds: float
 ) -> Meeting:
     """Meet all ranks, and compare their configurations with rank 0's. All ranks call this.
-
-    Args:
-        launch: this process's rank.
-        configuration: what must be the same on every rank, as JSON values.
-        timeout_seconds: how long this rank waits for the others.
 
     Raises:
         GroupError: names the ranks that did not check in.
@@ -107,7 +127,7 @@ def check_in(
         kept = dist.PrefixStore("megaspeed", connection)
     if launch.world_size == 1:
         alone = dist.HashStore()
-        _write_record(alone, 0, [])
+        _write_record(alone, 0, "")
         return Meeting(alone, launch, between_attempts=kept)
     waiting = _Waiting(launch, timeout_seconds)
     if kept is None:
@@ -226,7 +246,7 @@ class _Attempt:
 
 
 class _Waiting:
-    """Waits for other ranks with a timeout, and reports from time to time what it waits for."""
+    """Waits for other ranks with a timeout, and prints from time to time what it waits for."""
 
     def __init__(self, launch: LaunchEnvironment, timeout_seconds: float) -> None:
         self.launch = launch
@@ -246,13 +266,9 @@ class _Waiting:
         missing: Callable[[], list[int]],
         meanwhile: Callable[[], None] = lambda: None,
     ) -> None:
-        """Wait for keys of the store.
+        """Wait for keys of the store, and call ``meanwhile`` several times a second.
 
-        Args:
-            store: where other ranks set the keys.
-            keys: what to wait for.
-            missing: returns the ranks that have not set them yet; called only for a message.
-            meanwhile: called several times a second.
+        ``missing`` returns the ranks that have not set them yet; it is called only for a message.
         """
         while True:
             try:
@@ -269,14 +285,11 @@ class _Waiting:
                 ) from error
 
     def report_or_raise(self, why: Callable[[], str], *, also_rank_1: bool = False) -> None:
-        """If it is time, print why this rank waits; one rank of each host does.
+        """If it is time, print why this rank waits. One rank of each host does, and rank 1 if
+        rank 0, which is on the same host, may not have started.
 
-        Args:
-            why: returns the message; an empty one if the wait is just over.
-            also_rank_1: because rank 0, which is on the same host, may not have started.
-
-        Raises:
-            GroupError: the time is over.
+        ``why`` returns an empty message if the wait is just over. Raises GroupError if the time is
+        over.
         """
         if self.seconds >= self._timeout:
             raise GroupError(f"{why()}; no rank can continue without the others")
@@ -312,7 +325,7 @@ def _wait_until_reachable(address: str, port: int, waiting: _Waiting) -> None:
             time.sleep(_SECONDS_PER_TRY)
 
 
-def _write_record(store: dist.Store, rank: int, differences: list[str]) -> None:
+def _write_record(store: dist.Store, rank: int, differences: str) -> None:
     record = {
         "host": socket.gethostname(),
         "host_id": _host_id(),
@@ -355,30 +368,24 @@ def _write_result(
         hosts.setdefault(record["host_id"], []).append(record["local_rank"])
     for host, local_ranks in hosts.items():
         store.set(f"host {host}", json.dumps(local_ranks))
-    store.set("result", json.dumps(_problem_of([record["differences"] for record in records])))
-
-
-def _problem_of(differences: list[list[str]]) -> str | None:
-    """The error message; None if no rank differs from rank 0."""
     ranks_by_difference: dict[str, list[int]] = {}
-    for rank, own in enumerate(differences):
-        if own:
-            ranks_by_difference.setdefault(", ".join(own), []).append(rank)
-    if not ranks_by_difference:
-        return None
+    for rank, record in enumerate(records):
+        if record["differences"]:
+            ranks_by_difference.setdefault(record["differences"], []).append(rank)
     lines = [f"  {ranks_named(ranks)}: {own}\n" for own, ranks in ranks_by_difference.items()]
-    return (
+    problem = (
         "All ranks must have one configuration. These differ from rank 0's (rank 0 -> theirs):\n"
-        f"{''.join(lines)}"
-        "Give every node the same files and the same command line."
+        f"{''.join(lines)}Give every node the same files and the same command line."
     )
+    store.set("result", json.dumps(problem if lines else None))
 
 
-def _differences(reference: dict[str, Any], own: dict[str, Any]) -> list[str]:
-    """Such as "parallel.tensor 2 -> 1"."""
+def _differences(reference: dict[str, Any], own: dict[str, Any]) -> str:
+    """Such as "parallel.tensor 2 -> 1"; empty if the configurations are equal."""
     before, now = dict(leaves(reference)), dict(leaves(own))
-    return [
+    changes = [
         f"{key} {json.dumps(before.get(key))} -> {json.dumps(now.get(key))}"
         for key in dict.fromkeys([*before, *now])
         if before.get(key) != now.get(key)
-    ][:_MOST_NAMED]
+    ]
+    return ", ".join(changes[:_MOST_NAMED])

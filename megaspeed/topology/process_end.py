@@ -27,7 +27,7 @@ import signal
 import sys
 from itertools import pairwise
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, NoReturn, Self, TextIO
 
 import psutil
@@ -72,12 +72,7 @@ class StopSignal:
         self._earlier = {number: signal.signal(number, self._store) for number in stored}
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         for number, handler in self._earlier.items():
             # None: the handler was not installed from Python, so Python cannot restore it.
             signal.signal(number, signal.SIG_DFL if handler is None else handler)

@@ -12,7 +12,7 @@ import ipaddress
 import resource
 import socket
 from collections.abc import Mapping
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import psutil
 import torch
@@ -23,29 +23,21 @@ from megaspeed.topology.launch import LaunchEnvironment
 DeviceType = Literal["cpu", "cuda"]
 
 
-class _Setting(NamedTuple):
-    """One environment variable."""
-
-    name: str
-    value: str
-    gpu_only: bool
-    other_names: tuple[str, ...] = ()
-
-
+# (name, value, whether only GPUs need it, other names of the same setting)
 _SETTINGS = (
     # Segments that grow leave no holes when sizes change, so less memory is lost.
-    _Setting(
+    (
         "PYTORCH_ALLOC_CONF",
         "expandable_segments:True",
         True,
         ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"),
     ),
     # The flight recorder: the last 2,000 collectives of this rank, for a report of a hang.
-    _Setting("TORCH_FR_BUFFER_SIZE", "2000", False, ("TORCH_NCCL_TRACE_BUFFER_SIZE",)),
+    ("TORCH_FR_BUFFER_SIZE", "2000", False, ("TORCH_NCCL_TRACE_BUFFER_SIZE",)),
     # The flight recorder is written to a file if a collective takes longer than the timeout.
-    _Setting("TORCH_NCCL_DUMP_ON_TIMEOUT", "1", True),
+    ("TORCH_NCCL_DUMP_ON_TIMEOUT", "1", True, ()),
     # gloo connects two ranks when they first communicate, instead of all ranks at start-up.
-    _Setting("TORCH_GLOO_LAZY_INIT", "1", False),
+    ("TORCH_GLOO_LAZY_INIT", "1", False, ()),
 )
 
 _COMFORTABLE_FILES = 65_536
@@ -61,10 +53,9 @@ of the checkpoint group or, if a supervisor keeps the store, of its supervisor.
 def default_settings(environ: Mapping[str, str], device_type: DeviceType) -> dict[str, str]:
     """Name -> value of the variables to set: those that `environ` does not have already."""
     return {
-        setting.name: setting.value
-        for setting in _SETTINGS
-        if (device_type == "cuda" or not setting.gpu_only)
-        and not any(name in environ for name in (setting.name, *setting.other_names))
+        name: value
+        for name, value, gpu_only, other_names in _SETTINGS
+        if (device_type == "cuda" or not gpu_only) and not {name, *other_names} & environ.keys()
     }
 
 

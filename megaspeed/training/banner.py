@@ -13,7 +13,6 @@
 The columns `dp 0`, `dp 1`, ... list the tensor ranks of each data rank.
 """
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
@@ -44,14 +43,7 @@ _MOST_DATA_RANKS = 4
 def banner(
     run: Run, device: torch.device, predict_peaks: PredictPeaks | None = None
 ) -> Iterator[Text | Table]:
-    """The lines and the table that describe a run before its first step; at most 15 lines.
-
-    Args:
-        run: the resolved run.
-        device: the device of this rank.
-        predict_peaks: predicts the peak memory of each pipeline stage. If omitted, no peak is
-            shown.
-    """
+    """The lines and the table that describe a run before its first step; at most 15 lines."""
     grid, batch, parallel = run.grid, run.batch, run.config.parallel
     on = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     micro_batches = batch.gradient_accumulation_steps
@@ -187,14 +179,8 @@ def launch_warnings(
 ) -> list[str]:
     """Warnings about a launch that works, but is slow or ignores a key. Each states a remedy.
 
-    Args:
-        launch: how this process was started.
-        run: the resolved run.
-        visible_gpus: how many GPUs this process sees.
-        has_bf16: whether the GPU of this process supports bf16; false without a GPU.
-        processors: number of processors of this machine.
-        threads: number of CPU threads that torch uses in this process.
-        torchrun_restarts: how often torchrun may restart the ranks; None without torchrun.
+    ``visible_gpus`` and ``has_bf16`` are of this process, ``processors`` of this machine, and
+    ``threads`` of torch in this process. ``torchrun_restarts`` is None without torchrun.
     """
     warnings = [
         *_one_gpu_a_rank(launch, visible_gpus),
@@ -239,22 +225,7 @@ def _tensor_axis_in_one_machine(launch: LaunchEnvironment, run: Run) -> Iterator
     if ranks < launch.world_size and ranks % tp != 0:
         yield (
             f"parallel.tensor is {tp}, and {ranks} ranks run on this machine, so tensor groups "
-            f"cross machines. A rank sends about {_tensor_bytes(run) / 1e9:.3g} GB a step over tp, "
-            "and each block waits for this four times. Choose a parallel.tensor that divides "
-            f"{ranks}, and let pp or dp cross; megaspeed doctor measures what each link carries"
+            "cross machines, and each block waits for them four times a micro-batch. Choose a "
+            f"parallel.tensor that divides {ranks}, and let pp or dp cross; megaspeed plan "
+            "predicts the traffic, and megaspeed doctor measures what each link carries"
         )
-
-
-def _tensor_bytes(run: Run) -> int:
-    """Bytes a rank sends over tp in one step.
-
-    Each block and micro-batch has 4 all-reduces of the hidden states. On n tensor ranks, each of
-    them sends 2 (n - 1) / n times the size of the hidden states.
-    """
-    config, tp = run.config, run.grid.tp
-    number_bytes = 4 if run.precision == "fp32" else 2
-    tokens = run.batch.micro_batch_size * config.data.sequence_length
-    hidden_bytes = tokens * config.model.hidden_size * number_bytes
-    blocks = math.ceil(config.model.num_hidden_layers / run.grid.pp)
-    messages = 4 * blocks * run.batch.gradient_accumulation_steps
-    return messages * hidden_bytes * 2 * (tp - 1) // tp

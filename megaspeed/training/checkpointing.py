@@ -16,7 +16,6 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from tokenizers import Tokenizer
@@ -24,7 +23,6 @@ from tokenizers import Tokenizer
 from megaspeed import __version__
 from megaspeed.checkpoint.errors import CheckpointError, broadcast
 from megaspeed.checkpoint.folders import CHECKPOINTS, CheckpointFolder
-from megaspeed.checkpoint.pieces import HostCopy, Piece, pieces_of
 from megaspeed.checkpoint.reading import (
     GENERATION,
     TOKENIZER,
@@ -40,7 +38,15 @@ from megaspeed.checkpoint.run_state import (
     Progress,
     RunState,
 )
-from megaspeed.checkpoint.tensors import KINDS, expected_tensors, key, mismatches
+from megaspeed.checkpoint.tensors import (
+    KINDS,
+    HostCopy,
+    Piece,
+    expected_tensors,
+    key,
+    mismatches,
+    pieces_of,
+)
 from megaspeed.checkpoint.writing import Saver, SaveReport
 from megaspeed.config.resolve import Run
 from megaspeed.data.corpus import PreparedCorpus
@@ -55,12 +61,7 @@ _SECONDS_FOR_A_SAVE_AFTER_AN_EXCEPTION = 10.0
 
 
 class Checkpointing:
-    """Saves and loads one run. All ranks call every method except ``finished`` together.
-
-    Args:
-        worker: this rank of the run.
-        corpus: the run's data; a run that resumes compares its data with it.
-    """
+    """Saves and loads one run. All ranks call every method except ``finished`` together."""
 
     def __init__(self, worker: Worker, corpus: PreparedCorpus) -> None:
         self._worker = worker
@@ -88,12 +89,7 @@ class Checkpointing:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         """Waits for a save that is in progress.
 
         The process groups must exist until the save has ended, because the saving threads of the
@@ -146,14 +142,8 @@ class Checkpointing:
         """Loads a complete checkpoint, so that the run continues from it.
 
         A run that loads an imported model starts at step 0, and its optimizer moments are zero.
-
-        Args:
-            checkpoint: the folder of the checkpoint.
-            allow_data_change: whether the checkpoint may have been trained on other data.
-
-        Raises:
-            CheckpointError: on every rank; lists all differences that prevent the run from
-                continuing.
+        Raises CheckpointError on every rank; lists all differences that prevent the run from
+        continuing.
         """
         group = self._saver.group
         saved = broadcast(group, lambda: self._fitting_state(checkpoint, allow_data_change))
@@ -268,14 +258,8 @@ def layout_of(run: Run) -> Layout:
 def generation_file(checkpoint: Path, beside: Mapping[str, bytes]) -> dict[str, bytes]:
     """The generation_config.json of a checkpoint, if it fits the tokenizer of the run.
 
-    The file contains token ids, which mean different tokens in another tokenizer.
-
-    Args:
-        checkpoint: the checkpoint that the run starts from.
-        beside: name -> content of the files of the run's tokenizer.
-
-    Returns:
-        Name -> content of the file; nothing if there is none, or the tokenizer has changed.
+    The file contains token ids, which mean different tokens in another tokenizer. Returns name ->
+    content of the file; nothing if there is none, or the tokenizer has changed.
     """
     file, tokenizer = checkpoint / GENERATION, checkpoint / TOKENIZER
     if not (file.is_file() and tokenizer.is_file() and TOKENIZER in beside):

@@ -9,7 +9,6 @@ import os
 import signal
 import sys
 from collections.abc import Mapping, Sequence
-from types import TracebackType
 from typing import Self
 
 from rich.console import Console
@@ -25,11 +24,10 @@ from rich.table import Table
 from rich.text import Text
 
 from megaspeed.checkpoint.run_state import Progress
-from megaspeed.checkpoint.tensors import BYTES_PER_ELEMENT, KINDS
 from megaspeed.checkpoint.writing import SaveReport
+from megaspeed.config.errors import shortened
 from megaspeed.config.resolve import Run
 from megaspeed.data.corpus import PreparedCorpus
-from megaspeed.pipeline.partition import parameters_of_stages
 from megaspeed.topology.grid import Grid
 from megaspeed.training.metrics import Metrics, PartMetrics, Record, StepMetrics, ValidationMetrics
 from megaspeed.training.resume import MOST_CHANGES, Start
@@ -43,9 +41,6 @@ Each step has different samples, so losses of neighbouring steps differ by a few
 
 _GRACE_SECONDS = 30.0
 """How long torchrun and DeepSpeed's launcher wait by default between SIGTERM and SIGKILL."""
-
-_SLOW_DISK = 200e6
-"""Bytes a second. If no save has ended since the start, the duration is estimated with it."""
 
 SLOW = 1.5
 """A rank is reported as slow if it works this many times as long as the median rank."""
@@ -101,9 +96,8 @@ def describe_start(start: Start, run: Run) -> list[str]:
     elif start.checkpoint is not None:
         begins = "resuming" if start.step else "starting"
         lines.append(f"{begins} from {escape(str(start.checkpoint))}")
-        lines += [f"  changed since: {escape(change)}" for change in start.changes[:MOST_CHANGES]]
-        if len(start.changes) > MOST_CHANGES:
-            lines.append(f"  and {len(start.changes) - MOST_CHANGES} more")
+        changes = [f"changed since: {escape(change)}" for change in start.changes]
+        lines += [f"  {change}" for change in shortened(changes, MOST_CHANGES)]
         if start.rate_change is not None:
             lines.append(f"[yellow]warning:[/yellow] {escape(start.rate_change)}")
     return lines
@@ -163,35 +157,21 @@ def describe_slow_rank(metrics: PartMetrics, grid: Grid) -> str:
     )
 
 
-def describe_late_save(
-    save_seconds: float | None, run: Run, environ: Mapping[str, str]
-) -> str | None:
-    """A warning if the launcher may kill the run before its last save is done; with markup.
+def describe_late_save(save_seconds: float | None, environ: Mapping[str, str]) -> str | None:
+    """A warning, with markup, if the launcher may kill the run before its last save is done.
 
-    Args:
-        save_seconds: how long the previous save took; None if none has ended yet.
-        run: the run that is saved.
-        environ: the environment of this process, which may state torchrun's grace period.
+    ``save_seconds`` is how long the previous save took; None if none has ended yet.
     """
     stated = environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "")
     by_torchrun = "TORCHELASTIC_RUN_ID" in environ
     grace = float(stated) if by_torchrun and stated.isdecimal() else _GRACE_SECONDS
-    if save_seconds is not None:
-        seconds, took = save_seconds, f"the previous save took {save_seconds:.0f} s"
-    else:
-        size = sum(parameters_of_stages(run)) * len(KINDS) * BYTES_PER_ELEMENT
-        seconds = size / _SLOW_DISK
-        took = (
-            f"how long this save takes is unknown, because it is the first ({size / 1e9:.1f} GB, "
-            f"{seconds:.0f} s at {_SLOW_DISK / 1e6:.0f} MB/s)"
-        )
-    if seconds <= grace:
+    if save_seconds is None or save_seconds <= grace:
         return None
     longer = ", or raise TORCH_ELASTIC_SHUTDOWN_TIMEOUT" if by_torchrun else ""
     return (
-        f"[yellow]{took}, and a launcher that is stopped kills its ranks after {grace:.0f} s. If "
-        "this save is cut off, the run resumes from an earlier checkpoint, if there is one. To "
-        f"save in time, send SIGUSR1 to a rank earlier{longer}[/yellow]"
+        f"[yellow]the previous save took {save_seconds:.0f} s, and a launcher that is stopped "
+        f"kills its ranks after {grace:.0f} s. If this save is cut off, the run resumes from an "
+        f"earlier checkpoint. To save in time, send SIGUSR1 to a rank earlier{longer}[/yellow]"
     )
 
 
@@ -208,15 +188,7 @@ def describe_save(report: SaveReport) -> str:
 
 
 class ConsoleObserver(Observer):
-    """Writes every step to the records and every ``log_interval``-th to the console.
-
-    Args:
-        run: the resolved run.
-        console: the console to print to.
-        records: destinations of every step and every evaluation.
-        parts: destination of the times of the parts of a step.
-        begin: the progress at which the run starts or resumes.
-    """
+    """Writes every step to the records and every ``log_interval``-th to the console."""
 
     def __init__(
         self,
@@ -254,12 +226,7 @@ class ConsoleObserver(Observer):
         self._console.show_cursor(True)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self._progress.stop()
 
     def step(self, metrics: StepMetrics) -> None:
@@ -292,7 +259,7 @@ class ConsoleObserver(Observer):
         self._say(
             f"step {step:>6}  stopped by {stopped_by.name} after {step} of {self._steps} steps"
         )
-        warning = describe_late_save(save_seconds, self._run, os.environ)
+        warning = describe_late_save(save_seconds, os.environ)
         if stopped_by is not signal.SIGUSR1 and warning is not None:  # no launcher sends SIGUSR1
             self._say(warning)
 

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import torch.distributed as dist
@@ -42,8 +43,14 @@ from megaspeed.training.console import (
 from megaspeed.training.metrics import MetricsFile, last_step
 from megaspeed.training.replicas import ReplicasDiffer
 from megaspeed.training.reporting import Reporting, draw_loss_curve
-from megaspeed.training.restarts import NoProgress, Restarts
-from megaspeed.training.resume import AUTO, ResumeOptions, Start, find_start
+from megaspeed.training.resume import (
+    AUTO,
+    NoProgress,
+    Restarts,
+    ResumeOptions,
+    Start,
+    find_start,
+)
 from megaspeed.training.run_folder import (
     LOSS_CURVE,
     METRICS,
@@ -83,10 +90,8 @@ def check_agreement(corpus: PreparedCorpus, context: ParallelContext) -> None:
     """Checks that all ranks have the same texts and tokenizer; a collective over all ranks.
 
     Each node reads its own files. If they differed, ranks would train on different text, or hang in
-    a collective that the others do not call.
-
-    Raises:
-        RanksDisagree: on every rank; names what differs and on which ranks.
+    a collective that the others do not call. Raises RanksDisagree on every rank; names what differs
+    and on which ranks.
     """
     validation = None if corpus.validation is None else corpus.validation.fingerprint
     own = {
@@ -110,33 +115,20 @@ def check_agreement(corpus: PreparedCorpus, context: ParallelContext) -> None:
 
 @dataclass(kw_only=True)
 class Job:
-    """One rank's part of a run.
+    """One rank's part of a run."""
 
-    Attributes:
-        run: the resolved configuration.
-        options: the options of the command line about resuming.
-        meeting: the ranks of this run.
-        activity: what this rank is doing, for the watch.
-        stop: the stop signals that this process has received.
-        console: quiet on all ranks but rank 0.
-        launchers: process numbers of the launchers above this process.
-        predict_peaks: predicts the peak memory that the banner shows; None for no prediction.
-        explain_memory: called if memory runs out.
-        log: this rank's log file.
-        watch: watches the other ranks.
-    """
-
-    run: Run
-    options: ResumeOptions
-    meeting: Meeting
-    activity: Activity
-    stop: StopSignal
-    console: Console
-    launchers: Sequence[int]
+    run: Run  # the resolved configuration
+    options: ResumeOptions  # the options of the command line about resuming
+    meeting: Meeting  # the ranks of this run
+    activity: Activity  # what this rank is doing, for the watch
+    stop: StopSignal  # the stop signals that this process has received
+    console: Console  # quiet on all ranks but rank 0
+    launchers: Sequence[int]  # process numbers of the launchers above this process
+    # predicts the peak memory that the banner shows; None for no prediction
     predict_peaks: PredictPeaks | None = None
-    explain_memory: ExplainMemory | None = None
-    log: RankLog = field(init=False)
-    watch: Watch = field(init=False)
+    explain_memory: ExplainMemory | None = None  # called if memory runs out
+    log: RankLog = field(init=False)  # this rank's log file
+    watch: Watch = field(init=False)  # watches the other ranks
 
     def __post_init__(self) -> None:
         self.log = RankLog(self.run.run_dir, self.meeting.launch.rank)
@@ -153,20 +145,8 @@ class Job:
     def train(self) -> TrainingSummary | None:
         """Trains the run; all its ranks call this.
 
-        Returns:
-            How the run ended. None if nothing was left to train; then no file has changed.
-
-        Raises:
-            DataError: the corpus cannot be prepared.
-            GroupError: the process groups cannot be created.
-            RanksDisagree: the ranks have different inputs or run folders.
-            CheckpointError: the run cannot resume from the checkpoint.
-            TrainingDiverged: loss or gradient norm stay non-finite.
-            ReplicasDiffer: ranks hold different copies of something.
-            NoProgress: restarts do not help.
-            OSError: a file or folder cannot be read or written.
-
-        Any other exception is reported before it propagates.
+        Returns how the run ended; None if nothing was left to train. Then no file has changed. An
+        exception that is not in `EXPECTED` is reported before it propagates.
         """
         run, during = self.run, self.activity.during
         with during("preparing the corpus", timeouts=math.inf):
@@ -189,7 +169,7 @@ class Job:
                 store=self.meeting.store,
                 activity=self.activity,
             )
-        with context, self.watch.failures_reported(expected=EXPECTED):
+        with context, self.watch.failures.reported(expected=EXPECTED):
             summary = self._train_in(context, corpus)
         if summary is not None and context.rank == 0:
             with during("the loss curve", timeouts=math.inf):
@@ -209,7 +189,9 @@ class Job:
             if problem is not None:
                 raise NoProgress(problem)
             options = self.options
-            if broadcast(group, lambda: restarts.opened and self._has_checkpoints()):
+            if broadcast(
+                group, lambda: restarts.opened and bool(checkpoint_folder(run).newest_first())
+            ):
                 options = dataclasses.replace(options, source=AUTO, fresh=False)
             with during("checking checkpoints", timeouts=SAVE_TIMEOUTS):
                 start = find_start(options, run, context)
@@ -228,15 +210,12 @@ class Job:
             with (
                 Checkpointing(worker, corpus) as checkpointing,
                 # Again, because `Checkpointing` waits for a pending save when it closes.
-                self.watch.failures_reported(expected=EXPECTED),
+                self.watch.failures.reported(expected=EXPECTED),
                 self._memory_explained(context, worker.engine),
             ):
                 begin = self._begin(start, options, checkpointing, context)
                 restarts.note_opened()
                 return self._train_from(begin, worker, corpus, checkpointing)
-
-    def _has_checkpoints(self) -> bool:
-        return bool(checkpoint_folder(self.run).newest_first())
 
     @contextmanager
     def _memory_explained(
@@ -289,15 +268,12 @@ class Job:
         if worker.context.rank != 0:
             return Trainer(worker, corpus, checkpointing, stop, Observer()).train(begin)
         with (
-            Reporting(run, begin.step, self._warn) as reporting,
+            Reporting(run, begin.step, partial(print_warning, self.console)) as reporting,
             MetricsFile(run.run_dir / METRICS) as metrics,
             MetricsFile(run.run_dir / PARTS) as parts,
             ConsoleObserver(run, self.console, (metrics, reporting), parts, begin) as observer,
         ):
             return Trainer(worker, corpus, checkpointing, stop, observer).train(begin)
-
-    def _warn(self, text: str) -> None:
-        print_warning(self.console, text)
 
     def _print_summary(self, summary: TrainingSummary) -> None:
         """Draws the loss curve and prints the last figures."""
@@ -306,7 +282,9 @@ class Job:
         try:
             draw_loss_curve(metrics, picture, title=self.run.name)
         except Exception as error:  # a failure to draw does not fail the run
-            self._warn(f"the loss curve could not be drawn: {type(error).__name__}: {error}")
+            print_warning(
+                self.console, f"the loss curve could not be drawn: {type(error).__name__}: {error}"
+            )
             files = f"metrics: {metrics}"
         self.console.print(summary_table(self.run, summary))
         print_line(self.console, Text(files))

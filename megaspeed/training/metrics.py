@@ -9,7 +9,6 @@ import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Protocol, Self
 
 import torch
@@ -23,36 +22,25 @@ _LONGEST_LINE = 1 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class StepMetrics:
-    """One optimizer step, in full precision.
+    """One optimizer step, in full precision."""
 
-    Attributes:
-        step: counted from 1.
-        loss: mean over the step's predicted tokens, nats.
-        grad_norm: before clipping, over all logical parameters.
-        learning_rate: the rate of this step.
-        tokens: predicted tokens so far, this step included.
-        step_time_seconds: wall time of the step on the host. The GPU may still run the optimizer
-            step after that; this time is part of the next step.
-        tokens_per_second: of this step, over all ranks.
-        tflops_per_rank: useful matrix operations of this step, in 10^12 a second and rank.
-        mfu: ``tflops_per_rank`` as a fraction of the device's dense peak; None if the peak is not
-            known, as in fp32.
-        peak_memory_bytes: for each pipeline stage, the largest peak memory of its ranks so far,
-            read when the gradients of this step were complete.
-        skipped: whether the step was skipped because loss or gradient norm was not finite.
-    """
-
-    step: int
-    loss: float
-    grad_norm: float
-    learning_rate: float
-    tokens: int
+    step: int  # counted from 1
+    loss: float  # mean over the step's predicted tokens, nats
+    grad_norm: float  # before clipping, over all logical parameters
+    learning_rate: float  # the rate of this step
+    tokens: int  # predicted tokens so far, this step included
+    # wall time of the step on the host. The GPU may still run the optimizer step after that; this
+    # time is part of the next step.
     step_time_seconds: float
-    tokens_per_second: float
-    tflops_per_rank: float
+    tokens_per_second: float  # of this step, over all ranks
+    tflops_per_rank: float  # useful matrix operations of this step, in 10^12 a second and rank
+    # ``tflops_per_rank`` as a fraction of the device's dense peak; None if the peak is not known,
+    # as in fp32
     mfu: float | None
+    # for each pipeline stage, the largest peak memory of its ranks so far, read when the gradients
+    # of this step were complete
     peak_memory_bytes: list[int]
-    skipped: bool
+    skipped: bool  # whether the step was skipped because loss or gradient norm was not finite
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,25 +60,17 @@ class ValidationMetrics:
 
 @dataclass(frozen=True, kw_only=True)
 class PartMetrics:
-    """The times of the parts of one step; every ``training.log_interval``-th step is timed.
+    """The times of the parts of one step; every ``training.log_interval``-th step is timed."""
 
-    Attributes:
-        step: the step that was timed.
-        parts_seconds: seconds of each part, the mean over all ranks.
-        slowest_rank: the rank that worked longest, without its waits for other ranks.
-        slowest_rank_seconds: how long it worked.
-        median_rank_seconds: how long the rank in the middle worked.
-    """
-
-    step: int
-    parts_seconds: dict[str, float]
-    slowest_rank: int
-    slowest_rank_seconds: float
-    median_rank_seconds: float
+    step: int  # the step that was timed
+    parts_seconds: dict[str, float]  # seconds of each part, the mean over all ranks
+    slowest_rank: int  # the rank that worked longest, without its waits for other ranks
+    slowest_rank_seconds: float  # how long it worked
+    median_rank_seconds: float  # how long the rank in the middle worked
 
     @classmethod
     def of(cls, timelines: Sequence[Sequence[float]]) -> Self | None:
-        """Combines what ``Timeline.take`` returned on each rank: the step, and seconds by part.
+        """Combines what ``Timeline.pop_seconds`` returned on each rank.
 
         Returns None if a rank has no times because its GPU had not finished the step.
         """
@@ -143,12 +123,7 @@ class MetricsFile:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         with self._file:
             if kind is None:
                 self._write()
@@ -195,9 +170,8 @@ def records_up_to(step: int, lines: bytes) -> bytes:
 
 def last_step(file: Path) -> int:
     """The last step in a metrics file; 0 if it has none."""
-    if not file.exists():
-        return 0
-    return max((_step_of(line) for line in file.read_bytes().splitlines()), default=0)
+    lines = file.read_bytes().splitlines() if file.exists() else []
+    return max(map(_step_of, lines), default=0)
 
 
 def _step_of(line: bytes) -> int:

@@ -41,8 +41,13 @@ from megaspeed.training.console import describe_spare_ranks, print_line, print_w
 from megaspeed.training.faults import inject_into_process
 from megaspeed.training.job import EXPECTED, STOPPED, ExplainMemory, Job
 from megaspeed.training.reporting import check_packages
-from megaspeed.training.restarts import Restarts, restart_number
-from megaspeed.training.resume import ResumeOptions, check_resume, keep_split
+from megaspeed.training.resume import (
+    Restarts,
+    ResumeOptions,
+    check_resume,
+    keep_split,
+    restart_number,
+)
 from megaspeed.training.run_folder import check_run_folder
 
 _SECONDS_FOR_RANK_0_TO_PRINT = 5.0
@@ -67,42 +72,37 @@ def main(
     Args:
         arguments: the command line; this process's own if omitted.
         as_command: whether messages and help name ``megaspeed train``, not the script.
-        launchers: process ids of the launchers that were this process's ancestors when it
-            started. If omitted, the launchers that are its ancestors now.
+        launchers: process ids of the launchers above this process; looked up if omitted.
         predict_peaks: predicts the peak memory for the banner; if omitted, the banner has none.
         explain_memory: called if memory runs out.
 
-    The caller must exit with ``end_process``. After a failure, threads may still wait for other
-    ranks, and an ordinary exit would wait for these threads.
+    The caller must exit with ``end_process``, because threads may still wait for other ranks.
     """
     options = parse_arguments(arguments, as_command=as_command)
+    activity, resume = Activity(), ResumeOptions.of(options)
+    rank = os.environ.get("RANK", "0")
     try:
         launch = read_launch_environment(os.environ)
-    except LaunchError as error:
-        _wait_unless_rank_0(os.environ.get("RANK", "0"))
-        _report(error)
-        return EXIT_WRONG_INPUT
-    console = Console(stderr=False, quiet=launch.rank != 0)
-    activity, resume = Activity(), ResumeOptions.of(options)
-    try:
+        rank = str(launch.rank)
+        console = Console(stderr=False, quiet=launch.rank != 0)
         run = _checked_run(options, resume, launch, console)
         inject_into_process(activity, launch.rank)
-    except (ConfigError, DataError, CheckpointError) as error:
-        _wait_unless_rank_0(launch.rank)
-        _report(error, launch.rank)
+    except (LaunchError, ConfigError, DataError, CheckpointError) as error:
+        _wait_unless_rank_0(rank)
+        _report(error, rank)
         return EXIT_WRONG_INPUT
     _print_warnings(run, launch, console)
     try:
-        meeting = check_in(launch, run.common_json(), _start_up_seconds(run))
+        timeout = START_UP_TIMEOUTS * run.config.training.hang_timeout_seconds
+        meeting = check_in(launch, run.common_json(), timeout)
     except (TopologyError, GroupError, RanksDisagree) as error:
-        one_of_host = launch.local_rank == 0 or (launch.rank == 1 and isinstance(error, GroupError))
-        is_own = isinstance(error, TopologyError)  # of this rank alone
-        _report(error, launch.rank, prints=one_of_host or is_own)
+        of_this_rank_alone = isinstance(error, TopologyError)
+        is_missing = launch.rank == 1 and isinstance(error, GroupError)  # rank 0, maybe
+        _report(error, rank, prints=launch.local_rank == 0 or of_this_rank_alone or is_missing)
         return _exit_code(error)
     # From here on, a stop signal does not end the process by itself.
     with StopSignal() as stop:
-        final_code = Restarts(meeting).final_code
-        if final_code is not None:
+        if (final_code := Restarts(meeting).final_code) is not None:
             return final_code
         if run.spare_ranks:
             meeting = meeting.without_spare_ranks(run.grid.world_size)
@@ -185,32 +185,28 @@ def _print_warnings(run: Run, launch: LaunchEnvironment, console: Console) -> No
         print_warning(console, warning)
 
 
-def _start_up_seconds(run: Run) -> float:
-    return START_UP_TIMEOUTS * run.config.training.hang_timeout_seconds
-
-
 def _run(job: Job) -> int:
     """Runs the job while the ranks watch each other, and reports how it ended."""
     watch, launch = job.watch, job.meeting.launch
     expected = (*EXPECTED, *_WRONG_INPUT, GroupError)
     try:
-        with job.log, watch, watch.failures_reported(expected=expected):
+        with job.log, watch, watch.failures.reported(expected=expected):
             if launch.rank >= job.run.grid.world_size:
                 return _wait_as_spare(job)
             summary = job.train()
     except expected as error:
         on_all_ranks = isinstance(error, (*STOPPED, CheckpointError))
-        prints = launch.rank == 0 if on_all_ranks else watch.must_report
+        prints = launch.rank == 0 if on_all_ranks else watch.failures.must_report
         if isinstance(error, STOPPED):
             print_line(job.console, f"[red]training stopped:[/red] {escape(str(error))}")
             prints = False
-        _report(error, launch.rank, prints=prints)
+        _report(error, str(launch.rank), prints=prints)
         code = _exit_code(error)
         if code == EXIT_WRONG_INPUT:
             Restarts(job.meeting).give_up(code)
         return code
     except Exception:  # reported with its traceback
-        return watch.exit_code
+        return watch.failures.exit_code
     well = summary is None or summary.last_save.error is None
     return EXIT_DONE if well else EXIT_FAILED
 
@@ -225,7 +221,7 @@ def _wait_as_spare(job: Job) -> int:
         except RuntimeError:  # the store is gone
             return EXIT_FAILED
     # After a failure, exit code 0 would tell torchrun's agent that its node is no longer needed.
-    return job.watch.exit_code if job.watch.has_failed else EXIT_DONE
+    return job.watch.failures.exit_code if job.watch.has_failed else EXIT_DONE
 
 
 def _exit_code(error: Exception) -> int:
@@ -233,15 +229,15 @@ def _exit_code(error: Exception) -> int:
     return EXIT_WRONG_INPUT if wrong_input else EXIT_FAILED
 
 
-def _wait_unless_rank_0(rank: int | str) -> None:
+def _wait_unless_rank_0(rank: str) -> None:
     """Waits on other ranks, so that rank 0 alone prints an error that all ranks have."""
-    if str(rank) != "0":
+    if rank != "0":
         time.sleep(_SECONDS_FOR_RANK_0_TO_PRINT)
 
 
-def _report(error: Exception, rank: int = 0, *, prints: bool = True) -> None:
+def _report(error: Exception, rank: str, *, prints: bool = True) -> None:
     """Reports an error that needs no traceback. Of several ranks with one error, one ``prints``."""
-    text = f"[rank {rank}] {error}" if rank else str(error)
+    text = str(error) if rank == "0" else f"[rank {rank}] {error}"
     if prints:
         print_error(text)
     _note_for_torchrun(text if prints else text.split("\n")[0])

@@ -1,6 +1,6 @@
 """Reports the numbers of ``metrics.jsonl`` to TensorBoard and Weights & Biases; the loss curve.
 
-    observer --write--> queue --(one thread for each service)--> SummaryWriter, wandb.Run
+    observer --write--> queue --(one thread for each service)--> event files, W&B
 
 A slow or failed service does not slow training: ``write`` never waits, a full queue drops records,
 and a service that raises an exception is dropped with one warning. ``metrics.jsonl`` still has
@@ -18,8 +18,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 from megaspeed.config.errors import ConfigError
 from megaspeed.config.resolve import Run
@@ -35,86 +34,60 @@ _CLOSING_SECONDS_OF_A_FAILURE = 5.0
 _WAITING_RECORDS = 10_000
 
 
-class Service(Protocol):
-    """A service that receives numbers. It is created and called in a separate thread."""
+Rows = Iterator[tuple[int, Mapping[str, float]]]
+"""The step and the numbers by name of each record. Ends at the end of the run."""
 
-    def report(self, step: int, values: Mapping[str, float]) -> None:
-        """Receives the numbers of one step or of one validation."""
-
-    def close(self) -> None:
-        """Sends the records that are still buffered."""
+Service = Callable[[Run, int, Rows], None]
+"""Sends all rows of a run that starts or resumes at a step; called in a separate thread."""
 
 
-class TensorBoard:
+def write_tensorboard(run: Run, begin: int, rows: Rows) -> None:
     """Writes event files to ``tensorboard/`` in the run folder.
 
-    Args:
-        run: the resolved run.
-        step: the step at which the run starts or resumes. TensorBoard hides records of later steps
-            that an earlier start has written.
+    TensorBoard hides records of steps after ``begin`` that an earlier start has written.
     """
+    # Imported here, because the import takes a second and most runs do not need it.
+    from torch.utils.tensorboard import SummaryWriter
 
-    def __init__(self, run: Run, step: int) -> None:
-        # Imported here, because the import takes a second and most runs do not need it.
-        from torch.utils.tensorboard import SummaryWriter
-
-        self._writer = SummaryWriter(str(run.run_dir / TENSORBOARD), purge_step=step + 1)
-
-    def report(self, step: int, values: Mapping[str, float]) -> None:
-        """Writes a scalar for each number."""
-        for name, value in values.items():
-            self._writer.add_scalar(name, value, step)
-
-    def close(self) -> None:
-        """Flushes the file."""
-        self._writer.close()
+    with SummaryWriter(str(run.run_dir / TENSORBOARD), purge_step=begin + 1) as writer:
+        for step, values in rows:
+            for name, value in values.items():
+                writer.add_scalar(name, value, step)
 
 
-class WeightsAndBiases:
-    """A W&B run. W&B's environment variables (``WANDB_PROJECT``, ...) have their usual effect.
+def log_to_wandb(run: Run, begin: int, rows: Rows) -> None:
+    """Logs a W&B run. W&B's environment variables (``WANDB_PROJECT``, ...) have their usual effect.
 
     A resumed run continues the same W&B run: its id is stored in the run folder.
-
-    Args:
-        run: the resolved run.
-        step: unused, because each record contains its step.
     """
+    import wandb
 
-    def __init__(self, run: Run, step: int) -> None:
-        import wandb
-
-        offline = os.environ.get("WANDB_MODE", "online") != "online"
-        if not offline and not wandb.login(prompt=False):
-            raise RuntimeError(
-                "there are no credentials: call `wandb login`, or set WANDB_MODE=offline and "
-                "upload later with `wandb sync`"
-            )
-        folder = run.run_dir / WANDB
-        folder.mkdir(exist_ok=True)
-        self._run = wandb.init(
-            project=os.environ.get("WANDB_PROJECT", "megaspeed"),
-            name=os.environ.get("WANDB_NAME", run.name),
-            id=os.environ.get("WANDB_RUN_ID") or _stored_id(folder / "run_id"),
-            dir=str(run.run_dir),
-            config=run.as_json(),
-            resume="allow",
-            settings=wandb.Settings(
-                console="off",  # otherwise it would replace the standard output of this process
-                silent=True,
-                init_timeout=CLOSING_SECONDS,
-                finish_timeout=CLOSING_SECONDS / 2,
-            ),
+    offline = os.environ.get("WANDB_MODE", "online") != "online"
+    if not offline and not wandb.login(prompt=False):
+        raise RuntimeError(
+            "there are no credentials: call `wandb login`, or set WANDB_MODE=offline and upload "
+            "later with `wandb sync`"
         )
+    folder = run.run_dir / WANDB
+    folder.mkdir(exist_ok=True)
+    with wandb.init(
+        project=os.environ.get("WANDB_PROJECT", "megaspeed"),
+        name=os.environ.get("WANDB_NAME", run.name),
+        id=os.environ.get("WANDB_RUN_ID") or _stored_id(folder / "run_id"),
+        dir=str(run.run_dir),
+        config=run.as_json(),
+        resume="allow",
+        settings=wandb.Settings(
+            console="off",  # otherwise it would replace the standard output of this process
+            silent=True,
+            init_timeout=CLOSING_SECONDS,
+            finish_timeout=CLOSING_SECONDS / 2,
+        ),
+    ) as logged:
         # Not wandb's own step counter: it drops the steps that a resumed run repeats.
-        self._run.define_metric("*", step_metric="step")
-
-    def report(self, step: int, values: Mapping[str, float]) -> None:
-        """Logs one row."""
-        self._run.log({"step": step, **values})
-
-    def close(self) -> None:
-        """Uploads the remaining records, for at most half of the closing time."""
-        self._run.finish()
+        logged.define_metric("*", step_metric="step")
+        for step, values in rows:
+            logged.log({"step": step, **values})
 
 
 def _stored_id(file: Path) -> str:
@@ -123,9 +96,9 @@ def _stored_id(file: Path) -> str:
     return file.read_text(encoding="utf-8")
 
 
-SERVICES: Mapping[ReportTo, Callable[[Run, int], Service]] = {
-    "tensorboard": TensorBoard,
-    "wandb": WeightsAndBiases,
+SERVICES: Mapping[ReportTo, Service] = {
+    "tensorboard": write_tensorboard,
+    "wandb": log_to_wandb,
 }
 
 
@@ -143,21 +116,14 @@ def check_packages(run: Run) -> None:
 
 
 class Reporting:
-    """Sends each record to every service that ``training.report_to`` names.
-
-    Args:
-        run: the resolved run.
-        step: the step at which the run starts or resumes.
-        warn: prints one line; called from other threads.
-        services: name -> the function that creates the service.
-    """
+    """Sends each record to every service that ``training.report_to`` names."""
 
     def __init__(
         self,
         run: Run,
         step: int,
         warn: Callable[[str], None],
-        services: Mapping[ReportTo, Callable[[Run, int], Service]] = SERVICES,
+        services: Mapping[ReportTo, Service] = SERVICES,
     ) -> None:
         self._outboxes = [
             _Outbox(name, functools.partial(services[name], run, step), warn)
@@ -174,12 +140,7 @@ class Reporting:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         seconds = CLOSING_SECONDS if kind is None else _CLOSING_SECONDS_OF_A_FAILURE
         deadline = time.monotonic() + seconds
         for outbox in self._outboxes:
@@ -191,14 +152,16 @@ class Reporting:
 class _Outbox:
     """One service, the queue of its records, and the thread that sends them."""
 
-    def __init__(self, name: str, make: Callable[[], Service], warn: Callable[[str], None]) -> None:
-        self._name, self._make, self._warn = name, make, warn
+    def __init__(
+        self, name: str, send: Callable[[Rows], None], warn: Callable[[str], None]
+    ) -> None:
+        self._name, self._send, self._warn = name, send, warn
         self._waiting: queue.Queue[tuple[int, Mapping[str, float]]] = queue.Queue(_WAITING_RECORDS)
         self.closing = threading.Event()
         self._has_failed = False
         self._lost = 0
         # A daemon thread, so a service that hangs does not keep the process alive.
-        self._thread = threading.Thread(target=self._send, name=f"report to {name}", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=f"report to {name}", daemon=True)
         self._thread.start()
 
     def put(self, step: int, values: Mapping[str, float]) -> None:
@@ -214,12 +177,9 @@ class _Outbox:
             lost = self._lost + self._waiting.qsize()
             self._warn(f"{self._name} was too slow for {lost:,} records; metrics.jsonl has all")
 
-    def _send(self) -> None:
+    def _run(self) -> None:
         try:
-            service = self._make()
-            for step, values in self._records():
-                service.report(step, values)
-            service.close()
+            self._send(self._rows())
         except (Exception, SystemExit) as error:
             self._has_failed = True
             self._warn(
@@ -227,7 +187,7 @@ class _Outbox:
                 f"metrics.jsonl has all: {type(error).__name__}: {error}"
             )
 
-    def _records(self) -> Iterator[tuple[int, Mapping[str, float]]]:
+    def _rows(self) -> Rows:
         while True:
             try:
                 yield self._waiting.get(timeout=0.2)
@@ -249,11 +209,6 @@ def draw_loss_curve(metrics_file: Path, picture: Path, *, title: str) -> None:
     """Draws the loss curve of a run: training and validation losses over tokens.
 
     Lines that are no records, and validations whose step is not recorded, are skipped.
-
-    Args:
-        metrics_file: ``metrics.jsonl`` of the run.
-        picture: the PNG file to write.
-        title: printed above the curve.
     """
     # Imported here, because the import takes long and only the end of a run needs it.
     from matplotlib.backends.backend_agg import FigureCanvasAgg

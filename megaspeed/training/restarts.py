@@ -6,6 +6,8 @@
     restart 3    auto: from the checkpoint of step 60 ... 63, fails
     restart 4    ends at once, because restarts 2 and 3 have failed after the same step
 
+`resume.Restarts` makes the decisions of an attempt. This file starts the attempts.
+
 torchrun restarts ranks by itself. For other launchers, ``training.restart`` does it: each process
 that the launcher has started becomes a supervisor, and the rank is its child.
 
@@ -56,7 +58,7 @@ from megaspeed.topology.activity import (
 from megaspeed.topology.failure import print_error
 from megaspeed.topology.grid import TopologyError
 from megaspeed.topology.launch import LaunchEnvironment, LaunchError, read_launch_environment
-from megaspeed.topology.meeting import Meeting, open_store
+from megaspeed.topology.meeting import open_store
 from megaspeed.topology.process_end import (
     EXIT_DONE,
     EXIT_FAILED,
@@ -73,83 +75,8 @@ _SECONDS_TO_SEE_THE_END = 10.0
 _NOT_STARTED = "0"
 _PR_SET_PDEATHSIG = 1
 
-# Keys of the store that outlives an attempt.
-_OPENED, _LAST_STEP, _FINAL_CODE = "opened by attempt", "last step", "final code"
-
-
-class NoProgress(RuntimeError):
-    """The last two attempts failed after the same step, so another probably would, too."""
-
-
-def restart_number() -> int:
-    """How many times the launcher or a supervisor has restarted the ranks."""
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-
-
-class Restarts:
-    """What an attempt knows about earlier attempts of the same launch.
-
-    Args:
-        meeting: its store, if there is one, outlives the attempt.
-    """
-
-    def __init__(self, meeting: Meeting) -> None:
-        self._store = meeting.between_attempts
-        self.number = restart_number()
-        self.opened = self.number > 0 and (self._store is None or self._store.check([_OPENED]))
-        """Whether an earlier attempt has opened the run folder, so this one continues in it."""
-
-    @property
-    def final_code(self) -> int | None:
-        """The exit code of an earlier attempt after which restarts do not help; None if none."""
-        if self.number > 0 and self._store is not None and self._store.check([_FINAL_CODE]):
-            return int(self._store.get(_FINAL_CODE))
-        return None
-
-    def give_up(self, code: int) -> None:
-        """Make all later attempts end at once with this exit code. torchrun still starts them."""
-        with contextlib.suppress(RuntimeError):  # the store is gone
-            if self._store is not None:
-                self._store.set(_FINAL_CODE, str(code))
-
-    def note_opened(self) -> None:
-        """Store that this launch has opened the run folder."""
-        if self._store is not None:
-            self._store.set(_OPENED, str(self.number))
-
-    def describe(self, step: int) -> list[str]:
-        """A line with the step after which this attempt continues; none in the first attempt."""
-        most = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "?")
-        line = f"restart {self.number} of {most}: the run continues after step {step}"
-        return [line] if self.number else []
-
-    def problem(self, last_step: int) -> str | None:
-        """Why a restart would not help; None if it may.
-
-        Rank 0 calls this before it changes the folder.
-
-        Args:
-            last_step: the last step that the run folder records.
-        """
-        if not self.number or self._store is None:
-            return None
-        opened = int(self._store.get(_OPENED)) if self.opened else -1
-        where = None
-        if opened == self.number - 1:
-            step = str(last_step)
-            if self._store.check([_LAST_STEP]) and self._store.get(_LAST_STEP).decode() == step:
-                where = f"after step {step}"
-            self._store.set(_LAST_STEP, step)
-        elif opened < self.number - 2:
-            where = "before training began"
-        if where is None:
-            return None
-        self.give_up(EXIT_FAILED)
-        return (
-            f"two attempts in a row have failed {where}, so another restart would not help. The "
-            "messages above and the ranks' log files state the cause. Fix it and start the run "
-            "again; it continues from its newest checkpoint"
-        )
+FINAL_CODE = "final code"
+"""The key of the store with the exit code after which no attempt may follow."""
 
 
 def run_supervised(train: Callable[[], int]) -> int:
@@ -355,7 +282,7 @@ class _Supervisor:
             ended = f"was ended by {signal.Signals(-code).name}"
         final = 128 - code if code < 0 else code
         stopped = self._signal is not None or final - 128 in STOP_SIGNALS
-        if final == EXIT_WRONG_INPUT or stopped or store.check([f"megaspeed/{_FINAL_CODE}"]):
+        if final == EXIT_WRONG_INPUT or stopped or store.check([f"megaspeed/{FINAL_CODE}"]):
             self._set_state(store, final)
         elif self._attempt == self._restarts:
             if self._set_state(store, final):

@@ -1,4 +1,4 @@
-"""Where a run starts: at step 0, or at a checkpoint.
+"""Where a run starts: at step 0, at a checkpoint, or after a restart of the ranks.
 
     --resume auto     the newest complete checkpoint in training.run_dir; step 0 if it has none
     --resume never    step 0; refused if training.run_dir has checkpoints
@@ -7,10 +7,14 @@
 
 Before the checkpoint is loaded, nothing is removed except the remains of failed saves.
 
+Ranks that were restarted after a failure continue from the newest checkpoint, whatever the command
+line states, if an earlier attempt of the same launch has opened the run folder.
+
 A resumed run also keeps the rule that selected its validation data. With another rule, it would
 train on different text, and resuming would be refused.
 """
 
+import contextlib
 import os
 from argparse import ArgumentParser, Namespace
 from dataclasses import dataclass, replace
@@ -19,15 +23,17 @@ from typing import Any, Self
 
 from megaspeed.checkpoint.errors import CheckpointError, broadcast
 from megaspeed.checkpoint.folders import is_leftover, locate
-from megaspeed.checkpoint.inspection import Found, newest_complete
+from megaspeed.checkpoint.inspection import newest_complete
 from megaspeed.checkpoint.run_state import RunState
+from megaspeed.config.errors import shortened
 from megaspeed.config.resolve import Run
 from megaspeed.files.paths import expand_home, path_argument
 from megaspeed.topology.context import ParallelContext
-from megaspeed.training.restarts import restart_number
+from megaspeed.topology.meeting import Meeting
+from megaspeed.topology.process_end import EXIT_FAILED
+from megaspeed.training.restarts import FINAL_CODE
 from megaspeed.training.resumed_run import (
     config_changes,
-    mask_changes,
     rate_change,
     saved_config,
     training_changes,
@@ -41,23 +47,88 @@ _RULE = "hold_out_by"
 _NO_COMMON_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 """If this variable is 1, nodes can join, but torchrun keeps no information between attempts."""
 
+# Keys of the store that outlives an attempt.
+_OPENED, _LAST_STEP = "opened by attempt", "last step"
+
 MOST_CHANGES = 12
 """How many changes of the configuration are listed."""
 
 
+class NoProgress(RuntimeError):
+    """The last two attempts failed after the same step, so another probably would, too."""
+
+
+def restart_number() -> int:
+    """How many times the launcher or a supervisor has restarted the ranks."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+
+
+class Restarts:
+    """What an attempt knows about earlier attempts of the same launch."""
+
+    def __init__(self, meeting: Meeting) -> None:
+        self._store = meeting.between_attempts
+        self.number = restart_number()
+        self.opened = self.number > 0 and (self._store is None or self._store.check([_OPENED]))
+        """Whether an earlier attempt has opened the run folder, so this one continues in it."""
+
+    @property
+    def final_code(self) -> int | None:
+        """The exit code of an earlier attempt after which restarts do not help; None if none."""
+        if self.number > 0 and self._store is not None and self._store.check([FINAL_CODE]):
+            return int(self._store.get(FINAL_CODE))
+        return None
+
+    def give_up(self, code: int) -> None:
+        """Make all later attempts end at once with this exit code. torchrun still starts them."""
+        with contextlib.suppress(RuntimeError):  # the store is gone
+            if self._store is not None:
+                self._store.set(FINAL_CODE, str(code))
+
+    def note_opened(self) -> None:
+        """Store that this launch has opened the run folder."""
+        if self._store is not None:
+            self._store.set(_OPENED, str(self.number))
+
+    def describe(self, step: int) -> list[str]:
+        """A line with the step after which this attempt continues; none in the first attempt."""
+        most = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "?")
+        line = f"restart {self.number} of {most}: the run continues after step {step}"
+        return [line] if self.number else []
+
+    def problem(self, last_step: int) -> str | None:
+        """Why a restart would not help; None if it may.
+
+        Rank 0 calls this before it changes the folder.
+        """
+        if not self.number or self._store is None:
+            return None
+        opened = int(self._store.get(_OPENED)) if self.opened else -1
+        where = None
+        if opened == self.number - 1:
+            step = str(last_step)
+            if self._store.check([_LAST_STEP]) and self._store.get(_LAST_STEP).decode() == step:
+                where = f"after step {step}"
+            self._store.set(_LAST_STEP, step)
+        elif opened < self.number - 2:
+            where = "before training began"
+        if where is None:
+            return None
+        self.give_up(EXIT_FAILED)
+        return (
+            f"two attempts in a row have failed {where}, so another restart would not help. The "
+            "messages above and the ranks' log files state the cause. Fix it and start the run "
+            "again; it continues from its newest checkpoint"
+        )
+
+
 @dataclass(frozen=True, kw_only=True)
 class ResumeOptions:
-    """The options of the command line.
+    """The options of the command line."""
 
-    Attributes:
-        source: ``auto``, ``never``, or a path.
-        fresh: whether earlier files in the run folder are moved away first.
-        allow_data_change: whether the data may differ from the checkpoint's.
-    """
-
-    source: str = AUTO
-    fresh: bool = False
-    allow_data_change: bool = False
+    source: str = AUTO  # auto, never, or a path
+    fresh: bool = False  # whether earlier files in the run folder are moved away first
+    allow_data_change: bool = False  # whether the data may differ from the checkpoint's
 
     @staticmethod
     def add_to(parser: ArgumentParser) -> None:
@@ -99,24 +170,18 @@ class ResumeOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class Start:
-    """Where a run starts.
+    """Where a run starts."""
 
-    Attributes:
-        checkpoint: the checkpoint to load; None for the initial weights.
-        step: the step of the checkpoint; 0 without one.
-        in_place: whether the run continues in its own run folder; otherwise earlier files in the
-            folder are moved away.
-        skipped: newer checkpoints that are not complete, each with the reason.
-        changes: changes of dropout masks and configuration since the checkpoint was saved, as
-            "key: before -> now".
-        rate_change: a warning if the next step's learning rate differs from the saved schedule.
-    """
-
-    checkpoint: Path | None = None
-    step: int = 0
+    checkpoint: Path | None = None  # the checkpoint to load; None for the initial weights
+    step: int = 0  # the step of the checkpoint; 0 without one
+    # whether the run continues in its own run folder; otherwise earlier files in the folder are
+    # moved away
     in_place: bool = False
+    # newer checkpoints that are not complete, each with the reason
     skipped: tuple[tuple[Path, str], ...] = ()
+    # changes of the configuration since the save, as "key: before -> now"
     changes: tuple[str, ...] = ()
+    # a warning if the next step's learning rate differs from the saved schedule
     rate_change: str | None = None
 
     def is_end_of(self, run: Run) -> bool:
@@ -127,9 +192,8 @@ class Start:
 def check_resume(options: ResumeOptions, run: Run) -> None:
     """Checks the options, as far as possible before the ranks connect.
 
-    Raises:
-        CheckpointError: the run folder already has checkpoints, ``--resume`` names none, or the
-            options would be repeated when a node joins.
+    Raises CheckpointError if the run folder already has checkpoints, ``--resume`` names none, or
+    the options would be repeated when a node joins.
     """
     if os.environ.get(_NO_COMMON_STORE) == "1" and (options.fresh or options.source != AUTO):
         stated = "--fresh" if options.fresh else f"--resume {options.source}"
@@ -155,29 +219,39 @@ def check_resume(options: ResumeOptions, run: Run) -> None:
 def find_start(options: ResumeOptions, run: Run, context: ParallelContext) -> Start:
     """Finds the checkpoint to start from, the same on every rank; a collective.
 
-    Raises:
-        CheckpointError: on every rank, if there are checkpoints but none is complete, or if a run
-            with a different configuration has already taken all steps.
+    Raises CheckpointError on every rank if there are checkpoints but none is complete, or if a run
+    with a different configuration has already taken all steps.
     """
     group = context.checkpoint_group
     candidates = broadcast(group, lambda: _candidates(options, run))
     if not candidates:
         return Start()
-    found = newest_complete(candidates, group)
-    if found.checkpoint is None:
-        raise CheckpointError(_none_is_complete(found))
-    checkpoint = found.checkpoint
+    checkpoint, skipped = newest_complete(candidates, group)
+    if checkpoint is None:
+        listed = "".join(f"\n  {path}: {why}" for path, why in skipped)
+        raise CheckpointError(
+            f"There are checkpoints to resume from, but none is complete:{listed}\nName another "
+            "with --resume DIR, or start at step 0 with --fresh, which moves them to earlier-N/ "
+            "and deletes nothing."
+        )
     saved = broadcast(group, lambda: RunState.read(checkpoint))
     start = Start(
         checkpoint=checkpoint,
         step=saved.progress.step,
         in_place=not options.fresh and _is_of(run, checkpoint),
-        skipped=found.skipped,
-        changes=(*mask_changes(saved, run), *config_changes(saved, run)),
+        skipped=skipped,
+        changes=tuple(config_changes(saved, run)),
         rate_change=rate_change(saved, run),
     )
     if start.is_end_of(run) and (others := training_changes(saved, run)):
-        raise CheckpointError(_finished_otherwise(checkpoint, start.step, others))
+        changes = "".join(f"\n  {change}" for change in shortened(others, MOST_CHANGES))
+        raise CheckpointError(
+            f"{checkpoint} is from a finished run, which took {start.step} steps with other "
+            f"settings, so nothing would be trained with this one:{changes}\nSet another "
+            "training.run_dir, or start at step 0 with --fresh (it moves the earlier files to "
+            f"earlier-N/ and deletes nothing), or continue after step {start.step} with a larger "
+            "training.steps."
+        )
     return start
 
 
@@ -185,9 +259,7 @@ def keep_split(options: ResumeOptions, run: Run) -> tuple[Run, str | None]:
     """Uses the saved run's rule to select validation data, unless the JSON states a rule.
 
     The corpus is prepared before the ranks communicate, so each rank reads the checkpoint itself.
-
-    Returns:
-        The run, and a line for the console if the rule differs from that of a new run.
+    Returns the run, and a line for the console if the rule differs from that of a new run.
     """
     data = run.config.data
     rule = None if _RULE in data.model_fields_set else _saved_rule(options, run)
@@ -237,44 +309,14 @@ def _is_of(run: Run, checkpoint: Path) -> bool:
     return checkpoint.resolve().parent == checkpoint_folder(run).root.resolve()
 
 
-def _finished_otherwise(checkpoint: Path, step: int, changes: list[str]) -> str:
-    shown = [f"  {change}" for change in changes[:MOST_CHANGES]]
-    if len(changes) > MOST_CHANGES:
-        shown.append(f"  and {len(changes) - MOST_CHANGES} more")
-    return "\n".join(
-        [
-            f"{checkpoint} is from a finished run, which took {step} steps with other settings, "
-            "so nothing would be trained with this one:",
-            *shown,
-            "Set another training.run_dir, or start at step 0 with --fresh (it moves the earlier "
-            f"files to earlier-N/ and deletes nothing), or continue after step {step} with a "
-            "larger training.steps.",
-        ]
-    )
-
-
-def _none_is_complete(found: Found) -> str:
-    lines = [f"  {checkpoint}: {why}" for checkpoint, why in found.skipped]
-    return "\n".join(
-        [
-            "There are checkpoints to resume from, but none is complete:",
-            *lines,
-            "Name another with --resume DIR, or start at step 0 with --fresh, which moves them to "
-            "earlier-N/ and deletes nothing.",
-        ]
-    )
-
-
 def _saved_rule(options: ResumeOptions, run: Run) -> Any:
     """The rule in the newest checkpoint that the run would resume from; None if there is none."""
-    own = checkpoint_folder(run).newest_first()
+    candidates = checkpoint_folder(run).newest_first()
     if options.path is not None:
-        # A restart continues from its own checkpoints. Then DIR may have been pruned or moved.
-        gone = restart_number() > 0 and not options.path.exists()
-        candidates = own if gone and own else locate(options.path)
-    elif options.source == AUTO and not options.fresh:
-        candidates = own
-    else:
+        # A restart continues from its own checkpoints, and DIR may be gone.
+        if not (restart_number() and candidates):
+            candidates = locate(options.path)
+    elif options.source == NEVER or options.fresh:
         candidates = []
     for checkpoint in candidates:
         try:

@@ -16,7 +16,6 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from megaspeed import __version__
 from megaspeed.checkpoint.run_state import DataIdentity, Progress, RunState
 from megaspeed.config.deepspeed_keys import OptimizerConfig
 from megaspeed.config.model import ModelConfig
@@ -36,37 +35,21 @@ _DATA_KEYS = {
 }
 
 # These keys are derived from others or no longer exist. None changes the result of training.
-_FOLLOWING_KEYS = {
+_FOLLOWING_KEYS = (
     "training.run_dir",
     "zero_optimization.reduce_bucket_size",
-    "zero_optimization.stage3_prefetch_bucket_size",
-    "zero_optimization.stage3_max_live_parameters",
-    "zero_optimization.stage3_max_reuse_distance",
-    "zero_optimization.stage3_module_granularity_threshold",
-    "zero_optimization.stage3_allgather_sequential",
-    "zero_optimization.stage3_use_all_reduce_for_fetch_params",
+    "zero_optimization.stage3_",
     "zero_optimization.memory_efficient_linear",
     "zero_optimization.log_trace_cache_warnings",
-}
-
-# The sections that determine the weights after a given number of steps. training.steps is not
-# among them: if it determines the schedule, the resolved total_num_steps differs.
-_TRAINING_SECTIONS = (
-    "model",
-    "data",
-    "optimizer",
-    "scheduler",
-    "gradient_clipping",
-    "train_batch_size",
-    "bf16",
-    "fp16",
-    "data_types",
 )
-_TRAINING_KEYS = {
-    "training.seed",
-    "training.allow_tf32",
-    "training.allow_reduced_precision_reduction",
-}
+
+# What determines the weights after a given number of steps. training.steps is not among them: if it
+# determines the schedule, the resolved total_num_steps differs.
+_TRAINING_KEYS = (
+    *("model.", "data.", "optimizer.", "scheduler", "gradient_clipping", "train_batch_size"),
+    *("bf16.", "fp16.", "data_types.", "training.seed"),
+    *("training.allow_tf32", "training.allow_reduced_precision_reduction"),
+)
 
 # Dropout may change during training, and initial weights are not drawn again. If positions are
 # learned, their number is part of a shape; if they are rotary, it is only a limit.
@@ -80,13 +63,6 @@ _FREE_MODEL_KEYS = {
 }
 
 _RELATIVE_DIFFERENCE = 1e-9
-_RATES = {
-    "optimizer.params.lr",
-    "scheduler",
-    "scheduler.params.warmup_min_lr",
-    "scheduler.params.warmup_max_lr",
-}
-"""The keys that ``training.lr_scaling`` multiplies, or that contain such a key."""
 
 
 def saved_config(saved: RunState) -> dict[str, Any]:
@@ -124,7 +100,7 @@ def config_changes(saved: RunState, run: Run) -> list[str]:
     return [
         f"{name}: {_text(before, name)} -> {_text(now, name)}"
         for name in sorted(before.keys() | now.keys())
-        if name not in _FOLLOWING_KEYS
+        if not name.startswith(_FOLLOWING_KEYS)
         and before.get(name, _default_of(name)) != now.get(name, _default_of(name))
     ]
 
@@ -134,34 +110,18 @@ def training_changes(saved: RunState, run: Run) -> list[str]:
 
     Changes of layout, ZeRO, reports and saves are not included.
     """
-    before, now = _trained(saved_config(saved)), _trained(run.as_json())
+    changes = config_changes(saved, run)
     return [
-        f"{name}: {_text(before, name)} -> {_text(now, name)}"
-        for name in sorted(before.keys() | now.keys())
-        if before.get(name) != now.get(name)
-    ]
-
-
-def mask_changes(saved: RunState, run: Run) -> list[str]:
-    """A line "key: before -> now" if dropout masks differ from the saved run's, otherwise none.
-
-    Version 0.1 drew the masks with the device's random generator.
-    """
-    version = saved.software.get("megaspeed", "")
-    drew = saved.imported_from is None and version.startswith("0.1.")
-    if not (drew and _drops(saved.model_section()) and _drops(run.config.model)):
-        return []
-    return [
-        f"dropout masks: of version {version} -> of version {__version__}, which drops different "
-        "elements with the same probabilities"
+        change
+        for change in changes
+        if change.startswith(_TRAINING_KEYS) and not change.startswith("model.preset")
     ]
 
 
 def rate_change(saved: RunState, run: Run) -> str | None:
     """A warning with both rates of the next step and the settings that keep the saved schedule.
 
-    Returns:
-        None if the rates are equal, or if the checkpoint was imported.
+    Returns None if the rates are equal, or if the checkpoint was imported.
     """
     if saved.imported_from is not None:
         return None
@@ -210,28 +170,6 @@ def resumed_progress(saved: RunState, own: DataIdentity) -> Progress:
     return progress.model_copy(update={"samples": samples})
 
 
-def _trained(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The values that determine the weights. Keys that the saved version lacks have defaults."""
-    parts = {name: config[name] for name in _TRAINING_SECTIONS if name in config}
-    keys = {"training.steps", *_TRAINING_KEYS}
-    values = config.get("training", {}).items()
-    parts["training"] = {key: value for key, value in values if f"training.{key}" in keys}
-    try:
-        parts = RunConfig.model_validate(parts).to_json()
-    except ValidationError:  # saved by a version whose keys this version cannot read
-        parts = dict(parts)
-    return {
-        name: value
-        for name, value in leaves(parts)
-        if name != "model.preset"
-        and (name in _TRAINING_KEYS or name.split(".")[0] in _TRAINING_SECTIONS)
-    }
-
-
-def _drops(model: ModelConfig) -> bool:
-    return max(model.embedding_dropout, model.attention_dropout, model.residual_dropout) > 0.0
-
-
 def _default_of(name: str) -> Any:
     """The default of a key, for configurations of versions that did not have it yet."""
     section: Any = RunConfig
@@ -264,42 +202,16 @@ class _Schedule(Section):
 
 
 def _rate_mend(before: _Schedule, now: _Schedule, run: Run) -> str:
-    """The message that states how to keep the saved learning rates with ``--set``."""
+    """The end of the warning: how to keep the saved learning rates with ``--set``."""
     problems = CONFIG_RULES.violations(run.config.model_copy(update=dict(before)))
     if problems:
         return f"the saved schedule cannot be kept: {problems[0]}"
-    # Each type has its own keys, so a scheduler of another type replaces the whole section.
-    replaced = _type_of(before) != _type_of(now)
-    saved, current = _values(before, replaced), _values(now, replaced)
-    changed = {key for key, value in saved.items() if value != current.get(key)}
-    words: list[str] = []
-    if run.config.training.lr_scaling != "none" and changed & _RATES:
-        # The saved rates are scaled already.
-        words += ["training.lr_scaling=none", "training.base_batch_size=null"]
-        changed |= saved.keys() & _RATES
-    for key in (key for key in saved if key in changed):
-        if replaced and key == "scheduler" and current[key] is not None:
-            words.append("scheduler=null")
-        if saved[key] is not None:
-            words.append(shlex.quote(f"{key}={json.dumps(saved[key])}"))
+    words = [f"optimizer.params.lr={before.optimizer.params.lr}"]
+    if run.config.training.lr_scaling != "none":  # the saved rates are scaled already
+        words = ["training.lr_scaling=none", "training.base_batch_size=null", *words]
+    if now.scheduler is not None:  # otherwise its keys would be kept, too
+        words.append("scheduler=null")
+    if before.scheduler is not None:
+        section = before.scheduler.model_dump(mode="json", exclude_none=True)
+        words.append(shlex.quote(f"scheduler={json.dumps(section)}"))
     return f"to keep the saved schedule, pass --set {' '.join(words)}"
-
-
-def _type_of(config: _Schedule) -> str | None:
-    return None if config.scheduler is None else config.scheduler.type
-
-
-def _values(config: _Schedule, replaced: bool) -> dict[str, Any]:
-    """The keys that determine the learning rate, with their values.
-
-    Args:
-        config: the schedule.
-        replaced: True if the scheduler's type has changed. Then ``scheduler`` is one key with the
-            complete section as its value. Otherwise each of its parameters is a key.
-    """
-    scheduler = config.model_dump(mode="json", exclude_none=True).get("scheduler")
-    values: dict[str, Any] = {"optimizer.params.lr": config.optimizer.params.lr}
-    if replaced:
-        return {**values, "scheduler": scheduler}
-    params = {} if scheduler is None else scheduler["params"]
-    return values | {f"scheduler.params.{name}": value for name, value in params.items()}

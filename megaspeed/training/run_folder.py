@@ -67,7 +67,14 @@ def check_shared_folder(run_dir: Path, context: ParallelContext) -> None:
         CheckpointError: on every rank, if rank 0 cannot create the folder or write to it.
     """
     group = context.checkpoint_group
-    mark = broadcast(group, lambda: _create_mark(run_dir))
+
+    def create_file() -> str:
+        name = f".seen-by-all-ranks-{secrets.token_hex(8)}"  # no other run uses it
+        run_dir.mkdir(parents=True, exist_ok=True)
+        (run_dir / name).touch()
+        return name
+
+    mark = broadcast(group, create_file)
     seen = gather(group, lambda: _appears(run_dir / mark))
     if context.rank == 0:
         with suppress(OSError):
@@ -87,15 +94,8 @@ def run_lock(
 ) -> Iterator[None]:
     """Holds the lock of an existing run folder. All ranks enter this context together.
 
-    On a network file system without locks, the run continues without one.
-
-    Args:
-        run_dir: the folder of the run.
-        context: the ranks; rank 0 holds the lock.
-        wait_seconds: how long to wait for a run that holds the lock.
-
-    Raises:
-        CheckpointError: on every rank, if another run holds the lock or the lock cannot be created.
+    On a network file system without locks, the run continues without one. Raises CheckpointError on
+    every rank if another run holds the lock or the lock cannot be created.
     """
     with ExitStack() as stack:
 
@@ -132,7 +132,7 @@ def start_run_folder(run: Run) -> Path | None:
         _move(run.run_dir / name, run.run_dir, earlier)
     _write_config(run)
     _record_start(run, 0)
-    return _existing(earlier)
+    return earlier if earlier.exists() else None
 
 
 def continue_run_folder(run: Run, step: int) -> Path | None:
@@ -151,15 +151,7 @@ def continue_run_folder(run: Run, step: int) -> Path | None:
         _cut_records(run.run_dir / name, step, earlier / name)
     _write_config(run)
     _record_start(run, step)
-    return _existing(earlier)
-
-
-def _create_mark(run_dir: Path) -> str:
-    """Creates a file that no other run has, and returns its name."""
-    name = f".seen-by-all-ranks-{secrets.token_hex(8)}"
-    run_dir.mkdir(parents=True, exist_ok=True)
-    (run_dir / name).touch()
-    return name
+    return earlier if earlier.exists() else None
 
 
 def _appears(file: Path) -> bool:
@@ -177,10 +169,6 @@ def _next_earlier(folder: Path) -> Path:
     while (folder / f"earlier-{number}").exists():
         number += 1
     return folder / f"earlier-{number}"
-
-
-def _existing(folder: Path) -> Path | None:
-    return folder if folder.exists() else None
 
 
 def _move(path: Path, folder: Path, target: Path) -> None:

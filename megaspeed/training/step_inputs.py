@@ -115,13 +115,7 @@ def _warmup_fraction(params: WarmupParams, iteration: int) -> float:
 
 
 class StepInputs:
-    """One rank's part of every step's samples, and every step's learning rate.
-
-    Args:
-        run: the resolved run.
-        corpus: the prepared data.
-        context: this rank's place on the data axis, and its device.
-    """
+    """One rank's part of every step's samples, and every step's learning rate."""
 
     def __init__(self, run: Run, corpus: PreparedCorpus, context: ParallelContext) -> None:
         self._run = run

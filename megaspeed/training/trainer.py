@@ -18,6 +18,7 @@ from typing import NoReturn
 
 from megaspeed.checkpoint.run_state import Progress
 from megaspeed.checkpoint.writing import SaveReport
+from megaspeed.config.errors import shortened
 from megaspeed.data.corpus import PreparedCorpus
 from megaspeed.data.loader import ValidationLoader
 from megaspeed.model.parameters import training_flops_per_token
@@ -66,37 +67,20 @@ class Observer:
 
 @dataclass(frozen=True)
 class TrainingSummary:
-    """How the run ended.
+    """How the run ended."""
 
-    Attributes:
-        last_step: metrics of the last step.
-        last_validation: the last validation since this start; None if there was none.
-        skipped_steps: number of skipped steps of the run, including steps before it was resumed.
-        tokens: predicted tokens since this start.
-        seconds: training time since this start.
-        stopped_by: the signal that stopped the run; None if it took all steps.
-        last_save: the report of the last save.
-    """
-
-    last_step: StepMetrics
+    last_step: StepMetrics  # metrics of the last step
+    # the last validation since this start; None if there was none
     last_validation: ValidationMetrics | None
-    skipped_steps: int
-    tokens: int
-    seconds: float
-    stopped_by: signal.Signals | None
-    last_save: SaveReport
+    skipped_steps: int  # number of skipped steps of the run, including steps before it was resumed
+    tokens: int  # predicted tokens since this start
+    seconds: float  # training time since this start
+    stopped_by: signal.Signals | None  # the signal that stopped the run; None if it took all steps
+    last_save: SaveReport  # the report of the last save
 
 
 class Trainer:
-    """Trains a run to its last step, or until a stop signal.
-
-    Args:
-        worker: this rank of the run.
-        corpus: the prepared data.
-        checkpointing: saves the run.
-        stop: the stop signals that this process has received.
-        observer: receives each step, evaluation and checkpoint.
-    """
+    """Trains a run to its last step, or until a stop signal."""
 
     def __init__(
         self,
@@ -249,25 +233,26 @@ class Trainer:
         before = progress.samples - self._run.batch.train_batch_size
         named = []
         for rank, found in enumerate(ranks):
-            place = self._run.grid.coordinates_of(rank)
-            if found.micro_batches and place.tp == 0:  # tensor ranks have copies of one loss
-                shape = dataclasses.replace(self._inputs.shape, dp_rank=place.dp)
-                rows = [row for m in found.micro_batches for row in shape.rows(m)]
-                samples = ", ".join(str(before + row) for row in rows[:_MOST_SAMPLES_NAMED])
-                more = ", ..." if len(rows) > _MOST_SAMPLES_NAMED else ""
-                micro_batches = ", ".join(map(str, found.micro_batches))
-                named.append(
-                    f"rank {rank} (pp {place.pp}, dp {place.dp}, tp {place.tp}) in micro-batch "
-                    f"{micro_batches} (samples {samples}{more})"
-                )
+            at = self._run.grid.coordinates_of(rank)
+            if not found.micro_batches or at.tp > 0:  # tensor ranks have copies of one loss
+                continue
+            shape = dataclasses.replace(self._inputs.shape, dp_rank=at.dp)
+            samples = [before + row for m in found.micro_batches for row in shape.rows(m)]
+            more = ", ..." if len(samples) > _MOST_SAMPLES_NAMED else ""
+            named.append(
+                f"rank {rank} (pp {at.pp}, dp {at.dp}, tp {at.tp}) in micro-batch "
+                f"{', '.join(map(str, found.micro_batches))} (samples "
+                f"{', '.join(map(str, samples[:_MOST_SAMPLES_NAMED]))}{more})"
+            )
         if named:
-            more = f" and {len(named) - _MOST_RANKS_NAMED} more" * (len(named) > _MOST_RANKS_NAMED)
-            return f"the loss is not finite on {'; '.join(named[:_MOST_RANKS_NAMED])}{more}"
-        parameters = ((r, f.parameter) for r, f in enumerate(ranks) if f.parameter is not None)
-        rank, parameter = next(parameters, (0, None))
-        if parameter is None:
-            return "every loss and every gradient is finite, but a sum of them is not"
-        return f"every loss is finite; the first gradient that is not: {parameter} on rank {rank}"
+            return f"the loss is not finite on {'; '.join(shortened(named, _MOST_RANKS_NAMED))}"
+        for rank, found in enumerate(ranks):
+            if found.parameter is not None:
+                return (
+                    "every loss is finite; the first gradient that is not: "
+                    f"{found.parameter} on rank {rank}"
+                )
+        return "every loss and every gradient is finite, but a sum of them is not"
 
     def _is_due(self, interval: int, step: int) -> bool:
         """True every ``interval`` steps, unless it is 0, and after the last step of the run."""

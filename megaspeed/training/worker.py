@@ -44,39 +44,29 @@ Load = Callable[[int], MicroBatch]
 
 @dataclass(frozen=True)
 class StepResult:
-    """The results of one optimizer step, the same on every rank.
+    """The results of one optimizer step, the same on every rank."""
 
-    Attributes:
-        loss: mean over all predicted tokens of the step, in nats.
-        grad_norm: before clipping, over all logical parameters. A step is skipped if it is not
-            finite.
-        skipped: whether the step was skipped because loss or norm was not finite.
-        peak_memory_bytes: for each pipeline stage, the largest peak memory of its ranks so far,
-            read when the gradients of this step were complete.
-        stop_signal: the highest number of a stop signal that a rank has received; 0 if none has.
-        parts: the times of an earlier step, when all ranks have sent them; otherwise None. The
-            times of a step are returned once.
-    """
-
-    loss: float
+    loss: float  # mean over all predicted tokens of the step, in nats
+    # before clipping, over all logical parameters. A step is skipped if it is not finite.
     grad_norm: float
-    skipped: bool
+    skipped: bool  # whether the step was skipped because loss or norm was not finite
+    # for each pipeline stage, the largest peak memory of its ranks so far, read when the gradients
+    # of this step were complete
     peak_memory_bytes: tuple[int, ...] = ()
+    # the highest number of a stop signal that a rank has received; 0 if none has
     stop_signal: int = 0
+    # the times of an earlier step, when all ranks have sent them; otherwise None. The times of a
+    # step are returned once.
     parts: PartMetrics | None = None
 
 
 @dataclass(frozen=True)
 class NonFinite:
-    """What was not finite (infinite or NaN) on one rank in one step.
+    """What was not finite (infinite or NaN) on one rank in one step."""
 
-    Attributes:
-        micro_batches: those with a loss that is not finite; only on the last pipeline stage.
-        parameter: the first one with a reduced gradient that is not finite; None if none.
-    """
-
+    # those with a loss that is not finite; only on the last pipeline stage
     micro_batches: tuple[int, ...]
-    parameter: str | None
+    parameter: str | None  # the first one with a reduced gradient that is not finite; None if none
 
 
 class Worker:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megaspeed.checkpoint.folders import CheckpointFolder
-from megaspeed.checkpoint.manifest import FileSeal, write_manifest
+from megaspeed.checkpoint.manifest import FileDigest, write_manifest
 
 CHANGES = {"os.mkdir", "os.rename", "os.remove", "os.rmdir"}
 
@@ -22,7 +22,7 @@ def save(folder: CheckpointFolder, step: int, content: bytes) -> None:
     """One file and the manifest."""
     writing = folder.begin(step)
     (writing / "tensors").write_bytes(content)
-    write_manifest(writing, {"tensors": FileSeal.of(content)})
+    write_manifest(writing, {"tensors": FileDigest.of(content)})
     folder.commit(writing)
 
 

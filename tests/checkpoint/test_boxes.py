@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megaspeed.checkpoint.boxes import Box, boxes_of
+from megaspeed.checkpoint.tensors import Box, boxes_of
 from megaspeed.config.loading import parse_config
 from megaspeed.config.model import ModelConfig
 from megaspeed.model.parameters import parameters_of

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megaspeed.checkpoint import pieces as pieces_module
-from megaspeed.checkpoint.pieces import HostCopy, Piece
+from megaspeed.checkpoint import tensors as pieces_module
+from megaspeed.checkpoint.tensors import HostCopy, Piece
 
 SLAB_BYTES = 4096
 SHAPES = [(3,), (20, 10), (7, 11), (16, 16), (30, 30), (1, 1)]

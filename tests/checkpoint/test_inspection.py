@@ -207,7 +207,7 @@ def test_a_tensor_in_half_precision_is_told(checkpoint: Path) -> None:
         ({"relative_path": "__9_0.distcp"}, "no file of the checkpoint has its [0:128, 0:32]"),
         (
             {"length": 10**9},
-            "its [0:128, 0:32] ends after the end of __0_0.distcp, according to the index",
+            "its [0:128, 0:32] is not inside __0_0.distcp, according to the index",
         ),
     ],
 )
@@ -244,16 +244,6 @@ def moved(name: str, **change: Callable[[int], object]) -> Callable[[Metadata], 
     return move
 
 
-def pointing(name: str, other: str) -> Callable[[Metadata], None]:
-    """A tensor whose bytes are said to be another's."""
-
-    def point(index: Metadata) -> None:
-        stored = index.storage_data
-        stored[place_of(index, name)] = stored[place_of(index, other)]
-
-    return point
-
-
 def exchanged(name: str, other: str) -> Callable[[Metadata], None]:
     """Two tensors, each with the other's place."""
 
@@ -267,18 +257,15 @@ def exchanged(name: str, other: str) -> Callable[[Metadata], None]:
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        (pointing(UP, UP_WEIGHT), "have the same bytes of __0_0.distcp"),
         (exchanged(UP_WEIGHT, DOWN), f"is a tensor of {[32, 128]}"),
         (exchanged(QKV, DOWN), "bytes in __0_0.distcp, according to the index"),
-        (moved(UP, offset=lambda offset: -offset), "has the impossible offset -"),
+        (moved(UP, offset=lambda offset: -offset), "is not inside __0_0.distcp"),
         (moved(UP, offset=lambda offset: offset + 64), ""),
         (moved(UP, offset=lambda offset: offset - 64), ""),
         (moved(UP, offset=float), "no file of the checkpoint has its [0:128, 0:32]"),
         (moved(UP, offset=str), "no file of the checkpoint has its [0:128, 0:32]"),
         (moved(UP, length=lambda length: -length), "has -"),
         (moved(UP, length=lambda length: 0), "according to the index, but its"),
-        (moved(UP, length=lambda length: length - 1), "is not one archive from its first byte"),
-        (moved(UP, length=lambda length: length + 1), ""),
         (moved(UP, relative_path=lambda path: f"../{path}"), "no file of the checkpoint has"),
         (moved(UP, relative_path=lambda path: None), "is not an index of tensors"),
         (moved(UP, transform_descriptors=lambda _: ["zstd"]), "no file of the checkpoint has"),
@@ -297,9 +284,9 @@ def test_a_place_that_cannot_be_right_is_told_though_it_was_sealed(
 @pytest.mark.parametrize(
     ("saved", "told"),
     [
-        (torch.zeros(128, 32, dtype=torch.int32), "is not an archive of a float32 tensor"),
-        (torch.zeros(32, 128).T, "is not an archive of a float32 tensor (it is a view"),
-        ("text " * 4_000, "is more than a tensor"),
+        (torch.zeros(128, 32, dtype=torch.int32), "is not a float32 tensor"),
+        (torch.zeros(32, 128).T, "is a tensor of [128, 32], and must be [128, 32], row by row"),
+        ("text " * 4_000, "is not a float32 tensor"),
     ],
 )
 def test_bytes_that_are_no_float32_tensor_are_told(
@@ -326,5 +313,5 @@ def test_a_pickle_in_an_archive_is_no_program(checkpoint: Path, tmp_path: Path) 
         torch.save([Trap(), torch.zeros(128, 32)], file)
         length = file.tell() - offset
     change_index(checkpoint, moved(UP, offset=lambda _: offset, length=lambda _: length))
-    assert "it names posix.mkdir" in only_problem(checkpoint)
+    assert "is not an archive of a tensor" in only_problem(checkpoint)
     assert not trace.exists()

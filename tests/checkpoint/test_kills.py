@@ -43,10 +43,10 @@ def train_until_killed(
         rank = SavedRun.start(run, corpus, context)
         if launch.rank == 0:
             folder.clear_leftovers()
-        found = newest_complete(folder.newest_first(), context.checkpoint_group)
-        assert found.skipped == (), "what bears a checkpoint's name is whole"
-        if found.checkpoint is not None:
-            rank.progress = rank.checkpointing.load(found.checkpoint)
+        newest, skipped = newest_complete(folder.newest_first(), context.checkpoint_group)
+        assert skipped == (), "what bears a checkpoint's name is whole"
+        if newest is not None:
+            rank.progress = rank.checkpointing.load(newest)
         seconds = 0.05
         for number in range(1, 100 if victim >= 0 else STEPS_AFTERWARDS + 1):
             rank.train_step()

@@ -9,7 +9,7 @@ from megaspeed.checkpoint.errors import CheckpointError
 from megaspeed.checkpoint.manifest import (
     MANIFEST,
     Checksum,
-    FileSeal,
+    FileDigest,
     file_problems,
     read_manifest,
     size_problems,
@@ -25,7 +25,7 @@ def folder(tmp_path: Path) -> Path:
     """Two files and their manifest."""
     (tmp_path / "large").write_bytes(CONTENT)
     (tmp_path / "small").write_bytes(b"abc")
-    write_manifest(tmp_path, {"small": FileSeal.of(b"abc"), "large": FileSeal.of(CONTENT)})
+    write_manifest(tmp_path, {"small": FileDigest.of(b"abc"), "large": FileDigest.of(CONTENT)})
     return tmp_path
 
 
@@ -42,13 +42,16 @@ def test_a_checksum_is_of_the_bytes_and_not_of_how_they_come(folder: Path) -> No
     pieces = Checksum()
     for start in range(0, len(CONTENT), 999_983):
         pieces.update(memoryview(CONTENT)[start : start + 999_983])
-    whole = FileSeal.of(CONTENT)
+    whole = FileDigest.of(CONTENT)
     assert pieces.hexdigest() == whole.checksum
-    assert FileSeal.of_file(folder / "large") == whole
+    assert FileDigest.of_file(folder / "large") == whole
 
 
 def test_a_manifest_is_read_as_it_was_written_and_whole_files_have_no_problem(folder: Path) -> None:
-    assert read_manifest(folder) == {"large": FileSeal.of(CONTENT), "small": FileSeal.of(b"abc")}
+    assert read_manifest(folder) == {
+        "large": FileDigest.of(CONTENT),
+        "small": FileDigest.of(b"abc"),
+    }
     assert problems(folder) == []
 
 
@@ -75,7 +78,7 @@ def test_one_flipped_bit_is_found_wherever_it_is(folder: Path, position: int) ->
     (folder / "large").write_bytes(damaged)
     (problem,) = problems(folder)
     assert problem.startswith("large has other bytes than were written: checksum ")
-    assert FileSeal.of(CONTENT).checksum in problem
+    assert FileDigest.of(CONTENT).checksum in problem
     assert size_problems(folder, read_manifest(folder)) == {}
 
 

@@ -20,9 +20,8 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from megaspeed.checkpoint import writing
 from megaspeed.checkpoint.folders import CheckpointFolder
-from megaspeed.checkpoint.inspection import Found, newest_complete
-from megaspeed.checkpoint.pieces import HostCopy, Piece
-from megaspeed.checkpoint.tensors import expected_tensors
+from megaspeed.checkpoint.inspection import newest_complete
+from megaspeed.checkpoint.tensors import HostCopy, Piece, expected_tensors
 from megaspeed.checkpoint.writing import SaveReport
 from megaspeed.config.resolve import Run
 from megaspeed.data.corpus import PreparedCorpus
@@ -442,7 +441,7 @@ def save_thrice_in_peace(
         return reports
 
 
-def search(launch: LaunchEnvironment, run: Run) -> Found:
+def search(launch: LaunchEnvironment, run: Run) -> tuple[Path | None, tuple[tuple[Path, str], ...]]:
     with started(launch, run) as context:
         folder = CheckpointFolder(run.run_dir / "checkpoints")
         return newest_complete(folder.newest_first(), context.checkpoint_group)
@@ -465,8 +464,9 @@ def test_damaged_checkpoints_are_passed_over_and_named(
     (folder.path(9) / "manifest.json").unlink()
     found = pool.run(2, search, run)
     assert found[0] == found[1]
-    assert found[0].checkpoint == oldest
-    told = {checkpoint.name: why for checkpoint, why in found[0].skipped}
+    complete, skipped = found[0]
+    assert complete == oldest
+    told = {checkpoint.name: why for checkpoint, why in skipped}
     assert list(told) == [f"step-0000000{step}" for step in (9, 8, 7, 6, 5)]
     assert "manifest.json is missing" in told["step-00000009"]
     assert "run_state.json is cut short" in told["step-00000008"]

@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from megaspeed.checkpoint.boxes import Box, tiling_problem
+from megaspeed.checkpoint.tensors import Box, tiling_problem
 
 
 def counted(shape: tuple[int, ...], boxes: list[Box]) -> bool:

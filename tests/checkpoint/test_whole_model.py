@@ -11,19 +11,17 @@ from torch import Tensor
 from megaspeed.checkpoint.errors import CheckpointError
 from megaspeed.checkpoint.folders import CheckpointFolder
 from megaspeed.checkpoint.inspection import checkpoint_named
-from megaspeed.checkpoint.pieces import Piece
 from megaspeed.checkpoint.reading import (
     load_model,
     model_config,
     read_pieces,
-    saved_tokenizer,
 )
-from megaspeed.checkpoint.tensors import expected_shapes
+from megaspeed.checkpoint.tensors import Piece, expected_shapes
 from megaspeed.config.resolve import Run
 from megaspeed.data.corpus import PreparedCorpus
 from megaspeed.topology.launch import LaunchEnvironment
 from tests.checkpoint.saved_runs import SavedRun, only_checkpoint, started
-from tests.checkpoint.written import CONFIG, seal, write_checkpoint
+from tests.checkpoint.written import CONFIG, write_checkpoint
 from tests.support.rank_pool import RankPool
 from tests.support.tiny import LLAMA, tiny_corpus, tiny_run
 
@@ -128,11 +126,3 @@ def test_what_no_file_holds_is_told_by_name(folder: CheckpointFolder) -> None:
     (checkpoint / TENSORS).unlink()
     with pytest.raises(CheckpointError, match=f"No such file or directory: .*{TENSORS}"):
         load_model(checkpoint)
-
-
-def test_the_tokenizer_is_beside_the_tensors_if_anywhere(folder: CheckpointFolder) -> None:
-    checkpoint = folder.path(100)
-    assert saved_tokenizer(checkpoint) is None
-    (checkpoint / "tokenizer.json").write_text("{}")
-    seal(checkpoint)
-    assert saved_tokenizer(checkpoint) == checkpoint

@@ -14,8 +14,7 @@ from torch.distributed import checkpoint as dcp
 
 from megaspeed.checkpoint import writing
 from megaspeed.checkpoint.errors import CheckpointError
-from megaspeed.checkpoint.manifest import FileSeal, file_problems, read_manifest, write_files
-from megaspeed.checkpoint.pieces import Piece
+from megaspeed.checkpoint.manifest import FileDigest, file_problems, read_manifest, write_files
 from megaspeed.checkpoint.reading import (
     read_index,
     read_pieces,
@@ -23,6 +22,7 @@ from megaspeed.checkpoint.reading import (
     tensors_of,
 )
 from megaspeed.checkpoint.run_state import RunState
+from megaspeed.checkpoint.tensors import Piece
 from megaspeed.checkpoint.writing import write_pieces
 from tests.checkpoint.saved_runs import only_checkpoint
 from tests.checkpoint.written import run_state
@@ -125,7 +125,7 @@ def test_the_tokenizers_files_are_those_that_a_folder_has(tmp_path: Path) -> Non
     assert files == {"tokenizer.json": b"{}"}
     (tmp_path / "copy").mkdir()
     seals = write_files(tmp_path / "copy", files)
-    assert seals == {"tokenizer.json": FileSeal.of_file(tmp_path / "copy" / "tokenizer.json")}
+    assert seals == {"tokenizer.json": FileDigest.of_file(tmp_path / "copy" / "tokenizer.json")}
 
 
 def test_a_state_is_of_a_run_or_of_an_import() -> None:

@@ -11,7 +11,7 @@ from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.metadata import Metadata
 
 from megaspeed.checkpoint.folders import CheckpointFolder
-from megaspeed.checkpoint.manifest import MANIFEST, FileSeal, write_manifest
+from megaspeed.checkpoint.manifest import MANIFEST, FileDigest, write_manifest
 from megaspeed.checkpoint.reading import INDEX
 from megaspeed.checkpoint.run_state import RUN_STATE, DataIdentity, Layout, Progress, RunState
 from megaspeed.checkpoint.tensors import expected_tensors
@@ -60,7 +60,7 @@ def write_checkpoint(folder: CheckpointFolder, step: int, **state: Any) -> Path:
 def seal(checkpoint: Path) -> None:
     """Writes the manifest for the files as they are."""
     files = {path.name: path for path in checkpoint.iterdir() if path.name != MANIFEST}
-    write_manifest(checkpoint, {name: FileSeal.of_file(path) for name, path in files.items()})
+    write_manifest(checkpoint, {name: FileDigest.of_file(path) for name, path in files.items()})
 
 
 def change_index(checkpoint: Path, change: Callable[[Metadata], object]) -> None:

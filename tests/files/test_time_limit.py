@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from megaspeed.files.time_limit import at_most
+from megaspeed.files.reading import at_most
 
 
 def test_a_block_that_takes_too_long_is_left() -> None:

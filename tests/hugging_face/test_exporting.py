@@ -13,8 +13,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megaspeed.checkpoint.folders import CheckpointFolder
-from megaspeed.checkpoint.pieces import LARGEST_PIECE_BYTES
 from megaspeed.checkpoint.reading import model_config
+from megaspeed.checkpoint.tensors import LARGEST_PIECE_BYTES
 from megaspeed.cli import main
 from megaspeed.cli.hugging_face import byte_count
 from megaspeed.config.model import ModelConfig

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megaspeed.checkpoint.inspection import inspect
-from megaspeed.checkpoint.reading import load_model, saved_tokenizer
+from megaspeed.checkpoint.reading import load_model
 from megaspeed.checkpoint.run_state import RunState
 from megaspeed.checkpoint.tensors import expected_shapes
 from megaspeed.cli import main
@@ -379,5 +379,4 @@ def test_a_tokenizer_of_an_older_format_is_written_as_a_new_one(copy: Path, fold
     (copy / "merges.txt").write_text(f"#version: 0.2\n{merges}\n")
     (copy / "tokenizer_config.json").write_text('{"tokenizer_class": "GPT2Tokenizer"}')
     imported(written(weights_in(folder), copy))
-    carried = saved_tokenizer(copy.parent / "out")
-    assert carried is not None and (carried / "tokenizer.json").is_file()
+    assert (copy.parent / "out" / "tokenizer.json").is_file()

@@ -1,13 +1,11 @@
 """A launch that costs speed is reported with its mend, and no other."""
 
-import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from megaspeed.analysis.costs.traffic import predict_traffic
 from megaspeed.topology.launch import LaunchEnvironment
 from megaspeed.training.banner import launch_warnings
 from tests.zero.one_rank import OFFLOAD, small_run
@@ -78,18 +76,13 @@ def test_dropout_without_attention_dropout_keeps_the_fused_attention() -> None:
     assert "fused" not in warning and warning.endswith("--set model.residual_dropout=0")
 
 
-def test_a_tensor_axis_across_machines_is_reported_with_its_bytes() -> None:
+def test_a_tensor_axis_across_machines_is_reported() -> None:
     run = small_run(TEXT, dp=4, tp=4)
     crossing = replace(BY_TORCHRUN, local_world_size=2)
     (warning,) = launch_warnings(
         crossing, run, visible_gpus=2, has_bf16=False, processors=8, threads=4
     )
     assert "parallel.tensor is 4, and 2 ranks run on this machine" in warning
-    stated = re.search(r"about (\S+) GB a step", warning)
-    predicted = sum(sent for (axis, _), sent in predict_traffic(run, 0).items() if axis == "tp")
-    assert stated is not None
-    # Of two small blocks; the embedding, the head and the loss send the rest.
-    assert 0.5 * predicted < float(stated[1]) * 1e9 <= predicted
     within = replace(BY_TORCHRUN, local_world_size=4)
     assert (
         launch_warnings(within, run, visible_gpus=4, has_bf16=False, processors=8, threads=4) == []

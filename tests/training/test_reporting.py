@@ -6,7 +6,6 @@ import struct
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ import pytest
 from megaspeed.config.resolve import Run
 from megaspeed.training import pretrain, reporting
 from megaspeed.training.metrics import ValidationMetrics
-from megaspeed.training.reporting import Reporting
+from megaspeed.training.reporting import Reporting, Rows, Service
 from tests.support.tiny import tiny_run
 from tests.training.metrics_of_steps import step_metrics
 
@@ -114,42 +113,32 @@ def test_a_missing_package_ends_the_job_with_2_before_it_starts(
     assert "pip install wandb" in printed.err and "tensorboard" not in printed.err
 
 
-class Collecting:
-    """A service that keeps what it gets."""
+def collecting(steps: list[int], failing_step: int | None = None) -> Service:
+    """A service that keeps the steps. Its network goes away at ``failing_step``."""
 
-    def __init__(self) -> None:
-        self.got: list[int] = []
+    def send(run: Run, begin: int, rows: Rows) -> None:
+        for step, _ in rows:
+            if step == failing_step:
+                raise ConnectionError("no route to host")
+            steps.append(step)
+        steps.append(-1)
 
-    def report(self, step: int, values: Mapping[str, float]) -> None:
-        self.got.append(step)
-
-    def close(self) -> None:
-        self.got.append(-1)
-
-
-class Failing(Collecting):
-    """A service whose network goes away at step 2."""
-
-    def report(self, step: int, values: Mapping[str, float]) -> None:
-        if step == 2:
-            raise ConnectionError("no route to host")
-        super().report(step, values)
-
-
-def made(service: Collecting) -> Callable[[Run, int], Collecting]:
-    return lambda run, step: service
+    return send
 
 
 def test_a_service_that_fails_is_dropped_with_one_warning_and_the_other_goes_on(
     tmp_path: Path,
 ) -> None:
-    failing, well, warnings = Failing(), Collecting(), list[str]()
+    failing, well, warnings = list[int](), list[int](), list[str]()
     run = reporting_run(tmp_path, "tensorboard", "wandb")
-    services: dict[Any, Any] = {"tensorboard": made(failing), "wandb": made(well)}
+    services: dict[Any, Service] = {
+        "tensorboard": collecting(failing, failing_step=2),
+        "wandb": collecting(well),
+    }
     with Reporting(run, 0, warnings.append, services) as report:
         for step in range(1, 6):
             report.write(step_metrics(step=step))
-    assert failing.got == [1] and well.got == [1, 2, 3, 4, 5, -1]
+    assert failing == [1] and well == [1, 2, 3, 4, 5, -1]
     (warning,) = warnings
     assert warning.startswith("tensorboard receives no more records of this run; ")
     assert warning.endswith("ConnectionError: no route to host")
@@ -162,9 +151,8 @@ def test_a_service_that_hangs_costs_a_step_nothing_and_the_end_little(
     monkeypatch.setattr(reporting, "_WAITING_RECORDS", 100)
     for_ever, warnings = threading.Event(), list[str]()
 
-    def hang(run: Run, step: int) -> Collecting:
+    def hang(run: Run, begin: int, rows: Rows) -> None:
         for_ever.wait()
-        return Collecting()
 
     run = reporting_run(tmp_path, "wandb")
     start = time.monotonic()
