@@ -85,7 +85,7 @@ def _subclasses(section: type[Section]) -> Iterator[type[Section]]:
 
 
 def _meanings(section: type[Section]) -> dict[str, str]:
-    """Field -> the docstring below it. (pydantic can read them, but at every start of a command.)"""
+    """Field -> the docstring below it. (pydantic could read it too, but at each import.)"""
     found = {}
     for owner in section.__mro__[section.__mro__.index(Section) :: -1]:
         (tree,) = ast.parse(inspect.getsource(owner)).body

@@ -2,20 +2,19 @@
 
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
+from itertools import takewhile
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
+from pydantic import TypeAdapter, ValidationError
 
 from megaspeed.config.document import Document, read_document
 from megaspeed.config.errors import ConfigError, KeyPath, Problem
 from megaspeed.config.hugging_face import fill_from_hugging_face
-from megaspeed.config.layout import LAUNCH_RULES, Launch, World
-from megaspeed.config.model import PRESETS
-from megaspeed.config.refusals import refuse_foreign_keys, without
+from megaspeed.config.layout import World, violations
+from megaspeed.config.refusals import refuse_foreign_keys
 from megaspeed.config.resolve import Run, resolve_run
-from megaspeed.config.rules import CONFIG_RULES
 from megaspeed.config.run import RunConfig
 from megaspeed.config.validation import translate
 
@@ -75,12 +74,9 @@ def _checked(document: Document, world: World | None, where: str) -> RunConfig:
 
 
 def _check(document: Document, world: World | None) -> tuple[RunConfig | None, tuple[str, ...]]:
-    """The config and all problems. If keys are invalid, rules that read other keys still apply.
-
-    The rules then check a config in which defaults and stand-ins replace the invalid values.
-    """
+    """The config and all problems. If keys are invalid, rules about other sections still apply."""
     if not document.is_complete:
-        return None, _messages(document.problems)
+        return None, tuple(problem.message for problem in document.problems)
     values, refused = refuse_foreign_keys(document.values)
     filled = fill_from_hugging_face(values)
     found = [*refused, *filled.problems]
@@ -94,58 +90,28 @@ def _check(document: Document, world: World | None) -> tuple[RunConfig | None, t
             for problem in translate(error, filled.values)
             if not filled.problems or problem.path[:1] != ("model",)
         ]
-    invalid = _invalid_paths([*document.problems, *found])
-    if config is None:
-        config = _repaired(filled.values, invalid)
     origins = {**document.origins, **filled.origins}
-    messages = _messages([*document.problems, *(_with_origin(each, origins) for each in found)])
-    if config is not None:
-        messages += tuple(CONFIG_RULES.violations(config, invalid))
-        if world is not None:
-            messages += tuple(LAUNCH_RULES.violations(Launch(config, world), invalid))
+    problems = [*document.problems, *(_with_origin(each, origins) for each in found)]
+    wrong = {path[0] for problem in problems for path in (problem.path, problem.meant) if path}
+    fields = dict(config) if config is not None else _fields_without(wrong, filled.values)
+    valid = {name: value for name, value in fields.items() if name not in wrong}
+    messages = [*(problem.message for problem in problems), *violations(valid, world)]
     return config, tuple(dict.fromkeys(messages))
 
 
-def _messages(problems: Sequence[Problem]) -> tuple[str, ...]:
-    return tuple(problem.message for problem in problems)
-
-
-def _invalid_paths(problems: Sequence[Problem]) -> Set[KeyPath]:
-    paths = {path for problem in problems for path in (problem.path, problem.meant) if path}
-    if not paths.isdisjoint({("model", key) for key in ("preset", "from_hf", "architecture")}):
-        paths.add(("model",))  # other fields depend on it
-    return paths
-
-
-_STAND_INS: Mapping[str, Mapping[str, Any]] = {
-    "model": {**PRESETS["gpt2-nano"], "intermediate_size": 96},
-    "data": {"sequence_length": 1},
-    "training": {"steps": 1},
-}
-"""Values of required keys that are missing or invalid."""
-
-
-def _repaired(values: Mapping[str, Any], invalid: Set[KeyPath]) -> RunConfig | None:
-    """A config without the invalid values; None if there is none."""
-    kept = without(values, map(_without_indices, invalid))
-    for name, stand_ins in _STAND_INS.items():
-        section = kept.get(name, {})
-        kept[name] = section if "preset" in section else {**stand_ins, **section}
-    try:
-        return RunConfig.model_validate(kept)
-    except ValidationError:
-        return None
-
-
-def _without_indices(path: KeyPath) -> KeyPath:
-    """The path of the list if `path` leads into a list, because a list is valid or invalid."""
-    for index, part in enumerate(path):
-        if isinstance(part, int):
-            return path[:index]
-    return path
+def _fields_without(wrong: Set[str | int], values: Mapping[str, Any]) -> dict[str, Any]:
+    """The other fields of a `RunConfig`."""
+    return {
+        name: TypeAdapter(field.annotation).validate_python(values[name])
+        if name in values
+        else field.get_default(call_default_factory=True)
+        for name, field in RunConfig.model_fields.items()
+        if name not in wrong
+    }
 
 
 def _with_origin(problem: Problem, origins: Mapping[KeyPath, str]) -> Problem:
     """Adds the origin to the message if the key is not in the config file itself."""
-    origin = origins.get(_without_indices(problem.path))
+    names = tuple(takewhile(lambda part: isinstance(part, str), problem.path))
+    origin = origins.get(names)
     return replace(problem, message=f"{problem.message} (from {origin})") if origin else problem
