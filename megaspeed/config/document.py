@@ -18,9 +18,6 @@ from megaspeed.config.strict_json import (
 from megaspeed.files.paths import path_argument, path_problem
 from megaspeed.files.reading import file_problem
 
-_LONGEST_CHAIN = 32
-"""Files that extend each other, the first one included."""
-
 _MOST_KEYS = 16
 _SHOWN_CHARACTERS = 200
 
@@ -32,7 +29,7 @@ class Document:
     Attributes:
         values: the merged JSON.
         problems: what is wrong with the files and the overrides.
-        origins: where a value comes from if it is not in the config file itself: a path or `--set`.
+        origins: where each value comes from: a path, `--set`, or "" for the config file itself.
         is_complete: False if a file could not be read. Then missing keys are no mistake.
     """
 
@@ -44,14 +41,35 @@ class Document:
 
 def read_document(path: Path, overrides: Sequence[str] = ()) -> Document:
     """Reads a config file and all files that it extends, and applies the overrides."""
-    document = _read_chain(path, chain=())
-    values, problems, origins = document.values, list(document.problems), dict(document.origins)
+    problems: list[Problem] = []
+    trees: list[tuple[str, dict[str, Any]]] = []  # each with its origin; a later one is extended
+    files: list[Path] = []
+    following: Path | None = path
+    while following is not None:
+        file = following
+        origin = str(file) if files else ""
+        try:
+            values, duplicates = _read_values(file, files)
+            following = _extended_file(file, values.pop("extends", None))
+        except ValueError as error:
+            problems.append(Problem((), str(error)))
+            break
+        values.pop("$schema", None)
+        in_file = f" (in {file})" if origin else ""
+        problems += [Problem(each.path, f"{each.message}{in_file}") for each in duplicates]
+        trees.append((origin, values))
+        files.append(file)
+    trees.reverse()
     for text in overrides:
         tree, found = parse_override(text)
         problems += found
-        values = merge(values, tree)
-        origins |= dict.fromkeys(_paths_in(tree), "--set")
-    return Document(values, tuple(problems), origins, document.is_complete)
+        trees.append(("--set", tree))
+    merged: dict[str, Any] = {}
+    origins: dict[KeyPath, str] = {}
+    for origin, tree in trees:
+        merged = merge(merged, tree)
+        origins |= dict.fromkeys(_paths_in(tree), origin)
+    return Document(merged, tuple(problems), origins, is_complete=following is None)
 
 
 def add_config_options(parser: ArgumentParser) -> None:
@@ -138,53 +156,29 @@ def _paths_in(value: Any, path: KeyPath = ()) -> Iterator[KeyPath]:
             yield from _paths_in(inner, (*path, key))
 
 
-def _read_chain(path: Path, chain: tuple[Path, ...]) -> Document:
-    """Merges this file over the file that it extends; `chain` has the files that extend it."""
-    problem = file_problem(path)
+def _read_values(file: Path, extended_by: Sequence[Path]) -> tuple[dict[str, Any], list[Problem]]:
+    """The values of a file, and its duplicate keys. Raises ValueError if there are none."""
+    problem = file_problem(file)
     if problem is not None:
-        return _unreadable(_missing_file(path, chain, problem))
-    if path.resolve() in [earlier.resolve() for earlier in chain]:
-        cycle = " -> ".join(str(file) for file in (*chain, path))
-        return _unreadable(f"extends forms a cycle: {cycle}; remove one of them")
-    if len(chain) == _LONGEST_CHAIN:
-        return _unreadable(
-            f"the chain of extends that begins at {chain[0]} must have at most {_LONGEST_CHAIN} "
-            f"files, and {path} is one more; merge some of them"
-        )
-    try:
-        values, duplicates = read_json_object(path)
-    except JsonSyntaxError as error:
-        return _unreadable(str(error))
-    values.pop("$schema", None)
-    parent = values.pop("extends", None)
-    wrong = None
-    if parent is not None:
-        wrong = path_problem(parent) if isinstance(parent, str) else "wanted the path of one file"
+        raise ValueError(_missing_file(file, extended_by, problem))
+    if any(file.samefile(earlier) for earlier in extended_by):
+        cycle = " -> ".join(map(str, (*extended_by, file)))
+        raise ValueError(f"extends forms a cycle: {cycle}; remove one of them")
+    return read_json_object(file)
+
+
+def _extended_file(file: Path, parent: Any) -> Path | None:
+    """The file that a file extends. Raises ValueError if the value of `extends` is not a path."""
+    if parent is None:
+        return None
+    wrong = path_problem(parent) if isinstance(parent, str) else "wanted the path of one file"
     if wrong is not None:
-        message = f"extends: given {describe_value(parent)}, {wrong}"
-        duplicates.append(Problem(("extends",), message))
-    in_file = f" (in {path})" if chain else ""
-    problems = [Problem(each.path, f"{each.message}{in_file}") for each in duplicates]
-    origins = dict.fromkeys(_paths_in(values), str(path)) if chain else {}
-    if parent is None or wrong is not None:
-        return Document(values, tuple(problems), origins, is_complete=wrong is None)
-    base = _read_chain(path.parent / parent, (*chain, path))
-    own = set(_paths_in(values))
-    inherited = {key: origin for key, origin in base.origins.items() if key not in own}
-    return Document(
-        merge(base.values, values),
-        (*base.problems, *problems),
-        {**inherited, **origins},
-        base.is_complete,
-    )
+        raise ValueError(f"extends: given {describe_value(parent)}, {wrong}")
+    return file.parent / parent
 
 
-def _unreadable(message: str) -> Document:
-    return Document({}, (Problem((), message),), is_complete=False)
-
-
-def _missing_file(path: Path, chain: tuple[Path, ...], problem: str) -> str:
-    extended = f", which {chain[-1]} extends," if chain else ""
+def _missing_file(path: Path, extended_by: Sequence[Path], problem: str) -> str:
+    extended = f", which {extended_by[-1]} extends," if extended_by else ""
     if os.path.isdir(path):
         return f"{path}{extended} is a folder; name a JSON file in it"
     if os.path.lexists(path):
