@@ -78,22 +78,22 @@ def _check(document: Document, world: World | None) -> tuple[RunConfig | None, t
     if not document.is_complete:
         return None, tuple(problem.message for problem in document.problems)
     values, refused = refuse_foreign_keys(document.values)
-    filled = fill_from_hugging_face(values)
-    found = [*refused, *filled.problems]
+    values, file_origins, file_problems = fill_from_hugging_face(values)
+    found = [*refused, *file_problems]
     config: RunConfig | None = None
     try:
-        config = RunConfig.model_validate(filled.values)
+        config = RunConfig.model_validate(values)
     except ValidationError as error:
         # Fields of the model are missing if the file that states them cannot be read.
         found += [
             problem
-            for problem in translate(error, filled.values)
-            if not filled.problems or problem.path[:1] != ("model",)
+            for problem in translate(error, values)
+            if not file_problems or problem.path[:1] != ("model",)
         ]
-    origins = {**document.origins, **filled.origins}
+    origins = {**document.origins, **file_origins}
     problems = [*document.problems, *(_with_origin(each, origins) for each in found)]
     wrong = {path[0] for problem in problems for path in (problem.path, problem.meant) if path}
-    fields = dict(config) if config is not None else _fields_without(wrong, filled.values)
+    fields = dict(config) if config is not None else _fields_without(wrong, values)
     valid = {name: value for name, value in fields.items() if name not in wrong}
     messages = [*(problem.message for problem in problems), *violations(valid, world)]
     return config, tuple(dict.fromkeys(messages))
