@@ -161,7 +161,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "no kind": (
         {},
-        'model_type must be "gpt2" or "llama" or "mistral" or "qwen2" or "qwen3", but it is missing',
+        'model_type must be "gpt2" or "llama" or "mistral" or "qwen2" or "qwen3", but it is '
+        "missing",
     ),
     "exact gelu": (
         {**GPT2, "activation_function": "gelu"},
