@@ -1,6 +1,7 @@
 """Loads configs and runs from files, overrides and JSON values, and finds all mistakes at once."""
 
 from collections.abc import Mapping, Sequence, Set
+from contextlib import suppress
 from dataclasses import replace
 from itertools import takewhile
 from os import PathLike
@@ -13,9 +14,10 @@ from megaspeed.config.document import Document, read_document
 from megaspeed.config.errors import ConfigError, KeyPath, Problem
 from megaspeed.config.hugging_face import fill_from_hugging_face
 from megaspeed.config.layout import World, violations
-from megaspeed.config.refusals import refuse_foreign_keys
+from megaspeed.config.refusals import refuse_foreign_keys, without
 from megaspeed.config.resolve import Run, resolve_run
 from megaspeed.config.run import RunConfig
+from megaspeed.config.section import Section
 from megaspeed.config.validation import translate
 
 
@@ -74,7 +76,7 @@ def _checked(document: Document, world: World | None, where: str) -> RunConfig:
 
 
 def _check(document: Document, world: World | None) -> tuple[RunConfig | None, tuple[str, ...]]:
-    """The config and all problems. If keys are invalid, rules about other sections still apply."""
+    """The config and all problems. If keys are wrong, rules that read other keys still apply."""
     if not document.is_complete:
         return None, tuple(problem.message for problem in document.problems)
     values, refused = refuse_foreign_keys(document.values)
@@ -92,26 +94,40 @@ def _check(document: Document, world: World | None) -> tuple[RunConfig | None, t
         ]
     origins = {**document.origins, **file_origins}
     problems = [*document.problems, *(_with_origin(each, origins) for each in found)]
-    wrong = {path[0] for problem in problems for path in (problem.path, problem.meant) if path}
-    fields = dict(config) if config is not None else _fields_without(wrong, values)
-    valid = {name: value for name, value in fields.items() if name not in wrong}
-    messages = [*(problem.message for problem in problems), *violations(valid, world)]
+    wrong = {_without_indices(path) for each in problems for path in (each.path, each.meant)} - {()}
+    if ("model", "hidden_size") in wrong:
+        wrong.add(("model", "intermediate_size"))  # it is computed from the other if omitted
+    fields = _correct_fields(values, wrong) if config is None or wrong else dict(config)
+    messages = [*(problem.message for problem in problems), *violations(fields, world)]
     return config, tuple(dict.fromkeys(messages))
 
 
-def _fields_without(wrong: Set[str | int], values: Mapping[str, Any]) -> dict[str, Any]:
-    """The other fields of a `RunConfig`."""
-    return {
-        name: TypeAdapter(field.annotation).validate_python(values[name])
-        if name in values
-        else field.get_default(call_default_factory=True)
-        for name, field in RunConfig.model_fields.items()
-        if name not in wrong
-    }
+def _correct_fields(values: Mapping[str, Any], wrong: Set[KeyPath]) -> dict[str, Any]:
+    """The fields of a `RunConfig` that can be read, without attributes for keys that are wrong."""
+    kept = without(values, wrong)
+    fields: dict[str, Any] = {}
+    for name, field in RunConfig.model_fields.items():
+        given = kept.get(name, field.get_default(call_default_factory=True))
+        # If it fails, a key of the section that has no default is missing or wrong.
+        with suppress(ValidationError):
+            fields[name] = TypeAdapter(field.rebuild_annotation()).validate_python(given)
+    for path in wrong:
+        section: Any = fields.get(str(path[0]))
+        for part in path[1:-1]:
+            section = getattr(section, str(part), None)
+        if len(path) == 1:
+            fields.pop(str(path[0]), None)
+        elif isinstance(section, Section):
+            vars(section).pop(str(path[-1]), None)
+    return fields
+
+
+def _without_indices(path: KeyPath) -> KeyPath:
+    """The path of the list if `path` leads into a list, because a list is valid or invalid."""
+    return tuple(takewhile(lambda part: isinstance(part, str), path))
 
 
 def _with_origin(problem: Problem, origins: Mapping[KeyPath, str]) -> Problem:
     """Adds the origin to the message if the key is not in the config file itself."""
-    names = tuple(takewhile(lambda part: isinstance(part, str), problem.path))
-    origin = origins.get(names)
+    origin = origins.get(_without_indices(problem.path))
     return replace(problem, message=f"{problem.message} (from {origin})") if origin else problem

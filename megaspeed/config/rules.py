@@ -1,12 +1,13 @@
 """Rules that several keys must satisfy together.
 
 A rule is a generator function that yields a message for each violation. Its parameters are what it
-reads, by name: sections of the JSON, and in `layout.py` also the batch keys and the processes. If
-one of them is not known or has a mistake of its own, the rule is skipped.
+reads, by name: sections of the JSON, and in `layout.py` also the batch keys and the processes. A
+rule is skipped if one of them is not known, or if it reads a key that has a mistake of its own.
 """
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from typing import Any
 
 from megaspeed.config.data import DataConfig
@@ -42,12 +43,12 @@ def rule(function: Rule) -> Rule:
 
 def check(known: Mapping[str, Any]) -> list[str]:
     """The messages of all rules that read only known values, which are given by name."""
-    return [
-        message
-        for function, names in _RULES
-        if known.keys() >= set(names)
-        for message in function(*(known[name] for name in names))
-    ]
+    messages: list[str] = []
+    for function, names in _RULES:
+        if known.keys() >= set(names):
+            with suppress(AttributeError):  # it reads a key that has a mistake of its own
+                messages += function(*(known[name] for name in names))
+    return messages
 
 
 def divisors(number: int) -> list[int]:

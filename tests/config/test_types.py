@@ -165,7 +165,7 @@ def test_all_problems_are_reported_at_once_and_numbered() -> None:
     assert [line.split(".")[0].strip() for line in lines[1:]] == [str(n) for n in range(1, 9)]
 
 
-def test_rules_are_silent_about_sections_that_are_already_wrong() -> None:
+def test_rules_are_silent_about_keys_that_are_already_wrong() -> None:
     found = problems(
         model={"num_attention_heads": 0},
         parallel={"tensor": 5, "sequence_parallel": True},

@@ -44,12 +44,11 @@ def test_gpipe_runs_all_forwards_then_all_backwards() -> None:
 
 
 def test_gpipe_with_more_micro_batches_than_stages() -> None:
-    assert format_grid(gpipe, 4, 8, backward_ticks=1) == drawn("""
-        tick              0  1  2  3  4  5  6  7  8  9  10 11 12 13 14 15 16 17 18 19 20 21
-        pipeline stage 0  F0 F1 F2 F3 F4 F5 F6 F7 .  .  .  .  .  .  B0 B1 B2 B3 B4 B5 B6 B7
-        pipeline stage 1  .  F0 F1 F2 F3 F4 F5 F6 F7 .  .  .  .  B0 B1 B2 B3 B4 B5 B6 B7 .
-        pipeline stage 2  .  .  F0 F1 F2 F3 F4 F5 F6 F7 .  .  B0 B1 B2 B3 B4 B5 B6 B7 .  .
-        pipeline stage 3  .  .  .  F0 F1 F2 F3 F4 F5 F6 F7 B0 B1 B2 B3 B4 B5 B6 B7 .  .  .
+    assert format_grid(gpipe, 3, 4) == drawn("""
+        tick              0  1  2  3  4  5  6  7  8  9  10 11 12 13 14 15 16 17
+        pipeline stage 0  F0 F1 F2 F3 .  .  .  .  .  .  B0 B0 B1 B1 B2 B2 B3 B3
+        pipeline stage 1  .  F0 F1 F2 F3 .  .  .  B0 B0 B1 B1 B2 B2 B3 B3 .  .
+        pipeline stage 2  .  .  F0 F1 F2 F3 B0 B0 B1 B1 B2 B2 B3 B3 .  .  .  .
     """)
 
 
@@ -64,22 +63,21 @@ def test_1f1b_warms_up_alternates_and_cools_down() -> None:
 
 
 def test_1f1b_with_more_micro_batches_than_stages() -> None:
-    assert format_grid(one_forward_one_backward, 4, 8, backward_ticks=1) == drawn("""
-        tick              0  1  2  3  4  5  6  7  8  9  10 11 12 13 14 15 16 17 18 19 20 21
-        pipeline stage 0  F0 F1 F2 F3 .  .  .  B0 F4 B1 F5 B2 F6 B3 F7 B4 .  B5 .  B6 .  B7
-        pipeline stage 1  .  F0 F1 F2 .  .  B0 F3 B1 F4 B2 F5 B3 F6 B4 F7 B5 .  B6 .  B7 .
-        pipeline stage 2  .  .  F0 F1 .  B0 F2 B1 F3 B2 F4 B3 F5 B4 F6 B5 F7 B6 .  B7 .  .
-        pipeline stage 3  .  .  .  F0 B0 F1 B1 F2 B2 F3 B3 F4 B4 F5 B5 F6 B6 F7 B7 .  .  .
+    assert format_grid(one_forward_one_backward, 3, 5) == drawn("""
+        tick              0  1  2  3  4  5  6  7  8  9  10 11 12 13 14 15 16 17 18 19 20
+        pipeline stage 0  F0 F1 F2 .  .  .  .  B0 B0 F3 B1 B1 F4 B2 B2 .  B3 B3 .  B4 B4
+        pipeline stage 1  .  F0 F1 .  .  B0 B0 F2 B1 B1 F3 B2 B2 F4 B3 B3 .  B4 B4 .  .
+        pipeline stage 2  .  .  F0 B0 B0 F1 B1 B1 F2 B2 B2 F3 B3 B3 F4 B4 B4 .  .  .  .
     """)
 
 
 def test_1f1b_with_fewer_micro_batches_than_stages() -> None:
-    assert format_grid(one_forward_one_backward, 4, 2, backward_ticks=1) == drawn("""
-        tick              0  1  2  3  4  5  6  7  8  9
-        pipeline stage 0  F0 F1 .  .  .  .  .  B0 .  B1
-        pipeline stage 1  .  F0 F1 .  .  .  B0 .  B1 .
-        pipeline stage 2  .  .  F0 F1 .  B0 .  B1 .  .
-        pipeline stage 3  .  .  .  F0 B0 F1 B1 .  .  .
+    assert format_grid(one_forward_one_backward, 4, 2) == drawn("""
+        tick              0  1  2  3  4  5  6  7  8  9  10 11 12 13 14
+        pipeline stage 0  F0 F1 .  .  .  .  .  .  .  .  B0 B0 .  B1 B1
+        pipeline stage 1  .  F0 F1 .  .  .  .  .  B0 B0 .  B1 B1 .  .
+        pipeline stage 2  .  .  F0 F1 .  .  B0 B0 .  B1 B1 .  .  .  .
+        pipeline stage 3  .  .  .  F0 B0 B0 F1 B1 B1 .  .  .  .  .  .
     """)
 
 
@@ -138,9 +136,7 @@ def test_peak_in_flight_and_bubble(pipeline_stages: int, micro_batches: int) -> 
         )
         assert peak_micro_batches_in_flight(forward_only, P, stage, M) == 1
     for schedule in (gpipe, one_forward_one_backward, forward_only):
-        for backward_ticks in (1, 2, 3):
-            bubble = bubble_fraction(schedule, P, M, backward_ticks=backward_ticks)
-            assert bubble == (P - 1) / (M + P - 1)
+        assert bubble_fraction(schedule, P, M) == (P - 1) / (M + P - 1)
 
 
 def test_a_json_name_for_each_training_schedule() -> None:
