@@ -20,9 +20,10 @@ always, on two communicators if the device is synchronised between the send and 
 batch, a send and a receive complete together, in any order. So each stage yields its receive
 directly after its send, and `form_exchanges` joins the two into one batch.
 
-To add a schedule, write a generator, name it in `SCHEDULES`, and test it with `check_schedule`.
-(An interleaved schedule, Narayanan et al. 2021, section 2.2.2, gives a stage several chunks of
-layers. It would be a generator whose instructions also name the chunk.)
+To add a schedule, write a generator, name it in `SCHEDULES`, state its peak of micro-batches in
+`peak_micro_batches_in_flight`, and test it with `check_schedule`. (An interleaved schedule,
+Narayanan et al. 2021, section 2.2.2, gives a stage several chunks of layers. It would be a
+generator whose instructions also name the chunk.)
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -36,7 +37,6 @@ from megaspeed.pipeline.instructions import (
     Forward,
     Instruction,
     LoadMicroBatch,
-    MicroBatchInstruction,
     OptimizerStep,
     ReceiveActivation,
     ReceiveGradient,
@@ -120,35 +120,12 @@ def peak_micro_batches_in_flight(
     """The largest number of micro-batches whose activations one stage holds at the same time.
 
     A micro-batch is in flight from its forward to the last instruction of this stage that names it:
-    its backward or the send of its gradient, or in an evaluation the send of its activation.
+    its backward or the send of its gradient.
     """
     if schedule is gpipe:
         return micro_batches
-    if schedule is one_forward_one_backward:
-        return min(micro_batches, pipeline_stages - pipeline_stage)
-    return walked_peak_in_flight(schedule, pipeline_stages, pipeline_stage, micro_batches)
-
-
-def walked_peak_in_flight(
-    schedule: Schedule, pipeline_stages: int, pipeline_stage: int, micro_batches: int
-) -> int:
-    """The same for any schedule, in time proportional to the number of micro-batches."""
-    program = list(schedule(pipeline_stages, pipeline_stage, micro_batches))
-    last_use = {
-        instruction.micro_batch: position
-        for position, instruction in enumerate(program)
-        if isinstance(instruction, MicroBatchInstruction)
-    }
-    in_flight = peak = 0
-    for position, instruction in enumerate(program):
-        if not isinstance(instruction, MicroBatchInstruction):
-            continue
-        if isinstance(instruction, Forward):
-            in_flight += 1
-            peak = max(peak, in_flight)
-        if last_use[instruction.micro_batch] == position:
-            in_flight -= 1
-    return peak
+    assert schedule is one_forward_one_backward, f"state the peak of {schedule} here"
+    return min(micro_batches, pipeline_stages - pipeline_stage)
 
 
 def _forward(pipeline_stages: int, pipeline_stage: int, micro_batch: int) -> Iterator[Instruction]:

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megaspeed.zero.fragments import GradientFragment
+from megaspeed.zero.model_states import GradientFragment
 
 _BUCKET_ELEMENTS = 1 << 26
 
