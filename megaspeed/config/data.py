@@ -7,7 +7,7 @@ from pydantic import Field, model_validator
 from megaspeed.config.section import PathText, Section
 
 BUNDLED_CORPUS = "python-stdlib"
-"""The source that every machine has: the files of Python's standard library."""
+"""A source that every machine has: the files of Python's standard library."""
 
 
 class Source(Section):
@@ -19,15 +19,15 @@ class Source(Section):
     dataset: str | None = Field(default=None, min_length=1)
     """The name passed to datasets.load_dataset, instead of a path."""
     configuration: str | None = Field(default=None, min_length=1)
-    """Configuration of the dataset, for load_dataset."""
+    """Configuration of the dataset, which is passed to load_dataset."""
     revision: str | None = Field(default=None, min_length=1)
-    """Revision of the dataset, for load_dataset."""
+    """Revision of the dataset, which is passed to load_dataset."""
     streaming: bool = False
-    """Whether load_dataset streams over the network, without a local copy."""
+    """Whether load_dataset reads over the network, without a local copy."""
     split: str = Field(default="train", min_length=1)
-    """Split of a dataset, or of a folder of save_to_disk that has several."""
+    """Split of the dataset, or of a folder of save_to_disk that has several splits."""
     text_field: str = Field(default="text", min_length=1)
-    """Field of JSON lines, or column of a table, with the text."""
+    """Name of the field of JSON lines, or of the column of a table, that contains the text."""
     weight: float | None = Field(default=None, gt=0)
     """Share of the samples that come from this source, relative to the weights of the others;
     stated for all sources of a list or for none. If omitted: each source is read once per epoch."""

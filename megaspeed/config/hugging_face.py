@@ -23,10 +23,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from megaspeed.config.document import JsonSyntaxError, describe_value, read_json_object
 from megaspeed.config.errors import ConfigError, KeyPath, Problem
 from megaspeed.config.families import FAMILIES, Family
 from megaspeed.config.model import DERIVED_FIELDS, ModelConfig
-from megaspeed.config.strict_json import JsonSyntaxError, describe_value, read_json_object
 from megaspeed.files.paths import expand_home, path_problem
 from megaspeed.files.reading import file_problem
 

@@ -9,18 +9,25 @@
     train_batch_size = micro-batch x gradient_accumulation_steps x data
 
 `train_batch_size` and one other number give the third, so that changing the degrees never changes
-the batch of a step. As in DeepSpeed, accumulation steps that nothing determines are 1.
+the batch of a step. As in DeepSpeed, accumulation steps are 1 if the other numbers do not determine
+them.
 """
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megaspeed.config.deepspeed_keys import DeepSpeedKeys, Fp16Config, OptimizerConfig
+from megaspeed.config.deepspeed_keys import (
+    DeepSpeedKeys,
+    Fp16Config,
+    OptimizerConfig,
+    SchedulerConfig,
+    WarmupDecayLR,
+    WarmupLR,
+)
 from megaspeed.config.errors import ConfigError
 from megaspeed.config.rules import check, divisors, listed, nearest, rule
 from megaspeed.config.run import ParallelConfig, TrainingConfig
-from megaspeed.config.scheduler import SchedulerConfig, WarmupDecayLR, WarmupLR
 from megaspeed.config.section import LARGEST_ACCUMULATION, LARGEST_NUMBER
 from megaspeed.topology.grid import Grid
 

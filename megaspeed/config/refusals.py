@@ -78,7 +78,7 @@ _REASONS: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
     "it launches DeepSpeed's own trials of a layout; remove it": {"autotuning": ()},
     "DeepCompile needs the complete model in one graph on a GPU; remove it": {"compile": ()},
     "it only makes DeepSpeed warn; set model.vocab_size": {"vocabulary_size": ()},
-    "the loss and its gradient are means over the whole batch at every layout; remove it": {
+    "the loss and its gradient are means over the complete batch at every layout; remove it": {
         "prescale_gradients": _OFF,
         "gradient_predivide_factor": (1, None),
         "gradient_allreduce_op": ("mean", None),
@@ -127,14 +127,14 @@ _REASONS: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
     "every step needs the gradient norm, for clipping and for metrics.jsonl; remove it": {
         "zero_optimization.compute_grad_norm": _ON
     },
-    "DeepSpeed compares over the whole world, where other pipeline stages wait for activations: a "
-    "deadlock; remove it": {"zero_optimization.enable_sanity_checks": _OFF},
+    "DeepSpeed compares over all ranks, but other pipeline stages wait for activations meanwhile: "
+    "a deadlock; remove it": {"zero_optimization.enable_sanity_checks": _OFF},
     "it moves parameters within the flat buffers from which tied embeddings on two pipeline stages "
     "exchange gradients; remove it": {"zero_optimization.round_robin_gradients": _OFF},
     "it pads the flat buffers from which tied embeddings on two pipeline stages exchange "
     "gradients; remove it": {"zero_optimization.parameter_alignment": _OFF},
-    "DeepSpeed forms its groups from consecutive ranks of the whole world, which is wrong beside "
-    "pipeline or tensor parallelism; remove it": {
+    "DeepSpeed forms its groups from consecutive ranks, which is wrong with pipeline or tensor "
+    "parallelism; remove it": {
         "zero_optimization.zero_hpz_partition_size": (0, 1, None),
         "zero_optimization.zero_quantized_gradients": _OFF,
     },

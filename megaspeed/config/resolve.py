@@ -5,7 +5,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from megaspeed.config.deepspeed_keys import OptimizerConfig, ZeroConfig
+from megaspeed.config.deepspeed_keys import (
+    DecayParams,
+    OptimizerConfig,
+    SchedulerConfig,
+    WarmupCosineLRParams,
+    WarmupDecayLRParams,
+    WarmupLRParams,
+    ZeroConfig,
+)
 from megaspeed.config.errors import ConfigError
 from megaspeed.config.layout import (
     Batch,
@@ -17,13 +25,6 @@ from megaspeed.config.layout import (
 )
 from megaspeed.config.model import ModelConfig
 from megaspeed.config.run import RunConfig, TrainingConfig
-from megaspeed.config.scheduler import (
-    DecayParams,
-    SchedulerConfig,
-    WarmupCosineLRParams,
-    WarmupDecayLRParams,
-    WarmupLRParams,
-)
 from megaspeed.topology.grid import Grid
 
 GradientReduction = Literal["per_step", "per_micro_batch"]

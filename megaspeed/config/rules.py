@@ -13,21 +13,19 @@ from typing import Any
 from megaspeed.config.data import DataConfig
 from megaspeed.config.deepspeed_keys import (
     Bf16Config,
+    Constant,
     DataTypesConfig,
+    Decay,
     Fp16Config,
     OptimizerConfig,
-    ZeroConfig,
-)
-from megaspeed.config.model import PRESETS, ModelConfig
-from megaspeed.config.run import ParallelConfig, TrainingConfig
-from megaspeed.config.scheduler import (
-    Constant,
-    Decay,
     SchedulerConfig,
     WarmupCosineLR,
     WarmupDecayLR,
     WarmupLR,
+    ZeroConfig,
 )
+from megaspeed.config.model import PRESETS, ModelConfig
+from megaspeed.config.run import ParallelConfig, TrainingConfig
 
 Rule = Callable[..., Iterator[str]]
 

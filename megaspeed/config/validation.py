@@ -11,11 +11,11 @@ from typing import Any, get_args
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
+from megaspeed.config.deepspeed_keys import SCHEDULER_TYPES
+from megaspeed.config.document import describe_value
 from megaspeed.config.errors import MOST_LISTED, KeyPath, Problem, dotted
 from megaspeed.config.model import PRESETS
 from megaspeed.config.run import RunConfig
-from megaspeed.config.scheduler import SCHEDULER_TYPES
-from megaspeed.config.strict_json import describe_value
 
 _OTHER_NAMES = {
     "model.architecture": "model_type",

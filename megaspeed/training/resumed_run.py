@@ -18,12 +18,11 @@ from pydantic import BaseModel, ValidationError
 
 from megaspeed import __version__
 from megaspeed.checkpoint.run_state import DataIdentity, Progress, RunState
-from megaspeed.config.deepspeed_keys import OptimizerConfig
+from megaspeed.config.deepspeed_keys import OptimizerConfig, SchedulerConfig
 from megaspeed.config.layout import violations
 from megaspeed.config.model import ModelConfig
 from megaspeed.config.resolve import Run
 from megaspeed.config.run import RunConfig
-from megaspeed.config.scheduler import SchedulerConfig
 from megaspeed.config.section import Section
 from megaspeed.files.json_values import leaves
 from megaspeed.training.step_inputs import learning_rate

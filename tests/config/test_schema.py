@@ -8,11 +8,11 @@ from typing import Any
 import jsonschema
 import pytest
 
+from megaspeed.config.deepspeed_keys import SCHEDULER_TYPES
 from megaspeed.config.document import Document, read_document
 from megaspeed.config.json_schema import TABLES, json_schema, json_schema_text, key_tables
 from megaspeed.config.layout import World
 from megaspeed.config.loading import find_problems, parse_config
-from megaspeed.config.scheduler import SCHEDULER_TYPES
 from megaspeed.config.validation import all_key_paths, keys_at
 from tests.config.small import small, write
 
