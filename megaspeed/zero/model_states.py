@@ -18,20 +18,15 @@ A fragment is a flat range of one parameter. Whatever is written to it is what t
     3          the data axis       an equal flat range of every parameter
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import deepspeed
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-
-if TYPE_CHECKING:
-    from megaspeed.zero.engine import ZeroEngine
 
 
 @dataclass(frozen=True)
@@ -186,17 +181,26 @@ def _moments(adamw: torch.optim.Optimizer, master: Tensor) -> dict[str, Tensor]:
     return state
 
 
-# What a rank holds, for measurement.
+class Engine(Protocol):
+    """What the measurement of a `ZeroEngine` reads."""
+
+    @property
+    def module(self) -> nn.Module:
+        """This rank's layers."""
+
+    @property
+    def optimizer(self) -> Any:
+        """DeepSpeed's ZeRO optimizer."""
 
 
-def held_parameters(engine: ZeroEngine) -> Iterator[Tensor | None]:
+def held_parameters(engine: Engine) -> Iterator[Tensor | None]:
     """The model's parameters, and at ZeRO-3 their partitions."""
     for parameter in engine.module.parameters():
         yield parameter.data
         yield getattr(parameter, "ds_tensor", None)
 
 
-def held_gradients(engine: ZeroEngine) -> Iterator[Tensor | None]:
+def held_gradients(engine: Engine) -> Iterator[Tensor | None]:
     """Gradients, complete or partitioned, accumulated or not."""
     for parameter in engine.module.parameters():
         yield parameter.grad
@@ -209,7 +213,7 @@ def held_gradients(engine: ZeroEngine) -> Iterator[Tensor | None]:
         yield master.grad
 
 
-def held_optimizer_states(engine: ZeroEngine) -> Iterator[Tensor | None]:
+def held_optimizer_states(engine: Engine) -> Iterator[Tensor | None]:
     """fp32 master weights and AdamW's moments."""
     optimizer = engine.optimizer
     yield from master_partitions(optimizer)
