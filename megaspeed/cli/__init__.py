@@ -1,22 +1,4 @@
-"""The ``megaspeed`` command.
-
-    megaspeed train    --config FILE [--world-size N]     trains, with one process for each rank
-    megaspeed check    --config FILE [--world-size N]     every mistake in a configuration, at once
-    megaspeed verify   --config FILE --world-size N       this layout against one plain process
-    megaspeed schedule --config FILE --world-size N       the pipeline's timetable, as a grid
-    megaspeed compare  --config FILE --world-size N       the ZeRO stages, trained side by side
-    megaspeed report RUN...                               one HTML page of one or several runs
-    megaspeed compare-runs A B                            the first step where two runs differ
-    megaspeed plan     --config FILE --world-size N       predicted memory, traffic and rank map
-    megaspeed doctor   --config FILE                      checks on all ranks if a run can start
-    megaspeed show-batch --config FILE --step K           token ids and text of any step
-    megaspeed checkpoint show|verify DIR                  contents of checkpoints; are they intact
-    megaspeed import-hf DIR OUT                           a Hugging Face model to a checkpoint
-    megaspeed export-hf CHECKPOINT OUT                    a checkpoint to a Hugging Face model
-    megaspeed generate --checkpoint DIR --prompt TEXT     continuations of prompts
-    megaspeed evaluate --checkpoint DIR INPUT...          loss, perplexity and bits per byte of text
-    megaspeed train-tokenizer FILE... --output DIR        trains a byte-level BPE on your text
-    megaspeed tokenize FILE... --output DIR               text to token files
+"""The ``megaspeed`` command. ``megaspeed --help`` lists its subcommands.
 
 Each file of this folder that has a function ``add_to`` adds one or two commands.
 Exit codes: 0 done, 1 the run or the check failed, 2 the input is wrong, 3 the run hung.

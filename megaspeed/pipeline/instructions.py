@@ -12,99 +12,68 @@ for it, so a stage can load a micro-batch while its activation arrives.
 """
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 
 @dataclass(frozen=True, slots=True)
 class MicroBatchInstruction:
     """An instruction about one micro-batch of the step, counted from 0."""
 
-    letters: ClassVar[str] = "?"
-
     micro_batch: int
-
-    def __str__(self) -> str:
-        return f"{self.letters}{self.micro_batch}"
 
 
 @dataclass(frozen=True, slots=True)
 class LoadMicroBatch(MicroBatchInstruction):
     """Fetch the micro-batch: tokens, targets and the sample indices that seed dropout."""
 
-    letters: ClassVar[str] = "L"
-
 
 @dataclass(frozen=True, slots=True)
 class ReceiveActivation(MicroBatchInstruction):
     """Start to receive the output of the previous stage; `Forward` waits for it."""
-
-    letters: ClassVar[str] = "RA"
 
 
 @dataclass(frozen=True, slots=True)
 class Forward(MicroBatchInstruction):
     """Run the layers of this stage; the input and the graph are kept for `Backward`."""
 
-    letters: ClassVar[str] = "F"
-
 
 @dataclass(frozen=True, slots=True)
 class SendActivation(MicroBatchInstruction):
     """Send the output of this stage to the next stage."""
-
-    letters: ClassVar[str] = "SA"
 
 
 @dataclass(frozen=True, slots=True)
 class ReceiveGradient(MicroBatchInstruction):
     """Start to receive the gradient of the output; `Backward` waits for it."""
 
-    letters: ClassVar[str] = "RG"
-
 
 @dataclass(frozen=True, slots=True)
 class Backward(MicroBatchInstruction):
     """Accumulate the gradients of this stage, and free what `Forward` has kept."""
-
-    letters: ClassVar[str] = "B"
 
 
 @dataclass(frozen=True, slots=True)
 class SendGradient(MicroBatchInstruction):
     """Send the gradient of the input to the previous stage."""
 
-    letters: ClassVar[str] = "SG"
-
 
 @dataclass(frozen=True, slots=True)
 class StepInstruction:
     """An instruction that runs once a step, after the last backward."""
-
-    letters: ClassVar[str] = "?"
-
-    def __str__(self) -> str:
-        return self.letters
 
 
 @dataclass(frozen=True, slots=True)
 class ReduceGradients(StepInstruction):
     """Average the accumulated gradients over the data axis."""
 
-    letters: ClassVar[str] = "R"
-
 
 @dataclass(frozen=True, slots=True)
 class ReduceTiedGradients(StepInstruction):
     """Sum the gradients of weights that the first and the last stage share."""
 
-    letters: ClassVar[str] = "RT"
-
 
 @dataclass(frozen=True, slots=True)
 class OptimizerStep(StepInstruction):
     """Clip, update the parameters and clear the gradients."""
-
-    letters: ClassVar[str] = "S"
 
 
 ForwardInstruction = LoadMicroBatch | ReceiveActivation | Forward | SendActivation

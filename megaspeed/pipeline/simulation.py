@@ -163,7 +163,9 @@ def format_grid(schedule: Schedule, pipeline_stages: int, micro_batches: int) ->
     for stage, spans in enumerate(timeline):
         cells = ["."] * ticks
         for span in spans:
-            cells[span.start : span.end] = [str(span.instruction)] * (span.end - span.start)
+            letter = "F" if isinstance(span.instruction, Forward) else "B"
+            name = f"{letter}{span.instruction.micro_batch}"
+            cells[span.start : span.end] = [name] * (span.end - span.start)
         rows.append((f"pipeline stage {stage}", cells))
 
     label_width = max(len(label) for label, _ in rows)
