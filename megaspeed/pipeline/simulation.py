@@ -20,7 +20,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from megaspeed.pipeline.instructions import (
+from megaspeed.pipeline.schedules import (
     Backward,
     BackwardInstruction,
     Batch,
@@ -34,14 +34,17 @@ from megaspeed.pipeline.instructions import (
     ReceiveInstruction,
     ReduceGradients,
     ReduceTiedGradients,
+    Schedule,
+    ScheduleError,
     SendActivation,
     SendGradient,
     SendInstruction,
+    StageProgram,
     StepInstruction,
+    form_exchanges,
     other_end,
     peer,
 )
-from megaspeed.pipeline.schedules import Schedule, ScheduleError, StageProgram, form_exchanges
 
 # A backward computes the gradients of inputs and of weights: twice the matrix products of a
 # forward.

@@ -5,7 +5,8 @@ from textwrap import dedent
 
 import pytest
 
-from megaspeed.pipeline.instructions import (
+from megaspeed.pipeline.schedules import (
+    SCHEDULES,
     Backward,
     Forward,
     Instruction,
@@ -16,12 +17,9 @@ from megaspeed.pipeline.instructions import (
     ReceiveGradient,
     ReduceGradients,
     ReduceTiedGradients,
+    Schedule,
     SendActivation,
     SendGradient,
-)
-from megaspeed.pipeline.schedules import (
-    SCHEDULES,
-    Schedule,
     forward_only,
     gpipe,
     one_forward_one_backward,

@@ -5,7 +5,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from megaspeed.pipeline.instructions import (
+from megaspeed.pipeline.schedules import (
+    SCHEDULES,
     Backward,
     Forward,
     Instruction,
@@ -14,13 +15,10 @@ from megaspeed.pipeline.instructions import (
     ReceiveActivation,
     ReceiveGradient,
     ReduceGradients,
-    SendActivation,
-    SendGradient,
-)
-from megaspeed.pipeline.schedules import (
-    SCHEDULES,
     Schedule,
     ScheduleError,
+    SendActivation,
+    SendGradient,
     forward_only,
     gpipe,
     one_forward_one_backward,
