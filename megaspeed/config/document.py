@@ -147,7 +147,7 @@ def parse_override(text: str) -> tuple[dict[str, Any], list[Problem]]:
 
 def _key_path_problem(path: str, keys: list[str]) -> str:
     if len(keys) > _MOST_KEYS:
-        return f"the key path has {len(keys):,} parts, and no key has more than {_MOST_KEYS}"
+        return f"a key path must have at most {_MOST_KEYS} parts, but this has {len(keys):,}"
     if any(not key or key != key.strip() for key in keys):
         return f"the key path {_short(path)!r} has an empty part or a space"
     if keys[0] == "extends":

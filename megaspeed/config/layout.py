@@ -20,15 +20,11 @@ from typing import Any
 from megaspeed.config.deepspeed_keys import (
     DeepSpeedKeys,
     Fp16Config,
-    OptimizerConfig,
-    SchedulerConfig,
-    WarmupDecayLR,
-    WarmupLR,
 )
 from megaspeed.config.errors import ConfigError
 from megaspeed.config.rules import check, divisors, listed, nearest, rule
-from megaspeed.config.run import ParallelConfig, TrainingConfig
-from megaspeed.config.section import LARGEST_ACCUMULATION, LARGEST_NUMBER
+from megaspeed.config.run import ParallelConfig
+from megaspeed.config.section import LARGEST_ACCUMULATION
 from megaspeed.topology.grid import Grid
 
 
@@ -219,34 +215,6 @@ def batch_multiplies(parallel: ParallelConfig, stated: StatedBatch, world: World
             f"{batch.micro_batch_size:,} x dp {grid.dp})) must be at most "
             f"{LARGEST_ACCUMULATION:,}; raise train_micro_batch_size_per_gpu"
         )
-
-
-@rule
-def scaled_rates_are_bounded(
-    optimizer: OptimizerConfig,
-    scheduler: SchedulerConfig | None,
-    training: TrainingConfig,
-    parallel: ParallelConfig,
-    stated: StatedBatch,
-    world: World,
-) -> Iterator[str]:
-    """A rate that is scaled to the run's batch has the same bounds as a stated one."""
-    grid = find_grid(parallel, stated, world)
-    batch = None if grid is None else solve_batch(stated, grid.dp)
-    if batch is None or training.lr_scaling == "none" or training.base_batch_size is None:
-        return
-    rates: dict[str, float | None] = {"optimizer.params.lr": optimizer.params.lr}
-    if isinstance(scheduler, WarmupLR | WarmupDecayLR):
-        rates["scheduler.params.warmup_max_lr"] = scheduler.params.warmup_max_lr
-    factor = training.lr_factor(batch.train_batch_size)
-    for key, rate in rates.items():
-        if rate is not None and not 0 < rate * factor <= LARGEST_NUMBER:
-            yield (
-                f"{key} {rate:g} x {factor:g} = {rate * factor:g} must be more than 0 and at most "
-                f'{LARGEST_NUMBER:g} (training.lr_scaling "{training.lr_scaling}", '
-                f"train_batch_size {batch.train_batch_size:,}); state the rate for "
-                f"training.base_batch_size {training.base_batch_size:,} samples"
-            )
 
 
 @rule

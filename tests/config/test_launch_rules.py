@@ -46,21 +46,6 @@ def test_a_world_has_at_least_one_process() -> None:
         World(0, "--world-size")
 
 
-@pytest.mark.parametrize(
-    ("rate", "base", "law"),
-    [
-        ("1e20", 1, "1e+20 x 16 = 1.6e+21 must be more than 0 and at most 1e+20"),
-        ("5e-324", 32, "4.94066e-324 x 0.5 = 0 must be more than 0"),
-    ],
-)
-def test_a_scaled_rate_is_bounded_like_a_stated_one(rate: str, base: int, law: str) -> None:
-    stated = [f"optimizer.params.lr={rate}", "training.lr_scaling=linear"]
-    problem = only_problem(*stated, f"training.base_batch_size={base}", world_size=1)
-    assert problem.startswith(f"optimizer.params.lr {law}")
-    assert problem.endswith(f"for training.base_batch_size {base} samples")
-    assert problems(*stated, "training.base_batch_size=16", world_size=1) == []
-
-
 def test_fp16_needs_a_gpu() -> None:
     assert "set bf16.enabled instead" in only_problem("fp16.enabled=true", world_size=1)
     assert problems("fp16.enabled=true", world_size=1, device_type="cuda") == []
