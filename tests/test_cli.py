@@ -32,7 +32,7 @@ PROBLEMS = (
     "model.hiden_size is an unknown key; the nearest known key is model.hidden_size",
     "model.num_attention_heads 4 must be divisible by parallel.tensor 3",
     "world size 4 (from --world-size) is not divisible by",
-    "fp16.enabled is true and this run is on a CPU",
+    "fp16.enabled is true, but this run is on a CPU",
     "data.train: a glob must match at least one file, and '/no/such/place/*.txt' matches 0",
 )
 

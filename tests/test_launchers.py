@@ -38,7 +38,7 @@ WRONG = {**TINY, "lerning_rate": 1e-3, "parallel": {"tensor": 4}, "fp16": {"enab
 PROBLEMS = (
     "lerning_rate is an unknown key",
     "world size 2 (from RANK/WORLD_SIZE) is not divisible by parallel.pipeline 1 x parallel.tensor",
-    "fp16.enabled is true and this run is on a CPU, which cannot train in fp16",
+    "fp16.enabled is true, but this run is on a CPU, which cannot train in fp16",
 )
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(500)]

@@ -1,24 +1,6 @@
-"""The ``megaspeed`` command.
+"""The ``megaspeed`` command. ``megaspeed --help`` lists its subcommands.
 
-    megaspeed train    --config FILE [--world-size N]     trains, with one process for each rank
-    megaspeed check    --config FILE [--world-size N]     every mistake in a configuration, at once
-    megaspeed verify   --config FILE --world-size N       these degrees against one plain process
-    megaspeed schedule --config FILE --world-size N       the pipeline's timetable, as a grid
-    megaspeed compare  --config FILE --world-size N       the ZeRO stages, trained side by side
-    megaspeed report RUN...                               one HTML page of one or several runs
-    megaspeed compare-runs A B                            the first step where two runs differ
-    megaspeed plan     --config FILE --world-size N       memory, traffic and rank map, worked out
-    megaspeed doctor   --config FILE                      can a run start here; checks all ranks
-    megaspeed show-batch --config FILE --step K           the ids and the text of any step
-    megaspeed checkpoint show|verify DIR                  what checkpoints hold; are they whole
-    megaspeed import-hf DIR OUT                           a Hugging Face model to start a run from
-    megaspeed export-hf CHECKPOINT OUT                    a checkpoint as a Hugging Face model
-    megaspeed generate --checkpoint DIR --prompt TEXT     some continuations of prompts
-    megaspeed evaluate --checkpoint DIR INPUT...          loss, perplexity and bits per byte of text
-    megaspeed train-tokenizer FILE... --output DIR        a byte-level BPE for your text
-    megaspeed tokenize FILE... --output DIR               text of any size to files of tokens
-
-Each file of this folder that has ``add_to`` adds one or two commands and what they do.
+Each file of this folder that has a function ``add_to`` adds one or two commands.
 Exit codes: 0 done, 1 the run or the check failed, 2 the input is wrong, 3 the run hung.
 """
 
@@ -49,7 +31,7 @@ try:
     from megaspeed.cli.options import EXIT_DONE, EXIT_FAILED, EXIT_WRONG_INPUT, say
     from megaspeed.config.errors import ConfigError
     from megaspeed.data.errors import DataError
-except KeyboardInterrupt:  # Ctrl-C in the seconds that this takes
+except KeyboardInterrupt:  # Ctrl-C during the imports, which take seconds
     sys.exit("megaspeed: stopped")
 
 COMMANDS = (
@@ -78,10 +60,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (ConfigError, DataError) as error:
         say(str(error), error=True)
         return EXIT_WRONG_INPUT
-    except BrokenPipeError:  # the reader, such as head, has seen enough
+    except BrokenPipeError:  # the reader, such as head, has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_DONE
-    except OSError as error:  # a full disk, a folder that has gone
+    except OSError as error:  # a full disk, a folder that was deleted
         say(f"megaspeed {options.command}: {error}", error=True)
         return EXIT_FAILED
     except KeyboardInterrupt:
@@ -91,17 +73,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The parsed arguments. For ``train``, ``rest`` has those that the main job parses."""
     parser = argparse.ArgumentParser(
         prog="megaspeed", description="3D-parallel GPT pretraining on DeepSpeed."
     )
     parser.add_argument("--version", action="version", version=f"megaspeed {megaspeed.__version__}")
-    # The deepspeed launcher passes it before the command; the environment says the same.
+    # The deepspeed launcher passes it before the command. The environment has the same number.
     parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
     commands = parser.add_subparsers(required=True, metavar="command", dest="command")
     for command in COMMANDS:
         command.add_to(commands)
     options, rest = parser.parse_known_args(arguments)
-    if rest and options.command != "train":  # whose other options the main job parses
+    if rest and options.command != "train":
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     options.rest = rest
     return options

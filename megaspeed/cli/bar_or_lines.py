@@ -1,4 +1,4 @@
-"""How far a long command has come: a bar on a terminal, else a line every few seconds."""
+"""The progress of a long command: a bar on a terminal, otherwise a line every few seconds."""
 
 import time
 from datetime import timedelta
@@ -12,12 +12,12 @@ _SECONDS_BETWEEN_LINES = 10.0
 
 
 class BarOrLines:
-    """Shows a share of a whole and a text, on standard error.
+    """Shows on standard error how much of a total is done, and a text.
 
     Args:
-        total: the whole, in any unit; 0 where it is not known.
-        seconds_between_lines: where there is no terminal.
-        done_before: how much was done when the command was started.
+        total: the total, in any unit; 0 if it is not known.
+        seconds_between_lines: if there is no terminal.
+        done_before: how much was done before the command started.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class BarOrLines:
         self._bar.stop()
 
     def show(self, done: int, text: str) -> None:
-        """Shows that ``done`` of the whole is done, and what came of it."""
+        """Shows that ``done`` of the total is done, and a text about it."""
         self._bar.update(self._task, completed=done, description=text)
         now = time.monotonic()
         if not self._console.is_terminal and now - self._line_at >= self._seconds_between_lines:
@@ -69,5 +69,5 @@ class BarOrLines:
 
     def _left(self) -> str:
         (task,) = self._bar.tasks
-        seconds = task.time_remaining  # None where nothing tells yet
+        seconds = task.time_remaining  # None if it is not known yet
         return f", {timedelta(seconds=int(seconds))} left" if seconds else ""

@@ -1,4 +1,4 @@
-"""Options that every command takes, the run that they name, and how a command prints."""
+"""Options that several commands have, the run that they describe, and output of commands."""
 
 import argparse
 import json
@@ -72,6 +72,7 @@ def positive(text: str) -> int:
 
 
 def world_size(text: str) -> int:
+    """A number of processes on the command line."""
     return _in_range(positive(text), LARGEST_WORLD)
 
 
@@ -93,12 +94,15 @@ def not_negative(text: str) -> float:
 
 
 def utf8_text(words: str) -> str:
-    """Python hands on bytes that are not UTF-8 as lone surrogates, which no tokenizer takes."""
+    """The text of an argument, which must be UTF-8.
+
+    Python represents other bytes as lone surrogates, which no tokenizer accepts.
+    """
     try:
         words.encode("utf-8")
     except UnicodeEncodeError as error:
         raise argparse.ArgumentTypeError(
-            f"it must be UTF-8, and what follows its first {error.start} characters is not; "
+            f"it must be UTF-8, but what follows its first {error.start} characters is not; "
             "write it in UTF-8"
         ) from error
     return words
@@ -112,7 +116,7 @@ def new_file(text: str) -> Path:
     if not file.parent.is_dir():
         raise argparse.ArgumentTypeError(f"{file.parent} is not a folder; create it first")
     if os.path.exists(file) and (problem := file_problem(file)) is not None:
-        raise argparse.ArgumentTypeError(f"{file} {problem}, and cannot be replaced; name a file")
+        raise argparse.ArgumentTypeError(f"{file} must be a file, but it {problem}; name a file")
     return file
 
 
@@ -120,11 +124,11 @@ def new_file(text: str) -> Path:
 
 
 def say(text: str, *, error: bool = False) -> None:
-    """Prints a line, to standard error where it is a complaint."""
+    """Prints a line to standard output, or to standard error if it is an error message."""
     (sys.stderr if error else sys.stdout).write(text + "\n")
 
 
 def write_json(options: argparse.Namespace, figures: Any) -> None:
-    """Writes the figures where ``--json`` says, if it was given."""
+    """Writes the figures to the file of ``--json``, if it was given."""
     if options.json is not None:
         options.json.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")

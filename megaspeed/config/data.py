@@ -7,53 +7,30 @@ from pydantic import Field, model_validator
 from megaspeed.config.section import PathText, Section
 
 BUNDLED_CORPUS = "python-stdlib"
-"""The source that every machine has: the files of Python's standard library."""
+"""A source that every machine has: the files of Python's standard library."""
 
 
 class Source(Section):
     """A source of text or of token ids, with its settings."""
 
-    path: PathText | None = Field(
-        default=None,
-        description="A file, a glob, a folder written by datasets' save_to_disk or by "
-        "`megaspeed tokenize`, or python-stdlib. A file's format follows from its suffix.",
-    )
-    dataset: str | None = Field(
-        default=None,
-        min_length=1,
-        description="The name passed to datasets.load_dataset, instead of a path.",
-    )
-    configuration: str | None = Field(
-        default=None,
-        min_length=1,
-        description="Configuration of the dataset, for load_dataset.",
-    )
-    revision: str | None = Field(
-        default=None,
-        min_length=1,
-        description="Revision of the dataset, for load_dataset.",
-    )
-    streaming: bool = Field(
-        default=False,
-        description="Whether load_dataset streams over the network, without a local copy.",
-    )
-    split: str = Field(
-        default="train",
-        min_length=1,
-        description="Split of a dataset, or of a folder of save_to_disk that has several.",
-    )
-    text_field: str = Field(
-        default="text",
-        min_length=1,
-        description="Field of JSON lines, or column of a table, with the text.",
-    )
-    weight: float | None = Field(
-        default=None,
-        gt=0,
-        description="Share of the samples that come from this source, relative to the weights of "
-        "the others; stated for all sources of a list or for none. If omitted: each source is "
-        "read once per epoch.",
-    )
+    path: PathText | None = None
+    """A file, a glob, a folder written by datasets' save_to_disk or by `megaspeed tokenize`, or
+    python-stdlib. A file's format follows from its suffix."""
+    dataset: str | None = Field(default=None, min_length=1)
+    """The name passed to datasets.load_dataset, instead of a path."""
+    configuration: str | None = Field(default=None, min_length=1)
+    """Configuration of the dataset, which is passed to load_dataset."""
+    revision: str | None = Field(default=None, min_length=1)
+    """Revision of the dataset, which is passed to load_dataset."""
+    streaming: bool = False
+    """Whether load_dataset reads over the network, without a local copy."""
+    split: str = Field(default="train", min_length=1)
+    """Split of the dataset, or of a folder of save_to_disk that has several splits."""
+    text_field: str = Field(default="text", min_length=1)
+    """Name of the field of JSON lines, or of the column of a table, that contains the text."""
+    weight: float | None = Field(default=None, gt=0)
+    """Share of the samples that come from this source, relative to the weights of the others;
+    stated for all sources of a list or for none. If omitted: each source is read once per epoch."""
 
     @model_validator(mode="after")
     def _names_one_place(self) -> Self:
@@ -77,48 +54,28 @@ PathOrSource = PathText | Source
 class DataConfig(Section):
     """The corpus and how it is cut into samples."""
 
-    train: tuple[PathOrSource, ...] = Field(
-        default=(BUNDLED_CORPUS,),
-        strict=False,
-        min_length=1,
-        description="Sources of the training data: paths, globs, python-stdlib, or objects.",
-    )
-    validation: tuple[PathOrSource, ...] | None = Field(
-        default=None,
-        strict=False,
-        min_length=1,
-        description="Sources of the validation data, as in train. If omitted: "
-        "validation_fraction of train.",
-    )
-    validation_fraction: float = Field(
-        default=0.05,
-        ge=0,
-        lt=1,
-        description="Fraction of the training data held out for validation if validation is "
-        "omitted; 0 for none.",
-    )
-    hold_out_by: Literal["tokens", "documents"] = Field(
-        default="tokens",
-        description="tokens: validation_fraction of the tokens is held out, chosen by the hash of "
-        "the text; a long document is divided if necessary. documents: the rule of version 0.1, "
-        "which holds out complete documents (much more than the fraction if they are long) and "
-        "the end of token files. If omitted, a resumed run keeps the rule of its first start.",
-    )
-    tokenizer: PathText = Field(
-        default="train",
-        description="Path of a tokenizer. train: the tokenizer of the token files, or if there "
-        "are none, a byte-level BPE of model.vocab_size tokens trained on the corpus.",
-    )
-    sequence_length: int = Field(
-        gt=0,
-        description="Tokens of one sample; at most model.max_position_embeddings.",
-    )
-    reset_at_documents: bool = Field(
-        default=False,
-        description="Whether attention and positions restart at every document of a sample, "
-        "so that no token sees another document's text.",
-    )
-    seed: int = Field(default=1234, ge=0, lt=2**63, description="Seed of the sampling order.")
+    train: tuple[PathOrSource, ...] = Field(default=(BUNDLED_CORPUS,), strict=False, min_length=1)
+    """Sources of the training data: paths, globs, python-stdlib, or objects."""
+    validation: tuple[PathOrSource, ...] | None = Field(default=None, strict=False, min_length=1)
+    """Sources of the validation data, as in train. If omitted: validation_fraction of train."""
+    validation_fraction: float = Field(default=0.05, ge=0, lt=1)
+    """Fraction of the training data held out for validation if validation is omitted; 0 for
+    none."""
+    hold_out_by: Literal["tokens", "documents"] = "tokens"
+    """tokens: validation_fraction of the tokens is held out, chosen by the hash of the text; a long
+    document is divided if necessary. documents: the rule of version 0.1, which holds out complete
+    documents (much more than the fraction if they are long) and the end of token files. If omitted,
+    a resumed run keeps the rule of its first start."""
+    tokenizer: PathText = "train"
+    """Path of a tokenizer. train: the tokenizer of the token files, or if there are none, a
+    byte-level BPE of model.vocab_size tokens trained on the corpus."""
+    sequence_length: int = Field(gt=0)
+    """Tokens of one sample; at most model.max_position_embeddings."""
+    reset_at_documents: bool = False
+    """Whether attention and positions restart at every document of a sample, so that no token sees
+    another document's text."""
+    seed: int = Field(default=1234, ge=0, lt=2**63)
+    """Seed of the sampling order."""
 
     @property
     def train_sources(self) -> tuple[Source, ...]:

@@ -1,13 +1,12 @@
 """DeepSpeed's own keys, at the top level of the JSON, each with DeepSpeed's meaning.
 
-These are the keys of DeepSpeed 0.19.8 that work here. ``keys.py`` lists those that do not.
+These are the keys of DeepSpeed 0.19.8 that work here. `refusals.py` lists those that do not.
 """
 
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from megaspeed.config.scheduler import SchedulerConfig
 from megaspeed.config.section import (
     LARGEST_ACCUMULATION,
     LARGEST_BATCH,
@@ -19,95 +18,66 @@ from megaspeed.config.section import (
 
 
 def _no_boolean(value: Any) -> Any:
-    """Refuses true, which Python counts as equal to 1 in a list of allowed numbers."""
+    """Refuses true, which Python treats as equal to 1 in a list of allowed numbers."""
     if isinstance(value, bool):
         raise ValueError("a whole number")
     return value
 
 
 class OffloadConfig(Section):
-    """Where a part of the state is kept while it is not used."""
+    """The memory in which a part of the state is kept while it is not used."""
 
-    device: Literal["none", "cpu"] = Field(
-        default="none", description="none: on the accelerator; cpu: in the host's memory."
-    )
-    pin_memory: bool = Field(
-        default=True,
-        description="Page-locked host memory, for transfers at full speed. Turn it off only if "
-        "`ulimit -l` is too low.",
-    )
+    device: Literal["none", "cpu"] = "none"
+    """none: keep it on the accelerator; cpu: keep it in host memory."""
+    pin_memory: bool = True
+    """Use page-locked host memory, so that transfers have full speed. Turn it off only if the limit
+    of `ulimit -l` is too low."""
 
 
 class ZeroConfig(Section):
-    """What is partitioned over the data-parallel axis, and how many elements travel at a time."""
+    """What ZeRO partitions over the data-parallel axis, and the sizes of its messages."""
 
-    stage: Annotated[Literal[0, 1, 2, 3], BeforeValidator(_no_boolean)] = Field(
-        default=0,
-        description="0: nothing; 1: optimizer states; 2: and gradients; 3: and parameters.",
-    )
-    contiguous_gradients: bool = Field(
-        default=True, description="Copy gradients to one buffer as they are produced."
-    )
-    reduce_scatter: bool = Field(
-        default=True, description="Average gradients with reduce-scatter instead of all-reduce."
-    )
-    reduce_bucket_size: Annotated[ElementCount, Field(gt=0)] | None = Field(
-        default=None,
-        description="Elements reduced at a time. If omitted: about one block, "
-        "12 x model.hidden_size^2 / parallel.tensor.",
-    )
-    use_multi_rank_bucket_allreduce: bool = Field(
-        default=False,
-        description="Stages 1 and 2: all-reduce each bucket of gradients, instead of reducing "
-        "each part of it to the rank that owns it. DeepSpeed's own default is true: fewer "
-        "messages, which may be faster if buckets are small and there are many owners, but twice "
-        "the bytes, so a step moves 3 x the parameters instead of ZeRO's 2 x.",
-    )
-    allgather_partitions: bool = Field(
-        default=True,
-        description="Gather updated parameters with all-gather instead of broadcasts.",
-    )
-    allgather_bucket_size: ElementCount = Field(
-        default=500_000_000, gt=0, description="Elements gathered at a time."
-    )
-    overlap_comm: bool | None = Field(
-        default=None,
-        description="Reduce gradients while the backward pass continues, if they are reduced "
-        "after each micro-batch (parallel.gradient_reduction). If omitted: on for stage 3 only.",
-    )
-    offload_param: OffloadConfig | None = Field(
-        default=None, description="Stage 3: where partitioned parameters live."
-    )
-    offload_optimizer: OffloadConfig | None = Field(
-        default=None,
-        description="Stages 1 to 3: where optimizer states live. Its keys are "
-        "those of offload_param.",
-    )
-    sub_group_size: ElementCount = Field(
-        default=1_000_000_000,
-        gt=0,
-        description="Stage 3: elements the optimizer steps at a time.",
-    )
-    stage3_prefetch_bucket_size: Annotated[ElementCount, Field(ge=0)] | None = Field(
-        default=None,
-        description="0: gather each layer when a pass enters it. If another number or omitted: "
-        "gather the next layer while one computes, if stage3_max_live_parameters leaves room.",
-    )
-    stage3_param_persistence_threshold: Annotated[ElementCount, Field(ge=0)] | None = Field(
-        default=None,
-        description="Parameters with up to this many elements stay gathered. If omitted: 10 x "
-        "model.hidden_size.",
-    )
-    stage3_model_persistence_threshold: Annotated[ElementCount, Field(ge=0)] | None = Field(
-        default=None,
-        description="Largest total number of elements that stay gathered. If omitted: no bound.",
-    )
-    stage3_max_live_parameters: Annotated[ElementCount, Field(ge=0)] | None = Field(
-        default=None,
-        description="The next layer is gathered while one computes only if both together have "
-        "at most this many elements. Parameters that stay gathered do not count. If omitted: no "
-        "bound.",
-    )
+    stage: Annotated[Literal[0, 1, 2, 3], BeforeValidator(_no_boolean)] = 0
+    """What is partitioned. 0: nothing; 1: optimizer states; 2: optimizer states and gradients; 3:
+    optimizer states, gradients and parameters."""
+    contiguous_gradients: bool = True
+    """Copy gradients to one buffer as they are produced."""
+    reduce_scatter: bool = True
+    """Average gradients with reduce-scatter instead of all-reduce."""
+    reduce_bucket_size: Annotated[ElementCount, Field(gt=0)] | None = None
+    """Number of elements that are reduced at a time. If omitted: about one block, 12 x
+    model.hidden_size^2 / parallel.tensor."""
+    use_multi_rank_bucket_allreduce: bool = False
+    """Stages 1 and 2: all-reduce each bucket of gradients, instead of reducing each part of it to
+    the rank that owns it. DeepSpeed's own default is true: fewer messages, which may be faster if
+    buckets are small and there are many owners, but twice the bytes, so a step moves 3 x the
+    parameters instead of ZeRO's 2 x."""
+    allgather_partitions: bool = True
+    """Gather updated parameters with all-gather instead of broadcasts."""
+    allgather_bucket_size: ElementCount = Field(default=500_000_000, gt=0)
+    """Number of elements that are gathered at a time."""
+    overlap_comm: bool | None = None
+    """Reduce gradients while the backward pass continues, if they are reduced after each
+    micro-batch (parallel.gradient_reduction). If omitted: on for stage 3 only."""
+    offload_param: OffloadConfig | None = None
+    """Stage 3: the memory in which partitioned parameters are kept."""
+    offload_optimizer: OffloadConfig | None = None
+    """Stages 1 to 3: the memory in which optimizer states are kept. It has the keys of
+    offload_param."""
+    sub_group_size: ElementCount = Field(default=1_000_000_000, gt=0)
+    """Stage 3: number of elements that the optimizer updates at a time."""
+    stage3_prefetch_bucket_size: Annotated[ElementCount, Field(ge=0)] | None = None
+    """Stage 3. 0: gather each layer only when a forward or backward pass reaches it. Another
+    number, or omitted: gather the next layer while the current one computes, if
+    stage3_max_live_parameters leaves room."""
+    stage3_param_persistence_threshold: Annotated[ElementCount, Field(ge=0)] | None = None
+    """Stage 3: parameters with up to this many elements stay gathered. If omitted: 10 x
+    model.hidden_size."""
+    stage3_model_persistence_threshold: Annotated[ElementCount, Field(ge=0)] | None = None
+    """Stage 3: largest total number of elements that stay gathered. If omitted: no limit."""
+    stage3_max_live_parameters: Annotated[ElementCount, Field(ge=0)] | None = None
+    """Stage 3: the next layer is gathered while the current one computes only if both together have
+    at most this many elements. Parameters that stay gathered do not count. If omitted: no limit."""
 
     def prefetches(self, current: int, following: int) -> bool:
         """Stage 3: whether the next layer is gathered while the current one computes.
@@ -134,180 +104,257 @@ class ZeroConfig(Section):
 class Bf16Config(Section):
     """bfloat16 parameters and activations with fp32 master weights."""
 
-    enabled: bool = Field(default=False, description="Compute in bfloat16.")
-    check_grad_overflow: bool = Field(
-        default=True, description="Skip a step whose gradients are not finite."
-    )
+    enabled: bool = False
+    """Compute in bfloat16."""
+    check_grad_overflow: bool = True
+    """Skip a step whose gradients are not finite."""
 
 
 class Fp16Config(Section):
     """float16 parameters and activations with fp32 master weights and a scaled loss."""
 
-    enabled: bool = Field(default=False, description="Compute in float16 (GPU only).")
-    loss_scale: float = Field(
-        default=0.0, ge=0, description="Factor on the loss; 0: adjusted during training."
-    )
-    initial_scale_power: int = Field(
-        default=16, ge=0, le=127, description="The first dynamic loss scale is 2 to this power."
-    )
-    loss_scale_window: int = Field(
-        default=1000, gt=0, description="Steps without overflow before the loss scale doubles."
-    )
-    hysteresis: int = Field(
-        default=2, gt=0, description="Number of overflows after which the loss scale is halved."
-    )
-    consecutive_hysteresis: bool = Field(
-        default=False, description="Refill the hysteresis after a step without overflow."
-    )
-    min_loss_scale: int = Field(default=1, gt=0, description="Smallest dynamic loss scale.")
+    enabled: bool = False
+    """Compute in float16 (GPU only)."""
+    loss_scale: float = Field(default=0.0, ge=0)
+    """Factor by which the loss is multiplied. 0: the factor is adjusted during training."""
+    initial_scale_power: int = Field(default=16, ge=0, le=127)
+    """Exponent of the first dynamic loss scale, which is 2 to this power."""
+    loss_scale_window: int = Field(default=1000, gt=0)
+    """Steps without overflow before the loss scale doubles."""
+    hysteresis: int = Field(default=2, gt=0)
+    """Number of overflows after which the loss scale is halved."""
+    consecutive_hysteresis: bool = False
+    """Start counting overflows again from 0 after a step without one."""
+    min_loss_scale: int = Field(default=1, gt=0)
+    """Smallest dynamic loss scale."""
 
 
 class DataTypesConfig(Section):
-    """Number types that may differ from the model's."""
+    """Number types that may differ from that of the model."""
 
-    grad_accum_dtype: Literal["fp32", "bf16"] = Field(
-        default="fp32",
-        description="Type in which gradients are summed over micro-batches and reduced. bf16 "
-        "halves their memory and traffic, but a micro-batch's gradient is lost if it is more than "
-        "256 times smaller than the sum.",
-    )
+    grad_accum_dtype: Literal["fp32", "bf16"] = "fp32"
+    """Type in which gradients are summed over micro-batches and reduced. bf16 halves their memory
+    and traffic, but a micro-batch's gradient is lost if it is more than 256 times smaller than the
+    sum."""
 
 
 DecayRate = Annotated[float, Field(ge=0, lt=1)]
 
 
 class AdamParams(Section):
-    """The numbers of AdamW (Kingma and Ba 2015; Loshchilov and Hutter 2019)."""
+    """The parameters of AdamW (Kingma and Ba 2015; Loshchilov and Hutter 2019)."""
 
-    lr: float = Field(
-        default=1e-3, gt=0, description="Learning rate that the scheduler's warmup leads up to."
-    )
-    betas: tuple[DecayRate, DecayRate] = Field(
-        default=(0.9, 0.999),
-        strict=False,
-        description="Decay of the running means of the gradient and of its square, each in [0, 1).",
-    )
-    eps: float = Field(default=1e-8, gt=0, description="Added to the denominator.")
-    weight_decay: float = Field(
-        default=0.01,
-        ge=0,
-        description="In each step, matrices and embeddings shrink by this number times the "
-        "learning rate; biases and norms do not.",
-    )
-    torch_adam: Literal[True] = Field(
-        default=True,
-        description="torch's AdamW, which needs no compiler; the only one available.",
-    )
+    lr: float = Field(default=1e-3, gt=0)
+    """Learning rate at the end of the scheduler's warmup."""
+    betas: tuple[DecayRate, DecayRate] = Field(default=(0.9, 0.999), strict=False)
+    """Decay rates of the running means of the gradient and of its square, each in [0, 1)."""
+    eps: float = Field(default=1e-8, gt=0)
+    """Small number that is added to the denominator of an update."""
+    weight_decay: float = Field(default=0.01, ge=0)
+    """In each step, matrices and embeddings shrink by this number times the learning rate; biases
+    and norms do not."""
+    torch_adam: Literal[True] = True
+    """Use torch's AdamW, which needs no compiler. No other is available."""
 
 
 class OptimizerConfig(Section):
     """AdamW. Adam means the same, as in DeepSpeed."""
 
-    type: Literal["AdamW", "Adam"] = Field(
-        default="AdamW", description="AdamW or Adam; both decouple weight decay."
-    )
-    params: AdamParams = Field(default_factory=AdamParams, description="The optimizer's numbers.")
+    type: Literal["AdamW", "Adam"] = "AdamW"
+    """AdamW or Adam; both decouple weight decay."""
+    params: AdamParams = Field(default_factory=AdamParams)
+    """Parameters of the optimizer."""
+
+
+# The learning rate as a function of the step.
+#
+#     cosine, linear, constant                  step W of the warmup has the full rate
+#     WarmupCosineLR, WarmupDecayLR, WarmupLR   the same shapes by DeepSpeed's formulas
+#
+# With DeepSpeed's types, steps 1 and 2 both have the lowest rate (0 by default) and step W + 2 has
+# the full rate, because DeepSpeed counts iterations from -1. `training/step_inputs.py` has the
+# formulas.
+
+
+class ConstantParams(Section):
+    """The parameters of constant. cosine and linear have them, too."""
+
+    warmup_num_steps: int = Field(default=0, ge=0)
+    """Number of steps W of linear warmup. Step 1 has 1/W of the full rate, step W the full rate."""
+
+
+class DecayParams(ConstantParams):
+    """The parameters of cosine and linear."""
+
+    total_num_steps: int | None = Field(default=None, gt=0)
+    """Step at which the learning rate is smallest. If omitted: training.steps."""
+    min_ratio: float = Field(default=0.1, ge=0, le=1)
+    """Smallest learning rate, as a fraction of optimizer.params.lr."""
+
+
+class Decay(Section):
+    """A learning rate that falls after warmup."""
+
+    type: Literal["cosine", "linear"]
+    """Shape of the decay after warmup. cosine: half a cosine; linear: a straight line."""
+    params: DecayParams = Field(default_factory=DecayParams)
+    """Parameters of this type of scheduler."""
+
+
+class Constant(Section):
+    """A learning rate that is constant after warmup."""
+
+    type: Literal["constant"]
+    """Constant after warmup."""
+    params: ConstantParams = Field(default_factory=ConstantParams)
+    """Parameters of this type of scheduler."""
+
+
+class WarmupParams(Section):
+    """Parameters that all of DeepSpeed's schedulers have."""
+
+    warmup_num_steps: int = Field(default=1000, gt=0)
+    """Number of steps of warmup."""
+    warmup_type: Literal["log", "linear"] = "log"
+    """Shape of the warmup over the steps."""
+
+
+class WarmupLRParams(WarmupParams):
+    """The parameters of WarmupLR."""
+
+    warmup_min_lr: float = Field(default=0.0, ge=0)
+    """Lowest learning rate of warmup."""
+    warmup_max_lr: float | None = Field(default=None, gt=0)
+    """Learning rate after warmup. If omitted: optimizer.params.lr."""
+
+
+class WarmupDecayLRParams(WarmupLRParams):
+    """The parameters of WarmupDecayLR."""
+
+    total_num_steps: int | None = Field(default=None, gt=0)
+    """Step at which the learning rate is 0. If omitted: training.steps."""
+
+
+class WarmupCosineLRParams(WarmupParams):
+    """The parameters of WarmupCosineLR."""
+
+    total_num_steps: int | None = Field(default=None, gt=0)
+    """Step at which the learning rate is smallest. If omitted: training.steps."""
+    warmup_min_ratio: float = Field(default=0.0, ge=0, le=1)
+    """Lowest learning rate of warmup, as a fraction of optimizer.params.lr."""
+    cos_min_ratio: float = Field(default=0.0001, ge=0, le=1)
+    """Smallest learning rate, as a fraction of optimizer.params.lr."""
+
+
+class WarmupLR(Section):
+    """DeepSpeed's constant rate after warmup."""
+
+    type: Literal["WarmupLR"]
+    """Constant after warmup."""
+    params: WarmupLRParams = Field(default_factory=WarmupLRParams)
+    """Parameters of this type of scheduler."""
+
+
+class WarmupDecayLR(Section):
+    """DeepSpeed's linear decay after warmup."""
+
+    type: Literal["WarmupDecayLR"]
+    """Linear decay to 0 after warmup."""
+    params: WarmupDecayLRParams = Field(default_factory=WarmupDecayLRParams)
+    """Parameters of this type of scheduler."""
+
+
+class WarmupCosineLR(Section):
+    """DeepSpeed's cosine decay after warmup."""
+
+    type: Literal["WarmupCosineLR"]
+    """Cosine decay after warmup."""
+    params: WarmupCosineLRParams = Field(default_factory=WarmupCosineLRParams)
+    """Parameters of this type of scheduler."""
+
+
+SchedulerConfig = Annotated[
+    Decay | Constant | WarmupLR | WarmupDecayLR | WarmupCosineLR, Field(discriminator="type")
+]
+
+SCHEDULER_TYPES = ("cosine", "linear", "constant", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR")
 
 
 class CommsLoggerConfig(Section):
     """DeepSpeed's log of its collectives."""
 
-    enabled: bool = Field(default=False, description="Record DeepSpeed's collectives.")
-    prof_all: bool = Field(default=True, description="Record every operation.")
-    prof_ops: tuple[str, ...] = Field(
-        default=(), strict=False, description="Operations to record if prof_all is false."
-    )
-    verbose: bool = Field(default=False, description="A log line for every operation.")
-    debug: bool = Field(default=False, description="Name the calling function in the log.")
+    enabled: bool = False
+    """Record DeepSpeed's collectives."""
+    prof_all: bool = True
+    """Record every collective."""
+    prof_ops: tuple[str, ...] = Field(default=(), strict=False)
+    """Collectives to record if prof_all is false."""
+    verbose: bool = False
+    """Write a log line for every collective."""
+    debug: bool = False
+    """Name the calling function in the log."""
 
 
 class FlopsProfilerConfig(Section):
     """DeepSpeed's FLOPs profiler: one forward pass of pipeline stage 0."""
 
-    enabled: bool = Field(default=False, description="Profile one step.")
-    recompute_fwd_factor: float = Field(
-        default=0.0, ge=0, description="Share of the forward FLOPs that recomputation adds."
-    )
-    profile_step: int = Field(default=1, gt=0, description="Step that is profiled.")
-    module_depth: int = Field(default=-1, ge=-1, description="Depth reported; -1: the deepest.")
-    top_modules: int = Field(default=1, gt=0, description="Modules listed for each depth.")
-    detailed: bool = Field(default=True, description="Print the profile of each module.")
-    output_file: PathText | None = Field(
-        default=None, description="File to write to. If omitted: the console."
-    )
+    enabled: bool = False
+    """Profile one step."""
+    recompute_fwd_factor: float = Field(default=0.0, ge=0)
+    """Share of the forward FLOPs that recomputation adds."""
+    profile_step: int = Field(default=1, gt=0)
+    """Step that is profiled."""
+    module_depth: int = Field(default=-1, ge=-1)
+    """Depth of the modules that are reported; -1: the deepest."""
+    top_modules: int = Field(default=1, gt=0)
+    """Number of modules that are listed for each depth."""
+    detailed: bool = True
+    """Print the profile of each module."""
+    output_file: PathText | None = None
+    """File to write to. If omitted: the console."""
 
 
 class DeepSpeedKeys(Section):
     """The top level of the JSON, without megaspeed's sections."""
 
-    train_batch_size: int | None = Field(
-        default=None,
-        gt=0,
-        le=LARGEST_BATCH,
-        description="Samples of one optimizer step over all ranks = "
-        "train_micro_batch_size_per_gpu x gradient_accumulation_steps x dp. If it is stated, "
-        "the batch is the same at every layout.",
-    )
-    train_micro_batch_size_per_gpu: int | None = Field(
-        default=None,
-        gt=0,
-        le=LARGEST_BATCH,
-        description="Samples of one micro-batch on one data-parallel rank.",
-    )
-    gradient_accumulation_steps: int | None = Field(
-        default=None,
-        gt=0,
-        le=LARGEST_ACCUMULATION,
-        description="Micro-batches of one optimizer step; with a pipeline, those that flow "
-        "through it.",
-    )
-    gradient_clipping: float = Field(
-        default=1.0,
-        ge=0,
-        description="Largest gradient norm, over all axes; gradients above are scaled down. "
-        "0: no clipping.",
-    )
-    zero_optimization: ZeroConfig = Field(
-        default_factory=ZeroConfig,
-        description="What is partitioned over the data-parallel axis.",
-    )
-    bf16: Bf16Config = Field(default_factory=Bf16Config, description="Training in bfloat16.")
-    fp16: Fp16Config = Field(default_factory=Fp16Config, description="Training in float16.")
-    data_types: DataTypesConfig = Field(
-        default_factory=DataTypesConfig, description="Number types other than the model's."
-    )
-    communication_data_type: Literal["fp32", "bf16", "fp16"] | None = Field(
-        default=None,
-        description="Type in which gradients are reduced. If omitted: the type in which they are "
-        "summed over micro-batches.",
-    )
-    optimizer: OptimizerConfig = Field(
-        default_factory=OptimizerConfig, description="The optimizer."
-    )
-    scheduler: SchedulerConfig | None = Field(
-        default=None,
-        description="The learning rate over the steps. If omitted: constant.",
-    )
-    steps_per_print: int | None = Field(
-        default=None,
-        gt=0,
-        le=LARGEST_COUNT,
-        description="Steps between DeepSpeed's own log lines; none if null.",
-    )
-    log_level: Literal["debug", "info", "warning", "error", "critical"] | None = Field(
-        default=None, description="Level of DeepSpeed's own log. If omitted: DeepSpeed's default."
-    )
-    wall_clock_breakdown: bool = Field(
-        default=False, description="Log the time of forward, backward and step."
-    )
-    memory_breakdown: bool = Field(default=False, description="Log the memory at points in a step.")
-    dump_state: bool = Field(default=False, description="Log DeepSpeed's state at the start.")
-    disable_python_gc: bool = Field(
-        default=False, description="Turn Python's garbage collector off while training."
-    )
-    comms_logger: CommsLoggerConfig = Field(
-        default_factory=CommsLoggerConfig, description="Log of DeepSpeed's collectives."
-    )
-    flops_profiler: FlopsProfilerConfig = Field(
-        default_factory=FlopsProfilerConfig, description="DeepSpeed's FLOPs profiler."
-    )
+    train_batch_size: int | None = Field(default=None, gt=0, le=LARGEST_BATCH)
+    """Samples of one optimizer step over all ranks = train_micro_batch_size_per_gpu x
+    gradient_accumulation_steps x dp. If it is stated, the batch is the same at every layout."""
+    train_micro_batch_size_per_gpu: int | None = Field(default=None, gt=0, le=LARGEST_BATCH)
+    """Samples of one micro-batch on one data-parallel rank."""
+    gradient_accumulation_steps: int | None = Field(default=None, gt=0, le=LARGEST_ACCUMULATION)
+    """Number of micro-batches of one optimizer step, also with a pipeline."""
+    gradient_clipping: float = Field(default=1.0, ge=0)
+    """Largest gradient norm, computed over all ranks. If the norm is larger, gradients are scaled
+    down to it. 0: no clipping."""
+    zero_optimization: ZeroConfig = Field(default_factory=ZeroConfig)
+    """What ZeRO partitions over the data-parallel axis."""
+    bf16: Bf16Config = Field(default_factory=Bf16Config)
+    """Training in bfloat16."""
+    fp16: Fp16Config = Field(default_factory=Fp16Config)
+    """Training in float16."""
+    data_types: DataTypesConfig = Field(default_factory=DataTypesConfig)
+    """Number types that may differ from that of the model."""
+    communication_data_type: Literal["fp32", "bf16", "fp16"] | None = None
+    """Type in which gradients are reduced. If omitted: the type in which they are summed over
+    micro-batches."""
+    optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
+    """The optimizer."""
+    scheduler: SchedulerConfig | None = None
+    """The learning rate as a function of the step. If omitted: constant."""
+    steps_per_print: int | None = Field(default=None, gt=0, le=LARGEST_COUNT)
+    """Steps between DeepSpeed's own log lines. If omitted: none."""
+    log_level: Literal["debug", "info", "warning", "error", "critical"] | None = None
+    """Level of DeepSpeed's own log. If omitted: DeepSpeed's default."""
+    wall_clock_breakdown: bool = False
+    """Log the time of forward, backward and step."""
+    memory_breakdown: bool = False
+    """Log the memory in use at several points of a step."""
+    dump_state: bool = False
+    """Log DeepSpeed's state at the start."""
+    disable_python_gc: bool = False
+    """Turn Python's garbage collector off while training."""
+    comms_logger: CommsLoggerConfig = Field(default_factory=CommsLoggerConfig)
+    """Log of DeepSpeed's collectives."""
+    flops_profiler: FlopsProfilerConfig = Field(default_factory=FlopsProfilerConfig)
+    """DeepSpeed's FLOPs profiler."""

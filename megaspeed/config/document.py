@@ -1,28 +1,36 @@
-"""Merges a config file, the files that it extends and the overrides into one tree of values."""
+"""Reads config files strictly, and merges a file, what it extends and the overrides into one tree.
+
+Syntax errors have a line and a column, and duplicate keys are errors. (Python's own reader keeps
+the last of two equal keys without a warning, and accepts NaN.)
+"""
 
 import difflib
+import json
 import os
 from argparse import ArgumentParser
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
-from megaspeed.config.errors import KeyPath, Problem
-from megaspeed.config.strict_json import (
-    JsonSyntaxError,
-    describe_value,
-    parse_json,
-    read_json_object,
-)
+from megaspeed.config.errors import KeyPath, Problem, dotted
 from megaspeed.files.paths import path_argument, path_problem
-from megaspeed.files.reading import file_problem
-
-_LONGEST_CHAIN = 32
-"""Files that extend each other, the first one included."""
+from megaspeed.files.reading import file_problem, read_file
 
 _MOST_KEYS = 16
 _SHOWN_CHARACTERS = 200
+_DEEPEST = 64
+_TOO_DEEP = f"it is nested too deeply: objects and lists must be at most {_DEEPEST} levels deep"
+
+_TYPE_NAMES = {
+    type(None): "null",
+    bool: "a boolean",
+    int: "a whole number",
+    float: "a decimal number",
+    str: "a string",
+    list: "a list",
+    dict: "an object",
+}
 
 
 @dataclass(frozen=True)
@@ -32,7 +40,7 @@ class Document:
     Attributes:
         values: the merged JSON.
         problems: what is wrong with the files and the overrides.
-        origins: where a value comes from if it is not in the config file itself: a path or `--set`.
+        origins: where each value comes from: a path, `--set`, or "" for the config file itself.
         is_complete: False if a file could not be read. Then missing keys are no mistake.
     """
 
@@ -44,14 +52,35 @@ class Document:
 
 def read_document(path: Path, overrides: Sequence[str] = ()) -> Document:
     """Reads a config file and all files that it extends, and applies the overrides."""
-    document = _read_chain(path, chain=())
-    values, problems, origins = document.values, list(document.problems), dict(document.origins)
+    problems: list[Problem] = []
+    trees: list[tuple[str, dict[str, Any]]] = []  # each with its origin; a later one is extended
+    files: list[Path] = []
+    following: Path | None = path
+    while following is not None:
+        file = following
+        origin = str(file) if files else ""
+        try:
+            values, duplicates = _read_values(file, files)
+            following = _extended_file(file, values.pop("extends", None))
+        except ValueError as error:
+            problems.append(Problem((), str(error)))
+            break
+        values.pop("$schema", None)
+        in_file = f" (in {file})" if origin else ""
+        problems += [Problem(each.path, f"{each.message}{in_file}") for each in duplicates]
+        trees.append((origin, values))
+        files.append(file)
+    trees.reverse()
     for text in overrides:
         tree, found = parse_override(text)
         problems += found
-        values = merge(values, tree)
-        origins |= dict.fromkeys(_paths_in(tree), "--set")
-    return Document(values, tuple(problems), origins, document.is_complete)
+        trees.append(("--set", tree))
+    merged: dict[str, Any] = {}
+    origins: dict[KeyPath, str] = {}
+    for origin, tree in trees:
+        merged = merge(merged, tree)
+        origins |= dict.fromkeys(_paths_in(tree), origin)
+    return Document(merged, tuple(problems), origins, is_complete=following is None)
 
 
 def add_config_options(parser: ArgumentParser) -> None:
@@ -118,7 +147,7 @@ def parse_override(text: str) -> tuple[dict[str, Any], list[Problem]]:
 
 def _key_path_problem(path: str, keys: list[str]) -> str:
     if len(keys) > _MOST_KEYS:
-        return f"the key path has {len(keys):,} parts, and no key has more than {_MOST_KEYS}"
+        return f"a key path must have at most {_MOST_KEYS} parts, but this has {len(keys):,}"
     if any(not key or key != key.strip() for key in keys):
         return f"the key path {_short(path)!r} has an empty part or a space"
     if keys[0] == "extends":
@@ -138,53 +167,29 @@ def _paths_in(value: Any, path: KeyPath = ()) -> Iterator[KeyPath]:
             yield from _paths_in(inner, (*path, key))
 
 
-def _read_chain(path: Path, chain: tuple[Path, ...]) -> Document:
-    """Merges this file over the file that it extends; `chain` has the files that extend it."""
-    problem = file_problem(path)
+def _read_values(file: Path, extended_by: Sequence[Path]) -> tuple[dict[str, Any], list[Problem]]:
+    """The values of a file, and its duplicate keys. Raises ValueError if there are none."""
+    problem = file_problem(file)
     if problem is not None:
-        return _unreadable(_missing_file(path, chain, problem))
-    if path.resolve() in [earlier.resolve() for earlier in chain]:
-        cycle = " -> ".join(str(file) for file in (*chain, path))
-        return _unreadable(f"extends forms a cycle: {cycle}; remove one of them")
-    if len(chain) == _LONGEST_CHAIN:
-        return _unreadable(
-            f"the chain of extends that begins at {chain[0]} must have at most {_LONGEST_CHAIN} "
-            f"files, and {path} is one more; merge some of them"
-        )
-    try:
-        values, duplicates = read_json_object(path)
-    except JsonSyntaxError as error:
-        return _unreadable(str(error))
-    values.pop("$schema", None)
-    parent = values.pop("extends", None)
-    wrong = None
-    if parent is not None:
-        wrong = path_problem(parent) if isinstance(parent, str) else "wanted the path of one file"
+        raise ValueError(_missing_file(file, extended_by, problem))
+    if any(file.samefile(earlier) for earlier in extended_by):
+        cycle = " -> ".join(map(str, (*extended_by, file)))
+        raise ValueError(f"extends forms a cycle: {cycle}; remove one of them")
+    return read_json_object(file)
+
+
+def _extended_file(file: Path, parent: Any) -> Path | None:
+    """The file that a file extends. Raises ValueError if the value of `extends` is not a path."""
+    if parent is None:
+        return None
+    wrong = path_problem(parent) if isinstance(parent, str) else "wanted the path of one file"
     if wrong is not None:
-        message = f"extends: given {describe_value(parent)}, {wrong}"
-        duplicates.append(Problem(("extends",), message))
-    in_file = f" (in {path})" if chain else ""
-    problems = [Problem(each.path, f"{each.message}{in_file}") for each in duplicates]
-    origins = dict.fromkeys(_paths_in(values), str(path)) if chain else {}
-    if parent is None or wrong is not None:
-        return Document(values, tuple(problems), origins, is_complete=wrong is None)
-    base = _read_chain(path.parent / parent, (*chain, path))
-    own = set(_paths_in(values))
-    inherited = {key: origin for key, origin in base.origins.items() if key not in own}
-    return Document(
-        merge(base.values, values),
-        (*base.problems, *problems),
-        {**inherited, **origins},
-        base.is_complete,
-    )
+        raise ValueError(f"extends: given {describe_value(parent)}, {wrong}")
+    return file.parent / parent
 
 
-def _unreadable(message: str) -> Document:
-    return Document({}, (Problem((), message),), is_complete=False)
-
-
-def _missing_file(path: Path, chain: tuple[Path, ...], problem: str) -> str:
-    extended = f", which {chain[-1]} extends," if chain else ""
+def _missing_file(path: Path, extended_by: Sequence[Path], problem: str) -> str:
+    extended = f", which {extended_by[-1]} extends," if extended_by else ""
     if os.path.isdir(path):
         return f"{path}{extended} is a folder; name a JSON file in it"
     if os.path.lexists(path):
@@ -193,3 +198,114 @@ def _missing_file(path: Path, chain: tuple[Path, ...], problem: str) -> str:
     nearest = difflib.get_close_matches(path.name, siblings, n=1)
     hint = f"; did you mean {path.parent / nearest[0]}?" if nearest else ""
     return f"{path}{extended} {problem}{hint}"
+
+
+class JsonSyntaxError(ValueError):
+    """The text is not JSON. The message has the line, the column and, if known, a fix."""
+
+
+class _Pairs(list[tuple[str, Any]]):
+    """An object as a list of pairs, which can have the same key twice."""
+
+
+def parse_json(text: str) -> tuple[Any, list[Problem]]:
+    """Reads JSON and finds duplicate keys at any depth.
+
+    Returns:
+        The value, with the last of equal keys, and a problem for each duplicate.
+
+    Raises:
+        JsonSyntaxError: the text is not JSON.
+    """
+    duplicates: list[KeyPath] = []
+    try:
+        pairs = json.loads(text, object_pairs_hook=_Pairs, parse_constant=_refuse_constant)
+        value = _with_dicts(pairs, (), duplicates)
+    except json.JSONDecodeError as error:
+        raise JsonSyntaxError(_describe_syntax_error(text, error)) from None
+    except JsonSyntaxError:
+        raise
+    except ValueError:  # Python reads no integer of more than 4,300 digits
+        raise JsonSyntaxError("it has a number with more than 4,300 digits") from None
+    except RecursionError:
+        raise JsonSyntaxError(_TOO_DEEP) from None
+    return value, [
+        Problem(path, f"{dotted(path)} is a duplicate key in one object; keep one of them")
+        for path in duplicates
+    ]
+
+
+def read_json_object(path: Path) -> tuple[dict[str, Any], list[Problem]]:
+    """Reads a file that contains one JSON object, as `parse_json` does.
+
+    Raises:
+        JsonSyntaxError: it cannot be read, is not JSON or is not an object.
+    """
+    try:
+        text = read_file(path).decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise JsonSyntaxError(
+            f"{path} is not UTF-8 text: byte {error.start} is {error.object[error.start]:#04x}"
+        ) from None
+    except OSError as error:
+        raise JsonSyntaxError(f"{path} cannot be read: {error.strerror}") from None
+    try:
+        value, problems = parse_json(text)
+    except JsonSyntaxError as error:
+        raise JsonSyntaxError(f"{path} is not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise JsonSyntaxError(
+            f"{path} must contain one JSON object {{...}}, but it contains {describe_value(value)}"
+        )
+    return value, problems
+
+
+def describe_value(value: Any) -> str:
+    """A JSON value and its type, such as `"16" (a string)`, for error messages."""
+    text = json.dumps(value, default=str)
+    shown = text if len(text) <= 60 else text[:57] + "..."
+    return f"{shown} ({_TYPE_NAMES.get(type(value), type(value).__name__)})"
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise JsonSyntaxError(f"{name} is not a JSON number; write a finite number")
+
+
+def _with_dicts(value: Any, path: KeyPath, duplicates: list[KeyPath]) -> Any:
+    """`value` with a dict for each object. Adds the path of each duplicate key to `duplicates`."""
+    if isinstance(value, list) and len(path) >= _DEEPEST:
+        raise JsonSyntaxError(_TOO_DEEP)
+    if isinstance(value, _Pairs):
+        result: dict[str, Any] = {}
+        for key, inner in value:
+            plain = _with_dicts(inner, (*path, key), duplicates)
+            if key in result:
+                duplicates.append((*path, key))
+            result[key] = plain
+        return result
+    if isinstance(value, list):
+        return [_with_dicts(each, (*path, i), duplicates) for i, each in enumerate(value)]
+    return value
+
+
+def _describe_syntax_error(text: str, error: json.JSONDecodeError) -> str:
+    lines = text.splitlines()
+    line = lines[error.lineno - 1].strip() if error.lineno <= len(lines) else ""
+    shown = f", in `{line[:70]}`" if line else ""
+    return f"line {error.lineno}, column {error.colno}: {error.msg}{shown}{_hint(text, error.pos)}"
+
+
+def _hint(text: str, position: int) -> str:
+    """A fix for common mistakes, such as the syntax of hjson or of Python."""
+    if not text.strip():
+        return " (the text is empty)"
+    here = text[position:].lstrip()
+    if here.startswith(("//", "/*", "#")):
+        return " (JSON has no comments)"
+    if here.startswith(("}", "]")) and text[:position].rstrip().endswith(","):
+        return " (JSON has no comma after the last entry)"
+    if here.startswith(("True", "False", "None")):
+        return " (JSON has true, false and null)"
+    if here.startswith("'"):
+        return ' (JSON has double quotes around strings: ")'
+    return ""

@@ -20,14 +20,13 @@ transformers 4 and 5 both read it.
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from megaspeed.config.document import JsonSyntaxError, describe_value, read_json_object
 from megaspeed.config.errors import ConfigError, KeyPath, Problem
 from megaspeed.config.families import FAMILIES, Family
 from megaspeed.config.model import DERIVED_FIELDS, ModelConfig
-from megaspeed.config.strict_json import JsonSyntaxError, describe_value, read_json_object
 from megaspeed.files.paths import expand_home, path_problem
 from megaspeed.files.reading import file_problem
 
@@ -52,43 +51,36 @@ _ORIGINAL = "original_max_position_embeddings"
 _LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor")
 
 
-@dataclass(frozen=True)
-class Filled:
-    """The values of a config after `from_hf` was replaced.
-
-    Attributes:
-        values: the values, with the fields of the file instead of `from_hf`.
-        origins: the file, for each field that came from it.
-        problems: problems with `model.from_hf`. If there are any, no field came from the file.
-    """
+class Filled(NamedTuple):
+    """A config after `from_hf` was replaced. If there are problems, no field came from the file."""
 
     values: dict[str, Any]
-    origins: Mapping[KeyPath, str] = field(default_factory=dict)
-    problems: tuple[Problem, ...] = ()
+    origins: dict[KeyPath, str]  # the file, for each field that came from it
+    problems: list[Problem]  # with `model.from_hf`
 
 
 def fill_from_hugging_face(values: Mapping[str, Any]) -> Filled:
     """Replaces `model.from_hf` by the fields of the file that `model` does not state."""
     section = values.get("model")
     if not isinstance(section, dict) or not isinstance(section.get("from_hf"), str):
-        return Filled(dict(values))
+        return Filled(dict(values), {}, [])
     place = section["from_hf"]
     stated = {key: value for key, value in section.items() if key != "from_hf"}
+    own = {k: v for k, v in stated.items() if v is not None or k not in DERIVED_FIELDS}
     try:
         fields = read_model_section(place)
-        _check_contradictions(place, stated, fields)
+        for name in ("preset", "architecture"):
+            if stated.get(name) not in (None, fields.get(name)):
+                law = f"it gives every field, but model.{name} {stated[name]!r} contradicts it"
+                raise ConfigError([f"{law}; omit one (null removes an inherited key)"], place)
     except ConfigError as error:
-        problems = (
-            Problem(("model", "from_hf"), f"model.from_hf: {error.where}: {problem}")
-            for problem in error.problems
-        )
-        return Filled({**values, "model": stated}, problems=tuple(problems))
-    own = {k: v for k, v in stated.items() if v is not None or k not in DERIVED_FIELDS}
-    origin = str(_config_file(place))
-    return Filled(
-        {**values, "model": {**fields, **own}},
-        {("model", name): origin for name in fields if name not in own},
-    )
+        messages = [f"model.from_hf: {error.where}: {problem}" for problem in error.problems]
+        problems = [Problem(("model", "from_hf"), message) for message in messages]
+        return Filled({**values, "model": stated}, {}, problems)
+    origins: dict[KeyPath, str] = {
+        ("model", name): str(_config_file(place)) for name in fields if name not in own
+    }
+    return Filled({**values, "model": {**fields, **own}}, origins, [])
 
 
 def read_model_section(place: str) -> dict[str, Any]:
@@ -127,7 +119,7 @@ def model_section(keys: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
     if family is None:
         given = "missing" if model_type is None else describe_value(model_type)
-        return {}, [f"model_type is {given}, and must be {_alternatives(FAMILIES)}"]
+        return {}, [f"model_type must be {_alternatives(FAMILIES)}, but it is {given}"]
     keys, problems = _with_first_names(keys, family.other_names)
     fields: dict[str, Any] = {"architecture": model_type}
     for name, key in family.keys.items():
@@ -176,18 +168,6 @@ def _config_file(place: str) -> Path:
     return path / CONFIG_FILE if os.path.isdir(path) else path
 
 
-def _check_contradictions(place: str, stated: Mapping[str, Any], fields: Mapping[str, Any]) -> None:
-    for name in ("preset", "architecture"):
-        if stated.get(name) not in (None, fields.get(name)):
-            raise ConfigError(
-                [
-                    f"it gives every field, and model.{name} {stated[name]!r} contradicts it; "
-                    "omit one of them (null removes an inherited key)"
-                ],
-                where=place,
-            )
-
-
 def _with_first_names(
     keys: Mapping[str, Any], other_names: Mapping[str, str]
 ) -> tuple[dict[str, Any], list[str]]:
@@ -196,8 +176,8 @@ def _with_first_names(
     for other, name in other_names.items():
         if other in renamed and renamed.setdefault(name, renamed[other]) != renamed[other]:
             problems.append(
-                f"{name} is {describe_value(renamed[name])} and {other}, another name of it, is "
-                f"{describe_value(renamed[other])}"
+                f"{name} and {other} are two names of one key, but they are "
+                f"{describe_value(renamed[name])} and {describe_value(renamed[other])}"
             )
     return renamed, problems
 
@@ -207,12 +187,12 @@ def _unsupported_values(keys: Mapping[str, Any], family: Family) -> Iterator[str
         value = keys.get(key, allowed[0])
         # Types are compared because True == 1.
         if not any(value == one and type(value) is type(one) for one in allowed):
-            yield f"{key} is {describe_value(value)}, and must be {_alternatives(allowed)}"
+            yield f"{key} must be {_alternatives(allowed)}, but it is {describe_value(value)}"
     # Only Qwen's models have layers with a sliding window; transformers ignores the key elsewhere.
     types = keys.get("layer_types", ["full_attention"])
     is_full = isinstance(types, list) and all(each == "full_attention" for each in types)
     if "use_sliding_window" in family.fixed and types is not None and not is_full:
-        yield f'layer_types is {describe_value(types)}, and each must be "full_attention"'
+        yield f'each of layer_types must be "full_attention", but they are {describe_value(types)}'
 
 
 def _alternatives(values: Iterable[Any]) -> str:
@@ -234,33 +214,34 @@ def _rotary_type(parameters: Mapping[str, Any]) -> Any:
 def _rotary_problems(keys: Mapping[str, Any]) -> Iterator[str]:
     name, stated = _rotary_parameters(keys)
     if not isinstance(stated, dict):
-        yield f"{name} is {describe_value(stated)}, and must be an object or null"
+        yield f"{name} must be an object or null, but it is {describe_value(stated)}"
         return
     nested = [key for key, value in stated.items() if isinstance(value, dict)]
     if nested:
-        yield f"{name} differs by the type of layer ({', '.join(nested)}), and must be one for all"
+        types = ", ".join(nested)
+        yield f"{name} must be one for all layers, but it differs by their type ({types})"
         return
     rope_type = _rotary_type(stated)
     if rope_type not in ("default", "llama3"):
-        yield f'{name} has rope_type {describe_value(rope_type)}, and must be "default" or "llama3"'
+        given = describe_value(rope_type)
+        yield f'rope_type in {name} must be "default" or "llama3", but it is {given}'
     elif rope_type == "llama3":
         missing = [key for key in _LLAMA3 if stated.get(key) is None]
         if missing:
             yield f"{name} of rope_type llama3 lacks {', '.join(missing)}"
         top, inside = keys.get(_ORIGINAL), stated.get(_ORIGINAL)
         if top is not None and top != inside:
-            is_at = f"{name}.{_ORIGINAL} is {describe_value(inside)}"
+            there = "is missing" if inside is None else f"is {describe_value(inside)}"
             yield (
-                f"{_ORIGINAL} is {describe_value(top)} and "
-                f"{f'not in {name}' if inside is None else is_at}; versions of transformers differ "
-                f"in which they use, and it must be in {name} alone"
+                f"{_ORIGINAL} must be in {name} alone, because versions of transformers differ in "
+                f"which they use, but it is {describe_value(top)}, and in {name} it {there}"
             )
     for place, partial in (
         ("partial_rotary_factor", keys.get("partial_rotary_factor")),
         (f"{name}.partial_rotary_factor", stated.get("partial_rotary_factor")),
     ):
         if partial not in (None, 1.0):
-            yield f"{place} is {describe_value(partial)}, and must be 1.0"
+            yield f"{place} must be 1.0, but it is {describe_value(partial)}"
 
 
 def _rotary_fields(keys: Mapping[str, Any], positions: Any) -> dict[str, Any]:

@@ -9,18 +9,22 @@
     train_batch_size = micro-batch x gradient_accumulation_steps x data
 
 `train_batch_size` and one other number give the third, so that changing the degrees never changes
-the batch of a step. As in DeepSpeed, accumulation steps that nothing determines are 1.
+the batch of a step. As in DeepSpeed, accumulation steps are 1 if the other numbers do not determine
+them.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
-from megaspeed.config.deepspeed_keys import DeepSpeedKeys
+from megaspeed.config.deepspeed_keys import (
+    DeepSpeedKeys,
+    Fp16Config,
+)
 from megaspeed.config.errors import ConfigError
-from megaspeed.config.rules import Rules, divisors
-from megaspeed.config.run import RunConfig
-from megaspeed.config.scheduler import WarmupDecayLR, WarmupLR
-from megaspeed.config.section import LARGEST_ACCUMULATION, LARGEST_NUMBER
+from megaspeed.config.rules import check, divisors, listed, nearest, rule
+from megaspeed.config.run import ParallelConfig
+from megaspeed.config.section import LARGEST_ACCUMULATION
 from megaspeed.topology.grid import Grid
 
 
@@ -66,16 +70,26 @@ class StatedBatch:
     @classmethod
     def of(cls, keys: DeepSpeedKeys) -> "StatedBatch":
         """The batch keys of a config."""
-        return cls(
-            keys.train_batch_size,
-            keys.train_micro_batch_size_per_gpu,
-            keys.gradient_accumulation_steps,
-        )
+        return cls(*(getattr(keys, name) for name in BATCH_KEYS))
 
 
-def find_grid(config: RunConfig, world: World) -> Grid | None:
+BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+"""The keys of a `StatedBatch`, in its order."""
+
+
+def violations(fields: Mapping[str, Any], world: World | None = None) -> list[str]:
+    """The messages of all rules about the fields of a `RunConfig`, some of which may be left out.
+
+    Without a world, rules that depend on the processes are skipped.
+    """
+    known = {**fields, **({} if world is None else {"world": world})}
+    if fields.keys() >= set(BATCH_KEYS):
+        known["stated"] = StatedBatch(*(fields[key] for key in BATCH_KEYS))
+    return check(known)
+
+
+def find_grid(parallel: ParallelConfig, stated: StatedBatch, world: World) -> Grid | None:
     """The grid, or None if no grid fits. With spare ranks, it also fits the batch."""
-    parallel = config.parallel
     pp, tp = parallel.pipeline, parallel.tensor
     largest = world.size // (pp * tp)
     if not parallel.spare_ranks:
@@ -83,7 +97,7 @@ def find_grid(config: RunConfig, world: World) -> Grid | None:
         return Grid(pp, dp, tp) if pp * dp * tp == world.size else None
     degrees = range(largest, 0, -1) if parallel.data == "auto" else [parallel.data]
     for dp in degrees:
-        if dp <= largest and solve_batch(StatedBatch.of(config), dp) is not None:
+        if dp <= largest and solve_batch(stated, dp) is not None:
             return Grid(pp, dp, tp)
     return None
 
@@ -149,83 +163,51 @@ def explain_batch(stated: StatedBatch, dp: int, equation: str) -> str:
     return f"{law}. Nearest: {mend}{alternative}. {equation}"
 
 
-@dataclass(frozen=True)
-class Launch:
-    """A config and the processes that will run it."""
-
-    config: RunConfig
-    world: World
-
-    def grid_and_batch(self) -> tuple[Grid | None, Batch | None]:
-        """The grid and the batch; None if there is none."""
-        grid = find_grid(self.config, self.world)
-        if grid is None:
-            return None, None
-        return grid, solve_batch(StatedBatch.of(self.config), grid.dp)
-
-
-LAUNCH_RULES = Rules[Launch]()
-"""Rules that depend on the number and the kind of processes."""
-
-rule = LAUNCH_RULES.reads
-
-_DEGREES = ("parallel.data", "parallel.tensor", "parallel.pipeline", "parallel.spare_ranks")
-_BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-
-
-@rule(*_DEGREES)
-def degrees_fit_world(launch: Launch) -> Iterator[str]:
-    parallel, world = launch.config.parallel, launch.world
+@rule
+def degrees_fit_world(parallel: ParallelConfig, world: World) -> Iterator[str]:
+    """The product of the degrees is the number of processes; at most, if ranks may be spare."""
     data = 1 if parallel.data == "auto" else parallel.data
-    group = parallel.pipeline * parallel.tensor
-    around = world.size // group * group
+    pp, tp = parallel.pipeline, parallel.tensor
+    group = pp * tp
     if parallel.spare_ranks:
         if world.size < data * group:
             yield (
-                f"{world} is less than parallel.pipeline {parallel.pipeline} x data {data} x "
-                f"parallel.tensor {parallel.tensor} = {data * group}; start at least "
-                f"{data * group} processes"
+                f"{world} is less than parallel.pipeline {pp} x data {data} x parallel.tensor "
+                f"{tp} = {data * group}; start at least {data * group} processes"
             )
-    elif around != world.size:
-        sizes = " or ".join(str(size) for size in (around, around + group) if size > 0)
+    elif world.size % group:
         yield (
-            f"{world} is not divisible by parallel.pipeline {parallel.pipeline} x parallel.tensor "
-            f"{parallel.tensor} = {group}; start {sizes} processes, or choose degrees whose "
-            f"product is one of {', '.join(map(str, divisors(world.size)))}"
+            f"{world} is not divisible by parallel.pipeline {pp} x parallel.tensor {tp} = "
+            f"{group}; start {nearest(world.size, group)} processes, or choose degrees whose "
+            f"product is one of {listed(divisors(world.size))}"
         )
     elif parallel.data not in ("auto", world.size // group):
         yield (
-            f"parallel.data {data} x parallel.pipeline {parallel.pipeline} x parallel.tensor "
-            f"{parallel.tensor} = {data * group}, and not {world}; set parallel.data to "
-            f'{world.size // group} or "auto", or start {data * group} processes'
+            f"parallel.data {data} x parallel.pipeline {pp} x parallel.tensor {tp} must be "
+            f"{world}, but it is {data * group}; set parallel.data to {world.size // group} or "
+            f'"auto", or start {data * group} processes'
         )
 
 
-@rule(*_BATCH, *_DEGREES)
-def batch_multiplies(launch: Launch) -> Iterator[str]:
-    parallel, world = launch.config.parallel, launch.world
-    stated = StatedBatch.of(launch.config)
-    grid, batch = launch.grid_and_batch()
-    if not parallel.spare_ranks:
-        if grid is not None and batch is None:
-            yield explain_batch(
-                stated,
-                grid.dp,
-                f"dp {grid.dp} = world {world.size} / (pipeline {grid.pp} x tensor {grid.tp}), "
-                f"world from {world.source}",
-            )
-        return
-    largest = world.size // (parallel.pipeline * parallel.tensor)
-    dp = min(largest, 1) if parallel.data == "auto" else parallel.data
-    if stated.train is None:
+@rule
+def batch_multiplies(parallel: ParallelConfig, stated: StatedBatch, world: World) -> Iterator[str]:
+    """train_batch_size = micro-batch x accumulation steps x data degree, in whole numbers."""
+    grid = find_grid(parallel, stated, world)
+    batch = None if grid is None else solve_batch(stated, grid.dp)
+    if grid is not None and batch is None:
+        yield explain_batch(
+            stated,
+            grid.dp,
+            f"dp {grid.dp} = world {world.size} / (pipeline {grid.pp} x tensor {grid.tp}), "
+            f"world from {world.source}",
+        )
+    if parallel.spare_ranks and stated.train is None:
         yield "parallel.spare_ranks needs the same batch at every dp; state train_batch_size"
-    elif 0 < dp <= largest and grid is None:
-        yield explain_batch(stated, dp, f"no dp of {largest} or less fits {world}")
-
-
-@rule(*_BATCH, *_DEGREES)
-def micro_batches_are_bounded(launch: Launch) -> Iterator[str]:
-    grid, batch = launch.grid_and_batch()
+    elif parallel.spare_ranks and grid is None:
+        largest = world.size // (parallel.pipeline * parallel.tensor)
+        dp = min(largest, 1) if parallel.data == "auto" else parallel.data
+        if 0 < dp <= largest:
+            yield explain_batch(stated, dp, f"no dp of {largest} or less fits {world}")
     if grid and batch and batch.gradient_accumulation_steps > LARGEST_ACCUMULATION:
         yield (
             f"gradient_accumulation_steps {batch.gradient_accumulation_steps:,} (train_batch_size "
@@ -235,37 +217,11 @@ def micro_batches_are_bounded(launch: Launch) -> Iterator[str]:
         )
 
 
-@rule(
-    "optimizer.params.lr",
-    "scheduler.params.warmup_max_lr",
-    "training.lr_scaling",
-    "training.base_batch_size",
-    *_BATCH,
-    *_DEGREES,
-)
-def scaled_rates_are_bounded(launch: Launch) -> Iterator[str]:
-    config, training = launch.config, launch.config.training
-    _, batch = launch.grid_and_batch()
-    if batch is None or training.lr_scaling == "none" or training.base_batch_size is None:
-        return
-    rates: dict[str, float | None] = {"optimizer.params.lr": config.optimizer.params.lr}
-    if isinstance(config.scheduler, WarmupLR | WarmupDecayLR):
-        rates["scheduler.params.warmup_max_lr"] = config.scheduler.params.warmup_max_lr
-    factor = training.lr_factor(batch.train_batch_size)
-    for key, rate in rates.items():
-        if rate is not None and not 0 < rate * factor <= LARGEST_NUMBER:
-            yield (
-                f"{key} {rate:g} x {factor:g} = {rate * factor:g} must be more than 0 and at most "
-                f'{LARGEST_NUMBER:g} (training.lr_scaling "{training.lr_scaling}", '
-                f"train_batch_size {batch.train_batch_size:,}); state the rate for "
-                f"training.base_batch_size {training.base_batch_size:,} samples"
-            )
-
-
-@rule("fp16.enabled")
-def fp16_needs_a_gpu(launch: Launch) -> Iterator[str]:
-    if launch.config.fp16.enabled and launch.world.device_type == "cpu":
+@rule
+def fp16_needs_a_gpu(fp16: Fp16Config, world: World) -> Iterator[str]:
+    """A CPU cannot train in fp16."""
+    if fp16.enabled and world.device_type == "cpu":
         yield (
-            "fp16.enabled is true and this run is on a CPU, which cannot train in fp16; set "
+            "fp16.enabled is true, but this run is on a CPU, which cannot train in fp16; set "
             "bf16.enabled instead, or neither for fp32"
         )

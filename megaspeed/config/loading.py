@@ -1,22 +1,23 @@
 """Loads configs and runs from files, overrides and JSON values, and finds all mistakes at once."""
 
 from collections.abc import Mapping, Sequence, Set
+from contextlib import suppress
 from dataclasses import replace
+from itertools import takewhile
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
+from pydantic import TypeAdapter, ValidationError
 
 from megaspeed.config.document import Document, read_document
 from megaspeed.config.errors import ConfigError, KeyPath, Problem
 from megaspeed.config.hugging_face import fill_from_hugging_face
-from megaspeed.config.layout import LAUNCH_RULES, Launch, World
-from megaspeed.config.model import PRESETS
+from megaspeed.config.layout import World, violations
 from megaspeed.config.refusals import refuse_foreign_keys, without
 from megaspeed.config.resolve import Run, resolve_run
-from megaspeed.config.rules import CONFIG_RULES
 from megaspeed.config.run import RunConfig
+from megaspeed.config.section import Section
 from megaspeed.config.validation import translate
 
 
@@ -75,74 +76,55 @@ def _checked(document: Document, world: World | None, where: str) -> RunConfig:
 
 
 def _check(document: Document, world: World | None) -> tuple[RunConfig | None, tuple[str, ...]]:
-    """The config and all problems. If keys are invalid, rules that read other keys still apply.
-
-    The rules then check a config in which defaults and stand-ins replace the invalid values.
-    """
+    """The config and all problems. If keys are wrong, rules that read other keys still apply."""
     if not document.is_complete:
-        return None, _messages(document.problems)
+        return None, tuple(problem.message for problem in document.problems)
     values, refused = refuse_foreign_keys(document.values)
-    filled = fill_from_hugging_face(values)
-    found = [*refused, *filled.problems]
+    values, file_origins, file_problems = fill_from_hugging_face(values)
+    found = [*refused, *file_problems]
     config: RunConfig | None = None
     try:
-        config = RunConfig.model_validate(filled.values)
+        config = RunConfig.model_validate(values)
     except ValidationError as error:
         # Fields of the model are missing if the file that states them cannot be read.
         found += [
             problem
-            for problem in translate(error, filled.values)
-            if not filled.problems or problem.path[:1] != ("model",)
+            for problem in translate(error, values)
+            if not file_problems or problem.path[:1] != ("model",)
         ]
-    invalid = _invalid_paths([*document.problems, *found])
-    if config is None:
-        config = _repaired(filled.values, invalid)
-    origins = {**document.origins, **filled.origins}
-    messages = _messages([*document.problems, *(_with_origin(each, origins) for each in found)])
-    if config is not None:
-        messages += tuple(CONFIG_RULES.violations(config, invalid))
-        if world is not None:
-            messages += tuple(LAUNCH_RULES.violations(Launch(config, world), invalid))
+    origins = {**document.origins, **file_origins}
+    problems = [*document.problems, *(_with_origin(each, origins) for each in found)]
+    wrong = {_without_indices(path) for each in problems for path in (each.path, each.meant)} - {()}
+    if ("model", "hidden_size") in wrong:
+        wrong.add(("model", "intermediate_size"))  # it is computed from the other if omitted
+    fields = _correct_fields(values, wrong) if config is None or wrong else dict(config)
+    messages = [*(problem.message for problem in problems), *violations(fields, world)]
     return config, tuple(dict.fromkeys(messages))
 
 
-def _messages(problems: Sequence[Problem]) -> tuple[str, ...]:
-    return tuple(problem.message for problem in problems)
-
-
-def _invalid_paths(problems: Sequence[Problem]) -> Set[KeyPath]:
-    paths = {path for problem in problems for path in (problem.path, problem.meant) if path}
-    if not paths.isdisjoint({("model", key) for key in ("preset", "from_hf", "architecture")}):
-        paths.add(("model",))  # other fields depend on it
-    return paths
-
-
-_STAND_INS: Mapping[str, Mapping[str, Any]] = {
-    "model": {**PRESETS["gpt2-nano"], "intermediate_size": 96},
-    "data": {"sequence_length": 1},
-    "training": {"steps": 1},
-}
-"""Values of required keys that are missing or invalid."""
-
-
-def _repaired(values: Mapping[str, Any], invalid: Set[KeyPath]) -> RunConfig | None:
-    """A config without the invalid values; None if there is none."""
-    kept = without(values, map(_without_indices, invalid))
-    for name, stand_ins in _STAND_INS.items():
-        section = kept.get(name, {})
-        kept[name] = section if "preset" in section else {**stand_ins, **section}
-    try:
-        return RunConfig.model_validate(kept)
-    except ValidationError:
-        return None
+def _correct_fields(values: Mapping[str, Any], wrong: Set[KeyPath]) -> dict[str, Any]:
+    """The fields of a `RunConfig` that can be read, without attributes for keys that are wrong."""
+    kept = without(values, wrong)
+    fields: dict[str, Any] = {}
+    for name, field in RunConfig.model_fields.items():
+        given = kept.get(name, field.get_default(call_default_factory=True))
+        # If it fails, a key of the section that has no default is missing or wrong.
+        with suppress(ValidationError):
+            fields[name] = TypeAdapter(field.rebuild_annotation()).validate_python(given)
+    for path in wrong:
+        section: Any = fields.get(str(path[0]))
+        for part in path[1:-1]:
+            section = getattr(section, str(part), None)
+        if len(path) == 1:
+            fields.pop(str(path[0]), None)
+        elif isinstance(section, Section):
+            vars(section).pop(str(path[-1]), None)
+    return fields
 
 
 def _without_indices(path: KeyPath) -> KeyPath:
     """The path of the list if `path` leads into a list, because a list is valid or invalid."""
-    for index, part in enumerate(path):
-        if isinstance(part, int):
-            return path[:index]
-    return path
+    return tuple(takewhile(lambda part: isinstance(part, str), path))
 
 
 def _with_origin(problem: Problem, origins: Mapping[KeyPath, str]) -> Problem:

@@ -50,144 +50,89 @@ DERIVED_FIELDS = (
 class RopeScaling(Section):
     """Llama 3's scaling of the rotary frequencies for longer sequences."""
 
-    rope_type: Literal["llama3"] = Field(
-        description="How the frequencies are scaled; only llama3 is supported."
-    )
-    factor: float = Field(
-        gt=0, description="Low frequencies are divided by this number (8.0 in Llama 3.1)."
-    )
-    low_freq_factor: float = Field(
-        gt=0,
-        description="Wavelengths above original_max_position_embeddings / low_freq_factor "
-        "positions are scaled in full.",
-    )
-    high_freq_factor: float = Field(
-        gt=0,
-        description="Wavelengths below original_max_position_embeddings / high_freq_factor "
-        "positions are left alone; between the two the scaling is blended.",
-    )
-    original_max_position_embeddings: int = Field(
-        gt=0, le=LARGEST_LENGTH, description="Positions the model was first trained on."
-    )
+    rope_type: Literal["llama3"]
+    """How the frequencies are scaled; only llama3 is supported."""
+    factor: float = Field(gt=0)
+    """Low frequencies are divided by this number (8.0 in Llama 3.1)."""
+    low_freq_factor: float = Field(gt=0)
+    """Wavelengths above original_max_position_embeddings / low_freq_factor positions are scaled in
+    full."""
+    high_freq_factor: float = Field(gt=0)
+    """Wavelengths below original_max_position_embeddings / high_freq_factor positions are left
+    alone; between the two the scaling is blended."""
+    original_max_position_embeddings: int = Field(gt=0, le=LARGEST_LENGTH)
+    """Positions the model was first trained on."""
 
 
 class ModelConfig(Section):
     """The shape of the model: a preset, fields, or a preset and the fields that differ."""
 
-    preset: PresetName | None = Field(
-        default=None,
-        description="Name of a public shape that gives every field of this section; fields "
-        "stated beside it override the preset's.",
-    )
-    from_hf: PathText | None = Field(
-        default=None,
-        description="Folder of a Hugging Face model, or its config.json, which gives every field "
-        "of this section; fields stated beside it override the file's. The resolved config has "
-        "the fields in its place.",
-    )
-    architecture: FamilyName = Field(
-        description="The family of Hugging Face models that the model is exported to. It sets "
-        "every feature that is omitted (norm, positions, mlp, biases, qk_norm, "
-        "tie_word_embeddings)."
-    )
-    vocab_size: int = Field(
-        gt=0,
-        le=LARGEST_VOCABULARY,
-        description="Number of token ids. It need not be divisible by parallel.tensor: it is "
-        "padded internally, and the padding is never visible.",
-    )
-    hidden_size: int = Field(
-        gt=0, le=LARGEST_WIDTH, description="Width of the residual stream, in elements."
-    )
-    num_hidden_layers: int = Field(
-        gt=0, le=LARGEST_LAYERS, description="Number of transformer blocks."
-    )
-    num_attention_heads: int = Field(gt=0, le=LARGEST_HEADS, description="Number of query heads.")
-    num_key_value_heads: int = Field(  # type: ignore[assignment]
-        default=None,
-        gt=0,
-        le=LARGEST_HEADS,
-        description="Number of key and value heads. If omitted: num_attention_heads.",
-    )
-    intermediate_size: int = Field(
-        gt=0,
-        le=LARGEST_WIDTH,
-        description="Width of the feed-forward layer, in elements. If omitted: 4 x hidden_size if "
-        "mlp is gelu; swiglu must state it.",
-    )
-    head_dim: int = Field(  # type: ignore[assignment]
-        default=None,
-        gt=0,
-        le=LARGEST_WIDTH,
-        description="Elements of one attention head. If omitted: hidden_size / "
-        "num_attention_heads.",
-    )
-    norm: Literal["layer_norm", "rms_norm"] = Field(
-        description="layer_norm: with a bias (Ba et al. 2016); rms_norm (Zhang and Sennrich 2019). "
-        "If omitted: the family's.",
-    )
-    positions: Literal["learned", "rotary"] = Field(
-        description="learned: added to the token embedding; rotary: queries and keys are rotated "
-        "(Su et al. 2021). If omitted: the family's.",
-    )
-    mlp: Literal["gelu", "swiglu"] = Field(
-        description="gelu: down(gelu(up(x))); swiglu: down(silu(gate(x)) * up(x)) (Shazeer 2020). "
-        "If omitted: the family's.",
-    )
-    qkv_bias: bool = Field(
-        description="Whether the projection to queries, keys and values has a bias. If omitted: "
-        "the family's.",
-    )
-    attention_output_bias: bool = Field(
-        description="Whether the attention's output projection has a bias. If omitted: the "
-        "family's.",
-    )
-    mlp_bias: bool = Field(
-        description="Whether the feed-forward layer's matrices have biases. If omitted: the "
-        "family's.",
-    )
-    qk_norm: bool = Field(
-        description="Whether each head's queries and keys pass an RMSNorm before the rotation, "
-        "with one weight for all query heads and one for all key heads. If omitted: the family's.",
-    )
-    sliding_window: int | None = Field(
-        default=None,
-        gt=0,
-        le=LARGEST_LENGTH,
-        description="Each token attends to this many tokens, itself included; null for all "
-        "earlier ones. A sequence that is longer needs a mask, which flash attention cannot take.",
-    )
-    max_position_embeddings: int = Field(
-        gt=0, le=LARGEST_LENGTH, description="Longest sequence the model can take, in tokens."
-    )
-    tie_word_embeddings: bool = Field(
-        description="Whether the head shares the embedding's weight. If omitted: the family's.",
-    )
-    embedding_dropout: float = Field(
-        default=0.0, ge=0, lt=1, description="Dropout probability after the embedding."
-    )
-    attention_dropout: float = Field(
-        default=0.0, ge=0, lt=1, description="Dropout probability of attention weights."
-    )
-    residual_dropout: float = Field(
-        default=0.0,
-        ge=0,
-        lt=1,
-        description="Dropout probability before each addition to the residual stream.",
-    )
-    layer_norm_epsilon: float = Field(
-        default=1e-5, gt=0, description="Added to the variance in layer_norm."
-    )
-    rms_norm_eps: float = Field(
-        default=1e-5, gt=0, description="Added to the mean square in rms_norm and qk_norm."
-    )
-    rope_theta: float = Field(default=10000.0, gt=0, description="Base of the rotary frequencies.")
-    rope_scaling: RopeScaling | None = Field(
-        default=None, description="Scaling of the rotary frequencies; null for none."
-    )
-    initializer_range: float = Field(
-        default=0.02, gt=0, description="Standard deviation of initial weights."
-    )
+    preset: PresetName | None = None
+    """Name of a public shape that gives every field of this section; fields stated beside it
+    override the preset's."""
+    from_hf: PathText | None = None
+    """Folder of a Hugging Face model, or its config.json, which gives every field of this section;
+    fields stated beside it override the file's. The resolved config has the fields in its place."""
+    architecture: FamilyName
+    """The family of Hugging Face models that the model is exported to. It sets every feature that
+    is omitted (norm, positions, mlp, biases, qk_norm, tie_word_embeddings)."""
+    vocab_size: int = Field(gt=0, le=LARGEST_VOCABULARY)
+    """Number of token ids. It need not be divisible by parallel.tensor: it is padded internally,
+    and the padding is never visible."""
+    hidden_size: int = Field(gt=0, le=LARGEST_WIDTH)
+    """Width of the residual stream, in elements."""
+    num_hidden_layers: int = Field(gt=0, le=LARGEST_LAYERS)
+    """Number of transformer blocks."""
+    num_attention_heads: int = Field(gt=0, le=LARGEST_HEADS)
+    """Number of query heads."""
+    num_key_value_heads: int = Field(default=None, gt=0, le=LARGEST_HEADS)  # type: ignore[assignment]
+    """Number of key and value heads. If omitted: num_attention_heads."""
+    intermediate_size: int = Field(gt=0, le=LARGEST_WIDTH)
+    """Width of the feed-forward layer, in elements. If omitted: 4 x hidden_size if mlp is gelu;
+    swiglu must state it."""
+    head_dim: int = Field(default=None, gt=0, le=LARGEST_WIDTH)  # type: ignore[assignment]
+    """Elements of one attention head. If omitted: hidden_size / num_attention_heads."""
+    norm: Literal["layer_norm", "rms_norm"]
+    """layer_norm: with a bias (Ba et al. 2016); rms_norm (Zhang and Sennrich 2019). If omitted: the
+    family's."""
+    positions: Literal["learned", "rotary"]
+    """learned: added to the token embedding; rotary: queries and keys are rotated (Su et al. 2021).
+    If omitted: the family's."""
+    mlp: Literal["gelu", "swiglu"]
+    """gelu: down(gelu(up(x))); swiglu: down(silu(gate(x)) * up(x)) (Shazeer 2020). If omitted: the
+    family's."""
+    qkv_bias: bool
+    """Whether the projection to queries, keys and values has a bias. If omitted: the family's."""
+    attention_output_bias: bool
+    """Whether the attention's output projection has a bias. If omitted: the family's."""
+    mlp_bias: bool
+    """Whether the feed-forward layer's matrices have biases. If omitted: the family's."""
+    qk_norm: bool
+    """Whether each head's queries and keys pass an RMSNorm before the rotation, with one weight for
+    all query heads and one for all key heads. If omitted: the family's."""
+    sliding_window: int | None = Field(default=None, gt=0, le=LARGEST_LENGTH)
+    """Each token attends to this many tokens, itself included; null for all earlier ones. A
+    sequence that is longer needs a mask, which flash attention cannot take."""
+    max_position_embeddings: int = Field(gt=0, le=LARGEST_LENGTH)
+    """Longest sequence the model can take, in tokens."""
+    tie_word_embeddings: bool
+    """Whether the head shares the embedding's weight. If omitted: the family's."""
+    embedding_dropout: float = Field(default=0.0, ge=0, lt=1)
+    """Dropout probability after the embedding."""
+    attention_dropout: float = Field(default=0.0, ge=0, lt=1)
+    """Dropout probability of attention weights."""
+    residual_dropout: float = Field(default=0.0, ge=0, lt=1)
+    """Dropout probability before each addition to the residual stream."""
+    layer_norm_epsilon: float = Field(default=1e-5, gt=0)
+    """Added to the variance in layer_norm."""
+    rms_norm_eps: float = Field(default=1e-5, gt=0)
+    """Added to the mean square in rms_norm and qk_norm."""
+    rope_theta: float = Field(default=10000.0, gt=0)
+    """Base of the rotary frequencies."""
+    rope_scaling: RopeScaling | None = None
+    """Scaling of the rotary frequencies; null for none."""
+    initializer_range: float = Field(default=0.02, gt=0)
+    """Standard deviation of initial weights."""
 
     @model_validator(mode="before")
     @classmethod

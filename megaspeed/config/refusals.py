@@ -73,33 +73,25 @@ _REASONS: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
     "DeepSpeed recognises torch's own linear layers only, not tensor-parallel ones; use bf16": {
         "torch_autocast": ()
     },
-    "it is only for inference; remove it": {"weight_quantization": ()},
-    "it is for generation during training; remove it": {"hybrid_engine": ()},
+    "it is not for pretraining; remove it": {"weight_quantization": (), "hybrid_engine": ()},
     "it launches DeepSpeed's own trials of a layout; remove it": {"autotuning": ()},
     "DeepCompile needs the complete model in one graph on a GPU; remove it": {"compile": ()},
-    "it only makes DeepSpeed warn; set model.vocab_size": {"vocabulary_size": ()},
-    "the loss and its gradient are means over the whole batch at every layout; remove it": {
+    "the loss and its gradient are means over the complete batch at every layout; remove it": {
         "prescale_gradients": _OFF,
         "gradient_predivide_factor": (1, None),
         "gradient_allreduce_op": ("mean", None),
     },
-    "the pipeline schedule decides when a step ends; remove it": {
-        "managed_gradient_accumulation": _ON
-    },
-    "the pipeline schedule decides when gradients are accumulated; remove it": {
-        "bf16.immediate_grad_update": _OFF
+    "the pipeline schedule decides when gradients are added and when a step ends; remove it": {
+        "managed_gradient_accumulation": _ON,
+        "bf16.immediate_grad_update": _OFF,
     },
     "ranks would keep stale parameters; remove it": {"disable_allgather": _OFF},
-    "Adam and AdamW need no permission; remove it": {"zero_allow_untested_optimizer": _EITHER},
-    "DeepSpeed's CPU optimizer has to be compiled when a run starts; torch's AdamW is used, so "
-    "remove it": {"zero_force_ds_cpu_optimizer": _OFF},
-    "it needs DeepSpeed's compiled optimizer; remove it": {
-        "zero_optimization.offload_optimizer.super_offload": _OFF
+    "it is for optimizers that DeepSpeed compiles, but torch's AdamW is used; remove it": {
+        "zero_force_ds_cpu_optimizer": _OFF,
+        "zero_optimization.offload_optimizer.super_offload": _OFF,
+        "zero_optimization.offload_optimizer.cpuadam_cores_perc": (),
+        "optimizer.legacy_fusion": _OFF,
     },
-    "it is for super_offload, which is not supported; remove it": {
-        "zero_optimization.offload_optimizer.cpuadam_cores_perc": ()
-    },
-    "it is for fused optimizers; remove it": {"optimizer.legacy_fusion": _OFF},
     "weight decay is decoupled from the gradient in both Adam and AdamW; remove it": {
         "optimizer.params.adam_w_mode": _ON
     },
@@ -114,55 +106,51 @@ _REASONS: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
     },
     "megaspeed measures the throughput itself; remove it": {"timers": ()},
     "set bf16.enabled or fp16.enabled": {"data_types.param_dtype": (None,)},
-    "buffers keep the type of the model; remove it": {"data_types.buffer_dtype": (None,)},
-    "every module has the type of the model; remove it": {
-        "data_types.keep_in_fp32_modules": ("auto", None)
+    "every module and buffer has the type of the model; remove it": {
+        "data_types.buffer_dtype": (None,),
+        "data_types.keep_in_fp32_modules": ("auto", None),
+        "fp16.auto_cast": _OFF,
     },
     "master weights and optimizer states are kept in fp32; remove it": {
         "bf16.bf16_master_weights_and_grads": _OFF,
         "bf16.bf16_optimizer_states": _OFF,
         "fp16.fp16_master_weights_and_grads": _OFF,
     },
-    "token ids are not cast; remove it": {"fp16.auto_cast": _OFF},
     "every step needs the gradient norm, for clipping and for metrics.jsonl; remove it": {
         "zero_optimization.compute_grad_norm": _ON
     },
-    "DeepSpeed compares over the whole world, where other pipeline stages wait for activations: a "
-    "deadlock; remove it": {"zero_optimization.enable_sanity_checks": _OFF},
-    "it moves parameters within the flat buffers from which tied embeddings on two pipeline stages "
-    "exchange gradients; remove it": {"zero_optimization.round_robin_gradients": _OFF},
-    "it pads the flat buffers from which tied embeddings on two pipeline stages exchange "
-    "gradients; remove it": {"zero_optimization.parameter_alignment": _OFF},
-    "DeepSpeed forms its groups from consecutive ranks of the whole world, which is wrong beside "
-    "pipeline or tensor parallelism; remove it": {
+    "DeepSpeed compares over all ranks, but other pipeline stages wait for activations meanwhile: "
+    "a deadlock; remove it": {"zero_optimization.enable_sanity_checks": _OFF},
+    "it changes the flat buffers from which tied embeddings on two pipeline stages exchange "
+    "gradients; remove it": {
+        "zero_optimization.round_robin_gradients": _OFF,
+        "zero_optimization.parameter_alignment": _OFF,
+    },
+    "DeepSpeed forms its groups from consecutive ranks, which is wrong with pipeline or tensor "
+    "parallelism; remove it": {
         "zero_optimization.zero_hpz_partition_size": (0, 1, None),
         "zero_optimization.zero_quantized_gradients": _OFF,
     },
-    "it changes the parameters that the forward pass sees, so layouts would no longer train the "
-    "same model; remove it": {"zero_optimization.zero_quantized_weights": _OFF},
-    "it delays updates, so layouts would no longer train the same model; remove it": {
-        "zero_optimization.zenflow": (None,)
+    "with it, layouts would no longer train the same model; remove it": {
+        "zero_optimization.zero_quantized_weights": _OFF,
+        "zero_optimization.zenflow": (None,),
     },
-    "every parameter is trained; remove it": {
-        "zero_optimization.zero_quantized_nontrainable_weights": _OFF
+    "it has no effect here; remove it": {
+        "vocabulary_size": (),
+        "zero_allow_untested_optimizer": _EITHER,
+        "zero_optimization.zero_quantized_nontrainable_weights": _OFF,
+        "zero_optimization.ignore_unused_parameters": _EITHER,
+        "zero_optimization.legacy_stage1": _OFF,
+        "zero_optimization.memory_efficient_linear": _EITHER,
+        "zero_optimization.override_module_apply": _ON,
     },
-    "every parameter is used; remove it": {"zero_optimization.ignore_unused_parameters": _EITHER},
-    "there is one stage 1; remove it": {"zero_optimization.legacy_stage1": _OFF},
     "a layer is gathered in one all-gather when a pass enters it, and freed when the pass leaves "
     "it; remove it": {
         "zero_optimization.stage3_max_reuse_distance": (0, None),
         "zero_optimization.stage3_module_granularity_threshold": (0, None),
         "zero_optimization.stage3_allgather_sequential": _OFF,
         "zero_optimization.stage3_use_all_reduce_for_fetch_params": _OFF,
-    },
-    "layers are gathered in a fixed order, so there is no trace; remove it": {
-        "zero_optimization.log_trace_cache_warnings": _OFF
-    },
-    "no layer keeps a gathered weight; remove it": {
-        "zero_optimization.memory_efficient_linear": _EITHER
-    },
-    "parameters are initialised before DeepSpeed sees them; remove it": {
-        "zero_optimization.override_module_apply": _ON
+        "zero_optimization.log_trace_cache_warnings": _OFF,
     },
     "it is for NVMe offload; state can only move to host memory, so remove it": {
         "aio": (),

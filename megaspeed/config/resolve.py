@@ -5,19 +5,26 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from megaspeed.config.deepspeed_keys import OptimizerConfig, ZeroConfig
-from megaspeed.config.errors import ConfigError
-from megaspeed.config.layout import LAUNCH_RULES, Batch, Launch, World
-from megaspeed.config.model import ModelConfig
-from megaspeed.config.rules import CONFIG_RULES
-from megaspeed.config.run import RunConfig, TrainingConfig
-from megaspeed.config.scheduler import (
+from megaspeed.config.deepspeed_keys import (
     DecayParams,
+    OptimizerConfig,
     SchedulerConfig,
     WarmupCosineLRParams,
     WarmupDecayLRParams,
     WarmupLRParams,
+    ZeroConfig,
 )
+from megaspeed.config.errors import ConfigError
+from megaspeed.config.layout import (
+    Batch,
+    StatedBatch,
+    World,
+    find_grid,
+    solve_batch,
+    violations,
+)
+from megaspeed.config.model import ModelConfig
+from megaspeed.config.run import RunConfig, TrainingConfig
 from megaspeed.topology.grid import Grid
 
 GradientReduction = Literal["per_step", "per_micro_batch"]
@@ -100,12 +107,14 @@ def resolve_run(
     Raises:
         ConfigError: with all problems, including those that do not depend on the processes.
     """
-    launch = Launch(config, World(world_size, world_source, device_type))
-    problems = CONFIG_RULES.violations(config) + LAUNCH_RULES.violations(launch)
+    world = World(world_size, world_source, device_type)
+    problems = violations(dict(config), world)
     if problems:
         raise ConfigError(problems, where=name)
-    grid, batch = launch.grid_and_batch()
-    assert grid is not None and batch is not None, "the launch rules found a grid and a batch"
+    stated = StatedBatch.of(config)
+    grid = find_grid(config.parallel, stated, world)
+    batch = None if grid is None else solve_batch(stated, grid.dp)
+    assert grid is not None and batch is not None, "the rules found a grid and a batch"
     reduction = _gradient_reduction(config)
     scaling = config.training.lr_factor(batch.train_batch_size)
     resolved = config.model_copy(

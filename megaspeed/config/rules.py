@@ -1,55 +1,52 @@
-"""Rules that several keys must satisfy together, at any number of processes.
+"""Rules that several keys must satisfy together.
 
-Each rule is a generator function that yields a message for each violation.
+A rule is a generator function that yields a message for each violation. Its parameters are what it
+reads, by name: sections of the JSON, and in `layout.py` also the batch keys and the processes. A
+rule is skipped if one of them is not known, or if it reads a key that has a mistake of its own.
 """
 
-from collections.abc import Callable, Iterator, Set
-from typing import Generic, TypeVar
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from typing import Any
 
-from megaspeed.config.errors import KeyPath
+from megaspeed.config.data import DataConfig
+from megaspeed.config.deepspeed_keys import (
+    Bf16Config,
+    Constant,
+    DataTypesConfig,
+    Decay,
+    Fp16Config,
+    OptimizerConfig,
+    SchedulerConfig,
+    WarmupCosineLR,
+    WarmupDecayLR,
+    WarmupLR,
+    ZeroConfig,
+)
 from megaspeed.config.model import PRESETS, ModelConfig
-from megaspeed.config.run import RunConfig
-from megaspeed.config.scheduler import Constant, Decay, WarmupCosineLR, WarmupDecayLR, WarmupLR
+from megaspeed.config.run import ParallelConfig, TrainingConfig
 
-Subject = TypeVar("Subject")
-Check = Callable[[Subject], Iterator[str]]
+Rule = Callable[..., Iterator[str]]
 
-
-class Rules(Generic[Subject]):
-    """A list of rules about a subject."""
-
-    def __init__(self) -> None:
-        self._rules: list[tuple[list[KeyPath], Check[Subject]]] = []
-
-    def reads(self, *keys: str) -> Callable[[Check[Subject]], Check[Subject]]:
-        """Decorates a rule, with the dotted keys that it reads."""
-
-        def add(check: Check[Subject]) -> Check[Subject]:
-            self._rules.append(([tuple(key.split(".")) for key in keys], check))
-            return check
-
-        return add
-
-    def violations(self, subject: Subject, invalid: Set[KeyPath] = frozenset()) -> list[str]:
-        """The messages of all rules in their order. Skips rules that read an invalid key."""
-        parents = {path[:length] for path in invalid for length in range(len(path))}
-
-        def is_valid(key: KeyPath) -> bool:
-            itself_and_parents = {key[:length] for length in range(1, len(key) + 1)}
-            return key not in parents and itself_and_parents.isdisjoint(invalid)
-
-        return [
-            message
-            for keys, check in self._rules
-            if all(map(is_valid, keys))
-            for message in check(subject)
-        ]
+_RULES: list[tuple[Rule, tuple[str, ...]]] = []
+"""Each rule, and the names of what it reads."""
 
 
-CONFIG_RULES = Rules[RunConfig]()
-"""All rules of this file."""
+def rule(function: Rule) -> Rule:
+    """Decorates a rule."""
+    _RULES.append((function, tuple(inspect.signature(function).parameters)))
+    return function
 
-rule = CONFIG_RULES.reads
+
+def check(known: Mapping[str, Any]) -> list[str]:
+    """The messages of all rules that read only known values, which are given by name."""
+    messages: list[str] = []
+    for function, names in _RULES:
+        if known.keys() >= set(names):
+            with suppress(AttributeError):  # it reads a key that has a mistake of its own
+                messages += function(*(known[name] for name in names))
+    return messages
 
 
 def divisors(number: int) -> list[int]:
@@ -62,13 +59,21 @@ def divisors(number: int) -> list[int]:
     return low + [number // d for d in reversed(low) if d * d != number]
 
 
-def _listed(numbers: list[int]) -> str:
+def listed(numbers: list[int]) -> str:
+    """The numbers, separated by commas."""
     return ", ".join(map(str, numbers))
 
 
-@rule("model.architecture", "model.preset")
-def preset_has_this_architecture(config: RunConfig) -> Iterator[str]:
-    preset, architecture = config.model.preset, config.model.architecture
+def nearest(number: int, divisor: int) -> str:
+    """The multiples of the divisor around a number, without 0."""
+    below = number // divisor * divisor
+    return " or ".join(str(value) for value in (below, below + divisor) if value > 0)
+
+
+@rule
+def preset_has_this_architecture(model: ModelConfig) -> Iterator[str]:
+    """A stated architecture is that of the preset."""
+    preset, architecture = model.preset, model.architecture
     if preset is not None and PRESETS[preset]["architecture"] != architecture:
         yield (
             f'model.architecture "{architecture}" contradicts model.preset "{preset}", which is a '
@@ -76,17 +81,9 @@ def preset_has_this_architecture(config: RunConfig) -> Iterator[str]:
         )
 
 
-@rule(
-    "model.positions",
-    "model.norm",
-    "model.qk_norm",
-    "model.rope_theta",
-    "model.rope_scaling",
-    "model.rms_norm_eps",
-    "model.layer_norm_epsilon",
-)
-def fields_belong_to_features(config: RunConfig) -> Iterator[str]:
-    model = config.model
+@rule
+def fields_belong_to_features(model: ModelConfig) -> Iterator[str]:
+    """A field of a feature that the model does not have keeps its default."""
     has_rms_norm = model.norm == "rms_norm" or model.qk_norm
     for name, is_used, condition in (
         ("rope_theta", model.positions == "rotary", 'model.positions "rotary"'),
@@ -98,48 +95,40 @@ def fields_belong_to_features(config: RunConfig) -> Iterator[str]:
             yield f"model.{name} has no effect without {condition}; remove it"
 
 
-def _has_uneven_heads(model: ModelConfig) -> bool:
-    """Whether head_dim is omitted, and hidden_size / num_attention_heads has a remainder."""
-    is_stated = "head_dim" in model.model_fields_set
-    return not is_stated and model.hidden_size % model.num_attention_heads != 0
-
-
-@rule("model.num_attention_heads", "model.hidden_size", "model.head_dim")
-def heads_divide_hidden(config: RunConfig) -> Iterator[str]:
-    model = config.model
-    if _has_uneven_heads(model):
+@rule
+def heads_have_a_size(model: ModelConfig) -> Iterator[str]:
+    """Heads divide the hidden size unless their size is stated; rotary positions need pairs."""
+    hidden, heads = model.hidden_size, model.num_attention_heads
+    if "head_dim" not in model.model_fields_set and hidden % heads:
         yield (
-            f"model.hidden_size {model.hidden_size} must be divisible by model.num_attention_heads "
-            f"{model.num_attention_heads}, unless model.head_dim is stated; valid "
-            f"num_attention_heads: {_listed(divisors(model.hidden_size))}"
+            f"model.hidden_size {hidden} must be divisible by model.num_attention_heads {heads}, "
+            f"unless model.head_dim is stated; valid num_attention_heads: "
+            f"{listed(divisors(hidden))}"
+        )
+    elif model.positions == "rotary" and model.head_dim % 2:
+        yield (
+            f"model.head_dim {model.head_dim} must be even, because rotary positions rotate pairs "
+            f"of elements; it is model.hidden_size {hidden} / model.num_attention_heads {heads} if "
+            "omitted: change one of the three"
         )
 
 
-@rule("model.num_key_value_heads", "model.num_attention_heads")
-def key_value_heads_divide_heads(config: RunConfig) -> Iterator[str]:
-    heads, shared = config.model.num_attention_heads, config.model.num_key_value_heads
+@rule
+def key_value_heads_divide_heads(model: ModelConfig) -> Iterator[str]:
+    """Each key/value head serves the same number of query heads."""
+    heads, shared = model.num_attention_heads, model.num_key_value_heads
     if heads % shared:
         yield (
             f"model.num_attention_heads {heads} must be divisible by model.num_key_value_heads "
             f"{shared}, because each key/value head serves the same number of query heads; valid "
-            f"num_key_value_heads: {_listed(divisors(heads))}"
+            f"num_key_value_heads: {listed(divisors(heads))}"
         )
 
 
-@rule("model.positions", "model.hidden_size", "model.num_attention_heads", "model.head_dim")
-def rotary_needs_even_heads(config: RunConfig) -> Iterator[str]:
-    model = config.model
-    if model.positions == "rotary" and model.head_dim % 2 and not _has_uneven_heads(model):
-        yield (
-            f"model.head_dim {model.head_dim} must be even, because rotary positions rotate pairs "
-            f"of elements; it is model.hidden_size {model.hidden_size} / model.num_attention_heads "
-            f"{model.num_attention_heads} if omitted: change one of the three"
-        )
-
-
-@rule("model.rope_scaling")
-def rope_factors_are_ordered(config: RunConfig) -> Iterator[str]:
-    scaling = config.model.rope_scaling
+@rule
+def rope_factors_are_ordered(model: ModelConfig) -> Iterator[str]:
+    """The frequencies that are left alone are above those that are scaled in full."""
+    scaling = model.rope_scaling
     if scaling is not None and scaling.low_freq_factor >= scaling.high_freq_factor:
         yield (
             f"model.rope_scaling.low_freq_factor {scaling.low_freq_factor} must be less than "
@@ -148,39 +137,40 @@ def rope_factors_are_ordered(config: RunConfig) -> Iterator[str]:
         )
 
 
-@rule("parallel.tensor", "model.num_attention_heads", "model.num_key_value_heads")
-def tensor_divides_heads(config: RunConfig) -> Iterator[str]:
-    heads, shared = config.model.num_attention_heads, config.model.num_key_value_heads
-    tp = config.parallel.tensor
+@rule
+def tensor_divides_heads(model: ModelConfig, parallel: ParallelConfig) -> Iterator[str]:
+    """A tensor rank holds complete query heads, and complete or shared key/value heads."""
+    heads, shared, tp = model.num_attention_heads, model.num_key_value_heads, parallel.tensor
     valid = [d for d in divisors(heads) if shared % d == 0 or d % shared == 0]
     if heads % tp:
         yield (
             f"model.num_attention_heads {heads} must be divisible by parallel.tensor {tp}, because "
-            f"a tensor rank holds complete heads; valid parallel.tensor: {_listed(valid)}"
+            f"a tensor rank holds complete heads; valid parallel.tensor: {listed(valid)}"
         )
     elif tp not in valid:
         yield (
             f"model.num_key_value_heads {shared} and parallel.tensor {tp}: one must be divisible "
             "by the other, because a tensor rank holds complete key/value heads or shares one with "
-            f"its neighbours; valid parallel.tensor: {_listed(valid)}"
+            f"its neighbours; valid parallel.tensor: {listed(valid)}"
         )
 
 
-@rule("parallel.tensor", "model.intermediate_size", "model.hidden_size", "model.mlp")
-def tensor_divides_feed_forward(config: RunConfig) -> Iterator[str]:
-    width, tp = config.model.intermediate_size, config.parallel.tensor
+@rule
+def tensor_divides_feed_forward(model: ModelConfig, parallel: ParallelConfig) -> Iterator[str]:
+    """Tensor ranks hold equal parts of the feed-forward layer."""
+    width, tp = model.intermediate_size, parallel.tensor
     if width % tp:
-        below = width // tp * tp
-        nearest = " or ".join(str(value) for value in (below, below + tp) if value > 0)
         yield (
             f"model.intermediate_size {width} must be divisible by parallel.tensor {tp}, because "
-            f"tensor ranks hold equal parts of the feed-forward layer; nearest: {nearest}"
+            "tensor ranks hold equal parts of the feed-forward layer; nearest: "
+            f"{nearest(width, tp)}"
         )
 
 
-@rule("parallel.pipeline", "model.num_hidden_layers")
-def pipeline_stages_have_blocks(config: RunConfig) -> Iterator[str]:
-    layers, pp = config.model.num_hidden_layers, config.parallel.pipeline
+@rule
+def pipeline_stages_have_blocks(model: ModelConfig, parallel: ParallelConfig) -> Iterator[str]:
+    """There are at most as many pipeline stages as blocks."""
+    layers, pp = model.num_hidden_layers, parallel.pipeline
     if layers < pp:
         yield (
             f"model.num_hidden_layers {layers} must be at least parallel.pipeline {pp}, because "
@@ -189,9 +179,10 @@ def pipeline_stages_have_blocks(config: RunConfig) -> Iterator[str]:
         )
 
 
-@rule("data.sequence_length", "model.max_position_embeddings")
-def sequence_fits_positions(config: RunConfig) -> Iterator[str]:
-    length, positions = config.data.sequence_length, config.model.max_position_embeddings
+@rule
+def sequence_fits_positions(model: ModelConfig, data: DataConfig) -> Iterator[str]:
+    """The model has a position for each token of a sample."""
+    length, positions = data.sequence_length, model.max_position_embeddings
     if length > positions:
         yield (
             f"data.sequence_length {length} must be at most model.max_position_embeddings "
@@ -199,76 +190,95 @@ def sequence_fits_positions(config: RunConfig) -> Iterator[str]:
         )
 
 
-@rule("parallel.sequence_parallel", "parallel.tensor", "data.sequence_length")
-def tensor_divides_sequence(config: RunConfig) -> Iterator[str]:
-    length, tp = config.data.sequence_length, config.parallel.tensor
-    if config.parallel.sequence_parallel and length % tp:
+@rule
+def tensor_divides_sequence(parallel: ParallelConfig, data: DataConfig) -> Iterator[str]:
+    """With sequence parallelism, tensor ranks hold equal parts of the sequence."""
+    length, tp = data.sequence_length, parallel.tensor
+    if parallel.sequence_parallel and length % tp:
         yield (
             f"data.sequence_length {length} must be divisible by parallel.tensor {tp} if "
             "parallel.sequence_parallel is true, because tensor ranks hold equal parts of the "
-            f"sequence; nearest: {length // tp * tp} or {-(-length // tp) * tp}"
+            f"sequence; nearest: {nearest(length, tp)}"
         )
 
 
-@rule("bf16.enabled", "fp16.enabled")
-def one_precision(config: RunConfig) -> Iterator[str]:
-    if config.bf16.enabled and config.fp16.enabled:
+@rule
+def weights_are_stated_for_all_sources_or_none(data: DataConfig) -> Iterator[str]:
+    """Weights are relative to each other, so one without the others means nothing."""
+    for key, sources in (
+        ("data.train", data.train_sources),
+        ("data.validation", data.validation_sources or ()),
+    ):
+        without = [index for index, source in enumerate(sources) if source.weight is None]
+        if 0 < len(without) < len(sources):
+            yield (
+                f"{key} must state a weight for all of its sources or for none, but it states one "
+                f"for {len(sources) - len(without)} of {len(sources)}; {key}[{without[0]}] "
+                f"({sources[without[0]]}) is the first without one"
+            )
+
+
+@rule
+def one_precision(bf16: Bf16Config, fp16: Fp16Config) -> Iterator[str]:
+    """A model is trained in bf16 or in fp16, not in both."""
+    if bf16.enabled and fp16.enabled:
         yield (
-            "bf16.enabled and fp16.enabled are both true, and a model has one type; turn one off "
+            "bf16.enabled and fp16.enabled are both true, but a model has one type; turn one off "
             "(bf16 needs no loss scale)"
         )
 
 
-@rule("data_types.grad_accum_dtype", "bf16.enabled")
-def gradients_are_summed_in_the_models_type_or_fp32(config: RunConfig) -> Iterator[str]:
-    if config.data_types.grad_accum_dtype == "bf16" and not config.bf16.enabled:
-        computed = "fp16" if config.fp16.enabled else "fp32"
+@rule
+def gradients_are_summed_in_the_models_type_or_fp32(
+    data_types: DataTypesConfig, bf16: Bf16Config, fp16: Fp16Config
+) -> Iterator[str]:
+    """A sum of gradients has at least the digits of the gradients."""
+    if data_types.grad_accum_dtype == "bf16" and not bf16.enabled:
+        computed = "fp16" if fp16.enabled else "fp32"
         yield (
             f'data_types.grad_accum_dtype "bf16" loses digits of gradients that the {computed} '
             'model computes; remove it, write "fp32", or set bf16.enabled'
         )
 
 
-@rule("zero_optimization.overlap_comm", "zero_optimization.contiguous_gradients")
-def overlapped_gradients_have_a_buffer(config: RunConfig) -> Iterator[str]:
-    zero = config.zero_optimization
+@rule
+def overlapped_gradients_have_a_buffer(zero_optimization: ZeroConfig) -> Iterator[str]:
+    """Gradients that are reduced during the backward pass are copied to a buffer first."""
+    zero = zero_optimization
     if zero.overlap_comm and zero.stage < 3 and not zero.contiguous_gradients:
         yield (
             "zero_optimization.overlap_comm reduces gradients while the backward pass continues, "
-            "and with contiguous_gradients false DeepSpeed frees them before they are reduced; set "
+            "but with contiguous_gradients false DeepSpeed frees them before they are reduced; set "
             "contiguous_gradients to true, or overlap_comm to false"
         )
 
 
-@rule("zero_optimization.offload_param", "zero_optimization.stage")
-def parameter_offload_needs_stage_3(config: RunConfig) -> Iterator[str]:
-    zero = config.zero_optimization
+@rule
+def only_partitioned_states_are_offloaded(zero_optimization: ZeroConfig) -> Iterator[str]:
+    """What is moved to host memory is partitioned at this stage."""
+    zero = zero_optimization
     if zero.offloads_parameters and zero.stage != 3:
         yield (
-            "zero_optimization.offload_param moves partitioned parameters, which only stage 3 "
-            f"has, and zero_optimization.stage is {zero.stage}; set it to 3, or remove "
-            "offload_param"
+            "zero_optimization.offload_param moves partitioned parameters, which only stage 3 has, "
+            f"but zero_optimization.stage is {zero.stage}; set it to 3, or remove offload_param"
         )
-
-
-@rule("zero_optimization.offload_optimizer", "zero_optimization.stage")
-def optimizer_offload_needs_partitioned_states(config: RunConfig) -> Iterator[str]:
-    zero = config.zero_optimization
     if zero.offloads_optimizer and zero.stage == 0:
         yield (
             "zero_optimization.offload_optimizer moves partitioned optimizer states, which stages "
-            "1, 2 and 3 have, and zero_optimization.stage is 0; raise it, or remove "
+            "1, 2 and 3 have, but zero_optimization.stage is 0; raise it, or remove "
             "offload_optimizer"
         )
 
 
-@rule("scheduler.params.warmup_num_steps", "scheduler.params.total_num_steps", "training.steps")
-def warmup_ends_before_the_schedule(config: RunConfig) -> Iterator[str]:
-    scheduler = config.scheduler
+@rule
+def warmup_ends_before_the_schedule(
+    scheduler: SchedulerConfig | None, training: TrainingConfig
+) -> Iterator[str]:
+    """The full learning rate is reached, and a rate that falls has steps left to fall."""
     if scheduler is None:
         return
     warmup = scheduler.params.warmup_num_steps
-    end, source = config.training.steps, "training.steps"
+    end, source = training.steps, "training.steps"
     reason = "or the full learning rate is never reached"
     if not isinstance(scheduler, Constant | WarmupLR):
         reason = "because the rate falls after warmup"
@@ -281,38 +291,36 @@ def warmup_ends_before_the_schedule(config: RunConfig) -> Iterator[str]:
         )
 
 
-@rule(
-    "scheduler.params.total_num_steps",
-    "scheduler.params.cos_min_ratio",
-    "scheduler.params.min_ratio",
-    "training.steps",
-)
-def rate_stays_above_zero(config: RunConfig) -> Iterator[str]:
-    scheduler, steps = config.scheduler, config.training.steps
-    if isinstance(scheduler, Decay):
-        ends_at_zero = scheduler.params.min_ratio == 0
-    elif isinstance(scheduler, WarmupCosineLR):
-        ends_at_zero = scheduler.params.cos_min_ratio == 0
-    elif isinstance(scheduler, WarmupDecayLR):
-        ends_at_zero = True
-    else:
-        return
-    total = scheduler.params.total_num_steps
-    if ends_at_zero and total is not None and total < steps:
+@rule
+def rate_stays_above_zero(
+    scheduler: SchedulerConfig | None, training: TrainingConfig
+) -> Iterator[str]:
+    """A schedule that ends at 0 is at least as long as the run."""
+    match scheduler:
+        case Decay():
+            lowest = scheduler.params.min_ratio
+        case WarmupCosineLR():
+            lowest = scheduler.params.cos_min_ratio
+        case WarmupDecayLR():
+            lowest = 0.0
+        case _:
+            return
+    total, steps = scheduler.params.total_num_steps, training.steps
+    if lowest == 0 and total is not None and total < steps:
         yield (
             f"scheduler.params.total_num_steps {total} must be at least training.steps {steps}, "
             f"or the last {steps - total} steps have a learning rate of 0; remove it"
         )
 
 
-@rule("scheduler.params.warmup_min_lr", "scheduler.params.warmup_max_lr", "optimizer.params.lr")
-def warmup_rises(config: RunConfig) -> Iterator[str]:
-    scheduler = config.scheduler
+@rule
+def warmup_rises(scheduler: SchedulerConfig | None, optimizer: OptimizerConfig) -> Iterator[str]:
+    """The rate at which warmup starts is not above the rate at which it ends."""
     if isinstance(scheduler, WarmupLR | WarmupDecayLR):
         low, high = scheduler.params.warmup_min_lr, scheduler.params.warmup_max_lr
         source = "scheduler.params.warmup_max_lr"
         if high is None:
-            high, source = config.optimizer.params.lr, "optimizer.params.lr"
+            high, source = optimizer.params.lr, "optimizer.params.lr"
         if low > high:
             yield (
                 f"scheduler.params.warmup_min_lr {low} must be at most {source} {high}, because "
@@ -320,9 +328,10 @@ def warmup_rises(config: RunConfig) -> Iterator[str]:
             )
 
 
-@rule("training.lr_scaling", "training.base_batch_size")
-def scaling_has_a_base(config: RunConfig) -> Iterator[str]:
-    scaling, base = config.training.lr_scaling, config.training.base_batch_size
+@rule
+def scaling_has_a_base(training: TrainingConfig) -> Iterator[str]:
+    """Scaling of the learning rate and the batch that it starts from are stated together."""
+    scaling, base = training.lr_scaling, training.base_batch_size
     if scaling != "none" and base is None:
         yield (
             f'training.lr_scaling "{scaling}" multiplies the learning rate by a function of '
@@ -334,18 +343,3 @@ def scaling_has_a_base(config: RunConfig) -> Iterator[str]:
             f'training.base_batch_size {base} has no effect with training.lr_scaling "none"; set '
             'training.lr_scaling to "linear" or "sqrt", or remove training.base_batch_size'
         )
-
-
-@rule("data.train", "data.validation")
-def weights_are_stated_for_all_sources_or_none(config: RunConfig) -> Iterator[str]:
-    for key, sources in (
-        ("data.train", config.data.train_sources),
-        ("data.validation", config.data.validation_sources or ()),
-    ):
-        without = [index for index, source in enumerate(sources) if source.weight is None]
-        if 0 < len(without) < len(sources):
-            yield (
-                f"{key} must state a weight for all of its sources or for none, and states it for "
-                f"{len(sources) - len(without)} of {len(sources)}; {key}[{without[0]}] "
-                f"({sources[without[0]]}) is the first without one"
-            )

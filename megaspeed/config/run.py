@@ -14,50 +14,27 @@ from megaspeed.config.section import LARGEST_SECONDS, LARGEST_WORLD, PathText, S
 class ParallelConfig(Section):
     """The degrees of the three axes. data x pipeline x tensor is the number of processes."""
 
-    data: Annotated[int, Field(gt=0, le=LARGEST_WORLD)] | Literal["auto"] = Field(
-        default="auto",
-        description='Data-parallel degree (dp); "auto" = world size / (pipeline x tensor).',
-    )
-    pipeline: int = Field(
-        default=1,
-        gt=0,
-        le=LARGEST_WORLD,
-        description="Number of pipeline stages (pp); at most as many as there are blocks.",
-    )
-    tensor: int = Field(
-        default=1,
-        gt=0,
-        le=LARGEST_WORLD,
-        description="Tensor-parallel degree (tp); must divide the attention heads and the "
-        "feed-forward width.",
-    )
-    spare_ranks: bool = Field(
-        default=False,
-        description="true: more processes may be started than the layout uses. The spare ranks "
-        'wait until the run ends. With data "auto", data is the largest degree that fits the '
-        "batch. false: the number of processes must fit.",
-    )
-    sequence_parallel: bool = Field(
-        default=False,
-        description="Split activations between blocks along the sequence over the tensor axis; "
-        "data.sequence_length must be divisible by tensor.",
-    )
-    schedule: Literal["gpipe", "1f1b"] = Field(
-        default="1f1b",
-        description="Order of forwards and backwards in the pipeline. 1f1b keeps at most "
-        "`pipeline` micro-batches in memory, gpipe all of them.",
-    )
-    gradient_reduction: Literal["auto", "per_step", "per_micro_batch"] = Field(
-        default="auto",
-        description="When gradients are reduced over dp: once a step (least traffic) or after "
-        "every micro-batch (least memory). auto: per_step for ZeRO 0 and 1, "
-        "per_micro_batch for 2 and 3.",
-    )
-    activation_checkpointing: Literal["none", "full"] = Field(
-        default="none",
-        description="full: keep only the inputs of each block and compute the rest again in "
-        "the backward pass.",
-    )
+    data: Annotated[int, Field(gt=0, le=LARGEST_WORLD)] | Literal["auto"] = "auto"
+    """Data-parallel degree (dp); "auto" = world size / (pipeline x tensor)."""
+    pipeline: int = Field(default=1, gt=0, le=LARGEST_WORLD)
+    """Number of pipeline stages (pp); at most as many as there are blocks."""
+    tensor: int = Field(default=1, gt=0, le=LARGEST_WORLD)
+    """Tensor-parallel degree (tp); must divide the attention heads and the feed-forward width."""
+    spare_ranks: bool = False
+    """true: more processes may be started than the layout uses. The spare ranks wait until the run
+    ends. With data "auto", data is the largest degree that fits the batch. false: the number of
+    processes must fit."""
+    sequence_parallel: bool = False
+    """Split activations between blocks along the sequence over the tensor axis;
+    data.sequence_length must be divisible by tensor."""
+    schedule: Literal["gpipe", "1f1b"] = "1f1b"
+    """Order of forwards and backwards in the pipeline. 1f1b keeps at most `pipeline` micro-batches
+    in memory, gpipe all of them."""
+    gradient_reduction: Literal["auto", "per_step", "per_micro_batch"] = "auto"
+    """When gradients are reduced over dp: once a step (least traffic) or after every micro-batch
+    (least memory). auto: per_step for ZeRO 0 and 1, per_micro_batch for 2 and 3."""
+    activation_checkpointing: Literal["none", "full"] = "none"
+    """full: keep only the inputs of each block and compute the rest again in the backward pass."""
 
 
 ReportTo = Literal["tensorboard", "wandb"]
@@ -66,91 +43,54 @@ ReportTo = Literal["tensorboard", "wandb"]
 class TrainingConfig(Section):
     """The length of the run, what it reports and what it keeps."""
 
-    steps: int = Field(gt=0, description="Number of optimizer steps.")
-    seed: int = Field(
-        default=1234, ge=0, lt=2**63, description="Seed of initial weights and of dropout."
-    )
-    run_dir: PathText | None = Field(
-        default=None,
-        description="Folder the run writes to. If omitted: runs/<name of the config file>.",
-    )
-    log_interval: int = Field(default=10, gt=0, description="Steps between two console lines.")
-    report_to: tuple[ReportTo, ...] = Field(
-        default=(),
-        strict=False,
-        description="Services that get the numbers of metrics.jsonl too: tensorboard, wandb. "
-        "Their packages must be installed.",
-    )
-    eval_interval: int = Field(
-        default=0, ge=0, description="Steps between two validations; 0: only at the end."
-    )
-    eval_batches: int = Field(
-        default=8,
-        gt=0,
-        description="Number of batches, each of train_batch_size samples, of one validation.",
-    )
-    lr_scaling: Literal["none", "linear", "sqrt"] = Field(
-        default="none",
-        description="Multiply the learning rate by k = train_batch_size / base_batch_size "
-        "(linear; Goyal et al. 2017) or by the square root of k (sqrt).",
-    )
-    base_batch_size: int | None = Field(
-        default=None,
-        gt=0,
-        description="Samples of the batch for which the stated learning rate is right; required "
-        "if lr_scaling is not none. The resolved configuration has the scaled rate and states the "
-        "run's own batch here.",
-    )
-    allow_tf32: bool = Field(
-        default=False,
-        description="On CUDA, multiply fp32 matrices in TF32, which keeps 10 of 23 mantissa bits. "
-        "This is faster, but layouts agree only to about 1e-3.",
-    )
-    allow_reduced_precision_reduction: bool = Field(
-        default=False,
-        description="On CUDA, let bf16 and fp16 matrix products add partial sums in bf16 or fp16 "
-        "instead of fp32.",
-    )
-    max_skipped_steps: int = Field(
-        default=20,
-        gt=0,
-        description="The run stops after this many steps in a row were skipped because the loss or "
-        "the gradient norm was not finite.",
-    )
-    hang_timeout_seconds: float = Field(
-        default=300.0,
-        gt=0,
-        le=LARGEST_SECONDS,
-        description="If there is no progress for this long, every rank writes its stacks, the "
-        "ranks that did not arrive are named, and the run ends with exit code 3. Start-up and the "
-        "first step may take four times as long, saving and loading 24 times.",
-    )
-    restart: int = Field(
-        default=0,
-        ge=0,
-        description="How many times the ranks are started again after a failure, under deepspeed, "
-        "srun, mpirun or plain python. torchrun does this by itself (--max-restarts).",
-    )
-    check_replicas_interval: int = Field(
-        default=0,
-        ge=0,
-        description="Steps between two comparisons, bit by bit, of the copies that several ranks "
-        "hold. They are also compared before each checkpoint. 0: never.",
-    )
-    save_interval: int = Field(
-        default=1000,
-        ge=0,
-        description="Steps between two checkpoints; 0: only at the end and on a stop signal.",
-    )
-    keep_last: int = Field(
-        default=3, gt=0, description="Number of checkpoints kept; older ones are deleted."
-    )
-    async_save: bool = Field(
-        default=False,
-        description="Copy a checkpoint to host memory and write it while training continues. "
-        "From the first save to the end of the run, this takes 12 bytes of host memory for each "
-        "parameter that a rank writes. If the rank trains on a GPU, the memory is page-locked.",
-    )
+    steps: int = Field(gt=0)
+    """Number of optimizer steps."""
+    seed: int = Field(default=1234, ge=0, lt=2**63)
+    """Seed of initial weights and of dropout."""
+    run_dir: PathText | None = None
+    """Folder the run writes to. If omitted: runs/<name of the config file>."""
+    log_interval: int = Field(default=10, gt=0)
+    """Steps between two console lines."""
+    report_to: tuple[ReportTo, ...] = Field(default=(), strict=False)
+    """Services that get the numbers of metrics.jsonl too: tensorboard, wandb. Their packages must
+    be installed."""
+    eval_interval: int = Field(default=0, ge=0)
+    """Steps between two validations; 0: only at the end."""
+    eval_batches: int = Field(default=8, gt=0)
+    """Number of batches, each of train_batch_size samples, of one validation."""
+    lr_scaling: Literal["none", "linear", "sqrt"] = "none"
+    """Multiply the learning rate by k = train_batch_size / base_batch_size (linear; Goyal et al.
+    2017) or by the square root of k (sqrt)."""
+    base_batch_size: int | None = Field(default=None, gt=0)
+    """Samples of the batch for which the stated learning rate is right; required if lr_scaling is
+    not none. The resolved configuration has the scaled rate and states the run's own batch here."""
+    allow_tf32: bool = False
+    """On CUDA, multiply fp32 matrices in TF32, which keeps 10 of 23 mantissa bits. This is faster,
+    but layouts agree only to about 1e-3."""
+    allow_reduced_precision_reduction: bool = False
+    """On CUDA, let bf16 and fp16 matrix products add partial sums in bf16 or fp16 instead of
+    fp32."""
+    max_skipped_steps: int = Field(default=20, gt=0)
+    """The run stops after this many steps in a row were skipped because the loss or the gradient
+    norm was not finite."""
+    hang_timeout_seconds: float = Field(default=300.0, gt=0, le=LARGEST_SECONDS)
+    """If there is no progress for this long, every rank writes its stacks, the ranks that did not
+    arrive are named, and the run ends with exit code 3. Start-up and the first step may take four
+    times as long, saving and loading 24 times."""
+    restart: int = Field(default=0, ge=0)
+    """How many times the ranks are started again after a failure, under deepspeed, srun, mpirun or
+    plain python. torchrun does this by itself (--max-restarts)."""
+    check_replicas_interval: int = Field(default=0, ge=0)
+    """Steps between two comparisons, bit by bit, of the copies that several ranks hold. They are
+    also compared before each checkpoint. 0: never."""
+    save_interval: int = Field(default=1000, ge=0)
+    """Steps between two checkpoints; 0: only at the end and on a stop signal."""
+    keep_last: int = Field(default=3, gt=0)
+    """Number of checkpoints kept; older ones are deleted."""
+    async_save: bool = False
+    """Copy a checkpoint to host memory and write it while training continues. From the first save
+    to the end of the run, this takes 12 bytes of host memory for each parameter that a rank writes.
+    If the rank trains on a GPU, the memory is page-locked."""
 
     def lr_factor(self, train_batch_size: int) -> float:
         """The factor by which `lr_scaling` multiplies every learning rate in the JSON."""
@@ -164,14 +104,14 @@ class TrainingConfig(Section):
 class RunConfig(DeepSpeedKeys):
     """The complete JSON. Values that depend on the number of processes may be "auto"."""
 
-    model: ModelConfig = Field(description="The shape of the model.")
-    parallel: ParallelConfig = Field(
-        default_factory=ParallelConfig, description="How the ranks share the work."
-    )
-    data: DataConfig = Field(description="The corpus and how it is cut into samples.")
-    training: TrainingConfig = Field(
-        description="The length of the run, what it reports and what it keeps."
-    )
+    model: ModelConfig
+    """The shape of the model."""
+    parallel: ParallelConfig = Field(default_factory=ParallelConfig)
+    """How the ranks share the work."""
+    data: DataConfig
+    """The corpus and how it is cut into samples."""
+    training: TrainingConfig
+    """The length of the run, what it reports and what it keeps."""
 
     def to_json(self) -> dict[str, Any]:
         """The config as JSON values with all defaults. They load as an equal config."""

@@ -11,11 +11,11 @@ from typing import Any, get_args
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
+from megaspeed.config.deepspeed_keys import SCHEDULER_TYPES
+from megaspeed.config.document import describe_value
 from megaspeed.config.errors import MOST_LISTED, KeyPath, Problem, dotted
 from megaspeed.config.model import PRESETS
 from megaspeed.config.run import RunConfig
-from megaspeed.config.scheduler import SCHEDULER_TYPES
-from megaspeed.config.strict_json import describe_value
 
 _OTHER_NAMES = {
     "model.architecture": "model_type",
@@ -93,8 +93,8 @@ def translate(error: ValidationError, values: Mapping[str, Any]) -> list[Problem
         if kind == "extra_forbidden":
             unknown += 1
             # To find the nearest known key takes a millisecond. Only the first are printed.
-            known = keys_at(path[:-1], values) if unknown <= MOST_LISTED else []
-            problems.append(unknown_key(path, known))
+            known = keys_at(path[:-1]) if unknown <= MOST_LISTED else []
+            problems.append(_unknown_key(path, known))
         else:
             problems.append(Problem(path, _message(path, details)))
     missing = {path for path, details in by_path.items() if details[0]["type"] == "missing"}
@@ -185,7 +185,7 @@ def _is_number(text: str) -> bool:
         return False
 
 
-def unknown_key(path: KeyPath, siblings: list[str]) -> Problem:
+def _unknown_key(path: KeyPath, siblings: list[str]) -> Problem:
     """The problem of an unknown key, with the nearest known key or the list of known keys.
 
     If `siblings` is empty, the message has neither.
@@ -208,24 +208,11 @@ def unknown_key(path: KeyPath, siblings: list[str]) -> Problem:
     return Problem(path, f"{name} is an unknown key; the keys of {section} are {known}")
 
 
-def keys_at(path: KeyPath, values: Mapping[str, Any]) -> list[str]:
-    """The known keys of the section at `path`; `values` states which scheduler it is."""
-    models: tuple[type[BaseModel], ...] = (RunConfig,)
-    here: Any = values
-    for part in path:
-        if isinstance(part, int):  # the sections in a list are those of its field
-            here = here[part] if isinstance(here, list) else None
-            continue
-        here = here.get(part) if isinstance(here, dict) else None
-        models = tuple(
-            inner
-            for model in models
-            if part in model.model_fields
-            for inner in _sections_in(model.model_fields[part].annotation)
-        )
-        kind = here.get("type") if isinstance(here, dict) else None
-        models = tuple(model for model in models if kind in _types(model)) or models
-    return sorted({key for model in models for key in model.model_fields})
+def keys_at(path: KeyPath) -> list[str]:
+    """The known keys of the section at `path`; those of all types, if it has several."""
+    section = dotted(tuple(part for part in path if isinstance(part, str)))
+    found = (key.rpartition(".") for key in all_key_paths())
+    return sorted(name for parent, _, name in found if parent == section)
 
 
 @cache
@@ -255,12 +242,6 @@ def _key_paths(model: type[BaseModel], path: KeyPath) -> Iterator[str]:
         yield dotted((*path, name))
         for inner in _sections_in(info.annotation):
             yield from _key_paths(inner, (*path, name))
-
-
-def _types(model: type[BaseModel]) -> tuple[Any, ...]:
-    """The values of `type` that select this section."""
-    field = model.model_fields.get("type")
-    return () if field is None else get_args(field.annotation)
 
 
 def _sections_in(annotation: Any) -> Iterator[type[BaseModel]]:

@@ -23,7 +23,7 @@ from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from megaspeed.config.strict_json import JsonSyntaxError, read_json_object
+from megaspeed.config.document import JsonSyntaxError, read_json_object
 from megaspeed.data.documents import Document, read_pieces
 from megaspeed.data.errors import DataError
 from megaspeed.data.pieces import PIECE_BYTES

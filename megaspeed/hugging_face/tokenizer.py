@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from megaspeed.checkpoint.reading import GENERATION, TOKENIZER, read_tokenizer_files
+from megaspeed.config.document import JsonSyntaxError, read_json_object
 from megaspeed.config.hugging_face import CONFIG_FILE, DAMAGED
-from megaspeed.config.strict_json import JsonSyntaxError, read_json_object
 from megaspeed.data.errors import DataError
 from megaspeed.data.tokenizer import (
     NoEndOfText,

@@ -21,8 +21,8 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from megaspeed.config.document import JsonSyntaxError, read_json_object
 from megaspeed.config.hugging_face import DAMAGED
-from megaspeed.config.strict_json import JsonSyntaxError, read_json_object
 from megaspeed.files.paths import nearest_existing
 
 SAFETENSORS, SAFETENSORS_INDEX = "model.safetensors", "model.safetensors.index.json"

@@ -17,7 +17,8 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megaspeed.model.micro_batch import MicroBatch
-from megaspeed.pipeline.instructions import (
+from megaspeed.pipeline.p2p import Neighbours
+from megaspeed.pipeline.schedules import (
     Backward,
     Exchange,
     Forward,
@@ -31,7 +32,6 @@ from megaspeed.pipeline.instructions import (
     SendActivation,
     SendGradient,
 )
-from megaspeed.pipeline.p2p import Neighbours
 from megaspeed.topology.activity import Activity, Part, Timeline
 from megaspeed.topology.failure import note_phase
 

@@ -11,7 +11,6 @@ So 9 equal layers on 4 stages are split 2 2 2 3. Both steps are dynamic programs
 stages, number of layers).
 """
 
-import math
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import accumulate, pairwise
@@ -20,49 +19,20 @@ from megaspeed.config.resolve import Run
 from megaspeed.model.parameters import forward_flops_per_token, logical_name, parameters_of
 
 
-class PartitionError(ValueError):
-    """These layers cannot be split over these pipeline stages."""
-
-
-def partition_layers(costs: Sequence[float], pipeline_stages: int) -> list[range]:
+def partition_layers(costs: Sequence[int], pipeline_stages: int) -> list[range]:
     """The range of layer indices of each pipeline stage, in order; none is empty.
 
     Args:
-        costs: of each layer, [embedding, blocks..., head], in any unit (FLOPs, seconds); finite
-            and not negative. They are summed exactly, so rounding does not affect the split.
-        pipeline_stages: how many there are.
-
-    Raises PartitionError if a cost is not valid, or if there are fewer layers than stages.
+        costs: of each layer, [embedding, blocks..., head], in any unit; not negative. They are
+            whole numbers, so rounding does not affect the split.
+        pipeline_stages: how many there are, at most as many as layers.
     """
-    _check(costs, pipeline_stages)
+    assert 1 <= pipeline_stages <= len(costs), "a rule checked that each stage has a layer"
     # cumulative[i] is the cost of the first i layers.
-    cumulative = list(accumulate(_as_integers(costs), initial=0))
+    cumulative = list(accumulate(costs, initial=0))
     bottleneck = _smallest_bottleneck(cumulative, pipeline_stages)
     ends = _most_even_ends(cumulative, pipeline_stages, bottleneck)
     return [range(start, end) for start, end in pairwise([0, *ends])]
-
-
-def _check(costs: Sequence[float], pipeline_stages: int) -> None:
-    if pipeline_stages < 1:
-        raise PartitionError(f"There must be at least 1 pipeline stage, not {pipeline_stages}.")
-    if len(costs) < pipeline_stages:
-        raise PartitionError(
-            f"Every pipeline stage holds at least one layer, but there are {len(costs)} layers "
-            f"for {pipeline_stages} stages. Lower parallel.pipeline to {len(costs)} or less, or "
-            f"raise model.num_hidden_layers by {pipeline_stages - len(costs)} or more."
-        )
-    for layer, cost in enumerate(costs):
-        if not (math.isfinite(cost) and cost >= 0):
-            raise PartitionError(
-                f"A layer's cost is finite and not negative: layer {layer}: {cost}"
-            )
-
-
-def _as_integers(costs: Sequence[float]) -> list[int]:
-    """The costs times one common power of two, which makes each of them an integer."""
-    ratios = [float(cost).as_integer_ratio() for cost in costs]
-    common = max(denominator for _, denominator in ratios)
-    return [numerator * (common // denominator) for numerator, denominator in ratios]
 
 
 def _smallest_bottleneck(cumulative: Sequence[int], pipeline_stages: int) -> int:
@@ -124,11 +94,11 @@ def layers_of_stages(run: Run) -> list[range]:
     is its forward FLOPs.
     """
     costs = forward_flops_per_token(run.config.model, run.config.data.sequence_length)
-    return list(_partition(tuple(costs), run.grid.pp))
+    return list(_partition(tuple(map(int, costs)), run.grid.pp))
 
 
 @lru_cache(maxsize=1024)  # a plan needs the same split hundreds of times
-def _partition(costs: tuple[float, ...], pipeline_stages: int) -> tuple[range, ...]:
+def _partition(costs: tuple[int, ...], pipeline_stages: int) -> tuple[range, ...]:
     return tuple(partition_layers(costs, pipeline_stages))
 
 

@@ -1,8 +1,16 @@
-"""Pipeline schedules: the order in which a stage runs its micro-batches.
+"""Pipeline schedules: the instructions that a stage executes in one optimizer step, as plain data.
+
+    load      receive activation      forward      send activation        down the pipeline
+                receive gradient      backward     send gradient          up the pipeline
+    reduce gradients, reduce tied gradients, optimizer step               once, at the end
+
+A receive instruction only starts to receive. The forward or backward that needs the message waits
+for it, so a stage can load a micro-batch while its activation arrives.
 
 A schedule is a generator of instructions. Its arguments are the number of pipeline stages, the
 index of this stage, and the number of micro-batches of one optimizer step. All stages run the same
-generator.
+generator. Instructions contain no tensors, so a schedule can be compared, printed and simulated
+without a process. The executor runs them one after another.
 
 Every stage loads every micro-batch: the first stage needs its tokens, the last one its targets, and
 all need its sample indices, from which dropout computes its masks.
@@ -20,35 +28,127 @@ always, on two communicators if the device is synchronised between the send and 
 batch, a send and a receive complete together, in any order. So each stage yields its receive
 directly after its send, and `form_exchanges` joins the two into one batch.
 
-To add a schedule, write a generator, name it in `SCHEDULES`, and test it with `check_schedule`.
-(An interleaved schedule, Narayanan et al. 2021, section 2.2.2, gives a stage several chunks of
-layers. It would be a generator whose instructions also name the chunk.)
+To add a schedule, write a generator, name it in `SCHEDULES`, state its peak of micro-batches in
+`peak_micro_batches_in_flight`, and test it with `check_schedule`. (An interleaved schedule,
+Narayanan et al. 2021, section 2.2.2, gives a stage several chunks of layers. It would be a
+generator whose instructions also name the chunk.)
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from types import MappingProxyType
 from typing import Protocol
 
-from megaspeed.pipeline.instructions import (
-    Backward,
-    Exchange,
-    Forward,
-    Instruction,
-    LoadMicroBatch,
-    MicroBatchInstruction,
-    OptimizerStep,
-    ReceiveActivation,
-    ReceiveGradient,
-    ReceiveInstruction,
-    ReduceGradients,
-    ReduceTiedGradients,
-    SendActivation,
-    SendGradient,
-    SendInstruction,
-    other_end,
-    peer,
+
+@dataclass(frozen=True, slots=True)
+class MicroBatchInstruction:
+    """An instruction about one micro-batch of the step, counted from 0."""
+
+    micro_batch: int
+
+
+@dataclass(frozen=True, slots=True)
+class LoadMicroBatch(MicroBatchInstruction):
+    """Fetch the micro-batch: tokens, targets and the sample indices that seed dropout."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReceiveActivation(MicroBatchInstruction):
+    """Start to receive the output of the previous stage; `Forward` waits for it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Forward(MicroBatchInstruction):
+    """Run the layers of this stage; the input and the graph are kept for `Backward`."""
+
+
+@dataclass(frozen=True, slots=True)
+class SendActivation(MicroBatchInstruction):
+    """Send the output of this stage to the next stage."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReceiveGradient(MicroBatchInstruction):
+    """Start to receive the gradient of the output; `Backward` waits for it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Backward(MicroBatchInstruction):
+    """Accumulate the gradients of this stage, and free what `Forward` has kept."""
+
+
+@dataclass(frozen=True, slots=True)
+class SendGradient(MicroBatchInstruction):
+    """Send the gradient of the input to the previous stage."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepInstruction:
+    """An instruction that runs once a step, after the last backward."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReduceGradients(StepInstruction):
+    """Average the accumulated gradients over the data axis."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReduceTiedGradients(StepInstruction):
+    """Sum the gradients of weights that the first and the last stage share."""
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerStep(StepInstruction):
+    """Clip, update the parameters and clear the gradients."""
+
+
+ForwardInstruction = LoadMicroBatch | ReceiveActivation | Forward | SendActivation
+BackwardInstruction = ReceiveGradient | Backward | SendGradient
+Instruction = (
+    ForwardInstruction | BackwardInstruction | ReduceGradients | ReduceTiedGradients | OptimizerStep
 )
+SendInstruction = SendActivation | SendGradient
+ReceiveInstruction = ReceiveActivation | ReceiveGradient
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """A send and a receive with the same neighbour, started together as one batch.
+
+    Schedules do not yield it: `stage_program` joins a send and a receive.
+    """
+
+    send: SendInstruction
+    receive: ReceiveInstruction
+
+
+Batch = SendInstruction | ReceiveInstruction | Exchange
+"""One batch of messages with one neighbour."""
+
+
+def peer(stage: int, batch: Batch) -> int:
+    """The stage at the other end of ``batch``, which ``stage`` starts."""
+    message = batch.send if isinstance(batch, Exchange) else batch
+    return stage + 1 if isinstance(message, SendActivation | ReceiveGradient) else stage - 1
+
+
+def other_end(batch: Batch) -> Batch:
+    """The matching batch of the neighbour: it receives what this stage sends, and vice versa."""
+    match batch:
+        case SendActivation(m):
+            return ReceiveActivation(m)
+        case ReceiveActivation(m):
+            return SendActivation(m)
+        case SendGradient(m):
+            return ReceiveGradient(m)
+        case ReceiveGradient(m):
+            return SendGradient(m)
+        case Exchange(SendActivation(m), ReceiveGradient(k)):
+            return Exchange(SendGradient(k), ReceiveActivation(m))
+        case Exchange(SendGradient(k), ReceiveActivation(m)):
+            return Exchange(SendActivation(m), ReceiveGradient(k))
+    raise AssertionError(f"the send and the receive have different neighbours: {batch!r}")
 
 
 class ScheduleError(ValueError):
@@ -120,35 +220,12 @@ def peak_micro_batches_in_flight(
     """The largest number of micro-batches whose activations one stage holds at the same time.
 
     A micro-batch is in flight from its forward to the last instruction of this stage that names it:
-    its backward or the send of its gradient, or in an evaluation the send of its activation.
+    its backward or the send of its gradient.
     """
     if schedule is gpipe:
         return micro_batches
-    if schedule is one_forward_one_backward:
-        return min(micro_batches, pipeline_stages - pipeline_stage)
-    return walked_peak_in_flight(schedule, pipeline_stages, pipeline_stage, micro_batches)
-
-
-def walked_peak_in_flight(
-    schedule: Schedule, pipeline_stages: int, pipeline_stage: int, micro_batches: int
-) -> int:
-    """The same for any schedule, in time proportional to the number of micro-batches."""
-    program = list(schedule(pipeline_stages, pipeline_stage, micro_batches))
-    last_use = {
-        instruction.micro_batch: position
-        for position, instruction in enumerate(program)
-        if isinstance(instruction, MicroBatchInstruction)
-    }
-    in_flight = peak = 0
-    for position, instruction in enumerate(program):
-        if not isinstance(instruction, MicroBatchInstruction):
-            continue
-        if isinstance(instruction, Forward):
-            in_flight += 1
-            peak = max(peak, in_flight)
-        if last_use[instruction.micro_batch] == position:
-            in_flight -= 1
-    return peak
+    assert schedule is one_forward_one_backward, f"state the peak of {schedule} here"
+    return min(micro_batches, pipeline_stages - pipeline_stage)
 
 
 def _forward(pipeline_stages: int, pipeline_stage: int, micro_batch: int) -> Iterator[Instruction]:

@@ -1,32 +1,67 @@
 """Simulates all pipeline stages of a schedule, to check it and to measure its bubble.
 
-Forward and backward take whole clock ticks, everything else takes none. A simulated stage waits at
-each send, receive or exchange until its neighbour reaches the matching one; then both continue. The
-executor, gloo and NCCL wait for no more than that, even with a device synchronisation at any place.
-So a schedule that completes here completes there, too.
+For each micro-batch, a stage runs each of these exactly once, in the order of the arrows:
+
+    load --------> forward ----> send activation        (no send on the last stage)
+    receive ------>   |                                 (no receive on the first)
+                      v
+    receive gradient -> backward -> send gradient       (training only)
+
+After all of them come reduce gradients, reduce tied gradients and, at the very end, the optimizer
+step.
+
+In the simulation, forward and backward take whole clock ticks, everything else takes none. A stage
+waits at each send, receive or exchange until its neighbour reaches the matching one; then both
+continue. The executor, gloo and NCCL wait for no more than that, even with a device synchronisation
+at any place. So a schedule that completes here completes there, too.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from megaspeed.pipeline.instructions import (
+from megaspeed.pipeline.schedules import (
     Backward,
+    BackwardInstruction,
     Batch,
-    Exchange,
     Forward,
     Instruction,
+    LoadMicroBatch,
+    MicroBatchInstruction,
+    OptimizerStep,
+    ReceiveActivation,
+    ReceiveGradient,
     ReceiveInstruction,
+    ReduceGradients,
+    ReduceTiedGradients,
+    Schedule,
+    ScheduleError,
+    SendActivation,
+    SendGradient,
     SendInstruction,
+    StageProgram,
+    StepInstruction,
+    form_exchanges,
     other_end,
     peer,
 )
-from megaspeed.pipeline.schedules import Schedule, ScheduleError, StageProgram, form_exchanges
-from megaspeed.pipeline.stage_rules import check_stage, trains
 
 # A backward computes the gradients of inputs and of weights: twice the matrix products of a
 # forward.
-BACKWARD_TICKS = 2
+_TICKS = {Forward: 1, Backward: 2}
+
+_NEEDS: Mapping[type[MicroBatchInstruction], tuple[type[MicroBatchInstruction], ...]] = {
+    LoadMicroBatch: (),
+    ReceiveActivation: (),
+    Forward: (LoadMicroBatch, ReceiveActivation),
+    SendActivation: (Forward,),
+    ReceiveGradient: (Forward,),
+    Backward: (Forward, ReceiveGradient),
+    SendGradient: (Backward,),
+}
+"""Each kind of instruction -> the kinds that must come before it for the same micro-batch."""
+
+_REDUCTIONS = (ReduceGradients(), ReduceTiedGradients())
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,75 +78,42 @@ class _Stage:
     """The position of one stage in its program, and its clock."""
 
     number: int
-    program: Sequence[Instruction | Exchange]
-    backward_ticks: int
-    position: int = 0
+    program: StageProgram
+    position: int = -1
     clock: int = 0
     spans: list[Span] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self._compute()
-
-    @property
-    def next_messages(self) -> Batch | None:
-        """The send, receive or exchange that comes next; None at the end of the program."""
-        if self.position == len(self.program):
-            return None
-        instruction = self.program[self.position]
-        assert isinstance(instruction, Batch), instruction
-        return instruction
-
-    @property
-    def waits_for(self) -> int | None:
-        """The stage at the other end of ``next_messages``."""
-        return None if self.next_messages is None else peer(self.number, self.next_messages)
-
-    def matches(self, neighbour: "_Stage") -> bool:
-        """Whether this stage and ``neighbour`` wait for each other."""
-        return (
-            self.next_messages is not None
-            and self.waits_for == neighbour.number
-            and neighbour.next_messages == other_end(self.next_messages)
-        )
+    messages: Batch | None = None
+    """The send, receive or exchange that the stage waits for; None at the end of the program."""
 
     def resume(self, clock: int) -> None:
         """Continue at tick `clock`, until the next batch of messages."""
-        self.clock = clock
-        self.position += 1
-        self._compute()
-
-    def _compute(self) -> None:
-        while self.position < len(self.program):
-            instruction = self.program[self.position]
+        self.clock, self.messages = clock, None
+        for position in range(self.position + 1, len(self.program)):
+            instruction = self.program[position]
             if isinstance(instruction, Batch):
+                self.position, self.messages = position, instruction
                 return
             if isinstance(instruction, Forward | Backward):
-                ticks = 1 if isinstance(instruction, Forward) else self.backward_ticks
-                self.spans.append(Span(instruction, self.clock, self.clock + ticks))
-                self.clock += ticks
-            self.position += 1
+                start, self.clock = self.clock, self.clock + _TICKS[type(instruction)]
+                self.spans.append(Span(instruction, start, self.clock))
+
+    @property
+    def waits_for(self) -> int | None:
+        """The stage at the other end of `messages`."""
+        return None if self.messages is None else peer(self.number, self.messages)
 
 
 def check_schedule(schedule: Schedule, pipeline_stages: int, micro_batches: int) -> None:
     """Raise `ScheduleError` if the stages cannot run this schedule to its end.
 
-    Every stage must obey `stage_rules`, two neighbours must send and receive in the same order, and
-    there must be no deadlock, even if each stage waits for every message at once.
+    Every stage must obey the rules of this file, two neighbours must send and receive in the same
+    order, and there must be no deadlock, even if each stage waits for every message at once.
     """
     simulate(schedule, pipeline_stages, micro_batches)
 
 
-def simulate(
-    schedule: Schedule,
-    pipeline_stages: int,
-    micro_batches: int,
-    *,
-    backward_ticks: int = BACKWARD_TICKS,
-) -> list[list[Span]]:
-    """Check a schedule as `check_schedule` does; return the spans of each stage.
-
-    A forward takes one tick, a backward `backward_ticks`.
-    """
+def simulate(schedule: Schedule, pipeline_stages: int, micro_batches: int) -> list[list[Span]]:
+    """Check a schedule as `check_schedule` does; return the spans of each stage."""
     if pipeline_stages < 1 or micro_batches < 1:
         raise ScheduleError(
             "A schedule needs at least one pipeline stage and one micro-batch, not "
@@ -120,50 +122,35 @@ def simulate(
     programs = [
         list(schedule(pipeline_stages, stage, micro_batches)) for stage in range(pipeline_stages)
     ]
-    training = trains(programs)
-    for stage, program in enumerate(programs):
-        check_stage(
-            program,
-            pipeline_stages=pipeline_stages,
-            pipeline_stage=stage,
-            micro_batches=micro_batches,
-            training=training,
-        )
-    surrounded = zip([[], *programs[:-1]], programs, [*programs[1:], []], strict=True)
-    return _run_together(
-        [
-            form_exchanges(program, stage, before=before, after=after)
-            for stage, (before, program, after) in enumerate(surrounded)
-        ],
-        backward_ticks,
+    trains = any(
+        isinstance(instruction, BackwardInstruction | StepInstruction)
+        for program in programs
+        for instruction in program
     )
+    for number, program in enumerate(programs):
+        _check_stage(program, (number, pipeline_stages), micro_batches, trains)
+    surrounded = zip([[], *programs[:-1]], programs, [*programs[1:], []], strict=True)
+    stages = [
+        _Stage(number, form_exchanges(program, number, before=before, after=after))
+        for number, (before, program, after) in enumerate(surrounded)
+    ]
+    _run_together(stages)
+    return [stage.spans for stage in stages]
 
 
-def bubble_fraction(
-    schedule: Schedule,
-    pipeline_stages: int,
-    micro_batches: int,
-    *,
-    backward_ticks: int = BACKWARD_TICKS,
-) -> float:
+def bubble_fraction(schedule: Schedule, pipeline_stages: int, micro_batches: int) -> float:
     """The fraction of time in which a stage computes nothing, if all stages are equal.
 
-    For gpipe and 1f1b this is (P - 1) / (M + P - 1) with P pipeline stages and M micro-batches,
-    whatever a backward costs (Huang et al. 2019, section 2.3).
+    For gpipe and 1f1b this is (P - 1) / (M + P - 1) with P pipeline stages and M micro-batches
+    (Huang et al. 2019, section 2.3).
     """
-    timeline = simulate(schedule, pipeline_stages, micro_batches, backward_ticks=backward_ticks)
+    timeline = simulate(schedule, pipeline_stages, micro_batches)
     available = pipeline_stages * _ticks(timeline)
     busy = sum(span.end - span.start for spans in timeline for span in spans)
     return (available - busy) / available
 
 
-def format_grid(
-    schedule: Schedule,
-    pipeline_stages: int,
-    micro_batches: int,
-    *,
-    backward_ticks: int = BACKWARD_TICKS,
-) -> str:
+def format_grid(schedule: Schedule, pipeline_stages: int, micro_batches: int) -> str:
     """Draw a schedule: a row for each pipeline stage, a column for each clock tick.
 
     `F3` is the forward of micro-batch 3, `B3` is its backward, and a dot is a tick in which the
@@ -173,13 +160,15 @@ def format_grid(
         pipeline stage 0  F0 F1 .  .  B0 B0 F2 B1 B1 .  B2 B2
         pipeline stage 1  .  F0 B0 B0 F1 B1 B1 F2 B2 B2 .  .
     """
-    timeline = simulate(schedule, pipeline_stages, micro_batches, backward_ticks=backward_ticks)
+    timeline = simulate(schedule, pipeline_stages, micro_batches)
     ticks = _ticks(timeline)
     rows = [("tick", [str(tick) for tick in range(ticks)])]
     for stage, spans in enumerate(timeline):
         cells = ["."] * ticks
         for span in spans:
-            cells[span.start : span.end] = [str(span.instruction)] * (span.end - span.start)
+            letter = "F" if isinstance(span.instruction, Forward) else "B"
+            name = f"{letter}{span.instruction.micro_batch}"
+            cells[span.start : span.end] = [name] * (span.end - span.start)
         rows.append((f"pipeline stage {stage}", cells))
 
     label_width = max(len(label) for label, _ in rows)
@@ -194,21 +183,76 @@ def _ticks(timeline: Sequence[Sequence[Span]]) -> int:
     return max(spans[-1].end for spans in timeline)
 
 
-def _run_together(programs: Sequence[StageProgram], backward_ticks: int) -> list[list[Span]]:
-    stages = [_Stage(number, program, backward_ticks) for number, program in enumerate(programs)]
+def _check_stage(
+    program: Sequence[Instruction], place: tuple[int, int], micro_batches: int, trains: bool
+) -> None:
+    """Raise `ScheduleError` if the program of stage `place` (number, of how many) breaks a rule."""
+    number, pipeline_stages = place
+    where = f"pipeline stage {number} of {pipeline_stages}"
+    absent: set[type[MicroBatchInstruction]] = set()
+    if number == 0:
+        absent |= {ReceiveActivation, SendGradient}
+    if number == pipeline_stages - 1:
+        absent |= {SendActivation, ReceiveGradient}
+    if not trains:
+        absent |= {ReceiveGradient, Backward, SendGradient}
+    kinds = [kind for kind in _NEEDS if kind not in absent]
+    of_micro_batches = [kind(m) for m in range(micro_batches) for kind in kinds]
+    required = dict.fromkeys([*of_micro_batches, *((*_REDUCTIONS, OptimizerStep()) * trains)])
+
+    def needed_by(instruction: Instruction) -> Iterable[MicroBatchInstruction | StepInstruction]:
+        match instruction:
+            case OptimizerStep():
+                return _REDUCTIONS
+            case ReduceGradients() | ReduceTiedGradients():
+                return of_micro_batches
+        needs = _NEEDS[type(instruction)]
+        return [kind(instruction.micro_batch) for kind in needs if kind in kinds]
+
+    positions: dict[MicroBatchInstruction | StepInstruction, int] = {}
+    for position, instruction in enumerate(program):
+        at = f"{where}, instruction {position}: {instruction!r}"
+        if instruction not in required:
+            raise ScheduleError(
+                f"{at} is not possible here: there is no stage before the first one and none after "
+                f"the last one, the step has {micro_batches} micro-batches, numbered from 0, and "
+                "an evaluation has no backward."
+            )
+        if instruction in positions:
+            raise ScheduleError(f"{at} comes twice. A stage runs each instruction once.")
+        positions[instruction] = position
+    for one in required:
+        if one not in positions:
+            raise ScheduleError(f"{where} never runs {one!r}. It must run it once.")
+    for position, instruction in enumerate(program):
+        for needed in needed_by(instruction):
+            if positions[needed] > position:
+                raise ScheduleError(
+                    f"{where}, instruction {position}: {instruction!r} comes before {needed!r}, "
+                    "which it needs."
+                )
+
+
+def _run_together(stages: Sequence[_Stage]) -> None:
+    """Run all stages to the end of their programs."""
+    for stage in stages:
+        stage.resume(0)
     links = list(pairwise(stages))
-    while any(stage.next_messages for stage in stages):
+    while any(stage.messages for stage in stages):
         # A list, not a generator, so that all links are tried.
         if not any([_pass_messages(before, after) for before, after in links]):
             _refuse_another_order(links)
             raise ScheduleError(_deadlock(stages))
-    return [stage.spans for stage in stages]
 
 
 def _pass_messages(before: _Stage, after: _Stage) -> bool:
     """Let two neighbours continue while they wait for each other. Returns whether they did."""
     passed = False
-    while before.matches(after):
+    while (
+        before.messages is not None
+        and before.waits_for == after.number
+        and after.messages == other_end(before.messages)
+    ):
         clock = max(before.clock, after.clock)
         before.resume(clock)
         after.resume(clock)
@@ -219,7 +263,7 @@ def _pass_messages(before: _Stage, after: _Stage) -> bool:
 def _refuse_another_order(links: Sequence[tuple[_Stage, _Stage]]) -> None:
     for link in links:
         for sender, receiver in (link, link[::-1]):
-            sent, expected = sender.next_messages, receiver.next_messages
+            sent, expected = sender.messages, receiver.messages
             if (
                 isinstance(sent, SendInstruction)
                 and isinstance(expected, ReceiveInstruction)
@@ -233,14 +277,17 @@ def _refuse_another_order(links: Sequence[tuple[_Stage, _Stage]]) -> None:
 
 
 def _deadlock(stages: Sequence[_Stage]) -> str:
-    lines = ["Deadlock: no pipeline stage can continue."]
-    for stage in stages:
-        if stage.next_messages is not None:
-            lines.append(
-                f"pipeline stage {stage.number} waits at {stage.next_messages!r} for pipeline "
-                f"stage {stage.waits_for}"
-            )
-    lines.append(
-        "If two neighbours send to each other, both must yield the receive directly after the send."
+    waiting = [
+        f"pipeline stage {stage.number} waits at {stage.messages!r} for pipeline stage "
+        f"{stage.waits_for}"
+        for stage in stages
+        if stage.messages is not None
+    ]
+    return "\n  ".join(
+        [
+            "Deadlock: no pipeline stage can continue.",
+            *waiting,
+            "If two neighbours send to each other, both must yield the receive directly after the "
+            "send.",
+        ]
     )
-    return "\n  ".join(lines)

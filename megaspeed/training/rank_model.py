@@ -17,7 +17,7 @@ from megaspeed.config.run import TrainingConfig
 from megaspeed.model.gpt import GPT
 from megaspeed.model.parameters import parameter_named
 from megaspeed.tensor_parallel.collectives import TensorAxis
-from megaspeed.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
+from megaspeed.tensor_parallel.layers import vocab_parallel_cross_entropy
 from megaspeed.tensor_parallel.plan import vocabulary_rows_per_rank
 from megaspeed.topology.context import ParallelContext
 

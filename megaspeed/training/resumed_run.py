@@ -17,12 +17,11 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from megaspeed.checkpoint.run_state import DataIdentity, Progress, RunState
-from megaspeed.config.deepspeed_keys import OptimizerConfig
+from megaspeed.config.deepspeed_keys import OptimizerConfig, SchedulerConfig
+from megaspeed.config.layout import violations
 from megaspeed.config.model import ModelConfig
 from megaspeed.config.resolve import Run
-from megaspeed.config.rules import CONFIG_RULES
 from megaspeed.config.run import RunConfig
-from megaspeed.config.scheduler import SchedulerConfig
 from megaspeed.config.section import Section
 from megaspeed.files.json_values import leaves
 from megaspeed.training.step_inputs import learning_rate
@@ -203,7 +202,7 @@ class _Schedule(Section):
 
 def _rate_mend(before: _Schedule, now: _Schedule, run: Run) -> str:
     """The end of the warning: how to keep the saved learning rates with ``--set``."""
-    problems = CONFIG_RULES.violations(run.config.model_copy(update=dict(before)))
+    problems = violations({**dict(run.config), **dict(before)})
     if problems:
         return f"the saved schedule cannot be kept: {problems[0]}"
     words = [f"optimizer.params.lr={before.optimizer.params.lr}"]

@@ -10,17 +10,17 @@ checkpoint needs only the counts.
 import functools
 import math
 
-from megaspeed.config.deepspeed_keys import OptimizerConfig
-from megaspeed.config.resolve import Run
-from megaspeed.config.scheduler import (
+from megaspeed.config.deepspeed_keys import (
     Constant,
     Decay,
+    OptimizerConfig,
     SchedulerConfig,
     WarmupCosineLR,
     WarmupCosineLRParams,
     WarmupDecayLR,
     WarmupParams,
 )
+from megaspeed.config.resolve import Run
 from megaspeed.data.corpus import PreparedCorpus
 from megaspeed.data.loader import LoaderShape, TrainingLoader
 from megaspeed.topology.context import ParallelContext

@@ -24,14 +24,14 @@ from torch.autograd.graph import GradientEdge
 
 from megaspeed.config.resolve import Run
 from megaspeed.topology.context import ParallelContext
-from megaspeed.zero.fragments import (
+from megaspeed.zero.layer_gathers import LayerGathers
+from megaspeed.zero.model_states import (
     GradientFragment,
     StateFragment,
     gradient_fragments,
     load_state,
     state_fragments,
 )
-from megaspeed.zero.layer_gathers import LayerGathers
 from megaspeed.zero.reductions import (
     add_gradients_of_other_end,
     average_over_replicas,

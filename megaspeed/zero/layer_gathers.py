@@ -25,7 +25,6 @@ the computation of a small module. As in DeepSpeed, gradients are reduced one pa
 
 import functools
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -235,7 +234,7 @@ class LayerGathers:
     def _start(self, layer: GatheredLayer) -> None:
         if self._stream is not None:
             self._stream.wait_stream(self._accelerator.current_stream())
-        with self._on_own_stream():
+        with self._accelerator.stream(self._stream):
             layer.start()
 
     def _finish(self, layer: GatheredLayer) -> None:
@@ -243,10 +242,6 @@ class LayerGathers:
             if self._stream is not None:
                 self._accelerator.current_stream().wait_stream(self._stream)
             layer.finish()
-
-    def _on_own_stream(self) -> AbstractContextManager[None]:
-        on_stream: AbstractContextManager[None] = self._accelerator.stream(self._stream)
-        return on_stream
 
 
 def _is_persistent(parameter: Any) -> bool:

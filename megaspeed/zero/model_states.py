@@ -1,4 +1,4 @@
-"""The parameters, gradients and optimizer states that a rank holds, at every ZeRO stage.
+"""The parameters, gradients and optimizer states of a rank, as views of DeepSpeed's tensors.
 
     stage      parameters              gradients                 optimizer states
     0, 1, 2    flat buffer, of which   flat partition; and       master partition, two moments
@@ -6,27 +6,201 @@
     3          flat partitions, and    flat partitions; and      the same
                persistent parameters   ``parameter.grad``
 
-DeepSpeed 0.19.8 does not document these tensors. The functions ``held_...`` are for measurement.
+DeepSpeed 0.19.8 does not document these tensors. It keeps gradients in a different place for each
+stage and offload setting. The optimizer states (fp32 master weights and AdamW's two moments) are
+three flat tensors for each parameter group, with the same layout.
+
+A fragment is a flat range of one parameter. Whatever is written to it is what the optimizer uses.
+
+    stage      partitioned over    fragments of a rank
+    0          one rank            every parameter, complete
+    1, 2       the data axis       flat ranges: one partition of the concatenated parameters
+    3          the data axis       an equal flat range of every parameter
 """
 
 from collections.abc import Iterator
-from typing import Any
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any, Protocol
 
 import deepspeed
+import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from megaspeed.zero.engine import ZeroEngine
-from megaspeed.zero.fragments import held_ranges, master_partitions, partitions_parameters
+
+@dataclass(frozen=True)
+class GradientFragment:
+    """Elements [start, start + len(values)) of the flat local gradient of ``parameter``."""
+
+    parameter: nn.Parameter
+    start: int
+    values: Tensor
 
 
-def held_parameters(engine: ZeroEngine) -> Iterator[Tensor | None]:
+@dataclass(frozen=True)
+class HeldRange:
+    """The place of a part of a parameter in this rank's flat partitions."""
+
+    parameter: nn.Parameter
+    start: int  # first element of the part in the flat local tensor of the parameter
+    group: int  # index of the flat partition: one for each parameter group (ZeRO-3: sub-group)
+    offset: int  # first element of the part in that partition
+    length: int  # elements without padding; may be 0 at stage 3
+
+
+def partitions_parameters(optimizer: Any) -> bool:
+    """Whether this is DeepSpeed's optimizer of ZeRO-3; other stages use another class."""
+    return hasattr(optimizer, "fp16_groups")
+
+
+def held_ranges(optimizer: Any) -> Iterator[HeldRange]:
+    """The parts of parameters whose gradient and optimizer state this rank holds."""
+    if partitions_parameters(optimizer):
+        yield from _stage3_ranges(optimizer)
+    else:
+        yield from _flat_partition_ranges(optimizer)
+
+
+def gradient_fragments(optimizer: Any) -> Iterator[GradientFragment]:
+    """This rank's reduced gradients without padding, between the reduction and the step."""
+    if partitions_parameters(optimizer):
+        yield from _stage3_fragments(optimizer)
+        return
+    if optimizer.cpu_offload:
+        # DeepSpeed copies to host memory without waiting, and waits only in its own step.
+        optimizer._wait_for_offload_copies()
+    for held in held_ranges(optimizer):
+        partition = _gradient_partition(optimizer, held.group)
+        values = partition.narrow(0, held.offset, held.length)
+        yield GradientFragment(held.parameter, held.start, values)
+
+
+def _gradient_partition(optimizer: Any, group: int) -> Tensor:
+    if optimizer.cpu_offload:
+        gradient: Tensor = optimizer.single_partition_of_fp32_groups[group].grad
+        return gradient.view(-1)
+    partition: Tensor = optimizer.averaged_gradients[group].flat_partition
+    return partition
+
+
+def _stage3_fragments(optimizer: Any) -> Iterator[GradientFragment]:
+    # DeepSpeed's own method for a parameter's gradient (stage3.py:3102) makes the host wait for the
+    # reduction stream, once for each parameter.
+    if optimizer.offload_optimizer:
+        flat = [master.grad.view(-1) for master in optimizer.fp32_partitioned_groups_flat]
+        for held in held_ranges(optimizer):
+            values = flat[held.group].narrow(0, held.offset, held.length)
+            yield GradientFragment(held.parameter, held.start, values)
+        return
+    # In each sub-group, one partition for each parameter, in the order of held_ranges.
+    partitions = chain.from_iterable(
+        optimizer.averaged_gradients[group] for group in range(len(optimizer.fp16_groups))
+    )
+    for held, partition in zip(held_ranges(optimizer), partitions, strict=True):
+        values = partition.view(-1).narrow(0, 0, held.length)
+        yield GradientFragment(held.parameter, held.start, values)
+
+
+def _flat_partition_ranges(optimizer: Any) -> Iterator[HeldRange]:
+    for group, parameters in enumerate(optimizer.params_in_partition):
+        size = optimizer.single_partition_of_fp32_groups[group].numel()
+        rank = dist.get_rank(optimizer.real_dp_process_group[group])
+        for parameter in parameters:
+            key = optimizer.get_param_id(parameter)
+            start = int(optimizer.grad_start_offset[group][rank][key])
+            offset = int(optimizer.grad_partition_insertion_offset[group][rank][key])
+            length = min(parameter.numel() - start, size - offset)
+            yield HeldRange(parameter, start, group, offset, length)
+
+
+def _stage3_ranges(optimizer: Any) -> Iterator[HeldRange]:
+    for parameters in optimizer.fp16_groups:
+        for parameter in parameters:
+            group, offset, _ = optimizer.grad_position[optimizer.get_param_id(parameter)]
+            start = optimizer._get_param_partition_rank(parameter) * parameter.partition_numel()
+            length = max(0, min(parameter.partition_numel(), parameter.ds_numel - start))
+            yield HeldRange(parameter, start, int(group), int(offset), length)
+
+
+@dataclass(frozen=True)
+class StateFragment:
+    """Elements [start, start + len(weights)) of the flat local state of ``parameter``, fp32."""
+
+    parameter: nn.Parameter
+    start: int
+    weights: Tensor
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
+
+
+def state_fragments(optimizer: Any) -> Iterator[StateFragment]:
+    """This rank's optimizer state without padding. Moments that do not exist yet are zeros."""
+    masters = master_partitions(optimizer)
+    for held in held_ranges(optimizer):
+        master = masters[held.group]
+        moments = _moments(optimizer.optimizer, master)
+        flat = (master.data, moments["exp_avg"], moments["exp_avg_sq"])
+        views = [tensor.view(-1).narrow(0, held.offset, held.length) for tensor in flat]
+        yield StateFragment(held.parameter, held.start, *views)
+
+
+def load_state(optimizer: Any, steps_taken: int) -> None:
+    """Make the optimizer continue from state fragments that were written to.
+
+    The model's parameters are computed from the master weights; a collective over the data axis.
+
+    Args:
+        optimizer: DeepSpeed's ZeRO optimizer.
+        steps_taken: AdamW's step count, which determines its bias correction.
+    """
+    for master in master_partitions(optimizer):
+        _moments(optimizer.optimizer, master)["step"].fill_(steps_taken)
+    if partitions_parameters(optimizer):
+        for sub_group in range(len(optimizer.fp32_partitioned_groups_flat)):
+            optimizer._reassign_or_swap_out_partitioned_parameters(sub_group)
+    else:
+        optimizer.update_lp_params()
+
+
+def master_partitions(optimizer: Any) -> list[Tensor]:
+    """The flat master weights of each parameter group (ZeRO-3: sub-group)."""
+    if partitions_parameters(optimizer):
+        return list(optimizer.fp32_partitioned_groups_flat)
+    return list(optimizer.single_partition_of_fp32_groups)
+
+
+def _moments(adamw: torch.optim.Optimizer, master: Tensor) -> dict[str, Tensor]:
+    """The state of one flat parameter. torch would create it in the first step."""
+    state: dict[str, Tensor] = adamw.state[master]
+    if not state:
+        # As torch.optim.adam does for fused=True: an fp32 step count beside the parameter.
+        state["step"] = torch.zeros((), dtype=torch.float32, device=master.device)
+        state["exp_avg"] = torch.zeros_like(master.data)
+        state["exp_avg_sq"] = torch.zeros_like(master.data)
+    return state
+
+
+class Engine(Protocol):
+    """What the measurement of a `ZeroEngine` reads."""
+
+    @property
+    def module(self) -> nn.Module:
+        """This rank's layers."""
+
+    @property
+    def optimizer(self) -> Any:
+        """DeepSpeed's ZeRO optimizer."""
+
+
+def held_parameters(engine: Engine) -> Iterator[Tensor | None]:
     """The model's parameters, and at ZeRO-3 their partitions."""
     for parameter in engine.module.parameters():
         yield parameter.data
         yield getattr(parameter, "ds_tensor", None)
 
 
-def held_gradients(engine: ZeroEngine) -> Iterator[Tensor | None]:
+def held_gradients(engine: Engine) -> Iterator[Tensor | None]:
     """Gradients, complete or partitioned, accumulated or not."""
     for parameter in engine.module.parameters():
         yield parameter.grad
@@ -39,7 +213,7 @@ def held_gradients(engine: ZeroEngine) -> Iterator[Tensor | None]:
         yield master.grad
 
 
-def held_optimizer_states(engine: ZeroEngine) -> Iterator[Tensor | None]:
+def held_optimizer_states(engine: Engine) -> Iterator[Tensor | None]:
     """fp32 master weights and AdamW's moments."""
     optimizer = engine.optimizer
     yield from master_partitions(optimizer)

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megaspeed.zero.fragments import GradientFragment
+from megaspeed.zero.model_states import GradientFragment
 
 _BUCKET_ELEMENTS = 1 << 26
 
@@ -32,7 +32,10 @@ def average_over_replicas(
     tensors = [fragment.values for fragment in fragments]
     for tensor in tensors:
         tensor.div_(size)
-    _all_reduce_in_place(tensors, group, device)
+    for bucket in _buckets(tensors):
+        flat = torch.cat(bucket).to(device)
+        dist.all_reduce(flat, group=group)
+        _spread(flat, bucket)
 
 
 def add_gradients_of_other_end(
@@ -59,15 +62,6 @@ def add_gradients_of_other_end(
         for work in dist.batch_isend_irecv(exchange):
             work.wait()
         _spread(own + others, bucket)
-
-
-def _all_reduce_in_place(
-    tensors: Sequence[Tensor], group: dist.ProcessGroup, device: torch.device
-) -> None:
-    for bucket in _buckets(tensors):
-        flat = torch.cat(bucket).to(device)
-        dist.all_reduce(flat, group=group)
-        _spread(flat, bucket)
 
 
 def _spread(flat: Tensor, tensors: Sequence[Tensor]) -> None:

@@ -21,7 +21,7 @@ from deepspeed.runtime.engine import ZERO_OPTIMIZATION, DeepSpeedEngine
 from torch import Tensor
 
 from megaspeed.topology.activity import Timeline
-from megaspeed.zero.fragments import partitions_parameters
+from megaspeed.zero.model_states import partitions_parameters
 
 
 def declare_no_compiled_ops() -> None:

@@ -391,10 +391,6 @@ class Workshop:
         circle = self.write({})
         _write(circle, {"extends": str(circle)})
         yield Bad("a circle", ("--config", str(circle)))
-        file = self.write(self.good)
-        for _ in range(1_500):
-            file = self.write({"extends": str(file)})
-        yield Bad("1,500 files", ("--config", str(file)))
         cut = self.write({})
         cut.write_text('{"a": ')
         yield self._bad("a file that is cut", {"extends": str(cut)})

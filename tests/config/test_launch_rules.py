@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from megaspeed.config.errors import ConfigError
-from megaspeed.config.layout import World, find_grid
-from megaspeed.config.loading import parse_config
+from megaspeed.config.layout import StatedBatch, World, find_grid
 from megaspeed.config.rules import divisors
+from megaspeed.config.run import ParallelConfig
 from megaspeed.topology.grid import Grid
 from tests.config.small import load, only_problem, problems, small, write
 
@@ -29,36 +29,21 @@ def test_a_small_world_gets_no_advice_to_start_0_processes() -> None:
 def test_stated_degrees_multiply_to_the_world() -> None:
     overrides = ("parallel.data=4", "parallel.pipeline=2", "parallel.tensor=2")
     assert only_problem(*overrides, world_size=8) == (
-        "parallel.data 4 x parallel.pipeline 2 x parallel.tensor 2 = 16, and not world size 8 "
-        '(from WORLD_SIZE); set parallel.data to 2 or "auto", or start 16 processes'
+        "parallel.data 4 x parallel.pipeline 2 x parallel.tensor 2 must be world size 8 "
+        '(from WORLD_SIZE), but it is 16; set parallel.data to 2 or "auto", or start 16 processes'
     )
     assert problems(*overrides, world_size=16, train_micro_batch_size_per_gpu=1) == []
 
 
 def test_auto_data_degree_is_what_remains() -> None:
-    config = parse_config(small(parallel={"pipeline": 2, "tensor": 4}))
-    assert find_grid(config, World(24, "x")) == Grid(pp=2, dp=3, tp=4)
-    assert find_grid(config, World(20, "x")) is None
+    parallel, stated = ParallelConfig(pipeline=2, tensor=4), StatedBatch(16, 2, None)
+    assert find_grid(parallel, stated, World(24, "x")) == Grid(pp=2, dp=3, tp=4)
+    assert find_grid(parallel, stated, World(20, "x")) is None
 
 
 def test_a_world_has_at_least_one_process() -> None:
     with pytest.raises(ConfigError, match=r"world size 0 \(from --world-size\)"):
         World(0, "--world-size")
-
-
-@pytest.mark.parametrize(
-    ("rate", "base", "law"),
-    [
-        ("1e20", 1, "1e+20 x 16 = 1.6e+21 must be more than 0 and at most 1e+20"),
-        ("5e-324", 32, "4.94066e-324 x 0.5 = 0 must be more than 0"),
-    ],
-)
-def test_a_scaled_rate_is_bounded_like_a_stated_one(rate: str, base: int, law: str) -> None:
-    stated = [f"optimizer.params.lr={rate}", "training.lr_scaling=linear"]
-    problem = only_problem(*stated, f"training.base_batch_size={base}", world_size=1)
-    assert problem.startswith(f"optimizer.params.lr {law}")
-    assert problem.endswith(f"for training.base_batch_size {base} samples")
-    assert problems(*stated, "training.base_batch_size=16", world_size=1) == []
 
 
 def test_fp16_needs_a_gpu() -> None:

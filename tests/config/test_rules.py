@@ -221,8 +221,8 @@ def test_weights_are_stated_for_all_sources_of_a_list_or_for_none(setting: str) 
     heavy, light = {"path": "a.txt", "weight": 3}, {"path": "b.txt", "weight": 0.5}
     assert problems(data={setting: [heavy, light]}) == problems(data={setting: ["a", "b"]}) == []
     assert only_problem(data={setting: [heavy, "c.txt", light]}) == (
-        f"data.{setting} must state a weight for all of its sources or for none, and states it for "
-        f"2 of 3; data.{setting}[1] (c.txt) is the first without one"
+        f"data.{setting} must state a weight for all of its sources or for none, but it states "
+        f"one for 2 of 3; data.{setting}[1] (c.txt) is the first without one"
     )
 
 

@@ -166,10 +166,14 @@ def test_all_problems_are_reported_at_once_and_numbered() -> None:
 
 
 def test_rules_are_silent_about_keys_that_are_already_wrong() -> None:
-    found = problems(model={"num_attention_heads": 0}, parallel={"tensor": 5}, world_size=5)
+    found = problems(
+        model={"num_attention_heads": 0},
+        parallel={"tensor": 5, "sequence_parallel": True},
+        world_size=5,
+    )
     assert [message.split(" ")[0] for message in found] == [
         "model.num_attention_heads:",
-        "model.intermediate_size",
+        "data.sequence_length",
     ]
 
 

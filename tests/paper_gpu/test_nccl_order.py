@@ -19,9 +19,15 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megaspeed.model.micro_batch import MicroBatch
 from megaspeed.pipeline.executor import Executor
-from megaspeed.pipeline.instructions import Exchange, Instruction
 from megaspeed.pipeline.p2p import Neighbours
-from megaspeed.pipeline.schedules import SCHEDULES, Schedule, forward_only, stage_program
+from megaspeed.pipeline.schedules import (
+    SCHEDULES,
+    Exchange,
+    Instruction,
+    Schedule,
+    forward_only,
+    stage_program,
+)
 from megaspeed.zero.reductions import add_gradients_of_other_end
 from tests.paper_gpu.nccl_simulator import (
     Action,

@@ -4,23 +4,21 @@ from itertools import product
 
 import pytest
 
-from megaspeed.pipeline.instructions import (
+from megaspeed.pipeline.schedules import (
+    SCHEDULES,
     Batch,
     Exchange,
     Instruction,
     ReceiveActivation,
     ReceiveGradient,
+    Schedule,
     SendActivation,
     SendGradient,
-    other_end,
-    peer,
-)
-from megaspeed.pipeline.schedules import (
-    SCHEDULES,
-    Schedule,
     forward_only,
     gpipe,
     one_forward_one_backward,
+    other_end,
+    peer,
     stage_program,
 )
 

@@ -16,9 +16,17 @@ from torch.autograd.graph import GradientEdge
 
 from megaspeed.model.micro_batch import MicroBatch
 from megaspeed.pipeline.executor import Executor
-from megaspeed.pipeline.instructions import Backward, Exchange, Forward, Instruction, SendActivation
 from megaspeed.pipeline.p2p import Neighbours
-from megaspeed.pipeline.schedules import SCHEDULES, forward_only, stage_program
+from megaspeed.pipeline.schedules import (
+    SCHEDULES,
+    Backward,
+    Exchange,
+    Forward,
+    Instruction,
+    SendActivation,
+    forward_only,
+    stage_program,
+)
 from megaspeed.topology.context import ParallelContext
 from megaspeed.topology.grid import Grid
 from megaspeed.topology.launch import LaunchEnvironment

@@ -6,18 +6,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from megaspeed.pipeline.instructions import (
+from megaspeed.pipeline.p2p import Link, Neighbours, PipelineProtocolError
+from megaspeed.pipeline.schedules import (
+    SCHEDULES,
     Backward,
     Exchange,
     Forward,
     LoadMicroBatch,
     ReceiveActivation,
     ReceiveGradient,
+    Schedule,
     SendActivation,
     SendGradient,
+    stage_program,
 )
-from megaspeed.pipeline.p2p import Link, Neighbours, PipelineProtocolError
-from megaspeed.pipeline.schedules import SCHEDULES, Schedule, stage_program
 from megaspeed.topology.context import ParallelContext
 from megaspeed.topology.grid import Grid
 from megaspeed.topology.launch import LaunchEnvironment

@@ -5,26 +5,25 @@ from textwrap import dedent
 
 import pytest
 
-from megaspeed.pipeline.instructions import (
+from megaspeed.pipeline.schedules import (
+    SCHEDULES,
     Backward,
     Forward,
+    Instruction,
     LoadMicroBatch,
+    MicroBatchInstruction,
     OptimizerStep,
     ReceiveActivation,
     ReceiveGradient,
     ReduceGradients,
     ReduceTiedGradients,
+    Schedule,
     SendActivation,
     SendGradient,
-)
-from megaspeed.pipeline.schedules import (
-    SCHEDULES,
-    Schedule,
     forward_only,
     gpipe,
     one_forward_one_backward,
     peak_micro_batches_in_flight,
-    walked_peak_in_flight,
 )
 from megaspeed.pipeline.simulation import bubble_fraction, format_grid
 
@@ -44,12 +43,11 @@ def test_gpipe_runs_all_forwards_then_all_backwards() -> None:
 
 
 def test_gpipe_with_more_micro_batches_than_stages() -> None:
-    assert format_grid(gpipe, 4, 8, backward_ticks=1) == drawn("""
-        tick              0  1  2  3  4  5  6  7  8  9  10 11 12 13 14 15 16 17 18 19 20 21
-        pipeline stage 0  F0 F1 F2 F3 F4 F5 F6 F7 .  .  .  .  .  .  B0 B1 B2 B3 B4 B5 B6 B7
-        pipeline stage 1  .  F0 F1 F2 F3 F4 F5 F6 F7 .  .  .  .  B0 B1 B2 B3 B4 B5 B6 B7 .
-        pipeline stage 2  .  .  F0 F1 F2 F3 F4 F5 F6 F7 .  .  B0 B1 B2 B3 B4 B5 B6 B7 .  .
-        pipeline stage 3  .  .  .  F0 F1 F2 F3 F4 F5 F6 F7 B0 B1 B2 B3 B4 B5 B6 B7 .  .  .
+    assert format_grid(gpipe, 3, 4) == drawn("""
+        tick              0  1  2  3  4  5  6  7  8  9  10 11 12 13 14 15 16 17
+        pipeline stage 0  F0 F1 F2 F3 .  .  .  .  .  .  B0 B0 B1 B1 B2 B2 B3 B3
+        pipeline stage 1  .  F0 F1 F2 F3 .  .  .  B0 B0 B1 B1 B2 B2 B3 B3 .  .
+        pipeline stage 2  .  .  F0 F1 F2 F3 B0 B0 B1 B1 B2 B2 B3 B3 .  .  .  .
     """)
 
 
@@ -64,22 +62,21 @@ def test_1f1b_warms_up_alternates_and_cools_down() -> None:
 
 
 def test_1f1b_with_more_micro_batches_than_stages() -> None:
-    assert format_grid(one_forward_one_backward, 4, 8, backward_ticks=1) == drawn("""
-        tick              0  1  2  3  4  5  6  7  8  9  10 11 12 13 14 15 16 17 18 19 20 21
-        pipeline stage 0  F0 F1 F2 F3 .  .  .  B0 F4 B1 F5 B2 F6 B3 F7 B4 .  B5 .  B6 .  B7
-        pipeline stage 1  .  F0 F1 F2 .  .  B0 F3 B1 F4 B2 F5 B3 F6 B4 F7 B5 .  B6 .  B7 .
-        pipeline stage 2  .  .  F0 F1 .  B0 F2 B1 F3 B2 F4 B3 F5 B4 F6 B5 F7 B6 .  B7 .  .
-        pipeline stage 3  .  .  .  F0 B0 F1 B1 F2 B2 F3 B3 F4 B4 F5 B5 F6 B6 F7 B7 .  .  .
+    assert format_grid(one_forward_one_backward, 3, 5) == drawn("""
+        tick              0  1  2  3  4  5  6  7  8  9  10 11 12 13 14 15 16 17 18 19 20
+        pipeline stage 0  F0 F1 F2 .  .  .  .  B0 B0 F3 B1 B1 F4 B2 B2 .  B3 B3 .  B4 B4
+        pipeline stage 1  .  F0 F1 .  .  B0 B0 F2 B1 B1 F3 B2 B2 F4 B3 B3 .  B4 B4 .  .
+        pipeline stage 2  .  .  F0 B0 B0 F1 B1 B1 F2 B2 B2 F3 B3 B3 F4 B4 B4 .  .  .  .
     """)
 
 
 def test_1f1b_with_fewer_micro_batches_than_stages() -> None:
-    assert format_grid(one_forward_one_backward, 4, 2, backward_ticks=1) == drawn("""
-        tick              0  1  2  3  4  5  6  7  8  9
-        pipeline stage 0  F0 F1 .  .  .  .  .  B0 .  B1
-        pipeline stage 1  .  F0 F1 .  .  .  B0 .  B1 .
-        pipeline stage 2  .  .  F0 F1 .  B0 .  B1 .  .
-        pipeline stage 3  .  .  .  F0 B0 F1 B1 .  .  .
+    assert format_grid(one_forward_one_backward, 4, 2) == drawn("""
+        tick              0  1  2  3  4  5  6  7  8  9  10 11 12 13 14
+        pipeline stage 0  F0 F1 .  .  .  .  .  .  .  .  B0 B0 .  B1 B1
+        pipeline stage 1  .  F0 F1 .  .  .  .  .  B0 B0 .  B1 B1 .  .
+        pipeline stage 2  .  .  F0 F1 .  .  B0 B0 .  B1 B1 .  .  .  .
+        pipeline stage 3  .  .  .  F0 B0 B0 F1 B1 B1 .  .  .  .  .  .
     """)
 
 
@@ -136,15 +133,24 @@ def test_peak_in_flight_and_bubble(pipeline_stages: int, micro_batches: int) -> 
         assert peak_micro_batches_in_flight(one_forward_one_backward, P, stage, M) == min(
             M, P - stage
         )
-        assert peak_micro_batches_in_flight(forward_only, P, stage, M) == 1
     for schedule in (gpipe, one_forward_one_backward, forward_only):
-        for backward_ticks in (1, 2, 3):
-            bubble = bubble_fraction(schedule, P, M, backward_ticks=backward_ticks)
-            assert bubble == (P - 1) / (M + P - 1)
+        assert bubble_fraction(schedule, P, M) == (P - 1) / (M + P - 1)
 
 
 def test_a_json_name_for_each_training_schedule() -> None:
     assert dict(SCHEDULES) == {"gpipe": gpipe, "1f1b": one_forward_one_backward}
+
+
+def walked_peak(program: list[Instruction]) -> int:
+    """The peak of micro-batches in flight, found by walking through the program of a stage."""
+    named = [one.micro_batch for one in program if isinstance(one, MicroBatchInstruction)]
+    in_flight = peak = 0
+    for position, instruction in enumerate(program):
+        if isinstance(instruction, MicroBatchInstruction):
+            in_flight += isinstance(instruction, Forward)
+            peak = max(peak, in_flight)
+            in_flight -= instruction.micro_batch not in named[position + 1 :]
+    return peak
 
 
 @pytest.mark.parametrize("schedule", [gpipe, one_forward_one_backward])
@@ -153,5 +159,5 @@ def test_the_closed_forms_of_micro_batches_in_flight_are_what_walking_finds(
 ) -> None:
     for stages, micro_batches in itertools.product(range(1, 6), range(1, 9)):
         for stage in range(stages):
-            walked = walked_peak_in_flight(schedule, stages, stage, micro_batches)
+            walked = walked_peak(list(schedule(stages, stage, micro_batches)))
             assert peak_micro_batches_in_flight(schedule, stages, stage, micro_batches) == walked

@@ -5,7 +5,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from megaspeed.pipeline.instructions import (
+from megaspeed.pipeline.schedules import (
+    SCHEDULES,
     Backward,
     Forward,
     Instruction,
@@ -14,13 +15,10 @@ from megaspeed.pipeline.instructions import (
     ReceiveActivation,
     ReceiveGradient,
     ReduceGradients,
-    SendActivation,
-    SendGradient,
-)
-from megaspeed.pipeline.schedules import (
-    SCHEDULES,
     Schedule,
     ScheduleError,
+    SendActivation,
+    SendGradient,
     forward_only,
     gpipe,
     one_forward_one_backward,
@@ -118,7 +116,7 @@ def test_every_schedule_of_ours_passes(name: str, pipeline_stages: int) -> None:
         ),
         pytest.param(
             inserted(LoadMicroBatch(4), before=Forward(1)),
-            "names micro-batch 4, but the step has 4",
+            "is not possible here",
             id="micro-batch out of range",
         ),
         pytest.param(
@@ -128,32 +126,32 @@ def test_every_schedule_of_ours_passes(name: str, pipeline_stages: int) -> None:
         ),
         pytest.param(
             without(ReceiveActivation(2)),
-            "Forward(micro_batch=2) comes before ReceiveActivation(micro_batch=2)",
+            "never runs ReceiveActivation(micro_batch=2)",
             id="send without receive",
         ),
         pytest.param(
             without(Backward(2), SendGradient(2)),
-            "never frees the activations of micro-batch 2",
+            "never runs Backward(micro_batch=2)",
             id="activations never freed",
         ),
         pytest.param(
             swapped(ReduceGradients(), OptimizerStep()),
-            "ends with ReduceGradients",
+            "OptimizerStep() comes before ReduceGradients(), which it needs",
             id="step not last",
         ),
         pytest.param(
             moved(OptimizerStep(), before=Backward(3)),
-            "Backward(micro_batch=3) comes after OptimizerStep()",
+            "OptimizerStep() comes before Reduce",
             id="step before the last backward",
         ),
         pytest.param(
             without(OptimizerStep()),
-            "runs OptimizerStep 0 times",
+            "never runs OptimizerStep()",
             id="no step",
         ),
         pytest.param(
             inserted(ReduceGradients(), before=OptimizerStep()),
-            "runs ReduceGradients 2 times",
+            "ReduceGradients() comes twice",
             id="reduced twice",
         ),
     ],

@@ -21,7 +21,7 @@ from megaspeed.model.gpt import GPT
 from megaspeed.model.micro_batch import NOT_COUNTED
 from megaspeed.model.parameters import EMBEDDING_WEIGHT, HEAD_WEIGHT
 from megaspeed.tensor_parallel.collectives import TensorAxis
-from megaspeed.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
+from megaspeed.tensor_parallel.layers import vocab_parallel_cross_entropy
 from megaspeed.tensor_parallel.parallelize import materialize, parallelize
 from megaspeed.tensor_parallel.plan import ParameterShard
 from megaspeed.topology.context import ParallelContext

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megaspeed.model.micro_batch import NOT_COUNTED
 from megaspeed.tensor_parallel.collectives import TensorAxis
-from megaspeed.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
+from megaspeed.tensor_parallel.layers import vocab_parallel_cross_entropy
 from megaspeed.tensor_parallel.plan import vocabulary_rows_per_rank
 from megaspeed.topology.context import ParallelContext
 from megaspeed.topology.grid import Grid

@@ -9,8 +9,7 @@ import torch
 from deepspeed.runtime import lr_schedules
 from pydantic import TypeAdapter
 
-from megaspeed.config.deepspeed_keys import OptimizerConfig
-from megaspeed.config.scheduler import SchedulerConfig
+from megaspeed.config.deepspeed_keys import OptimizerConfig, SchedulerConfig
 from megaspeed.training.step_inputs import learning_rate
 
 STEPS = 40

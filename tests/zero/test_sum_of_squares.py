@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from megaspeed.zero.fragments import GradientFragment
+from megaspeed.zero.model_states import GradientFragment
 from megaspeed.zero.reductions import owned_squares, sum_of_squares
 
 

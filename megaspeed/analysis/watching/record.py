@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megaspeed.config.strict_json import JsonSyntaxError, read_json_object
+from megaspeed.config.document import JsonSyntaxError, read_json_object
 from megaspeed.files.json_values import leaves
 from megaspeed.training.metrics import read_records
 from megaspeed.training.run_folder import CONFIG, METRICS, PARTS, STARTS

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from megaspeed.config.strict_json import JsonSyntaxError, parse_json, read_json_object
+from megaspeed.config.document import JsonSyntaxError, parse_json, read_json_object
 
 
 @pytest.mark.parametrize(
