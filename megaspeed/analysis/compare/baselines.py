@@ -33,7 +33,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from megaspeed.analysis.compare.rank_program import Baseline
+from megaspeed.analysis.compare.result import Baseline
 from megaspeed.analysis.costs.memory import Category
 from megaspeed.analysis.measurement.allocations import Allocation, AllocationLog
 from megaspeed.config.resolve import Run

@@ -60,43 +60,30 @@ def hidden_bytes(run: Run) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerMemory:
-    """Activation bytes of one layer for one micro-batch on one rank.
+    """Activation bytes of one layer for one micro-batch on one rank."""
 
-    Attributes:
-        kept: kept from the layer's forward to its backward, including its output.
-        forward_working: working memory at the forward's peak, in addition to ``kept``.
-        backward_working: working memory at the backward's peak, in addition to ``kept``, without
-            gradients of parameters.
-        kept_until_loss: the part of ``kept`` that is freed when the loss has been differentiated:
-            the softmax in the head.
-        loss_backward_working: working memory while the loss is differentiated, in addition to
-            ``kept``.
-    """
-
-    kept: int
-    forward_working: int
+    kept: int  # kept from the layer's forward to its backward, including its output
+    forward_working: int  # working memory at the forward's peak, in addition to ``kept``
+    # Working memory at the backward's peak, in addition to ``kept``, without gradients of
+    # parameters.
     backward_working: int
+    # The part of ``kept`` that is freed when the loss has been differentiated: the softmax in the
+    # head.
     kept_until_loss: int = 0
+    # Working memory while the loss is differentiated, in addition to ``kept``.
     loss_backward_working: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Shapes:
-    """The symbols of the module's docstring, with their values for one run.
+    """The symbols of the module's docstring, with their values for one run."""
 
-    Attributes:
-        whole_tokens: n, tokens of a micro-batch.
-        split_tokens: m, tokens on one rank between layers.
-        element_bytes: a, the bytes of an element in the model's precision.
-        fused_norm: whether RMSNorm is one kernel, as on a GPU. On a CPU it is several operations.
-        on_gpu: whether collectives use NCCL, which copies nothing. gloo's reduce-scatter copies
-            its input.
-    """
-
-    whole_tokens: int
-    split_tokens: int
-    element_bytes: int
+    whole_tokens: int  # n, tokens of a micro-batch
+    split_tokens: int  # m, tokens on one rank between layers
+    element_bytes: int  # a, the bytes of an element in the model's precision
+    # Whether RMSNorm is one kernel, as on a GPU. On a CPU it is several operations.
     fused_norm: bool
+    # Whether collectives use NCCL, which copies nothing. gloo's reduce-scatter copies its input.
     on_gpu: bool
 
     @classmethod

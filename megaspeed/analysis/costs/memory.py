@@ -50,21 +50,14 @@ into dp equal partitions. At ZeRO-3, each parameter is split separately."""
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryBytes:
-    """What one rank holds at one moment.
+    """What one rank holds at one moment."""
 
-    Attributes:
-        parameters: the weights that the model computes with. At ZeRO-3, 1/dp of them.
-        gradients: gradients of parameters, of one micro-batch or accumulated.
-        optimizer_states: fp32 master weights and AdamW's two moments.
-        activations: what forward keeps for backward, and working memory of operations. Logits are
-            among them.
-        communication_buffers: buckets, parameters that ZeRO-3 has gathered, messages in flight.
-    """
-
-    parameters: int = 0
-    gradients: int = 0
-    optimizer_states: int = 0
+    parameters: int = 0  # the weights that the model computes with. At ZeRO-3, 1/dp of them.
+    gradients: int = 0  # gradients of parameters, of one micro-batch or accumulated
+    optimizer_states: int = 0  # fp32 master weights and AdamW's two moments
+    # What forward keeps for backward, and working memory of operations. Logits are among them.
     activations: int = 0
+    # Buckets, parameters that ZeRO-3 has gathered, messages in flight.
     communication_buffers: int = 0
 
     @property
@@ -77,19 +70,12 @@ class MemoryBytes:
 
 @dataclass(frozen=True, kw_only=True)
 class LocalParameter:
-    """One parameter of one rank, before ZeRO partitions it.
+    """One parameter of one rank, before ZeRO partitions it."""
 
-    Attributes:
-        name: full name.
-        layer: name of its layer, such as "blocks.3".
-        shape: of the local tensor, tensor-parallel padding included.
-        group: the optimizer group that it is in.
-    """
-
-    name: str
-    layer: str
-    shape: tuple[int, ...]
-    group: OptimizerGroup
+    name: str  # full name
+    layer: str  # name of its layer, such as "blocks.3"
+    shape: tuple[int, ...]  # of the local tensor, tensor-parallel padding included
+    group: OptimizerGroup  # the optimizer group that it is in
 
     @property
     def elements(self) -> int:
@@ -232,17 +218,12 @@ def _stay_gathered(run: Run, parameters: Sequence[LocalParameter]) -> list[Local
 
 @dataclass(frozen=True)
 class GatheredBytes:
-    """ZeRO-3: bytes of gathered parameters on a rank while a pass computes one layer.
+    """ZeRO-3: bytes of gathered parameters on a rank while a pass computes one layer."""
 
-    Attributes:
-        at_work: the layer's parameters.
-        arriving: the receive buffer of the all-gather, until the parameters are copied out of it.
-        ahead: the next layer's parameters, which are prefetched while this layer computes.
-    """
-
-    at_work: int = 0
+    at_work: int = 0  # the layer's parameters
+    # The receive buffer of the all-gather, until the parameters are copied out of it.
     arriving: int = 0
-    ahead: int = 0
+    ahead: int = 0  # the next layer's parameters, which are prefetched while this layer computes
 
 
 def gathered_in_pass(

@@ -50,15 +50,10 @@ from megaspeed.pipeline.schedules import SCHEDULES, peak_micro_batches_in_flight
 
 @dataclass(frozen=True, kw_only=True)
 class StageMemory:
-    """Bytes of a rank of a pipeline stage.
+    """Bytes of a rank of a pipeline stage."""
 
-    Attributes:
-        states: memory between two micro-batches of a step, without activations.
-        peak: memory at the peak of the step.
-    """
-
-    states: MemoryBytes
-    peak: MemoryBytes
+    states: MemoryBytes  # memory between two micro-batches of a step, without activations
+    peak: MemoryBytes  # memory at the peak of the step
 
 
 def predict_memory(run: Run, pipeline_stage: int, *, device_type: str = "cuda") -> StageMemory:

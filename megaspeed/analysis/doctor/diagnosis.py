@@ -27,25 +27,18 @@ _SLOW = 0.5
 
 @dataclass(frozen=True, kw_only=True)
 class Findings:
-    """What rank 0 collected. None means not measured, because an earlier step failed.
+    """What rank 0 collected. None means not measured, because an earlier step failed."""
 
-    Attributes:
-        records: the record of every rank; None if the rank did not answer.
-        waited_seconds: how long rank 0 waited for the records.
-        run: the run of rank 0; None if its configuration is wrong.
-        clocks: by the first rank of a machine, how many seconds its clock is ahead of rank 0's;
-            None if it did not answer.
-        folder: by rank, what is wrong with training.run_dir there.
-        ports: by rank, why it cannot connect to the next machine, or why it cannot be reached.
-        links: the measurements of every rank; None if the rank did not answer.
-    """
-
-    records: Sequence[Record | None]
-    waited_seconds: float
-    run: Run | None = None
+    records: Sequence[Record | None]  # the record of every rank; None if the rank did not answer
+    waited_seconds: float  # how long rank 0 waited for the records
+    run: Run | None = None  # the run of rank 0; None if its configuration is wrong
+    # By the first rank of a machine, how many seconds its clock is ahead of rank 0's; None if it
+    # did not answer.
     clocks: dict[int, float | None] | None = None
-    folder: dict[int, str] | None = None
+    folder: dict[int, str] | None = None  # by rank, what is wrong with training.run_dir there
+    # By rank, why it cannot connect to the next machine, or why it cannot be reached.
     ports: dict[int, str] | None = None
+    # The measurements of every rank; None if the rank did not answer.
     links: Sequence[LinkReport | None] | None = None
 
     @property

@@ -26,19 +26,12 @@ _SMALL_TIMES, _LARGE_TIMES = 20, 5
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """One group, as measured by one of its ranks.
+    """One group, as measured by one of its ranks."""
 
-    Attributes:
-        axis: pp, dp, tp or world.
-        ranks: the ranks of the group.
-        latency_seconds: median time for a message of 8 bytes.
-        bytes_per_second: bytes that a rank sends for a large message / the median time.
-    """
-
-    axis: str
-    ranks: Sequence[int]
-    latency_seconds: float
-    bytes_per_second: float
+    axis: str  # pp, dp, tp or world
+    ranks: Sequence[int]  # the ranks of the group
+    latency_seconds: float  # median time for a message of 8 bytes
+    bytes_per_second: float  # bytes that a rank sends for a large message / the median time
 
 
 @dataclass(kw_only=True)

@@ -31,24 +31,14 @@ from megaspeed.zero.model_states import (
 
 @dataclass(frozen=True, kw_only=True)
 class RankMeasurement:
-    """What one rank held and sent in one step.
-
-    Attributes:
-        rank: the global rank.
-        pipeline_stage: its pipeline stage.
-        states: parameters, accumulated gradients and optimizer states after the first micro-batch,
-            without activations.
-        peak: memory at the peak of the step.
-        allocator_peak_bytes: the peak of torch's CUDA allocator; None on a CPU.
-        traffic: bytes sent, by axis and collective.
-    """
+    """What one rank held and sent in one step."""
 
     rank: int
     pipeline_stage: int
-    states: MemoryBytes
-    peak: MemoryBytes
-    allocator_peak_bytes: int | None
-    traffic: Traffic
+    states: MemoryBytes  # model states after the first micro-batch, without activations
+    peak: MemoryBytes  # at the peak of the step
+    allocator_peak_bytes: int | None  # of torch's CUDA allocator; None on a CPU
+    traffic: Traffic  # bytes sent, by axis and collective
 
 
 class Watched(Protocol):
@@ -140,14 +130,7 @@ def _gradients_claimed(watched: Watched, log: AllocationLog) -> Iterator[list[Me
             hook.remove()
 
 
-def measure_step(
-    worker: Worker, load: Load, learning_rate: float
-) -> tuple[StepResult, RankMeasurement]:
-    """``measure`` for a training step of a worker."""
-    return measure(_WatchedZero(worker), load, learning_rate)
-
-
-class _WatchedZero:
+class WatchedZero:
     """A worker and the tensors of its ZeRO optimizer."""
 
     def __init__(self, worker: Worker) -> None:

@@ -35,15 +35,10 @@ class DeviceError(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
-    """One kind of accelerator.
+    """One kind of accelerator."""
 
-    Attributes:
-        name: as on the command line.
-        memory_bytes: total of one device, as its driver reports it.
-    """
-
-    name: str
-    memory_bytes: int
+    name: str  # as on the command line
+    memory_bytes: int  # total of one device, as its driver reports it
 
     @property
     def usable_bytes(self) -> int:

@@ -42,25 +42,15 @@ from megaspeed.topology.grid import AXES, Axis, Grid
 
 @dataclass(frozen=True, kw_only=True)
 class AxisMap:
-    """How the groups of one axis are placed on the nodes.
+    """How the groups of one axis are placed on the nodes."""
 
-    Attributes:
-        axis: pp, dp or tp.
-        size: ranks of each group.
-        stride: distance in ranks between two neighbours of a group.
-        first_group: the ranks of the group that rank 0 is in.
-        groups: number of groups.
-        groups_across_nodes: number of groups with ranks on more than one node.
-        most_nodes: the largest number of nodes on which one group has ranks.
-    """
-
-    axis: Axis
-    size: int
-    stride: int
-    first_group: tuple[int, ...]
-    groups: int
-    groups_across_nodes: int
-    most_nodes: int
+    axis: Axis  # pp, dp or tp
+    size: int  # ranks of each group
+    stride: int  # distance in ranks between two neighbours of a group
+    first_group: tuple[int, ...]  # the ranks of the group that rank 0 is in
+    groups: int  # number of groups
+    groups_across_nodes: int  # number of groups with ranks on more than one node
+    most_nodes: int  # the largest number of nodes on which one group has ranks
 
     @property
     def crosses_nodes(self) -> bool:
@@ -121,19 +111,13 @@ def _map_axis(grid: Grid, axis: Axis, gpus_per_node: int) -> AxisMap:
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedStage:
-    """One pipeline stage.
+    """One pipeline stage."""
 
-    Attributes:
-        pipeline_stage: its number, from 0.
-        layers: 0 is the embedding, then come the blocks, then the head.
-        parameters: logical parameters. A tied embedding counts on the first pipeline stage only.
-        parameters_per_rank: elements of one rank's tensors before ZeRO. They include
-            tensor-parallel padding and the second copy of a tied embedding.
-    """
-
-    pipeline_stage: int
-    layers: range
-    parameters: int
+    pipeline_stage: int  # its number, from 0
+    layers: range  # 0 is the embedding, then come the blocks, then the head
+    parameters: int  # logical parameters. A tied embedding counts on the first pipeline stage only.
+    # Elements of one rank's tensors before ZeRO. They include tensor-parallel padding and the
+    # second copy of a tied embedding.
     parameters_per_rank: int
 
 
@@ -148,25 +132,15 @@ class PlannedZero:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What is known about a run before it starts.
+    """What is known about a run before it starts."""
 
-    Attributes:
-        run: the run.
-        device: the accelerator of each rank; None if no device was named.
-        ranks: the placement of ranks on nodes.
-        stages: all pipeline stages.
-        zero_stages: ZeRO 0 to 3 at this layout.
-        bubble: the ideal pipeline bubble, as a fraction of the step.
-        change: the cheapest change after which the run fits; None if it fits.
-    """
-
-    run: Run
-    device: Device | None
-    ranks: RankMap
-    stages: tuple[PlannedStage, ...]
-    zero_stages: tuple[PlannedZero, ...]
-    bubble: float
-    change: CheapestChange | None
+    run: Run  # the run
+    device: Device | None  # the accelerator of each rank; None if no device was named
+    ranks: RankMap  # the placement of ranks on nodes
+    stages: tuple[PlannedStage, ...]  # all pipeline stages
+    zero_stages: tuple[PlannedZero, ...]  # ZeRO 0 to 3 at this layout
+    bubble: float  # the ideal pipeline bubble, as a fraction of the step
+    change: CheapestChange | None  # the cheapest change after which the run fits; None if it fits
 
     @property
     def prediction(self) -> Prediction:

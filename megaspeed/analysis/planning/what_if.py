@@ -18,8 +18,7 @@ from megaspeed.analysis.planning.devices import Device
 from megaspeed.analysis.planning.plan import map_ranks
 from megaspeed.analysis.planning.prediction import (
     ideal_bubble,
-    predict_busiest,
-    predict_peak_bytes,
+    predict,
     sent_along,
 )
 from megaspeed.analysis.planning.variants import Settings, Training
@@ -30,25 +29,16 @@ from megaspeed.config.rules import divisors
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """One layout of the run, with its figures.
+    """One layout of the run, with its figures."""
 
-    Attributes:
-        run: the run in this layout.
-        peak_bytes: the peak of the fullest rank.
-        sent_bytes: what the busiest rank sends in one step.
-        sent_across_nodes_bytes: the part of ``sent_bytes`` along axes that cross nodes.
-        bubble: the ideal pipeline bubble, as a fraction of the step.
-        set_text: what to type after ``--set`` to get it; empty for the layout as configured.
-        is_best: whether it is Pareto-optimal in peak and sent bytes.
-    """
-
-    run: Run
-    peak_bytes: int
-    sent_bytes: int
-    sent_across_nodes_bytes: int
-    bubble: float
+    run: Run  # the run in this layout
+    peak_bytes: int  # the peak of the fullest rank
+    sent_bytes: int  # what the busiest rank sends in one step
+    sent_across_nodes_bytes: int  # the part of ``sent_bytes`` along axes that cross nodes
+    bubble: float  # the ideal pipeline bubble, as a fraction of the step
+    # What to type after ``--set`` to get it; empty for the layout as configured.
     set_text: tuple[str, ...]
-    is_best: bool = False
+    is_best: bool = False  # whether it is Pareto-optimal in peak and sent bytes
 
     def as_json(self) -> dict[str, Any]:
         """The figures as JSON values."""
@@ -71,18 +61,13 @@ class Layout:
 
 @dataclass(frozen=True, kw_only=True)
 class WhatIf:
-    """The layouts of a world size.
+    """The layouts of a world size."""
 
-    Attributes:
-        layouts: the layouts that fit the device, least memory first; all if no device is named.
-        too_large: number of layouts that do not fit.
-        refused: number of layouts that break a rule of the configuration.
-        least_peak_bytes: the smallest peak of all layouts that are not refused; None if all are.
-    """
-
+    # The layouts that fit the device, least memory first; all if no device is named.
     layouts: tuple[Layout, ...]
-    too_large: int
-    refused: int
+    too_large: int  # number of layouts that do not fit
+    refused: int  # number of layouts that break a rule of the configuration
+    # The smallest peak of all layouts that are not refused; None if all are.
     least_peak_bytes: int | None
 
     @property
@@ -120,11 +105,11 @@ def what_if(
         except ConfigError:
             refused += 1
             continue
-        peak = predict_peak_bytes(variant)
+        prediction = predict(variant)
+        peak, traffic = prediction.fullest.peak_bytes, prediction.busiest.traffic
         peaks.append(peak)
         if device is not None and peak > device.usable_bytes:
             continue
-        traffic = predict_busiest(variant)
         across = map_ranks(variant.grid, gpus_per_node).axes_across_nodes
         layouts.append(
             Layout(

@@ -25,15 +25,11 @@ Fragment = tuple[nn.Parameter, int, Tensor]
 
 @dataclass(frozen=True)
 class LogicalTensors:
-    """Tensors by logical parameter name, fp32 on the CPU.
+    """Tensors by logical parameter name, fp32 on the CPU."""
 
-    Attributes:
-        tensors: one for each logical parameter, unpadded.
-        copies_differ_by: largest absolute difference between two ranks' copies of the same element;
-            infinite if one of them is NaN.
-    """
-
-    tensors: Mapping[str, Tensor]
+    tensors: Mapping[str, Tensor]  # one for each logical parameter, unpadded
+    # Largest absolute difference between two ranks' copies of the same element; infinite if one of
+    # them is NaN.
     copies_differ_by: float
 
 

@@ -10,17 +10,12 @@ gloo, or on GPUs with NCCL and a GPU for each rank. The single process uses the 
 """
 
 import functools
-import os
-import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Literal
 
 import torch
-import torch.multiprocessing as mp
 
+from megaspeed.analysis.local_ranks import DeviceType, run_on_ranks
 from megaspeed.analysis.verification.comparison import (
     TIMES_SHUFFLED,
     TOLERANCES,
@@ -42,25 +37,18 @@ from megaspeed.data.loader import LoaderShape, TrainingLoader
 from megaspeed.model.gpt import DTYPES
 from megaspeed.model.micro_batch import MicroBatch
 from megaspeed.topology.context import ParallelContext
-from megaspeed.topology.launch import LaunchEnvironment, free_port
-from megaspeed.topology.process_end import end_process
+from megaspeed.topology.launch import LaunchEnvironment
 from megaspeed.training.step_inputs import StepInputs
 from megaspeed.training.worker import Worker
-
-DeviceType = Literal["cpu", "cuda"]
 
 _TIMEOUT_SECONDS = 300.0
 
 
 @dataclass(kw_only=True)
 class ParallelRun(ReferenceRun):
-    """The record of the ranks' training.
+    """The record of the ranks' training."""
 
-    Attributes:
-        copies_differ_by: largest absolute difference between ranks' copies of the same element.
-    """
-
-    copies_differ_by: float
+    copies_differ_by: float  # largest absolute difference between ranks' copies of an element
 
 
 def verify(
@@ -160,50 +148,13 @@ def whole_batch(run: Run, corpus: PreparedCorpus, step: int) -> list[MicroBatch]
 def train_on_ranks(
     run: Run, corpus: PreparedCorpus, steps: int, device_type: DeviceType = "cpu"
 ) -> ParallelRun:
-    """Starts the run's ranks on this machine and trains. Raises the error of a failing rank."""
-    with tempfile.TemporaryDirectory(prefix="megaspeed-verify-") as folder:
-        result = Path(folder) / "rank0.pt"
-        arguments = (run, corpus, steps, free_port(), result)
-        with children_on(device_type):
-            mp.spawn(_rank_main, args=arguments, nprocs=run.grid.world_size)
-        parallel: ParallelRun = torch.load(result, weights_only=False)
+    """Trains on the run's ranks, which are processes of this machine. Raises RanksFailed."""
+    world_size = run.grid.world_size
+    results = run_on_ranks(
+        train_rank, run, corpus, steps, world_size=world_size, device_type=device_type
+    )
+    parallel: ParallelRun = results[0]
     return parallel
-
-
-@contextmanager
-def children_on(device_type: DeviceType) -> Iterator[None]:
-    """Makes processes that start in this block use this device type. torch reads it at import."""
-    changed: dict[str, str] = {"DS_ACCELERATOR": device_type}
-    if device_type == "cpu":
-        changed["CUDA_VISIBLE_DEVICES"] = ""
-    before = dict(os.environ)
-    os.environ.update(changed)
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
-
-
-def _rank_main(
-    rank: int, run: Run, corpus: PreparedCorpus, steps: int, port: int, result: Path
-) -> None:
-    size = run.grid.world_size
-    os.environ.update(
-        RANK=str(rank),
-        LOCAL_RANK=str(rank),
-        WORLD_SIZE=str(size),
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
-    )
-    torch.set_num_threads(1)
-    launch = LaunchEnvironment(
-        rank=rank, world_size=size, local_rank=rank, local_world_size=size, source="verify"
-    )
-    parallel = train_rank(launch, run, corpus, steps)
-    if parallel is not None:
-        torch.save(parallel, result)
-    end_process(0)
 
 
 def train_rank(

@@ -21,40 +21,25 @@ _TEXT_COLOUR = "#010203"
 
 @dataclass(frozen=True, kw_only=True)
 class Series:
-    """One line.
+    """One line."""
 
-    Attributes:
-        name: shown on hover.
-        colour: as CSS writes it.
-        points: (step, value), in the order of their steps.
-        width: width of the line. If two lines are equal, the wider one below stays visible.
-        dotted: whether the values are drawn as dots with a thin line between them.
-    """
-
-    name: str
-    colour: str
-    points: Sequence[tuple[int, float]]
+    name: str  # shown on hover
+    colour: str  # as CSS writes it
+    points: Sequence[tuple[int, float]]  # (step, value), in the order of their steps
+    # Width of the line. If two lines are equal, the wider one below stays visible.
     width: float = 1.3
-    dotted: bool = False
+    dotted: bool = False  # whether the values are drawn as dots with a thin line between them
 
 
 @dataclass(frozen=True, kw_only=True)
 class Chart:
-    """One picture.
+    """One picture."""
 
-    Attributes:
-        title: the title above the chart.
-        unit: the unit of the values.
-        series: the lines.
-        logarithmic: whether the axis of the values is logarithmic.
-        caption: the text below the chart; may be empty.
-    """
-
-    title: str
-    unit: str
-    series: Sequence[Series]
-    logarithmic: bool = False
-    caption: str = ""
+    title: str  # the title above the chart
+    unit: str  # the unit of the values
+    series: Sequence[Series]  # the lines
+    logarithmic: bool = False  # whether the axis of the values is logarithmic
+    caption: str = ""  # the text below the chart; may be empty
 
 
 def draw(chart: Chart, restarts: Sequence[int] = ()) -> str:

@@ -20,7 +20,7 @@ from statistics import median
 
 from megaspeed.analysis.planning.prediction import (
     ideal_bubble,
-    predict_busiest,
+    predict,
     predict_peaks,
     sent_along,
 )
@@ -286,7 +286,7 @@ def _predictions(shown: Sequence[_Shown]) -> Iterator[str]:
         run = _resolved(each)
         if run is None:
             continue
-        traffic = predict_busiest(run)
+        traffic = predict(run).busiest.traffic
         totals = {axis: sent_along(traffic, (axis,)) for axis, _ in traffic}
         sent = ", ".join(
             f"{axis} {traffic_unit((total,)).named(total)}" for axis, total in totals.items()

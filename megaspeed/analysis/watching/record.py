@@ -48,41 +48,26 @@ _NUMBERS = tuple(name for name in Recorded._fields if name != "peak_memory_bytes
 
 @dataclass(frozen=True, kw_only=True)
 class Start:
-    """One start of a run.
+    """One start of a run."""
 
-    Attributes:
-        step: the step after which it continued; 0 for a new run.
-        time: in ISO 8601, with the time zone.
-        layout: such as "pp 2 x dp 2 x tp 1, ZeRO-3".
-    """
-
-    step: int
-    time: str
-    layout: str
+    step: int  # the step after which it continued; 0 for a new run
+    time: str  # in ISO 8601, with the time zone
+    layout: str  # such as "pp 2 x dp 2 x tp 1, ZeRO-3"
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunRecord:
-    """One run.
-
-    Attributes:
-        folder: the run folder.
-        steps: step -> what was recorded, in ascending order. Values are finite numbers, booleans or
-            None.
-        validations: the same for evaluations.
-        parts: step -> part of a step -> seconds, for steps that were timed.
-        starts: in order of time; empty for runs before version 0.2.
-        config: the resolved configuration; empty if it cannot be read.
-        notes: what could not be read, one sentence each.
-    """
+    """One run."""
 
     folder: Path
+    # Step -> what was recorded, in ascending order. Values are finite numbers, booleans or None.
     steps: Mapping[int, Recorded]
-    validations: Mapping[int, Recorded]
+    validations: Mapping[int, Recorded]  # the same for evaluations
+    # Step -> part of a step -> seconds, for steps that were timed.
     parts: Mapping[int, Mapping[str, float]]
-    starts: tuple[Start, ...]
-    config: Mapping[str, Any]
-    notes: tuple[str, ...]
+    starts: tuple[Start, ...]  # in order of time; empty for runs before version 0.2
+    config: Mapping[str, Any]  # the resolved configuration; empty if it cannot be read
+    notes: tuple[str, ...]  # what could not be read, one sentence each
 
     @property
     def last_step(self) -> int:
@@ -216,53 +201,36 @@ _EXACT = frozenset({"tokens", "skipped"})
 
 @dataclass(frozen=True, kw_only=True)
 class Parting:
-    """The first step at which a quantity differs by more than the tolerance.
-
-    Attributes:
-        step: the step.
-        quantity: its name in metrics.jsonl.
-        values: in the first run and in the second; None is a number that is not finite.
-        relative: their difference divided by the larger; None if one is not a number.
-    """
+    """The first step at which a quantity differs by more than the tolerance."""
 
     step: int
-    quantity: str
+    quantity: str  # its name in metrics.jsonl
+    # In the first run and in the second; None is a number that is not finite.
     values: tuple[Any, Any]
-    relative: float | None
+    relative: float | None  # their difference divided by the larger; None if one is not a number
 
 
 @dataclass(frozen=True, kw_only=True)
 class Missing:
-    """Steps or validations that only one of the runs recorded.
+    """Steps or validations that only one of the runs recorded."""
 
-    Attributes:
-        run: the run without them: 0 for the first, 1 for the second.
-        quantity: "step" or "validation".
-        steps: their steps, in ascending order; at least one.
-    """
-
-    run: int
-    quantity: str
-    steps: tuple[int, ...]
+    run: int  # the run without them: 0 for the first, 1 for the second
+    quantity: str  # "step" or "validation"
+    steps: tuple[int, ...]  # their steps, in ascending order; at least one
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunComparison:
-    """Two runs side by side.
+    """Two runs side by side."""
 
-    Attributes:
-        common_steps: number of steps that both recorded.
-        missing: steps and validations that only one run recorded, from the first step of the later
-            run to the last step of the shorter run.
-        partings: the first difference of each quantity that differs, in the order of steps.
-        largest: quantity -> the largest relative difference over all common steps.
-        config: keys whose values differ: key, value in the first run, value in the second.
-    """
-
-    common_steps: int
+    common_steps: int  # number of steps that both recorded
+    # Steps and validations that only one run recorded, from the first step of the later run to the
+    # last step of the shorter run.
     missing: tuple[Missing, ...]
+    # The first difference of each quantity that differs, in the order of steps.
     partings: tuple[Parting, ...]
-    largest: Mapping[str, float]
+    largest: Mapping[str, float]  # quantity -> largest relative difference over common steps
+    # Keys whose values differ: key, value in the first run, value in the second.
     config: tuple[tuple[str, str, str], ...]
 
     @property
