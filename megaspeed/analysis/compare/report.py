@@ -158,7 +158,7 @@ def notes(result: ComparisonResult) -> Iterator[str]:
 
 
 def show(result: ComparisonResult, console: Console) -> None:
-    """Print layout, batch, model, tables, and what went wrong."""
+    """Prints layout, batch, model, tables, and what went wrong."""
     for line in result.heading:
         console.print(line, highlight=False, markup=False)
     for make_grid in (traffic_grid, memory_grid, summary_grid) if result.done else (summary_grid,):
@@ -166,7 +166,7 @@ def show(result: ComparisonResult, console: Console) -> None:
             console.print()
             console.print(Text(part.title, style="italic"))
             table = table_of(left=part.headings[: part.names], right=part.headings[part.names :])
-            table.padding = 0  # type: ignore[assignment]  # the box puts one space between columns
+            table.padding = 0  # the box puts one space between columns
             for cells in part.rows:
                 table.add_row(*cells)
             console.print(table)

@@ -24,9 +24,9 @@ from typing import Literal
 
 from megaspeed.analysis.costs.memory import MemoryBytes
 from megaspeed.analysis.costs.traffic import Traffic
-from megaspeed.analysis.measurement.watched_step import RankMeasurement
 from megaspeed.analysis.units import readable_memory
 from megaspeed.analysis.verification.comparison import TOLERANCES, relative_difference
+from megaspeed.analysis.watched_step import RankMeasurement
 from megaspeed.config.resolve import Run
 from megaspeed.model.parameters import parameters_of
 

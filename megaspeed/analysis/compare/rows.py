@@ -22,7 +22,7 @@ from megaspeed.analysis.compare.result import Baseline, Engine, RankRecord, Row,
 from megaspeed.analysis.costs.stage_memory import predict_memory
 from megaspeed.analysis.costs.traffic import predict_traffic
 from megaspeed.analysis.local_ranks import DeviceType, RanksFailed, run_on_ranks
-from megaspeed.analysis.measurement.watched_step import WatchedZero, measure
+from megaspeed.analysis.watched_step import WatchedZero, measure
 from megaspeed.config.errors import ConfigError
 from megaspeed.config.resolve import GradientReduction, Run, resolve_run
 from megaspeed.data.corpus import PreparedCorpus
@@ -127,7 +127,7 @@ def train_rows(
     Args:
         rows: from ``zero_rows`` and ``baseline_rows``.
         corpus: the prepared training data.
-        steps: number of optimizer steps whose time is measured, at least 2. The first warms up.
+        steps: number of optimizer steps whose time is measured, at least 2.
         device_type: "cpu" or "cuda".
         folder: an existing folder. The output of each row's ranks goes to a file in its ``logs``.
         timeout_seconds: time limit of one row.

@@ -135,10 +135,7 @@ def model_states(
 ) -> MemoryBytes:
     """Parameters, accumulated gradients and optimizer states between two micro-batches of a step.
 
-    Args:
-        run: the resolved run.
-        parameters: the parameters of the rank.
-        on_host: whether the rank computes on the CPU. Then offloaded states count, too.
+    If the rank computes on the CPU (``on_host``), offloaded states count, too.
     """
     own = _own_elements(run, parameters)
     keeps_complete = keeps_complete_gradients(run)
@@ -233,7 +230,7 @@ def gathered_in_pass(
     *,
     on_host: bool = False,
 ) -> list[GatheredBytes]:
-    """Gathered bytes at each layer, in the order of the forward pass (in both directions).
+    """Gathered bytes at each layer. Both directions have the order of the forward pass.
 
     Forward gathers every layer once, backward every layer except the embedding:
 
@@ -241,13 +238,7 @@ def gathered_in_pass(
 
     If a layer has one parameter, it is received in its final place. With one data rank, partitions
     are complete parameters, so nothing is gathered. Only offloaded partitions are copied to the
-    device.
-
-    Args:
-        run: the resolved run.
-        parameters: the parameters of the rank.
-        direction: the direction of the pass.
-        on_host: whether the rank computes on the CPU. Then offloaded partitions need no copy.
+    device, unless the rank computes on the CPU (``on_host``).
     """
     zero, dp = run.config.zero_optimization, run.grid.dp
     by_layer = _gathered_by_layer(run, parameters)

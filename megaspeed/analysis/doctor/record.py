@@ -37,7 +37,6 @@ _UNKNOWN = "unknown"
 class Record:
     """What one rank reports. It is sent as JSON."""
 
-    # rank, world_size, host, process: of the rank that reports
     rank: int
     world_size: int
     host: str

@@ -28,9 +28,8 @@ class AlikeStages:
 
     pipeline_stages: range  # their numbers. The first stage holds most memory.
     blocks: int  # number of transformer blocks of each
-    # has_embedding, has_head: whether they hold the first or the last layer
-    has_embedding: bool
-    has_head: bool
+    has_embedding: bool  # whether they hold the first layer
+    has_head: bool  # whether they hold the last layer
 
 
 @dataclass(frozen=True, kw_only=True)

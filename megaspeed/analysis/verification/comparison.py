@@ -58,12 +58,9 @@ class Difference:
     """One compared number."""
 
     name: str  # what is compared
-    # parallel, reference: the two values (norms, for a gradient)
-    parallel: float
-    reference: float
-    # Their difference divided by the reference's size; for a gradient the norm of the difference
-    # divided by the norm.
-    relative: float
+    parallel: float  # the layout's value; for a gradient, its norm
+    reference: float  # the value of the single process
+    relative: float  # the size of their difference divided by the reference's size
     allowed: float  # largest relative difference that counts as equal
 
     @property
@@ -83,9 +80,8 @@ class Difference:
 class Comparison:
     """All compared numbers of two trainings."""
 
-    # losses, grad_norms: one for each step
-    losses: list[Difference]
-    grad_norms: list[Difference]
+    losses: list[Difference]  # one for each step
+    grad_norms: list[Difference]  # one for each step
     gradients: list[Difference]  # of the first step, one for each parameter
     weights_bitwise_equal: bool  # whether the initial weights are bitwise equal
     # Largest absolute difference between the copies that several ranks hold of the same element

@@ -39,14 +39,10 @@ def train_reference(
     steps: int,
     device: torch.device = CPU,
 ) -> ReferenceRun:
-    """Trains the run's model for ``steps`` steps.
+    """Trains the run's model for ``steps`` steps on one device.
 
-    Args:
-        run: defines the model, optimizer, precision and batch size. Its degrees are ignored. In
-            fp16, the loss is multiplied by the constant ``fp16.loss_scale``.
-        batch_of_step: step -> the samples of that step, in parts of any size that fits in memory.
-        steps: number of steps.
-        device: where it trains.
+    The degrees of the run are ignored. ``batch_of_step`` returns the samples of a step, in parts of
+    any size. In fp16, the loss is multiplied by the constant ``fp16.loss_scale``.
     """
     set_matmul_precision(run.config.training, device)
     model = GPT(run.config.model, seed=run.config.training.seed)

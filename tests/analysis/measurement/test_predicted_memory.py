@@ -11,7 +11,7 @@ import pytest
 
 from megaspeed.analysis.costs.memory import MemoryBytes
 from megaspeed.analysis.costs.stage_memory import predict_memory
-from megaspeed.analysis.measurement.watched_step import RankMeasurement, WatchedZero, measure
+from megaspeed.analysis.watched_step import RankMeasurement, WatchedZero, measure
 from megaspeed.config.resolve import Run
 from megaspeed.data.corpus import PreparedCorpus
 from megaspeed.topology.launch import LaunchEnvironment

@@ -246,11 +246,8 @@ class RunComparison:
 def compare_runs(one: RunRecord, two: RunRecord, tolerance: float) -> RunComparison:
     """Compares the steps that both runs recorded.
 
-    Args:
-        one: the first run.
-        two: the second run.
-        tolerance: largest relative difference that counts as equal. Tokens and skipped steps must
-            be the same.
+    Relative differences up to ``tolerance`` count as equal. Tokens and skipped steps must be the
+    same.
     """
     partings: dict[str, Parting] = {}
     largest: dict[str, float] = {}

@@ -21,25 +21,24 @@ _TEXT_COLOUR = "#010203"
 
 @dataclass(frozen=True, kw_only=True)
 class Series:
-    """One line."""
+    """One line of a chart."""
 
     name: str  # shown on hover
     colour: str  # as CSS writes it
     points: Sequence[tuple[int, float]]  # (step, value), in the order of their steps
-    # Width of the line. If two lines are equal, the wider one below stays visible.
-    width: float = 1.3
+    width: float = 1.3  # if two lines are equal, the wider one below stays visible
     dotted: bool = False  # whether the values are drawn as dots with a thin line between them
 
 
 @dataclass(frozen=True, kw_only=True)
 class Chart:
-    """One picture."""
+    """The lines of one picture, and what is written around them."""
 
-    title: str  # the title above the chart
-    unit: str  # the unit of the values
-    series: Sequence[Series]  # the lines
+    title: str
+    unit: str  # of the values
+    series: Sequence[Series]
     logarithmic: bool = False  # whether the axis of the values is logarithmic
-    caption: str = ""  # the text below the chart; may be empty
+    caption: str = ""  # further text beside the title
 
 
 def draw(chart: Chart, restarts: Sequence[int] = ()) -> str:

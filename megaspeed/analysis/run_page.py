@@ -15,7 +15,7 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from html import escape
-from itertools import chain
+from itertools import chain, cycle
 from statistics import median
 
 from megaspeed.analysis.planning.prediction import (
@@ -24,14 +24,14 @@ from megaspeed.analysis.planning.prediction import (
     predict_peaks,
     sent_along,
 )
-from megaspeed.analysis.units import readable_memory, traffic_unit
-from megaspeed.analysis.watching.charts import Chart, Series, draw
-from megaspeed.analysis.watching.record import (
+from megaspeed.analysis.run_charts import Chart, Series, draw
+from megaspeed.analysis.run_record import (
     Recorded,
     RunRecord,
     config_differences,
     number,
 )
+from megaspeed.analysis.units import readable_memory, traffic_unit
 from megaspeed.config.errors import ConfigError
 from megaspeed.config.loading import parse_config
 from megaspeed.config.resolve import Run, resolve_run
@@ -79,6 +79,23 @@ class _Shown:
     name: str
     colour: str
     width: float
+
+    def line(
+        self,
+        points: list[tuple[int, float]],
+        name: str | None = None,
+        colour: str | None = None,
+        *,
+        dotted: bool = False,
+    ) -> Series:
+        """A line of this run, with the run's own name and colour if they are omitted."""
+        return Series(
+            name=name or self.name,
+            colour=colour or self.colour,
+            points=points,
+            width=self.width,
+            dotted=dotted,
+        )
 
 
 def page(runs: Sequence[RunRecord]) -> str:
@@ -130,6 +147,7 @@ def _heading(shown: Sequence[_Shown]) -> Iterator[str]:
 
 
 def _summary(shown: Sequence[_Shown]) -> Iterator[str]:
+    """A column for each run."""
     columns = [_figures(each.run) for each in shown]
     yield "<h2>Summary</h2>"
     yield _table(
@@ -202,23 +220,10 @@ def _charts(shown: Sequence[_Shown]) -> Iterator[str]:
 
 
 def _step_charts(shown: Sequence[_Shown]) -> Iterator[Chart]:
-    def lines(name: str, *, positive: bool = False) -> list[Series]:
-        return [
-            Series(
-                name=each.name,
-                colour=each.colour,
-                width=each.width,
-                points=[p for p in _points(each.run, name) if p[1] > 0 or not positive],
-            )
-            for each in shown
-        ]
-
     validations = [
-        Series(
-            name=f"{each.name}, validation",
-            colour=each.colour,
-            width=each.width,
-            points=_points(each.run, "validation_loss", of_validation=True),
+        each.line(
+            _points(each.run, "validation_loss", of_validation=True),
+            f"{each.name}, validation",
             dotted=True,
         )
         for each in shown
@@ -226,58 +231,52 @@ def _step_charts(shown: Sequence[_Shown]) -> Iterator[Chart]:
     yield Chart(
         title="Loss",
         unit="nats per token",
-        series=[*lines("loss"), *validations],
+        series=[*(each.line(_points(each.run, "loss")) for each in shown), *validations],
         caption="line: training; dots: validation",
     )
-    yield Chart(
-        title="Gradient norm",
-        unit="before clipping",
-        series=lines("grad_norm", positive=True),
-        logarithmic=True,
-    )
-    yield Chart(title="Learning rate", unit="", series=lines("learning_rate"))
-    yield Chart(title="Throughput", unit="tokens/s, all ranks", series=lines("tokens_per_second"))
-    yield Chart(title="Operations", unit="TFLOP/s a rank", series=lines("tflops_per_rank"))
-    yield Chart(title="MFU", unit="share of the dense peak", series=lines("mfu"))
+    for title, unit, name in (
+        ("Gradient norm", "before clipping", "grad_norm"),
+        ("Learning rate", "", "learning_rate"),
+        ("Throughput", "tokens/s, all ranks", "tokens_per_second"),
+        ("Operations", "TFLOP/s a rank", "tflops_per_rank"),
+        ("MFU", "share of the dense peak", "mfu"),
+    ):
+        logarithmic = name == "grad_norm"
+        lines = []
+        for each in shown:
+            points = _points(each.run, name)
+            lines.append(each.line([p for p in points if p[1] > 0 or not logarithmic]))
+        yield Chart(title=title, unit=unit, series=lines, logarithmic=logarithmic)
 
 
 def _part_charts(shown: Sequence[_Shown]) -> Iterator[Chart]:
     """The time of each part of a step: a chart for each run, a line for each part."""
     for each in shown:
-        names = [
-            name for name in PARTS if any(parts.get(name) for parts in each.run.parts.values())
-        ]
-        series = [
-            Series(
-                name=name.replace("_", " "),
-                colour=_COLOURS[index % len(_COLOURS)],
-                width=each.width,
-                points=[
-                    (s, 1000 * parts[name]) for s, parts in each.run.parts.items() if name in parts
-                ],
-            )
-            for index, name in enumerate(names)
-        ]
+        of_steps = each.run.parts
+        names = [name for name in PARTS if any(parts.get(name) for parts in of_steps.values())]
+        lines = []
+        for name, colour in zip(names, cycle(_COLOURS), strict=False):
+            points = [(s, 1000 * parts[name]) for s, parts in of_steps.items() if name in parts]
+            lines.append(each.line(points, name.replace("_", " "), colour))
         yield Chart(
             title=f"Parts of a step, {each.name}",
             unit="ms, mean over the ranks",
-            series=series,
+            series=lines,
             caption="tensor, data, pipeline: as far as computation waits for that axis",
         )
 
 
 def _memory_charts(shown: Sequence[_Shown]) -> Iterator[Chart]:
     """A line for each pipeline stage. If there is one run, each stage has its own colour."""
-    series = []
+    lines = []
     for each in shown:
         held = [(step, record.peak_memory_bytes) for step, record in each.run.steps.items()]
         for stage in range(max((len(peaks) for _, peaks in held), default=0)):
-            colour = _COLOURS[stage % len(_COLOURS)] if len(shown) == 1 else each.colour
+            colour = _COLOURS[stage % len(_COLOURS)] if len(shown) == 1 else None
             points = [(s, peaks[stage] / _MEBIBYTE) for s, peaks in held if stage < len(peaks)]
-            name = f"{each.name}, pipeline stage {stage}"
-            series.append(Series(name=name, colour=colour, width=each.width, points=points))
-    caption = "a line for each pipeline stage" if len(series) > len(shown) else ""
-    yield Chart(title="Peak memory of a rank", unit="MiB", series=series, caption=caption)
+            lines.append(each.line(points, f"{each.name}, pipeline stage {stage}", colour))
+    caption = "a line for each pipeline stage" if len(lines) > len(shown) else ""
+    yield Chart(title="Peak memory of a rank", unit="MiB", series=lines, caption=caption)
 
 
 def _predictions(shown: Sequence[_Shown]) -> Iterator[str]:
