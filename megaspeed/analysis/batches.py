@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 from rich.table import Table
 from rich.text import Text
@@ -31,10 +30,6 @@ class ShownSample:
     first_token: int  # the index of its first token in that file
     ids: list[int]  # the S tokens and the target of the last one
     text: str | None  # the ids decoded; None if no tokenizer is known
-
-    def as_json(self) -> dict[str, Any]:
-        """All fields, with complete ids and text."""
-        return asdict(self)
 
 
 def show_samples(corpus: PreparedCorpus, samples: Iterable[int]) -> Iterator[ShownSample]:

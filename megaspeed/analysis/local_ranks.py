@@ -85,16 +85,17 @@ def run_on_ranks(
         files = [folder / f"rank{rank}" for rank in range(world_size)]
         outcomes = [torch.load(file, weights_only=False) for file in files if file.exists()]
     failures = [outcome for outcome in outcomes if isinstance(outcome, _Failure)]
-    if failures:
-        # The others often fail only because one rank has ended.
-        first = min(failures, key=lambda failure: (not failure.out_of_memory, failure.at_seconds))
-        raise RanksFailed(first.reason)
+    # If one rank ends, the others fail, too. So memory that ran out is named first, then a rank
+    # that was killed, then the first exception.
+    failures.sort(key=lambda failure: (not failure.out_of_memory, failure.at_seconds))
+    if failures and (failures[0].out_of_memory or -signal.SIGKILL not in codes):
+        raise RanksFailed(failures[0].reason)
     if not finished:
         raise RanksFailed(
             f"not done after {timeout_seconds:g} s; --timeout sets the time limit of a row"
         )
-    if len(outcomes) < world_size:
-        raise RanksFailed(_end_of(next(code for code in codes if code)))
+    if len(outcomes) < world_size or failures:
+        raise RanksFailed(_end_of([code for code in codes if code]))
     return outcomes
 
 
@@ -109,7 +110,6 @@ def _wait(ranks: Sequence[BaseProcess], timeout_seconds: float | None) -> bool:
         wait([rank.sentinel for rank in running], None if timeout_seconds is None else left)
         running = [rank for rank in running if rank.exitcode is None]
         if running and any(rank.exitcode for rank in ranks):
-            # Once only: then the ranks that still run are ended.
             deadline_of_others = time.monotonic() + _SECONDS_FOR_OTHER_FAILURES
             for rank in running:
                 rank.join(max(0.0, deadline_of_others - time.monotonic()))
@@ -117,12 +117,13 @@ def _wait(ranks: Sequence[BaseProcess], timeout_seconds: float | None) -> bool:
     return True
 
 
-def _end_of(exit_code: int) -> str:
-    if exit_code > 0:
-        return f"a rank ended with exit code {exit_code}"
-    name = signal.Signals(-exit_code).name
-    cause = ", as the system does if memory runs out" if -exit_code == signal.SIGKILL else ""
-    return f"a rank was killed by {name}{cause}"
+def _end_of(exit_codes: Sequence[int]) -> str:
+    if -signal.SIGKILL in exit_codes:
+        return "a rank was killed by SIGKILL, as the system does if memory runs out"
+    code = next(iter(exit_codes), 0)
+    if code < 0:
+        return f"a rank was killed by signal {-code} ({signal.strsignal(-code)})"
+    return f"a rank ended without a result, with exit code {code}"
 
 
 def _rank_main(

@@ -73,29 +73,11 @@ pre { background: var(--soft); padding: .6rem; overflow-x: auto; border-radius: 
 
 @dataclass(frozen=True)
 class _Shown:
-    """A run on the page: its unique name, its colour and the width of its lines."""
+    """A run on the page."""
 
     run: RunRecord
-    name: str
-    colour: str
-    width: float
-
-    def line(
-        self,
-        points: list[tuple[int, float]],
-        name: str | None = None,
-        colour: str | None = None,
-        *,
-        dotted: bool = False,
-    ) -> Series:
-        """A line of this run, with the run's own name and colour if they are omitted."""
-        return Series(
-            name=name or self.name,
-            colour=colour or self.colour,
-            points=points,
-            width=self.width,
-            dotted=dotted,
-        )
+    name: str  # different for every run
+    line: Series  # its name, colour and width; without points
 
 
 def page(runs: Sequence[RunRecord]) -> str:
@@ -123,24 +105,22 @@ def page(runs: Sequence[RunRecord]) -> str:
 def _named(runs: Sequence[RunRecord]) -> list[_Shown]:
     """Assigns names, colours and widths. If folders have the same name, their paths are used."""
     names = [run.folder.resolve().name for run in runs]
-    return [
-        _Shown(
-            run,
-            name if names.count(name) == 1 else str(run.folder),
-            _COLOURS[index % len(_COLOURS)],
-            1.3 + 1.2 * min(len(runs) - 1 - index, 3),
-        )
-        for index, (run, name) in enumerate(zip(runs, names, strict=True))
-    ]
+    shown = []
+    for index, run in enumerate(runs):
+        name = names[index] if names.count(names[index]) == 1 else str(run.folder)
+        width = 1.3 + 1.2 * min(len(runs) - 1 - index, 3)
+        colour = _COLOURS[index % len(_COLOURS)]
+        shown.append(_Shown(run, name, Series(name=name, colour=colour, points=(), width=width)))
+    return shown
 
 
 def _heading(shown: Sequence[_Shown]) -> Iterator[str]:
     yield "<h1>megaspeed report</h1>"
-    names = "".join(
-        f'<li><span class="swatch" style="background:{each.colour}"></span>{escape(each.name)}</li>'
-        for each in shown
-    )
-    yield f'<ul class="runs">{names}</ul>'
+    yield '<ul class="runs">'
+    for each in shown:
+        swatch = f'<span class="swatch" style="background:{each.line.colour}"></span>'
+        yield f"<li>{swatch}{escape(each.name)}</li>"
+    yield "</ul>"
     for each in shown:
         for note in each.run.notes:
             yield f'<p class="note">{escape(each.name)}: {escape(note)}</p>'
@@ -162,11 +142,15 @@ def _figures(run: RunRecord) -> dict[str, str]:
     last = steps[-1] if steps else Recorded()
     seconds = [value for _, value in _points(run, "step_time_seconds")]
     rates = [value for _, value in _points(run, "tokens_per_second")]
-    losses = [value for _, value in _points(run, "validation_loss", of_validation=True)]
+    losses = [value for _, value in _points(run, "validation_loss")]
     peaks = last.peak_memory_bytes
     tokens, loss = number(last.tokens), number(last.loss)
+    progress = f"{run.last_step:,}"
+    if run.planned_steps is not None:
+        ended = "" if run.last_step >= run.planned_steps else ", under way or interrupted"
+        progress = f"{run.last_step:,} of {run.planned_steps:,}{ended}"
     return {
-        "step": _progress(run),
+        "step": progress,
         "loss": "-" if loss is None else f"{loss:.4f}",
         "validation loss": f"{losses[-1]:.4f}" if losses else "-",
         "tokens": "-" if tokens is None else f"{tokens:,.0f}",
@@ -179,20 +163,12 @@ def _figures(run: RunRecord) -> dict[str, str]:
     }
 
 
-def _progress(run: RunRecord) -> str:
-    planned = run.planned_steps
-    if planned is None:
-        return f"{run.last_step:,}"
-    ended = "" if run.last_step >= planned else ", under way or interrupted"
-    return f"{run.last_step:,} of {planned:,}{ended}"
-
-
 def _resumptions(run: RunRecord) -> list[int]:
     return [start.step for start in run.starts if start.step > 0]
 
 
-def _points(run: RunRecord, name: str, *, of_validation: bool = False) -> list[tuple[int, float]]:
-    records = run.validations if of_validation else run.steps
+def _points(run: RunRecord, name: str) -> list[tuple[int, float]]:
+    records = run.validations if name == "validation_loss" else run.steps
     found = ((step, number(getattr(record, name))) for step, record in records.items())
     return [(step, value) for step, value in found if value is not None]
 
@@ -220,18 +196,15 @@ def _charts(shown: Sequence[_Shown]) -> Iterator[str]:
 
 
 def _step_charts(shown: Sequence[_Shown]) -> Iterator[Chart]:
-    validations = [
-        each.line(
-            _points(each.run, "validation_loss", of_validation=True),
-            f"{each.name}, validation",
-            dotted=True,
-        )
-        for each in shown
-    ]
+    losses = []
+    for each in shown:
+        losses.append(replace(each.line, points=_points(each.run, "loss")))
+        name, points = f"{each.name}, validation", _points(each.run, "validation_loss")
+        losses.append(replace(each.line, name=name, points=points, dotted=True))
     yield Chart(
         title="Loss",
         unit="nats per token",
-        series=[*(each.line(_points(each.run, "loss")) for each in shown), *validations],
+        series=losses,
         caption="line: training; dots: validation",
     )
     for title, unit, name in (
@@ -244,8 +217,8 @@ def _step_charts(shown: Sequence[_Shown]) -> Iterator[Chart]:
         logarithmic = name == "grad_norm"
         lines = []
         for each in shown:
-            points = _points(each.run, name)
-            lines.append(each.line([p for p in points if p[1] > 0 or not logarithmic]))
+            points = [p for p in _points(each.run, name) if p[1] > 0 or not logarithmic]
+            lines.append(replace(each.line, points=points))
         yield Chart(title=title, unit=unit, series=lines, logarithmic=logarithmic)
 
 
@@ -257,7 +230,8 @@ def _part_charts(shown: Sequence[_Shown]) -> Iterator[Chart]:
         lines = []
         for name, colour in zip(names, cycle(_COLOURS), strict=False):
             points = [(s, 1000 * parts[name]) for s, parts in of_steps.items() if name in parts]
-            lines.append(each.line(points, name.replace("_", " "), colour))
+            name = name.replace("_", " ")
+            lines.append(replace(each.line, name=name, colour=colour, points=points))
         yield Chart(
             title=f"Parts of a step, {each.name}",
             unit="ms, mean over the ranks",
@@ -272,9 +246,10 @@ def _memory_charts(shown: Sequence[_Shown]) -> Iterator[Chart]:
     for each in shown:
         held = [(step, record.peak_memory_bytes) for step, record in each.run.steps.items()]
         for stage in range(max((len(peaks) for _, peaks in held), default=0)):
-            colour = _COLOURS[stage % len(_COLOURS)] if len(shown) == 1 else None
+            colour = _COLOURS[stage % len(_COLOURS)] if len(shown) == 1 else each.line.colour
             points = [(s, peaks[stage] / _MEBIBYTE) for s, peaks in held if stage < len(peaks)]
-            lines.append(each.line(points, f"{each.name}, pipeline stage {stage}", colour))
+            name = f"{each.name}, pipeline stage {stage}"
+            lines.append(replace(each.line, name=name, colour=colour, points=points))
     caption = "a line for each pipeline stage" if len(lines) > len(shown) else ""
     yield Chart(title="Peak memory of a rank", unit="MiB", series=lines, caption=caption)
 

@@ -100,12 +100,10 @@ def read_run(folder: Path) -> RunRecord:
     steps: dict[int, Recorded] = {}
     validations: dict[int, Recorded] = {}
     peaks: tuple[float, ...] = ()
-    for record in _records(file, notes):
-        step = record.get("step")
-        if isinstance(step, int) and not isinstance(step, bool) and 0 < step < _LARGEST_STEP:
-            found = _recorded(record, peaks)
-            peaks = found.peak_memory_bytes or peaks
-            (validations if "validation_loss" in record else steps)[step] = found
+    for step, record in _records(file, notes):
+        found = _recorded(record, peaks)
+        peaks = found.peak_memory_bytes or peaks
+        (validations if "validation_loss" in record else steps)[step] = found
     return RunRecord(
         folder=folder,
         steps=dict(sorted(steps.items())),
@@ -124,14 +122,19 @@ def number(value: object) -> float | None:
     return float(value) if -_LARGEST < value < _LARGEST else None
 
 
-def _records(file: Path, notes: list[str]) -> Iterator[dict[str, Any]]:
+def _records(
+    file: Path, notes: list[str], first_step: int = 1
+) -> Iterator[tuple[int, dict[str, Any]]]:
+    """The step and the record of each line. Skips lines without a step of the run."""
     unreadable = 0
     try:
         for record in read_records(file):
             if record is None:
                 unreadable += 1
-            else:
-                yield record
+                continue
+            step = record.get("step")
+            if type(step) is int and first_step <= step < _LARGEST_STEP:
+                yield step, record
     except OSError as error:
         raise RunFolderError(f"{file} cannot be read: {error.strerror}") from error
     if unreadable:
@@ -152,25 +155,21 @@ def _sound(value: object) -> Any:
 
 
 def _parts(file: Path, notes: list[str]) -> Iterator[tuple[int, dict[str, float]]]:
-    for record in _records(file, notes) if file.is_file() else ():
-        step, seconds = record.get("step"), record.get("parts_seconds")
-        if isinstance(step, int) and 0 < step < _LARGEST_STEP and isinstance(seconds, dict):
+    for step, record in _records(file, notes) if file.is_file() else ():
+        seconds = record.get("parts_seconds")
+        if isinstance(seconds, dict):
             numbers = {name: number(value) for name, value in seconds.items()}
             yield step, {name: value for name, value in numbers.items() if value is not None}
 
 
 def _starts(file: Path, notes: list[str]) -> Iterator[Start]:
-    if not file.is_file():
-        return
-    for record in _records(file, notes):
-        step = record.get("step")
-        if isinstance(step, int) and 0 <= step < _LARGEST_STEP:
-            degrees = " x ".join(f"{axis} {record.get(axis, '?')}" for axis in ("pp", "dp", "tp"))
-            yield Start(
-                step=step,
-                time=str(record.get("time", "")),
-                layout=f"{degrees}, ZeRO-{record.get('zero_stage', '?')}",
-            )
+    for step, record in _records(file, notes, first_step=0) if file.is_file() else ():
+        degrees = " x ".join(f"{axis} {record.get(axis, '?')}" for axis in ("pp", "dp", "tp"))
+        yield Start(
+            step=step,
+            time=str(record.get("time", "")),
+            layout=f"{degrees}, ZeRO-{record.get('zero_stage', '?')}",
+        )
 
 
 def _config(file: Path, notes: list[str]) -> dict[str, Any]:

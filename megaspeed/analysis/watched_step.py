@@ -85,8 +85,8 @@ class RankMeasurement:
 
 
 Held = Mapping[Category, Iterable[Tensor | None]]
-"""Category -> tensors that a rank holds now. Tensors that Python can reach need not be listed if
-they are communication buffers."""
+"""Category -> tensors that a rank holds now. Communication buffers need not be listed if Python can
+reach them."""
 
 
 class Watched(Protocol):
@@ -289,17 +289,22 @@ def explain_out_of_memory(run: Run, context: ParallelContext, engine: ZeroEngine
     """
     predicted = predict_memory(run, context.pp_rank).peak
     log = AllocationLog(context.device)
-    for category, tensors in held_by(engine).items() if engine is not None else ():
-        log.claim(category, tensors)
+    is_built = engine is not None
+    if engine is not None:
+        _claim(log, held_by(engine))
     held = log.live()
     on_gpu = context.device.type == "cuda"
     most = peak_memory(context.device)
     others = predicted.activations + predicted.communication_buffers
     rows: list[tuple[str, int, int | None]] = [
-        ("parameters", predicted.parameters, held.parameters if engine else None),
-        ("gradients", predicted.gradients, held.gradients if engine else None),
-        ("optimizer states", predicted.optimizer_states, held.optimizer_states if engine else None),
-        ("activations and buffers", others, most - held.total if on_gpu and engine else None),
+        ("parameters", predicted.parameters, held.parameters if is_built else None),
+        ("gradients", predicted.gradients, held.gradients if is_built else None),
+        (
+            "optimizer states",
+            predicted.optimizer_states,
+            held.optimizer_states if is_built else None,
+        ),
+        ("activations and buffers", others, most - held.total if on_gpu and is_built else None),
         ("all, at the highest moment", predicted.total, most),
     ]
     unit = memory_unit([predicted.total])
