@@ -230,8 +230,8 @@ def _part_charts(shown: Sequence[_Shown]) -> Iterator[Chart]:
         lines = []
         for name, colour in zip(names, cycle(_COLOURS), strict=False):
             points = [(s, 1000 * parts[name]) for s, parts in of_steps.items() if name in parts]
-            name = name.replace("_", " ")
-            lines.append(replace(each.line, name=name, colour=colour, points=points))
+            words = name.replace("_", " ")
+            lines.append(replace(each.line, name=words, colour=colour, points=points))
         yield Chart(
             title=f"Parts of a step, {each.name}",
             unit="ms, mean over the ranks",

@@ -99,9 +99,10 @@ def check_clocks(
 
     Clocks that differ confuse logs, network file systems and certificates.
 
-        rank 0    sent ---------------------> received        offset = answer - (sent + received)/2,
-        rank r         \\\\--> answer: its time /                exact to half the round trip
+        rank 0    sent ...................... received
+        rank r          answer: its own time             offset = answer - (sent + received) / 2
 
+    The offset is exact to half the round trip, so the fastest of several round trips is used.
     Only the first rank of each machine calls this. An answer may take ``seconds``.
     """
     if messages.rank == 0:
