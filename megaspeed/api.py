@@ -51,7 +51,7 @@ def plan(
         ConfigError: with all mistakes in the configuration.
         DeviceError: no such accelerator is known.
     """
-    from megaspeed.analysis.planning.devices import GPUS_PER_NODE, device_named
+    from megaspeed.analysis.planning.machines import GPUS_PER_NODE, device_named
     from megaspeed.analysis.planning.plan import plan
     from megaspeed.analysis.planning.variants import Training
 

@@ -35,8 +35,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from megaspeed.analysis.compare.rows import ended_on_termination
-from megaspeed.analysis.planning.devices import USABLE_FRACTION
+from megaspeed.analysis.local_ranks import ended_on_termination
+from megaspeed.analysis.planning.machines import USABLE_FRACTION
 from megaspeed.analysis.planning.prediction import predict_peak_bytes
 from megaspeed.config.errors import ConfigError
 from megaspeed.config.loading import load_run

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 from rich.table import Table
 from rich.text import Text
@@ -19,35 +18,18 @@ _CHARACTERS_SHOWN = 300
 
 @dataclass(frozen=True)
 class ShownSample:
-    """One sample.
+    """One sample."""
 
-    Attributes:
-        sample: its index in the stream.
-        source: the component it is drawn from, as the configuration names it.
-        component: the component's number.
-        draw: number of earlier samples from that component.
-        epoch: the epoch of the component.
-        sequence: the sequence's number within the component, counted over all its files.
-        file: the file with its tokens.
-        first_token: the index of its first token in that file.
-        ids: the S tokens and the target of the last one.
-        text: the ids decoded; None if no tokenizer is known.
-    """
-
-    sample: int
-    source: str
-    component: int
-    draw: int
-    epoch: int
-    sequence: int
-    file: str
-    first_token: int
-    ids: list[int]
-    text: str | None
-
-    def as_json(self) -> dict[str, Any]:
-        """All fields, with complete ids and text."""
-        return asdict(self)
+    sample: int  # its index in the stream
+    source: str  # the component it is drawn from, as the configuration names it
+    component: int  # the component's number
+    draw: int  # number of earlier samples from that component
+    epoch: int  # the epoch of the component
+    sequence: int  # the sequence's number within the component, counted over all its files
+    file: str  # the file with its tokens
+    first_token: int  # the index of its first token in that file
+    ids: list[int]  # the S tokens and the target of the last one
+    text: str | None  # the ids decoded; None if no tokenizer is known
 
 
 def show_samples(corpus: PreparedCorpus, samples: Iterable[int]) -> Iterator[ShownSample]:

@@ -19,22 +19,14 @@ class Unit:
     name: str
     size: int
 
-    def text(self, number: int) -> str:
-        """``number`` bytes in this unit with two decimals, without its name.
-
-        >>> MIB.text(3 * 2**20 // 2)
-        '1.50'
-        """
-        return f"{number / self.size:,.2f}"
-
     def of(self, number: int) -> str:
-        """The same as ``text``, but without decimals if it is 1,000 or more.
+        """``number`` bytes in this unit, without its name; two decimals if it is below 1,000.
 
         >>> GIB.of(3 * 2**29)
         '1.50'
         """
         value = number / self.size
-        return self.text(number) if value < 1000 else f"{value:,.0f}"
+        return f"{value:,.2f}" if value < 1000 else f"{value:,.0f}"
 
     def named(self, number: int) -> str:
         """``number`` bytes in this unit, with its name."""
@@ -47,17 +39,14 @@ GB, MB, KB = (Unit(name=f"{k}B", size=10**n) for k, n in (("G", 9), ("M", 6), ("
 
 def memory_unit(numbers: Iterable[int]) -> Unit:
     """The largest of GiB, MiB and KiB that does not exceed the largest number; KiB if all do."""
-    return _unit(numbers, (GIB, MIB, KIB))
+    largest = max(numbers, default=0)
+    return next((unit for unit in (GIB, MIB) if largest >= unit.size), KIB)
 
 
 def traffic_unit(numbers: Iterable[int]) -> Unit:
     """The largest of GB, MB and kB that does not exceed the largest number; kB if all do."""
-    return _unit(numbers, (GB, MB, KB))
-
-
-def _unit(numbers: Iterable[int], units: tuple[Unit, ...]) -> Unit:
     largest = max(numbers, default=0)
-    return next((unit for unit in units if largest >= unit.size), units[-1])
+    return next((unit for unit in (GB, MB) if largest >= unit.size), KB)
 
 
 def readable_memory(number: int) -> str:

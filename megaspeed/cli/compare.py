@@ -22,6 +22,7 @@ from megaspeed.files.paths import folder_problem, path_argument
 
 if TYPE_CHECKING:
     from megaspeed.analysis.compare.result import ComparisonResult, Row
+    from megaspeed.analysis.local_ranks import DeviceType
     from megaspeed.data.corpus import PreparedCorpus
 
 _LEAST_COLUMNS = 80
@@ -29,7 +30,7 @@ _RANKS_PER_PROCESSOR = 16
 
 
 def add_to(commands: Any) -> None:
-    """Add the command and its options."""
+    """Adds the command and its options."""
     parser = add_command(
         commands, "compare", run, "train each ZeRO stage and compare memory, traffic and time"
     )
@@ -75,17 +76,16 @@ def _number_of_steps(text: str) -> int:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Train every row, then show and write the figures."""
+    """Trains every row, then shows and writes the figures."""
     # Imported here: torch takes seconds to import, and `check` must not wait for it.
     import torch
     from rich.console import Console
 
     from megaspeed.analysis.compare.report import as_json, show
-    from megaspeed.analysis.compare.result import ComparisonResult
-    from megaspeed.analysis.compare.verdict import verdict
+    from megaspeed.analysis.compare.result import ComparisonResult, verdict
     from megaspeed.data.corpus import prepare_corpus
 
-    device_type = "cuda" if torch.cuda.is_available() else "cpu"
+    device_type: DeviceType = "cuda" if torch.cuda.is_available() else "cpu"
     run = load(options, device_type)
     folder = options.out or Path("runs") / f"{run.name}-compare"
     rows = _rows(run, options, folder, device_type)
@@ -105,7 +105,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def write_files(result: "ComparisonResult", folder: Path) -> list[Path]:
-    """Write JSON, Markdown and, if there are figures, two pictures. Returns the files."""
+    """Writes JSON, Markdown and, if there are figures, two pictures. Returns the files."""
     from megaspeed.analysis.compare.charts import draw_memory_chart, draw_trade_off_chart
     from megaspeed.analysis.compare.report import as_json, as_markdown
 
@@ -119,7 +119,9 @@ def write_files(result: "ComparisonResult", folder: Path) -> list[Path]:
     return [figures, text, *pictures]
 
 
-def _rows(run: Run, options: argparse.Namespace, folder: Path, device_type: str) -> "list[Row]":
+def _rows(
+    run: Run, options: argparse.Namespace, folder: Path, device_type: "DeviceType"
+) -> "list[Row]":
     """The rows. Raises ConfigError if none can run, or if the folder cannot be written."""
     from megaspeed.analysis.compare.rows import baseline_rows, zero_rows
 
@@ -158,32 +160,19 @@ def _train(
     rows: "Sequence[Row]",
     corpus: "PreparedCorpus",
     options: argparse.Namespace,
-    device_type: str,
+    device_type: "DeviceType",
     folder: Path,
 ) -> "tuple[list[Row], bool]":
     """The rows that ended, and whether the user stopped before the last one."""
     from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        SpinnerColumn,
-        TextColumn,
-        TimeElapsedColumn,
-    )
+    from rich.progress import Progress, TimeElapsedColumn
 
     from megaspeed.analysis.compare.rows import train_rows
 
     done: list[Row] = []
-    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("rows"), TimeElapsedColumn())
-    with Progress(
-        SpinnerColumn(),
-        TextColumn("{task.description}"),
-        *columns,
-        # On standard error, so that a file or a pipe receives only the tables.
-        console=Console(stderr=True),
-        transient=True,
-    ) as progress:
+    columns = (*Progress.get_default_columns(), TimeElapsedColumn())
+    # On standard error, so that a file or a pipe receives only the tables.
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         bar = progress.add_task("", total=len(rows))
         try:
             for row in train_rows(

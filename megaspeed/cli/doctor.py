@@ -26,7 +26,7 @@ from megaspeed.topology.launch import LaunchError, read_launch_environment
 
 
 def add_to(commands: Any) -> None:
-    """Add the command and its options."""
+    """Adds the command and its options."""
     text = "check, under the run's launcher, whether the run can start here"
     parser: argparse.ArgumentParser = commands.add_parser("doctor", help=text, description=text)
     parser.set_defaults(run=run)
@@ -38,7 +38,7 @@ def add_to(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Examine all ranks. Rank 0 reports. If there are several ranks, this ends the process."""
+    """Examines all ranks. Rank 0 reports. If there are several ranks, this ends the process."""
     try:
         launch = read_launch_environment(os.environ)
     except LaunchError as error:

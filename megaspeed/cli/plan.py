@@ -5,7 +5,7 @@ import shutil
 from collections.abc import Iterator
 from typing import Any
 
-from megaspeed.analysis.planning.devices import GPUS_PER_NODE, Device, DeviceError, device_named
+from megaspeed.analysis.planning.machines import GPUS_PER_NODE, Device, DeviceError, device_named
 from megaspeed.cli.options import EXIT_DONE, add_command, load, positive, say, write_json
 from megaspeed.config.loading import read_config
 
@@ -48,10 +48,9 @@ def _device(name: str) -> Device:
 def run_plan(options: argparse.Namespace) -> int:
     """Prints the plan. The exit code is 0 whether the run fits or not."""
     # Imported here, because other commands do not need them.
-    from megaspeed.analysis.planning.plan import plan
+    from megaspeed.analysis.planning.plan import plan, what_if
     from megaspeed.analysis.planning.report import report, what_if_report
     from megaspeed.analysis.planning.variants import Training
-    from megaspeed.analysis.planning.what_if import what_if
     from megaspeed.analysis.units import show
 
     training = Training(

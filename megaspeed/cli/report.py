@@ -21,7 +21,7 @@ from megaspeed.files.durable import write_file
 from megaspeed.files.paths import path_argument
 
 if TYPE_CHECKING:
-    from megaspeed.analysis.watching.record import RunComparison, RunRecord
+    from megaspeed.analysis.run_record import RunComparison, RunRecord
 
 _TOLERANCE = 1e-5
 """About the difference between layouts of one run in fp32; see `megaspeed verify`."""
@@ -60,7 +60,7 @@ def add_to(commands: Any) -> None:
 
 def run_report(options: argparse.Namespace) -> int:
     """Writes the page: one file that needs no network."""
-    from megaspeed.analysis.watching.page import page
+    from megaspeed.analysis.run_page import page
 
     records = _read(options.runs)
     if records is None:
@@ -80,7 +80,7 @@ def run_compare_runs(options: argparse.Namespace) -> int:
     code is 0 if they are equal, 1 if they differ or one run lacks a step or a validation, and 2 if
     a folder is not a run folder or the runs have no step in common.
     """
-    from megaspeed.analysis.watching.record import compare_runs
+    from megaspeed.analysis.run_record import compare_runs
 
     records = _read(options.runs)
     if records is None:
@@ -113,7 +113,7 @@ def run_compare_runs(options: argparse.Namespace) -> int:
 
 def _read(folders: list[Path]) -> "list[RunRecord] | None":
     """The runs of these folders; if one is not a run folder, prints why and returns None."""
-    from megaspeed.analysis.watching.record import RunFolderError, read_run
+    from megaspeed.analysis.run_record import RunFolderError, read_run
 
     try:
         return [read_run(folder) for folder in folders]
@@ -136,7 +136,7 @@ def _differences(
         differences.append((first, f"{folders[missing.run]} lacks this {missing.quantity}{more}"))
     differences.sort(key=lambda difference: difference[0])
     for index, (step, text) in enumerate(differences):
-        yield f"{'' if index else 'they part at '}step {step:,}: {text}"
+        yield f"{'' if index else 'first difference at '}step {step:,}: {text}"
     if not differences:
         steps = f"{found.common_steps:,} steps"
         yield f"{steps} are equal within a relative difference of {tolerance:g}"

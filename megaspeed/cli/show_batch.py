@@ -8,6 +8,7 @@ Nothing is replayed: the tokens of a sample follow from the data, the seed and i
 
 import argparse
 import sys
+from dataclasses import asdict
 from typing import Any
 
 from megaspeed.cli.options import EXIT_DONE, add_command, load, positive, say, write_json
@@ -54,7 +55,7 @@ def run(options: argparse.Namespace) -> int:
             "corpus": corpus.fingerprint,
             "seed": corpus.seed,
             "sequence_length": corpus.sequence_length,
-            "samples": [sample.as_json() for sample in shown],
+            "samples": [asdict(sample) for sample in shown],
         },
     )
     return EXIT_DONE

@@ -115,7 +115,7 @@ def train_rank(arguments: Sequence[str] | None = None, *, as_command: bool = Fal
 
 def _explain_memory(run: "Run", context: "ParallelContext", engine: "ZeroEngine | None") -> str:
     # Imported here, because it is rarely needed.
-    from megaspeed.analysis.measurement.out_of_memory import explain_out_of_memory
+    from megaspeed.analysis.watched_step import explain_out_of_memory
 
     return explain_out_of_memory(run, context, engine)
 

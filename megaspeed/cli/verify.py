@@ -3,7 +3,15 @@
 import argparse
 from typing import Any
 
-from megaspeed.cli.options import EXIT_DONE, EXIT_FAILED, add_command, load, positive, write_json
+from megaspeed.cli.options import (
+    EXIT_DONE,
+    EXIT_FAILED,
+    add_command,
+    load,
+    positive,
+    say,
+    write_json,
+)
 from megaspeed.config.errors import ConfigError
 from megaspeed.config.resolve import Run
 from megaspeed.data.corpus import prepare_corpus
@@ -24,6 +32,7 @@ def add_to(commands: Any) -> None:
 def run(options: argparse.Namespace) -> int:
     """Trains both, and prints their numbers side by side. The exit code is 1 if they differ."""
     # Imported here, because torch and DeepSpeed take seconds and other commands do not need them.
+    from megaspeed.analysis.local_ranks import RanksFailed
     from megaspeed.analysis.units import show
     from megaspeed.analysis.verification.comparison import (
         gradient_table,
@@ -38,7 +47,11 @@ def run(options: argparse.Namespace) -> int:
     if problems:
         raise ConfigError(problems, where="verify --device cuda")
     corpus = prepare_corpus(run.config.data, run.config.model.vocab_size)
-    comparison = verify(run, corpus, options.steps, options.device)
+    try:
+        comparison = verify(run, corpus, options.steps, options.device)
+    except RanksFailed as error:
+        say(f"no result: {error}", error=True)
+        return EXIT_FAILED
     grid = run.grid
     layout = f"pp {grid.pp} x dp {grid.dp} x tp {grid.tp}, ZeRO-{run.zero_stage}"
     show([f"{layout}, {run.precision}, against one process", step_table(comparison), ""])

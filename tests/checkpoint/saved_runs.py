@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megaspeed.analysis.verification.logical_tensors import gather_state, gather_weights
+from megaspeed.analysis.verification.verify import gather_state, gather_weights
 from megaspeed.checkpoint.run_state import Progress
 from megaspeed.checkpoint.tensors import KINDS
 from megaspeed.config.resolve import Run

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megaspeed.analysis.planning.devices import DEVICES
+from megaspeed.analysis.planning.machines import DEVICES
 from megaspeed.analysis.planning.prediction import predict_peak_bytes
 from megaspeed.config.loading import read_config
 from megaspeed.config.model import ModelConfig

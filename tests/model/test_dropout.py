@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megaspeed.analysis.measurement.allocations import AllocationLog
+from megaspeed.analysis.allocations import AllocationLog
 from megaspeed.config.model import ModelConfig
 from megaspeed.model.dropout import MaskShard, SampleDropout
 from megaspeed.model.gpt import GPT, Block

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megaspeed.analysis.verification.logical_tensors import LogicalTensors, gather_weights
+from megaspeed.analysis.verification.verify import LogicalTensors, gather_weights
 from megaspeed.config.resolve import Run
 from megaspeed.data.corpus import PreparedCorpus
 from megaspeed.model.gpt import GPT

@@ -28,11 +28,10 @@ from deepspeed.runtime.zero import utils as zero_functions
 from torch import Tensor, nn
 
 from megaspeed import zero
-from megaspeed.analysis.measurement.watched_step import measure_step
 from megaspeed.analysis.verification.comparison import TOLERANCES, compare_gradients
-from megaspeed.analysis.verification.logical_tensors import gather_gradients
 from megaspeed.analysis.verification.reference import ReferenceRun, train_reference
-from megaspeed.analysis.verification.verify import whole_batch
+from megaspeed.analysis.verification.verify import gather_gradients, whole_batch
+from megaspeed.analysis.watched_step import WatchedZero, measure
 from megaspeed.config.resolve import Run
 from megaspeed.data.corpus import PreparedCorpus
 from megaspeed.topology.context import ParallelContext
@@ -417,7 +416,7 @@ def most_gradient_bytes_per_element(
     with omitted, one_rank(launch, run, corpus) as rank:
         rank.train_step(0)
         load = functools.partial(rank.loader.micro_batch, run.batch.train_batch_size)
-        _, measured = measure_step(rank.worker, load, LEARNING_RATE)
+        _, measured = measure(WatchedZero(rank.worker), load, LEARNING_RATE)
         elements = sum(p.numel() for p in rank.engine.module.parameters())
         return measured.peak.gradients / elements
 

@@ -20,8 +20,9 @@ documentation recommends. With bf16, the weights stay fp32 and forward computes 
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
+from itertools import chain
 from typing import Any
 
 import torch
@@ -33,9 +34,10 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from megaspeed.analysis.compare.rank_program import Baseline
+from megaspeed.analysis.allocations import Allocation, AllocationLog
+from megaspeed.analysis.compare.result import Baseline
 from megaspeed.analysis.costs.memory import Category
-from megaspeed.analysis.measurement.allocations import Allocation, AllocationLog
+from megaspeed.analysis.watched_step import Held
 from megaspeed.config.resolve import Run
 from megaspeed.model.gpt import GPT, Block
 from megaspeed.model.initialization import initial_slice
@@ -57,13 +59,7 @@ from megaspeed.zero.reductions import sum_of_squares
 
 
 class BaselineWorker:
-    """One rank of a baseline. It trains like ``Worker`` and can be watched (``Watched``).
-
-    Args:
-        baseline: "ddp" or "fsdp".
-        run: the resolved run, with pp 1 and tp 1.
-        context: this rank's process groups.
-    """
+    """One rank of a baseline, at pp 1 and tp 1. It trains like ``Worker`` and can be watched."""
 
     def __init__(self, baseline: Baseline, run: Run, context: ParallelContext) -> None:
         set_matmul_precision(run.config.training, context.device)
@@ -108,7 +104,7 @@ class BaselineWorker:
         return loss.detach()
 
     def _clip(self) -> float:
-        """Scale the gradients down to the largest allowed norm; returns the norm before that."""
+        """Scales gradients down to the largest allowed norm. Returns the norm before that."""
         gradients = [_local(p.grad) for p in self.model.parameters() if p.grad is not None]
         squares = sum_of_squares(gradients)
         if isinstance(self.engine, _Fsdp2):
@@ -124,22 +120,22 @@ class BaselineWorker:
     def new_log(self) -> AllocationLog:
         return _LocalAllocationLog(self.context.device, _category_of)
 
-    def parameters(self) -> Iterable[Tensor | None]:
-        return (_local(p) for p in self.model.parameters())
-
-    def gradients(self) -> Iterator[Tensor | None]:
-        for parameter in self.model.parameters():
-            yield None if parameter.grad is None else _local(parameter.grad)
-        for gathered in _gathered_parameters(self.model):
-            yield gathered.unsharded_accumulated_grad
-            yield gathered.unsharded_param.grad
-
-    def optimizer_states(self) -> Iterator[Tensor]:
-        for state in self.optimizer.state.values():
-            yield from (_local(value) for value in state.values() if isinstance(value, Tensor))
-
-    def communication_buffers(self) -> Iterable[Tensor | None]:
-        return self.engine.buckets.values() if isinstance(self.engine, _Ddp) else ()
+    def held(self) -> Held:
+        gathered = _gathered_parameters(self.model)
+        parameters = list(self.model.parameters())
+        states = chain.from_iterable(state.values() for state in self.optimizer.state.values())
+        return {
+            "parameters": [_local(p) for p in parameters],
+            "gradients": [
+                *(None if p.grad is None else _local(p.grad) for p in parameters),
+                *(each.unsharded_accumulated_grad for each in gathered),
+                *(each.unsharded_param.grad for each in gathered),
+            ],
+            "optimizer_states": [_local(each) for each in states if isinstance(each, Tensor)],
+            "communication_buffers": list(self.engine.buckets.values())
+            if isinstance(self.engine, _Ddp)
+            else [],
+        }
 
     def differentiated(self) -> Iterable[Tensor]:
         gathered = [parameter.unsharded_param for parameter in _gathered_parameters(self.model)]
@@ -213,7 +209,7 @@ class _Fsdp2:
         return logits
 
     def micro_batch(self, *, last: bool) -> AbstractContextManager[None]:
-        """A forward and backward context; reduces gradients as ``gradient_reduction`` states."""
+        """A context for forward and backward. Reduces gradients as the run configures it."""
         self._root.set_requires_gradient_sync(last or self._every_micro_batch)
         return nullcontext()
 

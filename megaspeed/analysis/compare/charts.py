@@ -19,7 +19,7 @@ _BAR_WIDTH = 0.38
 
 
 def draw_memory_chart(result: ComparisonResult, picture: Path) -> None:
-    """Write a PNG: the peak of each row's fullest stage by category, predicted beside measured."""
+    """Writes a PNG: the peak of each row's fullest stage by category, predicted beside measured."""
     rows = result.done
     unit = memory_unit(row.peak_bytes for row in rows)
     figure, axes = _new_figure(result, max(6.4, 0.8 + 0.95 * len(rows)))
@@ -62,7 +62,7 @@ def draw_memory_chart(result: ComparisonResult, picture: Path) -> None:
 
 
 def draw_trade_off_chart(result: ComparisonResult, picture: Path) -> None:
-    """Write a PNG: the peak of each row's fullest rank against the bytes its busiest rank sends.
+    """Writes a PNG: the peak of each row's fullest rank against the bytes its busiest rank sends.
 
     Markers are hollow and each row's is larger than the one before, so that rows at the same
     point can all be seen.

@@ -1,25 +1,23 @@
-"""The figures of a comparison as tables in the terminal, as Markdown, and as JSON.
-
-traffic    bytes sent in a step, by axis and collective, for each row and pipeline stage
-memory     memory at the peak, by category, for each row and pipeline stage
-summary    a line for each row: peak, bytes sent, time, loss
-"""
+"""The figures of a comparison as tables in the terminal, as Markdown, and as JSON."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
-from rich import box
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
-from megaspeed.analysis.compare.result import ComparisonResult, Row, Stage, StageBytes
-from megaspeed.analysis.compare.verdict import verdict
+from megaspeed.analysis.compare.result import (
+    ComparisonResult,
+    Row,
+    Stage,
+    StageBytes,
+    verdict,
+)
 from megaspeed.analysis.costs.memory import MemoryBytes
 from megaspeed.analysis.costs.traffic import Traffic, by_axis
-from megaspeed.analysis.units import Unit, memory_unit
+from megaspeed.analysis.units import Unit, memory_unit, table_of
 
 NOTHING = "-"
 _REPORTS = "world"  # gradient norm and loss: a few bytes, shown only in the total
@@ -27,19 +25,12 @@ _REPORTS = "world"  # gradient norm and loss: a few bytes, shown only in the tot
 
 @dataclass(frozen=True, kw_only=True)
 class Grid:
-    """A table of text. A cell may have several lines.
+    """A table of text. A cell may have several lines."""
 
-    Attributes:
-        title: what is shown, and in which unit.
-        headings: of the columns.
-        rows: the cells of each row.
-        names: number of columns, from the left, that hold words. The others hold numbers.
-    """
-
-    title: str
+    title: str  # what is shown, and in which unit
     headings: Sequence[str]
-    rows: Sequence[Sequence[str]]
-    names: int
+    rows: Sequence[Sequence[str]]  # the cells of each row
+    names: int  # columns, from the left, that hold words; the others hold numbers
 
 
 def summary_grid(result: ComparisonResult) -> Grid:
@@ -56,18 +47,10 @@ def summary_grid(result: ComparisonResult) -> Grid:
         tokens, loss = f"{row.tokens_per_second:,.0f}", f"{row.loss:.6f}"
         return [_label(row.label), names, peak, sent, time, tokens, loss]
 
-    step = "step ms\nmedian\nquartiles"
+    figures = (f"peak\n{memory.name}", f"sent\n{traffic.name}", "step ms\nmedian\nquartiles")
     return Grid(
         title="summary: peak of the fullest rank, and what the busiest rank sends in one step",
-        headings=(
-            "row",
-            "",
-            f"peak\n{memory.name}",
-            f"sent\n{traffic.name}",
-            step,
-            "tokens/s",
-            "loss",
-        ),
+        headings=("row", "", *figures, "tokens/s", "loss"),
         rows=[cells(row) for row in result.rows],
         names=2,
     )
@@ -139,19 +122,17 @@ def _stacked(
     measured = sizes(stage.measured)
     if stage.predicted is None:
         return [found, *map(unit.of, measured)]
-    pairs = zip(measured, sizes(stage.predicted), strict=True)
-    cells = [f"{unit.of(one)}\n{unit.of(two)}\n{_ratio_text(one, two)}" for one, two in pairs]
-    return [f"{found}\npredicted\nratio", *cells]
+    cells = [f"{found}\npredicted\nratio"]
+    for one, two in zip(measured, sizes(stage.predicted), strict=True):
+        ratio = _ratio(one, two)
+        text = NOTHING if ratio is None else f"{ratio:.2f}"
+        cells.append(f"{unit.of(one)}\n{unit.of(two)}\n{text}")
+    return cells
 
 
 def _ratio(found: int, predicted: int) -> float | None:
     """Predicted / found; None if nothing was found."""
     return predicted / found if found else None
-
-
-def _ratio_text(found: int, predicted: int) -> str:
-    value = _ratio(found, predicted)
-    return NOTHING if value is None else f"{value:.2f}"
 
 
 def _label(text: str) -> str:
@@ -177,14 +158,18 @@ def notes(result: ComparisonResult) -> Iterator[str]:
 
 
 def show(result: ComparisonResult, console: Console) -> None:
-    """Print layout, batch, model, tables, and what went wrong."""
+    """Prints layout, batch, model, tables, and what went wrong."""
     for line in result.heading:
         console.print(line, highlight=False, markup=False)
     for make_grid in (traffic_grid, memory_grid, summary_grid) if result.done else (summary_grid,):
         for part in _parts(make_grid(result), console.width):
             console.print()
             console.print(Text(part.title, style="italic"))
-            console.print(_table(part))
+            table = table_of(left=part.headings[: part.names], right=part.headings[part.names :])
+            table.padding = 0  # the box puts one space between columns
+            for cells in part.rows:
+                table.add_row(*cells)
+            console.print(table)
     console.print()
     for note in notes(result):
         style = "red" if "DISAGREE" in note or "FAILED" in note else ""
@@ -208,46 +193,22 @@ def _parts(grid: Grid, width: int) -> Iterator[Grid]:
         yield replace(grid, headings=headings, rows=rows)
 
 
-def _table(grid: Grid) -> Table:
-    table = Table(
-        box=box.SIMPLE_HEAD,
-        show_edge=False,
-        pad_edge=False,
-        padding=0,  # the box puts one space between columns
-    )
-    for index, heading in enumerate(grid.headings):
-        justify: Literal["left", "right"] = "left" if index < grid.names else "right"
-        table.add_column(heading, justify=justify, no_wrap=True)
-    for cells in grid.rows:
-        table.add_row(*cells)
-    return table
-
-
 def as_markdown(result: ComparisonResult, pictures: Sequence[str]) -> str:
     """The result as Markdown, with links to the pictures, which are in the same folder."""
-    return "\n".join(_markdown_lines(result, pictures)) + "\n"
-
-
-def _markdown_lines(result: ComparisonResult, pictures: Sequence[str]) -> Iterator[str]:
-    yield f"## {result.run.name}: ZeRO stages compared"
-    yield ""
-    for line in result.heading:
-        yield f"- {line}"
-    yield "- ratio: predicted / measured. Baselines have no prediction."
-    for note in notes(result):
-        yield f"- **{note}**"
+    lines = [f"## {result.run.name}: ZeRO stages compared", ""]
+    lines += [f"- {line}" for line in result.heading]
+    lines.append("- ratio: predicted / measured. Baselines have no prediction.")
+    lines += [f"- **{note}**" for note in notes(result)]
     for grid in (summary_grid(result), memory_grid(result), traffic_grid(result)):
         rules = [":--" if index < grid.names else "--:" for index in range(len(grid.headings))]
-        yield from ("", f"**{grid.title[0].upper()}{grid.title[1:]}**", "")
+        lines += ["", f"**{grid.title[0].upper()}{grid.title[1:]}**", ""]
         for cells in (grid.headings, rules, *grid.rows):
-            yield f"| {' | '.join(map(_markdown_cell, cells))} |"
+            texts = [cell.strip().replace("|", "\\|").replace("\n", "<br>") for cell in cells]
+            lines.append(f"| {' | '.join(texts)} |")
     for picture in pictures:
-        yield from ("", f"![{picture}]({picture})")
-    yield from ("", f"**Verdict: {verdict(result)}**")
-
-
-def _markdown_cell(text: str) -> str:
-    return text.strip().replace("|", "\\|").replace("\n", "<br>")
+        lines += ["", f"![{picture}]({picture})"]
+    lines += ["", f"**Verdict: {verdict(result)}**"]
+    return "\n".join(lines) + "\n"
 
 
 def as_json(result: ComparisonResult) -> dict[str, Any]:
@@ -302,28 +263,28 @@ def _row_as_json(row: Row) -> dict[str, Any]:
 
 
 def _stage_as_json(stage: Stage) -> dict[str, Any]:
+    measured, predicted = stage.measured, stage.predicted
+
+    def compared(sizes: Callable[[StageBytes], dict[str, int]]) -> dict[str, Any]:
+        found = sizes(measured)
+        if predicted is None:
+            return {"measured": found, "predicted": None, "predicted_over_measured": None}
+        expected = sizes(predicted)
+        ratios = {name: _ratio(found[name], expected[name]) for name in found}
+        return {"measured": found, "predicted": expected, "predicted_over_measured": ratios}
+
+    sent_ratio = predicted and _ratio(measured.sent_bytes, predicted.sent_bytes)
     return {
         "pipeline_stage": stage.pipeline_stage,
-        "states_bytes": _compared(stage, lambda each: _memory(each.states)),
-        "peak_bytes": _compared(stage, lambda each: _memory(each.peak)),
-        "allocator_peak_bytes": stage.measured.allocator_peak_bytes,
+        "states_bytes": compared(lambda each: _memory(each.states)),
+        "peak_bytes": compared(lambda each: _memory(each.peak)),
+        "allocator_peak_bytes": measured.allocator_peak_bytes,
         "traffic_bytes": {
-            "counted": _traffic(stage.measured.traffic),
-            "predicted": None if stage.predicted is None else _traffic(stage.predicted.traffic),
-            "predicted_over_counted": None
-            if stage.predicted is None
-            else _ratio(stage.measured.sent_bytes, stage.predicted.sent_bytes),
+            "counted": _traffic(measured.traffic),
+            "predicted": predicted and _traffic(predicted.traffic),
+            "predicted_over_counted": sent_ratio,
         },
     }
-
-
-def _compared(stage: Stage, sizes: Callable[[StageBytes], dict[str, int]]) -> dict[str, Any]:
-    found = sizes(stage.measured)
-    if stage.predicted is None:
-        return {"measured": found, "predicted": None, "predicted_over_measured": None}
-    predicted = sizes(stage.predicted)
-    ratios = {name: _ratio(found[name], predicted[name]) for name in found}
-    return {"measured": found, "predicted": predicted, "predicted_over_measured": ratios}
 
 
 def _memory(memory: MemoryBytes) -> dict[str, int]:

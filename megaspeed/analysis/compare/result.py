@@ -1,10 +1,19 @@
-"""The figures of a comparison: for each row, predictions beside measurements.
+"""The figures of a comparison: for each row, predictions beside measurements; and the verdict.
 
     row (ZeRO-2) -> pipeline stage 0: states, peak, traffic     of the rank that has most
                     pipeline stage 1: ...
                     step time with its spread, tokens/s, loss
 
 A row that failed or that the configuration does not allow has a reason instead of figures.
+
+The verdict is the row to use here:
+
+1. The candidates are the rows of megaspeed's ZeRO that trained and fit into the memory of a rank.
+2. The fastest candidate has the shortest median step. A candidate counts as equally fast if the
+   quartiles of its step time overlap with those of the fastest.
+3. Of the candidates that are equally fast, the row with the lowest peak is recommended. If several
+   peaks are within 5 % of the lowest one, the row among these that sends the fewest bytes is
+   recommended.
 """
 
 import math
@@ -15,50 +24,38 @@ from typing import Literal
 
 from megaspeed.analysis.costs.memory import MemoryBytes
 from megaspeed.analysis.costs.traffic import Traffic
-from megaspeed.analysis.measurement.watched_step import RankMeasurement
+from megaspeed.analysis.units import readable_memory
 from megaspeed.analysis.verification.comparison import TOLERANCES, relative_difference
+from megaspeed.analysis.watched_step import RankMeasurement
 from megaspeed.config.resolve import Run
 from megaspeed.model.parameters import parameters_of
 
+Baseline = Literal["ddp", "fsdp"]
 Engine = Literal["zero", "ddp", "fsdp"]
+
+_SIMILAR = 1.05
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankRecord(RankMeasurement):
-    """What one rank measured. The last step is the one that was watched.
+    """What one rank measured. The last step is the one that was watched."""
 
-    Attributes:
-        losses: of each step, mean over its tokens, in nats.
-        grad_norm: of the last step, before clipping.
-        skipped_steps: number of steps that were skipped because loss or norm was not finite.
-        step_times_seconds: of each step but the last.
-        device: the GPU's name, or "CPU".
-        device_memory_bytes: memory of the GPU; on a CPU, this rank's share of the machine's memory.
-    """
-
-    losses: Sequence[float]
-    grad_norm: float
-    skipped_steps: int
-    step_times_seconds: Sequence[float]
-    device: str
-    device_memory_bytes: int
+    losses: Sequence[float]  # of each step, mean over its tokens, in nats
+    grad_norm: float  # of the last step, before clipping
+    skipped_steps: int  # skipped because the loss or the norm was not finite
+    step_times_seconds: Sequence[float]  # of each step but the last
+    device: str  # the GPU's name, or "CPU"
+    device_memory_bytes: int  # on a CPU, this rank's share of the machine's memory
 
 
 @dataclass(frozen=True, kw_only=True)
 class StageBytes:
-    """Memory and traffic of one pipeline stage, as measured or as predicted.
+    """Memory and traffic of one pipeline stage, as measured or as predicted."""
 
-    Attributes:
-        states, peak: memory of its rank whose tensors have the highest peak.
-        traffic: what its busiest rank sends in one step.
-        allocator_peak_bytes: the highest peak of its ranks' CUDA allocators; None if predicted, or
-            on a CPU.
-    """
-
-    states: MemoryBytes
-    peak: MemoryBytes
-    traffic: Traffic
-    allocator_peak_bytes: int | None = None
+    states: MemoryBytes  # of the rank whose tensors have the highest peak
+    peak: MemoryBytes  # of the same rank
+    traffic: Traffic  # what the busiest rank sends in one step
+    allocator_peak_bytes: int | None = None  # of the CUDA allocator, the highest of all ranks
 
     @property
     def peak_bytes(self) -> int:
@@ -105,26 +102,20 @@ class StepTime:
         """The quartiles in milliseconds, without the unit."""
         return f"{three_digits(1e3 * self.lower)}-{three_digits(1e3 * self.upper)}"
 
+    def __str__(self) -> str:
+        return f"{self.median_ms} ms (quartiles {self.quartiles_ms})"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One way to train the run, and its figures once it has been trained.
+    """One way to train the run, and its figures once it has been trained."""
 
-    Attributes:
-        label: its name, different for every row.
-        engine: megaspeed's ZeRO, or torch's DDP or FSDP2.
-        run: the resolved run; None if the configuration does not allow it.
-        reason: why it is not allowed, or why the training failed; None otherwise.
-        predicted: by pipeline stage; None for torch's engines.
-        ranks: what each rank measured; empty if the row has no figures.
-    """
-
-    label: str
+    label: str  # different for every row
     engine: Engine
-    run: Run | None
-    reason: str | None = None
-    predicted: Sequence[StageBytes] | None = None
-    ranks: Sequence[RankRecord] = ()
+    run: Run | None  # None if the configuration does not allow it
+    reason: str | None = None  # why it is not allowed, or why the training failed
+    predicted: Sequence[StageBytes] | None = None  # by pipeline stage; None for torch's engines
+    ranks: Sequence[RankRecord] = ()  # empty if the row has no figures
 
     @property
     def status(self) -> Literal["done", "failed", "refused"]:
@@ -183,19 +174,25 @@ class Row:
         return self.ranks[0].losses[-1]
 
 
+def _measured(ranks: Sequence[RankRecord]) -> StageBytes:
+    fullest = max(ranks, key=lambda rank: rank.peak.total)
+    busiest = max(ranks, key=lambda rank: sum(rank.traffic.values()))
+    allocators = [r.allocator_peak_bytes for r in ranks if r.allocator_peak_bytes is not None]
+    return StageBytes(
+        states=fullest.states,
+        peak=fullest.peak,
+        traffic=busiest.traffic,
+        allocator_peak_bytes=max(allocators, default=None),
+    )
+
+
 @dataclass(frozen=True, kw_only=True)
 class ComparisonResult:
-    """All rows of one run.
+    """All rows of one run."""
 
-    Attributes:
-        run: the layout, model, data and batch that the rows share.
-        steps: number of timed steps, including the first. One more step was watched.
-        rows: in the order in which they ran.
-    """
-
-    run: Run
-    steps: int
-    rows: Sequence[Row]
+    run: Run  # the layout, model, data and batch that the rows share
+    steps: int  # timed steps, including the first; one more step was watched
+    rows: Sequence[Row]  # in the order in which they ran
 
     @property
     def done(self) -> list[Row]:
@@ -259,16 +256,67 @@ class ComparisonResult:
         return not self.disagreements and all(row.status != "failed" for row in self.rows)
 
 
-def _measured(ranks: Sequence[RankRecord]) -> StageBytes:
-    fullest = max(ranks, key=lambda rank: rank.peak.total)
-    busiest = max(ranks, key=lambda rank: sum(rank.traffic.values()))
-    allocators = [r.allocator_peak_bytes for r in ranks if r.allocator_peak_bytes is not None]
-    return StageBytes(
-        states=fullest.states,
-        peak=fullest.peak,
-        traffic=busiest.traffic,
-        allocator_peak_bytes=max(allocators, default=None),
+def verdict(result: ComparisonResult) -> str:
+    """One sentence with figures: the recommended row, or why no row can be recommended."""
+    if result.disagreements:
+        return "no row is recommended, because the losses disagree."
+    trained = [row for row in result.done if row.engine == "zero"]
+    if not trained:
+        return "no row is recommended, because no ZeRO row was measured."
+    memory = result.device_memory_bytes or 0
+    candidates = [row for row in trained if row.peak_bytes <= memory]
+    if not candidates:
+        lowest = min(trained, key=lambda row: row.peak_bytes)
+        return (
+            f"no row is recommended, because none fits into the {readable_memory(memory)} of a "
+            f"rank; {lowest.label} has the lowest peak, {readable_memory(lowest.peak_bytes)}."
+        )
+    fastest = min(candidates, key=lambda row: row.step_time.median)
+    equal = [row for row in candidates if row.step_time.lower <= fastest.step_time.upper]
+    lowest = min(equal, key=lambda row: row.peak_bytes)
+    similar = [row for row in equal if row.peak_bytes <= _SIMILAR * lowest.peak_bytes]
+    best = min(similar, key=lambda row: row.sent_bytes)
+    reasons = [_why(best, fastest, lowest, equal)]
+    too_large = [row.label for row in trained if row not in candidates]
+    if too_large:
+        reasons.append(
+            f"the peak of {', '.join(too_large)} exceeds the {readable_memory(memory)} of a rank"
+        )
+    reasons += [
+        f"torch's {row.label} is faster, {row.step_time}"
+        for row in result.done
+        if row.engine != "zero" and row.step_time.upper < best.step_time.lower
+    ]
+    if result.steps == 2:
+        reasons.append("only one step was measured after the first, so the spread is unknown")
+    return f"use {best.label} here (--set {_settings(best)}): {'; '.join(reasons)}."
+
+
+def _why(best: Row, fastest: Row, lowest: Row, equal: Sequence[Row]) -> str:
+    if len(equal) == 1:
+        return f"it is the fastest row, with a median step of {best.step_time}"
+    *labels, last = [row.label for row in equal]
+    others = "" if best is fastest else f", {best.label} {best.step_time}"
+    text = (
+        f"{', '.join(labels)} and {last} are equally fast within their spread ({fastest.label} "
+        f"takes {fastest.step_time}{others}), and of these {best.label}"
     )
+    peak = readable_memory(best.peak_bytes)
+    if best is lowest:
+        return f"{text} has the lowest peak, {peak}"
+    return (
+        f"{text} sends the fewest bytes, {readable_memory(best.sent_bytes)} a step, at a peak of "
+        f"{peak}, close to the lowest, {readable_memory(lowest.peak_bytes)}"
+    )
+
+
+def _settings(row: Row) -> str:
+    """The settings for ``--set`` that select this row."""
+    assert row.run is not None
+    settings = f"zero_optimization.stage={row.run.zero_stage}"
+    if row.label != f"ZeRO-{row.run.zero_stage}":
+        settings += f" parallel.gradient_reduction={row.run.gradient_reduction}"
+    return settings
 
 
 def three_digits(number: float) -> str:

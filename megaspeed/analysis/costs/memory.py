@@ -50,21 +50,14 @@ into dp equal partitions. At ZeRO-3, each parameter is split separately."""
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryBytes:
-    """What one rank holds at one moment.
+    """What one rank holds at one moment."""
 
-    Attributes:
-        parameters: the weights that the model computes with. At ZeRO-3, 1/dp of them.
-        gradients: gradients of parameters, of one micro-batch or accumulated.
-        optimizer_states: fp32 master weights and AdamW's two moments.
-        activations: what forward keeps for backward, and working memory of operations. Logits are
-            among them.
-        communication_buffers: buckets, parameters that ZeRO-3 has gathered, messages in flight.
-    """
-
-    parameters: int = 0
-    gradients: int = 0
-    optimizer_states: int = 0
+    parameters: int = 0  # the weights that the model computes with. At ZeRO-3, 1/dp of them.
+    gradients: int = 0  # gradients of parameters, of one micro-batch or accumulated
+    optimizer_states: int = 0  # fp32 master weights and AdamW's two moments
+    # What forward keeps for backward, and working memory of operations. Logits are among them.
     activations: int = 0
+    # Buckets, parameters that ZeRO-3 has gathered, messages in flight.
     communication_buffers: int = 0
 
     @property
@@ -77,19 +70,12 @@ class MemoryBytes:
 
 @dataclass(frozen=True, kw_only=True)
 class LocalParameter:
-    """One parameter of one rank, before ZeRO partitions it.
+    """One parameter of one rank, before ZeRO partitions it."""
 
-    Attributes:
-        name: full name.
-        layer: name of its layer, such as "blocks.3".
-        shape: of the local tensor, tensor-parallel padding included.
-        group: the optimizer group that it is in.
-    """
-
-    name: str
-    layer: str
-    shape: tuple[int, ...]
-    group: OptimizerGroup
+    name: str  # full name
+    layer: str  # name of its layer, such as "blocks.3"
+    shape: tuple[int, ...]  # of the local tensor, tensor-parallel padding included
+    group: OptimizerGroup  # the optimizer group that it is in
 
     @property
     def elements(self) -> int:
@@ -149,10 +135,7 @@ def model_states(
 ) -> MemoryBytes:
     """Parameters, accumulated gradients and optimizer states between two micro-batches of a step.
 
-    Args:
-        run: the resolved run.
-        parameters: the parameters of the rank.
-        on_host: whether the rank computes on the CPU. Then offloaded states count, too.
+    If the rank computes on the CPU (``on_host``), offloaded states count, too.
     """
     own = _own_elements(run, parameters)
     keeps_complete = keeps_complete_gradients(run)
@@ -232,17 +215,12 @@ def _stay_gathered(run: Run, parameters: Sequence[LocalParameter]) -> list[Local
 
 @dataclass(frozen=True)
 class GatheredBytes:
-    """ZeRO-3: bytes of gathered parameters on a rank while a pass computes one layer.
+    """ZeRO-3: bytes of gathered parameters on a rank while a pass computes one layer."""
 
-    Attributes:
-        at_work: the layer's parameters.
-        arriving: the receive buffer of the all-gather, until the parameters are copied out of it.
-        ahead: the next layer's parameters, which are prefetched while this layer computes.
-    """
-
-    at_work: int = 0
+    at_work: int = 0  # the layer's parameters
+    # The receive buffer of the all-gather, until the parameters are copied out of it.
     arriving: int = 0
-    ahead: int = 0
+    ahead: int = 0  # the next layer's parameters, which are prefetched while this layer computes
 
 
 def gathered_in_pass(
@@ -252,7 +230,7 @@ def gathered_in_pass(
     *,
     on_host: bool = False,
 ) -> list[GatheredBytes]:
-    """Gathered bytes at each layer, in the order of the forward pass (in both directions).
+    """Gathered bytes at each layer. Both directions have the order of the forward pass.
 
     Forward gathers every layer once, backward every layer except the embedding:
 
@@ -260,13 +238,7 @@ def gathered_in_pass(
 
     If a layer has one parameter, it is received in its final place. With one data rank, partitions
     are complete parameters, so nothing is gathered. Only offloaded partitions are copied to the
-    device.
-
-    Args:
-        run: the resolved run.
-        parameters: the parameters of the rank.
-        direction: the direction of the pass.
-        on_host: whether the rank computes on the CPU. Then offloaded partitions need no copy.
+    device, unless the rank computes on the CPU (``on_host``).
     """
     zero, dp = run.config.zero_optimization, run.grid.dp
     by_layer = _gathered_by_layer(run, parameters)

@@ -19,14 +19,9 @@ from dataclasses import dataclass, replace
 from itertools import chain, repeat
 
 from megaspeed.analysis.costs.activations import (
+    Activations,
     LayerMemory,
-    Shapes,
-    block_memory,
-    embedding_memory,
-    first_block_memory,
-    head_memory,
     hidden_bytes,
-    window_mask_bytes,
 )
 from megaspeed.analysis.costs.memory import (
     BYTES_OF,
@@ -50,24 +45,16 @@ from megaspeed.pipeline.schedules import SCHEDULES, peak_micro_batches_in_flight
 
 @dataclass(frozen=True, kw_only=True)
 class StageMemory:
-    """Bytes of a rank of a pipeline stage.
+    """Bytes of a rank of a pipeline stage."""
 
-    Attributes:
-        states: memory between two micro-batches of a step, without activations.
-        peak: memory at the peak of the step.
-    """
-
-    states: MemoryBytes
-    peak: MemoryBytes
+    states: MemoryBytes  # memory between two micro-batches of a step, without activations
+    peak: MemoryBytes  # memory at the peak of the step
 
 
 def predict_memory(run: Run, pipeline_stage: int, *, device_type: str = "cuda") -> StageMemory:
     """Memory of a rank of one pipeline stage. All its data and tensor ranks hold the same.
 
-    Args:
-        run: the resolved run.
-        pipeline_stage: counted from 0.
-        device_type: "cuda" or "cpu". RMSNorm keeps more on a CPU.
+    ``device_type`` is "cuda" or "cpu". RMSNorm keeps more on a CPU.
     """
     step = _Step(run, pipeline_stage, device_type)
     peaks = (ledger.peak for ledger in step.moments())
@@ -115,10 +102,9 @@ class _Step:
         self._last_stage = pipeline_stage == run.grid.pp - 1
         self._parameters = local_parameters(run, pipeline_stage)
         self.states = model_states(run, self._parameters, on_host=device_type == "cpu")
-        shapes = Shapes.of(run, device_type)
-        self._layers = _layers(run, shapes, pipeline_stage, self._parameters, device_type)
+        self._layers = _layers(run, pipeline_stage, self._parameters, device_type)
         self._hidden = hidden_bytes(run)
-        self._window_mask = window_mask_bytes(run, shapes)
+        self._window_mask = Activations(run, device_type).window_mask()
         self._element = BYTES_OF[run.precision]
         self._gradient = BYTES_OF[run.accumulation_dtype]
         self._bucket = bucket_elements(run, self._parameters) * self._gradient
@@ -272,11 +258,7 @@ class _Layer:
 
 
 def _layers(
-    run: Run,
-    shapes: Shapes,
-    pipeline_stage: int,
-    parameters: Sequence[LocalParameter],
-    device_type: str,
+    run: Run, pipeline_stage: int, parameters: Sequence[LocalParameter], device_type: str
 ) -> list[_Layer]:
     """The layers of the pipeline stage, each with its parameters."""
     count = layer_count(run.config.model)
@@ -286,15 +268,16 @@ def _layers(
     on_host = device_type == "cpu"
     forward = gathered_in_pass(run, parameters, "forward", on_host=on_host)
     backward = gathered_in_pass(run, parameters, "backward", on_host=on_host)
-    blocks = chain([first_block_memory(run, shapes)], repeat(block_memory(run, shapes)))
+    activations = Activations(run, device_type)
+    blocks = chain([activations.first_block()], repeat(activations.block()))
     layers = []
     for index, layer in enumerate(layers_of_stages(run)[pipeline_stage]):
         if layer == 0:
-            memory = embedding_memory(run, shapes)
+            memory = activations.embedding()
         elif layer < count - 1:
             memory = next(blocks)
         else:
-            memory = head_memory(run, shapes)
+            memory = activations.head()
         name = layer_name(run.config.model, layer)
         layers.append(_Layer(memory, own[name], forward[index], backward[index]))
     last, output = layers[-1].memory, hidden_bytes(run)

@@ -6,7 +6,7 @@
         |
     all ranks      clock, run folder, ports                                 checks.py
         |
-    all ranks      the run's own process groups: latency, bandwidth         links.py
+    all ranks      the run's own process groups: latency, bandwidth         examination.py
         |
     rank 0         what differs and what is wrong, on which rank            diagnosis.py, report.py
 

@@ -42,11 +42,11 @@ class Messages:
         self._store = dist.PrefixStore("doctor", store)
 
     def send(self, name: str, value: Any) -> None:
-        """Store this rank's value. ``gather`` or ``receive("name/rank")`` reads it."""
+        """Stores this rank's value. ``gather`` or ``receive("name/rank")`` reads it."""
         self.broadcast(f"{name}/{self.rank}", value)
 
     def broadcast(self, name: str, value: Any) -> None:
-        """Store a value for all ranks."""
+        """Stores a value for all ranks."""
         self._store.set(name, json.dumps(value))
 
     def gather(self, name: str, seconds: float) -> list[Any]:
@@ -60,7 +60,7 @@ class Messages:
         ]
 
     def receive(self, name: str, seconds: float) -> Any:
-        """Wait for a value.
+        """Waits for a value.
 
         Raises:
             GroupError: it does not arrive within ``seconds``, or the store has ended.
@@ -75,7 +75,7 @@ class Messages:
 
 
 def call_with_timeout(seconds: float, function: Callable[[], Result]) -> Result:
-    """Call ``function`` in another thread, because it may hang in a disk or a driver.
+    """Calls ``function`` in another thread, because it may hang in a disk or a driver.
 
     Raises:
         TimeoutError: it has not returned after ``seconds``. Its thread continues in the background.
@@ -99,13 +99,11 @@ def check_clocks(
 
     Clocks that differ confuse logs, network file systems and certificates.
 
-        rank 0    sent ---------------------> received        offset = answer - (sent + received)/2,
-        rank r         \\\\--> answer: its time /                exact to half the round trip
+        rank 0    sent ...................... received
+        rank r          answer: its own time             offset = answer - (sent + received) / 2
 
-    Args:
-        messages: the store.
-        first_ranks: the first rank of each machine. They call this; rank 0 is one of them.
-        seconds: time limit of one answer.
+    The offset is exact to half the round trip, so the fastest of several round trips is used.
+    Only the first rank of each machine calls this. An answer may take ``seconds``.
     """
     if messages.rank == 0:
         return {rank: _clock_offset(messages, rank, seconds) for rank in first_ranks if rank}
@@ -135,14 +133,11 @@ def check_run_folder(
 ) -> dict[int, str]:
     """What is wrong with the run folder, by rank. The check removes its own files and folders.
 
-        rank 0        writes .doctor-<random>, the token                        looks for the marks
-        every rank                      reads it, writes .doctor-<random>-<rank>, its mark
+        rank 0        writes .doctor-<random>, the token
+        every rank    reads the token, writes .doctor-<random>-<rank> and removes it
 
-    Args:
-        run_dir: this rank's training.run_dir.
-        messages: the store.
-        seconds: time limit of one step.
-        token_seconds: how long the other ranks wait for rank 0, which may still be busy.
+    A step may take ``seconds``. The other ranks wait ``token_seconds`` for rank 0's token, because
+    rank 0 may still be busy.
     """
     created: list[Path] = []
     if messages.rank == 0:
@@ -153,9 +148,9 @@ def check_run_folder(
         token = messages.receive("token", token_seconds)
     except GroupError:
         return {}
-    name, mark = token["name"], run_dir / f"{token['name']}-{messages.rank}"
+    file = run_dir / token["name"]
     problem = token["problem"] or _error_of(
-        seconds + _SECONDS_UNTIL_VISIBLE, lambda: _read_token(run_dir / name, mark)
+        seconds + _SECONDS_UNTIL_VISIBLE, lambda: _read_and_write(file, messages.rank)
     )
     messages.send("folder", {"problem": problem})
     if messages.rank != 0:
@@ -163,14 +158,7 @@ def check_run_folder(
     answers = messages.gather("folder", seconds + 2 * _SECONDS_UNTIL_VISIBLE)
     no_answer = {"problem": "did not answer when it was asked for the file"}
     problems = {rank: (answer or no_answer)["problem"] for rank, answer in enumerate(answers)}
-    marks = {rank: run_dir / f"{name}-{rank}" for rank, found in problems.items() if found is None}
-    _error_of(seconds + _SECONDS_UNTIL_VISIBLE, lambda: _wait_for_files(*marks.values()))
-    for rank, mark in marks.items():
-        if _error_of(1.0, mark.stat) is not None:
-            problems[rank] = (
-                f"rank 0 does not see what it writes to {run_dir}: the folder is not shared"
-            )
-    _error_of(seconds, lambda: _remove(run_dir, name, created))
+    _error_of(seconds, lambda: _remove(file, created))
     return {rank: found for rank, found in problems.items() if found is not None}
 
 
@@ -183,25 +171,21 @@ def _write_token(run_dir: Path, name: str) -> list[Path]:
     return missing
 
 
-def _read_token(token: Path, mark: Path) -> None:
-    _wait_for_files(token)
+def _read_and_write(token: Path, rank: int) -> None:
+    deadline = time.monotonic() + _SECONDS_UNTIL_VISIBLE
+    while not token.exists():
+        if time.monotonic() > deadline:
+            raise OSError(f"{token} of rank 0 is not visible here: the folder is not shared")
+        time.sleep(_POLL_SECONDS)
     if token.read_text() != token.name:
         raise OSError(f"{token} does not contain what rank 0 wrote there")
-    mark.touch()
+    own = token.with_name(f"{token.name}-{rank}")
+    own.touch()
+    own.unlink()
 
 
-def _wait_for_files(*files: Path) -> None:
-    deadline = time.monotonic() + _SECONDS_UNTIL_VISIBLE
-    for file in files:
-        while not file.exists():
-            if time.monotonic() > deadline:
-                raise OSError(f"{file} of rank 0 is not visible here: the folder is not shared")
-            time.sleep(_POLL_SECONDS)
-
-
-def _remove(run_dir: Path, name: str, created: list[Path]) -> None:
-    for file in run_dir.glob(f"{name}*"):
-        file.unlink(missing_ok=True)
+def _remove(token: Path, created: list[Path]) -> None:
+    token.unlink(missing_ok=True)
     with suppress(OSError):
         for folder in created:
             folder.rmdir()
@@ -225,11 +209,8 @@ def check_ports(
 
         node 0 --> node 1 --> node 2 --> ... --> node 0      each listens, the previous one connects
 
-    Args:
-        messages: the store.
-        address: the address at which other machines reach this machine.
-        first_ranks: the first rank of each machine. They call this; rank 0 is the first of them.
-        seconds: time limit of a connection.
+    Only the first rank of each machine calls this. Other machines reach it at ``address``. A
+    connection may take ``seconds``.
 
     Returns:
         By rank, why it cannot connect, or why no rank can connect to it.
@@ -259,7 +240,7 @@ def check_ports(
 
 
 def _connect(messages: Messages, rank: int, seconds: float) -> tuple[int, str] | None:
-    """Connect to ``rank``. Returns the rank with a problem, and the problem; None if none."""
+    """Connects to ``rank``. Returns the rank with a problem, and the problem; None if none."""
     try:
         host, port = messages.receive(f"port/{rank}", seconds)
     except GroupError as error:

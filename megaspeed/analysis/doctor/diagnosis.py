@@ -8,12 +8,11 @@ import re
 import statistics
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
 from megaspeed.analysis.costs.traffic import predict_traffic
-from megaspeed.analysis.doctor.links import Link, LinkReport
 from megaspeed.analysis.doctor.record import Record
 from megaspeed.analysis.units import GB, GIB, MB, counted, traffic_unit
 from megaspeed.config.resolve import Run
@@ -26,26 +25,37 @@ _SLOW = 0.5
 
 
 @dataclass(frozen=True, kw_only=True)
+class Link:
+    """One process group, as measured by one of its ranks."""
+
+    axis: str  # pp, dp, tp or world
+    ranks: Sequence[int]  # of the group
+    latency_seconds: float  # median time for a message of 8 bytes
+    bytes_per_second: float  # bytes that a rank sends for a large message / the median time
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinkReport:
+    """What one rank measured, and the problem that ended the measurement, if any."""
+
+    links: list[Link] = field(default_factory=list)
+    problem: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class Findings:
-    """What rank 0 collected. None means not measured, because an earlier step failed.
+    """What rank 0 collected. None means not measured, because an earlier step failed."""
 
-    Attributes:
-        records: the record of every rank; None if the rank did not answer.
-        waited_seconds: how long rank 0 waited for the records.
-        run: the run of rank 0; None if its configuration is wrong.
-        clocks: by the first rank of a machine, how many seconds its clock is ahead of rank 0's;
-            None if it did not answer.
-        folder: by rank, what is wrong with training.run_dir there.
-        ports: by rank, why it cannot connect to the next machine, or why it cannot be reached.
-        links: the measurements of every rank; None if the rank did not answer.
-    """
-
-    records: Sequence[Record | None]
-    waited_seconds: float
-    run: Run | None = None
+    records: Sequence[Record | None]  # the record of every rank; None if the rank did not answer
+    waited_seconds: float  # how long rank 0 waited for the records
+    run: Run | None = None  # the run of rank 0; None if its configuration is wrong
+    # By the first rank of a machine, how many seconds its clock is ahead of rank 0's; None if it
+    # did not answer.
     clocks: dict[int, float | None] | None = None
-    folder: dict[int, str] | None = None
+    folder: dict[int, str] | None = None  # by rank, what is wrong with training.run_dir there
+    # By rank, why it cannot connect to the next machine, or why it cannot be reached.
     ports: dict[int, str] | None = None
+    # The measurements of every rank; None if the rank did not answer.
     links: Sequence[LinkReport | None] | None = None
 
     @property
@@ -98,7 +108,7 @@ class Findings:
 
 
 class Problem(NamedTuple):
-    """Something wrong with one rank."""
+    """A problem that a check found on one rank."""
 
     rank: int
     host: str
@@ -106,38 +116,102 @@ class Problem(NamedTuple):
     text: str
 
 
-_Problems = Iterator[tuple[int, str]]
-"""Rank and text of each problem that one check finds."""
+_CHECKS = (
+    "ranks",
+    "versions",
+    "configuration",
+    "data",
+    "time limit",
+    "clock",
+    "run folder",
+    "ports",
+    "open files",
+    "shared memory",
+    "device",
+    "process groups",
+)
+
+_Problems = Iterator[tuple[int, str, str]]
+"""Rank, check and text of each problem."""
 
 
 def find_problems(findings: Findings) -> list[Problem]:
     """All problems, in the order of the checks."""
-    return [
+    sources = (_missing_ranks, _own_problems, _differences, _problems_between_ranks)
+    problems = [
         Problem(rank, findings.host_of(rank), check, text)
-        for check, find in _CHECKS.items()
-        for rank, text in find(findings)
+        for source in sources
+        for rank, check, text in source(findings)
     ]
+    return sorted(problems, key=lambda problem: _CHECKS.index(problem.check))
 
 
-def most_common(parts: Sequence[dict[str, str]]) -> dict[str, str]:
-    """The most frequent value of a part of the records; in a tie, the lowest rank's."""
-    filled = [tuple(sorted(part.items())) for part in parts if part]
-    return dict(Counter(filled).most_common(1)[0][0]) if filled else {}
+def _missing_ranks(findings: Findings) -> _Problems:
+    for rank, record in enumerate(findings.records):
+        if record is None:
+            text = (
+                f"did not answer within {findings.waited_seconds:g} s: it is not running, or it "
+                "cannot reach MASTER_ADDR and MASTER_PORT; look for its output on its machine"
+            )
+            yield rank, "ranks", text
 
 
-def _differences(findings: Findings, part: Callable[[Record], dict[str, str]]) -> _Problems:
-    """Ranks whose part differs from the most common one. Ignores empty parts."""
-    common = most_common([part(record) for record in findings.answered])
+def _own_problems(findings: Findings) -> _Problems:
+    """Problems that the record of a rank shows."""
+    world = len(findings.records)
+    common = most_common([{"device": record.device} for record in findings.answered])["device"]
     for record in findings.answered:
-        own = part(record)
-        keys = [key for key in sorted(common | own) if common.get(key) != own.get(key)]
-        if own and keys:
-            shown = [
-                f"{key} is {_short(own.get(key))}, and {_short(common.get(key))} on most ranks"
-                for key in keys[:_KEYS_SHOWN]
-            ]
-            more = len(keys) - len(shown)
-            yield record.rank, "; ".join(shown) + (f"; and {more} more" if more else "")
+        rank = record.rank
+        if record.world_size != world:
+            text = f"has world size {record.world_size}, and rank 0 has {world}"
+            yield rank, "ranks", text
+        if record.wrong_input is not None:
+            yield rank, "configuration", record.wrong_input
+        for step in record.too_slow:
+            text = f"{step} did not end in time; --timeout SECONDS allows more"
+            yield rank, "time limit", text
+        needed, allowed = record.open_files
+        if 0 <= allowed < needed:
+            text = (
+                f"may open {allowed:,} files and connections, and needs up to {needed:,}: raise "
+                "the hard limit (ulimit -Hn, or nofile in /etc/security/limits.conf)"
+            )
+            yield rank, "open files", text
+        # In /dev/shm, NCCL exchanges data between GPUs of a machine.
+        free = record.shared_memory_bytes
+        several = len(findings.nodes[findings.node_of(record)]) > 1
+        if record.device != "cpu" and several and free is not None and free < _SHARED_MEMORY_BYTES:
+            text = (
+                f"finds {GIB.named(free)} free in /dev/shm, but NCCL needs up to 1 GiB: "
+                "docker run --shm-size=8g, or in Kubernetes a volume with medium: Memory"
+            )
+            yield rank, "shared memory", text
+        if record.unusable_gpu is not None:
+            yield rank, "device", record.unusable_gpu
+        elif (record.device == "cpu") != (common == "cpu"):
+            yield rank, "device", f"runs on {record.device}, and most ranks on {common}"
+
+
+def _differences(findings: Findings) -> _Problems:
+    """Ranks with other values than most ranks. Empty parts of a record are ignored."""
+    parts: dict[str, Callable[[Record], dict[str, str]]] = {
+        "versions": lambda record: record.versions,
+        "configuration": lambda record: record.settings,
+        "data": lambda record: record.data,
+    }
+    for check, part in parts.items():
+        common = most_common([part(record) for record in findings.answered])
+        for record in findings.answered:
+            own = part(record)
+            keys = [key for key in sorted(common | own) if common.get(key) != own.get(key)]
+            if own and keys:
+                shown = [
+                    f"{key} is {_short(own.get(key))}, and {_short(common.get(key))} on most ranks"
+                    for key in keys[:_KEYS_SHOWN]
+                ]
+                more = len(keys) - len(shown)
+                text = "; ".join(shown) + (f"; and {more} more" if more else "")
+                yield record.rank, check, text
 
 
 def _short(value: str | None) -> str:
@@ -146,101 +220,33 @@ def _short(value: str | None) -> str:
     return value if len(value) <= 40 else f"{value[:16]}..."
 
 
-def _ranks(findings: Findings) -> _Problems:
-    for rank, record in enumerate(findings.records):
-        if record is None:
-            yield (
-                rank,
-                f"did not answer within {findings.waited_seconds:g} s: it is not running, or it "
-                "cannot reach MASTER_ADDR and MASTER_PORT; look for its output on its machine",
-            )
-    world = len(findings.records)
-    for record in findings.answered:
-        if record.world_size != world:
-            yield record.rank, f"has world size {record.world_size}, and rank 0 has {world}"
-
-
-def _configuration(findings: Findings) -> _Problems:
-    for record in findings.answered:
-        if record.wrong_input is not None:
-            yield record.rank, record.wrong_input
-    yield from _differences(findings, lambda record: record.settings)
-
-
-def _time_limit(findings: Findings) -> _Problems:
-    for record in findings.answered:
-        for step in record.too_slow:
-            yield record.rank, f"{step} did not end in time; --timeout SECONDS allows more"
-
-
-def _clock(findings: Findings) -> _Problems:
+def _problems_between_ranks(findings: Findings) -> _Problems:
     for rank, offset in (findings.clocks or {}).items():
         if offset is None:
-            yield rank, "did not answer when its clock was measured"
+            yield rank, "clock", "did not answer when its clock was measured"
         elif abs(offset) > _CLOCK_SECONDS:
             where = "ahead of" if offset > 0 else "behind"
-            yield (
-                rank,
+            text = (
                 f"its clock is {abs(offset):.1f} s {where} that of rank 0: start a time service "
-                "(chrony, systemd-timesyncd) on its machine",
+                "(chrony, systemd-timesyncd) on its machine"
             )
-
-
-def _open_files(findings: Findings) -> _Problems:
-    for record in findings.answered:
-        needed, allowed = record.open_files
-        if 0 <= allowed < needed:
-            yield (
-                record.rank,
-                f"may open {allowed:,} files and connections, and needs up to {needed:,}: raise "
-                "the hard limit (ulimit -Hn, or nofile in /etc/security/limits.conf)",
-            )
-
-
-def _shared_memory(findings: Findings) -> _Problems:
-    """Ranks without enough /dev/shm, in which NCCL exchanges data between GPUs of a machine."""
-    for record in findings.answered:
-        free = record.shared_memory_bytes
-        several = len(findings.nodes[findings.node_of(record)]) > 1
-        if record.device != "cpu" and several and free is not None and free < _SHARED_MEMORY_BYTES:
-            yield (
-                record.rank,
-                f"finds {GIB.named(free)} free in /dev/shm, but NCCL needs up to 1 GiB: "
-                "docker run --shm-size=8g, or in Kubernetes a volume with medium: Memory",
-            )
-
-
-def _devices(findings: Findings) -> _Problems:
-    common = most_common([{"device": record.device} for record in findings.answered])["device"]
-    for record in findings.answered:
-        if record.unusable_gpu is not None:
-            yield record.rank, record.unusable_gpu
-        elif (record.device == "cpu") != (common == "cpu"):
-            yield record.rank, f"runs on {record.device}, and most ranks on {common}"
-
-
-def _links(findings: Findings) -> _Problems:
+            yield rank, "clock", text
+    for rank, text in sorted((findings.folder or {}).items()):
+        yield rank, "run folder", text
+    for rank, text in sorted((findings.ports or {}).items()):
+        yield rank, "ports", text
     for rank, report in enumerate(findings.links or ()):
         if report is None:
-            yield rank, "did not report its process groups: it has ended or hangs"
+            text = "did not report its process groups: it has ended or hangs"
+            yield rank, "process groups", text
         elif report.problem is not None:
-            yield rank, report.problem
+            yield rank, "process groups", report.problem
 
 
-_CHECKS: dict[str, Callable[[Findings], _Problems]] = {
-    "ranks": _ranks,
-    "versions": lambda findings: _differences(findings, lambda record: record.versions),
-    "configuration": _configuration,
-    "data": lambda findings: _differences(findings, lambda record: record.data),
-    "time limit": _time_limit,
-    "clock": _clock,
-    "run folder": lambda findings: iter(sorted((findings.folder or {}).items())),
-    "ports": lambda findings: iter(sorted((findings.ports or {}).items())),
-    "open files": _open_files,
-    "shared memory": _shared_memory,
-    "device": _devices,
-    "process groups": _links,
-}
+def most_common(parts: Sequence[dict[str, str]]) -> dict[str, str]:
+    """The most frequent value of a part of the records; in a tie, the lowest rank's."""
+    filled = [tuple(sorted(part.items())) for part in parts if part]
+    return dict(Counter(filled).most_common(1)[0][0]) if filled else {}
 
 
 def make_remarks(findings: Findings) -> Iterator[str]:

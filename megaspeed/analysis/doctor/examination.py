@@ -2,15 +2,27 @@
 
 Rank 0 reads the records, decides which further checks are possible, and informs the other ranks. So
 no rank waits in a collective if configurations differ or ranks are missing.
+
+The last step measures each group of the run with the operations of the training:
+
+    tp, dp, world    all-reduce of few and of many bytes
+    pp               each stage sends to the next and receives from the previous one, at once
+
+All groups of one axis work at the same time, as they do in a step.
 """
 
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
+
+from megaspeed.analysis.costs.traffic import bytes_sent
 from megaspeed.analysis.doctor.checks import (
     Messages,
     call_with_timeout,
@@ -18,8 +30,7 @@ from megaspeed.analysis.doctor.checks import (
     check_ports,
     check_run_folder,
 )
-from megaspeed.analysis.doctor.diagnosis import Findings
-from megaspeed.analysis.doctor.links import Link, LinkReport, Measurement
+from megaspeed.analysis.doctor.diagnosis import Findings, Link, LinkReport
 from megaspeed.analysis.doctor.record import Record, take_record
 from megaspeed.config.resolve import Run
 from megaspeed.topology.context import ParallelContext
@@ -30,6 +41,10 @@ from megaspeed.topology.meeting import GroupError
 _LIMITS_OF_A_RECORD = 4
 _LIMITS_OF_THE_LINKS = 4
 _LIMITS_OF_EVERYTHING = 30
+
+_SMALL_BYTES = 8
+_LARGE_BYTES = {"cpu": 4 * 2**20, "cuda": 64 * 2**20}
+_SMALL_TIMES, _LARGE_TIMES = 20, 5
 
 
 def examine(
@@ -42,18 +57,10 @@ def examine(
     seconds: float,
     report: Callable[[Findings], int],
 ) -> int:
-    """Run all steps. Every rank calls this.
+    """Runs all steps, and returns the exit code. Every rank calls this.
 
-    Args:
-        config, overrides: this rank's command line.
-        launch: how this process was started.
-        messages: the connection between rank 0 and the others.
-        address: the address at which other machines reach this machine.
-        seconds: the limit of each step.
-        report: called on rank 0; returns the exit code of all ranks.
-
-    Returns:
-        The exit code.
+    Each step has ``seconds``. Other machines reach this one at ``address``. ``report`` is called on
+    rank 0, and returns the exit code of all ranks.
 
     Raises:
         GroupError: rank 0 did not answer, or its world size does not include this rank.
@@ -69,7 +76,7 @@ def examine(
             )
         if steps["first_ranks"] is not None:
             assert run is not None, "every record has the degrees of its run"
-            _Checks(run, launch, messages, address, seconds).run_all(steps["first_ranks"])
+            _check_together(run, launch, messages, address, steps["first_ranks"], seconds)
         code: int = messages.receive("end", _LIMITS_OF_EVERYTHING * seconds)
         messages.send("bye", None)
         return code
@@ -84,12 +91,16 @@ def examine(
     )
     if comparable:
         assert run is not None, "every record has the degrees of its run"
-        checks = _Checks(run, launch, messages, address, seconds)
-        findings = replace(findings, **checks.run_all(first_ranks))
+        checked = _check_together(run, launch, messages, address, first_ranks, seconds)
+        findings = replace(findings, **checked)
     code = report(findings)
     messages.broadcast("end", code)
     # The store may end with this process, and an exit code other than 0 ends the others.
-    _wait_for_goodbyes(messages, [each.rank for each in findings.answered if each.rank])
+    deadline = time.monotonic() + 5.0
+    for each in findings.answered:
+        if each.rank:
+            with suppress(GroupError):
+                messages.receive(f"bye/{each.rank}", max(0.01, deadline - time.monotonic()))
     return code
 
 
@@ -105,73 +116,109 @@ def _have_one_layout(records: list[Record | None]) -> bool:
     )
 
 
-@dataclass
-class _Checks:
-    """One rank's part of the checks that several ranks make together."""
+def _check_together(
+    run: Run,
+    launch: LaunchEnvironment,
+    messages: Messages,
+    address: str,
+    first_ranks: list[int],
+    seconds: float,
+) -> dict[str, Any]:
+    """This rank's part of the checks between ranks.
 
-    run: Run
-    launch: LaunchEnvironment
-    messages: Messages
-    address: str
-    seconds: float
-
-    def run_all(self, first_ranks: list[int]) -> dict[str, Any]:
-        """Run all checks. Returns the fields of `Findings`, which are complete on rank 0 alone."""
-        messages, seconds = self.messages, self.seconds
-        # The other ranks wait longer, because rank 0 asks one machine after the other.
-        patience = 1 if self.launch.rank == 0 else 4
-        clocks: dict[int, float | None] = {}
-        ports: dict[int, str] = {}
-        if self.launch.rank in first_ranks:
-            clocks = check_clocks(messages, first_ranks, seconds)
-        folder = check_run_folder(
-            self.run.run_dir, messages, seconds, token_seconds=seconds * (len(first_ranks) + 1)
-        )
-        if self.launch.rank in first_ranks:
-            ports = check_ports(messages, self.address, first_ranks, patience * seconds)
-        return {"clocks": clocks, "folder": folder, "ports": ports, "links": self._measure_links()}
-
-    def _measure_links(self) -> list[LinkReport | None]:
-        deadline = time.monotonic() + (_LIMITS_OF_THE_LINKS + 1) * self.seconds
-        # A spare rank joins no group.
-        in_layout = self.launch.rank < self.run.grid.world_size
-        own = self._measure_own_links() if in_layout else LinkReport()
-        self.messages.send("links", asdict(own))
-        if self.launch.rank != 0:
-            return []
-        answers = self.messages.gather("links", deadline - time.monotonic())
-        return [
-            answer
-            and LinkReport(
-                links=[Link(**link) for link in answer["links"]], problem=answer["problem"]
-            )
-            for answer in answers
-        ]
-
-    def _measure_own_links(self) -> LinkReport:
-        limit = _LIMITS_OF_THE_LINKS * self.seconds
-        measurement = Measurement()
-
-        def join_and_measure() -> None:
-            # The groups have a longer timeout. Otherwise NCCL would end the process before its
-            # report.
-            grid = self.run.grid
-            launch = replace(self.launch, world_size=grid.world_size)
-            with ParallelContext.create(grid, launch, timeout_seconds=2 * limit) as context:
-                measurement.measure(context)
-
-        problem = None
-        try:
-            call_with_timeout(limit, join_and_measure)
-        except TimeoutError:
-            problem = f"was stuck for {limit:g} s in {measurement.step}"
-        except (RuntimeError, ValueError, OSError) as error:  # torch's and ours
-            problem = f"failed in {measurement.step}: {str(error).strip().splitlines()[0]}"
-        return LinkReport(links=list(measurement.links), problem=problem)
+    Returns:
+        Fields of `Findings`, which are complete on rank 0 alone.
+    """
+    is_first = launch.rank in first_ranks
+    clocks = check_clocks(messages, first_ranks, seconds) if is_first else {}
+    folder = check_run_folder(
+        run.run_dir, messages, seconds, token_seconds=seconds * (len(first_ranks) + 1)
+    )
+    # The other ranks wait longer, because rank 0 asks one machine after the other.
+    patience = seconds if launch.rank == 0 else 4 * seconds
+    ports = check_ports(messages, address, first_ranks, patience) if is_first else {}
+    deadline = time.monotonic() + (_LIMITS_OF_THE_LINKS + 1) * seconds
+    messages.send("links", asdict(_measure_links(run, launch, _LIMITS_OF_THE_LINKS * seconds)))
+    links: list[LinkReport | None] = []
+    if launch.rank == 0:
+        for answer in messages.gather("links", deadline - time.monotonic()):
+            if answer is not None:
+                answer["links"] = [Link(**link) for link in answer["links"]]
+            links.append(answer and LinkReport(**answer))
+    return {"clocks": clocks, "folder": folder, "ports": ports, "links": links}
 
 
-def _wait_for_goodbyes(messages: Messages, ranks: list[int]) -> None:
-    deadline = time.monotonic() + 5.0
-    for rank in ranks:
-        with suppress(GroupError):
-            messages.receive(f"bye/{rank}", max(0.01, deadline - time.monotonic()))
+def _measure_links(run: Run, launch: LaunchEnvironment, seconds: float) -> LinkReport:
+    """Joins the run's process groups, and measures those of more than one rank."""
+    report = LinkReport()
+    if launch.rank >= run.grid.world_size:
+        return report  # a spare rank joins no group
+    launch = replace(launch, world_size=run.grid.world_size)
+    step = "joining the process groups"
+
+    def join_and_measure() -> None:
+        nonlocal step
+        # The groups have a longer timeout. Otherwise NCCL would end the process before its report.
+        with ParallelContext.create(run.grid, launch, timeout_seconds=2 * seconds) as context:
+            groups = {
+                "tp": context.tp_group,
+                "dp": context.dp_group,
+                "pp": context.pp_group,
+                "world": context.world_group,
+            }
+            for axis, group in groups.items():
+                if group is not None and group.size() > 1:
+                    step = f"measuring {axis} {dist.get_process_group_ranks(group)}"
+                    report.links.append(_measure(axis, group, context))
+                # All ranks start the next axis together, so measurements do not overlap.
+                dist.all_reduce(torch.zeros(1, device=context.device), group=context.world_group)
+
+    problem = None
+    try:
+        call_with_timeout(seconds, join_and_measure)
+    except TimeoutError:
+        problem = f"was stuck for {seconds:g} s in {step}"
+    except (RuntimeError, ValueError, OSError) as error:  # torch's and ours
+        problem = f"failed in {step}: {str(error).strip().splitlines()[0]}"
+    return LinkReport(links=list(report.links), problem=problem)
+
+
+def _measure(axis: str, group: dist.ProcessGroup, context: ParallelContext) -> Link:
+    def median_seconds(message_bytes: int, times: int) -> float:
+        outgoing = torch.zeros(message_bytes // 4, device=context.device)
+        incoming = torch.empty_like(outgoing)
+        seconds = []
+        for _ in range(times + 1):
+            start = time.perf_counter()
+            if axis == "pp":
+                _exchange_with_neighbours(outgoing, incoming, group, context)
+            else:
+                dist.all_reduce(outgoing, group=group)
+            if context.device.type == "cuda":
+                torch.cuda.synchronize(context.device)
+            seconds.append(time.perf_counter() - start)
+        return statistics.median(seconds[1:])  # the first call also opens connections
+
+    large = _LARGE_BYTES[context.device.type]
+    sent = bytes_sent("send" if axis == "pp" else "all_reduce", large, group.size())
+    return Link(
+        axis=axis,
+        ranks=dist.get_process_group_ranks(group),
+        latency_seconds=median_seconds(_SMALL_BYTES, _SMALL_TIMES),
+        bytes_per_second=sent / median_seconds(large, _LARGE_TIMES),
+    )
+
+
+def _exchange_with_neighbours(
+    outgoing: torch.Tensor,
+    incoming: torch.Tensor,
+    group: dist.ProcessGroup,
+    context: ParallelContext,
+) -> None:
+    batch = []
+    if context.next_rank is not None:
+        batch.append(dist.P2POp(dist.isend, outgoing, context.next_rank, group))
+    if context.previous_rank is not None:
+        batch.append(dist.P2POp(dist.irecv, incoming, context.previous_rank, group))
+    for work in dist.batch_isend_irecv(batch):
+        work.wait()

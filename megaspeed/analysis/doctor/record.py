@@ -35,45 +35,32 @@ _UNKNOWN = "unknown"
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """What one rank reports. It is sent as JSON.
-
-    Attributes:
-        rank, world_size, host, process: of the rank that reports.
-        boot: the boot id, which differs between machines with the same host name; "" if unknown.
-        first_of_node: whether it is the lowest rank of its machine.
-        launcher: the environment variables from which rank and world size were read.
-        versions: versions that must be the same on all ranks, by name.
-        settings: the resolved configuration, by dotted key; empty if it is wrong.
-        data: fingerprints of texts and tokenizer; empty if they were not prepared.
-        degrees: ranks along pp, dp and tp; empty if the configuration is wrong.
-        device: "cpu", or the GPU's name; "?" if naming it took too long.
-        unusable_gpu: why torch finds no GPU although the machine has one; None otherwise.
-        open_files: how many open files the rank needs, and how many the system allows (-1: no
-            limit).
-        shared_memory_bytes: free bytes in /dev/shm; None if it does not exist.
-        gpu_links: `nvidia-smi topo -m`, of the first rank of a node with GPUs.
-        wrong_input: the errors of the configuration or of the corpus; None if there are none.
-        too_slow: steps that did not end within their limit.
-    """
+    """What one rank reports. It is sent as JSON."""
 
     rank: int
     world_size: int
     host: str
     process: int
-    first_of_node: bool
-    launcher: str
-    versions: dict[str, str]
+    first_of_node: bool  # whether it is the lowest rank of its machine
+    launcher: str  # the environment variables from which rank and world size were read
+    versions: dict[str, str]  # versions that must be the same on all ranks, by name
+    # The boot id, which differs between machines with the same host name; "" if unknown.
     boot: str = ""
+    # The resolved configuration, by dotted key; empty if it is wrong.
     settings: dict[str, str] = field(default_factory=dict)
+    # Fingerprints of texts and tokenizer; empty if they were not prepared.
     data: dict[str, str] = field(default_factory=dict)
-    degrees: Sequence[int] = ()
-    device: str = "cpu"
+    degrees: Sequence[int] = ()  # ranks along pp, dp and tp; empty if the configuration is wrong
+    device: str = "cpu"  # "cpu", or the GPU's name; "?" if naming it took too long
+    # Why torch finds no GPU although the machine has one; None otherwise.
     unusable_gpu: str | None = None
+    # How many open files the rank needs, and how many the system allows (-1: no limit).
     open_files: Sequence[int] = (0, -1)
-    shared_memory_bytes: int | None = None
-    gpu_links: str | None = None
+    shared_memory_bytes: int | None = None  # free bytes in /dev/shm; None if it does not exist
+    gpu_links: str | None = None  # `nvidia-smi topo -m`, of the first rank of a node with GPUs
+    # The errors of the configuration or of the corpus; None if there are none.
     wrong_input: str | None = None
-    too_slow: Sequence[str] = ()
+    too_slow: Sequence[str] = ()  # steps that did not end within their limit
 
 
 def take_record(

@@ -6,134 +6,44 @@ Run --> rank map            which axes cross nodes
     --> bubble
     --> fits the device?    if not: the cheapest change
 
-The rank map: launchers count ranks node by node, so with k GPUs a node, rank r is on node r // k.
-tp is innermost and pp outermost (``topology.grid``). pp 2 x dp 4 x tp 4 on nodes of 8 GPUs is
-
-    node 0   ranks  0..7     tp [0 1 2 3]       within a node
-    node 1   ranks  8..15    dp [0 4 8 12]      2 nodes
-    node 2   ranks 16..23    pp [0 16]          2 nodes
-    node 3   ranks 24..31
-
-GPUs of one node exchange data several times as fast as GPUs of different nodes, so the axis that
-sends most should stay within a node.
+The what-if is every layout of the run's world size: all (pp, dp, tp) whose product is the world
+size, with each ZeRO stage, with and without recomputation. The train batch, the micro-batch and
+every other key stay as configured. Layouts that break a rule of the configuration are omitted.
+Tensor groups larger than ``largest_tensor`` are omitted, too, because across nodes the collectives
+of every block would go over the network.
 """
 
-import math
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
-from functools import cache
 from typing import Any
 
 from megaspeed.analysis.costs.memory import elements_of, local_parameters
 from megaspeed.analysis.costs.traffic import by_axis
-from megaspeed.analysis.planning.devices import USABLE_FRACTION, Device
+from megaspeed.analysis.planning.machines import USABLE_FRACTION, Device, RankMap, map_ranks
 from megaspeed.analysis.planning.prediction import (
     Prediction,
     StagePrediction,
     alike_stages,
     ideal_bubble,
     predict,
+    sent_along,
 )
-from megaspeed.analysis.planning.variants import CheapestChange, Training, cheapest_change
+from megaspeed.analysis.planning.variants import CheapestChange, Settings, Training, cheapest_change
 from megaspeed.config.errors import ConfigError
 from megaspeed.config.resolve import Run
+from megaspeed.config.rules import divisors
 from megaspeed.pipeline.partition import layers_of_stages, parameters_of_stages
-from megaspeed.topology.grid import AXES, Axis, Grid
-
-
-@dataclass(frozen=True, kw_only=True)
-class AxisMap:
-    """How the groups of one axis are placed on the nodes.
-
-    Attributes:
-        axis: pp, dp or tp.
-        size: ranks of each group.
-        stride: distance in ranks between two neighbours of a group.
-        first_group: the ranks of the group that rank 0 is in.
-        groups: number of groups.
-        groups_across_nodes: number of groups with ranks on more than one node.
-        most_nodes: the largest number of nodes on which one group has ranks.
-    """
-
-    axis: Axis
-    size: int
-    stride: int
-    first_group: tuple[int, ...]
-    groups: int
-    groups_across_nodes: int
-    most_nodes: int
-
-    @property
-    def crosses_nodes(self) -> bool:
-        """Whether any group of the axis sends from one node to another."""
-        return self.groups_across_nodes > 0
-
-
-@dataclass(frozen=True, kw_only=True)
-class RankMap:
-    """All ranks of a grid on nodes of equal size. The last node may have unused GPUs."""
-
-    grid: Grid
-    gpus_per_node: int
-    axes: tuple[AxisMap, ...]
-
-    @property
-    def nodes(self) -> int:
-        """Nodes that have at least one rank."""
-        return math.ceil(self.grid.world_size / self.gpus_per_node)
-
-    @property
-    def axes_across_nodes(self) -> frozenset[str]:
-        """The axes whose traffic goes over the network, and "world" if there are several nodes."""
-        crossing = {axis.axis for axis in self.axes if axis.crosses_nodes}
-        return frozenset({*crossing, "world"} if self.nodes > 1 else ())
-
-    def as_json(self) -> dict[str, Any]:
-        """The numbers of the map as JSON values, without a list of all ranks."""
-        axes = {}
-        for each in self.axes:
-            figures = {**asdict(each), "first_group": list(each.first_group)}
-            axes[figures.pop("axis")] = figures
-        return {"nodes": self.nodes, "gpus_per_node": self.gpus_per_node, "axes": axes}
-
-
-@cache
-def map_ranks(grid: Grid, gpus_per_node: int) -> RankMap:
-    """Places the ranks of a grid on nodes of ``gpus_per_node`` GPUs."""
-    assert gpus_per_node >= 1
-    axes = tuple(_map_axis(grid, axis, gpus_per_node) for axis in AXES)
-    return RankMap(grid=grid, gpus_per_node=gpus_per_node, axes=axes)
-
-
-def _map_axis(grid: Grid, axis: Axis, gpus_per_node: int) -> AxisMap:
-    groups = grid.groups_along(axis)
-    nodes = [len({rank // gpus_per_node for rank in group}) for group in groups]
-    first = groups[0]
-    return AxisMap(
-        axis=axis,
-        size=len(first),
-        stride=first[1] - first[0] if len(first) > 1 else 1,
-        first_group=tuple(first),
-        groups=len(groups),
-        groups_across_nodes=sum(count > 1 for count in nodes),
-        most_nodes=max(nodes),
-    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedStage:
-    """One pipeline stage.
+    """One pipeline stage."""
 
-    Attributes:
-        pipeline_stage: its number, from 0.
-        layers: 0 is the embedding, then come the blocks, then the head.
-        parameters: logical parameters. A tied embedding counts on the first pipeline stage only.
-        parameters_per_rank: elements of one rank's tensors before ZeRO. They include
-            tensor-parallel padding and the second copy of a tied embedding.
-    """
-
-    pipeline_stage: int
-    layers: range
-    parameters: int
+    pipeline_stage: int  # its number, from 0
+    layers: range  # 0 is the embedding, then come the blocks, then the head
+    parameters: int  # logical; a tied embedding counts on the first pipeline stage only
+    # Elements of one rank's tensors before ZeRO, with tensor-parallel padding and the second copy
+    # of a tied embedding.
     parameters_per_rank: int
 
 
@@ -148,25 +58,15 @@ class PlannedZero:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What is known about a run before it starts.
-
-    Attributes:
-        run: the run.
-        device: the accelerator of each rank; None if no device was named.
-        ranks: the placement of ranks on nodes.
-        stages: all pipeline stages.
-        zero_stages: ZeRO 0 to 3 at this layout.
-        bubble: the ideal pipeline bubble, as a fraction of the step.
-        change: the cheapest change after which the run fits; None if it fits.
-    """
+    """What is known about a run before it starts."""
 
     run: Run
-    device: Device | None
-    ranks: RankMap
-    stages: tuple[PlannedStage, ...]
-    zero_stages: tuple[PlannedZero, ...]
-    bubble: float
-    change: CheapestChange | None
+    device: Device | None  # the accelerator of each rank; None if no device was named
+    ranks: RankMap  # the placement of ranks on nodes
+    stages: tuple[PlannedStage, ...]  # all pipeline stages
+    zero_stages: tuple[PlannedZero, ...]  # ZeRO 0 to 3 at this layout
+    bubble: float  # the ideal pipeline bubble, as a fraction of the step
+    change: CheapestChange | None  # the cheapest change after which the run fits; None if it fits
 
     @property
     def prediction(self) -> Prediction:
@@ -293,3 +193,121 @@ def _zero_as_json(planned: PlannedZero) -> dict[str, Any]:
         "sent_bytes": prediction.busiest.sent_bytes,
         "pipeline_stages": [stage_as_json(stage) for stage in prediction.stages],
     }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """One layout of the run, with its figures."""
+
+    run: Run  # the run in this layout
+    peak_bytes: int  # the peak of the fullest rank
+    sent_bytes: int  # what the busiest rank sends in one step
+    sent_across_nodes_bytes: int  # the part of ``sent_bytes`` along axes that cross nodes
+    bubble: float  # the ideal pipeline bubble, as a fraction of the step
+    # What to type after ``--set`` to get it; empty for the layout as configured.
+    set_text: tuple[str, ...]
+    is_best: bool = False  # whether it is Pareto-optimal in peak and sent bytes
+
+    def as_json(self) -> dict[str, Any]:
+        """The figures as JSON values."""
+        grid = self.run.grid
+        return {
+            "pp": grid.pp,
+            "dp": grid.dp,
+            "tp": grid.tp,
+            "zero_stage": self.run.zero_stage,
+            "activation_checkpointing": self.run.config.parallel.activation_checkpointing,
+            "micro_batches": self.run.batch.gradient_accumulation_steps,
+            "peak_bytes": self.peak_bytes,
+            "sent_bytes": self.sent_bytes,
+            "sent_across_nodes_bytes": self.sent_across_nodes_bytes,
+            "bubble_fraction": self.bubble,
+            "is_pareto_optimal": self.is_best,
+            "set": list(self.set_text),
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class WhatIf:
+    """The layouts of a world size."""
+
+    # The layouts that fit the device, least memory first; all if no device is named.
+    layouts: tuple[Layout, ...]
+    too_large: int  # number of layouts that do not fit
+    refused: int  # number of layouts that break a rule of the configuration
+    # The smallest peak of all layouts that are not refused; None if all are.
+    least_peak_bytes: int | None
+
+    def as_json(self) -> dict[str, Any]:
+        """The figures as JSON values."""
+        return {
+            "layouts": [layout.as_json() for layout in self.layouts],
+            "too_large": self.too_large,
+            "refused": self.refused,
+            "least_peak_bytes": self.least_peak_bytes,
+        }
+
+
+def what_if(
+    training: Training, device: Device | None, gpus_per_node: int, largest_tensor: int | None = None
+) -> WhatIf:
+    """Every layout of the run's world size that fits the device, or every layout without a device.
+
+    The largest tensor group is ``largest_tensor``; if it is None, the number of GPUs of a node.
+    """
+    layouts: list[Layout] = []
+    peaks: list[int] = []
+    refused = 0
+    for settings in _layouts_of(training, largest_tensor or gpus_per_node):
+        try:
+            variant = training.under(settings)
+        except ConfigError:
+            refused += 1
+            continue
+        prediction = predict(variant)
+        peak, traffic = prediction.fullest.peak_bytes, prediction.busiest.traffic
+        peaks.append(peak)
+        if device is not None and peak > device.usable_bytes:
+            continue
+        across = map_ranks(variant.grid, gpus_per_node).axes_across_nodes
+        layouts.append(
+            Layout(
+                run=variant,
+                peak_bytes=peak,
+                sent_bytes=sum(traffic.values()),
+                sent_across_nodes_bytes=sent_along(traffic, across),
+                bubble=ideal_bubble(variant),
+                set_text=training.set_text(settings),
+            )
+        )
+    return WhatIf(
+        layouts=tuple(_marked(layouts)),
+        too_large=len(peaks) - len(layouts),
+        refused=refused,
+        least_peak_bytes=min(peaks, default=None),
+    )
+
+
+def _layouts_of(training: Training, largest_tensor: int) -> Iterator[Settings]:
+    """Every combination of degrees, ZeRO stage and recomputation, valid or not."""
+    world_size = training.settings.world_size
+    for tp in divisors(world_size):
+        for pp in divisors(world_size // tp):
+            if tp > largest_tensor or pp > training.stated.model.num_hidden_layers:
+                continue
+            degrees = replace(training.settings, pp=pp, dp=world_size // (pp * tp), tp=tp)
+            for zero_stage in range(4):
+                plain = replace(degrees, zero_stage=zero_stage, activation_checkpointing="none")
+                yield plain
+                yield replace(plain, activation_checkpointing="full")
+
+
+def _marked(layouts: list[Layout]) -> Iterator[Layout]:
+    """The layouts by peak, then by sent bytes, with the Pareto-optimal ones marked."""
+    best: tuple[int, int] | None = None
+    for layout in sorted(layouts, key=lambda layout: (layout.peak_bytes, layout.sent_bytes)):
+        point = layout.peak_bytes, layout.sent_bytes
+        is_best = best is None or point == best or point[1] < best[1]
+        if is_best:
+            best = point
+        yield replace(layout, is_best=is_best)

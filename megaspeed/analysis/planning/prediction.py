@@ -24,18 +24,12 @@ from megaspeed.pipeline.simulation import bubble_fraction
 
 @dataclass(frozen=True, kw_only=True)
 class AlikeStages:
-    """Neighbouring pipeline stages that hold layers of the same kinds.
+    """Neighbouring pipeline stages that hold layers of the same kinds."""
 
-    Attributes:
-        pipeline_stages: their numbers. The first stage holds most memory.
-        blocks: number of transformer blocks of each.
-        has_embedding, has_head: whether they hold the first or the last layer.
-    """
-
-    pipeline_stages: range
-    blocks: int
-    has_embedding: bool
-    has_head: bool
+    pipeline_stages: range  # their numbers. The first stage holds most memory.
+    blocks: int  # number of transformer blocks of each
+    has_embedding: bool  # whether they hold the first layer
+    has_head: bool  # whether they hold the last layer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,12 +105,6 @@ def predict_peaks(run: Run) -> list[int]:
         peak = predict_memory(run, alike.pipeline_stages.start).peak.total
         peaks += [peak] * len(alike.pipeline_stages)
     return peaks
-
-
-def predict_busiest(run: Run) -> Traffic:
-    """The traffic of the rank that sends most."""
-    sent = (predict_traffic(run, stage) for stage in _first_of_each_kind(run))
-    return max(sent, key=lambda traffic: sum(traffic.values()))
 
 
 def sent_along(traffic: Traffic, axes: Iterable[str]) -> int:

@@ -4,15 +4,14 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from rich.table import Table
 
-from megaspeed.analysis.planning.devices import USABLE_FRACTION
-from megaspeed.analysis.planning.plan import AxisMap, Plan
+from megaspeed.analysis.planning.machines import USABLE_FRACTION, AxisMap
+from megaspeed.analysis.planning.plan import Layout, Plan, WhatIf
 from megaspeed.analysis.planning.prediction import (
     AlikeStages,
     Prediction,
     alike_stages,
     sent_along,
 )
-from megaspeed.analysis.planning.what_if import Layout, WhatIf
 from megaspeed.analysis.units import (
     GIB,
     counted,
@@ -254,7 +253,8 @@ def what_if_report(found: WhatIf, plan: Plan) -> Iterator[str | Table]:
     """The layouts with least memory, those with least traffic, and how many were omitted."""
     if found.layouts:
         yield from _layouts("least memory", found.layouts)
-        yield from _layouts("least traffic", found.by_traffic)
+        by_traffic = sorted(found.layouts, key=lambda layout: layout.sent_bytes)
+        yield from _layouts("least traffic", by_traffic)
     yield ""
     if found.layouts:
         yield "best: no other layout has both less memory and less traffic (Pareto-optimal)"

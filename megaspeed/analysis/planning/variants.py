@@ -27,6 +27,7 @@ fits, changes that it does not need are undone, the most expensive first.
 """
 
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import cache, partial
 from itertools import chain
@@ -62,24 +63,10 @@ class Settings:
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """The training to plan.
+    """The training to plan."""
 
-    Attributes:
-        stated: the configuration of the file and the command line; values may be "auto".
-        run: the configuration, resolved for the planned number of ranks.
-    """
-
-    stated: RunConfig
-    run: Run
-
-    @classmethod
-    def of(cls, stated: RunConfig, *, name: str, world_size: int) -> "Training":
-        """The training of a configuration on GPUs.
-
-        Raises:
-            ConfigError: the configuration cannot run on so many ranks.
-        """
-        return cls(stated=stated, run=_resolved(stated, name, world_size))
+    stated: RunConfig  # the configuration of the file and the command line; values may be "auto"
+    run: Run  # the configuration, resolved for the planned number of ranks
 
     @property
     def settings(self) -> Settings:
@@ -110,7 +97,14 @@ class Training:
             "train_micro_batch_size_per_gpu": settings.micro_batch_size,
             "gradient_accumulation_steps": None,
         }
-        return _resolved(_with_keys(self.stated, keys), self.run.name, settings.world_size)
+        return self._resolved(keys, settings.world_size)
+
+    def peak_bytes(self, settings: Settings) -> float:
+        """The predicted peak with these settings; infinite if the configuration refuses them."""
+        try:
+            return predict_peak_bytes(self.under(settings))
+        except ConfigError:
+            return inf
 
     def set_text(self, settings: Settings) -> tuple[str, ...]:
         """The text after ``--set`` that changes the file's run to these settings.
@@ -131,47 +125,43 @@ class Training:
         several = ({**micro, **accumulation}, {**train, **micro, **accumulation})
         for batch_keys in ({}, micro, accumulation, train, *several):
             keys = {**changed, **batch_keys}
-            if self._gives(wanted, keys):
-                return tuple(f"{key}={_typed(value)}" for key, value in keys.items())
+            with suppress(ConfigError):
+                if self._resolved(keys, settings.world_size).batch == wanted.batch:
+                    return tuple(f"{key}={_typed(value)}" for key, value in keys.items())
         raise AssertionError("all three numbers of the batch together always give it")
 
-    def _gives(self, wanted: Run, keys: Mapping[str, Any]) -> bool:
-        config = _with_keys(self.stated, keys)
-        try:
-            run = _resolved(config, self.run.name, wanted.grid.world_size)
-        except ConfigError:
-            return False
-        return run.batch == wanted.batch
+    def _resolved(self, keys: Mapping[str, Any], world_size: int) -> Run:
+        """The run if these dotted keys are changed, for GPUs even if this machine has none."""
+        config = self.stated
+        for key, value in keys.items():
+            section, _, name = key.rpartition(".")
+            update = {name: value}
+            if section:
+                update = {section: getattr(config, section).model_copy(update=update)}
+            config = config.model_copy(update=update)
+        return resolve_run(
+            config,
+            name=self.run.name,
+            world_size=world_size,
+            world_source="the plan",
+            device_type="cuda",
+        )
+
+
+_KEYS = {
+    "pp": "parallel.pipeline",
+    "tp": "parallel.tensor",
+    "sequence_parallel": "parallel.sequence_parallel",
+    "schedule": "parallel.schedule",
+    "activation_checkpointing": "parallel.activation_checkpointing",
+    "gradient_reduction": "parallel.gradient_reduction",
+    "zero_stage": "zero_optimization.stage",
+}
+"""Field of ``Settings`` -> key of the JSON, for those that do not depend on other keys."""
 
 
 def _layout_keys(settings: Settings) -> dict[str, Any]:
-    return {
-        "parallel.pipeline": settings.pp,
-        "parallel.tensor": settings.tp,
-        "parallel.sequence_parallel": settings.sequence_parallel,
-        "parallel.schedule": settings.schedule,
-        "parallel.activation_checkpointing": settings.activation_checkpointing,
-        "parallel.gradient_reduction": settings.gradient_reduction,
-        "zero_optimization.stage": settings.zero_stage,
-    }
-
-
-def _with_keys(config: RunConfig, keys: Mapping[str, Any]) -> RunConfig:
-    """The configuration with these dotted keys replaced, not yet checked."""
-    for key, value in keys.items():
-        section, _, name = key.rpartition(".")
-        update = {name: value}
-        if section:
-            update = {section: getattr(config, section).model_copy(update=update)}
-        config = config.model_copy(update=update)
-    return config
-
-
-def _resolved(config: RunConfig, name: str, world_size: int) -> Run:
-    """Resolves the run for GPUs, even if this machine has none."""
-    return resolve_run(
-        config, name=name, world_size=world_size, world_source="the plan", device_type="cuda"
-    )
+    return {key: getattr(settings, field) for field, key in _KEYS.items()}
 
 
 def _typed(value: Any) -> str:
@@ -184,19 +174,12 @@ _WORLD_FACTORS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 
 @dataclass(frozen=True, kw_only=True)
 class CheapestChange:
-    """The cheapest change of a run that does not fit.
+    """The cheapest change of a run that does not fit."""
 
-    Attributes:
-        fits: whether the changed run fits; if not, it is the smallest that was found.
-        set_text: what to type after ``--set``.
-        world_size: ranks of the changed run.
-        peak_bytes: its predicted peak.
-    """
-
-    fits: bool
-    set_text: tuple[str, ...]
-    world_size: int
-    peak_bytes: int
+    fits: bool  # whether the changed run fits; if not, it is the smallest that was found
+    set_text: tuple[str, ...]  # what to type after ``--set``
+    world_size: int  # ranks of the changed run
+    peak_bytes: int  # its predicted peak
 
     def as_json(self) -> dict[str, Any]:
         """The same as JSON values."""
@@ -228,16 +211,10 @@ def single_changes(training: Training, gpus_per_node: int) -> list[tuple[int, tu
     best: list[tuple[int, tuple[str, ...]]] = []
     blocks = training.stated.model.num_hidden_layers
     for attempts in _changes(start, blocks, gpus_per_node).values():
-        most = 0
-        for attempt in attempts:
-            try:
-                freed = peak - predict_peak_bytes(training.under(attempt))
-            except ConfigError:
-                continue
-            if freed > most:
-                most, text = freed, training.set_text(attempt)
-        if most:
-            best.append((most, text))
+        smallest = min(attempts, key=training.peak_bytes, default=start)
+        freed = peak - training.peak_bytes(smallest)
+        if freed > 0:
+            best.append((int(freed), training.set_text(smallest)))
     return sorted(best, reverse=True)
 
 
@@ -249,12 +226,11 @@ class _Search:
     """Searches for a change of one run. Settings that the configuration refuses do not fit."""
 
     def __init__(self, training: Training, usable_bytes: int, gpus_per_node: int) -> None:
-        self._training = training
         self._usable_bytes = usable_bytes
         self._start = training.settings
         blocks = training.stated.model.num_hidden_layers
         self._changes = partial(_changes, blocks=blocks, gpus_per_node=gpus_per_node)
-        self._peak_bytes = cache(self._predicted_peak_bytes)
+        self._peak_bytes = cache(training.peak_bytes)
         self.smallest = self._start
 
     def alone(self) -> Settings | None:
@@ -301,47 +277,42 @@ class _Search:
     def _fits(self, settings: Settings) -> bool:
         return self._peak_bytes(settings) <= self._usable_bytes
 
-    def _predicted_peak_bytes(self, settings: Settings) -> float:
-        try:
-            return predict_peak_bytes(self._training.under(settings))
-        except ConfigError:
-            return inf
-
 
 def _changes(s: Settings, blocks: int, gpus_per_node: int) -> dict[_Fields, list[Settings]]:
     """The changes of the module's docstring, in its order: the fields that each changes, and the
     settings that it leads to, cheapest first.
     """
-    gpipe = s.pp > 1 and s.schedule == "gpipe"
-    kept = s.activation_checkpointing == "none"
-    once = s.zero_stage >= 2 and s.gradient_reduction == "per_step"
-    zero_stages = range(max(2, s.zero_stage + 1), 4) if s.dp > 1 else ()
-    wider = [
-        _at(s, pp=s.pp, tp=tp)
-        for tp in divisors(gpus_per_node)
-        if tp > s.tp and s.world_size % (s.pp * tp) == 0
-    ]
-    deeper = [pp for pp in divisors(s.world_size // s.tp) if s.pp < pp <= blocks]
+
+    def one(applies: bool, **fields: Any) -> list[Settings]:
+        return [replace(s, **fields)] if applies else []
+
+    complete_gradients = s.zero_stage >= 2 and s.gradient_reduction == "per_step"
     return {
-        ("sequence_parallel",): [replace(s, sequence_parallel=True)]
-        if s.tp > 1 and not s.sequence_parallel
-        else [],
-        ("schedule",): [replace(s, schedule="1f1b")] if gpipe else [],
-        ("zero_stage",): [replace(s, zero_stage=1)] if s.dp > 1 and s.zero_stage == 0 else [],
-        ("activation_checkpointing",): [replace(s, activation_checkpointing="full")]
-        if kept
-        else [],
-        ("gradient_reduction",): [replace(s, gradient_reduction="per_micro_batch")] if once else [],
+        ("sequence_parallel",): one(s.tp > 1 and not s.sequence_parallel, sequence_parallel=True),
+        ("schedule",): one(s.pp > 1 and s.schedule == "gpipe", schedule="1f1b"),
+        ("zero_stage",): one(s.dp > 1 and s.zero_stage == 0, zero_stage=1),
+        ("activation_checkpointing",): one(
+            s.activation_checkpointing == "none", activation_checkpointing="full"
+        ),
+        ("gradient_reduction",): one(complete_gradients, gradient_reduction="per_micro_batch"),
         ("zero_stage", "gradient_reduction"): [
             replace(s, zero_stage=zero_stage, gradient_reduction="auto")
-            for zero_stage in zero_stages
+            for zero_stage in range(max(2, s.zero_stage + 1), 4)
+            if s.dp > 1
         ],
         ("micro_batch_size",): [
             replace(s, micro_batch_size=size)
             for size in reversed(divisors(s.micro_batch_size)[:-1])
         ],
-        ("tp",): [each for at in wider for each in (at, replace(at, sequence_parallel=True))],
-        ("pp",): [_at(s, pp=pp, tp=s.tp) for pp in deeper],
+        ("tp",): [
+            replace(_at(s, pp=s.pp, tp=tp), sequence_parallel=sequence_parallel)
+            for tp in divisors(gpus_per_node)
+            if tp > s.tp and s.world_size % (s.pp * tp) == 0
+            for sequence_parallel in (s.sequence_parallel, True)
+        ],
+        ("pp",): [
+            _at(s, pp=pp, tp=s.tp) for pp in divisors(s.world_size // s.tp) if s.pp < pp <= blocks
+        ],
     }
 
 

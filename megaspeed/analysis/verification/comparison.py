@@ -55,21 +55,13 @@ LARGEST_WIDENING = 100.0
 
 @dataclass(frozen=True)
 class Difference:
-    """One compared number.
+    """One compared number."""
 
-    Attributes:
-        name: what is compared.
-        parallel, reference: the two values (norms, for a gradient).
-        relative: their difference divided by the reference's size; for a gradient the norm of the
-            difference divided by the norm.
-        allowed: largest relative difference that counts as equal.
-    """
-
-    name: str
-    parallel: float
-    reference: float
-    relative: float
-    allowed: float
+    name: str  # what is compared
+    parallel: float  # the layout's value; for a gradient, its norm
+    reference: float  # the value of the single process
+    relative: float  # the size of their difference divided by the reference's size
+    allowed: float  # largest relative difference that counts as equal
 
     @property
     def equal(self) -> bool:
@@ -86,20 +78,14 @@ class Difference:
 
 @dataclass(frozen=True)
 class Comparison:
-    """All compared numbers of two trainings.
+    """All compared numbers of two trainings."""
 
-    Attributes:
-        losses, grad_norms: one for each step.
-        gradients: of the first step, one for each parameter.
-        weights_bitwise_equal: whether the initial weights are bitwise equal.
-        copies_differ_by: largest absolute difference between the copies that several ranks hold of
-            the same element (tied, replicated), over gradients and weights. It must be 0.
-    """
-
-    losses: list[Difference]
-    grad_norms: list[Difference]
-    gradients: list[Difference]
-    weights_bitwise_equal: bool
+    losses: list[Difference]  # one for each step
+    grad_norms: list[Difference]  # one for each step
+    gradients: list[Difference]  # of the first step, one for each parameter
+    weights_bitwise_equal: bool  # whether the initial weights are bitwise equal
+    # Largest absolute difference between the copies that several ranks hold of the same element
+    # (tied, replicated), over gradients and weights. It must be 0.
     copies_differ_by: float
 
     @property

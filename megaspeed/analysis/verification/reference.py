@@ -24,21 +24,13 @@ CPU = torch.device("cpu")
 
 @dataclass
 class ReferenceRun:
-    """The record of the training. All tensors are on the CPU.
+    """The record of a training. Tensors are fp32 on the CPU, by full parameter name."""
 
-    Attributes:
-        losses: mean loss of each step, nats.
-        grad_norms: norm of each step before clipping.
-        initial_weights: by full parameter name, fp32.
-        first_gradients: of step 1 before clipping, by full parameter name, fp32.
-        weights: after the last step, by full parameter name, fp32.
-    """
-
-    losses: list[float] = field(default_factory=list)
-    grad_norms: list[float] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)  # mean loss of each step, in nats
+    grad_norms: list[float] = field(default_factory=list)  # of each step, before clipping
     initial_weights: dict[str, Tensor] = field(default_factory=dict)
-    first_gradients: dict[str, Tensor] = field(default_factory=dict)
-    weights: dict[str, Tensor] = field(default_factory=dict)
+    first_gradients: dict[str, Tensor] = field(default_factory=dict)  # of step 1, before clipping
+    weights: dict[str, Tensor] = field(default_factory=dict)  # after the last step
 
 
 def train_reference(
@@ -47,14 +39,10 @@ def train_reference(
     steps: int,
     device: torch.device = CPU,
 ) -> ReferenceRun:
-    """Trains the run's model for ``steps`` steps.
+    """Trains the run's model for ``steps`` steps on one device.
 
-    Args:
-        run: defines the model, optimizer, precision and batch size. Its degrees are ignored. In
-            fp16, the loss is multiplied by the constant ``fp16.loss_scale``.
-        batch_of_step: step -> the samples of that step, in parts of any size that fits in memory.
-        steps: number of steps.
-        device: where it trains.
+    The degrees of the run are ignored. ``batch_of_step`` returns the samples of a step, in parts of
+    any size. In fp16, the loss is multiplied by the constant ``fp16.loss_scale``.
     """
     set_matmul_precision(run.config.training, device)
     model = GPT(run.config.model, seed=run.config.training.seed)

@@ -7,20 +7,23 @@ r"""Trains a layout and one process from the same JSON, and compares them.
 If only later steps differ, the single process trains again with shuffled samples. This determines
 the tolerance of those steps (``comparison``). Everything runs on this machine: on the CPU with
 gloo, or on GPUs with NCCL and a GPU for each rank. The single process uses the first GPU.
+
+The shards and partitions of all ranks are gathered on rank 0, which must have the memory for this:
+
+    fragments (ZeRO)  --sum over dp-->          local tensors (tensor shards)
+                      --place rows, columns-->  logical tensors
 """
 
 import functools
-import os
-import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Literal
 
 import torch
-import torch.multiprocessing as mp
+import torch.distributed as dist
+from torch import Tensor, nn
 
+from megaspeed.analysis.local_ranks import DeviceType, run_on_ranks
 from megaspeed.analysis.verification.comparison import (
     TIMES_SHUFFLED,
     TOLERANCES,
@@ -30,37 +33,28 @@ from megaspeed.analysis.verification.comparison import (
     compare_numbers,
     shuffled,
 )
-from megaspeed.analysis.verification.logical_tensors import (
-    LogicalTensors,
-    gather_gradients,
-    gather_weights,
-)
 from megaspeed.analysis.verification.reference import CPU, ReferenceRun, train_reference
 from megaspeed.config.resolve import Run
 from megaspeed.data.corpus import PreparedCorpus
 from megaspeed.data.loader import LoaderShape, TrainingLoader
 from megaspeed.model.gpt import DTYPES
 from megaspeed.model.micro_batch import MicroBatch
+from megaspeed.model.parameters import logical_name
+from megaspeed.tensor_parallel.plan import ParameterShard
 from megaspeed.topology.context import ParallelContext
-from megaspeed.topology.launch import LaunchEnvironment, free_port
-from megaspeed.topology.process_end import end_process
+from megaspeed.topology.launch import LaunchEnvironment
 from megaspeed.training.step_inputs import StepInputs
 from megaspeed.training.worker import Worker
-
-DeviceType = Literal["cpu", "cuda"]
+from megaspeed.zero.model_states import gather_parameters
 
 _TIMEOUT_SECONDS = 300.0
 
 
 @dataclass(kw_only=True)
 class ParallelRun(ReferenceRun):
-    """The record of the ranks' training.
+    """The record of the ranks' training."""
 
-    Attributes:
-        copies_differ_by: largest absolute difference between ranks' copies of the same element.
-    """
-
-    copies_differ_by: float
+    copies_differ_by: float  # largest absolute difference between ranks' copies of an element
 
 
 def verify(
@@ -69,14 +63,9 @@ def verify(
     """Trains the layout and one process for ``steps`` steps, and compares them.
 
     If only steps after the first differ too much, the single process trains ``TIMES_SHUFFLED``
-    more times, with the samples of each step in other orders.
-
-    Args:
-        run: the layout, in fp32, bf16, or fp16 with a constant loss scale. TF32 is turned off for
-            both trainings, because its rounding is a thousand times as large as the tolerance.
-        corpus: the corpus of the run.
-        steps: number of steps.
-        device_type: "cpu", or "cuda", which needs a GPU for each rank.
+    more times, with the samples of each step in other orders. In fp16, the loss scale must be
+    constant. TF32 is turned off, because its rounding is a thousand times as large as the
+    tolerance.
     """
     training = run.config.training.model_copy(update={"allow_tf32": False})
     run = replace(run, config=run.config.model_copy(update={"training": training}))
@@ -114,11 +103,8 @@ def compare(
 ) -> Comparison:
     """Compares every number of the two trainings, with the tolerance of the run's precision.
 
-    Args:
-        run: the run that was trained.
-        parallel, reference: the two trainings.
-        again: trainings of the reference with reordered samples. The more these differ from the
-            reference, the more later steps may differ.
+    ``again`` are trainings of the reference with reordered samples. The more these differ from the
+    reference, the more later steps of the layout may differ.
     """
     allowed = TOLERANCES[run.precision]
     dtype = DTYPES[run.precision]
@@ -160,50 +146,13 @@ def whole_batch(run: Run, corpus: PreparedCorpus, step: int) -> list[MicroBatch]
 def train_on_ranks(
     run: Run, corpus: PreparedCorpus, steps: int, device_type: DeviceType = "cpu"
 ) -> ParallelRun:
-    """Starts the run's ranks on this machine and trains. Raises the error of a failing rank."""
-    with tempfile.TemporaryDirectory(prefix="megaspeed-verify-") as folder:
-        result = Path(folder) / "rank0.pt"
-        arguments = (run, corpus, steps, free_port(), result)
-        with children_on(device_type):
-            mp.spawn(_rank_main, args=arguments, nprocs=run.grid.world_size)
-        parallel: ParallelRun = torch.load(result, weights_only=False)
+    """Trains on the run's ranks, which are processes of this machine. Raises RanksFailed."""
+    world_size = run.grid.world_size
+    results = run_on_ranks(
+        train_rank, run, corpus, steps, world_size=world_size, device_type=device_type
+    )
+    parallel: ParallelRun = results[0]
     return parallel
-
-
-@contextmanager
-def children_on(device_type: DeviceType) -> Iterator[None]:
-    """Makes processes that start in this block use this device type. torch reads it at import."""
-    changed: dict[str, str] = {"DS_ACCELERATOR": device_type}
-    if device_type == "cpu":
-        changed["CUDA_VISIBLE_DEVICES"] = ""
-    before = dict(os.environ)
-    os.environ.update(changed)
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
-
-
-def _rank_main(
-    rank: int, run: Run, corpus: PreparedCorpus, steps: int, port: int, result: Path
-) -> None:
-    size = run.grid.world_size
-    os.environ.update(
-        RANK=str(rank),
-        LOCAL_RANK=str(rank),
-        WORLD_SIZE=str(size),
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
-    )
-    torch.set_num_threads(1)
-    launch = LaunchEnvironment(
-        rank=rank, world_size=size, local_rank=rank, local_world_size=size, source="verify"
-    )
-    parallel = train_rank(launch, run, corpus, steps)
-    if parallel is not None:
-        torch.save(parallel, result)
-    end_process(0)
 
 
 def train_rank(
@@ -238,3 +187,106 @@ def _record_steps(worker: Worker, inputs: StepInputs, steps: int) -> ParallelRun
         weights=dict(final.tensors),
         copies_differ_by=max(g.copies_differ_by for g in (initial, gradients, final)),
     )
+
+
+Fragment = tuple[nn.Parameter, int, Tensor]
+"""A fragment: its parameter, its start in the flattened local tensor, and its elements."""
+
+
+@dataclass(frozen=True)
+class LogicalTensors:
+    """Tensors by logical parameter name, fp32 on the CPU."""
+
+    tensors: Mapping[str, Tensor]  # one for each logical parameter, unpadded
+    # Largest absolute difference between two ranks' copies of the same element; infinite if one of
+    # them is NaN.
+    copies_differ_by: float
+
+
+def gather_gradients(worker: Worker) -> LogicalTensors | None:
+    """The reduced gradients without fp16's loss scale, on rank 0 (None elsewhere).
+
+    Call it from the engine's ``before_step``.
+    """
+    scale = float(worker.engine.optimizer.loss_scale)
+    fragments = worker.engine.gradient_fragments()
+    return _gather(
+        worker,
+        _complete_shards(worker, ((f.parameter, f.start, f.values / scale) for f in fragments)),
+    )
+
+
+def gather_weights(worker: Worker) -> LogicalTensors | None:
+    """The parameters that the model computes with, on rank 0 (None elsewhere)."""
+    local = {name: value.float().cpu() for name, value in gather_parameters(worker.engine.module)}
+    return _gather(worker, local)
+
+
+def gather_state(worker: Worker, kind: str) -> LogicalTensors | None:
+    """One of ``checkpoint.tensors.KINDS`` of the optimizer state, on rank 0 (None elsewhere)."""
+    fragments = worker.engine.state_fragments()
+    local = _complete_shards(worker, ((f.parameter, f.start, getattr(f, kind)) for f in fragments))
+    return _gather(worker, local)
+
+
+def _complete_shards(worker: Worker, fragments: Iterable[Fragment]) -> dict[str, Tensor]:
+    """This rank's tensor shards, put together from the fragments of the data axis."""
+    names = worker.engine.names
+    shapes = {name: shard.local_shape for name, shard in worker.shards.items()}
+    flat = {name: torch.zeros(math.prod(shape)) for name, shape in shapes.items()}
+    for parameter, start, values in fragments:
+        flat[names[parameter]][start : start + values.numel()] = values.float().cpu()
+    if worker.run.zero_stage > 0:
+        for name in sorted(flat):
+            on_device = flat[name].to(worker.context.device)
+            dist.all_reduce(on_device, group=worker.context.dp_group)
+            flat[name] = on_device.cpu()
+    return {name: flat[name].view(shape) for name, shape in shapes.items()}
+
+
+def _gather(worker: Worker, local: Mapping[str, Tensor]) -> LogicalTensors | None:
+    config, context = worker.run.config.model, worker.context
+    mine = [
+        (logical_name(config, name), worker.shards[name], value) for name, value in local.items()
+    ]
+    everyones: list[list[tuple[str, ParameterShard, Tensor]]] | None = (
+        [[] for _ in range(context.grid.world_size)] if context.rank == 0 else None
+    )
+    dist.gather_object(mine, everyones, dst=0, group=context.world_group)
+    if everyones is None:
+        return None
+    return merge_shards(part for rank in everyones for part in rank)
+
+
+def merge_shards(parts: Iterable[tuple[str, ParameterShard, Tensor]]) -> LogicalTensors:
+    """Places the rows and columns of every shard in its logical tensor.
+
+    If several shards hold an element, the first is used and the others are compared with it.
+    """
+    merged: dict[str, Tensor] = {}
+    placed: dict[str, Tensor] = {}
+    difference = 0.0
+    for name, shard, value in parts:
+        if name not in merged:
+            merged[name] = torch.zeros(shard.full_shape)
+            placed[name] = torch.zeros(shard.full_shape, dtype=torch.bool)
+        held = value.split([*(len(rows) for rows in shard.rows), shard.padding_rows])
+        for rows, part in zip(shard.rows, held, strict=False):
+            there, known = _part(merged[name], rows, shard), _part(placed[name], rows, shard)
+            difference = max(difference, _largest_difference(there[known], part[known]))
+            there.copy_(torch.where(known, there, part))
+            known.fill_(True)
+    return LogicalTensors(merged, difference)
+
+
+def _part(tensor: Tensor, rows: range, shard: ParameterShard) -> Tensor:
+    """A view of the logical tensor: these rows and the shard's columns."""
+    part = tensor[rows.start : rows.stop]
+    return part if shard.columns is None else part[:, shard.columns.start : shard.columns.stop]
+
+
+def _largest_difference(a: Tensor, b: Tensor) -> float:
+    if not a.numel():
+        return 0.0
+    largest = float((a - b).abs().max())
+    return math.inf if math.isnan(largest) else largest

@@ -16,8 +16,8 @@ from megaspeed.analysis.compare.result import Row
 from megaspeed.analysis.compare.rows import baseline_rows
 from megaspeed.analysis.costs.memory import MemoryBytes
 from megaspeed.analysis.costs.traffic import Traffic
-from megaspeed.analysis.measurement.watched_step import measure
 from megaspeed.analysis.verification.comparison import TOLERANCES
+from megaspeed.analysis.watched_step import measure
 from megaspeed.config.resolve import Run
 from megaspeed.data.corpus import PreparedCorpus
 from megaspeed.model.parameters import parameters_of

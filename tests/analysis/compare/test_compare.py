@@ -1,4 +1,4 @@
-"""`megaspeed compare`, from the command line to the exit code, through the real launcher."""
+"""`megaspeed compare`, from the command line to the exit code, on real ranks."""
 
 import json
 import signal
@@ -12,7 +12,7 @@ from typing import Any
 import psutil
 import pytest
 
-from megaspeed.analysis.compare.rows import ended_on_termination
+from megaspeed.analysis.local_ranks import ended_on_termination
 from megaspeed.cli import main
 from tests.support.tiny import GPT2, merge
 
@@ -64,13 +64,10 @@ TORCHRUN = {
 }
 
 
-def processes_that_mention(text: str) -> list[int]:
-    """Processes with this in their command line or working for one of them."""
-    found = []
-    for process in psutil.process_iter(["pid", "cmdline"]):
-        if any(text in word for word in process.info["cmdline"] or []):
-            found.append(process.info["pid"])
-    return found
+def ranks_of(process: psutil.Process) -> list[psutil.Process]:
+    """The ranks that this process has started."""
+    children = process.children()
+    return [each for each in children if any("spawn_main" in word for word in each.cmdline())]
 
 
 @pytest.mark.timeout(400)
@@ -120,15 +117,14 @@ def test_ctrl_c_leaves_no_process_behind(tmp_path: Path) -> None:
         text=True,
     )
     started = time.monotonic()
-    ranks = f"{tmp_path}/megaspeed-compare-"
-    while len(processes_that_mention(ranks)) < 4:  # runner, launch and two ranks
+    while len(ranks := ranks_of(psutil.Process(process.pid))) < 2:
         assert process.poll() is None and time.monotonic() - started < _SECONDS_TO_START
         time.sleep(0.1)
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=_SECONDS_TO_END)
     assert process.returncode == 1, out + err
     assert "stopped after 0 of 1 rows" in err and "Traceback" not in err
-    assert processes_that_mention(ranks) == []
+    assert not any(rank.is_running() for rank in ranks)
 
 
 def test_a_termination_ends_what_was_started_as_ctrl_c_does() -> None:

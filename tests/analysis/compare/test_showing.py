@@ -39,7 +39,7 @@ def test_the_unit_is_the_largest_that_leaves_no_fraction_of_one(
 ) -> None:
     chosen = memory_unit(sizes)
     assert chosen.name == unit
-    assert [chosen.text(size) for size in sizes[:1]] == ([] if first is None else [first])
+    assert [chosen.of(size) for size in sizes[:1]] == ([] if first is None else [first])
 
 
 def test_summary_has_a_line_for_every_row() -> None:

@@ -5,9 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from megaspeed.analysis.compare.result import ComparisonResult, Row
+from megaspeed.analysis.compare.result import ComparisonResult, Row, verdict
 from megaspeed.analysis.compare.rows import zero_rows
-from megaspeed.analysis.compare.verdict import verdict
 from megaspeed.analysis.costs.memory import MemoryBytes
 from tests.analysis.compare.figures import MIB, record, run, trained, zero_2
 

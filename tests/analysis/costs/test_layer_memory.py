@@ -6,13 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from megaspeed.analysis.costs.activations import (
-    Shapes,
-    block_memory,
-    first_block_memory,
-    hidden_bytes,
-)
-from megaspeed.analysis.measurement.allocations import AllocationLog
+from megaspeed.analysis.allocations import AllocationLog
+from megaspeed.analysis.costs.activations import Activations, hidden_bytes, tokens_of
 from megaspeed.config.resolve import Run
 from megaspeed.model.attention import attention_mask, positions_in
 from megaspeed.model.gpt import Block
@@ -32,20 +27,20 @@ def test_a_gpt2_block_keeps_what_korthikanti_et_al_count(tp: int, sequence_paral
     attention matrix, which the fused kernel does not keep, and two dropout masks of one byte.
     """
     run = tiny_run(TEXT, tp=tp, parallel={"sequence_parallel": sequence_parallel}, **BF16)
-    shapes = Shapes.of(run, "cuda")
-    sbh = shapes.whole_tokens * run.config.model.hidden_size
+    layers = Activations(run, "cuda")
+    sbh = tokens_of(run) * run.config.model.hidden_size
     split = tp if sequence_parallel else 1
     of_the_paper = sbh * ((10 - 2) / split + 24 / tp)
-    statistics = block_memory(run, shapes).kept - of_the_paper
-    per_token = shapes.whole_tokens * (2 * 2 * 2 / split + 4 * 4 / tp)
+    statistics = layers.block().kept - of_the_paper
+    per_token = tokens_of(run) * (2 * 2 * 2 / split + 4 * 4 / tp)
     assert statistics == per_token, "mean and deviation of two norms, fp32 row sums of softmax"
 
 
 def test_with_full_recomputation_a_block_keeps_2_sbh_bytes() -> None:
     run = tiny_run(TEXT, parallel={"activation_checkpointing": "full"}, **BF16)
-    shapes = Shapes.of(run, "cuda")
-    sbh = shapes.whole_tokens * run.config.model.hidden_size
-    assert block_memory(run, shapes).kept == 2 * sbh == hidden_bytes(run)
+    layers = Activations(run, "cuda")
+    sbh = tokens_of(run) * run.config.model.hidden_size
+    assert layers.block().kept == 2 * sbh == hidden_bytes(run)
 
 
 def run_block(run: Run, precision: str) -> tuple[int, int, int]:
@@ -100,7 +95,7 @@ def test_a_block_really_keeps_this(
     bf16: dict[str, Any] = {"bf16": {"enabled": precision == "bf16"}}
     data = {"reset_at_documents": reset}
     run = tiny_run(TEXT, model={**shape, **changes}, data=data, **bf16)
-    predicted = block_memory(run, Shapes.of(run, "cpu"))
+    predicted = Activations(run, "cpu").block()
     kept, forward, both = run_block(run, precision)
     assert predicted.kept == pytest.approx(kept, rel=0.01)
     assert predicted.kept + predicted.forward_working == pytest.approx(forward, rel=0.1)
@@ -112,11 +107,12 @@ def test_the_first_block_of_a_stage_keeps_a_mask_of_s_squared_for_each_sample() 
     """B S^2 elements, and 8 bytes a token for the positions; nothing where rows are not reset."""
     plain = tiny_run(TEXT, **BF16)
     run = tiny_run(TEXT, data={"reset_at_documents": True}, **BF16)
-    shapes = Shapes.of(run, "cuda")
+    layers = Activations(run, "cuda")
     rows, sequence = run.batch.micro_batch_size, run.config.data.sequence_length
-    added = first_block_memory(run, shapes).kept - block_memory(run, shapes).kept
+    added = layers.first_block().kept - layers.block().kept
     assert added == rows * (2 * sequence**2 + 8 * sequence)
-    assert first_block_memory(plain, shapes) == block_memory(plain, shapes)
+    layers = Activations(plain, "cuda")
+    assert layers.first_block() == layers.block()
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -131,7 +127,7 @@ def test_attention_dropout_keeps_two_square_matrices_and_no_mask(
         data={"sequence_length": 128},
         bf16={"enabled": precision == "bf16"},
     )
-    predicted = block_memory(run, Shapes.of(run, "cpu"))
+    predicted = Activations(run, "cpu").block()
     kept, _, both = run_block(run, precision)
     assert predicted.kept == pytest.approx(kept, rel=0.01)
     highest = max(predicted.forward_working, predicted.backward_working)

@@ -12,7 +12,7 @@ from megaspeed.analysis.costs.memory import (
     local_parameters,
 )
 from megaspeed.analysis.costs.traffic import Traffic, predict_traffic
-from megaspeed.analysis.measurement.traffic import TrafficLog
+from megaspeed.analysis.watched_step import TrafficLog
 from megaspeed.config.resolve import Run
 from megaspeed.data.corpus import PreparedCorpus
 from megaspeed.pipeline.partition import layers_of_stages

@@ -6,8 +6,14 @@ from typing import Any
 
 import pytest
 
-from megaspeed.analysis.doctor.diagnosis import Findings, find_problems, make_remarks, nvlinks
-from megaspeed.analysis.doctor.links import Link, LinkReport
+from megaspeed.analysis.doctor.diagnosis import (
+    Findings,
+    Link,
+    LinkReport,
+    find_problems,
+    make_remarks,
+    nvlinks,
+)
 from megaspeed.analysis.doctor.record import Record
 from tests.support.tiny import tiny_run
 

@@ -2,8 +2,8 @@
 
 import torch
 
+from megaspeed.analysis.allocations import AllocationLog
 from megaspeed.analysis.costs.memory import Category, MemoryBytes
-from megaspeed.analysis.measurement.allocations import AllocationLog
 
 CPU = torch.device("cpu")
 KIB = 1024

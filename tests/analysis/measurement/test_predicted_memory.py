@@ -11,7 +11,7 @@ import pytest
 
 from megaspeed.analysis.costs.memory import MemoryBytes
 from megaspeed.analysis.costs.stage_memory import predict_memory
-from megaspeed.analysis.measurement.watched_step import RankMeasurement, measure_step
+from megaspeed.analysis.watched_step import RankMeasurement, WatchedZero, measure
 from megaspeed.config.resolve import Run
 from megaspeed.data.corpus import PreparedCorpus
 from megaspeed.topology.launch import LaunchEnvironment
@@ -62,7 +62,7 @@ def one_measured_step(
     with one_rank(launch, run, corpus) as rank:
         rank.train_step(0)
         load = functools.partial(rank.loader.micro_batch, run.batch.train_batch_size)
-        return measure_step(rank.worker, load, LEARNING_RATE)[1]
+        return measure(WatchedZero(rank.worker), load, LEARNING_RATE)[1]
 
 
 def measured_by_stage(pool: RankPool, run: Run, cache: Path) -> list[list[RankMeasurement]]:

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
 from megaspeed.analysis.costs.traffic import Traffic, bytes_sent
-from megaspeed.analysis.measurement.traffic import TrafficLog
+from megaspeed.analysis.watched_step import TrafficLog
 from megaspeed.config.resolve import Run
 from megaspeed.data.corpus import PreparedCorpus
 from megaspeed.topology.context import ParallelContext

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from megaspeed.analysis.planning.devices import (
+from megaspeed.analysis.planning.machines import (
     DEVICES,
     USABLE_FRACTION,
     DeviceError,

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from megaspeed.analysis.planning.devices import Device, device_named
+from megaspeed.analysis.planning.machines import Device, device_named
 from megaspeed.analysis.planning.plan import plan
 from megaspeed.analysis.planning.report import summary
 from megaspeed.cli import main

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megaspeed.analysis.planning.devices import DEVICES
+from megaspeed.analysis.planning.machines import DEVICES
 from megaspeed.cli import main
 from tests.analysis.planning.tiny_runs import FOLDER
 

@@ -1,6 +1,6 @@
 """Rank maps of small grids, drawn by hand."""
 
-from megaspeed.analysis.planning.plan import AxisMap, map_ranks
+from megaspeed.analysis.planning.machines import AxisMap, map_ranks
 from megaspeed.topology.grid import Axis, Grid
 
 

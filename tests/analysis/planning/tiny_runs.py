@@ -5,6 +5,8 @@ from typing import Any
 
 from megaspeed.analysis.planning.variants import Training
 from megaspeed.config.loading import parse_config, read_config
+from megaspeed.config.resolve import resolve_run
+from megaspeed.config.run import RunConfig
 from tests.config.small import patch, small, write
 
 FOLDER = Path(__file__).parents[3] / "ds_configs"
@@ -30,13 +32,20 @@ WORLD_SIZES = {
 def tiny(*overrides: str, world_size: int = 1, **keys: Any) -> Training:
     """A tiny training of 16 samples a step, with these changes."""
     stated = parse_config(small(**{**patch(*overrides), **keys}))
-    return Training.of(stated, name="tiny", world_size=world_size)
+    return _training(stated, "tiny", world_size)
 
 
 def from_file(path: Path, *overrides: str, world_size: int) -> Training:
     """The training of a file."""
     stated = read_config(path, overrides)
-    return Training.of(stated, name=path.stem, world_size=world_size)
+    return _training(stated, path.stem, world_size)
+
+
+def _training(stated: RunConfig, name: str, world_size: int) -> Training:
+    run = resolve_run(
+        stated, name=name, world_size=world_size, world_source="the plan", device_type="cuda"
+    )
+    return Training(stated=stated, run=run)
 
 
 def tiny_file(folder: Path, *overrides: str) -> Path:

@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from megaspeed.analysis.verification.logical_tensors import merge_shards
+from megaspeed.analysis.verification.verify import merge_shards
 from megaspeed.tensor_parallel.plan import ParameterShard
 
 

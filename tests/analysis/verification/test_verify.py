@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from megaspeed.analysis.verification.verify import children_on
+from megaspeed.analysis.local_ranks import children_on
 from tests.support.tiny import GPT2
 
 pytestmark = pytest.mark.ranks

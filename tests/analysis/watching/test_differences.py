@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megaspeed.analysis.watching.record import compare_runs, read_run
+from megaspeed.analysis.run_record import compare_runs, read_run
 from megaspeed.cli import main
 from tests.analysis.watching.written_runs import loss_at, written_run
 
@@ -40,7 +40,7 @@ def test_the_first_step_and_quantity_are_named_with_both_values(
     assert main(["compare-runs", str(one), str(two), "--json", str(figures)]) == 1
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == (
-        f"they part at step 21: loss {loss_at(21)} and {loss_at(21) * 1.001}, "
+        f"first difference at step 21: loss {loss_at(21)} and {loss_at(21) * 1.001}, "
         "relative difference 1.0e-03"
     )
     assert [line.split(":")[1].split()[0] for line in lines[1:4]] == [
@@ -104,7 +104,10 @@ def test_a_step_that_one_run_lacks_is_a_difference(
     one, two = written_run(tmp_path / "one"), written_run(tmp_path / "two")
     keep(two, lambda record: record["step"] not in (5, 8, 9))
     assert main(["compare-runs", str(one), str(two)]) == 1
-    assert capsys.readouterr().out == f"they part at step 5: {two} lacks this step, and 2 later\n"
+    assert (
+        capsys.readouterr().out
+        == f"first difference at step 5: {two} lacks this step, and 2 later\n"
+    )
 
 
 def test_the_first_difference_comes_first_whether_it_is_a_number_or_a_missing_step(
@@ -114,7 +117,7 @@ def test_the_first_difference_comes_first_whether_it_is_a_number_or_a_missing_st
     keep(one, lambda record: record["step"] != 50)
     assert main(["compare-runs", str(one), str(two)]) == 1
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("they part at step 3: loss ")
+    assert lines[0].startswith("first difference at step 3: loss ")
     assert [int(line.split()[1].rstrip(":")) for line in lines[1:5]] == [3, 20, 20, 50]
     assert lines[4] == f"step 50: {one} lacks this step"
 
@@ -137,7 +140,7 @@ def test_a_validation_that_one_run_lacks_is_a_difference(
     keep(one, lambda record: "loss" in record)
     assert main(["compare-runs", str(one), str(two)]) == 1
     said = capsys.readouterr().out
-    assert said == f"they part at step 20: {one} lacks this validation, and 2 later\n"
+    assert said == f"first difference at step 20: {one} lacks this validation, and 2 later\n"
 
 
 def test_the_validation_at_the_end_of_the_shorter_run_need_not_be_in_both(tmp_path: Path) -> None:

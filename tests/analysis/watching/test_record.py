@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megaspeed.analysis.watching.record import Recorded, RunFolderError, read_run
+from megaspeed.analysis.run_record import Recorded, RunFolderError, read_run
 from tests.analysis.watching.written_runs import loss_at, written_run
 
 

@@ -21,40 +21,24 @@ _TEXT_COLOUR = "#010203"
 
 @dataclass(frozen=True, kw_only=True)
 class Series:
-    """One line.
+    """One line of a chart."""
 
-    Attributes:
-        name: shown on hover.
-        colour: as CSS writes it.
-        points: (step, value), in the order of their steps.
-        width: width of the line. If two lines are equal, the wider one below stays visible.
-        dotted: whether the values are drawn as dots with a thin line between them.
-    """
-
-    name: str
-    colour: str
-    points: Sequence[tuple[int, float]]
-    width: float = 1.3
-    dotted: bool = False
+    name: str  # shown on hover
+    colour: str  # as CSS writes it
+    points: Sequence[tuple[int, float]]  # (step, value), in the order of their steps
+    width: float = 1.3  # if two lines are equal, the wider one below stays visible
+    dotted: bool = False  # whether the values are drawn as dots with a thin line between them
 
 
 @dataclass(frozen=True, kw_only=True)
 class Chart:
-    """One picture.
-
-    Attributes:
-        title: the title above the chart.
-        unit: the unit of the values.
-        series: the lines.
-        logarithmic: whether the axis of the values is logarithmic.
-        caption: the text below the chart; may be empty.
-    """
+    """The lines of one picture, and what is written around them."""
 
     title: str
-    unit: str
+    unit: str  # of the values
     series: Sequence[Series]
-    logarithmic: bool = False
-    caption: str = ""
+    logarithmic: bool = False  # whether the axis of the values is logarithmic
+    caption: str = ""  # further text beside the title
 
 
 def draw(chart: Chart, restarts: Sequence[int] = ()) -> str:

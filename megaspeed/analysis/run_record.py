@@ -48,41 +48,26 @@ _NUMBERS = tuple(name for name in Recorded._fields if name != "peak_memory_bytes
 
 @dataclass(frozen=True, kw_only=True)
 class Start:
-    """One start of a run.
+    """One start of a run."""
 
-    Attributes:
-        step: the step after which it continued; 0 for a new run.
-        time: in ISO 8601, with the time zone.
-        layout: such as "pp 2 x dp 2 x tp 1, ZeRO-3".
-    """
-
-    step: int
-    time: str
-    layout: str
+    step: int  # the step after which it continued; 0 for a new run
+    time: str  # in ISO 8601, with the time zone
+    layout: str  # such as "pp 2 x dp 2 x tp 1, ZeRO-3"
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunRecord:
-    """One run.
-
-    Attributes:
-        folder: the run folder.
-        steps: step -> what was recorded, in ascending order. Values are finite numbers, booleans or
-            None.
-        validations: the same for evaluations.
-        parts: step -> part of a step -> seconds, for steps that were timed.
-        starts: in order of time; empty for runs before version 0.2.
-        config: the resolved configuration; empty if it cannot be read.
-        notes: what could not be read, one sentence each.
-    """
+    """One run."""
 
     folder: Path
+    # Step -> what was recorded, in ascending order. Values are finite numbers, booleans or None.
     steps: Mapping[int, Recorded]
-    validations: Mapping[int, Recorded]
+    validations: Mapping[int, Recorded]  # the same for evaluations
+    # Step -> part of a step -> seconds, for steps that were timed.
     parts: Mapping[int, Mapping[str, float]]
-    starts: tuple[Start, ...]
-    config: Mapping[str, Any]
-    notes: tuple[str, ...]
+    starts: tuple[Start, ...]  # in order of time; empty for runs before version 0.2
+    config: Mapping[str, Any]  # the resolved configuration; empty if it cannot be read
+    notes: tuple[str, ...]  # what could not be read, one sentence each
 
     @property
     def last_step(self) -> int:
@@ -115,12 +100,10 @@ def read_run(folder: Path) -> RunRecord:
     steps: dict[int, Recorded] = {}
     validations: dict[int, Recorded] = {}
     peaks: tuple[float, ...] = ()
-    for record in _records(file, notes):
-        step = record.get("step")
-        if isinstance(step, int) and not isinstance(step, bool) and 0 < step < _LARGEST_STEP:
-            found = _recorded(record, peaks)
-            peaks = found.peak_memory_bytes or peaks
-            (validations if "validation_loss" in record else steps)[step] = found
+    for step, record in _records(file, notes):
+        found = _recorded(record, peaks)
+        peaks = found.peak_memory_bytes or peaks
+        (validations if "validation_loss" in record else steps)[step] = found
     return RunRecord(
         folder=folder,
         steps=dict(sorted(steps.items())),
@@ -139,14 +122,19 @@ def number(value: object) -> float | None:
     return float(value) if -_LARGEST < value < _LARGEST else None
 
 
-def _records(file: Path, notes: list[str]) -> Iterator[dict[str, Any]]:
+def _records(
+    file: Path, notes: list[str], first_step: int = 1
+) -> Iterator[tuple[int, dict[str, Any]]]:
+    """The step and the record of each line. Skips lines without a step of the run."""
     unreadable = 0
     try:
         for record in read_records(file):
             if record is None:
                 unreadable += 1
-            else:
-                yield record
+                continue
+            step = record.get("step")
+            if type(step) is int and first_step <= step < _LARGEST_STEP:
+                yield step, record
     except OSError as error:
         raise RunFolderError(f"{file} cannot be read: {error.strerror}") from error
     if unreadable:
@@ -167,25 +155,21 @@ def _sound(value: object) -> Any:
 
 
 def _parts(file: Path, notes: list[str]) -> Iterator[tuple[int, dict[str, float]]]:
-    for record in _records(file, notes) if file.is_file() else ():
-        step, seconds = record.get("step"), record.get("parts_seconds")
-        if isinstance(step, int) and 0 < step < _LARGEST_STEP and isinstance(seconds, dict):
+    for step, record in _records(file, notes) if file.is_file() else ():
+        seconds = record.get("parts_seconds")
+        if isinstance(seconds, dict):
             numbers = {name: number(value) for name, value in seconds.items()}
             yield step, {name: value for name, value in numbers.items() if value is not None}
 
 
 def _starts(file: Path, notes: list[str]) -> Iterator[Start]:
-    if not file.is_file():
-        return
-    for record in _records(file, notes):
-        step = record.get("step")
-        if isinstance(step, int) and 0 <= step < _LARGEST_STEP:
-            degrees = " x ".join(f"{axis} {record.get(axis, '?')}" for axis in ("pp", "dp", "tp"))
-            yield Start(
-                step=step,
-                time=str(record.get("time", "")),
-                layout=f"{degrees}, ZeRO-{record.get('zero_stage', '?')}",
-            )
+    for step, record in _records(file, notes, first_step=0) if file.is_file() else ():
+        degrees = " x ".join(f"{axis} {record.get(axis, '?')}" for axis in ("pp", "dp", "tp"))
+        yield Start(
+            step=step,
+            time=str(record.get("time", "")),
+            layout=f"{degrees}, ZeRO-{record.get('zero_stage', '?')}",
+        )
 
 
 def _config(file: Path, notes: list[str]) -> dict[str, Any]:
@@ -216,53 +200,36 @@ _EXACT = frozenset({"tokens", "skipped"})
 
 @dataclass(frozen=True, kw_only=True)
 class Parting:
-    """The first step at which a quantity differs by more than the tolerance.
-
-    Attributes:
-        step: the step.
-        quantity: its name in metrics.jsonl.
-        values: in the first run and in the second; None is a number that is not finite.
-        relative: their difference divided by the larger; None if one is not a number.
-    """
+    """The first step at which a quantity differs by more than the tolerance."""
 
     step: int
-    quantity: str
+    quantity: str  # its name in metrics.jsonl
+    # In the first run and in the second; None is a number that is not finite.
     values: tuple[Any, Any]
-    relative: float | None
+    relative: float | None  # their difference divided by the larger; None if one is not a number
 
 
 @dataclass(frozen=True, kw_only=True)
 class Missing:
-    """Steps or validations that only one of the runs recorded.
+    """Steps or validations that only one of the runs recorded."""
 
-    Attributes:
-        run: the run without them: 0 for the first, 1 for the second.
-        quantity: "step" or "validation".
-        steps: their steps, in ascending order; at least one.
-    """
-
-    run: int
-    quantity: str
-    steps: tuple[int, ...]
+    run: int  # the run without them: 0 for the first, 1 for the second
+    quantity: str  # "step" or "validation"
+    steps: tuple[int, ...]  # their steps, in ascending order; at least one
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunComparison:
-    """Two runs side by side.
+    """Two runs side by side."""
 
-    Attributes:
-        common_steps: number of steps that both recorded.
-        missing: steps and validations that only one run recorded, from the first step of the later
-            run to the last step of the shorter run.
-        partings: the first difference of each quantity that differs, in the order of steps.
-        largest: quantity -> the largest relative difference over all common steps.
-        config: keys whose values differ: key, value in the first run, value in the second.
-    """
-
-    common_steps: int
+    common_steps: int  # number of steps that both recorded
+    # Steps and validations that only one run recorded, from the first step of the later run to the
+    # last step of the shorter run.
     missing: tuple[Missing, ...]
+    # The first difference of each quantity that differs, in the order of steps.
     partings: tuple[Parting, ...]
-    largest: Mapping[str, float]
+    largest: Mapping[str, float]  # quantity -> largest relative difference over common steps
+    # Keys whose values differ: key, value in the first run, value in the second.
     config: tuple[tuple[str, str, str], ...]
 
     @property
@@ -278,11 +245,8 @@ class RunComparison:
 def compare_runs(one: RunRecord, two: RunRecord, tolerance: float) -> RunComparison:
     """Compares the steps that both runs recorded.
 
-    Args:
-        one: the first run.
-        two: the second run.
-        tolerance: largest relative difference that counts as equal. Tokens and skipped steps must
-            be the same.
+    Relative differences up to ``tolerance`` count as equal. Tokens and skipped steps must be the
+    same.
     """
     partings: dict[str, Parting] = {}
     largest: dict[str, float] = {}

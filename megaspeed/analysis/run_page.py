@@ -15,23 +15,23 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from html import escape
-from itertools import chain
+from itertools import chain, cycle
 from statistics import median
 
 from megaspeed.analysis.planning.prediction import (
     ideal_bubble,
-    predict_busiest,
+    predict,
     predict_peaks,
     sent_along,
 )
-from megaspeed.analysis.units import readable_memory, traffic_unit
-from megaspeed.analysis.watching.charts import Chart, Series, draw
-from megaspeed.analysis.watching.record import (
+from megaspeed.analysis.run_charts import Chart, Series, draw
+from megaspeed.analysis.run_record import (
     Recorded,
     RunRecord,
     config_differences,
     number,
 )
+from megaspeed.analysis.units import readable_memory, traffic_unit
 from megaspeed.config.errors import ConfigError
 from megaspeed.config.loading import parse_config
 from megaspeed.config.resolve import Run, resolve_run
@@ -73,12 +73,11 @@ pre { background: var(--soft); padding: .6rem; overflow-x: auto; border-radius: 
 
 @dataclass(frozen=True)
 class _Shown:
-    """A run on the page: its unique name, its colour and the width of its lines."""
+    """A run on the page."""
 
     run: RunRecord
-    name: str
-    colour: str
-    width: float
+    name: str  # different for every run
+    line: Series  # its name, colour and width; without points
 
 
 def page(runs: Sequence[RunRecord]) -> str:
@@ -106,30 +105,29 @@ def page(runs: Sequence[RunRecord]) -> str:
 def _named(runs: Sequence[RunRecord]) -> list[_Shown]:
     """Assigns names, colours and widths. If folders have the same name, their paths are used."""
     names = [run.folder.resolve().name for run in runs]
-    return [
-        _Shown(
-            run,
-            name if names.count(name) == 1 else str(run.folder),
-            _COLOURS[index % len(_COLOURS)],
-            1.3 + 1.2 * min(len(runs) - 1 - index, 3),
-        )
-        for index, (run, name) in enumerate(zip(runs, names, strict=True))
-    ]
+    shown = []
+    for index, run in enumerate(runs):
+        name = names[index] if names.count(names[index]) == 1 else str(run.folder)
+        width = 1.3 + 1.2 * min(len(runs) - 1 - index, 3)
+        colour = _COLOURS[index % len(_COLOURS)]
+        shown.append(_Shown(run, name, Series(name=name, colour=colour, points=(), width=width)))
+    return shown
 
 
 def _heading(shown: Sequence[_Shown]) -> Iterator[str]:
     yield "<h1>megaspeed report</h1>"
-    names = "".join(
-        f'<li><span class="swatch" style="background:{each.colour}"></span>{escape(each.name)}</li>'
-        for each in shown
-    )
-    yield f'<ul class="runs">{names}</ul>'
+    yield '<ul class="runs">'
+    for each in shown:
+        swatch = f'<span class="swatch" style="background:{each.line.colour}"></span>'
+        yield f"<li>{swatch}{escape(each.name)}</li>"
+    yield "</ul>"
     for each in shown:
         for note in each.run.notes:
             yield f'<p class="note">{escape(each.name)}: {escape(note)}</p>'
 
 
 def _summary(shown: Sequence[_Shown]) -> Iterator[str]:
+    """A column for each run."""
     columns = [_figures(each.run) for each in shown]
     yield "<h2>Summary</h2>"
     yield _table(
@@ -144,11 +142,15 @@ def _figures(run: RunRecord) -> dict[str, str]:
     last = steps[-1] if steps else Recorded()
     seconds = [value for _, value in _points(run, "step_time_seconds")]
     rates = [value for _, value in _points(run, "tokens_per_second")]
-    losses = [value for _, value in _points(run, "validation_loss", of_validation=True)]
+    losses = [value for _, value in _points(run, "validation_loss")]
     peaks = last.peak_memory_bytes
     tokens, loss = number(last.tokens), number(last.loss)
+    progress = f"{run.last_step:,}"
+    if run.planned_steps is not None:
+        ended = "" if run.last_step >= run.planned_steps else ", under way or interrupted"
+        progress = f"{run.last_step:,} of {run.planned_steps:,}{ended}"
     return {
-        "step": _progress(run),
+        "step": progress,
         "loss": "-" if loss is None else f"{loss:.4f}",
         "validation loss": f"{losses[-1]:.4f}" if losses else "-",
         "tokens": "-" if tokens is None else f"{tokens:,.0f}",
@@ -161,20 +163,12 @@ def _figures(run: RunRecord) -> dict[str, str]:
     }
 
 
-def _progress(run: RunRecord) -> str:
-    planned = run.planned_steps
-    if planned is None:
-        return f"{run.last_step:,}"
-    ended = "" if run.last_step >= planned else ", under way or interrupted"
-    return f"{run.last_step:,} of {planned:,}{ended}"
-
-
 def _resumptions(run: RunRecord) -> list[int]:
     return [start.step for start in run.starts if start.step > 0]
 
 
-def _points(run: RunRecord, name: str, *, of_validation: bool = False) -> list[tuple[int, float]]:
-    records = run.validations if of_validation else run.steps
+def _points(run: RunRecord, name: str) -> list[tuple[int, float]]:
+    records = run.validations if name == "validation_loss" else run.steps
     found = ((step, number(getattr(record, name))) for step, record in records.items())
     return [(step, value) for step, value in found if value is not None]
 
@@ -202,82 +196,62 @@ def _charts(shown: Sequence[_Shown]) -> Iterator[str]:
 
 
 def _step_charts(shown: Sequence[_Shown]) -> Iterator[Chart]:
-    def lines(name: str, *, positive: bool = False) -> list[Series]:
-        return [
-            Series(
-                name=each.name,
-                colour=each.colour,
-                width=each.width,
-                points=[p for p in _points(each.run, name) if p[1] > 0 or not positive],
-            )
-            for each in shown
-        ]
-
-    validations = [
-        Series(
-            name=f"{each.name}, validation",
-            colour=each.colour,
-            width=each.width,
-            points=_points(each.run, "validation_loss", of_validation=True),
-            dotted=True,
-        )
-        for each in shown
-    ]
+    losses = []
+    for each in shown:
+        losses.append(replace(each.line, points=_points(each.run, "loss")))
+        name, points = f"{each.name}, validation", _points(each.run, "validation_loss")
+        losses.append(replace(each.line, name=name, points=points, dotted=True))
     yield Chart(
         title="Loss",
         unit="nats per token",
-        series=[*lines("loss"), *validations],
+        series=losses,
         caption="line: training; dots: validation",
     )
-    yield Chart(
-        title="Gradient norm",
-        unit="before clipping",
-        series=lines("grad_norm", positive=True),
-        logarithmic=True,
-    )
-    yield Chart(title="Learning rate", unit="", series=lines("learning_rate"))
-    yield Chart(title="Throughput", unit="tokens/s, all ranks", series=lines("tokens_per_second"))
-    yield Chart(title="Operations", unit="TFLOP/s a rank", series=lines("tflops_per_rank"))
-    yield Chart(title="MFU", unit="share of the dense peak", series=lines("mfu"))
+    for title, unit, name in (
+        ("Gradient norm", "before clipping", "grad_norm"),
+        ("Learning rate", "", "learning_rate"),
+        ("Throughput", "tokens/s, all ranks", "tokens_per_second"),
+        ("Operations", "TFLOP/s a rank", "tflops_per_rank"),
+        ("MFU", "share of the dense peak", "mfu"),
+    ):
+        logarithmic = name == "grad_norm"
+        lines = []
+        for each in shown:
+            points = [p for p in _points(each.run, name) if p[1] > 0 or not logarithmic]
+            lines.append(replace(each.line, points=points))
+        yield Chart(title=title, unit=unit, series=lines, logarithmic=logarithmic)
 
 
 def _part_charts(shown: Sequence[_Shown]) -> Iterator[Chart]:
     """The time of each part of a step: a chart for each run, a line for each part."""
     for each in shown:
-        names = [
-            name for name in PARTS if any(parts.get(name) for parts in each.run.parts.values())
-        ]
-        series = [
-            Series(
-                name=name.replace("_", " "),
-                colour=_COLOURS[index % len(_COLOURS)],
-                width=each.width,
-                points=[
-                    (s, 1000 * parts[name]) for s, parts in each.run.parts.items() if name in parts
-                ],
-            )
-            for index, name in enumerate(names)
-        ]
+        of_steps = each.run.parts
+        names = [name for name in PARTS if any(parts.get(name) for parts in of_steps.values())]
+        lines = []
+        for name, colour in zip(names, cycle(_COLOURS), strict=False):
+            points = [(s, 1000 * parts[name]) for s, parts in of_steps.items() if name in parts]
+            words = name.replace("_", " ")
+            lines.append(replace(each.line, name=words, colour=colour, points=points))
         yield Chart(
             title=f"Parts of a step, {each.name}",
             unit="ms, mean over the ranks",
-            series=series,
+            series=lines,
             caption="tensor, data, pipeline: as far as computation waits for that axis",
         )
 
 
 def _memory_charts(shown: Sequence[_Shown]) -> Iterator[Chart]:
     """A line for each pipeline stage. If there is one run, each stage has its own colour."""
-    series = []
+    lines = []
     for each in shown:
         held = [(step, record.peak_memory_bytes) for step, record in each.run.steps.items()]
         for stage in range(max((len(peaks) for _, peaks in held), default=0)):
-            colour = _COLOURS[stage % len(_COLOURS)] if len(shown) == 1 else each.colour
+            colour = _COLOURS[stage % len(_COLOURS)] if len(shown) == 1 else each.line.colour
             points = [(s, peaks[stage] / _MEBIBYTE) for s, peaks in held if stage < len(peaks)]
             name = f"{each.name}, pipeline stage {stage}"
-            series.append(Series(name=name, colour=colour, width=each.width, points=points))
-    caption = "a line for each pipeline stage" if len(series) > len(shown) else ""
-    yield Chart(title="Peak memory of a rank", unit="MiB", series=series, caption=caption)
+            lines.append(replace(each.line, name=name, colour=colour, points=points))
+    caption = "a line for each pipeline stage" if len(lines) > len(shown) else ""
+    yield Chart(title="Peak memory of a rank", unit="MiB", series=lines, caption=caption)
 
 
 def _predictions(shown: Sequence[_Shown]) -> Iterator[str]:
@@ -286,7 +260,7 @@ def _predictions(shown: Sequence[_Shown]) -> Iterator[str]:
         run = _resolved(each)
         if run is None:
             continue
-        traffic = predict_busiest(run)
+        traffic = predict(run).busiest.traffic
         totals = {axis: sent_along(traffic, (axis,)) for axis, _ in traffic}
         sent = ", ".join(
             f"{axis} {traffic_unit((total,)).named(total)}" for axis, total in totals.items()

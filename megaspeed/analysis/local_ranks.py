@@ -1,0 +1,215 @@
+"""Runs a function on every rank of a layout, in processes of this machine.
+
+    run_on_ranks --start--> rank 0   function(launch, ...) --> a file with its result or failure
+                            rank 1   ...                       which run_on_ranks reads
+                            ...
+
+All ranks are ended if one of them fails, if they take too long, and on Ctrl-C.
+"""
+
+import os
+import signal
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from types import FrameType
+from typing import Any, Literal
+
+import torch
+import torch.multiprocessing as mp
+
+from megaspeed.files.durable import write_file
+from megaspeed.topology.launch import LaunchEnvironment, free_port
+from megaspeed.topology.process_end import end_process
+
+DeviceType = Literal["cpu", "cuda"]
+
+# When one rank fails, the others usually fail too. This is the time for them to write why.
+_SECONDS_FOR_OTHER_FAILURES = 2.0
+
+
+class RanksFailed(RuntimeError):
+    """The ranks did not finish. The text states why."""
+
+
+@dataclass(frozen=True)
+class _Failure:
+    """Why one rank failed."""
+
+    reason: str  # one line, with the rank
+    out_of_memory: bool
+    at_seconds: float  # by the machine's clock, to find the first of several failures
+
+
+def run_on_ranks(
+    function: Callable[..., Any],
+    *arguments: Any,
+    world_size: int,
+    device_type: DeviceType,
+    log: Path | None = None,
+    timeout_seconds: float | None = None,
+) -> list[Any]:
+    """Calls ``function(launch, *arguments)`` on each rank, and returns the results by rank.
+
+    Args:
+        function: a function of a module. ``launch`` is the ``LaunchEnvironment`` of its rank.
+        arguments: anything that can be pickled.
+        world_size: the number of ranks.
+        device_type: "cpu", or "cuda" with a GPU for each rank.
+        log: the file for what the ranks print; if omitted, they print to this process's streams.
+        timeout_seconds: the time limit; if omitted, there is none.
+
+    Raises:
+        RanksFailed: a rank raised an exception or was killed, or the time limit was exceeded.
+    """
+    with tempfile.TemporaryDirectory(prefix="megaspeed-ranks-") as name, ended_on_termination():
+        folder = Path(name)
+        rank_arguments = (function, arguments, world_size, free_port(), folder, log)
+        with children_on(device_type):
+            ranks = mp.spawn(
+                _rank_main, rank_arguments, nprocs=world_size, join=False, daemon=True
+            ).processes
+        try:
+            finished = _wait(ranks, timeout_seconds)
+            codes = [rank.exitcode for rank in ranks]
+        finally:
+            for rank in ranks:
+                rank.kill()
+                rank.join()
+        files = [folder / f"rank{rank}" for rank in range(world_size)]
+        outcomes = [torch.load(file, weights_only=False) for file in files if file.exists()]
+    failures = [outcome for outcome in outcomes if isinstance(outcome, _Failure)]
+    # If one rank ends, the others fail, too. So memory that ran out is named first, then a rank
+    # that was killed, then the first exception.
+    failures.sort(key=lambda failure: (not failure.out_of_memory, failure.at_seconds))
+    if failures and (failures[0].out_of_memory or -signal.SIGKILL not in codes):
+        raise RanksFailed(failures[0].reason)
+    if not finished:
+        raise RanksFailed(
+            f"not done after {timeout_seconds:g} s; --timeout sets the time limit of a row"
+        )
+    if len(outcomes) < world_size or failures:
+        raise RanksFailed(_end_of([code for code in codes if code]))
+    return outcomes
+
+
+def _wait(ranks: Sequence[BaseProcess], timeout_seconds: float | None) -> bool:
+    """Waits until all ranks have ended, or one has failed. Returns False at the time limit."""
+    deadline = time.monotonic() + (timeout_seconds or float("inf"))
+    running = list(ranks)
+    while running:
+        left = deadline - time.monotonic()
+        if left <= 0:
+            return False
+        wait([rank.sentinel for rank in running], None if timeout_seconds is None else left)
+        running = [rank for rank in running if rank.exitcode is None]
+        if running and any(rank.exitcode for rank in ranks):
+            deadline_of_others = time.monotonic() + _SECONDS_FOR_OTHER_FAILURES
+            for rank in running:
+                rank.join(max(0.0, deadline_of_others - time.monotonic()))
+            return True
+    return True
+
+
+def _end_of(exit_codes: Sequence[int]) -> str:
+    if -signal.SIGKILL in exit_codes:
+        return "a rank was killed by SIGKILL, as the system does if memory runs out"
+    code = next(iter(exit_codes), 0)
+    if code < 0:
+        return f"a rank was killed by signal {-code} ({signal.strsignal(-code)})"
+    return f"a rank ended without a result, with exit code {code}"
+
+
+def _rank_main(
+    rank: int,
+    function: Callable[..., Any],
+    arguments: Sequence[Any],
+    world_size: int,
+    port: int,
+    folder: Path,
+    log: Path | None,
+) -> None:
+    # On Ctrl-C, a rank ends without a message. The process that started it reports the end.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    if log is not None:
+        with log.open("a") as stream:
+            os.dup2(stream.fileno(), 1)
+            os.dup2(stream.fileno(), 2)
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(world_size),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+    )
+    launch = LaunchEnvironment(
+        rank=rank,
+        world_size=world_size,
+        local_rank=rank,
+        local_world_size=world_size,
+        source="--world-size",
+    )
+    try:
+        outcome = function(launch, *arguments)
+    except Exception as error:
+        traceback.print_exc()
+        outcome = _failure(error, rank)
+    write_file(folder / f"rank{rank}", lambda stream: torch.save(outcome, stream))
+    end_process(1 if isinstance(outcome, _Failure) else 0)
+
+
+def _failure(error: Exception, rank: int) -> _Failure:
+    # torch's CPU allocator raises a plain RuntimeError.
+    out_of_memory = isinstance(error, torch.OutOfMemoryError | MemoryError) or (
+        "DefaultCPUAllocator" in str(error)
+    )
+    first_line = (str(error).strip().splitlines() or [""])[0]
+    what = "out of memory: " if out_of_memory else ""
+    return _Failure(
+        reason=f"{what}{type(error).__name__}: {first_line} (rank {rank})",
+        out_of_memory=out_of_memory,
+        at_seconds=time.time(),
+    )
+
+
+@contextmanager
+def children_on(device_type: DeviceType) -> Iterator[None]:
+    """Makes processes that start in this block use this device type. torch reads it at import.
+
+    If this process itself was started by torchrun, its variables do not apply to these processes.
+    """
+    before = dict(os.environ)
+    for name in before:
+        if name.startswith("TORCHELASTIC_"):
+            del os.environ[name]
+    os.environ["DS_ACCELERATOR"] = device_type
+    if device_type == "cpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+        # Ranks share the cores. By default, each rank would start a thread for every core.
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+@contextmanager
+def ended_on_termination() -> Iterator[None]:
+    """Raises KeyboardInterrupt on SIGTERM and SIGHUP too, so that they end started processes."""
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt(signal.Signals(number).name)
+
+    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,1 +1,0 @@
-"""Measures the memory and the traffic of a run while it trains."""
