@@ -10,11 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from megaspeed.config.document import add_config_options
-from megaspeed.config.errors import ConfigError
-from megaspeed.config.loading import load_run
 from megaspeed.config.resolve import Run
 from megaspeed.config.section import LARGEST_COUNT, LARGEST_WORLD
-from megaspeed.data.selection import find_problems_in_file
+from megaspeed.data.selection import load_run_and_data
 from megaspeed.files.paths import path_argument
 from megaspeed.files.reading import file_problem
 
@@ -49,17 +47,13 @@ def load(options: argparse.Namespace, device_type: str = "cpu") -> Run:
     Raises:
         ConfigError: with every problem, those of the data section included.
     """
-    try:
-        return load_run(
-            options.config,
-            options.overrides,
-            world_size=options.world_size,
-            world_source="--world-size",
-            device_type=device_type,
-        )
-    except ConfigError as error:
-        others = find_problems_in_file(options.config, options.overrides)
-        raise ConfigError([*error.problems, *others], error.where) from error
+    return load_run_and_data(
+        options.config,
+        options.overrides,
+        world_size=options.world_size,
+        world_source="--world-size",
+        device_type=device_type,
+    )
 
 
 def positive(text: str) -> int:

@@ -30,8 +30,11 @@ from pydantic import ValidationError
 
 from megaspeed.config.data import BUNDLED_CORPUS, DataConfig, Source
 from megaspeed.config.document import read_document
+from megaspeed.config.errors import ConfigError
 from megaspeed.config.hugging_face import fill_from_hugging_face
+from megaspeed.config.loading import load_run
 from megaspeed.config.model import ModelConfig
+from megaspeed.config.resolve import Run
 from megaspeed.data.errors import DataError, for_each, raise_any
 from megaspeed.data.pieces import SKIP_BEFOREHAND, refuse
 from megaspeed.data.sources import SourceFile, files_by_source, matched_twice
@@ -114,6 +117,32 @@ def select_files(data: DataConfig) -> Selection:
         files += [SourceFile(path.name, path) for path in tokenizer_files(tokenizer)]
     states = [(file.name, file.state()) for file in files]
     return Selection(train, validation, tokenizer, states, now)
+
+
+def load_run_and_data(
+    path: str | PathLike[str],
+    overrides: Sequence[str],
+    *,
+    world_size: int,
+    world_source: str,
+    device_type: str,
+) -> Run:
+    """As `load_run`. If the configuration has mistakes, problems with its data are listed, too.
+
+    Raises:
+        ConfigError: with all problems.
+    """
+    try:
+        return load_run(
+            path,
+            overrides,
+            world_size=world_size,
+            world_source=world_source,
+            device_type=device_type,
+        )
+    except ConfigError as error:
+        others = find_problems_in_file(path, overrides)
+        raise ConfigError([*error.problems, *others], error.where) from error
 
 
 def find_problems_in_file(path: str | PathLike[str], overrides: Sequence[str] = ()) -> list[str]:

@@ -20,10 +20,9 @@ from rich.markup import escape
 from megaspeed.checkpoint.errors import CheckpointError, StorageFailed
 from megaspeed.config.document import add_config_options
 from megaspeed.config.errors import ConfigError
-from megaspeed.config.loading import load_run
 from megaspeed.config.resolve import Run
 from megaspeed.data.errors import DataError
-from megaspeed.data.selection import find_problems_in_file
+from megaspeed.data.selection import load_run_and_data
 from megaspeed.topology.activity import START_UP_TIMEOUTS, Activity
 from megaspeed.topology.failure import print_error, write_error_file
 from megaspeed.topology.grid import TopologyError
@@ -150,17 +149,13 @@ def _checked_run(
     launch: LaunchEnvironment,
     console: Console,
 ) -> Run:
-    try:
-        run = load_run(
-            options.config,
-            options.overrides,
-            world_size=launch.world_size,
-            world_source=launch.source,
-            device_type="cuda" if torch.cuda.is_available() else "cpu",
-        )
-    except ConfigError as error:
-        others = find_problems_in_file(options.config, options.overrides)
-        raise ConfigError([*error.problems, *others], error.where) from error
+    run = load_run_and_data(
+        options.config,
+        options.overrides,
+        world_size=launch.world_size,
+        world_source=launch.source,
+        device_type="cuda" if torch.cuda.is_available() else "cpu",
+    )
     check_run_folder(run)
     check_packages(run)
     if not restart_number():  # after a restart, the folder may have this launch's own checkpoints

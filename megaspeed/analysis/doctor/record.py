@@ -17,11 +17,10 @@ import torch
 import megaspeed
 from megaspeed.analysis.doctor.checks import Result, call_with_timeout
 from megaspeed.config.errors import ConfigError
-from megaspeed.config.loading import load_run
 from megaspeed.config.resolve import Run
 from megaspeed.data.corpus import PreparedCorpus, prepare_corpus
 from megaspeed.data.errors import DataError
-from megaspeed.data.selection import find_problems_in_file
+from megaspeed.data.selection import load_run_and_data
 from megaspeed.files.json_values import leaves
 from megaspeed.topology.launch import LaunchEnvironment
 from megaspeed.topology.process_settings import open_files_of
@@ -79,7 +78,16 @@ def take_record(
     on_gpu = torch.cuda.is_available()
     run, corpus, wrong = None, None, None
     try:
-        run = limited("reading the configuration", lambda: _load(config, overrides, launch, on_gpu))
+        run = limited(
+            "reading the configuration",
+            lambda: load_run_and_data(
+                config,
+                overrides,
+                world_size=launch.world_size,
+                world_source=launch.source,
+                device_type="cuda" if on_gpu else "cpu",
+            ),
+        )
         if run is not None:
             data, vocabulary = run.config.data, run.config.model.vocab_size
             reports_waits = launch.local_rank == 0
@@ -117,20 +125,6 @@ def take_record(
         too_slow=tuple(too_slow),
     )
     return record, run
-
-
-def _load(config: Path, overrides: Sequence[str], launch: LaunchEnvironment, on_gpu: bool) -> Run:
-    try:
-        return load_run(
-            config,
-            overrides,
-            world_size=launch.world_size,
-            world_source=launch.source,
-            device_type="cuda" if on_gpu else "cpu",
-        )
-    except ConfigError as error:
-        others = find_problems_in_file(config, overrides)
-        raise ConfigError([*error.problems, *others], error.where) from error
 
 
 def _versions() -> dict[str, str]:
