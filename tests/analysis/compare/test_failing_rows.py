@@ -1,4 +1,4 @@
-"""A row that fails is a row that says so, and the next one runs."""
+"""A row that fails reports this, and the next one runs."""
 
 import tempfile
 import threading
@@ -52,7 +52,7 @@ def test_too_little_memory_is_recognised(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(300)
-def test_a_rank_that_is_killed_is_told_apart_from_one_that_fails(
+def test_a_killed_rank_is_distinguished_from_one_that_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
@@ -68,7 +68,7 @@ def test_a_rank_that_is_killed_is_told_apart_from_one_that_fails(
 
 
 def kill_a_rank(folder: str) -> None:
-    """As soon as there is one whose task lies in ``folder``."""
+    """Kills a rank as soon as there is one whose task is in ``folder``."""
     give_up = time.monotonic() + _SECONDS_TO_START
     while time.monotonic() < give_up:
         for process in psutil.process_iter(["cmdline"]):
