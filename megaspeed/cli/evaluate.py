@@ -1,7 +1,7 @@
 """``megaspeed evaluate``: how well a model predicts text.
 
-The first token of a document is predicted, too, from what stands before the document. If the
-tokenizer's template puts nothing there, an end-of-text stands there.
+The first token of a document is predicted, too, from the ids before the document. If there are
+none, an end-of-text is put there.
 """
 
 import argparse
@@ -60,7 +60,7 @@ def _evaluate(options: argparse.Namespace) -> None:
         "--sequence-length", length, model.positions, "the model's max_position_embeddings"
     )
     stride = options.stride or length
-    _require_at_most("--stride", stride, length, "the sequence length, or tokens would be left out")
+    _require_at_most("--stride", stride, length, "the sequence length, or tokens would be skipped")
     progress = EvaluationProgress(files)
     with BarOrLines(progress.total_bytes) as bar:
         score = evaluate(
@@ -93,7 +93,7 @@ def _evaluate(options: argparse.Namespace) -> None:
 def _require_at_most(option: str, number: int, limit: int, law: str) -> None:
     if number > limit:
         raise DataError(
-            f"{option} must be at most {law}, and {number} is more than {limit}; lower or omit it"
+            f"{option} must be at most {law}, but {number} is more than {limit}; lower or omit it"
         )
 
 

@@ -4,8 +4,8 @@
     megaspeed import-hf DIR OUT [--tokenizer PATH | --no-tokenizer] [--no-verify]
     deepspeed scripts/pretrain.py --config FILE --set model.from_hf=DIR --resume OUT
 
-CHECKPOINT is a checkpoint of any layout, or a folder of checkpoints or of a run, of which the
-newest complete one is used. DIR is a folder as save_pretrained writes it. OUT gets its name when
+CHECKPOINT is a checkpoint of any layout. For a folder of checkpoints or of a run, the newest
+complete checkpoint is used. DIR is a folder as save_pretrained writes it. OUT gets its name after
 both implementations have computed the same logits. Both commands run on the CPU.
 """
 

@@ -40,9 +40,9 @@ def add_model_options(parser: argparse.ArgumentParser, *openings: str) -> None:
         "--opening",
         choices=("auto", "end-of-text", "tokenizer", *openings),
         default="auto",
-        help="what stands before a document: an end-of-text, what the tokenizer's template puts "
-        "before a text, or (auto, the default) what stood there in training: an end-of-text if "
-        "the model was trained here, else the template's",
+        help="what precedes a document: an end-of-text, what the tokenizer's template puts before "
+        "a text, or (auto, the default) what preceded it in training: an end-of-text if the model "
+        "was trained here, otherwise the template's",
     )
     parser.add_argument("--json", type=new_file, metavar="FILE", help="also write the figures here")
 
@@ -58,7 +58,7 @@ def add_tokenizer(parser: "argparse.ArgumentParser | argparse._ArgumentGroup") -
 
 
 def load_model(options: argparse.Namespace, *, always_open: bool) -> "TextModel":
-    """Loads the model that the options name, and prints on stderr what begins a document.
+    """Loads the model that the options name, and reports on stderr how a document begins.
 
     Args:
         options: options of the command.

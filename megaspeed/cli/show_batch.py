@@ -3,7 +3,7 @@
     megaspeed show-batch --config FILE --step 1000          the samples of that step
     megaspeed show-batch --config FILE --samples 64:72      samples 64 ... 71 of the stream
 
-Nothing is replayed: the tokens of a sample follow from the data, the seed and its index.
+Nothing is replayed, because the tokens of a sample depend only on the data, the seed and its index.
 """
 
 import argparse
@@ -67,7 +67,7 @@ def _samples_of_step(options: argparse.Namespace, train_batch_size: int | None) 
     if train_batch_size is None:
         raise ConfigError(
             [
-                "the samples of a step follow from train_batch_size, which the file leaves to the "
+                "the samples of a step depend on train_batch_size, which the file derives from the "
                 "number of processes; add --world-size, or name samples with --samples A:B"
             ],
             where=str(options.config),

@@ -54,7 +54,7 @@ def text_files(options: argparse.Namespace) -> list[SourceFile]:
     """
     raise_any(_problems(options))
     read_as = {"text_field": options.text_field, "split": options.split}
-    # Not checked: the name of a file need not be UTF-8, unlike a configuration.
+    # Not validated: a configuration must be UTF-8, but the name of a file need not be.
     paths = [Source.model_construct(path=path, **read_as) for path in options.input]
     datasets = [
         Source(
@@ -91,7 +91,7 @@ def _problems(options: argparse.Namespace) -> Iterator[str]:
     stated = [f"--{name}" for name in of_datasets if getattr(options, name)]
     if stated and not options.dataset:
         yield (
-            f"options of datasets need --dataset, and {' and '.join(stated)} is stated without it; "
+            f"options of datasets need --dataset, but it is missing beside {' and '.join(stated)}; "
             f"remove {'them' if len(stated) > 1 else 'it'}, or name the --dataset"
         )
     # A tokenization that is continued may find its own output beside its text.
@@ -100,6 +100,6 @@ def _problems(options: argparse.Namespace) -> Iterator[str]:
         tokens = [place for place in token_paths(Path(path)) if place.resolve() != own]
         if tokens:
             yield (
-                f"INPUT is text, and '{path}' names {tokens[0]}, which holds token ids; name only "
-                "the text that they were made from"
+                f"INPUT must be text, but '{path}' names {tokens[0]}, which holds token ids; name "
+                "only the text that they were made from"
             )

@@ -49,12 +49,12 @@ class _Display:
         self.skipped = 0
 
     def tokens_per_second(self) -> float:
-        """Since this process began to encode."""
+        """Tokens encoded each second, since this process began to encode."""
         seconds = max(1e-9, time.monotonic() - self._started_at)
         return (self._tokens - self._tokens_before) / seconds
 
     def report(self, progress: Progress) -> None:
-        """Shows the progress; the first call, that of earlier commands."""
+        """Shows the progress. The first call shows the progress of earlier commands."""
         self._tokens, self.skipped = progress.tokens, progress.skipped
         if self._bar is not None:
             text = f"{self._tokens:,} tokens, {self.tokens_per_second():,.0f} tokens/s"

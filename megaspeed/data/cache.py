@@ -79,7 +79,7 @@ class Cache:
                     on_wait=self._report_wait if self.reports_waits else None,
                     reentrant=True,
                 )
-                if stack.enter_context(held):  # if not, an outer block has the lock
+                if stack.enter_context(held):  # otherwise an outer block already holds the lock
                     self._remove_leftovers()
             except OSError as error:
                 raise _cannot_write(self.root, error) from error
@@ -184,6 +184,6 @@ def _checksum(path: Path) -> str:
 
 def _cannot_write(path: Path, error: OSError) -> DataError:
     return DataError(
-        f"prepared data must be kept on disk, and {path} cannot be written ({error.strerror}); "
+        f"prepared data must be kept on disk, but {path} cannot be written ({error.strerror}); "
         f"set {CACHE_VARIABLE} to a folder with room"
     )

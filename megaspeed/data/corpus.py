@@ -52,7 +52,7 @@ class PreparedCorpus:
 
     @property
     def tokenizer_fingerprint(self) -> str | None:
-        """The fingerprint of the tokenizer of the ids; None if no file states it."""
+        """The fingerprint of the tokenizer that made the ids; None if no file states it."""
         stated = (file.index.tokenizer_fingerprint for file in self._files())
         return next((fingerprint for fingerprint in stated if fingerprint is not None), None)
 
@@ -73,13 +73,13 @@ class PreparedCorpus:
         return 0 if self.validation is None else self.validation.sequences(self.sequence_length)
 
     def check(self, vocab_size: int) -> None:
-        """Raises DataError with everything that prevents training on the corpus.
+        """Raises DataError with every problem that prevents training on the corpus.
 
-        This is: an id that the model does not have, a component without a complete sequence, and
-        files of different tokenizers. If attention restarts at every document, also a file whose
-        end-of-text token is unknown.
+        An id is not below `vocab_size`, a component does not fill one sequence, or the files were
+        made with different tokenizers. If attention restarts at every document, it is also a
+        problem if the end-of-text token of a file is unknown.
         """
-        large_ids: dict[Path, str | None] = {}  # one for each file, which may have several parts
+        large_ids: dict[Path, str | None] = {}  # one for each file, even if it has several parts
         for file in self._files():
             large_ids[file.path] = large_ids.get(file.path) or file.large_id(vocab_size)
         problems = [
@@ -103,7 +103,7 @@ class PreparedCorpus:
                 source = "" if len(components) == 1 else f", in its source {component.name}"
                 yield (
                     f"{setting} must fill at least one sequence of data.sequence_length + 1 = "
-                    f"{self.sequence_length + 1} tokens{source}, and has {_size_of(component)}; "
+                    f"{self.sequence_length + 1} tokens{source}, but has {_size_of(component)}; "
                     f"add text, {mend}or shorten data.sequence_length"
                 )
 
@@ -117,8 +117,8 @@ class PreparedCorpus:
             first, expected = known[0]
             if own != expected:
                 yield (
-                    f"all token files must be of one tokenizer, and {first} is of "
-                    f"{expected[:16]}... while {path} is of {own[:16]}...; tokenize one of the two "
+                    f"all token files must be made with one tokenizer, but {first} was made with "
+                    f"{expected[:16]}... and {path} with {own[:16]}...; tokenize one of the two "
                     "again with the other's tokenizer"
                 )
 
@@ -128,7 +128,7 @@ class PreparedCorpus:
             if own is None or own != self.end_of_text:
                 found = "states none" if own is None else f"has {own} instead of {self.end_of_text}"
                 yield (
-                    "data.reset_at_documents needs one known token that ends every document, and "
+                    "data.reset_at_documents needs one known token that ends every document, but "
                     f"{file.path} {found}; make it with `megaspeed tokenize`, or set "
                     "data.reset_at_documents to false"
                 )

@@ -74,13 +74,13 @@ def read_documents(files: Sequence[SourceFile], otherwise: str = "") -> list[Doc
 def no_text(files: Sequence[SourceFile]) -> DataError:
     """The error of a corpus without a single document."""
     return DataError(
-        f"a corpus must have text, and its {len(files)} files, starting with {files[0].path}, "
+        f"a corpus must have text, but its {len(files)} files, starting with {files[0].path}, "
         "have 0 bytes of it; name files with text"
     )
 
 
 def read_pieces(documents: Iterable[Document]) -> Iterator[Piece]:
-    """The text of some documents. Consecutive documents of one file read that file once.
+    """The text of some documents. A file is read once for consecutive documents of it.
 
     Args:
         documents: from `read_documents`, those of each file in the order of their numbers.
@@ -91,7 +91,7 @@ def read_pieces(documents: Iterable[Document]) -> Iterator[Piece]:
     for file, group in groupby(documents, key=lambda document: document.file):
         try:
             yield from _chosen_pieces(file, group)
-        except OSError as error:  # removed
+        except OSError as error:  # the file was removed
             raise changed_while_read(str(file.path)) from error
 
 
@@ -111,7 +111,7 @@ def document_line(file_name: str, size_bytes: int, content: str) -> bytes:
 def changed_while_read(what: str) -> DataError:
     """The error of a file that changed between two reads."""
     return DataError(
-        f"a corpus must not change while it is read, and {what} did; start again once it is "
+        f"a corpus must not change while it is read, but {what} did; start again once it is "
         "complete"
     )
 

@@ -40,7 +40,7 @@ from megaspeed.data.token_file import id_type
 from megaspeed.data.tokenizer import TextTokenizer, load_tokenizer
 
 BATCH_CHARACTERS = 1 << 18
-"""Size of a batch that a process encodes: a fraction of a second, and about 25 MB of memory."""
+"""Characters in a batch. Encoding one takes a fraction of a second and about 25 MB of memory."""
 
 _THREADS_BATCH_CHARACTERS = 1 << 22  # enough work for all threads of a process
 _IN_FLIGHT_PER_PROCESS = 4

@@ -30,7 +30,7 @@ class DataError(ValueError):
 
 
 def raise_any(problems: Iterable[str | None]) -> None:
-    """Raises DataError if there is a problem; None stands for no problem."""
+    """Raises DataError if there is a problem; None means no problem."""
     found = [problem for problem in problems if problem is not None]
     if found:
         raise DataError(*found)

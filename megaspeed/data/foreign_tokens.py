@@ -47,7 +47,7 @@ _HEADER = struct.Struct("<9sQBQQ")
 _DTYPES: dict[int, TokenDtype] = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 _FLOATS = {6: "float64", 7: "float32"}
 
-# Part of every key of what a pass found. Increment it if the code changes so that this differs.
+# Part of the cache key of what a pass found. Increment it if the same file gives another result.
 _SURVEY_FORMAT = 1
 _READ_AT_ONCE_TOKENS = 1 << 22
 
@@ -65,7 +65,7 @@ def why_not_16_bit(path: Path, vocab_size: int) -> str | None:
     if len(ids) < _FEWEST_IDS or upper.max() > largest_upper or lower.max() <= largest_upper:
         return None
     return (
-        f"a .bin without an index holds 16-bit ids, and every second one of {path} is at most "
+        f"a .bin without an index holds 16-bit ids, but every second one of {path} is at most "
         f"{largest_upper}, as in a file of 32-bit ids for model.vocab_size {vocab_size}; write it "
         "as uint16 if all ids are below 65,536, or tokenize the text with `megaspeed tokenize`"
     )
@@ -81,14 +81,14 @@ def open_nanogpt(path: Path, cache: Cache) -> TokenFile:
     itemsize = np.dtype(_NANOGPT_DTYPE).itemsize
     if size == 0 or size % itemsize:
         raise DataError(
-            f"a .bin without an index holds a number of complete 16-bit ids, and {path} has {size} "
+            f"a .bin without an index holds a number of complete 16-bit ids, but {path} has {size} "
             "bytes; it was truncated or has another format: copy it again, or tokenize again"
         )
     with path.open("rb") as stream:
         magic = int.from_bytes(stream.read(4), "little")
     if magic in _LLM_C_MAGIC:
         raise DataError(
-            f"a .bin without an index holds ids and no header, and {path} begins with llm.c's "
+            f"a .bin without an index holds ids and no header, but {path} begins with llm.c's "
             f"({magic}); write its ids without the first 1024 bytes into a .bin"
         )
     ids = np.memmap(path, dtype=_NANOGPT_DTYPE, mode="r", shape=(size // itemsize,))
@@ -166,7 +166,7 @@ class MegatronIndex:
         for file, other in ((path, ids_path), (ids_path, path)):
             if not file.is_file():
                 raise DataError(
-                    f"an indexed dataset is a .bin and a .idx, and beside {other} there is no "
+                    f"an indexed dataset is a .bin and a .idx, but beside {other} there is no "
                     f"{file}; copy both"
                 )
         with path.open("rb") as stream:
@@ -189,7 +189,7 @@ class MegatronIndex:
             raise empty
         if size != expected:
             raise DataError(
-                f"{ids_path} must have the {expected} bytes that {path} states, and has {size}; "
+                f"{ids_path} must have the {expected} bytes that {path} states, but has {size}; "
                 "copy both again"
             )
         return index
@@ -268,13 +268,13 @@ def _check_index_size(path: Path, sequences: int, bounds: int) -> None:
     expected = _HEADER.size + 12 * sequences + 8 * bounds
     if size == expected + sequences > expected:
         raise DataError(
-            f"a text dataset has no modes, and {path} has one for each of its {sequences} "
+            f"a text dataset has no modes, but {path} has one for each of its {sequences} "
             "sequences; multimodal data cannot be trained on"
         )
     if size != expected:
         raise DataError(
             f"{path} must have {expected} bytes for its {sequences} sequences and {bounds} "
-            f"document bounds, and has {size}; copy it again"
+            f"document bounds, but has {size}; copy it again"
         )
 
 
@@ -282,21 +282,21 @@ def _parse(path: Path, header: bytes) -> tuple[TokenDtype, int, int]:
     """(dtype of the ids, sequences, document bounds)."""
     if header[: len(_MAGIC)] != _MAGIC:
         raise DataError(
-            f"an indexed dataset's .idx begins with {_MAGIC!r}, and {path} with "
+            f"an indexed dataset's .idx begins with {_MAGIC!r}, but {path} with "
             f"{header[: len(_MAGIC)]!r}; make the dataset with --dataset-impl mmap"
         )
     if len(header) < _HEADER.size:
         raise DataError(
-            f"a .idx has a header of {_HEADER.size} bytes, and {path} has {len(header)} bytes in "
+            f"a .idx has a header of {_HEADER.size} bytes, but {path} has {len(header)} bytes in "
             "all; copy it again"
         )
     _, version, code, sequences, bounds = _HEADER.unpack(header)
     if version != _VERSION:
-        raise DataError(f"a .idx of version {_VERSION} can be read, and {path} has {version}")
+        raise DataError(f"a .idx of version {_VERSION} can be read, but {path} has {version}")
     if code not in _DTYPES:
         name = _FLOATS.get(code, f"unknown (code {code})")
         raise DataError(
-            f"token ids are integers, and by {path} the dtype of its .bin is {name}; "
+            f"token ids are integers, but {path} states {name} as the dtype of its .bin; "
             "name a dataset of token ids"
         )
     return _DTYPES[code], sequences, bounds
@@ -333,7 +333,7 @@ def _read_ids(
         if int(block.min()) < 0:
             position = int(np.flatnonzero(block < 0)[0])
             raise DataError(
-                f"a token id is at least 0, and {path} has {int(block[position])} at token "
+                f"a token id is at least 0, but {path} has {int(block[position])} at token "
                 f"{start + position} (byte {(start + position) * block.itemsize}); it has another "
                 "format or is damaged: tokenize again"
             )

@@ -98,11 +98,11 @@ def split_by_tokens(
         if share > _MOST_TIMES * fraction:
             raise DataError(
                 f"at most {_MOST_TIMES} x data.validation_fraction {fraction:g} may be held out, "
-                f"and it would be {share:.1%} of {_place(group)}: no document of "
+                f"but it would be {share:.1%} of {_place(group)}: no document of "
                 f"{_place(uncut[0])} can be cut, because all have copies ({len(uncut[0]):,} "
                 f"documents, {len(_bytes_of(uncut[0])):,} distinct); remove the copies, give "
                 "data.validation sources of its own, or set data.hold_out_by to "
-                '"documents" to hold out so much'
+                '"documents" to hold out that much'
             )
     return training, validation, nothing_cut
 
@@ -123,7 +123,7 @@ def split_groups(
     if fraction == 0:
         return _sides(groups, set())
     raise_any(
-        "training and validation each need at least one complete document, and the corpus has "
+        "training and validation each need at least one complete document, but the corpus has "
         f"{len(_bytes_of(group))} distinct document ({group[0].file.path}, "
         f"{group[0].size_bytes} bytes); put <|endoftext|> between its parts, name more files, give "
         "data.validation sources of its own, or set data.validation_fraction to 0"
@@ -152,7 +152,7 @@ def _cut(
 
 
 def _chosen(bytes_of: dict[str, int], fraction: float, seed: int) -> set[str]:
-    """The content hashes of the documents that are held out, to fit into the fraction."""
+    """The content hashes of documents to hold out. Together they do not exceed the fraction."""
     room_bytes = fraction * sum(bytes_of.values())
     ranked = sorted(
         bytes_of, key=lambda content: hashlib.sha256(f"{seed}:{content}".encode()).digest()
@@ -252,7 +252,7 @@ def document_span(file: TokenFile, number: int) -> tuple[int, int]:
             at = number - ends_before
             return int(ends[at - 1]) if at else first, int(ends[at])
         ends_before, first = ends_before + len(ends), int(ends[-1]) if len(ends) else first
-    raise AssertionError(f"{file.path} has {ends_before} documents, and number {number} is wanted")
+    raise AssertionError(f"{file.path} has {ends_before} documents, but number {number} is wanted")
 
 
 def _held_out_blocks(file: TokenFile, fraction: float, seed: int) -> list[tuple[int, int]]:
@@ -288,7 +288,7 @@ def _inside(file: TokenFile, wanted: int) -> int:
     tokens = file.index.tokens
     if tokens < 2:
         raise DataError(
-            f"holding out a part of {file.path} needs at least 2 tokens, and it has {tokens}; "
+            f"holding out a part of {file.path} needs at least 2 tokens, but it has {tokens}; "
             "set data.validation_fraction to 0, or name data.validation"
         )
     return min(max(wanted, 1), tokens - 1)
@@ -307,10 +307,11 @@ def _end_near(file: TokenFile, token: int, slack: int) -> int:
 
 
 def _tail(file: TokenFile, wanted: int) -> int:
-    """Number of training tokens: up to the first end of a document at or after `wanted`.
+    """The number of training tokens, close to `wanted`.
 
-    If this is the end of the file, up to the last end of a document before `wanted`. If the file is
-    one document, or its documents are unknown, `wanted`.
+    They end with the first document that ends at or after `wanted`. If that is the last document
+    of the file, they end with the one before it. If there is no other document, or the documents
+    are unknown, the result is `wanted`.
     """
     if file.megatron_index is not None:
         index = MegatronIndex.read(file.megatron_index.with_suffix(""))

@@ -142,7 +142,7 @@ class Mixing:
         fractions = [Fraction(repr(weight)) for weight in weights]
         common = math.lcm(*(fraction.denominator for fraction in fractions))
         whole = tuple(int(fraction * common) for fraction in fractions)
-        rarest = -(-sum(whole) // min(whole))  # samples among which it is drawn once
+        rarest = -(-sum(whole) // min(whole))  # the rarest component has one in so many samples
         return cls(whole, max(_SMALLEST_BLOCK, 1 << (rarest - 1).bit_length()), key)
 
     def draw(self, sample: int) -> tuple[int, int]:

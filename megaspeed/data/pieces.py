@@ -8,11 +8,11 @@ longer document is cut at places that do not change its tokens:
     "... the quick brown| fox ..."      a space belongs to the word after it
     "... the end|\\n    A line ..."       so does a line end
 
-The first cut is safe with the common tokenizers. A byte-level BPE splits text into words before it
-merges, and a space begins a word. In the vocabulary of a SentencePiece model, the mark of a space
-occurs only at the beginning of entries. After a letter or a digit, a line end begins a new word for
-all of them, unless the vocabulary was trained across lines. If the last 64 KiB of a piece have
-neither, the text is cut between two characters. There, one token may become two.
+A cut before a space is safe with the common tokenizers. A byte-level BPE splits text into words
+before it merges, and a space begins a word. In the vocabulary of a SentencePiece model, the mark of
+a space occurs only at the beginning of entries. After a letter or a digit, a line end begins a new
+word for all of them, unless the vocabulary was trained across lines. If the last 64 KiB of a piece
+have neither, the text is cut between two characters. There, one token may become two.
 """
 
 from __future__ import annotations
@@ -210,4 +210,4 @@ def no_such_field(name: str, present: Iterable[str], kind: str) -> str:
     names = [f'"{other}"' for other in present]
     shown = ", ".join(names[:_FIELDS_SHOWN]) or "none"
     more = f" and {len(names) - _FIELDS_SHOWN} more" if len(names) > _FIELDS_SHOWN else ""
-    return f'the {kind} "{name}" must hold the text, and is missing; the {kind}s are {shown}{more}'
+    return f'the {kind} "{name}" must hold the text, but is missing; the {kind}s are {shown}{more}'

@@ -174,11 +174,11 @@ def _read_split(
     else:
         training, held_out = split_groups(groups, data.validation_fraction, data.seed)
     raise_any(
-        f"data.train: every source must keep text to train on, and all {len(held)} documents of "
-        f"'{share.name}' are held out: other sources have some of them, too, and a document that "
-        "one source holds out is trained on in none; lower data.validation_fraction "
-        f"({data.validation_fraction:g}), give data.validation sources of its own, or remove what "
-        "the sources have in common"
+        f"data.train: every source must keep text to train on, but all {len(held)} documents of "
+        f"'{share.name}' are held out: some of them are also in other sources, and a document that "
+        "is held out from one source is held out from all; lower data.validation_fraction "
+        f"({data.validation_fraction:g}), give data.validation sources of its own, or remove the "
+        "documents that the sources share"
         for share, left, held in zip(selection.train, training, held_out, strict=True)
         if held and not left
     )
@@ -203,7 +203,7 @@ def _provide_tokenizer(
         key = cache_key(
             _TOKENIZER_FORMAT,
             tokenizers.__version__,
-            CUT_RULE,  # it is trained on pieces
+            CUT_RULE,  # because the training text is cut into pieces
             corpus_fingerprint(documents),
             TRAINING_SAMPLE_BYTES,
             vocab_size,

@@ -137,7 +137,7 @@ class TrainingOrder:
 
     @classmethod
     def of(cls, mixture: Mixture, seed: int, sequence_length: int) -> Self:
-        """Every component of the mixture has at least one sequence."""
+        """The places of a mixture. Each of its components must have at least one sequence."""
         weights = [component.weight for component in mixture.components]
         firsts = [component.first_sequences(sequence_length) for component in mixture.components]
         samplers = [
@@ -152,7 +152,7 @@ class TrainingOrder:
         component, draw = self.mixing.draw(sample)
         sequence = self._sequence_of(self.samplers[component], draw)
         first_sequences = self.first_sequences[component]
-        # The last file that begins at or before it, because files may have no sequence.
+        # The last file that begins at or before the sequence, because a file may have no sequence.
         file = bisect_right(first_sequences, sequence) - 1
         first_token = (sequence - first_sequences[file]) * self.sequence_length
         return Place(component, draw, sequence, file, first_token)

@@ -167,8 +167,8 @@ def find_problems_in_file(path: str | PathLike[str], overrides: Sequence[str] = 
         is_complete = True
     if not is_complete:
         logger.warning(
-            "data: the files were examined for %g s, and not completely, because they are many or "
-            "slow to find; a run examines all of them when it starts",
+            "data: after %g s, some files are not examined yet, because they are many or slow to "
+            "find; a run examines all of them when it starts",
             _LONGEST_SECONDS,
         )
     return problems
@@ -231,8 +231,8 @@ def _find_both(data: DataConfig) -> tuple[tuple[Share, ...], tuple[Share, ...] |
     both = [shown for place, shown in validated_on.items() if place in trained_on]
     if both:
         raise DataError(
-            f"validation data must not be trained on, and {len(both)} of {len(validated_on)} "
-            f"files of data.validation are in data.train too, the first {both[0]}; "
+            f"validation data must not be trained on, but {len(both)} of {len(validated_on)} "
+            f"files of data.validation are also in data.train, the first is {both[0]}; "
             "narrow one of the two lists"
         )
     return train, rest[0] if rest else None
@@ -290,7 +290,7 @@ def _check_tokens(
         text = text_beside_tokens(Path(str(source.path))) if paths else None
         if text is not None:
             problems.append(
-                f"{setting}: a source is text or tokens, and '{source}' matches {text}, which is "
+                f"{setting}: a source is text or tokens, but '{source}' matches {text}, which is "
                 f"read as text, and {paths[0]}, which holds tokens; list the two as two sources"
             )
         for path in paths:
@@ -311,15 +311,15 @@ def choose_tokenizer(data: DataConfig, shares: Sequence[Share]) -> str | None:
     if data.tokenizer == TRAIN and not folders:
         if places and any(share.files for share in shares):
             raise DataError(
-                f'data.tokenizer is "{TRAIN}", and {places[0]} does not state the tokenizer of its '
-                "ids, which the text must be tokenized with, too; name that tokenizer in "
-                "data.tokenizer"
+                "text must be tokenized with the tokenizer of the other sources, but "
+                f'data.tokenizer is "{TRAIN}" and {places[0]} does not state the tokenizer of its '
+                "ids; name that tokenizer in data.tokenizer"
             )
         return None
     chosen = str(folders[0] if data.tokenizer == TRAIN else expand_home(data.tokenizer))
     if data.tokenizer == TRAIN and not (folders[0] / TOKENIZER_FILE).is_file():
         raise DataError(
-            f"a token folder has its tokenizer in it, and {folders[0] / TOKENIZER_FILE} is "
+            f"a token folder must contain its tokenizer, but {folders[0] / TOKENIZER_FILE} is "
             "missing; copy it again, or name the tokenizer in data.tokenizer"
         )
     if folders:
@@ -327,7 +327,7 @@ def choose_tokenizer(data: DataConfig, shares: Sequence[Share]) -> str | None:
         fingerprints = [read_index(folder).tokenizer_fingerprint for folder in folders]
         raise_any(
             f"all tokens must be made with one tokenizer: the fingerprint of the one in {chosen} "
-            f"is {wanted[:16]}..., and the tokens in {folder} were made with {found[:16]}...; name "
+            f"is {wanted[:16]}..., but the tokens in {folder} were made with {found[:16]}...; name "
             "the tokenizer of these tokens in data.tokenizer, or make them again with the other"
             for folder, found in zip(folders, fingerprints, strict=True)
             if found != wanted

@@ -111,7 +111,7 @@ def files_by_source(sources: Sequence[Source], setting: str) -> list[list[Source
     """Like `list_files`, with one list for each source."""
     if not sources:
         raise DataError(
-            f"{setting} must list at least one source and lists none; "
+            f"{setting} must list at least one source, but lists none; "
             f'name a text file or a glob, or "{BUNDLED_CORPUS}"'
         )
     listed = [_files_of(source) for source in sources]
@@ -141,11 +141,11 @@ def matched_twice(setting: str, first: tuple[Path, Source], second: tuple[Path, 
     other_path, other_source = second
     link = "" if path == other_path else f" (the same file as {other_path}, by a link)"
     if link and source is other_source:
-        law = f"{setting}: a file is listed once"
-        return f"{law}, and '{source}' matches {path}{link} twice; narrow it"
+        law = f"{setting}: a file may be listed only once"
+        return f"{law}, but '{source}' matches {path}{link} twice; narrow it"
     return (
-        f"{setting}: a file is listed once, and {path}{link} is matched by both '{source}' and "
-        f"'{other_source}'; narrow one of the two, or remove it"
+        f"{setting}: a file may be listed only once, but {path}{link} is matched by both "
+        f"'{source}' and '{other_source}'; narrow one of the two, or remove it"
     )
 
 
@@ -222,7 +222,7 @@ def _why_refused(path: Path) -> str | None:
     suffix, is_archive = _suffix(path)
     named = Path(path.stem) if is_archive else path
     numbered = Path(named.stem).suffix.lower() if suffix.removeprefix(".").isdecimal() else ""
-    if numbered in _KNOWN_SUFFIXES:  # such as pages.jsonl.1, as logs are rotated
+    if numbered in _KNOWN_SUFFIXES:  # such as pages.jsonl.1, an older log
         ending = numbered + (path.suffix if is_archive else "")
         return _REFUSED.get(numbered, f"rename it so that its name ends in {ending}")
     if suffix == _TABLE and is_archive:
@@ -247,21 +247,21 @@ def _unreadable(file: SourceFile, setting: str) -> str | None:
 def _nothing_found(source: Source, setting: str) -> str:
     if source.path == BUNDLED_CORPUS:
         return (
-            f'{setting}: "{BUNDLED_CORPUS}" needs the standard library as .py files and '
+            f'{setting}: "{BUNDLED_CORPUS}" needs the standard library as .py files, but '
             f"{_library_folder()} has none; name text files instead"
         )
     path = expand_home(str(source.path))
     if path.is_dir():
         inside = Path(glob.escape(str(path)), "**", "*.txt").as_posix()
         return (
-            f"{setting}: a source is a file, a glob or a folder that save_to_disk of datasets "
-            f"wrote, and '{source}' is another folder; name the files in it, for example with "
+            f"{setting}: a source must be a file, a glob or a folder that save_to_disk of datasets "
+            f"wrote, but '{source}' is another folder; name the files in it, for example with "
             f'"{inside}"'
         )
     if glob.has_magic(str(path)):
         brackets = '; for a bracket that is part of a name, write "[[]"' if "[" in str(path) else ""
         return (
-            f"{setting}: a glob must match at least one file, and '{source}' matches 0 under "
+            f"{setting}: a glob must match at least one file, but '{source}' matches 0 under "
             f"{_fixed_part(path).absolute()}; relative paths start from the working directory"
             f"{brackets}"
         )

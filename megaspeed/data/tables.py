@@ -1,4 +1,4 @@
-"""Tables with one document a row: Parquet files, and datasets of the `datasets` library.
+"""Tables with one document in each row: Parquet files, and datasets of the `datasets` library.
 
 Parquet files are read by pyarrow directly, so that a row group of gigabytes need not fit in memory.
 Datasets come from a folder that `save_to_disk` wrote, or by name from `load_dataset`. The library
@@ -57,7 +57,7 @@ def _pieces_of_rows(
     for row, value in enumerate(values):
         wrong = what_is_wrong(value)
         if wrong is not None:
-            problem = f'the column "{column}" must be a string, and is {wrong}'
+            problem = f'the column "{column}" must be a string, but is {wrong}'
             on_bad(BadRecord(path, f"row {row:,} (counted from 0)", problem, CORRECT_IT))
         elif value:
             yield from pieces_of(str(value), round((row + 1) * bytes_per_row))
@@ -72,7 +72,7 @@ def _until_broken(batches: Iterator[T], path: Path, on_bad: OnBad) -> Iterator[T
 
 
 def _cannot_be_read(path: Path, error: Exception) -> BadRecord:
-    problem = f"it cannot be read, or not to its end ({error})"
+    problem = f"it cannot be read completely ({error})"
     return BadRecord(path, "the table", problem, COPY_AGAIN)
 
 
@@ -117,12 +117,12 @@ class Table(TextFormat):
             return no_such_field(self.text_field, schema.names, "column")
         if schema.names.count(self.text_field) > 1:
             times = schema.names.count(self.text_field)
-            return f'one column must be named "{self.text_field}", and {times} are'
+            return f'one column must be named "{self.text_field}", but {times} are'
         kind = schema.field(self.text_field).type
         if str(kind).startswith("dictionary<"):
             kind = kind.value_type  # the type of its entries
         if str(kind) not in ("string", "large_string", "string_view"):
-            return f'the column "{self.text_field}" must hold strings, and holds {kind}'
+            return f'the column "{self.text_field}" must hold strings, but holds {kind}'
         return None
 
 
@@ -131,7 +131,7 @@ def _value(scalar: Any) -> object:
     try:
         return scalar.as_py()
     except UnicodeDecodeError:
-        text = getattr(scalar, "value", scalar)  # of a dictionary, the value
+        text = getattr(scalar, "value", scalar)  # an entry of a dictionary has it in .value
         return text.as_buffer().to_pybytes()
 
 
@@ -174,7 +174,7 @@ class SavedDataset(TextFormat):
         if (path / _SEVERAL_SPLITS).is_file() and not self._folder(path).is_dir():
             found = sorted(folder.name for folder in path.iterdir() if is_saved_dataset(folder))
             return (
-                f"a dataset's split must be one of its own, and {path} has no {self.split!r}; "
+                f"a dataset's split must be one of its own, but {path} has no {self.split!r}; "
                 f"state one of {', '.join(found)} as split"
             )
         return next(special_files(self._folder(path)), None)
@@ -243,8 +243,8 @@ class NamedDataset(TextFormat):
             return load(str(path), self.configuration, revision=self.revision, **arguments)
         except Exception as error:  # of datasets, the hub's client, the network
             raise DataError(
-                f"datasets.load_dataset must find what data names, and for {path}{self.part()} it "
-                f"says: {error}; correct the name, configuration, revision or split. Without a "
+                f"datasets.load_dataset must find every dataset, but for {path}{self.part()} it "
+                f"reports: {error}; correct the name, configuration, revision or split. Without a "
                 "network, save the dataset elsewhere with save_to_disk and name that folder as path"
             ) from error
 
@@ -253,7 +253,7 @@ def _pieces_of_dataset(
     path: Path, dataset: Any, column: str, bytes_per_row: float, on_bad: OnBad
 ) -> Iterator[Piece]:
     """The texts in a column of a Dataset or an IterableDataset."""
-    names = dataset.column_names  # None if a stream does not know them beforehand
+    names = dataset.column_names  # None if they are unknown before a stream is read
     if names is not None:
         if column not in names:
             problem = no_such_field(column, names, "column")

@@ -180,7 +180,7 @@ def _not_utf8(path: Path, start: int, byte: int, error: UnicodeDecodeError, hint
     return BadRecord(
         path,
         f"byte {start + error.start:,}",
-        f"text must be UTF-8, and this byte is 0x{byte:02x} ({error.reason}){hint}",
+        f"text must be UTF-8, but this byte is 0x{byte:02x} ({error.reason}){hint}",
         "convert the file, for example with iconv -t UTF-8",
     )
 
@@ -234,16 +234,16 @@ class JsonLines(TextFormat):
             names = dict.fromkeys(key for key, _ in record)
             raise _NoText(no_such_field(field, names, "field"), f"{STATE_FIELD}, or {CORRECT_IT}")
         if len(texts) > 1:
-            raise _NoText(f'a line has one field "{field}", and this one has several')
+            raise _NoText(f'a line has one field "{field}", but this one has several')
         wrong = what_is_wrong(texts[0])
         if wrong is not None:
-            raise _NoText(f'the field "{field}" must be a string, and is {wrong}')
+            raise _NoText(f'the field "{field}" must be a string, but is {wrong}')
         return str(texts[0])
 
 
 def _parsed(line: bytes) -> tuple[tuple[str, object], ...]:
     """The keys and values of the object in a line."""
-    law = "a line must be one JSON object in UTF-8, and this one"
+    law = "a line must be one JSON object in UTF-8, but this one"
     try:
         record = _DECODER.decode(line.decode("utf-8"))
     except UnicodeDecodeError as error:
@@ -253,7 +253,7 @@ def _parsed(line: bytes) -> tuple[tuple[str, object], ...]:
         problem = f"is not JSON ({error.msg} at character {error.pos:,})"
         raise _NoText(f"{law} {problem}", may_be_damage=True) from None
     except (ValueError, RecursionError) as error:  # a number or a depth that is too large
-        raise _NoText(f"{law} is not read as JSON ({error})", may_be_damage=True) from None
+        raise _NoText(f"{law} cannot be read as JSON ({error})", may_be_damage=True) from None
     if not isinstance(record, tuple):
         raise _NoText(f"{law} is {what_is_wrong(record) or 'a string'}")
     return record

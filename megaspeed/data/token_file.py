@@ -95,7 +95,7 @@ class TokenFile:
         stop, size = offset + tokens * dtype.itemsize, self.path.stat().st_size
         if size < stop:
             raise DataError(
-                f"a token file must not change after it was opened, and {self.path} had at "
+                f"a token file must not change after it was opened, but {self.path} had at "
                 f"least {stop} bytes and has {size}; write it again and restart"
             )
         return np.memmap(self.path, dtype=dtype, mode="r", offset=offset, shape=(tokens,))
@@ -123,7 +123,7 @@ class TokenFile:
                 place = start + int(too_large[0])
                 token = self.first_token + place
                 return (
-                    f"every token id must be below model.vocab_size ({vocab_size}), and "
+                    f"every token id must be below model.vocab_size ({vocab_size}), but "
                     f"{self.path} has id {int(ids[place])} at token {token} (byte "
                     f"{token * ids.itemsize}); its largest id is {self.index.largest_id}: set "
                     f"model.vocab_size to at least {self.index.largest_id + 1} or use another "

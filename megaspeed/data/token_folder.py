@@ -225,7 +225,7 @@ def _truncate(path: Path, size_bytes: int) -> None:
     found = path.stat().st_size if path.exists() else 0
     if found < size_bytes:
         raise DataError(
-            f"{path} must have the {size_bytes:,} bytes that {PLAN} states, and has {found:,}; "
+            f"{path} must have the {size_bytes:,} bytes that {PLAN} states, but has {found:,}; "
             "start again with --fresh"
         )
     with path.open("ab") as stream:
@@ -301,8 +301,8 @@ def _read(folder: Path) -> tuple[TokenFolderIndex, list[str]]:
     path = folder / INDEX
     if not path.exists():
         raise DataError(
-            f"only a finished token folder can be trained on, and {folder} has no {INDEX}: its "
-            "tokenization did not end; run the same `megaspeed tokenize` command again, which "
+            f"only a finished token folder can be trained on, but {folder} has no {INDEX}: its "
+            "tokenization did not finish; run the same `megaspeed tokenize` command again, which "
             "continues it"
         )
     facts = read_sealed(path)
@@ -312,7 +312,7 @@ def _read(folder: Path) -> tuple[TokenFolderIndex, list[str]]:
     samples = facts.pop(_SAMPLES_KEY, [])
     if found != _FORMAT:
         raise DataError(
-            f"token folders have format {_FORMAT}, and {path} has format {found}; {_COPY_AGAIN}"
+            f"token folders have format {_FORMAT}, but {path} has format {found}; {_COPY_AGAIN}"
         )
     try:
         index = TypeAdapter(TokenFolderIndex).validate_python(facts)
@@ -324,11 +324,11 @@ def _read(folder: Path) -> tuple[TokenFolderIndex, list[str]]:
 def _problem(path: Path, expected_bytes: int, sample: str) -> str | None:
     """A problem with the size or the sample of a shard; None if there is none."""
     if not path.is_file():
-        return f"a token folder must have every shard, and {path} is missing; {_COPY_AGAIN}"
+        return f"a token folder must have every shard, but {path} is missing; {_COPY_AGAIN}"
     size = path.stat().st_size
     if size != expected_bytes:
         return (
-            f"a shard must be as long as its index states, and {path} has {size} bytes instead of "
+            f"a shard must be as long as its index states, but {path} has {size} bytes instead of "
             f"{expected_bytes}; {_COPY_AGAIN}"
         )
     found = _sample(path)
@@ -353,7 +353,7 @@ def _wrong_checksum(path: Path, shard: Shard, cache: Cache) -> str | None:
 
 def _changed(what: str, found: str, expected: str) -> str:
     return (
-        f"a shard must stay as it was written, and {what} is {found[:16]}... instead of "
+        f"a shard must stay as it was written, but {what} is {found[:16]}... instead of "
         f"{expected[:16]}...; {_COPY_AGAIN}"
     )
 

@@ -45,7 +45,7 @@ def open_tokens(path: Path, cache: Cache) -> tuple[TokenFile, ...]:
     if path.is_dir():
         files = open_token_folder(path, cache)
         if not files:
-            raise DataError(f"a source must have tokens, and {path} has none; name another")
+            raise DataError(f"a source must have tokens, but {path} has none; name another")
         return files
     special = next(special_among([path]), None)
     if special is not None:
@@ -54,15 +54,15 @@ def open_tokens(path: Path, cache: Cache) -> tuple[TokenFile, ...]:
         return (open_megatron(path.with_suffix(""), cache),)
     if _is_shard(path):
         raise DataError(
-            f"the shards of a token folder are read by its {INDEX}, and {path} is one of them; "
+            f"the shards of a token folder are read through its {INDEX}, but {path} is one shard; "
             f"name the folder, {path.parent}"
         )
     if index_path(path).is_file():
         file = TokenFile.open(cache, path)
         if file is None:
             raise DataError(
-                f"a token file must be what its index states, and {path} is not what "
-                f"{index_path(path)} states; delete both, and prepare the corpus again"
+                f"a token file must match its index, but {path} does not match "
+                f"{index_path(path)}; delete both, and prepare the corpus again"
             )
         return (file,)
     return (open_nanogpt(path, cache),)

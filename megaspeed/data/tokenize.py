@@ -54,7 +54,7 @@ DEFAULT_SHARD_TOKENS = 1 << 29
 _FORMAT = 2
 _LOCK = ".lock"
 _PROGRESS = "progress"
-_TEMPORARY_FILES = (PLAN, DOCUMENTS, "progress.json")  # the last one is of version 0.1
+_TEMPORARY_FILES = (PLAN, DOCUMENTS, "progress.json")  # version 0.1 wrote the last one
 _ALL = (INDEX, *_TEMPORARY_FILES, SKIPPED, SHARDS, TOKENIZER_FILE, CONFIG_FILE)
 # The plan is saved after input files of at least this size, because saving makes the processes
 # idle.
@@ -194,12 +194,12 @@ def _lock_folder(folder: Path) -> Iterator[None]:
             stack.enter_context(lock(folder / _LOCK))
         except Locked as error:
             raise DataError(
-                f"only one process at a time writes to a folder, and another one writes to "
+                f"only one process at a time may write to a folder, but another one writes to "
                 f"{folder}; wait until it has ended, or name another --output"
             ) from error
         except OSError as error:
             raise DataError(
-                f"tokens are written to a folder, and {folder} cannot be created or written to "
+                f"tokens must be written to a folder, but {folder} cannot be created or written to "
                 f"({error.strerror}); name another --output"
             ) from error
         yield
@@ -240,7 +240,7 @@ def _earlier_progress(folder: Path, plan: Facts, *, skips: bool) -> Progress:
         DataError: the folder is finished, or holds something that cannot be continued.
     """
     if (folder / INDEX).exists():
-        _remove(folder, _TEMPORARY_FILES)  # left if an earlier call was killed at its end
+        _remove(folder, _TEMPORARY_FILES)  # they remain if an earlier call was killed at its end
         raise DataError(
             f"{folder} is finished and holds tokens; name another --output, or replace it with "
             "--fresh"
@@ -256,13 +256,13 @@ def _earlier_progress(folder: Path, plan: Facts, *, skips: bool) -> Progress:
     differing = [key for key, value in plan.items() if before.get(key) != value]
     if differing:
         raise DataError(
-            f"the tokenization in {folder} can only be continued as it was started, and its "
+            f"the tokenization in {folder} can only be continued as it was started, but its "
             f"{' and '.join(differing)} differed then; restore that, name another --output, or "
             "start again with --fresh"
         )
     if stored.skipped and not skips:
         raise DataError(
-            f"the tokenization in {folder} has skipped {stored.skipped} bad records under "
+            f"the tokenization in {folder} has skipped {stored.skipped} bad records with "
             f"--skip-bad (listed in {folder / SKIPPED}); state it again, or start again with "
             "--fresh"
         )
@@ -275,8 +275,8 @@ def _refuse_others(folder: Path) -> None:
     if others:
         mend = ", or replace them with --fresh" if _is_ours(folder) else ""
         raise DataError(
-            f"tokens are written to a new or empty folder, and {folder} has {len(others)} entries "
-            f"that cannot be continued, the first {others[0]}; name another --output{mend}"
+            f"tokens must be written to a new or empty folder, but {folder} has {len(others)} "
+            f"entries that cannot be continued, the first {others[0]}; name another --output{mend}"
         )
 
 

@@ -196,7 +196,7 @@ def load_tokenizer(source: str, setting: str = _SETTING) -> TextTokenizer:
     if not os.path.exists(path):
         law = f'is "{TRAIN}" or a path' if setting == _SETTING else "is a path"
         raise DataError(
-            f"{setting} {law} (nothing is downloaded), and there is no {path.absolute()}; "
+            f"{setting} {law} (nothing is downloaded), but there is no {path.absolute()}; "
             "correct the path"
         )
     special = next(special_among(_possible_files(path)), None)
@@ -205,7 +205,7 @@ def load_tokenizer(source: str, setting: str = _SETTING) -> TextTokenizer:
     stated = _read_object(file.parent / CONFIG_FILE)
     tokenizer = _of_file(file, setting) if file.is_file() else _older_format(path, setting)
     if not tokenizer.get_vocab_size(with_added_tokens=True):
-        raise DataError(f"{setting} must have entries, and {path} has none; download it again")
+        raise DataError(f"{setting} must have entries, but {path} has none; download it again")
     return TextTokenizer(tokenizer, _find_end_of_text(tokenizer, file.parent), stated)
 
 
@@ -224,7 +224,7 @@ def check_vocabulary(tokenizer_size: int, source: str, vocab_size: int) -> None:
     """Raises DataError unless every id of the tokenizer has a row in the model's embedding."""
     if tokenizer_size > vocab_size:
         raise DataError(
-            "every token id must be below model.vocab_size, and the tokenizer "
+            "every token id must be below model.vocab_size, but the tokenizer "
             f"{source!r} has {tokenizer_size} entries while model.vocab_size is {vocab_size}; "
             f"set model.vocab_size to at least {tokenizer_size} or use a smaller tokenizer"
         )
@@ -238,7 +238,7 @@ def _find_end_of_text(tokenizer: Tokenizer, folder: Path) -> int:
         if token_id is not None:
             return token_id
     raise NoEndOfText(
-        f"a document must end with a token of its own, and the tokenizer in {folder} has none of "
+        f"a document must end with a token of its own, but the tokenizer in {folder} has none of "
         f"{', '.join(names)}; name its eos_token in {folder / CONFIG_FILE}",
         tokenizer,
     )
@@ -284,8 +284,8 @@ def _of_file(file: Path, setting: str) -> Tokenizer:
         return Tokenizer.from_file(str(file))
     except Exception as error:  # the bindings raise bare Exception
         raise DataError(
-            f"{setting} must be a tokenizer.json or a folder with one, and {file} cannot be read "
-            f"as such ({error}); save it with save_pretrained"
+            f"{setting} must be a tokenizer.json or a folder with one, but {file} cannot be read "
+            f"as one ({error}); save it with save_pretrained"
         ) from error
 
 
@@ -301,9 +301,9 @@ def _older_format(folder: Path, setting: str) -> Tokenizer:
         assert isinstance(tokenizer, Tokenizer)
     except Exception as error:  # transformers raises many kinds, with advice that does not apply
         raise DataError(
-            f"{setting} must be a tokenizer.json or a folder with one, and {folder} has none, nor "
-            "an older format that transformers reads here; save it with save_pretrained where it "
-            "is read (a tokenizer.model needs the package sentencepiece)"
+            f"{setting} must be a tokenizer.json or a folder with one, but {folder} has none, and "
+            "transformers cannot read an older format in it; save it with save_pretrained where "
+            "transformers can (a tokenizer.model needs the package sentencepiece)"
         ) from error
     return tokenizer
 
@@ -329,7 +329,7 @@ def check_trainable(vocab_size: int, setting: str = "model.vocab_size") -> None:
     if vocab_size < _SMALLEST_VOCABULARY:
         raise DataError(
             f"a byte-level BPE has at least {_SMALLEST_VOCABULARY} entries (256 bytes and "
-            f"{END_OF_TEXT}), and {setting} is {vocab_size}; raise it, or use an existing tokenizer"
+            f"{END_OF_TEXT}), but {setting} is {vocab_size}; raise it, or use an existing tokenizer"
         )
 
 

@@ -173,7 +173,7 @@ def _refusal(checkpoint: Path, part: Part, dtype: torch.dtype) -> str:
     diverged = int((~exact.isfinite()).sum())
     if diverged:
         return (
-            f"a model's weights must be finite, and {part.theirs} of {checkpoint} has "
+            f"a model's weights must be finite, but {part.theirs} of {checkpoint} has "
             f"{diverged:,} NaN or infinite values of {exact.numel():,}, because its training "
             "diverged; use an earlier checkpoint"
         )
@@ -181,7 +181,7 @@ def _refusal(checkpoint: Path, part: Part, dtype: torch.dtype) -> str:
     lost = int((~exact.to(dtype).isfinite()).sum())
     wider = "bfloat16 or float32" if dtype == torch.float16 else "float32"
     return (
-        f"the largest number in {str(dtype).removeprefix('torch.')} is {limit:,.6g}, and "
+        f"the largest number in {str(dtype).removeprefix('torch.')} is {limit:,.6g}, but "
         f"{lost:,} of the {exact.numel():,} values of {part.theirs} of {checkpoint} exceed it, "
         f"the largest {largest:,.6g}; use --dtype {wider}"
     )

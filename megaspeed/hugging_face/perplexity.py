@@ -6,8 +6,8 @@
     bits per byte  = nats / ln 2 / bytes of UTF-8      independent of the tokenizer
 
 A document is cut into windows of the model's length. Every token of it is predicted exactly once,
-from the ids that stand before the document (here one, e) and from the tokens before it in its
-window. With windows of 4 ids:
+from the ids before the document (here one, e) and from the tokens before it in its window. With
+windows of 4 ids:
 
     stride 4    e 1 2 3            predicts 1 2 3 4
                         4 5 6 7             5 6 7 8
@@ -95,7 +95,7 @@ def evaluate(
     """Predicts every token of the documents. Memory does not grow with their length.
 
     Args:
-        model: the model; at least one id stands before its documents.
+        model: the model; it has at least one id before a document.
         pieces: the text of the documents, in order.
         length: ids that the model sees in a window, at most its positions.
         stride: ids from the start of one window to the start of the next, 1 to ``length``.
@@ -119,7 +119,7 @@ def evaluate(
     assert score.tokens == score.read_tokens, score
     if not score.tokens:
         raise DataError(
-            f"at least one token is needed to predict, and {score.documents} documents of "
+            f"at least one token is needed to predict, but {score.documents} documents of "
             f"{score.text_bytes} bytes have none; name files with text"
         )
     return score
@@ -156,8 +156,8 @@ def cut_windows(
         stride: ids from the start of one window to the start of the next, 1 to ``length``.
     """
     assert opening and 1 <= stride <= length, (opening, stride, length)
-    # The ids from the start of the next window on. Of those after the first, the next
-    # ``predicted`` were predicted before, or stand before the document.
+    # ``held`` starts with the next window. The first ``predicted`` of its ids after the first need
+    # no prediction: an earlier window predicted them, or they precede the document.
     held, predicted = [*opening], len(opening) - 1
     for ids, ends_document in stretches:
         held += ids

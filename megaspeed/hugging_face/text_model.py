@@ -3,8 +3,8 @@
     checkpoint --export_model--> temporary folder --+
     Hugging Face folder ----------------------------+--AutoModelForCausalLM--> TextModel
 
-The same ids stand before a document as in training, because a model that sees text in another way
-predicts it worse:
+The ids before a document are the same as in training, because otherwise the model predicts the text
+worse:
 
     trained here    e t o   b e e n o t ...    packing puts an end-of-text (e) between documents
     elsewhere       b t o   b e                whatever the tokenizer's template puts before a text,
@@ -58,7 +58,7 @@ class TextModel:
         model: a causal language model of transformers, in evaluation mode.
         tokenizer: every id of it is below the model's vocabulary size.
         opening: the ids before each document.
-        ends: the ids each of which ends a document.
+        ends: ids. Each of them ends a document.
         positions: the largest number of ids that the model can see at once.
     """
 
@@ -77,7 +77,7 @@ class TextModel:
         """
         if not logits.isfinite().all():
             raise ComputationError(
-                f"logits must be finite, and the model of {self.source} computes others: its "
+                f"logits must be finite, but the model of {self.source} computes others: its "
                 "weights are not finite, or they are too large for the precision; use an earlier "
                 "checkpoint, or float32"
             )
@@ -100,9 +100,9 @@ def load_text_model(
         place: a Hugging Face folder, a checkpoint, a folder of checkpoints, or the folder of a run.
             Of several checkpoints, the newest complete one is used.
         tokenizer: a folder or a tokenizer.json that replaces the model's own.
-        opening: what stands before a document: "end-of-text", "tokenizer" (what its template puts
-            before a text), "nothing", or "auto" (what stood there in training).
-        always_open: whether an end-of-text stands there if ``opening`` gives nothing.
+        opening: what precedes a document: "end-of-text", "tokenizer" (what its template puts before
+            a text), "nothing", or "auto" (what preceded it in training).
+        always_open: whether an end-of-text precedes it if ``opening`` gives nothing.
         device: where the model computes.
         precision: dtype of the weights and of the computation.
         report: receives a line for each thing that the user should know.
@@ -125,7 +125,7 @@ def load_text_model(
     if text_tokenizer.vocab_size > model.config.vocab_size:
         raise DataError(
             f"every token id must be below the model's vocab_size: that of {source} is "
-            f"{model.config.vocab_size}, and the tokenizer {tokenizer or source} has "
+            f"{model.config.vocab_size}, but the tokenizer {tokenizer or source} has "
             f"{text_tokenizer.vocab_size} entries; name the one it was trained with in --tokenizer"
         )
     trained_here = state is not None and state.imported_from is None
@@ -133,7 +133,7 @@ def load_text_model(
     if always_open and not ids:
         ids = (text_tokenizer.end_of_text,)
     report(f"a document begins with {_described(ids, text_tokenizer)}; --opening changes this")
-    # The ids of the model's own file do not count if the user named another tokenizer.
+    # If the user named another tokenizer, the ids in the model's own file do not apply.
     ends = () if tokenizer is not None else _end_ids(model)
     # Without this, generate would use settings of the model's file that the user did not state.
     model.generation_config = GenerationConfig()
@@ -147,7 +147,7 @@ def _load_tokenizer(source: Path, named: Path | None) -> TextTokenizer:
         return load_tokenizer(str(named), "--tokenizer")
     if not has_tokenizer(source):
         raise DataError(
-            f"text must be converted to tokens, and {source} has no tokenizer; name the one it was "
+            f"text must be converted to tokens, but {source} has no tokenizer; name the one it was "
             "trained with in --tokenizer"
         )
     return load_tokenizer(str(source), "the tokenizer of the model")
@@ -159,7 +159,7 @@ def _report_other_tokenizer(
     trained_with = NOT_STATED if state.data is None else state.data.tokenizer
     if trained_with not in (NOT_STATED, tokenizer.fingerprint):
         report(
-            f"note: {source} was trained with the tokenizer of fingerprint {trained_with}, and "
+            f"note: {source} was trained with the tokenizer of fingerprint {trained_with}, but "
             f"that of {named or source} is {tokenizer.fingerprint}"
         )
 
@@ -168,7 +168,7 @@ def _positions(source: Path, model: Any) -> int:
     positions: int | None = getattr(model.config, "max_position_embeddings", None)
     if positions is None:
         raise HuggingFaceError(
-            f"a model's config.json must state max_position_embeddings, and that of {source} does "
+            f"a model's config.json must state max_position_embeddings, but that of {source} does "
             "not; add it"
         )
     return positions
@@ -232,7 +232,7 @@ class _OwnModel(PreTrainedModel, GenerationMixin):
 
 
 def opening_ids(opening: str, tokenizer: TextTokenizer, *, trained_here: bool) -> tuple[int, ...]:
-    """The ids before a document; empty if nothing stands there."""
+    """The ids before a document; empty if there are none."""
     if opening == "auto":
         opening = "end-of-text" if trained_here else "tokenizer"
     if opening == "end-of-text":
@@ -243,7 +243,7 @@ def opening_ids(opening: str, tokenizer: TextTokenizer, *, trained_here: bool) -
 def _ids_before_text(tokenizer: TextTokenizer) -> tuple[int, ...]:
     """What the template puts before a text. What it puts after one is ignored.
 
-    A template shows only when a text is encoded. Texts are tried until one has an id.
+    This can only be seen in an encoded text. Texts are tried until one has an id of its own.
     """
     for text in ("a", *tokenizer.tokenizer.get_vocab()):
         encoding = tokenizer.tokenizer.encode(text)
@@ -256,7 +256,7 @@ def _ids_before_text(tokenizer: TextTokenizer) -> tuple[int, ...]:
 def _described(ids: Sequence[int], tokenizer: TextTokenizer) -> str:
     """Tokens with their ids; if there are none, what an empty prompt begins with."""
     if not ids:
-        return f"nothing, and an empty prompt with {_described([tokenizer.end_of_text], tokenizer)}"
+        return f"nothing, but an empty prompt with {_described([tokenizer.end_of_text], tokenizer)}"
     return ", ".join(f"{tokenizer.tokenizer.id_to_token(each)} (id {each})" for each in ids)
 
 
@@ -302,7 +302,7 @@ class Continuation:
 def continue_prompt(model: TextModel, prompt: str, number: int, sampling: Sampling) -> Continuation:
     """One continuation of a prompt, a function of (seed, prompt, number) up to rounding.
 
-    If the prompt is empty and nothing stands before a document, it begins with an end-of-text.
+    If the prompt is empty and no id precedes a document, it begins with an end-of-text.
 
     Raises:
         ComputationError: the model computes NaN or infinite logits.

@@ -65,7 +65,7 @@ def has_tokenizer(folder: Path) -> bool:
 def find_tokenizer(
     folder: Path, vocab_size: int, *, named: Path | None, mend: str
 ) -> ModelTokenizer:
-    """The tokenizer that the user named, else the one in a model's folder, else one without files.
+    """The tokenizer that the user named; otherwise the one in a model's folder, if any.
 
     Args:
         folder: the folder of the model.
@@ -103,7 +103,7 @@ def _read_tokenizer(source: Path, vocab_size: int, setting: str) -> ModelTokeniz
         remark = f"no text can be prepared with it as it is: {error}"
     if loaded.vocab_size > vocab_size:
         raise DataError(
-            f"every token id must be below the model's vocab_size: that is {vocab_size}, and "
+            f"every token id must be below the model's vocab_size: that is {vocab_size}, but "
             f"{setting}, {source}, has {loaded.vocab_size} entries; remove the tokens that were "
             "added to it, or add rows for them to the model with transformers' "
             "resize_token_embeddings"

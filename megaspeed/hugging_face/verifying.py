@@ -149,7 +149,7 @@ def check_memory(config: ModelConfig) -> None:
     free = available_memory_bytes()
     if free < needed_bytes:
         raise HuggingFaceError(
-            f"to compare both implementations takes about {needed_bytes:,} bytes of memory, and "
+            f"comparing both implementations takes about {needed_bytes:,} bytes of memory, but "
             f"{free:,} are available; omit the comparison with --no-verify"
         )
 
@@ -264,7 +264,7 @@ def _compare_logits(
     largest = float(torch.stack([logits.abs().max() for logits in theirs]).max())
     if not math.isfinite(largest):
         raise Disagreement(
-            f"logits must be finite to be compared, and transformers computes {largest} from these "
+            f"logits must be finite to be compared, but transformers computes {largest} from these "
             "weights; nothing was written. Use another model, or omit the comparison with "
             "--no-verify"
         )
@@ -276,7 +276,7 @@ def _compare_logits(
         if not difference <= tolerance:  # true for NaN
             raise Disagreement(
                 f"transformers and megaspeed disagree: on a prompt of {len(prompt)} tokens their "
-                f"logits differ by {difference:.3g} in {limit.precision}, and rounding explains "
+                f"logits differ by {difference:.3g} in {limit.precision}, but rounding explains "
                 f"only {tolerance:.3g} (the largest logit is {largest:.3g}). The weights are not "
                 "mapped correctly; nothing was written."
             )

@@ -126,7 +126,7 @@ def _tensors_of_shards(index: Path, opened: _Open) -> dict[str, StoredTensor]:
     missing = sorted({file.name for file in named.values() if not file.is_file()})
     if missing:
         raise HuggingFaceError(
-            f"{index} lists {', '.join(missing)}, and {index.parent} does not have them; download "
+            f"{index} lists {', '.join(missing)}, but {index.parent} does not have them; download "
             "them"
         )
     held = {file: _tensors_in(file, opened) for file in sorted(set(named.values()))}
@@ -169,7 +169,7 @@ def _open_bin(file: Path) -> _Held:
     problem = _problem_of(held)
     if problem is not None:
         raise HuggingFaceError(
-            f"{file} must contain only tensors by name, and {problem}; save the model with "
+            f"{file} must contain only tensors by name, but {problem}; save the model with "
             "save_pretrained"
         )
     return {name: tensor.detach() for name, tensor in held.items()}
@@ -205,7 +205,7 @@ def check_disk(folder: Path, needed_bytes: int) -> None:
     free = free_bytes(folder)
     if free < needed_bytes:
         raise HuggingFaceError(
-            f"{folder} needs {needed_bytes:,} bytes, and its disk has {free:,} free; make room, or "
+            f"{folder} needs {needed_bytes:,} bytes, but its disk has {free:,} free; make room, or "
             "use another disk (for temporary folders, set TMPDIR)"
         )
 

@@ -116,7 +116,7 @@ def matching_tensors(
     problems = [f"{name} is stored with and without {prefix}" for name in twice]
     problems += (f"{part.theirs} is missing" for name, part in parts.items() if name not in stored)
     problems += (
-        f"{name} ({shape_text(tensor.shape)}) is in {tensor.file.name} and not in the model"
+        f"{name} ({shape_text(tensor.shape)}) is in {tensor.file.name}, but not in the model"
         for name, tensor in stored.items()
         if name not in parts and not re.fullmatch(family.buffers, name) and name != HEAD
     )
@@ -137,7 +137,7 @@ def matching_tensors(
 def _problems_of(part: Part, tensor: StoredTensor) -> Iterator[str]:
     if tensor.shape != part.shape:
         yield (
-            f"{part.theirs} is {shape_text(tensor.shape)} in {tensor.file.name} and "
+            f"{part.theirs} is {shape_text(tensor.shape)} in {tensor.file.name}, but "
             f"{shape_text(part.shape)} in the model"
         )
     if tensor.dtype is None:

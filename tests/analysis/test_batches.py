@@ -65,7 +65,7 @@ def test_a_step_shows_what_the_ranks_train_on_in_it(
         assert sample["source"] == str(TEXT)
 
 
-def test_any_samples_can_be_asked_for(config: Path) -> None:
+def test_any_samples_can_be_shown(config: Path) -> None:
     of_step = shown(config, "--step", "2")
     some = shown(config, "--samples", "10:12")
     assert some["samples"] == of_step["samples"][2:4]
@@ -83,7 +83,7 @@ def test_a_batch_that_follows_from_the_number_of_processes_needs_it(
 
 
 @pytest.mark.parametrize("samples", ["5", "5:5", "-1:3", "a:b", "1:2:3"])
-def test_samples_that_are_no_range_are_refused(
+def test_samples_that_are_not_a_range_are_refused(
     config: Path, samples: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit, match="2"):

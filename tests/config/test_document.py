@@ -66,7 +66,7 @@ def test_the_same_base_under_two_files_is_no_circle(tmp_path: Path) -> None:
     assert read_config(tmp_path / "zero2.json").zero_optimization.stage == 2
 
 
-def test_a_missing_file_names_who_asked_and_the_nearest(tmp_path: Path) -> None:
+def test_a_missing_file_is_named_with_its_referrer_and_the_nearest_file(tmp_path: Path) -> None:
     write(tmp_path / "base.json", small())
     file = write(tmp_path / "top.json", {"extends": "bsae.json"})
     with pytest.raises(ConfigError) as caught:
@@ -82,7 +82,7 @@ def test_a_folder_is_not_a_config(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("parent", [["base.json"], 3, {"a": 1}])
-def test_extends_takes_one_path(tmp_path: Path, parent: Any) -> None:
+def test_extends_accepts_one_path(tmp_path: Path, parent: Any) -> None:
     file = write(tmp_path / "top.json", {"extends": parent})
     with pytest.raises(ConfigError, match="wanted the path of one file") as caught:
         read_config(file)
@@ -98,7 +98,7 @@ def test_a_syntax_error_in_the_base_names_the_base(tmp_path: Path) -> None:
     assert str(tmp_path / "base.json") in problem and "line 1, column 6" in problem
 
 
-def test_a_problem_names_the_file_that_its_key_stands_in(tmp_path: Path) -> None:
+def test_a_problem_names_the_file_that_has_its_key(tmp_path: Path) -> None:
     write(tmp_path / "base.json", small(gradient_cliping=1.0, training={"stepz": 3}))
     file = write(tmp_path / "top.json", {"extends": "base.json", "data": {"sead": 1}})
     with pytest.raises(ConfigError) as caught:
@@ -160,7 +160,7 @@ def test_overrides_apply_in_order_over_the_file(tmp_path: Path) -> None:
     assert "train_batch_size" not in document.values
 
 
-def test_a_set_that_reaches_into_a_number_is_a_wrong_type(tmp_path: Path) -> None:
+def test_a_set_below_a_number_is_a_wrong_type(tmp_path: Path) -> None:
     file = write(tmp_path / "a.json", small())
     with pytest.raises(ConfigError) as caught:
         read_config(file, ["train_batch_size.x=1"])

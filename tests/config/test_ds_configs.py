@@ -1,4 +1,4 @@
-"""The files of ds_configs/ load as they stand, and editors can check them."""
+"""The files of ds_configs/ load unchanged, and editors can check them."""
 
 import subprocess
 import sys

@@ -129,7 +129,7 @@ def test_keys_that_transformers_own_models_do_not_read_are_ignored() -> None:
     assert section({**GPT2, **extra}) == section(GPT2)
 
 
-def test_biases_and_an_own_head_size_are_taken_and_given_back() -> None:
+def test_biases_and_a_head_size_are_read_and_written_back() -> None:
     found = model({**LLAMA, "attention_bias": True, "mlp_bias": True, "head_dim": 16})
     assert (found.qkv_bias, found.attention_output_bias, found.mlp_bias) == (True, True, True)
     assert found.head_dim == 16
@@ -260,9 +260,7 @@ def gpt2(tmp_path: Path) -> Path:
     return folder
 
 
-def test_it_fills_the_section_and_is_gone_from_the_resolved_config(
-    gpt2: Path, tmp_path: Path
-) -> None:
+def test_it_fills_the_section_and_is_not_in_the_resolved_config(gpt2: Path, tmp_path: Path) -> None:
     run = load(write(tmp_path / "run.json", with_model(from_hf=str(gpt2))))
     found = run.config.model
     assert (found.hidden_size, found.vocab_size, found.embedding_dropout) == (96, 301, 0.1)
@@ -337,6 +335,6 @@ def test_an_original_length_at_the_top_must_be_the_one_of_the_scaling(name: str)
     assert model({**LLAMA, key: 16}).rope_scaling is None
 
 
-def test_the_home_of_nobody_is_a_place_that_does_not_exist() -> None:
+def test_the_home_of_an_unknown_user_does_not_exist() -> None:
     with pytest.raises(ConfigError, match="it does not exist"):
         read_model_section("~no-such-user/model")

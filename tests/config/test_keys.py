@@ -70,7 +70,7 @@ def test_an_unknown_key_of_a_source_is_reported_as_such(key: str, message: str) 
     )
 
 
-def test_a_key_of_another_scheduler_says_so() -> None:
+def test_a_key_of_another_scheduler_is_reported_as_such() -> None:
     scheduler = {"type": "WarmupLR", "params": {"warmup_num_steps": 5, "cos_min_ratio": 0.1}}
     assert "belongs to another scheduler.type" in only_problem(scheduler=scheduler)
 
@@ -80,7 +80,7 @@ def test_unknown_keys_are_reported_all_at_once() -> None:
     assert len(found) == 4
 
 
-def test_other_names_lead_to_keys_that_exist_and_are_no_keys_themselves() -> None:
+def test_other_names_lead_to_keys_that_exist_and_are_not_keys() -> None:
     assert set(OTHER_NAMES.values()) <= set(all_key_paths())
     leaves = {path.rpartition(".")[2] for path in all_key_paths()}
     assert not leaves & set(OTHER_NAMES)

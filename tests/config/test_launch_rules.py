@@ -52,7 +52,7 @@ def test_fp16_needs_a_gpu() -> None:
     assert problems("fp16.enabled=true") == [], "without a world the device is not known"
 
 
-def test_the_batch_is_not_judged_by_degrees_that_are_wrong() -> None:
+def test_the_batch_is_not_checked_with_wrong_degrees() -> None:
     assert "is not divisible by" in only_problem("parallel.pipeline=3", world_size=8)
 
 

@@ -53,7 +53,7 @@ def test_fields_beside_a_preset_override_it() -> None:
     assert (model.num_hidden_layers, model.hidden_size) == (3, 768)
 
 
-def test_gpt2_derives_what_is_left_out() -> None:
+def test_gpt2_derives_omitted_keys() -> None:
     model = parse_config(small()).model
     assert model.num_key_value_heads == model.num_attention_heads == 12
     assert model.intermediate_size == 4 * 96
@@ -61,13 +61,13 @@ def test_gpt2_derives_what_is_left_out() -> None:
     assert model.head_dim == 8
 
 
-def test_llama_derives_what_is_left_out() -> None:
+def test_llama_derives_omitted_keys() -> None:
     model = parse_config(small(model={"architecture": "llama", "intermediate_size": 128})).model
     assert model.num_key_value_heads == 12
     assert model.tie_word_embeddings is False
 
 
-def test_null_is_left_out() -> None:
+def test_null_counts_as_omitted() -> None:
     model = parse_config(small(model={"intermediate_size": None})).model
     assert model.intermediate_size == 384
 

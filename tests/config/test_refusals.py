@@ -145,7 +145,7 @@ def test_every_monitor_of_deepspeeds_is_refused() -> None:
 
 
 @pytest.mark.parametrize("monitor", MONITORS)
-def test_a_monitor_is_refused_where_it_is_enabled_and_harmless_where_it_is_not(
+def test_a_monitor_is_refused_only_if_it_is_enabled(
     monitor: str,
 ) -> None:
     enabled: dict[str, Any] = {monitor: {"enabled": True, "project": "x"}}

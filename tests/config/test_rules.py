@@ -91,12 +91,12 @@ def test_sequence_parallel_splits_the_sequence_evenly() -> None:
     assert problems("parallel.tensor=3") == [], "without sequence_parallel any length will do"
 
 
-def test_a_rotary_head_is_even() -> None:
+def test_a_rotary_head_has_an_even_size() -> None:
     assert "model.head_dim 3 must be even" in only_problem(*LLAMA, "model.num_attention_heads=32")
     assert problems("model.num_attention_heads=32") == [], "gpt2 has no rotary positions"
 
 
-def test_fields_of_a_feature_that_is_off_have_no_meaning() -> None:
+def test_fields_of_a_disabled_feature_are_refused() -> None:
     assert only_problem("model.rope_theta=5e5") == (
         'model.rope_theta has no effect without model.positions "rotary"; remove it'
     )

@@ -103,14 +103,14 @@ def test_the_schema_refuses_what_a_run_refuses() -> None:
             jsonschema.validate({**small(), **wrong}, json_schema())
 
 
-def test_the_schema_knows_a_bound_that_stands_behind_a_validator() -> None:
+def test_the_schema_has_a_bound_that_a_validator_checks() -> None:
     negative = {"zero_optimization": {"stage3_model_persistence_threshold": -1}}
     with pytest.raises(jsonschema.ValidationError, match="-1"):
         jsonschema.validate(negative, json_schema())
 
 
-def test_the_schema_uses_no_word_that_json_schema_does_not_know() -> None:
-    """A validator passes over a word it does not know, and with it over the bound it stands for."""
+def test_the_schema_uses_only_keywords_of_json_schema() -> None:
+    """A validator ignores a keyword it does not know, and so the bound that the keyword states."""
     annotations = {"$schema", "$defs", "title", "description", "default"}
     known = annotations | set(jsonschema.Draft202012Validator.VALIDATORS)
     assert keywords_in(json_schema()) <= known
@@ -132,7 +132,7 @@ def keywords_in(schema: Any) -> set[str]:
     return words
 
 
-def test_every_key_says_what_it_means() -> None:
+def test_every_key_has_a_description() -> None:
     """A key whose sentence is that of its section shows it there, through the reference."""
     schema = json_schema()
     for part in (schema, *schema["$defs"].values()):

@@ -136,7 +136,7 @@ def test_bucket_sizes_may_be_written_5e8() -> None:
     assert config.zero_optimization.reduce_bucket_size == 500_000_000
 
 
-def test_a_whole_number_serves_where_a_number_is_wanted() -> None:
+def test_an_integer_is_accepted_as_a_number() -> None:
     assert parse_config(small(gradient_clipping=1)).gradient_clipping == 1.0
 
 
@@ -188,13 +188,13 @@ _JUNK: tuple[Any, ...] = (
 )
 
 
-def test_no_input_gets_anything_but_our_own_words() -> None:
+def test_every_input_gets_only_our_own_messages() -> None:
     """500 configs, each with up to four values replaced by junk: a list of problems, no crash."""
     choose = random.Random(0)
     full = parse_config(
         small(scheduler={"type": "WarmupCosineLR", "params": {"warmup_num_steps": 5}})
     ).to_json()
-    told = 0
+    reported = 0
     for _ in range(500):
         values = copy.deepcopy(full)
         for _ in range(choose.randint(1, 4)):
@@ -208,8 +208,8 @@ def test_no_input_gets_anything_but_our_own_words() -> None:
                 break
         found = find_problems(Document(values), World(8, "WORLD_SIZE"))
         assert not any("pydantic" in message or "Input should" in message for message in found)
-        told += len(found)
-    assert told > 500
+        reported += len(found)
+    assert reported > 500
 
 
 def test_a_misspelt_choice_names_the_nearest() -> None:

@@ -31,7 +31,7 @@ def write_megatron(
         prefix: NAME of NAME.bin and NAME.idx.
         documents: each of them sequences of ids.
         dtype: numpy's short name.
-        magic, version, pointers, bounds: what a damaged or foreign index says instead.
+        magic, version, pointers, bounds: values of a damaged or foreign index.
     """
     sequences = [sequence for document in documents for sequence in document]
     lengths = [len(sequence) for sequence in sequences]

@@ -1,4 +1,4 @@
-"""What is no text is told with its place and the mend, and can be passed over one by one."""
+"""A bad record is reported with its place and its mend, and can be skipped."""
 
 import gzip
 import random
@@ -43,44 +43,44 @@ def skipped(file: SourceFile) -> tuple[list[str], list[str]]:
 LINES = [
     (b'{"text": "cut"', "is not JSON (Expecting ',' delimiter at character 15)"),
     (b"plain words", "is not JSON (Expecting value at character 0)"),
-    (b"[" * 100_000, "is not read as JSON (maximum recursion depth"),
-    (b'{"n": ' + b"9" * 5000 + b"}", "is not read as JSON (Exceeds the limit"),
-    (b'["text"]', "a line must be one JSON object in UTF-8, and this one is a list"),
+    (b"[" * 100_000, "cannot be read as JSON (maximum recursion depth"),
+    (b'{"n": ' + b"9" * 5000 + b"}", "cannot be read as JSON (Exceeds the limit"),
+    (b'["text"]', "a line must be one JSON object in UTF-8, but this one is a list"),
     (b'"text"', "this one is a string"),
     (b"null", "this one is null"),
     (b'{"text": "\xff"}', "this one has 0xff at byte 10 of the line (invalid start byte)"),
-    (b'{"text": null}', 'the field "text" must be a string, and is null'),
-    (b'{"text": 5}', 'the field "text" must be a string, and is a number'),
-    (b'{"text": {"en": "a"}}', 'the field "text" must be a string, and is an object'),
+    (b'{"text": null}', 'the field "text" must be a string, but is null'),
+    (b'{"text": 5}', 'the field "text" must be a string, but is a number'),
+    (b'{"text": {"en": "a"}}', 'the field "text" must be a string, but is an object'),
     (b'{"text": "a\\ud800"}', "is one with half a character (\\ud800 at character 1)"),
-    (b'{"id": 1, "body": ""}', 'must hold the text, and is missing; the fields are "id", "body"'),
+    (b'{"id": 1, "body": ""}', 'must hold the text, but is missing; the fields are "id", "body"'),
     (b"{}", "is missing; the fields are none"),
-    (b'{"text": "a", "text": "b"}', 'a line has one field "text", and this one has several'),
+    (b'{"text": "a", "text": "b"}', 'a line has one field "text", but this one has several'),
 ]
 
 
 @pytest.mark.parametrize(("line", "problem"), LINES, ids=lambda value: str(value)[:24])
-def test_a_line_that_is_no_record_is_told_by_number_and_byte(
+def test_a_line_that_is_not_a_record_is_reported_by_number_and_byte(
     tmp_path: Path, line: bytes, problem: str
 ) -> None:
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'{"text": "before"}\n\n' + line + b'\n{"text": "behind"}\n')
-    texts, (told,) = skipped(the_file(path))
+    texts, (reported,) = skipped(the_file(path))
     assert texts == ["before", "behind"]
-    assert told.startswith("line 3 (byte 20): ")
-    assert problem in told and told.endswith(" correct it")
+    assert reported.startswith("line 3 (byte 20): ")
+    assert problem in reported and reported.endswith(" correct it")
     with pytest.raises(DataError, match=r"a\.jsonl, line 3 \(byte 20\): "):
         texts_in(the_file(path).pieces())
 
 
 def test_a_missing_field_is_mended_by_naming_the_right_one(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_bytes(json_lines(["a"], field="content"))
-    texts, (told,) = skipped(the_file(tmp_path / "a.jsonl"))
+    texts, (reported,) = skipped(the_file(tmp_path / "a.jsonl"))
     assert texts == []
     assert (
         'the fields are "id", "content"; name the right one as text_field, or --text-field, or '
         "correct it"
-    ) in told
+    ) in reported
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "jsonl.gz"])
@@ -88,12 +88,12 @@ def test_lines_are_counted_from_the_beginning_of_the_text(tmp_path: Path, suffix
     content = json_lines([f"text {i}" for i in range(3000)]) + b"oops\n"
     path = tmp_path / f"a.{suffix}"
     path.write_bytes(gzip.compress(content) if suffix.endswith("gz") else content)
-    _, (told,) = skipped(the_file(path))
-    assert told.startswith(f"line 3,001 (byte {len(content) - 5:,}): ")
+    _, (reported,) = skipped(the_file(path))
+    assert reported.startswith(f"line 3,001 (byte {len(content) - 5:,}): ")
 
 
 def noise(texts: int, size_bytes: int) -> list[str]:
-    """Texts that compress to half their size; the same ones every time."""
+    """Texts that compress to half their size, always the same ones."""
     chance = random.Random(0)
     return [chance.randbytes(size_bytes).hex() for _ in range(texts)]
 
@@ -107,7 +107,7 @@ ARCHIVES = {
 
 @pytest.mark.parametrize("name", ARCHIVES)
 @pytest.mark.parametrize("damage", ["cut", "altered", "no archive"])
-def test_a_damaged_archive_says_how_far_it_could_be_read(
+def test_a_damaged_archive_states_how_far_it_could_be_read(
     tmp_path: Path, name: str, damage: str
 ) -> None:
     whole = ARCHIVES[name]
@@ -119,17 +119,17 @@ def test_a_damaged_archive_says_how_far_it_could_be_read(
     }[damage]
     (tmp_path / name).write_bytes(content)
     texts, bad = skipped(the_file(tmp_path / name))
-    told = bad[-1]
-    assert f" of {len(content):,} on disk: the " in told
-    assert "archive is damaged or truncated and cannot be read further (" in told
-    assert "bytes of text could be read; copy the complete file here again" in told
+    reported = bad[-1]
+    assert f" of {len(content):,} on disk: the " in reported
+    assert "archive is damaged or truncated and cannot be read further (" in reported
+    assert "bytes of text could be read; copy the complete file here again" in reported
     if damage == "no archive":
-        assert texts == [] and "; 0 bytes of text" in told
+        assert texts == [] and "; 0 bytes of text" in reported
     else:
         assert 1_000 < len(texts) < 10_000
 
 
-def test_an_archive_behind_a_bad_one_is_read(tmp_path: Path) -> None:
+def test_an_archive_after_a_bad_one_is_read(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl.gz").write_bytes(ARCHIVES["a.jsonl.gz"][:-1])
     (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(json_lines(["good"])))
     files = list_files([Source(path=f"{tmp_path}/*.gz")], "data.train")
@@ -139,7 +139,7 @@ def test_an_archive_behind_a_bad_one_is_read(tmp_path: Path) -> None:
     assert [record.path.name for record in bad] == ["a.jsonl.gz"]
 
 
-def test_a_document_of_plain_text_is_left_out_from_the_bad_piece_on(tmp_path: Path) -> None:
+def test_a_document_of_plain_text_is_omitted_from_the_bad_piece_on(tmp_path: Path) -> None:
     words = b"words " * (PIECE_BYTES // 6)
     separator = b"\n<|endoftext|>\n"
     documents = [b"first", b"sec\xffond", b"third", words + words + b"\xff" + words, b"fifth"]
@@ -148,11 +148,11 @@ def test_a_document_of_plain_text_is_left_out_from_the_bad_piece_on(tmp_path: Pa
     texts, (second, fourth) = skipped(the_file(path))
     assert [texts[0], texts[1], texts[3]] == ["first\n", "third\n", "fifth"]
     assert (words + words).decode().startswith(texts[2]) and len(texts[2]) > PIECE_BYTES // 2
-    assert second.startswith("byte 23: text must be UTF-8, and this byte is 0xff (invalid start")
+    assert second.startswith("byte 23: text must be UTF-8, but this byte is 0xff (invalid start")
     assert fourth.startswith(f"byte {path.read_bytes().rindex(bytes([255])):,}: ")
 
 
-def test_the_first_bad_record_of_every_file_is_told_at_once(tmp_path: Path) -> None:
+def test_the_first_bad_record_of_every_file_is_reported_at_once(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_bytes(b"{}\n{}\n")
     (tmp_path / "b.txt").write_bytes(b"\xff")
     (tmp_path / "c.jsonl").write_bytes(json_lines(["good"]))
@@ -172,36 +172,36 @@ def test_a_table_without_the_column_lists_those_it_has(tmp_path: Path) -> None:
     assert skipped(the_file(tmp_path / "a.parquet")) == (
         [],
         [
-            'its columns: the column "text" must hold the text, and is missing; the columns are '
+            'its columns: the column "text" must hold the text, but is missing; the columns are '
             '"id", "content"; name the right one as text_field, or --text-field'
         ],
     )
-    _, (told,) = skipped(the_file(tmp_path / "a.parquet", text_field="id"))
-    assert told.startswith('its columns: the column "id" must hold strings, and holds int64;')
+    _, (reported,) = skipped(the_file(tmp_path / "a.parquet", text_field="id"))
+    assert reported.startswith('its columns: the column "id" must hold strings, but holds int64;')
 
 
 @pytest.mark.parametrize("write", [write_table, saved])
-def test_a_row_without_text_is_told_by_its_number(tmp_path: Path, write: object) -> None:
+def test_a_row_without_text_is_reported_by_its_number(tmp_path: Path, write: object) -> None:
     assert callable(write)
     write(tmp_path / "a.parquet", ["a", "b", "c", None, "e"])
-    texts, (told,) = skipped(the_file(tmp_path / "a.parquet"))
+    texts, (reported,) = skipped(the_file(tmp_path / "a.parquet"))
     assert texts == ["a", "b", "c", "e"]
-    assert told.startswith(
-        'row 3 (counted from 0): the column "text" must be a string, and is null; '
+    assert reported.startswith(
+        'row 3 (counted from 0): the column "text" must be a string, but is null; '
     )
 
 
-def test_a_row_that_is_not_utf8_is_told(tmp_path: Path) -> None:
+def test_a_row_that_is_not_utf8_is_reported(tmp_path: Path) -> None:
     raw = pyarrow.array([b"a", b"\xff", b"c"])
     column = pyarrow.StringArray.from_buffers(3, raw.buffers()[1], raw.buffers()[2])
     parquet.write_table(pyarrow.table({"text": column}), tmp_path / "a.parquet")
-    texts, (told,) = skipped(the_file(tmp_path / "a.parquet"))
+    texts, (reported,) = skipped(the_file(tmp_path / "a.parquet"))
     assert texts == ["a", "c"]
-    assert told.startswith("row 1 (counted from 0): ") and "and is not UTF-8" in told
+    assert reported.startswith("row 1 (counted from 0): ") and "but is not UTF-8" in reported
 
 
 @pytest.mark.parametrize("damage", ["cut", "altered"])
-def test_a_damaged_table_is_told(tmp_path: Path, damage: str) -> None:
+def test_a_damaged_table_is_reported(tmp_path: Path, damage: str) -> None:
     path = tmp_path / "a.parquet"
     write_table(path, noise(100, 500))
     whole = path.read_bytes()
@@ -210,9 +210,9 @@ def test_a_damaged_table_is_told(tmp_path: Path, damage: str) -> None:
     path.write_bytes(whole[:half] if damage == "cut" else altered)
     texts, bad = skipped(the_file(path))
     assert len(texts) < 100
-    for told in bad:
-        assert told.startswith("the table: it cannot be read, or not to its end (")
-        assert told.endswith("copy the complete file here again")
+    for reported in bad:
+        assert reported.startswith("the table: it cannot be read completely (")
+        assert reported.endswith("copy the complete file here again")
     assert bad
 
 
@@ -220,11 +220,11 @@ def test_a_saved_dataset_without_the_split_or_the_column_lists_those_it_has(tmp_
     saved_splits(tmp_path / "splits", ["a", "b"])
     with pytest.raises(DataError, match=r"has no 'tset'; state one of test, train as split"):
         the_file(tmp_path / "splits", split="tset")
-    _, (told,) = skipped(the_file(tmp_path / "splits", text_field="body"))
-    assert told.startswith('its columns: the column "body" must hold the text, and is missing;')
+    _, (reported,) = skipped(the_file(tmp_path / "splits", text_field="body"))
+    assert reported.startswith('its columns: the column "body" must hold the text, but is missing;')
 
 
-def test_a_damaged_saved_dataset_is_told(tmp_path: Path) -> None:
+def test_a_damaged_saved_dataset_is_reported(tmp_path: Path) -> None:
     saved(tmp_path / "dataset", ["a", "b"])
     (arrow,) = (tmp_path / "dataset").glob("*.arrow")
     arrow.write_bytes(arrow.read_bytes()[:40])
@@ -234,21 +234,21 @@ def test_a_damaged_saved_dataset_is_told(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("own_datasets_cache")
 @pytest.mark.parametrize("streaming", [False, True])
 @pytest.mark.parametrize(
-    ("wrong", "said"),
+    ("wrong", "printed"),
     [
         ({"split": "tset"}, "split"),
         ({"configuration": "nonesuch"}, "BuilderConfig 'nonesuch' not found"),
         ({"dataset": "/no/such/folder"}, "folder"),
     ],
 )
-def test_what_load_dataset_refuses_is_told_with_the_mend(
-    tmp_path: Path, streaming: bool, wrong: dict[str, str], said: str
+def test_an_error_of_load_dataset_is_reported_with_the_mend(
+    tmp_path: Path, streaming: bool, wrong: dict[str, str], printed: str
 ) -> None:
     (tmp_path / "named").mkdir()
     (tmp_path / "named" / "train.jsonl").write_bytes(json_lines(["a"]))
     given = {"dataset": str(tmp_path / "named"), "streaming": streaming, **wrong}
     (file,) = list_files([Source.model_validate(given)], "data.train")
-    with pytest.raises(DataError, match=said) as caught:
+    with pytest.raises(DataError, match=printed) as caught:
         texts_in(file.pieces())
     assert "save the dataset elsewhere with save_to_disk" in str(caught.value)
 
@@ -262,7 +262,7 @@ def test_a_named_dataset_without_the_column_lists_those_it_has(
     (tmp_path / "named" / "train.jsonl").write_bytes(json_lines(["a"], field="content"))
     source = Source(dataset=str(tmp_path / "named"), streaming=streaming)
     (file,) = list_files([source], "data.train")
-    with pytest.raises(DataError, match=r'and is missing; the columns are "id", "content"'):
+    with pytest.raises(DataError, match=r'but is missing; the columns are "id", "content"'):
         texts_in(file.pieces())
 
 
@@ -275,12 +275,12 @@ def test_the_rows_before_a_damaged_row_group_are_read(tmp_path: Path) -> None:
     start = column.dictionary_page_offset or column.data_page_offset
     content[start : start + 200] = bytes(200)
     path.write_bytes(content)
-    read, (told,) = skipped(the_file(path))
+    read, (reported,) = skipped(the_file(path))
     assert read == texts[:10]
-    assert told.startswith("the table: it cannot be read, or not to its end (")
+    assert reported.startswith("the table: it cannot be read completely (")
 
 
-def test_a_row_of_a_dictionary_that_is_not_utf8_is_told(tmp_path: Path) -> None:
+def test_a_row_of_a_dictionary_that_is_not_utf8_is_reported(tmp_path: Path) -> None:
     raw = pyarrow.array([b"a", b"\xff"])
     words = pyarrow.StringArray.from_buffers(2, raw.buffers()[1], raw.buffers()[2])
     column = pyarrow.DictionaryArray.from_arrays(
@@ -289,8 +289,8 @@ def test_a_row_of_a_dictionary_that_is_not_utf8_is_told(tmp_path: Path) -> None:
     parquet.write_table(pyarrow.table({"text": column}), tmp_path / "a.parquet")
     texts, (bad, null) = skipped(the_file(tmp_path / "a.parquet"))
     assert texts == ["a", "a"]
-    assert bad.startswith("row 1 ") and "and is not UTF-8" in bad
-    assert null.startswith("row 2 ") and "and is null" in null
+    assert bad.startswith("row 1 ") and "but is not UTF-8" in bad
+    assert null.startswith("row 2 ") and "but is null" in null
 
 
 def test_a_table_with_two_columns_of_one_name_or_with_lists_is_refused(tmp_path: Path) -> None:
@@ -298,13 +298,13 @@ def test_a_table_with_two_columns_of_one_name_or_with_lists_is_refused(tmp_path:
     twice = pyarrow.Table.from_arrays([column, column], names=["text", "text"])
     parquet.write_table(twice, tmp_path / "twice.parquet")
     parquet.write_table(pyarrow.table({"text": [["a"]]}), tmp_path / "lists.parquet")
-    _, (told,) = skipped(the_file(tmp_path / "twice.parquet"))
-    assert told.startswith('its columns: one column must be named "text", and 2 are; ')
-    _, (told,) = skipped(the_file(tmp_path / "lists.parquet"))
-    assert told.startswith('its columns: the column "text" must hold strings, and holds list<')
+    _, (reported,) = skipped(the_file(tmp_path / "twice.parquet"))
+    assert reported.startswith('its columns: one column must be named "text", but 2 are; ')
+    _, (reported,) = skipped(the_file(tmp_path / "lists.parquet"))
+    assert reported.startswith('its columns: the column "text" must hold strings, but holds list<')
 
 
-def test_keys_that_are_doubled_elsewhere_do_no_harm(tmp_path: Path) -> None:
+def test_repeated_keys_of_other_fields_do_no_harm(tmp_path: Path) -> None:
     line = b'{"text": "a", "id": 1, "id": 2, "more": {"text": "b", "text": "c"}}'
     (tmp_path / "a.jsonl").write_bytes(line)
     assert skipped(the_file(tmp_path / "a.jsonl")) == (["a"], [])
@@ -313,9 +313,9 @@ def test_keys_that_are_doubled_elsewhere_do_no_harm(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["a.jsonl.gz", "a.txt.zst"])
 def test_an_archive_of_no_bytes_was_cut(tmp_path: Path, name: str) -> None:
     (tmp_path / name).touch()
-    texts, (told,) = skipped(the_file(tmp_path / name))
-    assert texts == [] and told.startswith("byte 0 of 0 on disk: the ")
-    assert told.endswith("; copy the complete file here again")
+    texts, (reported,) = skipped(the_file(tmp_path / name))
+    assert texts == [] and reported.startswith("byte 0 of 0 on disk: the ")
+    assert reported.endswith("; copy the complete file here again")
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.txt.gz"])
@@ -323,11 +323,11 @@ def test_nonsense_in_an_archive_may_be_the_fault_of_the_archive(tmp_path: Path, 
     is_archive = name.endswith(".gz")
     content = b'{"text": "\xff"}\n'
     (tmp_path / name).write_bytes(gzip.compress(content) if is_archive else content)
-    _, (told,) = skipped(the_file(tmp_path / name))
-    assert ("(the gzip archive may be damaged); " in told) == is_archive
+    _, (reported,) = skipped(the_file(tmp_path / name))
+    assert ("(the gzip archive may be damaged); " in reported) == is_archive
 
 
-def test_what_else_can_be_done_is_said_where_it_can_be_done(tmp_path: Path) -> None:
+def test_an_alternative_is_named_only_if_it_is_possible(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_bytes(b"oops\n")
     with pytest.raises(DataError, match=r"; correct it$"):
         read_documents([the_file(tmp_path / "a.jsonl")])

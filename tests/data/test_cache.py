@@ -1,4 +1,4 @@
-"""What is in the cache is whole, or it is not there."""
+"""An entry of the cache is complete or absent."""
 
 import socket
 import sys
@@ -32,7 +32,7 @@ def write(cache: Cache, size_bytes: int = 10_000) -> Path:
     return path
 
 
-def test_a_whole_entry_is_read_with_its_facts(cache: Cache) -> None:
+def test_a_complete_entry_is_read_with_its_facts(cache: Cache) -> None:
     facts = cache.read(write(cache))
     assert facts is not None
     assert (facts["answer"], facts["bytes"]) == (42, 10_000)
@@ -85,7 +85,7 @@ def test_a_failed_write_leaves_no_entry_and_the_next_lock_clears_its_rest(cache:
 
 
 def test_what_others_keep_in_the_folder_is_left_alone(cache: Cache) -> None:
-    """Who has one folder for everything had a checkpoint removed while it was written."""
+    """A user's checkpoint in the same folder was once removed while it was written."""
     checkpoint = cache.root / "run" / "checkpoints" / "step-00000001.writing"
     plan = cache.root / "tokens" / "plan.json.writing"
     for file in (checkpoint / "weights", plan):
@@ -136,12 +136,12 @@ def test_a_long_wait_for_another_process_is_reported_once_with_its_number(
         with Cache(cache.root, speaks).lock():
             pass
         release.join()
-    said = (
+    printed = (
         f"another process (process {other.pid} on {socket.gethostname()}) is preparing data in "
         f"{cache.root}; waiting until it is done. To prepare it elsewhere, set MEGASPEED_CACHE to "
         "another folder\n"
     )
-    assert capfd.readouterr().err == (said if speaks else "")
+    assert capfd.readouterr().err == (printed if speaks else "")
 
 
 def test_the_environment_chooses_the_folder() -> None:

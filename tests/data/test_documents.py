@@ -67,7 +67,7 @@ def test_bytes_that_are_not_utf8_are_named_by_file_and_offset(tmp_path: Path, be
     with pytest.raises(DataError) as caught:
         documents_of(tmp_path, good=b"fine", bad=text + b"\xff tail", worse=b"ab\xc3")
     assert len(caught.value.problems) == 2
-    law = "text must be UTF-8, and this byte is"
+    law = "text must be UTF-8, but this byte is"
     assert f"{tmp_path / 'bad.txt'}, byte {before:,}: {law} 0xff" in caught.value.problems[0]
     assert f"{tmp_path / 'worse.txt'}, byte 2: {law} 0xc3" in caught.value.problems[1]
     assert "iconv" in caught.value.problems[0]
@@ -75,7 +75,7 @@ def test_bytes_that_are_not_utf8_are_named_by_file_and_offset(tmp_path: Path, be
 
 @pytest.mark.parametrize("shift", range(0, 48, 5))
 @pytest.mark.parametrize("line_end", ["\n", "\r\n"])
-def test_pieces_are_small_and_cut_where_the_tokens_stay_the_same(
+def test_pieces_are_small_and_their_cuts_do_not_change_the_tokens(
     tmp_path: Path, line_end: str, shift: int
 ) -> None:
     line = f"    def größe(self):  return self.width * 12345{line_end}{line_end}"
@@ -119,5 +119,5 @@ def test_a_file_that_changes_after_it_was_hashed_is_refused(
         (tmp_path / "b.txt").unlink()
     else:
         (tmp_path / "b.txt").write_bytes(change)
-    with pytest.raises(DataError, match=r"must not change while it is read, and .*b\.txt did"):
+    with pytest.raises(DataError, match=r"must not change while it is read, but .*b\.txt did"):
         texts_of(documents)

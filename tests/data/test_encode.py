@@ -1,4 +1,4 @@
-"""Pieces become ids in order, each document with one end; a token file knows what it holds."""
+"""Pieces become ids in order, with one end for each document. The index describes the file."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Token files of nanoGPT and Megatron-LM are read as they are, and not where they are damaged."""
+"""Token files of nanoGPT and Megatron-LM are read unchanged, and refused if they are damaged."""
 
 import logging
 import os
@@ -19,7 +19,7 @@ from tests.data.foreign_tokens import write_megatron, write_nanogpt
 from tests.data.numbered_corpus import write_numbered_tokens
 from tests.data.token_folders import open_all
 
-DOCUMENTS = [[[5, 6, 7, 0]], [[8, 0]], [[9, 10, 0]]]  # 0 ends each and stands nowhere else
+DOCUMENTS = [[[5, 6, 7, 0]], [[8, 0]], [[9, 10, 0]]]  # 0 ends each and occurs nowhere else
 IDS = [5, 6, 7, 0, 8, 0, 9, 10, 0]
 
 
@@ -49,7 +49,7 @@ def test_a_nanogpt_file_is_its_ids_and_what_one_pass_finds(tmp_path: Path, cache
 
 
 @pytest.mark.parametrize("named", ["corpus", "corpus.bin", "corpus.idx", "corpus.[bi]*"])
-def test_a_megatron_pair_goes_by_either_file_their_prefix_or_a_glob(
+def test_a_megatron_pair_is_named_by_either_file_its_prefix_or_a_glob(
     tmp_path: Path, cache: Cache, named: str
 ) -> None:
     write_megatron(tmp_path / "corpus", DOCUMENTS)
@@ -69,7 +69,7 @@ def test_every_integer_type_of_megatron_is_read(tmp_path: Path, cache: Cache, dt
     assert file.map().dtype == np.dtype(f"<{dtype}")
 
 
-def test_ids_above_65535_are_those_of_megatrons_32_bits(tmp_path: Path, cache: Cache) -> None:
+def test_ids_above_65535_are_read_from_megatrons_32_bits(tmp_path: Path, cache: Cache) -> None:
     file = open_one(write_megatron(tmp_path / "corpus", [[[128_000, 7], [128_001]]], "i4"), cache)
     assert file.map().tolist() == [128_000, 7, 128_001]
     assert "has id 128000 at token 0 (byte 0)" in str(file.large_id(128_000))
@@ -80,7 +80,7 @@ def test_ids_above_65535_are_those_of_megatrons_32_bits(tmp_path: Path, cache: C
     [
         (DOCUMENTS, 0),
         ([*DOCUMENTS, []], 0),  # a document without any sequence
-        ([[[5, 0], [6, 0]], [[7, 0]]], None),  # it stands within a document, too
+        ([[[5, 0], [6, 0]], [[7, 0]]], None),  # it occurs within a document, too
         ([[[5, 0]], [[7, 8]]], None),  # not every document ends with it
         ([[[5, 0]]], None),  # one document ends with any id
     ],
@@ -92,7 +92,7 @@ def test_megatrons_end_of_text_is_the_id_that_ends_every_document_and_nothing_el
     assert file.index.end_of_text == end_of_text
 
 
-def test_documents_end_where_the_index_says(tmp_path: Path) -> None:
+def test_documents_end_as_the_index_states(tmp_path: Path) -> None:
     documents = [[[1, 2], [3]], [], [[4, 5, 6]], []]
     index = MegatronIndex.read(write_megatron(tmp_path / "corpus", documents))
     assert index.document_ends(slice(None)).tolist() == [3, 3, 6, 6]
@@ -123,9 +123,9 @@ def test_a_file_is_read_once_and_again_when_it_changed(
 
 
 def settle(path: Path, cache: Cache) -> None:
-    """Opens the file as a machine does whose clock is three seconds on.
+    """Opens the file as if the clock of the machine were three seconds later.
 
-    What is known of a file is kept only once its times are two seconds old; ctime cannot be set.
+    Facts about a file are stored only if its times are two seconds old. ctime cannot be set.
     """
     real = os.stat(path).st_ctime_ns / 1e9
     with pytest.MonkeyPatch.context() as patch:
@@ -140,7 +140,7 @@ def test_the_same_ids_elsewhere_have_the_same_fingerprint(tmp_path: Path, cache:
     assert one.index == other.index
 
 
-def test_several_files_of_a_glob_come_by_name(tmp_path: Path, cache: Cache) -> None:
+def test_several_files_of_a_glob_are_sorted_by_name(tmp_path: Path, cache: Cache) -> None:
     for name in ("b", "a", "c"):
         write_nanogpt(tmp_path / f"{name}.bin", [ord(name)])
     files = open_all(f"{tmp_path}/*.bin", cache)
@@ -151,10 +151,10 @@ def test_a_token_file_of_the_cache_is_read_by_its_own_index(tmp_path: Path, cach
     written = write_numbered_tokens(tmp_path, 100_000, "numbers")
     assert open_one(written.path, cache) == written
     written.path.write_bytes(written.path.read_bytes()[:-4])
-    assert "is not what" in refusal(written.path, cache)
+    assert "does not match" in refusal(written.path, cache)
 
 
-def test_text_and_folders_of_text_are_no_tokens(tmp_path: Path) -> None:
+def test_text_and_folders_of_text_are_not_tokens(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("text")
     (tmp_path / "state.json").write_text("{}")
     write_nanogpt(tmp_path / "train.bin", [1])
@@ -186,10 +186,10 @@ def test_a_cut_megatron_file_names_both_sizes(tmp_path: Path, cache: Cache) -> N
     ids, index = tmp_path / "corpus.bin", tmp_path / "corpus.idx"
     whole = ids.read_bytes(), index.read_bytes()
     ids.write_bytes(whole[0][:-2])
-    assert f"must have the 18 bytes that {index} states, and has 16" in refusal(prefix, cache)
+    assert f"must have the 18 bytes that {index} states, but has 16" in refusal(prefix, cache)
     ids.write_bytes(whole[0])
     index.write_bytes(whole[1][:-8])
-    assert "must have 102 bytes for its 3 sequences and 4 document bounds, and has 94" in refusal(
+    assert "must have 102 bytes for its 3 sequences and 4 document bounds, but has 94" in refusal(
         prefix, cache
     )
     index.write_bytes(whole[1][:20])
@@ -205,38 +205,40 @@ def test_a_missing_half_is_named(tmp_path: Path, cache: Cache) -> None:
 
 
 @pytest.mark.parametrize(
-    ("what", "said"),
+    ("what", "printed"),
     [
-        ({"magic": b"TNTIDX\x00\x00\x00"}, r"and .* with b'TNTIDX"),
-        ({"version": 2}, "version 1 can be read, and .* has 2"),
-        ({"dtype": "f4"}, r"the dtype of its .bin is float32"),
+        ({"magic": b"TNTIDX\x00\x00\x00"}, r"but .* with b'TNTIDX"),
+        ({"version": 2}, "version 1 can be read, but .* has 2"),
+        ({"dtype": "f4"}, r"states float32 as the dtype of its .bin"),
         ({"pointers": [0, 10, 12]}, "sequence 1 begins at byte 10 instead of 8"),
         ({"bounds": [0, 2, 1, 3]}, "document 1 ends before it begins"),
         ({"bounds": [0, 1, 2, 2]}, r"hold all 3 sequences, but in .* they hold \[0\] to \[2\]"),
     ],
 )
-def test_an_index_that_cannot_be_is_refused(
-    tmp_path: Path, cache: Cache, what: dict[str, object], said: str
+def test_an_impossible_index_is_refused(
+    tmp_path: Path, cache: Cache, what: dict[str, object], printed: str
 ) -> None:
     prefix = write_megatron(tmp_path / "corpus", DOCUMENTS, **what)  # type: ignore[arg-type]
-    with pytest.raises(DataError, match=said):
+    with pytest.raises(DataError, match=printed):
         open_all(prefix, cache)
 
 
 def test_a_negative_id_is_named_by_its_place(tmp_path: Path, cache: Cache) -> None:
     prefix = write_megatron(tmp_path / "corpus", [[[1, 2, -3, 4]]], "i4")
-    said = refusal(prefix, cache)
-    assert f"{tmp_path / 'corpus.bin'} has -3 at token 2 (byte 8)" in said
+    printed = refusal(prefix, cache)
+    assert f"{tmp_path / 'corpus.bin'} has -3 at token 2 (byte 8)" in printed
 
 
-def test_a_file_cut_after_it_was_opened_is_told_and_not_read(tmp_path: Path, cache: Cache) -> None:
+def test_a_file_truncated_after_it_was_opened_is_reported_and_not_read(
+    tmp_path: Path, cache: Cache
+) -> None:
     file = open_one(write_nanogpt(tmp_path / "train.bin", [1, 2, 3]), cache)
     write_nanogpt(tmp_path / "train.bin", [1, 2])
     with pytest.raises(DataError, match="had at least 6 bytes and has 4"):
         file.map()
 
 
-def test_a_lock_may_be_held_around_it(tmp_path: Path, cache: Cache) -> None:
+def test_it_can_be_opened_under_the_caches_lock(tmp_path: Path, cache: Cache) -> None:
     path = write_nanogpt(tmp_path / "train.bin", [1, 2, 3])
     with cache.lock():
         leftover = cache.root / "tokens" / f"{cache_key(1)}.bin.writing"

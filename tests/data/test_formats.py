@@ -1,4 +1,4 @@
-"""Whatever the format, the same documents, in small pieces."""
+"""Every format gives the same documents, in small pieces."""
 
 import gzip
 from pathlib import Path
@@ -33,7 +33,7 @@ def test_every_format_gives_the_texts_in_order(tmp_path: Path, kind: str) -> Non
 
 
 @every_format
-def test_empty_documents_are_none(tmp_path: Path, kind: str) -> None:
+def test_empty_documents_are_ignored(tmp_path: Path, kind: str) -> None:
     file = written(kind, tmp_path, ["", "a", "", "", "b", ""])
     assert texts_in(file.pieces()) == ["a", "b"]
 
@@ -47,7 +47,7 @@ def test_a_long_document_comes_in_pieces_of_at_most_a_mebibyte(tmp_path: Path, k
     assert all(len(piece.text.encode()) <= PIECE_BYTES for piece in pieces)
     assert [piece.ends_document for piece in pieces] == [True, False, False, True, True]
     assert "".join(piece.text for piece in pieces[1:4]) == long
-    # Cut in front of a space, which a byte-level BPE takes for the beginning of the word behind it.
+    # Cut in front of a space, which a byte-level BPE joins to the word after it.
     assert all(piece.text.startswith(" ") for piece in pieces[2:4])
 
 
@@ -83,8 +83,8 @@ def test_an_archive_of_plain_text_is_the_plain_text(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("members", [1, 2])
 @pytest.mark.parametrize("zeros", [1, 5, 512, 70_000])
-def test_zeros_behind_an_archive_are_padding(tmp_path: Path, zeros: int, members: int) -> None:
-    """As tapes, and tools that write whole blocks, put them there; gzip passes over them, too."""
+def test_zeros_after_an_archive_are_padding(tmp_path: Path, zeros: int, members: int) -> None:
+    """Tapes and tools that write complete blocks add them. gzip skips them, too."""
     text = "some words " * 20_000
     (tmp_path / "a.txt.gz").write_bytes(gzip.compress(text.encode()) * members + bytes(zeros))
     (file,) = list_files([Source(path=str(tmp_path / "a.txt.gz"))], "data.train")
@@ -122,7 +122,7 @@ def test_a_split_of_a_saved_dataset_can_be_named(tmp_path: Path) -> None:
 
 
 @every_format
-def test_what_is_behind_is_told_for_progress(tmp_path: Path, kind: str) -> None:
+def test_the_bytes_read_so_far_are_reported_for_progress(tmp_path: Path, kind: str) -> None:
     file = written(kind, tmp_path, TEXTS)
     read_bytes = [piece.read_bytes for piece in file.pieces()]
     assert read_bytes == sorted(read_bytes)
@@ -134,7 +134,7 @@ def test_what_is_behind_is_told_for_progress(tmp_path: Path, kind: str) -> None:
 def test_a_named_dataset_has_another_state_once_a_file_of_it_changed(
     tmp_path: Path, streaming: bool
 ) -> None:
-    """Else the tokens of what it was before would be taken for its own."""
+    """Otherwise the tokens of its earlier content would be used."""
     file = written("named, streaming" if streaming else "named", tmp_path, TEXTS)
     before = file.state()
     assert before == file.state()
@@ -144,14 +144,14 @@ def test_a_named_dataset_has_another_state_once_a_file_of_it_changed(
     assert path != before[0] and tuple(times) != before[2:]
 
 
-def test_the_state_of_a_commit_asks_nobody() -> None:
+def test_the_state_of_a_commit_needs_no_network() -> None:
     commit = "0123456789abcdef0123456789abcdef01234567"
     source = Source(dataset="nobody/nothing", revision=commit, split="test")
     (file,) = list_files([source], "data.train")
     assert file.state() == (f"nobody/nothing@{commit}[test]", 0, 0, 0)
 
 
-def test_a_byte_order_mark_is_no_text(tmp_path: Path) -> None:
+def test_a_byte_order_mark_is_not_text(tmp_path: Path) -> None:
     texts = ["one", "\ufefftwo"]  # within the file it is a character as any other
     content = "<|endoftext|>".join(texts).encode()
     path = tmp_path / "a.txt"

@@ -1,4 +1,4 @@
-"""What is held out of token files: blocks, or tails, between documents; nothing on both sides."""
+"""Blocks or ends of token files are held out, between documents. No token is on both sides."""
 
 from pathlib import Path
 
@@ -16,7 +16,7 @@ END = 0
 
 
 def token_file(folder: Path, documents: list[int], end_of_text: int | None = END) -> TokenFile:
-    """Documents of these lengths: 1, 2, 3 ... (from 60,000 on from 1 again) and an end."""
+    """Documents of these lengths, each with an end. Ids are 1, 2, 3 ... and restart at 60,000."""
     ids = [
         token
         for length in documents
@@ -38,7 +38,7 @@ def token_file(folder: Path, documents: list[int], end_of_text: int | None = END
 
 
 def cut_of(file: TokenFile, fraction: float) -> int:
-    """How many tokens are for training, once it is seen that the two sides make up the file."""
+    """Number of training tokens. Asserts that the two sides make up the file."""
     (train,), (validation,) = hold_out_tails([file], fraction)
     both = np.concatenate([train.map(), validation.map()])
     assert both.tolist() == file.map().tolist()
@@ -50,7 +50,7 @@ def cut_of(file: TokenFile, fraction: float) -> int:
 @pytest.mark.parametrize(
     ("documents", "fraction", "cut"),
     [
-        ([10, 10, 10, 10], 0.25, 30),  # just where a document ends
+        ([10, 10, 10, 10], 0.25, 30),  # exactly at the end of a document
         ([10, 10, 10, 10], 0.3, 30),  # the first end from token 28 on
         ([10, 10, 10, 10], 0.2, 30),  # from token 32 on there is only the file's own
         ([10, 10, 10, 10], 0.999, 10),
@@ -84,7 +84,7 @@ def test_megatrons_documents_are_known_without_an_end_of_text(
     assert cut_of(file, fraction) == cut
 
 
-def test_where_nothing_is_known_of_documents_the_cut_is_where_the_fraction_says(
+def test_if_documents_are_unknown_the_cut_is_at_the_exact_fraction(
     tmp_path: Path,
 ) -> None:
     assert cut_of(token_file(tmp_path, [10, 10, 10, 10], end_of_text=None), 0.2) == 32
@@ -95,12 +95,12 @@ def test_a_fraction_of_zero_holds_nothing_out(tmp_path: Path) -> None:
     assert hold_out_tails([file], 0.0) == ((file,), ())
 
 
-def test_a_single_token_cannot_be_shared(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="needs at least 2 tokens, and it has 1"):
+def test_a_single_token_cannot_be_split(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="needs at least 2 tokens, but it has 1"):
         hold_out_tails([token_file(tmp_path, [1])], 0.5)
 
 
-def test_an_id_beyond_the_vocabulary_is_told_of_the_side_that_has_it(tmp_path: Path) -> None:
+def test_an_id_beyond_the_vocabulary_is_reported_for_the_side_that_has_it(tmp_path: Path) -> None:
     (train,), (validation,) = hold_out_tails([token_file(tmp_path, [5, 20])], 0.5)
     assert train.large_id(10) is None  # the largest id of the file, 19, is held out
     assert "has id 10 at token 14 (byte 28)" in str(validation.large_id(10))
@@ -110,7 +110,7 @@ def test_an_id_beyond_the_vocabulary_is_told_of_the_side_that_has_it(tmp_path: P
 
 
 def sides(file: TokenFile, fraction: float, seed: int = 1) -> tuple[list[TokenFile], float]:
-    """(the stretches that are held out, their share), once both sides make up the file."""
+    """(the held-out spans, their share). Asserts that both sides make up the file."""
     train, validation = hold_out_tokens([file], fraction, seed)
     parts = sorted((*train, *validation), key=lambda part: part.first_token)
     assert np.concatenate([part.map() for part in parts]).tolist() == file.map().tolist()
@@ -120,7 +120,7 @@ def sides(file: TokenFile, fraction: float, seed: int = 1) -> tuple[list[TokenFi
 
 
 def skewed(documents: int, longest: int) -> list[int]:
-    """Most documents are short and a few are long, in an order that is the same each time."""
+    """Most documents are short and a few are long. The order is always the same."""
     generator = np.random.default_rng(3)
     return [2 + int(longest / rank) for rank in 1 + generator.permutation(documents)]
 
@@ -186,7 +186,7 @@ def test_megatrons_documents_bound_blocks_too(tmp_path: Path) -> None:
 @pytest.mark.parametrize("fraction", [1e-9, 0.5, 0.999999])
 def test_two_tokens_make_two_sides(tmp_path: Path, fraction: float) -> None:
     assert sides(token_file(tmp_path, [2]), fraction)[1] == 0.5
-    with pytest.raises(DataError, match="needs at least 2 tokens, and it has 1"):
+    with pytest.raises(DataError, match="needs at least 2 tokens, but it has 1"):
         hold_out_tokens([token_file(tmp_path, [1])], fraction, 1)
 
 

@@ -157,7 +157,7 @@ def test_an_evaluation_of_a_mixture_has_the_same_rows_at_every_layout(
         assert own == [first_id + draw % sequences * S for draw in range(len(own))]
 
 
-def test_rows_of_several_documents_say_so_where_attention_resets(tmp_path: Path) -> None:
+def test_rows_mark_their_documents_if_attention_restarts_at_each(tmp_path: Path) -> None:
     corpus = numbered_corpus(
         tmp_path, train_tokens=S + 1, validation_tokens=S + 1, sequence_length=S
     )
@@ -207,7 +207,7 @@ def test_rows_on_a_gpu_are_those_on_the_cpu(corpus: PreparedCorpus) -> None:
 def test_of_many_files_only_some_are_mapped_at_a_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each takes a file descriptor, and a thousand token files ended a run in its epoch."""
+    """Each takes a file descriptor. A thousand token files once ended a run."""
     monkeypatch.setattr(rows, "_MAPPED_AT_ONCE", 3)
     files = [write_numbered_tokens(tmp_path, S + 1, f"{i}", 100 * i) for i in range(20)]
     read = Rows(alone(*files), S)
@@ -271,7 +271,7 @@ def test_a_batch_moves_with_its_samples_and_documents() -> None:
 CPU = torch.device("cpu")
 
 
-def test_the_next_item_is_read_before_it_is_asked_for() -> None:
+def test_the_next_item_is_read_before_it_is_requested() -> None:
     read: list[int] = []
     second_read = threading.Event()
 
@@ -289,7 +289,7 @@ def test_the_next_item_is_read_before_it_is_asked_for() -> None:
     assert read.count(1) == 1
 
 
-def test_the_item_that_was_asked_for_is_given_when_the_guess_was_wrong() -> None:
+def test_the_requested_item_is_returned_if_the_guess_was_wrong() -> None:
     ahead = OneAhead(lambda key: key * 10, lambda key: key + 1, CPU)
     assert [ahead.get(key) for key in (0, 1, 7, 8, 0, 0)] == [0, 10, 70, 80, 0, 0]
     ahead.close()
@@ -319,7 +319,7 @@ def test_close_ends_the_thread() -> None:
 
 
 def test_the_thread_works_for_the_ranks_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A new thread is on GPU 0 otherwise, and pinning memory there opens a context on it."""
+    """Otherwise a new thread uses GPU 0, and pinning memory opens a context on it."""
     taken: list[tuple[str, torch.device]] = []
     monkeypatch.setattr(
         torch.cuda, "set_device", lambda gpu: taken.append((threading.current_thread().name, gpu))

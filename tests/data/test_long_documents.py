@@ -1,4 +1,4 @@
-"""The ids of a document longer than a piece are those of the tokenizer alone on the whole of it."""
+"""A document longer than a piece has the ids that the tokenizer gives for its complete text."""
 
 import random
 from collections.abc import Callable
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.slow
 
 MARK = "\u2581"
 HAN = [chr(0x4E00 + number) for number in range(50)]
-# Of Llama 3; runs of spaces, line ends behind a full stop and three digits are words of their own.
+# Llama 3's. Runs of spaces, line ends after a full stop and three digits are separate words.
 LLAMA_3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -31,7 +31,7 @@ LLAMA_3 = (
 
 
 def prepended() -> Tokenizer:
-    """As Llama 2's: a mark before the text and for every space, and nothing splits words."""
+    """As Llama 2's: a mark before the text and for every space. Text is not split into words."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.normalizer = normalizers.Sequence(
         [normalizers.Prepend(MARK), normalizers.Replace(" ", MARK)]
@@ -75,7 +75,7 @@ TOKENIZERS: dict[str, Callable[[], Tokenizer]] = {
 
 
 def trained(tokenizer: Tokenizer) -> TextTokenizer:
-    """One that knows words, marks in a row, and white space in a row where it lets that be one."""
+    """One that has words, repeated marks and, if it does not split it, repeated white space."""
     letters = sorted(
         {*"".join(WORDS), *HAN, *"\n\u00a0\u3000", *pre_tokenizers.ByteLevel.alphabet(), MARK}
     )
@@ -105,10 +105,10 @@ WITHOUT_SINGLE_SPACES = {
 
 @pytest.mark.parametrize("text", WITHOUT_SINGLE_SPACES)
 @pytest.mark.parametrize("name", TOKENIZERS)
-def test_cuts_do_not_show_where_no_single_space_stands_between_two_words(
+def test_cuts_do_not_show_in_text_without_single_spaces_between_words(
     monkeypatch: pytest.MonkeyPatch, name: str, text: str
 ) -> None:
-    """No space is implied where the text goes on, and none that stands there is lost or moved."""
+    """No space is added where a text continues, and no space of the text is lost or moved."""
     monkeypatch.setattr(cutting, "PIECE_BYTES", 2000)
     monkeypatch.setattr(cutting, "_CUT_WINDOW_BYTES", 500)
     tokenizer = trained(TOKENIZERS[name]())
@@ -129,7 +129,7 @@ def test_a_tokenizer_that_removes_spaces_before_a_text_keeps_those_between_words
 
 @pytest.mark.parametrize("name", ["prepended", "metaspace first", "byte level"])
 def test_the_cuts_of_a_long_document_do_not_show(tmp_path: Path, name: str) -> None:
-    """Where it is tokenized beforehand, and where text is trained on directly."""
+    """The text is tokenized beforehand, or trained on directly."""
     tokenizer = trained(TOKENIZERS[name]())
     long = " ".join(documents(3 << 20))
     text = tmp_path / "long.txt"

@@ -26,14 +26,14 @@ def components_drawn(weights: list[float], samples: range, key: str = "key") -> 
 
 
 @pytest.mark.parametrize("weights", WEIGHTS, ids=str)
-def test_whole_blocks_hold_every_share_to_within_one_sample(weights: list[float]) -> None:
+def test_complete_blocks_have_every_share_to_within_one_sample(weights: list[float]) -> None:
     mixing = Mixing.of(weights, "key")
     for blocks in (1, 2, 3, 7, 1000, 10**12):
         samples = blocks * mixing.block
         counts = mixing.counts_in_blocks(blocks)
         assert sum(counts) == samples
         for count, weight in zip(counts, mixing.weights, strict=True):
-            # |count - samples * weight / total| < 1, in whole numbers
+            # |count - samples * weight / total| < 1, in integers
             total = sum(mixing.weights)
             assert abs(count * total - samples * weight) < total
 
@@ -65,7 +65,7 @@ def test_data_ranks_do_not_each_have_a_component_of_their_own() -> None:
     assert {drawn[start : start + 8].count(0) for start in range(0, 1000, 8)} == {4}
 
 
-def test_the_order_is_a_matter_of_the_key_and_of_the_block() -> None:
+def test_the_order_depends_on_the_key_and_on_the_block() -> None:
     first, again = (components_drawn([1, 1], range(2048)) for _ in range(2))
     assert first == again
     assert first != components_drawn([1, 1], range(2048), key="another")
@@ -110,8 +110,8 @@ def test_a_sequence_lies_within_one_file(tmp_path: Path) -> None:
     assert [place.first_token for place in places] == [0, 0, 6, 0, 6, 12, 18, 24]
 
 
-def test_a_component_that_is_used_up_in_an_evaluation_begins_again(tmp_path: Path) -> None:
-    """Else the smallest one would end the evaluation of all."""
+def test_a_component_that_is_used_up_in_an_evaluation_restarts(tmp_path: Path) -> None:
+    """Otherwise the smallest one would end the evaluation of all."""
     corpus = numbered_mixture(tmp_path, S)
     assert corpus.validation is not None
     order = ValidationOrder.of(corpus.validation, corpus.seed, S)
@@ -125,7 +125,7 @@ def test_a_component_that_is_used_up_in_an_evaluation_begins_again(tmp_path: Pat
     assert sum(place.component == 0 for place in drawn) > held[0] == 9
 
 
-def test_fingerprints_tell_files_weights_and_their_order_apart(tmp_path: Path) -> None:
+def test_fingerprints_differ_with_files_weights_and_their_order(tmp_path: Path) -> None:
     first, second = (write_numbered_tokens(tmp_path, 20, name) for name in ("first", "second"))
 
     def mixture(*components: tuple[tuple[str, ...], float]) -> str:

@@ -1,4 +1,4 @@
-"""A corpus is prepared once for each machine, whoever asks at the same time or dies over it."""
+"""A machine prepares a corpus once, even if processes start together or are killed."""
 
 import hashlib
 import os
@@ -183,7 +183,7 @@ def test_a_changed_file_changes_the_corpus_even_with_its_size_and_time_kept(tmp_
     assert only_file(first.train).path != only_file(second.train).path
 
 
-def test_no_recipe_is_kept_for_files_that_may_still_change_unseen(tmp_path: Path) -> None:
+def test_no_recipe_is_stored_for_files_that_may_still_change_unnoticed(tmp_path: Path) -> None:
     sources = write_texts(tmp_path, a="one two three " * 50, b="four five " * 50)
     young = config(train=sources, sequence_length=4)
     assert not select_files(young).is_settled()
@@ -206,7 +206,7 @@ def test_seed_fraction_and_vocabulary_each_have_entries_of_their_own(
 
 
 @pytest.mark.parametrize("other", ["the cuts of long documents", "the version of tokenizers"])
-def test_ids_that_may_be_others_have_a_file_of_their_own(
+def test_other_cuts_or_tokenizers_have_their_own_token_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, other: str
 ) -> None:
     """The text is the same, and so is the tokenizer."""
@@ -261,7 +261,7 @@ def test_a_tokenizer_on_disk_is_used_and_its_change_is_seen(
         prepare_corpus(data, 500, cache_dir=tmp_path / "cache")
 
 
-def test_a_prepared_corpus_travels_between_processes_as_a_few_bytes(
+def test_a_pickled_corpus_has_a_few_bytes(
     prepared: tuple[Path, PreparedCorpus],
 ) -> None:
     _, corpus = prepared
@@ -289,7 +289,7 @@ def test_every_problem_is_named_at_once_without_reading_text(tmp_path: Path) -> 
 def test_validation_files_that_are_trained_on_are_refused(tmp_path: Path) -> None:
     sources = write_texts(tmp_path, a="one", b="two")
     (problem,) = find_problems(config(train=sources, validation=[f"{tmp_path}/b.txt"]), 512)
-    assert "must not be trained on, and 1 of 1 files" in problem
+    assert "must not be trained on, but 1 of 1 files" in problem
     assert f"{tmp_path}/b.txt" in problem
 
 
@@ -299,6 +299,6 @@ def test_a_corpus_shorter_than_a_sequence_names_both_lengths(tmp_path: Path) -> 
         prepare_corpus(config(train=sources, sequence_length=100), 512, cache_dir=tmp_path / "c")
     train, validation = caught.value.problems
     assert train.startswith("data.train must fill at least one sequence")
-    assert "= 101 tokens, and has" in train
+    assert "= 101 tokens, but has" in train
     assert validation.startswith("data.validation")
     assert "raise data.validation_fraction" in validation

@@ -1,4 +1,4 @@
-"""Sources of several kinds come to one corpus: as one component, or one each where they weigh."""
+"""Sources of several kinds become one corpus: one component, or one for each weight."""
 
 from pathlib import Path
 from typing import Any
@@ -153,7 +153,7 @@ def test_foreign_tokens_alone_need_no_tokenizer(tmp_path: Path) -> None:
     assert prepared(tmp_path, str(path), validation_fraction=0.25) == corpus
 
 
-def test_foreign_tokens_beside_text_take_the_tokenizer_that_is_named(
+def test_foreign_tokens_beside_text_use_the_named_tokenizer(
     tmp_path: Path, text: Path, tokens: Path
 ) -> None:
     path = write_nanogpt(tmp_path / "train.bin", list(range(280)))
@@ -177,14 +177,14 @@ def test_the_tokenizer_in_the_cache_is_one_for_transformers_with_its_own_end_of_
     assert AutoTokenizer.from_pretrained(corpus.tokenizer).eos_token_id == end
 
 
-def test_every_share_with_a_bad_record_is_told(tmp_path: Path) -> None:
+def test_every_share_with_a_bad_record_is_reported(tmp_path: Path) -> None:
     for name in ("a", "b"):
         content = json_lines(["good " * 9, "fine " * 9]) + b"bad\n"
         (tmp_path / f"{name}.jsonl").write_bytes(content)
     sources = [{"path": f"{tmp_path}/{name}.jsonl", "weight": 1} for name in ("a", "b")]
     with pytest.raises(DataError) as caught:
         prepared(tmp_path, *sources)
-    assert [told.split(",")[0] for told in caught.value.problems] == [
+    assert [reported.split(",")[0] for reported in caught.value.problems] == [
         f"{tmp_path}/a.jsonl",
         f"{tmp_path}/b.jsonl",
     ]
@@ -199,10 +199,10 @@ def test_a_corpus_of_tokens_and_text_shows_every_token_once_an_epoch(
     assert np.array_equal(component.files[0].map(), component.files[1].map())
 
 
-def test_a_source_whose_documents_others_hold_out_is_not_left_out_in_silence(
+def test_a_source_whose_documents_others_hold_out_is_not_omitted_silently(
     tmp_path: Path,
 ) -> None:
-    """Each source holds out one of its two documents, and what one holds out none trains on."""
+    """Each source holds out one of its two documents. No source trains on held-out ones."""
     one, two, three = TEXTS[10:13]
     sources = []
     for name, documents in {"a": [one, two], "b": [two, three], "c": [one, three]}.items():
@@ -210,18 +210,18 @@ def test_a_source_whose_documents_others_hold_out_is_not_left_out_in_silence(
         sources.append({"path": f"{tmp_path}/{name}.txt", "weight": 1})
     with pytest.raises(DataError) as caught:
         prepared(tmp_path, *sources, validation_fraction=0.5)
-    (told,) = caught.value.problems
-    assert told.startswith(
-        "data.train: every source must keep text to train on, and all 2 documents of "
+    (reported,) = caught.value.problems
+    assert reported.startswith(
+        "data.train: every source must keep text to train on, but all 2 documents of "
         f"'{tmp_path}/c.txt' are held out: "
     )
-    assert "lower data.validation_fraction (0.5), give data.validation sources" in told
+    assert "lower data.validation_fraction (0.5), give data.validation sources" in reported
     (tmp_path / "validation.txt").write_bytes(plain_text(TEXTS[:2]))
     corpus = prepared(tmp_path, *sources, validation=[f"{tmp_path}/validation.txt"])
     assert len(corpus.train.components) == 3
 
 
-def test_a_glob_of_tokens_and_text_is_refused_and_ordinary_folders_are_passed_over(
+def test_a_glob_of_tokens_and_text_is_refused_and_ordinary_folders_are_skipped(
     tmp_path: Path, text: Path, tokens: Path
 ) -> None:
     together = tmp_path / "together"
@@ -233,7 +233,7 @@ def test_a_glob_of_tokens_and_text_is_refused_and_ordinary_folders_are_passed_ov
     with pytest.raises(DataError) as caught:
         prepared(tmp_path, pattern)
     assert caught.value.problems == (
-        f"data.train: a source is text or tokens, and '{pattern}' matches {together}/z.txt, which "
+        f"data.train: a source is text or tokens, but '{pattern}' matches {together}/z.txt, which "
         f"is read as text, and {together}/tokens, which holds tokens; list the two as two sources",
     )
     (together / "z.txt").unlink()
@@ -247,24 +247,24 @@ def test_32_bit_ids_are_not_read_as_nanogpts_16_bit_ones(tmp_path: Path) -> None
     data = DataConfig(train=(str(path),), sequence_length=8)
     for vocab_size, largest_upper in ((512, 0), (128_256, 1)):
         np.linspace(0, vocab_size - 1, 400).astype("<u4").tofile(path)
-        (told,) = find_problems(data, vocab_size)
-        assert f"every second one of {path} is at most {largest_upper}, as in a file of" in told
+        (reported,) = find_problems(data, vocab_size)
+        assert f"every second one of {path} is at most {largest_upper}, as in a file of" in reported
         with pytest.raises(DataError) as caught:
             prepare_corpus(data, vocab_size, cache_dir=tmp_path / "cache")
-        assert caught.value.problems == (told,)
+        assert caught.value.problems == (reported,)
 
 
 @pytest.mark.parametrize("vocab_size", [512, 50_304, 128_256])
 def test_16_bit_ids_are_right_for_a_model_of_any_vocabulary(
     tmp_path: Path, vocab_size: int
 ) -> None:
-    """A vocabulary may be padded, so a large one alone says nothing of the file."""
+    """A vocabulary may be padded, so a large one alone states nothing about the file."""
     path = write_nanogpt(tmp_path / "train.bin", list(range(400)))
     assert tuple(find_problems(DataConfig(train=(str(path),), sequence_length=8), vocab_size)) == ()
 
 
 def shares_held_out(folder: Path, path: Path) -> list[float]:
-    """Of the tokens: by the rule of version 0.1, and by tokens; the same from a warm cache."""
+    """(share of tokens by the rule of version 0.1, share by tokens); equal from a warm cache."""
     shares = []
     for rule in ("documents", "tokens"):
         corpus = prepared(folder, str(path), validation_fraction=0.05, hold_out_by=rule)
@@ -325,7 +325,7 @@ def test_a_single_document_is_divided(tmp_path: Path) -> None:
 def test_by_documents_the_split_is_the_one_of_version_0_1(
     tmp_path: Path, name: str, train: str, validation: str
 ) -> None:
-    """The fingerprints are those that version 0.1 computed; a run of it could not continue else."""
+    """The fingerprints are those of version 0.1. Otherwise its runs could not be resumed."""
     texts = [f"the text of document {number} " * (1 + number**2 % 31) for number in range(40)]
     (tmp_path / "a.txt").write_bytes(plain_text(texts))
     write_nanogpt(tmp_path / "train.bin", [i * 7 % 300 for i in range(1000)])

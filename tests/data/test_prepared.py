@@ -1,4 +1,4 @@
-"""What keeps prepared data from being trained on is told before training, all of it."""
+"""Everything that prevents training on prepared data is reported before training."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -33,7 +33,7 @@ def problems_of(corpus: PreparedCorpus, vocab_size: int = 10**6) -> tuple[str, .
     return caught.value.problems
 
 
-def test_a_mixture_that_is_right_is_not_complained_of(tmp_path: Path) -> None:
+def test_a_correct_mixture_has_no_problem(tmp_path: Path) -> None:
     corpus = numbered_mixture(tmp_path, S)
     corpus.check(40_000)
     assert corpus.training_sequences == 23
@@ -52,7 +52,7 @@ def test_a_component_that_fills_no_sequence_is_named(file: TokenFile, tmp_path: 
     short = write_numbered_tokens(tmp_path, S, "short")
     mixture = Mixture((Component((file,), 1.0, "books"), Component((short, short), 1.0, "code")))
     (problem,) = problems_of(PreparedCorpus(mixture, None, None, S, seed=5))
-    assert "sequence_length + 1 = 7 tokens, in its source code, and has 12 tokens" in problem
+    assert "sequence_length + 1 = 7 tokens, in its source code, but has 12 tokens" in problem
     assert "in 2 documents in 2 files" in problem
 
 
@@ -62,10 +62,10 @@ def test_files_of_two_tokenizers_are_named_with_both_fingerprints(file: TokenFil
     foreign = with_index(file, tokenizer_fingerprint=None)
     corpus_of(first, foreign, first).check(10**6)
     (problem,) = problems_of(corpus_of(foreign, first, other))
-    assert f"{'a' * 16}... while" in problem and f"is of {'b' * 16}..." in problem
+    assert f"{'a' * 16}... and" in problem and f"with {'b' * 16}..." in problem
 
 
-def test_resetting_at_documents_needs_to_know_one_end(file: TokenFile) -> None:
+def test_resetting_at_documents_needs_one_known_end(file: TokenFile) -> None:
     nameless = with_index(file, end_of_text=None)
     other = with_index(file, end_of_text=9)
     corpus_of(file, nameless, other).check(10**6)
@@ -75,7 +75,7 @@ def test_resetting_at_documents_needs_to_know_one_end(file: TokenFile) -> None:
     assert "has 9 instead of 0" in differing
 
 
-def test_a_file_that_is_held_out_in_part_is_told_of_once(file: TokenFile) -> None:
+def test_a_file_that_is_held_out_in_part_is_reported_once(file: TokenFile) -> None:
     nameless = with_index(file, end_of_text=None)
     train, validation = alone(nameless.stretch(0, 10)), alone(nameless.stretch(10, 10))
     corpus = PreparedCorpus(train, validation, None, S, seed=5, reset_at_documents=True)

@@ -50,7 +50,7 @@ def test_every_start_reaches_every_position_equally_often_over_keys() -> None:
     assert all(abs(count - 200) < 82 for count in counts), counts
 
 
-def test_both_parities_occur_also_where_the_domain_is_tiny() -> None:
+def test_both_parities_occur_even_if_the_domain_is_tiny() -> None:
     # The permutations of 3 elements: all 6 of them are reached.
     assert len({tuple(image(3, str(key).encode())) for key in range(200)}) == 6
 
@@ -71,7 +71,7 @@ def test_a_position_far_into_a_huge_domain_costs_no_more_than_the_first() -> Non
     assert all(0 <= value < size for value in values)
 
 
-def test_sequences_are_whole_and_each_needs_its_last_target() -> None:
+def test_sequences_are_complete_and_each_needs_its_last_target() -> None:
     assert [count_sequences(tokens, 4) for tokens in (0, 1, 4, 5, 8, 9, 10)] == [
         0,
         0,

@@ -87,27 +87,35 @@ def test_the_tokenizer_of_token_folders_is_the_corpus_own(text: Path, tokens: Pa
 
 
 def test_token_folders_of_two_tokenizers_are_refused(tokens: Path, other_tokens: Path) -> None:
-    (told,) = problems(str(tokens), str(other_tokens))
-    assert told.startswith("all tokens must be made with one tokenizer: the fingerprint of the one")
-    assert f" in {tokens} is " in told and f"the tokens in {other_tokens} were made with " in told
-    assert "in data.tokenizer, or make them again with the other" in told
+    (reported,) = problems(str(tokens), str(other_tokens))
+    assert reported.startswith(
+        "all tokens must be made with one tokenizer: the fingerprint of the one"
+    )
+    assert (
+        f" in {tokens} is " in reported
+        and f"the tokens in {other_tokens} were made with " in reported
+    )
+    assert "in data.tokenizer, or make them again with the other" in reported
 
 
 def test_a_token_folder_whose_tokenizer_was_replaced_is_refused(
     tokens: Path, other_tokens: Path
 ) -> None:
     shutil.copy(other_tokens / "tokenizer.json", tokens)
-    (told,) = problems(str(tokens))
-    assert f" in {tokens} is " in told and f"the tokens in {tokens} were made with " in told
+    (reported,) = problems(str(tokens))
+    assert f" in {tokens} is " in reported and f"the tokens in {tokens} were made with " in reported
 
 
 def test_a_named_tokenizer_must_be_that_of_the_token_folders(
     tokens: Path, other_tokens: Path
 ) -> None:
     assert problems(str(tokens), tokenizer=str(tokens)) == ()
-    (told,) = problems(str(tokens), tokenizer=str(other_tokens))
-    assert f" in {other_tokens} is " in told and f"the tokens in {tokens} were made with " in told
-    assert "name the tokenizer of these tokens in data.tokenizer" in told
+    (reported,) = problems(str(tokens), tokenizer=str(other_tokens))
+    assert (
+        f" in {other_tokens} is " in reported
+        and f"the tokens in {tokens} were made with " in reported
+    )
+    assert "name the tokenizer of these tokens in data.tokenizer" in reported
 
 
 def test_foreign_tokens_need_a_tokenizer_only_beside_text(
@@ -115,53 +123,51 @@ def test_foreign_tokens_need_a_tokenizer_only_beside_text(
 ) -> None:
     assert selected(str(foreign)).tokenizer is None
     assert problems(str(foreign)) == ()
-    (told,) = problems(str(text), str(foreign))
-    assert (
-        f'data.tokenizer is "train", and {foreign} does not state the tokenizer of its ids' in told
-    )
-    assert told.endswith("name that tokenizer in data.tokenizer")
+    (reported,) = problems(str(text), str(foreign))
+    assert f'is "train" and {foreign} does not state the tokenizer of its ids' in reported
+    assert reported.endswith("name that tokenizer in data.tokenizer")
     assert problems(str(text), str(foreign), tokenizer=str(tokens)) == ()
 
 
 def test_the_tokenizer_of_a_token_folder_must_fit_the_model(tokens: Path) -> None:
-    (told,) = problems(str(tokens), vocab_size=200)
-    assert f"'{tokens}' has 280 entries while model.vocab_size is 200" in told
+    (reported,) = problems(str(tokens), vocab_size=200)
+    assert f"'{tokens}' has 280 entries while model.vocab_size is 200" in reported
 
 
-def test_a_tokenization_that_did_not_end_is_told_by_the_check(tokens: Path) -> None:
+def test_an_unfinished_tokenization_is_reported_by_the_check(tokens: Path) -> None:
     (tokens / "index.json").unlink()
-    (told,) = problems(str(tokens))
-    assert f"{tokens} has no index.json: its tokenization did not end" in told
+    (reported,) = problems(str(tokens))
+    assert f"{tokens} has no index.json: its tokenization did not finish" in reported
 
 
 def test_tokens_that_are_trained_on_are_not_validated_on(tmp_path: Path, tokens: Path) -> None:
     (tmp_path / "link").symlink_to(tokens)
     for same in (tokens, tmp_path / "link"):
-        (told,) = problems(str(tokens), validation=[str(same)])
-        assert "must not be trained on, and 1 of 1 files of data.validation are in" in told
-    (told,) = problems(str(tokens), str(tmp_path / "link"))
-    assert "a file is listed once" in told
+        (reported,) = problems(str(tokens), validation=[str(same)])
+        assert "must not be trained on, but 1 of 1 files of data.validation are also in" in reported
+    (reported,) = problems(str(tokens), str(tmp_path / "link"))
+    assert "a file may be listed only once" in reported
 
 
 def test_two_splits_of_a_saved_dataset_are_two_texts(tmp_path: Path) -> None:
     saved_splits(tmp_path / "splits", ["a", "b"])
     path = str(tmp_path / "splits")
     assert problems({"path": path}, validation=[{"path": path, "split": "test"}]) == ()
-    (told,) = problems({"path": path}, validation=[{"path": path}])
-    assert "must not be trained on" in told
-    (told,) = problems({"path": path, "split": "tset"})
-    assert told.startswith("data.train: a dataset's split must be one of its own, and ")
+    (reported,) = problems({"path": path}, validation=[{"path": path}])
+    assert "must not be trained on" in reported
+    (reported,) = problems({"path": path, "split": "tset"})
+    assert reported.startswith("data.train: a dataset's split must be one of its own, but ")
 
 
 def test_a_wrong_field_shows_in_the_first_record_before_anything_is_read(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_bytes(json_lines(["a"], field="content"))
     write_table(tmp_path / "b.parquet", ["b"], column="content")
     found = problems(f"{tmp_path}/a.jsonl", f"{tmp_path}/b.parquet")
-    assert [told.split(": ")[0] for told in found] == [
+    assert [reported.split(": ")[0] for reported in found] == [
         f"{tmp_path}/a.jsonl, line 1 (byte 0)",
         f"{tmp_path}/b.parquet, its columns",
     ]
-    assert all("name the right one as text_field" in told for told in found)
+    assert all("name the right one as text_field" in reported for reported in found)
     sources = [
         {"path": f"{tmp_path}/{name}", "text_field": "content"} for name in ("*.jsonl", "*.p*")
     ]
@@ -169,7 +175,7 @@ def test_a_wrong_field_shows_in_the_first_record_before_anything_is_read(tmp_pat
 
 
 def test_a_file_of_another_field_is_another_text(tmp_path: Path) -> None:
-    """So that no recipe of the one is taken for the other's: the files' states are the same."""
+    """The files' states are equal, so the recipe of one must not be used for the other."""
     (tmp_path / "a.jsonl").write_bytes(json_lines(["a"]))
     one, other = (
         selected({"path": f"{tmp_path}/a.jsonl", "text_field": field}) for field in ("text", "id")
@@ -178,14 +184,14 @@ def test_a_file_of_another_field_is_another_text(tmp_path: Path) -> None:
     assert one.train != other.train
 
 
-def test_what_is_wrong_with_sources_and_tokenizer_is_told_together(tmp_path: Path) -> None:
+def test_problems_of_sources_and_tokenizer_are_reported_together(tmp_path: Path) -> None:
     found = problems(f"{tmp_path}/none.jsonl", tokenizer=f"{tmp_path}/no-tokenizer")
-    assert [told.split()[0] for told in found] == ["data.train:", "data.tokenizer"]
+    assert [reported.split()[0] for reported in found] == ["data.train:", "data.tokenizer"]
     with pytest.raises(DataError):
         selected(f"{tmp_path}/none.jsonl")
 
 
-def test_a_token_folder_that_lost_its_tokenizer_says_which_file(tokens: Path) -> None:
+def test_a_token_folder_without_its_tokenizer_names_the_missing_file(tokens: Path) -> None:
     (tokens / "tokenizer.json").unlink()
     (problem,) = problems(str(tokens))
     assert f"{tokens}/tokenizer.json is missing; copy it again, or name the tokenizer" in problem
@@ -211,7 +217,7 @@ def test_the_default_corpus_is_no_problem(tmp_path: Path) -> None:
     [{}, {"model": {"preset": "gpt3"}}, {"model": 5}, {"training": {"stepps": 1}}, {"zzz": 1}],
     ids=str,
 )
-def test_missing_text_is_found_whatever_else_is_wrong(
+def test_missing_text_is_found_even_if_other_keys_are_wrong(
     tmp_path: Path, wrong_elsewhere: dict[str, Any]
 ) -> None:
     data = {"sequence_length": 16, "train": [MISSING]}
@@ -219,25 +225,25 @@ def test_missing_text_is_found_whatever_else_is_wrong(
     assert problem.startswith("data.train: ") and MISSING in problem
 
 
-def test_overrides_are_looked_at(tmp_path: Path) -> None:
+def test_overrides_are_checked(tmp_path: Path) -> None:
     (problem,) = problems_in_file(tmp_path, f'data.validation=["{MISSING}"]')
     assert problem.startswith("data.validation: ")
 
 
 @pytest.mark.parametrize("data", [{"sequence_length": "16", "train": [MISSING]}, 7, None], ids=str)
-def test_a_data_section_that_cannot_be_understood_is_left_to_the_check_of_the_keys(
+def test_an_invalid_data_section_is_left_to_the_check_of_the_keys(
     tmp_path: Path, data: Any
 ) -> None:
     assert problems_in_file(tmp_path, data=data) == []
 
 
-def test_a_file_that_is_no_json_is_left_to_the_check_of_the_keys(tmp_path: Path) -> None:
+def test_a_file_that_is_not_json_is_left_to_the_check_of_the_keys(tmp_path: Path) -> None:
     file = tmp_path / "run.json"
     file.write_text('{"data": ')
     assert find_problems_in_file(file) == []
 
 
-def test_a_vocabulary_that_no_tokenizer_can_be_trained_for_is_told_with_the_others(
+def test_a_vocabulary_too_small_for_any_tokenizer_is_reported_with_the_others(
     tmp_path: Path,
 ) -> None:
     data = {"sequence_length": 16, "train": [MISSING]}
@@ -260,7 +266,7 @@ def test_a_tokenizer_is_compared_with_the_model_of_from_hf(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("pattern", ["**", "**/*.nothing"])
-def test_a_glob_that_would_never_end_is_given_up_with_a_word(
+def test_a_glob_that_would_never_end_is_stopped_with_a_warning(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
@@ -274,4 +280,4 @@ def test_a_glob_that_would_never_end_is_given_up_with_a_word(
     assert problems_in_file(tmp_path, f'data.train=["{tmp_path}/{pattern}"]') == []
     assert time.monotonic() - start < 5
     (message,) = caplog.messages
-    assert message.startswith("data: the files were examined for 0.2 s, and not completely")
+    assert message.startswith("data: after 0.2 s, some files are not examined yet")

@@ -1,4 +1,4 @@
-"""Sources name files; what cannot be found or read is said, all of it at once."""
+"""Sources name files. All that cannot be found or read are reported at once."""
 
 import os
 import random
@@ -107,7 +107,7 @@ def test_a_format_that_would_be_read_as_its_own_syntax_is_refused(
     assert mend in str(caught.value)
 
 
-def test_a_suffix_says_the_format_and_a_dot_in_a_folders_name_does_not(tmp_path: Path) -> None:
+def test_a_suffix_states_the_format_and_a_dot_in_a_folders_name_does_not(tmp_path: Path) -> None:
     touch(tmp_path, "v1.json/part.0001", "a.jsonl", "b.ndjson.zst", "c.parquet", "d.GZ", "e")
     (part, lines, archive, table, packed, plain) = (
         files(f"{tmp_path}/{name}")[0].format
@@ -118,7 +118,7 @@ def test_a_suffix_says_the_format_and_a_dot_in_a_folders_name_does_not(tmp_path:
     assert table == Table("text")
 
 
-def test_a_dataset_is_one_file_named_by_all_that_tells_it_from_another() -> None:
+def test_a_dataset_is_one_file_named_by_everything_that_identifies_it() -> None:
     whole = Source(dataset="wiki")
     part = Source(dataset="wiki", configuration="en", revision="v1", split="test")
     assert names(whole, part) == ["wiki[train]", "wiki/en@v1[test]"]
@@ -147,7 +147,7 @@ def test_a_file_and_a_link_to_it_are_both_named(tmp_path: Path) -> None:
     ) in problem_of(f"{tmp_path}/*.txt")
 
 
-def test_what_may_not_be_entered_is_passed_over(
+def test_folders_that_may_not_be_entered_are_skipped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     touch(tmp_path, "a.txt", "closed/b.txt", "open/c.txt")
@@ -173,14 +173,14 @@ def test_what_may_not_be_entered_is_passed_over(
         ("table.csv.1", "extract its text into .txt or .jsonl files"),
     ],
 )
-def test_a_number_behind_a_suffix_does_not_make_the_file_plain_text(
+def test_a_number_after_a_suffix_does_not_make_the_file_plain_text(
     tmp_path: Path, name: str, mend: str
 ) -> None:
     touch(tmp_path, name)
     assert problem_of(f"{tmp_path}/{name}").endswith(f"which is not read; {mend}")
 
 
-def test_a_number_behind_another_suffix_is_a_part_of_a_name(tmp_path: Path) -> None:
+def test_a_number_after_another_suffix_is_part_of_the_name(tmp_path: Path) -> None:
     touch(tmp_path, "part.0001", "log.txt.1", "v1.2", "1", "a.jsonl.old")
     assert len(names(f"{tmp_path}/*")) == 5
 

@@ -1,4 +1,4 @@
-"""The validation split holds whole documents, about the fraction that was asked for."""
+"""The validation split holds complete documents, about the requested fraction."""
 
 import hashlib
 import random
@@ -84,7 +84,7 @@ def test_every_group_holds_out_its_own_fraction_and_none_trains_on_what_another_
     assert not trained_on & {d.content for d in validation + also_validation}
 
 
-def test_a_group_without_documents_stays_without() -> None:
+def test_a_group_without_documents_stays_empty() -> None:
     (training, empty), (validation, also_empty) = split_groups([HUNDRED, []], 0.2, seed=1)
     assert (training, validation) == split_documents(HUNDRED, 0.2, seed=1)
     assert empty == also_empty == []
@@ -100,7 +100,7 @@ def test_every_group_that_cannot_be_split_is_named() -> None:
 
 
 def share_of(groups: list[list[Document]], fraction: float) -> list[float]:
-    """The share of each group's bytes that is held out, once no document was lost."""
+    """The share of each group's bytes that is held out. Asserts that no document is lost."""
     training, validation, cuts = split_by_tokens(groups, fraction, seed=1)
     shares = []
     for group, trained, held, cut in zip(groups, training, validation, cuts, strict=True):
@@ -134,7 +134,7 @@ def test_documents_that_come_close_enough_are_not_cut() -> None:
     assert ((training[0], validation[0]), cuts) == (split_documents(HUNDRED, 0.2, seed=1), [None])
 
 
-def test_a_text_that_is_elsewhere_too_is_not_cut() -> None:
+def test_a_text_that_occurs_twice_is_not_cut() -> None:
     copies = [document("c1", 38_000, "c"), document("c2", 38_000, "c"), *THREE[:2]]
     others = [document("b2", 33_000, "b"), document("d", 20_000)]
     training, validation, cuts = split_by_tokens([copies, others], 0.05, seed=1)
@@ -142,7 +142,7 @@ def test_a_text_that_is_elsewhere_too_is_not_cut() -> None:
     assert cuts == [Cut(2, 0.05 * 138_000 / 29_000), Cut(1, 0.05 * 53_000 / 20_000)]
 
 
-def test_documents_of_which_none_can_be_cut_are_held_out_whole() -> None:
+def test_complete_documents_are_held_out_if_none_can_be_cut() -> None:
     twice = [document(f"{name}{i}", 30_000, name) for name in "abc" for i in range(2)]
     training, (validation,), cuts = split_by_tokens([twice], 0.2, seed=1)
     assert ([training[0], validation], cuts) == ([*split_documents(twice, 0.2, seed=1)], [None])
@@ -150,14 +150,14 @@ def test_documents_of_which_none_can_be_cut_are_held_out_whole() -> None:
 
 
 @pytest.mark.parametrize("fraction", [0.001, 0.01, 0.05])
-def test_copies_that_come_to_far_more_than_the_fraction_are_refused(fraction: float) -> None:
-    """Two texts of 300 copies each: 44.8 % were held out, whatever the fraction was."""
+def test_copies_that_are_far_more_than_the_fraction_are_refused(fraction: float) -> None:
+    """With two texts of 300 copies each, 44.8 % were held out at any fraction."""
     copies = [document("all.jsonl", size, str(size)) for size in (448, 552) for _ in range(300)]
     with pytest.raises(DataError) as caught:
         split_by_tokens([copies, []], fraction, seed=1)
     (problem,) = caught.value.problems
     assert problem.startswith(
-        f"at most 2 x data.validation_fraction {fraction:g} may be held out, and it would be 44.8% "
+        f"at most 2 x data.validation_fraction {fraction:g} may be held out, but it would be 44.8% "
         "of all.jsonl: no document of all.jsonl can be cut, because all have copies (600 "
         "documents, 2 distinct); "
     )

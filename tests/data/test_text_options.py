@@ -1,4 +1,4 @@
-"""What the options of a command say of text is refused where it cannot be meant."""
+"""Options that name text are refused if they cannot be intended."""
 
 import argparse
 from pathlib import Path
@@ -23,17 +23,17 @@ def problems(*arguments: str) -> tuple[str, ...]:
     return caught.value.problems
 
 
-def test_what_is_said_of_datasets_needs_one() -> None:
+def test_options_of_datasets_need_a_dataset() -> None:
     assert problems("python-stdlib", "--streaming", "--revision", "v1") == (
-        "options of datasets need --dataset, and --revision and --streaming is stated without it; "
+        "options of datasets need --dataset, but it is missing beside --revision and --streaming; "
         "remove them, or name the --dataset",
     )
 
 
-def test_token_ids_are_no_text(tmp_path: Path) -> None:
+def test_token_ids_are_not_text(tmp_path: Path) -> None:
     (tmp_path / "tokens-00000.bin").touch()
     assert problems(str(tmp_path)) == (
-        f"INPUT is text, and '{tmp_path}' names {tmp_path}, which holds token ids; name only "
+        f"INPUT must be text, but '{tmp_path}' names {tmp_path}, which holds token ids; name only "
         "the text that they were made from",
     )
 
@@ -42,23 +42,23 @@ def test_a_glob_of_text_that_matches_token_ids_too_is_refused(tmp_path: Path) ->
     (tmp_path / "tokens").mkdir()
     (tmp_path / "tokens" / "tokens-00000.bin").touch()
     (tmp_path / "a.txt").write_text("text")
-    (told,) = problems(f"{tmp_path}/*")
-    assert f"'{tmp_path}/*' names {tmp_path}/tokens, which holds token ids" in told
+    (reported,) = problems(f"{tmp_path}/*")
+    assert f"'{tmp_path}/*' names {tmp_path}/tokens, which holds token ids" in reported
 
 
-def test_a_file_that_is_named_twice_is_refused_in_words_that_fit_every_command(
+def test_a_file_named_twice_is_refused_with_a_message_for_every_command(
     tmp_path: Path,
 ) -> None:
     (file := tmp_path / "a.txt").touch()
     assert problems(str(file), str(file)) == (
-        f"INPUT: a file is listed once, and {file} is matched by both '{file}' and '{file}'; "
-        "narrow one of the two, or remove it",
+        f"INPUT: a file may be listed only once, but {file} is matched by both '{file}' and "
+        f"'{file}'; narrow one of the two, or remove it",
     )
 
 
 @pytest.mark.parametrize("kind", ["txt", "txt.gz", "jsonl", "jsonl.zst", "parquet"])
-def test_a_file_is_read_whatever_bytes_are_its_name(tmp_path: Path, kind: str) -> None:
-    """Names of old corpora are Latin-1; a shell hands them on as they are."""
+def test_a_file_is_read_whatever_bytes_its_name_has(tmp_path: Path, kind: str) -> None:
+    """Old corpora have names in Latin-1, and a shell passes them unchanged."""
     written = Path(str(FORMATS[kind](tmp_path, ["old text"]).path))
     path = written.with_name("caf\udce9" + "".join(written.suffixes))
     written.rename(path)
@@ -77,11 +77,11 @@ def test_a_file_is_read_whatever_bytes_are_its_name(tmp_path: Path, kind: str) -
         ["a.txt", "--split", ""],
     ],
 )
-def test_what_is_no_name_is_refused(
+def test_an_invalid_name_is_refused(
     arguments: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as stop:
         files_of(*arguments)
     assert stop.value.code == 2
-    told = capsys.readouterr().err
-    assert "the name is empty" in told or "it must be UTF-8" in told
+    reported = capsys.readouterr().err
+    assert "the name is empty" in reported or "it must be UTF-8" in reported

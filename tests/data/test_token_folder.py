@@ -1,4 +1,4 @@
-"""A token folder is opened as it was sealed, and a damaged or unfinished one says what to do."""
+"""A token folder is opened as it was written. The error of a damaged one states what to do."""
 
 import hashlib
 import json
@@ -87,25 +87,26 @@ def test_one_shard_has_the_fingerprint_of_its_text_and_several_have_their_own(
     assert fingerprints == [shard.checksum for shard in index.shards]
 
 
-def test_an_id_beyond_the_vocabulary_is_told_of_the_shard_that_has_it(tmp_path: Path) -> None:
+def test_an_id_beyond_the_vocabulary_is_reported_for_the_shard_that_has_it(tmp_path: Path) -> None:
     write_folder(tmp_path / "tokens", [5, 6, 0], [7, 299, 0])
     first, second = open_folder(tmp_path / "tokens")
     assert first.large_id(299) is None
     assert "tokens-00001.bin has id 299 at token 1 (byte 2)" in str(second.large_id(299))
 
 
-def test_an_unfinished_folder_says_how_to_go_on(tmp_path: Path) -> None:
+def test_an_unfinished_folder_states_how_to_continue(tmp_path: Path) -> None:
     write_folder(tmp_path / "tokens", [5, 6, 0])
     (tmp_path / "tokens" / "index.json").unlink()
     assert is_token_folder(tmp_path / "tokens") and token_paths(tmp_path / "tokens")
     (problem,) = refusal(tmp_path / "tokens")
     assert (
-        "its tokenization did not end; run the same `megaspeed tokenize` command again" in problem
+        "its tokenization did not finish; run the same `megaspeed tokenize` command again"
+        in problem
     )
 
 
 @pytest.mark.parametrize("place", [0, LONG // 2, LONG - 1])
-def test_altered_bytes_of_a_long_shard_are_found_where_the_sample_is(
+def test_altered_bytes_within_the_sample_of_a_long_shard_are_found(
     tmp_path: Path, place: int
 ) -> None:
     write_folder(tmp_path / "tokens", [1] * (LONG // 2))
@@ -145,7 +146,7 @@ def test_an_edited_index_is_refused(tmp_path: Path) -> None:
     facts = read_sealed(path)
     assert facts is not None
     write_sealed(path, facts | {"format": 9})
-    assert "have format 1, and" in refusal(folder)[0] and "has format 9" in refusal(folder)[0]
+    assert "have format 1, but" in refusal(folder)[0] and "has format 9" in refusal(folder)[0]
     del facts["dtype"]
     write_sealed(path, facts)
     assert "does not state what a token folder holds" in refusal(folder)[0]
@@ -158,14 +159,14 @@ def test_a_shard_is_not_read_without_its_folder(tmp_path: Path) -> None:
         open_all(shard, Cache(tmp_path / "cache"))
 
 
-def test_a_folder_without_tokens_is_no_source(tmp_path: Path) -> None:
+def test_a_folder_without_tokens_is_not_a_source(tmp_path: Path) -> None:
     index = write_folder(tmp_path / "tokens", [5, 0])
     write_index(tmp_path / "tokens", replace(index, shards=(), tokens=0, documents=0))
     with pytest.raises(DataError, match="a source must have tokens"):
         open_all(tmp_path / "tokens", Cache(tmp_path / "cache"))
 
 
-def test_the_index_is_the_json_that_is_written_down(tmp_path: Path) -> None:
+def test_the_index_has_the_documented_json(tmp_path: Path) -> None:
     write_folder(tmp_path / "tokens", [5, 6, 0])
     facts = json.loads((tmp_path / "tokens" / "index.json").read_text())
     assert facts["format"] == 1
@@ -176,7 +177,7 @@ def test_the_index_is_the_json_that_is_written_down(tmp_path: Path) -> None:
     }  # fmt: skip
 
 
-def test_the_whole_of_every_shard_is_read_once_a_machine(
+def test_every_shard_is_read_completely_once_on_a_machine(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     caplog.set_level(logging.INFO)
@@ -187,9 +188,9 @@ def test_the_whole_of_every_shard_is_read_once_a_machine(
     source, cache = tmp_path / "tokens", Cache(tmp_path / "cache")
     for _ in range(2):
         open_all(source, cache)
-        told = [record.getMessage().split(" once, ")[0] for record in caplog.records]
+        reported = [record.getMessage().split(" once, ")[0] for record in caplog.records]
         shards = [tmp_path / "tokens" / f"tokens-0000{number}.bin" for number in range(2)]
-        assert told == [f"reading {shard}" for shard in shards]
+        assert reported == [f"reading {shard}" for shard in shards]
 
 
 def test_altered_bytes_that_no_sample_has_are_found(tmp_path: Path) -> None:
@@ -205,13 +206,13 @@ def test_altered_bytes_that_no_sample_has_are_found(tmp_path: Path) -> None:
     with pytest.raises(DataError) as caught:
         open_all(source, cache)
     assert caught.value.problems == (
-        f"a shard must stay as it was written, and {path} did not: its sha256 is {found[:16]}... "
+        f"a shard must stay as it was written, but {path} did not: its sha256 is {found[:16]}... "
         f"instead of {index.shards[0].checksum[:16]}...; copy the folder again, or write it again "
         "with `megaspeed tokenize --fresh`",
     )
 
 
-def test_an_index_of_others_makes_no_token_folder(tmp_path: Path) -> None:
+def test_an_index_of_another_program_makes_no_token_folder(tmp_path: Path) -> None:
     (tmp_path / "index.json").write_text('{"weight_map": {}}')
     assert not is_token_folder(tmp_path) and not token_paths(tmp_path)
     ids = tmp_path / "train.bin"
@@ -220,6 +221,6 @@ def test_an_index_of_others_makes_no_token_folder(tmp_path: Path) -> None:
     assert file.map().tolist() == [5, 6]
 
 
-def test_a_plan_of_others_makes_no_token_folder(tmp_path: Path) -> None:
+def test_a_plan_of_another_program_makes_no_token_folder(tmp_path: Path) -> None:
     (tmp_path / "plan.json").write_text('{"input": [], "shard_tokens": 1, "format": 1}')
     assert not is_token_folder(tmp_path)

@@ -1,4 +1,4 @@
-"""A token folder holds the ids of a plain loop, whoever encoded them and from whatever format."""
+"""A token folder has the ids of a plain loop, for every format and number of processes."""
 
 import gzip
 import hashlib
@@ -129,7 +129,7 @@ def test_the_folder_is_the_corpus_that_training_on_the_text_makes(
     assert file.index.tokenizer_fingerprint == tokenizer.fingerprint
 
 
-def test_a_finished_folder_is_made_anew_only_when_that_is_asked_for(
+def test_a_finished_folder_is_replaced_only_on_request(
     tmp_path: Path, files: list[SourceFile], tokenizer: TextTokenizer
 ) -> None:
     out = tmp_path / "out"
@@ -164,7 +164,7 @@ def test_two_processes_do_not_write_to_one_folder(
 
 
 @pytest.mark.parametrize("name", ["a.txt", "a.txt/out"])
-def test_a_place_that_cannot_be_a_folder_is_told(
+def test_a_path_that_cannot_be_a_folder_is_reported(
     tmp_path: Path, files: list[SourceFile], tokenizer: TextTokenizer, name: str
 ) -> None:
     (tmp_path / "a.txt").write_text("kept")
@@ -173,13 +173,13 @@ def test_a_place_that_cannot_be_a_folder_is_told(
     assert (tmp_path / "a.txt").read_text() == "kept"
 
 
-def test_a_folder_that_is_called_as_a_home_is_tokenized_with_its_own_tokenizer(
+def test_a_folder_named_like_a_home_uses_its_own_tokenizer(
     tmp_path: Path,
     files: list[SourceFile],
     tokenizer: TextTokenizer,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Its workers load the tokenizer that is saved there, and none that lies in ~/out."""
+    """Its workers load the tokenizer that is saved there, not one in ~/out."""
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     (tmp_path / "~").mkdir()
     (tmp_path / "home" / "out").mkdir(parents=True)
@@ -190,14 +190,14 @@ def test_a_folder_that_is_called_as_a_home_is_tokenized_with_its_own_tokenizer(
     )
 
 
-def test_text_without_a_word_is_no_corpus(tmp_path: Path, tokenizer: TextTokenizer) -> None:
+def test_empty_text_is_not_a_corpus(tmp_path: Path, tokenizer: TextTokenizer) -> None:
     empty = tmp_path / "empty.txt"
     empty.touch()
     with pytest.raises(DataError, match=r"1 files, starting with .*empty\.txt, have 0 bytes"):
         tokenized([SourceFile("empty.txt", empty)], tokenizer, tmp_path / "out")
 
 
-def test_a_folder_in_which_it_failed_before_its_first_shard_says_how_to_go_on(
+def test_a_folder_without_a_complete_shard_states_how_to_continue(
     tmp_path: Path, tokenizer: TextTokenizer
 ) -> None:
     (tmp_path / "bad.jsonl").write_text("no JSON")
@@ -205,11 +205,11 @@ def test_a_folder_in_which_it_failed_before_its_first_shard_says_how_to_go_on(
     with pytest.raises(DataError, match="is not JSON"):
         tokenized(list_files([Source(path=f"{tmp_path}/*.jsonl")], "INPUT"), tokenizer, out)
     assert not list(out.glob("tokens-*")) and token_paths(out)
-    with pytest.raises(DataError, match="its tokenization did not end; run the same"):
+    with pytest.raises(DataError, match="its tokenization did not finish; run the same"):
         opened(out)
 
 
-def test_input_that_changes_meanwhile_is_refused(
+def test_input_that_changes_during_the_work_is_refused(
     tmp_path: Path, files: list[SourceFile], tokenizer: TextTokenizer
 ) -> None:
     class Append(Record):
@@ -217,13 +217,13 @@ def test_input_that_changes_meanwhile_is_refused(
             with files[-1].path.open("a") as stream:
                 stream.write("more")
 
-    with pytest.raises(DataError, match=r"must not change while it is read, and .* did"):
+    with pytest.raises(DataError, match=r"must not change while it is read, but .* did"):
         tokenize(files, tokenizer, tmp_path / "out", Append(), processes=1)
     assert not (tmp_path / "out" / "index.json").exists()
 
 
 def write_documents(path: Path, *sizes: int) -> list[SourceFile]:
-    """Documents of so many tokens each, the end-of-text token included."""
+    """Documents with these numbers of tokens, including the end-of-text token."""
     texts = [" ".join(WORDS[0] for _ in range(size - 1)) for size in sizes]
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     return list_files([Source(path=str(path))], "INPUT")

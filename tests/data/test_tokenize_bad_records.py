@@ -1,4 +1,4 @@
-"""What is no text ends the work, with its place and its mend; or it is passed over and listed."""
+"""A bad record ends the work with its place and its mend, or it is skipped and listed."""
 
 import gzip
 import json
@@ -55,17 +55,17 @@ def test_a_bad_record_ends_the_work_with_its_place_and_what_to_do(
     text = tmp_path / name
     text.write_bytes(content)
     assert tokenize(text, tokenizer_folder) == 2
-    said = capsys.readouterr()[1]
-    assert str(text) in said
-    assert where in said
-    assert "; " in said
+    printed = capsys.readouterr()[1]
+    assert str(text) in printed
+    assert where in printed
+    assert "; " in printed
     assert not (tmp_path / "out" / "index.json").exists()
 
 
-def test_with_skip_bad_all_are_passed_over_counted_and_listed(
+def test_skip_bad_skips_counts_and_lists_all_bad_records(
     tmp_path: Path, tokenizer_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Where the first try was without the option, the same folder goes on with it."""
+    """If the first call was without the option, the same folder can continue with it."""
     folder = tmp_path / "texts"
     folder.mkdir()
     for name, (content, _) in BAD.items():
@@ -76,7 +76,7 @@ def test_with_skip_bad_all_are_passed_over_counted_and_listed(
     assert tokenize(text, tokenizer_folder) == 2
     capsys.readouterr()
     assert tokenize(text, tokenizer_folder, "--skip-bad") == 0
-    told, complained = capsys.readouterr()
+    reported, complained = capsys.readouterr()
 
     skipped = [json.loads(line) for line in (out / "skipped.jsonl").read_text().splitlines()]
     assert len(skipped) == len(BAD) + 20
@@ -86,7 +86,7 @@ def test_with_skip_bad_all_are_passed_over_counted_and_listed(
         assert record["problem"]
     many = [record["where"] for record in skipped if record["file"].endswith("many.jsonl")]
     assert many[0].startswith("line 1 ") and many[-1].startswith("line 20 ")
-    assert f"bad records skipped: {len(skipped)}, {out / 'skipped.jsonl'}" in told
+    assert f"bad records skipped: {len(skipped)}, {out / 'skipped.jsonl'}" in reported
     assert complained.count("skipped: /") == 10
     assert "more bad records are skipped; all are listed in skipped.jsonl" in complained
 
@@ -98,10 +98,10 @@ def test_with_skip_bad_all_are_passed_over_counted_and_listed(
     assert documents.count("first text") == 5
 
 
-def test_any_number_of_bad_records_in_a_row_is_passed_over(
+def test_any_number_of_consecutive_bad_records_is_skipped(
     tmp_path: Path, tokenizer_folder: Path
 ) -> None:
-    """None of them is held: only the one that is read is known to more than its line."""
+    """They are not kept in memory."""
     text = tmp_path / "a.jsonl"
     text.write_bytes(LINES + b'{"content": 1}\n' * 120_000 + LINES)
     assert tokenize(text, tokenizer_folder, "--skip-bad") == 0
@@ -111,7 +111,7 @@ def test_any_number_of_bad_records_in_a_row_is_passed_over(
     assert file.index.documents == 4
 
 
-def test_what_was_passed_over_is_not_hidden_when_work_goes_on(
+def test_skipped_records_are_still_reported_after_continuing(
     tmp_path: Path, tokenizer_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text = tmp_path / "a.jsonl"

@@ -69,7 +69,7 @@ def tokenize_command(text: Path, tokenizer: Path) -> list[str | Path]:
 
 
 def write_many(folder: Path, size_bytes: int) -> Path:
-    """Files of so many bytes together; a fast machine takes a second for 100 MB."""
+    """Files with this many bytes in total. A fast machine takes a second for 100 MB."""
     folder.mkdir()
     first = write_json_lines(folder / "00.jsonl", 1_000_000)
     for number in range(1, size_bytes // 1_000_000):
@@ -110,7 +110,7 @@ def wait_for(process: "subprocess.Popen[str]", moment: Callable[[], bool]) -> No
 def test_killed_at_any_moment_it_ends_with_the_same_bytes(
     tmp_path: Path, tokenizer_folder: Path
 ) -> None:
-    """Killed when it began, after its first file, and on the way. Its workers end with it."""
+    """Killed at its start, after its first file, and in between. Its workers end with it."""
     command = tokenize_command(write_many(tmp_path / "text", 10_000_000), tokenizer_folder)
     assert run([*command, "--output", tmp_path / "whole"]).returncode == 0
     whole = contents(tmp_path / "whole")
@@ -147,10 +147,10 @@ def test_a_worker_that_is_killed_ends_the_work_and_it_can_continue(
     wait_for(process, lambda: done(out) > 0)
     worker = max(psutil.Process(process.pid).children(), key=lambda child: child.memory_info().rss)
     worker.send_signal(signal.SIGKILL)
-    _, said = process.communicate(timeout=120)
+    _, printed = process.communicate(timeout=120)
     assert process.returncode == 1
-    assert "one of 2 worker processes died" in said
-    assert "the same command continues after them. With fewer --processes" in said
+    assert "one of 2 worker processes died" in printed
+    assert "the same command continues after them. With fewer --processes" in printed
     before = done(out)
     ended = run(command)
     assert ended.returncode == 0
@@ -172,10 +172,10 @@ def test_ctrl_c_keeps_complete_files_and_shows_no_stack(
         wait_for(process, lambda: len(psutil.Process(process.pid).children()) >= 2)
         time.sleep(0.3)
     os.killpg(process.pid, signal.SIGINT)
-    _, said = process.communicate(timeout=120)
+    _, printed = process.communicate(timeout=120)
     assert process.returncode == 1
-    assert "Traceback" not in said
-    assert said.endswith(
+    assert "Traceback" not in printed
+    assert printed.endswith(
         "megaspeed tokenize: stopped; complete input files are kept, and the same command "
         "continues after them\n"
     )
@@ -222,10 +222,10 @@ def test_a_full_disk_keeps_complete_files_and_the_same_command_continues(
 
 
 @pytest.mark.parametrize("stops", [(1,), (15,), (15, 3, 6)])
-def test_what_continues_after_stops_is_the_whole(
+def test_a_tokenization_continued_after_stops_is_complete(
     tmp_path: Path, files: list[SourceFile], tokenizer: TextTokenizer, stops: tuple[int, ...]
 ) -> None:
-    """Stopped after so many batches; each file has ten."""
+    """Stopped after these numbers of batches. Each file has ten."""
     tokenized(files, tokenizer, tmp_path / "whole", Record())
     for after_batches in stops:
         stop = Stop(after_batches)
@@ -247,14 +247,14 @@ def test_bad_records_of_complete_files_are_not_hidden_later(
     tokenize(files, tokenizer, tmp_path / "whole", Record(), skip=lambda record: None, **options)
     with pytest.raises(KeyboardInterrupt):
         tokenize(files, tokenizer, tmp_path / "out", Stop(15), skip=lambda record: None, **options)
-    with pytest.raises(DataError, match=r"has skipped 1 bad records under --skip-bad"):
+    with pytest.raises(DataError, match=r"has skipped 1 bad records with --skip-bad"):
         tokenize(files, tokenizer, tmp_path / "out", Record(), **options)
     tokenize(files, tokenizer, tmp_path / "out", Record(), skip=lambda record: None, **options)
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
     assert b'"line 1 (byte 0)"' in contents(tmp_path / "out")["skipped.jsonl"]
 
 
-def test_a_first_try_that_kept_nothing_can_be_repeated_with_other_options(
+def test_a_first_call_that_kept_nothing_can_be_repeated_with_other_options(
     tmp_path: Path, tokenizer_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The usual first mistake: the text is in another field."""
@@ -302,7 +302,7 @@ def test_it_continues_only_as_it_was_started(
         monkeypatch.setattr(module, "CUT_RULE", "at every thousandth byte")
     with pytest.raises(DataError) as caught:
         tokenize(files, tokenizer, out, Record(), processes=1, shard_tokens=shard_tokens)
-    assert f"can only be continued as it was started, and its {problem} differed then;" in str(
+    assert f"can only be continued as it was started, but its {problem} differed then;" in str(
         caught.value
     )
     assert contents(out) == before
@@ -330,7 +330,7 @@ def test_a_file_shorter_than_the_plan_states_is_refused(
     with pytest.raises(KeyboardInterrupt):
         tokenized(files, tokenizer, out, Stop(15))
     (out / name).write_bytes(b"123")
-    with pytest.raises(DataError, match=rf"{name} must have .* states, and has 3; .*--fresh"):
+    with pytest.raises(DataError, match=rf"{name} must have .* states, but has 3; .*--fresh"):
         tokenized(files, tokenizer, out, Record())
 
 
@@ -354,7 +354,7 @@ def test_a_folder_that_version_0_1_did_not_finish_is_replaced_only_with_fresh(
     write_sealed(out / "plan.json", {"format": 1, "input": [], "shard_tokens": SHARD_TOKENS})
     write_sealed(out / "progress.json", {"largest_id": 7})
     (out / "tokens-00000.bin").write_bytes(b"12")
-    with pytest.raises(DataError, match=r"as it was started, and its format and .* --fresh"):
+    with pytest.raises(DataError, match=r"as it was started, but its format and .* --fresh"):
         tokenized(files, tokenizer, out, Record())
     tokenize(files, tokenizer, out, Record(), processes=1, shard_tokens=SHARD_TOKENS, fresh=True)
     assert "progress.json" not in contents(out) and "index.json" in contents(out)

@@ -1,4 +1,4 @@
-"""Memory does not grow with the input: ten times the text, the same resident set."""
+"""Memory does not grow with the input: ten times the text has the same resident set."""
 
 import subprocess
 import sys
@@ -18,7 +18,7 @@ _ONCE_BYTES = 3_000_000
 
 @pytest.mark.timeout(300)
 def test_ten_times_the_text_takes_no_more_memory(tmp_path: Path, tokenizer_folder: Path) -> None:
-    """One worker, so that as many batches are under way each time; all processes are counted.
+    """One worker, so that the number of batches in flight is equal. All processes are counted.
 
     Nor does one long document. When pieces of a megabyte were encoded at once it took 70 % more,
     and kept it; so did ten times a text with one such document, once every worker had met it.
@@ -34,7 +34,7 @@ def test_ten_times_the_text_takes_no_more_memory(tmp_path: Path, tokenizer_folde
 
 
 def peak_bytes(text: Path, tokenizer: Path) -> int:
-    """The most that the command and its processes hold together."""
+    """The largest resident set of the command and its processes together."""
     output = text.with_suffix("")
     options = ["--tokenizer", tokenizer, "--output", output, "--processes", "1"]
     process = psutil.Popen(
@@ -58,7 +58,7 @@ def peak_bytes(text: Path, tokenizer: Path) -> int:
 
 
 def resident_bytes(process: psutil.Process) -> int:
-    """Of it and the processes beneath it, now."""
+    """The present resident set of a process and its children."""
     total = 0
     try:
         for one in (process, *process.children(recursive=True)):

@@ -1,4 +1,4 @@
-"""A tokenizer is trained to the requested size, deterministic and lossless; or read from disk."""
+"""A tokenizer is trained to the requested size, deterministically, or read from disk."""
 
 import json
 import logging
@@ -102,7 +102,7 @@ def test_a_saved_folder_is_the_same_tokenizer_for_us_and_for_transformers(
         assert theirs.decode(theirs(text, verbose=False)["input_ids"]) == text
 
 
-def test_an_end_of_text_token_that_only_another_file_names_is_named_where_it_is_saved(
+def test_an_end_of_text_token_from_another_file_is_named_when_it_is_saved(
     tmp_path: Path, trained: TextTokenizer
 ) -> None:
     (tmp_path / "tokenizer.json").write_bytes(trained.to_json())
@@ -154,7 +154,7 @@ def test_limits_stored_in_a_tokenizer_file_do_not_cut_documents(
 def test_the_dropout_that_a_tokenizer_was_trained_with_does_not_change_its_ids(
     tmp_path: Path, trained: TextTokenizer
 ) -> None:
-    """Else the ids of a text are others each time, under one fingerprint."""
+    """Otherwise the ids of a text would differ each time, under one fingerprint."""
     dropping = json.loads(trained.to_json())
     dropping["model"]["dropout"] = 0.5
     (tmp_path / "tokenizer.json").write_text(json.dumps(dropping))
@@ -198,16 +198,16 @@ def test_a_folder_in_the_older_format_goes_through_transformers(
     assert loaded.end_of_text == trained.end_of_text
 
 
-def test_what_is_no_tokenizer_is_refused_with_its_mend(
+def test_a_file_that_is_not_a_tokenizer_is_refused_with_its_mend(
     tmp_path: Path, trained: TextTokenizer
 ) -> None:
     with pytest.raises(DataError, match=r"there is no .*/missing; correct the path"):
         load_tokenizer(str(tmp_path / "missing"))
     (tmp_path / "tokenizer.json").write_text("{")
-    with pytest.raises(DataError, match=r"cannot be read as such.*save_pretrained"):
+    with pytest.raises(DataError, match=r"cannot be read as one.*save_pretrained"):
         load_tokenizer(str(tmp_path))
     (tmp_path / "tokenizer.json").write_text(Tokenizer(BPE()).to_str())
-    with pytest.raises(DataError, match=r"must have entries, and .* has none; download it again"):
+    with pytest.raises(DataError, match=r"must have entries, but .* has none; download it again"):
         load_tokenizer(str(tmp_path))
     nameless = trained.to_json().replace(END_OF_TEXT.encode(), b"<|nothing|>")
     (tmp_path / "tokenizer.json").write_bytes(nameless)
@@ -228,22 +228,22 @@ def test_a_folder_without_a_tokenizer_is_refused_without_transformers(
 
 
 @pytest.mark.parametrize("name", ["tokenizer.model", "vocab.json"])
-def test_an_older_format_that_transformers_does_not_read_is_refused_in_our_words(
+def test_an_unreadable_older_format_is_refused_with_our_own_message(
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
     name: str,
 ) -> None:
-    """transformers warns of one package and advises to install another, which is of no use."""
+    """transformers warns about one package and suggests another one, which does not help."""
     monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
     (tmp_path / name).write_bytes(b"\x0a\x0f\x0a\x05<unk>")
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     with pytest.raises(DataError) as caught:
         load_tokenizer(str(tmp_path), "--tokenizer")
     assert str(caught.value) == (
-        f"--tokenizer must be a tokenizer.json or a folder with one, and {tmp_path} has none, nor "
-        "an older format that transformers reads here; save it with save_pretrained where it is "
-        "read (a tokenizer.model needs the package sentencepiece)"
+        f"--tokenizer must be a tokenizer.json or a folder with one, but {tmp_path} has none, and "
+        "transformers cannot read an older format in it; save it with save_pretrained where "
+        "transformers can (a tokenizer.model needs the package sentencepiece)"
     )
     assert caplog.messages == []
 
@@ -291,7 +291,7 @@ def test_a_folder_in_use_is_refused(
 
 
 @pytest.mark.parametrize("place", ["text.txt", "text.txt/tokenizer"])
-def test_a_place_that_cannot_be_a_folder_is_told_before_training(
+def test_a_path_that_cannot_be_a_folder_is_reported_before_training(
     text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], place: str
 ) -> None:
     assert train(text, tmp_path / place) == 2
@@ -306,8 +306,8 @@ def test_a_folder_that_another_process_fills_is_refused_before_training(
 ) -> None:
     with new_folder(tmp_path / "tokenizer") as writing:
         assert train(text, tmp_path / "tokenizer") == 2
-        told = capsys.readouterr().err
-        assert "another process is filling it" in told and "training on" not in told
+        reported = capsys.readouterr().err
+        assert "another process is filling it" in reported and "training on" not in reported
         assert [path.name for path in writing.iterdir()] == [".unfinished"]
 
 

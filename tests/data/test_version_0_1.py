@@ -38,7 +38,7 @@ ROWS = 64
 
 
 def texts(seed: int, count: int, longest: int = 400) -> list[str]:
-    """Random words, some with line ends or characters of several bytes; one text is twice there."""
+    """Random words, some with line ends or characters of several bytes; one text occurs twice."""
     generator = random.Random(seed)
     words = ["".join(generator.choices("abcdeäß日 etaoin", k=n)) for n in range(2, 9)] * 3
     found = [
@@ -79,7 +79,7 @@ def write_sources(folder: Path) -> None:
 
 
 def configurations(folder: Path) -> dict[str, dict[str, Any]]:
-    """Name -> the `data` section, but for `sequence_length`."""
+    """Name -> the `data` section without `sequence_length`."""
 
     def path(name: str) -> str:
         return f"{folder}/{name}"
@@ -144,7 +144,7 @@ def prepared(data: dict[str, Any], cache_dir: Path) -> PreparedCorpus:
 
 
 def facts_of(corpus: PreparedCorpus, cache_dir: Path) -> dict[str, Any]:
-    """All that decides which samples a run sees."""
+    """Everything that determines the samples of a run."""
     training = TrainingOrder.of(corpus.train, corpus.seed, SEQUENCE_LENGTH)
     sides = {"train": _side(corpus.train, training, ROWS)}
     if corpus.validation is not None:

@@ -1,4 +1,4 @@
-"""What receives the progress of a tokenization in tests: a record of it, and one that stops it."""
+"""Receivers of a tokenization's progress: one records it, one stops the work."""
 
 from pathlib import Path
 
@@ -16,7 +16,7 @@ class Record:
 
 
 class Stop(Record):
-    """Stops the work after so many batches, as Ctrl-C does."""
+    """Stops the work after a number of batches, as Ctrl-C does."""
 
     def __init__(self, after_batches: int) -> None:
         super().__init__()
@@ -29,7 +29,7 @@ class Stop(Record):
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    """Everything in a folder but the lock."""
+    """Everything in a folder except the lock."""
     return {
         path.name: path.read_bytes() for path in sorted(folder.iterdir()) if path.name != ".lock"
     }

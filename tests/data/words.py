@@ -1,4 +1,4 @@
-"""Text of random words and a tokenizer that knows them all: many bytes, few tokens."""
+"""Text of random words, and a tokenizer with most words: many bytes, few tokens."""
 
 import json
 import random
@@ -15,7 +15,7 @@ WORDS = ["".join(_GENERATOR.choices(_LETTERS, k=_GENERATOR.randint(4, 12))) for 
 
 
 def documents(size_bytes: int, *, longest_words: int = 500) -> Iterator[str]:
-    """Texts of `size_bytes` together, about; the same ones every time."""
+    """Texts of about `size_bytes` in total, always the same ones."""
     generator = random.Random(1)
     while size_bytes > 0:
         text = " ".join(generator.choices(WORDS, k=generator.randint(1, longest_words)))

@@ -89,7 +89,7 @@ FORMATS: dict[str, Callable[[Path, Texts], Source]] = {
 
 @pytest.fixture
 def own_datasets_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Datasets by name keep a copy, which is not to stay in anybody's home."""
+    """Datasets by name keep a copy, which must not stay in the user's home."""
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "hf"))
     datasets.disable_progress_bars()
     yield

@@ -39,7 +39,7 @@ def gpt2(*, random: bool = True, **changes: Any) -> PreTrainedModel:
     """Two blocks of 4 heads, width 32, 301 words, 96 positions.
 
     Args:
-        random: whether weights are large; else as transformers initializes them.
+        random: whether weights are large; otherwise transformers initializes them.
         changes: keys of its config.
     """
     shape = {"vocab_size": 301, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 96}
@@ -53,7 +53,7 @@ def llama(*, random: bool = True, **changes: Any) -> PreTrainedModel:
     """Two blocks of 4 query heads on 2 key/value heads, width 32, 301 words, 96 positions.
 
     Args:
-        random: whether weights are large; else as transformers initializes them.
+        random: whether weights are large; otherwise transformers initializes them.
         changes: keys of its config.
     """
     return _like_llama(LlamaForCausalLM, LlamaConfig, random, changes)

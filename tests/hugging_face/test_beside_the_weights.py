@@ -1,4 +1,4 @@
-"""What goes with the weights, in and out: tokenizers of every kind, and how a text is continued."""
+"""Imports and exports of every kind of tokenizer, and of the settings for generation."""
 
 import json
 from pathlib import Path
@@ -41,13 +41,13 @@ def there_and_back(folder: Path, **named: Path) -> tuple[Path, list[str]]:
         folder: of the model.
         named: a tokenizer that the user names for "the_import" or "the_export".
     """
-    told: list[str] = []
+    reported: list[str] = []
     checkpoint, out = folder.with_name("checkpoint"), folder.with_name("out")
-    options: dict[str, Any] = {"verify": False, "report": told.append}
+    options: dict[str, Any] = {"verify": False, "report": reported.append}
     import_model(folder, checkpoint, tokenizer=named.get("the_import"), **options)
     assert inspect(checkpoint).problems == inspect(checkpoint).strays == ()
     export_model(checkpoint, out, tokenizer=named.get("the_export"), **options)
-    return out, told
+    return out, reported
 
 
 def stated(folder: Path, name: str) -> dict[str, Any]:
@@ -66,8 +66,10 @@ def test_a_tokenizer_whose_end_of_text_is_not_known_goes_with_its_model(folder: 
     (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
     with pytest.raises(NoEndOfText, match="has none of"):
         load_tokenizer(str(folder))
-    out, told = there_and_back(folder)
-    remarks = [line for line in told if line.startswith("tokenizer: tokenizer.json, tokenizer_co")]
+    out, reported = there_and_back(folder)
+    remarks = [
+        line for line in reported if line.startswith("tokenizer: tokenizer.json, tokenizer_co")
+    ]
     assert len(remarks) == 2
     for remark in remarks:
         assert "; no text can be prepared with it as it is: a document must end with" in remark
@@ -79,7 +81,7 @@ def test_a_tokenizer_whose_end_of_text_is_not_known_goes_with_its_model(folder: 
 
 @pytest.mark.parametrize("name", ["tokenizer_config.json", "special_tokens_map.json"])
 @pytest.mark.parametrize("content", ["{", "[1]", "\xff"], ids=["cut", "list", "bytes"])
-def test_a_damaged_tokenizer_config_is_told_everywhere(
+def test_a_damaged_tokenizer_config_is_reported_everywhere(
     folder: Path, capsys: pytest.CaptureFixture[str], name: str, content: str
 ) -> None:
     with_tokenizer(folder)
@@ -98,20 +100,20 @@ def test_a_damaged_tokenizer_config_is_told_everywhere(
     assert not out.exists()
 
 
-def test_of_a_tokenizer_without_entries_nothing_can_be_taken(
+def test_a_tokenizer_without_entries_is_refused(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (folder / "tokenizer.json").write_text(Tokenizer(models.BPE()).to_str())
     out = folder.with_name("out")
     assert main(["import-hf", str(folder), str(out)]) == 2
     assert capsys.readouterr().err == (
-        f"the tokenizer beside a model must have entries, and {folder} has none; "
+        f"the tokenizer beside a model must have entries, but {folder} has none; "
         f"download it again; or {OTHERWISE}\n"
     )
     assert not out.exists()
 
 
-def test_an_import_goes_on_with_another_tokenizer_or_without(
+def test_an_import_works_with_another_tokenizer_or_without(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The tokenizer beside the model has more tokens than the model has rows."""
@@ -151,7 +153,7 @@ def test_how_a_model_samples_and_ends_comes_back(folder: Path) -> None:
     assert {key: getattr(loaded.generation_config, key) for key in SAMPLING} == SAMPLING
 
 
-def test_ids_that_config_json_alone_states_come_back(folder: Path) -> None:
+def test_ids_that_only_config_json_states_come_back(folder: Path) -> None:
     (folder / "generation_config.json").unlink()
     change_config(folder, bos_token_id=3, eos_token_id=[3, 4])
     out, _ = there_and_back(folder)
@@ -160,7 +162,7 @@ def test_ids_that_config_json_alone_states_come_back(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("at", ["the_import", "the_export"])
-def test_of_a_tokenizer_that_is_named_the_ids_count(folder: Path, at: str) -> None:
+def test_the_ids_of_a_named_tokenizer_count(folder: Path, at: str) -> None:
     GenerationConfig(**{**SAMPLING, "eos_token_id": [5, 6]}).save_pretrained(folder)
     named = folder.with_name("tokens")
     named.mkdir()
@@ -170,7 +172,7 @@ def test_of_a_tokenizer_that_is_named_the_ids_count(folder: Path, at: str) -> No
     assert stated(out, "config.json")["eos_token_id"] == 0
 
 
-def test_a_damaged_generation_config_is_told(folder: Path) -> None:
+def test_a_damaged_generation_config_is_reported(folder: Path) -> None:
     (folder / "generation_config.json").write_text("{")
     with pytest.raises(
         HuggingFaceError, match=r"generation_config\.json is not JSON: .*fetch it a"

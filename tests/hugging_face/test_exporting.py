@@ -1,4 +1,4 @@
-"""What an export leaves: files of the size asked for, with a tokenizer, whole or not at all."""
+"""An export has files of the requested size and a tokenizer, and is complete or absent."""
 
 import json
 import math
@@ -48,16 +48,16 @@ def run_folder(tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
-def test_one_file_where_one_suffices(checkpoint: Path, tmp_path: Path) -> None:
-    told: list[str] = []
-    export_model(checkpoint, tmp_path / "out", report=told.append)
+def test_one_file_if_one_suffices(checkpoint: Path, tmp_path: Path) -> None:
+    reported: list[str] = []
+    export_model(checkpoint, tmp_path / "out", report=reported.append)
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
         "config.json",
         "generation_config.json",
         "model.safetensors",
     ]
     assert len({path.stat().st_mode for path in (tmp_path / "out").iterdir()}) == 1
-    assert told[:2] == [
+    assert reported[:2] == [
         f"{tmp_path / 'out'}: 34,784 parameters, float32, in 1 file, from {checkpoint}",
         "tokenizer: none; name one with --tokenizer",
     ]
@@ -94,11 +94,11 @@ def test_a_precision_is_the_rounded_master_weights(checkpoint: Path, tmp_path: P
 
 @pytest.mark.parametrize("options", [(), ("--no-verify",)], ids=["verified", "not verified"])
 @pytest.mark.parametrize(
-    ("precision", "value", "told"),
+    ("precision", "value", "reported"),
     [
-        ("float16", 1e5, "the largest number in float16 is 65,504, and 2 of the 9,632 values of {} "
+        ("float16", 1e5, "the largest number in float16 is 65,504, but 2 of the 9,632 values of {} "
          "exceed it, the largest 100,000; use --dtype bfloat16 or float32"),
-        ("bfloat16", 3.4e38, "the largest number in bfloat16 is 3.38953e+38, and 2 of the 9,632 "
+        ("bfloat16", 3.4e38, "the largest number in bfloat16 is 3.38953e+38, but 2 of the 9,632 "
          "values of {} exceed it, the largest 3.4e+38; use --dtype float32"),
     ],
 )  # fmt: skip
@@ -107,7 +107,7 @@ def test_a_weight_beyond_a_precision_is_refused(
     capsys: pytest.CaptureFixture[str],
     precision: str,
     value: float,
-    told: str,
+    reported: str,
     options: tuple[str, ...],
 ) -> None:
     """No prompt of the comparison has these tokens, so the comparison would not notice them."""
@@ -118,7 +118,7 @@ def test_a_weight_beyond_a_precision_is_refused(
     command = ["export-hf", str(tmp_path / "checkpoint"), str(tmp_path / "out"), *options]
     assert main([*command, "--dtype", precision]) == 2
     name = f"model.embed_tokens.weight of {tmp_path / 'checkpoint'}"
-    assert capsys.readouterr() == ("", told.format(name) + "\n")
+    assert capsys.readouterr() == ("", reported.format(name) + "\n")
     assert {path.name for path in tmp_path.iterdir()} == {"hf", "checkpoint"}
     export_model(tmp_path / "checkpoint", tmp_path / "out", verify=False)
     assert same(weights_in(tmp_path / "out"), weights_in(tmp_path / "hf"))
@@ -145,7 +145,7 @@ def test_a_model_that_has_diverged_is_refused_in_every_precision(
     with pytest.raises(HuggingFaceError) as caught:
         export_model(diverged, tmp_path / "out", precision=precision, verify=False)
     assert str(caught.value) == (
-        "a model's weights must be finite, and model.layers.0.self_attn.k_proj.weight of "
+        "a model's weights must be finite, but model.layers.0.self_attn.k_proj.weight of "
         f"{diverged} has 16 NaN or infinite values of 512, because its training diverged; use an "
         "earlier checkpoint"
     )
@@ -158,8 +158,10 @@ def test_a_run_folder_gives_its_newest_checkpoint_with_the_true_vocabulary(
     out = tmp_path / "out"
     newest, figures = run_folder / "checkpoints" / "step-00000200", tmp_path / "figures.json"
     assert main(["export-hf", str(run_folder), str(out), "--json", str(figures)]) == 0
-    told = capsys.readouterr()
-    assert f" from {newest}\n" in told.out and "verified: " in told.out and told.err == ""
+    reported = capsys.readouterr()
+    assert (
+        f" from {newest}\n" in reported.out and "verified: " in reported.out and reported.err == ""
+    )
     assert json.loads(figures.read_text())["checkpoint"] == str(newest)
     assert main(["export-hf", str(newest), str(out) + "2"]) == 0
     assert same(weights_in(out), weights_in(Path(str(out) + "2")))
@@ -188,16 +190,16 @@ def test_a_tokenizer_can_be_named(
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").config.eos_token_id == 0
 
 
-def test_a_tokenizer_that_is_none_leaves_nothing(checkpoint: Path, tmp_path: Path) -> None:
+def test_a_file_that_is_not_a_tokenizer_leaves_nothing(checkpoint: Path, tmp_path: Path) -> None:
     with pytest.raises(DataError, match="there is no"):
         export_model(checkpoint, tmp_path / "out", tokenizer=tmp_path / "nowhere")
     assert list(tmp_path.iterdir()) == []
 
 
-def test_wrong_input_is_told_in_a_sentence(
+def test_wrong_input_is_reported_in_a_sentence(
     checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for command, told in (
+    for command, reported in (
         (["export-hf", str(tmp_path / "nowhere"), str(tmp_path / "out")], "does not exist"),
         (["export-hf", str(checkpoint), str(tmp_path)], "exists already"),
         (["import-hf", str(tmp_path), str(tmp_path / "out")], "there is no config.json"),
@@ -205,7 +207,7 @@ def test_wrong_input_is_told_in_a_sentence(
     ):
         assert main(command) == 2
         out, err = capsys.readouterr()
-        assert told in err and "Traceback" not in err and out == ""
+        assert reported in err and "Traceback" not in err and out == ""
     assert list(tmp_path.iterdir()) == []
 
 
@@ -236,7 +238,7 @@ sys.exit(main(sys.argv[2:]))
 
 
 @pytest.mark.parametrize("room", [2_000, 100_000], ids="{} bytes".format)
-def test_a_disk_that_fills_up_is_told_and_nothing_is_left(
+def test_a_disk_that_fills_up_is_reported_and_no_file_is_left(
     checkpoint: Path, tmp_path: Path, room: int
 ) -> None:
     """The system refuses to let any file grow further, as a full disk does."""
@@ -255,7 +257,7 @@ def test_a_size_has_a_unit(text: str, size: int) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "GB", "0", "2TBs", "-1MB", f"{'9' * 400}GB"])
-def test_what_is_no_size(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_sizes(text: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stop:
         main(["export-hf", "checkpoint", "out", f"--max-shard-size={text}"])
     assert stop.value.code == 2
@@ -329,7 +331,7 @@ def test_neither_command_loads_deepspeed(checkpoint: Path, tmp_path: Path) -> No
 @pytest.mark.parametrize(
     "changes", [{"mlp": "gelu"}, {"qk_norm": True}, {"qkv_bias": True}], ids=str
 )
-def test_what_the_family_lacks_is_refused_before_anything_is_written(
+def test_a_feature_that_the_family_lacks_is_refused_before_anything_is_written(
     checkpoint: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

@@ -1,4 +1,4 @@
-"""Continuations: what transformers computes from the last window, and when they end."""
+"""Continuations are computed from the last window, and end with the model's end ids."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -91,7 +91,7 @@ def test_a_sample_is_a_function_of_seed_prompt_and_number(model: TextModel) -> N
     assert not {c.ids for c in other} & {c.ids for c in together}
 
 
-def test_drawing_leaves_the_random_numbers_of_others_alone(model: TextModel) -> None:
+def test_drawing_does_not_change_other_random_numbers(model: TextModel) -> None:
     torch.manual_seed(5)
     expected = torch.rand(3)
     torch.manual_seed(5)

@@ -76,9 +76,7 @@ def imported(folder: Path, **options: Any) -> Weights:
 # --- kinds of files -------------------------------------------------------------------------------
 
 
-def test_the_checkpoint_says_where_it_is_from_and_has_no_moments(
-    folder: Path, tmp_path: Path
-) -> None:
+def test_the_checkpoint_states_its_origin_and_has_no_moments(folder: Path, tmp_path: Path) -> None:
     import_model(folder, tmp_path / "out")
     state = RunState.read(tmp_path / "out")
     assert state.imported_from == str(folder) and state.kinds == ("weights",)
@@ -98,9 +96,9 @@ def test_a_checkpoint_of_an_import_is_shown_and_verified(
     assert capsys.readouterr().out.startswith("out  complete (")
     figures = tmp_path / "figures.json"
     assert main(["checkpoint", "show", str(tmp_path / "out"), "--json", str(figures)]) == 0
-    told = capsys.readouterr().out
-    assert f"imported from {folder}, not trained since; starts a run at any layout" in told
-    assert "38.18K parameters" in told and "float32; weights alone" in told
+    reported = capsys.readouterr().out
+    assert f"imported from {folder}, not trained since; starts a run at any layout" in reported
+    assert "38.18K parameters" in reported and "float32; weights alone" in reported
     assert json.loads(figures.read_text())["run_state"]["imported_from"] == str(folder)
 
 
@@ -158,20 +156,20 @@ def test_large_tensors_are_written_in_many_pieces_and_files(
     assert same(load_model(tmp_path / "out").state_dict(), right)
 
 
-def test_float64_is_rounded_and_told(copy: Path, folder: Path, right: Weights) -> None:
+def test_float64_is_rounded_and_this_is_reported(copy: Path, folder: Path, right: Weights) -> None:
     weights = weights_in(folder)
     name = "transformer.h.0.mlp.c_fc.weight"
-    told: list[str] = []
+    reported: list[str] = []
     double = {**weights, name: weights[name].double() * (1 + 1e-12)}
-    assert same(imported(written(double, copy), report=told.append), right)
-    assert "rounded from float64 to float32: 1 tensors, for example h.0.mlp.c_fc.weight" in told
+    assert same(imported(written(double, copy), report=reported.append), right)
+    assert "rounded from float64 to float32: 1 tensors, for example h.0.mlp.c_fc.weight" in reported
 
 
 # --- what is refused ------------------------------------------------------------------------------
 
 
 def refusal(folder: Path, kind: type[Exception] = HuggingFaceError, *, verify: bool = True) -> str:
-    """The error of an import. Asserts that the import leaves nothing behind."""
+    """The error of an import. Asserts that the import leaves no file."""
     out = folder.parent / "refused"
     with pytest.raises(kind) as caught:
         import_model(folder, out, verify=verify)
@@ -179,42 +177,44 @@ def refusal(folder: Path, kind: type[Exception] = HuggingFaceError, *, verify: b
     return str(caught.value)
 
 
-def test_missing_unexpected_and_misshapen_tensors_are_all_told(copy: Path, folder: Path) -> None:
+def test_missing_unexpected_and_misshapen_tensors_are_all_reported(
+    copy: Path, folder: Path
+) -> None:
     weights = weights_in(folder)
     del weights["transformer.h.1.ln_2.bias"]
     weights["transformer.h.2.ln_1.weight"] = torch.zeros(32)
     weights["transformer.wpe.weight"] = torch.zeros(95, 32)
     weights["transformer.h.0.mlp.c_fc.weight"] = torch.zeros(128, 32)
     weights["transformer.h.0.ln_1.bias"] = torch.zeros(32, dtype=torch.int8)
-    told = refusal(written(weights, copy)).splitlines()
-    assert told == [
+    reported = refusal(written(weights, copy)).splitlines()
+    assert reported == [
         "the weights are not those of the model in config.json:",
         "  transformer.h.1.ln_2.bias is missing",
-        "  h.2.ln_1.weight (32) is in model.safetensors and not in the model",
-        "  transformer.wpe.weight is 95 x 32 in model.safetensors and 96 x 32 in the model",
+        "  h.2.ln_1.weight (32) is in model.safetensors, but not in the model",
+        "  transformer.wpe.weight is 95 x 32 in model.safetensors, but 96 x 32 in the model",
         "  transformer.h.0.ln_1.bias in model.safetensors is not float64, float32, bfloat16 or "
         "float16",
-        "  transformer.h.0.mlp.c_fc.weight is 128 x 32 in model.safetensors and 32 x 128 in the "
+        "  transformer.h.0.mlp.c_fc.weight is 128 x 32 in model.safetensors, but 32 x 128 in the "
         "model",
         "Download both again, from one revision.",
     ]
 
 
-def test_a_head_of_its_own_is_not_dropped(copy: Path, folder: Path) -> None:
+def test_a_separate_head_is_not_dropped(copy: Path, folder: Path) -> None:
     weights = weights_in(folder)
     head = weights["transformer.wte.weight"].clone()
     head[-1, -1] += 1
-    told = refusal(written({**weights, "lm_head.weight": head}, copy))
+    reported = refusal(written({**weights, "lm_head.weight": head}, copy))
     assert (
         "lm_head.weight differs from the embedding, but tie_word_embeddings in config.json is true"
-        in told
+        in reported
     )
 
 
 def test_a_tensor_under_both_of_its_names(copy: Path, folder: Path) -> None:
     weights = weights_in(folder)
-    told = refusal(written({**weights, "ln_f.bias": torch.zeros(32)}, copy))
-    assert "  ln_f.bias is stored with and without transformer." in told.splitlines()
+    reported = refusal(written({**weights, "ln_f.bias": torch.zeros(32)}, copy))
+    assert "  ln_f.bias is stored with and without transformer." in reported.splitlines()
 
 
 def test_damaged_and_missing_files(copy: Path, folder: Path) -> None:
@@ -224,7 +224,7 @@ def test_damaged_and_missing_files(copy: Path, folder: Path) -> None:
     (copy / WEIGHTS).unlink()
     index = copy / "model.safetensors.index.json"
     index.write_text('{"weight_map": {"transformer.wte.weight": "../secret.safetensors"}}')
-    assert "lists secret.safetensors, and" in refusal(copy)
+    assert "lists secret.safetensors, but" in refusal(copy)
     written({"x": torch.zeros(1)}, copy, "secret.safetensors")
     assert (
         "lists 1 tensors that are not in the files it names, for example transformer.wte.w"
@@ -240,31 +240,33 @@ def test_damaged_and_missing_files(copy: Path, folder: Path) -> None:
 def test_a_bin_file_of_any_bytes_is_refused(copy: Path) -> None:
     """In a pickle, random bytes may be a wrong instruction, or one without its operand."""
     chance = random.Random(0)
-    told = set()
+    reported = set()
     for size_bytes in (0, *[100] * 50):
         (copy / "pytorch_model.bin").write_bytes(chance.randbytes(size_bytes))
         refused = refusal(copy)
-        told.add(refused.removeprefix(f"{copy / 'pytorch_model.bin'} ").split(" (")[0])
+        reported.add(refused.removeprefix(f"{copy / 'pytorch_model.bin'} ").split(" (")[0])
         assert (
             "fetch it again" in refused or "download it again" in refused
         ) and "()" not in refused
-    assert {words[:14] for words in told} == {"cannot be read", "is damaged, or"}
+    assert {words[:14] for words in reported} == {"cannot be read", "is damaged, or"}
 
 
-def test_a_bin_file_is_no_program(copy: Path) -> None:
+def test_a_bin_file_runs_no_code(copy: Path) -> None:
     class Program:
         def __reduce__(self) -> Any:
             return os.mkdir, (str(copy / "was here"),)
 
     torch.save({"transformer.wte.weight": Program()}, copy / "pytorch_model.bin")
-    told = refusal(copy)
-    assert told.startswith(f"{copy / 'pytorch_model.bin'} is damaged, or has objects other than te")
-    assert "weights_only" not in told
+    reported = refusal(copy)
+    assert reported.startswith(
+        f"{copy / 'pytorch_model.bin'} is damaged, or has objects other than te"
+    )
+    assert "weights_only" not in reported
     assert not (copy / "was here").exists()
 
 
 @pytest.mark.parametrize(
-    ("make", "told"),
+    ("make", "reported"),
     [
         (lambda: {"state_dict": {"a": torch.zeros(1)}}, "'state_dict' in it is a dict"),
         (lambda: {0: torch.zeros(1)}, "a name in it is 0"),
@@ -274,48 +276,44 @@ def test_a_bin_file_is_no_program(copy: Path) -> None:
     ],
     ids=["training state", "number", "sparse", "int", "tensor"],
 )
-def test_a_bin_file_that_is_no_model(copy: Path, make: Callable[[], Any], told: str) -> None:
+def test_a_bin_file_that_is_not_a_model(copy: Path, make: Callable[[], Any], reported: str) -> None:
     torch.save(make(), copy / "pytorch_model.bin")
     assert refusal(copy) == (
-        f"{copy / 'pytorch_model.bin'} must contain only tensors by name, and {told}; "
+        f"{copy / 'pytorch_model.bin'} must contain only tensors by name, but {reported}; "
         "save the model with save_pretrained"
     )
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-def test_a_value_that_is_no_number_is_told_by_its_tensor(
-    copy: Path, folder: Path, value: float
-) -> None:
+def test_a_nan_is_reported_with_its_tensor(copy: Path, folder: Path, value: float) -> None:
     """It is noticed without the comparison, too."""
     weights = weights_in(folder)
     weights["transformer.h.1.ln_2.bias"][3] = value
-    told = refusal(written(weights, copy), verify=False)
-    assert told.startswith(f"transformer.h.1.ln_2.bias in {copy / WEIGHTS} has NaN or infinite")
+    reported = refusal(written(weights, copy), verify=False)
+    assert reported.startswith(f"transformer.h.1.ln_2.bias in {copy / WEIGHTS} has NaN or infinite")
 
 
-def test_places_that_cannot_be(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_impossible_paths(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A folder that does not exist, and a path below a file, are refused before any work."""
     nowhere, file = tmp_path / "nowhere", tmp_path / "file"
     assert main(["import-hf", str(nowhere), str(tmp_path / "out")]) == 2
     assert f"{nowhere}: it does not exist; name a folder" in capsys.readouterr().err
     file.touch()
     assert main(["import-hf", str(folder), str(file / "out")]) == 2
-    told = capsys.readouterr().err
-    assert told == (
+    reported = capsys.readouterr().err
+    assert reported == (
         f"{file / 'out'} cannot be created, because {file} is a file; name a path in a folder\n"
     )
 
 
-def test_a_model_that_ours_cannot_be(folder: Path, copy: Path) -> None:
+def test_a_model_that_ours_cannot_express(folder: Path, copy: Path) -> None:
     written(weights_in(folder), copy)
     change_config(copy, activation_function="gelu", n_head=5)
-    told = refusal(copy, ConfigError)
-    assert 'activation_function must be "gelu_new"' in told
+    reported = refusal(copy, ConfigError)
+    assert 'activation_function must be "gelu_new"' in reported
     change_config(copy, activation_function="gelu_new")
-    told = refusal(copy, ConfigError)
-    assert "model.hidden_size 32 must be divisible by model.num_attention_heads 5" in told
+    reported = refusal(copy, ConfigError)
+    assert "model.hidden_size 32 must be divisible by model.num_attention_heads 5" in reported
 
 
 @pytest.mark.parametrize(
@@ -338,27 +336,27 @@ def test_a_pipe_among_the_files_of_a_model_is_not_opened(
 ) -> None:
     written(weights_in(folder), copy)
     os.mkfifo(copy / name)
-    told = f"{copy / name} is a named pipe, and must be a file"
-    assert told in refusal(copy, HuggingFaceError)
+    reported = f"{copy / name} is a named pipe, and must be a file"
+    assert reported in refusal(copy, HuggingFaceError)
 
 
 def test_a_tokenizer_larger_than_the_model(tmp_path: Path) -> None:
     folder = with_tokenizer(saved(gpt2(vocab_size=260), tmp_path / "gpt2"))
     assert refusal(folder, DataError) == (
-        "every token id must be below the model's vocab_size: that is 260, and the tokenizer "
+        "every token id must be below the model's vocab_size: that is 260, but the tokenizer "
         f"beside a model, {folder}, has 266 entries; remove the tokens that were added to it, or "
         "add rows for them to the model with transformers' resize_token_embeddings; or name "
         "another with --tokenizer, or omit it with --no-tokenizer"
     )
 
 
-def test_a_place_that_is_taken(folder: Path, tmp_path: Path) -> None:
+def test_an_existing_output(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(FileExistsError, match="exists already"):
         import_model(folder, tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_too_little_disk_or_memory_is_told_before_anything_is_written(
+def test_too_little_disk_or_memory_is_reported_before_anything_is_written(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(verifying, "available_memory_bytes", lambda: 1_000)
@@ -366,7 +364,7 @@ def test_too_little_disk_or_memory_is_told_before_anything_is_written(
         import_model(folder, tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
     monkeypatch.setattr("megaspeed.hugging_face.weight_files.free_bytes", lambda folder: 100)
-    with pytest.raises(HuggingFaceError, match=r"needs 152,704 bytes, and its disk has 100"):
+    with pytest.raises(HuggingFaceError, match=r"needs 152,704 bytes, but its disk has 100"):
         import_model(folder, tmp_path / "out", verify=False)
     assert list(tmp_path.iterdir()) == []
 

@@ -137,7 +137,7 @@ def train_stock(stock: PreTrainedModel, run: Run, corpus: PreparedCorpus) -> Tra
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-    # A tied head stands in no file, and here under two names.
+    # A tied head is in no file, but has two names here.
     tied = stock.config.tie_word_embeddings
     weights = {
         name: value.clone()

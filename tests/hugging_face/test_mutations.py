@@ -1,4 +1,4 @@
-"""Mistakes in the mapping or in the model do not pass the comparison, in either direction.
+"""The comparison notices mistakes in the mapping or in the model, in both directions.
 
 Each mutation is made where such a mistake would be made: in the table of names, in the model, in
 the config. The comparison notices it if weights are large, if they are as transformers initializes
@@ -129,13 +129,13 @@ def another_base(patch: Patch) -> None:
 
 
 def exact_gelu(patch: Patch) -> None:
-    """The GELU that is not GPT-2's."""
+    """The exact GELU, unlike GPT-2's."""
     gelu = torch.nn.functional.gelu
     patch.setattr(torch.nn.functional, "gelu", lambda x, approximate="none": gelu(x))
 
 
 def ungrouped(**changes: Any) -> PreTrainedModel:
-    """q, k and v of one shape, so that no shape tells them apart."""
+    """q, k and v of one shape, so that their shapes do not distinguish them."""
     return llama(num_key_value_heads=4, **changes)
 
 

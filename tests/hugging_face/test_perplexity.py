@@ -88,7 +88,7 @@ def test_how_many_windows_are_computed_at_once_does_not_matter(
     )
 
 
-def test_of_a_large_vocabulary_fewer_windows_are_computed_at_once(
+def test_a_large_vocabulary_computes_fewer_windows_at_once(
     model: TextModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Logits of 4 windows of 8,192 tokens in Llama 3's vocabulary would take 17 GB."""
@@ -110,13 +110,13 @@ def test_documents_add_up(model: TextModel) -> None:
     assert score(model, DOCUMENTS).nats == pytest.approx(sum(alone), rel=SAME)
 
 
-def test_more_to_predict_from_is_another_loss(model: TextModel) -> None:
+def test_more_context_changes_the_loss(model: TextModel) -> None:
     losses = {round(score(model, DOCUMENTS, stride=stride).loss, 3) for stride in (24, 12, 1)}
     assert len(losses) == 3
 
 
 def test_a_long_document_may_come_in_pieces(model: TextModel) -> None:
-    # Words do not cross these borders, so that the pieces have the tokens of the whole.
+    # Words do not cross these borders, so that the pieces have the tokens of the complete text.
     words = ["every", " piece", " is", " a", " word"] * 20
     together = [Piece("".join(words), ends_document=True)]
     apart = [Piece(word, ends_document=False) for word in words] + [Piece("", ends_document=True)]
@@ -194,15 +194,15 @@ def test_each_token_is_predicted_once_from_its_window(
     document = [*opening, *text]
     windows = cut([text], length, stride, opening)
     assert all(window.counted > 0 for window in windows)
-    told = predictions(windows)
-    assert [token for token, _ in told] == text
-    for place, (_, seen) in enumerate(told, start=len(opening)):
+    reported = predictions(windows)
+    assert [token for token, _ in reported] == text
+    for place, (_, seen) in enumerate(reported, start=len(opening)):
         # The window in which it counts is the first one that reaches it.
         window = 0 if place <= length else -(-(place - length) // stride)
         assert list(seen) == document[window * stride : place]
 
 
-def test_it_is_all_one_in_which_stretches_a_document_comes() -> None:
+def test_the_windows_do_not_depend_on_the_pieces_of_a_document() -> None:
     generator = random.Random(5)
     document = list(range(1, 40))
     for _ in range(50):
@@ -213,7 +213,7 @@ def test_it_is_all_one_in_which_stretches_a_document_comes() -> None:
         assert cut(stretches, length, stride) == cut([document], length, stride)
 
 
-def test_a_document_knows_nothing_of_the_one_before() -> None:
+def test_a_document_is_not_predicted_from_the_one_before() -> None:
     document = [([1, 2, 3], False), ([4, 5], True)]
     once = list(cut_windows(document, opening=[END], length=4, stride=2))
     assert list(cut_windows(document * 2, opening=[END], length=4, stride=2)) == once * 2

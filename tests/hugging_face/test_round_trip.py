@@ -29,7 +29,7 @@ Make = Callable[[], PreTrainedModel]
 
 
 def shape_of(folder: Path) -> ModelConfig:
-    """What a folder's config.json says of the model."""
+    """The model that a folder's config.json describes."""
     return ModelConfig.model_validate(read_model_section(str(folder)))
 
 
@@ -37,13 +37,15 @@ def shape_of(folder: Path) -> ModelConfig:
 def test_there_and_back_is_the_same_to_the_last_bit(make: Make, tmp_path: Path) -> None:
     stock = make()
     folder = saved(stock, tmp_path / "hf")
-    told: list[str] = []
-    import_model(folder, tmp_path / "checkpoint", report=told.append)
-    assert told[-1].startswith("verified: logits of 3 prompts of up to 96 tokens differ by at most")
-    assert told[-1].endswith("and 64 greedy tokens are the same")
+    reported: list[str] = []
+    import_model(folder, tmp_path / "checkpoint", report=reported.append)
+    assert reported[-1].startswith(
+        "verified: logits of 3 prompts of up to 96 tokens differ by at most"
+    )
+    assert reported[-1].endswith("and 64 greedy tokens are the same")
     assert problems_of(tmp_path / "checkpoint") == []
-    export_model(tmp_path / "checkpoint", tmp_path / "back", report=told.append)
-    assert told[-1].startswith("verified: ")
+    export_model(tmp_path / "checkpoint", tmp_path / "back", report=reported.append)
+    assert reported[-1].startswith("verified: ")
     assert same(weights_in(folder), weights_in(tmp_path / "back"))
     assert shape_of(folder) == shape_of(tmp_path / "back")
 
@@ -98,7 +100,7 @@ def test_half_precision_becomes_fp32_masters_and_the_same_halves_again(
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "back", dtype="auto").dtype == dtype
 
 
-def test_dropout_positions_and_epsilon_are_taken_over(tmp_path: Path) -> None:
+def test_dropout_positions_and_epsilon_are_kept(tmp_path: Path) -> None:
     stock = gpt2(embd_pdrop=0.25, attn_pdrop=0.5, resid_pdrop=0.0, layer_norm_epsilon=1e-3)
     import_model(saved(stock, tmp_path / "hf"), tmp_path / "checkpoint")
     model = model_config(tmp_path / "checkpoint")

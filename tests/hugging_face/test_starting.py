@@ -1,4 +1,4 @@
-"""A run starts from an imported model: its weights, no moments, step 0; then it is any run."""
+"""A run starts from an imported model: its weights, no moments, step 0."""
 
 import json
 import os
@@ -50,7 +50,7 @@ def imported(folder: Path) -> Path:
 def state_after_loading(
     launch: LaunchEnvironment, run: Run, cache: Path, checkpoint: Path
 ) -> tuple[Progress, State]:
-    """The engine has moments of its own before."""
+    """The state after loading an import into an engine that already has moments."""
     with started(launch, run) as context:
         rank = SavedRun.start(run, tiny_corpus(run, cache), context)
         rank.train_step()
@@ -59,7 +59,7 @@ def state_after_loading(
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-def test_its_weights_are_taken_and_its_moments_are_zeros(
+def test_its_weights_are_loaded_and_its_moments_are_zeros(
     pool: RankPool, tmp_path: Path, imported: Path, stage: int
 ) -> None:
     model = model_config(imported).model_dump(mode="json", exclude_none=True)

@@ -1,4 +1,4 @@
-"""``megaspeed generate`` and ``megaspeed evaluate``: what they tell, write and return."""
+"""``megaspeed generate`` and ``megaspeed evaluate``: what they print, write and return."""
 
 import argparse
 import gzip
@@ -33,7 +33,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return checkpoint_of_text(tmp_path_factory.mktemp("run"))
 
 
-class Told:
+class Output:
     """What a command printed, wrote and returned."""
 
     def __init__(self, capsys: pytest.CaptureFixture[str], tmp_path: Path, *arguments: Any) -> None:
@@ -44,28 +44,28 @@ class Told:
         self.figures: Any = json.loads(file.read_text()) if file.exists() else None
 
 
-Command = Callable[..., Told]
+Command = Callable[..., Output]
 
 
 @pytest.fixture
 def generate(checkpoint: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Command:
-    return lambda *options: Told(
+    return lambda *options: Output(
         capsys, tmp_path, "generate", "--checkpoint", checkpoint, "--max-tokens", 12, *options
     )
 
 
 @pytest.fixture
 def evaluate(checkpoint: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Command:
-    return lambda *options: Told(
+    return lambda *options: Output(
         capsys, tmp_path, "evaluate", "--checkpoint", checkpoint.parents[1], *options
     )
 
 
 def test_generate_prints_and_writes_every_sample(generate: Command, checkpoint: Path) -> None:
-    told = generate("--prompt", "You may", "--prompt", "[bold]", "--samples", 2, "--seed", 3)
-    assert (told.code, told.err) == (0, OPENS)
-    assert told.out.startswith(f"{checkpoint}\n")
-    continuations = told.figures["continuations"]
+    reported = generate("--prompt", "You may", "--prompt", "[bold]", "--samples", 2, "--seed", 3)
+    assert (reported.code, reported.err) == (0, OPENS)
+    assert reported.out.startswith(f"{checkpoint}\n")
+    continuations = reported.figures["continuations"]
     assert [(c["prompt"], c["number"]) for c in continuations] == [
         ("You may", 1),
         ("You may", 2),
@@ -74,11 +74,11 @@ def test_generate_prints_and_writes_every_sample(generate: Command, checkpoint: 
     ]
     for found in continuations:
         (first_line, *_) = (found["prompt"] + found["text"]).splitlines()
-        assert first_line.rstrip() in told.out
+        assert first_line.rstrip() in reported.out
         end = "ended by the model" if found["ended"] else "cut"
         title = f"sample {found['number']} from {found['prompt']!r}: {len(found['ids'])} tokens"
-        assert f"{title}, {end} ─" in told.out
-    assert told.figures["sampling"] == {
+        assert f"{title}, {end} ─" in reported.out
+    assert reported.figures["sampling"] == {
         "temperature": 0.8,
         "top_k": 50,
         "top_p": 1.0,
@@ -87,13 +87,15 @@ def test_generate_prints_and_writes_every_sample(generate: Command, checkpoint: 
     }
 
 
-def test_generate_goes_on_from_a_documents_beginning_unless_told(generate: Command) -> None:
+def test_generate_begins_a_document_without_a_prompt(generate: Command) -> None:
     (begun,) = generate("--temperature", 0).figures["continuations"]
     assert begun["prompt"] == ""
     assert generate("--temperature", 0, "--prompt", "").figures["continuations"] == [begun]
 
 
-def test_evaluate_tells_the_loss_of_every_format_alike(evaluate: Command, tmp_path: Path) -> None:
+def test_evaluate_computes_the_same_loss_for_every_format(
+    evaluate: Command, tmp_path: Path
+) -> None:
     plain, packed = tmp_path / "a.txt", tmp_path / "b.jsonl.gz"
     plain.write_text(TEXT)
     packed.write_bytes(gzip.compress(json.dumps({"body": TEXT}).encode()))
@@ -126,14 +128,14 @@ def test_evaluate_takes_windows_batches_and_precision(evaluate: Command, tmp_pat
     assert coarse["loss"] == pytest.approx(plain["loss"], rel=0.02)
 
 
-def test_wrong_input_is_told_with_its_mend(
+def test_wrong_input_is_reported_with_its_mend(
     generate: Command, evaluate: Command, tmp_path: Path, checkpoint: Path
 ) -> None:
     text, empty = tmp_path / "a.txt", tmp_path / "empty.txt"
     text.write_text(TEXT)
     empty.touch()
     larger = write_tokenizer(tmp_path / "tokenizer.json", vocab_size=302)
-    for told, expected in [
+    for reported, expected in [
         (evaluate(tmp_path / "nowhere.txt"), f"there is no file {tmp_path / 'nowhere.txt'}"),
         (evaluate(), "INPUT must list at least one source"),
         (evaluate(empty), "at least one token is needed to predict"),
@@ -144,8 +146,8 @@ def test_wrong_input_is_told_with_its_mend(
         (generate("--checkpoint", tmp_path), "is neither a checkpoint nor a folder of them"),
         (evaluate(text, "--checkpoint", tmp_path), "is neither a checkpoint nor a folder"),
     ]:
-        assert (told.code, told.out, told.figures) == (2, "", None)
-        assert expected in told.err and "Traceback" not in told.err
+        assert (reported.code, reported.out, reported.figures) == (2, "", None)
+        assert expected in reported.err and "Traceback" not in reported.err
 
 
 @pytest.mark.parametrize(
@@ -189,16 +191,16 @@ def test_the_tokenizer_of_the_command_line_is_not_called_the_configurations(
     for given, expected in [
         (
             tmp_path / "none",
-            f"--tokenizer is a path (nothing is downloaded), and there is no {tmp_path}",
+            f"--tokenizer is a path (nothing is downloaded), but there is no {tmp_path}",
         ),
-        (text, f"--tokenizer must be a tokenizer.json or a folder with one, and {text} cannot be"),
+        (text, f"--tokenizer must be a tokenizer.json or a folder with one, but {text} cannot be"),
     ]:
-        told = Told(capsys, tmp_path, command, *arguments[command], "--tokenizer", given)
-        assert (told.code, told.out, told.figures) == (2, "", None)
-        assert told.err.startswith(expected) and "data.tokenizer" not in told.err
+        reported = Output(capsys, tmp_path, command, *arguments[command], "--tokenizer", given)
+        assert (reported.code, reported.out, reported.figures) == (2, "", None)
+        assert reported.err.startswith(expected) and "data.tokenizer" not in reported.err
 
 
-def test_a_prompt_that_is_no_utf_8_is_wrong_input(checkpoint: Path) -> None:
+def test_a_prompt_that_is_not_utf_8_is_wrong_input(checkpoint: Path) -> None:
     # The shell's $'caf\\xe9': in Latin-1. Python reads the byte as a lone surrogate.
     megaspeed = [
         sys.executable,
@@ -217,7 +219,7 @@ def test_a_prompt_that_is_no_utf_8_is_wrong_input(checkpoint: Path) -> None:
 
 
 @pytest.mark.parametrize("present", [True, False])
-def test_cuda_is_taken_where_there_is_one(
+def test_cuda_is_used_if_there_is_a_gpu(
     present: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: present)
@@ -249,7 +251,7 @@ def test_neither_command_loads_deepspeed(checkpoint: Path, tmp_path: Path) -> No
 # --- how far an evaluation has come ---------------------------------------------------------------
 
 
-def test_lines_tell_the_share_that_is_predicted_and_the_loss_so_far(
+def test_lines_show_the_predicted_share_and_the_loss_so_far(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name, size in {"a.txt": 30, "b.txt": 10}.items():
@@ -266,13 +268,13 @@ def test_lines_tell_the_share_that_is_predicted_and_the_loss_so_far(
     assert last == "100%  3,000 tokens, loss 0.0010"
 
 
-def test_where_the_whole_is_not_known_no_share_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_share_is_shown_if_the_total_is_unknown(capsys: pytest.CaptureFixture[str]) -> None:
     with BarOrLines(0, seconds_between_lines=0) as bar:
         bar.show(7, "some text")
     assert capsys.readouterr().err == "some text\n"
 
 
-def test_what_is_soon_done_has_no_lines(capsys: pytest.CaptureFixture[str]) -> None:
+def test_short_work_shows_no_lines(capsys: pytest.CaptureFixture[str]) -> None:
     with BarOrLines(10) as bar:
         bar.show(10, "some text")
     assert capsys.readouterr() == ("", "")

@@ -1,4 +1,4 @@
-"""The model and the tokenizer that a checkpoint is used with, and what stands before a document."""
+"""The model and the tokenizer that a checkpoint is used with, and what precedes a document."""
 
 import json
 import os
@@ -37,8 +37,8 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def load(place: Path, tokenizer: Path | None = None) -> tuple[TextModel, list[str]]:
-    """The model, and what was reported except for what begins a document."""
-    told: list[str] = []
+    """The model, and the reported lines without the one about a document's beginning."""
+    reported: list[str] = []
     model = load_text_model(
         place,
         tokenizer=tokenizer,
@@ -46,10 +46,10 @@ def load(place: Path, tokenizer: Path | None = None) -> tuple[TextModel, list[st
         always_open=True,
         device="cpu",
         precision="float32",
-        report=told.append,
+        report=reported.append,
     )
-    assert told.pop() == "a document begins with <|endoftext|> (id 0); --opening changes this"
-    return model, told
+    assert reported.pop() == "a document begins with <|endoftext|> (id 0); --opening changes this"
+    return model, reported
 
 
 @pytest.fixture
@@ -63,8 +63,8 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_run_is_its_newest_checkpoint_with_the_tokenizer_it_carries(
     checkpoint: Path, temporary: Path
 ) -> None:
-    model, told = load(checkpoint.parents[1])
-    assert (model.source, told) == (checkpoint, [])
+    model, reported = load(checkpoint.parents[1])
+    assert (model.source, reported) == (checkpoint, [])
     assert model.positions == CONFIG.model.max_position_embeddings
     assert (model.tokenizer.vocab_size, model.tokenizer.end_of_text) == (301, 0)
     assert (model.opening, model.ends) == ((0,), (0,))
@@ -72,7 +72,7 @@ def test_a_run_is_its_newest_checkpoint_with_the_tokenizer_it_carries(
     assert list(temporary.iterdir()) == []
 
 
-def test_too_little_temporary_space_is_told(
+def test_too_little_temporary_space_is_reported(
     checkpoint: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("megaspeed.hugging_face.weight_files.free_bytes", lambda folder: 100)
@@ -98,13 +98,13 @@ def test_the_temporary_folder_of_a_killed_process_is_removed_by_the_next(
 def test_a_hugging_face_folder_is_loaded_as_it_is(checkpoint: Path, tmp_path: Path) -> None:
     export_model(checkpoint, tmp_path / "exported", verify=False)
     ours, _ = load(checkpoint)
-    model, told = load(tmp_path / "exported")
-    assert (model.source, told) == (tmp_path / "exported", [])
+    model, reported = load(tmp_path / "exported")
+    assert (model.source, reported) == (tmp_path / "exported", [])
     prompt = torch.arange(1, 20)[None]
     assert torch.equal(model.model(prompt).logits, ours.model(prompt).logits)
 
 
-def test_a_hugging_face_folder_ends_where_its_file_says_and_samples_as_the_user_says(
+def test_a_hugging_face_folder_ends_at_its_own_ids_and_samples_as_the_user_states(
     tmp_path: Path,
 ) -> None:
     folder = with_tokenizer(saved(gpt2(), tmp_path / "hf"))
@@ -158,11 +158,11 @@ def test_a_checkpoint_without_a_tokenizer_needs_one_named(checkpoint: Path, tmp_
     seal(bare)
     with pytest.raises(DataError, match=r"has no tokenizer; name .* in --tokenizer"):
         load(bare)
-    model, told = load(bare, write_tokenizer(tmp_path / "tokenizer.json"))
-    assert (model.tokenizer.vocab_size, told) == (301, [])
+    model, reported = load(bare, write_tokenizer(tmp_path / "tokenizer.json"))
+    assert (model.tokenizer.vocab_size, reported) == (301, [])
 
 
-def test_a_carried_tokenizer_that_cannot_be_read_is_no_setting_of_the_user(
+def test_an_unreadable_carried_tokenizer_is_not_called_a_setting(
     checkpoint: Path, tmp_path: Path
 ) -> None:
     broken = shutil.copytree(checkpoint, tmp_path / checkpoint.name)
@@ -172,18 +172,18 @@ def test_a_carried_tokenizer_that_cannot_be_read_is_no_setting_of_the_user(
         load(broken)
 
 
-def test_another_tokenizer_than_it_was_trained_with_is_said(
+def test_a_tokenizer_other_than_that_of_the_training_is_reported(
     checkpoint: Path, tmp_path: Path
 ) -> None:
     other = write_tokenizer(tmp_path / "tokenizer.json", vocab_size=280)
-    model, (told,) = load(checkpoint, other)
-    assert told.startswith(f"note: {checkpoint} was trained with the tokenizer of fingerprint ")
-    assert told.endswith(f"and that of {other} is {model.tokenizer.fingerprint}")
+    model, (reported,) = load(checkpoint, other)
+    assert reported.startswith(f"note: {checkpoint} was trained with the tokenizer of fingerprint ")
+    assert reported.endswith(f"but that of {other} is {model.tokenizer.fingerprint}")
 
 
-def test_token_files_that_tell_no_tokenizer_are_of_any(tmp_path: Path) -> None:
-    _, told = load(checkpoint_of_text(tmp_path / "run", trained_with=NOT_STATED))
-    assert told == []
+def test_token_files_that_state_no_tokenizer_fit_any(tmp_path: Path) -> None:
+    _, reported = load(checkpoint_of_text(tmp_path / "run", trained_with=NOT_STATED))
+    assert reported == []
 
 
 def test_a_tokenizer_larger_than_the_models_vocabulary_is_refused(
@@ -202,7 +202,7 @@ def test_a_tokenizer_larger_than_a_hugging_face_model_is_refused(tmp_path: Path)
         load(folder)
 
 
-# --- what stands before a document ----------------------------------------------------------------
+# --- what precedes a document ---------------------------------------------------------------------
 
 
 def template(text: str) -> PostProcessor:
@@ -237,7 +237,7 @@ def test_a_template_opens_with_what_it_puts_before_a_text(
         assert opening_ids("nothing", tokenizer, trained_here=here) == ()
 
 
-def test_a_vocabulary_need_not_know_the_letter_a() -> None:
+def test_a_vocabulary_need_not_have_the_letter_a() -> None:
     digits = Tokenizer(models.BPE({"</s>": 0, "!": 1, '"': 2, "3": 3, "4": 4}, []))
     digits.post_processor = template('! $A "')
     assert digits.encode("a").ids == [1, 2]

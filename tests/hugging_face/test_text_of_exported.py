@@ -1,4 +1,4 @@
-"""Both commands give for a checkpoint what stock transformers gives for its export."""
+"""Both commands compute for a checkpoint what stock transformers computes for its export."""
 
 import json
 import math
@@ -25,7 +25,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 @torch.no_grad()
-def test_evaluate_tells_the_loss_of_the_exported_model(
+def test_evaluate_computes_the_loss_of_the_exported_model(
     folders: tuple[Path, Path], tmp_path: Path
 ) -> None:
     checkpoint, exported = folders
@@ -43,10 +43,10 @@ def test_evaluate_tells_the_loss_of_the_exported_model(
     text.write_text(TEXT)
     options = ["--checkpoint", str(checkpoint), "--json", str(figures)]
     assert main(["evaluate", str(text), *options]) == 0
-    told = json.loads(figures.read_text())
-    assert (told["tokens"], told["bytes"]) == (len(ids) - 1, 600)
-    assert told["loss"] == pytest.approx(nats / told["tokens"], rel=1e-6)
-    assert told["bits_per_byte"] == pytest.approx(nats / math.log(2) / 600, rel=1e-6)
+    reported = json.loads(figures.read_text())
+    assert (reported["tokens"], reported["bytes"]) == (len(ids) - 1, 600)
+    assert reported["loss"] == pytest.approx(nats / reported["tokens"], rel=1e-6)
+    assert reported["bits_per_byte"] == pytest.approx(nats / math.log(2) / 600, rel=1e-6)
 
 
 def test_generate_takes_the_tokens_that_the_exported_model_takes(

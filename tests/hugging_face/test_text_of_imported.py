@@ -74,7 +74,7 @@ def likeliest(checkpoint: Path, tmp_path: Path, *options: str) -> Any:
 
 
 def by_transformers(checkpoint: Path, ids: list[int]) -> list[int]:
-    """16 greedy tokens behind ``ids``, of the exported model; they do not end."""
+    """16 greedy tokens after ``ids``, from the exported model. None of them ends the text."""
     model = AutoModelForCausalLM.from_pretrained(checkpoint.parent / "exported").eval()
     whole = model.generate(torch.tensor([ids]), max_new_tokens=16, do_sample=False)[0].tolist()
     assert len(whole) == len(ids) + 16 and END not in whole[len(ids) :]
@@ -101,14 +101,14 @@ def test_generate_takes_the_tokens_of_transformers_with_its_own_tokenizer(
     assert prompt[0] == BEGIN
     expected = by_transformers(begun, prompt)
     assert likeliest(begun, tmp_path) == expected
-    told = "a document begins with <s> (id 300); --opening changes this\n"
-    assert capsys.readouterr().err.endswith(told)
+    reported = "a document begins with <s> (id 300); --opening changes this\n"
+    assert capsys.readouterr().err.endswith(reported)
     # The story: it was shown the text alone, and went on otherwise.
     assert by_transformers(begun, prompt[1:]) != expected
     assert likeliest(begun, tmp_path, "--opening", "nothing") == by_transformers(begun, prompt[1:])
 
 
-def test_evaluate_tells_the_loss_of_transformers_with_its_own_tokenizer(
+def test_evaluate_computes_the_loss_of_transformers_with_its_own_tokenizer(
     begun: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ids = AutoTokenizer.from_pretrained(begun.parent / "exported")(TEXT).input_ids
@@ -124,7 +124,7 @@ def test_evaluate_tells_the_loss_of_transformers_with_its_own_tokenizer(
     assert ended["loss"] == pytest.approx(expected, rel=1e-6) != found["loss"]
 
 
-def test_what_a_template_puts_behind_a_text_is_left_out(
+def test_ids_that_a_template_puts_after_a_text_are_ignored(
     begun: Path, closed: Path, tmp_path: Path
 ) -> None:
     assert AutoTokenizer.from_pretrained(closed)("a").input_ids[-1] == END
@@ -143,7 +143,7 @@ def test_without_a_template_nothing_opens_a_prompt_and_an_end_of_text_a_document
     ids = AutoTokenizer.from_pretrained(bare.parent / "exported")(PROMPT).input_ids
     found = likeliest(bare, tmp_path)
     assert capsys.readouterr().err == (
-        "a document begins with nothing, and an empty prompt with <|endoftext|> (id 0); "
+        "a document begins with nothing, but an empty prompt with <|endoftext|> (id 0); "
         "--opening changes this\n"
     )
     assert found == by_transformers(bare, ids)

@@ -37,7 +37,7 @@ def test_figures_of_an_agreement(both: tuple[Path, Path]) -> None:
 
 
 @pytest.mark.parametrize(("positions", "prompts", "tokens"), [(1, (1,), 0), (20, (1, 16, 20), 4)])
-def test_a_short_model_is_asked_for_less(
+def test_a_model_with_few_positions_gets_shorter_prompts(
     tmp_path: Path, positions: int, prompts: tuple[int, ...], tokens: int
 ) -> None:
     folder = saved(gpt2(n_positions=positions), tmp_path / "hf")
@@ -47,7 +47,7 @@ def test_a_short_model_is_asked_for_less(
 
 
 @pytest.mark.parametrize("vocab_size", [1, 7, 301, 128_256])
-def test_prompts_go_all_over_the_vocabulary(vocab_size: int) -> None:
+def test_prompts_cover_the_vocabulary(vocab_size: int) -> None:
     """64 ids are spread evenly over the sixteenths of the vocabulary."""
     ids = verifying._spread_ids(vocab_size, 64)
     assert ids.min() >= 0 and ids.max() < vocab_size
@@ -77,11 +77,11 @@ def shifted(by: float, dtype: torch.dtype = torch.float32) -> Callable[..., Tens
 
 
 @pytest.mark.parametrize("by", [2e-4, -2e-4, 1.0, float("nan"), float("inf")])
-def test_one_word_that_differs_by_more_than_the_limit_is_enough(
+def test_one_logit_that_differs_by_more_than_the_limit_is_enough(
     both: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, by: float
 ) -> None:
     monkeypatch.setattr("megaspeed.model.gpt.Head.forward", shifted(by))
-    with pytest.raises(Disagreement, match=r"in fp32, and rounding explains only 0\.0001 "):
+    with pytest.raises(Disagreement, match=r"in fp32, but rounding explains only 0\.0001 "):
         compare(*both)
 
 
@@ -91,7 +91,7 @@ def test_in_fp64_far_less_is_enough(
 ) -> None:
     """fp32 would not show such a difference."""
     monkeypatch.setattr("megaspeed.model.gpt.Head.forward", shifted(by, torch.float64))
-    with pytest.raises(Disagreement, match=r"in fp64, and rounding explains only [\d.]+e-10 "):
+    with pytest.raises(Disagreement, match=r"in fp64, but rounding explains only [\d.]+e-10 "):
         compare(*both)
 
 
@@ -100,19 +100,19 @@ def test_in_fp64_far_less_is_enough(
 def test_in_fp64_both_are_exact_to_its_rounding(
     tmp_path: Path, make: Callable[..., PreTrainedModel], std: float | None
 ) -> None:
-    """Also where transformers itself rounds to fp32, which would leave 1e-7 of the largest."""
+    """Even if transformers itself rounds to fp32, which would cause 1e-7 of the largest logit."""
     model = make() if std is None else make(initializer_range=std, random=False)
     import_model(saved(model, tmp_path / "hf"), tmp_path / "checkpoint", verify=False)
     found = compare(tmp_path / "checkpoint", tmp_path / "hf")
     assert found.double_difference < 1e-3 * found.double_tolerance
 
 
-def test_logits_that_are_no_numbers_agree_with_nothing(both: tuple[Path, Path]) -> None:
+def test_logits_that_are_nan_agree_with_nothing(both: tuple[Path, Path]) -> None:
     model, prompt = load_model(both[0]), torch.arange(8)
     for strange in (float("nan"), float("inf")):
         theirs = torch.zeros(8, 301)
         theirs[3, 3] = strange
-        with pytest.raises(Disagreement, match="logits must be finite to be compared, and transf"):
+        with pytest.raises(Disagreement, match="logits must be finite to be compared, but transf"):
             verifying._compare_logits(
                 model, [prompt] * 2, [theirs, torch.zeros(8, 301)], verifying.SINGLE
             )
@@ -140,7 +140,7 @@ def test_the_limit_grows_with_logits_above_50(both: tuple[Path, Path]) -> None:
         assert tolerance == pytest.approx(expected, rel=1e-4)
 
 
-def test_a_token_that_is_not_the_greedy_choice_is_told(both: tuple[Path, Path]) -> None:
+def test_a_token_that_is_not_the_greedy_choice_is_reported(both: tuple[Path, Path]) -> None:
     model, stock = load_model(both[0]), load_transformers_model(both[1], strict=True)
     text = verifying._continued(stock, torch.arange(16), 10)
     verifying._compare_choices(model, text, 16, 1e-4)
@@ -151,7 +151,7 @@ def test_a_token_that_is_not_the_greedy_choice_is_told(both: tuple[Path, Path]) 
         verifying._compare_choices(model, text, 16, 1e-4)
 
 
-def test_of_two_equal_words_either_is_greedy(both: tuple[Path, Path]) -> None:
+def test_either_of_two_equal_tokens_is_greedy(both: tuple[Path, Path]) -> None:
     model = load_model(both[0])
     head = model.get_parameter("head.output.weight")
     text = verifying._continued(load_transformers_model(both[1], strict=True), torch.arange(16), 1)
@@ -163,7 +163,7 @@ def test_of_two_equal_words_either_is_greedy(both: tuple[Path, Path]) -> None:
 # --- what cannot be compared ----------------------------------------------------------------------
 
 
-def test_transformers_must_find_every_tensor_and_no_other(tmp_path: Path) -> None:
+def test_transformers_must_use_exactly_the_stored_tensors(tmp_path: Path) -> None:
     folder = saved(llama(), tmp_path / "hf")
     weights = weights_in(folder)
     beside = {"model.layers.7.mlp.up_proj.weight": torch.zeros(48, 32)}
@@ -177,11 +177,11 @@ def test_transformers_must_find_every_tensor_and_no_other(tmp_path: Path) -> Non
         load_transformers_model(folder, strict=False)
 
 
-def test_the_room_that_it_takes_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Llama-2 7B in fp64 has 54 GB of weights; the logits come on top."""
+def test_too_little_memory_for_the_comparison_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Llama-2 7B in fp64 has 54 GB of weights; the logits are added to this."""
     config = ModelConfig.model_validate({"preset": "llama-2-7b"})
     monkeypatch.setattr("megaspeed.hugging_face.verifying.available_memory_bytes", lambda: 32 << 30)
-    with pytest.raises(HuggingFaceError, match=r"takes about 54,\d+,\d+,\d+ bytes of memory, and "):
+    with pytest.raises(HuggingFaceError, match=r"takes about 54,\d+,\d+,\d+ bytes of memory, but "):
         verifying.check_memory(config)
     monkeypatch.setattr("megaspeed.hugging_face.verifying.available_memory_bytes", lambda: 64 << 30)
     verifying.check_memory(config)

@@ -42,7 +42,7 @@ def test_every_preset_has_transformers_names_shapes_and_number_of_parameters(
     [gpt2(tie_word_embeddings=False), llama(tie_word_embeddings=True), llama(vocab_size=7)],
     ids=["untied", "tied", "small"],
 )
-def test_so_has_every_other_shape(config: ModelConfig, tmp_path: Path) -> None:
+def test_every_other_shape_matches_too(config: ModelConfig, tmp_path: Path) -> None:
     parts = {part.theirs: part.shape for part in parts_of(config)}
     assert stock_shapes(config, tmp_path) == parts
 

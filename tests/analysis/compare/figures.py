@@ -1,4 +1,4 @@
-"""A comparison of round numbers, as a person would work it out: pp 2, dp 2, in MiB."""
+"""A comparison with round numbers for checks by hand: pp 2, dp 2, in MiB."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -20,7 +20,7 @@ def run() -> Run:
 
 
 def record(rank: int, *, activations: int, sent: int, loss: float = 2.5) -> RankRecord:
-    """A rank with 10 MiB of states, and these many MiB beside them and on the way."""
+    """A rank with 10 MiB of states, and this many MiB of other memory and of traffic."""
     states = MemoryBytes(parameters=2 * MIB, gradients=2 * MIB, optimizer_states=6 * MIB)
     return RankRecord(
         rank=rank,
@@ -53,7 +53,7 @@ def records(loss: float = 2.5) -> list[RankRecord]:
 
 
 def predictions() -> list[StageBytes]:
-    """12 + 8 MiB where 10 + 6 are measured, then 10 + 2 as measured; traffic is right."""
+    """12 + 8 MiB if 10 + 6 are measured, then 10 + 2 as measured; traffic is right."""
     states = MemoryBytes(parameters=2 * MIB, gradients=2 * MIB, optimizer_states=6 * MIB)
     more = replace(states, gradients=4 * MIB)
     return [

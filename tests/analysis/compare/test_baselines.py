@@ -39,7 +39,7 @@ pytestmark = pytest.mark.timeout(300)
 
 @dataclass(frozen=True)
 class Trained:
-    """What one rank saw."""
+    """The results of one rank."""
 
     losses: list[float]
     grad_norms: list[float]
@@ -110,7 +110,7 @@ RUNS: dict[str, dict[str, Any]] = {
 
 
 class Trainings:
-    """Every baseline of every run, trained once, and ZeRO-0 beside it."""
+    """Every baseline and ZeRO-0 of every run, each trained once."""
 
     def __init__(self, pool: RankPool, folder: Path) -> None:
         self._pool = pool
@@ -130,7 +130,7 @@ class Trainings:
         return self._known[f"zero, {name}"][0]
 
     def baselines(self, name: str) -> list[Trained]:
-        """Rank 0's: DDP, FSDP2, and where it has two settings, the one that reduces once, last."""
+        """Rank 0's: DDP, FSDP2, and if it has two settings, the one that reduces once, last."""
         if name not in self._known:
             run = self.run(name)
             corpus = tiny_corpus(run, self._cache)

@@ -48,7 +48,7 @@ def command(config: Path, *options: str) -> list[str]:
 
 
 def environment(folder: Path) -> dict[str, str]:
-    """As a user's, whose PATH knows nothing of the virtual environment."""
+    """The environment of a user whose PATH does not contain the virtual environment."""
     return {
         "PATH": "/usr/bin:/bin",
         "HOME": str(folder),
@@ -72,7 +72,7 @@ def ranks_of(process: psutil.Process) -> list[psutil.Process]:
 
 @pytest.mark.timeout(400)
 def test_stages_and_a_baseline_side_by_side(tmp_path: Path) -> None:
-    """Started as one rank of torchrun would start it: its own ranks have another meeting point."""
+    """Started as a rank of torchrun would start it. Its own ranks use another master port."""
     config = write_config(tmp_path)
     done = subprocess.run(
         command(config, "--stages", "3", "--baselines", "ddp", "--json", f"{tmp_path}/f.json"),
@@ -101,13 +101,13 @@ def test_stages_and_a_baseline_side_by_side(tmp_path: Path) -> None:
     states = {label: row["pipeline_stages"][0]["states_bytes"] for label, row in rows.items()}
     assert states["DDP"]["predicted"] is None
     assert states["ZeRO-3"]["predicted_over_measured"]["total"] == pytest.approx(1.0, rel=0.02)
-    # DDP keeps two moments whole; ZeRO on two ranks half of them and of the fp32 master weights.
+    # DDP keeps two complete moments; ZeRO on two ranks half of them and of the fp32 master weights.
     whole, halved = (states[label]["measured"]["optimizer_states"] for label in ("DDP", "ZeRO-3"))
     assert halved / whole == pytest.approx((4 + 8) / 2 / 8, rel=0.02)
 
 
 @pytest.mark.timeout(400)
-def test_ctrl_c_leaves_no_process_behind(tmp_path: Path) -> None:
+def test_ctrl_c_leaves_no_process_running(tmp_path: Path) -> None:
     config = write_config(tmp_path)
     process = subprocess.Popen(
         command(config, "--stages", "1"),
@@ -172,11 +172,11 @@ def test_wrong_input_is_refused_with_the_mend(
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.setenv("MEGASPEED_CACHE", str(tmp_path / "cache"))
-    changes, options, said = WRONG[name]
+    changes, options, printed = WRONG[name]
     config = write_config(tmp_path, **changes)
     assert main([*command(config)[1:], *options]) == 2
     err = capsys.readouterr().err
-    assert said in err and "Traceback" not in err
+    assert printed in err and "Traceback" not in err
     assert not (tmp_path / "out").exists()
 
 

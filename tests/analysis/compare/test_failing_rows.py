@@ -1,4 +1,4 @@
-"""A row that fails is a row that says so, and the next one runs."""
+"""A row that fails reports this, and the next one runs."""
 
 import threading
 import time
@@ -51,7 +51,7 @@ def test_too_little_memory_is_recognised(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(300)
-def test_a_rank_that_is_killed_is_told_apart_from_one_that_fails(tmp_path: Path) -> None:
+def test_a_killed_rank_is_distinguished_from_one_that_fails(tmp_path: Path) -> None:
     killer = threading.Thread(target=kill_a_rank, daemon=True)
     killer.start()
     killed, refused = rows_of(tiny_run(TEXT, dp=2), tmp_path)

@@ -1,4 +1,4 @@
-"""From what ranks found to the figures of a row, and to the verdict on all rows."""
+"""Records of ranks become the figures of a row, and the verdict on all rows."""
 
 import json
 import math
@@ -21,7 +21,7 @@ def test_a_pipeline_stage_has_the_figures_of_its_fullest_and_of_its_busiest_rank
     assert row.highest == first and row.busiest == first
 
 
-def test_the_first_step_has_no_part_in_the_time_and_the_slowest_rank_counts() -> None:
+def test_the_time_excludes_the_first_step_and_is_the_slowest_ranks() -> None:
     row = trained(zero_0())
     assert row.step_time.median == 0.28, "median of 0.28, 0.155 and 0.53 of rank 3"
     assert row.step_time.lower == pytest.approx((0.155 + 0.28) / 2)

@@ -14,7 +14,7 @@ TEXT = Path(__file__).parents[3] / "LICENSE"
 
 
 def run(**changes: Any) -> Run:
-    """24 samples a step, in 4 micro-batches unless ``changes`` say otherwise."""
+    """24 samples a step, in 4 micro-batches unless ``changes`` state otherwise."""
     return tiny_run(TEXT, **changes)
 
 
@@ -38,11 +38,11 @@ def test_one_micro_batch_is_reduced_once_in_any_case() -> None:
     assert labels(one, 2, 3) == ["ZeRO-2", "ZeRO-3"]
 
 
-def test_one_data_rank_has_nobody_to_reduce_with() -> None:
+def test_one_data_rank_has_no_rank_to_reduce_with() -> None:
     assert labels(run(pp=2), 2, 3) == ["ZeRO-2", "ZeRO-3"]
 
 
-def test_rows_stand_in_order_and_once() -> None:
+def test_rows_are_in_order_and_unique() -> None:
     assert labels(run(), 1, 0, 1) == ["ZeRO-0", "ZeRO-1"]
 
 
@@ -63,7 +63,7 @@ def test_a_row_differs_from_the_run_in_stage_and_reduction_alone() -> None:
         assert after == before
 
 
-def test_a_stage_that_breaks_a_rule_is_a_row_that_says_why() -> None:
+def test_a_stage_that_breaks_a_rule_is_a_row_that_states_why() -> None:
     offloaded = run(dp=2, zero_optimization={"stage": 1, "offload_optimizer": {"device": "cpu"}})
     refused, allowed = zero_rows(offloaded, [0, 1], "cpu")
     assert refused.run is None and refused.reason is not None
@@ -83,7 +83,7 @@ def test_baselines_reduce_as_their_memory_allows() -> None:
 
 
 @pytest.mark.parametrize("degrees", [{"pp": 2}, {"tp": 2}, {"pp": 2, "tp": 2}])
-def test_baselines_know_no_axis_but_data(degrees: dict[str, int]) -> None:
+def test_baselines_have_only_the_data_axis(degrees: dict[str, int]) -> None:
     pp, tp = degrees.get("pp", 1), degrees.get("tp", 1)
     law = f"parallel.pipeline {pp} and parallel.tensor {tp}; set both to 1"
     with pytest.raises(ConfigError, match=law):

@@ -77,7 +77,7 @@ def test_traffic_has_a_column_for_each_axis_and_collective() -> None:
     ]
 
 
-def test_markdown_is_whole_tables_under_layout_and_model() -> None:
+def test_markdown_has_complete_tables_under_layout_and_model() -> None:
     text = as_markdown(result(BASELINE, FAILED, REFUSED), ["memory.png"])
     lines = text.splitlines()
     assert lines[0] == "## tiny: ZeRO stages compared"
@@ -96,7 +96,7 @@ def test_markdown_is_whole_tables_under_layout_and_model() -> None:
 
 
 @pytest.mark.parametrize("others", [(), (BASELINE, FAILED, REFUSED)])
-def test_the_tables_fit_80_columns_and_cut_nothing(others: tuple[Row, ...]) -> None:
+def test_the_tables_fit_80_columns_without_cutting(others: tuple[Row, ...]) -> None:
     text = io.StringIO()
     show(result(*others), Console(file=text, width=80))
     shown = text.getvalue()
@@ -133,7 +133,7 @@ def test_a_disagreement_is_stated_in_capitals() -> None:
     )
 
 
-def test_files_and_pictures_are_left_in_the_folder(tmp_path: Path) -> None:
+def test_files_and_pictures_are_in_the_folder(tmp_path: Path) -> None:
     written = write_files(result(BASELINE, FAILED), tmp_path)
     assert [file.name for file in written] == [
         "compare.json",

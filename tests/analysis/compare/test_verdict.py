@@ -1,4 +1,4 @@
-"""Which row the verdict names, worked out by hand from round figures."""
+"""The row that the verdict names, computed by hand from round figures."""
 
 from collections.abc import Sequence
 from dataclasses import replace

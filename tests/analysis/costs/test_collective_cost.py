@@ -1,4 +1,4 @@
-"""What a rank sends in a collective, against numbers worked by hand."""
+"""The bytes that a rank sends in a collective, compared with numbers computed by hand."""
 
 import pytest
 
@@ -39,7 +39,7 @@ def test_messages_are_added_up_before_bytes_are_rounded() -> None:
     assert messages.traffic() == {("dp", "all_gather"): 8}
 
 
-def test_what_is_not_sent_is_left_out() -> None:
+def test_collectives_that_send_nothing_are_omitted() -> None:
     messages = Messages()
     messages.add("tp", "all_reduce", 400, ranks=1)
     messages.add("pp", "send", 0, ranks=2)

@@ -1,4 +1,4 @@
-"""What a layer keeps, against the paper's formula and against the layer itself."""
+"""The memory that a layer keeps, compared with the paper's formula and with the layer."""
 
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ BF16: dict[str, Any] = {"bf16": {"enabled": True}}
 @pytest.mark.parametrize("tp", [1, 2, 4])
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_a_gpt2_block_keeps_what_korthikanti_et_al_count(tp: int, sequence_parallel: bool) -> None:
-    """s b h (10 + 24 / t) bytes in 16 bits, divided by t whole with sequence parallelism, less the
+    """s b h (10 + 24 / t) bytes in 16 bits, or s b h 34 / t with sequence parallelism, without the
     attention matrix, which the fused kernel does not keep, and two dropout masks of one byte.
     """
     run = tiny_run(TEXT, tp=tp, parallel={"sequence_parallel": sequence_parallel}, **BF16)
@@ -44,7 +44,7 @@ def test_with_full_recomputation_a_block_keeps_2_sbh_bytes() -> None:
 
 
 def run_block(run: Run, precision: str) -> tuple[int, int, int]:
-    """(kept, most in the forward, most in both) of one block on this CPU; gradients left out."""
+    """(kept, most in the forward, most in both) of one block on this CPU, without gradients."""
     model = run.config.model
     block = Block(model, name="blocks.0", seed=0).to(DTYPES[precision])
     shape = (run.batch.micro_batch_size, run.config.data.sequence_length, model.hidden_size)
@@ -104,7 +104,7 @@ def test_a_block_really_keeps_this(
 
 
 def test_the_first_block_of_a_stage_keeps_a_mask_of_s_squared_for_each_sample() -> None:
-    """B S^2 elements, and 8 bytes a token for the positions; nothing where rows are not reset."""
+    """B S^2 elements, and 8 bytes a token for the positions; nothing if rows are not reset."""
     plain = tiny_run(TEXT, **BF16)
     run = tiny_run(TEXT, data={"reset_at_documents": True}, **BF16)
     layers = Activations(run, "cuda")

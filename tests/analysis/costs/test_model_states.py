@@ -84,7 +84,7 @@ def test_bytes_a_parameter(
     assert states.optimizer_states == pytest.approx(state * elements, abs=1000)
 
 
-def test_parameters_below_the_threshold_stay_whole_beside_their_partitions() -> None:
+def test_parameters_below_the_threshold_stay_complete_beside_their_partitions() -> None:
     threshold = {"stage": 3, "stage3_param_persistence_threshold": 100}
     states, elements = states_of(dp=2, zero_optimization=threshold)
     none, _ = states_of(
@@ -98,7 +98,7 @@ def test_parameters_below_the_threshold_stay_whole_beside_their_partitions() -> 
     assert elements > small
 
 
-def test_offloaded_states_do_not_count_where_the_device_holds_none() -> None:
+def test_offloaded_states_do_not_count_if_the_device_holds_none() -> None:
     states, _ = states_of(
         dp=2, zero_optimization={"stage": 2, "offload_optimizer": {"device": "cpu"}}
     )

@@ -134,7 +134,7 @@ def test_gpus_without_nvlink_and_unequal_gpus_are_remarks() -> None:
 
 
 def test_two_machines_with_one_host_name_are_two_nodes() -> None:
-    """They were one node, so that tp across them was no remark."""
+    """They used to count as one node, so tp across them was not remarked."""
     one = findings(*(replace(record(rank), boot=f"{rank // 2}" * 36) for rank in range(4)))
     assert one.nodes == {"gpu17/00000000": [0, 1], "gpu17/11111111": [2, 3]}
     one = replace(one, links=[link("tp", (0, 1, 2, 3), 1e6)] * 4, run=tiny_run(TEXT, tp=4))

@@ -38,11 +38,11 @@ def test_a_gpu_that_torch_cannot_use_is_a_problem_unless_the_cpu_is_meant(
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     else:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    told = own_record(tmp_path).unusable_gpu
-    assert (told is not None) == named
-    if told is not None:
+    reported = own_record(tmp_path).unusable_gpu
+    assert (reported is not None) == named
+    if reported is not None:
         built = torch.version.cuda or "the CPU only"
-        assert f"{built}, and the driver's version is 535.104.05." in told
+        assert f"{built}, and the driver's version is 535.104.05." in reported
 
 
 def test_a_record_states_this_boot_of_the_machine(

@@ -1,4 +1,4 @@
-"""The log counts what lives, knows what it is for, and finds the highest moment."""
+"""The log counts live memory by category, and finds its peak."""
 
 import torch
 
@@ -47,7 +47,7 @@ def test_a_claim_holds_for_the_whole_life_of_a_storage() -> None:
     assert log.live() == MemoryBytes(parameters=5 * KIB, gradients=5 * KIB)
 
 
-def test_what_nobody_claimed_is_found_if_python_can_reach_it() -> None:
+def test_unclaimed_memory_is_found_if_python_can_reach_it() -> None:
     forgotten = kib(6)
     log = AllocationLog(CPU)
     log.claim_everything_else_alive("communication_buffers")
@@ -56,8 +56,8 @@ def test_what_nobody_claimed_is_found_if_python_can_reach_it() -> None:
     assert before - log.live().communication_buffers == 6 * KIB
 
 
-def test_a_sparse_tensor_is_passed_over() -> None:
-    """One that anything in the process held kept a rank's memory from being counted at all."""
+def test_a_sparse_tensor_is_skipped() -> None:
+    """A single one in the process used to prevent all counting on a rank."""
     sparse = torch.eye(2).to_sparse()
     log = AllocationLog(CPU)
     log.claim_everything_else_alive("communication_buffers")
@@ -66,7 +66,7 @@ def test_a_sparse_tensor_is_passed_over() -> None:
     assert kept.layout == torch.sparse_coo
 
 
-def test_the_module_that_allocates_decides_where_it_says_so() -> None:
+def test_the_allocating_module_may_decide_the_category() -> None:
     def category_of(module: str) -> Category | None:
         return "communication_buffers" if module == __name__ else None
 

@@ -1,4 +1,4 @@
-"""The log counts what torch sends: on known messages, and beside a second way of counting."""
+"""The log counts what torch sends, on known messages and compared with a second count."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -107,7 +107,7 @@ def test_if_an_axis_is_the_world_messages_in_fp64_are_the_worlds(pool: RankPool)
     ]
 
 
-# --- nothing is left out --------------------------------------------------------------------------
+# --- nothing is omitted ---------------------------------------------------------------------------
 
 
 def all_to_all(context: ParallelContext) -> None:
@@ -125,7 +125,9 @@ def a_group_of_its_own(context: ParallelContext) -> None:
         (a_group_of_its_own, r"ranks \[0, 1\], and no axis of this rank has that group"),
     ],
 )
-def test_what_cannot_be_counted_is_an_error(pool: RankPool, send: Sending, complaint: str) -> None:
+def test_traffic_that_cannot_be_counted_is_an_error(
+    pool: RankPool, send: Sending, complaint: str
+) -> None:
     with pytest.raises(RankFailure, match=complaint):
         pool.run(2, traffic_of, Grid(pp=1, dp=2, tp=1), send)
 
@@ -138,7 +140,7 @@ def ddp_step(context: ParallelContext) -> None:
     model(torch.ones(3, 10)).sum().backward()
 
 
-def test_what_torchs_own_reducer_sends_is_counted(pool: RankPool) -> None:
+def test_messages_of_torchs_own_reducer_are_counted(pool: RankPool) -> None:
     assert pool.run(2, traffic_of, Grid(pp=1, dp=2, tp=1), ddp_step) == 2 * [
         {("dp", "all_reduce"): 55 * 4}
     ]
@@ -169,7 +171,7 @@ METHODS: dict[str, tuple[Any, int]] = {
 
 @contextmanager
 def watched_groups() -> Iterator[Counter[tuple[str, Any, int]]]:
-    """Counts bytes by (group, collective, ranks) where Python hands them to a process group."""
+    """Counts bytes by (group, collective, ranks) when Python passes them to a process group."""
     counted: Counter[tuple[str, Any, int]] = Counter()
 
     def watched(method: Callable[..., Any], collective: str, index: int) -> Callable[..., Any]:
@@ -209,7 +211,7 @@ def counted_twice(
 
 
 @pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
-def test_a_step_sends_what_the_process_groups_are_handed(
+def test_a_step_sends_what_the_process_groups_receive(
     pool: RankPool, tmp_path: Path, zero_stage: int
 ) -> None:
     run = small_run(

@@ -42,7 +42,7 @@ def peak_of(training: Training) -> int:
     ],
     ids=["sequence", "1f1b", "ZeRO-1", "recompute", "reduction", "ZeRO-2"],
 )
-def test_one_byte_too_many_is_mended_by_what_costs_least(
+def test_one_byte_too_many_is_mended_by_the_cheapest_change(
     settings: tuple[str, ...], world_size: int, change: str
 ) -> None:
     # Long sequences and a small vocabulary, so that the blocks' activations are what fills a rank.
@@ -75,7 +75,7 @@ def test_the_change_fits_when_it_is_typed(
     assert typed.run.batch.train_batch_size == training.run.batch.train_batch_size
 
 
-def test_more_ranks_only_where_no_setting_is_enough() -> None:
+def test_more_ranks_are_proposed_only_if_no_setting_is_enough() -> None:
     training = tiny("train_micro_batch_size_per_gpu=1", world_size=2)
     changes = [
         cheapest_change(training, peak_of(training) * percent // 100, 8)
@@ -86,7 +86,7 @@ def test_more_ranks_only_where_no_setting_is_enough() -> None:
     assert sizes[0] == 2 and sizes[-1] > 2
 
 
-def test_what_nothing_makes_fit_says_how_small_it_gets() -> None:
+def test_a_run_that_cannot_fit_states_the_smallest_size() -> None:
     training = tiny(world_size=2)
     found = cheapest_change(training, 1000, 8)
     assert not found.fits

@@ -1,4 +1,4 @@
-"""Devices: what a driver reports, less a reserve, in bytes."""
+"""The memory of devices in bytes: what a driver reports, less a reserve."""
 
 import re
 
@@ -19,7 +19,7 @@ def test_an_80_gb_h100_has_81559_mebibytes() -> None:
 
 
 @pytest.mark.parametrize("name", DEVICES)
-def test_no_device_has_more_than_its_name_says_in_gib_nor_less_in_gb(name: str) -> None:
+def test_no_device_has_more_gib_or_fewer_gb_than_its_name_states(name: str) -> None:
     """A data sheet's number is GiB before error correction, so bytes lie between GB and GiB."""
     stated = re.search(r"-(\d+)gb$", name)
     assert stated is not None
@@ -28,7 +28,7 @@ def test_no_device_has_more_than_its_name_says_in_gib_nor_less_in_gb(name: str) 
     assert DEVICES[name].name == name
 
 
-def test_a_reserve_is_left_for_what_no_tensor_holds() -> None:
+def test_memory_that_no_tensor_uses_is_reserved() -> None:
     assert 0.9 <= USABLE_FRACTION < 1
 
 

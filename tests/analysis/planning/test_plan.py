@@ -28,7 +28,7 @@ def test_the_zero_papers_table_1() -> None:
         assert zero.prediction.heaviest.state_bytes / GB == pytest.approx(gigabytes, rel=0.01)
 
 
-def test_a_file_stands_in_the_list_with_its_world_size() -> None:
+def test_a_file_is_listed_with_its_world_size() -> None:
     files = {file.stem for file in FOLDER.glob("*.json")} - {"megaspeed.schema"}
     assert files == set(WORLD_SIZES)
 
@@ -81,7 +81,7 @@ def test_pipeline_stages_cover_the_layers_and_the_parameters() -> None:
     assert planned.stages[1].parameters_per_rank == 3 * ((block - whole) // 8 + whole)
 
 
-def test_a_zero_stage_that_the_configuration_refuses_says_why() -> None:
+def test_a_zero_stage_that_the_configuration_refuses_states_why() -> None:
     planned = plan(from_file(FOLDER / "zero3_offload.json", world_size=4), None, 8)
     reasons = {zero.zero_stage: " ".join(zero.refusals) for zero in planned.zero_stages}
     assert "offload_param moves partitioned parameters, which only stage 3 has" in reasons[1]
@@ -93,7 +93,7 @@ def test_a_zero_stage_that_the_configuration_refuses_says_why() -> None:
     assert figures[2]["refused"] and figures[2]["fits"] is None
 
 
-def test_nothing_is_said_of_fitting_without_a_device() -> None:
+def test_without_a_device_nothing_is_stated_about_fitting() -> None:
     planned = plan(tiny(world_size=4), None, 8)
     assert planned.fits is None and planned.change is None
     assert planned.as_json()["fits"] is None
@@ -122,7 +122,7 @@ def test_a_plan_names_what_dropout_costs() -> None:
 
 
 def exactly(usable_bytes: int) -> Device:
-    """A device of which so many bytes can be used."""
+    """A device with this many usable bytes."""
     for memory_bytes in range(int(usable_bytes / 0.92) - 2, int(usable_bytes / 0.92) + 3):
         device = Device(name="tiny", memory_bytes=memory_bytes)
         if device.usable_bytes == usable_bytes:

@@ -59,7 +59,9 @@ def test_no_line_is_wider_than_80_columns_and_no_cell_is_cut(
     assert max(map(len, out.splitlines())) <= 80
 
 
-def test_without_a_device_it_says_what_to_name(capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_device_it_states_which_option_names_one(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     out = printed(capsys, *TWO_BY_TWO_BY_TWO)
     assert "to see whether it fits, add --device h100-80gb" in out
     assert "FIT:" not in out and "FITS" not in out
@@ -105,7 +107,7 @@ def test_the_rank_map_follows_the_nodes(capsys: pytest.CaptureFixture[str]) -> N
     assert "across 2 nodes" in out
 
 
-def test_a_device_that_is_not_known_is_wrong_input(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_device_is_wrong_input(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stop:
         main(["plan", *TWO_BY_TWO_BY_TWO, "--device", "h100"])
     assert stop.value.code == 2
@@ -115,7 +117,7 @@ def test_a_device_that_is_not_known_is_wrong_input(capsys: pytest.CaptureFixture
 
 
 @pytest.mark.parametrize(
-    ("changes", "world_size", "said"),
+    ("changes", "world_size", "output"),
     [
         ((), "6", "world size 6 (from --world-size) is not divisible by"),
         (("model.preset=gpt3-175",), "8", '"gpt3-175b"'),
@@ -123,21 +125,21 @@ def test_a_device_that_is_not_known_is_wrong_input(capsys: pytest.CaptureFixture
     ],
     ids=["world", "preset", "heads"],
 )
-def test_wrong_input_tells_the_mend(
-    changes: tuple[str, ...], world_size: str, said: str, capsys: pytest.CaptureFixture[str]
+def test_wrong_input_states_the_mend(
+    changes: tuple[str, ...], world_size: str, output: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     options = ["--config", str(FOLDER / "3d.json"), "--world-size", world_size]
     assert main(["plan", *options, *(["--set", *changes] if changes else [])]) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
-    assert said in captured.err
+    assert output in captured.err
 
 
 @pytest.mark.parametrize(("what_if", "seconds"), [((), 5.0), (("--what-if",), 20.0)])
 def test_4480_ranks_take_seconds_and_less_than_a_gigabyte(
     what_if: tuple[str, ...], seconds: float
 ) -> None:
-    """Seconds of a processor, so that it holds on a busy machine too."""
+    """Measured in processor seconds, so that it passes on a busy machine, too."""
     command: list[str | Path] = [Path(sys.executable).with_name("megaspeed"), "plan"]
     command += ["--config", FOLDER / "mt_nlg_530b.json", "--device", "a100-80gb"]
     command += ["--world-size", "4480", *what_if]

@@ -83,7 +83,7 @@ def test_gradient_reduction_follows_the_zero_stage_unless_it_is_stated() -> None
     assert at_3.gradient_reduction == "per_step"
 
 
-def test_what_the_file_leaves_open_follows_from_the_variant() -> None:
+def test_values_that_the_file_does_not_state_follow_from_the_variant() -> None:
     """A bucket holds the matrices of one block on one rank: twice tp, half the bucket."""
     training = tiny("parallel.tensor=2", world_size=4)
     wider = training.under(replace(training.settings, tp=4, dp=1))
@@ -93,7 +93,7 @@ def test_what_the_file_leaves_open_follows_from_the_variant() -> None:
     assert here == 2 * there
 
 
-def test_settings_that_break_a_law_are_refused() -> None:
+def test_settings_that_break_a_rule_are_refused() -> None:
     training = tiny(world_size=8)
     with pytest.raises(
         ConfigError, match=r"num_hidden_layers 4 must be at least parallel\.pipeline"

@@ -1,4 +1,4 @@
-"""What-if against brute force: every layout of 8 ranks, loaded from a file and predicted whole."""
+"""What-if against brute force: every layout of 8 ranks is loaded from a file and predicted."""
 
 from itertools import product
 from pathlib import Path
@@ -67,7 +67,7 @@ def test_every_layout_is_there_with_its_figures(file: Path, brute: Figures) -> N
     assert found.too_large == 0
 
 
-def test_what_is_too_large_is_left_out(file: Path, brute: Figures) -> None:
+def test_layouts_that_are_too_large_are_omitted(file: Path, brute: Figures) -> None:
     middle = sorted(peak for peak, _ in brute.values())[len(brute) // 2]
     device = Device(name="tiny", memory_bytes=int(middle / 0.92))
     found = what_if(from_file(file, world_size=8), device, 8)
@@ -77,7 +77,7 @@ def test_what_is_too_large_is_left_out(file: Path, brute: Figures) -> None:
     assert found.too_large == len(brute) - len(fitting)
 
 
-def test_where_nothing_fits_the_least_is_still_told(file: Path, brute: Figures) -> None:
+def test_if_nothing_fits_the_smallest_is_still_reported(file: Path, brute: Figures) -> None:
     found = what_if(from_file(file, world_size=8), Device(name="tiny", memory_bytes=1000), 8)
     assert (found.layouts, found.too_large) == ((), len(brute))
     assert found.least_peak_bytes == min(peak for peak, _ in brute.values())
@@ -103,7 +103,7 @@ def test_the_layouts_are_ranked_by_their_peak(file: Path) -> None:
     assert peaks == sorted(peaks)
 
 
-def test_tensor_groups_are_as_wide_as_a_node_unless_told_otherwise(file: Path) -> None:
+def test_tensor_groups_are_as_wide_as_a_node_unless_stated_otherwise(file: Path) -> None:
     training = from_file(file, world_size=8)
 
     def widest(gpus_per_node: int, largest_tensor: int | None = None) -> int:

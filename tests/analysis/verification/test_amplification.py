@@ -1,4 +1,4 @@
-"""What later steps are allowed is measured on one process, never below step 1's and capped."""
+"""The limit of later steps is measured on one process. It is at least step 1's, and capped."""
 
 import functools
 import math
@@ -33,7 +33,7 @@ def test_a_later_step_is_allowed_a_multiple_of_the_largest_distance_so_far() -> 
     assert allowed == pytest.approx([1e-5, FACTOR * 2e-6, FACTOR * 5e-6, FACTOR * 5e-6])
 
 
-def test_a_small_distance_narrows_nothing() -> None:
+def test_a_small_distance_narrows_no_limit() -> None:
     assert allowed_at_steps(1e-5, [1.0, 1.0], [[1.0, 1.0 + 1e-9]]) == [1e-5, 1e-5]
 
 
@@ -49,7 +49,7 @@ def test_an_unstable_training_is_allowed_no_more_than_the_cap(wild: float) -> No
 
 
 @pytest.mark.parametrize(("reference", "again"), [(1.0, math.nan), (math.nan, math.nan)])
-def test_what_is_not_a_number_widens_nothing(reference: float, again: float) -> None:
+def test_a_nan_widens_no_limit(reference: float, again: float) -> None:
     allowed = allowed_at_steps(1e-5, [1.0, reference, 1.0], [[1.0, again, 1.0]])
     assert allowed == [1e-5, 1e-5, 1e-5]
 

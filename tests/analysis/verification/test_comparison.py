@@ -45,7 +45,7 @@ def test_a_number_differs_relative_to_the_reference() -> None:
     assert second.relative == 0.0 and second.equal
 
 
-def test_what_is_allowed_is_equal_and_the_next_float_is_not() -> None:
+def test_the_limit_itself_is_equal_and_the_next_float_is_not() -> None:
     assert difference(1e-6).equal
     assert not difference(math.nextafter(1e-6, 1.0)).equal
 
@@ -96,7 +96,7 @@ def test_one_element_that_is_not_a_number_makes_a_gradient_different() -> None:
     ],
     ids=["missing", "too many", "another shape", "should be zero"],
 )
-def test_a_gradient_without_its_like_is_infinitely_different(
+def test_a_gradient_without_a_counterpart_is_infinitely_different(
     parallel: dict[str, torch.Tensor], reference: dict[str, torch.Tensor]
 ) -> None:
     (only,) = compare_gradients(parallel, reference, allowed=1e9)
@@ -121,7 +121,7 @@ def test_weights_must_be_equal_bit_by_bit() -> None:
     assert verdict(unequal) == "DIFFERENT: the initial weights are not bitwise equal"
 
 
-def test_the_largest_difference_is_measured_by_what_is_allowed() -> None:
+def test_the_largest_difference_is_relative_to_its_limit() -> None:
     near = difference(9e-7, name="near its limit", allowed=1e-6)
     far = difference(5e-6, name="larger, but allowed more", allowed=1e-5)
     assert comparison(far, near).largest is near
@@ -174,7 +174,7 @@ def test_a_wider_tolerance_is_reported() -> None:
     assert at_the_cap.endswith(", limited to 100 times what step 1 is allowed")
 
 
-def test_the_json_of_a_diverged_run_has_no_number_that_json_lacks() -> None:
+def test_the_json_of_a_diverged_run_has_only_numbers_of_json() -> None:
     result = comparison(difference(math.nan), difference(math.inf)).as_json()
     text = json.dumps(result, allow_nan=False)
     assert json.loads(text)["equal"] is False

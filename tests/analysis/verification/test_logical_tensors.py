@@ -1,4 +1,4 @@
-"""Shards become logical tensors, and copies of one element are held against each other."""
+"""Shards become logical tensors, and copies of one element are compared."""
 
 import math
 
@@ -13,7 +13,7 @@ def copy_of(value: float) -> tuple[str, ParameterShard, torch.Tensor]:
     return "weight", shard, torch.full((2, 1), value)
 
 
-def test_a_wrong_copy_is_seen_wherever_it_stands() -> None:
+def test_a_wrong_copy_is_seen_at_any_position() -> None:
     assert merge_shards([copy_of(1.0), copy_of(1.0)]).copies_differ_by == 0.0
     for values in ((7.0, 1.0, 1.0), (1.0, 7.0, 1.0), (1.0, 1.0, 7.0)):
         assert merge_shards(map(copy_of, values)).copies_differ_by == 6.0
@@ -24,7 +24,7 @@ def test_a_copy_that_is_not_a_number_is_infinitely_different() -> None:
         assert merge_shards(map(copy_of, values)).copies_differ_by == math.inf
 
 
-def test_rows_columns_and_padding_come_to_their_places() -> None:
+def test_rows_columns_and_padding_are_placed() -> None:
     full = torch.arange(12.0).view(3, 4)
     top = ParameterShard(full_shape=(3, 4), rows=(range(0, 2),), columns=range(0, 2), owned_rows=2)
     rest = ParameterShard(

@@ -1,4 +1,4 @@
-"""What every layout is compared with is nothing but plain training."""
+"""Every layout is compared with plain training."""
 
 import functools
 from pathlib import Path
@@ -26,7 +26,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def by_hand(run: Run, corpus: PreparedCorpus) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """Losses and final weights, in the fewest words that torch allows; no micro-batches."""
+    """Losses and final weights of a minimal loop in torch, without micro-batches."""
     model = GPT(run.config.model)
     initialize(model, run.config.model, run.config.training.seed)
     matrices = [p for p in model.parameters() if p.dim() == 2]
@@ -70,7 +70,7 @@ def test_the_norm_is_that_of_the_first_gradients_before_clipping(cache: Path) ->
     assert record.grad_norms[0] > 1e-3
 
 
-def test_the_degrees_and_the_micro_batch_are_not_looked_at(cache: Path) -> None:
+def test_the_degrees_and_the_micro_batch_are_ignored(cache: Path) -> None:
     def losses(run: Run) -> list[float]:
         batches = functools.partial(whole_batch, run, tiny_corpus(run, cache))
         return train_reference(run, batches, 3).losses

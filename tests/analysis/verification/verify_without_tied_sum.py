@@ -12,7 +12,7 @@ from megaspeed.zero.engine import ZeroEngine
 
 
 def keep_to_oneself(engine: ZeroEngine) -> None:
-    """What a pipeline stage does with its share of the embedding's gradient."""
+    """Keeps a pipeline stage's part of the embedding's gradient without adding the other."""
 
 
 ZeroEngine.reduce_tied_gradients = keep_to_oneself  # type: ignore[assignment]

@@ -1,4 +1,4 @@
-"""`megaspeed compare-runs`: the first step and quantity where two runs part."""
+"""`megaspeed compare-runs`: the first step and quantity at which two runs differ."""
 
 import json
 from collections.abc import Callable
@@ -68,14 +68,14 @@ def test_a_difference_within_the_tolerance_is_none(tmp_path: Path) -> None:
     ("quantity", "value"),
     [("tokens", 384 * 9 + 1), ("skipped", True), ("loss", None), ("learning_rate", 0.5)],
 )
-def test_each_quantity_can_part(tmp_path: Path, quantity: str, value: object) -> None:
+def test_each_quantity_can_differ(tmp_path: Path, quantity: str, value: object) -> None:
     one, two = written_run(tmp_path / "one"), written_run(tmp_path / "two")
     edit(two, 9, **{quantity: value})
     (parting,) = compare_runs(read_run(one), read_run(two), 0.01).partings
     assert (parting.step, parting.quantity) == (9, quantity)
 
 
-def test_of_one_step_the_cause_comes_before_its_effect(tmp_path: Path) -> None:
+def test_within_a_step_a_cause_comes_before_its_effect(tmp_path: Path) -> None:
     one, two = written_run(tmp_path / "one"), written_run(tmp_path / "two")
     edit(two, 9, grad_norm=9.0, loss=9.0, learning_rate=0.5)
     partings = compare_runs(read_run(one), read_run(two), 0.01).partings
@@ -87,8 +87,8 @@ def test_a_run_under_way_is_compared_as_far_as_it_has_come(
 ) -> None:
     one, two = written_run(tmp_path / "one"), written_run(tmp_path / "two", steps=25)
     assert main(["compare-runs", str(one), str(two)]) == 0
-    said = capsys.readouterr().out
-    assert said.startswith("25 steps are equal") and "the runs end at steps 60 and 25" in said
+    output = capsys.readouterr().out
+    assert output.startswith("25 steps are equal") and "the runs end at steps 60 and 25" in output
 
 
 def keep(folder: Path, wanted: Callable[[dict[str, Any]], bool]) -> None:
@@ -122,15 +122,17 @@ def test_the_first_difference_comes_first_whether_it_is_a_number_or_a_missing_st
     assert lines[4] == f"step 50: {one} lacks this step"
 
 
-def test_a_run_that_goes_on_in_a_folder_of_its_own_is_compared_from_where_it_begins(
+def test_a_run_continued_in_its_own_folder_is_compared_from_its_first_step(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     one, two = written_run(tmp_path / "one"), written_run(tmp_path / "two")
     keep(two, lambda record: record["step"] > 30)
     for pair in ((one, two), (two, one)):
         assert main(["compare-runs", *map(str, pair)]) == 0
-        said = capsys.readouterr().out
-        assert said.startswith("30 steps are equal") and "note: the runs begin at steps " in said
+        output = capsys.readouterr().out
+        assert (
+            output.startswith("30 steps are equal") and "note: the runs begin at steps " in output
+        )
 
 
 def test_a_validation_that_one_run_lacks_is_a_difference(
@@ -144,7 +146,7 @@ def test_a_validation_that_one_run_lacks_is_a_difference(
 
 
 def test_the_validation_at_the_end_of_the_shorter_run_need_not_be_in_both(tmp_path: Path) -> None:
-    """A run is validated after its last step, and a run under way not yet."""
+    """A run is validated after its last step, which an unfinished run has not reached."""
     one = written_run(tmp_path / "one")
     two, three = written_run(tmp_path / "two", steps=45), written_run(tmp_path / "three", steps=40)
     with (two / "metrics.jsonl").open("a") as file:

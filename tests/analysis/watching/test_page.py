@@ -43,7 +43,7 @@ def test_a_browser_opens_it_without_an_error_and_shows_the_final_loss(page: Path
     assert f"second, step 45: {loss_at(45) * 1.05:.8g}" in opened.dom, "the number on hover"
 
 
-def test_nothing_of_a_run_becomes_a_part_of_the_page(page: Path) -> None:
+def test_no_text_of_a_run_becomes_markup_of_the_page(page: Path) -> None:
     opened = open_page(page)
     assert "<script" not in opened.dom
     assert "&lt;script&gt;alert(1)&lt;!--&amp;$_{^" in opened.dom
@@ -82,7 +82,7 @@ def test_it_can_be_read_on_a_phone_and_in_the_dark(
     assert isinstance(corner, tuple)
     assert (sum(corner) < 3 * 64) is dark, "the background"
     assert {(0x3B, 0x82, 0xF6), (0xF0, 0x78, 0x18)} <= colours_of(picture), "both runs are drawn"
-    # Text and axes stand out from the background: dark on light, light on dark.
+    # Text and axes contrast with the background: dark on light, light on dark.
     shades = sorted(sum(colour) for colour in colours_of(picture))
     assert (shades[-1] > 3 * 200) if dark else (shades[0] < 3 * 60)
     margin = picture.crop((width - 8, 0, width, 3000))
@@ -131,7 +131,7 @@ def test_strange_values_of_any_name_make_a_page(tmp_path: Path, strange: object)
     assert "<b>" not in file.read_text()
 
 
-def test_a_folder_that_is_no_run_ends_with_2_and_writes_nothing(
+def test_a_folder_that_is_not_a_run_ends_with_2_and_writes_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run, file = written_run(tmp_path / "run", steps=2), tmp_path / "report.html"

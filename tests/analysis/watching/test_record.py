@@ -1,4 +1,4 @@
-"""A run folder is read whatever state its run has left it in."""
+"""A run folder is read in any state in which its run left it."""
 
 import json
 import os
@@ -11,7 +11,7 @@ from megaspeed.analysis.run_record import Recorded, RunFolderError, read_run
 from tests.analysis.watching.written_runs import loss_at, written_run
 
 
-def test_a_run_that_is_over_is_read_whole(tmp_path: Path) -> None:
+def test_a_finished_run_is_read_completely(tmp_path: Path) -> None:
     run = read_run(written_run(tmp_path / "run", resumed_at=30))
     assert list(run.steps) == list(range(1, 61))
     assert run.steps[60].loss == loss_at(60)
@@ -24,7 +24,7 @@ def test_a_run_that_is_over_is_read_whole(tmp_path: Path) -> None:
     assert (run.last_step, run.planned_steps, run.notes) == (60, 60, ())
 
 
-def test_half_a_line_of_a_run_under_way_is_passed_over(tmp_path: Path) -> None:
+def test_half_a_line_of_a_running_run_is_skipped(tmp_path: Path) -> None:
     folder = written_run(tmp_path / "run", steps=7)
     with (folder / "metrics.jsonl").open("a") as file:
         file.write('{"step": 8, "lo')
@@ -44,7 +44,7 @@ BROKEN_LINES = (
 )
 
 
-def test_broken_lines_cost_no_other_line(tmp_path: Path) -> None:
+def test_other_lines_are_read_despite_broken_ones(tmp_path: Path) -> None:
     folder = written_run(tmp_path / "run", steps=3)
     lines = (folder / "metrics.jsonl").read_bytes().splitlines()
     (folder / "metrics.jsonl").write_bytes(b"\n".join([lines[0], *BROKEN_LINES, *lines[1:]]))
@@ -120,7 +120,7 @@ def test_a_run_before_its_first_step_has_none(tmp_path: Path) -> None:
     assert read_run(folder).last_step == 0
 
 
-def test_what_is_no_run_folder_is_named(tmp_path: Path) -> None:
+def test_a_folder_that_is_not_a_run_is_named(tmp_path: Path) -> None:
     with pytest.raises(RunFolderError, match="nothing is not a folder"):
         read_run(tmp_path / "nothing")
     with pytest.raises(RunFolderError, match=r"holds no metrics\.jsonl"):
