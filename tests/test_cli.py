@@ -33,7 +33,7 @@ PROBLEMS = (
     "model.num_attention_heads 4 must be divisible by parallel.tensor 3",
     "world size 4 (from --world-size) is not divisible by",
     "fp16.enabled is true, but this run is on a CPU",
-    "data.train: a glob must match at least one file, and '/no/such/place/*.txt' matches 0",
+    "data.train: a glob must match at least one file, but '/no/such/place/*.txt' matches 0",
 )
 
 
