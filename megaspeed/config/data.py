@@ -41,7 +41,7 @@ class Source(Section):
         stated += ["streaming"] if self.streaming else []
         if self.dataset is None and stated:
             keys = " and ".join(stated)
-            raise ValueError(f"an object without {keys}, because it states no dataset")
+            raise ValueError(f"an object without {keys}, which only a dataset can have")
         return self
 
     def __str__(self) -> str:

@@ -58,8 +58,8 @@ class RopeScaling(Section):
     """Wavelengths above original_max_position_embeddings / low_freq_factor positions are scaled in
     full."""
     high_freq_factor: float = Field(gt=0)
-    """Wavelengths below original_max_position_embeddings / high_freq_factor positions are left
-    alone; between the two the scaling is blended."""
+    """Wavelengths below original_max_position_embeddings / high_freq_factor positions are not
+    scaled; between the two the scaling is blended."""
     original_max_position_embeddings: int = Field(gt=0, le=LARGEST_LENGTH)
     """Positions the model was first trained on."""
 

@@ -34,7 +34,7 @@ from megaspeed.training.resume import MOST_CHANGES, Start
 from megaspeed.training.trainer import Observer, TrainingSummary
 
 WORSE_BY_NATS = 0.5
-"""If the first loss after a resume exceeds the last one before it by more, a warning is shown.
+"""A resume warns if the loss has risen by more than this since the save.
 
 Each step has different samples, so losses of neighbouring steps differ by a few tenths.
 """
@@ -129,7 +129,7 @@ def describe_step(metrics: StepMetrics) -> str:
 
 
 def describe_resumed(begin: Progress, first: StepMetrics) -> str:
-    """A line, with markup: the first loss after a resume, and the last one before it."""
+    """A line, with markup: the first loss after a resume, and the last loss before the save."""
     if begin.loss is None:
         before, is_worse = "not finite", False
     else:

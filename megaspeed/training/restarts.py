@@ -160,7 +160,8 @@ class _Supervisor:
         self._beats = 0
         self._heard: dict[int, tuple[bytes, float]] = {}  # last beat, and when it changed
         self._missing: list[int] = []
-        self._last_look = self._last_contact = 0.0  # at the other supervisors, and with the store
+        self._last_check = 0.0  # when this supervisor last checked the others
+        self._last_contact = 0.0  # when the store last answered
         self._ends = False
         # One thread, because the kernel signals the child if the thread that started it ends.
         self._executor = ThreadPoolExecutor(1, "supervisor")
@@ -286,7 +287,7 @@ class _Supervisor:
             self._set_state(store, final)
         elif self._attempt == self._restarts:
             if self._set_state(store, final):
-                self._say(f"{ended}, and no restart is left (training.restart)")
+                self._say(f"{ended}, but no restart is left (training.restart)")
         elif self._set_state(store, None):
             self._say(f"{ended}: restart {self._attempt + 1} of {self._restarts} of all ranks")
 
@@ -318,9 +319,9 @@ class _Supervisor:
         watched = range(1, self._world) if self._rank == 0 else range(1)
         beats = store.multi_get([f"beat {rank}" for rank in watched])
         now = time.monotonic()
-        if now - self._last_look > self._period + SUSPENDED_SECONDS:
+        if now - self._last_check > self._period + SUSPENDED_SECONDS:
             self._heard.clear()
-        self._last_look = now
+        self._last_check = now
         for rank, beat in zip(watched, beats, strict=True):
             if self._heard.get(rank, (b"", now))[0] != beat:
                 self._heard[rank] = (beat, now)
