@@ -163,7 +163,7 @@ class CheckpointFolder:
         return removed
 
     def remains(self) -> list[str]:
-        """Names that suggest checkpoints, for the error message if there is no checkpoint."""
+        """Names that look like those of saves, for the error message if there is no checkpoint."""
         if self.root.is_symlink() and not self.root.exists():
             return [str(self.root)]
         if not self.root.is_dir():

@@ -295,7 +295,7 @@ def _aligned_bytes(values: Tensor) -> int:
 
 
 def _arrival(devices: Iterable[torch.device]) -> Callable[[], None]:
-    """A function that waits for all that is enqueued by now on these devices' current streams."""
+    """A function that waits for all work that is now enqueued on these devices' current streams."""
     events = [torch.Event(device) for device in devices if device.type != "cpu"]
     for event in events:
         event.record()

@@ -105,8 +105,8 @@ class MetricsFile:
     """``metrics.jsonl`` of a run: one object on each line, written without buffering.
 
     Appends to an existing file. Infinity and NaN, which JSON does not have, are written as null. If
-    the disk is full, training continues. Each later object, and closing the file, tries the write
-    again.
+    the disk is full, training continues. The write is tried again with each later object, and when
+    the file is closed.
     """
 
     def __init__(self, path: Path) -> None:

@@ -128,7 +128,7 @@ def test_auto_refuses_where_no_checkpoint_is_whole_and_names_each(pool: RankPool
     damage(checkpoint(run, 200))
     (checkpoint(run, 100) / "manifest.json").unlink()
     said = found(pool, AUTO, run)
-    assert f"{checkpoint(run, 200)}: __0_0.distcp has other bytes" in said
+    assert f"{checkpoint(run, 200)}: __0_0.distcp has changed since it was written" in said
     assert f"{checkpoint(run, 100)}: manifest.json is missing" in said
     assert "--fresh" in said and "--resume DIR" in said
 
