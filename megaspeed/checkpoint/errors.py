@@ -23,7 +23,7 @@ class CheckpointError(RuntimeError):
 
 
 class StorageFailed(CheckpointError):
-    """The disk or the network failed, and not the input: another attempt may succeed."""
+    """The disk or the network failed, not the input. Another attempt may succeed."""
 
 
 def broadcast(group: dist.ProcessGroup, make: Callable[[], Result]) -> Result:
@@ -43,10 +43,10 @@ def broadcast(group: dist.ProcessGroup, make: Callable[[], Result]) -> Result:
 
 
 def gather(group: dist.ProcessGroup, make: Callable[[], Result]) -> list[Result]:
-    """Calls ``make`` on every rank and returns all results on rank 0, and [] on other ranks.
+    """Calls ``make`` on every rank. Returns all results on rank 0, and [] on other ranks.
 
-    Raises StorageFailed or CheckpointError on every rank if ``make`` raised on some ranks: the
-    error of the lowest such rank.
+    If ``make`` raised on some ranks, raises the error of the lowest of them on every rank, as
+    StorageFailed or CheckpointError.
     """
     _check_groups()
     result, error, cause = _call(make)

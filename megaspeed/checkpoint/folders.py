@@ -121,11 +121,11 @@ class CheckpointFolder:
         return [folder for _, folder in sorted(found, reverse=True)]
 
     def prune(self, keep_last: int) -> list[Path]:
-        """Keeps the checkpoint named in ``latest`` and the newest before it; removes older ones.
+        """Keeps ``keep_last`` checkpoints: the one named in ``latest`` and those before it.
 
-        Checkpoints of later steps than ``latest`` are neither counted nor removed. The run has
-        skipped them because they were not complete. Returns the removed checkpoints. One that
-        cannot be removed stays until the next call.
+        Removes older checkpoints and returns them. A checkpoint that cannot be removed stays until
+        the next call. Checkpoints of later steps than ``latest`` are neither counted nor removed:
+        the run has skipped them because they were not complete.
         """
         assert keep_last >= 1, "the checkpoint just written would be removed"
         latest = self._latest()
@@ -150,11 +150,11 @@ class CheckpointFolder:
     def clear_leftovers(self) -> list[Path]:
         """Removes the remains of killed saves and removals. No save may be in progress.
 
-        Call it before `newest_first`: a save that was complete, but was killed before it was
-        renamed, is renamed here. Returns the removed paths.
+        Call it before `newest_first`, because it also renames a complete save whose process was
+        killed before the rename. Returns the removed paths.
         """
         for writing in self.leftovers():
-            if writing.name.endswith(TEMPORARY) and self._lacks_only_its_name(writing):
+            if writing.name.endswith(TEMPORARY) and self._is_complete_save(writing):
                 writing.rename(_without(TEMPORARY, writing))
                 flush_folder(self.root)
         removed = self.leftovers()
@@ -163,7 +163,7 @@ class CheckpointFolder:
         return removed
 
     def remains(self) -> list[str]:
-        """Names that suggest checkpoints, for the error message if there is no checkpoint."""
+        """Names that look like those of saves, for the error message if there is no checkpoint."""
         if self.root.is_symlink() and not self.root.exists():
             return [str(self.root)]
         if not self.root.is_dir():
@@ -187,7 +187,7 @@ class CheckpointFolder:
             return None
 
     def _set_aside(self, checkpoint: Path) -> Path | None:
-        """Frees a checkpoint's name by renaming what has it; None if nothing has it."""
+        """Renames what exists at a checkpoint's path; returns None if nothing exists there."""
         if not checkpoint.exists() and not checkpoint.is_symlink():
             return None
         aside = checkpoint.with_name(checkpoint.name + _DELETING)
@@ -195,8 +195,8 @@ class CheckpointFolder:
         checkpoint.rename(aside)
         return aside
 
-    def _lacks_only_its_name(self, writing: Path) -> bool:
-        """Whether a save is complete. Its manifest is written last, after all other files."""
+    def _is_complete_save(self, writing: Path) -> bool:
+        """Whether only the rename of a save is missing. Its manifest is written last."""
         if _without(TEMPORARY, writing).exists():
             return False
         try:
@@ -212,7 +212,7 @@ def locate(path: Path) -> list[Path]:
         The checkpoints; an empty list if a folder of checkpoints has none.
 
     Raises:
-        CheckpointError: ``path`` is none of the three.
+        CheckpointError: ``path`` is not a checkpoint, a folder of checkpoints or a run folder.
     """
     try:
         return [path] if is_checkpoint(path) else folder_of_checkpoints(path).newest_first()
@@ -245,8 +245,8 @@ def folder_of_checkpoints(path: Path) -> CheckpointFolder:
     if path.resolve().name == CHECKPOINTS:
         return here
     raise CheckpointError(
-        f"{path} is neither a checkpoint nor a folder of them nor the folder of a run: it has no "
-        f"{MANIFEST}, no step-... and no {CHECKPOINTS}/; name one of these"
+        f"{path} must be a checkpoint, a folder of checkpoints or the folder of a run, but it has "
+        f"no {MANIFEST}, no step-... folder and no {CHECKPOINTS}/; name another folder"
     )
 
 

@@ -158,7 +158,7 @@ def index_problems(
 
 
 def _problems_on_all_ranks(checkpoint: Path, share: slice, group: dist.ProcessGroup) -> str | None:
-    """The problems that the lowest rank with problems has found; None if no rank has found any."""
+    """The problems found by the lowest rank that found any; None if no rank found any."""
     found = gather(group, lambda: "; ".join(_inspect(checkpoint, share).problems))
     return broadcast(group, lambda: next((problems for problems in found if problems), None))
 
@@ -216,7 +216,7 @@ def _name_problems(checkpoint: Path, state: RunState) -> Iterator[str]:
     step = step_named(checkpoint.resolve().name)
     if step is not None and step != state.progress.step:
         yield (
-            f"its name has step {step} and its {RUN_STATE} has step {state.progress.step}; "
+            f"its name has step {step}, but its {RUN_STATE} has step {state.progress.step}; "
             "rename it back"
         )
 
@@ -228,7 +228,7 @@ def _tensor_problems(
     files: Mapping[str, FileDigest],
 ) -> Iterator[str]:
     if tensor.properties.dtype != torch.float32:
-        yield f"it is {tensor.properties.dtype}, and must be torch.float32"
+        yield f"it is {tensor.properties.dtype}, but must be torch.float32"
     boxes = [Box(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in tensor.chunks]
     tiling = tiling_problem(tuple(tensor.size), boxes)
     if tiling is not None:
@@ -245,7 +245,7 @@ def _place_problem(place: Any, box: Box, files: Mapping[str, FileDigest]) -> str
         map(type, (place.relative_path, place.offset, place.length, place.transform_descriptors))
     )
     if not right_types or place.relative_path not in files:
-        return f"no file of the checkpoint has its {box}"
+        return f"no file of the checkpoint contains its {box}"
     name, box_bytes = place.relative_path, box.elements * BYTES_PER_ELEMENT
     if place.offset < 0 or place.offset + place.length > files[name].size_bytes:
         return f"its {box} is not inside {name}, according to the index"
@@ -258,7 +258,7 @@ def _place_problem(place: Any, box: Box, files: Mapping[str, FileDigest]) -> str
 
 
 def _archive_problems(folder: Path, index: Metadata, names: Collection[str]) -> Iterator[str]:
-    """A sentence for each box in the files ``names`` whose archive is not the tensor it should be.
+    """A sentence for each box in the files ``names`` whose archive is not a tensor of its shape.
 
     Reads the directory of each archive, not its elements.
     """
@@ -286,5 +286,5 @@ def _archive_problem(stream: FileIO, box: Box, place: _StorageInfo) -> str | Non
     if not isinstance(tensor, Tensor) or tensor.dtype != torch.float32:
         return "is not a float32 tensor"
     if tensor.shape != box.sizes or not tensor.is_contiguous() or tensor.storage_offset():
-        return f"is a tensor of {list(tensor.shape)}, and must be {list(box.sizes)}, row by row"
+        return f"is a tensor of {list(tensor.shape)}, but must be {list(box.sizes)}, row by row"
     return None

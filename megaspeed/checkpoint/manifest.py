@@ -3,8 +3,7 @@
     manifest.json    {"format": 1, "files": {"__0_0.distcp": {"size_bytes": ..., "checksum": ...},
                                              ".metadata": ..., "run_state.json": ...}}
 
-A folder without a manifest is a save that did not end. With a manifest, every changed byte is
-found.
+A folder without a manifest is a save that did not end. The manifest reveals every changed byte.
 """
 
 import os
@@ -86,7 +85,7 @@ def read_manifest(folder: Path) -> dict[str, FileDigest]:
         raise CheckpointError(f"{MANIFEST} is damaged: it was cut short or changed")
     if facts.get("format") != _FORMAT:
         raise CheckpointError(
-            f"{MANIFEST} has format {facts.get('format')!r}, and this version reads {_FORMAT}; "
+            f"{MANIFEST} has format {facts.get('format')!r}, but this version reads {_FORMAT}; "
             "use the version of megaspeed that wrote it"
         )
     try:
@@ -108,7 +107,7 @@ def file_problems(folder: Path, files: Mapping[str, FileDigest]) -> dict[str, st
             continue
         if found != files[name]:
             problems[name] = (
-                f"{name} has other bytes than were written: checksum {found.checksum}, not "
+                f"{name} has changed since it was written: checksum {found.checksum}, not "
                 f"{files[name].checksum}"
             )
     return problems

@@ -54,7 +54,7 @@ TOKENIZER_FILES = (
     "chat_template.jinja",
 )
 """The files of a tokenizer, as transformers' save_pretrained writes them. A checkpoint has a copy,
-so that it can be exported and continued with text."""
+so that the model can be exported and can generate text."""
 
 GENERATION = "generation_config.json"
 """The settings of transformers' `generate`, which a checkpoint of an imported model may have."""
@@ -190,7 +190,7 @@ def _read(folder: Path, pieces: Iterable[Piece]) -> None:
     by_file: dict[str, list[tuple[ReadItem, Piece]]] = defaultdict(list)
     for name, wanted in by_key.items():
         for item, piece in _overlaps(name, tensors.get(name), wanted):
-            # The name alone: an index cannot point to another folder.
+            # Only the name is used, so an index cannot point to another folder.
             file = Path(places[item.storage_index].relative_path).name
             by_file[file].append((item, piece))
     for file, items in by_file.items():
@@ -209,14 +209,14 @@ def _overlaps(
     if saved is None:
         raise CheckpointError(f"{name} is missing in the checkpoint")
     if saved.properties.dtype != torch.float32:
-        raise CheckpointError(f"{name} is {saved.properties.dtype}, and must be float32")
+        raise CheckpointError(f"{name} is {saved.properties.dtype}, but must be float32")
     boxes = [ChunkStorageMetadata(torch.Size(p.offsets), p.values.shape) for p in pieces]
     items = create_read_items_for_chunk_list(name, saved, boxes)
     found = sum(item.lengths.numel() for item in items)
     wanted = sum(piece.values.numel() for piece in pieces)
     if found != wanted:
         raise CheckpointError(
-            f"a rank needs {wanted:,} elements of {name}, and the checkpoint has {found:,} of them"
+            f"a rank needs {wanted:,} elements of {name}, but the checkpoint has {found:,} of them"
         )
     return [(item, pieces[item.dest_index.index or 0]) for item in items]
 
@@ -235,7 +235,7 @@ def _read_overlap(
         raise CheckpointError(f"{stream.name} has no tensor at byte {offset:,}") from error
     if found_bytes != sizes.numel() * BYTES_PER_ELEMENT:
         raise CheckpointError(
-            f"the tensor at byte {offset:,} of {stream.name} has {found_bytes:,} bytes, and the "
+            f"the tensor at byte {offset:,} of {stream.name} has {found_bytes:,} bytes, but the "
             f"index states {list(sizes)} elements of {BYTES_PER_ELEMENT} bytes"
         )
     first_row, rows = item.storage_offsets[0], item.lengths[0]
@@ -284,6 +284,6 @@ def _member(enumeration: Any, name: str) -> Any:
 
 def _foreign(what: str) -> CheckpointError:
     return CheckpointError(
-        f"the index of the checkpoint names {what}, which no index of tensors contains; it was not "
-        "made by megaspeed, so use another checkpoint"
+        f"the index of the checkpoint names {what}, which no index of tensors contains; megaspeed "
+        "did not write this checkpoint, so use another one"
     )

@@ -18,8 +18,8 @@ flat range of a matrix is at most three boxes of each section of its rows:
     c c . .                       c: the beginning of the last row
 
 Rows and columns of the shard are shifted to their place in the logical tensor
-(``tensor_parallel.plan.ParameterShard``). Vocabulary padding is left out, because it belongs to no
-logical tensor.
+(``tensor_parallel.plan.ParameterShard``). Vocabulary padding is not stored, because it belongs
+to no logical tensor.
 """
 
 from collections import defaultdict
@@ -108,10 +108,10 @@ def _problems(
             yield name, f"({shape_text(shape)}) is missing in the checkpoint"
         elif tuple(saved[name]) != tuple(shape):
             there, here = shape_text(saved[name]), shape_text(shape)
-            yield name, f"is {there} in the checkpoint and {here} in the model"
+            yield name, f"is {there} in the checkpoint, but {here} in the model"
     for name, shape in saved.items():
         if name not in expected:
-            yield name, f"({shape_text(shape)}) is in the checkpoint and not in the model"
+            yield name, f"({shape_text(shape)}) is in the checkpoint, but not in the model"
 
 
 @dataclass(frozen=True, order=True)
@@ -295,7 +295,7 @@ def _aligned_bytes(values: Tensor) -> int:
 
 
 def _arrival(devices: Iterable[torch.device]) -> Callable[[], None]:
-    """A function that waits for all that is enqueued by now on these devices' current streams."""
+    """A function that waits for all work that is now enqueued on these devices' current streams."""
     events = [torch.Event(device) for device in devices if device.type != "cpu"]
     for event in events:
         event.record()

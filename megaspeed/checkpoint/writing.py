@@ -52,8 +52,8 @@ from megaspeed.checkpoint.run_state import RUN_STATE, RunState
 from megaspeed.checkpoint.tensors import BYTES_PER_ELEMENT, Box, Piece, expected_tensors
 
 FILE_BYTES = 1 << 30
-"""A process that writes a model alone begins a new file after so many bytes. Ranks that check the
-checkpoint later share the files among them."""
+"""A single process that writes a model begins a new file after this many bytes, because the ranks
+that check the checkpoint later divide the files among themselves."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ class Saver:
         free = self.folder.free_bytes()
         if free < needed:
             raise CheckpointError(
-                f"a checkpoint takes {needed:,} bytes, and {self.folder.root} has {free:,} free; "
+                f"a checkpoint takes {needed:,} bytes, but {self.folder.root} has {free:,} free; "
                 f"make room, or lower training.keep_last ({self.keep_last})"
             )
         return self.folder.begin(step)
@@ -176,7 +176,7 @@ def write_pieces(
         with _hashed_file(folder / name, written.files) as stream, _without_crc32():
             while piece is not None and (file_bytes is None or stream.tell() < file_bytes):
                 start = stream.tell()
-                # A tensor of its own, because torch would write all of the memory behind a view.
+                # Not a view of a larger tensor: torch would write all of its storage.
                 torch.save(torch.from_numpy(piece.values.detach().cpu().numpy()), stream)
                 place = _StorageInfo(name, start, stream.tell() - start)
                 written.places.append((piece.key, piece.full_shape, piece.box, place))
@@ -193,8 +193,8 @@ def _complete(
 ) -> int:
     """Writes the remaining files of a checkpoint whose pieces are written; returns its size.
 
-    Raises CheckpointError if the pieces are not every element of every tensor once, or a file that
-    another process has written does not have its size.
+    Raises CheckpointError if the pieces do not contain every element of every tensor exactly once,
+    or if a file that another process has written has the wrong size.
     """
     files = {name: digest for each in written for name, digest in each.files.items()}
     tensors: dict[str, TensorStorageMetadata] = {}
@@ -222,7 +222,7 @@ def _hashed_file(path: Path, digests: dict[str, FileDigest]) -> Iterator[Any]:
     """A new file to write to. At the end it is flushed to the disk, and added to ``digests``.
 
     Raises:
-        OSError: the disk refused a write. (torch raises a RuntimeError of its own in this case.)
+        OSError: the disk refused a write. (torch itself raises a RuntimeError in this case.)
     """
     with path.open("wb") as file:
         stream = _HashingStream(file)
@@ -260,7 +260,7 @@ class _HashingStream:
         return self._size
 
     def flush(self) -> None:
-        """Nothing: torch flushes after each tensor, and the file is flushed once at its end."""
+        """Does nothing: torch calls it after each tensor, but one flush of the file is enough."""
 
 
 @contextmanager

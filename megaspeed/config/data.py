@@ -29,8 +29,9 @@ class Source(Section):
     text_field: str = Field(default="text", min_length=1)
     """Name of the field of JSON lines, or of the column of a table, that contains the text."""
     weight: float | None = Field(default=None, gt=0)
-    """Share of the samples that come from this source, relative to the weights of the others;
-    stated for all sources of a list or for none. If omitted: each source is read once per epoch."""
+    """Share of the samples that come from this source, relative to the weights of the others.
+    State it for all sources of a list or for none. If omitted: each source is read once per
+    epoch."""
 
     @model_validator(mode="after")
     def _names_one_place(self) -> Self:
@@ -41,7 +42,7 @@ class Source(Section):
         stated += ["streaming"] if self.streaming else []
         if self.dataset is None and stated:
             keys = " and ".join(stated)
-            raise ValueError(f"an object without {keys}, because it states no dataset")
+            raise ValueError(f"an object without {keys}, which only a dataset can have")
         return self
 
     def __str__(self) -> str:

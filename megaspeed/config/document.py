@@ -168,7 +168,7 @@ def _paths_in(value: Any, path: KeyPath = ()) -> Iterator[KeyPath]:
 
 
 def _read_values(file: Path, extended_by: Sequence[Path]) -> tuple[dict[str, Any], list[Problem]]:
-    """The values of a file, and its duplicate keys. Raises ValueError if there are none."""
+    """The values of a file, and its duplicate keys. Raises ValueError if it cannot be read."""
     problem = file_problem(file)
     if problem is not None:
         raise ValueError(_missing_file(file, extended_by, problem))

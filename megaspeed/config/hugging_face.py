@@ -3,8 +3,8 @@
     {"from_hf": "gpt2-dir", "num_hidden_layers": 6}   ->   every field of the file, with 6 layers
 
 `families.py` has the tables: which of their keys are our fields, and which must have a certain
-value because our model supports no other. A key that a file omits has transformers' default, which
-sometimes differs from ours. A key in no table is ignored, because it changes nothing in
+value because our model supports only that one. If a file omits a key, transformers' default is
+used, which sometimes differs from ours. A key in no table is ignored, because it changes nothing in
 transformers' model of the family.
 
 Files write rotary positions in three ways:
@@ -219,7 +219,7 @@ def _rotary_problems(keys: Mapping[str, Any]) -> Iterator[str]:
     nested = [key for key, value in stated.items() if isinstance(value, dict)]
     if nested:
         types = ", ".join(nested)
-        yield f"{name} must be one for all layers, but it differs by their type ({types})"
+        yield f"{name} must be the same for all layers, but it differs by type ({types})"
         return
     rope_type = _rotary_type(stated)
     if rope_type not in ("default", "llama3"):
@@ -233,8 +233,9 @@ def _rotary_problems(keys: Mapping[str, Any]) -> Iterator[str]:
         if top is not None and top != inside:
             there = "is missing" if inside is None else f"is {describe_value(inside)}"
             yield (
-                f"{_ORIGINAL} must be in {name} alone, because versions of transformers differ in "
-                f"which they use, but it is {describe_value(top)}, and in {name} it {there}"
+                f"{_ORIGINAL} at the top level must be omitted or equal to that in {name}, because "
+                f"versions of transformers read different ones, but it is {describe_value(top)}, "
+                f"and in {name} it {there}"
             )
     for place, partial in (
         ("partial_rotary_factor", keys.get("partial_rotary_factor")),

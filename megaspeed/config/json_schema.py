@@ -68,7 +68,7 @@ def key_tables() -> str:
     schema = json_schema()
     top = {name: field for name, field in schema["properties"].items() if name[0] != "$"}
     sections = {name: field for name, field in top.items() if _sections(field, schema)}
-    # megaspeed's own sections stand last in the schema and first in the documentation
+    # megaspeed's own sections come last in the schema, but first in the documentation.
     own = ("model", "parallel", "data", "training")
     tables = [
         _table(f"`{name}`", _rows(_sections(sections[name], schema), schema))

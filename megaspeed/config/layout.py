@@ -78,7 +78,7 @@ BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_ac
 
 
 def violations(fields: Mapping[str, Any], world: World | None = None) -> list[str]:
-    """The messages of all rules about the fields of a `RunConfig`, some of which may be left out.
+    """The messages of all rules about the fields of a `RunConfig`, some of which may be missing.
 
     Without a world, rules that depend on the processes are skipped.
     """

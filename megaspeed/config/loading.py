@@ -64,7 +64,7 @@ def load_run(
 
 
 def find_problems(document: Document, world: World | None) -> tuple[str, ...]:
-    """All problems of a document. Without a world, those that depend on it are left out."""
+    """All problems of a document. Without a world, those that depend on it are omitted."""
     return _check(document, world)[1]
 
 
@@ -108,7 +108,7 @@ def _correct_fields(values: Mapping[str, Any], wrong: Set[KeyPath]) -> dict[str,
     fields: dict[str, Any] = {}
     for name, field in RunConfig.model_fields.items():
         given = kept.get(name, field.get_default(call_default_factory=True))
-        # If it fails, a key of the section that has no default is missing or wrong.
+        # This fails if a key without a default is missing or wrong in the section.
         with suppress(ValidationError):
             fields[name] = TypeAdapter(field.rebuild_annotation()).validate_python(given)
     for path in wrong:

@@ -58,10 +58,10 @@ class RopeScaling(Section):
     """Wavelengths above original_max_position_embeddings / low_freq_factor positions are scaled in
     full."""
     high_freq_factor: float = Field(gt=0)
-    """Wavelengths below original_max_position_embeddings / high_freq_factor positions are left
-    alone; between the two the scaling is blended."""
+    """Wavelengths below original_max_position_embeddings / high_freq_factor positions are not
+    scaled; between the two the scaling is blended."""
     original_max_position_embeddings: int = Field(gt=0, le=LARGEST_LENGTH)
-    """Positions the model was first trained on."""
+    """Longest sequence of the model's original training, in tokens."""
 
 
 class ModelConfig(Section):
@@ -72,7 +72,7 @@ class ModelConfig(Section):
     override the preset's."""
     from_hf: PathText | None = None
     """Folder of a Hugging Face model, or its config.json, which gives every field of this section;
-    fields stated beside it override the file's. The resolved config has the fields in its place."""
+    fields stated beside it override the file's. The resolved config has the fields, not from_hf."""
     architecture: FamilyName
     """The family of Hugging Face models that the model is exported to. It sets every feature that
     is omitted (norm, positions, mlp, biases, qk_norm, tie_word_embeddings)."""

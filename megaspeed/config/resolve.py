@@ -149,7 +149,10 @@ def _precision(config: RunConfig) -> Precision:
 
 
 def _resolve_training(config: RunConfig, name: str, batch: Batch) -> TrainingConfig:
-    """With the run folder, and with the run's batch as the base, so rates are not scaled twice."""
+    """The training section with the run folder and, as the base batch, the run's own batch.
+
+    Learning rates are scaled here, so loading the resolved configuration must not scale them again.
+    """
     update: dict[str, object] = {"run_dir": config.training.run_dir or default_run_dir(name)}
     if config.training.lr_scaling != "none":
         update["base_batch_size"] = batch.train_batch_size
@@ -178,7 +181,7 @@ def _resolve_scheduler(config: RunConfig, scaling: float) -> SchedulerConfig | N
 
 
 def _resolve_zero(zero: ZeroConfig, model: ModelConfig, tp: int) -> ZeroConfig:
-    """With bucket sizes that follow from the size of the model.
+    """The ZeRO section with bucket sizes that follow from the size of the model.
 
     DeepSpeed's defaults (5e8 elements a bucket, parameters of up to 1e5 elements stay gathered) are
     for one size of model. For a small model, a bucket would hold the complete gradient and every

@@ -2,7 +2,7 @@
 
 A rule is a generator function that yields a message for each violation. Its parameters are what it
 reads, by name: sections of the JSON, and in `layout.py` also the batch keys and the processes. A
-rule is skipped if one of them is not known, or if it reads a key that has a mistake of its own.
+rule is skipped if one of them is not known, or if it reads a key that is wrong itself.
 """
 
 import inspect
@@ -44,7 +44,7 @@ def check(known: Mapping[str, Any]) -> list[str]:
     messages: list[str] = []
     for function, names in _RULES:
         if known.keys() >= set(names):
-            with suppress(AttributeError):  # it reads a key that has a mistake of its own
+            with suppress(AttributeError):  # it reads a key that is wrong itself
                 messages += function(*(known[name] for name in names))
     return messages
 
@@ -127,7 +127,7 @@ def key_value_heads_divide_heads(model: ModelConfig) -> Iterator[str]:
 
 @rule
 def rope_factors_are_ordered(model: ModelConfig) -> Iterator[str]:
-    """The frequencies that are left alone are above those that are scaled in full."""
+    """The frequencies that are not scaled are above those that are scaled in full."""
     scaling = model.rope_scaling
     if scaling is not None and scaling.low_freq_factor >= scaling.high_freq_factor:
         yield (

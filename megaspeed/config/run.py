@@ -52,7 +52,7 @@ class TrainingConfig(Section):
     log_interval: int = Field(default=10, gt=0)
     """Steps between two console lines."""
     report_to: tuple[ReportTo, ...] = Field(default=(), strict=False)
-    """Services that get the numbers of metrics.jsonl too: tensorboard, wandb. Their packages must
+    """Services that also get the numbers of metrics.jsonl: tensorboard, wandb. Their packages must
     be installed."""
     eval_interval: int = Field(default=0, ge=0)
     """Steps between two validations; 0: only at the end."""

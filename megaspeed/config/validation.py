@@ -69,7 +69,7 @@ def translate(error: ValidationError, values: Mapping[str, Any]) -> list[Problem
     """One problem for each wrong key.
 
     pydantic has an error for each branch of a union ("a whole number" or "auto"). They become one
-    problem. Errors that follow from another error are left out.
+    problem. Errors that follow from another error are omitted.
 
     Args:
         error: the error of `RunConfig.model_validate`.
@@ -92,7 +92,7 @@ def translate(error: ValidationError, values: Mapping[str, Any]) -> list[Problem
             continue
         if kind == "extra_forbidden":
             unknown += 1
-            # To find the nearest known key takes a millisecond. Only the first are printed.
+            # Finding the nearest known key takes a millisecond, and only the first are printed.
             known = keys_at(path[:-1]) if unknown <= MOST_LISTED else []
             problems.append(_unknown_key(path, known))
         else:
@@ -112,7 +112,7 @@ def _path_in_json(detail: ErrorDetails, values: Mapping[str, Any]) -> KeyPath:
             here = here[part]
             path.append(part)
     last = detail["loc"][-1] if detail["loc"] else None
-    # The JSON omits missing fields, and fields of the model that are computed from others.
+    # A missing field is not in the JSON. Nor is a field of the model that is computed from others.
     is_omitted = detail["type"] == "missing" or detail["loc"][:-1] == ("model",)
     if is_omitted and isinstance(last, str) and path[-1:] != [last]:
         path.append(last)
@@ -128,7 +128,7 @@ def _message(path: KeyPath, details: list[ErrorDetails]) -> str:
         if not isinstance(given, dict) or given.get("type") is None:
             return f"{dotted(path)}.type is missing, wanted {known}"
         return f"{dotted((*path, 'type'))}: given {describe_value(given['type'])}, wanted {known}"
-    # A list that is too short has an error for each missing entry; the last has its length.
+    # A list that is too short has an error for each missing entry; the last one gives the length.
     relevant = details[-1:] if kind == "missing" else details
     wanted = " or ".join(dict.fromkeys(map(_wanted, relevant)))
     return f"{dotted(path)}: given {describe_value(given)}, wanted {wanted}{_fix(given, details)}"

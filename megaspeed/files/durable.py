@@ -55,7 +55,7 @@ def flush_folder(path: Path) -> None:
 def new_folder(path: Path) -> Iterator[Path]:
     """An empty folder to fill. It is renamed to ``path`` if the block ends without an error.
 
-    If the block raises, the folder is removed. The block flushes the files that it writes. The
+    If the block raises, the folder is removed. The block must flush the files that it writes. The
     remains of a killed process are replaced. Raises FileExistsError if ``path`` exists, or another
     process is filling it.
     """
@@ -88,7 +88,7 @@ def new_folder(path: Path) -> Iterator[Path]:
         except BaseException:
             shutil.rmtree(writing, ignore_errors=True)
             raise
-        # Not before the rename: another process could take the folder for an abandoned one.
+        # After the rename: earlier, another process could make it again and clear the folder.
         (path / _UNFINISHED).unlink()
     flush_folder(path)
     flush_folder(path.parent)

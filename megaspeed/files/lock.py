@@ -47,9 +47,9 @@ def lock(
         wait_seconds: how long to wait for another process; ``math.inf`` waits without a limit.
         on_wait: is called once, with `Locked.holder`, after ten seconds of waiting.
         reentrant: whether a thread that holds the lock may enter it again.
-        required: some network file systems have no locks. If True, a marker file replaces the lock
-            there, and a process that is killed on another host leaves it. If False, the block runs
-            without a lock.
+        required: what happens on a network file system without locks. If True, a marker file
+            replaces the lock. If a process is killed on another host, its marker file remains. If
+            False, the block runs without a lock.
 
     Yields:
         False if this thread already held the lock, else True.
@@ -67,7 +67,7 @@ def lock(
         if required or error.errno not in _NO_LOCKS:
             raise
     outermost = file_lock.lock_counter <= 1
-    # The marker file has a content of its own.
+    # filelock writes the content of a marker file itself.
     names_holder = outermost and file_lock.is_locked and not isinstance(file_lock, SoftFileLock)
     try:
         if names_holder:

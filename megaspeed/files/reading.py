@@ -26,7 +26,7 @@ FileState = tuple[str, int, int, int]
 """(path, size in bytes, mtime in ns, ctime in ns). If it is unchanged, so is the file."""
 
 _COARSEST_TICK_SECONDS = 2.0
-"""Of the file systems' clocks, the slowest (FAT) ticks every two seconds."""
+"""FAT has the slowest clock of all file systems: it ticks every two seconds."""
 
 _KINDS = (
     (stat.S_ISDIR, "a folder"),
@@ -82,7 +82,7 @@ def special_among(paths: Iterable[Path]) -> Iterator[str]:
     for path in paths:
         problem = file_problem(path)
         if problem is not None and os.path.lexists(path) and not os.path.isdir(path):
-            yield f"{path} {problem}, and must be a file"
+            yield f"{path} {problem}, but must be a file"
 
 
 def sha256_of(path: Path) -> str:
@@ -140,7 +140,7 @@ def are_settled(states: Iterable[FileState], seen_at_seconds: float) -> bool:
 
 
 class _TimeOver(BaseException):
-    """Not an Exception, so that no handler inside the block takes it for one of its own."""
+    """Not an Exception, so that no handler inside the block catches it."""
 
 
 @contextmanager

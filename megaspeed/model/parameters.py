@@ -1,6 +1,6 @@
 """The table of the model: one row for each module with parameters. Plain arithmetic, no torch.
 
-    module                  weight                 split over tp   in
+    module                  weight                 split over tp   only with
     embedding.tokens        (V, D)                 vocabulary
     embedding.positions     (positions, D)         replicated      positions: learned
     blocks.*.attention_norm (D,)                   replicated
@@ -13,7 +13,7 @@
     blocks.*.mlp.gate_up    (F + F, D)             rows            mlp: swiglu
     blocks.*.mlp.down       (D, F)                 columns
     head.norm               (D,)                   replicated
-    head.output             (V, D)                 vocabulary      untied, or embedding elsewhere
+    head.output             (V, D)                 vocabulary      untied, or on another stage
 
 The modules of ``GPT`` are made from these rows (``gpt.py``). Shards (``tensor_parallel``), initial
 values, weight decay, FLOPs, saved activations, traffic and Hugging Face's tensors derive from them.
@@ -129,7 +129,7 @@ def layer_count(config: ModelConfig) -> int:
 
 
 def logical_name(config: ModelConfig, name: str) -> str:
-    """The name under which a parameter is stored: a tied head is the token embedding."""
+    """The name under which a parameter is stored. For a tied head, that of the token embedding."""
     return EMBEDDING_WEIGHT if config.tie_word_embeddings and name == HEAD_WEIGHT else name
 
 

@@ -55,7 +55,7 @@ class Link:
         self._peer = peer
         self._shape = torch.Size(shape)
         self._dtype = dtype
-        # "cuda" names no one device, but the tensors to compare with do.
+        # "cuda" has no index. A tensor's device has one, and `_check_own` compares the two.
         self._device = torch.empty(0, device=device).device
         self._works: list[dist.Work] = []
         self._in_flight: list[str] = []
@@ -126,8 +126,8 @@ class Link:
         if (tensor.shape, tensor.dtype, tensor.device) == (self._shape, self._dtype, self._device):
             return
         raise PipelineProtocolError(
-            "All messages between two pipeline stages have one shape, dtype and device. Rank "
-            f"{dist.get_rank()} was to send {_describe(tensor.shape, tensor.dtype)} on "
+            "All messages between two pipeline stages must have one shape, dtype and device. Rank "
+            f"{dist.get_rank()} tried to send {_describe(tensor.shape, tensor.dtype)} on "
             f"{tensor.device} to rank {self._peer}, but the link carries "
             f"{_describe(self._shape, self._dtype)} on {self._device}. Nothing was sent."
         )
@@ -185,7 +185,7 @@ class Neighbours:
 
 
 def _agree(group: dist.ProcessGroup, message: str) -> None:
-    """Check once, before the first step, that all stages describe their messages alike."""
+    """Check once, before the first step, that neighbours expect the same messages."""
     ranks = dist.get_process_group_ranks(group)
     messages = [""] * len(ranks)
     dist.all_gather_object(messages, message, group)

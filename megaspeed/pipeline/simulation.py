@@ -223,7 +223,7 @@ def _check_stage(
         positions[instruction] = position
     for one in required:
         if one not in positions:
-            raise ScheduleError(f"{where} never runs {one!r}. It must run it once.")
+            raise ScheduleError(f"{where} never runs {one!r}. The stage must run it once.")
     for position, instruction in enumerate(program):
         for needed in needed_by(instruction):
             if positions[needed] > position:

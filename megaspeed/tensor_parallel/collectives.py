@@ -54,12 +54,12 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 
 def copy_to_tensor_axis(x: Tensor, axis: TensorAxis) -> Tensor:
-    """f: identity; the gradient is summed over the axis. Input of a column-parallel layer."""
+    """f: returns ``x``; sums its gradient over the axis. For inputs of column-parallel layers."""
     return x if axis.size == 1 else _Conjugate.apply(x, axis, _identity, all_reduce)
 
 
 def reduce_from_tensor_axis(x: Tensor, axis: TensorAxis) -> Tensor:
-    """g: sum over the axis; the gradient is unchanged. Output of a row-parallel layer."""
+    """g: sums ``x`` over the axis; keeps its gradient. For outputs of row-parallel layers."""
     return x if axis.size == 1 else _Conjugate.apply(x, axis, all_reduce, _identity)
 
 

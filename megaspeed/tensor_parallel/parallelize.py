@@ -1,4 +1,4 @@
-"""Applies tensor parallelism to a plain GPT: replaces its modules, and leaves its forward as it is.
+"""Applies tensor parallelism to a plain GPT: replaces its modules, and keeps its forward.
 
     plain GPT on the meta device --parallelize--> the same GPT with parallel layers, still on meta
     --materialize--> this rank's shards, with the same bits as slices of the full initial weights

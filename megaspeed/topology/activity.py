@@ -19,9 +19,9 @@ import torch
 from megaspeed.topology.failure import note_phase
 
 START_UP_TIMEOUTS = 4.0
-"""Hang timeouts that each phase of start-up may take."""
+"""How many hang timeouts each phase of start-up may take."""
 SAVE_TIMEOUTS = 24.0
-"""Hang timeouts that a save may take, because a disk may be very slow. A rank that has died or
+"""How many hang timeouts a save may take, because a disk may be very slow. A rank that has died or
 stopped is still detected earlier."""
 SUSPENDED_SECONDS = 5.0
 """If a thread runs this much later than it should, its process was stopped or the machine slept.
@@ -93,7 +93,7 @@ Part = Literal[
 
 PARTS: tuple[Part, ...] = get_args(Part)
 OWN_WORK: tuple[Part, ...] = ("data_loading", "compute", "optimizer", "host")
-"""The parts in which a rank waits for no other."""
+"""The parts in which a rank does not wait for other ranks."""
 
 
 class Timeline:
@@ -133,9 +133,9 @@ class Timeline:
         return self._timed(name) if self._step is not None else nullcontext()
 
     def pop_seconds(self, *, wait: bool = False) -> Sequence[float]:
-        """Return the last timed step's number and the seconds of each of ``PARTS``, and forget it.
+        """Return and forget the number of the last timed step and the seconds of each of ``PARTS``.
 
-        Zeros if there is no such step, or if the GPU has not finished it.
+        All are zero if there is no such step, or if the GPU has not finished it.
         """
         nothing = [0.0] * (1 + len(PARTS))
         if self._last is None:

@@ -22,7 +22,7 @@ there only the members of a group call ``new_group``, so it is one call for each
 An axis of one rank sends nothing and has no group, except the data axis, because DeepSpeed
 partitions over it. An axis that spans all ranks uses the world's group, because a communicator
 costs GPU memory, and one thread issues all its collectives in order. A pipeline axis that spans
-all ranks still has its own group, which carries point-to-point messages and no other traffic.
+all ranks still has its own group, which carries only point-to-point messages.
 """
 
 import os
@@ -46,8 +46,8 @@ from megaspeed.topology.process_settings import allow_open_files, default_settin
 _DISK_TIMEOUTS = 4  # how many times longer a rank may wait for another rank's disk
 _SECONDS_TO_ABORT = 5.0
 _ORDER: tuple[Axis, ...] = ("tp", "dp", "pp")
-# A group of one rank waits for no other rank. But NCCL's timeout starts at the call, and kernels
-# that were launched before it may wait for other ranks.
+# A group of one rank does not wait for other ranks. But NCCL's timeout starts at the call, and
+# kernels that were launched before it may wait for other ranks.
 _ONE_RANK_NEVER_WAITS = timedelta(days=1)
 
 
@@ -135,10 +135,10 @@ def check_group(name: str, group: dist.ProcessGroup, rank: int, device: torch.de
 
 
 def _abort_groups() -> None:
-    """Abort every group, if there are any, after an exception. Waits for no other rank.
+    """Abort all groups after an exception, without waiting for other ranks.
 
-    ``destroy_process_group`` would wait for NCCL's kernels, and they for other ranks. Aborting ends
-    the kernels. It should take milliseconds; after ``_SECONDS_TO_ABORT`` it continues in the
+    ``destroy_process_group`` would wait for NCCL's kernels, which wait for other ranks. Aborting
+    ends the kernels. It should take milliseconds; after ``_SECONDS_TO_ABORT`` it continues in the
     background.
     """
     if dist.is_initialized():

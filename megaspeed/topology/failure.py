@@ -32,10 +32,10 @@ from megaspeed.topology.process_end import EXIT_FAILED, EXIT_HANG
 _DURING = "during "
 _REPORTED = "_megaspeed_reported"
 SECONDS_FOR_OTHER_REPORTS = 4.0
-"""A rank that lost a connection waits this long for the rank that knows why."""
+"""A rank that lost a connection waits this long for a report from the rank that knows the cause."""
 _SECONDS_FOR_THE_WATCH = 10.0
-"""If the store was lost, too, the main thread leaves the report to the watch, which also waits for
-other reports before it writes one."""
+"""If the store was lost, too, the watch reports it. The main thread waits this long for the watch,
+which also waits for other reports first."""
 _SECONDS_TO_WRITE_STACKS = 2.0
 
 _LOST_PEER = re.compile(
@@ -258,7 +258,7 @@ class Failures:
                 print_error(f"{self.last_known_place(rank)} does not respond")
             print_error(text.rstrip("\n"))
             write_error_file(os.environ.get("TORCHELASTIC_ERROR_FILE"), text)
-        # After all else: the run folder's disk may be what does not respond.
+        # Last, because this call blocks if the disk of the run folder does not respond.
         self._log.open()
         self._log.write(text)
 

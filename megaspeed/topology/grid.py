@@ -59,7 +59,7 @@ class Grid:
         for axis in AXES:
             size = getattr(self, axis)
             if size < 1:
-                raise TopologyError(f"every axis has at least 1 rank, but {axis} is {size}")
+                raise TopologyError(f"every axis must have at least 1 rank, but {axis} is {size}")
 
     def __str__(self) -> str:
         return f"pp {self.pp} x dp {self.dp} x tp {self.tp}"

@@ -12,8 +12,9 @@ was detected,
                   and its ``RankState``                         -> the store
     one rank      reads the states of all ranks                 -> the console
 
-A rank that waits for others is not the cause. The cause is a rank that does not answer, or else a
-rank that waits for no other. If all ranks wait, they wait in different calls.
+A rank that waits for others is not the cause. The cause is a rank that does not answer. If all
+ranks answer, it is a rank that does not wait for others. If all ranks wait, they wait in different
+calls.
 """
 
 import contextlib
@@ -28,7 +29,8 @@ from megaspeed.topology.activity import SUSPENDED_SECONDS, Activity
 from megaspeed.topology.meeting import ranks_named, wait_for_keys
 
 _RECORDERS = ("_dump_fr_trace_json", "_dump_nccl_trace_json")
-"""The dump functions of gloo and, in builds with it, of NCCL; torch's stubs omit both."""
+"""Functions that dump the flight recorders of gloo and, if torch has it, of NCCL. torch's type
+stubs omit both."""
 
 _MOST_CALLS_NAMED = 4
 
@@ -105,8 +107,8 @@ def wait_for_states(
 def pending_collectives() -> list[str]:
     """The collectives that this rank has called and that are not done, the oldest first.
 
-    From torch's flight recorder. It records every collective, and NCCL's point-to-point messages,
-    if TORCH_FR_BUFFER_SIZE is set when torch first uses it.
+    They are read from torch's flight recorder. It records every collective, and NCCL's
+    point-to-point messages, if TORCH_FR_BUFFER_SIZE is set when torch first uses it.
     """
     entries: list[dict[str, Any]] = []
     for dump in _RECORDERS:

@@ -38,7 +38,7 @@ class LaunchEnvironment:
     """The rank of this process, and the number of ranks."""
 
     rank: int  # 0 .. world_size - 1
-    world_size: int  # processes of the whole run
+    world_size: int  # processes of the run, on all machines
     local_rank: int  # index among the processes of this machine, also the index of its GPU
     local_world_size: int  # processes of this machine
     source: str  # the variables that gave the world size, for messages
@@ -141,7 +141,7 @@ def _local_world_size(launcher: _Launcher, environ: Mapping[str, str], world_siz
         tasks = environ.get("SLURM_STEP_TASKS_PER_NODE", "")
         counts = [int(count) for count in re.findall(r"(?<![x\d])\d{1,9}(?!\d)", tasks)]
         return min(world_size, max(counts, default=0) or world_size)
-    return world_size  # no variable states several machines
+    return world_size  # no variable states that there are several machines
 
 
 def _integer(environ: Mapping[str, str], name: str, default: int | None = None) -> int:

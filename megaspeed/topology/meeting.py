@@ -160,7 +160,7 @@ def check_in(
 
 
 def open_store(launch: LaunchEnvironment, timeout_seconds: float) -> dist.Store:
-    """Connect to the store of all ranks. A single process has one of its own.
+    """Connect to the store of all ranks. A single process has its own store.
 
     Raises GroupError, which names the address, if no process answers for ``timeout_seconds``.
     """
@@ -285,11 +285,11 @@ class _Waiting:
                 ) from error
 
     def report_or_raise(self, why: Callable[[], str], *, also_rank_1: bool = False) -> None:
-        """If it is time, print why this rank waits. One rank of each host does, and rank 1 if
-        rank 0, which is on the same host, may not have started.
+        """Print from time to time why this rank waits. Raises GroupError after the timeout.
 
-        ``why`` returns an empty message if the wait is just over. Raises GroupError if the time is
-        over.
+        Only the first rank of each host prints. Rank 1 also prints if ``also_rank_1``, because
+        rank 0, which is on the same host, may not have started. ``why`` returns an empty message if
+        this rank need not wait any longer.
         """
         if self.seconds >= self._timeout:
             raise GroupError(f"{why()}; no rank can continue without the others")

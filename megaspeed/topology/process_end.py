@@ -63,7 +63,7 @@ class StopSignal:
         self.received: signal.Signals | None = None
         """The latest stop signal of this process."""
         self.can_save = False
-        """Whether the run checks `received` and saves. Before training starts, it only ends."""
+        """Whether the run saves after a signal. Before training starts, a signal only ends it."""
         self._earlier: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> Self:

@@ -40,13 +40,14 @@ _SETTINGS = (
     ("TORCH_GLOO_LAZY_INIT", "1", False, ()),
 )
 
-_COMFORTABLE_FILES = 65_536
+_WANTED_FILES = 65_536
 _FILES_OF_A_RANK = 512
 """An allowance for data, checkpoints, libraries and connections to neighbours."""
 
 _CONNECTIONS_OF_RANK_0 = 5
-"""With each rank: up to four for the store (check-in, process groups, heartbeats, claims), and one
-of the checkpoint group or, if a supervisor keeps the store, of its supervisor.
+"""Connections of rank 0 to each rank: up to four of the store (check-in, process groups,
+heartbeats, claims), and one of the checkpoint group. If a supervisor keeps the store, the last one
+is a connection to the supervisor of the rank.
 """
 
 
@@ -76,7 +77,7 @@ def allow_open_files(rank: int, world_size: int) -> None:
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = open_files_of(rank, world_size)
-    wanted = max(needed, _COMFORTABLE_FILES)
+    wanted = max(needed, _WANTED_FILES)
     limit = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
     if soft != resource.RLIM_INFINITY and soft < limit:
         resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
@@ -93,12 +94,12 @@ def open_files_of(rank: int, world_size: int) -> int:
     return _FILES_OF_A_RANK + (_CONNECTIONS_OF_RANK_0 * world_size if rank == 0 else 0)
 
 
-_FAR_AWAY = ("192.0.2.1", "2001:db8::1")
-"""Addresses for documentation, which no machine has: only the default route leads there."""
+_DOCUMENTATION_ADDRESSES = ("192.0.2.1", "2001:db8::1")
+"""No machine has these addresses, which are for documentation. Only the default route matches."""
 
 
 def gloo_interface(launch: LaunchEnvironment, environ: Mapping[str, str]) -> dict[str, str]:
-    """GLOO_SOCKET_IFNAME for this process, if its ranks are on several nodes.
+    """GLOO_SOCKET_IFNAME for this process, if the ranks of the run are on several nodes.
 
     Empty if the variable is set, if all ranks are on this node, or if there is no such interface.
 
@@ -130,7 +131,7 @@ def node_address(launch: LaunchEnvironment, environ: Mapping[str, str]) -> str |
             return entry.address
     own = _address_towards(environ.get("MASTER_ADDR", "localhost"))
     if own is not None and is_loopback(own) and _on_several_nodes(launch):
-        return next(filter(None, map(_address_towards, _FAR_AWAY)), own)
+        return next(filter(None, map(_address_towards, _DOCUMENTATION_ADDRESSES)), own)
     return own
 
 

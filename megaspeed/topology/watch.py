@@ -111,7 +111,7 @@ class Watch:
         self._store_lost: float | None = None  # since when
         self._launcher_is_gone = False
         self._first_ctrl_c = math.inf
-        self._is_silent = False  # the store neither answers nor is known to have ended
+        self._is_silent = False  # the store does not answer, but may not have ended
         self._earlier_pipe = -1
         self._signals, self._wakeup = os.pipe()
         os.set_blocking(self._wakeup, False)

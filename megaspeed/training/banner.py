@@ -5,7 +5,7 @@
     stage  layers                 parameters  weights      peak  dp 0 | dp 1
         0  embedding, blocks 0-2     883,584  3.4 MiB  21.5 MiB  0 1 | 2 3
         1  block 3, head             198,528  0.8 MiB   9.7 MiB  4 5 | 6 7
-    peak: of a rank, predicted as by megaspeed plan; tensors alone
+    peak: predicted memory of one rank, as in megaspeed plan; only tensors
     attention: scaled_dot_product_attention, fused
     operations: 7.041 MFLOP a token
     files: runs/3d
@@ -30,7 +30,7 @@ from megaspeed.training.metrics import peak_flops_per_second
 PredictPeaks = Callable[[Run], Sequence[int]]
 """Predicted peak memory, in bytes, of a rank of each pipeline stage during a step.
 
-``analysis`` predicts them and imports this folder, so the script passes the function in.
+The function is in ``analysis``, which imports this folder. So the caller passes it.
 """
 
 BANNER_WIDTH = 120
@@ -58,7 +58,7 @@ def banner(
     )
     yield _stage_table(run, None if predict_peaks is None else predict_peaks(run))
     if predict_peaks is not None:
-        yield Text("peak: of a rank, predicted as by megaspeed plan; tensors alone")
+        yield Text("peak: predicted memory of one rank, as in megaspeed plan; only tensors")
     yield Text(f"attention: {describe_attention(run)}")
     if parallel.activation_checkpointing == "full":
         yield Text("activations: recomputed in backward")
@@ -179,8 +179,9 @@ def launch_warnings(
 ) -> list[str]:
     """Warnings about a launch that works, but is slow or ignores a key. Each states a remedy.
 
-    ``visible_gpus`` and ``has_bf16`` are of this process, ``processors`` of this machine, and
-    ``threads`` of torch in this process. ``torchrun_restarts`` is None without torchrun.
+    ``visible_gpus`` is the number of GPUs that this process sees, and ``has_bf16`` whether they
+    compute in bf16. ``processors`` is the number of processors of this machine, and ``threads`` the
+    number of torch's threads in this process. ``torchrun_restarts`` is None without torchrun.
     """
     warnings = [
         *_one_gpu_a_rank(launch, visible_gpus),
@@ -224,7 +225,7 @@ def _tensor_axis_in_one_machine(launch: LaunchEnvironment, run: Run) -> Iterator
     ranks, tp = launch.local_world_size, run.grid.tp
     if ranks < launch.world_size and ranks % tp != 0:
         yield (
-            f"parallel.tensor is {tp}, and {ranks} ranks run on this machine, so tensor groups "
+            f"parallel.tensor is {tp}, but {ranks} ranks run on this machine, so tensor groups "
             "cross machines, and each block waits for them four times a micro-batch. Choose a "
             f"parallel.tensor that divides {ranks}, and let pp or dp cross; megaspeed plan "
             "predicts the traffic, and megaspeed doctor measures what each link carries"

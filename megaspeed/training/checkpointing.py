@@ -3,9 +3,9 @@
     engine's state fragments --owned parts--> pieces --Saver--> files
     files --all parts--> pieces (views of the engine's state) --> the engine continues
 
-Exactly one rank, the owner, writes each element. Every rank that holds a copy reads it. Parameters
-that tensor ranks share have copies, and so has a tied embedding. At ZeRO-0, all data ranks hold
-copies.
+Exactly one rank, the owner, writes each element. Every rank that holds a copy reads it. There are
+copies of parameters that tensor ranks share, and of a tied embedding. At ZeRO-0, all data ranks
+hold copies.
 
 A checkpoint also has the run's tokenizer, and the generation_config.json of an imported model.
 """

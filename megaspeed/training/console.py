@@ -34,7 +34,7 @@ from megaspeed.training.resume import MOST_CHANGES, Start
 from megaspeed.training.trainer import Observer, TrainingSummary
 
 WORSE_BY_NATS = 0.5
-"""If the first loss after a resume exceeds the last one before it by more, a warning is shown.
+"""A resume warns if the loss has risen by more than this since the save.
 
 Each step has different samples, so losses of neighbouring steps differ by a few tenths.
 """
@@ -129,7 +129,7 @@ def describe_step(metrics: StepMetrics) -> str:
 
 
 def describe_resumed(begin: Progress, first: StepMetrics) -> str:
-    """A line, with markup: the first loss after a resume, and the last one before it."""
+    """A line, with markup: the first loss after a resume, and the last loss before the save."""
     if begin.loss is None:
         before, is_worse = "not finite", False
     else:
@@ -235,43 +235,43 @@ class ConsoleObserver(Observer):
         self._progress.update(self._task, completed=metrics.step)
         is_first = metrics.step == self._begin.step + 1
         if metrics.skipped or is_first or metrics.step % self._log_interval == 0:
-            self._say(describe_step(metrics))
+            self._print(describe_step(metrics))
         if is_first and self._begin.step > 0:
-            self._say(describe_resumed(self._begin, metrics))
+            self._print(describe_resumed(self._begin, metrics))
 
     def parts(self, metrics: PartMetrics) -> None:
         """Records the parts, and prints a line if one rank is much slower than the median rank."""
         if self._parts is not None:
             self._parts.write(metrics)
         if metrics.slowest_rank_seconds > SLOW * metrics.median_rank_seconds:
-            self._say(describe_slow_rank(metrics, self._run.grid))
+            self._print(describe_slow_rank(metrics, self._run.grid))
 
     def validation(self, metrics: ValidationMetrics) -> None:
         """Records and prints an evaluation."""
         self._write(metrics)
-        self._say(
+        self._print(
             f"step {metrics.step:>6}  validation loss {metrics.validation_loss:.4f}  "
             f"perplexity {metrics.validation_perplexity:.2f}"
         )
 
     def stopping(self, stopped_by: signal.Signals, step: int, save_seconds: float | None) -> None:
         """Prints why the run ends early, and a warning if its last save may take too long."""
-        self._say(
+        self._print(
             f"step {step:>6}  stopped by {stopped_by.name} after {step} of {self._steps} steps"
         )
         warning = describe_late_save(save_seconds, os.environ)
         if stopped_by is not signal.SIGUSR1 and warning is not None:  # no launcher sends SIGUSR1
-            self._say(warning)
+            self._print(warning)
 
     def saved(self, report: SaveReport) -> None:
         """Prints that a checkpoint was saved, or why it was not."""
-        self._say(describe_save(report))
+        self._print(describe_save(report))
 
     def _write(self, metrics: Metrics) -> None:
         for record in self._records:
             record.write(metrics)
 
-    def _say(self, line: str) -> None:
+    def _print(self, line: str) -> None:
         print_line(self._console, line)
 
 

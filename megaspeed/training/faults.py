@@ -4,7 +4,7 @@
     MEGASPEED_FAULT="hang rank=0 phase='saving after step 4'"
 
     raise     RuntimeError                      stop      the process is stopped (SIGSTOP)
-    memory    more memory than there is         slow      sleeps for `seconds` (3) each time
+    memory    allocates too much memory         slow      sleeps for `seconds` (3) each time
     hang      sleeps forever                    nan       the stage's output becomes NaN
     kill      the process is killed (SIGKILL)   corrupt   one master weight gets another value
     disk      no file of the process may grow past 32 KiB, so a save fails as on a full disk
@@ -32,8 +32,8 @@ from megaspeed.topology.activity import Activity
 from megaspeed.zero.engine import ZeroEngine
 
 VARIABLE = "MEGASPEED_FAULT"
-_MORE_THAN_THERE_IS = 1 << 50  # bytes
-_BYTES_OF_A_FILE = 32 << 10  # enough for the log and the metrics of a few steps
+_TOO_MANY_BYTES = 1 << 50  # more memory than any machine has
+_LARGEST_FILE_BYTES = 32 << 10  # enough for the log and the metrics of a few steps
 
 
 @dataclass
@@ -92,12 +92,12 @@ def _raise(fault: _Fault) -> None:
 
 _OF_THE_PROCESS: dict[str, Callable[[_Fault], object]] = {
     "raise": _raise,
-    "memory": lambda fault: torch.empty(_MORE_THAN_THERE_IS, dtype=torch.uint8),
+    "memory": lambda fault: torch.empty(_TOO_MANY_BYTES, dtype=torch.uint8),
     "hang": lambda fault: threading.Event().wait(),
     "kill": lambda fault: os.kill(os.getpid(), signal.SIGKILL),
     "stop": lambda fault: os.kill(os.getpid(), signal.SIGSTOP),
     "slow": lambda fault: time.sleep(fault.seconds),
-    "disk": lambda fault: resource.setrlimit(resource.RLIMIT_FSIZE, (_BYTES_OF_A_FILE,) * 2),
+    "disk": lambda fault: resource.setrlimit(resource.RLIMIT_FSIZE, (_LARGEST_FILE_BYTES,) * 2),
 }
 _KINDS = (*_OF_THE_PROCESS, "nan", "corrupt")
 

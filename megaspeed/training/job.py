@@ -80,8 +80,11 @@ The function is in ``analysis``, which imports this folder. So the caller of the
 _COLLECTIVE_TIMEOUT_SECONDS = 1800.0
 """The minimum timeout of collectives. If a run hangs, the watch usually ends it much earlier."""
 
-_SECONDS_OF_A_DEAD_LOCK = 120.0
-"""How long a restart waits for the lock. A network file system may keep a dead host's for 90 s."""
+_SECONDS_TO_WAIT_FOR_LOCK = 120.0
+"""How long a restart waits for the lock of the run folder.
+
+A network file system may keep the lock of a dead host for 90 s.
+"""
 
 _OUT_OF_MEMORY = re.compile("out of memory|can't allocate memory|ALLOC_FAILED")
 
@@ -90,8 +93,8 @@ def check_agreement(corpus: PreparedCorpus, context: ParallelContext) -> None:
     """Checks that all ranks have the same texts and tokenizer; a collective over all ranks.
 
     Each node reads its own files. If they differed, ranks would train on different text, or hang in
-    a collective that the others do not call. Raises RanksDisagree on every rank; names what differs
-    and on which ranks.
+    a collective that the others do not call. Raises RanksDisagree on every rank. The message names
+    what differs and on which ranks.
     """
     validation = None if corpus.validation is None else corpus.validation.fingerprint
     own = {
@@ -102,13 +105,13 @@ def check_agreement(corpus: PreparedCorpus, context: ParallelContext) -> None:
     by_rank: list[dict[str, str | None]] = [{} for _ in range(context.grid.world_size)]
     dist.all_gather_object(by_rank, own, context.world_group)
     differing = [
-        f"{what} of rank 0 and of ranks {ranks}"
+        f"{what} of ranks {ranks} differs from rank 0's"
         for what in own
         if (ranks := [r for r, other in enumerate(by_rank) if other[what] != by_rank[0][what]])
     ]
     if differing:
         raise RanksDisagree(
-            f"All ranks must train on the same input, but {'; '.join(differing)} are not the same. "
+            f"All ranks must train on the same input, but {'; '.join(differing)}. "
             "Give every node the same files, byte for byte."
         )
 
@@ -183,7 +186,7 @@ class Job:
             check_agreement(corpus, context)
             check_shared_folder(run.run_dir, context)
         self.log.open()
-        waited = _SECONDS_OF_A_DEAD_LOCK if restarts.number else 0.0
+        waited = _SECONDS_TO_WAIT_FOR_LOCK if restarts.number else 0.0
         with run_lock(run.run_dir, context, wait_seconds=waited):
             problem = broadcast(group, lambda: restarts.problem(last_step(run.run_dir / METRICS)))
             if problem is not None:

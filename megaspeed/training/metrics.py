@@ -17,7 +17,7 @@ from megaspeed.config.resolve import Precision
 from megaspeed.topology.activity import OWN_WORK, PARTS
 
 _LONGEST_LINE = 1 << 20
-"""A longer line is not a record. Even the peaks of 10,000 pipeline stages take only 150 kB."""
+"""In bytes. A longer line is not a record: even 10,000 pipeline stages need only 150 kB."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,8 +105,8 @@ class MetricsFile:
     """``metrics.jsonl`` of a run: one object on each line, written without buffering.
 
     Appends to an existing file. Infinity and NaN, which JSON does not have, are written as null. If
-    the disk is full, training continues. Each later object, and closing the file, tries the write
-    again.
+    the disk is full, training continues. The write is tried again with each later object, and when
+    the file is closed.
     """
 
     def __init__(self, path: Path) -> None:
@@ -184,9 +184,9 @@ def _step_of(line: bytes) -> int:
 
 
 # Dense tensor-core TFLOP/s in bf16 (fp16 is the same), without 2:4 sparsity, from NVIDIA's data
-# sheets; of the SXM variant if the name does not state another. The first name that matches the
-# device's name applies, so longer names precede. A $ is the end of the name: an RTX 4090 Laptop GPU
-# is not an RTX 4090.
+# sheets. If a name states no variant, the number is that of the SXM variant. The first name that
+# matches the device's name is used, so longer names come first. A $ marks the end of the name: an
+# RTX 4090 Laptop GPU is not an RTX 4090.
 _BF16_TFLOPS = {
     r"GB200": 2500.0,
     r"B200": 2250.0,

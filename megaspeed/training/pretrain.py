@@ -96,8 +96,8 @@ def main(
         meeting = check_in(launch, run.common_json(), timeout)
     except (TopologyError, GroupError, RanksDisagree) as error:
         of_this_rank_alone = isinstance(error, TopologyError)
-        is_missing = launch.rank == 1 and isinstance(error, GroupError)  # rank 0, maybe
-        _report(error, rank, prints=launch.local_rank == 0 or of_this_rank_alone or is_missing)
+        no_rank_0 = launch.rank == 1 and isinstance(error, GroupError)  # rank 0 may be missing
+        _report(error, rank, prints=launch.local_rank == 0 or of_this_rank_alone or no_rank_0)
         return _exit_code(error)
     # From here on, a stop signal does not end the process by itself.
     with StopSignal() as stop:
@@ -225,13 +225,16 @@ def _exit_code(error: Exception) -> int:
 
 
 def _wait_unless_rank_0(rank: str) -> None:
-    """Waits on other ranks, so that rank 0 alone prints an error that all ranks have."""
+    """Waits on ranks other than 0, so that only rank 0 prints an error that all ranks have."""
     if rank != "0":
         time.sleep(_SECONDS_FOR_RANK_0_TO_PRINT)
 
 
 def _report(error: Exception, rank: str, *, prints: bool = True) -> None:
-    """Reports an error that needs no traceback. Of several ranks with one error, one ``prints``."""
+    """Reports an error without its traceback.
+
+    If several ranks have the same error, only one of them ``prints`` it.
+    """
     text = str(error) if rank == "0" else f"[rank {rank}] {error}"
     if prints:
         print_error(text)

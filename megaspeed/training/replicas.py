@@ -83,7 +83,7 @@ def _weights(count: int, device: torch.device) -> Tensor:
 
 
 def _batches(tensors: Sequence[Tensor], size: int) -> Iterator[list[Tensor]]:
-    """The elements in batches of `size`; the last one may be smaller. Only views."""
+    """The elements in batches of `size`; the last one may be smaller. All are views."""
     batch: list[Tensor] = []
     room = size
     for tensor in tensors:

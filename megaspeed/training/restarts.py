@@ -158,9 +158,10 @@ class _Supervisor:
         self._attempt = 0
         self._signal: int | None = None  # the last stop signal of this process
         self._beats = 0
-        self._heard: dict[int, tuple[bytes, float]] = {}  # last beat, and when it changed
+        self._last_beats: dict[int, tuple[bytes, float]] = {}  # last beat, and when it changed
         self._missing: list[int] = []
-        self._last_look = self._last_contact = 0.0  # at the other supervisors, and with the store
+        self._last_check = 0.0  # when this supervisor last checked the others
+        self._last_contact = 0.0  # when the store last answered
         self._ends = False
         # One thread, because the kernel signals the child if the thread that started it ends.
         self._executor = ThreadPoolExecutor(1, "supervisor")
@@ -180,7 +181,7 @@ class _Supervisor:
             self._wait_for(work)
             return work.result()
         except RuntimeError as error:  # of the store
-            self._say(f"lost the store of all ranks, which rank 0's supervisor keeps: {error}")
+            self._print(f"lost the store of all ranks, which rank 0's supervisor keeps: {error}")
         self._ends = True
         self._end_child(self._seconds_to_save)
         return EXIT_FAILED
@@ -286,9 +287,9 @@ class _Supervisor:
             self._set_state(store, final)
         elif self._attempt == self._restarts:
             if self._set_state(store, final):
-                self._say(f"{ended}, and no restart is left (training.restart)")
+                self._print(f"{ended}, but no restart is left (training.restart)")
         elif self._set_state(store, None):
-            self._say(f"{ended}: restart {self._attempt + 1} of {self._restarts} of all ranks")
+            self._print(f"{ended}: restart {self._attempt + 1} of {self._restarts} of all ranks")
 
     def _set_state(self, store: dist.Store, code: int | None, *, saves: bool = False) -> bool:
         """End the run with ``code``; if it is None, start the next attempt.
@@ -318,22 +319,22 @@ class _Supervisor:
         watched = range(1, self._world) if self._rank == 0 else range(1)
         beats = store.multi_get([f"beat {rank}" for rank in watched])
         now = time.monotonic()
-        if now - self._last_look > self._period + SUSPENDED_SECONDS:
-            self._heard.clear()
-        self._last_look = now
+        if now - self._last_check > self._period + SUSPENDED_SECONDS:
+            self._last_beats.clear()
+        self._last_check = now
         for rank, beat in zip(watched, beats, strict=True):
-            if self._heard.get(rank, (b"", now))[0] != beat:
-                self._heard[rank] = (beat, now)
+            if self._last_beats.get(rank, (b"", now))[0] != beat:
+                self._last_beats[rank] = (beat, now)
         self._missing = [
             rank
-            for rank, (beat, since) in self._heard.items()
+            for rank, (beat, since) in self._last_beats.items()
             if now - since
             > self._hang_timeout * (START_UP_TIMEOUTS if beat.decode() == _NOT_STARTED else 1)
         ]
         # The rank of a killed supervisor gets SIGTERM and saves, and so do all others.
         if self._missing and self._set_state(store, EXIT_FAILED, saves=True):
             named = ", ".join(map(str, self._missing))
-            self._say(f"ends: no answer from the supervisor of rank {named}")
+            self._print(f"ends: no answer from the supervisor of rank {named}")
 
     def _wait_for_the_others(self, store: dist.Store, seconds: float) -> None:
         """Rank 0's supervisor waits for the others, because it keeps the store.
@@ -365,5 +366,5 @@ class _Supervisor:
         if self._child is not None:
             self._child.send_signal(number)
 
-    def _say(self, line: str) -> None:
+    def _print(self, line: str) -> None:
         print_error(f"rank {self._rank} {line}")

@@ -74,7 +74,7 @@ class Restarts:
 
     @property
     def final_code(self) -> int | None:
-        """The exit code of an earlier attempt after which restarts do not help; None if none."""
+        """The exit code of an earlier attempt, if restarts do not help after it; otherwise None."""
         if self.number > 0 and self._store is not None and self._store.check([FINAL_CODE]):
             return int(self._store.get(FINAL_CODE))
         return None
@@ -247,7 +247,7 @@ def find_start(options: ResumeOptions, run: Run, context: ParallelContext) -> St
         changes = "".join(f"\n  {change}" for change in shortened(others, MOST_CHANGES))
         raise CheckpointError(
             f"{checkpoint} is from a finished run, which took {start.step} steps with other "
-            f"settings, so nothing would be trained with this one:{changes}\nSet another "
+            f"settings, so this configuration would train no step:{changes}\nSet another "
             "training.run_dir, or start at step 0 with --fresh (it moves the earlier files to "
             f"earlier-N/ and deletes nothing), or continue after step {start.step} with a larger "
             "training.steps."
@@ -283,7 +283,7 @@ def _candidates(options: ResumeOptions, run: Run) -> list[Path]:
     candidates = own.newest_first()
     if not candidates and own.remains():
         raise CheckpointError(
-            f"{own.root} has {', '.join(own.remains())} and no checkpoint; bring the checkpoints "
+            f"{own.root} has {', '.join(own.remains())}, but no checkpoint; bring the checkpoints "
             "back, name one with --resume DIR, or start at step 0 with --fresh"
         )
     return candidates
@@ -293,7 +293,7 @@ def _named(path: Path) -> list[Path]:
     """The checkpoints at a path of the command line."""
     if not path.name or not path.exists():
         raise CheckpointError(
-            f"--resume takes {AUTO}, {NEVER}, or the folder of a checkpoint or of a run, and "
+            f"--resume takes {AUTO}, {NEVER}, or the folder of a checkpoint or of a run, but "
             f"{str(path)!r} is none of them"
         )
     if is_leftover(path.resolve().name):

@@ -41,7 +41,7 @@ METRICS, PARTS, STARTS = "metrics.jsonl", "parts.jsonl", "starts.jsonl"
 TENSORBOARD, WANDB = "tensorboard", "wandb"
 
 LOCK = ".lock"
-"""Contains the host and the process id of rank 0 as "host pid". So a user can signal this run:
+"""Contains the host and the process id of rank 0 as "host pid". A user can signal the run with
 `kill -USR1 $(cut -d' ' -f2 .lock)`."""
 
 # A network file system may show a new file to other nodes a little later.

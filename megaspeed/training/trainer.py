@@ -227,7 +227,7 @@ class Trainer:
     def _describe_non_finite(self, progress: Progress) -> str:
         """The ranks, micro-batches and samples whose loss is not finite.
 
-        If every loss is finite, the first gradient that is not.
+        If every loss is finite, names the first gradient that is not finite.
         """
         ranks = self.worker.non_finite()
         before = progress.samples - self._run.batch.train_batch_size
@@ -249,7 +249,7 @@ class Trainer:
         for rank, found in enumerate(ranks):
             if found.parameter is not None:
                 return (
-                    "every loss is finite; the first gradient that is not: "
+                    "every loss is finite; the first gradient that is not finite is "
                     f"{found.parameter} on rank {rank}"
                 )
         return "every loss and every gradient is finite, but a sum of them is not"

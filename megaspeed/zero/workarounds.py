@@ -115,8 +115,8 @@ def use_norm(optimizer: Any, norm: Callable[[], float]) -> None:
     runtime/zero/stage_1_and_2.py:2648-2701, 2943-2960 and runtime/zero/stage3.py:2419-2486,
     2573-2584: DeepSpeed all-reduces its own norm over the model-parallel group once for each
     parameter group. This hangs if pipeline stages have different numbers of groups. Stage 3 counts
-    tied copies twice. A parameter is counted completely or not at all, but of key/value heads on
-    several ranks a part must be counted.
+    tied copies twice. DeepSpeed counts a parameter completely or not at all, but if several ranks
+    hold the same key/value heads, only a part of the parameter must be counted.
 
     Both optimizers call one method for the norm, and skip the step if it is negative, in every
     dtype. This method is replaced. The separate overflow check (stage_1_and_2.py:3237-3249) is

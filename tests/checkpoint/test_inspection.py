@@ -73,7 +73,7 @@ def test_a_whole_checkpoint_has_no_problem_and_tells_what_it_holds(checkpoint: P
         (Path.unlink, "is missing"),
         (lambda file: os.truncate(file, file.stat().st_size - 1), "is cut short: "),
         (lambda file: os.truncate(file, 0), "is cut short: 0 bytes of the "),
-        (lambda file: flip(file, file.stat().st_size // 2), "has other bytes than were written"),
+        (lambda file: flip(file, file.stat().st_size // 2), "has changed since it was written"),
     ],
     ids=["missing", "cut", "empty", "flipped"],
 )
@@ -129,7 +129,9 @@ def test_a_manifest_without_a_file_that_must_be_is_told(checkpoint: Path, name: 
 
 def test_a_renamed_step_is_told_and_any_other_name_is_free(checkpoint: Path) -> None:
     renamed = checkpoint.rename(checkpoint.with_name("step-00000200"))
-    assert only_problem(renamed).startswith("its name has step 200 and its run_state.json has step")
+    assert only_problem(renamed).startswith(
+        "its name has step 200, but its run_state.json has step"
+    )
     assert problems_of(renamed.rename(renamed.with_name("best"))) == []
 
 
@@ -139,7 +141,7 @@ def test_tensors_of_another_model_than_the_configuration_are_told(checkpoint: Pa
     (checkpoint / RUN_STATE).write_bytes(state.to_bytes())
     seal(checkpoint)
     assert only_problem(checkpoint) == (
-        "embedding.tokens.weight is 301 x 32 in the checkpoint and 7 x 32 in the model"
+        "embedding.tokens.weight is 301 x 32 in the checkpoint, but 7 x 32 in the model"
     )
 
 
@@ -189,7 +191,7 @@ def test_elements_that_two_ranks_wrote_and_pieces_without_a_place_are_told(
     change_index(checkpoint, double)
     assert problems_of(checkpoint) == [
         f"{UP}: [0:128, 0:32] and [127:128, 0:32] both hold some of its elements",
-        f"{UP}: no file of the checkpoint has its [127:128, 0:32]",
+        f"{UP}: no file of the checkpoint contains its [127:128, 0:32]",
     ]
 
 
@@ -198,13 +200,13 @@ def test_a_tensor_in_half_precision_is_told(checkpoint: Path) -> None:
         entry_of_up(index).properties.dtype = torch.bfloat16
 
     change_index(checkpoint, halve)
-    assert "it is torch.bfloat16, and must be" in only_problem(checkpoint)
+    assert "it is torch.bfloat16, but must be" in only_problem(checkpoint)
 
 
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        ({"relative_path": "__9_0.distcp"}, "no file of the checkpoint has its [0:128, 0:32]"),
+        ({"relative_path": "__9_0.distcp"}, "no file of the checkpoint contains its [0:128, 0:32]"),
         (
             {"length": 10**9},
             "its [0:128, 0:32] is not inside __0_0.distcp, according to the index",
@@ -262,13 +264,13 @@ def exchanged(name: str, other: str) -> Callable[[Metadata], None]:
         (moved(UP, offset=lambda offset: -offset), "is not inside __0_0.distcp"),
         (moved(UP, offset=lambda offset: offset + 64), ""),
         (moved(UP, offset=lambda offset: offset - 64), ""),
-        (moved(UP, offset=float), "no file of the checkpoint has its [0:128, 0:32]"),
-        (moved(UP, offset=str), "no file of the checkpoint has its [0:128, 0:32]"),
+        (moved(UP, offset=float), "no file of the checkpoint contains its [0:128, 0:32]"),
+        (moved(UP, offset=str), "no file of the checkpoint contains its [0:128, 0:32]"),
         (moved(UP, length=lambda length: -length), "has -"),
         (moved(UP, length=lambda length: 0), "according to the index, but its"),
-        (moved(UP, relative_path=lambda path: f"../{path}"), "no file of the checkpoint has"),
+        (moved(UP, relative_path=lambda path: f"../{path}"), "no file of the checkpoint contains"),
         (moved(UP, relative_path=lambda path: None), "is not an index of tensors"),
-        (moved(UP, transform_descriptors=lambda _: ["zstd"]), "no file of the checkpoint has"),
+        (moved(UP, transform_descriptors=lambda _: ["zstd"]), "no file of the checkpoint contains"),
         (lambda index: index.storage_data.update({place_of(index, UP): 3}), "no file of the check"),
         (lambda index: index.state_dict_metadata[UP].chunks.append(3), "is not an index of tens"),
     ],
@@ -285,7 +287,7 @@ def test_a_place_that_cannot_be_right_is_told_though_it_was_sealed(
     ("saved", "told"),
     [
         (torch.zeros(128, 32, dtype=torch.int32), "is not a float32 tensor"),
-        (torch.zeros(32, 128).T, "is a tensor of [128, 32], and must be [128, 32], row by row"),
+        (torch.zeros(32, 128).T, "is a tensor of [128, 32], but must be [128, 32], row by row"),
         ("text " * 4_000, "is not a float32 tensor"),
     ],
 )

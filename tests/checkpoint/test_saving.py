@@ -222,7 +222,7 @@ def test_a_checkpoint_that_does_not_fit_is_refused_before_a_byte_is_written(
     run = run_in(tmp_path, (1, 2, 1))
     report, needed = pool.run(2, save_without_room, run, corpus)[0]
     assert report.error is not None
-    assert report.error.startswith(f"a checkpoint takes {needed:,} bytes, and ")
+    assert report.error.startswith(f"a checkpoint takes {needed:,} bytes, but ")
     assert "make room, or lower training.keep_last (3)" in report.error
     assert not (tmp_path / "checkpoints").exists()
 
@@ -472,7 +472,7 @@ def test_damaged_checkpoints_are_passed_over_and_named(
     assert "run_state.json is cut short" in told["step-00000008"]
     assert "__1_0.distcp is cut short" in told["step-00000007"]
     assert "__0_0.distcp is cut short" in told["step-00000006"]
-    assert "__1_0.distcp has other bytes than were written" in told["step-00000005"]
+    assert "__1_0.distcp has changed since it was written" in told["step-00000005"]
 
 
 def flip_a_bit(file: Path) -> None:

@@ -32,7 +32,7 @@ def test_the_same_model_matches() -> None:
 def test_another_shape_is_told_once_with_both() -> None:
     small, large = expected_tensors(gpt2()), expected_tensors(gpt2(vocab_size=512))
     assert mismatches(large, small) == [
-        "embedding.tokens.weight is 301 x 32 in the checkpoint and 512 x 32 in the model"
+        "embedding.tokens.weight is 301 x 32 in the checkpoint, but 512 x 32 in the model"
     ]
 
 
@@ -42,7 +42,7 @@ def test_tied_and_untied_are_told_apart_both_ways() -> None:
         "head.output.weight (301 x 32) is missing in the checkpoint"
     ]
     assert mismatches(tied, untied) == [
-        "head.output.weight (301 x 32) is in the checkpoint and not in the model"
+        "head.output.weight (301 x 32) is in the checkpoint, but not in the model"
     ]
 
 
@@ -56,9 +56,9 @@ def test_one_moment_alone_is_told_by_its_full_name() -> None:
 
 def test_parameters_can_be_compared_without_kinds() -> None:
     assert mismatches({"a": (2,), "b": (3,)}, {"a": (2, 1), "c": (4, 4)}) == [
-        "a is 2 x 1 in the checkpoint and 2 in the model",
+        "a is 2 x 1 in the checkpoint, but 2 in the model",
         "b (3) is missing in the checkpoint",
-        "c (4 x 4) is in the checkpoint and not in the model",
+        "c (4 x 4) is in the checkpoint, but not in the model",
     ]
 
 

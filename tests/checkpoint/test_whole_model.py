@@ -104,7 +104,7 @@ def test_the_newest_whole_one_is_taken_and_each_passed_over_is_told(
     (folder.path(200) / TENSORS).write_bytes(content)
     assert checkpoint_named(folder.root, told.append) == folder.path(100)
     (problem,) = told
-    assert problem.startswith(f"skipped {folder.path(200)}: {TENSORS} has other bytes than")
+    assert problem.startswith(f"skipped {folder.path(200)}: {TENSORS} has changed since")
 
 
 def test_where_none_is_whole_every_reason_is_told(folder: CheckpointFolder, tmp_path: Path) -> None:
@@ -114,7 +114,7 @@ def test_where_none_is_whole_every_reason_is_told(folder: CheckpointFolder, tmp_
         checkpoint_named(folder.root)
     for step in (100, 200):
         assert f"{folder.path(step)}: {TENSORS} is cut short: {step} bytes" in str(caught.value)
-    with pytest.raises(CheckpointError, match="is neither a checkpoint nor a folder of them"):
+    with pytest.raises(CheckpointError, match="must be a checkpoint, a folder of checkpoints or"):
         checkpoint_named(tmp_path)
 
 

@@ -216,7 +216,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "rotary by type of layer": (
         {**LLAMA, "model_type": "qwen3", "rope_parameters": {"full_attention": {"factor": 4.0}}},
-        "rope_parameters must be one for all layers, but it differs by their type (full_attention)",
+        "rope_parameters must be the same for all layers, but it differs by type (full_attention)",
     ),
     "layers with a window": (
         {**LLAMA, "model_type": "qwen2", "layer_types": ["full_attention", "sliding_attention"]},
@@ -323,7 +323,7 @@ def test_an_original_length_at_the_top_must_be_the_one_of_the_scaling(name: str)
     key = "original_max_position_embeddings"
     inside = {"rope_type": "llama3", **LLAMA3}
     message = refused({**LLAMA, name: inside, key: 16})
-    assert message.startswith(f"{key} must be in {name} alone, because versions of transf")
+    assert message.startswith(f"{key} at the top level must be omitted or equal to that in {name}")
     assert message.endswith(f"but it is 16 (a whole number), and in {name} it is missing")
     message = refused({**LLAMA, name: {**inside, key: 32}, key: 16})
     assert message.endswith(

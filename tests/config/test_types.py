@@ -93,7 +93,7 @@ def test_a_wrong_value_shows_what_was_given_and_what_is_wanted(override: str, me
         (
             'data.validation=[{"path": "a", "streaming": true}]',
             'data.validation[0]: given {"path": "a", "streaming": true} (an object), wanted a '
-            "string or an object without streaming, because it states no dataset",
+            "string or an object without streaming, which only a dataset can have",
         ),
         (
             "optimizer.params.betas=[0.9, 1.0]",

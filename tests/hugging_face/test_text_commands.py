@@ -143,8 +143,11 @@ def test_wrong_input_is_reported_with_its_mend(
         (evaluate(text, "--stride", 25), "25 is more than 24; lower or"),
         (evaluate(text, "--tokenizer", larger), "has 302 entries"),
         (generate("--tokenizer", larger), "has 302 entries"),
-        (generate("--checkpoint", tmp_path), "is neither a checkpoint nor a folder of them"),
-        (evaluate(text, "--checkpoint", tmp_path), "is neither a checkpoint nor a folder"),
+        (generate("--checkpoint", tmp_path), "must be a checkpoint, a folder of checkpoints or"),
+        (
+            evaluate(text, "--checkpoint", tmp_path),
+            "must be a checkpoint, a folder of checkpoints or",
+        ),
     ]:
         assert (reported.code, reported.out, reported.figures) == (2, "", None)
         assert expected in reported.err and "Traceback" not in reported.err

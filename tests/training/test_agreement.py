@@ -61,7 +61,7 @@ def test_training_text_that_differs_in_one_letter_is_named(
     other = tiny_corpus(tiny_run(changed, dp=RANKS), cache)
     run, _ = alike
     said = only_complaint(pool, [alike, (run, other), (run, other)])
-    assert "the training text (data.train) of rank 0 and of ranks [1, 2]" in said
+    assert "the training text (data.train) of ranks [1, 2] differs from rank 0's" in said
     assert "Give every node the same files" in said
 
 
@@ -70,7 +70,7 @@ def test_another_tokenizer_of_the_same_text_is_named(
 ) -> None:
     smaller = tiny_corpus(tiny_run(TEXT, dp=RANKS, model={"vocab_size": 290}), cache)
     said = only_complaint(pool, [alike, alike, (alike[0], smaller)])
-    assert "the tokenizer (data.tokenizer) of rank 0 and of ranks [2]" in said
+    assert "the tokenizer (data.tokenizer) of ranks [2] differs from rank 0's" in said
     assert "training text" not in said
 
 
@@ -83,5 +83,5 @@ def test_validation_text_that_differs_is_named(
     data = {"validation": [str(held_out)]}
     other = tiny_corpus(tiny_run(TEXT, dp=RANKS, data=data), cache)
     said = only_complaint(pool, [alike, (alike[0], other), alike])
-    assert "the validation text (data.validation) of rank 0 and of ranks [1]" in said
+    assert "the validation text (data.validation) of ranks [1] differs from rank 0's" in said
     assert "training text" not in said

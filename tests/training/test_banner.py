@@ -43,7 +43,7 @@ def test_a_layout_is_drawn_with_the_layers_of_each_pipeline_stage() -> None:
         "stage  layers                 parameters  weights     peak  dp 0 | dp 1",
         f"    0  embedding, blocks 0-2      48,512  0.2 MiB  {first / 2**20:.1f} MiB  0 1 | 2 3",
         f"    1  blocks 3-4, head           25,472  0.1 MiB  {second / 2**20:.1f} MiB  4 5 | 6 7",
-        "peak: of a rank, predicted as by megaspeed plan; tensors alone",
+        "peak: predicted memory of one rank, as in megaspeed plan; only tensors",
         "attention: scaled_dot_product_attention, fused",
         f"operations: {flops / 1e6:.4g} MFLOP a token",
         "files: runs/[b]tiny, tensorboard",

@@ -58,7 +58,7 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
     "width": (
         {"model": {"intermediate_size": 64}},
         [
-            "blocks.0.mlp.up.weight is 128 x 32 in the checkpoint and 64 x 32 in the model",
+            "blocks.0.mlp.up.weight is 128 x 32 in the checkpoint, but 64 x 32 in the model",
             "(saved at pp 1 x dp 2 x tp 1, ZeRO-0, fp32) does not match this run (at pp 1 x dp",
         ],
     ),

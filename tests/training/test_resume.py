@@ -110,7 +110,7 @@ def test_auto_passes_over_what_is_broken_and_says_why(pool: RankPool, run: Run) 
     assert (start.checkpoint, start.step, start.in_place) == (checkpoint(run, 100), 100, True)
     ((passed_over, why),) = start.skipped
     assert passed_over == checkpoint(run, 200)
-    assert "__0_0.distcp has other bytes than were written" in why
+    assert "__0_0.distcp has changed since it was written" in why
 
 
 def test_auto_passes_over_an_index_that_was_sealed_with_a_mistake(pool: RankPool, run: Run) -> None:
@@ -128,7 +128,7 @@ def test_auto_refuses_where_no_checkpoint_is_whole_and_names_each(pool: RankPool
     damage(checkpoint(run, 200))
     (checkpoint(run, 100) / "manifest.json").unlink()
     said = found(pool, AUTO, run)
-    assert f"{checkpoint(run, 200)}: __0_0.distcp has other bytes" in said
+    assert f"{checkpoint(run, 200)}: __0_0.distcp has changed since it was written" in said
     assert f"{checkpoint(run, 100)}: manifest.json is missing" in said
     assert "--fresh" in said and "--resume DIR" in said
 
@@ -221,7 +221,7 @@ def test_a_folder_that_has_no_checkpoint_is_refused_by_name(run: Run, tmp_path: 
 
 def test_a_broken_checkpoint_that_is_named_is_refused(pool: RankPool, run: Run) -> None:
     damage(checkpoint(run, 200))
-    assert "other bytes than were written" in found(pool, at(checkpoint(run, 200)), run)
+    assert "has changed since it was written" in found(pool, at(checkpoint(run, 200)), run)
 
 
 @pytest.mark.parametrize(("steps", "is_end"), [(199, True), (200, True), (201, False)])

@@ -309,7 +309,7 @@ def test_an_infinity_on_one_rank_skips_the_step_on_all_and_is_traced_to_it(
     for record in records:
         assert [step.skipped for step in record.steps] == [False] * 2 + [True] * 3
         assert record.diverged is not None and record.diverged == records[0].diverged
-        said = f"the first gradient that is not: {name} on rank {rank}."
+        said = f"the first gradient that is not finite is {name} on rank {rank}."
         assert said in record.diverged
         assert "3 steps in a row (up to step 5)" in record.diverged
         assert "training.max_skipped_steps (3)" in record.diverged
