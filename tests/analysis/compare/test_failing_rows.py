@@ -58,7 +58,7 @@ def test_a_rank_that_is_killed_is_told_apart_from_one_that_fails(tmp_path: Path)
     killer.join()
     assert killed.status == "failed" and killed.reason is not None
     assert killed.reason.startswith(
-        "a rank was killed by SIGKILL, as the system does if memory runs out; see "
+        "a rank was killed by SIGKILL; the system does this if memory runs out; see "
     )
     assert refused.status == "refused"
 
