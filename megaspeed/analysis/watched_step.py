@@ -248,7 +248,7 @@ class TrafficLog(TorchDispatchMode):
         if group.size() > 1 and group.group_name not in self._axes:
             raise NotImplementedError(
                 f"Every collective runs along an axis, but {operator} runs over ranks "
-                f"{dist.get_process_group_ranks(group)}, and no axis of this rank has that group."
+                f"{dist.get_process_group_ranks(group)}, but no axis of this rank has that group."
             )
         result = function(*args, **(kwargs or {}))
         if group.size() > 1:

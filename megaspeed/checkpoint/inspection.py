@@ -228,7 +228,7 @@ def _tensor_problems(
     files: Mapping[str, FileDigest],
 ) -> Iterator[str]:
     if tensor.properties.dtype != torch.float32:
-        yield f"it is {tensor.properties.dtype}, and must be torch.float32"
+        yield f"it is {tensor.properties.dtype}, but must be torch.float32"
     boxes = [Box(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in tensor.chunks]
     tiling = tiling_problem(tuple(tensor.size), boxes)
     if tiling is not None:
@@ -286,5 +286,5 @@ def _archive_problem(stream: FileIO, box: Box, place: _StorageInfo) -> str | Non
     if not isinstance(tensor, Tensor) or tensor.dtype != torch.float32:
         return "is not a float32 tensor"
     if tensor.shape != box.sizes or not tensor.is_contiguous() or tensor.storage_offset():
-        return f"is a tensor of {list(tensor.shape)}, and must be {list(box.sizes)}, row by row"
+        return f"is a tensor of {list(tensor.shape)}, but must be {list(box.sizes)}, row by row"
     return None

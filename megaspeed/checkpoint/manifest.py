@@ -86,7 +86,7 @@ def read_manifest(folder: Path) -> dict[str, FileDigest]:
         raise CheckpointError(f"{MANIFEST} is damaged: it was cut short or changed")
     if facts.get("format") != _FORMAT:
         raise CheckpointError(
-            f"{MANIFEST} has format {facts.get('format')!r}, and this version reads {_FORMAT}; "
+            f"{MANIFEST} has format {facts.get('format')!r}, but this version reads {_FORMAT}; "
             "use the version of megaspeed that wrote it"
         )
     try:

@@ -209,14 +209,14 @@ def _overlaps(
     if saved is None:
         raise CheckpointError(f"{name} is missing in the checkpoint")
     if saved.properties.dtype != torch.float32:
-        raise CheckpointError(f"{name} is {saved.properties.dtype}, and must be float32")
+        raise CheckpointError(f"{name} is {saved.properties.dtype}, but must be float32")
     boxes = [ChunkStorageMetadata(torch.Size(p.offsets), p.values.shape) for p in pieces]
     items = create_read_items_for_chunk_list(name, saved, boxes)
     found = sum(item.lengths.numel() for item in items)
     wanted = sum(piece.values.numel() for piece in pieces)
     if found != wanted:
         raise CheckpointError(
-            f"a rank needs {wanted:,} elements of {name}, and the checkpoint has {found:,} of them"
+            f"a rank needs {wanted:,} elements of {name}, but the checkpoint has {found:,}"
         )
     return [(item, pieces[item.dest_index.index or 0]) for item in items]
 
@@ -235,7 +235,7 @@ def _read_overlap(
         raise CheckpointError(f"{stream.name} has no tensor at byte {offset:,}") from error
     if found_bytes != sizes.numel() * BYTES_PER_ELEMENT:
         raise CheckpointError(
-            f"the tensor at byte {offset:,} of {stream.name} has {found_bytes:,} bytes, and the "
+            f"the tensor at byte {offset:,} of {stream.name} has {found_bytes:,} bytes, but the "
             f"index states {list(sizes)} elements of {BYTES_PER_ELEMENT} bytes"
         )
     first_row, rows = item.storage_offsets[0], item.lengths[0]

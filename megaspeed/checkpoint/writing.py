@@ -114,7 +114,7 @@ class Saver:
         free = self.folder.free_bytes()
         if free < needed:
             raise CheckpointError(
-                f"a checkpoint takes {needed:,} bytes, and {self.folder.root} has {free:,} free; "
+                f"a checkpoint takes {needed:,} bytes, but {self.folder.root} has {free:,} free; "
                 f"make room, or lower training.keep_last ({self.keep_last})"
             )
         return self.folder.begin(step)

@@ -46,9 +46,9 @@ def path_problem(text: str) -> str | None:
         return "it has a NUL character, which ends a path; remove it"
     longest = max(len(_encoded(part)) for part in text.split("/"))
     if longest > _LONGEST_NAME:
-        return f"a name in it has {longest:,} bytes, and must have at most {_LONGEST_NAME}"
+        return f"a name in it has {longest:,} bytes, but must have at most {_LONGEST_NAME}"
     if len(_encoded(text)) > _LONGEST_PATH:
-        return f"it has {len(_encoded(text)):,} bytes, and must have at most {_LONGEST_PATH:,}"
+        return f"it has {len(_encoded(text)):,} bytes, but must have at most {_LONGEST_PATH:,}"
     return None
 
 
@@ -67,8 +67,8 @@ def path_argument(text: str) -> Path:
         text.encode("utf-8")
     except UnicodeEncodeError as error:  # Python represents such bytes as lone surrogates
         raise ArgumentTypeError(
-            f"a path must be UTF-8, because the libraries that read and write there accept nothing "
-            f"else, and {text!r} is not; name another"
+            f"a path must be UTF-8, because the libraries that use it accept nothing else, but "
+            f"{text!r} is not; name another"
         ) from error
     problem = path_problem(text)
     if problem is None and os.path.islink(text) and not os.path.exists(text):

@@ -82,7 +82,7 @@ def special_among(paths: Iterable[Path]) -> Iterator[str]:
     for path in paths:
         problem = file_problem(path)
         if problem is not None and os.path.lexists(path) and not os.path.isdir(path):
-            yield f"{path} {problem}, and must be a file"
+            yield f"{path} {problem}, but must be a file"
 
 
 def sha256_of(path: Path) -> str:

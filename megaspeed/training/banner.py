@@ -224,7 +224,7 @@ def _tensor_axis_in_one_machine(launch: LaunchEnvironment, run: Run) -> Iterator
     ranks, tp = launch.local_world_size, run.grid.tp
     if ranks < launch.world_size and ranks % tp != 0:
         yield (
-            f"parallel.tensor is {tp}, and {ranks} ranks run on this machine, so tensor groups "
+            f"parallel.tensor is {tp}, but {ranks} ranks run on this machine, so tensor groups "
             "cross machines, and each block waits for them four times a micro-batch. Choose a "
             f"parallel.tensor that divides {ranks}, and let pp or dp cross; megaspeed plan "
             "predicts the traffic, and megaspeed doctor measures what each link carries"

@@ -107,7 +107,7 @@ def check_packages(run: Run) -> None:
     wanted = run.config.training.report_to
     missing = [name for name in wanted if importlib.util.find_spec(name) is None]
     problems = [
-        f"training.report_to names {name!r}, and Python's package {name} is not installed here; "
+        f"training.report_to names {name!r}, but Python's package {name} is not installed here; "
         f"install it with: pip install {name}"
         for name in missing
     ]

@@ -286,7 +286,7 @@ class _Supervisor:
             self._set_state(store, final)
         elif self._attempt == self._restarts:
             if self._set_state(store, final):
-                self._say(f"{ended}, and no restart is left (training.restart)")
+                self._say(f"{ended}, but no restart is left (training.restart)")
         elif self._set_state(store, None):
             self._say(f"{ended}: restart {self._attempt + 1} of {self._restarts} of all ranks")
 

@@ -293,7 +293,7 @@ def _named(path: Path) -> list[Path]:
     """The checkpoints at a path of the command line."""
     if not path.name or not path.exists():
         raise CheckpointError(
-            f"--resume takes {AUTO}, {NEVER}, or the folder of a checkpoint or of a run, and "
+            f"--resume takes {AUTO}, {NEVER}, or the folder of a checkpoint or of a run, but "
             f"{str(path)!r} is none of them"
         )
     if is_leftover(path.resolve().name):

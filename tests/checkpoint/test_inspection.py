@@ -285,7 +285,7 @@ def test_a_place_that_cannot_be_right_is_told_though_it_was_sealed(
     ("saved", "told"),
     [
         (torch.zeros(128, 32, dtype=torch.int32), "is not a float32 tensor"),
-        (torch.zeros(32, 128).T, "is a tensor of [128, 32], and must be [128, 32], row by row"),
+        (torch.zeros(32, 128).T, "is a tensor of [128, 32], but must be [128, 32], row by row"),
         ("text " * 4_000, "is not a float32 tensor"),
     ],
 )

@@ -120,7 +120,7 @@ def test_a_manifest_that_is_a_folder_is_told(folder: Path) -> None:
 
 def test_a_manifest_of_a_later_format_names_the_mend(folder: Path) -> None:
     write_sealed(folder / MANIFEST, {"format": 2, "files": {}})
-    with pytest.raises(CheckpointError, match="has format 2, and this version reads 1; use the"):
+    with pytest.raises(CheckpointError, match="has format 2, but this version reads 1; use the"):
         read_manifest(folder)
 
 

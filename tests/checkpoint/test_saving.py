@@ -222,7 +222,7 @@ def test_a_checkpoint_that_does_not_fit_is_refused_before_a_byte_is_written(
     run = run_in(tmp_path, (1, 2, 1))
     report, needed = pool.run(2, save_without_room, run, corpus)[0]
     assert report.error is not None
-    assert report.error.startswith(f"a checkpoint takes {needed:,} bytes, and ")
+    assert report.error.startswith(f"a checkpoint takes {needed:,} bytes, but ")
     assert "make room, or lower training.keep_last (3)" in report.error
     assert not (tmp_path / "checkpoints").exists()
 

@@ -69,8 +69,8 @@ def test_a_folder_for_a_library_has_files_and_folders_only(tmp_path: Path) -> No
     pipe(tmp_path / "pipe")
     link(tmp_path / "dangling", "nowhere")
     assert list(special_files(tmp_path)) == [
-        f"{tmp_path / 'dangling'} is a broken link, and must be a file",
-        f"{tmp_path / 'pipe'} is a named pipe, and must be a file",
+        f"{tmp_path / 'dangling'} is a broken link, but must be a file",
+        f"{tmp_path / 'pipe'} is a named pipe, but must be a file",
     ]
 
 
@@ -78,9 +78,9 @@ def test_a_folder_for_a_library_has_files_and_folders_only(tmp_path: Path) -> No
     ("text", "told"),
     [
         ("a\0b", "NUL character"),
-        ("n" * 256, "a name in it has 256 bytes, and must have at most 255"),
+        ("n" * 256, "a name in it has 256 bytes, but must have at most 255"),
         ("ä" * 128, "a name in it has 256 bytes"),
-        ("n/" * 2048, "it has 4,096 bytes, and must have at most 4,095"),
+        ("n/" * 2048, "it has 4,096 bytes, but must have at most 4,095"),
     ],
 )
 def test_a_path_that_nothing_can_have_is_told_by_its_text(text: str, told: str) -> None:

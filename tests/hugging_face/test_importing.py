@@ -338,7 +338,7 @@ def test_a_pipe_among_the_files_of_a_model_is_not_opened(
 ) -> None:
     written(weights_in(folder), copy)
     os.mkfifo(copy / name)
-    told = f"{copy / name} is a named pipe, and must be a file"
+    told = f"{copy / name} is a named pipe, but must be a file"
     assert told in refusal(copy, HuggingFaceError)
 
 

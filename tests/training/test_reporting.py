@@ -109,7 +109,7 @@ def test_a_missing_package_ends_the_job_with_2_before_it_starts(
     assert pretrain.main(["--config", str(config)]) == 2
     printed = capsys.readouterr()
     assert printed.out == "" and not (tmp_path / "run").exists()
-    assert "names 'wandb', and Python's package wandb is not installed here" in printed.err
+    assert "names 'wandb', but Python's package wandb is not installed here" in printed.err
     assert "pip install wandb" in printed.err and "tensorboard" not in printed.err
 
 
