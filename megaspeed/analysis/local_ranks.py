@@ -180,7 +180,7 @@ def _failure(error: Exception, rank: int) -> _Failure:
 
 @contextmanager
 def children_on(device_type: DeviceType) -> Iterator[None]:
-    """Makes processes that start in this block use this device type. torch reads it at import.
+    """Sets the device type of processes that start in this block. torch reads it at import.
 
     If this process itself was started by torchrun, its variables do not apply to these processes.
     """
