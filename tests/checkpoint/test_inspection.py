@@ -198,7 +198,7 @@ def test_a_tensor_in_half_precision_is_told(checkpoint: Path) -> None:
         entry_of_up(index).properties.dtype = torch.bfloat16
 
     change_index(checkpoint, halve)
-    assert "it is torch.bfloat16, and must be" in only_problem(checkpoint)
+    assert "it is torch.bfloat16, but must be" in only_problem(checkpoint)
 
 
 @pytest.mark.parametrize(
