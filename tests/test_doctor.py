@@ -123,7 +123,7 @@ def test_ranks_with_another_configuration_text_or_folder_are_named(tmp_path: Pat
     assert [code for code, _ in ranks] == [1, 1, 1, 1], ranks
     lines = [line for line in ranks[0][1].splitlines() if line.startswith("wrong:")]
     assert len(lines) == 2, ranks[0][1]
-    assert "rank 2 " in lines[0] and "gradient_clipping is 0.5, and 1.0 on most ranks" in lines[0]
+    assert "rank 2 " in lines[0] and "gradient_clipping is 0.5, but 1.0 on most ranks" in lines[0]
     assert "rank 3 " in lines[1] and "data: training text is " in lines[1]
     assert [out for _, out in ranks[1:]] == ["", "", ""]
 
@@ -138,7 +138,7 @@ def test_a_rank_that_does_not_come_is_named_in_time(tmp_path: Path) -> None:
     assert [code for code, _ in ranks] == [1, 1, 1]
     (line,) = [line for line in ranks[0][1].splitlines() if line.startswith("wrong:")]
     assert "rank 1 (?), ranks: did not answer within 12 s" in line
-    assert "rank 3 is not part of the run: rank 0 has world size 3, this rank 4" in ranks[2][1]
+    assert "rank 3 is not part of the run: rank 0 has world size 3, but here it is 4" in ranks[2][1]
 
 
 STUCK = """
@@ -177,7 +177,7 @@ def test_a_rank_that_stops_on_the_way_is_named_in_time(tmp_path: Path) -> None:
     assert code == 1
     assert time.monotonic() - before < 90
     assert "run folder: did not answer" in out
-    assert "rank 0 " in out and "stuck for 12 s in joining the process groups" in out
+    assert "rank 0 " in out and "stuck for 12 s while joining the process groups" in out
     assert "rank 1 " in out and "did not report its process groups" in out
 
 

@@ -32,7 +32,7 @@ from megaspeed.analysis.costs.memory import Category, MemoryBytes
 
 @dataclass(slots=True)
 class Allocation:
-    """When a storage was allocated and freed, in ticks of the log. ``died`` is None until then."""
+    """When a storage was allocated and freed, in ticks of the log; ``died`` is None before that."""
 
     size_bytes: int
     born: int
@@ -71,9 +71,9 @@ class AllocationLog(TorchDispatchMode):
 
     def claim_everything_else_alive(self, category: Category) -> None:
         """Adds every tensor that Python can reach and that is not in the log yet."""
-        gc.collect()  # objects that only refer to themselves are not held
+        gc.collect()  # frees objects that only objects like them refer to
         for thing in gc.get_objects():
-            # isinstance asks a proxy object for its class, which may fail; type does not.
+            # isinstance reads the __class__ of a proxy object, which may raise; type does not.
             if issubclass(type(thing), Tensor):
                 self._record(thing, category)
 
@@ -82,7 +82,7 @@ class AllocationLog(TorchDispatchMode):
         return self._at(self._clock)
 
     def peak(self) -> MemoryBytes:
-        """The bytes at the peak of their sum, by category."""
+        """The bytes of each category at the moment when their sum was largest."""
         return self._at(self._peak_time())
 
     def __enter__(self) -> Self:
@@ -119,7 +119,7 @@ class AllocationLog(TorchDispatchMode):
     def _record(self, tensor: Tensor, category: Category | None) -> Allocation | None:
         if tensor.device.type != self._device_type:
             return None
-        if tensor.layout != torch.strided:  # a sparse tensor has no storage; its parts have
+        if tensor.layout != torch.strided:  # a sparse tensor has no storage, but its parts do
             return None
         storage = tensor.untyped_storage()
         known = self._live.get(storage._cdata)
@@ -148,7 +148,7 @@ class AllocationLog(TorchDispatchMode):
         return allocation
 
     def _resized(self, storage: torch.UntypedStorage) -> None:
-        """Records a storage that has changed its size as freed and allocated again."""
+        """Records that a storage has another size: it counts as freed and allocated again."""
         if storage.device.type != self._device_type:
             return
         before = self._end(storage._cdata)

@@ -87,5 +87,5 @@ def _cut_ids(ids: list[int]) -> str:
 
 def _cut_text(text: str) -> str:
     cut = text if len(text) <= _CHARACTERS_SHOWN else f"{text[:_CHARACTERS_SHOWN]} ..."
-    # Incomplete characters at an edge, and control sequences that a terminal would execute.
+    # Replaces incomplete characters at an edge, and control codes that a terminal would execute.
     return "".join(each if each.isprintable() or each in "\n\t" else "\ufffd" for each in cut)

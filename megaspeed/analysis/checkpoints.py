@@ -12,12 +12,12 @@ from megaspeed.checkpoint.run_state import RunState
 from megaspeed.checkpoint.tensors import WEIGHTS, expected_shapes, shape_text
 from megaspeed.model.parameters import Shape
 
-_DIGITS = 12  # of each fingerprint; the JSON has all digits
+_DIGITS = 12  # shown of each fingerprint; the JSON has all digits
 
 
 def report(inspection: Inspection) -> Iterator[str | Table]:
     """The lines and the table that describe a checkpoint without problems."""
-    assert inspection.state is not None and inspection.model is not None, "it has no problems"
+    assert inspection.state is not None and inspection.model is not None, "it has problems"
     yield f"{inspection.checkpoint}: {size_text(inspection)}"
     yield from _state_lines(inspection.state)
     yield ""
@@ -33,7 +33,7 @@ def size_text(inspection: Inspection) -> str:
 
 def show_as_json(inspection: Inspection) -> dict[str, Any]:
     """The figures of `report`."""
-    assert inspection.state is not None and inspection.model is not None, "it has no problems"
+    assert inspection.state is not None and inspection.model is not None, "it has problems"
     shapes = expected_shapes(inspection.model)
     return {
         "checkpoint": str(inspection.checkpoint),

@@ -85,8 +85,8 @@ def run_on_ranks(
         files = [folder / f"rank{rank}" for rank in range(world_size)]
         outcomes = [torch.load(file, weights_only=False) for file in files if file.exists()]
     failures = [outcome for outcome in outcomes if isinstance(outcome, _Failure)]
-    # If one rank ends, the others fail, too. So memory that ran out is named first, then a rank
-    # that was killed, then the first exception.
+    # If one rank ends, the others fail, too. So only one failure is reported: a rank that was out
+    # of memory, else a rank that was killed, else the first exception.
     failures.sort(key=lambda failure: (not failure.out_of_memory, failure.at_seconds))
     if failures and (failures[0].out_of_memory or -signal.SIGKILL not in codes):
         raise RanksFailed(failures[0].reason)
@@ -119,7 +119,7 @@ def _wait(ranks: Sequence[BaseProcess], timeout_seconds: float | None) -> bool:
 
 def _end_of(exit_codes: Sequence[int]) -> str:
     if -signal.SIGKILL in exit_codes:
-        return "a rank was killed by SIGKILL, as the system does if memory runs out"
+        return "a rank was killed by SIGKILL; the system does this if memory runs out"
     code = next(iter(exit_codes), 0)
     if code < 0:
         return f"a rank was killed by signal {-code} ({signal.strsignal(-code)})"
@@ -180,7 +180,7 @@ def _failure(error: Exception, rank: int) -> _Failure:
 
 @contextmanager
 def children_on(device_type: DeviceType) -> Iterator[None]:
-    """Makes processes that start in this block use this device type. torch reads it at import.
+    """Sets the device type of processes that start in this block. torch reads it at import.
 
     If this process itself was started by torchrun, its variables do not apply to these processes.
     """
@@ -202,7 +202,7 @@ def children_on(device_type: DeviceType) -> Iterator[None]:
 
 @contextmanager
 def ended_on_termination() -> Iterator[None]:
-    """Raises KeyboardInterrupt on SIGTERM and SIGHUP too, so that they end started processes."""
+    """Raises KeyboardInterrupt on SIGTERM and SIGHUP too, so that started processes are ended."""
 
     def stop(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt(signal.Signals(number).name)

@@ -236,7 +236,7 @@ def _part_charts(shown: Sequence[_Shown]) -> Iterator[Chart]:
             title=f"Parts of a step, {each.name}",
             unit="ms, mean over the ranks",
             series=lines,
-            caption="tensor, data, pipeline: as far as computation waits for that axis",
+            caption="tensor, data, pipeline: time in which computation waits for that axis",
         )
 
 

@@ -1,7 +1,7 @@
 """Reads run folders, even while runs write to them, and finds where two runs differ.
 
-A line that cannot be read is skipped and counted. A run that was killed may have left an incomplete
-line, and so may a run that is still training.
+A line that cannot be read is skipped and counted. A run that was killed or is still training may
+have left an incomplete line.
 """
 
 import json
@@ -93,8 +93,8 @@ def read_run(folder: Path) -> RunRecord:
         raise RunFolderError(f"{folder} is not a folder; name the folder of a run")
     if not file.is_file():
         raise RunFolderError(
-            f"{folder} holds no {METRICS}, so it is not the folder of a run that has started; name "
-            "one that has (training.run_dir, by default runs/<config name>)"
+            f"{folder} has no {METRICS}, so no run has started in it; name the folder of a run "
+            "that has started (training.run_dir, by default runs/<config name>)"
         )
     notes: list[str] = []
     steps: dict[int, Recorded] = {}
@@ -175,7 +175,7 @@ def _starts(file: Path, notes: list[str]) -> Iterator[Start]:
 def _config(file: Path, notes: list[str]) -> dict[str, Any]:
     try:
         if not file.is_file():
-            raise JsonSyntaxError(f"{file} is not there")
+            raise JsonSyntaxError(f"{file} does not exist")
         config, _ = read_json_object(file)
     except JsonSyntaxError as error:
         notes.append(f"no configuration: {error}")
@@ -277,7 +277,7 @@ def compare_runs(one: RunRecord, two: RunRecord, tolerance: float) -> RunCompari
 def _missing(one: RunRecord, two: RunRecord) -> Iterator[Missing]:
     begin = max(min(run.steps, default=0) for run in (one, two))
     end = min(one.last_step, two.last_step)
-    # A run that has ended is validated after its last step; a run under way is not yet.
+    # A run validates at its end, so only a run that has ended has a validation at its last step.
     end_of_validations = end if one.last_step == two.last_step else end - 1
     for run, (lacking, having) in enumerate(((one, two), (two, one))):
         for quantity, lacked, had, last in (

@@ -189,7 +189,7 @@ class WatchedZero:
 
     def call_after_backward(self, function: Callable[[], None]) -> None:
         self._engine.after_backward = function
-        # After that, the gradients that the reduction made exist, too.
+        # Before the step, the gradients that the reduction made exist, too.
         self._engine.before_step = function
 
 
@@ -248,7 +248,7 @@ class TrafficLog(TorchDispatchMode):
         if group.size() > 1 and group.group_name not in self._axes:
             raise NotImplementedError(
                 f"Every collective runs along an axis, but {operator} runs over ranks "
-                f"{dist.get_process_group_ranks(group)}, and no axis of this rank has that group."
+                f"{dist.get_process_group_ranks(group)}, but no axis of this rank has that group."
             )
         result = function(*args, **(kwargs or {}))
         if group.size() > 1:
@@ -305,7 +305,7 @@ def explain_out_of_memory(run: Run, context: ParallelContext, engine: ZeroEngine
             held.optimizer_states if is_built else None,
         ),
         ("activations and buffers", others, most - held.total if on_gpu and is_built else None),
-        ("all, at the highest moment", predicted.total, most),
+        ("total, at the peak", predicted.total, most),
     ]
     unit = memory_unit([predicted.total])
     lines = [

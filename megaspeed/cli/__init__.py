@@ -78,7 +78,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         prog="megaspeed", description="3D-parallel GPT pretraining on DeepSpeed."
     )
     parser.add_argument("--version", action="version", version=f"megaspeed {megaspeed.__version__}")
-    # The deepspeed launcher passes it before the command. The environment has the same number.
+    # The deepspeed launcher puts this option before the command. The environment has the number.
     parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
     commands = parser.add_subparsers(required=True, metavar="command", dest="command")
     for command in COMMANDS:

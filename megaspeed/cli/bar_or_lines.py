@@ -16,7 +16,7 @@ class BarOrLines:
 
     Args:
         total: the total, in any unit; 0 if it is not known.
-        seconds_between_lines: if there is no terminal.
+        seconds_between_lines: time between two lines if there is no terminal.
         done_before: how much was done before the command started.
     """
 

@@ -1,9 +1,9 @@
 """``megaspeed checkpoint``: shows what a checkpoint contains, and checks that it is complete.
 
-    megaspeed checkpoint show   DIR    the newest one: its run, its layout, its tensors
-    megaspeed checkpoint verify DIR    every byte of every one; exit code 1 if one is broken
+    megaspeed checkpoint show   DIR    the newest checkpoint: its run, its layout, its tensors
+    megaspeed checkpoint verify DIR    every byte of all checkpoints; exit code 1 if one is broken
 
-DIR is a checkpoint, a folder of them, or the folder of a run.
+DIR is a checkpoint, a folder of checkpoints, or the folder of a run.
 """
 
 import argparse
@@ -38,14 +38,14 @@ def add_to(commands: Any) -> None:
     ):
         parser = actions.add_parser(name, help=text, description=text)
         parser.set_defaults(run=run, act=action)
-        text = "a checkpoint, a folder of them, or of a run"
+        text = "a checkpoint, a folder of checkpoints, or the folder of a run"
         parser.add_argument("path", type=path_argument, metavar="DIR", help=text)
         text = "also write the figures to FILE"
         parser.add_argument("--json", type=new_file, metavar="FILE", help=text)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Runs one action; exit code 2 if DIR has no place for checkpoints."""
+    """Runs one action; exit code 2 if DIR is none of the three."""
     from megaspeed.checkpoint.errors import CheckpointError
 
     try:
@@ -102,7 +102,7 @@ def _verify(options: argparse.Namespace) -> int:
         found.append(inspection)
         say(_describe(inspection))
         for stray in inspection.strays:
-            say(f"  note: {stray} does not belong to it; it does no harm")
+            say(f"  note: {stray} does not belong to the checkpoint, but does no harm")
     for leftover in leftovers:
         say(f"{leftover.name}  not a checkpoint: its save or removal was killed, or is in progress")
     complete = bool(found) and not any(inspection.problems for inspection in found)

@@ -100,7 +100,7 @@ def run(options: argparse.Namespace) -> int:
     say("wrote " + ", ".join(map(str, files)))
     say(f"verdict: {verdict(result)}")
     if stopped:
-        say(f"stopped after {len(done)} of {len(rows)} rows; no rank is left", error=True)
+        say(f"stopped after {len(done)} of {len(rows)} rows; all ranks have ended", error=True)
     return EXIT_DONE if result.succeeded and not stopped else EXIT_FAILED
 
 

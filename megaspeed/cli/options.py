@@ -96,8 +96,7 @@ def utf8_text(words: str) -> str:
         words.encode("utf-8")
     except UnicodeEncodeError as error:
         raise argparse.ArgumentTypeError(
-            f"it must be UTF-8, but what follows its first {error.start} characters is not; "
-            "write it in UTF-8"
+            f"it must be UTF-8, but its character {error.start + 1} is not; write it in UTF-8"
         ) from error
     return words
 

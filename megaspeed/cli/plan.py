@@ -1,4 +1,4 @@
-"""Commands that work a run out and start nothing: ``megaspeed plan`` and ``megaspeed schedule``."""
+"""Commands that compute figures of a run without starting it: ``plan`` and ``schedule``."""
 
 import argparse
 import shutil
@@ -10,7 +10,7 @@ from megaspeed.cli.options import EXIT_DONE, add_command, load, positive, say, w
 from megaspeed.config.loading import read_config
 
 _NARROWEST = 80
-"""Columns that every terminal is taken to have."""
+"""The width of the terminal that is assumed, in columns."""
 
 
 def add_to(commands: Any) -> None:
@@ -33,7 +33,7 @@ def add_to(commands: Any) -> None:
         "--largest-tensor",
         type=positive,
         metavar="T",
-        help="widest tensor groups of --what-if (as wide as a node)",
+        help="largest tensor group of --what-if, in ranks (--gpus-per-node)",
     )
     add_command(commands, "schedule", run_schedule, "print the pipeline's timetable")
 

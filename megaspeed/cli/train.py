@@ -46,7 +46,7 @@ def add_to(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Starts the ranks. A process that is a rank already, or the only one, trains itself."""
+    """Starts the ranks. If this process is a rank already, or the only one, it trains instead."""
     arguments, ranks = options.rest, options.world_size
     try:
         launch = read_launch_environment(os.environ)
@@ -108,7 +108,7 @@ def train_rank(arguments: Sequence[str] | None = None, *, as_command: bool = Fal
     keep_output_open()
     try:
         code = run_supervised(train)
-    except KeyboardInterrupt:  # before the ranks have met
+    except KeyboardInterrupt:  # before the ranks are connected
         code = 128 + signal.SIGINT
     end_process(code)
 
@@ -160,7 +160,7 @@ def _start(arguments: Sequence[str], ranks: int) -> int:
         max_restarts=run.config.training.restart,
         signals_to_handle="SIGQUIT",  # by default it would end the ranks 30 s after a stop signal
     )
-    # After `config`, which reads it, too: a rank warns if its launcher may kill it while it saves.
+    # Set after `config` has read it. A rank reads it to warn if its launcher may kill it in a save.
     os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(_NEVER_SECONDS)
     command = ("-u", "-m", "megaspeed.cli", "train", *arguments)
     try:

@@ -68,13 +68,13 @@ def _problems_on_cuda(run: Run) -> list[str]:
     ranks, gpus = run.grid.world_size, torch.cuda.device_count()
     if gpus < ranks:
         problems.append(
-            f"{ranks} ranks need a GPU each, and this process sees {gpus}; lower --world-size, "
+            f"{ranks} ranks need a GPU each, but this process sees {gpus}; lower --world-size, "
             "make more visible (CUDA_VISIBLE_DEVICES), or verify this layout with --device cpu"
         )
     if run.precision == "fp16" and run.config.fp16.loss_scale == 0:
         problems.append(
-            "fp16.loss_scale is 0, so the loss scale is dynamic, and a dynamic loss scale skips "
-            "steps that one process does not skip; to verify this layout, add "
+            "fp16.loss_scale must be above 0 to verify a layout, but it is 0: the loss scale is "
+            "then dynamic, and skips steps that one process does not skip; add "
             "--set fp16.loss_scale=1024"
         )
     return problems

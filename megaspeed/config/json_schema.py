@@ -122,7 +122,7 @@ def _table(title: str, rows: Iterator[tuple[str, ...]]) -> str:
 def _rows(
     sections: list[Mapping[str, Any]], schema: Mapping[str, Any], prefix: str = ""
 ) -> Iterator[tuple[str, ...]]:
-    """A row for each key, also of sections within sections, but only once of the same section."""
+    """A row for each key of these sections and of the sections inside them, each section once."""
     shown: list[Mapping[str, Any]] = []
     for section in sections:
         for name, field in section["properties"].items():

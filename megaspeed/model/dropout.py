@@ -137,7 +137,7 @@ def row_words(key: Tensor, samples: Tensor, rows: range, *, full_rows: int) -> T
 
 
 def element_hashes(words: Tensor, columns: int) -> Tensor:
-    """A hash (B, rows, columns) int32 for each element of the rows with these words (B, rows).
+    """A hash (B, rows, columns) int32 for each element; ``words`` (B, rows) are those of the rows.
 
     This is lowbias32 with the upper half of the word as a second key. It omits the first xor-shift,
     because it would only map the random word to another one, and the last xor-shift, because it

@@ -65,8 +65,8 @@ class Link:
     def send(self, tensor: Tensor) -> None:
         """Start to send `tensor`; do not write to it before `finish`.
 
-        Raises `PipelineProtocolError`, before anything is sent, if its shape, dtype or device is
-        not that of the link.
+        Raises `PipelineProtocolError`, before anything is sent, if the shape, dtype or device of
+        `tensor` is not that of the link.
         """
         self._start(tensor, None)
 

@@ -177,9 +177,9 @@ def _check_agreement(
             continue
         if tasks < 1 or launch.world_size % tasks != 0:
             raise LaunchError(
-                f"two launchers disagree: {what} {outer.world_size}={tasks}; it must be that "
-                "number, or a multiple of it if each of those tasks starts its own ranks: correct "
-                "or unset one of them"
+                f"two launchers disagree: {what} {outer.world_size}={tasks}; the numbers must "
+                "be equal, or the first a multiple of the second if each task starts several "
+                "ranks: correct or unset one of them"
             )
     rank = _integer(environ, "PMIX_RANK", default=0)
     if rank >= launch.world_size and not agents_are_tasks:

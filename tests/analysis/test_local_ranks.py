@@ -46,5 +46,5 @@ def test_the_rank_that_failed_is_named_and_no_other_is_waited_for(tmp_path: Path
 
 
 def test_a_killed_rank_is_named_although_others_failed_because_of_it(tmp_path: Path) -> None:
-    with pytest.raises(RanksFailed, match=r"^a rank was killed by SIGKILL, as the system"):
+    with pytest.raises(RanksFailed, match=r"^a rank was killed by SIGKILL; the system"):
         run_on_ranks(be_killed_on_rank_1, world_size=2, device_type="cpu", log=tmp_path / "log")

@@ -115,7 +115,7 @@ def test_verify_names_every_problem_stray_and_leftover(
     assert lines[1].startswith("  .metadata is cut short: 1,000 bytes of the ")
     assert lines[2] == f"  {TENSORS} is missing"
     assert lines[3].startswith("step-00000100  complete (")
-    assert lines[4] == "  note: notes.txt does not belong to it; it does no harm"
+    assert lines[4] == "  note: notes.txt does not belong to the checkpoint, but does no harm"
     assert lines[5].startswith("step-00000300.writing  not a checkpoint: ")
     newest, older = told.figures["checkpoints"]
     assert (newest["whole"], len(newest["problems"])) == (False, 2)

@@ -216,8 +216,7 @@ def test_a_prompt_that_is_not_utf_8_is_wrong_input(checkpoint: Path) -> None:
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("usage: megaspeed generate")
     assert done.stderr.endswith(
-        "argument --prompt: it must be UTF-8, but what follows its first 3 characters is not; "
-        "write it in UTF-8\n"
+        "argument --prompt: it must be UTF-8, but its character 4 is not; write it in UTF-8\n"
     )
 
 

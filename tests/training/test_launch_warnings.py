@@ -82,7 +82,7 @@ def test_a_tensor_axis_across_machines_is_reported() -> None:
     (warning,) = launch_warnings(
         crossing, run, visible_gpus=2, has_bf16=False, processors=8, threads=4
     )
-    assert "parallel.tensor is 4, and 2 ranks run on this machine" in warning
+    assert "parallel.tensor is 4, but 2 ranks run on this machine" in warning
     within = replace(BY_TORCHRUN, local_world_size=4)
     assert (
         launch_warnings(within, run, visible_gpus=4, has_bf16=False, processors=8, threads=4) == []

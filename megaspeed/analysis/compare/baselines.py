@@ -104,7 +104,7 @@ class BaselineWorker:
         return loss.detach()
 
     def _clip(self) -> float:
-        """Scales gradients down to the largest allowed norm. Returns the norm before that."""
+        """Scales gradients down to the largest allowed norm. Returns the norm before clipping."""
         gradients = [_local(p.grad) for p in self.model.parameters() if p.grad is not None]
         squares = sum_of_squares(gradients)
         if isinstance(self.engine, _Fsdp2):

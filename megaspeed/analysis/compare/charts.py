@@ -64,8 +64,8 @@ def draw_memory_chart(result: ComparisonResult, picture: Path) -> None:
 def draw_trade_off_chart(result: ComparisonResult, picture: Path) -> None:
     """Writes a PNG: the peak of each row's fullest rank against the bytes its busiest rank sends.
 
-    Markers are hollow and each row's is larger than the one before, so that rows at the same
-    point can all be seen.
+    Markers are hollow, and each row's marker is larger than the one before. So all rows at the
+    same point can be seen.
     """
     rows = result.done
     memory = memory_unit(row.peak_bytes for row in rows)

@@ -30,7 +30,7 @@ class Grid:
     title: str  # what is shown, and in which unit
     headings: Sequence[str]
     rows: Sequence[Sequence[str]]  # the cells of each row
-    names: int  # columns, from the left, that hold words; the others hold numbers
+    names: int  # number of columns, from the left, with words; the others have numbers
 
 
 def summary_grid(result: ComparisonResult) -> Grid:

@@ -1,6 +1,6 @@
 """The figures of a comparison: for each row, predictions beside measurements; and the verdict.
 
-    row (ZeRO-2) -> pipeline stage 0: states, peak, traffic     of the rank that has most
+    row (ZeRO-2) -> pipeline stage 0: states, peak, traffic     of the rank with the most
                     pipeline stage 1: ...
                     step time with its spread, tokens/s, loss
 
@@ -143,7 +143,7 @@ class Row:
 
     @property
     def busiest(self) -> Stage:
-        """The pipeline stage that sends most."""
+        """The pipeline stage that sends the most bytes."""
         return max(self.stages, key=lambda stage: stage.measured.sent_bytes)
 
     @property
@@ -237,13 +237,13 @@ class ComparisonResult:
         first = self.done[0]
         if not math.isfinite(first.loss):
             return [
-                f"{first.label} has the loss {first.loss:.9g}, so no row can agree with it; lower "
-                "the learning rate or lengthen its warmup"
+                f"{first.label} has loss {first.loss:.9g}, so no row can agree with it; lower the "
+                "learning rate or lengthen the warmup"
             ]
         allowed = TOLERANCES["fp32" if self.run.precision == "fp32" else "bf16"].loss
         return [
             f"{row.label}: loss {row.loss:.9g}, but {first.label} has {first.loss:.9g}; the "
-            f"relative difference is {difference:.1e}, and {allowed:.0e} is allowed in "
+            f"relative difference is {difference:.1e}, but only {allowed:.0e} is allowed in "
             f"{self.run.precision}"
             for row in self.done
             # "not <=" instead of ">", because NaN must not agree.

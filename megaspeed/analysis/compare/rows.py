@@ -45,17 +45,17 @@ def baseline_rows(run: Run, baselines: Sequence[Baseline], device_type: DeviceTy
     """The rows of torch's own data parallelism: DDP, then FSDP2.
 
     Raises:
-        ConfigError: they cannot train this run.
+        ConfigError: DDP and FSDP2 cannot train this run.
     """
     problems = []
     if baselines and (run.grid.pp > 1 or run.grid.tp > 1):
         problems.append(
-            "DDP and FSDP2 have only a data axis, and this layout has parallel.pipeline "
+            "DDP and FSDP2 have only a data axis, but this layout has parallel.pipeline "
             f"{run.grid.pp} and parallel.tensor {run.grid.tp}; set both to 1, or omit --baselines"
         )
     if baselines and run.precision == "fp16":
         problems.append(
-            "DDP and FSDP2 are run without a loss scale, and fp16.enabled is true; set "
+            "DDP and FSDP2 are run without a loss scale, but fp16.enabled is true; set "
             "bf16.enabled instead, or omit --baselines"
         )
     if problems:
@@ -71,7 +71,7 @@ def baseline_rows(run: Run, baselines: Sequence[Baseline], device_type: DeviceTy
 
 
 def _reductions(run: Run, zero_stage: int) -> tuple[GradientReduction | None, ...]:
-    """The settings that differ at this ZeRO stage; (None,) if they do not."""
+    """The reductions that make a difference at this ZeRO stage; (None,) if none does."""
     several = run.batch.gradient_accumulation_steps > 1 and run.grid.dp > 1
     return ("per_micro_batch", "per_step") if zero_stage >= 2 and several else (None,)
 
@@ -84,7 +84,10 @@ def _row(
     reduction: GradientReduction | None,
     device_type: DeviceType,
 ) -> Row:
-    """A row for ``run`` at this ZeRO stage. Without ``reduction``, it reduces once a step."""
+    """A row that trains ``run`` at this ZeRO stage.
+
+    If ``reduction`` is None, gradients are reduced once a step.
+    """
     label = name if reduction is None else f"{name} {reduction}"
     config = run.config
     zero = config.zero_optimization.model_copy(update={"stage": zero_stage})

@@ -199,7 +199,7 @@ class Activations:
         # Queries and keys after the rotation or the norm.
         queries_and_keys = features - key_value_heads * model.head_dim
         changed = queries_and_keys if is_rotary or model.qk_norm else 0
-        # Cosines and sines of each row, if its positions are its own.
+        # Cosines and sines of each row, if rows have different positions.
         angles = model.head_dim if is_rotary and self._run.config.data.reset_at_documents else 0
         norms = 0
         if model.qk_norm:  # statistics of the norms of each head's query and key
@@ -212,7 +212,8 @@ class Activations:
         # Without the fused kernel (model/attention.py): copies of queries and repeated keys and
         # values, the output, the fp32 softmax, and the weights after dropout.
         squares = self._attention_weights * (_FP32 + self._a)
-        # A norm keeps its input, here a view of all features; on a CPU in 16 bits, in fp32 instead.
+        # A norm keeps its input, which is a view of all features. On a CPU in 16-bit precision, it
+        # keeps the input in fp32 instead.
         keeps_view = model.qk_norm and (self._on_gpu or self._a == _FP32)
         elements = n * (4 * mixed + angles + (features if keeps_view else 0))
         return elements * self._a + squares + norms
@@ -238,13 +239,13 @@ class Activations:
         """
         if not self._splits_sequence:
             return self._summed
-        gloo_copy = 0 if self._on_gpu else self._full  # of what it reduce-scatters
+        gloo_copy = 0 if self._on_gpu else self._full  # of the input of a reduce-scatter
         return self._full + self._gathered + gloo_copy
 
     def _block_backward_working(self) -> int:
         """Working memory at the peak of a block's backward, which is at one of these moments:
 
-        inside the MLP      its gradients, while everything that it kept still exists
+        inside the MLP      its gradients, and everything that its forward kept
         after the MLP       the gradient of its input
         in a norm           the intermediates of RMSNorm on a CPU
         in the attention    the mask of its dropout
@@ -261,7 +262,7 @@ class Activations:
         if not self._fused_norm:
             moments.append(4 * self._m * self._model.hidden_size * _FP32 - mlp_kept)
         if self._model.attention_dropout > 0.0:
-            # The gradient replaces the weights after dropout; what the MLP kept is freed.
+            # The gradient replaces the weights after dropout, and the MLP's tensors are freed.
             hashing = self._attention_weights * _HASHING
             moments.append(hashing - mlp_kept - self._norm_kept() - self._hidden)
         return max(moments)

@@ -115,7 +115,7 @@ def elements_of(parameters: Iterable[LocalParameter]) -> int:
 def flat_group_elements(parameters: Sequence[LocalParameter], dp: int) -> dict[OptimizerGroup, int]:
     """ZeRO-1 and 2: elements of each group's flat tensor, padded to a multiple of 2 x dp.
 
-    A rank's partition is 1/dp of it. Groups without parameters are left out.
+    A rank's partition is 1/dp of it. Groups without parameters are omitted.
     """
     multiple = _ELEMENTS_ALIGNED * dp
     groups: dict[OptimizerGroup, int] = {}
@@ -126,7 +126,7 @@ def flat_group_elements(parameters: Sequence[LocalParameter], dp: int) -> dict[O
 
 
 def partition_elements(parameter: LocalParameter, dp: int) -> int:
-    """ZeRO-3: elements of one rank's equal part of a parameter, the last part padded."""
+    """ZeRO-3: elements of each rank's part of a parameter, including padding."""
     return math.ceil(parameter.elements / dp)
 
 
@@ -230,7 +230,7 @@ def gathered_in_pass(
     *,
     on_host: bool = False,
 ) -> list[GatheredBytes]:
-    """Gathered bytes at each layer. Both directions have the order of the forward pass.
+    """Gathered bytes at each layer, in the order of the forward pass for both directions.
 
     Forward gathers every layer once, backward every layer except the embedding:
 
@@ -279,7 +279,7 @@ def gathered_elements_of_a_step(run: Run, parameters: Sequence[LocalParameter]) 
 def _gathered_by_layer(
     run: Run, parameters: Sequence[LocalParameter]
 ) -> dict[str, list[LocalParameter]]:
-    """Name of each layer -> the parameters that a pass gathers; a tied head has the embedding's."""
+    """Name of each layer -> the parameters that a pass gathers; a tied head has the embedding."""
     kept = {parameter.name for parameter in _stay_gathered(run, parameters)}
     layers: dict[str, list[LocalParameter]] = {}
     for parameter in parameters:

@@ -62,7 +62,7 @@ def predict_memory(run: Run, pipeline_stage: int, *, device_type: str = "cuda") 
 
 
 class _Ledger:
-    """Counts the bytes held now, by category, and remembers them at the peak of their sum."""
+    """Counts the bytes held now by category, and keeps the counts of the highest sum."""
 
     def __init__(self) -> None:
         self.held: Counter[str] = Counter()
@@ -129,7 +129,10 @@ class _Step:
         yield self._optimizer()
 
     def _start(self, *, others: int, gradients: bool) -> _Ledger:
-        """A ledger with ``others`` micro-batches in flight, with or without gradients so far."""
+        """A ledger with ``others`` micro-batches in flight.
+
+        ``gradients``: whether a backward has already computed gradients in this step.
+        """
         ledger = _Ledger()
         ledger.hold("parameters", self.states.parameters)
         ledger.hold("optimizer_states", self.states.optimizer_states)

@@ -205,7 +205,7 @@ def _add_pipeline_axis(messages: Messages, run: Run, pipeline_stage: int) -> Non
 
 
 def _tied_gradient_bytes(run: Run, pipeline_stage: int) -> int:
-    """A rank's part of the gradient of a weight that two pipeline stages hold; 0 without one.
+    """A rank's part of the gradient of a weight that two pipeline stages hold; 0 if none is.
 
     At ZeRO-0 it is complete. At ZeRO-1 to 3 it is the first data rank's partition, the longest.
     """
@@ -215,7 +215,7 @@ def _tied_gradient_bytes(run: Run, pipeline_stage: int) -> int:
         dp = run.grid.dp
         flat = flat_group_elements(tied, dp)["tied"] // dp
         elements = min(elements, flat if run.zero_stage < 3 else -(-elements // dp))
-    # Offloaded gradients are the master weights', in host memory.
+    # Offloaded gradients are those of the master weights, in host memory.
     offloaded = run.config.zero_optimization.offloads_optimizer
     return elements * BYTES_OF["fp32" if offloaded else run.accumulation_dtype]
 
@@ -265,7 +265,7 @@ def _gradient_messages(run: Run, parameters: list[LocalParameter]) -> list[tuple
         everywhere = zero.use_multi_rank_bucket_allreduce or not zero.reduce_scatter
         is_all_reduce = everywhere or not contiguous
         return [("all_reduce" if is_all_reduce else "reduce", elements * number_bytes)]
-    assert zero.reduce_bucket_size is not None, "the run is definite"
+    assert zero.reduce_bucket_size is not None, "a resolved run states it"
     # With reduce_scatter false, gradients are all-reduced unless they are larger than a bucket.
     largest = 0
     if zero.contiguous_gradients and not zero.reduce_scatter:

@@ -75,7 +75,7 @@ class Messages:
 
 
 def call_with_timeout(seconds: float, function: Callable[[], Result]) -> Result:
-    """Calls ``function`` in another thread, because it may hang in a disk or a driver.
+    """Calls ``function`` in another thread, because a disk or a driver may hang.
 
     Raises:
         TimeoutError: it has not returned after ``seconds``. Its thread continues in the background.
@@ -102,8 +102,8 @@ def check_clocks(
         rank 0    sent ...................... received
         rank r          answer: its own time             offset = answer - (sent + received) / 2
 
-    The offset is exact to half the round trip, so the fastest of several round trips is used.
-    Only the first rank of each machine calls this. An answer may take ``seconds``.
+    The error is at most half the round trip, so the fastest of several round trips is used.
+    Only the first rank of each machine calls this. Each answer may take up to ``seconds``.
     """
     if messages.rank == 0:
         return {rank: _clock_offset(messages, rank, seconds) for rank in first_ranks if rank}
@@ -136,8 +136,8 @@ def check_run_folder(
         rank 0        writes .doctor-<random>, the token
         every rank    reads the token, writes .doctor-<random>-<rank> and removes it
 
-    A step may take ``seconds``. The other ranks wait ``token_seconds`` for rank 0's token, because
-    rank 0 may still be busy.
+    Each step may take up to ``seconds``. The other ranks wait up to ``token_seconds`` for rank 0's
+    token, because rank 0 may still be busy.
     """
     created: list[Path] = []
     if messages.rank == 0:
@@ -209,8 +209,8 @@ def check_ports(
 
         node 0 --> node 1 --> node 2 --> ... --> node 0      each listens, the previous one connects
 
-    Only the first rank of each machine calls this. Other machines reach it at ``address``. A
-    connection may take ``seconds``.
+    Only the first rank of each machine calls this. Other machines reach it at ``address``. Each
+    connection may take up to ``seconds``.
 
     Returns:
         By rank, why it cannot connect, or why no rank can connect to it.
@@ -240,7 +240,7 @@ def check_ports(
 
 
 def _connect(messages: Messages, rank: int, seconds: float) -> tuple[int, str] | None:
-    """Connects to ``rank``. Returns the rank with a problem, and the problem; None if none."""
+    """Connects to ``rank``. If that fails, returns the rank at fault and the problem, else None."""
     try:
         host, port = messages.receive(f"port/{rank}", seconds)
     except GroupError as error:
@@ -256,7 +256,7 @@ def _connect(messages: Messages, rank: int, seconds: float) -> tuple[int, str] |
             )
         return messages.rank, (
             f"cannot connect to {host} port {port}, where rank {rank} listens ({error}): gloo and "
-            "NCCL connect at ports that the system chooses, so the firewall must allow every "
+            "NCCL use ports that the system chooses, so the firewall must allow every "
             "port between the machines"
         )
     return None

@@ -49,11 +49,11 @@ class Findings:
     records: Sequence[Record | None]  # the record of every rank; None if the rank did not answer
     waited_seconds: float  # how long rank 0 waited for the records
     run: Run | None = None  # the run of rank 0; None if its configuration is wrong
-    # By the first rank of a machine, how many seconds its clock is ahead of rank 0's; None if it
-    # did not answer.
+    # First rank of a machine -> how many seconds its clock is ahead of rank 0's; None if it did
+    # not answer.
     clocks: dict[int, float | None] | None = None
-    folder: dict[int, str] | None = None  # by rank, what is wrong with training.run_dir there
-    # By rank, why it cannot connect to the next machine, or why it cannot be reached.
+    folder: dict[int, str] | None = None  # rank -> what is wrong with training.run_dir there
+    # Rank -> why it cannot connect to the next machine, or why it cannot be reached.
     ports: dict[int, str] | None = None
     # The measurements of every rank; None if the rank did not answer.
     links: Sequence[LinkReport | None] | None = None
@@ -163,7 +163,7 @@ def _own_problems(findings: Findings) -> _Problems:
     for record in findings.answered:
         rank = record.rank
         if record.world_size != world:
-            text = f"has world size {record.world_size}, and rank 0 has {world}"
+            text = f"has world size {record.world_size}, but rank 0 has {world}"
             yield rank, "ranks", text
         if record.wrong_input is not None:
             yield rank, "configuration", record.wrong_input
@@ -173,23 +173,23 @@ def _own_problems(findings: Findings) -> _Problems:
         needed, allowed = record.open_files
         if 0 <= allowed < needed:
             text = (
-                f"may open {allowed:,} files and connections, and needs up to {needed:,}: raise "
+                f"may open {allowed:,} files and connections, but needs up to {needed:,}: raise "
                 "the hard limit (ulimit -Hn, or nofile in /etc/security/limits.conf)"
             )
             yield rank, "open files", text
-        # In /dev/shm, NCCL exchanges data between GPUs of a machine.
+        # NCCL exchanges data between GPUs of a machine in /dev/shm.
         free = record.shared_memory_bytes
         several = len(findings.nodes[findings.node_of(record)]) > 1
         if record.device != "cpu" and several and free is not None and free < _SHARED_MEMORY_BYTES:
             text = (
-                f"finds {GIB.named(free)} free in /dev/shm, but NCCL needs up to 1 GiB: "
+                f"has {GIB.named(free)} free in /dev/shm, but NCCL needs up to 1 GiB: "
                 "docker run --shm-size=8g, or in Kubernetes a volume with medium: Memory"
             )
             yield rank, "shared memory", text
         if record.unusable_gpu is not None:
             yield rank, "device", record.unusable_gpu
         elif (record.device == "cpu") != (common == "cpu"):
-            yield rank, "device", f"runs on {record.device}, and most ranks on {common}"
+            yield rank, "device", f"runs on {record.device}, but most ranks on {common}"
 
 
 def _differences(findings: Findings) -> _Problems:
@@ -206,7 +206,7 @@ def _differences(findings: Findings) -> _Problems:
             keys = [key for key in sorted(common | own) if common.get(key) != own.get(key)]
             if own and keys:
                 shown = [
-                    f"{key} is {_short(own.get(key))}, and {_short(common.get(key))} on most ranks"
+                    f"{key} is {_short(own.get(key))}, but {_short(common.get(key))} on most ranks"
                     for key in keys[:_KEYS_SHOWN]
                 ]
                 more = len(keys) - len(shown)
@@ -262,7 +262,7 @@ def make_remarks(findings: Findings) -> Iterator[str]:
         if links.linked < links.pairs:
             yield (
                 f"{findings.node_of(record)}: {links.pairs - links.linked} of {links.pairs} pairs "
-                "of GPUs have no NVLink, so what they exchange goes over PCIe; see nvidia-smi "
+                "of GPUs have no NVLink, so they exchange data over PCIe; see nvidia-smi "
                 "topo -m"
             )
     names = sorted({record.device for record in findings.answered})

@@ -6,7 +6,7 @@ no rank waits in a collective if configurations differ or ranks are missing.
 The last step measures each group of the run with the operations of the training:
 
     tp, dp, world    all-reduce of few and of many bytes
-    pp               each stage sends to the next and receives from the previous one, at once
+    pp               each stage sends to the next while it receives from the previous one
 
 All groups of one axis work at the same time, as they do in a step.
 """
@@ -59,8 +59,8 @@ def examine(
 ) -> int:
     """Runs all steps, and returns the exit code. Every rank calls this.
 
-    Each step has ``seconds``. Other machines reach this one at ``address``. ``report`` is called on
-    rank 0, and returns the exit code of all ranks.
+    Each step may take up to ``seconds``. Other machines reach this one at ``address``. Rank 0 calls
+    ``report``, which returns the exit code of all ranks.
 
     Raises:
         GroupError: rank 0 did not answer, or its world size does not include this rank.
@@ -72,7 +72,7 @@ def examine(
         if launch.rank >= steps["world_size"]:
             raise GroupError(
                 f"rank {launch.rank} is not part of the run: rank 0 has world size "
-                f"{steps['world_size']}, this rank {launch.world_size} (from {launch.source})"
+                f"{steps['world_size']}, but here it is {launch.world_size} (from {launch.source})"
             )
         if steps["first_ranks"] is not None:
             assert run is not None, "every record has the degrees of its run"
@@ -95,7 +95,8 @@ def examine(
         findings = replace(findings, **checked)
     code = report(findings)
     messages.broadcast("end", code)
-    # The store may end with this process, and an exit code other than 0 ends the others.
+    # The store may end with this process, and launchers end all ranks if one exits with an error.
+    # So rank 0 waits until the others have the code.
     deadline = time.monotonic() + 5.0
     for each in findings.answered:
         if each.rank:
@@ -154,7 +155,7 @@ def _measure_links(run: Run, launch: LaunchEnvironment, seconds: float) -> LinkR
     if launch.rank >= run.grid.world_size:
         return report  # a spare rank joins no group
     launch = replace(launch, world_size=run.grid.world_size)
-    step = "joining the process groups"
+    step = "while joining the process groups"
 
     def join_and_measure() -> None:
         nonlocal step
@@ -168,7 +169,7 @@ def _measure_links(run: Run, launch: LaunchEnvironment, seconds: float) -> LinkR
             }
             for axis, group in groups.items():
                 if group is not None and group.size() > 1:
-                    step = f"measuring {axis} {dist.get_process_group_ranks(group)}"
+                    step = f"while measuring {axis} {dist.get_process_group_ranks(group)}"
                     report.links.append(_measure(axis, group, context))
                 # All ranks start the next axis together, so measurements do not overlap.
                 dist.all_reduce(torch.zeros(1, device=context.device), group=context.world_group)
@@ -177,9 +178,9 @@ def _measure_links(run: Run, launch: LaunchEnvironment, seconds: float) -> LinkR
     try:
         call_with_timeout(seconds, join_and_measure)
     except TimeoutError:
-        problem = f"was stuck for {seconds:g} s in {step}"
-    except (RuntimeError, ValueError, OSError) as error:  # torch's and ours
-        problem = f"failed in {step}: {str(error).strip().splitlines()[0]}"
+        problem = f"was stuck for {seconds:g} s {step}"
+    except (RuntimeError, ValueError, OSError) as error:  # of torch and of megaspeed
+        problem = f"failed {step}: {str(error).strip().splitlines()[0]}"
     return LinkReport(links=list(report.links), problem=problem)
 
 

@@ -65,7 +65,7 @@ class Record:
 def take_record(
     config: Path, overrides: Sequence[str], launch: LaunchEnvironment, seconds: float
 ) -> tuple[Record, Run | None]:
-    """This rank's record, and its run if the configuration is valid. Each step has `seconds`."""
+    """This rank's record, and its run if the configuration is valid. `seconds`: limit of a step."""
     too_slow: list[str] = []
 
     def limited(step: str, function: Callable[[], Result]) -> Result | None:

@@ -1,4 +1,4 @@
-"""Predicts a run before it starts. Makes no tensor, starts no process and needs no GPU.
+"""Predicts a run before it starts, without tensors, processes or a GPU.
 
 machines.py    accelerators by name, and the placement of ranks on nodes
 prediction.py  memory and traffic of every kind of pipeline stage of a run

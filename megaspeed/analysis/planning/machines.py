@@ -2,8 +2,8 @@
 
     usable_bytes = USABLE_FRACTION x memory_bytes
 
-The number in a name is the vendor's ("80 GB"). It is the GiB of the memory chips, of which error
-correction and firmware use a part. ``memory_bytes`` is the rest, which the driver reports
+The number in a name is the vendor's ("80 GB"). It is the size of the memory chips in GiB. Error
+correction and firmware use a part of it. ``memory_bytes`` is the rest, which the driver reports
 (``nvidia-smi`` in MiB, ``rocm-smi`` in bytes). An "80 GB" H100 has 81,559 MiB = 79.6 GiB =
 85.5 GB. A "48 GB" L40S, whose error correction is in the memory itself, has 46,068 MiB. If driver
 releases differ, the table has the smaller total.
@@ -101,7 +101,7 @@ def device_named(name: str) -> Device:
         close = difflib.get_close_matches(name.lower(), DEVICES, n=1, cutoff=0.3)
         nearest = f"the nearest is {close[0]}; " if close else ""
         raise DeviceError(
-            f"there is no device called {name!r}; {nearest}there are {', '.join(DEVICES)}"
+            f"there is no device called {name!r}; {nearest}the names are {', '.join(DEVICES)}"
         )
     return device
 

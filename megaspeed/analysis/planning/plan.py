@@ -251,9 +251,9 @@ class WhatIf:
 def what_if(
     training: Training, device: Device | None, gpus_per_node: int, largest_tensor: int | None = None
 ) -> WhatIf:
-    """Every layout of the run's world size that fits the device, or every layout without a device.
+    """Every layout of the run's world size that fits the device; if none is named, every layout.
 
-    The largest tensor group is ``largest_tensor``; if it is None, the number of GPUs of a node.
+    Tensor groups have at most ``largest_tensor`` ranks; if it is None, at most a node's GPUs.
     """
     layouts: list[Layout] = []
     peaks: list[int] = []

@@ -1,10 +1,11 @@
 """Memory and traffic of every kind of pipeline stage of a run.
 
-Many pipeline stages are of the same kind: they have the same number of blocks, both or neither have
-the embedding or the head, and they have neighbours on the same sides. Stages of one kind send the
-same number of bytes. The first of them holds most: with 1f1b, a pipeline stage keeps at most
-``pp - pipeline_stage`` micro-batches (Narayanan et al. 2021, section 2.2.1), and with gpipe, every
-stage keeps all of them. So it is enough to predict the first stage of each kind:
+Two pipeline stages are of the same kind if they have the same number of blocks, both or neither
+have the embedding, both or neither have the head, and they have neighbours on the same sides.
+Stages of one kind send the same number of bytes. The first of them holds the most memory: with
+1f1b, a pipeline stage keeps at most ``pp - pipeline_stage`` micro-batches (Narayanan et al. 2021,
+section 2.2.1); with gpipe, every stage keeps all of them. So it is enough to predict the first
+stage of each kind:
 
     pp 35 over 105 blocks    0: embedding + 3 blocks    1..33: 3 blocks    34: 3 blocks + head
 """
@@ -26,7 +27,7 @@ from megaspeed.pipeline.simulation import bubble_fraction
 class AlikeStages:
     """Neighbouring pipeline stages that hold layers of the same kinds."""
 
-    pipeline_stages: range  # their numbers. The first stage holds most memory.
+    pipeline_stages: range  # their numbers. The first stage holds the most memory.
     blocks: int  # number of transformer blocks of each
     has_embedding: bool  # whether they hold the first layer
     has_head: bool  # whether they hold the last layer
@@ -76,7 +77,7 @@ class Prediction:
 
     @property
     def busiest(self) -> StagePrediction:
-        """The pipeline stage that sends most, the earliest if several are equal."""
+        """The pipeline stage that sends the most bytes, the earliest if several are equal."""
         return max(self.stages, key=lambda stage: stage.sent_bytes)
 
 
@@ -108,7 +109,7 @@ def predict_peaks(run: Run) -> list[int]:
 
 
 def sent_along(traffic: Traffic, axes: Iterable[str]) -> int:
-    """Bytes sent along these axes together; "world" is one of the axes."""
+    """Total of the bytes sent along these axes, such as "tp" or "world"."""
     wanted = frozenset(axes)
     return sum(sent for (axis, _), sent in traffic.items() if axis in wanted)
 

@@ -185,7 +185,7 @@ def _memory(plan: Plan) -> Iterator[str | Table]:
         return figures
 
     columns = [None if each is None else cells(each) for each in predictions]
-    yield f"Memory in {unit.name} of the rank that holds most"
+    yield f"Memory in {unit.name} of the rank that holds the most"
     table = table_of(
         left=("",), right=[_zero_stage(plan, zero_stage) for zero_stage in range(len(columns))]
     )
@@ -231,12 +231,12 @@ def _verdict(plan: Plan) -> Iterator[str]:
     if plan.fits:
         return
     change = plan.change
-    assert change is not None, "what does not fit has been searched for a change"
+    assert change is not None, "plan() searches for a change if the run does not fit"
     text = f"--set {' '.join(change.set_text)}" if change.set_text else "nothing else"
     changed_peak = readable_memory(change.peak_bytes)
     if not change.fits:
         yield (
-            f"no change makes it fit; the smallest found needs {changed_peak} a rank, "
+            f"no change makes it fit; the smallest run found needs {changed_peak} a rank, "
             f"{readable_memory(change.peak_bytes - usable)} too much "
             f"({counted(change.world_size, 'rank')}, {text})"
         )
@@ -250,7 +250,7 @@ def _verdict(plan: Plan) -> Iterator[str]:
 
 
 def what_if_report(found: WhatIf, plan: Plan) -> Iterator[str | Table]:
-    """The layouts with least memory, those with least traffic, and how many were omitted."""
+    """The layouts with the least memory, those with the least traffic, and how many are omitted."""
     if found.layouts:
         yield from _layouts("least memory", found.layouts)
         by_traffic = sorted(found.layouts, key=lambda layout: layout.sent_bytes)

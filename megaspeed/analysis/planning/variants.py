@@ -322,7 +322,7 @@ def _at(settings: Settings, *, pp: int, tp: int) -> Settings:
 
 
 def _undone(settings: Settings, start: Settings, fields: _Fields) -> Settings:
-    """The settings with these fields as at the start, and the same number of ranks."""
+    """``settings`` with these fields reset to ``start``. The number of ranks stays the same."""
     undone = replace(settings, **{field: getattr(start, field) for field in fields})
     if settings.world_size % (undone.pp * undone.tp):
         return settings

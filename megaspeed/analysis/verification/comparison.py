@@ -172,7 +172,7 @@ def _relative(difference: float, size: float) -> float:
 
 
 def shuffled(batch: Sequence[MicroBatch], seed: int) -> list[MicroBatch]:
-    """The same samples in parts of the same size, in an order that ``seed`` determines."""
+    """The samples of ``batch`` in another order, drawn from ``seed``. Parts keep their size."""
     tokens = torch.cat([part.tokens for part in batch])
     targets = torch.cat([part.targets for part in batch])
     samples = torch.cat([part.samples for part in batch])
@@ -258,7 +258,7 @@ def widened_tolerances(comparison: Comparison) -> list[str]:
         wider = [number for number, step in enumerate(steps, 1) if step.allowed > base]
         if wider:
             most = max(step.allowed for step in steps)
-            limited = f", limited to {LARGEST_WIDENING:.0f} times what step 1 is allowed"
+            limited = f", limited to {LARGEST_WIDENING:.0f} times the tolerance of step 1"
             sentences.append(
                 f"{name}: {base:.0e} allowed at step 1, up to {most:.1e} from step {wider[0]} on: "
                 f"{FACTOR:.0f} times the largest difference in one process if only the order of "
@@ -273,8 +273,8 @@ def verdict(comparison: Comparison) -> str:
         return "DIFFERENT: the initial weights are not bitwise equal"
     if comparison.copies_differ_by != 0.0:
         return (
-            "DIFFERENT: ranks that hold copies of the same weights differ by up to "
-            f"{comparison.copies_differ_by:.1e}, and must be equal"
+            "DIFFERENT: copies of the same weights on several ranks must be equal, but differ by "
+            f"up to {comparison.copies_differ_by:.1e}"
         )
     largest = comparison.largest
     word = "EQUAL" if comparison.equal else "DIFFERENT"

@@ -97,7 +97,7 @@ def _forward_backward(model: GPT, batch: list[MicroBatch], tokens: int, loss_sca
 
 
 def _norm_of_gradients(masters: dict[str, nn.Parameter]) -> Tensor:
-    """Computed in fp64: torch's fp32 norm of a large tensor has an error above the tolerance."""
+    """The norm, in fp64: torch's fp32 norm of a large tensor has an error above the tolerance."""
     gradients = (p.grad for p in masters.values() if p.grad is not None)
     return torch.stack([g.double().square().sum() for g in gradients]).sum().sqrt().float()
 

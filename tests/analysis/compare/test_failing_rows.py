@@ -58,7 +58,7 @@ def test_a_killed_rank_is_distinguished_from_one_that_fails(tmp_path: Path) -> N
     killer.join()
     assert killed.status == "failed" and killed.reason is not None
     assert killed.reason.startswith(
-        "a rank was killed by SIGKILL, as the system does if memory runs out; see "
+        "a rank was killed by SIGKILL; the system does this if memory runs out; see "
     )
     assert refused.status == "refused"
 

@@ -60,7 +60,7 @@ def test_a_first_row_that_diverged_agrees_with_nothing() -> None:
     compared = replace(result(), rows=[diverged, diverged])
     assert not compared.succeeded
     (message,) = compared.disagreements
-    assert message.startswith("ZeRO-0 has the loss nan, so no row can agree with it; lower the")
+    assert message.startswith("ZeRO-0 has loss nan, so no row can agree with it; lower the")
 
 
 def test_a_failed_row_fails_the_comparison_and_a_refused_one_does_not() -> None:

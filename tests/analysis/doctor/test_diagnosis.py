@@ -73,7 +73,7 @@ LAST = record(3, "gpu18")
             "versions",
             "torch is 2.11.0",
         ),
-        (replace(LAST, versions={"torch": "2.13.0"}), "versions", "NCCL is missing, and 2.27.3"),
+        (replace(LAST, versions={"torch": "2.13.0"}), "versions", "NCCL is missing, but 2.27.3"),
         (replace(LAST, settings={"gradient_clipping": "0.5"}), "configuration", "clipping is 0.5"),
         (replace(LAST, data={"training text": "cc", "tokenizer": "bb"}), "data", "text is cc"),
         (replace(LAST, wrong_input="1 problem"), "configuration", "1 problem"),
@@ -82,7 +82,7 @@ LAST = record(3, "gpu18")
         (replace(LAST, shared_memory_bytes=2**26), "shared memory", "0.06 GiB free in /dev/shm"),
         (replace(LAST, device="cpu"), "device", "runs on cpu"),
         (replace(LAST, device="cpu", unusable_gpu="torch finds no GPU"), "device", "finds no GPU"),
-        (replace(LAST, world_size=8), "ranks", "has world size 8, and rank 0 has 4"),
+        (replace(LAST, world_size=8), "ranks", "has world size 8, but rank 0 has 4"),
     ],
 )
 def test_a_rank_that_differs_is_one_line(changed: Record, check: str, text: str) -> None:

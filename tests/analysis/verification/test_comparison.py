@@ -171,7 +171,7 @@ def test_a_wider_tolerance_is_reported() -> None:
         "difference in one process if only the order of the samples in each step changes"
     ]
     (at_the_cap,) = widened_tolerances(of_two_steps(allowed=1e-4))
-    assert at_the_cap.endswith(", limited to 100 times what step 1 is allowed")
+    assert at_the_cap.endswith(", limited to 100 times the tolerance of step 1")
 
 
 def test_the_json_of_a_diverged_run_has_only_numbers_of_json() -> None:

@@ -137,7 +137,7 @@ def test_a_folder_that_is_not_a_run_ends_with_2_and_writes_nothing(
     run, file = written_run(tmp_path / "run", steps=2), tmp_path / "report.html"
     assert main(["report", str(run), str(tmp_path), "--output", str(file)]) == 2
     assert capsys.readouterr().err == (
-        f"{tmp_path} holds no metrics.jsonl, so it is not the folder of a run that has started; "
-        "name one that has (training.run_dir, by default runs/<config name>)\n"
+        f"{tmp_path} has no metrics.jsonl, so no run has started in it; name the folder of a run "
+        "that has started (training.run_dir, by default runs/<config name>)\n"
     )
     assert not file.exists()

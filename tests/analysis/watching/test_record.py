@@ -112,7 +112,7 @@ def test_a_run_whose_configuration_is_broken_keeps_its_steps(tmp_path: Path) -> 
     assert run.last_step == 2 and run.config == {} and run.planned_steps is None
     assert run.notes[0].startswith("no configuration: ")
     (folder / "config.json").unlink()
-    assert "is not there" in read_run(folder).notes[0]
+    assert "does not exist" in read_run(folder).notes[0]
 
 
 def test_a_run_before_its_first_step_has_none(tmp_path: Path) -> None:
@@ -123,8 +123,8 @@ def test_a_run_before_its_first_step_has_none(tmp_path: Path) -> None:
 def test_a_folder_that_is_not_a_run_is_named(tmp_path: Path) -> None:
     with pytest.raises(RunFolderError, match="nothing is not a folder"):
         read_run(tmp_path / "nothing")
-    with pytest.raises(RunFolderError, match=r"holds no metrics\.jsonl"):
+    with pytest.raises(RunFolderError, match=r"has no metrics\.jsonl"):
         read_run(tmp_path)
     os.mkfifo(tmp_path / "metrics.jsonl")
-    with pytest.raises(RunFolderError, match=r"holds no metrics\.jsonl"):
+    with pytest.raises(RunFolderError, match=r"has no metrics\.jsonl"):
         read_run(tmp_path)
