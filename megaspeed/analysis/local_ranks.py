@@ -92,7 +92,7 @@ def run_on_ranks(
         raise RanksFailed(failures[0].reason)
     if not finished:
         raise RanksFailed(
-            f"not done after {timeout_seconds:g} s; --timeout sets the time limit of a row"
+            f"not finished after {timeout_seconds:g} s; raise --timeout, the limit of a measurement"
         )
     if len(outcomes) < world_size or failures:
         raise RanksFailed(_end_of([code for code in codes if code]))

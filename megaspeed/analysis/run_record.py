@@ -238,7 +238,7 @@ class RunComparison:
         return not self.partings and not self.missing
 
     def as_json(self) -> dict[str, Any]:
-        """The same as JSON values."""
+        """The comparison as JSON values."""
         return {"equal": self.equal, **asdict(self)}
 
 

@@ -40,7 +40,7 @@ def add_model_options(parser: argparse.ArgumentParser, *openings: str) -> None:
         "--opening",
         choices=("auto", "end-of-text", "tokenizer", *openings),
         default="auto",
-        help="what precedes a document: an end-of-text, what the tokenizer's template puts before "
+        help="tokens before a document: an end-of-text, what the tokenizer's template puts before "
         "a text, or (auto, the default) what preceded it in training: an end-of-text if the model "
         "was trained here, otherwise the template's",
     )

@@ -192,7 +192,7 @@ def hold_out_tokens(files: Sequence[TokenFile], fraction: float, seed: int) -> S
     """Holds out `fraction` of the tokens of each file, with an error of at most 2 %.
 
     A file is divided into blocks so that about 16 blocks are held out. If they would be shorter
-    than 65,536 tokens, one block is held out. Blocks are selected in the order of sha256(seed,
+    than 65,536 tokens, fewer blocks are held out. Blocks are selected in the order of sha256(seed,
     first ids). Only a part of the last one is used. Neither side of a file is empty, unless the
     fraction is 0.
 

@@ -170,7 +170,7 @@ class ValidationOrder(TrainingOrder):
 
     @property
     def sequences(self) -> int:
-        """Rows of a complete evaluation: the number of all sequences."""
+        """The number of sequences of all samplers. A complete evaluation reads each once."""
         return sum(sampler.sequences for sampler in self.samplers)
 
     def _sequence_of(self, sampler: Sampler, draw: int) -> int:

@@ -105,7 +105,7 @@ class ByteStream:
         try:
             data = read(*size)
             if not data and self._compression is not None and self._disk.tell() == 0:
-                raise EOFError("even an archive of no text has a header")
+                raise EOFError("the file is empty, without an archive's header")
         except (OSError, EOFError, zlib.error) as error:
             self._damage = BadRecord(
                 self._path,
@@ -234,7 +234,7 @@ class JsonLines(TextFormat):
             names = dict.fromkeys(key for key, _ in record)
             raise _NoText(no_such_field(field, names, "field"), f"{STATE_FIELD}, or {CORRECT_IT}")
         if len(texts) > 1:
-            raise _NoText(f'a line has one field "{field}", but this one has several')
+            raise _NoText(f'a line must have one field "{field}", but has {len(texts)}')
         wrong = what_is_wrong(texts[0])
         if wrong is not None:
             raise _NoText(f'the field "{field}" must be a string, but is {wrong}')

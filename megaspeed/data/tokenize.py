@@ -124,7 +124,7 @@ def tokenize(
 
 
 def _groups(states: Sequence[FileState], first: int) -> Iterator[slice]:
-    """The input files from number `first` on, in groups. The plan is saved after each group."""
+    """Groups of consecutive input files, from number `first` on. The plan is saved after each."""
     while first < len(states):
         stop, size = first, 0
         while stop < len(states) and (stop == first or size < _SAVED_AT_ONCE_BYTES):

@@ -168,7 +168,7 @@ def _read(checkpoint: Path, parts: Sequence[Part], dtype: torch.dtype) -> dict[s
 
 
 def _refusal(checkpoint: Path, part: Part, dtype: torch.dtype) -> str:
-    """The message about a tensor that has values that are not finite in ``dtype``."""
+    """The error message for a tensor with values that are not finite in ``dtype``."""
     exact = _read(checkpoint, [part], torch.float32)[part.theirs]
     diverged = int((~exact.isfinite()).sum())
     if diverged:

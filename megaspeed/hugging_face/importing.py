@@ -129,7 +129,7 @@ def _pieces(model: ModelConfig, stored: Mapping[str, StoredTensor]) -> Iterator[
 
 
 def _rows_of(tensor: StoredTensor, rows: slice, part: Part) -> Tensor:
-    """Our rows, which are columns of a transposed tensor."""
+    """Rows in our layout. In a transposed tensor, these are columns."""
     return tensor.read(slice(None), rows).T if part.transposed else tensor.read(rows)
 
 

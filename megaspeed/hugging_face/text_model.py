@@ -204,7 +204,8 @@ def _load_checkpoint(
 def _temporary_folder() -> Iterator[Path]:
     """A new folder in $TMPDIR, removed after the block.
 
-    A killed process leaves its folder, but not the lock in it. The next call removes such folders.
+    A killed process leaves its folder behind. The system releases its lock in the folder, so the
+    next call sees that nobody uses the folder, and removes it.
     """
     for left in Path(gettempdir()).glob(f"{_TEMPORARY_PREFIX}*"):
         with suppress(Locked, OSError):

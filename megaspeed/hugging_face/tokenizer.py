@@ -53,7 +53,7 @@ class ModelTokenizer:
         return f"tokenizer: {files}{self.remark and '; '}{self.remark}"
 
     def ids(self) -> dict[str, int | None]:
-        """The ids under their names in config.json and generation_config.json."""
+        """The special tokens' ids by their keys in config.json and generation_config.json."""
         return {"bos_token_id": self.bos_token_id, "eos_token_id": self.eos_token_id}
 
 

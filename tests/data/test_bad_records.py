@@ -55,7 +55,7 @@ LINES = [
     (b'{"text": "a\\ud800"}', "is one with half a character (\\ud800 at character 1)"),
     (b'{"id": 1, "body": ""}', 'must hold the text, but is missing; the fields are "id", "body"'),
     (b"{}", "is missing; the fields are none"),
-    (b'{"text": "a", "text": "b"}', 'a line has one field "text", but this one has several'),
+    (b'{"text": "a", "text": "b"}', 'a line must have one field "text", but has 2'),
 ]
 
 
