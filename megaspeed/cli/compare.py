@@ -64,7 +64,7 @@ def add_to(commands: Any) -> None:
         help="folder for the results (runs/<name>-compare)",
     )
     parser.add_argument(
-        "--timeout", type=positive, default=1800, help="time limit of a measurement in seconds (1800)"
+        "--timeout", type=positive, default=1800, help="seconds for each measurement (1800)"
     )
 
 
