@@ -51,7 +51,8 @@ def gather(group: dist.ProcessGroup, make: Callable[[], Result]) -> list[Result]
     _check_groups()
     result, error, cause = _call(make)
     answers: list[Any] = [None] * group.size()
-    dist.gather_object((result, error), answers if group.rank() == 0 else None, 0, group)
+    receiving = answers if group.rank() == 0 else None
+    dist.gather_object((result, error), receiving, group=group, group_dst=0)
     failed: list[CheckpointError | None] = [None]
     if group.rank() == 0:
         errors = ((rank, error) for rank, (_, error) in enumerate(answers) if error is not None)

@@ -33,7 +33,7 @@ from megaspeed.checkpoint.manifest import (
     read_manifest,
     size_problems,
 )
-from megaspeed.checkpoint.reading import INDEX, read_index, tensors_of
+from megaspeed.checkpoint.reading import ELEMENTS, INDEX, read_index, tensors_of
 from megaspeed.checkpoint.run_state import RUN_STATE, RunState
 from megaspeed.checkpoint.tensors import (
     BYTES_PER_ELEMENT,
@@ -287,4 +287,8 @@ def _archive_problem(stream: FileIO, box: Box, place: _StorageInfo) -> str | Non
         return "is not a float32 tensor"
     if tensor.shape != box.sizes or not tensor.is_contiguous() or tensor.storage_offset():
         return f"is a tensor of {list(tensor.shape)}, but must be {list(box.sizes)}, row by row"
+    view = _create_file_view(stream, place.offset, place.length)
+    found_bytes = torch._C.PyTorchFileReader(view).get_record_size(ELEMENTS)
+    if found_bytes != (box_bytes := box.elements * BYTES_PER_ELEMENT):
+        return f"has {found_bytes:,} bytes of elements, but must have {box_bytes:,}"
     return None

@@ -55,21 +55,27 @@ def read_document(path: Path, overrides: Sequence[str] = ()) -> Document:
     problems: list[Problem] = []
     trees: list[tuple[str, dict[str, Any]]] = []  # each with its origin; a later one is extended
     files: list[Path] = []
-    following: Path | None = path
-    while following is not None:
-        file = following
+    file, is_complete = path, False
+    while not is_complete:
         origin = str(file) if files else ""
         try:
-            values, duplicates = _read_values(file, files)
-            following = _extended_file(file, values.pop("extends", None))
+            values, found = _read_values(file, files)
         except ValueError as error:
             problems.append(Problem((), str(error)))
             break
         values.pop("$schema", None)
+        extended = values.pop("extends", None)
+        wrong = _problem_of_extends(extended)
+        if wrong is not None:
+            found.append(Problem(("extends",), wrong))
         in_file = f" (in {file})" if origin else ""
-        problems += [Problem(each.path, f"{each.message}{in_file}") for each in duplicates]
+        problems += [Problem(each.path, f"{each.message}{in_file}") for each in found]
         trees.append((origin, values))
         files.append(file)
+        if wrong is not None:
+            break
+        is_complete = extended is None
+        file = file if is_complete else file.parent / extended
     trees.reverse()
     for text in overrides:
         tree, found = parse_override(text)
@@ -80,7 +86,7 @@ def read_document(path: Path, overrides: Sequence[str] = ()) -> Document:
     for origin, tree in trees:
         merged = merge(merged, tree)
         origins |= dict.fromkeys(_paths_in(tree), origin)
-    return Document(merged, tuple(problems), origins, is_complete=following is None)
+    return Document(merged, tuple(problems), origins, is_complete)
 
 
 def add_config_options(parser: ArgumentParser) -> None:
@@ -178,14 +184,12 @@ def _read_values(file: Path, extended_by: Sequence[Path]) -> tuple[dict[str, Any
     return read_json_object(file)
 
 
-def _extended_file(file: Path, parent: Any) -> Path | None:
-    """The file that a file extends. Raises ValueError if the value of `extends` is not a path."""
-    if parent is None:
+def _problem_of_extends(extended: Any) -> str | None:
+    """Why the value of `extends` cannot be used; None if it is a path or omitted."""
+    if extended is None:
         return None
-    wrong = path_problem(parent) if isinstance(parent, str) else "wanted the path of one file"
-    if wrong is not None:
-        raise ValueError(f"extends: given {describe_value(parent)}, {wrong}")
-    return file.parent / parent
+    wrong = path_problem(extended) if isinstance(extended, str) else "wanted the path of one file"
+    return None if wrong is None else f"extends: given {describe_value(extended)}, {wrong}"
 
 
 def _missing_file(path: Path, extended_by: Sequence[Path], problem: str) -> str:

@@ -23,6 +23,7 @@ import os
 import sysconfig
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 from megaspeed.config.data import BUNDLED_CORPUS, Source
@@ -252,7 +253,10 @@ def _nothing_found(source: Source, setting: str) -> str:
         )
     path = expand_home(str(source.path))
     if path.is_dir():
-        inside = Path(glob.escape(str(path)), "**", "*.txt").as_posix()
+        inside = Path(glob.escape(str(path)), "**")
+        files = filter(os.path.isfile, glob.iglob(str(inside), recursive=True))
+        readable = (file for file in map(Path, islice(files, 10_000)) if not _why_refused(file))
+        inside /= f"*{next((file.suffix for file in readable), '.txt')}"
         return (
             f"{setting}: a source must be a file, a glob or a folder that save_to_disk of datasets "
             f"wrote, but '{source}' is another folder; name the files in it, for example with "

@@ -11,9 +11,8 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
@@ -55,6 +54,8 @@ def _pieces_of_rows(
 ) -> Iterator[Piece]:
     """The pieces of all rows with text. Each row is a document."""
     for row, value in enumerate(values):
+        if value is _LOST:
+            continue
         wrong = what_is_wrong(value)
         if wrong is not None:
             problem = f'the column "{column}" must be a string, but is {wrong}'
@@ -63,12 +64,16 @@ def _pieces_of_rows(
             yield from pieces_of(str(value), round((row + 1) * bytes_per_row))
 
 
-def _until_broken(batches: Iterator[T], path: Path, on_bad: OnBad) -> Iterator[T]:
-    """The batches before the first one that cannot be read, which is reported."""
+_LOST = object()
+"""A placeholder for a row that cannot be read, so that later rows keep their numbers."""
+
+
+def _until_broken(batches: Iterator[T], on_broken: Callable[[Exception], None]) -> Iterator[T]:
+    """The batches before the first one that cannot be read."""
     try:
         yield from batches
     except Exception as error:  # pyarrow and datasets raise many kinds
-        on_bad(_cannot_be_read(path, error))
+        on_broken(error)
 
 
 def _cannot_be_read(path: Path, error: Exception) -> BadRecord:
@@ -103,12 +108,7 @@ class Table(TextFormat):
             if wrong is not None:
                 on_bad(BadRecord(path, "its columns", wrong, STATE_FIELD))
                 return
-            columns, groups = [self.text_field], range(table.metadata.num_row_groups)
-            batches = chain.from_iterable(
-                table.iter_batches(_ROWS_AT_ONCE, [group], columns) for group in groups
-            )
-            readable = _until_broken(batches, path, on_bad)
-            values = (_value(scalar) for batch in readable for scalar in batch.column(0))
+            values = self._values(table, path, on_bad)
             bytes_per_row = size / max(1, table.metadata.num_rows)
             yield from _pieces_of_rows(path, self.text_field, values, bytes_per_row, on_bad)
 
@@ -124,6 +124,25 @@ class Table(TextFormat):
         if str(kind) not in ("string", "large_string", "string_view"):
             return f'the column "{self.text_field}" must hold strings, but holds {kind}'
         return None
+
+    def _values(self, table: Any, path: Path, on_bad: OnBad) -> Iterator[object]:
+        """The column, row by row. If a row group is damaged, its other rows are lost."""
+        first = 0
+        for group in range(table.metadata.num_row_groups):
+            row, stop = first, first + table.metadata.row_group(group).num_rows
+            errors: list[Exception] = []
+            batches = table.iter_batches(_ROWS_AT_ONCE, [group], [self.text_field])
+            for batch in _until_broken(batches, errors.append):
+                yield from map(_value, batch.column(0))
+                row += len(batch)
+            for error in errors:
+                problem = (
+                    f"it and the rest of its row group, {stop - row:,} rows, cannot be read "
+                    f"({error})"
+                )
+                on_bad(BadRecord(path, f"row {row:,} (counted from 0)", problem, COPY_AGAIN))
+                yield from (_LOST for _ in range(stop - row))
+            first = stop
 
 
 def _value(scalar: Any) -> object:
@@ -260,7 +279,9 @@ def _pieces_of_dataset(
             on_bad(BadRecord(path, "its columns", problem, STATE_FIELD))
             return
         dataset = dataset.select_columns([column])
-    batches = _until_broken(dataset.iter(batch_size=_ROWS_AT_ONCE), path, on_bad)
+    batches = _until_broken(
+        dataset.iter(batch_size=_ROWS_AT_ONCE), lambda error: on_bad(_cannot_be_read(path, error))
+    )
     values = (
         value
         for batch in batches

@@ -98,6 +98,7 @@ def tokenize(
         states = [file.state() for file in files]
         plan = _plan(files, states, tokenizer, shard_tokens)
         progress = _earlier_progress(folder, plan, skips=skip is not None)
+        progress.read_bytes = sum(size for _, size, _, _ in states[: progress.files])
         _save(folder, plan, progress)
         tokenizer.save(folder)
         dtype = id_type(tokenizer.vocab_size)

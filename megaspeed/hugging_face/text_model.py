@@ -45,7 +45,7 @@ Report = Callable[[str], None]
 _LOWEST_TEMPERATURE = 1e-6
 """Below it the likeliest token is taken, because logits divided by it could overflow in fp32."""
 
-_TEMPORARY_PREFIX, _LOCK = "megaspeed-", ".lock"
+_TEMPORARY_PREFIX, _LOCK = "megaspeed-export-", ".lock"
 _UNLOCKED_SECONDS = 60
 
 
@@ -205,14 +205,14 @@ def _temporary_folder() -> Iterator[Path]:
     """A new folder in $TMPDIR, removed after the block.
 
     A killed process leaves its folder behind. The system releases its lock in the folder, so the
-    next call sees that nobody uses the folder, and removes it.
+    next call sees that nobody uses the folder, and removes it. Folders without a lock are kept.
     """
-    for left in Path(gettempdir()).glob(f"{_TEMPORARY_PREFIX}*"):
+    for left in Path(gettempdir()).glob(f"{_TEMPORARY_PREFIX}*/{_LOCK}"):
         with suppress(Locked, OSError):
-            # A young folder may not have its lock yet.
-            if time.time() - left.stat().st_mtime > _UNLOCKED_SECONDS:
-                with lock(left / _LOCK):
-                    shutil.rmtree(left)
+            # A process may have made its lock file just now, and not have locked it yet.
+            if time.time() - left.parent.stat().st_mtime > _UNLOCKED_SECONDS:
+                with lock(left):
+                    shutil.rmtree(left.parent)
     with TemporaryDirectory(prefix=_TEMPORARY_PREFIX) as name, lock(Path(name) / _LOCK):
         yield Path(name)
 

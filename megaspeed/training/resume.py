@@ -313,8 +313,9 @@ def _saved_rule(options: ResumeOptions, run: Run) -> Any:
     """The rule in the newest checkpoint that the run would resume from; None if there is none."""
     candidates = checkpoint_folder(run).newest_first()
     if options.path is not None:
-        # A restart continues from its own checkpoints, and DIR may be gone.
-        if not (restart_number() and candidates):
+        # A restart continues from its own checkpoints, so that DIR may be gone. If DIR exists, it
+        # has the rule. The run folder may still have old checkpoints, which --fresh moves away.
+        if options.path.exists() or not (restart_number() and candidates):
             candidates = locate(options.path)
     elif options.source == NEVER or options.fresh:
         candidates = []

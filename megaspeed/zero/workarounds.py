@@ -63,7 +63,7 @@ def import_muon_uncompiled() -> None:
     imports Inductor: more than a second for each rank, and thousands of files on a shared disk.
     """
     original = compiler.compile
-    compiler.compile = lambda: lambda function: function
+    compiler.compile = lambda *_arguments, **_options: lambda function: function
     try:
         importlib.import_module("deepspeed.runtime.zero.muon.original_muon")
     finally:

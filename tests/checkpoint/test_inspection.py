@@ -1,8 +1,10 @@
 """A checkpoint is whole, or every reason why it is not is named."""
 
+import io
 import os
 import pickle
 import shutil
+import zipfile
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -301,6 +303,21 @@ def test_bytes_that_are_no_float32_tensor_are_told(
         length = file.tell() - offset
     change_index(checkpoint, moved(UP, offset=lambda _: offset, length=lambda _: length))
     assert told in only_problem(checkpoint)
+
+
+def test_an_archive_with_too_few_elements_is_reported(checkpoint: Path) -> None:
+    whole, cut = io.BytesIO(), io.BytesIO()
+    torch.save(torch.zeros(128, 32), whole)
+    with zipfile.ZipFile(whole) as source, zipfile.ZipFile(cut, "w") as target:
+        for record in source.namelist():
+            content = source.read(record)
+            target.writestr(record, content[:64] if record.endswith("/data/0") else content)
+        target.writestr("archive/other", bytes(16_384))
+    with (checkpoint / TENSORS).open("ab") as file:
+        offset = file.tell()
+        length = file.write(cut.getvalue())
+    change_index(checkpoint, moved(UP, offset=lambda _: offset, length=lambda _: length))
+    assert "has 64 bytes of elements, but must have 16,384" in only_problem(checkpoint)
 
 
 def test_a_pickle_in_an_archive_is_no_program(checkpoint: Path, tmp_path: Path) -> None:

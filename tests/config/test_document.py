@@ -174,3 +174,14 @@ def test_all_wrong_overrides_are_reported_with_the_problems_of_the_file(tmp_path
     with pytest.raises(ConfigError) as caught:
         read_config(file, ["one", "two", "parallel.tensor=5"])
     assert len(caught.value.problems) == 5  # two --set, zzz, 12 heads % 5, 384 % 5
+
+
+def test_a_wrong_path_to_extend_names_its_file_and_keeps_the_other_problems(tmp_path: Path) -> None:
+    middle = tmp_path / "middle.json"
+    middle.write_text('{"training": {"steps": 1, "steps": 2}, "extends": 5}')
+    (tmp_path / "top.json").write_text('{"extends": "middle.json"}')
+    document = read_document(tmp_path / "top.json")
+    messages = [problem.message for problem in document.problems]
+    assert len(messages) == 2 and all(f"(in {middle})" in message for message in messages)
+    assert "wanted the path of one file" in messages[1]
+    assert document.values == {"training": {"steps": 2}} and not document.is_complete

@@ -107,6 +107,20 @@ def test_a_format_that_would_be_read_as_its_own_syntax_is_refused(
     assert mend in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("files", "glob"),
+    [([], "*.txt"), (["b.jsonl"], "*.jsonl"), (["a.csv", "b.parquet"], "*.parquet")],
+)
+def test_a_glob_that_matches_the_files_of_a_folder_is_suggested(
+    tmp_path: Path, files: list[str], glob: str
+) -> None:
+    for file in files:
+        (tmp_path / file).write_text("")
+    with pytest.raises(DataError) as caught:
+        list_files([Source(path=str(tmp_path))], "data.train")
+    assert str(caught.value).endswith(f'for example with "{tmp_path}/**/{glob}"')
+
+
 def test_a_suffix_states_the_format_and_a_dot_in_a_folders_name_does_not(tmp_path: Path) -> None:
     touch(tmp_path, "v1.json/part.0001", "a.jsonl", "b.ndjson.zst", "c.parquet", "d.GZ", "e")
     (part, lines, archive, table, packed, plain) = (

@@ -84,15 +84,17 @@ def test_too_little_temporary_space_is_reported(
 def test_the_temporary_folder_of_a_killed_process_is_removed_by_the_next(
     checkpoint: Path, temporary: Path
 ) -> None:
-    killed, running, young = (temporary / f"megaspeed-{name}" for name in ("a", "b", "c"))
-    for folder in (killed, running, young):
+    names = ("megaspeed-export-a", "megaspeed-export-b", "megaspeed-mine", "megaspeed-export-new")
+    killed, running, of_the_user, without_a_lock = (temporary / name for name in names)
+    for folder in (killed, running, of_the_user, without_a_lock):
         folder.mkdir()
         (folder / "model.writing").touch()
+    (killed / ".lock").touch()
     with lock(running / ".lock"):
-        for folder in (killed, running):
+        for folder in (killed, running, of_the_user, without_a_lock):
             os.utime(folder, (0, 0))
         load(checkpoint)
-    assert sorted(temporary.iterdir()) == [running, young]
+    assert sorted(temporary.iterdir()) == sorted((running, of_the_user, without_a_lock))
 
 
 def test_a_hugging_face_folder_is_loaded_as_it_is(checkpoint: Path, tmp_path: Path) -> None:
