@@ -249,6 +249,22 @@ def test_a_restart_does_not_look_for_the_checkpoint_of_the_start(
     assert kept.config.data.hold_out_by == "documents"
 
 
+def test_a_restart_takes_the_split_of_the_checkpoint_that_it_resumes_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first attempt failed before --fresh moved the old checkpoints of the run folder."""
+    run = tiny_run(TEXT, training={"run_dir": str(tmp_path / "run")})
+    for folder, rule in ((run.run_dir, "tokens"), (tmp_path / "other", "documents")):
+        config = CONFIG_SAVED.to_json()
+        config["data"]["hold_out_by"] = rule
+        write_checkpoint(CheckpointFolder(folder / "checkpoints"), 10, config=config)
+    options = ResumeOptions(source=str(tmp_path / "other"), fresh=True)
+    for attempt in range(2):
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(attempt))
+        kept, _ = keep_split(options, run)
+        assert kept.config.data.hold_out_by == "documents", attempt
+
+
 CHEAP = """
 import os, signal, sys, time
 from pathlib import Path
