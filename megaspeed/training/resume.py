@@ -34,6 +34,7 @@ from megaspeed.topology.process_end import EXIT_FAILED
 from megaspeed.training.restarts import FINAL_CODE
 from megaspeed.training.resumed_run import (
     config_changes,
+    mask_changes,
     rate_change,
     saved_config,
     training_changes,
@@ -240,7 +241,7 @@ def find_start(options: ResumeOptions, run: Run, context: ParallelContext) -> St
         step=saved.progress.step,
         in_place=not options.fresh and _is_of(run, checkpoint),
         skipped=skipped,
-        changes=tuple(config_changes(saved, run)),
+        changes=(*mask_changes(saved, run), *config_changes(saved, run)),
         rate_change=rate_change(saved, run),
     )
     if start.is_end_of(run) and (others := training_changes(saved, run)):

@@ -16,6 +16,7 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
+from megaspeed import __version__
 from megaspeed.checkpoint.run_state import DataIdentity, Progress, RunState
 from megaspeed.config.deepspeed_keys import OptimizerConfig, SchedulerConfig
 from megaspeed.config.layout import violations
@@ -115,6 +116,26 @@ def training_changes(saved: RunState, run: Run) -> list[str]:
         for change in changes
         if change.startswith(_TRAINING_KEYS) and not change.startswith("model.preset")
     ]
+
+
+def mask_changes(saved: RunState, run: Run) -> list[str]:
+    """A line "key: before -> now" if dropout masks differ from the saved run's, otherwise none.
+
+    Version 0.1 drew the masks with the device's random generator.
+    """
+    version = saved.software.get("megaspeed", "")
+    is_old = saved.imported_from is None and version.startswith("0.1.")
+    models = (saved.model_section(), run.config.model)
+    if not (is_old and all(_has_dropout(model) for model in models)):
+        return []
+    return [
+        f"dropout masks: of version {version} -> of version {__version__}, which drops different "
+        "elements with the same probabilities"
+    ]
+
+
+def _has_dropout(model: ModelConfig) -> bool:
+    return max(model.embedding_dropout, model.attention_dropout, model.residual_dropout) > 0.0
 
 
 def rate_change(saved: RunState, run: Run) -> str | None:
