@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megaspeed.config.document import add_config_options
+from megaspeed.config.layout import World
 from megaspeed.config.resolve import Run
 from megaspeed.config.section import LARGEST_COUNT, LARGEST_WORLD
 from megaspeed.data.selection import load_run_and_data
@@ -47,13 +48,8 @@ def load(options: argparse.Namespace, device_type: str = "cpu") -> Run:
     Raises:
         ConfigError: with every problem, those of the data section included.
     """
-    return load_run_and_data(
-        options.config,
-        options.overrides,
-        world_size=options.world_size,
-        world_source="--world-size",
-        device_type=device_type,
-    )
+    world = World(options.world_size, "--world-size", device_type)
+    return load_run_and_data(options.config, options.overrides, world)
 
 
 def positive(text: str) -> int:

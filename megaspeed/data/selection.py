@@ -32,6 +32,7 @@ from megaspeed.config.data import BUNDLED_CORPUS, DataConfig, Source
 from megaspeed.config.document import read_document
 from megaspeed.config.errors import ConfigError
 from megaspeed.config.hugging_face import fill_from_hugging_face
+from megaspeed.config.layout import World
 from megaspeed.config.loading import load_run
 from megaspeed.config.model import ModelConfig
 from megaspeed.config.resolve import Run
@@ -119,14 +120,7 @@ def select_files(data: DataConfig) -> Selection:
     return Selection(train, validation, tokenizer, states, now)
 
 
-def load_run_and_data(
-    path: str | PathLike[str],
-    overrides: Sequence[str],
-    *,
-    world_size: int,
-    world_source: str,
-    device_type: str,
-) -> Run:
+def load_run_and_data(path: str | PathLike[str], overrides: Sequence[str], world: World) -> Run:
     """As `load_run`. If the configuration has mistakes, problems with its data are listed, too.
 
     Raises:
@@ -136,9 +130,9 @@ def load_run_and_data(
         return load_run(
             path,
             overrides,
-            world_size=world_size,
-            world_source=world_source,
-            device_type=device_type,
+            world_size=world.size,
+            world_source=world.source,
+            device_type=world.device_type,
         )
     except ConfigError as error:
         others = find_problems_in_file(path, overrides)

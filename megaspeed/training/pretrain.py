@@ -20,6 +20,7 @@ from rich.markup import escape
 from megaspeed.checkpoint.errors import CheckpointError, StorageFailed
 from megaspeed.config.document import add_config_options
 from megaspeed.config.errors import ConfigError
+from megaspeed.config.layout import World
 from megaspeed.config.resolve import Run
 from megaspeed.data.errors import DataError
 from megaspeed.data.selection import load_run_and_data
@@ -149,13 +150,9 @@ def _checked_run(
     launch: LaunchEnvironment,
     console: Console,
 ) -> Run:
-    run = load_run_and_data(
-        options.config,
-        options.overrides,
-        world_size=launch.world_size,
-        world_source=launch.source,
-        device_type="cuda" if torch.cuda.is_available() else "cpu",
-    )
+    device_type = "cuda" if torch.cuda.is_available() else "cpu"
+    world = World(launch.world_size, launch.source, device_type)
+    run = load_run_and_data(options.config, options.overrides, world)
     check_run_folder(run)
     check_packages(run)
     if not restart_number():  # after a restart, the folder may have this launch's own checkpoints

@@ -17,6 +17,7 @@ import torch
 import megaspeed
 from megaspeed.analysis.doctor.checks import Result, call_with_timeout
 from megaspeed.config.errors import ConfigError
+from megaspeed.config.layout import World
 from megaspeed.config.resolve import Run
 from megaspeed.data.corpus import PreparedCorpus, prepare_corpus
 from megaspeed.data.errors import DataError
@@ -78,15 +79,10 @@ def take_record(
     on_gpu = torch.cuda.is_available()
     run, corpus, wrong = None, None, None
     try:
+        world = World(launch.world_size, launch.source, "cuda" if on_gpu else "cpu")
         run = limited(
             "reading the configuration",
-            lambda: load_run_and_data(
-                config,
-                overrides,
-                world_size=launch.world_size,
-                world_source=launch.source,
-                device_type="cuda" if on_gpu else "cpu",
-            ),
+            lambda: load_run_and_data(config, overrides, world),
         )
         if run is not None:
             data, vocabulary = run.config.data, run.config.model.vocab_size
