@@ -29,6 +29,7 @@ from tests.parallel.covering import (
 )
 from tests.support.rank_pool import RankPool
 from tests.support.tiny import GPT2, LLAMA, short_documents, tiny_corpus, tiny_run
+from tests.zero.one_rank import small_run
 
 STEPS = 10
 FEW_STEPS = 4
@@ -252,7 +253,7 @@ def test_zero_option_changes_nothing(
 ) -> None:
     """DeepSpeed has one optimizer for the stages 1 and 2, so that each option is tried at one."""
     zero_stage = 1 + OPTIONS.index(option) % 2
-    run = tiny_run(TEXT, pp=2, dp=2, zero_optimization={"stage": zero_stage, **option})
+    run = small_run(TEXT, pp=2, dp=2, zero_optimization={"stage": zero_stage, **option})
     comparison = train_and_compare(pool, references, run, FEW_STEPS)
     assert comparison.equal, comparison.largest
 
@@ -263,6 +264,6 @@ def test_zero_option_changes_nothing(
 def test_zero_3_option_changes_nothing(
     option: dict[str, object], pool: RankPool, references: References
 ) -> None:
-    run = tiny_run(TEXT, pp=2, dp=2, zero_optimization={"stage": 3, **option})
+    run = small_run(TEXT, pp=2, dp=2, zero_optimization={"stage": 3, **option})
     comparison = train_and_compare(pool, references, run, FEW_STEPS)
     assert comparison.equal, comparison.largest

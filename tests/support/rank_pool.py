@@ -46,7 +46,10 @@ _IMPORTED_ONCE = [
     # DeepSpeed imports these at its first engine.
     "deepspeed.runtime.superoffload.superoffload_stage3",
     "deepspeed.module_inject.auto_ep_layer",
-    "torch.distributed.checkpoint",
+    "megaspeed.checkpoint.inspection",
+    "megaspeed.training.pretrain",
+    "matplotlib.backends.backend_agg",
+    "matplotlib.figure",
     "torch.utils.serialization.config",
     "tests.support.frozen_imports",
 ]

@@ -12,7 +12,7 @@ GPT2 = {
     "architecture": "gpt2",
     "vocab_size": 301,
     "hidden_size": 32,
-    "num_hidden_layers": 5,
+    "num_hidden_layers": 3,
     "num_attention_heads": 4,
     "max_position_embeddings": 24,
 }
@@ -20,7 +20,7 @@ LLAMA = {
     "architecture": "llama",
     "vocab_size": 301,
     "hidden_size": 32,
-    "num_hidden_layers": 5,
+    "num_hidden_layers": 3,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "intermediate_size": 48,

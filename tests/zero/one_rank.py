@@ -66,7 +66,7 @@ class OneRank:
 
 def small_run(text: Path, **changes: Any) -> Run:
     """A tiny run of 3 blocks and 2 micro-batches a step, for what needs no more."""
-    small = {"model": {"num_hidden_layers": 3}, "gradient_accumulation_steps": 2}
+    small = {"gradient_accumulation_steps": 2}
     return tiny_run(text, **merge(small, changes))
 
 

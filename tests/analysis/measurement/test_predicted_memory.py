@@ -21,10 +21,11 @@ from tests.zero.one_rank import LEARNING_RATE, one_rank
 
 WIDE = {"hidden_size": 64, "num_hidden_layers": 4, "vocab_size": 1003}
 LONG = {"model": {**WIDE, "max_position_embeddings": 64}, "data": {"sequence_length": 64}}
+TWO_MICRO_BATCHES = {"train_batch_size": 12, "gradient_accumulation_steps": 2}
 # Few tokens and many parameters: the highest moment is in the backward pass or in the reduction.
 FEW_TOKENS: dict[str, Any] = {
     "model": {**WIDE, "hidden_size": 128, "vocab_size": 301},
-    "train_batch_size": 8,
+    "train_batch_size": 4,
 }
 BF16 = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "bf16"}}
 FP32_SUMS = {**BF16, "data_types": {"grad_accum_dtype": "fp32"}}
@@ -92,7 +93,7 @@ def test_states_of_every_zero_stage(
     """
     first_ranks: list[list[MemoryBytes]] = []
     for zero_stage in range(4):
-        changes = {"train_batch_size": 48, "zero_optimization": {"stage": zero_stage}, **variant}
+        changes = {**TWO_MICRO_BATCHES, "zero_optimization": {"stage": zero_stage}, **variant}
         run = tiny_run(text, pp=pp, dp=dp, tp=tp, **changes)
         stages = measured_by_stage(pool, run, cache)
         first_ranks.append([ranks[0].states for ranks in stages])
@@ -189,7 +190,8 @@ def test_the_peak_of_a_step(pool: RankPool, text: Path, cache: Path, name: str) 
     (pp, dp, tp), variants = PEAKS[name]
     wrong = []
     for variant in variants:
-        run = tiny_run(text, pp=pp, dp=dp, tp=tp, **variant)
+        more = {} if pp > 1 else TWO_MICRO_BATCHES
+        run = tiny_run(text, pp=pp, dp=dp, tp=tp, **{**more, **variant})
         for stage, ranks in enumerate(measured_by_stage(pool, run, cache)):
             predicted = predict_memory(run, stage, device_type="cpu")
             measured = max((rank.peak for rank in ranks), key=lambda peak: peak.total)
@@ -207,7 +209,14 @@ def test_the_peak_falls_from_zero_stage_to_zero_stage(
     peaks = []
     for zero_stage in range(4):
         zero = {"stage": zero_stage}
-        run = tiny_run(text, dp=3, model=model, train_batch_size=12, zero_optimization=zero)
+        run = tiny_run(
+            text,
+            dp=3,
+            model=model,
+            train_batch_size=6,
+            gradient_accumulation_steps=2,
+            zero_optimization=zero,
+        )
         (ranks,) = measured_by_stage(pool, run, cache)
         peaks.append(max(rank.peak.total for rank in ranks))
     assert peaks == sorted(peaks, reverse=True)
