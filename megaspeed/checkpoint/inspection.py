@@ -20,32 +20,31 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.utils import _create_file_view
 from torch.serialization import skip_data
 
 from megaspeed.checkpoint.errors import CheckpointError, broadcast, gather
 from megaspeed.checkpoint.folders import locate, step_named
+from megaspeed.checkpoint.index import index_problems, read_index, tensors_of
 from megaspeed.checkpoint.manifest import (
+    INDEX,
     MANIFEST,
     FileDigest,
     file_problems,
     read_manifest,
     size_problems,
 )
-from megaspeed.checkpoint.reading import ELEMENTS, INDEX, read_index, tensors_of
+from megaspeed.checkpoint.reading import ELEMENTS
 from megaspeed.checkpoint.run_state import RUN_STATE, RunState
 from megaspeed.checkpoint.tensors import (
     BYTES_PER_ELEMENT,
     MOST_LISTED,
     Box,
     expected_tensors,
-    mismatches,
-    tiling_problem,
 )
 from megaspeed.config.errors import shortened
 from megaspeed.config.model import ModelConfig
-from megaspeed.model.parameters import Shape
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,38 +124,6 @@ def glance(checkpoint: Path) -> Inspection:
     return _inspect(checkpoint, slice(0))
 
 
-def index_problems(
-    index: Metadata, expected: Mapping[str, Shape] | None, files: Mapping[str, FileDigest]
-) -> list[str]:
-    """The problems of an index, a sentence for each.
-
-    Args:
-        index: the index of a checkpoint.
-        expected: name -> shape of every tensor that it must have; None if that is not known.
-        files: name -> digest of the files of the checkpoint; only their sizes are used.
-
-    Raises:
-        CheckpointError: it is not an index of tensors.
-    """
-    try:
-        tensors = tensors_of(index)
-        problems = []
-        if expected is not None:
-            shapes = {name: tuple(tensor.size) for name, tensor in tensors.items()}
-            problems = mismatches(expected, shapes)
-        places = index.storage_data if isinstance(index.storage_data, dict) else {}
-        wrong = [
-            f"{name}: {problem}"
-            for name, tensor in tensors.items()
-            for problem in _tensor_problems(name, tensor, places, files)
-        ]
-        if not wrong and len({(p.relative_path, p.offset) for p in places.values()}) < len(places):
-            wrong = [f"{INDEX} states the same place for two boxes"]
-        return problems + shortened(wrong, MOST_LISTED)
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{INDEX} is not an index of tensors ({error})") from error
-
-
 def _problems_on_all_ranks(checkpoint: Path, share: slice, group: dist.ProcessGroup) -> str | None:
     """The problems found by the lowest rank that found any; None if no rank found any."""
     found = gather(group, lambda: "; ".join(_inspect(checkpoint, share).problems))
@@ -219,42 +186,6 @@ def _name_problems(checkpoint: Path, state: RunState) -> Iterator[str]:
             f"its name has step {step}, but its {RUN_STATE} has step {state.progress.step}; "
             "rename it back"
         )
-
-
-def _tensor_problems(
-    name: str,
-    tensor: TensorStorageMetadata,
-    places: Mapping[MetadataIndex, Any],
-    files: Mapping[str, FileDigest],
-) -> Iterator[str]:
-    if tensor.properties.dtype != torch.float32:
-        yield f"it is {tensor.properties.dtype}, but must be torch.float32"
-    boxes = [Box(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in tensor.chunks]
-    tiling = tiling_problem(tuple(tensor.size), boxes)
-    if tiling is not None:
-        yield tiling
-    for box in boxes:
-        problem = _place_problem(places.get(MetadataIndex(name, box.offsets)), box, files)
-        if problem is not None:
-            yield problem
-
-
-def _place_problem(place: Any, box: Box, files: Mapping[str, FileDigest]) -> str | None:
-    """Why the place of a box in the index is impossible."""
-    right_types = isinstance(place, _StorageInfo) and [str, int, int, type(None)] == list(
-        map(type, (place.relative_path, place.offset, place.length, place.transform_descriptors))
-    )
-    if not right_types or place.relative_path not in files:
-        return f"no file of the checkpoint contains its {box}"
-    name, box_bytes = place.relative_path, box.elements * BYTES_PER_ELEMENT
-    if place.offset < 0 or place.offset + place.length > files[name].size_bytes:
-        return f"its {box} is not inside {name}, according to the index"
-    if place.length < box_bytes:
-        return (
-            f"its {box} has {place.length:,} bytes in {name}, according to the index, but its "
-            f"{box.elements:,} elements take {box_bytes:,}"
-        )
-    return None
 
 
 def _archive_problems(folder: Path, index: Metadata, names: Collection[str]) -> Iterator[str]:

@@ -23,6 +23,25 @@ from megaspeed.files.reading import read_file
 
 MANIFEST = "manifest.json"
 
+INDEX = ".metadata"
+"""torch's index of the tensors."""
+
+TOKENIZER = "tokenizer.json"
+"""If a checkpoint has this file, it has a tokenizer."""
+
+TOKENIZER_FILES = (
+    TOKENIZER,
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+)
+"""The files of a tokenizer, as transformers' save_pretrained writes them. A checkpoint has a copy,
+so that the model can be exported and can generate text."""
+
+GENERATION = "generation_config.json"
+"""The settings of transformers' `generate`, which a checkpoint of an imported model may have."""
+
 _FORMAT = 1
 _BLOCK_BYTES = 1 << 22
 
@@ -53,6 +72,14 @@ class FileDigest:
                 checksum.update(block[:count])
                 size_bytes += count
         return cls(size_bytes, checksum.hexdigest())
+
+
+def read_tokenizer_files(folder: Path | None) -> dict[str, bytes]:
+    """Name -> content of each tokenizer file in ``folder``; nothing if there is no folder."""
+    if folder is None:
+        return {}
+    files = {name: folder / name for name in TOKENIZER_FILES}
+    return {name: file.read_bytes() for name, file in files.items() if file.is_file()}
 
 
 def write_files(folder: Path, files: Mapping[str, bytes]) -> dict[str, FileDigest]:

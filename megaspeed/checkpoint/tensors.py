@@ -218,6 +218,18 @@ class Piece:
         return Box(self.offsets, tuple(self.values.shape))
 
 
+@dataclass(frozen=True)
+class WrittenBox:
+    """A box of one tensor of the checkpoint, and its place in a file."""
+
+    key: str  # the tensor's name in the checkpoint
+    full_shape: tuple[int, ...]  # the shape of the logical tensor
+    box: Box
+    file: str  # the name of the file
+    start: int  # the first byte of the box's archive in the file
+    size_bytes: int  # the size of the archive
+
+
 def pieces_of(
     key: str, shard: ParameterShard, start: int, values: Tensor, *, part: range | None = None
 ) -> Iterator[Piece]:

@@ -26,30 +26,21 @@ from typing import Any, BinaryIO
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
 from torch.serialization import get_crc32_options, set_crc32_options
 from typing_extensions import Buffer  # collections.abc has it from Python 3.12
 
 from megaspeed.checkpoint.errors import CheckpointError, broadcast, gather
 from megaspeed.checkpoint.folders import CheckpointFolder
-from megaspeed.checkpoint.inspection import index_problems
 from megaspeed.checkpoint.manifest import (
+    INDEX,
     Checksum,
     FileDigest,
     size_problems,
     write_files,
     write_manifest,
 )
-from megaspeed.checkpoint.reading import INDEX
 from megaspeed.checkpoint.run_state import RUN_STATE, RunState
-from megaspeed.checkpoint.tensors import BYTES_PER_ELEMENT, Box, Piece, expected_tensors
+from megaspeed.checkpoint.tensors import BYTES_PER_ELEMENT, Piece, WrittenBox, expected_tensors
 
 FILE_BYTES = 1 << 30
 """A single process that writes a model begins a new file after this many bytes, because the ranks
@@ -154,9 +145,7 @@ class WrittenPieces:
 
     # name -> size and checksum of each file
     files: dict[str, FileDigest] = field(default_factory=dict)
-    # for each piece, its tensor, the tensor's full shape, the box of the piece in the tensor, and
-    # its place in a file
-    places: list[tuple[str, tuple[int, ...], Box, _StorageInfo]] = field(default_factory=list)
+    boxes: list[WrittenBox] = field(default_factory=list)
 
 
 def write_pieces(
@@ -178,8 +167,10 @@ def write_pieces(
                 start = stream.tell()
                 # Not a view of a larger tensor: torch would write all of its storage.
                 torch.save(torch.from_numpy(piece.values.detach().cpu().numpy()), stream)
-                place = _StorageInfo(name, start, stream.tell() - start)
-                written.places.append((piece.key, piece.full_shape, piece.box, place))
+                size_bytes = stream.tell() - start
+                written.boxes.append(
+                    WrittenBox(piece.key, piece.full_shape, piece.box, name, start, size_bytes)
+                )
                 piece = next(remaining, None)
     raise AssertionError("count() does not end")
 
@@ -196,17 +187,10 @@ def _complete(
     Raises CheckpointError if the pieces do not contain every element of every tensor exactly once,
     or if a file that another process has written has the wrong size.
     """
+    from megaspeed.checkpoint.index import index_problems, make_index
+
     files = {name: digest for each in written for name, digest in each.files.items()}
-    tensors: dict[str, TensorStorageMetadata] = {}
-    places: dict[MetadataIndex, _StorageInfo] = {}
-    for name, shape, box, place in chain.from_iterable(each.places for each in written):
-        if name not in tensors:
-            properties = TensorProperties(dtype=torch.float32)
-            tensors[name] = TensorStorageMetadata(properties, torch.Size(shape), [])
-        sizes = torch.Size(box.sizes)
-        tensors[name].chunks.append(ChunkStorageMetadata(torch.Size(box.offsets), sizes))
-        places[MetadataIndex(name, box.offsets)] = place
-    index = Metadata(state_dict_metadata=dict(tensors), storage_data=places)
+    index = make_index(chain.from_iterable(each.boxes for each in written))
     problems = [*size_problems(folder, files).values(), *index_problems(index, expected, files)]
     if problems:
         raise CheckpointError("; ".join(problems))

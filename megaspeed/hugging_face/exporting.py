@@ -20,8 +20,8 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from megaspeed.checkpoint.manifest import write_files
-from megaspeed.checkpoint.reading import GENERATION, model_config, read_pieces
+from megaspeed.checkpoint.manifest import GENERATION, write_files
+from megaspeed.checkpoint.reading import model_config, read_pieces
 from megaspeed.checkpoint.tensors import WEIGHTS, Piece, key
 from megaspeed.config.hugging_face import CONFIG_FILE, hugging_face_config
 from megaspeed.files.durable import new_folder, refuse_existing

@@ -35,7 +35,10 @@ def _make_module(row: Row) -> nn.Module:
         norm = nn.LayerNorm if row.kind == "layer_norm" else nn.RMSNorm
         return norm(row.rows, eps=row.eps)
     if row.kind == "embedding":
-        return nn.Embedding(row.rows, row.columns)
+        weight = torch.empty(row.rows, row.columns)
+        if not weight.is_meta:  # torch imports its compiler to draw on the meta device
+            nn.init.normal_(weight)
+        return nn.Embedding.from_pretrained(weight, freeze=False)
     return nn.Linear(row.columns, row.rows, bias=row.bias)
 
 

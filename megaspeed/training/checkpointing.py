@@ -23,13 +23,7 @@ from tokenizers import Tokenizer
 from megaspeed import __version__
 from megaspeed.checkpoint.errors import CheckpointError, broadcast
 from megaspeed.checkpoint.folders import CHECKPOINTS, CheckpointFolder
-from megaspeed.checkpoint.reading import (
-    GENERATION,
-    TOKENIZER,
-    read_pieces,
-    read_tokenizer_files,
-    saved_shapes,
-)
+from megaspeed.checkpoint.manifest import GENERATION, TOKENIZER, read_tokenizer_files
 from megaspeed.checkpoint.run_state import (
     NOT_STATED,
     DataIdentity,
@@ -145,6 +139,8 @@ class Checkpointing:
         Raises CheckpointError on every rank; lists all differences that prevent the run from
         continuing.
         """
+        from megaspeed.checkpoint.reading import read_pieces  # takes a second, see index.py
+
         group = self._saver.group
         saved = broadcast(group, lambda: self._fitting_state(checkpoint, allow_data_change))
         read_pieces(checkpoint, self._pieces(saved.kinds, owned=False), group)
@@ -162,6 +158,8 @@ class Checkpointing:
             self._in_flight = None
 
     def _fitting_state(self, checkpoint: Path, allow_data_change: bool) -> RunState:
+        from megaspeed.checkpoint.index import saved_shapes
+
         saved = RunState.read(checkpoint)
         problems = model_changes(saved, self._run)
         expected = expected_tensors(self._run.config.model, saved.kinds)

@@ -4,6 +4,7 @@ GPT(layers of this pipeline stage) --parallelize--> zero.build_engine --> ZeroEn
 GPT(all layers) --------------------------------------------------------> baselines of `compare`
 """
 
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -60,12 +61,24 @@ def parameter_groups(
     return [group for group in groups if group["params"]]
 
 
+class _AdamW(torch.optim.AdamW):
+    """torch's AdamW, without the wrappers that keep ``torch.compile`` out of an optimizer.
+
+    Each of them imports torch's compiler, which takes 0.7 s of each rank's processor time. A run
+    compiles no optimizer.
+    """
+
+    step = torch.no_grad()(inspect.unwrap(torch.optim.AdamW.step))
+    add_param_group = inspect.unwrap(torch.optim.AdamW.add_param_group)
+    zero_grad = inspect.unwrap(torch.optim.AdamW.zero_grad)
+
+
 def make_optimizer(
     groups: list[dict[str, Any]], optimizer: OptimizerConfig
 ) -> torch.optim.Optimizer:
     """torch's fused AdamW: one kernel for each group, on CPU and GPU, without compilation."""
     params = optimizer.params
-    return torch.optim.AdamW(groups, lr=params.lr, betas=params.betas, eps=params.eps, fused=True)
+    return _AdamW(groups, lr=params.lr, betas=params.betas, eps=params.eps, fused=True)
 
 
 def make_loss_function(run: Run, axis: TensorAxis) -> Callable[[Tensor, Tensor], Tensor]:

@@ -23,7 +23,6 @@ from typing import Any, Self
 
 from megaspeed.checkpoint.errors import CheckpointError, broadcast
 from megaspeed.checkpoint.folders import is_leftover, locate
-from megaspeed.checkpoint.inspection import newest_complete
 from megaspeed.checkpoint.run_state import RunState
 from megaspeed.config.errors import shortened
 from megaspeed.config.resolve import Run
@@ -227,6 +226,8 @@ def find_start(options: ResumeOptions, run: Run, context: ParallelContext) -> St
     candidates = broadcast(group, lambda: _candidates(options, run))
     if not candidates:
         return Start()
+    from megaspeed.checkpoint.inspection import newest_complete  # takes a second, see index.py
+
     checkpoint, skipped = newest_complete(candidates, group)
     if checkpoint is None:
         listed = "".join(f"\n  {path}: {why}" for path, why in skipped)

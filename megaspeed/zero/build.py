@@ -43,6 +43,7 @@ def deepspeed_json(run: Run, *, local_elements: int) -> dict[str, Any]:
                                      sums in the dtype of the parameters.
         optimizer, scheduler         removed: the optimizer is passed as an object, and the learning
                                      rate is set in each step.
+        zero_allow_untested_...      true: DeepSpeed does not know this package's AdamW by name.
         comms_logger                 removed unless it is enabled: DeepSpeed 0.19.8
                                      (comm/config.py:22) turns the logger on if the key exists, and
                                      the logger waits for the device after every collective.
@@ -61,6 +62,7 @@ def deepspeed_json(run: Run, *, local_elements: int) -> dict[str, Any]:
     json["gradient_accumulation_steps"] = 1
     json["train_batch_size"] = run.batch.micro_batch_size * replicas
     json["zero_force_ds_cpu_optimizer"] = False
+    json["zero_allow_untested_optimizer"] = True
     if not run.config.comms_logger.enabled:
         json.pop("comms_logger", None)
     json["timers"] = {"throughput": {"enabled": False}}

@@ -20,8 +20,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from megaspeed.checkpoint.folders import CheckpointFolder
 from megaspeed.checkpoint.inspection import glance, inspect, problems_of
-from megaspeed.checkpoint.manifest import MANIFEST, read_manifest, write_manifest
-from megaspeed.checkpoint.reading import INDEX
+from megaspeed.checkpoint.manifest import INDEX, MANIFEST, read_manifest, write_manifest
 from megaspeed.checkpoint.run_state import RUN_STATE
 from tests.checkpoint.written import CONFIG, change_index, run_state, seal, write_checkpoint
 

@@ -14,13 +14,15 @@ from torch.distributed import checkpoint as dcp
 
 from megaspeed.checkpoint import writing
 from megaspeed.checkpoint.errors import CheckpointError
-from megaspeed.checkpoint.manifest import FileDigest, file_problems, read_manifest, write_files
-from megaspeed.checkpoint.reading import (
-    read_index,
-    read_pieces,
+from megaspeed.checkpoint.index import read_index, tensors_of
+from megaspeed.checkpoint.manifest import (
+    FileDigest,
+    file_problems,
+    read_manifest,
     read_tokenizer_files,
-    tensors_of,
+    write_files,
 )
+from megaspeed.checkpoint.reading import read_pieces
 from megaspeed.checkpoint.run_state import RunState
 from megaspeed.checkpoint.tensors import Piece
 from megaspeed.checkpoint.writing import write_pieces

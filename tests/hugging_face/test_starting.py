@@ -12,7 +12,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from megaspeed.checkpoint.inspection import problems_of
-from megaspeed.checkpoint.reading import load_model, model_config, read_tokenizer_files
+from megaspeed.checkpoint.manifest import read_tokenizer_files
+from megaspeed.checkpoint.reading import load_model, model_config
 from megaspeed.checkpoint.run_state import Progress, RunState
 from megaspeed.checkpoint.tensors import KINDS
 from megaspeed.cli import main

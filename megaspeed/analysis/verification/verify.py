@@ -18,6 +18,7 @@ import functools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -233,29 +234,34 @@ def _complete_shards(worker: Worker, fragments: Iterable[Fragment]) -> dict[str,
     """This rank's tensor shards, put together from the fragments of the data axis."""
     names = worker.engine.names
     shapes = {name: shard.local_shape for name, shard in worker.shards.items()}
-    flat = {name: torch.zeros(math.prod(shape)) for name, shape in shapes.items()}
+    flat = torch.zeros(sum(map(math.prod, shapes.values())))
+    parts = flat.split([math.prod(shape) for shape in shapes.values()])
+    by_name = dict(zip(shapes, parts, strict=True))
     for parameter, start, values in fragments:
-        flat[names[parameter]][start : start + values.numel()] = values.float().cpu()
+        by_name[names[parameter]][start : start + values.numel()] = values
     if worker.run.zero_stage > 0:
-        for name in sorted(flat):
-            on_device = flat[name].to(worker.context.device)
-            dist.all_reduce(on_device, group=worker.context.dp_group)
-            flat[name] = on_device.cpu()
-    return {name: flat[name].view(shape) for name, shape in shapes.items()}
+        on_device = flat.to(worker.context.device)
+        dist.all_reduce(on_device, group=worker.context.dp_group)
+        flat.copy_(on_device)
+    return {name: part.view(shapes[name]) for name, part in by_name.items()}
 
 
 def _gather(worker: Worker, local: Mapping[str, Tensor]) -> LogicalTensors | None:
     config, context = worker.run.config.model, worker.context
+    # As numpy arrays, because a pickled tensor takes ten times as long to load.
     mine = [
-        (logical_name(config, name), worker.shards[name], value) for name, value in local.items()
+        (logical_name(config, name), worker.shards[name], value.numpy())
+        for name, value in local.items()
     ]
-    everyones: list[list[tuple[str, ParameterShard, Tensor]]] | None = (
+    everyones: list[list[tuple[str, ParameterShard, Any]]] | None = (
         [[] for _ in range(context.grid.world_size)] if context.rank == 0 else None
     )
     dist.gather_object(mine, everyones, dst=0, group=context.world_group)
     if everyones is None:
         return None
-    return merge_shards(part for rank in everyones for part in rank)
+    return merge_shards(
+        (name, shard, torch.from_numpy(array)) for rank in everyones for name, shard, array in rank
+    )
 
 
 def merge_shards(parts: Iterable[tuple[str, ParameterShard, Tensor]]) -> LogicalTensors:
