@@ -31,7 +31,6 @@ from megaspeed.model.micro_batch import MicroBatch
 from megaspeed.topology.context import ParallelContext
 from megaspeed.topology.grid import Grid
 from megaspeed.topology.launch import read_launch_environment
-from megaspeed.training.rank_model import make_optimizer
 from megaspeed.zero.workarounds import declare_no_compiled_ops
 
 Step = Callable[[], object]
@@ -108,14 +107,19 @@ def plain_deepspeed_step(run: Run, context: ParallelContext, batches: list[Micro
     )
     with context.device:
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    decay = run.config.optimizer.params.weight_decay
+    params = run.config.optimizer.params
     groups = [
-        {"params": [p for p in model.parameters() if p.ndim > 1], "weight_decay": decay},
+        {
+            "params": [p for p in model.parameters() if p.ndim > 1],
+            "weight_decay": params.weight_decay,
+        },
         {"params": [p for p in model.parameters() if p.ndim == 1], "weight_decay": 0.0},
     ]
     engine, *_ = deepspeed.initialize(
         model=model,
-        optimizer=make_optimizer(groups, run.config.optimizer),
+        optimizer=torch.optim.AdamW(
+            groups, lr=params.lr, betas=params.betas, eps=params.eps, fused=True
+        ),
         config=plain_deepspeed_json(run),
     )
     return functools.partial(plain_step, engine, batches)

@@ -52,7 +52,7 @@ def peak_bytes(text: Path, tokenizer: Path) -> int:
     most = 0
     while process.poll() is None:
         most = max(most, resident_bytes(process))
-        time.sleep(0.01)
+        time.sleep(0.05)
     assert process.returncode == 0
     return most
 
