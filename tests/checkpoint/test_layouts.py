@@ -1,10 +1,11 @@
 """A run saved at any layout continues at any other as if nothing had happened.
 
 Seven layouts save and seven load. In the first round each loads from four: 28 changes of layout, in
-which every ZeRO stage follows every other. The rounds after it repeat a part with other models,
-another precision and other stages.
+which every ZeRO stage follows every other. The rounds after it repeat a part (four layouts, each of
+which loads from another one) with other models, another precision and other stages.
 """
 
+from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,8 @@ from tests.zero.one_rank import small_run
 
 TEXT = Path(__file__).parents[2] / "LICENSE"
 LAYOUTS = ((1, 1, 1), (2, 1, 1), (1, 3, 1), (1, 1, 2), (2, 2, 1), (1, 2, 2), (2, 2, 2))
+LATER_LAYOUTS = (1, 3, 2, 5)
+"""In this order, because each loads what the next one saved: pp 2, tp 2, dp 3, dp 2 x tp 2."""
 BEFORE, AFTER = 2, 3
 BF16 = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
 WARMUP = {"type": "WarmupLR", "params": {"warmup_num_steps": 6, "warmup_type": "linear"}}
@@ -53,21 +56,29 @@ def stages(round_number: int, layout: int) -> tuple[int, int]:
     return (layout + round_number) % 4, (3 * layout + 2 * round_number + layout // 4) % 4
 
 
+def layouts_of(round_number: int) -> Sequence[int]:
+    """The layouts that save and load in a round."""
+    return range(len(LAYOUTS)) if round_number == 0 else LATER_LAYOUTS
+
+
 def sources(round_number: int, layout: int) -> list[int]:
     """From which layouts a layout loads in a round."""
-    distances = (0, 1, 2, 3) if round_number == 0 else (3,)
-    return [(layout + distance) % len(LAYOUTS) for distance in distances]
+    layouts = layouts_of(round_number)
+    place = layouts.index(layout)
+    distances = (0, 1, 2, 3) if round_number == 0 else (1,)
+    return [layouts[(place + distance) % len(layouts)] for distance in distances]
 
 
 def test_every_zero_stage_follows_every_other() -> None:
     for number in range(len(ROUNDS)):
         pairs = {
             (stages(number, source)[0], stages(number, layout)[1])
-            for layout in range(len(LAYOUTS))
+            for layout in layouts_of(number)
             for source in sources(number, layout)
         }
         assert pairs >= set(product(range(4), range(4))) or number > 0
-        assert {load for _, load in pairs} == {save for save, _ in pairs} == set(range(4))
+        assert {load for _, load in pairs} == set(range(4))
+        assert len({save for save, _ in pairs}) >= 3
 
 
 def run_at(layout: int, zero_stage: int, folder: Path, changes: dict[str, Any]) -> Run:
@@ -103,16 +114,18 @@ def test_a_run_continues_at_every_layout(
 ) -> None:
     number, changes = list(ROUNDS).index(name), ROUNDS[name]
     saved: dict[Path, Stretch] = {}
-    for layout in range(len(LAYOUTS)):
+    checkpoints: dict[int, Path] = {}
+    for layout in layouts_of(number):
         run = run_at(layout, stages(number, layout)[0], tmp_path / f"{layout}", changes)
         world_size = run.grid.world_size
         stretch = pool.run(world_size, save_and_continue, run, corpus, BEFORE, AFTER)[0]
-        saved[only_checkpoint(run.run_dir)] = stretch
-    for layout in range(len(LAYOUTS)):
+        checkpoints[layout] = only_checkpoint(run.run_dir)
+        saved[checkpoints[layout]] = stretch
+    for layout in layouts_of(number):
         run = run_at(layout, stages(number, layout)[1], tmp_path / "unused", changes)
-        checkpoints = [list(saved)[source] for source in sources(number, layout)]
-        resumed = pool.run(run.grid.world_size, continue_from, run, corpus, checkpoints, AFTER)[0]
-        for checkpoint, after in zip(checkpoints, resumed, strict=True):
+        wanted = [checkpoints[source] for source in sources(number, layout)]
+        resumed = pool.run(run.grid.world_size, continue_from, run, corpus, wanted, AFTER)[0]
+        for checkpoint, after in zip(wanted, resumed, strict=True):
             assert_continues(saved[checkpoint], after, run, str(checkpoint))
 
 

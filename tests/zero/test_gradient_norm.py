@@ -53,7 +53,6 @@ SEQUENCE_PARALLEL = {"parallel": {"sequence_parallel": True}}
 CASES: list[tuple[tuple[int, int, int], dict[str, Any], int, dict[str, Any], dict[str, Any]]] = [
     ((1, 1, 1), GPT2, 0, {}, {}),
     ((1, 2, 2), GPT2, 0, {}, PER_MICRO_BATCH),
-    ((2, 2, 2), GPT2, 0, {}, {}),
     ((2, 1, 4), LLAMA, 0, {}, {}),
     ((4, 2, 1), UNTIED, 0, {}, BF16_IN_FP32),
     ((1, 1, 3), GPT2, 1, {}, SEQUENCE_PARALLEL | {"data": {"sequence_length": 6}}),
@@ -61,15 +60,15 @@ CASES: list[tuple[tuple[int, int, int], dict[str, Any], int, dict[str, Any], dic
     ((1, 2, 4), ONE_KEY_VALUE_HEAD, 1, {}, PER_MICRO_BATCH),
     ((4, 1, 2), UNTIED, 1, OFFLOAD, {}),
     ((1, 3, 2), GPT2, 2, {}, {}),
-    ((2, 4, 1), GPT2, 2, {}, BF16),
+    ((2, 2, 1), GPT2, 2, {}, BF16),
     ((3, 2, 1), TIED_LLAMA, 2, {}, PER_STEP),
-    ((2, 2, 2), GPT2, 2, OFFLOAD, {}),
-    ((1, 4, 2), LLAMA, 3, {}, {}),
+    ((2, 1, 2), GPT2, 2, OFFLOAD, {}),
+    ((1, 2, 2), LLAMA, 3, {}, {}),
     ((2, 2, 2), GPT2, 3, {}, {}),
     ((2, 1, 3), ONE_KEY_VALUE_HEAD, 3, {}, {}),
     ((2, 3, 1), GPT2, 3, KEEP_SMALL_PARAMETERS, PER_STEP),
     ((1, 2, 4), TIED_LLAMA, 3, OFFLOAD_ALL, {}),
-    ((4, 2, 1), GPT2, 3, OFFLOAD, BF16_IN_FP32),
+    ((2, 2, 1), GPT2, 3, OFFLOAD, BF16_IN_FP32),
 ]
 
 

@@ -255,9 +255,18 @@ def loss_after_evaluation_and_weights(
     return losses
 
 
-@pytest.mark.parametrize("dp", [1, 2])
-@pytest.mark.parametrize("offload", [{}, OFFLOAD_ALL], ids=["", "offload"])
-@pytest.mark.parametrize("threshold", [0, 1000, 10**6])
+@pytest.mark.parametrize(
+    ("threshold", "offload", "dp"),
+    [
+        (0, OFFLOAD_ALL, 1),
+        (0, {}, 2),
+        (1000, {}, 1),
+        (1000, OFFLOAD_ALL, 2),
+        (10**6, OFFLOAD_ALL, 1),
+        (10**6, {}, 2),
+    ],
+    ids=lambda value: str(value) if isinstance(value, int) else "offload" * bool(value),
+)
 def test_gathers_between_two_steps_change_nothing(
     pool: RankPool, text: Path, cache: Path, threshold: int, offload: dict[str, Any], dp: int
 ) -> None:
