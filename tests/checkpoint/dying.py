@@ -1,10 +1,4 @@
-"""A process that dies before each change it makes to the file system, one after the other.
-
-    python -m tests.checkpoint.dying ROOT FIRST... -- STEP KEEP_LAST
-
-For death 0, 1, 2, ... it writes the checkpoints FIRST into ROOT/<death>, then begins, writes,
-commits and prunes STEP and dies before that change; until a process lives to the end.
-"""
+"""Processes that die before each change that they make to the file system."""
 
 import os
 import sys
@@ -38,7 +32,13 @@ def die_at(change: int) -> None:
     sys.addaudithook(watch)
 
 
-def _die_everywhere(root: Path, first: list[int], step: int, keep_last: int) -> None:
+def die_everywhere(root: Path, first: list[int], step: int, keep_last: int) -> None:
+    """Saves as a process that dies before its first change, its second one, and so on.
+
+    For death 0, 1, 2, ... the checkpoints `first` are written into root/<death>. Then a forked
+    process begins, writes, commits and prunes `step`, and dies before that change. The last one
+    lives to its end.
+    """
     for death in count():
         folder = CheckpointFolder(root / str(death))
         for earlier in first:
@@ -51,9 +51,3 @@ def _die_everywhere(root: Path, first: list[int], step: int, keep_last: int) -> 
             os._exit(0)
         if os.waitpid(process, 0)[1] == 0:
             return
-
-
-if __name__ == "__main__":
-    before, after = sys.argv.index("--"), sys.argv.index("--") + 1
-    steps = [int(step) for step in sys.argv[2:before]]
-    _die_everywhere(Path(sys.argv[1]), steps, int(sys.argv[after]), int(sys.argv[after + 1]))

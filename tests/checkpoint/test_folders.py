@@ -2,8 +2,6 @@
 
 import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -195,8 +193,7 @@ def latest_is_whole(folder: CheckpointFolder) -> bool:
 def test_wherever_a_process_dies_a_whole_checkpoint_is_found(
     tmp_path: Path, first: list[int], step: int, keep_last: int
 ) -> None:
-    steps = [*map(str, first), "--", str(step), str(keep_last)]
-    subprocess.run([sys.executable, "-m", "tests.checkpoint.dying", tmp_path, *steps], check=True)
+    dying.die_everywhere(tmp_path, first, step, keep_last)
     deaths = sorted(tmp_path.iterdir(), key=lambda path: int(path.name))
     assert len(deaths) >= 8
     for death in deaths:

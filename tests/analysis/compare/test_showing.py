@@ -83,7 +83,7 @@ def test_markdown_has_complete_tables_under_layout_and_model() -> None:
     assert lines[0] == "## tiny: ZeRO stages compared"
     assert lines[2] == "- tiny: pp 2 x dp 2 x tp 1 = 4 ranks (CPU), fp32"
     assert lines[3].startswith("- 24 samples of 16 tokens a step in ")
-    assert lines[4] == ("- gpt2: 73,984 parameters, 5 blocks x 32, 4 heads, vocabulary 301 (tied)")
+    assert lines[4] == ("- gpt2: 48,576 parameters, 3 blocks x 32, 4 heads, vocabulary 301 (tied)")
     assert "- **ZeRO-2 per_step FAILED: out of memory: too much (rank 1)**" in lines
     assert "- **ZeRO-3 was not run: It may not.**" in lines
     sizes = "measured<br>predicted<br>ratio | 16.00<br>20.00<br>1.25 | 4.00<br>4.00<br>1.00"
