@@ -67,7 +67,8 @@ def elements_while_building(
 def test_zero3_builds_with_one_whole_layer_at_a_time(
     pool: RankPool, text: Path, cache: Path, pp: int, tp: int
 ) -> None:
-    run = tiny_run(text, pp=pp, dp=2, tp=tp, zero_optimization={"stage": 3})
+    blocks = {"num_hidden_layers": 5}
+    run = tiny_run(text, pp=pp, dp=2, tp=tp, model=blocks, zero_optimization={"stage": 3})
     corpus = tiny_corpus(run, cache)
     for most, largest_layer, all_layers in pool.run(
         2 * pp * tp, elements_while_building, run, corpus
@@ -90,7 +91,7 @@ def initial_weights(
         ((3, 1, 2), 2, {"model": UNTIED}),
         ((2, 2, 2), 3, {}),
         ((1, 3, 2), 3, BF16),
-        ((4, 2, 1), 3, {"model": LLAMA, "zero_optimization": OFFLOAD_ALL}),
+        ((3, 2, 1), 3, {"model": LLAMA, "zero_optimization": OFFLOAD_ALL}),
     ],
 )
 def test_initial_weights_are_those_of_the_plain_model_bit_for_bit(
