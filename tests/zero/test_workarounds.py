@@ -40,7 +40,7 @@ from megaspeed.topology.grid import Grid
 from megaspeed.topology.launch import LaunchEnvironment
 from megaspeed.zero import build, engine
 from megaspeed.zero.build import DataAxis
-from megaspeed.zero.workarounds import stay_at_the_smallest_scale
+from megaspeed.zero.workarounds import import_muon_uncompiled, stay_at_the_smallest_scale
 from tests.support.rank_pool import RankFailure, RankPool
 from tests.support.tiny import LLAMA, tiny_corpus
 from tests.zero.held import gradient_bytes_between_micro_batches, is_gathered
@@ -574,7 +574,7 @@ def muon_imports_inductor(launch: LaunchEnvironment, uncompiled: bool) -> bool:
     """As a ZeRO optimizer imports it."""
     assert "torch._inductor.compile_fx" not in sys.modules, "else this proves nothing"
     if uncompiled:
-        build.import_muon_uncompiled()
+        import_muon_uncompiled()
     importlib.import_module("deepspeed.runtime.zero.muon.muon_optimizer")
     return "torch._inductor.compile_fx" in sys.modules
 
