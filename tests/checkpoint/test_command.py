@@ -25,7 +25,7 @@ def folder(tmp_path: Path) -> CheckpointFolder:
     return folder
 
 
-class Told:
+class Shown:
     """What a command printed, wrote and returned."""
 
     def __init__(self, capsys: pytest.CaptureFixture[str], tmp_path: Path, *arguments: Any) -> None:
@@ -39,8 +39,8 @@ class Told:
 def test_show_tells_the_newest_ones_run_and_tensors(
     folder: CheckpointFolder, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    told = Told(capsys, tmp_path, "show", tmp_path / "run")
-    assert (told.code, told.err) == (0, "")
+    shown = Shown(capsys, tmp_path, "show", tmp_path / "run")
+    assert (shown.code, shown.err) == (0, "")
     for text in (
         f"{folder.path(200)}: 368.",
         "step 200, 1 of them skipped: 3,200 samples, 51,200 tokens, loss 4.2500",
@@ -52,15 +52,15 @@ def test_show_tells_the_newest_ones_run_and_tensors(
         "float32; with exp_avg and exp_avg_sq of each",
         "others here: step-00000100",
     ):
-        assert text in told.out
-    rows = [line.split() for line in told.out.splitlines()]
+        assert text in shown.out
+    rows = [line.split() for line in shown.out.splitlines()]
     assert ["│", "blocks.0.mlp.up.weight", "│", "128", "x", "32", "│", "4,096", "│"] in rows
 
 
 def test_show_writes_the_same_figures(
     folder: CheckpointFolder, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    figures = Told(capsys, tmp_path, "show", folder.root).figures
+    figures = Shown(capsys, tmp_path, "show", folder.root).figures
     assert figures["checkpoint"] == str(folder.path(200))
     assert figures["others"] == [str(folder.path(100))]
     assert figures["parameters"] == 23_168
@@ -72,32 +72,32 @@ def test_show_writes_the_same_figures(
 def test_show_takes_the_one_that_is_named(
     folder: CheckpointFolder, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    told = Told(capsys, tmp_path, "show", folder.path(100))
-    assert told.figures["run_state"]["progress"]["step"] == 100
-    assert "others" not in told.out and told.figures["others"] == []
+    shown = Shown(capsys, tmp_path, "show", folder.path(100))
+    assert shown.figures["run_state"]["progress"]["step"] == 100
+    assert "others" not in shown.out and shown.figures["others"] == []
 
 
 def test_show_passes_over_what_is_broken_and_says_why(
     folder: CheckpointFolder, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     os.truncate(folder.path(200) / TENSORS, 5)
-    told = Told(capsys, tmp_path, "show", folder.root)
-    assert told.code == 0 and told.out.startswith(f"{folder.path(100)}: ")
-    assert told.err.startswith(f"step-00000200  BROKEN\n  {TENSORS} is cut short: 5 bytes of the")
-    told = Told(capsys, tmp_path, "show", folder.path(200))
-    assert (told.code, told.out, told.figures) == (1, "", None)
-    assert told.err.endswith("has no complete checkpoint\n")
+    shown = Shown(capsys, tmp_path, "show", folder.root)
+    assert shown.code == 0 and shown.out.startswith(f"{folder.path(100)}: ")
+    assert shown.err.startswith(f"step-00000200  BROKEN\n  {TENSORS} is cut short: 5 bytes of the")
+    shown = Shown(capsys, tmp_path, "show", folder.path(200))
+    assert (shown.code, shown.out, shown.figures) == (1, "", None)
+    assert shown.err.endswith("has no complete checkpoint\n")
 
 
 def test_verify_says_of_each_that_it_is_whole(
     folder: CheckpointFolder, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    told = Told(capsys, tmp_path, "verify", tmp_path / "run")
-    assert (told.code, told.err) == (0, "")
-    newest, older = told.out.splitlines()
+    shown = Shown(capsys, tmp_path, "verify", tmp_path / "run")
+    assert (shown.code, shown.err) == (0, "")
+    newest, older = shown.out.splitlines()
     assert newest.startswith("step-00000200  complete (368.") and newest.endswith(" kB, 3 files)")
     assert older.startswith("step-00000100  complete (")
-    assert told.figures["whole"] and len(told.figures["checkpoints"]) == 2
+    assert shown.figures["whole"] and len(shown.figures["checkpoints"]) == 2
 
 
 def test_verify_names_every_problem_stray_and_leftover(
@@ -107,9 +107,9 @@ def test_verify_names_every_problem_stray_and_leftover(
     (folder.path(200) / ".metadata").write_bytes(os.urandom(1_000))
     (folder.path(100) / "notes.txt").touch()
     folder.begin(300)
-    told = Told(capsys, tmp_path, "verify", folder.root)
-    assert (told.code, told.err) == (1, "")
-    lines = told.out.splitlines()
+    shown = Shown(capsys, tmp_path, "verify", folder.root)
+    assert (shown.code, shown.err) == (1, "")
+    lines = shown.out.splitlines()
     assert lines[0] == "step-00000200  BROKEN"
     # The manifest's order: by name.
     assert lines[1].startswith("  .metadata is cut short: 1,000 bytes of the ")
@@ -117,10 +117,10 @@ def test_verify_names_every_problem_stray_and_leftover(
     assert lines[3].startswith("step-00000100  complete (")
     assert lines[4] == "  note: notes.txt does not belong to the checkpoint, but does no harm"
     assert lines[5].startswith("step-00000300.writing  not a checkpoint: ")
-    newest, older = told.figures["checkpoints"]
+    newest, older = shown.figures["checkpoints"]
     assert (newest["whole"], len(newest["problems"])) == (False, 2)
     assert (older["whole"], older["strays"]) == (True, ["notes.txt"])
-    assert told.figures["leftovers"] == [str(folder.root / "step-00000300.writing")]
+    assert shown.figures["leftovers"] == [str(folder.root / "step-00000300.writing")]
 
 
 def test_verify_of_one_checkpoint_looks_at_no_other(
@@ -128,8 +128,8 @@ def test_verify_of_one_checkpoint_looks_at_no_other(
 ) -> None:
     (folder.path(200) / TENSORS).unlink()
     folder.begin(300)
-    told = Told(capsys, tmp_path, "verify", folder.path(100))
-    assert told.code == 0 and len(told.out.splitlines()) == 1
+    shown = Shown(capsys, tmp_path, "verify", folder.path(100))
+    assert shown.code == 0 and len(shown.out.splitlines()) == 1
 
 
 def test_a_run_that_has_saved_nothing_yet_has_failed_to(
@@ -137,9 +137,9 @@ def test_a_run_that_has_saved_nothing_yet_has_failed_to(
 ) -> None:
     (tmp_path / "run" / "checkpoints").mkdir(parents=True)
     for action, what in (("show", "complete checkpoint"), ("verify", "checkpoint")):
-        told = Told(capsys, tmp_path, action, tmp_path / "run")
-        assert (told.code, told.out) == (1, "")
-        assert told.err.startswith(f"{tmp_path / 'run'} has no {what}")
+        shown = Shown(capsys, tmp_path, action, tmp_path / "run")
+        assert (shown.code, shown.out) == (1, "")
+        assert shown.err.startswith(f"{tmp_path / 'run'} has no {what}")
 
 
 @pytest.mark.parametrize("action", ["show", "verify"])
@@ -147,9 +147,9 @@ def test_what_is_no_place_for_checkpoints_is_wrong_input(
     action: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for place in (tmp_path, tmp_path / "nowhere"):
-        told = Told(capsys, tmp_path, action, place)
-        assert (told.code, told.out, told.figures) == (2, "", None)
-        assert str(place) in told.err and "Traceback" not in told.err
+        shown = Shown(capsys, tmp_path, action, place)
+        assert (shown.code, shown.out, shown.figures) == (2, "", None)
+        assert str(place) in shown.err and "Traceback" not in shown.err
 
 
 @pytest.mark.parametrize("arguments", [[], ["show"], ["mend", "."], ["show", ".", "--config", "x"]])

@@ -108,5 +108,5 @@ def save_without_groups(launch: LaunchEnvironment, run: Run, corpus: PreparedCor
 
 def test_a_save_without_process_groups_is_refused(pool: RankPool, tmp_path: Path) -> None:
     run = run_in(tmp_path)
-    told = pool.run(2, save_without_groups, run, tiny_corpus(run, tmp_path / "cache"))
-    assert told == ["the process groups have ended"] * 2
+    messages = pool.run(2, save_without_groups, run, tiny_corpus(run, tmp_path / "cache"))
+    assert messages == ["the process groups have ended"] * 2

@@ -40,10 +40,10 @@ def test_a_disk_that_fails_is_no_wrong_input(
     pool: RankPool, error: Exception, kind: type[Exception]
 ) -> None:
     """Wrong input ends a job for good, and a failure of rank 0's network disk did, too."""
-    told = error.strerror if isinstance(error, OSError) else str(error)
-    assert told
+    message = error.strerror if isinstance(error, OSError) else str(error)
+    assert message
     for own_kind, text in pool.run(2, read_with, error):
-        assert own_kind is kind and text.startswith(told)
+        assert own_kind is kind and text.startswith(message)
 
 
 def test_without_an_error_all_ranks_get_the_answer(pool: RankPool) -> None:

@@ -79,7 +79,7 @@ def test_an_index_that_is_a_program_is_refused_and_not_run(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("content", [b"", b"no pickle", pickle.dumps({"a": 1})])
-def test_what_is_no_index_is_told(tmp_path: Path, content: bytes) -> None:
+def test_what_is_no_index_is_reported(tmp_path: Path, content: bytes) -> None:
     (tmp_path / INDEX).write_bytes(content)
     with pytest.raises(CheckpointError, match="is not an index of tensors"):
         read_index(tmp_path)

@@ -69,7 +69,7 @@ def test_a_whole_checkpoint_has_no_problem_and_tells_what_it_holds(checkpoint: P
 
 @pytest.mark.parametrize("name", [TENSORS, INDEX, RUN_STATE])
 @pytest.mark.parametrize(
-    ("damage", "told"),
+    ("damage", "message"),
     [
         (Path.unlink, "is missing"),
         (lambda file: os.truncate(file, file.stat().st_size - 1), "is cut short: "),
@@ -79,10 +79,10 @@ def test_a_whole_checkpoint_has_no_problem_and_tells_what_it_holds(checkpoint: P
     ids=["missing", "cut", "empty", "flipped"],
 )
 def test_a_damaged_file_is_the_one_problem(
-    checkpoint: Path, name: str, damage: Callable[[Path], None], told: str
+    checkpoint: Path, name: str, damage: Callable[[Path], None], message: str
 ) -> None:
     damage(checkpoint / name)
-    assert only_problem(checkpoint).startswith(f"{name} {told}")
+    assert only_problem(checkpoint).startswith(f"{name} {message}")
 
 
 def test_at_a_glance_sizes_and_small_files_are_checked_and_large_ones_not_read(
@@ -121,14 +121,14 @@ def test_a_file_that_belongs_to_nobody_is_noted_and_no_problem(checkpoint: Path)
 
 
 @pytest.mark.parametrize("name", [INDEX, RUN_STATE])
-def test_a_manifest_without_a_file_that_must_be_is_told(checkpoint: Path, name: str) -> None:
+def test_a_manifest_without_a_file_that_must_be_is_reported(checkpoint: Path, name: str) -> None:
     files = read_manifest(checkpoint)
     del files[name]
     write_manifest(checkpoint, files)
     assert only_problem(checkpoint) == f"manifest.json does not list {name}"
 
 
-def test_a_renamed_step_is_told_and_any_other_name_is_free(checkpoint: Path) -> None:
+def test_a_renamed_step_is_reported_and_any_other_name_is_free(checkpoint: Path) -> None:
     renamed = checkpoint.rename(checkpoint.with_name("step-00000200"))
     assert only_problem(renamed).startswith(
         "its name has step 200, but its run_state.json has step"
@@ -136,7 +136,7 @@ def test_a_renamed_step_is_told_and_any_other_name_is_free(checkpoint: Path) -> 
     assert problems_of(renamed.rename(renamed.with_name("best"))) == []
 
 
-def test_tensors_of_another_model_than_the_configuration_are_told(checkpoint: Path) -> None:
+def test_tensors_of_another_model_than_the_configuration_are_reported(checkpoint: Path) -> None:
     config = CONFIG.model_copy(update={"model": CONFIG.model.model_copy(update={"vocab_size": 7})})
     state = run_state(100, config=config.to_json())
     (checkpoint / RUN_STATE).write_bytes(state.to_bytes())
@@ -147,33 +147,33 @@ def test_tensors_of_another_model_than_the_configuration_are_told(checkpoint: Pa
 
 
 @pytest.mark.parametrize(
-    ("config", "told"),
+    ("config", "message"),
     [
         ({}, "run_state.json has no valid model: config.model: "),
         ({"model": {"preset": "gpt2", "hidden_size": "x"}}, "config.model.hidden_size: "),
     ],
 )
-def test_a_configuration_without_a_model_is_told(
-    checkpoint: Path, config: dict[str, object], told: str
+def test_a_configuration_without_a_model_is_reported(
+    checkpoint: Path, config: dict[str, object], message: str
 ) -> None:
     (checkpoint / RUN_STATE).write_bytes(run_state(100, config=config).to_bytes())
     seal(checkpoint)
-    assert told in only_problem(checkpoint)
+    assert message in only_problem(checkpoint)
 
 
 @pytest.mark.parametrize("content", [b"", b"no pickle", pickle.dumps({"a": 1})])
-def test_an_index_that_is_none_is_told(checkpoint: Path, content: bytes) -> None:
+def test_an_index_that_is_none_is_reported(checkpoint: Path, content: bytes) -> None:
     (checkpoint / INDEX).write_bytes(content)
     seal(checkpoint)
     assert ".metadata is not an index of tensors" in only_problem(checkpoint)
 
 
-def test_a_tensor_that_is_missing_in_the_index_is_told(checkpoint: Path) -> None:
+def test_a_tensor_that_is_missing_in_the_index_is_reported(checkpoint: Path) -> None:
     change_index(checkpoint, lambda index: index.state_dict_metadata.pop(UP))
     assert only_problem(checkpoint) == f"{UP} (128 x 32) is missing in the checkpoint"
 
 
-def test_elements_that_no_rank_wrote_are_told(checkpoint: Path) -> None:
+def test_elements_that_no_rank_wrote_are_reported(checkpoint: Path) -> None:
     def shorten(index: Metadata) -> None:
         chunks = entry_of_up(index).chunks
         chunks[0] = replace(chunks[0], sizes=torch.Size((100, 32)))
@@ -182,7 +182,7 @@ def test_elements_that_no_rank_wrote_are_told(checkpoint: Path) -> None:
     assert only_problem(checkpoint) == f"{UP}: 896 of its 4,096 elements are in no file"
 
 
-def test_elements_that_two_ranks_wrote_and_pieces_without_a_place_are_told(
+def test_elements_that_two_ranks_wrote_and_pieces_without_a_place_are_reported(
     checkpoint: Path,
 ) -> None:
     def double(index: Metadata) -> None:
@@ -196,7 +196,7 @@ def test_elements_that_two_ranks_wrote_and_pieces_without_a_place_are_told(
     ]
 
 
-def test_a_tensor_in_half_precision_is_told(checkpoint: Path) -> None:
+def test_a_tensor_in_half_precision_is_reported(checkpoint: Path) -> None:
     def halve(index: Metadata) -> None:
         entry_of_up(index).properties.dtype = torch.bfloat16
 
@@ -205,7 +205,7 @@ def test_a_tensor_in_half_precision_is_told(checkpoint: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "message"),
     [
         ({"relative_path": "__9_0.distcp"}, "no file of the checkpoint contains its [0:128, 0:32]"),
         (
@@ -214,15 +214,15 @@ def test_a_tensor_in_half_precision_is_told(checkpoint: Path) -> None:
         ),
     ],
 )
-def test_a_place_that_is_in_no_file_is_told(
-    checkpoint: Path, change: dict[str, object], told: str
+def test_a_place_that_is_in_no_file_is_reported(
+    checkpoint: Path, change: dict[str, object], message: str
 ) -> None:
     def move(index: Metadata) -> None:
         place = MetadataIndex(UP, (0, 0))
         index.storage_data[place] = replace(index.storage_data[place], **change)
 
     change_index(checkpoint, move)
-    assert only_problem(checkpoint) == f"{UP}: {told}"
+    assert only_problem(checkpoint) == f"{UP}: {message}"
 
 
 DOWN, QKV = "weights.blocks.0.mlp.down.weight", "weights.blocks.0.attention.qkv.weight"
@@ -258,7 +258,7 @@ def exchanged(name: str, other: str) -> Callable[[Metadata], None]:
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "message"),
     [
         (exchanged(UP_WEIGHT, DOWN), f"is a tensor of {[32, 128]}"),
         (exchanged(QKV, DOWN), "bytes in __0_0.distcp, according to the index"),
@@ -276,24 +276,24 @@ def exchanged(name: str, other: str) -> Callable[[Metadata], None]:
         (lambda index: index.state_dict_metadata[UP].chunks.append(3), "is not an index of tens"),
     ],
 )
-def test_a_place_that_cannot_be_right_is_told_though_it_was_sealed(
-    checkpoint: Path, change: Callable[[Metadata], None], told: str
+def test_a_place_that_cannot_be_right_is_reported_though_it_was_sealed(
+    checkpoint: Path, change: Callable[[Metadata], None], message: str
 ) -> None:
     change_index(checkpoint, change)
     found = problems_of(checkpoint)
-    assert len(found) in (1, 2) and told in found[0]
+    assert len(found) in (1, 2) and message in found[0]
 
 
 @pytest.mark.parametrize(
-    ("saved", "told"),
+    ("saved", "message"),
     [
         (torch.zeros(128, 32, dtype=torch.int32), "is not a float32 tensor"),
         (torch.zeros(32, 128).T, "is a tensor of [128, 32], but must be [128, 32], row by row"),
         ("text " * 4_000, "is not a float32 tensor"),
     ],
 )
-def test_bytes_that_are_no_float32_tensor_are_told(
-    checkpoint: Path, saved: object, told: str
+def test_bytes_that_are_no_float32_tensor_are_reported(
+    checkpoint: Path, saved: object, message: str
 ) -> None:
     """Behind the others, so that every place is right."""
     with (checkpoint / TENSORS).open("ab") as file:
@@ -301,7 +301,7 @@ def test_bytes_that_are_no_float32_tensor_are_told(
         torch.save(saved, file)
         length = file.tell() - offset
     change_index(checkpoint, moved(UP, offset=lambda _: offset, length=lambda _: length))
-    assert told in only_problem(checkpoint)
+    assert message in only_problem(checkpoint)
 
 
 def test_an_archive_with_too_few_elements_is_reported(checkpoint: Path) -> None:

@@ -1,5 +1,6 @@
-"""A rank is killed (SIGKILL) at a random moment of a save, again and again, and the run goes on
-from a whole checkpoint every time, on the very losses of a run that nobody disturbed.
+"""A rank is killed (SIGKILL) at a random moment of a save, again and again.
+
+Each time the run continues from a complete checkpoint, with the losses of an undisturbed run.
 """
 
 import json

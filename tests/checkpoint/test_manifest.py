@@ -82,7 +82,7 @@ def test_one_flipped_bit_is_found_wherever_it_is(folder: Path, position: int) ->
     assert size_problems(folder, read_manifest(folder)) == {}
 
 
-def test_every_broken_file_is_told_at_once(folder: Path) -> None:
+def test_every_broken_file_is_reported_at_once(folder: Path) -> None:
     (folder / "large").unlink()
     (folder / "small").write_bytes(b"abd")
     assert [problem.split()[0] for problem in problems(folder)] == ["large", "small"]
@@ -111,7 +111,7 @@ def test_a_manifest_that_is_cut_or_altered_is_not_believed(folder: Path) -> None
             read_manifest(folder)
 
 
-def test_a_manifest_that_is_a_folder_is_told(folder: Path) -> None:
+def test_a_manifest_that_is_a_folder_is_reported(folder: Path) -> None:
     (folder / MANIFEST).unlink()
     (folder / MANIFEST).mkdir()
     with pytest.raises(CheckpointError, match=r"cannot be read \(it is a folder\)"):

@@ -64,7 +64,7 @@ def run_in(
 @pytest.mark.parametrize(
     ("layout", "stage"), [((1, 1, 1), 0), ((2, 2, 1), 1), ((1, 2, 2), 2), ((1, 3, 1), 3)]
 )
-def test_the_same_layout_goes_on_to_the_last_bit(
+def test_the_same_layout_continues_to_the_last_bit(
     pool: RankPool, tmp_path: Path, corpus: PreparedCorpus, layout: tuple[int, int, int], stage: int
 ) -> None:
     """In other processes than those that saved, in fp32."""
@@ -447,7 +447,7 @@ def search(launch: LaunchEnvironment, run: Run) -> tuple[Path | None, tuple[tupl
         return newest_complete(folder.newest_first(), context.checkpoint_group)
 
 
-def test_damaged_checkpoints_are_passed_over_and_named(
+def test_damaged_checkpoints_are_skipped_and_named(
     pool: RankPool, tmp_path: Path, corpus: PreparedCorpus
 ) -> None:
     """Every rank reads a share of the files, and all come to the same."""
@@ -466,13 +466,13 @@ def test_damaged_checkpoints_are_passed_over_and_named(
     assert found[0] == found[1]
     complete, skipped = found[0]
     assert complete == oldest
-    told = {checkpoint.name: why for checkpoint, why in skipped}
-    assert list(told) == [f"step-0000000{step}" for step in (9, 8, 7, 6, 5)]
-    assert "manifest.json is missing" in told["step-00000009"]
-    assert "run_state.json is cut short" in told["step-00000008"]
-    assert "__1_0.distcp is cut short" in told["step-00000007"]
-    assert "__0_0.distcp is cut short" in told["step-00000006"]
-    assert "__1_0.distcp has changed since it was written" in told["step-00000005"]
+    reasons = {checkpoint.name: why for checkpoint, why in skipped}
+    assert list(reasons) == [f"step-0000000{step}" for step in (9, 8, 7, 6, 5)]
+    assert "manifest.json is missing" in reasons["step-00000009"]
+    assert "run_state.json is cut short" in reasons["step-00000008"]
+    assert "__1_0.distcp is cut short" in reasons["step-00000007"]
+    assert "__0_0.distcp is cut short" in reasons["step-00000006"]
+    assert "__1_0.distcp has changed since it was written" in reasons["step-00000005"]
 
 
 def flip_a_bit(file: Path) -> None:

@@ -1,4 +1,4 @@
-"""Which tensors a checkpoint holds, and how those of another model are told."""
+"""The tensors of a checkpoint, and how those of another model are reported."""
 
 import pytest
 
@@ -29,14 +29,14 @@ def test_the_same_model_matches() -> None:
     assert mismatches(expected_shapes(llama()), expected_shapes(llama())) == []
 
 
-def test_another_shape_is_told_once_with_both() -> None:
+def test_another_shape_is_reported_once_with_both() -> None:
     small, large = expected_tensors(gpt2()), expected_tensors(gpt2(vocab_size=512))
     assert mismatches(large, small) == [
         "embedding.tokens.weight is 301 x 32 in the checkpoint, but 512 x 32 in the model"
     ]
 
 
-def test_tied_and_untied_are_told_apart_both_ways() -> None:
+def test_tied_and_untied_are_distinguished_both_ways() -> None:
     tied, untied = expected_tensors(gpt2()), expected_tensors(gpt2(tie_word_embeddings=False))
     assert mismatches(untied, tied) == [
         "head.output.weight (301 x 32) is missing in the checkpoint"
@@ -46,7 +46,7 @@ def test_tied_and_untied_are_told_apart_both_ways() -> None:
     ]
 
 
-def test_one_moment_alone_is_told_by_its_full_name() -> None:
+def test_one_moment_alone_is_reported_by_its_full_name() -> None:
     expected = expected_tensors(gpt2())
     saved = {name: shape for name, shape in expected.items() if name != "exp_avg.head.norm.bias"}
     assert mismatches(expected, saved) == [
@@ -64,7 +64,7 @@ def test_parameters_can_be_compared_without_kinds() -> None:
 
 def test_after_ten_sentences_the_rest_is_counted() -> None:
     """Two blocks more are 24 parameters."""
-    told = mismatches(expected_tensors(gpt2(num_hidden_layers=4)), expected_tensors(gpt2()))
-    assert len(told) == 11
-    assert told[0] == "blocks.2.attention_norm.weight (32) is missing in the checkpoint"
-    assert told[-1] == "and 14 more"
+    problems = mismatches(expected_tensors(gpt2(num_hidden_layers=4)), expected_tensors(gpt2()))
+    assert len(problems) == 11
+    assert problems[0] == "blocks.2.attention_norm.weight (32) is missing in the checkpoint"
+    assert problems[-1] == "and 14 more"

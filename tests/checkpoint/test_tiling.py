@@ -42,7 +42,7 @@ def test_it_agrees_with_counting_whatever_is_moved_left_out_or_doubled(seed: int
             assert (tiling_problem(shape, changed) is None) == counted(shape, changed)
 
 
-def test_what_is_wrong_is_told_in_numbers() -> None:
+def test_what_is_wrong_is_reported_in_numbers() -> None:
     left, right = Box((0, 0), (4, 2)), Box((0, 2), (4, 3))
     assert tiling_problem((4, 5), [left, right]) is None
     assert tiling_problem((4, 5), [left]) == "12 of its 20 elements are in no file"

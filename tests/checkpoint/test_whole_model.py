@@ -92,22 +92,24 @@ def test_another_precision_is_the_rounded_weights(folder: CheckpointFolder) -> N
     assert all(torch.equal(exact[name].bfloat16(), rounded[name]) for name in exact)
 
 
-def test_the_newest_whole_one_is_taken_and_each_passed_over_is_told(
+def test_the_newest_complete_one_is_taken_and_each_skipped_one_is_reported(
     folder: CheckpointFolder,
 ) -> None:
-    told: list[str] = []
-    assert checkpoint_named(folder.root.parent, told.append) == folder.path(200)
-    assert checkpoint_named(folder.path(100), told.append) == folder.path(100)
-    assert told == []
+    messages: list[str] = []
+    assert checkpoint_named(folder.root.parent, messages.append) == folder.path(200)
+    assert checkpoint_named(folder.path(100), messages.append) == folder.path(100)
+    assert messages == []
     content = bytearray((folder.path(200) / TENSORS).read_bytes())
     content[len(content) // 2] ^= 1
     (folder.path(200) / TENSORS).write_bytes(content)
-    assert checkpoint_named(folder.root, told.append) == folder.path(100)
-    (problem,) = told
+    assert checkpoint_named(folder.root, messages.append) == folder.path(100)
+    (problem,) = messages
     assert problem.startswith(f"skipped {folder.path(200)}: {TENSORS} has changed since")
 
 
-def test_where_none_is_whole_every_reason_is_told(folder: CheckpointFolder, tmp_path: Path) -> None:
+def test_if_none_is_complete_every_reason_is_reported(
+    folder: CheckpointFolder, tmp_path: Path
+) -> None:
     for step in (100, 200):
         os.truncate(folder.path(step) / TENSORS, step)
     with pytest.raises(CheckpointError, match="has no complete checkpoint") as caught:
@@ -118,7 +120,7 @@ def test_where_none_is_whole_every_reason_is_told(folder: CheckpointFolder, tmp_
         checkpoint_named(tmp_path)
 
 
-def test_what_no_file_holds_is_told_by_name(folder: CheckpointFolder) -> None:
+def test_what_no_file_holds_is_named(folder: CheckpointFolder) -> None:
     checkpoint = folder.path(100)
     stranger = Piece("weights.stranger", (4,), (0,), torch.empty(4))
     with pytest.raises(CheckpointError, match=r"weights\.stranger is missing in the checkpoint"):

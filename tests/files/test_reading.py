@@ -39,27 +39,27 @@ def test_a_file_is_read_up_to_its_limit(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(10)
-def test_what_is_no_file_is_told_and_not_opened(tmp_path: Path) -> None:
-    for path, told in (
+def test_what_is_no_file_is_reported_and_not_opened(tmp_path: Path) -> None:
+    for path, message in (
         (tmp_path, "is a folder"),
         (pipe(tmp_path / "pipe"), "is a named pipe"),
         (link(tmp_path / "to a pipe", tmp_path / "pipe"), "is a named pipe"),
         (Path("/dev/zero"), "is a device"),
     ):
-        assert file_problem(path) == told
-        with pytest.raises(OSError, match=f"it {told}"):
+        assert file_problem(path) == message
+        with pytest.raises(OSError, match=f"it {message}"):
             read_file(path)
 
 
-def test_what_cannot_be_reached_is_told_by_the_system(tmp_path: Path) -> None:
-    for path, told in (
+def test_what_cannot_be_reached_is_reported_by_the_system(tmp_path: Path) -> None:
+    for path, message in (
         (tmp_path / "nothing", "does not exist"),
         (link(tmp_path / "dangling", "nowhere"), "is a broken link"),
         (link(tmp_path / "loop", "loop"), "cannot be reached (Too many levels of symbolic links)"),
         (tmp_path / ("n" * 300), "cannot be reached (File name too long)"),
         (tmp_path / "a\0b", "cannot be reached (embedded null byte)"),
     ):
-        assert file_problem(path) == told
+        assert file_problem(path) == message
 
 
 def test_a_folder_for_a_library_has_files_and_folders_only(tmp_path: Path) -> None:
@@ -75,7 +75,7 @@ def test_a_folder_for_a_library_has_files_and_folders_only(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "message"),
     [
         ("a\0b", "NUL character"),
         ("n" * 256, "a name in it has 256 bytes, but must have at most 255"),
@@ -83,8 +83,8 @@ def test_a_folder_for_a_library_has_files_and_folders_only(tmp_path: Path) -> No
         ("n/" * 2048, "it has 4,096 bytes, but must have at most 4,095"),
     ],
 )
-def test_a_path_that_nothing_can_have_is_told_by_its_text(text: str, told: str) -> None:
-    assert re.search(told, path_problem(text) or "")
+def test_a_path_that_nothing_can_have_is_reported_by_its_text(text: str, message: str) -> None:
+    assert re.search(message, path_problem(text) or "")
 
 
 @pytest.mark.parametrize("text", ["a", "n" * 255, "/" + "n/" * 2047, "~/**/*.txt", "ä" * 127])
@@ -92,12 +92,12 @@ def test_any_other_path_is_possible(text: str) -> None:
     assert path_problem(text) is None
 
 
-def test_a_folder_that_cannot_be_made_is_told_by_what_is_in_its_way(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_made_is_reported_by_what_is_in_its_way(tmp_path: Path) -> None:
     assert folder_problem("run_dir", tmp_path / "new" / "run") is None
     for name, kind in (("pipe", "is a named pipe"), ("loop", "cannot be reached")):
         place = pipe(tmp_path / name) if name == "pipe" else link(tmp_path / name, name)
-        told = folder_problem("run_dir", place / "run")
-        assert told is not None and told.startswith(
+        message = folder_problem("run_dir", place / "run")
+        assert message is not None and message.startswith(
             f"run_dir {place}/run cannot be a folder, because {place} {kind}"
         )
     assert {path.name for path in tmp_path.iterdir()} == {"pipe", "loop"}, "nothing was made"

@@ -209,7 +209,7 @@ def test_a_step_has_the_loss_and_the_gradients_of_one_process(
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_every_stage_is_told_samples_documents_the_last_micro_batch_and_when_to_reduce(
+def test_every_stage_receives_samples_documents_the_last_micro_batch_and_when_to_reduce(
     pool: RankPool, schedule: str
 ) -> None:
     for record in pool.run(2, run_stage, schedule, 3):

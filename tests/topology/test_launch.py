@@ -104,7 +104,7 @@ def test_ranks_beside_other_mpi_ranks_are_refused_naming_both() -> None:
 
 
 @pytest.mark.parametrize(
-    ("environ", "told"),
+    ("environ", "message"),
     [
         (_torchrun(PMI_SIZE="5"), "8 from RANK/WORLD_SIZE, but PMI_SIZE=5"),
         (_mpirun(PMI_SIZE="3"), "4 from OMPI_*, but PMI_SIZE=3"),
@@ -119,9 +119,9 @@ def test_ranks_beside_other_mpi_ranks_are_refused_naming_both() -> None:
     ],
 )
 def test_numbers_that_contradict_each_other_are_refused_naming_both(
-    environ: dict[str, str], told: str
+    environ: dict[str, str], message: str
 ) -> None:
-    with pytest.raises(LaunchError, match=re.escape(told)):
+    with pytest.raises(LaunchError, match=re.escape(message)):
         read_launch_environment(environ)
 
 
@@ -175,7 +175,7 @@ def test_a_missing_number_is_named(missing: str) -> None:
 
 @pytest.mark.parametrize("missing", ["MASTER_ADDR", "MASTER_PORT"])
 @pytest.mark.parametrize("environ", [_torchrun(), _srun(), _mpirun()])
-def test_several_ranks_without_a_meeting_point_are_told_what_to_export(
+def test_several_ranks_without_a_meeting_point_learn_what_to_export(
     environ: dict[str, str], missing: str
 ) -> None:
     with pytest.raises(

@@ -43,7 +43,7 @@ def meet(*configurations: dict[str, int]) -> list[Meeting]:
 
 def test_an_attempt_sees_nothing_of_an_earlier_one(agents_store: dist.Store) -> None:
     """torchrun does not count a restart after which a node has joined or left: ranks of one attempt
-    were told different numbers, and waited for each other, or met among the keys of a dead one.
+    received different numbers, and waited for each other, or met among the keys of a dead one.
     """
     first = meet(*[{"seed": 1}] * WORLD)
     first[2].store.set("claim", json.dumps(["failed", 2]))

@@ -1,4 +1,4 @@
-"""What a run may go on from, what it is told where it may not, and where its data goes on."""
+"""From what a run may continue, how it refuses the rest, and where its data continues."""
 
 import copy
 from pathlib import Path
@@ -89,11 +89,11 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
 def test_what_does_not_match_is_refused_by_name(
     pool: RankPool, saved: Path, cache: Path, name: str
 ) -> None:
-    changes, told = REFUSED[name]
+    changes, message = REFUSED[name]
     run = small_run(TEXT, tp=2, **changes)
     answers = pool.run(2, load, run, cache, saved, False)
     assert answers[0] == answers[1] and isinstance(answers[0], str)
-    for part in told:
+    for part in message:
         assert part in answers[0]
 
 
@@ -131,7 +131,7 @@ def test_layout_precision_dropout_optimizer_and_batch_may_change(
     assert isinstance(progress, Progress) and progress.samples == 24
 
 
-def test_what_the_configuration_says_otherwise_is_told(saved: Path) -> None:
+def test_changes_of_the_configuration_are_reported(saved: Path) -> None:
     run = small_run(TEXT, tp=2, optimizer={"params": {"lr": 5e-4}}, train_batch_size=12)
     assert config_changes(RunState.read(saved), run) == [
         "optimizer.params.lr: 0.001 -> 0.0005",
@@ -140,8 +140,8 @@ def test_what_the_configuration_says_otherwise_is_told(saved: Path) -> None:
         "train_batch_size: 24 -> 12",
     ]
     scheduled = small_run(TEXT, dp=2, scheduler=WARMUP)
-    told = config_changes(RunState.read(saved), scheduled)
-    assert 'scheduler.type: none -> "WarmupLR"' in told
+    message = config_changes(RunState.read(saved), scheduled)
+    assert 'scheduler.type: none -> "WarmupLR"' in message
 
 
 def test_a_key_that_the_saved_version_did_not_have_is_no_change_at_its_default(
@@ -161,7 +161,7 @@ def test_a_key_that_the_saved_version_did_not_have_is_no_change_at_its_default(
     ]
 
 
-def test_what_is_no_checkpoint_is_told_and_not_thrown(
+def test_what_is_no_checkpoint_is_reported_and_not_raised(
     pool: RankPool, tmp_path: Path, cache: Path
 ) -> None:
     answers = pool.run(2, load, small_run(TEXT, dp=2), cache, tmp_path, False)
@@ -204,7 +204,7 @@ def scales(scaler: Any, steps: range) -> list[float]:
 
 
 def scales_of_both(launch: LaunchEnvironment) -> tuple[list[float], list[float]]:
-    """Steps 6 to 30 of a scaler that saw the steps before, and of one that was told of them."""
+    """Steps 6 to 30 of a scaler that saw the steps before, and of one that has loaded its state."""
     run = small_run(TEXT)
     with started(launch, run) as context:
         Worker(run, context)  # DeepSpeed's scaler asks for the rank, to log
@@ -216,7 +216,7 @@ def scales_of_both(launch: LaunchEnvironment) -> tuple[list[float], list[float]]
         return scales(uninterrupted, range(6, 30)), scales(resumed, range(6, 30))
 
 
-def test_a_dynamic_loss_scale_goes_on_where_it_was(pool: RankPool) -> None:
+def test_a_dynamic_loss_scale_continues_where_it_was(pool: RankPool) -> None:
     ((uninterrupted, resumed),) = pool.run(1, scales_of_both)
     assert resumed == uninterrupted
     assert len(set(resumed)) > 3

@@ -100,7 +100,7 @@ def test_a_run_that_starts_at_step_0_says_nothing_of_it() -> None:
     assert describe_start(Start(), tiny_run(TEXT)) == []
 
 
-def test_a_resumed_run_says_from_where_and_what_it_passed_over() -> None:
+def test_a_resumed_run_says_from_where_and_what_it_skipped() -> None:
     start = Start(
         checkpoint=FOLDER / "step-00000005",
         step=5,
@@ -113,7 +113,7 @@ def test_a_resumed_run_says_from_where_and_what_it_passed_over() -> None:
     ]
 
 
-def test_a_run_that_is_over_says_how_to_go_on() -> None:
+def test_a_run_that_is_over_says_how_to_continue() -> None:
     start = Start(checkpoint=FOLDER / "step-00000010", step=10, in_place=True)
     (line,) = describe_start(start, tiny_run(TEXT, training={"steps": 10}))
     assert shown(line) == (

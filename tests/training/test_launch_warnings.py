@@ -89,7 +89,7 @@ def test_a_tensor_axis_across_machines_is_reported() -> None:
     )
 
 
-def test_torchrun_is_not_told_by_the_configuration_to_restart() -> None:
+def test_torchrun_does_not_restart_because_of_the_configuration() -> None:
     restart = {"training": {"restart": 4}}
     (warning,) = warnings(BY_TORCHRUN, restart, torchrun_restarts=0)
     assert "--max-restarts 4" in warning

@@ -90,7 +90,7 @@ def test_a_full_disk_does_not_end_the_run_and_loses_no_record(
     assert pool.run(1, steps_on_a_disk_that_is_full_for_a_while, file) == [[1, 2, 3, 4]]
 
 
-def test_records_that_never_found_room_are_told_at_the_end() -> None:
+def test_records_that_never_found_room_are_reported_at_the_end() -> None:
     with pytest.raises(OSError) as caught, MetricsFile(Path("/dev/full")) as file:
         file.write(step_metrics(step=1))
         file.write(step_metrics(step=2))

@@ -93,7 +93,7 @@ def ending_beside_another_context(launch: LaunchEnvironment, config: Path) -> En
         return ending(config)
 
 
-def test_a_run_folder_that_is_a_file_is_told_before_ranks_meet(
+def test_a_run_folder_that_is_a_file_is_reported_before_ranks_meet(
     pool: RankPool, config: Path
 ) -> None:
     config.with_name("run").write_text("")
@@ -147,7 +147,7 @@ def steps(number: int) -> str:
 EACH_STEP = ["training.save_interval=1", "training.log_interval=1"]
 
 
-def test_a_run_that_is_started_again_goes_on_as_if_it_had_not_ended(
+def test_a_run_that_is_started_again_continues_as_if_it_had_not_ended(
     pool: RankPool, config: Path, tmp_path: Path
 ) -> None:
     through = tmp_path / "through"
@@ -337,7 +337,7 @@ def test_going_back_to_an_older_checkpoint_leaves_no_trace_of_the_abandoned_bran
     assert [record["step"] for record in records(config)] == [1, 2, 3, 4, 5]
 
 
-def test_a_broken_checkpoint_is_passed_over_and_moved_away(pool: RankPool, config: Path) -> None:
+def test_a_broken_checkpoint_is_skipped_and_moved_away(pool: RankPool, config: Path) -> None:
     pool.run(1, endings, config, [[steps(2), *EACH_STEP]])
     broken = run_dir_of(config) / "checkpoints" / "step-00000002"
     (broken / "run_state.json").write_bytes(b"")
@@ -375,7 +375,7 @@ def test_other_data_is_refused_by_name_unless_allowed(pool: RankPool, config: Pa
     assert code == 0 and "resumed at step 2" in out
 
 
-def test_a_run_goes_on_in_a_folder_of_its_own_from_anothers_checkpoint(
+def test_a_run_continues_in_a_folder_of_its_own_from_anothers_checkpoint(
     pool: RankPool, config: Path, tmp_path: Path
 ) -> None:
     pool.run(1, ending_alone, config)

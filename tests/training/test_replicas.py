@@ -55,7 +55,7 @@ LAYOUTS = [
 def trained(
     launch: LaunchEnvironment, run: Run, corpus: PreparedCorpus, damage: "Damage | None"
 ) -> str | None:
-    """What this rank is told after it has trained a little."""
+    """The message on this rank after it has trained a little."""
     torch.set_num_threads(1)
     with one_rank(launch, run, corpus) as rank:
         replicas = Replicas(rank.worker, 0)
@@ -144,8 +144,8 @@ def test_what_differs_is_found_and_named(
 ) -> None:
     """The copies are those of data ranks, tensor ranks, groups of heads and pipeline ends."""
     run = layout.run()
-    told = pool.run(run.grid.world_size, trained, run, tiny_corpus(run, tmp_path), damage)
-    assert len(set(told)) == 1 and told[0] is not None, "all ranks end, with the same words"
-    assert told[0].startswith(f"after step {STEPS + 1}, copies that must be equal differ: the ")
-    assert named in told[0]
-    assert f"They were last equal after step {STEPS}" in told[0]
+    expected = pool.run(run.grid.world_size, trained, run, tiny_corpus(run, tmp_path), damage)
+    assert len(set(expected)) == 1 and expected[0] is not None, "all ranks end, with the same words"
+    assert expected[0].startswith(f"after step {STEPS + 1}, copies that must be equal differ: the ")
+    assert named in expected[0]
+    assert f"They were last equal after step {STEPS}" in expected[0]

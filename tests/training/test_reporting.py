@@ -126,7 +126,7 @@ def collecting(steps: list[int], failing_step: int | None = None) -> Service:
     return send
 
 
-def test_a_service_that_fails_is_dropped_with_one_warning_and_the_other_goes_on(
+def test_a_service_that_fails_is_dropped_with_one_warning_and_the_other_continues(
     tmp_path: Path,
 ) -> None:
     failing, well, warnings = list[int](), list[int](), list[str]()

@@ -99,7 +99,7 @@ def test_a_folder_without_checkpoints_starts_at_step_0(
     assert found(pool, options, run_in(tmp_path)) == Start()
 
 
-def test_auto_goes_on_from_the_newest(pool: RankPool, run: Run) -> None:
+def test_auto_continues_from_the_newest(pool: RankPool, run: Run) -> None:
     expected = Start(checkpoint=checkpoint(run, 200), step=200, in_place=True)
     assert found(pool, AUTO, run) == expected
 
@@ -170,12 +170,12 @@ def test_what_a_killed_save_left_is_no_checkpoint(pool: RankPool, tmp_path: Path
 
 
 @pytest.mark.parametrize("named", ["", "checkpoints", "checkpoints/step-00000200"])
-def test_the_runs_own_folder_goes_on_by_any_name(named: str, pool: RankPool, run: Run) -> None:
+def test_the_runs_own_folder_continues_by_any_name(named: str, pool: RankPool, run: Run) -> None:
     start = found(pool, at(run.run_dir / named), run)
     assert (start.step, start.in_place) == (200, True)
 
 
-def test_the_runs_own_folder_goes_on_through_a_link(
+def test_the_runs_own_folder_continues_through_a_link(
     pool: RankPool, run: Run, tmp_path: Path
 ) -> None:
     (tmp_path / "link").symlink_to(run.run_dir)

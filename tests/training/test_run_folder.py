@@ -63,7 +63,7 @@ def test_config_json_never_has_a_number_that_json_lacks(tmp_path: Path) -> None:
 
 
 def complaint_of_a_plain_user(launch: LaunchEnvironment, run: Run) -> str:
-    """What a user who is not root is told; root may write anywhere."""
+    """The message for a user who is not root; root may write anywhere."""
     if os.getuid() == 0:
         os.setuid(65534)
     with pytest.raises(ConfigError) as caught:
@@ -126,7 +126,7 @@ def record(step: int, **values: float) -> str:
     return json.dumps({"step": step, "loss": 0.1 * step, **values}) + "\n"
 
 
-def test_a_run_that_goes_on_from_its_last_step_leaves_all_as_it_is(tmp_path: Path) -> None:
+def test_a_run_that_continues_from_its_last_step_leaves_all_as_it_is(tmp_path: Path) -> None:
     run = run_in(tmp_path)
     start_run_folder(run)
     lines = record(1) + record(2) + json.dumps({"step": 2, "validation_loss": 3.0}) + "\n"
@@ -137,7 +137,7 @@ def test_a_run_that_goes_on_from_its_last_step_leaves_all_as_it_is(tmp_path: Pat
     assert names(tmp_path) == {"config.json", "metrics.jsonl", "starts.jsonl", "checkpoints"}
 
 
-def test_the_configuration_of_a_run_that_goes_on_is_its_new_one(tmp_path: Path) -> None:
+def test_the_configuration_of_a_run_that_continues_is_its_new_one(tmp_path: Path) -> None:
     start_run_folder(run_in(tmp_path))
     changed = run_in(tmp_path, steps=50)
     continue_run_folder(changed, 1)
@@ -201,7 +201,7 @@ def use(launch: LaunchEnvironment, run_dir: Path, wait_seconds: float = 0.0) -> 
 
 
 def use_beside_itself(launch: LaunchEnvironment, run_dir: Path) -> tuple[str, str, str | None]:
-    """What the file says in the meantime, what it should, and what a second run is told."""
+    """The content of the file meanwhile, the expected content, and the message of a second run."""
     with (
         ParallelContext.create(Grid(pp=1, dp=1, tp=1), launch, timeout_seconds=30) as context,
         run_lock(run_dir, context),
@@ -209,27 +209,29 @@ def use_beside_itself(launch: LaunchEnvironment, run_dir: Path) -> tuple[str, st
         written = (run_dir / LOCK).read_text()
         try:
             with run_lock(run_dir, context):
-                told = None
+                problems = None
         except CheckpointError as error:
-            told = str(error)
-    return written, f"{socket.gethostname()} {os.getpid()}\n", told
+            problems = str(error)
+    return written, f"{socket.gethostname()} {os.getpid()}\n", problems
 
 
 def test_the_lock_names_the_process_to_signal(pool: RankPool, tmp_path: Path) -> None:
     (tmp_path / LOCK).write_text("a host with a long name 4194304\n")
-    ((written, expected, told),) = pool.run(1, use_beside_itself, tmp_path)
+    ((written, expected, problems),) = pool.run(1, use_beside_itself, tmp_path)
     host, process = expected.split()
     assert written == expected
-    assert told is not None
-    assert told.startswith(f"another run (its rank 0 is process {process} on {host}) is writing to")
+    assert problems is not None
+    assert problems.startswith(
+        f"another run (its rank 0 is process {process} on {host}) is writing to"
+    )
 
 
 def test_one_run_at_a_time(pool: RankPool, tmp_path: Path) -> None:
     assert pool.run(2, use, tmp_path) == [None, None]
     with FileLock(tmp_path / LOCK):
-        told = pool.run(2, use, tmp_path)
+        problems = pool.run(2, use, tmp_path)
     assert (
-        told
+        problems
         == [
             f"another run is writing to {tmp_path}; wait until it has ended, or set another "
             "training.run_dir"

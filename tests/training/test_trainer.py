@@ -442,7 +442,7 @@ def test_a_signal_to_one_rank_stops_all_after_the_step_and_saves_it(
         assert record.summary.last_save.checkpoint == tmp_path / "checkpoints" / "step-00000003"
 
 
-def test_a_checkpoint_that_cannot_be_written_is_told_and_the_run_goes_on(
+def test_a_checkpoint_that_cannot_be_written_is_reported_and_the_run_continues(
     pool: RankPool, cache: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "checkpoints").write_text("a file where the folder should be")

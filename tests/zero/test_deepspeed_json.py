@@ -20,10 +20,10 @@ def some_run(**changes: Any) -> Run:
     return tiny_run(Path("never read.txt"), **changes)
 
 
-@pytest.mark.parametrize(("stage", "told"), [(0, 1), (1, 1), (2, 2), (3, 3)])
-def test_zero0_is_told_as_stage_1_and_the_others_as_they_are(stage: int, told: int) -> None:
+@pytest.mark.parametrize(("stage", "message"), [(0, 1), (1, 1), (2, 2), (3, 3)])
+def test_zero0_is_stage_1_and_the_others_are_as_they_are(stage: int, message: int) -> None:
     run = some_run(dp=2, zero_optimization={"stage": stage})
-    assert json_of(run)["zero_optimization"]["stage"] == told
+    assert json_of(run)["zero_optimization"]["stage"] == message
 
 
 @pytest.mark.parametrize(("stage", "samples"), [(0, 4), (1, 12), (2, 12), (3, 12)])
@@ -57,16 +57,16 @@ def test_clipping_is_always_stated_because_deepspeeds_default_is_1(limit: float)
 
 
 @pytest.mark.parametrize(
-    ("stated", "told"), [({}, LOCAL_ELEMENTS), ({"reduce_bucket_size": 100}, 100)]
+    ("stated", "message"), [({}, LOCAL_ELEMENTS), ({"reduce_bucket_size": 100}, 100)]
 )
 def test_the_bucket_is_no_larger_than_what_the_rank_holds(
-    stated: dict[str, int], told: int
+    stated: dict[str, int], message: int
 ) -> None:
     json = json_of(some_run(zero_optimization={"stage": 2, **stated}))
-    assert json["zero_optimization"]["reduce_bucket_size"] == told
+    assert json["zero_optimization"]["reduce_bucket_size"] == message
 
 
-def test_what_is_stated_is_told_and_what_has_no_value_is_left_to_deepspeed() -> None:
+def test_what_is_stated_is_passed_on_and_what_has_no_value_is_left_to_deepspeed() -> None:
     stated = {"stage": 3, "sub_group_size": 7}
     zero = json_of(some_run(zero_optimization=stated))["zero_optimization"]
     assert zero["sub_group_size"] == 7
@@ -74,7 +74,7 @@ def test_what_is_stated_is_told_and_what_has_no_value_is_left_to_deepspeed() -> 
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "message"),
     [
         ({}, None),
         ({"bf16": {"enabled": True}}, "fp32"),
@@ -83,9 +83,9 @@ def test_what_is_stated_is_told_and_what_has_no_value_is_left_to_deepspeed() -> 
     ],
 )
 def test_sums_in_fp32_are_averaged_in_fp32_unless_the_run_says_otherwise(
-    changes: dict[str, Any], told: str | None
+    changes: dict[str, Any], message: str | None
 ) -> None:
-    assert json_of(some_run(**changes)).get("communication_data_type") == told
+    assert json_of(some_run(**changes)).get("communication_data_type") == message
 
 
 def test_offload_keeps_torchs_optimizer_which_needs_no_compiler() -> None:

@@ -3,7 +3,7 @@
 A rank that kept its scale would weigh its gradients twice as much from then on, and one that took
 the step would have other weights than its replicas; neither raises.
 
-fp16 needs a GPU in a real run. Here DeepSpeed is told that the CPU has it, and torch does.
+fp16 needs a GPU in a real run. Here DeepSpeed is made to accept it on the CPU, as torch does.
 """
 
 from dataclasses import dataclass

@@ -110,7 +110,7 @@ def test_the_middle_of_a_pipeline_and_what_stays_whole(
 
 
 @pytest.mark.parametrize("zero_changes", [ONE_BY_ONE, {"stage3_max_live_parameters": 20_000}])
-def test_nothing_is_fetched_ahead_if_told_or_if_there_is_no_room(
+def test_nothing_is_fetched_ahead_if_configured_or_if_there_is_no_room(
     pool: RankPool, text: Path, cache: Path, zero_changes: dict[str, int]
 ) -> None:
     """A block has 12,704 elements, the embedding 10,496 and the head 9,792."""

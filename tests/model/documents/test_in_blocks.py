@@ -48,7 +48,7 @@ def test_recomputed_blocks_give_the_same_bits(
 
 
 def test_parts_of_the_model_one_behind_the_other_give_the_same_bits(config: ModelConfig) -> None:
-    """As pipeline stages do, each of which is told the documents."""
+    """As pipeline stages do, each of which receives the documents."""
     config = config.model_copy(update={"tie_word_embeddings": False})
     tokens = tokens_of(config)
     whole = initialized(config)(tokens, documents=DOCUMENTS)
