@@ -1,11 +1,11 @@
 """The main job under each launcher: the same run, from its first second to what it leaves."""
 
-import functools
 import json
 import os
 import shutil
 import signal
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ import pytest
 
 from megaspeed.config.loading import read_config
 from megaspeed.training import pretrain
+from tests.support.forked import Forked
 from tests.support.launched import Launched, free_port, launch
 from tests.support.tiny import GPT2
 from tests.training.metrics_of_steps import STEP_KEYS, VALIDATION_KEYS
@@ -195,13 +196,23 @@ def test_the_first_step_of_two_ranks_is_done_within_15_seconds(runs: Runs) -> No
         assert seconds is not None and seconds / 2 < FIRST_STEP_SECONDS
 
 
-def send(number: signal.Signals, rank: int, launcher: int) -> None:
-    """To one rank of all that `launcher` has started."""
-    for process in psutil.Process(launcher).children(recursive=True):
-        if process.environ().get("RANK") == str(rank) and str(SCRIPT) in process.cmdline():
-            os.kill(process.pid, number)
-            return
-    raise AssertionError(f"rank {rank} is not there")
+def stopped(number: signal.Signals, config: Path, run_dir: Path, out: Path, *changes: str) -> str:
+    """The output of a run of two ranks, of which rank 1 gets a signal after the first step."""
+    metrics = run_dir / "metrics.jsonl"
+    before = metrics.stat().st_size if metrics.exists() else 0
+    command: list[str | Path] = [SCRIPT, "--config", config]
+    command += ["--set", "training.log_interval=5", *changes]
+    variables = {**os.environ, "MEGASPEED_CACHE": f"{out}-cache", "CUDA_VISIBLE_DEVICES": ""}
+    run = Forked(command, out.parent, variables, out, out, ranks=2)
+    while run.poll() is None and not (metrics.exists() and metrics.stat().st_size > before):
+        time.sleep(0.05)
+    children = psutil.Process(run.pid).children()
+    _, rank = sorted(children, key=lambda child: (child.create_time(), child.pid))
+    rank.send_signal(number)
+    assert run.wait(240) == 0, out.read_text()
+    assert "Traceback" not in out.read_text()
+    assert f"stopped by {number.name} after {last_step(run_dir)} of" in out.read_text()
+    return out.read_text()
 
 
 def test_a_run_that_is_stopped_continues_at_another_layout(tmp_path: Path) -> None:
@@ -211,25 +222,14 @@ def test_a_run_that_is_stopped_continues_at_another_layout(tmp_path: Path) -> No
     # So many steps that the run cannot be over before the signal is there.
     training = {**TINY["training"], "steps": 100_000, "run_dir": str(run_dir)}
     config.write_text(json.dumps({**TINY, "training": training}))
-
-    def launched(name: str, number: signal.Signals, *changes: str) -> Launched:
-        (tmp_path / name).mkdir()
-        command = [*deepspeed(), "--config", config, "--set", "training.log_interval=5", *changes]
-        stop = functools.partial(send, number, 1)
-        ended = launch(command, tmp_path / name, run_dir, after_first_step=stop)
-        assert ended.code == 0, ended.out + ended.err
-        assert "Traceback" not in ended.err
-        assert f"stopped by {number.name} after {last_step(run_dir)} of" in ended.out
-        return ended
-
-    launched("first", signal.SIGUSR1)
+    stopped(signal.SIGUSR1, config, run_dir, tmp_path / "first")
     steps = last_step(run_dir)
     saved = run_dir / "checkpoints" / f"step-{steps:08d}"
     assert [path.name for path in saved.parent.glob("step-*")] == [saved.name]
     layout = ["parallel.pipeline=2", "zero_optimization.stage=1"]
-    resumed = launched("second", signal.SIGTERM, *layout)
-    assert f"resuming from {saved}" in resumed.out
-    assert f"resumed at step {steps + 1}: loss " in resumed.out
+    resumed = stopped(signal.SIGTERM, config, run_dir, tmp_path / "second", *layout)
+    assert f"resuming from {saved}" in resumed
+    assert f"resumed at step {steps + 1}: loss " in resumed
     assert last_step(run_dir) > steps
     assert not list(run_dir.glob("earlier-*")), "nothing was lost, nothing had to be moved"
 

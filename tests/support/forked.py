@@ -10,12 +10,14 @@ does no more than every launcher does:
 
     launcher (forked)  ->  rank 0, 1, ... (forked by it)     one fails: the others get SIGTERM
 
-Rank 0 keeps the store, as under deepspeed, srun and mpirun, or the launcher does, as torchrun's agent.
+Rank 0 keeps the store, as under deepspeed, srun and mpirun; or the launcher, as torchrun's agent.
+
 Tests of a launcher itself, and of what it prints, start it in its own way.
 """
 
 import atexit
 import contextlib
+import io
 import multiprocessing
 import os
 import runpy
@@ -91,13 +93,38 @@ class Forked:
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)
 
+    def end_session(self) -> None:
+        """Kills the program and all that it has started."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+
+
+def run_forked(
+    arguments: Sequence[str | Path], folder: Path, seconds: float = 240.0, **variables: str
+) -> subprocess.CompletedProcess[str]:
+    """As ``subprocess.run``, of a program without GPUs and with caches of its own in `folder`.
+
+    Launchers' variables of this process are not handed on.
+    """
+    kept = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
+    variables = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **variables}
+    variables = {"MEGASPEED_CACHE": str(folder / "cache"), **variables}
+    out, err = folder / "stdout", folder / "stderr"
+    for file in (out, err):
+        file.unlink(missing_ok=True)
+    process = Forked(arguments, folder, {**kept, **variables}, out, err)
+    try:
+        code = process.wait(seconds)
+    finally:
+        process.end_session()
+    return subprocess.CompletedProcess(process.args, code, out.read_text(), err.read_text())
+
 
 @atexit.register  # before multiprocessing waits for them
 def _end_all() -> None:
     for one in _started:
         if one.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(one.pid, signal.SIGKILL)
+            one.end_session()
 
 
 def _run(
@@ -120,6 +147,8 @@ def _run(
         opened = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         os.dup2(opened, number)
         os.close(opened)
+    # Modules may have kept the streams, so these stay, and the files are put below them.
+    assert isinstance(sys.stdout, io.TextIOWrapper)
     sys.stdout.reconfigure(line_buffering=True)
     if ranks == 1:
         _run_python(arguments)
@@ -140,9 +169,9 @@ def _run_python(arguments: list[str]) -> None:
             sys.path.insert(0, str(Path(arguments[0]).parent))
             runpy.run_path(arguments[0], run_name="__main__")
     except SystemExit as end:
-        code = end.code if isinstance(end.code, int) else end.code is not None
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
         if isinstance(end.code, str):
-            print(end.code, file=sys.stderr)
+            sys.stderr.write(f"{end.code}\n")
     except BaseException:
         sys.excepthook(*sys.exc_info())
         code = 1
@@ -157,7 +186,7 @@ def _launch(arguments: list[str], ranks: int, keeps_store: bool) -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    world = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+    world: dict[str, object] = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
     world |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     if keeps_store:
         world |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": 0}

@@ -6,7 +6,7 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,8 +44,6 @@ def launch(
     command: Sequence[str | Path],
     folder: Path,
     run_dir: Path,
-    *,
-    after_first_step: Callable[[int], None] = lambda launcher: None,
 ) -> Launched:
     """Runs `command` to its end, with no program of a compiler's kind within its reach.
 
@@ -53,9 +51,6 @@ def launch(
         command: whose first word is a whole path, because PATH holds nothing but tripwires.
         folder: an empty folder for what is written on the way; also where the command runs.
         run_dir: where the run will write metrics.jsonl.
-        after_first_step: called once while the run lasts, with the process id of the launcher.
-
-    A run_dir may hold the metrics of an earlier run, to which this one appends.
     """
     tripwires, extensions = folder / "bin", folder / "extensions"
     tripped = _lay_tripwires(tripwires)
@@ -79,7 +74,7 @@ def launch(
             start_new_session=True,
         )
         try:
-            first_step = _watch(process, run_dir / "metrics.jsonl", start, after_first_step)
+            first_step = _watch(process, run_dir / "metrics.jsonl", start)
         finally:
             _end_all(process)
     return Launched(
@@ -120,7 +115,6 @@ def _watch(
     process: subprocess.Popen[bytes],
     metrics: Path,
     start: float,
-    after_first_step: Callable[[int], None],
 ) -> float | None:
     first_step = None
     before = _size(metrics)
@@ -128,7 +122,6 @@ def _watch(
         now = time.monotonic()
         if first_step is None and _size(metrics) > before:
             first_step = _processor_seconds(process.pid)
-            after_first_step(process.pid)
         if now - start > _TIMEOUT_SECONDS:
             raise TimeoutError(f"{process.args!r} did not end within {_TIMEOUT_SECONDS} s")
         time.sleep(_POLL_SECONDS)
