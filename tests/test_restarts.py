@@ -446,7 +446,8 @@ def test_a_run_continues_without_one_of_its_nodes_and_with_a_spare_rank(
     assert "rank 1 is spare: with train_batch_size 12, pp 1 x dp 1 x tp 1 = 1 is the " in said
     found = losses(tmp_path / "run")
     assert list(found) == list(range(1, steps + 1))
-    assert all(abs(loss - undisturbed[step]) <= 1e-6 for step, loss in found.items())
+    # Rounded differently, because its micro-batches have another size.
+    assert found == pytest.approx({step: undisturbed[step] for step in found}, rel=1e-6)
 
 
 def test_spare_ranks_wait_for_a_run_that_is_stopped(tmp_path: Path) -> None:
