@@ -48,9 +48,8 @@ def options(out: Path, *, full: bool = False, tiny: bool = False) -> argparse.Na
 def report(tmp_path_factory: pytest.TempPathFactory) -> str:
     out = tmp_path_factory.mktemp("gpu-check")
     ended = run_forked([SCRIPT, "--out", out], out, 900)
-    text = (out / "report.md").read_text()
-    assert ended.returncode == 0, ended.stdout + ended.stderr + text
-    return text
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    return (out / "report.md").read_text()
 
 
 def rows_of(report: str, heading: str) -> list[list[str]]:

@@ -27,6 +27,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import ModuleType
 
 import torch.distributed as dist
 
@@ -158,16 +159,21 @@ def _run(
 def _run_python(arguments: list[str]) -> None:
     """As the interpreter with these arguments; does not return."""
     sys.orig_argv = [sys.executable, *arguments]
+    main = ModuleType("__main__")
+    # As multiprocessing does; what its processes send back may be of the second name.
+    sys.modules["__main__"] = sys.modules["__mp_main__"] = main
     code = 0
     try:
         if arguments[0] == "-m":
             sys.argv = arguments[1:]
             sys.path.insert(0, os.getcwd())
-            runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
+            runpy._run_module_as_main(arguments[1])  # type: ignore[attr-defined]
         else:
             sys.argv = arguments
-            sys.path.insert(0, str(Path(arguments[0]).parent))
-            runpy.run_path(arguments[0], run_name="__main__")
+            script = Path(arguments[0])
+            sys.path.insert(0, str(script.parent))
+            main.__file__ = str(script)
+            exec(compile(script.read_text(), script, "exec"), main.__dict__)
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else int(end.code is not None)
         if isinstance(end.code, str):
