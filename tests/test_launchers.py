@@ -10,7 +10,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from megaspeed.config.loading import read_config
@@ -206,9 +205,7 @@ def stopped(number: signal.Signals, config: Path, run_dir: Path, out: Path, *cha
     run = Forked(command, out.parent, variables, out, out, ranks=2)
     while run.poll() is None and not (metrics.exists() and metrics.stat().st_size > before):
         time.sleep(0.05)
-    children = psutil.Process(run.pid).children()
-    _, rank = sorted(children, key=lambda child: (child.create_time(), child.pid))
-    rank.send_signal(number)
+    run.ranks()[1].send_signal(number)
     assert run.wait(240) == 0, out.read_text()
     assert "Traceback" not in out.read_text()
     assert f"stopped by {number.name} after {last_step(run_dir)} of" in out.read_text()

@@ -29,6 +29,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 
+import psutil
 import torch.distributed as dist
 
 from tests.support.rank_pool import IMPORTED_ONCE, RANK_VARIABLES, environment_with
@@ -94,6 +95,11 @@ class Forked:
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)
 
+    def ranks(self) -> list[psutil.Process]:
+        """What its launcher has started, in the order of ranks."""
+        children = psutil.Process(self.pid).children()
+        return sorted(children, key=lambda child: (child.create_time(), child.pid))
+
     def end_session(self) -> None:
         """Kills the program and all that it has started."""
         with contextlib.suppress(ProcessLookupError):
@@ -139,8 +145,8 @@ def _run(
     hangup_is_ignored: bool,
 ) -> None:
     os.setsid()
-    if hangup_is_ignored:
-        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    # As after `nohup`; the process that this one was forked from may have been started by one.
+    signal.signal(signal.SIGHUP, signal.SIG_IGN if hangup_is_ignored else signal.SIG_DFL)
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(environment)

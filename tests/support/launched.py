@@ -111,11 +111,7 @@ def _environment(**variables: str) -> Mapping[str, str]:
     return {**inherited, **variables}
 
 
-def _watch(
-    process: subprocess.Popen[bytes],
-    metrics: Path,
-    start: float,
-) -> float | None:
+def _watch(process: subprocess.Popen[bytes], metrics: Path, start: float) -> float | None:
     first_step = None
     before = _size(metrics)
     while process.poll() is None:
