@@ -150,9 +150,11 @@ class Job:
     def wait_until_training(self) -> None:
         metrics = self.run_dir / "metrics.jsonl"
         deadline = time.monotonic() + 240
+        runs = True
         while not (metrics.exists() and metrics.read_bytes().count(b"\n") >= 3):
-            assert time.monotonic() < deadline, self.console()
+            assert runs and time.monotonic() < deadline, self.console()
             time.sleep(0.1)
+            runs = self.launcher.poll() is None
         self._since = time.monotonic()
 
     def wait_until_said(self, words: str, seconds: float = 60) -> None:

@@ -22,7 +22,6 @@ import multiprocessing
 import os
 import runpy
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -32,6 +31,7 @@ from types import ModuleType
 import psutil
 import torch.distributed as dist
 
+from tests.support.launched import free_port
 from tests.support.rank_pool import IMPORTED_ONCE, RANK_VARIABLES, environment_with
 
 _SECONDS_TO_END = 15
@@ -195,9 +195,7 @@ def _run_python(arguments: list[str]) -> None:
 
 def _launch(arguments: list[str], ranks: int, keeps_store: bool) -> int:
     """Starts the ranks; returns the exit code of the first that fails, otherwise 0."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     world: dict[str, object] = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
     world |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     if keeps_store:

@@ -1,6 +1,7 @@
 """Training runs started as a user starts them, watched until their end."""
 
 import os
+import random
 import shutil
 import signal
 import socket
@@ -16,6 +17,7 @@ import psutil
 _POLL_SECONDS = 0.05
 _TIMEOUT_SECONDS = 240.0
 _TRIPWIRES = ("cc", "c++", "gcc", "g++", "clang", "clang++", "nvcc", "hipcc", "ninja", "make")
+_RANDOM = random.SystemRandom()  # not seeded by a test
 _LAUNCHERS_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -88,11 +90,16 @@ def launch(
 
 
 def free_port() -> int:
-    """A port that nobody listens on, so that launches on one machine do not meet."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """A port that nobody listens on, so that launches on one machine do not meet.
+
+    It lies below those that systems give to connections, because one of them might get it in the
+    seconds until a rank listens there.
+    """
+    while True:
+        port = _RANDOM.randrange(10_000, 30_000)
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("", port))
+            return port
 
 
 def _lay_tripwires(folder: Path) -> Path:
