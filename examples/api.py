@@ -17,7 +17,8 @@ config.write_text(
     json.dumps(
         {
             "model": {"preset": "gpt2-nano"},
-            "data": {"train": ["python-stdlib"], "sequence_length": 64},
+            # Any text files; here those of Python's json package.
+            "data": {"train": [f"{Path(json.__file__).parent}/*.py"], "sequence_length": 64},
             "training": {"steps": 20, "log_interval": 5, "run_dir": str(folder / "run")},
             "train_batch_size": 8,
         }

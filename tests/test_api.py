@@ -12,6 +12,7 @@ import pytest
 import megaspeed
 from megaspeed.cli import main
 from megaspeed.config.errors import ConfigError
+from tests.support.forked import run_forked
 from tests.support.tiny import GPT2
 
 pytestmark = pytest.mark.ranks
@@ -93,13 +94,17 @@ def test_a_training_that_fails_raises_an_exception(config: Path, tmp_path: Path)
         "except RuntimeError as error:\n"
         "    print('raised:', error)\n"
     )
-    said = python("-c", code, folder=tmp_path)
-    assert f"raised: the training of {config} ended with exit code 2" in said
+    (tmp_path / "program.py").write_text(code)
+    ended = run_forked([tmp_path / "program.py"], tmp_path)
+    assert ended.returncode == 0, ended.stderr
+    assert f"raised: the training of {config} ended with exit code 2" in ended.stdout
 
 
 @pytest.mark.timeout(400)
 def test_the_example_plans_and_trains_alone_and_with_two_processes(tmp_path: Path) -> None:
-    said = python(str(ROOT / "examples" / "api.py"), folder=tmp_path)
+    ended = run_forked([ROOT / "examples" / "api.py"], tmp_path)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    said = ended.stdout
     steps = [line.split()[1] for line in said.splitlines() if "grad norm" in line]
     assert steps == ["1", "5", "10", "15", "20", "21", "25", "30"]
     assert "pp 1 x dp 2 x tp 1 = 2 ranks" in said and "resuming from" in said

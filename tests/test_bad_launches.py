@@ -1,5 +1,6 @@
 """Bad input under a launcher of two ranks: one message, not one of each rank, and soon the end."""
 
+import os
 import resource
 import sys
 from pathlib import Path
@@ -7,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests.config.mutations import Workshop
-from tests.support.launched import Launched, free_port, launch
+from tests.support.forked import Forked
+from tests.support.launched import free_port, launch
 
 ROOT = Path(__file__).parents[1]
 SCRIPT = ROOT / "scripts" / "pretrain.py"
@@ -17,18 +19,16 @@ MOST_SECONDS = 15.0
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(300)]
 
 LAUNCHERS = {
-    "deepspeed": [str(Path(sys.executable).with_name("deepspeed")), "--num_accelerators", "2"],
     "torchrun": [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"],
     "megaspeed": [sys.executable, "-m", "megaspeed.cli", "train", "--world-size", "2"],
 }
-PORT = {"deepspeed": "--master_port", "torchrun": "--master-port"}
-TIMES = {"deepspeed": 1, "torchrun": 2, "megaspeed": 1}
+TIMES = {"forked": 1, "torchrun": 2, "megaspeed": 1}
 """How often a message is printed. The page that torchrun prints about a failure ends with it."""
 
 MISTAKES = {
-    "keys": ("torchrun", "1 problem in "),
-    "--set": ("deepspeed", "1 problem in "),
-    "tokenizers": ("deepspeed", "every token id must be below model.vocab_size"),
+    "keys": ("forked", "1 problem in "),
+    "--set": ("forked", "1 problem in "),
+    "tokenizers": ("forked", "every token id must be below model.vocab_size"),
     "models of Hugging Face": ("megaspeed", "1 problem in "),
 }
 """Group of mistakes, of which the last one is launched -> launcher, and what is said once."""
@@ -39,20 +39,31 @@ def processor_seconds() -> float:
     return used.ru_utime + used.ru_stime
 
 
-def launched(launcher: str, folder: Path, *options: str) -> Launched:
-    """A launch that must end by itself, with a bad exit code and without a trace."""
+def launched(launcher: str, folder: Path, *options: str) -> str:
+    """A launch that must end by itself, with a bad exit code and without a trace.
+
+    Returns what it has written to its standard error.
+    """
     folder.mkdir()
     before = processor_seconds()
-    ours = [PORT[launcher], str(free_port()), str(SCRIPT)] if launcher in PORT else []
-    ended = launch([*LAUNCHERS[launcher], *ours, *options], folder, folder / "runs")
-    # Two ranks share two cores: half of it is what the launch takes.
-    assert (processor_seconds() - before) / 2 < MOST_SECONDS
-    assert ended.code == (1 if launcher == "torchrun" else 2), ended.out + ended.err
+    if launcher == "forked":  # tests/test_launchers.py has such a launch of deepspeed
+        out, err = folder / "out", folder / "err"
+        variables = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "MEGASPEED_CACHE": f"{folder}/cache"}
+        code = Forked([SCRIPT, *options], folder, variables, out, err, ranks=2).wait(120)
+        said, reported = out.read_text(), err.read_text()
+    else:
+        torchrun = ["--master-port", str(free_port()), str(SCRIPT)]
+        start = [*LAUNCHERS[launcher], *(torchrun if launcher == "torchrun" else [])]
+        ended = launch([*start, *options], folder, folder / "runs")
+        code, said, reported = ended.code, ended.out, ended.err
+        # Two ranks share two cores: half of it is what the launch takes.
+        assert (processor_seconds() - before) / 2 < MOST_SECONDS
+    assert code == (1 if launcher == "torchrun" else 2), said + reported
     # torchrun ends with a traceback of its own files; .venv may lie in the root.
     for part in ("megaspeed", "scripts"):
-        assert f'File "{ROOT / part}' not in ended.out + ended.err, ended.err
+        assert f'File "{ROOT / part}' not in said + reported, reported
     assert not (folder / "runs").exists() and not (folder / "cache").exists()
-    return ended
+    return reported
 
 
 @pytest.fixture(scope="module")
@@ -66,28 +77,29 @@ def test_a_mistake_is_reported_once_under_a_launcher(
 ) -> None:
     *_, bad = dict(workshop.groups())[group]()
     launcher, message = MISTAKES[group]
-    ended = launched(launcher, tmp_path / "launch", *bad.options)
-    assert ended.err.count(message) == TIMES[launcher], ended.err
+    reported = launched(launcher, tmp_path / "launch", *bad.options)
+    assert reported.count(message) == TIMES[launcher], reported
 
 
 def test_a_pipe_as_configuration_holds_no_launcher_up(tmp_path: Path, workshop: Workshop) -> None:
     pipe = workshop.folder / "special" / "pipe"
     if not pipe.exists():
         list(dict(workshop.groups())["special files"]())
-    ended = launched("deepspeed", tmp_path / "launch", "--config", str(pipe))
-    assert ended.err.count(f"{pipe} is a named pipe; name a JSON file") == 1
+    reported = launched("forked", tmp_path / "launch", "--config", str(pipe))
+    assert reported.count(f"{pipe} is a named pipe; name a JSON file") == 1
 
 
-@pytest.mark.parametrize("launcher", PORT)
+@pytest.mark.parametrize("launcher", ["torchrun", "forked"])
 def test_a_wrong_option_is_reported_once(launcher: str, tmp_path: Path) -> None:
-    ended = launched(launcher, tmp_path / "launch", "--config", "a.json", "--resum", "auto", "x")
-    assert ended.err.count("error: unrecognized arguments: x") == TIMES[launcher]
+    wrong = ("--resum", "auto", "x")
+    reported = launched(launcher, tmp_path / "launch", "--config", "a.json", *wrong)
+    assert reported.count("error: unrecognized arguments: x") == TIMES[launcher]
 
 
 def test_launchers_that_disagree_are_reported_once(
     tmp_path: Path, workshop: Workshop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SLURM_NTASKS", "16")
-    ended = launched("torchrun", tmp_path / "launch", "--config", str(workshop.write({})))
+    reported = launched("torchrun", tmp_path / "launch", "--config", str(workshop.write({})))
     message = "the world size is 2 from RANK/WORLD_SIZE, but SLURM_NTASKS=16"
-    assert ended.err.count(message) == TIMES["torchrun"]
+    assert reported.count(message) == TIMES["torchrun"]

@@ -3,14 +3,16 @@
 import json
 import os
 import socket
-import subprocess
 import sys
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.support.forked import Forked
 from tests.support.launched import free_port, launch
 from tests.support.tiny import GPT2
 
@@ -23,6 +25,7 @@ CONFIG: dict[str, Any] = {
     "gradient_clipping": 1.0,
 }
 SECONDS = 120.0
+DOCTOR = ("-m", "megaspeed.cli", "doctor")
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(300)]
 
@@ -47,16 +50,58 @@ def lay_out(folder: Path, **changes: Any) -> Path:
     return config
 
 
+@dataclass(frozen=True)
+class Rank:
+    """A rank of the doctor, and the file with its output."""
+
+    process: Forked
+    out: Path
+
+
+def start(
+    rank: int,
+    world_size: int,
+    port: int | str,
+    config: Path,
+    *options: str,
+    program: Sequence[str | Path] = DOCTOR,
+) -> Rank:
+    """One rank, in the folder of its configuration, as any launcher would start it."""
+    place = {"RANK": rank, "WORLD_SIZE": world_size, "LOCAL_RANK": rank}
+    variables = {**place, "LOCAL_WORLD_SIZE": world_size, "MASTER_PORT": port}
+    environment = {
+        **os.environ,
+        **{name: str(value) for name, value in variables.items()},
+        "MASTER_ADDR": "127.0.0.1",
+        "MEGASPEED_CACHE": str(config.parent / "cache"),
+        "CUDA_VISIBLE_DEVICES": "",
+        "OMP_NUM_THREADS": "1",
+        "COLUMNS": "200",
+    }
+    command = [*program, "--config", config, *options]
+    out = config.parent / f"out-{rank}"
+    return Rank(Forked(command, config.parent, environment, out, out), out)
+
+
+def ended(ranks: list[Rank]) -> list[tuple[int, str]]:
+    """Exit code and output of each."""
+    try:
+        codes = [rank.process.wait(SECONDS) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.process.kill()
+    return [(code, rank.out.read_text()) for code, rank in zip(codes, ranks, strict=True)]
+
+
 @pytest.mark.parametrize(
     ("command", "degrees", "groups"),
     [
-        (torchrun(4), {"pipeline": 2, "tensor": 2}, [("pp", 2), ("tp", 2), ("world", 1)]),
-        (deepspeed(2), {}, [("dp", 1), ("world", 1)]),
         (torchrun(3), {"pipeline": 2, "spare_ranks": True}, [("pp", 1), ("world", 1)]),
+        (deepspeed(2), {}, [("dp", 1), ("world", 1)]),
     ],
-    ids=["torchrun", "deepspeed", "a spare rank"],
+    ids=["torchrun and a spare rank", "deepspeed"],
 )
-def test_all_is_fine(
+def test_all_is_fine_under_a_launcher(
     command: list[str | Path],
     degrees: dict[str, Any],
     groups: list[tuple[str, int]],
@@ -66,49 +111,28 @@ def test_all_is_fine(
     options: list[str | Path] = ["doctor", "--config", config, "--json", tmp_path / "doctor.json"]
     launched = launch([*command, *options], tmp_path, tmp_path / "runs")
     assert launched.code == 0, launched.out + launched.err
-    assert "wrong" not in launched.out
-    assert launched.out.count("doctor  ") == 1, "rank 0 alone speaks"
-    report = json.loads((tmp_path / "doctor.json").read_text())
+    check_that_all_is_fine(launched.out, tmp_path, groups)
+
+
+def test_all_is_fine_with_every_axis(tmp_path: Path) -> None:
+    config, port = lay_out(tmp_path, parallel={"pipeline": 2, "tensor": 2}), free_port()
+    ranks = ended([start(rank, 4, port, config, "--json", "doctor.json") for rank in range(4)])
+    assert [code for code, _ in ranks] == [0, 0, 0, 0], ranks
+    out = "".join(out for _, out in ranks)
+    check_that_all_is_fine(out, tmp_path, [("pp", 2), ("tp", 2), ("world", 1)])
+
+
+def check_that_all_is_fine(out: str, folder: Path, groups: list[tuple[str, int]]) -> None:
+    """With this number of groups of each axis."""
+    assert "wrong" not in out
+    assert out.count("doctor  ") == 1, "rank 0 alone speaks"
+    report = json.loads((folder / "doctor.json").read_text())
     assert report["fine"] and report["problems"] == []
     axes = [group["axis"] for group in report["groups"]]
     assert [(axis, axes.count(axis)) for axis in dict.fromkeys(axes)] == groups
     for group in report["groups"]:
         assert 0 < group["latency_seconds"] < 10 and group["bytes_per_second"] > 0
-    assert not (tmp_path / "runs").exists(), "what was written to the run folder is gone"
-
-
-def start(
-    rank: int, world_size: int, port: int | str, config: Path, *options: str
-) -> subprocess.Popen[str]:
-    """One rank, in the folder of its configuration, as any launcher would start it."""
-    place = {"RANK": rank, "WORLD_SIZE": world_size, "LOCAL_RANK": rank}
-    variables = {**place, "LOCAL_WORLD_SIZE": world_size, "MASTER_PORT": port}
-    return subprocess.Popen(
-        [sys.executable, "-m", "megaspeed.cli", "doctor", "--config", str(config), *options],
-        cwd=config.parent,
-        env={
-            **os.environ,
-            **{name: str(value) for name, value in variables.items()},
-            "MASTER_ADDR": "127.0.0.1",
-            "MEGASPEED_CACHE": str(config.parent / "cache"),
-            "CUDA_VISIBLE_DEVICES": "",
-            "OMP_NUM_THREADS": "1",
-            "COLUMNS": "200",
-        },
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-
-
-def ended(ranks: list[subprocess.Popen[str]]) -> list[tuple[int, str]]:
-    """Exit code and output of each."""
-    try:
-        outs = [rank.communicate(timeout=SECONDS)[0] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    return [(rank.returncode, out) for rank, out in zip(ranks, outs, strict=True)]
+    assert not (folder / "runs").exists(), "what was written to the run folder is gone"
 
 
 def test_ranks_with_another_configuration_text_or_folder_are_named(tmp_path: Path) -> None:
@@ -162,18 +186,12 @@ def test_a_rank_that_stops_on_the_way_is_named_in_time(tmp_path: Path) -> None:
     """It came, and answers nothing afterwards: no step waits for it forever."""
     config, port = lay_out(tmp_path / "run"), free_port()
     before = time.monotonic()
-    ranks = [start(0, 2, port, config, "--timeout", "3")]
-    environment = {**os.environ, "RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}
-    stuck = subprocess.Popen(
-        [sys.executable, "-c", STUCK, str(config)],
-        cwd=config.parent,
-        env={**environment, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)},
-    )
+    (tmp_path / "stuck.py").write_text(STUCK)
+    stuck = start(1, 2, port, config, program=[tmp_path / "stuck.py"])
     try:
-        ((code, out),) = ended(ranks)
+        ((code, out),) = ended([start(0, 2, port, config, "--timeout", "3")])
     finally:
-        stuck.kill()
-        stuck.wait()
+        stuck.process.kill()
     assert code == 1
     assert time.monotonic() - before < 90
     assert "run folder: did not answer" in out

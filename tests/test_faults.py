@@ -1,4 +1,7 @@
-"""How a run reacts to faults, under the real launchers: it ends in time and reports the reason."""
+"""How a run reacts to faults: it ends in time and reports the reason.
+
+Under a real launcher where its own reaction matters, otherwise without the cost of one.
+"""
 
 import contextlib
 import json
@@ -12,10 +15,12 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import psutil
 import pytest
 
+from tests.support.forked import Forked
 from tests.support.launched import free_port
 from tests.support.tiny import GPT2
 
@@ -33,6 +38,9 @@ CONFIG = {
     "train_batch_size": 12,
     "train_micro_batch_size_per_gpu": 3,
 }
+
+
+Launcher = Literal["forked", "agent", "deepspeed", "torchrun", "megaspeed"]
 
 
 @dataclass
@@ -61,18 +69,22 @@ class Ended:
 
 
 class Job:
-    """A run under a launcher; every process that it starts can be found and is ended with it."""
+    """A run under a launcher; every process that it starts can be found and is ended with it.
+
+    Where it does not matter which launcher it is, the ranks are forked (`tests/support/forked.py`),
+    by "agent" as if it were torchrun's agent, which keeps the store.
+    """
 
     def __init__(
         self,
         folder: Path,
-        launcher: str,
+        launcher: Launcher,
         *changes: str,
         fault: str = "",
         ranks: int = 2,
         arguments: Sequence[str] = (),
         launcher_options: Sequence[str] = (),
-        output: int | None = None,
+        **variables: str,
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.run_dir = folder / "run"
@@ -87,21 +99,34 @@ class Job:
             "MEGASPEED_CACHE": str(folder / "cache"),
             "MEGASPEED_FAULT": fault,
             "MEGASPEED_TEST_MARK": self.mark,
+            **variables,
         }
         self._out, self._err = folder / "out", folder / "err"
-        command = [*_launcher(launcher, ranks), *launcher_options]
-        command += [] if launcher == "megaspeed" else [str(SCRIPT)]
-        command += ["--config", str(folder / "tiny.json")]
+        command = ["--config", str(folder / "tiny.json")]
         command += [*arguments, "--set", *changes] if changes else arguments
-        with self._out.open("w") as out, self._err.open("w") as err:
-            self.launcher = subprocess.Popen(
-                command,
-                cwd=folder,
-                env=environment,
-                stdout=output or out,
-                stderr=err,
-                start_new_session=True,
+        self.launcher: Forked | subprocess.Popen[bytes]
+        if launcher in ("forked", "agent"):
+            self.launcher = Forked(
+                [SCRIPT, *command],
+                folder,
+                environment,
+                self._out,
+                self._err,
+                ranks,
+                keeps_store=launcher == "agent",
             )
+        else:
+            start = [*_launcher(launcher, ranks), *launcher_options]
+            start += [] if launcher == "megaspeed" else [str(SCRIPT)]
+            with self._out.open("w") as out, self._err.open("w") as err:
+                self.launcher = subprocess.Popen(
+                    [*start, *command],
+                    cwd=folder,
+                    env=environment,
+                    stdout=out,
+                    stderr=err,
+                    start_new_session=True,
+                )
         self._since = time.monotonic()
 
     def processes(self) -> list[psutil.Process]:
@@ -109,29 +134,33 @@ class Job:
         found = []
         for process in psutil.process_iter():
             try:
-                marked = process.environ().get("MEGASPEED_TEST_MARK") == self.mark
-                if marked and process.status() != psutil.STATUS_ZOMBIE:
+                # What is forked has the variables of the process that it was forked from.
+                ours = os.getsid(process.pid) == self.launcher.pid
+                ours = ours or process.environ().get("MEGASPEED_TEST_MARK") == self.mark
+                if ours and process.status() != psutil.STATUS_ZOMBIE:
                     found.append(process)
-            except psutil.Error:
+            except (psutil.Error, ProcessLookupError):
                 continue
         return found
 
     def console(self) -> str:
         """All that was written until now."""
-        return self._out.read_text() + self._err.read_text()
+        return "".join(file.read_text() for file in (self._out, self._err) if file.exists())
 
     def wait_until_training(self) -> None:
         metrics = self.run_dir / "metrics.jsonl"
         deadline = time.monotonic() + 240
+        runs = True
         while not (metrics.exists() and metrics.read_bytes().count(b"\n") >= 3):
-            assert time.monotonic() < deadline, self._err.read_text()
+            assert runs and time.monotonic() < deadline, self.console()
             time.sleep(0.1)
+            runs = self.launcher.poll() is None
         self._since = time.monotonic()
 
     def wait_until_said(self, words: str, seconds: float = 60) -> None:
         deadline = time.monotonic() + seconds
         while words not in self.console():
-            assert time.monotonic() < deadline, self._err.read_text()
+            assert time.monotonic() < deadline, self.console()
             time.sleep(0.1)
         self._since = time.monotonic()
 
@@ -140,7 +169,7 @@ class Job:
             code = self.launcher.wait(timeout=within)
             while self.processes():
                 assert time.monotonic() - self._since < within, "processes are left"
-                time.sleep(0.1)
+                time.sleep(0.2)
             seconds = time.monotonic() - self._since
         finally:
             for process in self.processes():
@@ -158,15 +187,13 @@ def _launcher(name: str, ranks: int) -> list[str]:
     if name == "torchrun":
         options = ["--nproc-per-node", str(ranks), "--master-port", port]
         return [sys.executable, "-m", "torch.distributed.run", *options]
-    if name == "megaspeed":
-        return [sys.executable, "-m", "megaspeed.cli", "train", "--world-size", str(ranks)]
-    return [sys.executable]
+    return [sys.executable, "-m", "megaspeed.cli", "train", "--world-size", str(ranks)]
 
 
-@pytest.mark.parametrize(
-    ("launcher", "rank"), [("deepspeed", 1), ("torchrun", 0), ("megaspeed", 1)]
-)
-def test_a_rank_that_raises_has_the_last_word(tmp_path: Path, launcher: str, rank: int) -> None:
+@pytest.mark.parametrize(("launcher", "rank"), [("torchrun", 0), ("megaspeed", 1)])
+def test_a_rank_that_raises_has_the_last_word(
+    tmp_path: Path, launcher: Launcher, rank: int
+) -> None:
     """Sixty lines of its peers' tracebacks followed its own."""
     fault = f"raise rank={rank} step=3 work=Backward"
     ended = Job(tmp_path, launcher, "parallel.pipeline=2", fault=fault).ended()
@@ -183,10 +210,16 @@ def test_a_rank_that_raises_has_the_last_word(tmp_path: Path, launcher: str, ran
         assert ended.err.endswith("during Backward(micro_batch=0)\nduring step 3\n"), ended.err
 
 
-def test_a_rank_without_memory_shows_where_it_goes_and_what_would_help(tmp_path: Path) -> None:
+def test_a_rank_without_memory_has_the_last_word_and_shows_where_it_goes_and_what_would_help(
+    tmp_path: Path,
+) -> None:
+    """Under deepspeed. Sixty lines of its peers' tracebacks followed its own."""
     fault = "memory rank=1 step=3 work=Backward"
     ended = Job(tmp_path, "deepspeed", "zero_optimization.stage=0", fault=fault).ended()
     assert ended.code == 1 and ended.err.count("can't allocate memory") == 2  # header and traceback
+    place = f"[{HOST}, rank 1 (pp 0, dp 1, tp 0), step 3, Backward(micro_batch=0)]"
+    assert ended.err.count(place) == 1 and place in ended.log(1)
+    assert ended.err.count("\nTraceback ") == 1 and "Connection closed" not in ended.err
     lines = ended.err.splitlines()
     (start,) = [n for n, line in enumerate(lines) if line.startswith("Memory of rank 1 (pipeline ")]
     table = dict(line.split(maxsplit=1) for line in lines[start + 2 : start + 4])
@@ -200,23 +233,25 @@ def test_a_rank_without_memory_shows_where_it_goes_and_what_would_help(tmp_path:
     assert any("zero_optimization.stage=" in what for _, what in changes)
 
 
-@pytest.mark.parametrize(("launcher", "rank"), [("deepspeed", 0), ("torchrun", 1)])
-def test_a_rank_that_is_killed_is_named_by_another(
-    tmp_path: Path, launcher: str, rank: int
-) -> None:
-    """The last-spawned rank was named, whoever died. Rank 0 takes deepspeed's store with it."""
-    job = Job(tmp_path, launcher, fault=f"kill rank={rank} step=4 work=Forward")
+def test_a_rank_that_is_killed_is_named_by_another(tmp_path: Path) -> None:
+    """The last-spawned rank was named, whoever died. Rank 0 takes deepspeed's store with it.
+
+    The random kills of tests/test_restarts.py look for the same under torchrun.
+    """
+    job = Job(tmp_path, "deepspeed", fault="kill rank=0 step=4 work=Forward")
     job.wait_until_training()
     ended = job.ended()
     assert ended.code != 0 and ended.seconds < SECONDS_TO_END
-    (line,) = [line for line in ended.err.splitlines() if line.startswith(f"[{HOST}, rank {rank} ")]
+    (line,) = [line for line in ended.err.splitlines() if line.startswith(f"[{HOST}, rank 0 ")]
     assert "was killed: its process " in line
-    assert f"meanwhile rank {1 - rank} is in step 4" in line
-    assert "Traceback" not in ended.err or launcher == "torchrun"
+    assert "meanwhile rank 1 is in step 4" in line
+    assert "Traceback" not in ended.err
 
 
-@pytest.mark.parametrize(("launcher", "kind"), [("deepspeed", "stop"), ("torchrun", "hang")])
-def test_a_run_that_hangs_names_who_is_missing(tmp_path: Path, launcher: str, kind: str) -> None:
+@pytest.mark.parametrize(("launcher", "kind"), [("deepspeed", "stop"), ("agent", "hang")])
+def test_a_run_that_hangs_names_who_is_missing(
+    tmp_path: Path, launcher: Launcher, kind: str
+) -> None:
     """Once, a stopped process was found only after 30 minutes, and its peers were named."""
     job = Job(tmp_path, launcher, "parallel.tensor=2", fault=f"{kind} rank=1 step=4 work=Backward")
     job.wait_until_training()
@@ -236,7 +271,7 @@ def test_a_pipeline_stage_that_hangs_is_named_by_the_message_that_does_not_come(
 ) -> None:
     """Rank 0 has sent micro-batch 0, and was said to wait until that message is done."""
     fault = "hang rank=0 step=4 work='Forward(micro_batch=1'"
-    job = Job(tmp_path, "torchrun", "parallel.pipeline=2", fault=fault)
+    job = Job(tmp_path, "agent", "parallel.pipeline=2", fault=fault)
     ended = job.ended()
     assert ended.code == 1 or ended.code == 3
     assert (
@@ -245,19 +280,14 @@ def test_a_pipeline_stage_that_hangs_is_named_by_the_message_that_does_not_come(
     assert "waiting in receive of float32 of shape (3, 16, " in ended.err
 
 
-def rank_processes(job: Job) -> dict[str, psutil.Process]:
-    """The processes of the ranks, by RANK."""
-    processes = (process for process in job.processes() if process.pid != job.launcher.pid)
-    return {process.environ()["RANK"]: process for process in processes}
-
-
 def test_ranks_0_and_1_that_stop_together_are_missed_by_the_others(tmp_path: Path) -> None:
     """As if their host lost its power. Only rank 1 watched rank 0, and nothing was said."""
-    job = Job(tmp_path, "torchrun", "parallel.pipeline=3", ranks=3)
+    job = Job(tmp_path, "agent", "parallel.pipeline=3", ranks=3)
     job.wait_until_training()
-    processes = rank_processes(job)
-    for rank in "01":
-        processes[rank].suspend()
+    assert isinstance(job.launcher, Forked)
+    first, second, _ = job.launcher.ranks()
+    first.suspend()
+    second.suspend()
     ended = job.ended()
     assert ended.code != 0 and ended.seconds < HANG_SECONDS + SECONDS_TO_END
     assert "ranks 0, 1 did not answer" in ended.err
@@ -273,7 +303,7 @@ def test_log_files_on_a_disk_that_hangs_do_not_silence_a_report(tmp_path: Path) 
     for rank in range(2):
         os.mkfifo(logs / f"rank-{rank:05d}.log")
         pipes.append(os.open(logs / f"rank-{rank:05d}.log", os.O_RDWR | os.O_NONBLOCK))
-    job = Job(tmp_path, "torchrun", fault="hang rank=1 step=9 work=Forward")
+    job = Job(tmp_path, "agent", fault="hang rank=1 step=9 work=Forward")
     job.wait_until_training()
     for pipe in pipes:
         with contextlib.suppress(BlockingIOError):
@@ -300,15 +330,10 @@ def test_a_spare_rank_ends_as_the_run_does(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("launcher", "number"),
-    [
-        ("deepspeed", signal.SIGTERM),
-        ("megaspeed", signal.SIGKILL),
-        ("megaspeed", signal.SIGTERM),
-    ],
+    ("launcher", "number"), [("deepspeed", signal.SIGTERM), ("megaspeed", signal.SIGKILL)]
 )
 def test_without_their_launcher_the_ranks_save_and_end(
-    tmp_path: Path, launcher: str, number: signal.Signals
+    tmp_path: Path, launcher: Launcher, number: signal.Signals
 ) -> None:
     """Under deepspeed they trained on forever, and a restart was refused."""
     job = Job(tmp_path, launcher)
@@ -321,10 +346,14 @@ def test_without_their_launcher_the_ranks_save_and_end(
 
 def test_a_run_whose_output_nobody_reads_any_more_still_saves(tmp_path: Path) -> None:
     """`... | tee log`, and Ctrl-C ends tee first: every line that was printed raised an error."""
-    job = Job(tmp_path, "python", "training.log_interval=1", ranks=1, output=subprocess.PIPE)
+    pipe = tmp_path / "out"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    job = Job(tmp_path, "forked", "training.log_interval=1", ranks=1)
     job.wait_until_training()
-    assert job.launcher.stdout is not None
-    job.launcher.stdout.close()
+    os.close(reader)
+    pipe.unlink()
+    pipe.touch()
     time.sleep(0.5)
     job.launcher.send_signal(signal.SIGINT)
     ended = job.ended()
@@ -332,15 +361,10 @@ def test_a_run_whose_output_nobody_reads_any_more_still_saves(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    ("launcher", "number"),
-    [
-        ("deepspeed", signal.SIGINT),
-        ("megaspeed", signal.SIGINT),
-        ("deepspeed", signal.SIGHUP),
-    ],
+    ("launcher", "number"), [("megaspeed", signal.SIGINT), ("forked", signal.SIGHUP)]
 )
 def test_ctrl_c_and_a_closed_terminal_save(
-    tmp_path: Path, launcher: str, number: signal.Signals
+    tmp_path: Path, launcher: Launcher, number: signal.Signals
 ) -> None:
     """A terminal signals every process of the foreground job."""
     job = Job(tmp_path, launcher)
@@ -349,12 +373,22 @@ def test_ctrl_c_and_a_closed_terminal_save(
     ended = job.ended()
     assert ended.seconds < SECONDS_TO_END and ended.saved, ended.err
     assert "stopped by SIG" in ended.out and "Traceback" not in ended.out
-    if launcher == "megaspeed":
-        assert (ended.code, ended.err) == (0, "")
+    assert (ended.code, ended.err) == (0, "")
+
+
+def test_ctrl_c_in_a_long_step_saves_although_the_launcher_has_gone(tmp_path: Path) -> None:
+    """DeepSpeed's runner ends at once, and the ranks took its end for the second Ctrl-C."""
+    fault = "slow rank=1 step=4 work=Backward(micro_batch=0 seconds=5"
+    job = Job(tmp_path, "deepspeed", fault=fault)
+    job.wait_until_training()
+    os.killpg(job.launcher.pid, signal.SIGINT)
+    ended = job.ended()
+    assert ended.seconds < SECONDS_TO_END and ended.saved, ended.err
+    assert "stopped by SIG" in ended.out and "Traceback" not in ended.out
 
 
 def test_the_second_ctrl_c_leaves_at_once_even_from_a_blocked_main_thread(tmp_path: Path) -> None:
-    job = Job(tmp_path, "python", fault="hang rank=0 step=6", ranks=1)
+    job = Job(tmp_path, "forked", fault="hang rank=0 step=6", ranks=1)
     job.wait_until_training()
     time.sleep(1)
     job.launcher.send_signal(signal.SIGINT)
@@ -366,7 +400,7 @@ def test_the_second_ctrl_c_leaves_at_once_even_from_a_blocked_main_thread(tmp_pa
 
 def test_a_signal_before_the_training_ends_the_run_at_once(tmp_path: Path) -> None:
     """There is nothing to save, and a start may take longer than the launcher waits."""
-    job = Job(tmp_path, "python", fault="hang rank=0 phase='building the model'", ranks=1)
+    job = Job(tmp_path, "forked", fault="hang rank=0 phase='building the model'", ranks=1)
     job.wait_until_said("attention: ")
     time.sleep(1)
     job.launcher.send_signal(signal.SIGTERM)
@@ -388,28 +422,22 @@ def test_ranks_that_were_stopped_before_training_are_not_restarted(tmp_path: Pat
     assert ended.err == "SIGTERM before training began: there is nothing to save\n"
 
 
-def test_ctrl_c_in_a_long_step_saves_although_the_launcher_has_gone(tmp_path: Path) -> None:
-    """DeepSpeed's runner ends at once, and the ranks took its end for the second Ctrl-C."""
-    fault = "slow rank=1 step=4 work=Backward(micro_batch=0 seconds=5"
-    job = Job(tmp_path, "deepspeed", fault=fault)
-    job.wait_until_training()
-    os.killpg(job.launcher.pid, signal.SIGINT)
-    ended = job.ended()
-    assert ended.seconds < SECONDS_TO_END and ended.saved, ended.err
-
-
 def test_a_slow_run_that_makes_progress_continues(tmp_path: Path) -> None:
     """Rank 0 waits longer than the timeout in one collective, while rank 1 comes forward."""
     seconds = HANG_SECONDS * 0.7
     fault = f"slow rank=1 step=4 work=Forward seconds={seconds}"
-    job = Job(tmp_path, "torchrun", "training.steps=5", fault=fault)
+    job = Job(tmp_path, "agent", "training.steps=5", fault=fault)
     ended = job.ended()
     assert ended.code == 0 and ended.saved, ended.err
 
 
-def test_a_run_that_was_suspended_continues(tmp_path: Path) -> None:
-    """As by Slurm's suspend, Ctrl-Z and fg, or a machine that sleeps."""
-    job = Job(tmp_path, "torchrun")
+def test_a_run_that_was_suspended_continues_until_its_launcher_is_ended(tmp_path: Path) -> None:
+    """As by Slurm's suspend, Ctrl-Z and fg, or a machine that sleeps.
+
+    It spends the time after that in micro-batches that last two seconds each.
+    """
+    fault = "slow rank=0 step=4 work=Forward seconds=2"
+    job = Job(tmp_path, "megaspeed", "train_micro_batch_size_per_gpu=1", fault=fault)
     job.wait_until_training()
     processes = job.processes()
     for number in (signal.SIGSTOP, signal.SIGCONT):
@@ -418,13 +446,16 @@ def test_a_run_that_was_suspended_continues(tmp_path: Path) -> None:
         time.sleep(HANG_SECONDS + 3)
     assert job.launcher.poll() is None and len(job.processes()) == len(processes)
     job.launcher.send_signal(signal.SIGTERM)
-    assert job.ended().saved
+    since = time.monotonic()
+    ended = job.ended()
+    assert time.monotonic() - since < SECONDS_TO_END and ended.saved
+    assert "Traceback" not in ended.out
 
 
 def test_nohup_keeps_a_run_alive_without_its_terminal(tmp_path: Path) -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        job = Job(tmp_path, "python", ranks=1)
+        job = Job(tmp_path, "forked", ranks=1)
     finally:
         signal.signal(signal.SIGHUP, before)
     job.wait_until_training()
@@ -439,14 +470,9 @@ def test_nohup_keeps_a_run_alive_without_its_terminal(tmp_path: Path) -> None:
 def alone(folder: Path, *changes: str, fault: str = "", **variables: str) -> Job:
     """One rank of two, started without the other one."""
     place = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
-    place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    before = dict(os.environ)
-    os.environ.update(place | variables)
-    try:
-        return Job(folder, "python", "training.hang_timeout_seconds=5", *changes, fault=fault)
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
+    place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())} | variables
+    limit = "training.hang_timeout_seconds=5"
+    return Job(folder, "forked", limit, *changes, fault=fault, ranks=1, **place)
 
 
 @pytest.mark.parametrize(
@@ -483,7 +509,7 @@ def test_a_loss_that_is_not_a_number_is_traced_to_rank_micro_batch_and_samples(
     fault = "nan rank=1 step=3 work=Forward(1)"
     job = Job(
         tmp_path,
-        "torchrun",
+        "agent",
         "training.max_skipped_steps=1",
         fault=fault.replace("(1)", "(micro_batch=1)"),
     )

@@ -2,7 +2,6 @@
 
 import argparse
 import importlib.util
-import os
 import re
 import subprocess
 import sys
@@ -13,6 +12,8 @@ from typing import Any
 
 import psutil
 import pytest
+
+from tests.support.forked import run_forked
 
 pytestmark = pytest.mark.ranks
 
@@ -46,24 +47,9 @@ def options(out: Path, *, full: bool = False, tiny: bool = False) -> argparse.Na
 @pytest.fixture(scope="module")
 def report(tmp_path_factory: pytest.TempPathFactory) -> str:
     out = tmp_path_factory.mktemp("gpu-check")
-    alone = {
-        name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")
-    }
-    ended = subprocess.run(
-        [sys.executable, SCRIPT, "--out", out],
-        env={
-            **alone,
-            "CUDA_VISIBLE_DEVICES": "",
-            "OMP_NUM_THREADS": "1",
-            "MEGASPEED_CACHE": str(out / "cache"),
-        },
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    text = (out / "report.md").read_text()
-    assert ended.returncode == 0, ended.stdout + ended.stderr + text
-    return text
+    ended = run_forked([SCRIPT, "--out", out], out, 900)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    return (out / "report.md").read_text()
 
 
 def rows_of(report: str, heading: str) -> list[list[str]]:

@@ -1,20 +1,20 @@
 """The main job under each launcher: the same run, from its first second to what it leaves."""
 
-import functools
 import json
 import os
 import shutil
 import signal
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from megaspeed.config.loading import read_config
 from megaspeed.training import pretrain
+from tests.support.forked import Forked, run_forked
 from tests.support.launched import Launched, free_port, launch
 from tests.support.tiny import GPT2
 from tests.training.metrics_of_steps import STEP_KEYS, VALIDATION_KEYS
@@ -86,47 +86,53 @@ LAUNCHES: dict[str, tuple[Command, list[str]]] = {
 """How each run is started, and what it changes on the command line: 1 rank, dp 2, pp 2, tp 2."""
 
 
-class Runs:
-    """One run under every launcher, each launched once."""
+def configuration(folder: Path) -> Path:
+    """Of a run in folder/run."""
+    folder.mkdir(exist_ok=True)
+    training = {**TINY["training"], "run_dir": str(folder / "run")}
+    (folder / "tiny.json").write_text(json.dumps({**TINY, "training": training}))
+    return folder / "tiny.json"
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._known: dict[str, Launched] = {}
 
-    def run_dir(self, launcher: str) -> Path:
-        return self._folder / launcher / "run"
-
-    def launched(self, launcher: str) -> Launched:
-        if launcher not in self._known:
-            folder = self._folder / launcher
-            folder.mkdir()
-            config = folder / "tiny.json"
-            training = {**TINY["training"], "run_dir": str(self.run_dir(launcher))}
-            config.write_text(json.dumps({**TINY, "training": training}))
-            command, changes = LAUNCHES[launcher]
-            self._known[launcher] = launch(
-                [*command(), "--config", config, *changes], folder, self.run_dir(launcher)
-            )
-        return self._known[launcher]
-
-    def records(self, launcher: str) -> list[dict[str, Any]]:
-        """What the run wrote to metrics.jsonl."""
-        launched = self.launched(launcher)
-        assert launched.code == 0, launched.out + launched.err
-        lines = (self.run_dir(launcher) / "metrics.jsonl").read_text().splitlines()
-        return [json.loads(line) for line in lines]
+def records(run_dir: Path) -> list[dict[str, Any]]:
+    """What the run wrote to metrics.jsonl."""
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    return Runs(tmp_path_factory.mktemp("runs"))
+def alone(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """The records of one process."""
+    folder = tmp_path_factory.mktemp("alone")
+    ended = run_forked([SCRIPT, "--config", configuration(folder)], folder)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    return records(folder / "run")
 
 
 @pytest.mark.parametrize("launcher", LAUNCHES)
-def test_the_run_ends_well_and_leaves_its_files(launcher: str, runs: Runs) -> None:
-    launched = runs.launched(launcher)
+def test_the_run_is_the_same_under_each_launcher(
+    launcher: str, alone: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    """One launch shows all, because it is what costs: the run leaves its files, rank 0 alone
+    speaks, nothing is compiled, and two processes train the model of one.
+    """
+    config, run_dir = configuration(tmp_path / "launch"), tmp_path / "launch" / "run"
+    command, changes = LAUNCHES[launcher]
+    launched = launch([*command(), "--config", config, *changes], config.parent, run_dir)
     assert launched.code == 0, launched.out + launched.err
-    run_dir = runs.run_dir(launcher)
+    check_files(run_dir)
+    check_console(launched, quiet=launcher != "mpirun")
+    assert launched.compilers_called == []
+    assert launched.compiled == []
+    check_losses(records(run_dir), alone)
+    if launcher in ("deepspeed", "torchrun"):
+        # Of two processors, so that it holds on a busy machine too.
+        seconds = launched.processor_seconds_to_first_step
+        assert seconds is not None and seconds / 2 < FIRST_STEP_SECONDS
+    if launcher == "torchrun":
+        check_numbers_that_were_worked_out(run_dir)
+
+
+def check_files(run_dir: Path) -> None:
     assert {file.name for file in run_dir.iterdir()} == {
         "config.json",
         ".lock",
@@ -139,69 +145,56 @@ def test_the_run_ends_well_and_leaves_its_files(launcher: str, runs: Runs) -> No
     }
     assert (run_dir / "checkpoints" / f"step-{STEPS:08d}").is_dir()
     assert (run_dir / "loss.png").read_bytes().startswith(b"\x89PNG")
-    assert [list(record) for record in runs.records(launcher)] == [
-        *[STEP_KEYS] * STEPS,
-        VALIDATION_KEYS,
-    ]
+    assert [list(record) for record in records(run_dir)] == [*[STEP_KEYS] * STEPS, VALIDATION_KEYS]
 
 
-@pytest.mark.parametrize("launcher", LAUNCHES)
-def test_rank_0_alone_speaks(launcher: str, runs: Runs) -> None:
-    launched = runs.launched(launcher)
+def check_console(launched: Launched, *, quiet: bool) -> None:
+    """Rank 0 alone speaks. With a `quiet` launcher nothing stands before its lines.
+
+    DS_ACCELERATOR=cpu and --quiet silence DeepSpeed's launcher; the ranks silence themselves.
+    """
     said = [line for line in launched.out.splitlines() if line.startswith("step ")]
     assert len([line for line in said if "grad norm" in line]) == STEPS
     assert len([line for line in said if "validation loss" in line]) == 1
     assert "Traceback" not in launched.err
+    if quiet:
+        assert launched.out.startswith("corpus: ")
+        assert "\x1b" not in launched.out and "\r" not in launched.out
+        assert launched.err == ""
 
 
-@pytest.mark.parametrize("launcher", ["deepspeed", "torchrun", "megaspeed", "python"])
-def test_nothing_stands_before_our_lines(launcher: str, runs: Runs) -> None:
-    """DS_ACCELERATOR=cpu and --quiet silence DeepSpeed's launcher; the ranks silence themselves."""
-    launched = runs.launched(launcher)
-    assert launched.out.startswith("corpus: ")
-    assert "\x1b" not in launched.out and "\r" not in launched.out
-    assert launched.err == ""
-
-
-@pytest.mark.parametrize("launcher", [name for name in LAUNCHES if name != "python"])
-def test_two_processes_train_the_model_of_one(launcher: str, runs: Runs) -> None:
-    alone, together = runs.records("python"), runs.records(launcher)
+def check_losses(together: list[dict[str, Any]], alone: list[dict[str, Any]]) -> None:
+    """Two processes train the model of one."""
     for one, two in zip(alone[:STEPS], together[:STEPS], strict=True):
         assert two["loss"] == pytest.approx(one["loss"], rel=1e-6)
         assert two["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-5)
     assert together[-1]["validation_loss"] == pytest.approx(alone[-1]["validation_loss"], rel=1e-6)
 
 
-def test_config_json_is_the_run_with_every_number_worked_out(runs: Runs) -> None:
-    runs.launched("torchrun")
-    written = read_config(runs.run_dir("torchrun") / "config.json")
+def check_numbers_that_were_worked_out(run_dir: Path) -> None:
+    """config.json is the run with every number worked out."""
+    written = read_config(run_dir / "config.json")
     assert (written.parallel.data, written.parallel.pipeline) == (1, 2)
     assert written.gradient_accumulation_steps == 4
     assert written.parallel.gradient_reduction == "per_micro_batch"
-    assert written.training.run_dir == str(runs.run_dir("torchrun"))
+    assert written.training.run_dir == str(run_dir)
 
 
-@pytest.mark.parametrize("launcher", LAUNCHES)
-def test_nothing_is_compiled_when_a_run_starts(launcher: str, runs: Runs) -> None:
-    launched = runs.launched(launcher)
-    assert launched.compilers_called == []
-    assert launched.compiled == []
-
-
-def test_the_first_step_of_two_ranks_is_done_within_15_seconds(runs: Runs) -> None:
-    """Of two processors, so that it holds on a busy machine too."""
-    for launcher in ("deepspeed", "torchrun"):
-        seconds = runs.launched(launcher).processor_seconds_to_first_step
-        assert seconds is not None and seconds / 2 < FIRST_STEP_SECONDS
-
-
-def send(number: signal.Signals, rank: int, launcher: int) -> None:
-    """To one rank of all that `launcher` has started."""
-    for process in psutil.Process(launcher).children(recursive=True):
-        if process.environ().get("RANK") == str(rank) and str(SCRIPT) in process.cmdline():
-            os.kill(process.pid, number)
-            return
-    raise AssertionError(f"rank {rank} is not there")
+def stopped(number: signal.Signals, config: Path, run_dir: Path, out: Path, *changes: str) -> str:
+    """The output of a run of two ranks, of which rank 1 gets a signal after the first step."""
+    metrics = run_dir / "metrics.jsonl"
+    before = metrics.stat().st_size if metrics.exists() else 0
+    command: list[str | Path] = [SCRIPT, "--config", config]
+    command += ["--set", "training.log_interval=5", *changes]
+    variables = {**os.environ, "MEGASPEED_CACHE": f"{out}-cache", "CUDA_VISIBLE_DEVICES": ""}
+    run = Forked(command, out.parent, variables, out, out, ranks=2)
+    while run.poll() is None and not (metrics.exists() and metrics.stat().st_size > before):
+        time.sleep(0.05)
+    run.ranks()[1].send_signal(number)
+    assert run.wait(240) == 0, out.read_text()
+    assert "Traceback" not in out.read_text()
+    assert f"stopped by {number.name} after {last_step(run_dir)} of" in out.read_text()
+    return out.read_text()
 
 
 def test_a_run_that_is_stopped_continues_at_another_layout(tmp_path: Path) -> None:
@@ -211,25 +204,14 @@ def test_a_run_that_is_stopped_continues_at_another_layout(tmp_path: Path) -> No
     # So many steps that the run cannot be over before the signal is there.
     training = {**TINY["training"], "steps": 100_000, "run_dir": str(run_dir)}
     config.write_text(json.dumps({**TINY, "training": training}))
-
-    def launched(name: str, number: signal.Signals, *changes: str) -> Launched:
-        (tmp_path / name).mkdir()
-        command = [*deepspeed(), "--config", config, "--set", "training.log_interval=5", *changes]
-        stop = functools.partial(send, number, 1)
-        ended = launch(command, tmp_path / name, run_dir, after_first_step=stop)
-        assert ended.code == 0, ended.out + ended.err
-        assert "Traceback" not in ended.err
-        assert f"stopped by {number.name} after {last_step(run_dir)} of" in ended.out
-        return ended
-
-    launched("first", signal.SIGUSR1)
+    stopped(signal.SIGUSR1, config, run_dir, tmp_path / "first")
     steps = last_step(run_dir)
     saved = run_dir / "checkpoints" / f"step-{steps:08d}"
     assert [path.name for path in saved.parent.glob("step-*")] == [saved.name]
     layout = ["parallel.pipeline=2", "zero_optimization.stage=1"]
-    resumed = launched("second", signal.SIGTERM, *layout)
-    assert f"resuming from {saved}" in resumed.out
-    assert f"resumed at step {steps + 1}: loss " in resumed.out
+    resumed = stopped(signal.SIGTERM, config, run_dir, tmp_path / "second", *layout)
+    assert f"resuming from {saved}" in resumed
+    assert f"resumed at step {steps + 1}: loss " in resumed
     assert last_step(run_dir) > steps
     assert not list(run_dir.glob("earlier-*")), "nothing was lost, nothing had to be moved"
 

@@ -5,7 +5,6 @@ The doctor sees what is wrong between them.
 
 import json
 import re
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -13,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.forked import run_forked
 from tests.support.launched import free_port
 from tests.support.nodes import (
     ROOT,
@@ -77,29 +77,37 @@ def losses(run_dir: Path) -> list[float]:
 
 @pytest.fixture(scope="module")
 def alone(nodes: list[Node], tmp_path_factory: pytest.TempPathFactory) -> list[float]:
-    """The losses of one process on one node."""
-    run_dir = tmp_path_factory.mktemp("alone") / "run"
-    out = run_dir.with_name("out")
-    process = nodes[0].start([sys.executable, *pretrain(nodes[0], run_dir)], out)
-    assert process.wait(timeout=SECONDS) == 0, out.read_text()
+    """The losses of one process with the texts of one node."""
+    folder = tmp_path_factory.mktemp("alone")
+    run_dir = folder / "run"
+    (folder / "text").symlink_to(nodes[0].folder / "text")
+    _, *arguments = pretrain(nodes[0], run_dir)
+    ended = run_forked([ROOT / "scripts" / "pretrain.py", *arguments], folder)
+    assert ended.returncode == 0, ended.stderr
     return losses(run_dir)
 
 
-@pytest.mark.parametrize("launcher", [torchrun, deepspeed])
-def test_two_nodes_train_the_model_of_one_process(
-    launcher: Callable[[Node, Node, int], list[str]],
-    nodes: list[Node],
-    alone: list[float],
-    tmp_path: Path,
-) -> None:
-    run_dir, port = tmp_path / "shared" / "run", free_port()
+def train_on_both(
+    launcher: Callable[[Node, Node, int], list[str]], nodes: list[Node], run_dir: Path
+) -> list[float]:
+    """The losses of a run of four ranks."""
+    port = free_port()
     commands = [
         [*launcher(node, nodes[0], port), *pretrain(node, run_dir, *ACROSS)] for node in nodes
     ]
     for code, out in run_on_both(nodes, commands, SECONDS):
         assert code == 0, out
-    assert losses(run_dir) == pytest.approx(alone, rel=1e-6)
-    assert len(losses(run_dir)) == STEPS + 1
+    return losses(run_dir)
+
+
+def test_two_nodes_train_the_model_of_one_process(
+    nodes: list[Node], alone: list[float], tmp_path: Path
+) -> None:
+    """Under torchrun; under deepspeed, the run below does so until it is cut off."""
+    run_dir = tmp_path / "shared" / "run"
+    together = train_on_both(torchrun, nodes, run_dir)
+    assert together == pytest.approx(alone, rel=1e-6)
+    assert len(together) == STEPS + 1
     assert (run_dir / "checkpoints" / f"step-{STEPS:08d}" / "manifest.json").is_file()
     for node in nodes:
         assert list((node.folder / "home" / ".cache" / "megaspeed").iterdir()), "its own corpus"
@@ -150,12 +158,17 @@ def run_with_a_cut(
 
 
 def test_a_network_that_is_cut_ends_both_nodes_and_each_names_the_other(
-    nodes: list[Node], tmp_path: Path
+    nodes: list[Node], alone: list[float], tmp_path: Path
 ) -> None:
-    """No connection is closed: every rank would wait for half an hour, in silence."""
+    """No connection is closed: every rank would wait for half an hour, in silence.
+
+    Until then, the two nodes train the model of one process, here under deepspeed.
+    """
     if not nodes[0].enter:
+        assert train_on_both(deepspeed, nodes, tmp_path / "run") == pytest.approx(alone, rel=1e-6)
         pytest.skip("only a network namespace can be cut off, and it takes root")
     cut = run_with_a_cut(deepspeed, nodes, tmp_path / "run", *ACROSS)
+    assert losses(tmp_path / "run")[:STEPS] == pytest.approx(alone[:STEPS], rel=1e-6)
     assert 0 not in cut.codes
     first, second = cut.outs
     assert re.search(r"no progress for \d+ s: ranks 2, 3 did not answer", first), first

@@ -61,7 +61,7 @@ def test_the_installed_package_checks_plans_and_trains(installed: Path, tmp_path
     megaspeed = ("-m", "megaspeed.cli")
     run(installed, tmp_path, *megaspeed, "check", "--config", "run.json")
     run(installed, tmp_path, *megaspeed, "plan", "--config", "run.json", "--world-size", "8")
-    run(installed, tmp_path, *megaspeed, "train", "--config", "run.json", "--world-size", "2")
+    run(installed, tmp_path, *megaspeed, "train", "--config", "run.json")
     assert len((tmp_path / "runs/run/metrics.jsonl").read_text().splitlines()) >= 2
     run(installed, tmp_path, "-m", "megaspeed.config.json_schema", "schema.json")
     schema = json.loads((tmp_path / "schema.json").read_text())

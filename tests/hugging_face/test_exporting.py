@@ -27,6 +27,7 @@ from megaspeed.hugging_face.weights import Part
 from megaspeed.model.gpt import SwiGluMlp
 from tests.checkpoint.written import CONFIG, write_checkpoint
 from tests.hugging_face.models import END_OF_TEXT, llama, same, saved, weights_in, with_tokenizer
+from tests.support.forked import run_forked
 
 pytestmark = pytest.mark.slow
 
@@ -242,13 +243,15 @@ def test_a_disk_that_fills_up_is_reported_and_no_file_is_left(
     checkpoint: Path, tmp_path: Path, room: int
 ) -> None:
     """The system refuses to let any file grow further, as a full disk does."""
-    command = ["export-hf", str(checkpoint), str(tmp_path / "out"), "--no-verify"]
-    line = [sys.executable, "-c", FULL_DISK, str(room), *command]
-    done = subprocess.run(line, capture_output=True, text=True, check=False)
+    (tmp_path / "full_disk.py").write_text(FULL_DISK)
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    command = ["export-hf", str(checkpoint), str(folder / "out"), "--no-verify"]
+    done = run_forked([tmp_path / "full_disk.py", str(room), *command], tmp_path)
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr.count("\n") == 1 and "model.safetensors cannot be written (" in done.stderr
     assert done.stderr.endswith("make room on its disk\n")
-    assert list(tmp_path.iterdir()) == []
+    assert list(folder.iterdir()) == []
 
 
 @pytest.mark.parametrize(("text", "size"), [("2GB", 2 * 10**9), ("1.5 kib", 1536), ("7", 7)])

@@ -1,1 +1,1 @@
-"""What several tests use: rank processes, launched runs, nodes, a browser, tiny models."""
+"""What several tests use: ranks, forked and launched runs, nodes, a browser, tiny models."""

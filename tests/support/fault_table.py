@@ -16,11 +16,11 @@ from statistics import median
 from typing import Any
 
 from tests.support.nodes import deepspeed, torchrun, two_nodes
-from tests.test_faults import HOST, Job
+from tests.test_faults import HOST, Job, Launcher
 from tests.test_two_nodes import lay_out, run_with_a_cut
 
 LAYOUT = ("parallel.pipeline=2", "parallel.tensor=2", "parallel.data=2")
-LAUNCHERS = ("deepspeed", "torchrun")
+LAUNCHERS: tuple[Launcher, ...] = ("deepspeed", "torchrun")
 
 FAULTS: dict[str, tuple[str, tuple[str, ...], str]] = {
     "raise": ("raise rank={} step=4 work=Backward", (), r"\[{host}, rank {rank} \(.*step 4, Backw"),
@@ -53,7 +53,7 @@ CUT = "network cut"
 RANKS_CUT_OFF = "4 to 7"
 
 
-def measure(fault: str, launcher: str, rank: int) -> dict[str, Any]:
+def measure(fault: str, launcher: Launcher, rank: int) -> dict[str, Any]:
     """One launch with one fault."""
     injected, changes, named = FAULTS[fault]
     with tempfile.TemporaryDirectory() as folder:
@@ -66,7 +66,7 @@ def measure(fault: str, launcher: str, rank: int) -> dict[str, Any]:
     return {"seconds": round(ended.seconds, 1), "code": ended.code, "named": said is not None}
 
 
-def measure_cut(launcher: str) -> dict[str, Any]:
+def measure_cut(launcher: Launcher) -> dict[str, Any]:
     """One launch on two nodes of four ranks each, of which the second loses its network."""
     start = {"deepspeed": deepspeed, "torchrun": torchrun}[launcher]
     with tempfile.TemporaryDirectory() as folder, two_nodes(Path(folder), ranks=4) as nodes:
@@ -76,10 +76,10 @@ def measure_cut(launcher: str) -> dict[str, Any]:
     return {"seconds": round(cut.seconds, 1), "code": max(cut.codes), "named": named}
 
 
-def missing(results: Path, ranks: list[int]) -> Iterator[tuple[str, str, int | str]]:
+def missing(results: Path, ranks: list[int]) -> Iterator[tuple[str, Launcher, int | str]]:
     """What has not been measured yet: fault, launcher, ranks."""
     known = {(r["fault"], r["launcher"], r["rank"]) for r in read(results)}
-    wanted: list[tuple[str, str, int | str]]
+    wanted: list[tuple[str, Launcher, int | str]]
     wanted = [*product(FAULTS, LAUNCHERS, ranks), *product([CUT], LAUNCHERS, [RANKS_CUT_OFF])]
     yield from (one for one in wanted if one not in known)
 

@@ -1,12 +1,13 @@
 """Training runs started as a user starts them, watched until their end."""
 
 import os
+import random
 import shutil
 import signal
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ import psutil
 _POLL_SECONDS = 0.05
 _TIMEOUT_SECONDS = 240.0
 _TRIPWIRES = ("cc", "c++", "gcc", "g++", "clang", "clang++", "nvcc", "hipcc", "ninja", "make")
+_RANDOM = random.SystemRandom()  # not seeded by a test
 _LAUNCHERS_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -44,8 +46,6 @@ def launch(
     command: Sequence[str | Path],
     folder: Path,
     run_dir: Path,
-    *,
-    after_first_step: Callable[[int], None] = lambda launcher: None,
 ) -> Launched:
     """Runs `command` to its end, with no program of a compiler's kind within its reach.
 
@@ -53,9 +53,6 @@ def launch(
         command: whose first word is a whole path, because PATH holds nothing but tripwires.
         folder: an empty folder for what is written on the way; also where the command runs.
         run_dir: where the run will write metrics.jsonl.
-        after_first_step: called once while the run lasts, with the process id of the launcher.
-
-    A run_dir may hold the metrics of an earlier run, to which this one appends.
     """
     tripwires, extensions = folder / "bin", folder / "extensions"
     tripped = _lay_tripwires(tripwires)
@@ -79,7 +76,7 @@ def launch(
             start_new_session=True,
         )
         try:
-            first_step = _watch(process, run_dir / "metrics.jsonl", start, after_first_step)
+            first_step = _watch(process, run_dir / "metrics.jsonl", start)
         finally:
             _end_all(process)
     return Launched(
@@ -93,11 +90,16 @@ def launch(
 
 
 def free_port() -> int:
-    """A port that nobody listens on, so that launches on one machine do not meet."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """A port that nobody listens on, so that launches on one machine do not meet.
+
+    It lies below those that systems give to connections, because one of them might get it in the
+    seconds until a rank listens there.
+    """
+    while True:
+        port = _RANDOM.randrange(10_000, 30_000)
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("", port))
+            return port
 
 
 def _lay_tripwires(folder: Path) -> Path:
@@ -116,19 +118,13 @@ def _environment(**variables: str) -> Mapping[str, str]:
     return {**inherited, **variables}
 
 
-def _watch(
-    process: subprocess.Popen[bytes],
-    metrics: Path,
-    start: float,
-    after_first_step: Callable[[int], None],
-) -> float | None:
+def _watch(process: subprocess.Popen[bytes], metrics: Path, start: float) -> float | None:
     first_step = None
     before = _size(metrics)
     while process.poll() is None:
         now = time.monotonic()
         if first_step is None and _size(metrics) > before:
             first_step = _processor_seconds(process.pid)
-            after_first_step(process.pid)
         if now - start > _TIMEOUT_SECONDS:
             raise TimeoutError(f"{process.args!r} did not end within {_TIMEOUT_SECONDS} s")
         time.sleep(_POLL_SECONDS)

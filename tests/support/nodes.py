@@ -69,7 +69,6 @@ class Node:
                     "XDG_CACHE_HOME": str(home / ".cache"),
                     "TMPDIR": str(home),
                     "PYTHONPATH": str(self.folder),
-                    "PYTHONDONTWRITEBYTECODE": "1",
                     "CUDA_VISIBLE_DEVICES": "",
                     "OMP_NUM_THREADS": "1",
                     **variables,

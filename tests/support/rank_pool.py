@@ -39,10 +39,16 @@ from tests.support.rank_worker import STACK_SIGNAL, Job, Outcome, serve
 T = TypeVar("T")
 
 # Every rank is forked from one process that has imported these, which takes seconds, once.
-_IMPORTED_ONCE = [
+IMPORTED_ONCE = [
     "tests.support.rank_worker",
     "torch._dynamo",
     "megaspeed.analysis.verification.verify",
+    "megaspeed.analysis.doctor.examination",
+    "megaspeed.analysis.planning.prediction",
+    "megaspeed.analysis.watched_step",
+    "megaspeed.training.pretrain",
+    "megaspeed.training.restarts",
+    "matplotlib.backends.backend_agg",
     # DeepSpeed imports these at its first engine.
     "deepspeed.runtime.superoffload.superoffload_stage3",
     "deepspeed.module_inject.auto_ep_layer",
@@ -55,7 +61,12 @@ _IMPORTED_ONCE = [
 ]
 
 # Ranks share the machine's few cores, and see no GPU, so that a test is the same on every machine.
-_RANK_VARIABLES = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
+RANK_VARIABLES = {
+    "OMP_NUM_THREADS": "1",
+    "CUDA_VISIBLE_DEVICES": "",
+    "DS_ACCELERATOR": "cpu",
+    "TORCH_CPP_LOG_LEVEL": "ERROR",  # as in a run
+}
 
 _SECONDS_TO_WRITE_STACKS = 1.0
 
@@ -88,7 +99,7 @@ class RankPool:
         self._ranks: dict[int, _Rank] = {}
         self._logs = tempfile.TemporaryDirectory(prefix="ranks-")
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(_IMPORTED_ONCE)
+        self._context.set_forkserver_preload(IMPORTED_ONCE)
 
     def __enter__(self) -> Self:
         return self
@@ -145,7 +156,7 @@ class RankPool:
         log = Path(self._logs.name) / f"rank{number}.log"
         ours, theirs = self._context.Pipe()
         process = self._context.Process(target=serve, args=(theirs, log), name=f"rank {number}")
-        with _environment(_RANK_VARIABLES):  # the process that ranks are forked from inherits it
+        with environment_with(RANK_VARIABLES):  # the process that ranks are forked from inherits it
             process.start()
         theirs.close()
         self._ranks[number] = _Rank(process, ours, log)
@@ -253,7 +264,7 @@ def _written(rank: _Rank) -> str:
 
 
 @contextmanager
-def _environment(variables: Mapping[str, str]) -> Iterator[None]:
+def environment_with(variables: Mapping[str, str]) -> Iterator[None]:
     before = dict(os.environ)
     os.environ.update(variables)
     try:

@@ -3,19 +3,19 @@
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from megaspeed.analysis.local_ranks import children_on
+from tests.support.forked import run_forked
 from tests.support.tiny import GPT2
 
 pytestmark = pytest.mark.ranks
 
 TEXT = Path(__file__).parents[3] / "LICENSE"
-MEGASPEED = Path(sys.executable).with_name("megaspeed")
+MEGASPEED = ("-m", "megaspeed.cli")
 WRONG_BUILD = Path(__file__).with_name("verify_without_tied_sum.py")
 WRONG_RATE = Path(__file__).with_name("verify_with_a_wrong_rate.py")
 STEPS = 3
@@ -53,19 +53,12 @@ def run_on_two_ranks(program: list[str], config: Path) -> subprocess.CompletedPr
         *("--world-size", "2"),
         *("--steps", str(STEPS)),
     ]
-    environment = {
-        **os.environ,
-        "MEGASPEED_CACHE": str(config.with_name("cache")),
-        "CUDA_VISIBLE_DEVICES": "",
-        "OMP_NUM_THREADS": "1",
-        "COLUMNS": "200",
-    }
-    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    return run_forked(command, config.parent, COLUMNS="200")
 
 
 @pytest.mark.timeout(300)
 def test_a_layout_that_trains_the_same_model_exits_with_0(config: Path) -> None:
-    code, printed, figures = run_to_the_end([str(MEGASPEED), "verify"], config)
+    code, printed, figures = run_to_the_end([*MEGASPEED, "verify"], config)
     assert code == 0, printed
     assert "pp 2 x dp 1 x tp 1, ZeRO-1, fp32, against one process" in printed
     assert "EQUAL: initial weights bitwise equal; largest difference: " in printed
@@ -84,7 +77,7 @@ def test_a_layout_that_trains_the_same_model_exits_with_0(config: Path) -> None:
 
 @pytest.mark.timeout(300)
 def test_a_layout_that_trains_another_model_exits_with_1(config: Path) -> None:
-    code, printed, figures = run_to_the_end([sys.executable, str(WRONG_BUILD)], config)
+    code, printed, figures = run_to_the_end([str(WRONG_BUILD)], config)
     assert code == 1, printed
     assert "DIFFERENT: " in printed and " !" in printed
     assert figures["equal"] is False
@@ -100,7 +93,7 @@ def test_a_layout_that_trains_another_model_exits_with_1(config: Path) -> None:
 
 @pytest.mark.timeout(300)
 def test_a_mistake_after_step_1_is_not_taken_for_rounding(config: Path) -> None:
-    code, printed, figures = run_to_the_end([sys.executable, str(WRONG_RATE)], config)
+    code, printed, figures = run_to_the_end([str(WRONG_RATE)], config)
     assert code == 1, printed
     assert "DIFFERENT: " in printed
     for kind in ("losses", "grad_norms"):
@@ -111,7 +104,7 @@ def test_a_mistake_after_step_1_is_not_taken_for_rounding(config: Path) -> None:
 
 
 def test_on_cuda_every_rank_needs_a_gpu(config: Path) -> None:
-    done = run_on_two_ranks([str(MEGASPEED), "verify", "--device", "cuda"], config)
+    done = run_on_two_ranks([*MEGASPEED, "verify", "--device", "cuda"], config)
     assert done.returncode == 2 and done.stdout == ""
     assert "2 ranks need a GPU each, but this process sees 0" in done.stderr
     assert "--device cpu" in done.stderr
@@ -120,11 +113,11 @@ def test_on_cuda_every_rank_needs_a_gpu(config: Path) -> None:
 
 def test_fp16_is_verified_on_cuda_alone_and_with_a_constant_loss_scale(config: Path) -> None:
     config.write_text(json.dumps({**json.loads(config.read_text()), "fp16": {"enabled": True}}))
-    on_cuda = run_on_two_ranks([str(MEGASPEED), "verify", "--device", "cuda"], config)
+    on_cuda = run_on_two_ranks([*MEGASPEED, "verify", "--device", "cuda"], config)
     assert on_cuda.returncode == 2
     assert "2 problems in verify --device cuda" in on_cuda.stderr
     assert "--set fp16.loss_scale=1024" in on_cuda.stderr
-    on_cpu = run_on_two_ranks([str(MEGASPEED), "verify"], config)
+    on_cpu = run_on_two_ranks([*MEGASPEED, "verify"], config)
     assert on_cpu.returncode == 2
     assert "a CPU, which cannot train in fp16" in on_cpu.stderr
 
