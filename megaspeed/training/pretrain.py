@@ -37,9 +37,10 @@ from megaspeed.topology.process_end import (
     launcher_processes,
 )
 from megaspeed.training.banner import PredictPeaks, launch_warnings
+from megaspeed.training.checkpointing import Checkpointing
 from megaspeed.training.console import describe_spare_ranks, print_line, print_warning
 from megaspeed.training.faults import inject_into_process
-from megaspeed.training.job import EXPECTED, STOPPED, ExplainMemory, Job
+from megaspeed.training.job import EXPECTED, STOPPED, ExplainMemory, Job, MakeCheckpointing
 from megaspeed.training.reporting import check_packages
 from megaspeed.training.resume import (
     Restarts,
@@ -66,6 +67,7 @@ def main(
     launchers: Sequence[int] | None = None,
     predict_peaks: PredictPeaks | None = None,
     explain_memory: ExplainMemory | None = None,
+    make_checkpointing: MakeCheckpointing = Checkpointing,
 ) -> int:
     """Trains as the command line states; returns the exit code.
 
@@ -75,6 +77,7 @@ def main(
         launchers: process ids of the launchers above this process; looked up if omitted.
         predict_peaks: predicts the peak memory for the banner; if omitted, the banner has none.
         explain_memory: called if memory runs out.
+        make_checkpointing: makes what saves and loads checkpoints.
 
     The caller must exit with ``end_process``, because threads may still wait for other ranks.
     """
@@ -117,6 +120,7 @@ def main(
             launchers=launcher_processes() if launchers is None else launchers,
             predict_peaks=predict_peaks,
             explain_memory=explain_memory,
+            make_checkpointing=make_checkpointing,
         )
         return _run(job)
 

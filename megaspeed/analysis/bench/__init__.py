@@ -1,0 +1,17 @@
+"""`megaspeed bench`: the step time of a run beside other libraries that train the same task.
+
+    run (checked) -> workloads: the run itself, and a tiny host-bound one of the same depth
+                  -> turns: A B C A B C ..., each a launch of N fresh processes
+                  -> medians, quartiles, ratios of neighbouring turns -> Markdown, JSON, a picture
+
+contest   the workloads, which peers fit the run, and the turns
+peers     a training step of each peer
+result    the figures of all turns: spread, ratios, operations
+report    the figures as Markdown, JSON and a picture
+
+A turn trains both workloads, the host-bound one first, so that it starts in a fresh process. Turns
+never share memory, and a peak of memory belongs to one contestant. megaspeed's turn is the complete
+training job, with its watch, metrics and log files; only the checkpoint of the last step is not
+written. A step's time is measured on rank 0, from before the samples are loaded until the host has
+the loss. megaspeed takes it from metrics.jsonl.
+"""

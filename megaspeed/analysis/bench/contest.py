@@ -1,0 +1,395 @@
+"""Which peers can train a run, and the turns that the contestants take.
+
+    turn 1    megaspeed   hf-deepspeed   fsdp2   ddp       each a launch of its own, which trains
+    turn 2    megaspeed   hf-deepspeed   fsdp2   ddp       1. the host-bound workload
+    ...                                                    2. the run
+
+    steps of a workload    1 .. WARM_UP_STEPS    + 1 .. + S
+                           not counted           timed
+
+The host-bound workload has the run's depth, layout, dtype and micro-batches, but its blocks are so
+narrow and its samples so short that a step takes as long as the host needs to launch it.
+"""
+
+import gc
+import json
+import os
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from megaspeed.analysis.bench.peers import PeerName, make_step
+from megaspeed.analysis.local_ranks import DeviceType, RanksFailed, run_on_ranks
+from megaspeed.checkpoint.run_state import Progress
+from megaspeed.checkpoint.writing import SaveReport
+from megaspeed.config.errors import ConfigError
+from megaspeed.config.hugging_face import hugging_face_config
+from megaspeed.config.loading import parse_config
+from megaspeed.config.resolve import Precision, Run, resolve_run
+from megaspeed.data.corpus import PreparedCorpus, prepare_corpus
+from megaspeed.model.gpt import DTYPES
+from megaspeed.topology.context import ParallelContext
+from megaspeed.topology.launch import LaunchEnvironment, free_port
+from megaspeed.training.checkpointing import Checkpointing
+from megaspeed.training.metrics import peak_flops_per_second, read_records
+from megaspeed.training.pretrain import main as train_main
+from megaspeed.training.run_folder import METRICS
+from megaspeed.training.step_inputs import StepInputs
+from megaspeed.training.worker import peak_memory
+
+MEGASPEED = "megaspeed"
+PEERS: tuple[PeerName, ...] = ("hf-deepspeed", "fsdp2", "ddp", "deepspeed-pipeline")
+RUN, HOST_BOUND = "run", "host-bound"
+
+WARM_UP_STEPS = 3
+"""Steps before the timed ones. DeepSpeed's ZeRO-3 records its gathers in the first two."""
+
+_TINY_WIDTH, _TINY_HEADS, _TINY_TOKENS, _TINY_VOCABULARY = 64, 4, 16, 512
+_TINY_CORPUS_TOKENS = 1 << 16
+_MATMUL_SIZES = {"cpu": 1024, "cuda": 8192}
+_MATMUL_SECONDS = 0.1
+_NO_LIMIT = 86_400.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Turn:
+    """What one rank measured of one workload."""
+
+    step_seconds: Sequence[float]  # of each timed step
+    first_loss: float  # of the first step, mean over its tokens, in nats
+    peak_bytes: int  # of the CUDA allocator; on a CPU, of the resident set with all libraries
+
+
+@dataclass(frozen=True, kw_only=True)
+class Device:
+    """What one rank computes on."""
+
+    name: str  # the GPU's name, or "CPU"
+    peak_flops: float | None  # dense operations a second in the run's dtype; None if not known
+    matmul_flops: float  # operations a second of a large matrix product in the run's dtype
+
+
+@dataclass
+class Contestant:
+    """megaspeed or a peer, and what its turns measured."""
+
+    name: str
+    turns: dict[str, list[list[Turn]]] = field(default_factory=lambda: {RUN: [], HOST_BOUND: []})
+    """Workload -> turn -> rank."""
+    devices: list[Device] = field(default_factory=list)  # of each rank in each turn
+    failure: str | None = None  # why a turn failed; the contestant takes no turn after it
+
+
+def choose_peers(run: Run, names: Sequence[PeerName] | None) -> dict[PeerName, str | None]:
+    """Peers in a fixed order -> why a peer cannot train the run; None if it can.
+
+    Args:
+        run: the run.
+        names: peers that must be able to; None for all that are.
+
+    Raises:
+        ConfigError: a named peer cannot train the run, or no peer can.
+    """
+    reasons = {peer: _refusal(peer, run) for peer in PEERS if names is None or peer in names}
+    problems = [f"{peer}: {reason}" for peer, reason in reasons.items() if reason is not None]
+    if problems and (names is not None or len(problems) == len(reasons)):
+        raise ConfigError(problems, where=f"the peers of {run.name}")
+    return reasons
+
+
+def _refusal(peer: PeerName, run: Run) -> str | None:
+    """Why a peer cannot train the run; None if it can."""
+    grid, config, model = run.grid, run.config, run.config.model
+    zero = config.zero_optimization
+    if grid.tp > 1:
+        return f"it has no tensor axis, but parallel.tensor is {grid.tp}; set it to 1"
+    if run.precision == "fp16":
+        return "it is run without a loss scale, but fp16.enabled is true; set bf16.enabled instead"
+    if zero.offload_optimizer is not None or zero.offload_param is not None:
+        return "it is run without offload; remove it from zero_optimization"
+    if peer != "deepspeed-pipeline" and grid.pp > 1:
+        return f"it has only a data axis, but parallel.pipeline is {grid.pp}; set it to 1"
+    if peer == "deepspeed-pipeline":
+        if grid.pp == 1:
+            return "it needs a pipeline, but parallel.pipeline is 1; set it to 2 or more"
+        if run.zero_stage > 1:
+            return (
+                "its ZeRO stage is at most 1, but zero_optimization.stage is "
+                f"{run.zero_stage}; set it to 0 or 1"
+            )
+    if peer in ("ddp", "fsdp2"):
+        return None
+    if config.data.reset_at_documents:
+        return "it attends across documents; set data.reset_at_documents to false"
+    rates = (model.embedding_dropout, model.attention_dropout, model.residual_dropout)
+    if any(rates) and (peer == "deepspeed-pipeline" or model.architecture != "gpt2"):
+        return "its model has no dropout; set every dropout of the model to 0"
+    if peer == "hf-deepspeed":
+        try:
+            hugging_face_config(model)
+        except ConfigError as error:
+            return "; ".join(error.problems)
+    return None
+
+
+def host_bound(run: Run, tokens: Path) -> Run:
+    """The run with blocks of width 64 and samples of 16 random tokens, one in a micro-batch.
+
+    Args:
+        run: the run.
+        tokens: the file that the tokens are written to.
+    """
+    random = np.random.default_rng(seed=0)
+    random.integers(_TINY_VOCABULARY, size=_TINY_CORPUS_TOKENS, dtype=np.uint16).tofile(tokens)
+    values, model = run.as_json(), run.config.model
+    heads = _TINY_HEADS
+    shared = model.num_key_value_heads < model.num_attention_heads
+    for name in ("preset", "from_hf", "intermediate_size"):
+        values["model"].pop(name, None)
+    values["model"] |= {
+        "vocab_size": _TINY_VOCABULARY,
+        "hidden_size": _TINY_WIDTH,
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads // 2 if shared else heads,
+        "head_dim": _TINY_WIDTH // heads,
+        "intermediate_size": (2 if model.mlp == "swiglu" else 4) * _TINY_WIDTH,
+        "max_position_embeddings": _TINY_TOKENS,
+    }
+    values["data"] = {
+        "train": [str(tokens)],
+        "validation_fraction": 0.0,
+        "sequence_length": _TINY_TOKENS,
+        "seed": run.config.data.seed,
+    }
+    values["train_micro_batch_size_per_gpu"] = 1
+    values["train_batch_size"] = run.grid.dp * run.batch.gradient_accumulation_steps
+    for name in ("reduce_bucket_size", "stage3_param_persistence_threshold"):
+        values["zero_optimization"].pop(name, None)  # they follow from the width
+    return _resolved(run, values)
+
+
+def take_turns(
+    run: Run,
+    peers: Sequence[PeerName],
+    *,
+    turns: int,
+    steps: int,
+    device_type: DeviceType,
+    folder: Path,
+    timeout_seconds: float,
+    on_turn: Callable[[int, str], None] = lambda done, text: None,
+) -> tuple[list[Contestant], dict[str, Run]]:
+    """Lets megaspeed and the peers take turns on ranks of this machine.
+
+    Args:
+        run: the run, which each of the peers can train.
+        peers: from ``choose_peers``.
+        turns: number of turns of each contestant.
+        steps: number of timed steps of each turn and workload.
+        device_type: "cpu" or "cuda".
+        folder: an existing folder. What the ranks print goes to a file in its ``logs``.
+        timeout_seconds: time limit of one turn.
+        on_turn: called with the number of turns before, and a description, before a turn starts.
+
+    Returns:
+        The contestants, and the run of each workload.
+    """
+    (folder / "logs").mkdir(exist_ok=True)
+    contestants = [Contestant(name) for name in (MEGASPEED, *peers)]
+    with tempfile.TemporaryDirectory(prefix="turns-", dir=folder) as name:
+        place = Path(name)
+        both = {HOST_BOUND: host_bound(run, place / "tokens.bin"), RUN: run}
+        runs = {workload: _benchmarked(each, steps) for workload, each in both.items()}
+        corpora = [
+            prepare_corpus(each.config.data, each.config.model.vocab_size) for each in runs.values()
+        ]
+        schedule = product(range(1, turns + 1), contestants)
+        for done, (number, contestant) in enumerate(schedule):
+            if contestant.failure is not None:
+                continue
+            on_turn(done, f"{contestant.name}, turn {number} of {turns}")
+            log = folder / "logs" / f"{contestant.name}-{number}.log"
+            log.write_text("")  # the ranks append to it
+            part: tuple[Any, ...]
+            if contestant.name == MEGASPEED:
+                part = (_train_megaspeed, _configs(runs, place, number), run.precision)
+            else:
+                part = (_train_peer, contestant.name, [*runs.values()], corpora)
+            try:
+                ranks = run_on_ranks(
+                    *part,
+                    world_size=run.grid.world_size,
+                    device_type=device_type,
+                    log=log,
+                    timeout_seconds=timeout_seconds,
+                )
+            except RanksFailed as failure:
+                contestant.failure = f"failed in turn {number}: {failure}; see {log}"
+                continue
+            for index, workload in enumerate(runs):
+                contestant.turns[workload].append([measured[index] for measured, _ in ranks])
+            contestant.devices += [device for _, device in ranks]
+    return contestants, runs
+
+
+def _benchmarked(run: Run, steps: int) -> Run:
+    """The run with as many steps as a turn has, and without what would only take time after it."""
+    values = run.as_json()
+    values["training"] |= {
+        "steps": WARM_UP_STEPS + steps,
+        "save_interval": 0,
+        "eval_interval": 0,
+        "eval_batches": 1,
+        "report_to": [],
+        "restart": 0,
+        "async_save": False,
+    }
+    return _resolved(run, values)
+
+
+def _resolved(run: Run, values: dict[str, Any]) -> Run:
+    return resolve_run(
+        parse_config(values),
+        name=run.name,
+        world_size=run.grid.world_size,
+        world_source="--world-size",
+    )
+
+
+def _configs(runs: dict[str, Run], place: Path, number: int) -> list[tuple[Path, int]]:
+    """For each workload of megaspeed's turn, the file of its configuration, and a port."""
+    configs = []
+    for workload, run in runs.items():
+        values = run.as_json()
+        values["training"]["run_dir"] = str(place / f"{workload}-{number}")
+        file = place / f"{workload}-{number}.json"
+        file.write_text(json.dumps(values), encoding="utf-8")
+        configs.append((file, free_port()))
+    return configs
+
+
+class _SavesNothing(Checkpointing):
+    """Reports each save as done. A large model's checkpoint would take longer than the steps."""
+
+    def save(self, progress: Progress) -> None:
+        """Only adds a report."""
+        self._finished.append(
+            SaveReport(
+                step=progress.step,
+                checkpoint=self._run.run_dir,
+                size_bytes=0,
+                seconds=0.0,
+                stall_seconds=0.0,
+                error=None,
+                deleted=(),
+            )
+        )
+
+
+def _train_megaspeed(
+    launch: LaunchEnvironment, configs: Sequence[tuple[Path, int]], precision: Precision
+) -> tuple[list[Turn], Device]:
+    """Takes megaspeed's turn as one rank: the main job, once for each workload."""
+    turns = []
+    for file, port in configs:
+        os.environ["MASTER_PORT"] = str(port)
+        _forget_memory()
+        code = train_main(["--config", str(file)], make_checkpointing=_SavesNothing)
+        if code:
+            raise RuntimeError(f"megaspeed train ended with exit code {code}")
+        values = json.loads(file.read_text(encoding="utf-8"))
+        metrics = Path(values["training"]["run_dir"]) / METRICS
+        records = [each for each in read_records(metrics) if each and "step_time_seconds" in each]
+        turns.append(
+            Turn(
+                step_seconds=[each["step_time_seconds"] for each in records[WARM_UP_STEPS:]],
+                first_loss=records[0]["loss"],
+                peak_bytes=max(records[-1]["peak_memory_bytes"]),
+            )
+        )
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")  # the current GPU
+    return turns, _device(device, precision)
+
+
+def _train_peer(
+    launch: LaunchEnvironment,
+    peer: PeerName,
+    runs: Sequence[Run],
+    corpora: Sequence[PreparedCorpus],
+) -> tuple[list[Turn], Device]:
+    """Takes a peer's turn as one rank."""
+    turns = []
+    # The launch has a time limit, so its collectives need none.
+    with ParallelContext.create(runs[0].grid, launch, timeout_seconds=_NO_LIMIT) as context:
+        for run, corpus in zip(runs, corpora, strict=True):
+            _forget_memory()
+            turns.append(_time_peer(peer, run, corpus, context))
+        device = _device(context.device, runs[0].precision)
+    return turns, device
+
+
+def _time_peer(peer: PeerName, run: Run, corpus: PreparedCorpus, context: ParallelContext) -> Turn:
+    step = make_step(peer, run, context)
+    _forget_memory()
+    inputs = StepInputs(run, corpus, context)
+    losses, seconds = [], []
+    for number in range(run.config.training.steps):
+        start = time.perf_counter()
+        load = inputs.load(number * run.batch.train_batch_size)
+        # The loss as a number: a GPU has finished everything that was launched before.
+        losses.append(float(step(load, inputs.learning_rate(number))))
+        seconds.append(time.perf_counter() - start)
+    peak = peak_memory(context.device)
+    inputs.close()
+    # After the last step, because users read only their own rank's loss in a step.
+    first_loss = torch.tensor(losses[0], dtype=torch.float64, device=context.device)
+    dist.all_reduce(first_loss, group=context.world_group)
+    return Turn(
+        step_seconds=seconds[WARM_UP_STEPS:],
+        first_loss=float(first_loss) / run.grid.world_size,
+        peak_bytes=peak,
+    )
+
+
+def _forget_memory() -> None:
+    """Frees what is not used any more, and starts the CUDA allocator's peak again."""
+    gc.collect()
+    if torch.cuda.is_initialized():  # it must not be, before the rank has chosen its GPU
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+
+
+def _device(device: torch.device, precision: Precision) -> Device:
+    return Device(
+        name=torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU",
+        peak_flops=peak_flops_per_second(device, precision),
+        matmul_flops=_matmul_flops_per_second(device, DTYPES[precision]),
+    )
+
+
+@torch.no_grad()
+def _matmul_flops_per_second(device: torch.device, dtype: torch.dtype) -> float:
+    """Operations a second of the fastest of several products of two large square matrices.
+
+    All ranks measure at about the same time, because they share the machine when they train, too.
+    """
+    size = _MATMUL_SIZES[device.type]
+    a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
+    fastest, end = float("inf"), time.perf_counter() + _MATMUL_SECONDS
+    repeats = 0
+    while repeats < 3 or time.perf_counter() < end:
+        start = time.perf_counter()
+        _ = a @ b
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        repeats += 1
+        fastest = min(fastest, time.perf_counter() - start)
+    return 2.0 * size**3 / fastest
