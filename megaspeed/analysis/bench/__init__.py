@@ -12,6 +12,6 @@ report    the figures as Markdown, JSON and a picture
 A turn trains both workloads, the host-bound one first, so that it starts in a fresh process. Turns
 never share memory, and a peak of memory belongs to one contestant. megaspeed's turn is the complete
 training job, with its watch, metrics and log files; only the checkpoint of the last step is not
-written. A step's time is measured on rank 0, from before the samples are loaded until the host has
-the loss. megaspeed takes it from metrics.jsonl.
+written. A step's time is that on rank 0 from the end of one step to the end of the next. It
+includes loading the samples, the loss on the host, and what megaspeed records in every step.
 """

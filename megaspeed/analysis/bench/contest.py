@@ -4,8 +4,9 @@
     turn 2    megaspeed   hf-deepspeed   fsdp2   ddp       1. the host-bound workload
     ...                                                    2. the run
 
-    steps of a workload    1 .. WARM_UP_STEPS    + 1 .. + S
-                           not counted           timed
+    steps of a workload    1 .. WARM_UP_STEPS    + 1 .. + S    last
+                           not counted           timed         not counted: megaspeed's ends with
+                                                               a validation
 
 The host-bound workload has the run's depth, layout, dtype and micro-batches, but its blocks are so
 narrow and its samples so short that a step takes as long as the host needs to launch it.
@@ -18,7 +19,8 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import product
+from functools import partial
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +45,7 @@ from megaspeed.training.metrics import peak_flops_per_second, read_records
 from megaspeed.training.pretrain import main as train_main
 from megaspeed.training.run_folder import METRICS
 from megaspeed.training.step_inputs import StepInputs
-from megaspeed.training.worker import peak_memory
+from megaspeed.training.worker import Worker, peak_memory
 
 MEGASPEED = "megaspeed"
 PEERS: tuple[PeerName, ...] = ("hf-deepspeed", "fsdp2", "ddp", "deepspeed-pipeline")
@@ -93,7 +95,7 @@ def choose_peers(run: Run, names: Sequence[PeerName] | None) -> dict[PeerName, s
 
     Args:
         run: the run.
-        names: peers that must be able to; None for all that are.
+        names: peers that must be able to train it; if None, all that are able take part.
 
     Raises:
         ConfigError: a named peer cannot train the run, or no peer can.
@@ -127,6 +129,11 @@ def _refusal(peer: PeerName, run: Run) -> str | None:
             )
     if peer in ("ddp", "fsdp2"):
         return None
+    if run.zero_stage == 0 and run.precision == "bf16" and run.accumulation_dtype == "fp32":
+        return (
+            "DeepSpeed adds gradients of bf16 weights in fp32 only with ZeRO, but "
+            "zero_optimization.stage is 0; set it to 1"
+        )
     if config.data.reset_at_documents:
         return "it attends across documents; set data.reset_at_documents to false"
     rates = (model.embedding_dropout, model.attention_dropout, model.residual_dropout)
@@ -150,10 +157,7 @@ def host_bound(run: Run, tokens: Path) -> Run:
     random = np.random.default_rng(seed=0)
     random.integers(_TINY_VOCABULARY, size=_TINY_CORPUS_TOKENS, dtype=np.uint16).tofile(tokens)
     values, model = run.as_json(), run.config.model
-    heads = _TINY_HEADS
-    shared = model.num_key_value_heads < model.num_attention_heads
-    for name in ("preset", "from_hf", "intermediate_size"):
-        values["model"].pop(name, None)
+    heads, shared = _TINY_HEADS, model.num_key_value_heads < model.num_attention_heads
     values["model"] |= {
         "vocab_size": _TINY_VOCABULARY,
         "hidden_size": _TINY_WIDTH,
@@ -220,9 +224,9 @@ def take_turns(
             log.write_text("")  # the ranks append to it
             part: tuple[Any, ...]
             if contestant.name == MEGASPEED:
-                part = (_train_megaspeed, _configs(runs, place, number), run.precision)
+                part = (_train_megaspeed, _configs(runs, place, number), steps, run.precision)
             else:
-                part = (_train_peer, contestant.name, [*runs.values()], corpora)
+                part = (_train_peer, contestant.name, [*runs.values()], corpora, steps)
             try:
                 ranks = run_on_ranks(
                     *part,
@@ -241,10 +245,14 @@ def take_turns(
 
 
 def _benchmarked(run: Run, steps: int) -> Run:
-    """The run with as many steps as a turn has, and without what would only take time after it."""
+    """The run with as many steps as a turn has, and without what would only take time after it.
+
+    The learning rate is constant, because a warmup must be shorter than the run.
+    """
     values = run.as_json()
+    values.pop("scheduler", None)
     values["training"] |= {
-        "steps": WARM_UP_STEPS + steps,
+        "steps": WARM_UP_STEPS + steps + 1,
         "save_interval": 0,
         "eval_interval": 0,
         "eval_batches": 1,
@@ -276,11 +284,23 @@ def _configs(runs: dict[str, Run], place: Path, number: int) -> list[tuple[Path,
     return configs
 
 
-class _SavesNothing(Checkpointing):
-    """Reports each save as done. A large model's checkpoint would take longer than the steps."""
+class _Clock(Checkpointing):
+    """Notes when each step of the training loop has ended, and saves nothing.
+
+    A large model's checkpoint would take longer than the steps.
+    """
+
+    def __init__(self, ends: list[float], worker: Worker, corpus: PreparedCorpus) -> None:
+        super().__init__(worker, corpus)
+        self._ends = ends
+
+    def finished(self) -> list[SaveReport]:
+        """The loop calls this at the end of each step, after all records are written."""
+        self._ends.append(time.perf_counter())
+        return super().finished()
 
     def save(self, progress: Progress) -> None:
-        """Only adds a report."""
+        """Only adds the report of a save."""
         self._finished.append(
             SaveReport(
                 step=progress.step,
@@ -295,22 +315,26 @@ class _SavesNothing(Checkpointing):
 
 
 def _train_megaspeed(
-    launch: LaunchEnvironment, configs: Sequence[tuple[Path, int]], precision: Precision
+    launch: LaunchEnvironment,
+    configs: Sequence[tuple[Path, int]],
+    steps: int,
+    precision: Precision,
 ) -> tuple[list[Turn], Device]:
     """Takes megaspeed's turn as one rank: the main job, once for each workload."""
     turns = []
     for file, port in configs:
         os.environ["MASTER_PORT"] = str(port)
         _forget_memory()
-        code = train_main(["--config", str(file)], make_checkpointing=_SavesNothing)
+        ends: list[float] = []
+        code = train_main(["--config", str(file)], make_checkpointing=partial(_Clock, ends))
         if code:
             raise RuntimeError(f"megaspeed train ended with exit code {code}")
         values = json.loads(file.read_text(encoding="utf-8"))
         metrics = Path(values["training"]["run_dir"]) / METRICS
-        records = [each for each in read_records(metrics) if each and "step_time_seconds" in each]
+        records = [each for each in read_records(metrics) if each and "peak_memory_bytes" in each]
         turns.append(
             Turn(
-                step_seconds=[each["step_time_seconds"] for each in records[WARM_UP_STEPS:]],
+                step_seconds=_timed(ends, steps),
                 first_loss=records[0]["loss"],
                 peak_bytes=max(records[-1]["peak_memory_bytes"]),
             )
@@ -319,11 +343,17 @@ def _train_megaspeed(
     return turns, _device(device, precision)
 
 
+def _timed(ends: Sequence[float], steps: int) -> list[float]:
+    """The seconds of the timed steps, given when each step has ended."""
+    return [b - a for a, b in pairwise(ends[WARM_UP_STEPS - 1 : WARM_UP_STEPS + steps])]
+
+
 def _train_peer(
     launch: LaunchEnvironment,
     peer: PeerName,
     runs: Sequence[Run],
     corpora: Sequence[PreparedCorpus],
+    steps: int,
 ) -> tuple[list[Turn], Device]:
     """Takes a peer's turn as one rank."""
     turns = []
@@ -331,29 +361,30 @@ def _train_peer(
     with ParallelContext.create(runs[0].grid, launch, timeout_seconds=_NO_LIMIT) as context:
         for run, corpus in zip(runs, corpora, strict=True):
             _forget_memory()
-            turns.append(_time_peer(peer, run, corpus, context))
+            turns.append(_time_peer(peer, run, corpus, steps, context))
         device = _device(context.device, runs[0].precision)
     return turns, device
 
 
-def _time_peer(peer: PeerName, run: Run, corpus: PreparedCorpus, context: ParallelContext) -> Turn:
+def _time_peer(
+    peer: PeerName, run: Run, corpus: PreparedCorpus, steps: int, context: ParallelContext
+) -> Turn:
     step = make_step(peer, run, context)
     _forget_memory()
     inputs = StepInputs(run, corpus, context)
-    losses, seconds = [], []
+    losses, ends = [], []
     for number in range(run.config.training.steps):
-        start = time.perf_counter()
         load = inputs.load(number * run.batch.train_batch_size)
         # The loss as a number: a GPU has finished everything that was launched before.
         losses.append(float(step(load, inputs.learning_rate(number))))
-        seconds.append(time.perf_counter() - start)
+        ends.append(time.perf_counter())
     peak = peak_memory(context.device)
     inputs.close()
     # After the last step, because users read only their own rank's loss in a step.
     first_loss = torch.tensor(losses[0], dtype=torch.float64, device=context.device)
     dist.all_reduce(first_loss, group=context.world_group)
     return Turn(
-        step_seconds=seconds[WARM_UP_STEPS:],
+        step_seconds=_timed(ends, steps),
         first_loss=float(first_loss) / run.grid.world_size,
         peak_bytes=peak,
     )

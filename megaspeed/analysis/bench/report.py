@@ -26,9 +26,9 @@ def as_markdown(result: BenchResult, picture: str | None) -> str:
     lines += _wrapped(
         f"{counted(result.turns, 'turn')} of {counted(result.steps, 'step')} each, after "
         f"{WARM_UP_STEPS} that warm up. Contestants take turns, and each turn starts new "
-        "processes. A step is timed on rank 0, from before its samples are loaded until the host "
-        "has the loss. Ratio: the peer's step time / megaspeed's in the same turn, median and "
-        "quartiles over the turns; above 1, megaspeed is faster."
+        "processes. A step lasts on rank 0 from the end of the step before until its loss is read "
+        "and its records are written. Ratio: the peer's step time / megaspeed's in the same turn, "
+        "median and quartiles over the turns; above 1, megaspeed is faster."
     )
     for warning in result.warnings:
         lines += ["", *_wrapped(f"**Warning: {warning}**")]

@@ -88,7 +88,9 @@ def rows_of(figures: dict[str, Any], workload: str) -> dict[str, dict[str, Any]]
 def test_three_data_parallel_peers_train_the_same_task(
     failing: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    changes = {"model": LLAMA, "zero_optimization": {"stage": 3}}
+    # A turn has 6 steps, fewer than the warmup.
+    warmup = {"type": "cosine", "params": {"warmup_num_steps": 8}}
+    changes = {"model": LLAMA, "zero_optimization": {"stage": 3}, "scheduler": warmup}
     code, figures = bench(tmp_path, "--turns", "1", "--steps", "2", **changes)
     printed = capsys.readouterr().out
     assert code == 0, printed
@@ -169,6 +171,12 @@ def test_deepspeeds_pipeline_trains_the_same_task_and_a_failed_turn_is_reported(
             {"model": {**GPT2, "norm": "rms_norm"}},
             "hf-deepspeed",
             "GPT2LMHeadModel of transformers has layer_norm",
+        ),
+        (
+            {"dp": 2},
+            {"bf16": {"enabled": True}},
+            "hf-deepspeed",
+            "but zero_optimization.stage is 0; set it to 1",
         ),
         (
             {"dp": 2},
