@@ -4,7 +4,8 @@
                   -> turns: A B C A B C ..., each a launch of N fresh processes
                   -> medians, quartiles, ratios of neighbouring turns -> Markdown, JSON, a picture
 
-contest   the workloads, which peers fit the run, and the turns
+contest   the workloads, which peers can train the run, and the order of the turns
+turn      a turn on one rank: what it trains and measures
 peers     a training step of each peer
 result    the figures of all turns: spread, ratios, operations
 report    the figures as Markdown, JSON and a picture

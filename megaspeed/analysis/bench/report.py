@@ -7,8 +7,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from megaspeed.analysis.bench.contest import HOST_BOUND, RUN, WARM_UP_STEPS
+from megaspeed.analysis.bench.contest import HOST_BOUND, RUN
 from megaspeed.analysis.bench.result import BenchResult, Row, flops_per_token
+from megaspeed.analysis.bench.turn import WARM_UP_STEPS
 from megaspeed.analysis.compare.result import describe_run
 from megaspeed.analysis.units import Spread, counted, memory_unit, three_digits
 

@@ -15,14 +15,8 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from megaspeed.analysis.bench.contest import (
-    HOST_BOUND,
-    MEGASPEED,
-    RUN,
-    Contestant,
-    Device,
-    Turn,
-)
+from megaspeed.analysis.bench.contest import HOST_BOUND, MEGASPEED, RUN, Contestant
+from megaspeed.analysis.bench.turn import Device, Turn
 from megaspeed.analysis.units import Spread
 from megaspeed.analysis.verification.comparison import TOLERANCES, relative_difference
 from megaspeed.config.resolve import Run

@@ -15,13 +15,12 @@ from megaspeed.analysis.bench.contest import (
     MEGASPEED,
     RUN,
     Contestant,
-    Device,
-    Turn,
     choose_peers,
     host_bound,
 )
 from megaspeed.analysis.bench.report import as_json, as_markdown
 from megaspeed.analysis.bench.result import BenchResult
+from megaspeed.analysis.bench.turn import Device, Turn
 from megaspeed.analysis.local_ranks import RanksFailed
 from megaspeed.cli import main
 from megaspeed.config.errors import ConfigError
