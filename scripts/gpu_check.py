@@ -6,7 +6,7 @@
 
     machine --> megaspeed verify      bf16 and fp16 over NCCL, against one process
             --> megaspeed compare     step time, and peak memory predicted and measured
-            --> plain_deepspeed.py    Hugging Face's model under plain DeepSpeed, the same batch
+            --> megaspeed bench       Hugging Face's model under plain DeepSpeed, the same batch
             --> report.md             written again after each section
 
 Each section is a command of its own. If one fails, the next one still runs.
@@ -47,7 +47,6 @@ from megaspeed.training.metrics import peak_by_name
 
 ROOT = Path(__file__).resolve().parents[1]
 MEGASPEED = Path(sys.executable).with_name("megaspeed")
-PLAIN_DEEPSPEED = Path(__file__).with_name("plain_deepspeed.py")
 
 SECONDS = 440.0
 """The time limit of all sections on a GPU, without --full. The last one then ends in seconds."""
@@ -70,8 +69,7 @@ LAYOUTS = (
 )
 
 TOKENS = 2**21
-"""Random ids that a model trains on: no tokenizer takes time, and Hugging Face's side has random
-ones, too."""
+"""Random ids that a model trains on, so that no tokenizer takes time."""
 
 TINY_SHAPE = {
     "vocab_size": 512,
@@ -336,9 +334,10 @@ def timing_sections(
             settings = [*batch_settings(layout, smaller), f"zero_optimization.stage={stage}"]
             beside = section(
                 f"Hugging Face + DeepSpeed {name} {layout} ZeRO-{stage} micro-batch {smaller}",
-                [sys.executable, "-m", "torch.distributed.run", "--standalone"],
-                ["--nproc-per-node", str(layout.world_size), PLAIN_DEEPSPEED, "--config", file],
-                ["--steps", "5", "--set", *settings],
+                [MEGASPEED, "bench", "--config", file, "--world-size", str(layout.world_size)],
+                ["--peers", "hf-deepspeed", "--turns", "1", "--steps", "5"],
+                ["--output", options.out / file_name(f"{name} {layout} bench {stage} {smaller}")],
+                ["--set", *settings],
                 out=options.out,
                 labels={
                     **labels,
@@ -543,8 +542,8 @@ def model_lines(model: str, done: Sequence[Section], machine: Machine) -> Iterat
         f"{shape.vocab_size}; {run.config.data.sequence_length} tokens, {MICRO_BATCHES} "
         "micro-batches a step, bf16, activation checkpointing "
         f"{run.config.parallel.activation_checkpointing}. "
-        "Random tokens: megaspeed reads them from a file within the step, and Hugging Face + "
-        "DeepSpeed has them on the device. Median of the steps after the first."
+        "Random tokens, which both read from a file within the step. Median of the steps after the "
+        "first ones."
     )
     yield ""
     flops = training_flops_per_token(shape, run.config.data.sequence_length)
@@ -588,7 +587,14 @@ def timing_rows(section: Section, flops: float, peak: float | None) -> Iterator[
             predicted = stage["peak_bytes"]["predicted"]["total"]
             yield row(each["label"], each, predicted, measured_peak(stage))
     else:
-        yield row(labels["row"], found, None, found["allocator_peak_bytes"])
+        contestants = found["workloads"]["run"]["contestants"]
+        beside = [each for each in contestants if each["name"] == "hf-deepspeed"]
+        if not beside:
+            yield (*head, labels["row"], run.batch.micro_batch_size, ending(section))
+        for each in beside:
+            figures = {**each, "step_time_seconds": each["step_seconds"]["median"]}
+            on_gpu = found["device"]["name"] != "CPU"
+            yield row(labels["row"], figures, None, each["peak_bytes"] if on_gpu else None)
 
 
 def measured_peak(stage: dict[str, Any]) -> int:

@@ -4,8 +4,10 @@ Memory is counted in powers of two (1 GiB = 2^30 bytes), as GPUs are. Traffic is
 of ten (1 GB = 10^9 bytes), as networks are. A table has one unit, that of its largest number.
 """
 
+import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Self
 
 from rich import box
 from rich.console import Console
@@ -70,6 +72,31 @@ def short_count(number: int) -> str:
         if number >= size:
             return f"{number / size:.4g}{letter}"
     return str(number)
+
+
+def three_digits(number: float) -> str:
+    """Three significant digits, and all digits before the decimal point.
+
+    >>> three_digits(1.5), three_digits(15), three_digits(1500)
+    ('1.50', '15.0', '1,500')
+    """
+    return f"{number:,.{0 if number >= 100 else 1 if number >= 10 else 2}f}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spread:
+    """Median and quartiles of some numbers."""
+
+    median: float
+    lower: float
+    upper: float
+
+    @classmethod
+    def of(cls, numbers: Sequence[float]) -> Self:
+        """Quartiles are interpolated between numbers. A single number has no spread."""
+        twice = numbers if len(numbers) > 1 else [*numbers, *numbers]
+        lower, _, upper = statistics.quantiles(twice, n=4, method="inclusive")
+        return cls(median=statistics.median(numbers), lower=lower, upper=upper)
 
 
 def counted(number: int, thing: str) -> str:

@@ -13,6 +13,7 @@ import megaspeed
 
 try:
     from megaspeed.cli import (
+        bench,
         check,
         checkpoint,
         compare,
@@ -39,6 +40,7 @@ COMMANDS = (
     check,
     verify,
     compare,
+    bench,
     report,
     plan,
     doctor,

@@ -133,14 +133,17 @@ def _rows(
     problem = folder_problem("--out", folder)
     if problem is not None:
         problems.append(problem)
-    problems += _too_many_ranks(run.grid.world_size, device_type)
+    problems += too_many_ranks(run.grid.world_size, device_type)
     if problems:
         raise ConfigError(problems, where=f"the comparison of {options.config}")
     return rows
 
 
-def _too_many_ranks(world_size: int, device_type: str) -> list[str]:
-    """All ranks run on this machine. Each needs its own GPU; ranks can share a processor."""
+def too_many_ranks(world_size: int, device_type: str) -> list[str]:
+    """The problem if this machine cannot run that many ranks.
+
+    All ranks run on this machine. Each needs its own GPU; ranks can share a processor.
+    """
     import torch
 
     if device_type == "cuda":

@@ -77,6 +77,9 @@ ExplainMemory = Callable[[Run, ParallelContext, ZeroEngine | None], str]
 The function is in ``analysis``, which imports this folder. So the caller of the main job passes it.
 """
 
+MakeCheckpointing = Callable[[Worker, PreparedCorpus], Checkpointing]
+"""Makes what saves and loads the run's checkpoints."""
+
 _COLLECTIVE_TIMEOUT_SECONDS = 1800.0
 """The minimum timeout of collectives. If a run hangs, the watch usually ends it much earlier."""
 
@@ -130,6 +133,7 @@ class Job:
     # predicts the peak memory that the banner shows; None for no prediction
     predict_peaks: PredictPeaks | None = None
     explain_memory: ExplainMemory | None = None  # called if memory runs out
+    make_checkpointing: MakeCheckpointing = Checkpointing  # a benchmark's saves nothing
     log: RankLog = field(init=False)  # this rank's log file
     watch: Watch = field(init=False)  # watches the other ranks
 
@@ -211,7 +215,7 @@ class Job:
             ):
                 worker = Worker(run, context)
             with (
-                Checkpointing(worker, corpus) as checkpointing,
+                self.make_checkpointing(worker, corpus) as checkpointing,
                 # Again, because `Checkpointing` waits for a pending save when it closes.
                 self.watch.failures.reported(expected=EXPECTED),
                 self._memory_explained(context, worker.engine),

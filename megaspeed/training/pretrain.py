@@ -37,9 +37,10 @@ from megaspeed.topology.process_end import (
     launcher_processes,
 )
 from megaspeed.training.banner import PredictPeaks, launch_warnings
+from megaspeed.training.checkpointing import Checkpointing
 from megaspeed.training.console import describe_spare_ranks, print_line, print_warning
 from megaspeed.training.faults import inject_into_process
-from megaspeed.training.job import EXPECTED, STOPPED, ExplainMemory, Job
+from megaspeed.training.job import EXPECTED, STOPPED, ExplainMemory, Job, MakeCheckpointing
 from megaspeed.training.reporting import check_packages
 from megaspeed.training.resume import (
     Restarts,
@@ -66,6 +67,7 @@ def main(
     launchers: Sequence[int] | None = None,
     predict_peaks: PredictPeaks | None = None,
     explain_memory: ExplainMemory | None = None,
+    make_checkpointing: MakeCheckpointing = Checkpointing,
 ) -> int:
     """Trains as the command line states; returns the exit code.
 
@@ -75,6 +77,7 @@ def main(
         launchers: process ids of the launchers above this process; looked up if omitted.
         predict_peaks: predicts the peak memory for the banner; if omitted, the banner has none.
         explain_memory: called if memory runs out.
+        make_checkpointing: makes what saves and loads checkpoints.
 
     The caller must exit with ``end_process``, because threads may still wait for other ranks.
     """
@@ -96,10 +99,7 @@ def main(
         timeout = START_UP_TIMEOUTS * run.config.training.hang_timeout_seconds
         meeting = check_in(launch, run.common_json(), timeout)
     except (TopologyError, GroupError, RanksDisagree) as error:
-        of_this_rank_alone = isinstance(error, TopologyError)
-        no_rank_0 = launch.rank == 1 and isinstance(error, GroupError)  # rank 0 may be missing
-        _report(error, rank, prints=launch.local_rank == 0 or of_this_rank_alone or no_rank_0)
-        return _exit_code(error)
+        return _report_no_meeting(error, launch)
     # From here on, a stop signal does not end the process by itself.
     with StopSignal() as stop:
         if (final_code := Restarts(meeting).final_code) is not None:
@@ -117,6 +117,7 @@ def main(
             launchers=launcher_processes() if launchers is None else launchers,
             predict_peaks=predict_peaks,
             explain_memory=explain_memory,
+            make_checkpointing=make_checkpointing,
         )
         return _run(job)
 
@@ -175,6 +176,15 @@ def _print_warnings(run: Run, launch: LaunchEnvironment, console: Console) -> No
         torchrun_restarts=int(os.environ["TORCHELASTIC_MAX_RESTARTS"]) if by_torchrun else None,
     ):
         print_warning(console, warning)
+
+
+def _report_no_meeting(error: Exception, launch: LaunchEnvironment) -> int:
+    """Reports why the ranks do not meet, and returns the exit code."""
+    of_this_rank_alone = isinstance(error, TopologyError)
+    no_rank_0 = launch.rank == 1 and isinstance(error, GroupError)  # rank 0 may be missing
+    prints = launch.local_rank == 0 or of_this_rank_alone or no_rank_0
+    _report(error, str(launch.rank), prints=prints)
+    return _exit_code(error)
 
 
 def _run(job: Job) -> int:

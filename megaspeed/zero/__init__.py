@@ -1,4 +1,4 @@
-"""The only package that imports DeepSpeed."""
+"""The only package that trains with DeepSpeed."""
 
 import os
 

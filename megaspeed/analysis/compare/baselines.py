@@ -65,7 +65,9 @@ class BaselineWorker:
         set_matmul_precision(run.config.training, context.device)
         self.run = run
         self.context = context
-        self.engine = _Ddp(run, context) if baseline == "ddp" else _Fsdp2(run, context)
+        self.engine = Ddp(run, context) if baseline == "ddp" else Fsdp2(run, context)
+        if isinstance(self.engine, Ddp):
+            self.engine.show_buckets()
         self.model = self.engine.model
         """The module with the parameters, under their full names."""
         self.optimizer = make_optimizer(
@@ -107,7 +109,7 @@ class BaselineWorker:
         """Scales gradients down to the largest allowed norm. Returns the norm before clipping."""
         gradients = [_local(p.grad) for p in self.model.parameters() if p.grad is not None]
         squares = sum_of_squares(gradients)
-        if isinstance(self.engine, _Fsdp2):
+        if isinstance(self.engine, Fsdp2):
             dist.all_reduce(squares, group=self.context.dp_group)
         norm = float(squares.sqrt())
         largest = self.run.config.gradient_clipping
@@ -133,7 +135,7 @@ class BaselineWorker:
             ],
             "optimizer_states": [_local(each) for each in states if isinstance(each, Tensor)],
             "communication_buffers": list(self.engine.buckets.values())
-            if isinstance(self.engine, _Ddp)
+            if isinstance(self.engine, Ddp)
             else [],
         }
 
@@ -145,7 +147,7 @@ class BaselineWorker:
         self._after_backward = function
 
 
-class _Ddp:
+class Ddp:
     """DistributedDataParallel over the data axis, in bf16 under autocast."""
 
     def __init__(self, run: Run, context: ParallelContext) -> None:
@@ -157,11 +159,9 @@ class _Ddp:
             process_group=context.dp_group,
             broadcast_buffers=False,  # they are constants
         )
+        self._group = context.dp_group
         self.buckets: dict[int, Tensor] = {}
-        """The flat gradients that the last step all-reduced, by their index."""
-        # This hook does what DDP does by default. It also gives access to the buckets, which DDP
-        # keeps in C++.
-        self._ddp.register_comm_hook(context.dp_group, self._all_reduce)
+        """The flat gradients that the last step all-reduced, by their index; see show_buckets."""
         self._autocast = run.precision == "bf16"
         self._device_type = context.device.type
 
@@ -175,6 +175,13 @@ class _Ddp:
         """A context for forward and backward: gradients are reduced in the last micro-batch."""
         return nullcontext() if last else self._ddp.no_sync()
 
+    def show_buckets(self) -> None:
+        """Fills ``buckets`` in each step, with a hook that does what DDP does by default.
+
+        DDP keeps its buckets in C++, and only a hook can access them.
+        """
+        self._ddp.register_comm_hook(self._group, self._all_reduce)
+
     def _all_reduce(
         self, group: dist.ProcessGroup, bucket: dist.GradBucket
     ) -> torch.futures.Future[Tensor]:
@@ -182,7 +189,7 @@ class _Ddp:
         return allreduce_hook(group, bucket)
 
 
-class _Fsdp2:
+class Fsdp2:
     """``fully_shard`` over the data axis: embedding, each block, head, and the root.
 
     A tied weight belongs to embedding and head. So neither is wrapped separately. Both are part of

@@ -3,8 +3,8 @@
 from pathlib import Path
 from typing import Any
 
-from megaspeed.analysis.compare.result import ComparisonResult, three_digits
-from megaspeed.analysis.units import memory_unit
+from megaspeed.analysis.compare.result import ComparisonResult
+from megaspeed.analysis.units import memory_unit, three_digits
 
 # The palette of Okabe & Ito: distinguishable with any colour vision, and in print.
 _CATEGORIES = {

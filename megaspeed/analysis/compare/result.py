@@ -17,14 +17,13 @@ The verdict is the row to use here:
 """
 
 import math
-import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from megaspeed.analysis.costs.memory import MemoryBytes
 from megaspeed.analysis.costs.traffic import Traffic
-from megaspeed.analysis.units import readable_memory
+from megaspeed.analysis.units import Spread, readable_memory, three_digits
 from megaspeed.analysis.verification.comparison import TOLERANCES, relative_difference
 from megaspeed.analysis.watched_step import RankMeasurement
 from megaspeed.config.resolve import Run
@@ -78,19 +77,8 @@ class Stage:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepTime:
-    """Median and quartiles of the time of a step, in seconds."""
-
-    median: float
-    lower: float
-    upper: float
-
-    @classmethod
-    def of(cls, seconds: Sequence[float]) -> "StepTime":
-        """Quartiles are interpolated between steps. A single step has no spread."""
-        twice = seconds if len(seconds) > 1 else [*seconds, *seconds]
-        lower, _, upper = statistics.quantiles(twice, n=4, method="inclusive")
-        return cls(median=statistics.median(seconds), lower=lower, upper=upper)
+class StepTime(Spread):
+    """The time of a step, in seconds."""
 
     @property
     def median_ms(self) -> str:
@@ -212,19 +200,7 @@ class ComparisonResult:
     @property
     def heading(self) -> tuple[str, str, str]:
         """Three lines: layout, batch and model."""
-        run, grid, batch, model = self.run, self.run.grid, self.run.batch, self.run.config.model
-        elements = sum(parameter.elements for parameter in parameters_of(model).values())
-        device = f" ({self.device})" if self.device else ""
-        return (
-            f"{run.name}: pp {grid.pp} x dp {grid.dp} x tp {grid.tp} = {grid.world_size} "
-            f"ranks{device}, {run.precision}",
-            f"{batch.train_batch_size} samples of {run.config.data.sequence_length:,} tokens a "
-            f"step in {batch.gradient_accumulation_steps} micro-batches of "
-            f"{batch.micro_batch_size}",
-            f"{model.architecture}: {elements:,} parameters, {model.num_hidden_layers} blocks x "
-            f"{model.hidden_size:,}, {model.num_attention_heads} heads, vocabulary "
-            f"{model.vocab_size:,} ({'tied' if model.tie_word_embeddings else 'untied'})",
-        )
+        return describe_run(self.run, self.device)
 
     @property
     def disagreements(self) -> list[str]:
@@ -254,6 +230,23 @@ class ComparisonResult:
     def succeeded(self) -> bool:
         """Whether no row failed and all rows that trained have the same loss."""
         return not self.disagreements and all(row.status != "failed" for row in self.rows)
+
+
+def describe_run(run: Run, device: str | None) -> tuple[str, str, str]:
+    """Three lines: layout, batch and model. The device is omitted if it is None."""
+    grid, batch, model = run.grid, run.batch, run.config.model
+    elements = sum(parameter.elements for parameter in parameters_of(model).values())
+    on_device = f" ({device})" if device else ""
+    return (
+        f"{run.name}: pp {grid.pp} x dp {grid.dp} x tp {grid.tp} = {grid.world_size} "
+        f"ranks{on_device}, {run.precision}",
+        f"{batch.train_batch_size} samples of {run.config.data.sequence_length:,} tokens a "
+        f"step in {batch.gradient_accumulation_steps} micro-batches of "
+        f"{batch.micro_batch_size}",
+        f"{model.architecture}: {elements:,} parameters, {model.num_hidden_layers} blocks x "
+        f"{model.hidden_size:,}, {model.num_attention_heads} heads, vocabulary "
+        f"{model.vocab_size:,} ({'tied' if model.tie_word_embeddings else 'untied'})",
+    )
 
 
 def verdict(result: ComparisonResult) -> str:
@@ -317,12 +310,3 @@ def _settings(row: Row) -> str:
     if row.label != f"ZeRO-{row.run.zero_stage}":
         settings += f" parallel.gradient_reduction={row.run.gradient_reduction}"
     return settings
-
-
-def three_digits(number: float) -> str:
-    """Three significant digits, and all digits before the decimal point.
-
-    >>> three_digits(1.5), three_digits(15), three_digits(1500)
-    ('1.50', '15.0', '1,500')
-    """
-    return f"{number:,.{0 if number >= 100 else 1 if number >= 10 else 2}f}"
