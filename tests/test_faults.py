@@ -280,9 +280,19 @@ def test_a_pipeline_stage_that_hangs_is_named_by_the_message_that_does_not_come(
     assert "waiting in receive of float32 of shape (3, 16, " in ended.err
 
 
-def test_ranks_0_and_1_that_stop_together_are_missed_by_the_others(tmp_path: Path) -> None:
-    """As if their host lost its power. Only rank 1 watched rank 0, and nothing was said."""
-    job = Job(tmp_path, "agent", "parallel.pipeline=3", ranks=3)
+@pytest.mark.parametrize(
+    ("launcher", "report"),
+    [("agent", "ranks 0, 1 did not answer"), ("forked", "rank 0 did not answer")],
+    ids=["the agent keeps the store", "rank 0 keeps the store"],
+)
+def test_ranks_0_and_1_that_stop_together_are_missed_by_the_others(
+    tmp_path: Path, launcher: Launcher, report: str
+) -> None:
+    """As if their host lost its power. Only rank 1 watched rank 0, and nothing was said.
+
+    If rank 0 keeps the store, rank 1 alone reported for its host.
+    """
+    job = Job(tmp_path, launcher, "parallel.pipeline=3", ranks=3)
     job.wait_until_training()
     assert isinstance(job.launcher, Forked)
     first, second, _ = job.launcher.ranks()
@@ -290,7 +300,7 @@ def test_ranks_0_and_1_that_stop_together_are_missed_by_the_others(tmp_path: Pat
     second.suspend()
     ended = job.ended()
     assert ended.code != 0 and ended.seconds < HANG_SECONDS + SECONDS_TO_END
-    assert "ranks 0, 1 did not answer" in ended.err
+    assert report in ended.err
 
 
 def test_log_files_on_a_disk_that_hangs_do_not_silence_a_report(tmp_path: Path) -> None:

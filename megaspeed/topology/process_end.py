@@ -177,9 +177,13 @@ def _is_launcher(command: list[str]) -> bool:
     return any(flag == "-m" and module in _LAUNCHER_MODULES for flag, module in pairwise(command))
 
 
-def has_ended(process: int) -> bool:
-    """Whether the process with this number has ended, even if its parent has not noticed it yet."""
+def has_ended(process: int, *, or_stopped: bool = False) -> bool:
+    """Whether the process with this number has ended, even if its parent has not noticed it yet.
+
+    With ``or_stopped``, also whether a signal such as SIGSTOP has stopped it.
+    """
+    without_progress = {psutil.STATUS_ZOMBIE} | ({psutil.STATUS_STOPPED} if or_stopped else set())
     try:
-        return bool(psutil.Process(process).status() == psutil.STATUS_ZOMBIE)
+        return psutil.Process(process).status() in without_progress
     except psutil.NoSuchProcess:
         return True

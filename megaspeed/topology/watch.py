@@ -273,10 +273,10 @@ class Watch:
     def _end_without_a_store(self) -> None:
         """The store is gone, so no claim is possible. One rank of each host reports it."""
         self._start_kill_timer()
+        reports = self._is_first_of_its_host()  # now, because the first one will have ended soon
         if self._closing.wait(SECONDS_FOR_OTHER_REPORTS):
             return
-        launch = self._meeting.launch
-        if launch.local_rank == 0 or launch.rank == 1:
+        if reports:
             rank_0 = next((one for one in self._meeting.local_ranks if one.rank == 0), None)
             line = self._describe_lost_store(None if rank_0 is None else rank_0.process)
             print_error(line)
@@ -286,6 +286,12 @@ class Watch:
             self._meeting.kill_local_ranks([0])
         self._log.write_stacks(self._activity)
         exit_now(EXIT_HANG if self._is_silent else EXIT_FAILED)
+
+    def _is_first_of_its_host(self) -> bool:
+        """Whether no rank before this one runs on this host, apart from rank 0."""
+        own = self._meeting.launch.rank
+        before = [one.process for one in self._meeting.local_ranks if 0 < one.rank < own]
+        return all(has_ended(process, or_stopped=True) for process in before)
 
     def _describe_lost_store(self, rank_0_process: int | None) -> str:
         host, keeper = self._host_of_rank_0, "rank 0"

@@ -103,6 +103,7 @@ def run_at(layout: Layout, folder: Path, place: Path) -> Run:
         dp=dp,
         tp=tp,
         model=read_model_section(str(folder)),
+        gradient_accumulation_steps=2,
         zero_optimization={"stage": ZERO_STAGES[layout]},
         parallel={"sequence_parallel": layout == ALL_AXES},
         training={"run_dir": str(place / f"run {layout}")},
