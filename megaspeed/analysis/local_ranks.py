@@ -28,6 +28,8 @@ from megaspeed.files.durable import write_file
 from megaspeed.topology.launch import LaunchEnvironment, free_port
 from megaspeed.topology.process_end import end_process
 
+_RANKS_PER_PROCESSOR = 16
+
 DeviceType = Literal["cpu", "cuda"]
 
 # When one rank fails, the others usually fail too. This is the time for them to write why.
@@ -213,3 +215,21 @@ def ended_on_termination() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def too_many_ranks(world_size: int, device_type: DeviceType) -> list[str]:
+    """The problem if this machine cannot run that many ranks.
+
+    All ranks run on this machine. Each needs its own GPU; ranks can share a processor.
+    """
+    if device_type == "cuda":
+        most, have = torch.cuda.device_count(), f"{torch.cuda.device_count()} GPUs"
+    else:
+        processors = os.cpu_count() or 1
+        most, have = processors * _RANKS_PER_PROCESSOR, f"{processors} processors"
+    if world_size <= most:
+        return []
+    return [
+        f"--world-size {world_size} is more than the {most} ranks that this machine with {have} "
+        "can run; reduce it, or use megaspeed plan, which starts no ranks"
+    ]

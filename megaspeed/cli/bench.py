@@ -5,7 +5,6 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megaspeed.cli.compare import too_many_ranks
 from megaspeed.cli.options import (
     EXIT_DONE,
     EXIT_FAILED,
@@ -57,6 +56,7 @@ def run(options: argparse.Namespace) -> int:
 
     from megaspeed.analysis.bench.contest import choose_peers
     from megaspeed.analysis.bench.report import as_json, as_markdown
+    from megaspeed.analysis.local_ranks import too_many_ranks
 
     device_type: DeviceType = "cuda" if torch.cuda.is_available() else "cpu"
     run = load(options, device_type)

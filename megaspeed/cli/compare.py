@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,7 +25,6 @@ if TYPE_CHECKING:
     from megaspeed.data.corpus import PreparedCorpus
 
 _LEAST_COLUMNS = 80
-_RANKS_PER_PROCESSOR = 16
 
 
 def add_to(commands: Any) -> None:
@@ -124,6 +122,7 @@ def _rows(
 ) -> "list[Row]":
     """The rows. Raises ConfigError if none can run, or if the folder cannot be written."""
     from megaspeed.analysis.compare.rows import baseline_rows, zero_rows
+    from megaspeed.analysis.local_ranks import too_many_ranks
 
     rows = [
         *zero_rows(run, options.stages, device_type),
@@ -137,26 +136,6 @@ def _rows(
     if problems:
         raise ConfigError(problems, where=f"the comparison of {options.config}")
     return rows
-
-
-def too_many_ranks(world_size: int, device_type: str) -> list[str]:
-    """The problem if this machine cannot run that many ranks.
-
-    All ranks run on this machine. Each needs its own GPU; ranks can share a processor.
-    """
-    import torch
-
-    if device_type == "cuda":
-        most, have = torch.cuda.device_count(), f"{torch.cuda.device_count()} GPUs"
-    else:
-        processors = os.cpu_count() or 1
-        most, have = processors * _RANKS_PER_PROCESSOR, f"{processors} processors"
-    if world_size <= most:
-        return []
-    return [
-        f"--world-size {world_size} is more than the {most} ranks that this machine with {have} "
-        "can run; reduce it, or use megaspeed plan, which starts no ranks"
-    ]
 
 
 def _train(
