@@ -3,6 +3,7 @@
 These are the keys of DeepSpeed 0.19.8 that work here. `refusals.py` lists those that do not.
 """
 
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
@@ -41,7 +42,7 @@ class ZeroConfig(Section):
     """What is partitioned. 0: nothing; 1: optimizer states; 2: optimizer states and gradients; 3:
     optimizer states, gradients and parameters."""
     contiguous_gradients: bool = True
-    """Copy gradients to one buffer as they are produced."""
+    """No effect: gradients are always reduced in contiguous memory."""
     reduce_scatter: bool = True
     """Average gradients with reduce-scatter instead of all-reduce."""
     reduce_bucket_size: Annotated[ElementCount, Field(gt=0)] | None = None
@@ -57,8 +58,8 @@ class ZeroConfig(Section):
     allgather_bucket_size: ElementCount = Field(default=500_000_000, gt=0)
     """Number of elements that are gathered at a time."""
     overlap_comm: bool | None = None
-    """Reduce gradients while the backward pass continues, if they are reduced after each
-    micro-batch (parallel.gradient_reduction). If omitted: on for stage 3 only."""
+    """Reduce gradients while the backward pass continues: each bucket as soon as its gradients are
+    complete. If omitted: on for stage 3 only."""
     offload_param: OffloadConfig | None = None
     """Stage 3: the memory in which partitioned parameters are kept."""
     offload_optimizer: OffloadConfig | None = None
@@ -89,6 +90,27 @@ class ZeroConfig(Section):
         bound = self.stage3_max_live_parameters
         has_room = bound is None or current + following <= bound
         return has_room and self.stage3_prefetch_bucket_size != 0
+
+    def buckets(self, sizes: Sequence[int]) -> list[range]:
+        """The parameters of an optimizer group that are reduced together, in backward order.
+
+        Each bucket has at most ``reduce_bucket_size`` elements, or one parameter.
+
+        Args:
+            sizes: elements of each parameter.
+
+        Returns:
+            Ranges of indices into ``sizes``.
+        """
+        assert self.reduce_bucket_size is not None, "a resolved run states it"
+        buckets = []
+        end, elements = len(sizes), 0
+        for index in reversed(range(len(sizes))):
+            if elements and elements + sizes[index] > self.reduce_bucket_size:
+                buckets.append(range(index + 1, end))
+                end, elements = index + 1, 0
+            elements += sizes[index]
+        return [*buckets, range(end)] if sizes else []
 
     @property
     def offloads_optimizer(self) -> bool:
@@ -296,7 +318,7 @@ class CommsLoggerConfig(Section):
 
 
 class FlopsProfilerConfig(Section):
-    """DeepSpeed's FLOPs profiler: one forward pass of pipeline stage 0."""
+    """DeepSpeed's FLOPs profiler, which is not available: its engine does not run the step."""
 
     enabled: bool = False
     """Profile one step."""
@@ -343,13 +365,13 @@ class DeepSpeedKeys(Section):
     scheduler: SchedulerConfig | None = None
     """The learning rate as a function of the step. If omitted: constant."""
     steps_per_print: int | None = Field(default=None, gt=0, le=LARGEST_COUNT)
-    """Steps between DeepSpeed's own log lines. If omitted: none."""
+    """No effect: see training.log_interval."""
     log_level: Literal["debug", "info", "warning", "error", "critical"] | None = None
     """Level of DeepSpeed's own log. If omitted: DeepSpeed's default."""
     wall_clock_breakdown: bool = False
-    """Log the time of forward, backward and step."""
+    """Not available: DeepSpeed's engine does not run the step."""
     memory_breakdown: bool = False
-    """Log the memory in use at several points of a step."""
+    """Not available: DeepSpeed's engine does not run the step."""
     dump_state: bool = False
     """Log DeepSpeed's state at the start."""
     disable_python_gc: bool = False

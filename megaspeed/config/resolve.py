@@ -77,6 +77,12 @@ class Run:
         return self.config.data_types.grad_accum_dtype
 
     @property
+    def keeps_complete_gradients(self) -> bool:
+        """Whether a rank accumulates complete gradients over a step, not partitions."""
+        reduced_once = self.zero_stage < 2 or self.gradient_reduction == "per_step"
+        return reduced_once or self.grid.dp == 1
+
+    @property
     def run_dir(self) -> Path:
         """The folder that the run writes to."""
         return Path(self.config.training.run_dir or default_run_dir(self.name))

@@ -16,6 +16,7 @@ from megaspeed.config.deepspeed_keys import (
     Constant,
     DataTypesConfig,
     Decay,
+    FlopsProfilerConfig,
     Fp16Config,
     OptimizerConfig,
     SchedulerConfig,
@@ -242,15 +243,22 @@ def gradients_are_summed_in_the_models_type_or_fp32(
 
 
 @rule
-def overlapped_gradients_have_a_buffer(zero_optimization: ZeroConfig) -> Iterator[str]:
-    """Gradients that are reduced during the backward pass are copied to a buffer first."""
-    zero = zero_optimization
-    if zero.overlap_comm and zero.stage < 3 and not zero.contiguous_gradients:
-        yield (
-            "zero_optimization.overlap_comm reduces gradients while the backward pass continues, "
-            "but with contiguous_gradients false DeepSpeed frees them before they are reduced; set "
-            "contiguous_gradients to true, or overlap_comm to false"
-        )
+def deepspeeds_engine_measures_nothing(
+    wall_clock_breakdown: bool, memory_breakdown: bool, flops_profiler: FlopsProfilerConfig
+) -> Iterator[str]:
+    """Forward, backward and step are not those of DeepSpeed's engine."""
+    instruments = {
+        "wall_clock_breakdown": wall_clock_breakdown,
+        "memory_breakdown": memory_breakdown,
+        "flops_profiler.enabled": flops_profiler.enabled,
+    }
+    for key, enabled in instruments.items():
+        if enabled:
+            yield (
+                f"{key} measures forward, backward and step of DeepSpeed's engine, which this run "
+                "does not use; set it to false (metrics.jsonl has step times, their parts, memory "
+                "and FLOP/s)"
+            )
 
 
 @rule

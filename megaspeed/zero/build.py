@@ -22,37 +22,32 @@ from megaspeed.topology.context import ParallelContext
 from megaspeed.zero.engine import ZeroEngine
 from megaspeed.zero.workarounds import (
     always_the_zero_optimizer,
-    count_numa_nodes_once,
     declare_no_compiled_ops,
     hide_announced_renames,
     import_muon_uncompiled,
     name_the_local_rank,
+    without_gradient_hooks,
 )
 
 
-def deepspeed_json(run: Run, *, local_elements: int) -> dict[str, Any]:
+def deepspeed_json(run: Run) -> dict[str, Any]:
     """DeepSpeed's configuration for one rank of ``run``. These keys differ from the run's JSON:
 
-        zero_optimization.stage 0    1, over a group of one rank: nothing is partitioned, and all
-                                     stages and dtypes use the same code. This package averages the
-                                     gradients over the data axis.
-        gradient_accumulation_steps  1: the schedule counts micro-batches, and the loss is scaled
-                                     before backward.
-        reduce_bucket_size           at most ``local_elements``: DeepSpeed allocates all of it.
-        communication_data_type      by default the accumulation dtype: DeepSpeed would average fp32
-                                     sums in the dtype of the parameters.
-        optimizer, scheduler         removed: the optimizer is passed as an object, and the learning
-                                     rate is set in each step.
-        zero_allow_untested_...      true: DeepSpeed does not know this package's AdamW by name.
-        comms_logger                 removed unless it is enabled: DeepSpeed 0.19.8
-                                     (comm/config.py:22) turns the logger on if the key exists, and
-                                     the logger waits for the device after every collective.
-        timers.throughput            off: it waits for the device before every forward
-                                     (utils/timer.py:238). The run measures its own step times.
-
-    Args:
-        run: the resolved run.
-        local_elements: number of parameters of this rank's pipeline stage and tensor shard.
+    zero_optimization.stage 0    1, over a group of one rank: nothing is partitioned, and all
+                                 stages and dtypes use the same code. This package averages the
+                                 gradients over the data axis.
+    gradient_accumulation_steps  1: the schedule counts micro-batches, and the loss is scaled
+                                 before backward.
+    contiguous_gradients,        false: ``gradients`` reduces gradients, so DeepSpeed needs
+    overlap_comm                 neither buckets nor streams.
+    optimizer, scheduler         removed: the optimizer is passed as an object, and the learning
+                                 rate is set in each step.
+    zero_allow_untested_...      true: DeepSpeed does not know this package's AdamW by name.
+    comms_logger                 removed unless it is enabled: DeepSpeed 0.19.8
+                                 (comm/config.py:22) turns the logger on if the key exists, and
+                                 the logger waits for the device after every collective.
+    timers.throughput            off: it waits for the device before every forward
+                                 (utils/timer.py:238). The run measures its own step times.
     """
     json = run.config.deepspeed_json()
     for key in ("train_batch_size", "optimizer", "scheduler"):
@@ -66,12 +61,10 @@ def deepspeed_json(run: Run, *, local_elements: int) -> dict[str, Any]:
     if not run.config.comms_logger.enabled:
         json.pop("comms_logger", None)
     json["timers"] = {"throughput": {"enabled": False}}
-    if run.accumulation_dtype != run.precision:
-        json.setdefault("communication_data_type", run.accumulation_dtype)
     zero = json["zero_optimization"]
     zero["stage"] = max(1, run.zero_stage)
     zero["memory_efficient_linear"] = False
-    zero["reduce_bucket_size"] = min(zero["reduce_bucket_size"], local_elements)
+    zero["contiguous_gradients"] = zero["overlap_comm"] = False
     return json
 
 
@@ -147,8 +140,7 @@ def build_engine(
         make_optimizer: parameter groups -> optimizer.
     """
     _prepare_deepspeed(context)
-    local_elements = sum(parameter.numel() for parameter in model.parameters())
-    json = deepspeed_json(run, local_elements=local_elements)
+    json = deepspeed_json(run)
     mpu = DataAxis(context, replicate=run.zero_stage == 0)
     dtype = DTYPES[run.precision]
 
@@ -161,10 +153,9 @@ def build_engine(
 
     materialize(model, initial_value, device=context.device, dtype=dtype, on_layer_ready=partition)
     parameters = dict(model.named_parameters())
-    _accumulate_in(parameters, DTYPES[run.accumulation_dtype])
     tied = _tied_across_stages(run, parameters)
     groups = _with_tied_alone(parameter_groups(parameters), tied)
-    with always_the_zero_optimizer():
+    with always_the_zero_optimizer(), without_gradient_hooks():
         engine, *_ = deepspeed.initialize(
             model=model, optimizer=make_optimizer(groups), mpu=mpu, config=json
         )
@@ -181,16 +172,8 @@ def _prepare_deepspeed(context: ParallelContext) -> None:
     hide_announced_renames()
     name_the_local_rank(context.device, context.local_rank)
     declare_no_compiled_ops()
-    count_numa_nodes_once()
     import_muon_uncompiled()
     deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False)
-
-
-def _accumulate_in(parameters: Mapping[str, nn.Parameter], dtype: torch.dtype) -> None:
-    """Make autograd accumulate gradients in ``dtype``."""
-    for parameter in parameters.values():
-        if parameter.dtype != dtype:
-            parameter.grad_dtype = dtype
 
 
 def _tied_across_stages(run: Run, parameters: Mapping[str, nn.Parameter]) -> nn.Parameter | None:

@@ -1,4 +1,4 @@
-"""The DeepSpeed engine of one pipeline stage, under the control of a schedule.
+"""DeepSpeed's ZeRO optimizer over one pipeline stage, under the control of a schedule.
 
 The order of calls in one optimizer step, whatever the schedule:
 
@@ -7,14 +7,14 @@ The order of calls in one optimizer step, whatever the schedule:
     reduce_tied_gradients()               over the two pipeline stages that share the embedding
     step()                                norm, clip, optimizer
 
-``gradient_reduction`` states when ZeRO communicates: with ``per_micro_batch``, DeepSpeed's hooks
-reduce during every backward; with ``per_step``, they are delayed (``coalesce_grad_reduction``), and
-the sum of all micro-batches is reduced once.
+DeepSpeed partitions parameters, master weights and optimizer states, scales the loss, updates the
+parameters and gathers them. ``gradients`` accumulates and reduces gradients, ``layer_gathers``
+gathers ZeRO-3's parameters. DeepSpeed's engine is not called in a step: its forward, backward and
+step run Python code for every parameter and module.
 """
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,30 +24,25 @@ from torch.autograd.graph import GradientEdge
 
 from megaspeed.config.resolve import Run
 from megaspeed.topology.context import ParallelContext
+from megaspeed.zero.gradients import Gradients
 from megaspeed.zero.layer_gathers import LayerGathers
 from megaspeed.zero.model_states import (
     GradientFragment,
     StateFragment,
-    gradient_fragments,
     load_state,
     state_fragments,
 )
 from megaspeed.zero.reductions import (
+    OwnedSquares,
     add_gradients_of_other_end,
-    average_over_replicas,
     exchange,
     first_non_finite,
-    owned_squares,
 )
 from megaspeed.zero.workarounds import (
-    add_up_in_place,
-    keep_only_own_partition,
-    reduce_in,
+    drop_gradient_partitions,
     remove_module_hooks,
     stay_at_the_smallest_scale,
-    time_reductions,
     use_norm,
-    wait_on_the_device,
 )
 
 Counters = dict[str, float]
@@ -112,12 +107,10 @@ class ZeroEngine:
         self._context = context
         self._owned_elements = owned_elements
         self._tied = tied
-        self._per_step = run.gradient_reduction == "per_step"
         self._replicated = run.zero_stage == 0
         self.names = {parameter: name for name, parameter in engine.module.named_parameters()}
         """Full name of each of this rank's parameters."""
         self._gathers: LayerGathers | None = None
-        self._coalescing: AbstractContextManager[None] | None = None
         self._scaled_norm = math.nan
         self.non_finite_parameter: str | None = None
         """This rank's first parameter with a non-finite gradient in the last step, if any."""
@@ -127,16 +120,13 @@ class ZeroEngine:
         """Called after each micro-batch's backward."""
         use_norm(self._optimizer, lambda: self._scaled_norm)
         stay_at_the_smallest_scale(self._optimizer)
-        wait_on_the_device(self._optimizer)
-        time_reductions(self._optimizer, context.timeline)
+        remove_module_hooks(engine)
+        drop_gradient_partitions(self._optimizer)
         if run.zero_stage == 3:
-            remove_module_hooks(self._optimizer)
             self._gathers = LayerGathers(engine.module, context, run.config.zero_optimization)
-        else:
-            reduce_in(self._optimizer, self._optimizer.gradient_accumulation_dtype)
-            add_up_in_place(self._optimizer)
-            if not self._optimizer.cpu_offload:
-                keep_only_own_partition(self._optimizer)
+        self.gradients = Gradients(self._optimizer, run, context)
+        """This rank's gradients."""
+        self._owned_squares = OwnedSquares(self.gradients.fragments, owned_elements)
 
     @property
     def module(self) -> nn.Module:
@@ -162,7 +152,7 @@ class ZeroEngine:
         """
         if self._gathers is not None:
             self._gathers.begin_forward()
-        output: Tensor = self._engine(x, samples, documents)
+        output: Tensor = self.module(x, samples, documents)
         return output
 
     def backward(
@@ -182,34 +172,18 @@ class ZeroEngine:
             gradient: with respect to the output of ``forward``; None for the loss.
             last: whether this is the last micro-batch of the step.
         """
-        # DeepSpeed 0.19.8 resets the state of a backward in its forward (engine.py:2991-2992). With
-        # several forwards before a backward, hooks would not be queued (stages 1, 2), or only the
-        # gradient of the last micro-batch would be kept (stage3.py:2394-2410), silently.
-        self._optimizer.clear_backward_seen_flag()
-        if self._per_step:
-            self._delay_reduction()
-        else:
-            self._engine.set_gradient_accumulation_boundary(last)
-        if gradient is None:
-            self._engine.backward(output)
-        else:
-            # The received gradient is already multiplied by the loss scale. DeepSpeed needs this
-            # flag for such a backward (engine.py:3205-3211).
-            self._engine._manual_backward_expected = True
-            torch.autograd.backward(output, gradient)
+        self.gradients.begin_backward(last=last)
+        if isinstance(output, Tensor) and gradient is None:
+            scale = float(self._optimizer.loss_scale)  # a received gradient is already multiplied
+            output = output if scale == 1.0 else output * scale
+        torch.autograd.backward(output, gradient)
         if self._gathers is not None:
             self._gathers.end_backward()
         self.after_backward()
 
     def reduce_gradients(self) -> None:
         """Complete the reduction over the data axis."""
-        if self._coalescing is not None:
-            self._coalescing.__exit__(None, None, None)
-            self._coalescing = None
-        if self._replicated:
-            average_over_replicas(
-                self.gradient_fragments(), self._context.dp_group, self._context.device
-            )
+        self.gradients.reduce()
 
     def reduce_tied_gradients(self) -> None:
         """Sum the gradients of a weight that the first and the last pipeline stage share."""
@@ -219,7 +193,7 @@ class ZeroEngine:
         assert group is not None and peer is not None, (
             "a tied weight is on the first and last stage"
         )
-        own = [f.values for f in self.gradient_fragments() if f.parameter is self._tied]
+        own = [f.values for f in self.gradients.fragments if f.parameter is self._tied]
         add_gradients_of_other_end(own, group, peer=peer, device=self._context.device)
 
     def step(
@@ -243,7 +217,7 @@ class ZeroEngine:
         for group in self._optimizer.param_groups:
             group["lr"] = learning_rate
         self.before_step()
-        squares = owned_squares(self.gradient_fragments(), self._owned_elements)
+        squares = self._owned_squares()
         context = self._context
         with context.timeline.part("world"):
             reports = exchange((squares, loss, *notes()), context.world_group, context.device)
@@ -251,11 +225,11 @@ class ZeroEngine:
         self._scaled_norm = self._norm_of([report[0] for report in reports], losses)
         finite = math.isfinite(self._scaled_norm)
         self.non_finite_parameter = (
-            None if finite else first_non_finite(self.gradient_fragments(), self.names)
+            None if finite else first_non_finite(self.gradients.fragments, self.names)
         )
         loss_scale = float(self._optimizer.loss_scale)  # of this step: the scaler may change it
-        self._engine.set_gradient_accumulation_boundary(True)
-        self._engine.step()
+        self.gradients.hand_over()
+        self._optimizer.step()
         return StepOutcome(
             grad_norm=self._scaled_norm / loss_scale,
             skipped=bool(self._optimizer.overflow),
@@ -263,9 +237,9 @@ class ZeroEngine:
             notes=[report[2:] for report in reports],
         )
 
-    def gradient_fragments(self) -> Iterator[GradientFragment]:
-        """This rank's reduced gradients, which exist from ``reduce_gradients`` until ``step``."""
-        return gradient_fragments(self._optimizer)
+    def gradient_fragments(self) -> Sequence[GradientFragment]:
+        """This rank's reduced gradients, from ``reduce_gradients`` until ``step``."""
+        return self.gradients.fragments
 
     def state_fragments(self) -> Iterator[StateFragment]:
         """This rank's master weights and moments, to read or to write between two steps."""
@@ -297,12 +271,7 @@ class ZeroEngine:
 
     def train(self, mode: bool) -> None:
         """Switch dropout on (True) or off (False)."""
-        self._engine.train(mode)
-
-    def _delay_reduction(self) -> None:
-        if self._coalescing is None:
-            self._coalescing = self._engine.coalesce_grad_reduction()
-            self._coalescing.__enter__()
+        self.module.train(mode)
 
     def _norm_of(self, squares: Sequence[float], losses: Sequence[float]) -> float:
         """The norm, multiplied by the loss scale; NaN if the loss of a rank is not finite."""

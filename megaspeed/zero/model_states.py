@@ -1,14 +1,11 @@
 """The parameters, gradients and optimizer states of a rank, as views of DeepSpeed's tensors.
 
-    stage      parameters              gradients                 optimizer states
-    0, 1, 2    flat buffer, of which   flat partition; and       master partition, two moments
-               parameters are views    ``parameter.grad``
-    3          flat partitions, and    flat partitions; and      the same
-               persistent parameters   ``parameter.grad``
+    stage      parameters                                    optimizer states
+    0, 1, 2    flat buffer, of which parameters are views    master partition, two moments
+    3          flat partitions, and persistent parameters    the same
 
-DeepSpeed 0.19.8 does not document these tensors. It keeps gradients in a different place for each
-stage and offload setting. The optimizer states (fp32 master weights and AdamW's two moments) are
-three flat tensors for each parameter group, with the same layout.
+DeepSpeed 0.19.8 does not document these tensors. The optimizer states (fp32 master weights and
+AdamW's two moments) are three flat tensors for each parameter group, with the same layout.
 
 A fragment is a flat range of one parameter. Whatever is written to it is what the optimizer uses.
 
@@ -20,7 +17,6 @@ A fragment is a flat range of one parameter. Whatever is written to it is what t
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any, Protocol
 
 import deepspeed
@@ -60,46 +56,6 @@ def held_ranges(optimizer: Any) -> Iterator[HeldRange]:
         yield from _stage3_ranges(optimizer)
     else:
         yield from _flat_partition_ranges(optimizer)
-
-
-def gradient_fragments(optimizer: Any) -> Iterator[GradientFragment]:
-    """This rank's reduced gradients without padding, between the reduction and the step."""
-    if partitions_parameters(optimizer):
-        yield from _stage3_fragments(optimizer)
-        return
-    if optimizer.cpu_offload:
-        # DeepSpeed copies to host memory without waiting, and waits only in its own step.
-        optimizer._wait_for_offload_copies()
-    for held in held_ranges(optimizer):
-        partition = _gradient_partition(optimizer, held.group)
-        values = partition.narrow(0, held.offset, held.length)
-        yield GradientFragment(held.parameter, held.start, values)
-
-
-def _gradient_partition(optimizer: Any, group: int) -> Tensor:
-    if optimizer.cpu_offload:
-        gradient: Tensor = optimizer.single_partition_of_fp32_groups[group].grad
-        return gradient.view(-1)
-    partition: Tensor = optimizer.averaged_gradients[group].flat_partition
-    return partition
-
-
-def _stage3_fragments(optimizer: Any) -> Iterator[GradientFragment]:
-    # DeepSpeed's own method for a parameter's gradient (stage3.py:3102) makes the host wait for the
-    # reduction stream, once for each parameter.
-    if optimizer.offload_optimizer:
-        flat = [master.grad.view(-1) for master in optimizer.fp32_partitioned_groups_flat]
-        for held in held_ranges(optimizer):
-            values = flat[held.group].narrow(0, held.offset, held.length)
-            yield GradientFragment(held.parameter, held.start, values)
-        return
-    # In each sub-group, one partition for each parameter, in the order of held_ranges.
-    partitions = chain.from_iterable(
-        optimizer.averaged_gradients[group] for group in range(len(optimizer.fp16_groups))
-    )
-    for held, partition in zip(held_ranges(optimizer), partitions, strict=True):
-        values = partition.view(-1).narrow(0, 0, held.length)
-        yield GradientFragment(held.parameter, held.start, values)
 
 
 def _flat_partition_ranges(optimizer: Any) -> Iterator[HeldRange]:
@@ -181,8 +137,19 @@ def _moments(adamw: torch.optim.Optimizer, master: Tensor) -> dict[str, Tensor]:
     return state
 
 
+class HeldGradients(Protocol):
+    """What the measurement of `Gradients` reads."""
+
+    def tensors(self) -> Iterator[Tensor]:
+        """The tensors that hold gradients between two micro-batches."""
+
+
 class Engine(Protocol):
     """What the measurement of a `ZeroEngine` reads."""
+
+    @property
+    def gradients(self) -> HeldGradients:
+        """This rank's gradients."""
 
     @property
     def module(self) -> nn.Module:
@@ -202,14 +169,10 @@ def held_parameters(engine: Engine) -> Iterator[Tensor | None]:
 
 def held_gradients(engine: Engine) -> Iterator[Tensor | None]:
     """Gradients, complete or partitioned, accumulated or not."""
+    yield from engine.gradients.tensors()
     for parameter in engine.module.parameters():
         yield parameter.grad
-        yield getattr(parameter, "grad_accum", None)
-    optimizer = engine.optimizer
-    yield getattr(optimizer, "grad_partitions_flat_buffer", None)
-    for group in optimizer.averaged_gradients.values():
-        yield getattr(group, "flat_partition", None)
-    for master in master_partitions(optimizer):
+    for master in master_partitions(engine.optimizer):
         yield master.grad
 
 
@@ -230,7 +193,11 @@ def allocates_for_communication(module: str) -> bool | None:
         return False
     if module.startswith(("deepspeed.runtime.zero.", "deepspeed.runtime.comm.")):
         return True
-    own = ("megaspeed.zero.reductions", "megaspeed.zero.layer_gathers")
+    own = (
+        "megaspeed.zero.gradients",
+        "megaspeed.zero.layer_gathers",
+        "megaspeed.zero.reductions",
+    )
     return True if module in own else None
 
 

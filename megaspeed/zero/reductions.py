@@ -1,7 +1,7 @@
-"""Reductions that DeepSpeed does not do: ZeRO-0's average, tied weights, the norm of all ranks.
+"""Sums over the model axes: tied weights, the norm of all ranks.
 
-They use the fragments after ZeRO's own reduction. Ranks that are summed here hold the same ranges
-of the same parameters, so a sum of fragments is the fragment of the sum.
+They use the fragments after the reduction over the data axis. Ranks that are summed here hold the
+same ranges of the same parameters, so a sum of fragments is the fragment of the sum.
 
 The gradient norm counts each element of all logical parameters once, at every layout:
 
@@ -20,22 +20,6 @@ from torch import Tensor, nn
 from megaspeed.zero.model_states import GradientFragment
 
 _BUCKET_ELEMENTS = 1 << 26
-
-
-def average_over_replicas(
-    fragments: Iterable[GradientFragment], group: dist.ProcessGroup, device: torch.device
-) -> None:
-    """ZeRO-0: average the gradients over the data axis, in place."""
-    size = dist.get_world_size(group)
-    if size == 1:
-        return
-    tensors = [fragment.values for fragment in fragments]
-    for tensor in tensors:
-        tensor.div_(size)
-    for bucket in _buckets(tensors):
-        flat = torch.cat(bucket).to(device)
-        dist.all_reduce(flat, group=group)
-        _spread(flat, bucket)
 
 
 def add_gradients_of_other_end(
@@ -86,26 +70,52 @@ def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
         yield bucket
 
 
-def owned_squares(
-    fragments: Iterable[GradientFragment], owned_elements: Mapping[nn.Parameter, int]
-) -> Tensor:
+class OwnedSquares:
     """Sum of squares of the elements that this rank owns, a scalar in fp64.
 
     It is not finite if any element is not finite, including those that another rank owns.
 
     Args:
-        fragments: this rank's reduced gradients.
+        fragments: this rank's reduced gradients; views, which are read at each call.
         owned_elements: how many leading elements of each local parameter this rank owns.
     """
-    owned: list[Tensor] = []
-    others: list[Tensor] = []
-    for fragment in fragments:
-        length = max(0, owned_elements[fragment.parameter] - fragment.start)
-        owned.append(fragment.values[:length])
-        others.append(fragment.values[length:])
-    squares = sum_of_squares(owned)
-    others = [values for values in others if values.numel()]
-    return squares + sum_of_squares(others) * 0.0 if others else squares
+
+    def __init__(
+        self, fragments: Iterable[GradientFragment], owned_elements: Mapping[nn.Parameter, int]
+    ) -> None:
+        owned: list[Tensor] = []
+        others: list[Tensor] = []
+        for fragment in fragments:
+            length = max(0, owned_elements[fragment.parameter] - fragment.start)
+            owned.append(fragment.values[:length])
+            others.append(fragment.values[length:])
+        self._owned = _joined(owned)
+        self._others = _joined(others)
+
+    def __call__(self) -> Tensor:
+        """Add the squares up."""
+        squares = sum_of_squares(self._owned)
+        return squares + sum_of_squares(self._others) * 0.0 if self._others else squares
+
+
+def _joined(pieces: Iterable[Tensor]) -> list[Tensor]:
+    """The same elements in fewer tensors: pieces that follow each other in memory are one."""
+    joined: list[Tensor] = []
+    for piece in pieces:
+        before = joined[-1] if joined else None
+        if piece.numel() == 0:
+            continue
+        if before is not None and _follows(piece, before):
+            whole = before.numel() + piece.numel()
+            joined[-1] = before.as_strided((whole,), (1,), before.storage_offset())
+        else:
+            joined.append(piece)
+    return joined
+
+
+def _follows(piece: Tensor, before: Tensor) -> bool:
+    same_memory = piece.untyped_storage()._cdata == before.untyped_storage()._cdata
+    return same_memory and piece.storage_offset() == before.storage_offset() + before.numel()
 
 
 def sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:

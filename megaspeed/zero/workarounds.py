@@ -3,7 +3,6 @@
 Each has a test that fails if the work-around is omitted, or if DeepSpeed no longer needs it.
 """
 
-import functools
 import importlib
 import math
 import os
@@ -13,14 +12,13 @@ from contextlib import contextmanager
 from typing import Any
 
 import deepspeed.ops
-import deepspeed.utils.numa
 import torch
-from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime import compiler
 from deepspeed.runtime.engine import ZERO_OPTIMIZATION, DeepSpeedEngine
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor
 
-from megaspeed.topology.activity import Timeline
 from megaspeed.zero.model_states import partitions_parameters
 
 
@@ -42,17 +40,6 @@ def hide_announced_renames() -> None:
     would print a warning.
     """
     warnings.filterwarnings("ignore", category=FutureWarning, message=".*torch.distributed.*")
-
-
-def count_numa_nodes_once() -> None:
-    """Cache the result of ``numactl``, because nodes do not change while a process runs.
-
-    accelerator/cpu_accelerator.py:70-79 and utils/numa.py:27: on a CPU every call that counts
-    devices starts a ``numactl`` process, even if ``numactl`` is not installed: about ten times for
-    each optimizer step and rank.
-    """
-    if not hasattr(deepspeed.utils.numa.get_numa_cores, "cache_info"):
-        deepspeed.utils.numa.get_numa_cores = functools.cache(deepspeed.utils.numa.get_numa_cores)
 
 
 def import_muon_uncompiled() -> None:
@@ -151,142 +138,55 @@ def stay_at_the_smallest_scale(optimizer: Any) -> None:
         optimizer.loss_scaler.raise_error_at_min_scale = False
 
 
-def reduce_in(optimizer: Any, dtype: torch.dtype) -> None:
-    """Make the reduction bucket of a stage-1 or -2 optimizer have ``dtype``.
+@contextmanager
+def without_gradient_hooks() -> Iterator[None]:
+    """A ZeRO optimizer built within this block has no hooks on gradients; see ``gradients``.
 
-    runtime/zero/stage_1_and_2.py:1253-1254, 3256-3280: at stage 2 the bucket has the dtype of the
-    parameters, even if gradients accumulate in fp32. A sum of micro-batches would be rounded to
-    bf16 before it is averaged.
+    runtime/zero/stage_1_and_2.py:1354 and runtime/zero/stage3.py:1487: DeepSpeed's hooks copy each
+    gradient to a bucket and reduce it. At ZeRO-3 it also gathers every parameter, one by one, to
+    register its hook. The hooks cannot be removed afterwards without this cost.
     """
-    optimizer._gradient_reduction_buffer_dtype = lambda: dtype
+    classes = (DeepSpeedZeroOptimizer, DeepSpeedZeroOptimizer_Stage3)
+    names = ("create_gradient_handling_hooks", "create_reduce_and_remove_grad_hooks")
+    originals = [getattr(kind, name) for kind, name in zip(classes, names, strict=True)]
+    for kind, name in zip(classes, names, strict=True):
+        setattr(kind, name, lambda optimizer: None)
+    try:
+        yield
+    finally:
+        for kind, name, original in zip(classes, names, originals, strict=True):
+            setattr(kind, name, original)
 
 
-def add_up_in_place(optimizer: Any) -> None:
-    """Make a stage-1 or -2 optimizer reduce ``parameter.grad``, to which autograd adds.
+def drop_gradient_partitions(optimizer: Any) -> None:
+    """Free the flat gradient partition that ZeRO-3 has allocated; ``gradients`` has its own.
 
-    runtime/zero/stage_1_and_2.py:396-404, 1236-1246: if ZeRO-1 accumulates in another dtype than
-    that of the parameters, it moves the sum to ``grad_accum`` of each parameter, and the next
-    backward fills ``grad`` again. Here ``grad`` itself has the accumulation dtype, so there would
-    be two complete fp32 gradients: 8 bytes a parameter instead of 4.
+    runtime/zero/stage3.py:791-801: DeepSpeed's is in host memory if the optimizer is offloaded, in
+    addition to the gradients of the master weights.
     """
-    optimizer.use_grad_accum_attribute = False
+    if partitions_parameters(optimizer):
+        optimizer.grad_partitions_flat_buffer = None
+        optimizer._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition = {}
 
 
-def keep_only_own_partition(optimizer: Any) -> None:
-    """Make a stage-1 or -2 optimizer accumulate only into its flat gradient partition.
+def remove_module_hooks(engine: Any) -> None:
+    """Remove DeepSpeed's hooks on modules. ``layer_gathers`` replaces those of ZeRO-3.
 
-    runtime/zero/stage_1_and_2.py:1259-1266, 1040-1050: if gradients accumulate in the dtype of the
-    parameters, stage 2 keeps between micro-batches the complete gradient of every parameter that
-    overlaps its partition. With one large embedding, this is nearly the complete gradient on every
-    rank. The other path ("compact" partition buffer) keeps exactly 1/dp in one flat tensor, and is
-    correct for equal dtypes, too. Norm and tied weights are computed from this flat tensor.
-    """
-    optimizer._use_compact_grad_partition_buffer = lambda group_index: True
+    runtime/engine.py:2916-2928: before and after each forward, DeepSpeed visits every module.
 
-
-def time_reductions(optimizer: Any, timeline: Timeline) -> None:
-    """Make the reductions of a ZeRO optimizer count as communication over the data axis.
-
-    runtime/zero/stage_1_and_2.py:2205, stage3.py:1648: DeepSpeed's hooks reduce gradients during a
-    backward, and do not report how long this takes.
-    """
-    stage3 = "_DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads"
-    for name in ("reduce_ipg_grads", stage3):
-        reduce = getattr(optimizer, name, None)
-        if reduce is not None:
-            setattr(optimizer, name, _timed(reduce, timeline))
-
-
-def _timed(reduce: Any, timeline: Timeline) -> Any:
-    def timed(*arguments: Any, **options: Any) -> Any:
-        with timeline.part("data"):
-            return reduce(*arguments, **options)
-
-    return timed
-
-
-def remove_module_hooks(optimizer: Any) -> None:
-    """Remove ZeRO-3's hooks that gather and free parameters; ``layer_gathers`` replaces them.
-
-    runtime/zero/parameter_offload.py:337-528: every module has hooks, which are wrong with several
-    micro-batches in flight. The counters that decide when a backward has left a module belong to
-    the last forward (parameter_offload.py:438), so the backwards of other micro-batches free
-    nothing. The order of modules never matches the recorded one
-    (partitioned_param_coordinator.py:202), so nothing is gathered ahead. Before each forward
-    without a record, all ranks of the world compare their modules
+    runtime/zero/parameter_offload.py:337-528: at ZeRO-3, every module has hooks that gather and
+    free its parameters. They are wrong with several micro-batches in flight. The counters that
+    decide when a backward has left a module belong to the last forward (parameter_offload.py:438),
+    so the backwards of other micro-batches free nothing. The order of modules never matches the
+    recorded one (partitioned_param_coordinator.py:202), so nothing is gathered ahead. Before each
+    forward without a record, all ranks of the world compare their modules
     (partitioned_param_coordinator.py:260), which hangs if they are in different pipeline stages.
 
     DeepSpeed's list of persistent parameters, which it gathers one by one after each step, becomes
     empty, too.
     """
-    optimizer.parameter_offload._remove_module_hooks()
-    optimizer.persistent_parameters = []
-
-
-def wait_on_the_device(optimizer: Any) -> None:
-    """Make the current stream wait for the reduction stream instead of the host.
-
-    In these places DeepSpeed makes the host wait for the device. Meanwhile it launches nothing, so
-    the device is idle afterwards:
-
-        runtime/zero/stage3.py:1414               after every backward
-        runtime/zero/stage_1_and_2.py:1028        after every backward, with overlap_comm
-        runtime/zero/stage_1_and_2.py:2413        at every slice of a bucket, with overlap_comm
-        runtime/engine.py:3307                    before every reduction, with overlap_comm
-
-    No memory is reused too early. Gradients are reduced in buckets that stay allocated; with
-    ``overlap_comm`` the configuration requires such buckets. A gradient larger than a bucket is
-    reduced in place, so ``record_stream`` is called on it.
-
-    Waits for single events remain (stage3.py:1667): they limit how many gradients the host launches
-    ahead of their reduction. With offload all waits remain, because the optimizer step runs on the
-    host and reads gradients that the device copies there.
-    """
-    accelerator = get_accelerator()
-    if accelerator.resolves_data_dependency():
-        return  # a CPU, where every call has done its work when it returns
-    stage3 = partitions_parameters(optimizer)
-    if optimizer.offload_optimizer if stage3 else optimizer.cpu_offload:
-        return
-    stream = optimizer.reduce_and_partition_stream if stage3 else optimizer.reduction_stream
-
-    def join(*_: Any) -> None:
-        accelerator.current_stream().wait_stream(stream)
-
-    stream.synchronize = join
-    for name in ("average_tensor", "independent_gradient_partition_epilogue"):
-        method = getattr(optimizer, name, None)
-        if method is not None:
-            setattr(optimizer, name, _joining(method, join))
-    if not stage3 and optimizer.overlap_comm:
-        _keep_until_reduced(optimizer, stream)
-
-
-def _keep_until_reduced(optimizer: Any, stream: Any) -> None:
-    average = optimizer.average_tensor
-
-    def average_and_keep(tensor: Tensor, *args: Any, **kwargs: Any) -> None:
-        average(tensor, *args, **kwargs)
-        tensor.record_stream(stream)
-
-    optimizer.average_tensor = average_and_keep
-
-
-def _joining(method: Callable[..., Any], join: Callable[..., None]) -> Callable[..., Any]:
-    @functools.wraps(method)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        with _synchronize_replaced(join):
-            return method(*args, **kwargs)
-
-    return call
-
-
-@contextmanager
-def _synchronize_replaced(join: Callable[..., None]) -> Iterator[None]:
-    accelerator = get_accelerator()
-    before = accelerator.synchronize  # the epilogue calls average_tensor: this block is nested
-    accelerator.synchronize = join
-    try:
-        yield
-    finally:
-        accelerator.synchronize = before
+    engine.module_forward_pre_hook.remove()
+    engine.module_forward_post_hook.remove()
+    if partitions_parameters(engine.optimizer):
+        engine.optimizer.parameter_offload._remove_module_hooks()
+        engine.optimizer.persistent_parameters = []

@@ -141,14 +141,12 @@ def test_gradients_are_added_as_precisely_as_they_are_computed(
     assert (problems(*overrides) == []) == is_valid
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2])
-def test_gradients_that_deepspeed_frees_too_early_are_refused(stage: int) -> None:
-    overlap = [f"zero_optimization.stage={stage}", "zero_optimization.overlap_comm=true"]
-    assert problems(*overlap) == []
-    assert "set contiguous_gradients to true" in only_problem(
-        *overlap, "zero_optimization.contiguous_gradients=false"
-    )
-    assert problems(overlap[0], "zero_optimization.contiguous_gradients=false") == []
+@pytest.mark.parametrize(
+    "key", ["wall_clock_breakdown", "memory_breakdown", "flops_profiler.enabled"]
+)
+def test_instruments_of_deepspeeds_engine_are_refused(key: str) -> None:
+    assert problems(f"{key}=false") == []
+    assert f"{key} measures forward, backward and step" in only_problem(f"{key}=true")
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])

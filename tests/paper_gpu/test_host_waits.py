@@ -12,10 +12,9 @@ from deepspeed.comm.config import DeepSpeedCommsConfig
 from megaspeed.topology.launch import LaunchEnvironment
 from tests.paper_gpu.accelerator import paper_accelerator
 from tests.paper_gpu.fake_world import GPT2, LLAMA, batches, fake_rank, paper_run
-from tests.paper_gpu.paper_step import PaperStep, paper_step, step_of
+from tests.paper_gpu.paper_step import paper_step
 from tests.paper_gpu.recorder import Recorder
 from tests.support.rank_pool import RankPool
-from tests.zero.test_workarounds import left_out
 
 OVERLAP = {"overlap_comm": True}
 PER_MICRO_BATCH = {"gradient_reduction": "per_micro_batch"}
@@ -61,32 +60,16 @@ def test_the_host_waits_for_the_device_once_a_step(pool: RankPool, case: str) ->
     assert "exchange" in place and count == 1
 
 
-def test_without_the_work_around_deepspeed_waits_after_every_backward(pool: RankPool) -> None:
-    def waits(case: str) -> int:
-        (step,) = pool.run(1, _step_of_plain_deepspeed, CASES[case])
-        return sum(step.device_waits.values())
-
-    assert waits("zero1") == 0
-    assert waits("zero2-overlap") >= 2
-    assert waits("zero3") >= 2
-
-
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_with_offload_the_host_waits_for_the_gradients_that_it_reads(
     pool: RankPool, stage: int
 ) -> None:
-    # The norm and the optimizer step run on the host. Before them it waits once for each copy
-    # (ZeRO-1 and 2) or for the stream that copies (ZeRO-3); otherwise it would read old memory.
+    # The norm and the optimizer step run on the host. Before them it waits for the stream that
+    # copies; otherwise it would read old memory.
     offload = {"offload_optimizer": {"device": "cpu", "pin_memory": False}}
     step = paper_step(pool, **zero(stage, **offload))
-    waits = step.device_waits if stage == 3 else step.event_waits
-    copied = "independent_gradient_partition_epilogue" if stage == 3 else "_wait_for_offload_copies"
-    assert any(copied in place for place in waits)
-
-
-def _step_of_plain_deepspeed(launch: LaunchEnvironment, changes: dict[str, Any]) -> PaperStep:
-    with left_out("wait_on_the_device"):
-        return step_of(launch, 0, changes)
+    ((place, count),) = step.device_waits.items()
+    assert "gradients.py" in place and count == 1
 
 
 def _reads_with_deepspeeds_overflow_check(launch: LaunchEnvironment) -> dict[str, int]:

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
 
 from megaspeed.topology.launch import LaunchEnvironment
 from tests.paper_gpu.accelerator import PaperStream, paper_accelerator
@@ -91,21 +90,6 @@ def test_a_gather_that_waits_for_nothing_races_with_the_step_and_with_the_layer_
 def test_a_layer_that_does_not_wait_for_its_gather_races_with_it(pool: RankPool) -> None:
     (races,) = pool.run(1, _races_without_order, _is_the_streams_own)
     assert any("split_with_sizes_copy" in race and "allgather" in race for race in races)
-
-
-def _kept_until_reduced(launch: LaunchEnvironment) -> set[int]:
-    """Bytes of the storages that DeepSpeed's reduction stream was recorded on."""
-    changes = zero(2, **OVERLAP, reduce_scatter=False, reduce_bucket_size=100)
-    run = paper_run(**changes, parallel=PER_MICRO_BATCH)
-    with paper_accelerator() as accelerator, fake_rank(run, 0) as worker:
-        worker.train_step(batches(run), 1e-3)
-    return {storage.nbytes() for storage, stream in accelerator.kept if stream == "side"}
-
-
-def test_gradients_larger_than_a_bucket_are_kept_until_they_are_reduced(pool: RankPool) -> None:
-    (kept,) = pool.run(1, _kept_until_reduced)
-    embedding = 64 * 32 * torch.float32.itemsize
-    assert embedding in kept
 
 
 def _gathered_memory_kept_for_a_stream(launch: LaunchEnvironment) -> int:

@@ -6,6 +6,7 @@ from typing import Any
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from torch import Tensor
 
+from megaspeed.zero.model_states import held_gradients
 from tests.zero.one_rank import OneRank
 
 
@@ -17,18 +18,6 @@ def bytes_of(tensors: Iterable[Tensor | None]) -> int:
             storage = tensor.untyped_storage()
             memory[storage.data_ptr()] = storage.nbytes()
     return sum(memory.values())
-
-
-def gradient_tensors(rank: OneRank) -> Iterable[Tensor | None]:
-    """Wherever DeepSpeed keeps a gradient from one micro-batch to the next."""
-    for parameter in rank.engine.module.parameters():
-        yield parameter.grad
-        yield getattr(parameter, "grad_accum", None)
-    optimizer = rank.optimizer
-    yield getattr(optimizer, "grad_partitions_flat_buffer", None)
-    for store in (optimizer.averaged_gradients, getattr(optimizer, "all_grad_tensors", {})):
-        for group in store.values():
-            yield from [] if group is None else group
 
 
 def state_tensors(rank: OneRank) -> list[Tensor]:
@@ -49,7 +38,7 @@ def gradient_bytes_between_micro_batches(rank: OneRank) -> list[int]:
     def watched(*args: Any, last: bool) -> None:
         backward(*args, last=last)
         if not last:
-            held.append(bytes_of(gradient_tensors(rank)))
+            held.append(bytes_of(held_gradients(rank.engine)))
 
     rank.engine.backward = watched  # type: ignore[method-assign, assignment]
     return held

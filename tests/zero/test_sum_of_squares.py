@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from megaspeed.zero.model_states import GradientFragment
-from megaspeed.zero.reductions import owned_squares, sum_of_squares
+from megaspeed.zero.reductions import OwnedSquares, sum_of_squares
 
 
 def test_millions_of_equal_numbers_add_up() -> None:
@@ -44,7 +44,7 @@ def fragments(values: list[float]) -> tuple[list[GradientFragment], nn.Parameter
 @pytest.mark.parametrize(("owned", "expected"), [(0, 0.0), (1, 1.0), (3, 14.0), (5, 55.0)])
 def test_the_leading_elements_that_a_rank_owns_are_counted(owned: int, expected: float) -> None:
     parts, parameter = fragments([1.0, 2.0, 3.0, 4.0, 5.0])
-    assert float(owned_squares(parts, {parameter: owned})) == pytest.approx(expected)
+    assert float(OwnedSquares(parts, {parameter: owned})()) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
@@ -55,4 +55,4 @@ def test_a_number_that_is_not_finite_shows_even_if_another_rank_counts_it(
     values = [1.0, 2.0, 3.0, 4.0, 5.0]
     values[place] = bad
     parts, parameter = fragments(values)
-    assert not math.isfinite(float(owned_squares(parts, {parameter: 1})))
+    assert not math.isfinite(float(OwnedSquares(parts, {parameter: 1})()))

@@ -21,6 +21,7 @@ import deepspeed.ops
 import pytest
 import torch
 import torch.distributed as dist
+from deepspeed import comm
 from deepspeed.accelerator import real_accelerator
 from deepspeed.ops.op_builder.builder import OpBuilder
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
@@ -32,9 +33,9 @@ from megaspeed import zero
 from megaspeed.analysis.verification.comparison import TOLERANCES, compare_gradients
 from megaspeed.analysis.verification.reference import ReferenceRun, train_reference
 from megaspeed.analysis.verification.verify import gather_gradients, whole_batch
-from megaspeed.analysis.watched_step import WatchedZero, measure
 from megaspeed.config.resolve import Run
 from megaspeed.data.corpus import PreparedCorpus
+from megaspeed.model.parameters import parameters_of
 from megaspeed.topology.context import ParallelContext
 from megaspeed.topology.grid import Grid
 from megaspeed.topology.launch import LaunchEnvironment
@@ -43,8 +44,8 @@ from megaspeed.zero.build import DataAxis
 from megaspeed.zero.workarounds import import_muon_uncompiled, stay_at_the_smallest_scale
 from tests.support.rank_pool import RankFailure, RankPool
 from tests.support.tiny import LLAMA, tiny_corpus
-from tests.zero.held import gradient_bytes_between_micro_batches, is_gathered
-from tests.zero.one_rank import LEARNING_RATE, OneRank, one_rank, small_run
+from tests.zero.held import is_gathered
+from tests.zero.one_rank import OneRank, one_rank, small_run
 
 # A call that waits this long waits for ever.
 HANG_SECONDS = 4.0
@@ -89,8 +90,8 @@ def ends_the_rank_where_it_hangs(name: str, function: Callable[..., T]) -> Calla
     return watched
 
 
-def reference_of(run: Run, corpus: PreparedCorpus) -> ReferenceRun:
-    return train_reference(run, functools.partial(whole_batch, run, corpus), steps=1)
+def reference_of(run: Run, corpus: PreparedCorpus, steps: int = 1) -> ReferenceRun:
+    return train_reference(run, functools.partial(whole_batch, run, corpus), steps=steps)
 
 
 def first_step(rank: OneRank) -> tuple[dict[str, Tensor], float]:
@@ -104,73 +105,6 @@ def first_step(rank: OneRank) -> tuple[dict[str, Tensor], float]:
 def are_equal(gradients: dict[str, Tensor], reference: ReferenceRun) -> bool:
     allowed = TOLERANCES["fp32"].gradient
     return all(d.equal for d in compare_gradients(gradients, reference.first_gradients, allowed))
-
-
-# --- engine.py: clear_backward_seen_flag before every backward ------------------------------------
-
-
-class NotClearing:
-    """DeepSpeed's optimizer, but what the engine asks for before a backward is not done."""
-
-    def __init__(self, optimizer: Any) -> None:
-        self._optimizer = optimizer
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._optimizer, name)
-
-    def clear_backward_seen_flag(self) -> None:
-        pass
-
-
-def several_forwards_before_a_backward(
-    launch: LaunchEnvironment, run: Run, corpus: PreparedCorpus, clearing: bool
-) -> dict[str, Tensor]:
-    with one_rank(launch, run, corpus) as rank:
-        if not clearing:
-            rank.engine._optimizer = NotClearing(rank.engine._optimizer)
-        return first_step(rank)[0]
-
-
-def gpipe_run(text: Path, stage: int, pp: int = 2) -> Run:
-    return small_run(
-        text,
-        pp=pp,
-        gradient_accumulation_steps=4,
-        # No bucket is full before a backward ends, so that what is missing then is the same.
-        zero_optimization={"stage": stage, "reduce_bucket_size": 1_000_000},
-        parallel={"schedule": "gpipe", "gradient_reduction": "per_micro_batch"},
-    )
-
-
-@pytest.mark.parametrize(
-    ("stage", "complaint"),
-    [
-        (1, "KeyError: 0"),
-        (2, "has already been reduced"),
-        (3, "'NoneType' object has no attribute 'numel'"),
-    ],
-)
-def test_without_clearing_a_stage_that_passes_gradients_back_fails(
-    pool: RankPool, text: Path, cache: Path, stage: int, complaint: str
-) -> None:
-    run = gpipe_run(text, stage)
-    corpus = tiny_corpus(run, cache)
-    with pytest.raises(RankFailure, match=complaint):
-        pool.run(2, several_forwards_before_a_backward, run, corpus, False)
-    gradients = pool.run(2, several_forwards_before_a_backward, run, corpus, True)[0]
-    assert are_equal(gradients, reference_of(run, corpus))
-
-
-def test_without_clearing_zero3_silently_keeps_the_last_micro_batch_alone(
-    pool: RankPool, text: Path, cache: Path
-) -> None:
-    run = gpipe_run(text, 3, pp=1)
-    corpus = tiny_corpus(run, cache)
-    reference = reference_of(run, corpus)
-    gradients = pool.run(1, several_forwards_before_a_backward, run, corpus, False)[0]
-    assert not are_equal(gradients, reference)
-    gradients = pool.run(1, several_forwards_before_a_backward, run, corpus, True)[0]
-    assert are_equal(gradients, reference)
 
 
 # --- module_hooks ---------------------------------------------------------------------------------
@@ -235,6 +169,42 @@ def test_with_deepspeeds_hooks_micro_batches_in_flight_keep_everything_gathered(
     run = small_run(text, dp=2, zero_optimization={"stage": 3}, parallel={"schedule": "gpipe"})
     for gathered, everything in pool.run(2, most_gathered_by_hooks, run, tiny_corpus(run, cache)):
         assert gathered > 0.9 * everything
+
+
+# --- gradient_hooks -------------------------------------------------------------------------------
+
+
+def gathers_and_hooks(
+    launch: LaunchEnvironment, run: Run, corpus: PreparedCorpus, omitted: bool
+) -> tuple[int, int]:
+    """(all-gathers while the engine is built, hooks on gradients)."""
+    gathers = 0
+    gather = comm.all_gather_into_tensor
+
+    def count(*args: Any, **kwargs: Any) -> Any:
+        nonlocal gathers
+        gathers += 1
+        return gather(*args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(comm, "all_gather_into_tensor", count)
+        if omitted:
+            patch.setattr(build, "without_gradient_hooks", nullcontext)
+        with one_rank(launch, run, corpus) as rank:
+            return gathers, len(rank.optimizer._grad_acc_hooks)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_without_it_deepspeed_has_a_hook_on_every_gradient(
+    pool: RankPool, text: Path, cache: Path, stage: int
+) -> None:
+    run = small_run(text, dp=2, zero_optimization={"stage": stage})
+    corpus = tiny_corpus(run, cache)
+    parameters = len(parameters_of(run.config.model))
+    (gathers, hooks), _ = pool.run(2, gathers_and_hooks, run, corpus, True)
+    assert hooks == parameters
+    assert gathers == (parameters if stage == 3 else 0)
+    assert pool.run(2, gathers_and_hooks, run, corpus, False) == [(0, 0)] * 2
 
 
 # --- no_compilation -------------------------------------------------------------------------------
@@ -337,107 +307,6 @@ def test_deepspeeds_own_norm_hangs_where_pipeline_stages_differ_in_their_paramet
         pool.run(3, norm_by_deepspeed, run, corpus)
     expected = reference_of(run, corpus).grad_norms[0]
     assert pool.run(3, norm_of_step_1, run, corpus) == pytest.approx([expected] * 3, rel=1e-5)
-
-
-# --- partitioned_gradients ------------------------------------------------------------------------
-
-
-def gradient_bytes_per_element(
-    launch: LaunchEnvironment, run: Run, corpus: PreparedCorpus, partitioned: bool
-) -> float:
-    """Held after the first micro-batch, over the elements of the model."""
-    omitted = nullcontext() if partitioned else left_out("keep_only_own_partition")
-    with omitted, one_rank(launch, run, corpus) as rank:
-        held = gradient_bytes_between_micro_batches(rank)
-        with suppress(AttributeError):  # the fragments are not where they should be
-            rank.train_step(0)
-        return held[0] / sum(p.numel() for p in rank.engine.module.parameters())
-
-
-def test_without_the_flat_partition_zero2_holds_whole_gradients_between_micro_batches(
-    pool: RankPool, text: Path, cache: Path
-) -> None:
-    # A wide embedding, which crosses the border between the two partitions.
-    run = small_run(
-        text,
-        dp=2,
-        model={"vocab_size": 3000, "num_hidden_layers": 1},
-        zero_optimization={"stage": 2},
-    )
-    corpus = tiny_corpus(run, cache)
-    assert max(pool.run(2, gradient_bytes_per_element, run, corpus, False)) > 0.85 * 4
-    assert max(pool.run(2, gradient_bytes_per_element, run, corpus, True)) < 0.51 * 4
-
-
-# --- reduction_dtype ------------------------------------------------------------------------------
-
-
-def share_of_rounded_elements(
-    launch: LaunchEnvironment, run: Run, corpus: PreparedCorpus, own_dtype: bool
-) -> float:
-    """How many of the reduced gradient's elements are bf16 numbers."""
-    rounded: list[Tensor] = []
-
-    def look() -> None:
-        for fragment in rank.engine.gradient_fragments():
-            assert fragment.values.dtype == torch.float32
-            rounded.append(fragment.values.bfloat16().float() == fragment.values)
-
-    with (
-        nullcontext() if own_dtype else left_out("reduce_in"),
-        one_rank(launch, run, corpus) as rank,
-    ):
-        rank.engine.before_step = look
-        rank.train_step(0)
-    return float(torch.cat(rounded).float().mean())
-
-
-def test_without_a_bucket_in_fp32_zero2_rounds_the_sum_of_micro_batches_to_bf16(
-    pool: RankPool, text: Path, cache: Path
-) -> None:
-    run = small_run(
-        text,
-        zero_optimization={"stage": 2},
-        parallel={"gradient_reduction": "per_step"},
-        **BF16_IN_FP32,
-    )
-    corpus = tiny_corpus(run, cache)
-    assert pool.run(1, share_of_rounded_elements, run, corpus, False) == [1.0]
-    assert pool.run(1, share_of_rounded_elements, run, corpus, True)[0] < 0.5
-
-
-# --- one_copy_of_gradients ------------------------------------------------------------------------
-
-
-def most_gradient_bytes_per_element(
-    launch: LaunchEnvironment, run: Run, corpus: PreparedCorpus, in_place: bool
-) -> float:
-    """At the step's highest moment, over the elements of the model."""
-    omitted = nullcontext() if in_place else left_out("add_up_in_place")
-    with omitted, one_rank(launch, run, corpus) as rank:
-        rank.train_step(0)
-        load = functools.partial(rank.loader.micro_batch, run.batch.train_batch_size)
-        _, measured = measure(WatchedZero(rank.worker), load, LEARNING_RATE)
-        elements = sum(p.numel() for p in rank.engine.module.parameters())
-        return measured.peak.gradients / elements
-
-
-def test_without_adding_up_in_place_zero1_holds_two_fp32_gradients_of_every_parameter(
-    pool: RankPool, text: Path, cache: Path
-) -> None:
-    # Few tokens and many parameters, so that gradients are what most is held of.
-    run = small_run(
-        text,
-        dp=2,
-        model={"hidden_size": 128},
-        train_batch_size=4,
-        zero_optimization={"stage": 1},
-        **BF16_IN_FP32,
-    )
-    corpus = tiny_corpus(run, cache)
-    assert max(pool.run(2, most_gradient_bytes_per_element, run, corpus, False)) > 0.9 * (4 + 4)
-    # Whole gradients, and the partition that the reduction fills.
-    assert max(pool.run(2, most_gradient_bytes_per_element, run, corpus, True)) < 1.1 * (4 + 4 / 2)
 
 
 # --- stage1_fp32_accumulation ---------------------------------------------------------------------
@@ -600,37 +469,6 @@ def test_every_rank_of_mpirun_finds_its_own_local_rank(
 ) -> None:
     run = small_run(text, dp=2, zero_optimization={"stage": 1})
     pool.run(2, local_ranks_under_open_mpi, run, tiny_corpus(run, cache))
-
-
-# --- numa_nodes_once ------------------------------------------------------------------------------
-
-
-def calls_of_numactl(
-    launch: LaunchEnvironment, run: Run, corpus: PreparedCorpus, *names: str
-) -> int:
-    """By this rank, in the second of two steps."""
-    calls = 0
-
-    def count(*_args: object, **_options: object) -> bytes:
-        nonlocal calls
-        calls += 1
-        raise FileNotFoundError("numactl")
-
-    with left_out(*names), one_rank(launch, run, corpus) as rank:
-        rank.train_step(0)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(subprocess, "check_output", count)
-            rank.train_step(1)
-    return calls
-
-
-def test_without_it_every_step_starts_numactl_again(
-    pool: RankPool, text: Path, cache: Path
-) -> None:
-    run = small_run(text, zero_optimization={"stage": 3})
-    corpus = tiny_corpus(run, cache)
-    assert pool.run(1, calls_of_numactl, run, corpus, "count_numa_nodes_once")[0] > 0
-    assert pool.run(1, calls_of_numactl, run, corpus) == [0]
 
 
 # --- smallest_loss_scale --------------------------------------------------------------------------

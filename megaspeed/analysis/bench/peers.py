@@ -217,18 +217,18 @@ def _prepare_deepspeed() -> None:
     ten `numactl` processes.
     """
     from megaspeed.zero.workarounds import (
-        count_numa_nodes_once,
         declare_no_compiled_ops,
         hide_announced_renames,
         import_muon_uncompiled,
     )
 
     declare_no_compiled_ops()
-    count_numa_nodes_once()
     hide_announced_renames()
     import_muon_uncompiled()
     import deepspeed
+    from deepspeed.utils import numa
 
+    numa.get_numa_cores = functools.cache(numa.get_numa_cores)
     deepspeed.init_distributed()
 
 

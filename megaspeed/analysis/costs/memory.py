@@ -138,18 +138,16 @@ def model_states(
     If the rank computes on the CPU (``on_host``), offloaded states count, too.
     """
     own = _own_elements(run, parameters)
-    keeps_complete = keeps_complete_gradients(run)
-    complete = elements_of(parameters) * BYTES_OF[run.accumulation_dtype] if keeps_complete else 0
-    # ZeRO-3 always keeps its gradient partition. At other stages, a rank that keeps complete
-    # gradients has a partition only after the reduction.
-    stays = run.zero_stage == 3 or not keeps_complete
-    partition = gradient_partition_bytes(run, parameters) if stays else 0
     states = own * _OPTIMIZER_BYTES
+    partition = own * BYTES_OF[run.accumulation_dtype]
+    complete = 0
+    if run.keeps_complete_gradients:
+        complete = _complete_elements(run, parameters) * BYTES_OF[run.accumulation_dtype]
+        if run.zero_stage < 3 or run.grid.dp == 1:
+            partition = 0  # a part of the complete gradient
     if run.config.zero_optimization.offloads_optimizer:
-        if not on_host:
-            partition = states = 0
-        elif run.zero_stage != 2:  # DeepSpeed's fp32 copy beside the partition
-            complete += own * BYTES_OF["fp32"]
+        partition = own * BYTES_OF["fp32"] if on_host else 0
+        states = states if on_host else 0
     return MemoryBytes(
         parameters=_parameter_bytes(run, parameters, on_host=on_host),
         gradients=complete + partition,
@@ -157,21 +155,69 @@ def model_states(
     )
 
 
-def keeps_complete_gradients(run: Run) -> bool:
-    """Whether a rank accumulates complete gradients, not partitions, over a step."""
-    return run.zero_stage < 2 or run.gradient_reduction == "per_step"
+def _complete_elements(run: Run, parameters: Sequence[LocalParameter]) -> int:
+    """Elements of the complete flat gradient, including padding."""
+    if run.zero_stage == 3:
+        return _padded(run, parameters)
+    owners = 1 if run.zero_stage == 0 else run.grid.dp
+    return sum(flat_group_elements(parameters, owners).values())
 
 
-def gradient_partition_bytes(run: Run, parameters: Sequence[LocalParameter]) -> int:
-    """Bytes of the reduced gradients that this rank's optimizer uses."""
-    return _own_elements(run, parameters) * BYTES_OF[run.accumulation_dtype]
+def gradient_copy_bytes(run: Run, parameters: Sequence[LocalParameter]) -> int:
+    """Bytes of the fp32 copy of the partition that the optimizer step makes; 0 if it is fp32."""
+    if run.accumulation_dtype == "fp32" or run.config.zero_optimization.offloads_optimizer:
+        return 0
+    return _own_elements(run, parameters) * BYTES_OF["fp32"]
 
 
-def bucket_elements(run: Run, parameters: Sequence[LocalParameter]) -> int:
-    """Elements of the bucket: a flat buffer to which gradients are copied for the reduction."""
-    stated = run.config.zero_optimization.reduce_bucket_size
-    assert stated is not None, "a resolved run states it"
-    return min(stated, elements_of(parameters))
+@dataclass(frozen=True, kw_only=True)
+class Bucket:
+    """Parameters whose gradients are reduced together."""
+
+    names: frozenset[str]
+    gradient_bytes: int  # as a backward computes them
+    packed_bytes: int  # the copy that is sent, and what is received at ZeRO-3
+
+
+def gradient_buckets(
+    run: Run, parameters: Sequence[LocalParameter], *, on_host: bool = False
+) -> list[Bucket]:
+    """The buckets of gradients that are copied to be reduced; empty if none is copied.
+
+    On a CPU (``on_host``) gloo's reduce-scatter makes another copy.
+    """
+    sent = run.config.communication_data_type or run.accumulation_dtype
+    complete, dp = run.keeps_complete_gradients, run.grid.dp
+    is_in_place = run.zero_stage < 3 and sent == run.accumulation_dtype and sent != "fp16"
+    if dp == 1 or (complete and is_in_place):
+        return []
+    buckets = []
+    for group in get_args(OptimizerGroup):
+        members = [p for p in parameters if p.group == group]
+        padded = [
+            dp * partition_elements(p, dp) if run.zero_stage == 3 else p.elements for p in members
+        ]
+        for bucket in run.config.zero_optimization.buckets(padded):
+            own = [members[index] for index in bucket]
+            elements = sum(padded[index] for index in bucket)
+            is_sent_itself = (
+                not complete
+                and len(own) == 1
+                and own[0].elements == elements
+                and sent == run.precision
+            )
+            copied = 0 if is_sent_itself else elements
+            received = 0
+            if run.zero_stage == 3 and run.config.zero_optimization.reduce_scatter:
+                received = elements // dp + (elements if on_host else 0)
+            buckets.append(
+                Bucket(
+                    names=frozenset(p.name for p in own),
+                    gradient_bytes=elements_of(own) * BYTES_OF[run.precision],
+                    packed_bytes=(copied + received) * BYTES_OF[sent],
+                )
+            )
+    return buckets
 
 
 def _own_elements(run: Run, parameters: Sequence[LocalParameter]) -> int:

@@ -3,8 +3,8 @@
 The step is simulated layer by layer. The peak is in one of
 
     forward       of a micro-batch while others are in flight
-    backward      of the first micro-batch, which allocates gradients, or of a later one
-    reduction     of the accumulated gradients, if they are reduced once a step
+    backward      of the first micro-batch, or of a later one
+    reduction     of the complete gradients, if they are copied for it
     optimizer     the optimizer step
 
 The schedule determines how many micro-batches are in flight: up to P - s for 1f1b at pipeline stage
@@ -25,15 +25,14 @@ from megaspeed.analysis.costs.activations import (
 )
 from megaspeed.analysis.costs.memory import (
     BYTES_OF,
+    Bucket,
     Category,
     GatheredBytes,
     LocalParameter,
     MemoryBytes,
-    bucket_elements,
-    elements_of,
     gathered_in_pass,
-    gradient_partition_bytes,
-    keeps_complete_gradients,
+    gradient_buckets,
+    gradient_copy_bytes,
     local_parameters,
     model_states,
 )
@@ -101,14 +100,13 @@ class _Step:
         self._first_stage = pipeline_stage == 0
         self._last_stage = pipeline_stage == run.grid.pp - 1
         self._parameters = local_parameters(run, pipeline_stage)
-        self.states = model_states(run, self._parameters, on_host=device_type == "cpu")
+        on_host = device_type == "cpu"
+        self.states = model_states(run, self._parameters, on_host=on_host)
         self._layers = _layers(run, pipeline_stage, self._parameters, device_type)
         self._hidden = hidden_bytes(run)
         self._window_mask = Activations(run, device_type).window_mask()
         self._element = BYTES_OF[run.precision]
-        self._gradient = BYTES_OF[run.accumulation_dtype]
-        self._bucket = bucket_elements(run, self._parameters) * self._gradient
-        self._partition = gradient_partition_bytes(run, self._parameters)
+        self._buckets = gradient_buckets(run, self._parameters, on_host=on_host)
         self._in_flight = peak_micro_batches_in_flight(
             SCHEDULES[run.config.parallel.schedule],
             run.grid.pp,
@@ -120,7 +118,7 @@ class _Step:
         """A ledger for each part of the step that may contain the peak."""
         in_flight, micro_batches = self._in_flight, self._run.batch.gradient_accumulation_steps
         continues = micro_batches > in_flight
-        yield self._forward(others=in_flight - 1, gradients=continues)
+        yield self._forward(others=in_flight - 1, sends_back=continues)
         yield self._backward(others=in_flight - 1, first=True)
         if micro_batches > 1:
             others = in_flight - 1 if continues else in_flight - 2
@@ -128,21 +126,13 @@ class _Step:
         yield self._reduction()
         yield self._optimizer()
 
-    def _start(self, *, others: int, gradients: bool) -> _Ledger:
-        """A ledger with ``others`` micro-batches in flight.
-
-        ``gradients``: whether a backward has already computed gradients in this step.
-        """
+    def _start(self, *, others: int) -> _Ledger:
+        """A ledger with ``others`` micro-batches in flight."""
         ledger = _Ledger()
         ledger.hold("parameters", self.states.parameters)
         ledger.hold("optimizer_states", self.states.optimizer_states)
         ledger.hold("activations", others * self._kept_in_flight + self._window_mask)
-        if self._run.zero_stage == 3:  # the bucket and the partition stay from step to step
-            ledger.hold("communication_buffers", self._bucket)
-        if gradients:
-            ledger.hold("gradients", self.states.gradients)
-        elif self._run.zero_stage == 3:
-            ledger.hold("gradients", min(self._partition, self.states.gradients))
+        ledger.hold("gradients", self.states.gradients)
         return ledger
 
     @property
@@ -150,11 +140,11 @@ class _Step:
         received = 0 if self._first_stage else self._hidden
         return received + sum(layer.memory.kept for layer in self._layers)
 
-    def _forward(self, *, others: int, gradients: bool) -> _Ledger:
-        ledger = self._start(others=others, gradients=gradients)
+    def _forward(self, *, others: int, sends_back: bool) -> _Ledger:
+        ledger = self._start(others=others)
         if not self._first_stage:
             ledger.hold("activations", self._hidden)
-        if others and not (self._last_stage or gradients):
+        if others and not (self._last_stage or sends_back):
             # The previous output may still be in flight.
             ledger.hold("activations", self._hidden)
         for layer in self._layers:
@@ -171,52 +161,39 @@ class _Step:
         return ledger
 
     def _backward(self, *, others: int, first: bool) -> _Ledger:
-        ledger = self._start(others=others, gradients=not first)
+        ledger = self._start(others=others)
         ledger.hold("activations", self._kept_in_flight)
         if not self._last_stage:
             ledger.hold("activations", self._hidden)  # the received gradient
         if not (self._first_stage or first):
             ledger.hold("activations", self._hidden)  # the previous gradient, still in flight
-        reduces = not keeps_complete_gradients(self._run)
-        copy_in_flight = 0
         waiting = self._tied_gradient()
-        filled = 0
+        reductions = _Reductions(self._run, self._buckets, ledger)
         for layer in reversed(self._layers):
             memory = layer.memory
             if memory.kept_until_loss:
                 ledger.touch("activations", memory.loss_backward_working)
                 ledger.free("activations", memory.kept_until_loss)
                 ledger.hold("gradients", waiting)
-            if reduces and self._run.zero_stage == 2 and layer is self._layers[-1]:
-                ledger.hold("communication_buffers", self._bucket)
             with ledger.briefly("communication_buffers", layer.backward.at_work):
                 ledger.touch("communication_buffers", layer.backward.arriving)
             at_work = layer.backward.at_work + layer.backward.ahead
-            with (
-                ledger.briefly("communication_buffers", at_work),
-                ledger.briefly("activations", memory.backward_working),
-                ledger.briefly("gradients", self._fresh_gradient(layer)),
-                # The embedding's part of a tied gradient, and the sum of both.
-                ledger.briefly("gradients", waiting if layer is self._layers[0] else 0),
-            ):
-                ledger.touch("communication_buffers", copy_in_flight)
-            if reduces:  # a full bucket is sent while the next one fills
-                filled += elements_of(layer.parameters) * self._gradient
-                is_full = filled >= self._bucket or self._run.zero_stage == 3
-                copy_in_flight = self._bucket if is_full else 0
-                missing = self.states.gradients + waiting - ledger.held["gradients"]
-                ledger.hold("gradients", missing)
-            elif first:
-                ledger.hold("gradients", elements_of(layer.parameters) * self._gradient)
-            ledger.free("activations", memory.kept - memory.kept_until_loss)
-        ledger.touch("communication_buffers", copy_in_flight)
+            with ledger.briefly("communication_buffers", at_work):
+                with (
+                    ledger.briefly("activations", memory.backward_working),
+                    ledger.briefly("gradients", self._fresh_gradient(layer)),
+                    # The embedding's part of a tied gradient, and the sum of both.
+                    ledger.briefly("gradients", waiting if layer is self._layers[0] else 0),
+                ):
+                    pass
+                ledger.free("activations", memory.kept - memory.kept_until_loss)
+                for parameter in reversed(layer.parameters):
+                    reductions.compute(parameter)
         return ledger
 
     def _fresh_gradient(self, layer: "_Layer") -> int:
-        """The layer's largest gradient as backward computes it, and its copy in another type."""
-        largest = max(parameter.elements for parameter in layer.parameters)
-        cast = self._gradient if self._gradient != self._element else 0
-        return largest * (self._element + cast)
+        """The layer's largest gradient, before it is added to the sum."""
+        return self._element * max(parameter.elements for parameter in layer.parameters)
 
     def _tied_gradient(self) -> int:
         """The head's part of a tied weight's gradient, which autograd keeps until the embedding's
@@ -229,27 +206,50 @@ class _Step:
         return tied.elements * self._element
 
     def _reduction(self) -> _Ledger:
-        """Memory of the reduction: complete gradients, a bucket, its sent copy, the partition."""
-        ledger = self._start(others=0, gradients=True)
-        if not keeps_complete_gradients(self._run):
-            return ledger
-        if self._run.zero_stage == 3:
-            ledger.hold("communication_buffers", self._bucket)
-            return ledger
-        # Gradients that have been copied to the bucket are freed.
-        ledger.free("gradients", self._bucket)
-        ledger.hold("gradients", self._partition)
-        ledger.hold("communication_buffers", 2 * self._bucket)
+        """Memory of the reduction: complete gradients, and the copy of a bucket."""
+        ledger = self._start(others=0)
+        copies = [bucket.packed_bytes for bucket in self._buckets]
+        if self._run.keeps_complete_gradients:
+            ledger.hold("communication_buffers", max(copies, default=0))
         return ledger
 
     def _optimizer(self) -> _Ledger:
-        """Memory of the optimizer step: the partition's gradients, and an fp32 copy if needed."""
-        ledger = self._start(others=0, gradients=False)
-        if self._run.zero_stage < 3:
-            ledger.hold("gradients", self._partition)
-        if self._gradient < BYTES_OF["fp32"]:
-            ledger.hold("gradients", 2 * self._partition)
+        """Memory of the optimizer step: an fp32 copy of the gradients, if they are not fp32."""
+        ledger = self._start(others=0)
+        ledger.hold("gradients", gradient_copy_bytes(self._run, self._parameters))
         return ledger
+
+
+class _Reductions:
+    """Gradients that wait for their bucket, and the copy that is being reduced, in a backward."""
+
+    def __init__(self, run: Run, buckets: Sequence[Bucket], ledger: _Ledger) -> None:
+        self._overlaps = bool(run.config.zero_optimization.overlap_comm)
+        self._is_complete = run.keeps_complete_gradients
+        self._element = BYTES_OF[run.precision]
+        self._ledger = ledger
+        self._bucket_of = {name: bucket for bucket in buckets for name in bucket.names}
+        self._missing = {id(bucket): len(bucket.names) for bucket in buckets}
+        self._in_flight = 0
+
+    def compute(self, parameter: LocalParameter) -> None:
+        """Backward has computed the gradient of this parameter."""
+        bucket = self._bucket_of.get(parameter.name)
+        if bucket is None:
+            return
+        if not self._is_complete:
+            self._ledger.hold("gradients", parameter.elements * self._element)
+        self._missing[id(bucket)] -= 1
+        if self._missing[id(bucket)] > 0 or (self._is_complete and not self._overlaps):
+            return
+        self._ledger.free("communication_buffers", self._in_flight)
+        self._ledger.hold("communication_buffers", bucket.packed_bytes)
+        self._in_flight = bucket.packed_bytes
+        if not self._is_complete:
+            self._ledger.free("gradients", bucket.gradient_bytes)
+        if not self._overlaps:
+            self._ledger.free("communication_buffers", self._in_flight)
+            self._in_flight = 0
 
 
 @dataclass(frozen=True)

@@ -252,27 +252,14 @@ def _add_data_axis(messages: Messages, run: Run, pipeline_stage: int) -> None:
 def _gradient_messages(run: Run, parameters: list[LocalParameter]) -> list[tuple[Collective, int]]:
     """The collectives that sum gradients, each with the bytes of its messages in one step."""
     zero, dp = run.config.zero_optimization, run.grid.dp
-    elements = elements_of(parameters)
-    if run.zero_stage == 0:
-        return [("all_reduce", elements * BYTES_OF[run.accumulation_dtype])]
     number_bytes = BYTES_OF[run.config.communication_data_type or run.accumulation_dtype]
-    # ZeRO-1 keeps complete gradients, and reduces them with the step's last micro-batch.
-    if run.zero_stage > 1 and run.gradient_reduction == "per_micro_batch":
+    if not run.keeps_complete_gradients:
         number_bytes *= run.batch.gradient_accumulation_steps
-    if run.zero_stage < 3:
-        # With these keys DeepSpeed all-reduces each bucket, so every rank receives every gradient.
-        contiguous = zero.contiguous_gradients or zero.offloads_optimizer
-        everywhere = zero.use_multi_rank_bucket_allreduce or not zero.reduce_scatter
-        is_all_reduce = everywhere or not contiguous
-        return [("all_reduce" if is_all_reduce else "reduce", elements * number_bytes)]
-    assert zero.reduce_bucket_size is not None, "a resolved run states it"
-    # With reduce_scatter false, gradients are all-reduced unless they are larger than a bucket.
-    largest = 0
-    if zero.contiguous_gradients and not zero.reduce_scatter:
-        largest = zero.reduce_bucket_size
-    reduced = elements_of(p for p in parameters if p.elements <= largest)
-    parts = sum(partition_elements(p, dp) for p in parameters if p.elements > largest)
-    return [
-        ("all_reduce", reduced * number_bytes),
-        ("reduce_scatter", dp * parts * number_bytes),
-    ]
+    if run.zero_stage == 3:
+        elements = sum(dp * partition_elements(p, dp) for p in parameters)
+        collective: Collective = "reduce_scatter" if zero.reduce_scatter else "all_reduce"
+        return [(collective, elements * number_bytes)]
+    # With these keys, every rank receives every gradient.
+    everywhere = zero.use_multi_rank_bucket_allreduce or not zero.reduce_scatter
+    collective = "all_reduce" if everywhere or run.zero_stage == 0 else "reduce"
+    return [(collective, elements_of(parameters) * number_bytes)]

@@ -1,0 +1,337 @@
+"""Accumulates the gradients of a step, and reduces them over the data axis.
+
+    complete      autograd --add--> complete gradient      --reduce--> partition of this rank
+    partitioned   autograd -------> gradients of a bucket  --reduce--> partition of this rank, added
+
+ZeRO-0 and 1 accumulate the complete gradient, and reduce it once a step. ZeRO-2 and 3 do the same
+with ``gradient_reduction: per_step``. With ``per_micro_batch`` they keep only the partition: a
+bucket is reduced as soon as a backward has computed its gradients.
+
+A bucket is a list of consecutive parameters with at most ``reduce_bucket_size`` elements, or one
+larger parameter. With ``overlap_comm`` it is reduced while the backward continues. A complete
+gradient is reduced during the last backward of a step.
+
+The gradient of an optimizer group is one flat tensor with the layout of DeepSpeed's master weights:
+
+    ZeRO 0, 1, 2   [ a | b | c | padding ]    rank r owns the r-th of dp equal parts; ZeRO-0: all
+    ZeRO 3         [ a_r | b_r | c_r ]        rank r owns the r-th of dp equal parts of a, b, c
+
+This replaces the hooks and buckets of DeepSpeed 0.19.8. They run Python code for each parameter in
+every backward and in the step, copy each gradient several times, and expect every forward to be
+followed by its backward, which is not so in a pipeline.
+"""
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from deepspeed import comm
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.zero.stage_1_and_2 import GradPartitionBufferGroup
+from torch import Tensor, nn
+
+from megaspeed.config.deepspeed_keys import ZeroConfig
+from megaspeed.config.resolve import Run
+from megaspeed.model.gpt import DTYPES
+from megaspeed.topology.context import ParallelContext
+from megaspeed.zero.model_states import (
+    GradientFragment,
+    held_ranges,
+    master_partitions,
+    partitions_parameters,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Group:
+    """The flat gradient of a parameter group of the optimizer (ZeRO-3: of a sub-group)."""
+
+    parameters: Sequence[Any]  # in the order of the flat tensor; with DeepSpeed's attributes
+    starts: Sequence[int]  # where each parameter begins in the complete gradient
+    ends: Sequence[int]
+    complete: Tensor | None  # None if only the partition is kept
+    own: Tensor  # this rank's partition
+
+
+@dataclass
+class _Bucket:
+    """Consecutive parameters of a group, which are reduced together."""
+
+    group: _Group
+    parameters: Sequence[Any]
+    start: int  # where the first parameter begins in the complete gradient
+    end: int  # where the last parameter ends
+    gradients: dict[nn.Parameter, Tensor] = field(default_factory=dict)  # not reduced yet
+    missing: int = 0  # number of gradients that this backward has not computed yet
+    is_filled: bool = False  # whether the partition has gradients of this step
+
+
+@dataclass(frozen=True)
+class _Message:
+    """A bucket that is being reduced."""
+
+    bucket: _Bucket
+    works: Sequence[Any]
+    sent: Tensor  # must not be freed before the works have ended
+    received: Tensor  # this rank's part of the sum
+    start: int  # of ``received`` in this rank's partition
+
+
+class Gradients:
+    """This rank's gradients, from autograd to the optimizer.
+
+    Args:
+        optimizer: DeepSpeed's ZeRO optimizer, without hooks.
+        run: the resolved run.
+        context: this rank's groups.
+    """
+
+    def __init__(self, optimizer: Any, run: Run, context: ParallelContext) -> None:
+        zero = run.config.zero_optimization
+        self._optimizer = optimizer
+        self._timeline = context.timeline
+        self._device = context.device
+        self._axis = context.dp_group
+        self._axis_ranks = dist.get_process_group_ranks(context.dp_group)
+        self._dp = context.dp_size
+        self._parts = 1 if run.zero_stage == 0 else context.dp_size
+        self._own_part = 0 if run.zero_stage == 0 else context.dp_rank
+        self._is_stage3 = partitions_parameters(optimizer)
+        self._is_complete = run.keeps_complete_gradients
+        self._is_offloaded = zero.offloads_optimizer
+        self._dtype = DTYPES[run.accumulation_dtype]
+        self._sent_dtype = DTYPES[run.config.communication_data_type or run.accumulation_dtype]
+        multi_rank = zero.use_multi_rank_bucket_allreduce and not self._is_stage3
+        self._uses_all_reduce = run.zero_stage == 0 or multi_rank or not zero.reduce_scatter
+        self._overlaps = bool(zero.overlap_comm) and self._dp > 1
+        # A sum of fp16 numbers could be too large for fp16, so a copy is divided first.
+        self._divides_first = self._sent_dtype == torch.float16 and self._dp > 1
+        is_sent_itself = self._sent_dtype == self._dtype and not self._divides_first
+        self._sends_copies = self._is_stage3 or not (self._is_complete and is_sent_itself)
+        self._groups = [
+            self._make_group(index) for index in range(len(master_partitions(optimizer)))
+        ]
+        self._buckets = [
+            _Bucket(
+                group,
+                group.parameters[members.start : members.stop],
+                group.starts[members.start],
+                group.ends[members.stop - 1],
+            )
+            for group in self._groups
+            for members in self._members_of_buckets(group, zero)
+        ]
+        self._bucket_of = {p: bucket for bucket in self._buckets for p in bucket.parameters}
+        self._sums = dict(self._sums_of_parameters()) if self._is_complete else {}
+        # Autograd adds to a ``grad`` of its own dtype in place, without a hook.
+        same_dtype = run.precision == run.accumulation_dtype
+        self._autograd_adds = self._is_complete and same_dtype and not self._is_stage3
+        if self._overlaps or not self._autograd_adds:
+            for parameter in self._bucket_of:
+                parameter.register_post_accumulate_grad_hook(self._take)
+        self._is_first = True
+        self._is_last = False
+        self._in_flight: list[_Message] = []
+        views: list[list[Tensor]] = [[] for _ in self._groups]
+        fragments = []
+        for held in held_ranges(optimizer):
+            values = self._groups[held.group].own.narrow(0, held.offset, held.length)
+            views[held.group].append(values)
+            fragments.append(GradientFragment(held.parameter, held.start, values))
+        self.fragments = tuple(fragments)
+        """Views of this rank's reduced gradients, without padding."""
+        self._partitions = [
+            [group.own] if self._is_stage3 else GradPartitionBufferGroup(views, group.own)
+            for group, views in zip(self._groups, views, strict=True)
+        ]
+
+    def tensors(self) -> Iterator[Tensor]:
+        """The tensors that hold gradients between two micro-batches."""
+        for group in self._groups:
+            yield group.own
+            if group.complete is not None:
+                yield group.complete
+
+    def begin_backward(self, *, last: bool) -> None:
+        """Called before each backward. ``last``: whether it is the last one of the step."""
+        self._is_last = last
+        if self._is_first:
+            self._begin_step()
+        for bucket in self._buckets:
+            bucket.missing = len(bucket.parameters)
+
+    def reduce(self) -> None:
+        """Complete the reduction. Afterwards the partition is the average over the data axis."""
+        with self._timeline.part("data"):
+            if self._is_complete and not self._overlaps and (self._dp > 1 or self._is_offloaded):
+                for bucket in self._buckets:
+                    self._send(bucket)
+            self._receive()
+            if self._dp > 1 and not self._divides_first:
+                torch._foreach_div_([group.own for group in self._groups], self._dp)
+        if self._is_offloaded and not get_accelerator().is_synchronized_device():
+            get_accelerator().current_stream().synchronize()  # the host reads the partition
+        self._is_first = True
+
+    def hand_over(self) -> None:
+        """Give the partition to DeepSpeed's optimizer, just before its step."""
+        if self._is_offloaded:
+            return  # it is the gradient of the master weights already
+        self._optimizer.averaged_gradients.update(enumerate(self._partitions))
+
+    def _make_group(self, index: int) -> _Group:
+        master = master_partitions(self._optimizer)[index]
+        part = master.numel()
+        if self._is_stage3:
+            parameters = self._optimizer.fp16_groups[index]
+            ends = list(itertools.accumulate(self._dp * p.partition_numel() for p in parameters))
+            starts = [0, *ends[:-1]]
+        else:
+            parameters = self._optimizer.round_robin_bit16_groups[index]
+            starts = self._optimizer.round_robin_bit16_offsets[index]
+            ends = [start + p.numel() for start, p in zip(starts, parameters, strict=True)]
+
+        def zeros(elements: int) -> Tensor:
+            return torch.zeros(elements, dtype=self._dtype, device=self._device)
+
+        complete = zeros(self._parts * part) if self._is_complete else None
+        if self._is_offloaded:
+            assert master.grad is not None, "DeepSpeed allocates it in host memory"
+            own = master.grad.view(-1)
+        elif complete is not None and (self._parts == 1 or not self._is_stage3):
+            own = complete.narrow(0, self._own_part * part, part)
+        else:
+            own = zeros(part)
+        return _Group(parameters=parameters, starts=starts, ends=ends, complete=complete, own=own)
+
+    def _members_of_buckets(self, group: _Group, zero: ZeroConfig) -> list[range]:
+        if self._sends_copies or self._overlaps:
+            sizes = [end - start for start, end in zip(group.starts, group.ends, strict=True)]
+            return zero.buckets(sizes)
+        return [range(len(group.parameters))]  # needs no copy: everything is sent together
+
+    def _sums_of_parameters(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
+        """Each parameter's place in the complete gradient, with the shape of the parameter."""
+        for group in self._groups:
+            assert group.complete is not None
+            for parameter, start in zip(group.parameters, group.starts, strict=True):
+                shape = parameter.ds_shape if self._is_stage3 else parameter.shape
+                yield parameter, group.complete[start : start + shape.numel()].view(shape)
+
+    def _begin_step(self) -> None:
+        self._is_first = False
+        for group in self._groups:
+            if group.complete is not None:
+                group.complete.zero_()
+        for bucket in self._buckets:
+            bucket.is_filled = False
+        if self._autograd_adds:
+            for parameter, total in self._sums.items():
+                parameter.grad = total
+
+    def _take(self, parameter: nn.Parameter) -> None:
+        """Called by autograd when the gradient of one micro-batch is in ``parameter.grad``."""
+        gradient, bucket = parameter.grad, self._bucket_of[parameter]
+        assert gradient is not None
+        if not self._autograd_adds:
+            parameter.grad = None
+            if self._is_complete:
+                self._sums[parameter].add_(gradient)
+            else:
+                bucket.gradients[parameter] = gradient
+        bucket.missing -= 1
+        is_whole = self._is_last and self._overlaps if self._is_complete else True
+        if bucket.missing == 0 and is_whole:
+            with self._timeline.part("data"):
+                self._send(bucket)
+
+    def _send(self, bucket: _Bucket) -> None:
+        """Start the reduction of a bucket. Without overlap, copies are reduced one at a time."""
+        if self._sends_copies:
+            self._receive()
+        packed = self._packed(bucket)
+        if self._divides_first:
+            packed = packed / self._dp
+        message = self._rows(bucket, packed) if self._is_stage3 else self._pieces(bucket, packed)
+        self._in_flight.append(message)
+        if self._sends_copies and not self._overlaps:
+            self._receive()
+
+    def _packed(self, bucket: _Bucket) -> Tensor:
+        """The bucket's gradients: flat, or at ZeRO-3 (dp, elements / dp), one row for each rank."""
+        elements = bucket.end - bucket.start
+        complete = bucket.group.complete
+        if complete is not None and not self._is_stage3:
+            return complete[bucket.start : bucket.end].to(self._sent_dtype)
+        shape = (self._dp, elements // self._dp) if self._is_stage3 else (elements,)
+        gradients = [bucket.gradients.pop(p) for p in bucket.parameters if complete is None]
+        if len(gradients) == 1 and gradients[0].numel() == elements:
+            return gradients[0].to(self._sent_dtype).reshape(shape)
+        packed = torch.empty(shape, dtype=self._sent_dtype, device=self._device)
+        if complete is not None:
+            sizes = [self._dp * parameter.partition_numel() for parameter in bucket.parameters]
+            parts = complete[bucket.start : bucket.end].split(sizes)
+            torch.cat([part.view(self._dp, -1) for part in parts], dim=1, out=packed)
+            return packed
+        flat = [gradient.reshape(-1) for gradient in gradients]
+        if self._is_stage3:
+            torch._chunk_cat(flat, 0, self._dp, out=packed)
+        else:
+            torch.cat(flat, out=packed)
+        return packed
+
+    def _pieces(self, bucket: _Bucket, packed: Tensor) -> _Message:
+        """ZeRO 0 to 2: reduce each piece of the bucket to the rank that owns it."""
+        part = bucket.group.own.numel()
+        works = []
+        if self._dp > 1 and self._uses_all_reduce:
+            works = [comm.all_reduce(packed, group=self._axis, async_op=True)]
+        received, start = packed[:0], 0
+        for owner in range(bucket.start // part, -(-bucket.end // part)):
+            first = max(bucket.start, owner * part)
+            end = min(bucket.end, (owner + 1) * part)
+            piece = packed[first - bucket.start : end - bucket.start]
+            if self._dp > 1 and not self._uses_all_reduce:
+                rank = self._axis_ranks[owner]
+                works.append(comm.reduce(piece, dst=rank, group=self._axis, async_op=True))
+            if owner == self._own_part:
+                received, start = piece, first - owner * part
+        return _Message(bucket, works, packed, received, start)
+
+    def _rows(self, bucket: _Bucket, packed: Tensor) -> _Message:
+        """ZeRO-3: reduce-scatter the rows of the bucket."""
+        received, start = packed[self._own_part], bucket.start // self._dp
+        works = []
+        if self._dp > 1 and self._uses_all_reduce:
+            works = [comm.all_reduce(packed, group=self._axis, async_op=True)]
+        elif self._dp > 1:
+            received = torch.empty_like(received)
+            works = [
+                comm.reduce_scatter_fn(received, packed.view(-1), group=self._axis, async_op=True)
+            ]
+        return _Message(bucket, works, packed, received, start)
+
+    def _receive(self) -> None:
+        """Wait for all messages, and add what this rank owns to its partition."""
+        for message in self._in_flight:
+            for work in message.works:
+                work.wait()
+            if self._sends_copies or self._is_offloaded:
+                self._add(message)
+        self._in_flight.clear()
+
+    def _add(self, message: _Message) -> None:
+        received = message.received
+        own = message.bucket.group.own.narrow(0, message.start, received.numel())
+        if message.bucket.is_filled and own.device != received.device:
+            # The device adds, so the host does not wait for it.
+            received = received.to(own.dtype) + own.to(received.device, non_blocking=True)
+            own.copy_(received, non_blocking=True)
+        elif message.bucket.is_filled:
+            own.add_(received)
+        else:
+            own.copy_(received, non_blocking=True)
+        message.bucket.is_filled = True

@@ -1,0 +1,141 @@
+"""Gradients are exact however they are accumulated and reduced, and are held once."""
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megaspeed.analysis.watched_step import WatchedZero, measure
+from megaspeed.config.resolve import Run
+from megaspeed.data.corpus import PreparedCorpus
+from megaspeed.topology.launch import LaunchEnvironment
+from tests.support.rank_pool import RankPool
+from tests.support.tiny import tiny_corpus
+from tests.zero.one_rank import LEARNING_RATE, OFFLOAD, one_rank, small_run
+from tests.zero.test_workarounds import BF16_IN_FP32, are_equal, first_step, reference_of
+
+
+def gradients_of_two_steps(
+    launch: LaunchEnvironment, run: Run, corpus: PreparedCorpus
+) -> tuple[dict[str, Tensor], list[float]]:
+    """(logical gradients of step 1 on rank 0, the norms of both steps)."""
+    with one_rank(launch, run, corpus) as rank:
+        gradients, norm = first_step(rank)
+        rank.engine.before_step = lambda: None
+        return gradients, [norm, rank.train_step(1).grad_norm]
+
+
+PER_STEP, PER_MICRO_BATCH = "per_step", "per_micro_batch"
+SMALL_BUCKETS = {"reduce_bucket_size": 3000}  # some parameters are larger, several fit in one
+
+
+@pytest.mark.parametrize(
+    ("dp", "stage", "reduction", "zero"),
+    [
+        (2, 0, PER_STEP, {**SMALL_BUCKETS, "overlap_comm": True}),
+        (3, 1, PER_STEP, {**SMALL_BUCKETS, "overlap_comm": True}),
+        (2, 1, PER_STEP, {"use_multi_rank_bucket_allreduce": True}),
+        (2, 1, PER_STEP, OFFLOAD),
+        (3, 2, PER_MICRO_BATCH, {**SMALL_BUCKETS, "overlap_comm": True}),
+        (2, 2, PER_MICRO_BATCH, {**SMALL_BUCKETS, "reduce_scatter": False}),
+        (2, 2, PER_MICRO_BATCH, OFFLOAD),
+        (3, 3, PER_MICRO_BATCH, SMALL_BUCKETS),
+        (3, 3, PER_STEP, {**SMALL_BUCKETS, "overlap_comm": True}),
+        (2, 3, PER_STEP, {"reduce_scatter": False, "overlap_comm": False}),
+        (2, 3, PER_MICRO_BATCH, OFFLOAD),
+        (1, 3, PER_MICRO_BATCH, OFFLOAD),
+    ],
+)
+def test_gradients_equal_those_of_one_process(
+    pool: RankPool,
+    text: Path,
+    cache: Path,
+    dp: int,
+    stage: int,
+    reduction: str,
+    zero: dict[str, Any],
+) -> None:
+    run = small_run(
+        text,
+        dp=dp,
+        gradient_accumulation_steps=3,
+        train_batch_size=3 * dp,
+        zero_optimization={"stage": stage, **zero},
+        parallel={"gradient_reduction": reduction},
+    )
+    corpus = tiny_corpus(run, cache)
+    reference = reference_of(run, corpus, steps=2)
+    (gradients, norms), *_ = pool.run(dp, gradients_of_two_steps, run, corpus)
+    assert are_equal(gradients, reference)
+    assert norms == pytest.approx(reference.grad_norms, rel=1e-5)
+
+
+def share_of_rounded_elements(launch: LaunchEnvironment, run: Run, corpus: PreparedCorpus) -> float:
+    """How many of the reduced gradient's elements are bf16 numbers."""
+    rounded: list[Tensor] = []
+
+    def look() -> None:
+        for fragment in rank.engine.gradient_fragments():
+            assert fragment.values.dtype == torch.float32
+            rounded.append(fragment.values.bfloat16().float() == fragment.values)
+
+    with one_rank(launch, run, corpus) as rank:
+        rank.engine.before_step = look
+        rank.train_step(0)
+    return float(torch.cat(rounded).float().mean())
+
+
+@pytest.mark.parametrize("reduction", [PER_STEP, PER_MICRO_BATCH])
+@pytest.mark.parametrize("stage", [2, 3])
+def test_sums_in_fp32_are_not_rounded_to_bf16(
+    pool: RankPool, text: Path, cache: Path, stage: int, reduction: str
+) -> None:
+    run = small_run(
+        text,
+        dp=2,
+        zero_optimization={"stage": stage},
+        parallel={"gradient_reduction": reduction},
+        **BF16_IN_FP32,
+    )
+    corpus = tiny_corpus(run, cache)
+    assert max(pool.run(2, share_of_rounded_elements, run, corpus)) < 0.5
+
+
+def test_gradients_are_sent_in_the_stated_dtype(pool: RankPool, text: Path, cache: Path) -> None:
+    run = small_run(
+        text, dp=2, zero_optimization={"stage": 1}, communication_data_type="bf16", **BF16_IN_FP32
+    )
+    corpus = tiny_corpus(run, cache)
+    assert pool.run(2, share_of_rounded_elements, run, corpus) == [1.0, 1.0]
+
+
+def most_gradient_bytes_per_element(
+    launch: LaunchEnvironment, run: Run, corpus: PreparedCorpus
+) -> float:
+    """At the step's highest moment, over the elements of the model."""
+    with one_rank(launch, run, corpus) as rank:
+        rank.train_step(0)
+        load = functools.partial(rank.loader.micro_batch, run.batch.train_batch_size)
+        _, measured = measure(WatchedZero(rank.worker), load, LEARNING_RATE)
+        elements = sum(p.numel() for p in rank.engine.module.parameters())
+        return measured.peak.gradients / elements
+
+
+@pytest.mark.parametrize("precision", [{}, BF16_IN_FP32])
+def test_zero1_holds_one_fp32_gradient_of_every_parameter(
+    pool: RankPool, text: Path, cache: Path, precision: dict[str, Any]
+) -> None:
+    # Few tokens and many parameters, so that gradients are what most is held of.
+    run = small_run(
+        text,
+        dp=2,
+        model={"hidden_size": 128},
+        train_batch_size=4,
+        zero_optimization={"stage": 1},
+        **precision,
+    )
+    corpus = tiny_corpus(run, cache)
+    assert max(pool.run(2, most_gradient_bytes_per_element, run, corpus)) < 1.15 * 4
