@@ -225,6 +225,7 @@ def _benchmarked(run: Run, steps: int) -> Run:
         "report_to": [],
         "restart": 0,
         "async_save": False,
+        "profile": None,
     }
     return _resolved(run, values)
 
