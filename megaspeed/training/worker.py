@@ -22,7 +22,7 @@ from megaspeed.pipeline.p2p import Neighbours
 from megaspeed.pipeline.partition import layers_of_stages
 from megaspeed.pipeline.schedules import SCHEDULES, forward_only, stage_program
 from megaspeed.pipeline.simulation import check_schedule
-from megaspeed.tensor_parallel.parallelize import initial_shard, parallelize
+from megaspeed.tensor_parallel.parallelize import parallelize, shared_initial_shard
 from megaspeed.topology.context import ParallelContext
 from megaspeed.training.faults import inject_into_model
 from megaspeed.training.rank_model import (
@@ -87,8 +87,14 @@ class Worker:
             context,
             module,
             self.shards,
-            initial_value=lambda name: initial_shard(
-                model, run.config.training.seed, name, self.shards[name]
+            initial_value=lambda name: shared_initial_shard(
+                model,
+                run.config.training.seed,
+                name,
+                self.shards[name],
+                group=context.dp_group,
+                device=context.device,
+                dtype=DTYPES[run.precision],
             ),
             parameter_groups=lambda named: parameter_groups(named, model, optimizer),
             make_optimizer=lambda groups: make_optimizer(groups, optimizer),
