@@ -153,15 +153,15 @@ class Profile:
     def add_times(self, timelines: Sequence[Sequence[float]]) -> None:
         """Adds the times of a step of all ranks; after those of the last step, writes the table."""
         step = int(timelines[0][0])
-        if step in self._steps:
+        if step in self._steps and self._context.rank == 0:
             self._times.append(timelines)
-            if step == self._steps[-1] and self._context.rank == 0:
+            if step == self._steps[-1]:
                 text = (self.table() or "").encode()
                 with contextlib.suppress(OSError):  # it is also printed at the end of the run
                     write_file(self._file(".txt"), lambda stream: stream.write(text))
 
     def table(self) -> str | None:
-        """Where the time of the profiled steps went; None if no step was profiled."""
+        """Where the time of the profiled steps went; None if none was, and on ranks but 0."""
         if not self._times:
             return None
         run = self._run

@@ -81,7 +81,7 @@ class TrainingSummary:
     seconds: float  # training time since this start
     stopped_by: signal.Signals | None  # the signal that stopped the run; None if it took all steps
     last_save: SaveReport  # the report of the last save
-    # where the time of the profiled steps went; None if this start has profiled none
+    # rank 0's: where the time of the profiled steps went; None if this start has profiled none
     profile: str | None = None
 
 

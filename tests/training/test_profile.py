@@ -43,6 +43,13 @@ def process_names(events: list[dict[str, Any]]) -> dict[int, str]:
     return {pid: named[pid] for pid in sorted(named, key=order.__getitem__)}
 
 
+def table_of(records: list[Record]) -> str:
+    """The table, which only rank 0 has."""
+    tables = [record.summary and record.summary.profile for record in records]
+    assert tables[0] is not None and not any(tables[1:])
+    return tables[0]
+
+
 def columns(table: str) -> dict[str, float]:
     """The mean of each row of a table, in ms."""
     rows = re.findall(r"^(\S.{25}) +([\d,.]+) +[\d.]+%", table, re.MULTILINE)
@@ -90,7 +97,7 @@ def test_a_trace_has_the_steps_of_all_ranks_on_one_clock(pool: RankPool, tmp_pat
     flows = [(e["cat"], e["id"], e["ph"]) for e in events if e["ph"] in "sf"]
     assert flows and len(set(flows)) == len(flows), "no arrow joins two ranks"
 
-    (summary,) = {record.summary.profile for record in records if record.summary is not None}
+    summary = table_of(records)
     assert summary == (tmp_path / "run/profile/steps-3-4.txt").read_text()
     *table, trace = summary.splitlines()
     assert "steps-3-4.json.gz (8 of 8 ranks" in trace and max(map(len, table)) <= 80
@@ -108,12 +115,11 @@ def test_the_parts_in_the_table_add_up_to_the_steps(
     records = pool.run(4, train, run, tiny_corpus(run, tmp_path))
     for record in records:
         assert [parts.step for parts in record.parts_of_steps] == [3, 4], "both are timed"
-        assert record.summary is not None and record.summary.profile is not None
-        means = columns(record.summary.profile)
-        step = means.pop("step")
-        assert len(means) == len(PARTS) and sum(means.values()) == pytest.approx(step, abs=0.5)
-        wall = [1000 * metrics.step_time_seconds for metrics in record.steps[2:4]]
-        assert step == pytest.approx(sum(wall) / 2, rel=0.25)
+    means = columns(table_of(records))
+    step = means.pop("step")
+    assert len(means) == len(PARTS) and sum(means.values()) == pytest.approx(step, abs=0.5)
+    wall = [1000 * metrics.step_time_seconds for metrics in records[0].steps[2:4]]
+    assert step == pytest.approx(sum(wall) / 2, rel=0.25)
 
 
 def test_a_rank_that_cannot_write_is_missing_and_the_run_continues(
@@ -121,24 +127,21 @@ def test_a_rank_that_cannot_write_is_missing_and_the_run_continues(
 ) -> None:
     run = profiled_run(tmp_path / "run", dp=2)
     (tmp_path / "run/profile/steps-3-4.rank-1").mkdir(parents=True)
-    first, second = pool.run(2, train, run, tiny_corpus(run, tmp_path))
+    records = pool.run(2, train, run, tiny_corpus(run, tmp_path))
     assert list(process_names(read_trace(tmp_path / "run")).values()) == ["pp 0 dp 0 tp 0 (rank 0)"]
-    for record in (first, second):
-        assert len(record.steps) == 6
-        assert record.summary is not None and record.summary.profile is not None
-        assert "(1 of 2 ranks" in record.summary.profile
-        assert "; rank 1: Is a directory: " in record.summary.profile
+    assert [len(record.steps) for record in records] == [6, 6]
+    assert "(1 of 2 ranks" in table_of(records)
+    assert "; rank 1: Is a directory: " in table_of(records)
 
 
 def test_without_a_trace_there_is_still_a_table(pool: RankPool, tmp_path: Path) -> None:
     run = profiled_run(tmp_path / "run", dp=2)
     (tmp_path / "run").mkdir()
     (tmp_path / "run/profile").write_text("a file where the folder should be")
-    for record in pool.run(2, train, run, tiny_corpus(run, tmp_path)):
-        assert len(record.steps) == 6
-        assert record.summary is not None and record.summary.profile is not None
-        assert "no trace; rank 0: File exists: " in record.summary.profile
-        assert columns(record.summary.profile)["compute"] > 0
+    records = pool.run(2, train, run, tiny_corpus(run, tmp_path))
+    assert [len(record.steps) for record in records] == [6, 6]
+    assert "no trace; rank 0: File exists: " in table_of(records)
+    assert columns(table_of(records))["compute"] > 0
 
 
 def test_a_run_that_stops_and_resumes_within_the_steps_writes_both_parts(
