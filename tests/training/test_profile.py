@@ -45,9 +45,9 @@ def process_names(events: list[dict[str, Any]]) -> dict[int, str]:
 
 def table_of(records: list[Record]) -> str:
     """The table, which only rank 0 has."""
-    tables = [record.summary and record.summary.profile for record in records]
-    assert tables[0] is not None and not any(tables[1:])
-    return tables[0]
+    first, *others = [record.summary.profile for record in records if record.summary is not None]
+    assert first is not None and others == [None] * (len(records) - 1)
+    return first
 
 
 def columns(table: str) -> dict[str, float]:
