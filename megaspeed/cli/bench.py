@@ -1,10 +1,11 @@
 """``megaspeed bench``: the step time of a run beside other libraries that train the same task."""
 
 import argparse
-import json
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megaspeed.cli.bar_or_lines import BarOrLines
 from megaspeed.cli.options import (
     EXIT_DONE,
     EXIT_FAILED,
@@ -13,6 +14,7 @@ from megaspeed.cli.options import (
     positive,
     say,
     write_json,
+    write_results,
 )
 from megaspeed.config.errors import ConfigError
 from megaspeed.files.paths import folder_problem, path_argument
@@ -55,7 +57,7 @@ def run(options: argparse.Namespace) -> int:
     import torch
 
     from megaspeed.analysis.bench.contest import choose_peers
-    from megaspeed.analysis.bench.report import as_json, as_markdown
+    from megaspeed.analysis.bench.report import as_json, as_markdown, draw_chart
     from megaspeed.analysis.local_ranks import too_many_ranks
 
     device_type: DeviceType = "cuda" if torch.cuda.is_available() else "cpu"
@@ -69,13 +71,17 @@ def run(options: argparse.Namespace) -> int:
         raise ConfigError(problems, where=f"the benchmark of {options.config}")
     folder.mkdir(parents=True, exist_ok=True)
     result = _bench(run, reasons, options, folder, device_type)
-    files = _write_files(result, folder)
+    pictures = {"bench.png": partial(draw_chart, result)} if result.device is not None else {}
+    text = as_markdown(result, next(iter(pictures), None))
+    files = write_results(folder, "bench", as_json(result), text, pictures)
     say(as_markdown(result, None).rstrip())
     write_json(options, as_json(result))
     say("")
     say("wrote " + ", ".join(map(str, files)))
     failed = any(each.failure is not None for each in result.contestants)
-    return EXIT_FAILED if failed else EXIT_DONE
+    if result.stopped:
+        say(f"stopped after {result.turns_taken} turns; all ranks have ended", error=True)
+    return EXIT_FAILED if failed or result.stopped else EXIT_DONE
 
 
 def _bench(
@@ -85,18 +91,12 @@ def _bench(
     folder: Path,
     device_type: "DeviceType",
 ) -> "BenchResult":
-    from rich.console import Console
-    from rich.progress import Progress, TimeElapsedColumn
-
     from megaspeed.analysis.bench.contest import take_turns
     from megaspeed.analysis.bench.result import BenchResult
 
     peers = [peer for peer, reason in reasons.items() if reason is None]
-    columns = (*Progress.get_default_columns(), TimeElapsedColumn())
-    # On standard error, so that a file or a pipe receives only the report.
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        bar = progress.add_task("", total=options.turns * (1 + len(peers)))
-        contestants, runs = take_turns(
+    with BarOrLines(options.turns * (1 + len(peers))) as bar:
+        contestants, runs, stopped = take_turns(
             run,
             peers,
             turns=options.turns,
@@ -104,25 +104,13 @@ def _bench(
             device_type=device_type,
             folder=folder,
             timeout_seconds=options.timeout,
-            on_turn=lambda number, text: progress.update(bar, completed=number, description=text),
+            on_turn=bar.show,
         )
     return BenchResult(
         runs=runs,
         turns=options.turns,
         steps=options.steps,
         contestants=contestants,
+        stopped=stopped,
         not_run={peer: reason for peer, reason in reasons.items() if reason is not None},
     )
-
-
-def _write_files(result: "BenchResult", folder: Path) -> list[Path]:
-    """Writes JSON, Markdown and, if there are figures, the picture. Returns the files."""
-    from megaspeed.analysis.bench.report import as_json, as_markdown, draw_chart
-
-    figures, text, picture = (folder / f"bench.{suffix}" for suffix in ("json", "md", "png"))
-    has_picture = result.device is not None
-    figures.write_text(json.dumps(as_json(result), indent=2) + "\n", encoding="utf-8")
-    text.write_text(as_markdown(result, picture.name if has_picture else None), encoding="utf-8")
-    if has_picture:  # last, so that an error in drawing loses no figures
-        draw_chart(result, picture)
-    return [figures, text, *([picture] if has_picture else [])]

@@ -1,11 +1,12 @@
 """``megaspeed compare``: the ZeRO stages side by side, predicted and measured."""
 
 import argparse
-import json
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megaspeed.cli.bar_or_lines import BarOrLines
 from megaspeed.cli.options import (
     EXIT_DONE,
     EXIT_FAILED,
@@ -14,6 +15,7 @@ from megaspeed.cli.options import (
     positive,
     say,
     write_json,
+    write_results,
 )
 from megaspeed.config.errors import ConfigError
 from megaspeed.config.resolve import Run
@@ -107,14 +109,10 @@ def write_files(result: "ComparisonResult", folder: Path) -> list[Path]:
     from megaspeed.analysis.compare.charts import draw_memory_chart, draw_trade_off_chart
     from megaspeed.analysis.compare.report import as_json, as_markdown
 
-    figures, text = folder / "compare.json", folder / "compare.md"
-    pictures = [folder / "memory.png", folder / "tradeoff.png"] if result.done else []
-    figures.write_text(json.dumps(as_json(result), indent=2) + "\n", encoding="utf-8")
-    text.write_text(as_markdown(result, [file.name for file in pictures]), encoding="utf-8")
-    if pictures:  # last, so that an error in drawing loses no figures
-        draw_memory_chart(result, pictures[0])
-        draw_trade_off_chart(result, pictures[1])
-    return [figures, text, *pictures]
+    charts = {"memory.png": draw_memory_chart, "tradeoff.png": draw_trade_off_chart}
+    pictures = {name: partial(draw, result) for name, draw in charts.items() if result.done}
+    text = as_markdown(result, list(pictures))
+    return write_results(folder, "compare", as_json(result), text, pictures)
 
 
 def _rows(
@@ -146,16 +144,10 @@ def _train(
     folder: Path,
 ) -> "tuple[list[Row], bool]":
     """The rows that ended, and whether the user stopped before the last one."""
-    from rich.console import Console
-    from rich.progress import Progress, TimeElapsedColumn
-
     from megaspeed.analysis.compare.rows import train_rows
 
     done: list[Row] = []
-    columns = (*Progress.get_default_columns(), TimeElapsedColumn())
-    # On standard error, so that a file or a pipe receives only the tables.
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        bar = progress.add_task("", total=len(rows))
+    with BarOrLines(len(rows)) as bar:
         try:
             for row in train_rows(
                 rows,
@@ -164,10 +156,9 @@ def _train(
                 device_type=device_type,
                 folder=folder,
                 timeout_seconds=options.timeout,
-                on_row=lambda row: progress.update(bar, description=row.label),
+                on_row=lambda row: bar.show(len(done), row.label),
             ):
                 done.append(row)
-                progress.advance(bar)
         except KeyboardInterrupt:
             return done, True
     return done, False

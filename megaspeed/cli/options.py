@@ -5,7 +5,7 @@ import json
 import math
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -115,6 +115,30 @@ def new_file(text: str) -> Path:
 def say(text: str, *, error: bool = False) -> None:
     """Prints a line to standard output, or to standard error if it is an error message."""
     (sys.stderr if error else sys.stdout).write(text + "\n")
+
+
+def write_results(
+    folder: Path,
+    name: str,
+    figures: Any,
+    text: str,
+    pictures: Mapping[str, Callable[[Path], None]],
+) -> list[Path]:
+    """Writes NAME.json, NAME.md and pictures to a folder. Returns the files.
+
+    Args:
+        folder: an existing folder.
+        name: of the first two files, without the suffix.
+        figures: for the JSON file.
+        text: Markdown.
+        pictures: name of each file -> the function that draws it.
+    """
+    json_file, markdown = folder / f"{name}.json", folder / f"{name}.md"
+    json_file.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
+    markdown.write_text(text, encoding="utf-8")
+    for picture, draw in pictures.items():  # last, so that an error in drawing loses no figures
+        draw(folder / picture)
+    return [json_file, markdown, *(folder / picture for picture in pictures)]
 
 
 def write_json(options: argparse.Namespace, figures: Any) -> None:

@@ -23,7 +23,7 @@ from megaspeed.config.deepspeed_keys import (
 )
 from megaspeed.config.errors import ConfigError
 from megaspeed.config.rules import check, divisors, listed, nearest, rule
-from megaspeed.config.run import ParallelConfig
+from megaspeed.config.run import ParallelConfig, TrainingConfig
 from megaspeed.config.section import LARGEST_ACCUMULATION
 from megaspeed.topology.grid import Grid
 
@@ -214,6 +214,19 @@ def batch_multiplies(parallel: ParallelConfig, stated: StatedBatch, world: World
             f"{batch.train_batch_size:,} / (train_micro_batch_size_per_gpu "
             f"{batch.micro_batch_size:,} x dp {grid.dp})) must be at most "
             f"{LARGEST_ACCUMULATION:,}; raise train_micro_batch_size_per_gpu"
+        )
+
+
+@rule
+def profiled_ranks_exist(
+    parallel: ParallelConfig, training: TrainingConfig, world: World
+) -> Iterator[str]:
+    """The run has the ranks that are to be profiled, unless their number may change."""
+    ranks = () if training.profile is None else training.profile.ranks or ()
+    if not parallel.spare_ranks and ranks and max(ranks) >= world.size:
+        yield (
+            f"training.profile.ranks names rank {max(ranks)}, but {world} has the ranks 0 to "
+            f"{world.size - 1}; remove it"
         )
 
 

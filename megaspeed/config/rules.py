@@ -337,6 +337,18 @@ def warmup_rises(scheduler: SchedulerConfig | None, optimizer: OptimizerConfig) 
 
 
 @rule
+def profiled_steps_are_trained(training: TrainingConfig) -> Iterator[str]:
+    """The run takes the steps that are to be profiled."""
+    profile = training.profile
+    if profile is not None and profile.start_step + profile.steps - 1 > training.steps:
+        yield (
+            f"training.profile.start_step {profile.start_step} + training.profile.steps "
+            f"{profile.steps} - 1 is the last profiled step, and must be at most training.steps "
+            f"{training.steps}; profile earlier or fewer steps"
+        )
+
+
+@rule
 def scaling_has_a_base(training: TrainingConfig) -> Iterator[str]:
     """Scaling of the learning rate and the batch that it starts from are stated together."""
     scaling, base = training.lr_scaling, training.base_batch_size

@@ -40,6 +40,20 @@ class ParallelConfig(Section):
 ReportTo = Literal["tensorboard", "wandb"]
 
 
+class ProfileConfig(Section):
+    """Which steps are profiled, and on which ranks."""
+
+    start_step: int = Field(gt=0)
+    """The first step that is profiled. Step 1 also contains work that later steps do not repeat."""
+    steps: int = Field(default=3, gt=0, le=100)
+    """Number of steps that are profiled."""
+    ranks: tuple[Annotated[int, Field(ge=0)], ...] | None = Field(
+        default=None, min_length=1, strict=False
+    )
+    """The ranks in the trace. If omitted: all ranks, up to 16; in a larger run those of data rank
+    0; if these are more than 16, the first rank of each pipeline stage."""
+
+
 class TrainingConfig(Section):
     """The length of the run, what it reports and what it keeps."""
 
@@ -80,6 +94,9 @@ class TrainingConfig(Section):
     restart: int = Field(default=0, ge=0)
     """How many times the ranks are started again after a failure, under deepspeed, srun, mpirun or
     plain python. torchrun does this by itself (--max-restarts)."""
+    profile: ProfileConfig | None = None
+    """Steps to record with torch.profiler, such as {"start_step": 10}: a trace for Perfetto and a
+    table of where the time went, in profile/ of the run folder. These steps take longer."""
     check_replicas_interval: int = Field(default=0, ge=0)
     """Steps between two comparisons, bit by bit, of the copies that several ranks hold. They are
     also compared before each checkpoint. 0: never."""

@@ -23,7 +23,8 @@ from torch import Tensor, nn
 from megaspeed.config.model import ModelConfig
 from megaspeed.model.parameters import logical_name, parameter_named
 
-_BLOCK_ELEMENTS = 1 << 20
+BLOCK_ELEMENTS = 1 << 20
+"""About how many elements of a matrix are drawn together: complete rows."""
 
 
 def initial_slice(
@@ -77,7 +78,7 @@ def _fill_rows(
     columns: range | None,
 ) -> None:
     """Fill ``out`` with the rows ``wanted``. Draws only the blocks that contain them."""
-    block_rows = max(1, _BLOCK_ELEMENTS // shape[1])
+    block_rows = max(1, BLOCK_ELEMENTS // shape[1])
     if not wanted:
         return
     for block in range(wanted.start // block_rows, (wanted.stop - 1) // block_rows + 1):

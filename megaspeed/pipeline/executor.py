@@ -133,7 +133,7 @@ class Executor:
         for instruction in program:
             try:
                 self._activity.begin(instruction)
-                with self._timeline.part(_PARTS.get(type(instruction), "pipeline")):
+                with self._timeline.part(_PARTS.get(type(instruction), "pipeline"), instruction):
                     self._execute(instruction)
             except Exception as error:
                 note_phase(error, repr(instruction))

@@ -7,15 +7,16 @@ No rank ever holds the full model: a shard is made without its full parameter (s
 ``model.initialization``).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from megaspeed.config.model import ModelConfig
 from megaspeed.model.dropout import MaskShard
 from megaspeed.model.gpt import GPT, Block
-from megaspeed.model.initialization import initial_slice
+from megaspeed.model.initialization import BLOCK_ELEMENTS, initial_slice
 from megaspeed.model.parameters import Parameter, logical_name, parameter_named
 from megaspeed.tensor_parallel.collectives import TensorAxis, split_sequence
 from megaspeed.tensor_parallel.layers import (
@@ -77,6 +78,54 @@ def initial_shard(config: ModelConfig, seed: int, name: str, shard: ParameterSha
     if not shard.padding_rows:
         return value
     return torch.cat((value, value.new_zeros((shard.padding_rows, *value.shape[1:]))))
+
+
+def shared_initial_shard(
+    config: ModelConfig,
+    seed: int,
+    name: str,
+    shard: ParameterShard,
+    *,
+    group: dist.ProcessGroup,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> Tensor:
+    """``initial_shard`` in ``dtype`` on ``device``, of which each rank of ``group`` draws a part.
+
+    All ranks of the group hold the same shard, and call this together. With n of them, a rank draws
+    the blocks (see ``model.initialization``) that contain its 1/n of the rows, and receives the
+    other rows. A parameter of one or two blocks is drawn by every rank.
+    """
+    size, count = group.size(), shard.logical_rows
+    if size == 1 or len(shard.full_shape) == 1 or count * shard.full_shape[1] <= 2 * BLOCK_ELEMENTS:
+        return initial_shard(config, seed, name, shard).to(device=device, dtype=dtype)
+    rows, width = shard.local_shape
+    per_rank = -(-count // size)
+    start = group.rank() * per_rank
+    own = initial_slice(
+        config,
+        seed,
+        logical_name(config, name),
+        torch.Size(shard.full_shape),
+        rows=_rows_between(shard.rows, start, start + per_rank),
+        columns=shard.columns,
+    )
+    sent = torch.zeros(per_rank, width, device=device, dtype=dtype)
+    sent[: len(own)].copy_(own)
+    # Rows of zeros are the padding of the shard, and that of the last ranks' parts.
+    value = torch.zeros(max(rows, size * per_rank), width, device=device, dtype=dtype)
+    received = value[: size * per_rank]
+    dist.all_gather_into_tensor(received.view(torch.uint8), sent.view(torch.uint8), group=group)
+    return value if len(value) == rows else value[:rows].clone()
+
+
+def _rows_between(ranges: Sequence[range], start: int, stop: int) -> list[range]:
+    """The rows at the places ``start`` to ``stop`` of the concatenated ranges."""
+    between = []
+    for rows in ranges:
+        between.append(rows[max(0, start) : max(0, stop)])
+        start, stop = start - len(rows), stop - len(rows)
+    return between
 
 
 def materialize(

@@ -105,11 +105,13 @@ class Timeline:
     collective. On a GPU, events time the current stream, so communication counts only while
     computation waits for it. On a CPU, the host is timed.
 
-    Only some steps are timed (every ``training.log_interval``-th). In all other steps, a part costs
-    only a check of one attribute.
+    Only some steps are timed (every ``training.log_interval``-th, and those that are profiled). In
+    all other steps, a part costs only a check of one attribute.
     """
 
     def __init__(self, device: torch.device) -> None:
+        self.annotate: Callable[[str], AbstractContextManager[Any]] | None = None
+        """Opens a span of the profile; None unless the step is profiled."""
         self._on_gpu = device.type == "cuda"
         self._step: int | None = None
         self._marks: list[tuple[Any, Part]] = []
@@ -128,9 +130,12 @@ class Timeline:
             self._last = (self._step, self._marks)
         self._step = None
 
-    def part(self, name: Part) -> AbstractContextManager[None]:
-        """The time within this block counts for ``name``, except the time within inner blocks."""
-        return self._timed(name) if self._step is not None else nullcontext()
+    def part(self, name: Part, work: object = None) -> AbstractContextManager[None]:
+        """The time within this block counts for ``name``, except the time within inner blocks.
+
+        In a profile, the block is a span with the name of the part, or that of ``work``.
+        """
+        return self._timed(name, work) if self._step is not None else nullcontext()
 
     def pop_seconds(self, *, wait: bool = False) -> Sequence[float]:
         """Return and forget the number of the last timed step and the seconds of each of ``PARTS``.
@@ -152,11 +157,15 @@ class Timeline:
         return [float(step), *seconds.values()]
 
     @contextmanager
-    def _timed(self, name: Part) -> Iterator[None]:
+    def _timed(self, name: Part, work: object) -> Iterator[None]:
         outer = self._now
         self._switch(name)
         try:
-            yield
+            if self.annotate is None:
+                yield
+            else:
+                with self.annotate(name if work is None else str(work)):
+                    yield
         finally:
             self._switch(outer)
 

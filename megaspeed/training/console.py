@@ -246,6 +246,10 @@ class ConsoleObserver(Observer):
         if metrics.slowest_rank_seconds > SLOW * metrics.median_rank_seconds:
             self._print(describe_slow_rank(metrics, self._run.grid))
 
+    def profiled(self, step: int, trace: str) -> None:
+        """Prints where the trace of the profiled steps is."""
+        self._print(f"step {step:>6}  profile: {escape(trace)}")
+
     def validation(self, metrics: ValidationMetrics) -> None:
         """Records and prints an evaluation."""
         self._write(metrics)

@@ -293,5 +293,7 @@ class Job:
                 self.console, f"the loss curve could not be drawn: {type(error).__name__}: {error}"
             )
             files = f"metrics: {metrics}"
+        if summary.profile is not None:
+            print_line(self.console, Text(summary.profile))
         self.console.print(summary_table(self.run, summary))
         print_line(self.console, Text(files))

@@ -60,7 +60,10 @@ class ValidationMetrics:
 
 @dataclass(frozen=True, kw_only=True)
 class PartMetrics:
-    """The times of the parts of one step; every ``training.log_interval``-th step is timed."""
+    """The times of the parts of one step.
+
+    Every ``training.log_interval``-th step is timed, and each that ``training.profile`` states.
+    """
 
     step: int  # the step that was timed
     parts_seconds: dict[str, float]  # seconds of each part, the mean over all ranks
@@ -74,12 +77,9 @@ class PartMetrics:
 
         Returns None if a rank has no times because its GPU had not finished the step.
         """
-        if not all(step > 0 for step, *_ in timelines):
+        if not timelines or not all(step > 0 for step, *_ in timelines):
             return None
-        work = [
-            sum(seconds for part, seconds in zip(PARTS, rank[1:], strict=True) if part in OWN_WORK)
-            for rank in timelines
-        ]
+        work = [own_work(seconds) for _, *seconds in timelines]
         step, *means = (statistics.fmean(column) for column in zip(*timelines, strict=True))
         slowest = max(range(len(work)), key=work.__getitem__)
         return cls(
@@ -89,6 +89,11 @@ class PartMetrics:
             slowest_rank_seconds=work[slowest],
             median_rank_seconds=statistics.median(work),
         )
+
+
+def own_work(seconds: Sequence[float]) -> float:
+    """How long a rank did not wait for other ranks, of the times of each of ``PARTS``."""
+    return sum(own for part, own in zip(PARTS, seconds, strict=True) if part in OWN_WORK)
 
 
 Metrics = StepMetrics | PartMetrics | ValidationMetrics

@@ -4,6 +4,7 @@
     config.json  metrics.jsonl  loss.png  checkpoints/     of this run
     parts.jsonl                                            the times of the parts of a step
     starts.jsonl                                           when it was started and resumed
+    profile/                                               if training.profile states steps
     logs/                                                  one file for each rank
     tensorboard/ wandb/                                    if training.report_to names them
     earlier-1/   earlier-2/  ...                           earlier files, with the same names
@@ -38,7 +39,7 @@ from megaspeed.training.metrics import records_up_to
 
 CONFIG, LOSS_CURVE = "config.json", "loss.png"
 METRICS, PARTS, STARTS = "metrics.jsonl", "parts.jsonl", "starts.jsonl"
-TENSORBOARD, WANDB = "tensorboard", "wandb"
+TENSORBOARD, WANDB, PROFILE = "tensorboard", "wandb", "profile"
 
 LOCK = ".lock"
 """Contains the host and the process id of rank 0 as "host pid". A user can signal the run with
@@ -75,7 +76,7 @@ def check_shared_folder(run_dir: Path, context: ParallelContext) -> None:
         return name
 
     mark = broadcast(group, create_file)
-    seen = gather(group, lambda: _appears(run_dir / mark))
+    seen = gather(group, lambda: appears(run_dir / mark))
     if context.rank == 0:
         with suppress(OSError):
             (run_dir / mark).unlink(missing_ok=True)
@@ -128,7 +129,8 @@ def start_run_folder(run: Run) -> Path | None:
     run.run_dir.mkdir(parents=True, exist_ok=True)
     earlier = _next_earlier(run.run_dir)
     # Checkpoints first: if this is interrupted, nobody can resume from a half-moved run.
-    for name in (CHECKPOINTS, METRICS, PARTS, STARTS, CONFIG, LOSS_CURVE, TENSORBOARD, WANDB):
+    files = (METRICS, PARTS, STARTS, CONFIG, LOSS_CURVE, TENSORBOARD, WANDB, PROFILE)
+    for name in (CHECKPOINTS, *files):
         _move(run.run_dir / name, run.run_dir, earlier)
     _write_config(run)
     _record_start(run, 0)
@@ -154,7 +156,8 @@ def continue_run_folder(run: Run, step: int) -> Path | None:
     return earlier if earlier.exists() else None
 
 
-def _appears(file: Path) -> bool:
+def appears(file: Path) -> bool:
+    """Waits until a file that another node has written is seen here; False if it is not."""
     deadline = time.monotonic() + _SECONDS_TO_BE_SEEN
     while not file.exists():
         if time.monotonic() > deadline:

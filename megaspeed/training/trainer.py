@@ -12,7 +12,7 @@ import dataclasses
 import math
 import signal
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -31,6 +31,7 @@ from megaspeed.training.metrics import (
     ValidationMetrics,
     peak_flops_per_second,
 )
+from megaspeed.training.profile import Profile
 from megaspeed.training.replicas import Replicas
 from megaspeed.training.step_inputs import StepInputs
 from megaspeed.training.worker import StepResult, Worker
@@ -51,6 +52,9 @@ class Observer:
 
     def parts(self, metrics: PartMetrics) -> None:
         """Called when the times of the parts of an earlier step are known."""
+
+    def profiled(self, step: int, trace: str) -> None:
+        """Called after the last profiled step, with a line about the trace."""
 
     def validation(self, metrics: ValidationMetrics) -> None:
         """Called after each evaluation."""
@@ -77,6 +81,8 @@ class TrainingSummary:
     seconds: float  # training time since this start
     stopped_by: signal.Signals | None  # the signal that stopped the run; None if it took all steps
     last_save: SaveReport  # the report of the last save
+    # rank 0's: where the time of the profiled steps went; None if this start has profiled none
+    profile: str | None = None
 
 
 class Trainer:
@@ -108,6 +114,7 @@ class Trainer:
         )
         self._peak = peak_flops_per_second(context.device, run.precision)
         self._last_save: SaveReport | None = None
+        self._profile = Profile(run, context)
 
     def train(self, begin: Progress) -> TrainingSummary:
         """Runs the steps after ``begin``, which must be before the last step.
@@ -125,9 +132,12 @@ class Trainer:
         progress, replicas = begin, Replicas(self.worker, begin.step)
         while progress.step < config.steps and stopped_by is None:
             timeouts = START_UP_TIMEOUTS if progress is begin else 1.0
-            with activity.during(f"step {progress.step + 1}", timeouts=timeouts):
+            step = progress.step + 1
+            with activity.during(f"step {step}", timeouts=timeouts), self._profile.step(step):
                 progress, metrics, stopped_by = self._train_step(progress)
-            step = progress.step
+            if self._profile.ends_with(step, stops=stopped_by is not None):
+                with activity.during(f"writing the profile of step {step}", timeouts=SAVE_TIMEOUTS):
+                    self._observer.profiled(step, self._profile.write(step))
             saves = stopped_by is not None or self._is_due(config.save_interval, step)
             interval = config.check_replicas_interval
             # Copies are also compared before each save, so every checkpoint has equal copies.
@@ -146,7 +156,7 @@ class Trainer:
                 self._report(self._checkpointing.finished())
         if self._is_timed(progress.step):
             with activity.during(f"exchanging the times of step {progress.step}"):
-                self._observe(self.worker.parts_of_last_step())
+                self._observe(self.worker.timelines_of_last_step())
         self._inputs.close()
         with activity.during("waiting for the last save", timeouts=SAVE_TIMEOUTS):
             self._report(self._checkpointing.close())
@@ -159,6 +169,7 @@ class Trainer:
             seconds=time.perf_counter() - start,
             stopped_by=stopped_by,
             last_save=self._last_save,
+            profile=self._profile.table(),
         )
 
     def _train_step(self, before: Progress) -> tuple[Progress, StepMetrics, signal.Signals | None]:
@@ -174,13 +185,15 @@ class Trainer:
         progress = self._after(before, result)
         metrics = self._measure(progress, result, rate, time.perf_counter() - start)
         self._observer.step(metrics)
-        self._observe(result.parts)
+        self._observe(result.timelines)
         if progress.skipped_in_a_row >= self._run.config.training.max_skipped_steps:
             self._give_up(metrics, progress)
         return progress, metrics, signal.Signals(result.stop_signal) if result.stop_signal else None
 
-    def _observe(self, parts: PartMetrics | None) -> None:
+    def _observe(self, timelines: Sequence[Sequence[float]]) -> None:
+        parts = PartMetrics.of(timelines)
         if parts is not None:
+            self._profile.add_times(timelines)
             self._observer.parts(parts)
 
     def _after(self, before: Progress, result: StepResult) -> Progress:
@@ -260,8 +273,11 @@ class Trainer:
         return is_last or (interval > 0 and step % interval == 0)
 
     def _is_timed(self, step: int) -> bool:
-        """True for the steps that the console prints. Timing only these costs little."""
-        return step % self._run.config.training.log_interval == 0
+        """True for the steps that the console prints. Timing only these costs little.
+
+        True also for the steps that are profiled.
+        """
+        return step % self._run.config.training.log_interval == 0 or self._profile.covers(step)
 
     def _report(self, reports: Iterable[SaveReport]) -> None:
         for report in reports:

@@ -22,10 +22,9 @@ from megaspeed.pipeline.p2p import Neighbours
 from megaspeed.pipeline.partition import layers_of_stages
 from megaspeed.pipeline.schedules import SCHEDULES, forward_only, stage_program
 from megaspeed.pipeline.simulation import check_schedule
-from megaspeed.tensor_parallel.parallelize import initial_shard, parallelize
+from megaspeed.tensor_parallel.parallelize import parallelize, shared_initial_shard
 from megaspeed.topology.context import ParallelContext
 from megaspeed.training.faults import inject_into_model
-from megaspeed.training.metrics import PartMetrics
 from megaspeed.training.rank_model import (
     backward_scale,
     make_loss_function,
@@ -55,9 +54,8 @@ class StepResult:
     peak_memory_bytes: tuple[int, ...] = ()
     # the highest number of a stop signal that a rank has received; 0 if none has
     stop_signal: int = 0
-    # the times of an earlier step, when all ranks have sent them; otherwise None. The times of a
-    # step are returned once.
-    parts: PartMetrics | None = None
+    # for each rank, what its ``Timeline.pop_seconds`` returned about an earlier step
+    timelines: Sequence[Sequence[float]] = ()
 
 
 @dataclass(frozen=True)
@@ -89,8 +87,14 @@ class Worker:
             context,
             module,
             self.shards,
-            initial_value=lambda name: initial_shard(
-                model, run.config.training.seed, name, self.shards[name]
+            initial_value=lambda name: shared_initial_shard(
+                model,
+                run.config.training.seed,
+                name,
+                self.shards[name],
+                group=context.dp_group,
+                device=context.device,
+                dtype=DTYPES[run.precision],
             ),
             parameter_groups=lambda named: parameter_groups(named, model, optimizer),
             make_optimizer=lambda groups: make_optimizer(groups, optimizer),
@@ -141,16 +145,16 @@ class Worker:
             skipped=outcome.skipped,
             peak_memory_bytes=self._by_pipeline_stage(peaks),
             stop_signal=int(max(signals)),
-            parts=PartMetrics.of(list(zip(*timelines, strict=True))),
+            timelines=list(zip(*timelines, strict=True)),
         )
 
-    def parts_of_last_step(self) -> PartMetrics | None:
-        """The times of the last step, if it was timed; no later step returns them.
+    def timelines_of_last_step(self) -> Sequence[Sequence[float]]:
+        """For each rank, the times of the last step, if it was timed; no later step returns them.
 
         Waits until the device has finished that step.
         """
         own = self.context.timeline.pop_seconds(wait=True)
-        return PartMetrics.of(exchange(own, self.context.world_group, self.context.device))
+        return exchange(own, self.context.world_group, self.context.device)
 
     @torch.no_grad()
     def evaluate(self, load: Load, micro_batches: int, predicted_tokens: int) -> float:

@@ -207,6 +207,25 @@ def test_warmup_rises() -> None:
     assert "warmup_min_lr 0.01 must be at most optimizer.params.lr 0.001" in message
 
 
+def test_profiled_steps_and_ranks_exist() -> None:
+    profile = ("training.steps=12", "training.profile.start_step=10")
+    assert problems(*profile, world_size=1) == []
+    assert only_problem(*profile, "training.profile.steps=4") == (
+        "training.profile.start_step 10 + training.profile.steps 4 - 1 is the last profiled step, "
+        "and must be at most training.steps 12; profile earlier or fewer steps"
+    )
+    ranks = (*profile, "training.profile.ranks=[0, 3]")
+    assert problems(*ranks, world_size=4) == problems(*ranks) == []
+    assert only_problem(*ranks, world_size=2) == (
+        "training.profile.ranks names rank 3, but world size 2 (from WORLD_SIZE) has the ranks 0 "
+        "to 1; remove it"
+    )
+    assert problems(*ranks, "parallel.spare_ranks=true", world_size=2) == []
+    for wrong in ("start_step=0", "steps=0", "ranks=[-1]", "ranks=[]", "every=5"):
+        assert problems(*profile, f"training.profile.{wrong}") != [], wrong
+    assert "training.profile.start_step" in only_problem("training.profile.steps=4")
+
+
 def test_a_scaled_rate_has_a_base_and_a_base_scales() -> None:
     both = ["training.lr_scaling=sqrt", "training.base_batch_size=8"]
     assert problems(*both) == problems("training.lr_scaling=none") == []

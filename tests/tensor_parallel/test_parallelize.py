@@ -1,19 +1,30 @@
 """Applying the plan: each rank gets the bits of its part of the initial weights, layer by layer."""
 
 import dataclasses
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from megaspeed.config.model import ModelConfig
+from megaspeed.model import initialization
 from megaspeed.model import parameters as table
 from megaspeed.model.gpt import GPT
 from megaspeed.model.parameters import layer_count
 from megaspeed.tensor_parallel.collectives import TensorAxis
-from megaspeed.tensor_parallel.parallelize import initial_shard, materialize, parallelize
+from megaspeed.tensor_parallel.parallelize import (
+    initial_shard,
+    materialize,
+    parallelize,
+    shared_initial_shard,
+)
 from megaspeed.tensor_parallel.plan import ParameterShard
+from megaspeed.topology.context import ParallelContext
+from megaspeed.topology.grid import Grid
+from megaspeed.topology.launch import LaunchEnvironment
 from tests.model.tiny_gpt import gpt2, initialized, llama
+from tests.support.rank_pool import RankPool
 
 CONFIGS = {
     "gpt2": gpt2(),
@@ -149,3 +160,52 @@ def test_a_linear_module_that_all_ranks_hold_is_refused(monkeypatch: pytest.Monk
     with pytest.raises(ValueError, match=r"blocks.0.mlp.up .* states the split replicated"):
         on_meta(config, 0, 2)
     table._by_name.cache_clear()
+
+
+def draw_together(launch: LaunchEnvironment, dtype: torch.dtype) -> dict[str, tuple[bool, float]]:
+    """For each parameter: whether sharing keeps its bits, and the part of its blocks drawn here."""
+    config = llama(
+        hidden_size=1536,
+        num_attention_heads=24,
+        num_key_value_heads=24,
+        num_hidden_layers=1,
+        intermediate_size=2048,
+        vocab_size=2801,
+    )
+    drawn: list[str] = []
+    draw_block = initialization._draw_block
+
+    def counted(seed: int, name: str, *block: Any) -> Tensor:
+        drawn.append(name)
+        return draw_block(seed, name, *block)
+
+    found = {}
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        ParallelContext.create(Grid(pp=1, dp=3, tp=1), launch, timeout_seconds=30) as context,
+    ):
+        patch.setattr(initialization, "_draw_block", counted)
+        group, device = context.dp_group, context.device
+        for tp_rank in range(2):
+            for name, shard in on_meta(config, tp_rank, 2)[1].items():
+                drawn.clear()
+                alone = initial_shard(config, 3, name, shard).to(dtype)
+                blocks = max(1, len(drawn))
+                drawn.clear()
+                shared = shared_initial_shard(
+                    config, 3, name, shard, group=group, device=device, dtype=dtype
+                )
+                assert shared.untyped_storage().nbytes() == shared.nbytes
+                found[f"{name}, {tp_rank}"] = torch.equal(alone, shared), len(drawn) / blocks
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_data_ranks_share_the_draw_of_a_shard_without_changing_a_bit(
+    dtype: torch.dtype, pool: RankPool
+) -> None:
+    """Three ranks, so that rows do not divide: heads, sections, columns, a padded vocabulary."""
+    for found in pool.run(3, draw_together, dtype):
+        assert all(equal for equal, _ in found.values()), found
+        shares = {name: share for name, (_, share) in found.items() if share > 0}
+        assert len(shares) == 2 * 6 and max(shares.values()) <= 2 / 3, shares

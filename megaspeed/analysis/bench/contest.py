@@ -160,7 +160,7 @@ def take_turns(
     folder: Path,
     timeout_seconds: float,
     on_turn: Callable[[int, str], None] = lambda done, text: None,
-) -> tuple[list[Contestant], dict[str, Run]]:
+) -> tuple[list[Contestant], dict[str, Run], bool]:
     """Lets megaspeed and the peers take turns on ranks of this machine.
 
     Args:
@@ -174,7 +174,10 @@ def take_turns(
         on_turn: called with the number of turns before, and a description, before a turn starts.
 
     Returns:
-        The contestants, and the run of each workload.
+        The contestants, the run of each workload, and whether Ctrl-C or a signal has stopped them.
+
+    Raises:
+        KeyboardInterrupt: they were stopped before any turn had ended.
     """
     launch = partial(
         run_on_ranks,
@@ -205,9 +208,13 @@ def take_turns(
                 ranks = launch(*part, log=log)
             except RanksFailed as failure:
                 contestant.failure = f"failed in turn {number}: {failure}; see {log}"
+            except KeyboardInterrupt:
+                if not any(each.turns[RUN] for each in contestants):
+                    raise
+                return contestants, runs, True
             else:
                 contestant.add(list(runs), ranks)
-    return contestants, runs
+    return contestants, runs, False
 
 
 def _benchmarked(run: Run, steps: int) -> Run:
@@ -225,6 +232,7 @@ def _benchmarked(run: Run, steps: int) -> Run:
         "report_to": [],
         "restart": 0,
         "async_save": False,
+        "profile": None,
     }
     return _resolved(run, values)
 

@@ -48,11 +48,17 @@ class BenchResult:
     steps: int  # timed steps of a turn
     contestants: Sequence[Contestant]
     not_run: Mapping[str, str]  # peers that cannot train the run -> why
+    stopped: bool = False  # by Ctrl-C or a signal, before the last turn
 
     @property
     def run(self) -> Run:
         """The run that was asked for."""
         return self.runs[RUN]
+
+    @property
+    def turns_taken(self) -> int:
+        """How many turns all contestants together have finished."""
+        return sum(len(each.turns[RUN]) for each in self.contestants)
 
     @property
     def device(self) -> Device | None:
@@ -80,7 +86,10 @@ class BenchResult:
 
     @property
     def warnings(self) -> Iterator[str]:
-        """A line for each contestant that failed or trains another model."""
+        """Whether the turns were stopped; each contestant that failed or trains another model."""
+        if self.stopped:
+            of = self.turns * len(self.contestants)
+            yield f"stopped after {self.turns_taken} of {of} turns; the figures are of these"
         for each in self.contestants:
             if each.failure is not None:
                 yield f"{each.name} {each.failure}"

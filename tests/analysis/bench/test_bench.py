@@ -46,6 +46,7 @@ def launched_alone(
 @pytest.fixture
 def failing(pool: RankPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Lets turns start on ranks of the pool. Those whose log file is in the list fail instead.
+    "Ctrl-C in" before the file's name stops the command in this turn.
 
     ``test_local_ranks.py`` tests the launch that it replaces, and ``test_gpu_check.py`` runs the
     complete command.
@@ -54,6 +55,8 @@ def failing(pool: RankPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("MEGASPEED_CACHE", str(tmp_path / "cache"))
 
     def run(*part: Any, world_size: int, log: Path, **_: Any) -> list[Any]:
+        if f"Ctrl-C in {log.name}" in names:
+            raise KeyboardInterrupt
         if log.name in names:
             raise RanksFailed("out of memory: RuntimeError: 2 GiB are missing (rank 1)")
         cache = str(tmp_path / "cache")
@@ -144,6 +147,33 @@ def test_deepspeeds_pipeline_trains_the_same_task_and_a_failed_turn_is_reported(
         assert code == 1 and "**Warning: deepspeed-pipeline failed in turn 2: out" in printed
     else:
         assert code == 0 and figures["warnings"] == []
+
+
+@pytest.mark.timeout(600)
+def test_ctrl_c_reports_the_turns_that_were_measured(
+    failing: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    failing += ["Ctrl-C in megaspeed-2.log"]
+    options = ("--turns", "3", "--steps", "1", "--peers", "ddp")
+    code, figures = bench(tmp_path, *options, model=GPT2)
+    out, err = capsys.readouterr()
+    assert code == 1 and "stopped after 2 turns; all ranks have ended" in err
+    assert figures["warnings"] == ["stopped after 2 of 6 turns; the figures are of these"]
+    for workload in (RUN, HOST_BOUND):
+        assert [len(row["turns"]) for row in rows_of(figures, workload).values()] == [1, 1]
+        assert rows_of(figures, workload)["ddp"]["ratio"] is not None
+    assert "**Warning: stopped after 2 of 6 turns" in out and (tmp_path / "out/bench.png").exists()
+
+
+def test_ctrl_c_in_the_first_turn_leaves_an_earlier_report(
+    failing: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    failing += ["Ctrl-C in megaspeed-1.log"]
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out/bench.json").write_text('{"earlier": 1}')
+    code, figures = bench(tmp_path, "--turns", "1", "--peers", "ddp", model=GPT2)
+    assert code == 1 and figures == {"earlier": 1}
+    assert "megaspeed bench: stopped" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,383 @@
+"""Profiles some steps: one trace with a process for each rank, and a table of where the time went.
+
+    step         9          10  11  12            13
+                 warm-up    recorded, all timed   the times of step 12 arrive: the table is written
+
+    profile/steps-10-12.json.gz    the trace, for https://ui.perfetto.dev
+    profile/steps-10-12.txt        the table
+
+Each recorded rank writes its events to the run folder, and rank 0 joins them. A rank that fails to
+record or to write is missing from the trace, and the run continues. The table does not need the
+trace: it has the times of ``Timeline`` on all ranks.
+"""
+
+import contextlib
+import gzip
+import json
+import os
+import shutil
+import socket
+import statistics
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import torch.distributed as dist
+from torch.profiler import ProfilerActivity, record_function
+from torch.profiler import profile as TorchProfiler
+
+from megaspeed.checkpoint.errors import describe
+from megaspeed.config.errors import shortened
+from megaspeed.config.resolve import Run
+from megaspeed.files.durable import write_file
+from megaspeed.pipeline.schedules import SCHEDULES
+from megaspeed.pipeline.simulation import bubble_fraction
+from megaspeed.topology.activity import OWN_WORK, PARTS, Part
+from megaspeed.topology.context import ParallelContext
+from megaspeed.topology.grid import Grid
+from megaspeed.training.metrics import own_work
+from megaspeed.training.run_folder import PROFILE, appears
+
+T = TypeVar("T")
+
+MOST_RANKS = 16
+"""How many ranks a trace has by default. A step of one rank may have 100,000 events of 200 bytes,
+and Perfetto opens a few gigabytes."""
+
+_MOST_PROBLEMS_NAMED = 2
+_PROCESSES_OF_A_RANK = 64  # the host, and the GPUs that it uses
+_SILENT = "99"  # above all log levels of torch's profiler, which prints two lines for each profile
+_WORLD: Part = "world"
+
+_LABELS: Mapping[Part, str] = {
+    "compute": "compute",
+    "tensor": "exposed communication, tp",
+    "data": "exposed communication, dp",
+    "pipeline": "bubble and messages, pp",
+    "world": "loss and norm, all ranks",
+    "data_loading": "data wait",
+    "optimizer": "optimizer",
+    "host": "host",
+}
+
+
+class Clock(NamedTuple):
+    """How the times in the trace of one rank compare with those of other ranks."""
+
+    host: str
+    base_ns: int  # the moment of time 0 of the trace
+    start: float  # of the first step, in us after the base
+    ends: list[float]  # of each all-reduce among all ranks, in us after the base
+
+
+def profiled_ranks(grid: Grid, stated: Sequence[int] | None = None) -> list[int]:
+    """The ranks in the trace; by default all of them, or one replica, or a rank of each stage."""
+    ranks = list(range(grid.world_size))
+    if stated is not None:
+        return [rank for rank in ranks if rank in stated]
+    for axis in ("dp", "tp"):
+        if len(ranks) > MOST_RANKS:
+            ranks = [rank for rank in ranks if getattr(grid.coordinates_of(rank), axis) == 0]
+    return ranks
+
+
+class Profile:
+    """The profile of a run on one rank. Without ``training.profile``, it does nothing.
+
+    A run that resumes within the profiled steps profiles the rest of them.
+    """
+
+    def __init__(self, run: Run, context: ParallelContext) -> None:
+        stated = run.config.training.profile
+        self._run, self._context = run, context
+        self._steps = range(0)
+        self._records = False
+        if stated is not None:
+            self._steps = range(stated.start_step, stated.start_step + stated.steps)
+            self._records = context.rank in profiled_ranks(run.grid, stated.ranks)
+        self._before: int | None = None
+        self._profiler: TorchProfiler | None = None
+        self._problem: str | None = None  # why this rank does not record
+        self._events: list[dict[str, Any]] = []
+        self._times: list[Sequence[Sequence[float]]] = []
+        self.trace = ""
+        """A line about the trace: where it is, and which ranks it has or lacks."""
+
+    def covers(self, step: int) -> bool:
+        """Whether the step is profiled."""
+        return step in self._steps
+
+    @contextlib.contextmanager
+    def step(self, step: int) -> Iterator[None]:
+        """Encloses each step of the training loop, and records it if it is profiled."""
+        if step in self._steps and self._before not in self._steps:
+            self._steps = range(step, self._steps.stop)  # the run may have resumed here
+        self._before = step
+        if self._records and self._problem is None:
+            try:
+                self._start(step)
+            except Exception as error:
+                self._problem = describe(error)
+        if self._context.timeline.annotate is None:
+            yield
+        else:
+            with record_function(f"step {step}"):
+                yield
+
+    def ends_with(self, step: int, *, stops: bool) -> bool:
+        """Whether ``write`` must follow this step. It must also if the run stops after it."""
+        return step in self._steps and (stops or step + 1 not in self._steps)
+
+    def write(self, last: int) -> str:
+        """Writes the trace of the steps up to ``last``, and returns ``trace``.
+
+        All ranks call this together, and return when rank 0 has written.
+        """
+        self._steps = range(self._steps.start, last + 1)
+        clocks, not_recorded = self._exchange(self._stop)
+        parts, not_written = self._exchange(lambda: self._write_part(clocks))
+        self._events = []
+        sizes, not_joined = self._exchange(lambda: self._join(parts))
+        problems = {**not_recorded, **not_written, **not_joined}
+        lines = [f"rank {rank}: {problem}" for rank, problem in sorted(problems.items())]
+        if sizes:
+            ranks = f"{len(parts)} of {self._run.grid.world_size} ranks"
+            self.trace = f"{self._file('.json.gz')} ({ranks}, {sizes[0] / 1e6:,.1f} MB)"
+        else:
+            self.trace = "no trace"
+        if lines:
+            self.trace += f"; {'; '.join(shortened(lines, _MOST_PROBLEMS_NAMED))}"
+        return self.trace
+
+    def add_times(self, timelines: Sequence[Sequence[float]]) -> None:
+        """Adds the times of a step of all ranks; after those of the last step, writes the table."""
+        step = int(timelines[0][0])
+        if step in self._steps and self._context.rank == 0:
+            self._times.append(timelines)
+            if step == self._steps[-1]:
+                text = (self.table() or "").encode()
+                with contextlib.suppress(OSError):  # it is also printed at the end of the run
+                    write_file(self._file(".txt"), lambda stream: stream.write(text))
+
+    def table(self) -> str | None:
+        """Where the time of the profiled steps went; None if none was, and on ranks but 0."""
+        if not self._times:
+            return None
+        run = self._run
+        schedule = SCHEDULES[run.config.parallel.schedule]
+        micro_batches = run.batch.gradient_accumulation_steps
+        bubble = bubble_fraction(schedule, run.grid.pp, micro_batches)
+        return (
+            f"{describe_times(self._times, run.grid, bubble)}\n"
+            f"times while profiling; trace: {self.trace}\n"
+        )
+
+    def _start(self, step: int) -> None:
+        """Prepares the profiler one step before the first, because this takes a second or more."""
+        begins = step == self._steps.start
+        if self._profiler is None and (begins or step + 1 == self._steps.start):
+            os.environ.setdefault("KINETO_LOG_LEVEL", _SILENT)
+            on_gpu = self._context.device.type == "cuda"
+            activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
+            self._profiler = TorchProfiler(activities=activities)
+            self._profiler.prepare_trace()
+        if self._profiler is not None and begins:
+            self._profiler.start_trace()
+            self._context.timeline.annotate = record_function
+
+    def _stop(self) -> Clock | None:
+        """Ends the recording and reads the events of this rank."""
+        self._context.timeline.annotate = None
+        if self._problem is not None:
+            raise RuntimeError(self._problem)
+        if self._profiler is None:
+            return None
+        profiler, self._profiler, self._records = self._profiler, None, False
+        profiler.stop_trace()
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder) / "trace.json"
+            profiler.export_chrome_trace(str(file))
+            trace = json.loads(file.read_bytes())
+        self._events = [event for event in trace["traceEvents"] if isinstance(event["pid"], int)]
+        spans = [event for event in self._events if event.get("cat") == "user_annotation"]
+        return Clock(
+            host=socket.gethostname(),
+            base_ns=trace["baseTimeNanoseconds"],
+            start=min(event["ts"] for event in spans),
+            ends=[event["ts"] + event["dur"] for event in spans if event["name"] == _WORLD],
+        )
+
+    def _write_part(self, clocks: Mapping[int, Clock]) -> str | None:
+        """Writes this rank's events for rank 0. Returns the path."""
+        rank = self._context.rank
+        if rank not in clocks:
+            return None
+        at = self._context.coordinates
+        name = f"pp {at.pp} dp {at.dp} tp {at.tp} (rank {rank})"
+        events = _renumbered(self._events, rank, self._run.grid.world_size, name)
+        shift = placements(clocks)[rank]
+        for event in events:
+            if "ts" in event:
+                event["ts"] = round(event["ts"] + shift, 3)
+        path = self._file(f".rank-{rank}")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        text = ",\n".join(json.dumps(event, separators=(",", ":")) for event in events)
+        with gzip.open(path, "wb", compresslevel=1) as stream:
+            stream.write(text.encode())
+        return str(path)
+
+    def _join(self, parts: Mapping[int, str]) -> int | None:
+        """Joins the files of all ranks and removes them. Returns the size of the trace in bytes."""
+        if self._context.rank != 0 or not parts:
+            return None
+        files = [Path(part) for part in parts.values()]
+        trace = self._file(".json.gz")
+
+        def fill(target: Any) -> None:
+            with gzip.open(target, "wb", compresslevel=1) as stream:
+                for file in files:
+                    stream.write(b'{"traceEvents":[\n' if file is files[0] else b",\n")
+                    if not appears(file):
+                        raise OSError(f"{file} does not exist; all nodes must share this folder")
+                    with gzip.open(file) as part:
+                        shutil.copyfileobj(part, stream)
+                stream.write(b"\n]}\n")
+
+        try:
+            write_file(trace, fill)
+        finally:
+            for file in files:
+                file.unlink(missing_ok=True)
+        return trace.stat().st_size
+
+    def _file(self, suffix: str) -> Path:
+        first, last = self._steps[0], self._steps[-1]
+        return self._run.run_dir / PROFILE / f"steps-{first}-{last}{suffix}"
+
+    def _exchange(self, make: Callable[[], T | None]) -> tuple[dict[int, T], dict[int, str]]:
+        """The results of all ranks by rank, without None, and the errors by rank."""
+        try:
+            own: tuple[T | None, str | None] = make(), None
+        except Exception as error:
+            own = None, describe(error)
+        answers = [own] * self._run.grid.world_size
+        dist.all_gather_object(answers, own, self._context.world_group)
+        results = {rank: made for rank, (made, _) in enumerate(answers) if made is not None}
+        errors = {rank: why for rank, (_, why) in enumerate(answers) if why is not None}
+        return results, errors
+
+
+def placements(clocks: Mapping[int, Clock]) -> dict[int, float]:
+    """What to add to the times of each rank, in us, so that the first span of all starts at 0.
+
+    Ranks of one host have one clock. Another host's clock may differ. An all-reduce among all ranks
+    ends on all of them within its latency, so the median difference of these ends is removed.
+    """
+    first = clocks[min(clocks)]
+
+    def after_first(clock: Clock) -> float:
+        return (clock.base_ns - first.base_ns) / 1000
+
+    differences = {first.host: [0.0]}
+    for clock in clocks.values():
+        if clock.host != first.host:
+            differences.setdefault(clock.host, []).extend(
+                theirs - own - after_first(clock)
+                for theirs, own in zip(first.ends, clock.ends, strict=False)
+            )
+    added = {
+        rank: after_first(clock) + statistics.median(differences[clock.host] or [0.0])
+        for rank, clock in clocks.items()
+    }
+    begin = min(added[rank] + clock.start for rank, clock in clocks.items())
+    return {rank: shift - begin for rank, shift in added.items()}
+
+
+def _renumbered(
+    events: Sequence[dict[str, Any]], rank: int, world_size: int, name: str
+) -> list[dict[str, Any]]:
+    """The events with process numbers and flow numbers that no other rank has, and with names."""
+    host = os.getpid()
+    used = {event["pid"] for event in events if event["ph"] == "X"} | {host}
+    numbers = {
+        pid: 1 + rank * _PROCESSES_OF_A_RANK + index
+        for index, pid in enumerate(sorted(used, key=lambda pid: (pid != host, pid)))
+    }
+    placed: list[dict[str, Any]] = []
+    for pid, number in numbers.items():
+        shown = name if pid == host else f"{name} GPU"
+        for kind, arguments in (
+            ("process_name", {"name": shown}),
+            ("process_sort_index", {"sort_index": number}),
+        ):
+            placed.append({"ph": "M", "name": kind, "pid": number, "tid": 0, "args": arguments})
+    for event in events:
+        is_process = event["ph"] == "M" and event["name"].startswith("process_")
+        if event["pid"] in numbers and not is_process:
+            changed = {"pid": numbers[event["pid"]]}
+            if "id" in event:
+                changed["id"] = event["id"] * world_size + rank
+            placed.append({**event, **changed})
+    return placed
+
+
+def describe_times(times: Sequence[Sequence[Sequence[float]]], grid: Grid, bubble: float) -> str:
+    """The table of a profile, in lines of at most 80 characters.
+
+    Args:
+        times: for each step and rank, what ``Timeline.pop_seconds`` returned.
+        grid: of the ranks.
+        bubble: the fraction of time in which the schedule leaves a pipeline stage idle.
+    """
+    steps = [int(ranks[0][0]) for ranks in times]
+    # For each rank, the mean of each part, in ms.
+    by_rank = [
+        [1000 * statistics.fmean(column) for column in list(zip(*rows, strict=True))[1:]]
+        for rows in zip(*times, strict=True)
+    ]
+    by_part = dict(zip(PARTS, zip(*by_rank, strict=True), strict=True))
+    total = sum(map(statistics.fmean, by_part.values()))
+    lines = [
+        f"steps {steps[0]} to {steps[-1]}, mean over the steps; {grid}",
+        f"{'':26} {'ms a step':>10} {'share':>7}  {'lowest rank':>16} {'highest rank':>16}",
+    ]
+    for part, label in _LABELS.items():
+        mean = statistics.fmean(by_part[part])
+        extremes = (
+            f"{pick(by_part[part]):,.1f} ({by_part[part].index(pick(by_part[part]))})"
+            for pick in (min, max)
+        )
+        low, high = extremes
+        lines.append(f"{label:26} {mean:10,.1f} {mean / total:7.1%}  {low:>16} {high:>16}")
+    lines.append(f"{'step':26} {total:10,.1f} {1:7.1%}")
+    if grid.pp > 1:
+        busy = statistics.fmean(by_part["compute"]) + statistics.fmean(by_part["tensor"])
+        ideal = busy * bubble / (1 - bubble)
+        lines.append(
+            f"bubble: {ideal:,.1f} ms if all stages were equal ({bubble:.1%} of the pipeline)"
+        )
+    return "\n".join((*lines, *_describe_slowest(by_rank, grid)))
+
+
+def _describe_slowest(by_rank: Sequence[Sequence[float]], grid: Grid) -> list[str]:
+    """The rank that works longest, and the part that makes it slower than the median rank."""
+    work = [own_work(rank) for rank in by_rank]
+    slowest = max(range(len(work)), key=work.__getitem__)
+    at = grid.coordinates_of(slowest)
+    line = (
+        f"slowest: rank {slowest} (pp {at.pp}, dp {at.dp}, tp {at.tp}) worked "
+        f"{work[slowest]:,.1f} ms"
+    )
+    if len(work) == 1:
+        return [line]
+    longer = {
+        part: own - statistics.median(each)
+        for part, own, each in zip(PARTS, by_rank[slowest], zip(*by_rank, strict=True), strict=True)
+        if part in OWN_WORK
+    }
+    most = max(longer, key=longer.__getitem__)
+    return [
+        f"{line}, median {statistics.median(work):,.1f} ms;",
+        f"  most of the difference: {_LABELS[most]}, {longer[most]:+,.1f} ms to the median",
+    ]

@@ -1,0 +1,229 @@
+"""A profile has the spans of every rank on one clock, and its table has all of the time."""
+
+import functools
+import gzip
+import json
+import os
+import re
+import signal
+from collections import Counter
+from contextlib import redirect_stdout
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megaspeed.config.resolve import Run
+from megaspeed.pipeline.schedules import SCHEDULES, stage_program
+from megaspeed.topology.activity import PARTS
+from megaspeed.topology.grid import Grid
+from megaspeed.topology.launch import LaunchEnvironment
+from megaspeed.training import pretrain
+from megaspeed.training.profile import Clock, describe_times, placements, profiled_ranks
+from tests.support.rank_pool import RankPool
+from tests.support.tiny import GPT2, tiny_corpus, tiny_run
+from tests.training.test_trainer import Record, receive, train
+
+TEXT = Path(__file__).parents[2] / "LICENSE"
+
+
+def read_trace(folder: Path) -> list[dict[str, Any]]:
+    """The events of the only trace of a run."""
+    (file,) = (folder / "profile").glob("*.json.gz")
+    with gzip.open(file, "rt") as stream:
+        events: list[dict[str, Any]] = json.load(stream)["traceEvents"]
+    return events
+
+
+def process_names(events: list[dict[str, Any]]) -> dict[int, str]:
+    """The name of each process, in the order in which Perfetto shows them."""
+    named = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
+    order = {e["pid"]: e["args"]["sort_index"] for e in events if e["name"] == "process_sort_index"}
+    return {pid: named[pid] for pid in sorted(named, key=order.__getitem__)}
+
+
+def table_of(records: list[Record]) -> str:
+    """The table, which only rank 0 has."""
+    first, *others = [record.summary.profile for record in records if record.summary is not None]
+    assert first is not None and others == [None] * (len(records) - 1)
+    return first
+
+
+def columns(table: str) -> dict[str, float]:
+    """The mean of each row of a table, in ms."""
+    rows = re.findall(r"^(\S.{25}) +([\d,.]+) +[\d.]+%", table, re.MULTILINE)
+    return {label.strip(): float(mean.replace(",", "")) for label, mean in rows}
+
+
+def profiled_run(folder: Path, **changes: Any) -> Run:
+    profile = {"start_step": 3, "steps": 2}
+    training = {"steps": 6, "log_interval": 100, "run_dir": str(folder), "profile": profile}
+    return tiny_run(TEXT, training=training, **changes)
+
+
+def test_a_trace_has_the_steps_of_all_ranks_on_one_clock(pool: RankPool, tmp_path: Path) -> None:
+    zero = {"stage": 3}
+    run = profiled_run(tmp_path / "run", pp=2, dp=2, tp=2, zero_optimization=zero)
+    records = pool.run(8, train, run, tiny_corpus(run, tmp_path))
+    events = read_trace(tmp_path / "run")
+    names = process_names(events)
+    expected = [
+        f"pp {rank // 4} dp {rank // 2 % 2} tp {rank % 2} (rank {rank})" for rank in range(8)
+    ]
+    assert list(names.values()) == expected
+    spans = [e for e in events if e["ph"] == "X"]
+    assert {e["pid"] for e in spans} == set(names)
+    assert min(e["ts"] for e in spans) == 0
+
+    micro_batches = run.batch.gradient_accumulation_steps
+    for rank, pid in enumerate(names):
+        own = [e for e in spans if e["pid"] == pid and e["cat"] == "user_annotation"]
+        counted = Counter(e["name"] for e in own)
+        program = stage_program(SCHEDULES["1f1b"], 2, rank // 4, micro_batches)
+        for instruction in program:
+            assert counted[str(instruction)] == 2, "once in each of the two steps"
+        assert counted["step 3"] == counted["step 4"] == 1 and counted["world"] == 2
+        assert counted["tensor"] > 0 and counted["data"] > 0
+        steps = [e for e in own if e["name"] in ("step 3", "step 4")]
+        for e in own:
+            if e["name"].startswith(("Forward", "Backward")):
+                inside = [s for s in steps if s["ts"] <= e["ts"] < s["ts"] + s["dur"]]
+                assert len(inside) == 1 and inside[0]["tid"] == e["tid"]
+    for name in ("step 3", "step 4"):
+        same = [e for e in spans if e["name"] == name]
+        assert max(e["ts"] for e in same) < min(e["ts"] + e["dur"] for e in same)
+
+    flows = [(e["cat"], e["id"], e["ph"]) for e in events if e["ph"] in "sf"]
+    assert flows and len(set(flows)) == len(flows), "no arrow joins two ranks"
+
+    summary = table_of(records)
+    assert summary == (tmp_path / "run/profile/steps-3-4.txt").read_text()
+    *table, trace = summary.splitlines()
+    assert "steps-3-4.json.gz (8 of 8 ranks" in trace and max(map(len, table)) <= 80
+    assert sorted(p.name for p in (tmp_path / "run/profile").iterdir()) == [
+        "steps-3-4.json.gz",
+        "steps-3-4.txt",
+    ]
+
+
+@pytest.mark.parametrize("zero_stage", [0, 2])
+def test_the_parts_in_the_table_add_up_to_the_steps(
+    zero_stage: int, pool: RankPool, tmp_path: Path
+) -> None:
+    run = profiled_run(tmp_path / "run", pp=2, dp=2, zero_optimization={"stage": zero_stage})
+    records = pool.run(4, train, run, tiny_corpus(run, tmp_path))
+    for record in records:
+        assert [parts.step for parts in record.parts_of_steps] == [3, 4], "both are timed"
+    means = columns(table_of(records))
+    step = means.pop("step")
+    assert len(means) == len(PARTS) and sum(means.values()) == pytest.approx(step, abs=0.5)
+    wall = [1000 * metrics.step_time_seconds for metrics in records[0].steps[2:4]]
+    assert step == pytest.approx(sum(wall) / 2, rel=0.25)
+
+
+def test_a_rank_that_cannot_write_is_missing_and_the_run_continues(
+    pool: RankPool, tmp_path: Path
+) -> None:
+    run = profiled_run(tmp_path / "run", dp=2)
+    (tmp_path / "run/profile/steps-3-4.rank-1").mkdir(parents=True)
+    records = pool.run(2, train, run, tiny_corpus(run, tmp_path))
+    assert list(process_names(read_trace(tmp_path / "run")).values()) == ["pp 0 dp 0 tp 0 (rank 0)"]
+    assert [len(record.steps) for record in records] == [6, 6]
+    assert "(1 of 2 ranks" in table_of(records)
+    assert "; rank 1: Is a directory: " in table_of(records)
+
+
+def test_without_a_trace_there_is_still_a_table(pool: RankPool, tmp_path: Path) -> None:
+    run = profiled_run(tmp_path / "run", dp=2)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/profile").write_text("a file where the folder should be")
+    records = pool.run(2, train, run, tiny_corpus(run, tmp_path))
+    assert [len(record.steps) for record in records] == [6, 6]
+    assert "no trace; rank 0: File exists: " in table_of(records)
+    assert columns(table_of(records))["compute"] > 0
+
+
+def test_a_run_that_stops_and_resumes_within_the_steps_writes_both_parts(
+    pool: RankPool, tmp_path: Path
+) -> None:
+    run = profiled_run(tmp_path / "run", pp=2)
+    corpus = tiny_corpus(run, tmp_path)
+    stop = functools.partial(receive, number=signal.SIGTERM, rank=1)
+    stopped: list[Record] = pool.run(2, train, run, corpus, stop)
+    saved = stopped[0].saves[-1].checkpoint
+    pool.run(2, train, run, corpus, None, saved)
+    assert sorted(p.name for p in (tmp_path / "run/profile").iterdir()) == [
+        f"steps-{step}-{step}{suffix}" for step in (3, 4) for suffix in (".json.gz", ".txt")
+    ]
+
+
+def printed_run(launch: LaunchEnvironment, config: Path) -> str:
+    """What a rank of the main job prints."""
+    os.environ["MEGASPEED_CACHE"] = str(config.with_name("cache"))
+    with redirect_stdout(StringIO()) as output:
+        assert pretrain.main(["--config", str(config)]) == 0
+    return output.getvalue()
+
+
+def test_a_run_prints_the_table_at_its_end(pool: RankPool, tmp_path: Path) -> None:
+    file = tmp_path / "tiny.json"
+    values = {
+        "model": GPT2,
+        "data": {"train": [str(TEXT)], "validation_fraction": 0.0, "sequence_length": 16},
+        "training": {"steps": 4, "run_dir": str(tmp_path / "run"), "profile": {"start_step": 1}},
+        "train_batch_size": 12,
+        "train_micro_batch_size_per_gpu": 3,
+    }
+    file.write_text(json.dumps(values))
+    output, silent = pool.run(2, printed_run, file)
+    table = (tmp_path / "run/profile/steps-1-3.txt").read_text()
+    lines = [line.rstrip() for line in output.splitlines()]
+    first = lines.index(table.splitlines()[0])
+    assert lines[first : first + table.count("\n")] == table.splitlines()
+    assert "step      3  profile: " in output and not silent
+
+
+def test_a_large_run_profiles_one_replica_or_one_rank_of_each_stage() -> None:
+    assert profiled_ranks(Grid(pp=2, dp=2, tp=4)) == list(range(16))
+    assert profiled_ranks(Grid(pp=2, dp=4, tp=4)) == [0, 1, 2, 3, 16, 17, 18, 19]
+    assert profiled_ranks(Grid(pp=4, dp=16, tp=8)) == [0, 128, 256, 384]
+    assert profiled_ranks(Grid(pp=1, dp=4, tp=1), (2, 9)) == [2]
+
+
+def test_a_host_with_another_clock_is_moved_to_where_its_all_reduces_ended() -> None:
+    """Times in us. Host b is 500 us ahead, and the base of rank 3's trace is 1 us later."""
+    clocks = {
+        0: Clock("a", 7_000, 10.0, [100.0, 200.0, 300.0]),
+        1: Clock("a", 7_000, 12.0, [101.0, 201.0, 301.0]),
+        2: Clock("b", 7_000, 508.0, [600.0, 701.0, 799.0]),
+        3: Clock("b", 8_000, 509.0, [599.0, 699.0, 799.0]),
+    }
+    # On the clock of host a, rank 2 starts at 8, the first of all.
+    assert placements(clocks) == {0: -8.0, 1: -8.0, 2: -508.0, 3: -507.0}
+
+
+def test_the_table_names_the_slowest_rank_and_what_it_is_slow_in() -> None:
+    """Two steps of two stages. Rank 1 computes 20 ms longer, for which rank 0 waits."""
+    zero = dict.fromkeys(PARTS, 0.0)
+    ranks = [
+        {**zero, "compute": 0.040, "pipeline": 0.055, "host": 0.005},
+        {**zero, "compute": 0.060, "pipeline": 0.035, "host": 0.005},
+    ]
+    times = [[(step, *rank.values()) for rank in ranks] for step in (10, 11)]
+    assert describe_times(times, Grid(pp=2, dp=1, tp=1), 0.2).splitlines() == [
+        "steps 10 to 11, mean over the steps; pp 2 x dp 1 x tp 1",
+        "                            ms a step   share       lowest rank     highest rank",
+        "compute                          50.0   50.0%          40.0 (0)         60.0 (1)",
+        "exposed communication, tp         0.0    0.0%           0.0 (0)          0.0 (0)",
+        "exposed communication, dp         0.0    0.0%           0.0 (0)          0.0 (0)",
+        "bubble and messages, pp          45.0   45.0%          35.0 (1)         55.0 (0)",
+        "loss and norm, all ranks          0.0    0.0%           0.0 (0)          0.0 (0)",
+        "data wait                         0.0    0.0%           0.0 (0)          0.0 (0)",
+        "optimizer                         0.0    0.0%           0.0 (0)          0.0 (0)",
+        "host                              5.0    5.0%           5.0 (0)          5.0 (0)",
+        "step                            100.0  100.0%",
+        "bubble: 12.5 ms if all stages were equal (20.0% of the pipeline)",
+        "slowest: rank 1 (pp 1, dp 0, tp 0) worked 65.0 ms, median 55.0 ms;",
+        "  most of the difference: compute, +10.0 ms to the median",
+    ]
