@@ -12,9 +12,8 @@ are split along the sequence, and f and g become
     reduce_scatter_sequence      forward reduce-scatter        backward all-gather
 
 ``split_sequence`` takes this rank's part of an activation that is the same on all ranks.
-``sum_gradients`` is f for parameters: a replicated parameter whose rank has seen only a part of the
-tokens receives the complete gradient. Hidden states are (B, S, D), the sequence is dim 1. Every
-function is the identity on an axis of one rank.
+Hidden states are (B, S, D), the sequence is dim 1. Every function is the identity on an axis of one
+rank.
 """
 
 from collections.abc import Callable
@@ -77,11 +76,6 @@ def split_sequence(x: Tensor, axis: TensorAxis) -> Tensor:
     return _Conjugate.apply(x, axis, _own_chunk, all_gather_sequence)
 
 
-def sum_gradients(axis: TensorAxis, *parameters: Tensor) -> tuple[Tensor, ...]:
-    """Returns the tensors unchanged. In backward, one collective sums their gradients."""
-    return parameters if axis.size == 1 else _SumGradients.apply(axis, *parameters)
-
-
 def all_reduce(x: Tensor, axis: TensorAxis) -> Tensor:
     """A new tensor with the sum of ``x`` over the axis; no gradient."""
     total = x.clone(memory_format=torch.contiguous_format)
@@ -130,18 +124,3 @@ class _Conjugate(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
         return ctx.conjugate(gradient, ctx.axis), None, None, None
-
-
-class _SumGradients(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, axis: TensorAxis, *parameters: Tensor) -> tuple[Tensor, ...]:
-        ctx.axis = axis
-        return tuple(p.view_as(p) for p in parameters)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        flat = torch.cat([g.reshape(-1) for g in gradients])
-        with ctx.axis.timed():
-            dist.all_reduce(flat, group=ctx.axis.group)
-        parts = flat.split([g.numel() for g in gradients])
-        return None, *(part.view_as(g) for part, g in zip(parts, gradients, strict=True))

@@ -1,4 +1,4 @@
-"""Linear layers, embedding, norms and loss that are split over the tensor axis.
+"""Linear layers, embedding and loss that are split over the tensor axis.
 
     x --f--> [column-parallel A_i] -> nonlinearity -> [row-parallel B_i] --g--> sum_i
 
@@ -22,7 +22,6 @@ from megaspeed.tensor_parallel.collectives import (
     reduce_from_tensor_axis,
     reduce_scatter_sequence,
     reduce_scatter_sum,
-    sum_gradients,
 )
 
 _META = torch.device("meta")
@@ -165,15 +164,11 @@ class RowParallelLinear(nn.Module):
         if self.axis.size == 1:
             return F.linear(x, self.weight, self.bias)
         partial = F.linear(x, self.weight)
-        if not self.axis.sequence_parallel:
+        if self.axis.sequence_parallel:
+            y = reduce_scatter_sequence(partial, self.axis)
+        else:
             y = reduce_from_tensor_axis(partial, self.axis)
-            return y if self.bias is None else y + self.bias
-        y = reduce_scatter_sequence(partial, self.axis)
-        if self.bias is None:
-            return y
-        # Each rank adds the bias to its part of the sequence, so it has a part of the gradient.
-        (bias,) = sum_gradients(self.axis, self.bias)
-        return y + bias
+        return y if self.bias is None else y + self.bias
 
 
 class VocabParallelEmbedding(nn.Module):
@@ -198,28 +193,6 @@ class VocabParallelEmbedding(nn.Module):
         absent = (local < 0) | (local >= len(self.vocabulary))
         rows = F.embedding(local.masked_fill(absent, 0), self.weight)
         return reduce_from_tensor_axis(rows.masked_fill(absent.unsqueeze(-1), 0.0), self.axis)
-
-
-class PartialLayerNorm(nn.LayerNorm):
-    """LayerNorm of a part of the sequence; the gradients of weight and bias are summed."""
-
-    axis: TensorAxis
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Normalise ``x`` (B, S/tp, D) over D."""
-        weight, bias = sum_gradients(self.axis, self.weight, self.bias)
-        return F.layer_norm(x, self.normalized_shape, weight, bias, self.eps)
-
-
-class PartialRMSNorm(nn.RMSNorm):
-    """RMSNorm of a part of the sequence or of the heads; the weight's gradient is summed."""
-
-    axis: TensorAxis
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Normalise ``x`` (B, S/tp, D) or (B, S, heads, K) over the last dim."""
-        (weight,) = sum_gradients(self.axis, self.weight)
-        return F.rms_norm(x, self.normalized_shape, weight, self.eps)
 
 
 def vocab_parallel_cross_entropy(

@@ -21,8 +21,6 @@ from megaspeed.model.parameters import Parameter, logical_name, parameter_named
 from megaspeed.tensor_parallel.collectives import TensorAxis, split_sequence
 from megaspeed.tensor_parallel.layers import (
     ColumnParallelLinear,
-    PartialLayerNorm,
-    PartialRMSNorm,
     RowParallelLinear,
     SharedRows,
     VocabParallelEmbedding,
@@ -167,13 +165,10 @@ def _parallel_module(
     name: str, module: nn.Module, config: ModelConfig, axis: TensorAxis
 ) -> nn.Module | None:
     """The tensor-parallel form of ``module``; None if it is not replaced."""
-    if not isinstance(module, nn.LayerNorm | nn.RMSNorm | nn.Linear | nn.Embedding):
+    if not isinstance(module, nn.Linear | nn.Embedding):
         return None
     parameter = parameter_named(config, f"{name}.weight")
     split = parameter.split
-    if isinstance(module, nn.LayerNorm | nn.RMSNorm):
-        sees_a_part = axis.sequence_parallel or (split == "each head" and axis.size > 1)
-        return _norm_of_a_part(module, axis) if sees_a_part else None
     if split == "replicated" and isinstance(module, nn.Embedding):
         return None
     if split in ("replicated", "each head"):
@@ -211,13 +206,6 @@ def _shared_rows(config: ModelConfig, shard: ParameterShard, axis: TensorAxis) -
     return SharedRows(
         first=len(shard.rows[0]), index=axis.rank // replicas, count=axis.size // replicas
     )
-
-
-def _norm_of_a_part(norm: nn.LayerNorm | nn.RMSNorm, axis: TensorAxis) -> nn.Module:
-    kind = PartialLayerNorm if isinstance(norm, nn.LayerNorm) else PartialRMSNorm
-    parallel = kind(norm.normalized_shape, eps=norm.eps, device="meta")  # type: ignore[arg-type]
-    parallel.axis = axis
-    return parallel
 
 
 def _localize_block(block: Block, config: ModelConfig, axis: TensorAxis) -> None:

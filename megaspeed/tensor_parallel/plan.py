@@ -62,6 +62,18 @@ def shard_of(config: ModelConfig, parameter: Parameter, *, rank: int, size: int)
     return ParameterShard(full_shape=shape, rows=held, owned_rows=rows // size)
 
 
+def gradient_is_partial(parameter: Parameter, *, size: int, sequence_parallel: bool) -> bool:
+    """Whether each tensor rank computes only a part of a replicated parameter's gradient.
+
+    It has seen its own heads or, with sequence parallelism, its own part of the sequence. The
+    gradient is summed over the tensor axis once a step (``zero/gradients.py``).
+    """
+    if parameter.split == "each head":
+        return size > 1
+    is_in_a_block_or_the_head = parameter.split == "replicated" and parameter.layer != "embedding"
+    return size > 1 and sequence_parallel and is_in_a_block_or_the_head
+
+
 def vocabulary_rows_per_rank(vocab_size: int, size: int) -> int:
     """Rows of the padded vocabulary on each tensor rank."""
     return (

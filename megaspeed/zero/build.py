@@ -5,7 +5,7 @@ model on the meta device
   -> AdamW over parameter groups    passed to deepspeed.initialize
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import deepspeed
@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from megaspeed.config.resolve import Run
 from megaspeed.model.gpt import DTYPES, GPT
-from megaspeed.model.parameters import EMBEDDING_WEIGHT, HEAD_WEIGHT
+from megaspeed.model.parameters import EMBEDDING_WEIGHT, HEAD_WEIGHT, parameter_named
 from megaspeed.tensor_parallel.parallelize import materialize
-from megaspeed.tensor_parallel.plan import ParameterShard
+from megaspeed.tensor_parallel.plan import ParameterShard, gradient_is_partial
 from megaspeed.topology.context import ParallelContext
 from megaspeed.zero.engine import ZeroEngine
 from megaspeed.zero.workarounds import (
@@ -154,7 +154,10 @@ def build_engine(
     materialize(model, initial_value, device=context.device, dtype=dtype, on_layer_ready=partition)
     parameters = dict(model.named_parameters())
     tied = _tied_across_stages(run, parameters)
-    groups = _with_tied_alone(parameter_groups(parameters), tied)
+    partial = _partial_gradients(run, parameters)
+    groups = parameter_groups(parameters)
+    for alone in ([] if tied is None else [tied], partial):
+        groups = _in_groups_of_their_own(groups, alone)
     with always_the_zero_optimizer(), without_gradient_hooks():
         engine, *_ = deepspeed.initialize(
             model=model, optimizer=make_optimizer(groups), mpu=mpu, config=json
@@ -165,6 +168,7 @@ def build_engine(
         context,
         owned_elements=_owned_elements(parameters, shards, tied, context),
         tied=tied,
+        partial=partial,
     )
 
 
@@ -182,15 +186,31 @@ def _tied_across_stages(run: Run, parameters: Mapping[str, nn.Parameter]) -> nn.
     return parameters.get(EMBEDDING_WEIGHT, parameters.get(HEAD_WEIGHT))
 
 
-def _with_tied_alone(
-    groups: list[dict[str, Any]], tied: nn.Parameter | None
+def _partial_gradients(run: Run, parameters: Mapping[str, nn.Parameter]) -> list[nn.Parameter]:
+    model, size = run.config.model, run.grid.tp
+    split = run.config.parallel.sequence_parallel
+    return [
+        parameter
+        for name, parameter in parameters.items()
+        if gradient_is_partial(parameter_named(model, name), size=size, sequence_parallel=split)
+    ]
+
+
+def _in_groups_of_their_own(
+    groups: list[dict[str, Any]], chosen: Sequence[nn.Parameter]
 ) -> list[dict[str, Any]]:
-    """Put the tied weight into its own group, so that both stages partition it alike."""
-    if tied is None:
-        return groups
-    alone = [{**g, "params": [tied]} for g in groups if any(p is tied for p in g["params"])]
-    rest = [{**g, "params": [p for p in g["params"] if p is not tied]} for g in groups]
-    return [*alone, *(g for g in rest if g["params"])]
+    """Put the chosen parameters into groups without others.
+
+    The two stages that share a tied weight partition it alike, and the partition of partial
+    gradients is summed over the tensor axis as it is.
+    """
+    ids = {id(parameter) for parameter in chosen}
+    apart = [
+        {**group, "params": [p for p in group["params"] if (id(p) in ids) == is_chosen]}
+        for is_chosen in (True, False)
+        for group in groups
+    ]
+    return [group for group in apart if group["params"]]
 
 
 def _owned_elements(

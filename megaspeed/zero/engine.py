@@ -3,7 +3,7 @@
 The order of calls in one optimizer step, whatever the schedule:
 
     forward(m) ... backward(m) ...        for every micro-batch, in any valid order
-    reduce_gradients()                    over the data axis
+    reduce_gradients()                    over the data axis, partial ones over the tensor axis
     reduce_tied_gradients()               over the two pipeline stages that share the embedding
     step()                                norm, clip, optimizer
 
@@ -91,6 +91,8 @@ class ZeroEngine:
         context: this rank's groups.
         owned_elements: how many leading elements of each parameter this rank counts in the norm.
         tied: the weight that this rank shares with another pipeline stage; None if there is none.
+        partial: the parameters of whose gradient each tensor rank computes a part, in optimizer
+            groups of their own.
     """
 
     def __init__(
@@ -101,6 +103,7 @@ class ZeroEngine:
         *,
         owned_elements: Mapping[nn.Parameter, int],
         tied: nn.Parameter | None,
+        partial: Sequence[nn.Parameter],
     ) -> None:
         self._engine = engine
         self._optimizer = engine.optimizer
@@ -124,7 +127,7 @@ class ZeroEngine:
         drop_gradient_partitions(self._optimizer)
         if run.zero_stage == 3:
             self._gathers = LayerGathers(engine.module, context, run.config.zero_optimization)
-        self.gradients = Gradients(self._optimizer, run, context)
+        self.gradients = Gradients(self._optimizer, run, context, partial=partial)
         """This rank's gradients."""
         self._owned_squares = OwnedSquares(self.gradients.fragments, owned_elements)
 
@@ -182,7 +185,7 @@ class ZeroEngine:
         self.after_backward()
 
     def reduce_gradients(self) -> None:
-        """Complete the reduction over the data axis."""
+        """Complete the reduction over the data axis, and partial gradients over the tensor axis."""
         self.gradients.reduce()
 
     def reduce_tied_gradients(self) -> None:
@@ -271,7 +274,8 @@ class ZeroEngine:
 
     def train(self, mode: bool) -> None:
         """Switch dropout on (True) or off (False)."""
-        self.module.train(mode)
+        if self.module.training != mode:  # visits every module
+            self.module.train(mode)
 
     def _norm_of(self, squares: Sequence[float], losses: Sequence[float]) -> float:
         """The norm, multiplied by the loss scale; NaN if the loss of a rank is not finite."""

@@ -87,9 +87,18 @@ class Gradients:
         optimizer: DeepSpeed's ZeRO optimizer, without hooks.
         run: the resolved run.
         context: this rank's groups.
+        partial: the parameters of whose gradient each tensor rank computes a part, in groups of
+            their own.
     """
 
-    def __init__(self, optimizer: Any, run: Run, context: ParallelContext) -> None:
+    def __init__(
+        self,
+        optimizer: Any,
+        run: Run,
+        context: ParallelContext,
+        *,
+        partial: Sequence[nn.Parameter] = (),
+    ) -> None:
         zero = run.config.zero_optimization
         self._optimizer = optimizer
         self._timeline = context.timeline
@@ -132,6 +141,9 @@ class Gradients:
         if self._overlaps or not self._autograd_adds:
             for parameter in self._bucket_of:
                 parameter.register_post_accumulate_grad_hook(self._take)
+        members = {id(parameter) for parameter in partial}
+        self._tensor_axis = context.tp_group
+        self._partial = [group for group in self._groups if id(group.parameters[0]) in members]
         self._is_first = True
         self._is_last = False
         self._in_flight: list[_Message] = []
@@ -164,7 +176,11 @@ class Gradients:
             bucket.missing = len(bucket.parameters)
 
     def reduce(self) -> None:
-        """Complete the reduction. Afterwards the partition is the average over the data axis."""
+        """Complete the reduction. Afterwards the partition is the average over the data axis.
+
+        What each tensor rank has computed a part of is then summed over the tensor axis. So norms
+        and biases need one collective a step, not one for each layer and micro-batch.
+        """
         with self._timeline.part("data"):
             if self._is_complete and not self._overlaps and (self._dp > 1 or self._is_offloaded):
                 for bucket in self._buckets:
@@ -172,6 +188,12 @@ class Gradients:
             self._receive()
             if self._dp > 1 and not self._divides_first:
                 torch._foreach_div_([group.own for group in self._groups], self._dp)
+        with self._timeline.part("tensor"):
+            for group in self._partial:
+                total = group.own.to(self._device)
+                comm.all_reduce(total, group=self._tensor_axis)
+                if self._is_offloaded:
+                    group.own.copy_(total, non_blocking=True)
         if self._is_offloaded and not get_accelerator().is_synchronized_device():
             get_accelerator().current_stream().synchronize()  # the host reads the partition
         self._is_first = True

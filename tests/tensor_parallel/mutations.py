@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megaspeed.model.dropout import MaskShard, SampleDropout
-from megaspeed.tensor_parallel import collectives, layers
+from megaspeed.tensor_parallel import collectives, layers, plan
 from megaspeed.tensor_parallel.collectives import TensorAxis, all_reduce
 from megaspeed.tensor_parallel.layers import RowParallelLinear
 
@@ -64,7 +64,7 @@ def key_value_gradients_not_summed(patch: pytest.MonkeyPatch, axis: TensorAxis) 
 
 def replicated_gradients_not_summed(patch: pytest.MonkeyPatch, axis: TensorAxis) -> None:
     """Norms and row-parallel biases learn from their own part of the sequence only."""
-    patch.setattr(layers, "sum_gradients", lambda axis, *parameters: parameters)
+    patch.setattr(plan, "gradient_is_partial", lambda parameter, **_axis: False)
 
 
 def first_mask_shard_everywhere(patch: pytest.MonkeyPatch, axis: TensorAxis) -> None:

@@ -13,13 +13,15 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
 from megaspeed.config.model import ModelConfig
 from megaspeed.model.gpt import GPT
 from megaspeed.model.micro_batch import NOT_COUNTED
-from megaspeed.model.parameters import EMBEDDING_WEIGHT, HEAD_WEIGHT
+from megaspeed.model.parameters import EMBEDDING_WEIGHT, HEAD_WEIGHT, parameter_named
+from megaspeed.tensor_parallel import plan
 from megaspeed.tensor_parallel.collectives import TensorAxis
 from megaspeed.tensor_parallel.layers import vocab_parallel_cross_entropy
 from megaspeed.tensor_parallel.parallelize import materialize, parallelize
@@ -160,7 +162,19 @@ def _step_on_rank(context: ParallelContext, case: Case) -> RankStep:
         tokens, targets = batch(case.config)
         logits = model(tokens, SAMPLES)
         losses = vocab_parallel_cross_entropy(logits, targets, vocabulary, axis)
-        return RankStep(_backward(model, logits, losses, targets), shards, vocabulary)
+        step = _backward(model, logits, losses, targets)
+        _sum_partial_gradients(step.gradients, case, axis)
+        return RankStep(step, shards, vocabulary)
+
+
+def _sum_partial_gradients(gradients: dict[str, Tensor], case: Case, axis: TensorAxis) -> None:
+    """As `Gradients` does once a step."""
+    for name, gradient in gradients.items():
+        parameter = parameter_named(case.config, name)
+        if plan.gradient_is_partial(
+            parameter, size=axis.size, sequence_parallel=axis.sequence_parallel
+        ):
+            dist.all_reduce(gradient, group=axis.group)
 
 
 def _parallel_model(case: Case, axis: TensorAxis) -> tuple[GPT, dict[str, ParameterShard]]:

@@ -13,7 +13,6 @@ from megaspeed.tensor_parallel.collectives import (
     reduce_from_tensor_axis,
     reduce_scatter_sequence,
     split_sequence,
-    sum_gradients,
 )
 from megaspeed.tensor_parallel.layers import SharedRows, gathered_linear, sum_shared_rows
 from megaspeed.topology.context import ParallelContext
@@ -112,26 +111,6 @@ def test_the_backward_is_the_forward_of_the_conjugate(
         assert torch.equal(of[collective].backward, of[conjugate].forward)
 
 
-def sum_two(launch: LaunchEnvironment) -> tuple[Tensor, Tensor]:
-    with ParallelContext.create(Grid(1, 1, launch.world_size), launch, timeout_seconds=30) as c:
-        axis = TensorAxis(c.tp_group, c.tp_rank, c.tp_size)
-        weight = torch.randn(4, 3, requires_grad=True)
-        bias = torch.randn(4, requires_grad=True)
-        same_weight, same_bias = sum_gradients(axis, weight, bias)
-        assert torch.equal(same_weight, weight) and torch.equal(same_bias, bias)
-        torch.autograd.backward(
-            [same_weight, same_bias], [of_rank(axis.rank, 3, 4).T, of_rank(axis.rank, 4)]
-        )
-        assert weight.grad is not None and bias.grad is not None
-        return weight.grad, bias.grad
-
-
-def test_the_gradients_of_several_parameters_are_summed_each_by_itself(pool: RankPool) -> None:
-    for weight, bias in pool.run(4, sum_two):
-        assert torch.equal(weight, sum((of_rank(r, 3, 4).T for r in range(4)), torch.zeros(())))
-        assert torch.equal(bias, sum((of_rank(r, 4) for r in range(4)), torch.zeros(())))
-
-
 def sum_shared(launch: LaunchEnvironment, replicas: int) -> Tensor:
     size = launch.world_size
     with ParallelContext.create(Grid(1, 1, size), launch, timeout_seconds=30) as context:
@@ -157,9 +136,7 @@ def test_shared_rows_are_summed_over_the_ranks_that_hold_them_alone(
             assert torch.equal(gradients[rank][3:], total)
 
 
-@pytest.mark.parametrize(
-    "collective", [*COLLECTIVES.values(), lambda x, axis: sum_gradients(axis, x)[0]]
-)
+@pytest.mark.parametrize("collective", COLLECTIVES.values())
 def test_on_an_axis_of_one_rank_every_collective_is_the_identity(collective: Collective) -> None:
     x = of_rank(0, B, S, D)
     assert torch.equal(collective(x, TensorAxis(None, 0, 1)), x)

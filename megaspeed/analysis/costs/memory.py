@@ -29,7 +29,7 @@ from typing import Literal, get_args
 from megaspeed.config.resolve import Precision, Run
 from megaspeed.model.parameters import EMBEDDING_WEIGHT, HEAD_WEIGHT, Parameter, parameters_of
 from megaspeed.pipeline.partition import layers_of_stages
-from megaspeed.tensor_parallel.plan import shard_of
+from megaspeed.tensor_parallel.plan import gradient_is_partial, shard_of
 
 BYTES_OF: Mapping[Precision, int] = MappingProxyType({"fp32": 4, "bf16": 2, "fp16": 2})
 """Bytes of one number of each type."""
@@ -42,10 +42,11 @@ Category = Literal[
 ]
 """The fields of ``MemoryBytes``."""
 
-OptimizerGroup = Literal["tied", "decaying", "other"]
+OptimizerGroup = Literal["tied", "partial", "decaying", "other"]
 """The parameter groups of DeepSpeed's optimizer: a weight that two pipeline stages share,
-parameters with weight decay, and the rest. At ZeRO-1 and 2, each group is one flat tensor, split
-into dp equal partitions. At ZeRO-3, each parameter is split separately."""
+parameters whose gradient is summed over the tensor axis, parameters with weight decay, and the
+rest. At ZeRO-1 and 2, each group is one flat tensor, split into dp equal partitions. At ZeRO-3,
+each parameter is split separately."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,10 +91,13 @@ def local_parameters(run: Run, pipeline_stage: int) -> list[LocalParameter]:
     """
     model = run.config.model
     shared = model.tie_word_embeddings and run.grid.pp > 1
+    split = run.config.parallel.sequence_parallel
 
     def group_of(parameter: Parameter) -> OptimizerGroup:
         if shared and parameter.name in (EMBEDDING_WEIGHT, HEAD_WEIGHT):
             return "tied"
+        if gradient_is_partial(parameter, size=run.grid.tp, sequence_parallel=split):
+            return "partial"
         return "decaying" if parameter.decays else "other"
 
     return [

@@ -32,7 +32,7 @@ from megaspeed.analysis.costs.memory import (
     partition_elements,
 )
 from megaspeed.config.resolve import Run
-from megaspeed.model.parameters import block_rows, layer_count, parameters_of
+from megaspeed.model.parameters import block_rows, layer_count
 from megaspeed.pipeline.partition import layers_of_stages
 from megaspeed.tensor_parallel.plan import key_value_replicas
 
@@ -111,7 +111,7 @@ def predict_traffic(run: Run, pipeline_stage: int) -> Traffic:
 
 
 def _add_tensor_axis(messages: Messages, run: Run, pipeline_stage: int) -> None:
-    """What tensor parallelism sends in each micro-batch.
+    """What tensor parallelism sends in each micro-batch, and once a step.
 
     h = (B, S, D) is in the parameters' type. Column- and row-parallel layers come in pairs, one in
     the attention and one in the MLP of each block (Shoeybi et al. 2019, section 3). Their conjugate
@@ -129,10 +129,11 @@ def _add_tensor_axis(messages: Messages, run: Run, pipeline_stage: int) -> None:
                               scatter h                     once more, for dA), 2 reduce-scatter h
         embedding             1 all-reduce h                1 all-gather h
         head                  1 all-gather h                1 all-gather, 1 reduce-scatter h
-        norms, biases                                       all-reduce of their gradients
 
-    and an all-reduce of the gradients of norms of each head, and of key/value heads that several
-    ranks hold. Recomputation repeats a block's forward up to the last tensor that its backward
+    and an all-reduce of the gradients of key/value heads that several ranks hold. Once a step, the
+    partition of gradients of which each tensor rank computes a part is all-reduced: with sequence
+    parallelism those of norms and row-parallel biases, and always those of norms of each head.
+    Recomputation repeats a block's forward up to the last tensor that its backward
     needs, the input of the MLP's row-parallel matrix. It does not repeat the g after it.
     """
     tp, micro_batches = run.grid.tp, run.batch.gradient_accumulation_steps
@@ -154,26 +155,22 @@ def _add_tensor_axis(messages: Messages, run: Run, pipeline_stage: int) -> None:
         add("all_reduce", (blocks * (4 + again) + has_embedding + has_head) * h)
     if has_head:  # maximum in the logits' type; sum of exponentials and target's logit in fp32
         add("all_reduce", tokens_of(run) * (BYTES_OF[run.precision] + 2 * BYTES_OF["fp32"]))
-    add("all_reduce", _partial_gradient_bytes(run, layers))
+    messages.add("tp", "all_reduce", _partial_gradient_bytes(run, pipeline_stage), ranks=tp)
     add("all_reduce", blocks * _shared_head_gradient_bytes(run))
 
 
-def _partial_gradient_bytes(run: Run, layers: range) -> int:
-    """Replicated parameters whose gradient is a sum over the tensor ranks: each rank sees its own
-    heads, or its own tokens.
-    """
-    sequence_parallel = run.config.parallel.sequence_parallel
-    elements = sum(
-        parameter.elements
-        for parameter in parameters_of(run.config.model, layers).values()
-        if parameter.split == "each head"
-        or (
-            parameter.split == "replicated"
-            and parameter.row.kind != "embedding"
-            and sequence_parallel
-        )
-    )
-    return elements * BYTES_OF[run.precision]
+def _partial_gradient_bytes(run: Run, pipeline_stage: int) -> int:
+    """This rank's partition of the gradients of which each tensor rank computes a part."""
+    partial = [p for p in local_parameters(run, pipeline_stage) if p.group == "partial"]
+    dp = run.grid.dp
+    if run.zero_stage == 3:
+        elements = sum(partition_elements(parameter, dp) for parameter in partial)
+    else:
+        owners = 1 if run.zero_stage == 0 else dp
+        elements = sum(flat_group_elements(partial, owners).values()) // owners
+    # Offloaded gradients are those of the master weights.
+    offloaded = run.config.zero_optimization.offloads_optimizer
+    return elements * BYTES_OF["fp32" if offloaded else run.accumulation_dtype]
 
 
 def _shared_head_gradient_bytes(run: Run) -> int:
