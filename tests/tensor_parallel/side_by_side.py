@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megaspeed.config.model import ModelConfig
+from megaspeed.config.run import Recomputation
 from megaspeed.model.gpt import GPT
 from megaspeed.model.micro_batch import NOT_COUNTED
 from megaspeed.model.parameters import EMBEDDING_WEIGHT, HEAD_WEIGHT
@@ -45,7 +46,7 @@ class Case:
 
     config: ModelConfig
     sequence_parallel: bool = False
-    recompute_blocks: bool = False
+    recomputation: Recomputation = "none"
     mutation: Mutation | None = None
 
 
@@ -165,7 +166,7 @@ def _step_on_rank(context: ParallelContext, case: Case) -> RankStep:
 
 def _parallel_model(case: Case, axis: TensorAxis) -> tuple[GPT, dict[str, ParameterShard]]:
     with torch.device("meta"):
-        model = GPT(case.config, seed=SEED, recompute_blocks=case.recompute_blocks)
+        model = GPT(case.config, seed=SEED, recomputation=case.recomputation)
     shards = parallelize(model, case.config, axis)
     full = weights(case.config)
     materialize(

@@ -132,26 +132,28 @@ def _add_tensor_axis(messages: Messages, run: Run, pipeline_stage: int) -> None:
         norms, biases                                       all-reduce of their gradients
 
     and an all-reduce of the gradients of norms of each head, and of key/value heads that several
-    ranks hold. Recomputation repeats a block's forward up to the last tensor that its backward
-    needs, the input of the MLP's row-parallel matrix. It does not repeat the g after it.
+    ranks hold. Full recomputation repeats a block's forward up to the last tensor that its backward
+    needs, the input of the MLP's row-parallel matrix. It does not repeat the g after it. Selective
+    recomputation repeats no collective.
     """
     tp, micro_batches = run.grid.tp, run.batch.gradient_accumulation_steps
     layers = layers_of_stages(run)[pipeline_stage]
     head = layer_count(run.config.model) - 1
     has_embedding, has_head = 0 in layers, head in layers
     blocks = len(layers) - has_embedding - has_head
-    again = run.config.parallel.activation_checkpointing == "full"
+    parallel = run.config.parallel
+    again = sum(parallel.recomputation_of(block) == "full" for block in range(blocks))
 
     def add(collective: Collective, message_bytes: int) -> None:
         messages.add("tp", collective, micro_batches * message_bytes, ranks=tp)
 
     h = full_hidden_bytes(run)
-    if run.config.parallel.sequence_parallel:
+    if parallel.sequence_parallel:
         add("all_reduce", has_embedding * h)
-        add("all_gather", (blocks * (6 + 2 * again) + has_embedding + 2 * has_head) * h)
-        add("reduce_scatter", (blocks * (4 + again) + has_head) * h)
+        add("all_gather", (blocks * 6 + again * 2 + has_embedding + 2 * has_head) * h)
+        add("reduce_scatter", (blocks * 4 + again + has_head) * h)
     else:
-        add("all_reduce", (blocks * (4 + again) + has_embedding + has_head) * h)
+        add("all_reduce", (blocks * 4 + again + has_embedding + has_head) * h)
     if has_head:  # maximum in the logits' type; sum of exponentials and target's logit in fp32
         add("all_reduce", tokens_of(run) * (BYTES_OF[run.precision] + 2 * BYTES_OF["fp32"]))
     add("all_reduce", _partial_gradient_bytes(run, layers))
