@@ -203,7 +203,7 @@ def describe_recomputation(parallel: ParallelConfig) -> str:
     kind, count = parallel.activation_checkpointing, parallel.recomputed_blocks
     if kind == "none":
         return "kept for backward"
-    details = [kind] if kind == "selective" else []
+    details: list[str] = [kind] if kind == "selective" else []
     if count is not None:
         details.append(f"{count} {'block' if count == 1 else 'blocks'} of each pipeline stage")
     return "recomputed in backward" + (f" ({', '.join(details)})" if details else "")

@@ -103,7 +103,8 @@ class _Recomputation:
         def pack(tensor: Tensor) -> None:
             saved.append(tensor.detach())
 
-        with torch.enable_grad(), saved_tensors_hooks(pack, lambda _: None):
+        # No backward runs through this graph; the second hook is never called.
+        with torch.enable_grad(), saved_tensors_hooks(pack, self._tensor_at):
             results = self._results()
         self._tensors = dict(enumerate(saved))
         for number, (index, view) in enumerate(self._views, start=1):

@@ -81,7 +81,7 @@ def test_the_first_blocks_of_a_stage_are_recomputed(recomputation: str) -> None:
     assert y.shape == x.shape
     layers = Activations(run, "cpu")
     assert kept == [layers.block(index).kept for index in range(3)]
-    assert kept[0] == kept[1] < kept[2] == 16 * 4 * x.numel()
+    assert kept[0] == kept[1] < kept[2]
 
 
 def run_block(run: Run, precision: str) -> tuple[int, int, int]:

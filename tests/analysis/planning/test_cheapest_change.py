@@ -7,6 +7,7 @@ import pytest
 
 from megaspeed.analysis.planning.prediction import predict_peak_bytes
 from megaspeed.analysis.planning.variants import Training, cheapest_change
+from megaspeed.config.run import Recomputation
 from tests.analysis.planning.tiny_runs import FOLDER, from_file, tiny, tiny_file
 
 
@@ -80,6 +81,7 @@ def test_as_few_blocks_as_possible_are_recomputed_in_full() -> None:
     shape = {"model": {"max_position_embeddings": 256, "vocab_size": 64}}
     stated = ("zero_optimization.stage=1", "data.sequence_length=256")
     training = tiny(*stated, world_size=2, **shape)
+    kinds: list[tuple[Recomputation, int | None]]
     kinds = [("selective", None), ("full", 1), ("full", 2), ("full", 3), ("full", None)]
     peaks, found = [], []
     for kind, count in kinds:
