@@ -19,16 +19,18 @@ functions of the sample (``dropout.py``).
 
 ``torch.utils.checkpoint`` has selective policies, too. They intercept each operation in Python,
 which takes longer than the operation itself in a small block, and a collective that writes in place
-would need a policy of its own. torch's compiler recomputes cheap operations without being asked, so
-a compiled block does not use this file.
+would need a policy of its own. In a compiled block neither is needed: the compiler recomputes what
+``checkpoint`` marks, h included, because it sees forward and backward as one graph.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
 
 Compose = Callable[[Callable[[Tensor], Any], Callable[..., Tensor], Tensor], Tensor]
 """``keeping`` or ``recomputing``."""
@@ -49,8 +51,12 @@ def recomputing(cheap: Callable[[Tensor], Any], costly: Callable[..., Tensor], x
         costly: may save tensors that it computes; they are kept.
         x: is kept until backward.
     """
-    if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+    if not torch.is_grad_enabled():
         return keeping(cheap, costly, x)
+    if torch.compiler.is_compiling():
+        # Not in eager mode: there, the costly operation would save the result of a checkpoint.
+        again = partial(checkpoint, cheap, use_reentrant=False, preserve_rng_state=False)
+        return keeping(again, costly, x)
     return _Recomputation(cheap, x).then(costly)
 
 

@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 
 from megaspeed.analysis.allocations import AllocationLog
 from megaspeed.analysis.costs.activations import Activations, hidden_bytes, tokens_of
@@ -149,6 +151,31 @@ def test_a_block_really_keeps_this(
     assert predicted.kept + predicted.forward_working == pytest.approx(forward, rel=0.1)
     highest = max(predicted.forward_working, predicted.backward_working)
     assert predicted.kept + highest == pytest.approx(both, rel=0.1)
+
+
+def test_a_compiled_block_recomputes_the_same() -> None:
+    parallel = {"activation_checkpointing": "selective"}
+    run = tiny_run(TEXT, model=LLAMA, parallel=parallel)
+    block = Block(run.config.model, name="blocks.0", seed=0, compose=recomputing)
+    forward = torch.compile(block.forward, fullgraph=True, dynamic=False, backend="aot_eager")
+    x = torch.randn(run.batch.micro_batch_size, 16, run.config.model.hidden_size)
+    x.requires_grad_()
+    storages: dict[int, int] = {}
+
+    def note(tensor: Tensor) -> Tensor:
+        storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with saved_tensors_hooks(note, lambda tensor: tensor):
+        y = forward(x, None)
+    note(y)
+    for given in (x, *block.parameters()):
+        storages.pop(given.untyped_storage().data_ptr(), None)
+    assert sum(storages.values()) == pytest.approx(Activations(run, "cpu").block().kept, rel=0.02)
+    gradient = torch.randn_like(y)
+    (compiled,) = torch.autograd.grad(y, x, gradient)
+    (eager,) = torch.autograd.grad(block(x, None), x, gradient)
+    torch.testing.assert_close(compiled, eager)
 
 
 def test_the_first_block_of_a_stage_keeps_a_mask_of_s_squared_for_each_sample() -> None:
