@@ -24,7 +24,7 @@ from megaspeed.config.layout import (
     violations,
 )
 from megaspeed.config.model import ModelConfig
-from megaspeed.config.run import RunConfig, TrainingConfig
+from megaspeed.config.run import ParallelConfig, RunConfig, TrainingConfig
 from megaspeed.topology.grid import Grid
 
 GradientReduction = Literal["per_step", "per_micro_batch"]
@@ -204,6 +204,17 @@ def _resolve_zero(zero: ZeroConfig, model: ModelConfig, tp: int) -> ZeroConfig:
     )
 
 
+def describe_recomputation(parallel: ParallelConfig) -> str:
+    """What happens to the activations of blocks between forward and backward."""
+    kind, count = parallel.activation_checkpointing, parallel.recomputed_blocks
+    if kind == "none":
+        return "kept for backward"
+    details: list[str] = [kind] if kind == "selective" else []
+    if count is not None:
+        details.append(f"{count} {'block' if count == 1 else 'blocks'} of each pipeline stage")
+    return "recomputed in backward" + (f" ({', '.join(details)})" if details else "")
+
+
 def dropout_warning(run: Run) -> Iterator[str]:
     """A warning with the rates, the cost and a fix if the model has dropout, as GPT-2's does."""
     model = run.config.model
@@ -220,8 +231,9 @@ def dropout_warning(run: Run) -> Iterator[str]:
             * run.config.data.sequence_length**2
         )
         mask_bytes, value_bytes = 4, 4 if run.precision == "fp32" else 2
+        keeps = "keeps" if run.config.parallel.activation_checkpointing == "none" else "computes"
         cost = (
-            "attention runs without its fused kernel and keeps two S x S matrices of each head "
+            f"attention runs without its fused kernel and {keeps} two S x S matrices of each head "
             f"({elements * (mask_bytes + value_bytes) / 2**20:,.1f} MiB for each block and "
             "micro-batch)"
         )

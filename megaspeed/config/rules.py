@@ -181,6 +181,26 @@ def pipeline_stages_have_blocks(model: ModelConfig, parallel: ParallelConfig) ->
 
 
 @rule
+def recomputed_blocks_exist(model: ModelConfig, parallel: ParallelConfig) -> Iterator[str]:
+    """The blocks that are recomputed are blocks of the model, and recomputation is on."""
+    blocks, layers = parallel.recomputed_blocks, model.num_hidden_layers
+    if blocks is None:
+        return
+    if parallel.activation_checkpointing == "none":
+        yield (
+            f"parallel.recomputed_blocks {blocks} has no effect with "
+            'parallel.activation_checkpointing "none"; set that to "selective" or "full", or '
+            "remove parallel.recomputed_blocks"
+        )
+    if blocks > layers:
+        yield (
+            f"parallel.recomputed_blocks {blocks} must be at most model.num_hidden_layers "
+            f"{layers}, because it counts blocks of a pipeline stage; to recompute all blocks, "
+            "remove it"
+        )
+
+
+@rule
 def sequence_fits_positions(model: ModelConfig, data: DataConfig) -> Iterator[str]:
     """The model has a position for each token of a sample."""
     length, positions = data.sequence_length, model.max_position_embeddings

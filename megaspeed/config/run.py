@@ -10,6 +10,9 @@ from megaspeed.config.deepspeed_keys import DeepSpeedKeys
 from megaspeed.config.model import ModelConfig
 from megaspeed.config.section import LARGEST_SECONDS, LARGEST_WORLD, PathText, Section
 
+Recomputation = Literal["none", "selective", "full"]
+"""What a recomputed block computes again in the backward pass."""
+
 
 class ParallelConfig(Section):
     """The degrees of the three axes. data x pipeline x tensor is the number of processes."""
@@ -33,8 +36,18 @@ class ParallelConfig(Section):
     gradient_reduction: Literal["auto", "per_step", "per_micro_batch"] = "auto"
     """When gradients are reduced over dp: once a step (least traffic) or after every micro-batch
     (least memory). auto: per_step for ZeRO 0 and 1, per_micro_batch for 2 and 3."""
-    activation_checkpointing: Literal["none", "full"] = "none"
-    """full: keep only the inputs of each block and compute the rest again in the backward pass."""
+    activation_checkpointing: Recomputation = "none"
+    """What a block computes again in the backward pass instead of keeping it. selective: norms,
+    activation functions, rotary positions, and attention that has dropout; the block keeps its
+    matrix products and what the fused attention kernel returns. full: all after its input."""
+    recomputed_blocks: int | None = Field(default=None, gt=0)
+    """Number of blocks of each pipeline stage that are recomputed, the first ones; a stage with
+    fewer blocks recomputes all of them. If omitted: all blocks of every stage."""
+
+    def recomputation_of(self, block: int) -> Recomputation:
+        """What a block recomputes; ``block`` is its number within its pipeline stage, from 0."""
+        count = self.recomputed_blocks
+        return self.activation_checkpointing if count is None or block < count else "none"
 
 
 ReportTo = Literal["tensorboard", "wandb"]

@@ -27,7 +27,7 @@ Several documents may be packed into one row. With "." for end-of-text, which st
 
 import math
 from collections.abc import Mapping
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import torch
 import torch.nn.functional as F
@@ -35,6 +35,7 @@ from torch import Tensor, nn
 
 from megaspeed.config.model import ModelConfig, RopeScaling
 from megaspeed.model.dropout import SampleDropout
+from megaspeed.model.recomputation import Compose, keeping
 
 
 def inverse_frequencies(config: ModelConfig) -> Tensor:
@@ -148,9 +149,16 @@ class Attention(nn.Module):
     """
 
     def __init__(
-        self, config: ModelConfig, modules: Mapping[str, nn.Module], *, name: str, seed: int
+        self,
+        config: ModelConfig,
+        modules: Mapping[str, nn.Module],
+        *,
+        name: str,
+        seed: int,
+        compose: Compose = keeping,
     ) -> None:
         super().__init__()
+        self.compose = compose
         self.query_heads = config.num_attention_heads
         self.key_value_heads = config.num_key_value_heads
         self.head_dim = config.head_dim
@@ -182,6 +190,25 @@ class Attention(nn.Module):
                 window, or to itself and all earlier tokens.
         """
         qkv = self.qkv(x)  # (B, S, (H + 2 H_kv) K)
+        sequence = qkv.shape[1]
+        if self.frequencies is not None:
+            self.frequencies = self.frequencies.to(x.device)
+            if positions is None:
+                positions = torch.arange(sequence, device=x.device, dtype=torch.float32)
+        if mask is None and self.window is not None and self.window < sequence:
+            mask = window_mask(sequence, self.window, qkv.dtype, qkv.device)
+        if self.dropout.active:
+            attend = partial(
+                self._attend_with_dropout, samples=samples, positions=positions, mask=mask
+            )
+            return self.compose(attend, self.output, qkv)
+        mixed = self.compose(
+            partial(self._heads, positions=positions), partial(self._attend, mask=mask), qkv
+        )
+        return self.output(mixed)
+
+    def _heads(self, qkv: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values, each (B, heads, S, K), normalised and rotated."""
         batch, sequence, _ = qkv.shape
         kv_width = self.key_value_heads * self.head_dim
         q, k, v = qkv.split([self.query_heads * self.head_dim, kv_width, kv_width], dim=-1)
@@ -191,27 +218,27 @@ class Attention(nn.Module):
         if self.query_norm is not None and self.key_norm is not None:
             q, k = self.query_norm(q), self.key_norm(k)
         if self.frequencies is not None:
-            self.frequencies = self.frequencies.to(x.device)
-            if positions is None:
-                positions = torch.arange(sequence, device=x.device, dtype=torch.float32)
+            assert positions is not None
             cos, sin = cos_sin(positions, self.frequencies, q.dtype)
             q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, heads, S, K)
-        if mask is None and self.window is not None and self.window < sequence:
-            mask = window_mask(sequence, self.window, q.dtype, q.device)
-        if self.dropout.active:
-            mixed = self._attend_with_dropout(q, k, v, samples, mask)
-        else:
-            grouped = self.query_heads != self.key_value_heads
-            mixed = F.scaled_dot_product_attention(
-                q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped
-            )
-        return self.output(mixed.transpose(1, 2).reshape(batch, sequence, -1))
+        return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        grouped = self.query_heads != self.key_value_heads
+        mixed = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped
+        )
+        return mixed.transpose(1, 2).flatten(2)  # (B, S, H K)
 
     def _attend_with_dropout(
-        self, q: Tensor, k: Tensor, v: Tensor, samples: Tensor | None, mask: Tensor | None
+        self,
+        qkv: Tensor,
+        samples: Tensor | None,
+        positions: Tensor | None,
+        mask: Tensor | None,
     ) -> Tensor:
         """Unfused attention with dropout. A fused kernel's dropout mask depends on the layout."""
+        q, k, v = self._heads(qkv, positions)
         group = self.query_heads // self.key_value_heads
         k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
         scores = q @ k.transpose(-2, -1) / math.sqrt(self.head_dim)  # (B, H, S, S)
@@ -221,4 +248,5 @@ class Attention(nn.Module):
         else:
             scores = scores + mask
         scores = scores.softmax(dim=-1, dtype=torch.float32)  # frees the scores before dropout
-        return self.dropout(scores.to(q.dtype), samples) @ v
+        mixed = self.dropout(scores.to(q.dtype), samples) @ v
+        return mixed.transpose(1, 2).flatten(2)  # (B, S, H K)

@@ -13,6 +13,7 @@ parameters keep their full names. Nothing here depends on ranks or collectives.
 """
 
 from collections.abc import Mapping
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -20,9 +21,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from megaspeed.config.model import ModelConfig
+from megaspeed.config.run import Recomputation
 from megaspeed.model.attention import Attention, attention_mask, positions_in
 from megaspeed.model.dropout import SampleDropout
 from megaspeed.model.parameters import Row, block_rows, embedding_rows, head_rows, layer_count
+from megaspeed.model.recomputation import Compose, keeping, recomputing
 
 
 def make_modules(rows: Mapping[str, Row]) -> dict[str, nn.Module]:
@@ -67,14 +70,19 @@ class Embedding(nn.Module):
 class GeluMlp(nn.Module):
     """down(gelu(up(x))), with the tanh approximation of GELU, as in GPT-2."""
 
-    def __init__(self, modules: Mapping[str, nn.Module]) -> None:
+    def __init__(self, modules: Mapping[str, nn.Module], compose: Compose) -> None:
         super().__init__()
+        self.compose = compose
         self.up = modules["mlp.up"]
         self.down = modules["mlp.down"]
 
     def forward(self, x: Tensor) -> Tensor:
         """Map ``x`` (B, S, D) to (B, S, D)."""
-        return self.down(F.gelu(self.up(x), approximate="tanh"))
+        return self.compose(_gelu, self.down, self.up(x))
+
+
+def _gelu(up: Tensor) -> Tensor:
+    return F.gelu(up, approximate="tanh")
 
 
 class SwiGluMlp(nn.Module):
@@ -83,30 +91,42 @@ class SwiGluMlp(nn.Module):
     gate and up are one matrix: first the F rows of gate, then those of up.
     """
 
-    def __init__(self, modules: Mapping[str, nn.Module]) -> None:
+    def __init__(self, modules: Mapping[str, nn.Module], compose: Compose) -> None:
         super().__init__()
+        self.compose = compose
         self.gate_up = modules["mlp.gate_up"]
         self.down = modules["mlp.down"]
 
     def forward(self, x: Tensor) -> Tensor:
         """Map ``x`` (B, S, D) to (B, S, D)."""
-        gate, up = self.gate_up(x).chunk(2, dim=-1)  # each (B, S, F)
-        return self.down(F.silu(gate) * up)
+        return self.compose(_swiglu, self.down, self.gate_up(x))
+
+
+def _swiglu(gate_up: Tensor) -> Tensor:
+    gate, up = gate_up.chunk(2, dim=-1)  # each (B, S, F)
+    return F.silu(gate) * up
 
 
 class Block(nn.Module):
-    """A pre-norm transformer block: x + attention(norm(x)), then x + mlp(norm(x))."""
+    """A pre-norm transformer block: x + attention(norm(x)), then x + mlp(norm(x)).
 
-    def __init__(self, config: ModelConfig, *, name: str, seed: int) -> None:
+    ``compose`` determines whether cheap operations are recomputed (``recomputation.py``).
+    """
+
+    def __init__(
+        self, config: ModelConfig, *, name: str, seed: int, compose: Compose = keeping
+    ) -> None:
         super().__init__()
+        self.compose = compose
         modules = make_modules(block_rows(config))
         self.attention_norm = modules["attention_norm"]
-        self.attention = Attention(config, modules, name=name, seed=seed)
+        self.attention = Attention(config, modules, name=name, seed=seed, compose=compose)
         self.attention_dropout = SampleDropout(
             config.residual_dropout, name=f"{name}.attention_dropout", seed=seed
         )
         self.mlp_norm = modules["mlp_norm"]
-        self.mlp = GeluMlp(modules) if config.mlp == "gelu" else SwiGluMlp(modules)
+        mlp = GeluMlp if config.mlp == "gelu" else SwiGluMlp
+        self.mlp = mlp(modules, compose)
         self.mlp_dropout = SampleDropout(
             config.residual_dropout, name=f"{name}.mlp_dropout", seed=seed
         )
@@ -119,10 +139,9 @@ class Block(nn.Module):
         mask: Tensor | None = None,
     ) -> Tensor:
         """Map ``x`` (B, S, D) to (B, S, D). For the other arguments see ``Attention``."""
-        x = x + self.attention_dropout(
-            self.attention(self.attention_norm(x), samples, positions, mask), samples
-        )
-        return x + self.mlp_dropout(self.mlp(self.mlp_norm(x)), samples)
+        attention = partial(self.attention, samples=samples, positions=positions, mask=mask)
+        x = x + self.attention_dropout(self.compose(self.attention_norm, attention, x), samples)
+        return x + self.mlp_dropout(self.compose(self.mlp_norm, self.mlp, x), samples)
 
 
 class Head(nn.Module):
@@ -150,8 +169,10 @@ class GPT(nn.Module):
         config: the shape of the complete model.
         layers: indices into the flat list of layers; all if omitted.
         seed: the seed of the run, which determines dropout masks.
-        recompute_blocks: keep only the input of each block for backward, and run its forward again
-            there, instead of keeping its activations (Chen et al. 2016).
+        recomputation: what the recomputed blocks compute again in backward instead of keeping it:
+            nothing, cheap operations ("selective"; see ``recomputation.py``), or everything after
+            the block's input ("full"; Chen et al. 2016).
+        recomputed_blocks: how many of these blocks are recomputed, the first ones; all if omitted.
     """
 
     def __init__(
@@ -160,21 +181,22 @@ class GPT(nn.Module):
         *,
         layers: range | None = None,
         seed: int = 0,
-        recompute_blocks: bool = False,
+        recomputation: Recomputation = "none",
+        recomputed_blocks: int | None = None,
     ) -> None:
         super().__init__()
         layers = range(layer_count(config)) if layers is None else layers
         last = layer_count(config) - 1
-        self.recompute_blocks = recompute_blocks
         self.window = config.sliding_window
         self.embedding = Embedding(config, seed=seed) if 0 in layers else None
-        self.blocks = nn.ModuleDict(
-            {
-                str(index - 1): Block(config, name=f"blocks.{index - 1}", seed=seed)
-                for index in layers
-                if 0 < index < last
-            }
-        )
+        names = [str(index - 1) for index in layers if 0 < index < last]
+        recomputed = set(names[:recomputed_blocks] if recomputation != "none" else [])
+        self.blocks = nn.ModuleDict()
+        for name in names:
+            selective = recomputation == "selective" and name in recomputed
+            compose = recomputing if selective else keeping
+            self.blocks[name] = Block(config, name=f"blocks.{name}", seed=seed, compose=compose)
+        self.checkpointed = recomputed if recomputation == "full" else set()
         self.head = Head(config) if last in layers else None
         if config.tie_word_embeddings and self.embedding is not None and self.head is not None:
             self.head.output.weight = self.embedding.tokens.weight
@@ -198,8 +220,8 @@ class GPT(nn.Module):
         if self.embedding is not None:
             x = self.embedding(x, samples, positions)
         mask = None if documents is None else attention_mask(documents, x.dtype, self.window)
-        for block in self.blocks.values():
-            if self.recompute_blocks and self.training:
+        for name, block in self.blocks.items():
+            if name in self.checkpointed and self.training:
                 inputs = (x, samples, positions, mask)
                 x = checkpoint(block, *inputs, use_reentrant=False, preserve_rng_state=False)
             else:

@@ -19,7 +19,7 @@ import torch
 from rich.table import Table
 from rich.text import Text
 
-from megaspeed.config.resolve import Run, dropout_warning
+from megaspeed.config.resolve import Run, describe_recomputation, dropout_warning
 from megaspeed.model.gpt import DTYPES
 from megaspeed.model.parameters import layer_count, training_flops_per_token
 from megaspeed.pipeline.partition import layers_of_stages, parameters_of_stages
@@ -60,8 +60,8 @@ def banner(
     if predict_peaks is not None:
         yield Text("peak: predicted memory of one rank, as in megaspeed plan; only tensors")
     yield Text(f"attention: {describe_attention(run)}")
-    if parallel.activation_checkpointing == "full":
-        yield Text("activations: recomputed in backward")
+    if parallel.activation_checkpointing != "none":
+        yield Text(f"activations: {describe_recomputation(parallel)}")
     yield Text(f"operations: {_describe_operations(run, device, on)}")
     services = "".join(f", {service}" for service in run.config.training.report_to)
     yield Text(f"files: {run.run_dir}{services}")

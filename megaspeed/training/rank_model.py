@@ -41,7 +41,8 @@ def plain_model(run: Run, layers: range | None = None) -> GPT:
             run.config.model,
             layers=layers,
             seed=run.config.training.seed,
-            recompute_blocks=run.config.parallel.activation_checkpointing == "full",
+            recomputation=run.config.parallel.activation_checkpointing,
+            recomputed_blocks=run.config.parallel.recomputed_blocks,
         )
 
 

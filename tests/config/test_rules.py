@@ -76,6 +76,17 @@ def test_layers_need_not_divide_by_the_pipeline_nor_vocabulary_by_tensor() -> No
     assert problems("parallel.pipeline=3", "parallel.tensor=4", "model.vocab_size=303") == []
 
 
+def test_recomputed_blocks_are_blocks_of_the_model() -> None:
+    full = "parallel.activation_checkpointing=full"
+    assert problems(full, "parallel.recomputed_blocks=4") == []
+    message = only_problem(full, "parallel.recomputed_blocks=5")
+    assert "recomputed_blocks 5 must be at most model.num_hidden_layers 4" in message
+    assert only_problem("parallel.recomputed_blocks=2").endswith(
+        'parallel.activation_checkpointing "none"; set that to "selective" or "full", or remove '
+        "parallel.recomputed_blocks"
+    )
+
+
 def test_a_sequence_is_no_longer_than_the_positions() -> None:
     assert problems("data.sequence_length=64") == []
     assert only_problem("data.sequence_length=65") == (

@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from megaspeed.analysis.allocations import AllocationLog
 from megaspeed.config.model import ModelConfig
+from megaspeed.config.run import Recomputation
 from megaspeed.model.dropout import MaskShard, SampleDropout
 from megaspeed.model.gpt import GPT, Block
 from tests.model.tiny_gpt import DROPOUTS, gpt2, gradients, initialized, llama, random_tokens
@@ -140,10 +141,14 @@ def loss_and_gradients(
 
 
 @every_config
-def test_recomputed_blocks_drop_the_same_elements_again(config: ModelConfig) -> None:
+@pytest.mark.parametrize("recomputation", ["selective", "full"])
+def test_recomputed_blocks_drop_the_same_elements_again(
+    config: ModelConfig, recomputation: Recomputation
+) -> None:
     tokens, samples = random_tokens(config, 3, 12), torch.tensor([5, 0, 8])
     kept = loss_and_gradients(initialized(config, seed=2), tokens, samples)
-    again = loss_and_gradients(initialized(config, seed=2, recompute_blocks=True), tokens, samples)
+    recomputing = initialized(config, seed=2, recomputation=recomputation)
+    again = loss_and_gradients(recomputing, tokens, samples)
     assert kept[0] == again[0]
     for name, gradient in kept[1].items():
         assert torch.equal(gradient, again[1][name]), name

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from megaspeed.config.model import ModelConfig
+from megaspeed.config.run import Recomputation
 from megaspeed.model.dropout import SampleDropout
 from tests.model.tiny_gpt import DROPOUTS, gpt2, initialized, llama
 
@@ -60,12 +61,12 @@ def test_a_compiled_mask_has_the_same_bits() -> None:
         assert torch.equal(compiled(x, samples), layer(x, samples))
 
 
-@pytest.mark.parametrize("recompute", [False, True], ids=["", "recomputed"])
-def test_a_compiled_block_may_be_recomputed(recompute: bool) -> None:
+@pytest.mark.parametrize("recomputation", ["none", "selective", "full"])
+def test_a_compiled_block_may_be_recomputed(recomputation: Recomputation) -> None:
     config = gpt2(**DROPOUTS)
     results = []
     for compiles in (False, True):
-        model = initialized(config, seed=2, layers=range(1, 3), recompute_blocks=recompute)
+        model = initialized(config, seed=2, layers=range(1, 3), recomputation=recomputation)
         if compiles:
             for block in model.blocks.values():
                 block.forward = torch.compile(

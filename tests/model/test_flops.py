@@ -59,12 +59,22 @@ def test_each_layer_costs_what_torch_counts(config: ModelConfig) -> None:
 
 def test_recomputation_is_not_counted_as_useful_work() -> None:
     config, tokens = gpt2(), random_tokens(gpt2(), BATCH, SEQUENCE)
-    recomputing = GPT(config, recompute_blocks=True)
+    recomputing = GPT(config, recomputation="full")
     measured = counted(lambda: recomputing(tokens).sum().backward())
     # torch stops a recomputation when it has all that the backward needs: before the last product.
     last_product = 2 * config.intermediate_size * config.hidden_size
     again = sum(block - last_product for block in forward_flops_per_token(config, SEQUENCE)[1:-1])
     assert measured == pytest.approx(training_flops_per_token(config, SEQUENCE) + again, rel=0.01)
+
+
+@every_config
+def test_selective_recomputation_repeats_no_product(config: ModelConfig) -> None:
+    tokens, recomputing = (
+        random_tokens(config, BATCH, SEQUENCE),
+        GPT(config, recomputation="selective"),
+    )
+    measured = counted(lambda: recomputing(tokens).sum().backward())
+    assert measured == pytest.approx(training_flops_per_token(config, SEQUENCE), rel=0.01)
 
 
 def test_a_large_model_costs_six_operations_a_parameter_and_token() -> None:

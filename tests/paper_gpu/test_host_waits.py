@@ -48,6 +48,11 @@ CASES: dict[str, dict[str, Any]] = {
     "sequence-parallel": {"tp": 2, "model": LLAMA, "parallel": {"sequence_parallel": True}},
     "one-key-value-head": {"tp": 2, "model": ONE_KEY_VALUE_HEAD},
     "recompute": {"model": {**LLAMA, **DROPOUT}, "parallel": RECOMPUTE},
+    "recompute-selective": {
+        "tp": 2,
+        "model": LLAMA,
+        "parallel": {"sequence_parallel": True, "activation_checkpointing": "selective"},
+    },
     "fp32": {"dp": 2, "bf16": {"enabled": False}, "gradient_clipping": 0.0},
 }
 

@@ -27,7 +27,7 @@ SETTINGS: Mapping[str, Sequence[Any]] = {
     "schedule": ("gpipe", "1f1b"),
     "gradient_reduction": ("per_step", "per_micro_batch"),
     "sequence_parallel": (False, True),
-    "activation_checkpointing": ("none", "full"),
+    "activation_checkpointing": ("none", "selective", "full"),
     "dropout": (0.0, 0.1),
     "micro_batches": (2, 4),
     "reset_at_documents": (False, True),

@@ -164,12 +164,12 @@ FAMILY_LAYOUTS: dict[tuple[int, int, int], dict[str, Any]] = {
     (2, 2, 1): {"zero_optimization": {"stage": 3}, "parallel": {"schedule": "1f1b"}},
     (1, 2, 2): {
         "zero_optimization": {"stage": 1},
-        "parallel": {"sequence_parallel": True},
+        "parallel": {"sequence_parallel": True, "activation_checkpointing": "selective"},
         "data": {"reset_at_documents": True},
     },
     (2, 2, 2): {
         "zero_optimization": {"stage": 2},
-        "parallel": {"activation_checkpointing": "full"},
+        "parallel": {"activation_checkpointing": "full", "recomputed_blocks": 1},
     },
 }
 

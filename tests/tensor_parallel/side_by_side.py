@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megaspeed.config.model import ModelConfig
+from megaspeed.config.run import Recomputation
 from megaspeed.model.gpt import GPT
 from megaspeed.model.micro_batch import NOT_COUNTED
 from megaspeed.model.parameters import EMBEDDING_WEIGHT, HEAD_WEIGHT, parameter_named
@@ -47,7 +48,7 @@ class Case:
 
     config: ModelConfig
     sequence_parallel: bool = False
-    recompute_blocks: bool = False
+    recomputation: Recomputation = "none"
     mutation: Mutation | None = None
 
 
@@ -179,7 +180,7 @@ def _sum_partial_gradients(gradients: dict[str, Tensor], case: Case, axis: Tenso
 
 def _parallel_model(case: Case, axis: TensorAxis) -> tuple[GPT, dict[str, ParameterShard]]:
     with torch.device("meta"):
-        model = GPT(case.config, seed=SEED, recompute_blocks=case.recompute_blocks)
+        model = GPT(case.config, seed=SEED, recomputation=case.recomputation)
     shards = parallelize(model, case.config, axis)
     full = weights(case.config)
     materialize(

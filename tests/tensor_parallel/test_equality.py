@@ -67,10 +67,11 @@ def test_ranks_without_a_logical_token_take_part(pool: RankPool, vocab_size: int
 def test_recomputed_blocks_give_the_same_gradients(pool: RankPool) -> None:
     config = llama(num_key_value_heads=1, **DROPOUTS)
     cases = [
-        Case(config=config, sequence_parallel=sequence_parallel, recompute_blocks=True)
+        Case(config=config, sequence_parallel=sequence_parallel, recomputation=recomputation)
         for sequence_parallel in REGIMES
+        for recomputation in ("selective", "full")
     ]
-    assert found(pool, 2, *cases) == [set()] * 2
+    assert found(pool, 2, *cases) == [set()] * 4
 
 
 FORWARD = {"logits", "losses"}

@@ -50,6 +50,15 @@ def test_a_layout_is_drawn_with_the_layers_of_each_pipeline_stage() -> None:
     ]
 
 
+def test_recomputation_is_described() -> None:
+    full = {"activation_checkpointing": "full"}
+    described = "activations: recomputed in backward"
+    assert described in printed(tiny_run(TEXT, parallel=full))
+    few = {"activation_checkpointing": "selective", "recomputed_blocks": 2}
+    lines = printed(tiny_run(TEXT, parallel=few))
+    assert f"{described} (selective, 2 blocks of each pipeline stage)" in lines
+
+
 def test_a_large_layout_takes_no_more_than_15_lines() -> None:
     run = tiny_run(TEXT, pp=16, dp=8, tp=4, train_batch_size=64, model={"num_hidden_layers": 20})
     lines = printed(run)

@@ -21,6 +21,7 @@ from tests.zero.held import bytes_of
 from tests.zero.one_rank import OFFLOAD_ALL, OneRank, one_rank, small_run
 
 PER_STEP = {"gradient_reduction": "per_step"}
+SELECTIVE = {"activation_checkpointing": "selective"}
 RECOMPUTED = {"activation_checkpointing": "full"}
 ONE_BY_ONE = {"stage3_prefetch_bucket_size": 0}
 
@@ -81,7 +82,11 @@ BACKWARD = "+h h +1 -h 1 +0 -1 0 -0 -e"
 KEPT = "+kept kept"
 
 
-@pytest.mark.parametrize("parallel", [{}, PER_STEP, RECOMPUTED], ids=["", "per step", "recomputed"])
+@pytest.mark.parametrize(
+    "parallel",
+    [{}, PER_STEP, SELECTIVE, RECOMPUTED],
+    ids=["", "per step", "selective", "recomputed"],
+)
 def test_a_pass_gathers_every_layer_once_and_the_next_one_ahead_of_its_use(
     pool: RankPool, text: Path, cache: Path, parallel: dict[str, Any]
 ) -> None:

@@ -166,7 +166,7 @@ class _Layer(nn.Module):
             run.config.model,
             layers=range(index, index + 1),
             seed=run.config.training.seed,
-            recompute_blocks=run.config.parallel.activation_checkpointing == "full",
+            recomputation=run.config.parallel.activation_checkpointing,
         )
         initialize(gpt, run.config.model, run.config.training.seed)
         self.layer = gpt.get_submodule(module)

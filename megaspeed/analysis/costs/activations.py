@@ -19,6 +19,13 @@ section 4.1 and equations 1 to 4. Here, the attention kernel is fused and keeps 
 dropout keeps no mask. With H K = D, the formula for GPT-2 is the paper's 10 s b h + 24 s b h / t
 without its two masks.
 
+With selective recomputation (``model/recomputation.py``), a block keeps its output, the input of
+its second norm, the outputs of its first three matrix products, and what the fused attention kernel
+returns. If attention has dropout, it keeps nothing of the attention except the first of them:
+
+    GPT-2    a (2 m D + n (Q + H K + F) / T)
+    Llama    a (2 m D + n (Q + H K + 2 F) / T)
+
 With full recomputation, a block keeps only its output, and its backward first recomputes the rest
 (section 5 of the paper, "full recomputation": 2 s b h a layer).
 
@@ -31,9 +38,11 @@ and keeps them until the backward of its first block is done (``model/attention.
 """
 
 from dataclasses import dataclass, replace
+from functools import cache
 
 from megaspeed.analysis.costs.memory import BYTES_OF
 from megaspeed.config.resolve import Run
+from megaspeed.config.run import Recomputation
 from megaspeed.model.parameters import parameter_named
 from megaspeed.tensor_parallel.plan import shard_of, vocabulary_rows_per_rank
 
@@ -105,6 +114,7 @@ class Activations:
         # Elements of the attention matrices (B, H/T, S, S).
         heads = model.num_attention_heads // tp
         self._attention_weights = self._n * run.config.data.sequence_length * heads
+        self._block = cache(self._computed_block)
 
     def embedding(self) -> LayerMemory:
         """Token ids and hidden states."""
@@ -119,8 +129,13 @@ class Activations:
             backward_working=self._full + hashing,
         )
 
-    def block(self) -> LayerMemory:
-        """One transformer block, recomputed or not."""
+    def block(self, index: int = 0) -> LayerMemory:
+        """A transformer block, recomputed or not; ``index`` is its number in its pipeline stage."""
+        return self._block(self._run.config.parallel.recomputation_of(index))
+
+    def _computed_block(self, recomputation: Recomputation) -> LayerMemory:
+        if recomputation == "selective":
+            return self._selective_block()
         output, mlp = self._hidden, self._mlp_kept()
         attention = self._norm_kept() + self._attention_kept() + output
         if not self._fused_norm and self._a < _FP32:
@@ -128,7 +143,7 @@ class Activations:
         kept = attention + self._norm_kept() + mlp + output
         forward = max(self._summed, self._gathered, self._residual_hashing)
         backward = self._block_backward_working()
-        if self._run.config.parallel.activation_checkpointing == "none":
+        if recomputation == "none":
             return LayerMemory(kept=kept, forward_working=forward, backward_working=backward)
         # With recomputation, the first forward keeps no intermediates, and its peak is in the MLP.
         # The recomputed forward keeps everything except the output. Its peak is at the attention's
@@ -137,6 +152,59 @@ class Activations:
             kept=output,
             forward_working=forward + mlp,
             backward_working=kept - output + max(forward - mlp, backward),
+        )
+
+    def _selective_block(self) -> LayerMemory:
+        """A block that keeps little more than the outputs of its matrix products.
+
+        Working memory is highest at one of the listed moments. What is computed again for the
+        backward is a part of it.
+        """
+        model, hidden = self._model, self._hidden
+        features, _ = self._local_shape("attention.qkv")
+        _, mixed = self._local_shape("attention.output")
+        _, width = self._local_shape("mlp.down")
+        qkv, mix = self._n * features * self._a, self._n * mixed * self._a
+        activation = self._n * width * self._a  # (n, F/T), the input of ``down``
+        silu = activation if model.mlp == "swiglu" else 0
+        up = activation + silu
+        # On a CPU: the fp32 intermediates of RMSNorm, of the hidden states and of the keys.
+        norm = 0 if self._fused_norm else 3 * self._m * model.hidden_size * _FP32
+        head_norm = 0
+        if model.qk_norm and not self._on_gpu:
+            head_norm = 3 * self._n * (features - mixed) // 2 * _FP32
+        core, again = 0, self._attention_kept()  # what the fused kernel returns; the rest
+        if model.attention_dropout == 0.0:
+            core = mix + self._n * mixed // model.head_dim * _FP32
+            again -= qkv + core
+        elif self._head_norms_keep_qkv:
+            again -= qkv
+        mlp = self._mlp_gradients()
+        forward = [
+            mix + head_norm - hidden - core - up,
+            norm - hidden - up,
+            self._gathered,
+            activation + max(self._summed, silu),
+            self._residual_hashing,
+        ]
+        backward = [
+            mlp + activation + silu + self._gathered,
+            mlp - up + hidden + self._column_parallel_backward(),
+            norm + self._norm_kept() - up,
+            again + mix + qkv - up,
+            again + head_norm - up,
+        ]
+        if model.attention_dropout > 0.0:
+            # Queries, keys and values, the fp32 softmax, and its dropout or the output twice.
+            softmax, cast = (self._attention_weights * size for size in (_FP32, self._a))
+            dropping = self._attention_weights * _HASHING + (cast if self._a < _FP32 else 0)
+            forward.append(3 * mix + softmax + max(dropping, 2 * mix) - hidden - up)
+            # The mask replaces the weights after dropout.
+            backward.append(again + self._attention_weights * _HASHING - up)
+        return LayerMemory(
+            kept=2 * hidden + qkv + core + up,
+            forward_working=max(forward),
+            backward_working=max(backward),
         )
 
     def first_block(self) -> LayerMemory:
@@ -212,11 +280,16 @@ class Activations:
         # Without the fused kernel (model/attention.py): copies of queries and repeated keys and
         # values, the output, the fp32 softmax, and the weights after dropout.
         squares = self._attention_weights * (_FP32 + self._a)
-        # A norm keeps its input, which is a view of all features. On a CPU in 16-bit precision, it
-        # keeps the input in fp32 instead.
-        keeps_view = model.qk_norm and (self._on_gpu or self._a == _FP32)
-        elements = n * (4 * mixed + angles + (features if keeps_view else 0))
+        elements = n * (4 * mixed + angles + (features if self._head_norms_keep_qkv else 0))
         return elements * self._a + squares + norms
+
+    @property
+    def _head_norms_keep_qkv(self) -> bool:
+        """Whether the norms of each head keep their input, which is a view of all features.
+
+        On a CPU in 16-bit precision, they keep the input in fp32 instead.
+        """
+        return self._model.qk_norm and (self._on_gpu or self._a == _FP32)
 
     def _mlp_kept(self) -> int:
         """What an MLP keeps: the output of ``up``, silu(gate) if any, and the input of ``down``."""
@@ -242,6 +315,15 @@ class Activations:
         gloo_copy = 0 if self._on_gpu else self._full  # of the input of a reduce-scatter
         return self._full + self._gathered + gloo_copy
 
+    def _mlp_gradients(self) -> int:
+        """Working memory of the backward of an MLP, in addition to what its forward kept."""
+        _, width = self._local_shape("mlp.down")
+        activation = self._n * width * self._a  # (n, F/T)
+        mlp = activation if self._model.mlp == "gelu" else 2 * activation
+        if self._model.residual_dropout > 0.0:
+            mlp = self._hidden + max(mlp, self._residual_hashing)
+        return mlp
+
     def _block_backward_working(self) -> int:
         """Working memory at the peak of a block's backward, which is at one of these moments:
 
@@ -252,12 +334,7 @@ class Activations:
 
         With residual dropout, a second gradient exists beside that of the residual connection.
         """
-        mlp_kept = self._mlp_kept()
-        _, width = self._local_shape("mlp.down")
-        activation = self._n * width * self._a  # (n, F/T)
-        mlp = activation if self._model.mlp == "gelu" else 2 * activation
-        if self._model.residual_dropout > 0.0:
-            mlp = self._hidden + max(mlp, self._residual_hashing)
+        mlp_kept, mlp = self._mlp_kept(), self._mlp_gradients()
         moments = [mlp + self._gathered, mlp - mlp_kept + self._column_parallel_backward()]
         if not self._fused_norm:
             moments.append(4 * self._m * self._model.hidden_size * _FP32 - mlp_kept)

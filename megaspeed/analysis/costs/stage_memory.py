@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import chain, repeat
+from itertools import chain, count
 
 from megaspeed.analysis.costs.activations import (
     Activations,
@@ -264,7 +264,7 @@ def _layers(
     run: Run, pipeline_stage: int, parameters: Sequence[LocalParameter], device_type: str
 ) -> list[_Layer]:
     """The layers of the pipeline stage, each with its parameters."""
-    count = layer_count(run.config.model)
+    layers_in_all = layer_count(run.config.model)
     own: dict[str, list[LocalParameter]] = {}
     for parameter in parameters:
         own.setdefault(parameter.layer, []).append(parameter)
@@ -272,12 +272,12 @@ def _layers(
     forward = gathered_in_pass(run, parameters, "forward", on_host=on_host)
     backward = gathered_in_pass(run, parameters, "backward", on_host=on_host)
     activations = Activations(run, device_type)
-    blocks = chain([activations.first_block()], repeat(activations.block()))
+    blocks = chain([activations.first_block()], map(activations.block, count(1)))
     layers = []
     for index, layer in enumerate(layers_of_stages(run)[pipeline_stage]):
         if layer == 0:
             memory = activations.embedding()
-        elif layer < count - 1:
+        elif layer < layers_in_all - 1:
             memory = next(blocks)
         else:
             memory = activations.head()

@@ -133,26 +133,29 @@ def _add_tensor_axis(messages: Messages, run: Run, pipeline_stage: int) -> None:
     and an all-reduce of the gradients of key/value heads that several ranks hold. Once a step, the
     partition of gradients of which each tensor rank computes a part is all-reduced: with sequence
     parallelism those of norms and row-parallel biases, and always those of norms of each head.
-    Recomputation repeats a block's forward up to the last tensor that its backward
-    needs, the input of the MLP's row-parallel matrix. It does not repeat the g after it.
+
+    Full recomputation repeats a block's forward up to the last tensor that its backward needs, the
+    input of the MLP's row-parallel matrix. It does not repeat the g after it. Selective
+    recomputation repeats no collective.
     """
     tp, micro_batches = run.grid.tp, run.batch.gradient_accumulation_steps
     layers = layers_of_stages(run)[pipeline_stage]
     head = layer_count(run.config.model) - 1
     has_embedding, has_head = 0 in layers, head in layers
     blocks = len(layers) - has_embedding - has_head
-    again = run.config.parallel.activation_checkpointing == "full"
+    parallel = run.config.parallel
+    again = sum(parallel.recomputation_of(block) == "full" for block in range(blocks))
 
     def add(collective: Collective, message_bytes: int) -> None:
         messages.add("tp", collective, micro_batches * message_bytes, ranks=tp)
 
     h = full_hidden_bytes(run)
-    if run.config.parallel.sequence_parallel:
+    if parallel.sequence_parallel:
         add("all_reduce", has_embedding * h)
-        add("all_gather", (blocks * (6 + 2 * again) + has_embedding + 2 * has_head) * h)
-        add("reduce_scatter", (blocks * (4 + again) + has_head) * h)
+        add("all_gather", (blocks * 6 + again * 2 + has_embedding + 2 * has_head) * h)
+        add("reduce_scatter", (blocks * 4 + again + has_head) * h)
     else:
-        add("all_reduce", (blocks * (4 + again) + has_embedding + has_head) * h)
+        add("all_reduce", (blocks * 4 + again + has_embedding + has_head) * h)
     if has_head:  # maximum in the logits' type; sum of exponentials and target's logit in fp32
         add("all_reduce", tokens_of(run) * (BYTES_OF[run.precision] + 2 * BYTES_OF["fp32"]))
     messages.add("tp", "all_reduce", _partial_gradient_bytes(run, pipeline_stage), ranks=tp)

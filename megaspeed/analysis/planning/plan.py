@@ -7,7 +7,7 @@ Run --> rank map            which axes cross nodes
     --> fits the device?    if not: the cheapest change
 
 The what-if is every layout of the run's world size: all (pp, dp, tp) whose product is the world
-size, with each ZeRO stage, with and without recomputation. The train batch, the micro-batch and
+size, with each ZeRO stage and each kind of recomputation. The train batch, the micro-batch and
 every other key stay as configured. Layouts that break a rule of the configuration are omitted.
 Tensor groups larger than ``largest_tensor`` are omitted, too, because across nodes the collectives
 of every block would go over the network.
@@ -217,6 +217,7 @@ class Layout:
             "tp": grid.tp,
             "zero_stage": self.run.zero_stage,
             "activation_checkpointing": self.run.config.parallel.activation_checkpointing,
+            "recomputed_blocks": self.run.config.parallel.recomputed_blocks,
             "micro_batches": self.run.batch.gradient_accumulation_steps,
             "peak_bytes": self.peak_bytes,
             "sent_bytes": self.sent_bytes,
@@ -297,9 +298,10 @@ def _layouts_of(training: Training, largest_tensor: int) -> Iterator[Settings]:
                 continue
             degrees = replace(training.settings, pp=pp, dp=world_size // (pp * tp), tp=tp)
             for zero_stage in range(4):
-                plain = replace(degrees, zero_stage=zero_stage, activation_checkpointing="none")
-                yield plain
-                yield replace(plain, activation_checkpointing="full")
+                at_stage = replace(degrees, zero_stage=zero_stage)
+                yield replace(at_stage, activation_checkpointing="none", recomputed_blocks=None)
+                yield replace(at_stage, activation_checkpointing="selective")
+                yield replace(at_stage, activation_checkpointing="full")
 
 
 def _marked(layouts: list[Layout]) -> Iterator[Layout]:

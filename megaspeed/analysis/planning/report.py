@@ -21,7 +21,7 @@ from megaspeed.analysis.units import (
     table_of,
     traffic_unit,
 )
-from megaspeed.config.resolve import GradientReduction, dropout_warning
+from megaspeed.config.resolve import GradientReduction, describe_recomputation, dropout_warning
 from megaspeed.pipeline.schedules import SCHEDULES, peak_micro_batches_in_flight
 
 SHOWN_LAYOUTS = 12
@@ -69,10 +69,9 @@ def summary(plan: Plan) -> Iterator[str]:
         f"{run.config.data.sequence_length:,} tokens; a data rank has "
         f"{counted(batch.gradient_accumulation_steps, 'micro-batch')} of {batch.micro_batch_size:,}"
     )
-    recomputed = run.config.parallel.activation_checkpointing == "full"
     sequence = "on" if run.config.parallel.sequence_parallel else "off"
     yield (
-        f"activations: {'recomputed in backward' if recomputed else 'kept for backward'}; "
+        f"activations: {describe_recomputation(run.config.parallel)}; "
         f"sequence parallelism {sequence}"
     )
     yield from dropout_warning(run)

@@ -14,7 +14,10 @@ Changes are tried in the order of their cost. They keep the train batch and the 
                              (Korthikanti et al. 2022, section 4.2.2)
     1f1b instead of gpipe    nothing: the same bubble (Narayanan et al. 2021, section 2.2.1)
     ZeRO-1 instead of 0      nothing: as many bytes as an all-reduce (ZeRO, section 7.2)
-    recomputation            a third more operations: one more forward (Chen et al. 2016)
+    selective recomputation  a few percent: norms and activation functions once more (Korthikanti
+                             et al. 2022, section 5)
+    full recomputation       for all blocks a third more operations: one more forward (Chen et al.
+                             2016); first for a quarter of the blocks of each pipeline stage
     gradient reduction       once for each micro-batch: more traffic
     ZeRO-2, ZeRO-3           the same; ZeRO-3 also gathers parameters (ZeRO, section 7.2)
     smaller micro-batch      smaller matrices, and more traffic that occurs once for each
@@ -26,19 +29,20 @@ Each change is tried alone. If none is enough, they are combined in this order. 
 fits, changes that it does not need are undone, the most expensive first.
 """
 
+import json
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import cache, partial
 from itertools import chain
 from math import inf
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from megaspeed.analysis.planning.prediction import predict_peak_bytes
 from megaspeed.config.errors import ConfigError
 from megaspeed.config.resolve import Run, resolve_run
 from megaspeed.config.rules import divisors
-from megaspeed.config.run import RunConfig
+from megaspeed.config.run import Recomputation, RunConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +54,8 @@ class Settings:
     tp: int
     zero_stage: int
     micro_batch_size: int
-    activation_checkpointing: Literal["none", "full"]
+    activation_checkpointing: Recomputation
+    recomputed_blocks: int | None
     sequence_parallel: bool
     schedule: Literal["gpipe", "1f1b"]
     gradient_reduction: Literal["auto", "per_step", "per_micro_batch"]
@@ -79,6 +84,7 @@ class Training:
             zero_stage=run.zero_stage,
             micro_batch_size=run.batch.micro_batch_size,
             activation_checkpointing=parallel.activation_checkpointing,
+            recomputed_blocks=parallel.recomputed_blocks,
             sequence_parallel=parallel.sequence_parallel,
             schedule=parallel.schedule,
             gradient_reduction=self.stated.parallel.gradient_reduction,
@@ -154,6 +160,7 @@ _KEYS = {
     "sequence_parallel": "parallel.sequence_parallel",
     "schedule": "parallel.schedule",
     "activation_checkpointing": "parallel.activation_checkpointing",
+    "recomputed_blocks": "parallel.recomputed_blocks",
     "gradient_reduction": "parallel.gradient_reduction",
     "zero_stage": "zero_optimization.stage",
 }
@@ -165,7 +172,8 @@ def _layout_keys(settings: Settings) -> dict[str, Any]:
 
 
 def _typed(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
+    """The value as ``--set`` reads it."""
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 _WORLD_FACTORS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
@@ -291,9 +299,7 @@ def _changes(s: Settings, blocks: int, gpus_per_node: int) -> dict[_Fields, list
         ("sequence_parallel",): one(s.tp > 1 and not s.sequence_parallel, sequence_parallel=True),
         ("schedule",): one(s.pp > 1 and s.schedule == "gpipe", schedule="1f1b"),
         ("zero_stage",): one(s.dp > 1 and s.zero_stage == 0, zero_stage=1),
-        ("activation_checkpointing",): one(
-            s.activation_checkpointing == "none", activation_checkpointing="full"
-        ),
+        ("activation_checkpointing", "recomputed_blocks"): _more_recomputation(s, blocks),
         ("gradient_reduction",): one(complete_gradients, gradient_reduction="per_micro_batch"),
         ("zero_stage", "gradient_reduction"): [
             replace(s, zero_stage=zero_stage, gradient_reduction="auto")
@@ -314,6 +320,25 @@ def _changes(s: Settings, blocks: int, gpus_per_node: int) -> dict[_Fields, list
             _at(s, pp=pp, tp=s.tp) for pp in divisors(s.world_size // s.tp) if s.pp < pp <= blocks
         ],
     }
+
+
+def _more_recomputation(s: Settings, blocks: int) -> list[Settings]:
+    """Selective recomputation of all blocks, then full recomputation of more and more blocks."""
+    kinds = get_args(Recomputation)
+
+    def cost(kind: Recomputation, count: int | None) -> tuple[int, float]:
+        return kinds.index(kind), count or inf
+
+    of_a_stage = -(-blocks // s.pp)
+    quarters = sorted({of_a_stage * quarter // 4 for quarter in (1, 2, 3)} - {0})
+    choices: list[tuple[Recomputation, int | None]] = [("selective", None)]
+    choices += [("full", count) for count in (*quarters, None)]
+    now = cost(s.activation_checkpointing, s.recomputed_blocks)
+    return [
+        replace(s, activation_checkpointing=kind, recomputed_blocks=count)
+        for kind, count in choices
+        if cost(kind, count) > now
+    ]
 
 
 def _at(settings: Settings, *, pp: int, tp: int) -> Settings:

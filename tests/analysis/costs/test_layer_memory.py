@@ -1,16 +1,21 @@
 """The memory that a layer keeps, compared with the paper's formula and with the layer."""
 
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 
 from megaspeed.analysis.allocations import AllocationLog
 from megaspeed.analysis.costs.activations import Activations, hidden_bytes, tokens_of
 from megaspeed.config.resolve import Run
 from megaspeed.model.attention import attention_mask, positions_in
 from megaspeed.model.gpt import Block
+from megaspeed.model.recomputation import keeping, recomputing
+from megaspeed.training.rank_model import plain_model
 from tests.support.tiny import GPT2, LLAMA, tiny_run
 
 pytestmark = pytest.mark.slow
@@ -43,10 +48,50 @@ def test_with_full_recomputation_a_block_keeps_2_sbh_bytes() -> None:
     assert layers.block().kept == 2 * sbh == hidden_bytes(run)
 
 
+@pytest.mark.parametrize("tp", [1, 4])
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_with_selective_recomputation_a_gpt2_block_keeps_its_products(
+    tp: int, sequence_parallel: bool
+) -> None:
+    """In 16 bits, s b h (4 + 16 / t) bytes, and fp32 row sums of the softmax: of each element of
+    hidden states, the block's output and the sum before the MLP; queries, keys, values, the
+    attention's output, and 4 of the feed-forward layer.
+    """
+    parallel = {"sequence_parallel": sequence_parallel, "activation_checkpointing": "selective"}
+    run = tiny_run(TEXT, tp=tp, parallel=parallel, **BF16)
+    sbh = tokens_of(run) * run.config.model.hidden_size
+    split = tp if sequence_parallel else 1
+    row_sums = tokens_of(run) * 4 * 4 // tp
+    assert Activations(run, "cuda").block().kept == sbh * (4 / split + 16 / tp) + row_sums
+
+
+@pytest.mark.parametrize("recomputation", ["selective", "full"])
+def test_the_first_blocks_of_a_stage_are_recomputed(recomputation: str) -> None:
+    parallel = {"activation_checkpointing": recomputation, "recomputed_blocks": 2}
+    run = tiny_run(TEXT, parallel=parallel)
+    width = run.config.model.hidden_size
+    stage = plain_model(run, range(1, 4)).to_empty(device="cpu")
+    x = torch.zeros(run.batch.micro_batch_size, 16, width, requires_grad=True)
+    held = [0]
+    log = AllocationLog(x.device)
+    log.claim("parameters", [*stage.parameters(), x])
+    with log:
+        for block in stage.blocks.values():
+            block.register_forward_hook(lambda *_: held.append(log.live().activations))
+        y = stage(x)
+    kept = [after - before for before, after in pairwise(held)]
+    assert y.shape == x.shape
+    layers = Activations(run, "cpu")
+    assert kept == [layers.block(index).kept for index in range(3)]
+    assert kept[0] == kept[1] < kept[2]
+
+
 def run_block(run: Run, precision: str) -> tuple[int, int, int]:
     """(kept, most in the forward, most in both) of one block on this CPU, without gradients."""
     model = run.config.model
-    block = Block(model, name="blocks.0", seed=0).to(DTYPES[precision])
+    selective = run.config.parallel.activation_checkpointing == "selective"
+    compose = recomputing if selective else keeping
+    block = Block(model, name="blocks.0", seed=0, compose=compose).to(DTYPES[precision])
     shape = (run.batch.micro_batch_size, run.config.data.sequence_length, model.hidden_size)
     x = torch.randn(shape, dtype=DTYPES[precision], requires_grad=True)
     samples = torch.arange(shape[0])
@@ -71,6 +116,7 @@ def run_block(run: Run, precision: str) -> tuple[int, int, int]:
     return kept, forward, log.peak().activations
 
 
+@pytest.mark.parametrize("recomputation", ["none", "selective"])
 @pytest.mark.parametrize(("precision", "reset"), [("fp32", True), ("bf16", False)])
 @pytest.mark.parametrize(
     ("shape", "changes"),
@@ -90,17 +136,46 @@ def run_block(run: Run, precision: str) -> tuple[int, int, int]:
     ids=lambda value: value["architecture"] if "architecture" in value else str(value),
 )
 def test_a_block_really_keeps_this(
-    shape: dict[str, Any], changes: dict[str, Any], precision: str, reset: bool
+    shape: dict[str, Any], changes: dict[str, Any], precision: str, reset: bool, recomputation: str
 ) -> None:
-    bf16: dict[str, Any] = {"bf16": {"enabled": precision == "bf16"}}
-    data = {"reset_at_documents": reset}
-    run = tiny_run(TEXT, model={**shape, **changes}, data=data, **bf16)
+    run = tiny_run(
+        TEXT,
+        model={**shape, **changes},
+        data={"reset_at_documents": reset},
+        parallel={"activation_checkpointing": recomputation},
+        bf16={"enabled": precision == "bf16"},
+    )
     predicted = Activations(run, "cpu").block()
     kept, forward, both = run_block(run, precision)
     assert predicted.kept == pytest.approx(kept, rel=0.01)
     assert predicted.kept + predicted.forward_working == pytest.approx(forward, rel=0.1)
     highest = max(predicted.forward_working, predicted.backward_working)
     assert predicted.kept + highest == pytest.approx(both, rel=0.1)
+
+
+def test_a_compiled_block_recomputes_the_same() -> None:
+    parallel = {"activation_checkpointing": "selective"}
+    run = tiny_run(TEXT, model=LLAMA, parallel=parallel)
+    block = Block(run.config.model, name="blocks.0", seed=0, compose=recomputing)
+    forward = torch.compile(block.forward, fullgraph=True, dynamic=False, backend="aot_eager")
+    x = torch.randn(run.batch.micro_batch_size, 16, run.config.model.hidden_size)
+    x.requires_grad_()
+    storages: dict[int, int] = {}
+
+    def note(tensor: Tensor) -> Tensor:
+        storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with saved_tensors_hooks(note, lambda tensor: tensor):
+        y = forward(x, None)
+    note(y)
+    for given in (x, *block.parameters()):
+        storages.pop(given.untyped_storage().data_ptr(), None)
+    assert sum(storages.values()) == pytest.approx(Activations(run, "cpu").block().kept, rel=0.02)
+    gradient = torch.randn_like(y)
+    (compiled,) = torch.autograd.grad(y, x, gradient)
+    (eager,) = torch.autograd.grad(block(x, None), x, gradient)
+    torch.testing.assert_close(compiled, eager)
 
 
 def test_the_first_block_of_a_stage_keeps_a_mask_of_s_squared_for_each_sample() -> None:

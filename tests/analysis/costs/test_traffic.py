@@ -241,6 +241,7 @@ def test_zero3(pool: RankPool, cache: Path, layout: Layout, changes: dict[str, A
 SEQUENCE = {"sequence_parallel": True}
 QWEN3 = {**LLAMA, "architecture": "qwen3", "head_dim": 12, "attention_output_bias": True}
 RECOMPUTE = {"activation_checkpointing": "full"}
+SELECTIVE = {"activation_checkpointing": "selective"}
 MODEL_AXES: dict[str, tuple[Layout, dict[str, Any]]] = {
     "gpt2": ((1, 1, 2), {}),
     "llama, sequence parallel": ((1, 1, 2), {"model": LLAMA, "parallel": SEQUENCE}),
@@ -252,6 +253,14 @@ MODEL_AXES: dict[str, tuple[Layout, dict[str, Any]]] = {
     "sequence parallel, recomputation with dropout": (
         (1, 1, 2),
         {"parallel": {**SEQUENCE, **RECOMPUTE}, "model": {"residual_dropout": 0.1}},
+    ),
+    "selective recomputation, sequence parallel": (
+        (1, 1, 2),
+        {"parallel": {**SEQUENCE, **SELECTIVE}, "model": {"attention_dropout": 0.1}},
+    ),
+    "recomputation of one block of each pipeline stage": (
+        (2, 1, 2),
+        {"parallel": {**RECOMPUTE, "recomputed_blocks": 1}},
     ),
     "norms of each head": ((1, 1, 2), {"model": QWEN3}),
     "norms of each head, sequence parallel": ((2, 1, 2), {"model": QWEN3, "parallel": SEQUENCE}),

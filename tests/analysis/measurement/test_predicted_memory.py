@@ -31,6 +31,7 @@ BF16 = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "bf16"}}
 FP32_SUMS = {**BF16, "data_types": {"grad_accum_dtype": "fp32"}}
 UNTIED = {"model": {"tie_word_embeddings": False}}
 RECOMPUTED = {"parallel": {"activation_checkpointing": "full"}}
+SELECTIVE = {"parallel": {"activation_checkpointing": "selective"}}
 # Rows so long that the masks are a large part of the activations.
 RESET = {
     "model": {**WIDE, "vocab_size": 301, "max_position_embeddings": 512},
@@ -133,6 +134,7 @@ PEAKS: dict[str, tuple[tuple[int, int, int], list[dict[str, Any]]]] = {
         [
             merge(LONG, {**RECOMPUTED, "zero_optimization": {"stage": 1}}),
             merge(LONG, {**RECOMPUTED, "zero_optimization": {"stage": 3}}),
+            merge(LONG, {**SELECTIVE, "zero_optimization": {"stage": 3}}),
             merge(LONG, {"model": {"vocab_size": 8000, "tie_word_embeddings": False}}),
             merge(LONG, {"model": {"residual_dropout": 0.1, "embedding_dropout": 0.1}}),
         ],
@@ -144,6 +146,8 @@ PEAKS: dict[str, tuple[tuple[int, int, int], list[dict[str, Any]]]] = {
             {**LONG, **FP32_SUMS, "zero_optimization": {"stage": 3}},
             merge(LONG, {"parallel": {"schedule": "gpipe"}, "zero_optimization": {"stage": 2}}),
             merge(LONG, RECOMPUTED),
+            merge(LONG, SELECTIVE),
+            merge(LONG, merge(RECOMPUTED, {"parallel": {"recomputed_blocks": 1}})),
         ],
     ),
     "a long pipeline": ((4, 1, 1), [{**LONG}, {**LONG, **BF16}]),
@@ -176,6 +180,7 @@ PEAKS: dict[str, tuple[tuple[int, int, int], list[dict[str, Any]]]] = {
         [
             {**LONG},
             merge(LONG, {"parallel": {"sequence_parallel": True}, **FP32_SUMS}),
+            merge(LONG, merge(SELECTIVE, {"parallel": {"sequence_parallel": True}})),
             merge(
                 LONG, {"model": {**LLAMA, **LONG["model"]}, "parallel": {"sequence_parallel": True}}
             ),

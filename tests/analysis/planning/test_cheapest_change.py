@@ -1,11 +1,13 @@
 """The cheapest change really fits, and is the cheapest in the documented order."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from megaspeed.analysis.planning.prediction import predict_peak_bytes
 from megaspeed.analysis.planning.variants import Training, cheapest_change
+from megaspeed.config.run import Recomputation
 from tests.analysis.planning.tiny_runs import FOLDER, from_file, tiny, tiny_file
 
 
@@ -19,7 +21,7 @@ def peak_of(training: Training) -> int:
         (("parallel.tensor=2",), 2, "parallel.sequence_parallel=true"),
         (("parallel.pipeline=2", "parallel.schedule=gpipe"), 2, "parallel.schedule=1f1b"),
         ((), 2, "zero_optimization.stage=1"),
-        (("zero_optimization.stage=1",), 2, "parallel.activation_checkpointing=full"),
+        (("zero_optimization.stage=1",), 2, "parallel.activation_checkpointing=selective"),
         (
             (
                 "zero_optimization.stage=3",
@@ -73,6 +75,32 @@ def test_the_change_fits_when_it_is_typed(
     assert peak_of(typed) == found.peak_bytes
     assert found.fits is (found.peak_bytes <= usable)
     assert typed.run.batch.train_batch_size == training.run.batch.train_batch_size
+
+
+def test_as_few_blocks_as_possible_are_recomputed_in_full() -> None:
+    shape = {"model": {"max_position_embeddings": 256, "vocab_size": 64}}
+    stated = ("zero_optimization.stage=1", "data.sequence_length=256")
+    training = tiny(*stated, world_size=2, **shape)
+    kinds: list[tuple[Recomputation, int | None]]
+    kinds = [("selective", None), ("full", 1), ("full", 2), ("full", 3), ("full", None)]
+    peaks, found = [], []
+    for kind, count in kinds:
+        variant = replace(training.settings, activation_checkpointing=kind, recomputed_blocks=count)
+        peaks.append(int(training.peak_bytes(variant)))
+        if peaks.index(min(peaks)) == len(peaks) - 1:  # each cheaper one needs more memory
+            change = cheapest_change(training, peaks[-1], 8).set_text
+            number = () if count is None else (f"parallel.recomputed_blocks={count}",)
+            assert change == (f"parallel.activation_checkpointing={kind}", *number)
+            found.append((kind, count))
+    assert found[0] == ("selective", None) and len(found) >= 3
+
+
+def test_a_stated_number_of_recomputed_blocks_is_removed_by_null() -> None:
+    stated = ("parallel.activation_checkpointing=full", "parallel.recomputed_blocks=1")
+    training = tiny(*stated)
+    every = replace(training.settings, recomputed_blocks=None)
+    assert training.set_text(every) == ("parallel.recomputed_blocks=null",)
+    assert tiny(*stated, *training.set_text(every)).settings == every
 
 
 def test_more_ranks_are_proposed_only_if_no_setting_is_enough() -> None:

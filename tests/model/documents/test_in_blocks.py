@@ -8,6 +8,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from megaspeed.config.model import ModelConfig
+from megaspeed.config.run import Recomputation
 from megaspeed.model.gpt import GPT
 from tests.model.documents.packed_rows import DOCUMENTS, ours, tokens_of
 from tests.model.tiny_gpt import DROPOUTS, gradients, initialized
@@ -35,14 +36,18 @@ def test_attention_that_drops_sees_the_same_tokens(
         assert (gradient - expected[name]).norm() < ROUNDING * gradient.norm(), name
 
 
+@pytest.mark.parametrize("recomputation", ["selective", "full"])
 @pytest.mark.parametrize("dropouts", [{}, DROPOUTS], ids=["", "dropout"])
 def test_recomputed_blocks_give_the_same_bits(
-    config: ModelConfig, stock: PreTrainedModel, dropouts: dict[str, float]
+    config: ModelConfig,
+    stock: PreTrainedModel,
+    dropouts: dict[str, float],
+    recomputation: Recomputation,
 ) -> None:
     tokens = tokens_of(config)
     config = config.model_copy(update=dropouts)
     kept = trained(ours(config, stock), tokens)
-    again = trained(ours(config, stock, recompute_blocks=True), tokens)
+    again = trained(ours(config, stock, recomputation=recomputation), tokens)
     assert torch.equal(kept[0], again[0])
     assert all(torch.equal(kept[1][name], again[1][name]) for name in kept[1])
 
