@@ -40,6 +40,7 @@ from megaspeed.zero.reductions import (
 )
 from megaspeed.zero.workarounds import (
     drop_gradient_partitions,
+    keep_parameter_views,
     remove_module_hooks,
     stay_at_the_smallest_scale,
     use_norm,
@@ -125,6 +126,7 @@ class ZeroEngine:
         stay_at_the_smallest_scale(self._optimizer)
         remove_module_hooks(engine)
         drop_gradient_partitions(self._optimizer)
+        keep_parameter_views(self._optimizer)
         if run.zero_stage == 3:
             self._gathers = LayerGathers(engine.module, context, run.config.zero_optimization)
         self.gradients = Gradients(self._optimizer, run, context, partial=partial)

@@ -169,6 +169,16 @@ def drop_gradient_partitions(optimizer: Any) -> None:
         optimizer._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition = {}
 
 
+def keep_parameter_views(optimizer: Any) -> None:
+    """Prevent a stage-1 or -2 optimizer from making each parameter a view again in every step.
+
+    runtime/zero/stage_1_and_2.py:889-900, 3166-3168: after the gather, DeepSpeed visits every
+    parameter. The flat tensor of which they are views is always the same.
+    """
+    if not partitions_parameters(optimizer):
+        optimizer._update_model_bit16_weights = lambda group_index: None
+
+
 def remove_module_hooks(engine: Any) -> None:
     """Remove DeepSpeed's hooks on modules. ``layer_gathers`` replaces those of ZeRO-3.
 

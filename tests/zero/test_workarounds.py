@@ -207,6 +207,45 @@ def test_without_it_deepspeed_has_a_hook_on_every_gradient(
     assert pool.run(2, gathers_and_hooks, run, corpus, False) == [(0, 0)] * 2
 
 
+# --- parameter_views ------------------------------------------------------------------------------
+
+
+def calls_of_python_code(
+    launch: LaunchEnvironment, run: Run, corpus: PreparedCorpus, *names: str
+) -> tuple[int, dict[str, Tensor]]:
+    """(calls of ``Tensor.narrow`` in DeepSpeed's step, the weights after it)."""
+    calls = 0
+    narrow = Tensor.narrow
+
+    def count(tensor: Tensor, *args: Any) -> Tensor:
+        nonlocal calls
+        calls += 1
+        return narrow(tensor, *args)
+
+    with left_out(*names), one_rank(launch, run, corpus) as rank:
+        step = rank.optimizer.step
+
+        def watched() -> None:
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(Tensor, "narrow", count)
+                step()
+
+        rank.optimizer.step = watched
+        rank.train_step(0)
+        return calls, rank.weights()
+
+
+def test_without_keeping_its_views_a_step_visits_every_parameter(
+    pool: RankPool, text: Path, cache: Path
+) -> None:
+    run = small_run(text, dp=2, zero_optimization={"stage": 1})
+    corpus = tiny_corpus(run, cache)
+    (visits, made), _ = pool.run(2, calls_of_python_code, run, corpus, "keep_parameter_views")
+    (kept, same), _ = pool.run(2, calls_of_python_code, run, corpus)
+    assert visits - kept == len(parameters_of(run.config.model))
+    assert all(torch.equal(weight, same[name]) for name, weight in made.items())
+
+
 # --- no_compilation -------------------------------------------------------------------------------
 
 
