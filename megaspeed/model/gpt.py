@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from megaspeed.config.model import ModelConfig
-from megaspeed.model.attention import Attention, attention_mask, positions_in
+from megaspeed.model.attention import Angles, Attention, RotaryAngles, attention_mask, positions_in
 from megaspeed.model.dropout import SampleDropout
 from megaspeed.model.parameters import Row, block_rows, embedding_rows, head_rows, layer_count
 
@@ -115,12 +115,12 @@ class Block(nn.Module):
         self,
         x: Tensor,
         samples: Tensor | None,
-        positions: Tensor | None = None,
+        angles: Angles | None = None,
         mask: Tensor | None = None,
     ) -> Tensor:
         """Map ``x`` (B, S, D) to (B, S, D). For the other arguments see ``Attention``."""
         x = x + self.attention_dropout(
-            self.attention(self.attention_norm(x), samples, positions, mask), samples
+            self.attention(self.attention_norm(x), samples, angles, mask), samples
         )
         return x + self.mlp_dropout(self.mlp(self.mlp_norm(x)), samples)
 
@@ -167,6 +167,10 @@ class GPT(nn.Module):
         last = layer_count(config) - 1
         self.recompute_blocks = recompute_blocks
         self.window = config.sliding_window
+        self.angles = RotaryAngles(config) if config.positions == "rotary" else None
+        self.sequence_parts = 1
+        """How many ranks share the hidden states of a sequence between layers. ``parallelize`` sets
+        it with sequence parallelism."""
         self.embedding = Embedding(config, seed=seed) if 0 in layers else None
         self.blocks = nn.ModuleDict(
             {
@@ -195,15 +199,19 @@ class GPT(nn.Module):
             Logits (B, S, V) if the last layer is the head, else hidden states (B, S, D).
         """
         positions = None if documents is None else positions_in(documents)
+        sequence = x.shape[1] * (1 if self.embedding is not None else self.sequence_parts)
         if self.embedding is not None:
             x = self.embedding(x, samples, positions)
+        angles = None
+        if self.angles is not None:
+            angles = self.angles.of(positions, sequence, x.dtype, x.device)
         mask = None if documents is None else attention_mask(documents, x.dtype, self.window)
         for block in self.blocks.values():
             if self.recompute_blocks and self.training:
-                inputs = (x, samples, positions, mask)
+                inputs = (x, samples, angles, mask)
                 x = checkpoint(block, *inputs, use_reentrant=False, preserve_rng_state=False)
             else:
-                x = block(x, samples, positions, mask)
+                x = block(x, samples, angles, mask)
         return x if self.head is None else self.head(x)
 
     def layer_modules(self) -> list[nn.Module]:

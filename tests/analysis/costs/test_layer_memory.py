@@ -9,7 +9,7 @@ import torch
 from megaspeed.analysis.allocations import AllocationLog
 from megaspeed.analysis.costs.activations import Activations, hidden_bytes, tokens_of
 from megaspeed.config.resolve import Run
-from megaspeed.model.attention import attention_mask, positions_in
+from megaspeed.model.attention import RotaryAngles, attention_mask, positions_in
 from megaspeed.model.gpt import Block
 from tests.support.tiny import GPT2, LLAMA, tiny_run
 
@@ -54,8 +54,11 @@ def run_block(run: Run, precision: str) -> tuple[int, int, int]:
     if run.config.data.reset_at_documents:
         documents = torch.arange(shape[1]).expand(shape[:2]) // 5
         positions, mask = positions_in(documents), attention_mask(documents, x.dtype)
-    y = block(x, samples, positions, mask)
-    y.backward(gradient := torch.randn_like(y))  # first uses make constants, such as frequencies
+    angles = None
+    if model.positions == "rotary":
+        angles = RotaryAngles(model).of(positions, shape[1], x.dtype, x.device)
+    y = block(x, samples, angles, mask)
+    y.backward(gradient := torch.randn_like(y))  # first uses make constants
     for parameter in block.parameters():
         parameter.grad = None
     x.grad = None
@@ -65,7 +68,7 @@ def run_block(run: Run, precision: str) -> tuple[int, int, int]:
     for parameter in block.parameters():
         parameter.register_hook(lambda g: log.claim("gradients", [g]))
     with log:
-        y = block(x, samples, positions, mask)
+        y = block(x, samples, angles, mask)
         kept, forward = log.live().activations, log.peak().activations
         y.backward(gradient)
     return kept, forward, log.peak().activations
