@@ -40,8 +40,10 @@ class TensorAxis:
     timeline: Timeline | None = None  # times the collectives
 
     def timed(self) -> AbstractContextManager[None]:
-        """A context for each collective over this axis."""
-        return nullcontext() if self.timeline is None else self.timeline.part("tensor")
+        """A context for each collective over this axis. Compiled code has none: it is not timed."""
+        if self.timeline is None or torch.compiler.is_compiling():
+            return nullcontext()
+        return self.timeline.part("tensor")
 
 
 _Collective = Callable[[Tensor, TensorAxis], Tensor]
@@ -133,10 +135,14 @@ class _Conjugate(torch.autograd.Function):
 
 
 class _SumGradients(torch.autograd.Function):
+    # Not *parameters: torch.compile 2.13 would drop an argument where no gradient is needed
+    # (torch/_dynamo/variables/misc.py, "Don't use context").
     @staticmethod
-    def forward(ctx: Any, axis: TensorAxis, *parameters: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, axis: TensorAxis, weight: Tensor, bias: Tensor | None = None
+    ) -> tuple[Tensor, ...]:
         ctx.axis = axis
-        return tuple(p.view_as(p) for p in parameters)
+        return tuple(p.view_as(p) for p in (weight, bias) if p is not None)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:

@@ -49,6 +49,9 @@ class Observer:
     def step(self, metrics: StepMetrics) -> None:
         """Called after each optimizer step."""
 
+    def compiled(self, seconds: float) -> None:
+        """Called after the first step of a run that compiles: how long compilation has taken."""
+
     def parts(self, metrics: PartMetrics) -> None:
         """Called when the times of the parts of an earlier step are known."""
 
@@ -128,6 +131,8 @@ class Trainer:
             with activity.during(f"step {progress.step + 1}", timeouts=timeouts):
                 progress, metrics, stopped_by = self._train_step(progress)
             step = progress.step
+            if step == begin.step + 1 and self.worker.compilation is not None:
+                self._observer.compiled(self.worker.compilation.seconds)
             saves = stopped_by is not None or self._is_due(config.save_interval, step)
             interval = config.check_replicas_interval
             # Copies are also compared before each save, so every checkpoint has equal copies.

@@ -104,7 +104,7 @@ class _Step:
         self.states = model_states(run, self._parameters, on_host=device_type == "cpu")
         self._layers = _layers(run, pipeline_stage, self._parameters, device_type)
         self._hidden = hidden_bytes(run)
-        self._window_mask = Activations(run, device_type).window_mask()
+        self._shared = Activations(run, device_type).shared()
         self._element = BYTES_OF[run.precision]
         self._gradient = BYTES_OF[run.accumulation_dtype]
         self._bucket = bucket_elements(run, self._parameters) * self._gradient
@@ -136,7 +136,7 @@ class _Step:
         ledger = _Ledger()
         ledger.hold("parameters", self.states.parameters)
         ledger.hold("optimizer_states", self.states.optimizer_states)
-        ledger.hold("activations", others * self._kept_in_flight + self._window_mask)
+        ledger.hold("activations", others * self._kept_in_flight + self._shared)
         if self._run.zero_stage == 3:  # the bucket and the partition stay from step to step
             ledger.hold("communication_buffers", self._bucket)
         if gradients:
