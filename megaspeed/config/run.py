@@ -97,13 +97,17 @@ class TrainingConfig(Section):
     allow_reduced_precision_reduction: bool = False
     """On CUDA, let bf16 and fp16 matrix products add partial sums in bf16 or fp16 instead of
     fp32."""
+    compile: Literal["auto"] | bool = "auto"
+    """Compile each block and the loss with torch.compile, which fuses their elementwise operations.
+    auto: on CUDA, if all ranks have Triton. true: also on a CPU, which needs a C++ compiler; a rank
+    that cannot compile is an error. Compiled code is kept in $TORCHINDUCTOR_CACHE_DIR."""
     max_skipped_steps: int = Field(default=20, gt=0)
     """The run stops after this many steps in a row were skipped because the loss or the gradient
     norm was not finite."""
     hang_timeout_seconds: float = Field(default=300.0, gt=0, le=LARGEST_SECONDS)
     """If there is no progress for this long, every rank writes its stacks, the ranks that did not
     arrive are named, and the run ends with exit code 3. Start-up and the first step may take four
-    times as long, saving and loading 24 times."""
+    times as long, compilation 12 times, saving and loading 24 times."""
     restart: int = Field(default=0, ge=0)
     """How many times the ranks are started again after a failure, under deepspeed, srun, mpirun or
     plain python. torchrun does this by itself (--max-restarts)."""
@@ -121,6 +125,10 @@ class TrainingConfig(Section):
     """Copy a checkpoint to host memory and write it while training continues. From the first save
     to the end of the run, this takes 12 bytes of host memory for each parameter that a rank writes.
     If the rank trains on a GPU, the memory is page-locked."""
+
+    def compiles_on(self, device_type: str) -> bool:
+        """Whether blocks are to be compiled on "cpu" or "cuda", if nothing is missing there."""
+        return device_type == "cuda" if self.compile == "auto" else self.compile
 
     def lr_factor(self, train_batch_size: int) -> float:
         """The factor by which `lr_scaling` multiplies every learning rate in the JSON."""

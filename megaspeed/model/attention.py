@@ -70,7 +70,45 @@ def _llama3_scaled(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
     return torch.where(wavelengths < longest_kept, frequencies, scaled)
 
 
-def cos_sin(positions: Tensor, frequencies: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+Angles = tuple[Tensor, Tensor]
+"""Cosines and sines by which queries and keys are rotated: two of (S, 1, K/2) or (B, S, 1, K/2)."""
+
+
+class RotaryAngles:
+    """The angles of a model with rotary positions. All blocks of a rank share them.
+
+    Those of rows that are one document are computed once and kept, because they depend only on the
+    length of the rows.
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        self._frequencies = inverse_frequencies(config)
+        self._kept: tuple[object, Angles] | None = None
+
+    def of(
+        self, positions: Tensor | None, sequence: int, dtype: torch.dtype, device: torch.device
+    ) -> Angles:
+        """Cosines and sines in ``dtype``.
+
+        Args:
+            positions: (B, S); None for 0 ... S - 1 in every row.
+            sequence: S.
+            dtype: of queries and keys.
+            device: where they are.
+        """
+        self._frequencies = self._frequencies.to(device)
+        if positions is not None:
+            return cos_sin(positions, self._frequencies, dtype)
+        key = (sequence, dtype, device)
+        if self._kept is None or self._kept[0] != key:
+            # A later step saves them for backward. An inference tensor cannot be saved.
+            with torch.inference_mode(False):
+                places = torch.arange(sequence, device=device, dtype=torch.float32)
+                self._kept = key, cos_sin(places, self._frequencies, dtype)
+        return self._kept[1]
+
+
+def cos_sin(positions: Tensor, frequencies: Tensor, dtype: torch.dtype) -> Angles:
     """Cosine and sine of the angle position x frequency, computed in fp32.
 
     Args:
@@ -170,14 +208,13 @@ class Attention(nn.Module):
         self.dropout = SampleDropout(
             config.attention_dropout, name=f"{name}.attention.dropout", seed=seed
         )
-        # A plain attribute, not a buffer: a dtype cast of the module must not touch it.
-        self.frequencies = inverse_frequencies(config) if config.positions == "rotary" else None
+        self.is_rotary = config.positions == "rotary"
 
     def forward(
         self,
         x: Tensor,
         samples: Tensor | None,
-        positions: Tensor | None = None,
+        angles: Angles | None = None,
         mask: Tensor | None = None,
     ) -> Tensor:
         """Map ``x`` (B, S, D) to (B, S, D).
@@ -185,29 +222,23 @@ class Attention(nn.Module):
         Args:
             x: normalised hidden states.
             samples: (B,) int64, the sample indices; None if there is no dropout.
-            positions: (B, S); if omitted, 0 ... S - 1 in every row.
+            angles: of rotary positions; None if the model has other positions.
             mask: (B, 1, S, S), added to the scores; if omitted, each token attends to the sliding
                 window, or to itself and all earlier tokens.
         """
         qkv = self.qkv(x)  # (B, S, (H + 2 H_kv) K)
         sequence = qkv.shape[1]
-        if self.frequencies is not None:
-            self.frequencies = self.frequencies.to(x.device)
-            if positions is None:
-                positions = torch.arange(sequence, device=x.device, dtype=torch.float32)
         if mask is None and self.window is not None and self.window < sequence:
             mask = window_mask(sequence, self.window, qkv.dtype, qkv.device)
         if self.dropout.active:
-            attend = partial(
-                self._attend_with_dropout, samples=samples, positions=positions, mask=mask
-            )
+            attend = partial(self._attend_with_dropout, samples=samples, angles=angles, mask=mask)
             return self.compose(attend, self.output, qkv)
         mixed = self.compose(
-            partial(self._heads, positions=positions), partial(self._attend, mask=mask), qkv
+            partial(self._heads, angles=angles), partial(self._attend, mask=mask), qkv
         )
         return self.output(mixed)
 
-    def _heads(self, qkv: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    def _heads(self, qkv: Tensor, angles: Angles | None) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values, each (B, heads, S, K), normalised and rotated."""
         batch, sequence, _ = qkv.shape
         kv_width = self.key_value_heads * self.head_dim
@@ -217,10 +248,9 @@ class Attention(nn.Module):
         v = v.view(batch, sequence, self.key_value_heads, self.head_dim)
         if self.query_norm is not None and self.key_norm is not None:
             q, k = self.query_norm(q), self.key_norm(k)
-        if self.frequencies is not None:
-            assert positions is not None
-            cos, sin = cos_sin(positions, self.frequencies, q.dtype)
-            q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        if self.is_rotary:
+            assert angles is not None, "rotary positions need angles"
+            q, k = rotate(q, *angles), rotate(k, *angles)
         return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
@@ -234,11 +264,11 @@ class Attention(nn.Module):
         self,
         qkv: Tensor,
         samples: Tensor | None,
-        positions: Tensor | None,
+        angles: Angles | None,
         mask: Tensor | None,
     ) -> Tensor:
         """Unfused attention with dropout. A fused kernel's dropout mask depends on the layout."""
-        q, k, v = self._heads(qkv, positions)
+        q, k, v = self._heads(qkv, angles)
         group = self.query_heads // self.key_value_heads
         k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
         scores = q @ k.transpose(-2, -1) / math.sqrt(self.head_dim)  # (B, H, S, S)

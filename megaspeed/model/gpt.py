@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megaspeed.config.model import ModelConfig
 from megaspeed.config.run import Recomputation
-from megaspeed.model.attention import Attention, attention_mask, positions_in
+from megaspeed.model.attention import Angles, Attention, RotaryAngles, attention_mask, positions_in
 from megaspeed.model.dropout import SampleDropout
 from megaspeed.model.parameters import Row, block_rows, embedding_rows, head_rows, layer_count
 from megaspeed.model.recomputation import Compose, keeping, recomputing
@@ -135,11 +135,11 @@ class Block(nn.Module):
         self,
         x: Tensor,
         samples: Tensor | None,
-        positions: Tensor | None = None,
+        angles: Angles | None = None,
         mask: Tensor | None = None,
     ) -> Tensor:
         """Map ``x`` (B, S, D) to (B, S, D). For the other arguments see ``Attention``."""
-        attention = partial(self.attention, samples=samples, positions=positions, mask=mask)
+        attention = partial(self.attention, samples=samples, angles=angles, mask=mask)
         x = x + self.attention_dropout(self.compose(self.attention_norm, attention, x), samples)
         return x + self.mlp_dropout(self.compose(self.mlp_norm, self.mlp, x), samples)
 
@@ -188,6 +188,10 @@ class GPT(nn.Module):
         layers = range(layer_count(config)) if layers is None else layers
         last = layer_count(config) - 1
         self.window = config.sliding_window
+        self.angles = RotaryAngles(config) if config.positions == "rotary" else None
+        self.sequence_parts = 1
+        """How many ranks share the hidden states of a sequence between layers. ``parallelize`` sets
+        it with sequence parallelism."""
         self.embedding = Embedding(config, seed=seed) if 0 in layers else None
         names = [str(index - 1) for index in layers if 0 < index < last]
         recomputed = set(names[:recomputed_blocks] if recomputation != "none" else [])
@@ -217,15 +221,19 @@ class GPT(nn.Module):
             Logits (B, S, V) if the last layer is the head, else hidden states (B, S, D).
         """
         positions = None if documents is None else positions_in(documents)
+        sequence = x.shape[1] * (1 if self.embedding is not None else self.sequence_parts)
         if self.embedding is not None:
             x = self.embedding(x, samples, positions)
+        angles = None
+        if self.angles is not None:
+            angles = self.angles.of(positions, sequence, x.dtype, x.device)
         mask = None if documents is None else attention_mask(documents, x.dtype, self.window)
         for name, block in self.blocks.items():
             if name in self.checkpointed and self.training:
-                inputs = (x, samples, positions, mask)
+                inputs = (x, samples, angles, mask)
                 x = checkpoint(block, *inputs, use_reentrant=False, preserve_rng_state=False)
             else:
-                x = block(x, samples, positions, mask)
+                x = block(x, samples, angles, mask)
         return x if self.head is None else self.head(x)
 
     def layer_modules(self) -> list[nn.Module]:

@@ -39,8 +39,10 @@ class TensorAxis:
     timeline: Timeline | None = None  # times the collectives
 
     def timed(self) -> AbstractContextManager[None]:
-        """A context for each collective over this axis."""
-        return nullcontext() if self.timeline is None else self.timeline.part("tensor")
+        """A context for each collective over this axis. Compiled code has none: it is not timed."""
+        if self.timeline is None or torch.compiler.is_compiling():
+            return nullcontext()
+        return self.timeline.part("tensor")
 
 
 _Collective = Callable[[Tensor, TensorAxis], Tensor]

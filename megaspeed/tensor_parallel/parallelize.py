@@ -56,6 +56,8 @@ def parallelize(model: GPT, config: ModelConfig, axis: TensorAxis) -> dict[str, 
     for block in model.blocks.values():
         assert isinstance(block, Block)
         _localize_block(block, config, axis)
+    if axis.sequence_parallel:
+        model.sequence_parts = axis.size
     if axis.sequence_parallel and model.embedding is not None:
         model.embedding.register_forward_hook(lambda _m, _args, x: split_sequence(x, axis))
     if model.embedding is not None and model.head is not None and config.tie_word_embeddings:

@@ -20,6 +20,8 @@ from megaspeed.topology.failure import note_phase
 
 START_UP_TIMEOUTS = 4.0
 """How many hang timeouts each phase of start-up may take."""
+COMPILATION_TIMEOUTS = 12.0
+"""How many hang timeouts a compilation may take, because all ranks of a machine compile at once."""
 SAVE_TIMEOUTS = 24.0
 """How many hang timeouts a save may take, because a disk may be very slow. A rank that has died or
 stopped is still detected earlier."""
@@ -83,7 +85,7 @@ class Activity:
 Part = Literal[
     "data_loading",  # waiting for a micro-batch
     "compute",  # forward and backward
-    "tensor",  # communication over the tensor axis
+    "tensor",  # communication over the tensor axis, except within compiled blocks
     "data",  # gradients and gathered parameters over the data axis
     "pipeline",  # waiting for a neighbour's message: bubble and transfer time
     "world",  # the all-reduce of loss and norm, which waits for the slowest rank
@@ -103,7 +105,8 @@ class Timeline:
 
     The innermost part counts: if a forward waits for a collective, this time counts for the
     collective. On a GPU, events time the current stream, so communication counts only while
-    computation waits for it. On a CPU, the host is timed.
+    computation waits for it. On a CPU, the host is timed. If blocks are compiled, the collectives
+    within them count as compute, because nothing of a compiled graph can be timed from outside.
 
     Only some steps are timed (every ``training.log_interval``-th, and those that are profiled). In
     all other steps, a part costs only a check of one attribute.

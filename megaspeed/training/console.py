@@ -239,6 +239,10 @@ class ConsoleObserver(Observer):
         if is_first and self._begin.step > 0:
             self._print(describe_resumed(self._begin, metrics))
 
+    def compiled(self, seconds: float) -> None:
+        """Prints how long rank 0 has compiled."""
+        self._print(f"compiled the blocks and the loss in {seconds:.1f} s, part of the first step")
+
     def parts(self, metrics: PartMetrics) -> None:
         """Records the parts, and prints a line if one rank is much slower than the median rank."""
         if self._parts is not None:

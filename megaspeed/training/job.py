@@ -32,6 +32,7 @@ from megaspeed.topology.process_end import StopSignal
 from megaspeed.topology.watch import Watch
 from megaspeed.training.banner import BANNER_WIDTH, PredictPeaks, banner
 from megaspeed.training.checkpointing import Checkpointing
+from megaspeed.training.compilation import CannotCompile
 from megaspeed.training.console import (
     ConsoleObserver,
     describe_corpus,
@@ -65,7 +66,7 @@ from megaspeed.training.trainer import Observer, Trainer, TrainingDiverged, Trai
 from megaspeed.training.worker import Worker
 from megaspeed.zero.engine import ZeroEngine
 
-STOPPED = (RanksDisagree, TrainingDiverged, ReplicasDiffer, NoProgress)
+STOPPED = (RanksDisagree, CannotCompile, TrainingDiverged, ReplicasDiffer, NoProgress)
 """Exceptions that all ranks raise, with a message for the user."""
 
 EXPECTED = (*STOPPED, CheckpointError, OSError)
@@ -214,6 +215,11 @@ class Job:
                 self._memory_explained(context, None),
             ):
                 worker = Worker(run, context)
+            if worker.uncompiled_reason is not None:
+                reason = (
+                    f"not compiled, because torch.compile cannot work: {worker.uncompiled_reason}"
+                )
+                print_line(self.console, Text(reason))
             with (
                 self.make_checkpointing(worker, corpus) as checkpointing,
                 # Again, because `Checkpointing` waits for a pending save when it closes.

@@ -50,6 +50,9 @@ class Observer:
     def step(self, metrics: StepMetrics) -> None:
         """Called after each optimizer step."""
 
+    def compiled(self, seconds: float) -> None:
+        """Called after the first step of a run that compiles: how long compilation has taken."""
+
     def parts(self, metrics: PartMetrics) -> None:
         """Called when the times of the parts of an earlier step are known."""
 
@@ -138,6 +141,8 @@ class Trainer:
             if self._profile.ends_with(step, stops=stopped_by is not None):
                 with activity.during(f"writing the profile of step {step}", timeouts=SAVE_TIMEOUTS):
                     self._observer.profiled(step, self._profile.write(step))
+            if step == begin.step + 1 and self.worker.compilation is not None:
+                self._observer.compiled(self.worker.compilation.seconds)
             saves = stopped_by is not None or self._is_due(config.save_interval, step)
             interval = config.check_replicas_interval
             # Copies are also compared before each save, so every checkpoint has equal copies.

@@ -24,6 +24,7 @@ from megaspeed.pipeline.schedules import SCHEDULES, forward_only, stage_program
 from megaspeed.pipeline.simulation import check_schedule
 from megaspeed.tensor_parallel.parallelize import parallelize, shared_initial_shard
 from megaspeed.topology.context import ParallelContext
+from megaspeed.training.compilation import Compilation, agree_to_compile
 from megaspeed.training.faults import inject_into_model
 from megaspeed.training.rank_model import (
     backward_scale,
@@ -108,6 +109,15 @@ class Worker:
         context.activity.pending = self._neighbours.pending
         self._losses: dict[int, Tensor] = {}
         self._loss_function = make_loss_function(run, axis)
+        compiles, self.uncompiled_reason = agree_to_compile(run, context)
+        """Why nothing is compiled although ``training.compile`` is auto; None if there is no reason
+        to report."""
+        self.compilation: Compilation | None = None
+        """None if nothing is compiled."""
+        if compiles:
+            self.compilation = Compilation(context.activity)
+            self.compilation.compile_blocks(module)
+            self._loss_function = self.compilation.compiled(self._loss_function)
 
     def train_step(
         self, load: Load, learning_rate: float, stop_signal: Callable[[], int] = lambda: 0

@@ -194,9 +194,15 @@ def test_each_dropout_has_a_name_of_its_own(config: ModelConfig) -> None:
 
 @pytest.mark.parametrize("config", [gpt2(), llama()], ids=["gpt2", "llama"])
 def test_attention_written_out_for_dropout_equals_the_fused_one(config: ModelConfig) -> None:
-    attention = Block(config, name="blocks.0", seed=0).attention
-    x = torch.randn(2, 12, 32)
-    fused = attention(x, None)
+    model = GPT(config)
+    (block, _) = model.blocks.values()
+    assert isinstance(block, Block)
+    attention = block.attention
+    x, angles = torch.randn(2, 12, 32), None
+    if model.angles is not None:
+        angles = model.angles.of(None, 12, x.dtype, x.device)
+    fused = attention(x, None, angles)
     attention.dropout = SampleDropout(1e-12, name="x", seed=0)  # active, but it drops nothing
     assert attention.dropout.active
-    torch.testing.assert_close(attention(x, torch.arange(2)), fused, rtol=1e-5, atol=1e-6)
+    again = attention(x, torch.arange(2), angles)
+    torch.testing.assert_close(again, fused, rtol=1e-5, atol=1e-6)

@@ -26,6 +26,11 @@ returns. If attention has dropout, it keeps nothing of the attention except the 
     GPT-2    a (2 m D + n (Q + H K + F) / T)
     Llama    a (2 m D + n (Q + H K + 2 F) / T)
 
+A compiled block keeps the same, but no silu(gate), so 3 F instead of 4 F, and on a CPU its norms
+are fused, too. This is exact without sequence parallelism and attention dropout. With one of them,
+a compiled block keeps at most this. A compiled loss in 16 bits also keeps at most what is
+predicted: the logits instead of their fp32 softmax.
+
 With full recomputation, a block keeps only its output, and its backward first recomputes the rest
 (section 5 of the paper, "full recomputation": 2 s b h a layer).
 
@@ -33,8 +38,10 @@ If attention stays within a document, every rank also computes, from its own mic
 
     positions   (B, S)         8 bytes each
     mask        (B, 1, S, S)   in the model's precision, the same for all heads
+    angles      (B, S, 1, K)   cosines and sines of rotary positions, in the model's precision
 
-and keeps them until the backward of its first block is done (``model/attention.py``).
+and keeps them until the backward of its first block is done (``model/attention.py``). Otherwise the
+angles are (S, 1, K), and stay for the run.
 """
 
 from dataclasses import dataclass, replace
@@ -96,7 +103,9 @@ class Activations:
         model, tp = run.config.model, run.grid.tp
         self._run, self._model, self._tp = run, model, tp
         self._on_gpu = device_type == "cuda"
-        self._fused_norm = self._on_gpu or model.norm == "layer_norm"
+        self._is_compiled = run.config.training.compiles_on(device_type)
+        self._fused_rms_norm = self._on_gpu or self._is_compiled
+        self._fused_norm = self._fused_rms_norm or model.norm == "layer_norm"
         self._splits_sequence = run.config.parallel.sequence_parallel and tp > 1
         self._n = tokens_of(run)
         self._m = self._n // tp if self._splits_sequence else self._n
@@ -215,18 +224,22 @@ class Activations:
         pairs = self._n * self._run.config.data.sequence_length
         return replace(
             block,
-            kept=block.kept + pairs * self._a + self._n * _INT64,
+            kept=block.kept + pairs * self._a + self._n * _INT64 + self._angles(self._n),
             # Before the block runs: one byte for each pair of tokens, true if both are in one
             # document.
             forward_working=max(block.forward_working, pairs - block.kept),
         )
 
-    def window_mask(self) -> int:
-        """The mask (S, S) of the sliding window, which blocks, micro-batches and steps share."""
+    def shared(self) -> int:
+        """What blocks, micro-batches and steps share: rotary angles, the mask (S, S) of a window.
+
+        If attention stays within a document, each micro-batch has its own angles and mask.
+        """
         sequence, window = self._run.config.data.sequence_length, self._model.sliding_window
-        if self._run.config.data.reset_at_documents or window is None or window >= sequence:
+        if self._run.config.data.reset_at_documents:
             return 0
-        return sequence**2 * self._a
+        is_masked = window is not None and window < sequence
+        return self._angles(sequence) + (sequence**2 * self._a if is_masked else 0)
 
     def head(self) -> LayerMemory:
         """The final norm, logits (n, V/T), and the cross-entropy, whose softmax is fp32."""
@@ -267,20 +280,18 @@ class Activations:
         # Queries and keys after the rotation or the norm.
         queries_and_keys = features - key_value_heads * model.head_dim
         changed = queries_and_keys if is_rotary or model.qk_norm else 0
-        # Cosines and sines of each row, if rows have different positions.
-        angles = model.head_dim if is_rotary and self._run.config.data.reset_at_documents else 0
         norms = 0
         if model.qk_norm:  # statistics of the norms of each head's query and key
-            intermediates = 0 if self._on_gpu else self._rms_norm_intermediates()
+            intermediates = 0 if self._fused_rms_norm else self._rms_norm_intermediates()
             norms = n * (heads + key_value_heads) * (_FP32 + model.head_dim * intermediates)
         if model.attention_dropout == 0.0:
             row_statistics = n * heads * _FP32
-            elements = n * (features + changed + angles + mixed)
+            elements = n * (features + changed + mixed)
             return elements * self._a + row_statistics + norms
         # Without the fused kernel (model/attention.py): copies of queries and repeated keys and
         # values, the output, the fp32 softmax, and the weights after dropout.
         squares = self._attention_weights * (_FP32 + self._a)
-        elements = n * (4 * mixed + angles + (features if self._head_norms_keep_qkv else 0))
+        elements = n * (4 * mixed + (features if self._head_norms_keep_qkv else 0))
         return elements * self._a + squares + norms
 
     @property
@@ -289,14 +300,20 @@ class Activations:
 
         On a CPU in 16-bit precision, they keep the input in fp32 instead.
         """
-        return self._model.qk_norm and (self._on_gpu or self._a == _FP32)
+        return self._model.qk_norm and (self._fused_rms_norm or self._a == _FP32)
 
     def _mlp_kept(self) -> int:
         """What an MLP keeps: the output of ``up``, silu(gate) if any, and the input of ``down``."""
         gated = self._model.mlp == "swiglu"
         before, _ = self._local_shape("mlp.gate_up" if gated else "mlp.up")
         _, after = self._local_shape("mlp.down")
-        return self._n * (before + after + (after if gated else 0)) * self._a
+        keeps_silu = gated and not self._is_compiled
+        return self._n * (before + after + (after if keeps_silu else 0)) * self._a
+
+    def _angles(self, tokens: int) -> int:
+        """Cosines and sines of ``tokens`` positions."""
+        is_rotary = self._model.positions == "rotary"
+        return tokens * self._model.head_dim * self._a if is_rotary else 0
 
     def _local_shape(self, module: str) -> tuple[int, int]:
         """Rows and columns of a block's matrix on one tensor rank."""

@@ -104,7 +104,7 @@ class _Step:
         self.states = model_states(run, self._parameters, on_host=on_host)
         self._layers = _layers(run, pipeline_stage, self._parameters, device_type)
         self._hidden = hidden_bytes(run)
-        self._window_mask = Activations(run, device_type).window_mask()
+        self._shared = Activations(run, device_type).shared()
         self._element = BYTES_OF[run.precision]
         self._buckets = gradient_buckets(run, self._parameters, on_host=on_host)
         self._in_flight = peak_micro_batches_in_flight(
@@ -131,7 +131,7 @@ class _Step:
         ledger = _Ledger()
         ledger.hold("parameters", self.states.parameters)
         ledger.hold("optimizer_states", self.states.optimizer_states)
-        ledger.hold("activations", others * self._kept_in_flight + self._window_mask)
+        ledger.hold("activations", others * self._kept_in_flight + self._shared)
         ledger.hold("gradients", self.states.gradients)
         return ledger
 

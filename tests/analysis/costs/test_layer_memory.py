@@ -12,7 +12,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from megaspeed.analysis.allocations import AllocationLog
 from megaspeed.analysis.costs.activations import Activations, hidden_bytes, tokens_of
 from megaspeed.config.resolve import Run
-from megaspeed.model.attention import attention_mask, positions_in
+from megaspeed.model.attention import RotaryAngles, attention_mask, positions_in
 from megaspeed.model.gpt import Block
 from megaspeed.model.recomputation import keeping, recomputing
 from megaspeed.training.rank_model import plain_model
@@ -99,8 +99,11 @@ def run_block(run: Run, precision: str) -> tuple[int, int, int]:
     if run.config.data.reset_at_documents:
         documents = torch.arange(shape[1]).expand(shape[:2]) // 5
         positions, mask = positions_in(documents), attention_mask(documents, x.dtype)
-    y = block(x, samples, positions, mask)
-    y.backward(gradient := torch.randn_like(y))  # first uses make constants, such as frequencies
+    angles = None
+    if model.positions == "rotary":
+        angles = RotaryAngles(model).of(positions, shape[1], x.dtype, x.device)
+    y = block(x, samples, angles, mask)
+    y.backward(gradient := torch.randn_like(y))  # first uses make constants
     for parameter in block.parameters():
         parameter.grad = None
     x.grad = None
@@ -110,7 +113,7 @@ def run_block(run: Run, precision: str) -> tuple[int, int, int]:
     for parameter in block.parameters():
         parameter.register_hook(lambda g: log.claim("gradients", [g]))
     with log:
-        y = block(x, samples, positions, mask)
+        y = block(x, samples, angles, mask)
         kept, forward = log.live().activations, log.peak().activations
         y.backward(gradient)
     return kept, forward, log.peak().activations
@@ -160,6 +163,7 @@ def test_a_compiled_block_recomputes_the_same() -> None:
     forward = torch.compile(block.forward, fullgraph=True, dynamic=False, backend="aot_eager")
     x = torch.randn(run.batch.micro_batch_size, 16, run.config.model.hidden_size)
     x.requires_grad_()
+    angles = RotaryAngles(run.config.model).of(None, 16, x.dtype, x.device)
     storages: dict[int, int] = {}
 
     def note(tensor: Tensor) -> Tensor:
@@ -167,14 +171,14 @@ def test_a_compiled_block_recomputes_the_same() -> None:
         return tensor
 
     with saved_tensors_hooks(note, lambda tensor: tensor):
-        y = forward(x, None)
+        y = forward(x, None, angles)
     note(y)
-    for given in (x, *block.parameters()):
+    for given in (x, *angles, *block.parameters()):
         storages.pop(given.untyped_storage().data_ptr(), None)
     assert sum(storages.values()) == pytest.approx(Activations(run, "cpu").block().kept, rel=0.02)
     gradient = torch.randn_like(y)
     (compiled,) = torch.autograd.grad(y, x, gradient)
-    (eager,) = torch.autograd.grad(block(x, None), x, gradient)
+    (eager,) = torch.autograd.grad(block(x, None, angles), x, gradient)
     torch.testing.assert_close(compiled, eager)
 
 

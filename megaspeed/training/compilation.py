@@ -1,0 +1,151 @@
+"""Compiles a rank's blocks and its loss with ``torch.compile``, as ``training.compile`` states.
+
+    recomputation > hooks (ZeRO-3's gathers) > Block.forward > loss
+    not compiled    not compiled               compiled        compiled
+
+All blocks of a rank have the same code and shapes. Their parameters, sample indices and dropout
+keys are inputs of the graph. So one graph is compiled for training (its forward and its backward),
+one for evaluation, and no other one later: ``fullgraph`` and ``dynamic=False`` make a change of
+shape or an operation that cannot be traced an error, not a slow step.
+
+Numbers are those of an uncompiled run up to rounding: in fp32 the loss is within 1e-6, because a
+compiled kernel adds the elements of a row in another order. In bf16 and fp16 a compiled kernel also
+keeps intermediates in fp32, so its results are nearer to the exact ones.
+
+A C++ compiler (on a CPU) or Triton (on a GPU) makes the kernels. They are kept in torch's cache
+between runs: TORCHINDUCTOR_CACHE_DIR, by default /tmp/torchinductor_<user>. Nothing here is
+imported by a run that does not compile.
+"""
+
+import importlib.util
+import os
+import shutil
+import sysconfig
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from megaspeed.config.errors import shortened
+from megaspeed.config.resolve import Run
+from megaspeed.model.gpt import GPT
+from megaspeed.topology.activity import COMPILATION_TIMEOUTS, Activity
+from megaspeed.topology.context import ParallelContext
+
+_MOST_RANKS_NAMED = 4
+_OLDEST_TRITON_GPU = (7, 0)
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+class CannotCompile(RuntimeError):
+    """``training.compile`` is true, but a rank lacks what torch's compiler needs."""
+
+
+class Compilation:
+    """What is compiled in this process, and how long that took.
+
+    Only one can be in use: making one forgets what was compiled before.
+
+    Args:
+        activity: the phase "compiling" may take longer than other phases.
+    """
+
+    def __init__(self, activity: Activity) -> None:
+        self.seconds = 0.0
+        """Seconds of compilation until now."""
+        self._activity = activity
+        self._phase: AbstractContextManager[None] | None = None
+        self._start = 0.0
+        # These imports take two seconds.
+        import torch._functorch.config as autograd_config
+        from torch._dynamo.callback import callback_handler
+
+        # What a backward computes again (a gathered input, a dropout mask) must not be kept by the
+        # forward. With elimination of common subexpressions, torch would keep it.
+        autograd_config.cse = False
+        autograd_config.joint_custom_pass = _keep_collectives_of_backward
+        torch.compiler.reset()  # removes the callbacks of an earlier worker, too
+        callback_handler.register_start_callback(self._begin)
+        callback_handler.register_end_callback(self._end)
+
+    def compile_blocks(self, model: GPT) -> None:
+        """Compile the forward of each block, in place."""
+        for block in model.blocks.values():
+            block.forward = self.compiled(block.forward)
+
+    def compiled(self, function: _Function) -> _Function:
+        """The function, which is compiled when it is first called."""
+        compiled: Any = torch.compile(function, fullgraph=True, dynamic=False)
+        return compiled
+
+    def _begin(self, _: Any) -> None:
+        self._phase = self._activity.during("compiling", timeouts=COMPILATION_TIMEOUTS)
+        self._phase.__enter__()
+        self._start = time.perf_counter()
+
+    def _end(self, _: Any) -> None:
+        self.seconds += time.perf_counter() - self._start
+        if self._phase is not None:
+            self._phase.__exit__(None, None, None)
+
+
+def _keep_collectives_of_backward(graph: Any, _: Any) -> Any:
+    """Keep the collectives of a backward in it.
+
+    torch 2.13 (_functorch/partitioners.py) would move the all-gather of a linear layer's input,
+    which does not depend on a gradient, into the forward, and keep its result.
+    """
+    for node in graph.graph.nodes:
+        is_collective = getattr(node.target, "namespace", None) == "_c10d_functional"
+        if is_collective and node.meta.get("partitioner_tag") != "is_forward":
+            node.meta["partitioner_tag"] = "must_be_in_backward"
+    return graph
+
+
+def agree_to_compile(run: Run, context: ParallelContext) -> tuple[bool, str | None]:
+    """Whether all ranks compile, and why not if "auto" would compile; all ranks call this together.
+
+    A compiled backward may call its collectives in another order, so all ranks compile or none.
+
+    Raises:
+        CannotCompile: ``training.compile`` is true, and a rank cannot compile.
+    """
+    if not run.config.training.compiles_on(context.device.type):
+        return False, None
+    problems: list[str | None] = [None] * context.grid.world_size
+    dist.all_gather_object(problems, missing_compiler(context.device), context.world_group)
+    named = [f"rank {rank}: {problem}" for rank, problem in enumerate(problems) if problem]
+    if not named:
+        return True, None
+    reasons = "; ".join(shortened(named, _MOST_RANKS_NAMED))
+    if run.config.training.compile is True:
+        raise CannotCompile(
+            f"training.compile is true, but torch.compile cannot work on {reasons}. Install what "
+            "is missing, or set training.compile to false."
+        )
+    return False, reasons
+
+
+def missing_compiler(device: torch.device) -> str | None:
+    """What ``torch.compile`` needs and this machine lacks, with a remedy; None if nothing."""
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+        if torch.cuda.get_device_capability(device) < _OLDEST_TRITON_GPU:
+            return f"Triton does not support {name}"
+        if importlib.util.find_spec("triton") is None:
+            return "Triton is not installed (pip install triton)"
+        compilers, variable, what = ["gcc", "clang"], "CC", "C compiler, which Triton needs"
+    else:
+        compilers, variable, what = ["g++"], "CXX", "C++ compiler"
+    stated = os.environ.get(variable)
+    if not any(map(shutil.which, compilers if stated is None else [stated])):
+        looked_for = " or ".join(compilers) if stated is None else f"{variable}={stated}"
+        return f"no {what} was found (install g++, or set {variable}; looked for {looked_for})"
+    if not Path(sysconfig.get_path("include"), "Python.h").exists():
+        return "Python's header files are missing (install python3-dev)"
+    return None

@@ -1,0 +1,231 @@
+"""torch.compile takes a block as one graph, compiles it once, and keeps no more for backward.
+
+Only `tests/training/test_compilation.py` makes kernels. Here the traced graph runs with torch's own
+operations, so that no compiler is needed.
+"""
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch._functorch.aot_autograd import make_boxed_func
+from torch._inductor import config as inductor_config
+from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+from torch._inductor.graph import GraphLowering
+
+from megaspeed.analysis.costs.activations import Activations
+from megaspeed.config.model import ModelConfig
+from megaspeed.config.run import Recomputation
+from megaspeed.model.attention import Angles
+from megaspeed.model.dropout import SampleDropout
+from megaspeed.model.gpt import DTYPES, GPT
+from megaspeed.tensor_parallel.parallelize import materialize, parallelize
+from megaspeed.topology.activity import Activity
+from megaspeed.training.compilation import Compilation
+from megaspeed.training.rank_model import plain_model, tensor_axis
+from tests.model.tiny_gpt import DROPOUTS, gpt2, initialized, llama
+from tests.paper_gpu.fake_world import GPT2, LLAMA, fake_context, paper_run
+from tests.paper_gpu.recorder import Recorder
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler() -> Iterator[None]:
+    Compilation(Activity())
+    yield
+    torch._dynamo.reset()
+
+
+def forward_and_gradient(
+    block: torch.nn.Module, x: Tensor, samples: Tensor, angles: Angles | None = None
+) -> list[Tensor]:
+    x = x.clone().requires_grad_()
+    y = block(x, samples) if angles is None else block(x, samples, angles)
+    y.square().sum().backward()
+    assert x.grad is not None
+    return [y.detach(), x.grad]
+
+
+def compile_all(model: GPT, backend: Any) -> None:
+    for block in model.blocks.values():
+        block.forward = torch.compile(block.forward, fullgraph=True, dynamic=False, backend=backend)
+
+
+@pytest.mark.parametrize(
+    "config", [gpt2(**DROPOUTS), llama(**DROPOUTS)], ids=lambda config: config.architecture
+)
+def test_all_blocks_and_steps_share_one_graph_and_evaluations_another(config: ModelConfig) -> None:
+    """Version 0.1 passed samples as integers, which are compiled in. Keys are tensors for the same
+    reason: an integer would make a graph for each block.
+    """
+    compiled, eager = initialized(config, seed=2), initialized(config, seed=2)
+    compiler = CompileCounterWithBackend("aot_eager")
+    compile_all(compiled, compiler)
+    assert len(compiled.blocks) > 1
+    angles = None
+    if compiled.angles is not None:
+        angles = compiled.angles.of(None, 12, torch.float32, torch.device("cpu"))
+    for step in range(4):
+        x, samples = torch.randn(3, 12, 32), 3 * step + torch.arange(3)
+        for name, block in compiled.blocks.items():
+            found = forward_and_gradient(block, x, samples, angles)
+            expected = forward_and_gradient(eager.blocks[name], x, samples, angles)
+            torch.testing.assert_close(found, expected)
+        with torch.no_grad():
+            compiled.eval()(torch.zeros(3, 12, dtype=torch.int64))
+        compiled.train()
+    assert compiler.frame_count == 2
+
+
+def test_a_compiled_mask_has_the_same_bits() -> None:
+    layer, x = SampleDropout(0.3, name="blocks.0.x", seed=1), torch.ones(2, 8, 16)
+    compiled = torch.compile(layer, fullgraph=True, dynamic=False, backend="aot_eager")
+    for first in (0, 5, 2**40):
+        samples = torch.arange(first, first + 2)
+        assert torch.equal(compiled(x, samples), layer(x, samples))
+
+
+@pytest.mark.parametrize("recomputation", ["selective", "full"])
+def test_a_compiled_block_may_be_recomputed(recomputation: Recomputation) -> None:
+    config = gpt2(**DROPOUTS)
+    results = []
+    for compiles in (False, True):
+        model = initialized(config, seed=2, layers=range(1, 3), recomputation=recomputation)
+        if compiles:
+            compile_all(model, "aot_eager")
+        torch.manual_seed(0)
+        results.append(forward_and_gradient(model, torch.randn(2, 12, 32), torch.arange(2)))
+    torch.testing.assert_close(results[0], results[1])
+
+
+def uncompiled_kernels(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+    """Inductor's decompositions and its choice of what is kept, without its kernels."""
+    inner: Any = lambda part, *_, **__: make_boxed_func(part)  # noqa: E731
+    return compile_fx(graph, inputs, inner_compile=inner)
+
+
+def bytes_kept(compiles: bool, **changes: Any) -> tuple[int, int]:
+    """What a block keeps for backward, in bytes, and the prediction.
+
+    Storages count once. The input counts, and the output does not. Weights and angles do not.
+    """
+    run = paper_run(**changes)
+    dtype, sequence = DTYPES[run.precision], run.config.data.sequence_length
+    with fake_context(run.grid, rank=0) as context:
+        model = plain_model(run)
+        shards = parallelize(model, run.config.model, tensor_axis(run, context))
+        materialize(
+            model,
+            lambda name: torch.randn(shards[name].local_shape) / 50,
+            device=context.device,
+            dtype=dtype,
+        )
+        if compiles:
+            compile_all(model, uncompiled_kernels)
+        angles = None
+        if model.angles is not None:
+            angles = model.angles.of(None, sequence, dtype, context.device)
+        rows, width = run.batch.micro_batch_size, run.config.model.hidden_size
+        x = torch.randn(rows, sequence // model.sequence_parts, width, dtype=dtype)
+        x.requires_grad_()
+        others = [*model.parameters(), *model.buffers(), *(angles or ())]
+        not_counted = {tensor.untyped_storage().data_ptr() for tensor in others}
+        kept: dict[int, Tensor] = {}
+
+        def keep(tensor: Tensor) -> Tensor:
+            kept[tensor.untyped_storage().data_ptr()] = tensor
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            y = model.blocks["0"](x, torch.arange(rows), angles)
+        y.backward(torch.ones_like(y))
+    counted = [t for storage, t in kept.items() if storage not in not_counted]
+    predicted = Activations(run, context.device.type).block().kept
+    return sum(tensor.untyped_storage().nbytes() for tensor in counted), predicted
+
+
+COMPILED = {"training": {"compile": True}}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"model": GPT2},
+        {"model": GPT2 | {"residual_dropout": 0.1}, "tp": 2},
+        {"model": LLAMA},
+        {"model": LLAMA, "bf16": {"enabled": False}},
+    ],
+    ids=["gpt2", "gpt2-dropout-tp2", "llama", "llama-fp32"],
+)
+def test_a_compiled_block_keeps_what_is_predicted(changes: dict[str, Any]) -> None:
+    kept, predicted = bytes_kept(True, **changes, **COMPILED)
+    assert kept == predicted
+    assert kept <= bytes_kept(False, **changes)[0]
+
+
+@pytest.mark.parametrize("model", [GPT2, LLAMA], ids=["gpt2", "llama"])
+def test_with_sequence_parallelism_a_compiled_block_gathers_again(model: dict[str, Any]) -> None:
+    """Two inputs of n D elements each, gathered, would be kept if backward did not gather them."""
+    changes = {"model": model, "tp": 2, "parallel": {"sequence_parallel": True}}
+    kept, predicted = bytes_kept(True, **changes, **COMPILED)
+    assert 0.7 * predicted < kept <= predicted
+
+
+class NotCompiled(Exception):
+    """The code of a graph is known, and it is not to be compiled."""
+
+
+def kernels_of(block: torch.nn.Module, *inputs: Any) -> int:
+    """Kernels that Inductor's code for a forward and its backward calls: its own and torch's."""
+    codes: list[str] = []
+
+    def only_write(graph: GraphLowering) -> Any:
+        codes.append(graph.codegen()[0].value)
+        raise NotCompiled
+
+    def inner(part: torch.fx.GraphModule, example: Any, **options: Any) -> Any:
+        with pytest.raises(Exception, match="NotCompiled"):
+            compile_fx_inner(part, example, **options)
+        return make_boxed_func(part)
+
+    # Without vector instructions, which a compiler would be asked for.
+    options = {"fx_graph_cache": False, "cpp.simdlen": 1}
+    with pytest.MonkeyPatch.context() as patch, inductor_config.patch(options):
+        patch.setattr(GraphLowering, "compile_to_module", only_write)
+        forward = torch.compile(
+            block.forward,
+            fullgraph=True,
+            dynamic=False,
+            backend=lambda graph, example: compile_fx(graph, example, inner_compile=inner),
+        )
+        forward(*inputs).sum().backward()
+    assert len(codes) == 2, "a forward and a backward"
+    call = re.compile(r"^ +(?:\w+ = )?(?:extern_kernels\.|cpp_fused|torch\.ops\.)", re.MULTILINE)
+    return sum(len(call.findall(code[code.rindex("def call(") :])) for code in codes)
+
+
+@pytest.mark.parametrize(
+    ("config", "uncompiled", "compiled"),
+    [(gpt2(), 30, 24), (llama(), 106, 27)],
+    ids=lambda value: value.architecture if isinstance(value, ModelConfig) else str(value),
+)
+def test_kernels_of_a_block_and_micro_batch(
+    config: ModelConfig, uncompiled: int, compiled: int
+) -> None:
+    """Budgets, which may only be lowered. 12 of them (Llama: 12) multiply matrices, 2 attend.
+
+    These are the kernels of Inductor's CPU code. On a GPU, the gradient of the fused projection is
+    one kernel, not one for each of query, key and value.
+    """
+    model = GPT(config).to(torch.bfloat16)
+    angles = None
+    if model.angles is not None:
+        angles = model.angles.of(None, 16, torch.bfloat16, torch.device("cpu"))
+    x = torch.randn(2, 16, config.hidden_size, dtype=torch.bfloat16, requires_grad=True)
+    with Recorder() as recorder:
+        model.blocks["0"](x, None, angles).backward(torch.ones_like(x))
+    assert sum(recorder.launches.values()) <= uncompiled
+    assert kernels_of(model.blocks["0"], x, None, angles) <= compiled

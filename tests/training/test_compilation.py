@@ -1,0 +1,173 @@
+"""``training.compile``: equal training at every layout, and a clear message without a compiler."""
+
+import functools
+import importlib.util
+import json
+import os
+from contextlib import redirect_stdout
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megaspeed.analysis.verification.verify import ParallelRun, train_rank
+from megaspeed.config.resolve import Run
+from megaspeed.data.corpus import PreparedCorpus
+from megaspeed.topology.context import ParallelContext
+from megaspeed.topology.launch import LaunchEnvironment
+from megaspeed.training import pretrain
+from megaspeed.training.compilation import agree_to_compile, missing_compiler
+from tests.model.tiny_gpt import DROPOUTS
+from tests.support.rank_pool import RankFailure, RankPool
+from tests.support.tiny import GPT2, LLAMA, short_documents, tiny_corpus, tiny_run
+
+TEXT = Path(__file__).parents[2] / "LICENSE"
+STEPS = 3
+
+
+def train_compiled(
+    launch: LaunchEnvironment, run: Run, corpus: PreparedCorpus
+) -> ParallelRun | None:
+    """With the traced graphs, but with torch's own operations instead of new kernels."""
+    with pytest.MonkeyPatch.context() as patch:
+        compile_eager = functools.partial(torch.compile, backend="aot_eager")
+        patch.setattr(torch, "compile", compile_eager)
+        result = train_rank(launch, run, corpus, STEPS)
+    # One for all blocks, and one for the loss. No later step or micro-batch adds another.
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
+    return result
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {
+            "tp": 2,
+            "model": {**LLAMA, **DROPOUTS, "num_key_value_heads": 1},
+            "parallel": {"sequence_parallel": True},
+            "data": {"reset_at_documents": True},
+            "zero_optimization": {"stage": 2},
+        },
+        {
+            "dp": 2,
+            "model": GPT2,
+            "parallel": {"activation_checkpointing": "full"},
+            "zero_optimization": {"stage": 3},
+        },
+    ],
+    ids=["tp2-zero2-documents-dropout", "dp2-zero3-recomputed"],
+)
+def test_a_compiled_layout_trains_like_an_uncompiled_one(
+    changes: dict[str, Any], pool: RankPool, tmp_path: Path
+) -> None:
+    """Within 1e-6: other kernels add in another order, these do not, but a fused one may."""
+    text = short_documents(TEXT, tmp_path)
+    eager, compiled = (
+        tiny_run(text, training={"compile": compiles}, **changes) for compiles in (False, True)
+    )
+    corpus = tiny_corpus(eager, tmp_path / "cache")
+    expected, *_ = pool.run(2, train_rank, eager, corpus, STEPS)
+    found, *_ = pool.run(2, train_compiled, compiled, corpus)
+    assert expected is not None and found is not None
+    assert found.losses == pytest.approx(expected.losses, rel=1e-6)
+    assert found.grad_norms == pytest.approx(expected.grad_norms, rel=1e-5)
+
+
+def losses_and_output(
+    launch: LaunchEnvironment, config: Path, changes: list[str]
+) -> tuple[list[float], str]:
+    """Of a complete run from the main entry point."""
+    os.environ["MEGASPEED_CACHE"] = str(config.with_name("cache"))
+    run_dir = config.with_name("-".join(["run", *changes]))
+    options = ["--config", str(config), "--set", f"training.run_dir={run_dir}", *changes]
+    with redirect_stdout(StringIO()) as out:
+        assert pretrain.main(options) == 0
+    lines = (run_dir / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line)["loss"] for line in lines], out.getvalue()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_compiled_kernels_train_the_same_model(pool: RankPool, tmp_path: Path) -> None:
+    """With the real compiler, on two tensor ranks."""
+    config = tmp_path / "tiny.json"
+    values = {
+        "model": {**GPT2, "num_hidden_layers": 2},
+        "parallel": {"tensor": 2},
+        "data": {"train": [str(TEXT)], "validation_fraction": 0.0, "sequence_length": 16},
+        "training": {"steps": 4},
+        "train_batch_size": 8,
+        "gradient_accumulation_steps": 2,
+        "zero_optimization": {"stage": 1},
+    }
+    config.write_text(json.dumps(values))
+    (expected, out), _ = pool.run(2, losses_and_output, config, [])
+    assert "compiled the blocks" not in out
+    (found, out), (_, other) = pool.run(
+        2, losses_and_output, config, ["training.compile=true"], timeout_seconds=300
+    )
+    assert len(found) == 4
+    assert found == pytest.approx(expected, rel=1e-6)
+    assert (out + other).count("compiled the blocks and the loss in") == 1
+
+
+def agree(launch: LaunchEnvironment, run: Run) -> tuple[bool, str | None]:
+    """The second of two ranks has no compiler."""
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        ParallelContext.create(run.grid, launch, timeout_seconds=60) as context,
+    ):
+        if launch.rank == 1:
+            patch.setenv("CXX", "no-such-compiler")
+        return agree_to_compile(run, context)
+
+
+def test_one_rank_without_a_compiler_is_named(pool: RankPool) -> None:
+    with pytest.raises(RankFailure, match=r"rank 1: no C\+\+ compiler was found .*no-such"):
+        pool.run(2, agree, tiny_run(TEXT, dp=2, training={"compile": True}))
+
+
+def test_auto_compiles_on_cuda_only_and_states_why_it_cannot(
+    pool: RankPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tiny_run(TEXT, dp=2)
+    assert run.config.training.compiles_on("cuda")
+    assert not run.config.training.compiles_on("cpu")
+    assert pool.run(2, agree, run) == [(False, None)] * 2
+    assert all(
+        not compiles and reason is not None and reason.startswith("rank 1: no C++ compiler")
+        for compiles, reason in pool.run(2, agree_as_on_cuda, run)
+    )
+
+
+def agree_as_on_cuda(launch: LaunchEnvironment, run: Run) -> tuple[bool, str | None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(run.config.training), "compiles_on", lambda *_: True)
+        return agree(launch, run)
+
+
+@pytest.mark.parametrize(
+    ("capability", "triton", "problem"),
+    [
+        ((6, 1), True, "Triton does not support Quadro"),
+        ((9, 0), False, "Triton is not installed (pip install triton)"),
+        ((9, 0), True, None),
+    ],
+)
+def test_a_gpu_needs_triton(
+    capability: tuple[int, int],
+    triton: bool,
+    problem: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "Quadro")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util,
+        "find_spec",
+        lambda name: (object() if triton else None) if name == "triton" else find(name),
+    )
+    assert missing_compiler(torch.device("cuda:0")) == problem
