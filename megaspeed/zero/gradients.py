@@ -39,9 +39,9 @@ from megaspeed.model.gpt import DTYPES
 from megaspeed.topology.context import ParallelContext
 from megaspeed.zero.model_states import (
     GradientFragment,
+    HeldRange,
     held_ranges,
     master_partitions,
-    partitions_parameters,
 )
 
 
@@ -80,6 +80,48 @@ class _Message:
     start: int  # of ``received`` in this rank's partition
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Rules:
+    """How the gradients of a run are accumulated and sent."""
+
+    parts: int  # of the flat gradient; each data rank owns one, at ZeRO-0 all own everything
+    is_stage3: bool
+    is_complete: bool  # whether a complete gradient is accumulated
+    is_offloaded: bool  # whether the partition is in host memory
+    dtype: torch.dtype
+    sent_dtype: torch.dtype
+    uses_all_reduce: bool
+    overlaps: bool
+    divides_first: bool  # a sum of fp16 numbers could be too large for fp16
+    sends_copies: bool  # otherwise the complete gradient is sent as it is
+    # whether autograd adds to ``grad`` in place. It does so in the dtype of the parameter.
+    autograd_adds: bool
+
+    @classmethod
+    def of(cls, run: Run) -> "_Rules":
+        """The rules of ``run``."""
+        zero, dp = run.config.zero_optimization, run.grid.dp
+        is_stage3, is_complete = run.zero_stage == 3, run.keeps_complete_gradients
+        dtype = DTYPES[run.accumulation_dtype]
+        sent_dtype = DTYPES[run.config.communication_data_type or run.accumulation_dtype]
+        divides_first = sent_dtype == torch.float16 and dp > 1
+        is_sent_itself = is_complete and sent_dtype == dtype and not divides_first
+        multi_rank = zero.use_multi_rank_bucket_allreduce and not is_stage3
+        return cls(
+            parts=1 if run.zero_stage == 0 else dp,
+            is_stage3=is_stage3,
+            is_complete=is_complete,
+            is_offloaded=zero.offloads_optimizer,
+            dtype=dtype,
+            sent_dtype=sent_dtype,
+            uses_all_reduce=run.zero_stage == 0 or multi_rank or not zero.reduce_scatter,
+            overlaps=bool(zero.overlap_comm) and dp > 1,
+            divides_first=divides_first,
+            sends_copies=is_stage3 or not is_sent_itself,
+            autograd_adds=is_complete and run.precision == run.accumulation_dtype and not is_stage3,
+        )
+
+
 class Gradients:
     """This rank's gradients, from autograd to the optimizer.
 
@@ -99,65 +141,42 @@ class Gradients:
         *,
         partial: Sequence[nn.Parameter] = (),
     ) -> None:
-        zero = run.config.zero_optimization
+        self._rules = _Rules.of(run)
         self._optimizer = optimizer
         self._timeline = context.timeline
         self._device = context.device
-        self._axis = context.dp_group
+        self._axis, self._tensor_axis = context.dp_group, context.tp_group
         self._axis_ranks = dist.get_process_group_ranks(context.dp_group)
         self._dp = context.dp_size
-        self._parts = 1 if run.zero_stage == 0 else context.dp_size
-        self._own_part = 0 if run.zero_stage == 0 else context.dp_rank
-        self._is_stage3 = partitions_parameters(optimizer)
-        self._is_complete = run.keeps_complete_gradients
-        self._is_offloaded = zero.offloads_optimizer
-        self._dtype = DTYPES[run.accumulation_dtype]
-        self._sent_dtype = DTYPES[run.config.communication_data_type or run.accumulation_dtype]
-        multi_rank = zero.use_multi_rank_bucket_allreduce and not self._is_stage3
-        self._uses_all_reduce = run.zero_stage == 0 or multi_rank or not zero.reduce_scatter
-        self._overlaps = bool(zero.overlap_comm) and self._dp > 1
-        # A sum of fp16 numbers could be too large for fp16, so a copy is divided first.
-        self._divides_first = self._sent_dtype == torch.float16 and self._dp > 1
-        is_sent_itself = self._sent_dtype == self._dtype and not self._divides_first
-        self._sends_copies = self._is_stage3 or not (self._is_complete and is_sent_itself)
+        self._own_part = context.dp_rank if self._rules.parts > 1 else 0
         self._groups = [
             self._make_group(index) for index in range(len(master_partitions(optimizer)))
         ]
+        members = {id(parameter) for parameter in partial}
+        self._partial = [group for group in self._groups if id(group.parameters[0]) in members]
+        zero = run.config.zero_optimization
         self._buckets = [
-            _Bucket(
-                group,
-                group.parameters[members.start : members.stop],
-                group.starts[members.start],
-                group.ends[members.stop - 1],
-            )
-            for group in self._groups
-            for members in self._members_of_buckets(group, zero)
+            bucket for group in self._groups for bucket in self._make_buckets(group, zero)
         ]
         self._bucket_of = {p: bucket for bucket in self._buckets for p in bucket.parameters}
-        self._sums = dict(self._sums_of_parameters()) if self._is_complete else {}
-        # Autograd adds to a ``grad`` of its own dtype in place, without a hook.
-        same_dtype = run.precision == run.accumulation_dtype
-        self._autograd_adds = self._is_complete and same_dtype and not self._is_stage3
-        if self._overlaps or not self._autograd_adds:
+        self._sums = dict(self._sums_of_parameters()) if self._rules.is_complete else {}
+        if self._rules.overlaps or not self._rules.autograd_adds:
             for parameter in self._bucket_of:
                 parameter.register_post_accumulate_grad_hook(self._take)
-        members = {id(parameter) for parameter in partial}
-        self._tensor_axis = context.tp_group
-        self._partial = [group for group in self._groups if id(group.parameters[0]) in members]
         self._is_first = True
         self._is_last = False
         self._in_flight: list[_Message] = []
-        views: list[list[Tensor]] = [[] for _ in self._groups]
-        fragments = []
-        for held in held_ranges(optimizer):
-            values = self._groups[held.group].own.narrow(0, held.offset, held.length)
-            views[held.group].append(values)
-            fragments.append(GradientFragment(held.parameter, held.start, values))
-        self.fragments = tuple(fragments)
+        fragments = [
+            (held.group, GradientFragment(held.parameter, held.start, self._values_of(held)))
+            for held in held_ranges(optimizer)
+        ]
+        self.fragments = tuple(fragment for _, fragment in fragments)
         """Views of this rank's reduced gradients, without padding."""
         self._partitions = [
-            [group.own] if self._is_stage3 else GradPartitionBufferGroup(views, group.own)
-            for group, views in zip(self._groups, views, strict=True)
+            [group.own]
+            if self._rules.is_stage3
+            else GradPartitionBufferGroup([f.values for g, f in fragments if g == index], group.own)
+            for index, group in enumerate(self._groups)
         ]
 
     def tensors(self) -> Iterator[Tensor]:
@@ -182,32 +201,36 @@ class Gradients:
         and biases need one collective a step, not one for each layer and micro-batch.
         """
         with self._timeline.part("data"):
-            if self._is_complete and not self._overlaps and (self._dp > 1 or self._is_offloaded):
+            if (
+                self._rules.is_complete
+                and not self._rules.overlaps
+                and (self._dp > 1 or self._rules.is_offloaded)
+            ):
                 for bucket in self._buckets:
                     self._send(bucket)
             self._receive()
-            if self._dp > 1 and not self._divides_first:
+            if self._dp > 1 and not self._rules.divides_first:
                 torch._foreach_div_([group.own for group in self._groups], self._dp)
         with self._timeline.part("tensor"):
             for group in self._partial:
                 total = group.own.to(self._device)
                 comm.all_reduce(total, group=self._tensor_axis)
-                if self._is_offloaded:
+                if self._rules.is_offloaded:
                     group.own.copy_(total, non_blocking=True)
-        if self._is_offloaded and not get_accelerator().is_synchronized_device():
+        if self._rules.is_offloaded and not get_accelerator().is_synchronized_device():
             get_accelerator().current_stream().synchronize()  # the host reads the partition
         self._is_first = True
 
     def hand_over(self) -> None:
         """Give the partition to DeepSpeed's optimizer, just before its step."""
-        if self._is_offloaded:
+        if self._rules.is_offloaded:
             return  # it is the gradient of the master weights already
         self._optimizer.averaged_gradients.update(enumerate(self._partitions))
 
     def _make_group(self, index: int) -> _Group:
         master = master_partitions(self._optimizer)[index]
         part = master.numel()
-        if self._is_stage3:
+        if self._rules.is_stage3:
             parameters = self._optimizer.fp16_groups[index]
             ends = list(itertools.accumulate(self._dp * p.partition_numel() for p in parameters))
             starts = [0, *ends[:-1]]
@@ -217,30 +240,39 @@ class Gradients:
             ends = [start + p.numel() for start, p in zip(starts, parameters, strict=True)]
 
         def zeros(elements: int) -> Tensor:
-            return torch.zeros(elements, dtype=self._dtype, device=self._device)
+            return torch.zeros(elements, dtype=self._rules.dtype, device=self._device)
 
-        complete = zeros(self._parts * part) if self._is_complete else None
-        if self._is_offloaded:
+        complete = zeros(self._rules.parts * part) if self._rules.is_complete else None
+        if self._rules.is_offloaded:
             assert master.grad is not None, "DeepSpeed allocates it in host memory"
             own = master.grad.view(-1)
-        elif complete is not None and (self._parts == 1 or not self._is_stage3):
+        elif complete is not None and (self._rules.parts == 1 or not self._rules.is_stage3):
             own = complete.narrow(0, self._own_part * part, part)
         else:
             own = zeros(part)
         return _Group(parameters=parameters, starts=starts, ends=ends, complete=complete, own=own)
 
-    def _members_of_buckets(self, group: _Group, zero: ZeroConfig) -> list[range]:
-        if self._sends_copies or self._overlaps:
+    def _make_buckets(self, group: _Group, zero: ZeroConfig) -> Iterator[_Bucket]:
+        members_of_buckets = [
+            range(len(group.parameters))
+        ]  # without a copy, all of it is sent together
+        if self._rules.sends_copies or self._rules.overlaps:
             sizes = [end - start for start, end in zip(group.starts, group.ends, strict=True)]
-            return zero.buckets(sizes)
-        return [range(len(group.parameters))]  # needs no copy: everything is sent together
+            members_of_buckets = zero.buckets(sizes)
+        for members in members_of_buckets:
+            parameters = group.parameters[members.start : members.stop]
+            start, end = group.starts[members.start], group.ends[members.stop - 1]
+            yield _Bucket(group, parameters, start, end)
+
+    def _values_of(self, held: HeldRange) -> Tensor:
+        return self._groups[held.group].own.narrow(0, held.offset, held.length)
 
     def _sums_of_parameters(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
         """Each parameter's place in the complete gradient, with the shape of the parameter."""
         for group in self._groups:
             assert group.complete is not None
             for parameter, start in zip(group.parameters, group.starts, strict=True):
-                shape = parameter.ds_shape if self._is_stage3 else parameter.shape
+                shape = parameter.ds_shape if self._rules.is_stage3 else parameter.shape
                 yield parameter, group.complete[start : start + shape.numel()].view(shape)
 
     def _begin_step(self) -> None:
@@ -250,7 +282,7 @@ class Gradients:
                 group.complete.zero_()
         for bucket in self._buckets:
             bucket.is_filled = False
-        if self._autograd_adds:
+        if self._rules.autograd_adds:
             for parameter, total in self._sums.items():
                 parameter.grad = total
 
@@ -258,48 +290,50 @@ class Gradients:
         """Called by autograd when the gradient of one micro-batch is in ``parameter.grad``."""
         gradient, bucket = parameter.grad, self._bucket_of[parameter]
         assert gradient is not None
-        if not self._autograd_adds:
+        if not self._rules.autograd_adds:
             parameter.grad = None
-            if self._is_complete:
+            if self._rules.is_complete:
                 self._sums[parameter].add_(gradient)
             else:
                 bucket.gradients[parameter] = gradient
         bucket.missing -= 1
-        is_whole = self._is_last and self._overlaps if self._is_complete else True
+        is_whole = self._is_last and self._rules.overlaps if self._rules.is_complete else True
         if bucket.missing == 0 and is_whole:
             with self._timeline.part("data"):
                 self._send(bucket)
 
     def _send(self, bucket: _Bucket) -> None:
         """Start the reduction of a bucket. Without overlap, copies are reduced one at a time."""
-        if self._sends_copies:
+        if self._rules.sends_copies:
             self._receive()
         packed = self._packed(bucket)
-        if self._divides_first:
+        if self._rules.divides_first:
             packed = packed / self._dp
-        message = self._rows(bucket, packed) if self._is_stage3 else self._pieces(bucket, packed)
+        message = (
+            self._rows(bucket, packed) if self._rules.is_stage3 else self._pieces(bucket, packed)
+        )
         self._in_flight.append(message)
-        if self._sends_copies and not self._overlaps:
+        if self._rules.sends_copies and not self._rules.overlaps:
             self._receive()
 
     def _packed(self, bucket: _Bucket) -> Tensor:
         """The bucket's gradients: flat, or at ZeRO-3 (dp, elements / dp), one row for each rank."""
         elements = bucket.end - bucket.start
         complete = bucket.group.complete
-        if complete is not None and not self._is_stage3:
-            return complete[bucket.start : bucket.end].to(self._sent_dtype)
-        shape = (self._dp, elements // self._dp) if self._is_stage3 else (elements,)
+        if complete is not None and not self._rules.is_stage3:
+            return complete[bucket.start : bucket.end].to(self._rules.sent_dtype)
+        shape = (self._dp, elements // self._dp) if self._rules.is_stage3 else (elements,)
         gradients = [bucket.gradients.pop(p) for p in bucket.parameters if complete is None]
         if len(gradients) == 1 and gradients[0].numel() == elements:
-            return gradients[0].to(self._sent_dtype).reshape(shape)
-        packed = torch.empty(shape, dtype=self._sent_dtype, device=self._device)
+            return gradients[0].to(self._rules.sent_dtype).reshape(shape)
+        packed = torch.empty(shape, dtype=self._rules.sent_dtype, device=self._device)
         if complete is not None:
             sizes = [self._dp * parameter.partition_numel() for parameter in bucket.parameters]
             parts = complete[bucket.start : bucket.end].split(sizes)
             torch.cat([part.view(self._dp, -1) for part in parts], dim=1, out=packed)
             return packed
         flat = [gradient.reshape(-1) for gradient in gradients]
-        if self._is_stage3:
+        if self._rules.is_stage3:
             torch._chunk_cat(flat, 0, self._dp, out=packed)
         else:
             torch.cat(flat, out=packed)
@@ -309,14 +343,14 @@ class Gradients:
         """ZeRO 0 to 2: reduce each piece of the bucket to the rank that owns it."""
         part = bucket.group.own.numel()
         works = []
-        if self._dp > 1 and self._uses_all_reduce:
+        if self._dp > 1 and self._rules.uses_all_reduce:
             works = [comm.all_reduce(packed, group=self._axis, async_op=True)]
         received, start = packed[:0], 0
         for owner in range(bucket.start // part, -(-bucket.end // part)):
             first = max(bucket.start, owner * part)
             end = min(bucket.end, (owner + 1) * part)
             piece = packed[first - bucket.start : end - bucket.start]
-            if self._dp > 1 and not self._uses_all_reduce:
+            if self._dp > 1 and not self._rules.uses_all_reduce:
                 rank = self._axis_ranks[owner]
                 works.append(comm.reduce(piece, dst=rank, group=self._axis, async_op=True))
             if owner == self._own_part:
@@ -327,7 +361,7 @@ class Gradients:
         """ZeRO-3: reduce-scatter the rows of the bucket."""
         received, start = packed[self._own_part], bucket.start // self._dp
         works = []
-        if self._dp > 1 and self._uses_all_reduce:
+        if self._dp > 1 and self._rules.uses_all_reduce:
             works = [comm.all_reduce(packed, group=self._axis, async_op=True)]
         elif self._dp > 1:
             received = torch.empty_like(received)
@@ -341,7 +375,7 @@ class Gradients:
         for message in self._in_flight:
             for work in message.works:
                 work.wait()
-            if self._sends_copies or self._is_offloaded:
+            if self._rules.sends_copies or self._rules.is_offloaded:
                 self._add(message)
         self._in_flight.clear()
 
