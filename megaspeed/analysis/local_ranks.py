@@ -12,7 +12,7 @@ import signal
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import wait
@@ -72,10 +72,22 @@ def run_on_ranks(
     """
     with tempfile.TemporaryDirectory(prefix="megaspeed-ranks-") as name, ended_on_termination():
         folder = Path(name)
-        rank_arguments = (function, arguments, world_size, free_port(), folder, log)
+        port = free_port()
         with children_on(device_type):
-            ranks = mp.spawn(
-                _rank_main, rank_arguments, nprocs=world_size, join=False, daemon=True
+            if device_type == "cpu":
+                # Imports take seconds, so one process does them, and all ranks are forked from it.
+                mp.set_forkserver_preload(["torch._dynamo", function.__module__])
+            # That process may have started in another environment.
+            environment = dict(os.environ)
+            rank_arguments = (function, arguments, world_size, port, folder, log, environment)
+            ranks = mp.start_processes(
+                _rank_main,
+                rank_arguments,
+                nprocs=world_size,
+                join=False,
+                daemon=True,
+                # A fork of a process that has looked for GPUs cannot use them.
+                start_method="forkserver" if device_type == "cpu" else "spawn",
             ).processes
         try:
             finished = _wait(ranks, timeout_seconds)
@@ -136,6 +148,7 @@ def _rank_main(
     port: int,
     folder: Path,
     log: Path | None,
+    environment: Mapping[str, str],
 ) -> None:
     # On Ctrl-C, a rank ends without a message. The process that started it reports the end.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -143,7 +156,9 @@ def _rank_main(
         with log.open("a") as stream:
             os.dup2(stream.fileno(), 1)
             os.dup2(stream.fileno(), 2)
+    os.environ.clear()
     os.environ.update(
+        environment,
         RANK=str(rank),
         LOCAL_RANK=str(rank),
         WORLD_SIZE=str(world_size),

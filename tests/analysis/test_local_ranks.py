@@ -10,7 +10,8 @@ import pytest
 from megaspeed.analysis.local_ranks import RanksFailed, run_on_ranks
 from megaspeed.topology.launch import LaunchEnvironment
 
-pytestmark = [pytest.mark.ranks, pytest.mark.timeout(300)]
+# The pool starts the process that all ranks are forked from.
+pytestmark = [pytest.mark.usefixtures("pool"), pytest.mark.timeout(300)]
 
 
 def squared(launch: LaunchEnvironment, number: int) -> int:

@@ -31,7 +31,7 @@ TEXT = Path(__file__).parents[2] / "LICENSE"
 LAYOUTS = ((1, 1, 1), (2, 1, 1), (1, 3, 1), (1, 1, 2), (2, 2, 1), (1, 2, 2), (2, 2, 2))
 LATER_LAYOUTS = (1, 3, 2, 5)
 """In this order, because each loads what the next one saved: pp 2, tp 2, dp 3, dp 2 x tp 2."""
-BEFORE, AFTER = 2, 3
+BEFORE, AFTER = 2, 2
 BF16 = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
 WARMUP = {"type": "WarmupLR", "params": {"warmup_num_steps": 6, "warmup_type": "linear"}}
 

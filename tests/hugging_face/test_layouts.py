@@ -32,7 +32,7 @@ from tests.support.rank_pool import RankPool
 from tests.support.tiny import tiny_corpus, tiny_run
 
 TEXT = Path(__file__).parents[2] / "LICENSE"
-STEPS = 4
+STEPS = 2
 
 Layout = tuple[int, int, int]  # (pipeline, data, tensor)
 ALL_AXES: Layout = (2, 2, 2)

@@ -25,6 +25,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
@@ -102,6 +103,8 @@ class RankPool:
         self._context.set_forkserver_preload(IMPORTED_ONCE)
 
     def __enter__(self) -> Self:
+        with environment_with(RANK_VARIABLES):  # the process that ranks are forked from inherits it
+            forkserver.ensure_running()
         return self
 
     def __exit__(
@@ -156,8 +159,7 @@ class RankPool:
         log = Path(self._logs.name) / f"rank{number}.log"
         ours, theirs = self._context.Pipe()
         process = self._context.Process(target=serve, args=(theirs, log), name=f"rank {number}")
-        with environment_with(RANK_VARIABLES):  # the process that ranks are forked from inherits it
-            process.start()
+        process.start()
         theirs.close()
         self._ranks[number] = _Rank(process, ours, log)
         return self._ranks[number]

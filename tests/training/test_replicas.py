@@ -1,5 +1,6 @@
 """Copies of one thing are compared bit by bit over whoever holds them, and who differs is named."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -53,22 +54,26 @@ LAYOUTS = [
 
 
 def trained(
-    launch: LaunchEnvironment, run: Run, corpus: PreparedCorpus, damage: "Damage | None"
-) -> str | None:
-    """The message on this rank after it has trained a little."""
+    launch: LaunchEnvironment, run: Run, corpus: PreparedCorpus, damages: "Sequence[Damage]"
+) -> list[str]:
+    """The message of each damage on this rank, which has trained a little, with equal copies."""
     torch.set_num_threads(1)
+    messages = []
     with one_rank(launch, run, corpus) as rank:
         replicas = Replicas(rank.worker, 0)
         for step in range(STEPS):
             rank.train_step(step)
             replicas.check(step + 1)
-        if damage is not None and launch.rank == damage.rank:
-            damage.do(rank.worker.engine)
-        try:
-            replicas.check(STEPS + 1)
-        except ReplicasDiffer as error:
-            return str(error)
-    return None
+        for damage in damages:
+            if launch.rank == damage.rank:
+                damage.do(rank.worker.engine)
+            with pytest.raises(ReplicasDiffer) as differ:
+                replicas.check(STEPS + 1)
+            messages.append(str(differ.value))
+            if launch.rank == damage.rank:
+                damage.do(rank.worker.engine)  # a second time, which mends it
+        replicas.check(STEPS + 1)
+    return messages
 
 
 class Damage(NamedTuple):
@@ -97,55 +102,62 @@ class Damage(NamedTuple):
         bits ^= 1
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: str(layout[:4]))
-def test_ranks_that_train_well_hold_equal_copies(
-    pool: RankPool, tmp_path: Path, layout: Layout
-) -> None:
-    run = layout.run()
-    corpus = tiny_corpus(run, tmp_path)
-    assert pool.run(run.grid.world_size, trained, run, corpus, None) == [None] * (
-        run.grid.world_size
-    )
-
-
 NORM = "blocks.0.attention_norm.weight"
 QKV = "blocks.1.attention.qkv.weight"
 HEAD = "head.output.weight"
 
+DAMAGES: list[tuple[Layout, dict[Damage, str]]] = [
+    (
+        LAYOUTS[0],
+        {
+            Damage(1, "master weight", QKV): f"master weight {QKV} on rank 1, unlike 2",
+            Damage(2, "parameter", NORM): f"parameter {NORM} on rank 2, unlike 2",
+            Damage(1, "parameter", QKV, exchanges=True): f"{QKV} on rank 1, unlike 2",
+        },
+    ),
+    (
+        LAYOUTS[1],
+        {
+            Damage(3, "parameter", NORM): f"parameter {NORM} on rank 3, unlike 3",
+            Damage(3, "parameter", QKV): f"parameter {QKV} on rank 3, unlike 3",
+        },
+    ),
+    (
+        LAYOUTS[2],
+        {
+            Damage(2, "master weight", HEAD): (
+                "master weight embedding.tokens.weight on ranks 0, 2, which do not agree"
+            ),
+        },
+    ),
+    (
+        LAYOUTS[4],
+        {
+            Damage(7, "master weight", "head.norm.weight"): (
+                "master weight head.norm.weight on ranks 6, 7, which do not agree"
+            ),
+            Damage(7, "parameter", HEAD): "embedding.tokens.weight on rank 7, unlike 3",
+        },
+    ),
+    (
+        LAYOUTS[5],
+        {Damage(1, "parameter", NORM): f"parameter {NORM} on ranks 0, 1, which do not agree"},
+    ),
+    *((LAYOUTS[number], {}) for number in (3, 6, 7, 8)),
+]
+
 
 @pytest.mark.parametrize(
-    ("layout", "damage", "named"),
-    [
-        (LAYOUTS[0], Damage(1, "master weight", QKV), f"master weight {QKV} on rank 1, unlike 2"),
-        (LAYOUTS[0], Damage(2, "parameter", NORM), f"parameter {NORM} on rank 2, unlike 2"),
-        (LAYOUTS[1], Damage(3, "parameter", NORM), f"parameter {NORM} on rank 3, unlike 3"),
-        (LAYOUTS[1], Damage(3, "parameter", QKV), f"parameter {QKV} on rank 3, unlike 3"),
-        (LAYOUTS[0], Damage(1, "parameter", QKV, exchanges=True), f"{QKV} on rank 1, unlike 2"),
-        (
-            LAYOUTS[2],
-            Damage(2, "master weight", HEAD),
-            "master weight embedding.tokens.weight on ranks 0, 2, which do not agree",
-        ),
-        (
-            LAYOUTS[4],
-            Damage(7, "master weight", "head.norm.weight"),
-            "master weight head.norm.weight on ranks 6, 7, which do not agree",
-        ),
-        (LAYOUTS[4], Damage(7, "parameter", HEAD), "embedding.tokens.weight on rank 7, unlike 3"),
-        (
-            LAYOUTS[5],
-            Damage(1, "parameter", NORM),
-            f"parameter {NORM} on ranks 0, 1, which do not agree",
-        ),
-    ],
+    ("layout", "damages"), DAMAGES, ids=[str(layout[:4]) for layout, _ in DAMAGES]
 )
-def test_what_differs_is_found_and_named(
-    pool: RankPool, tmp_path: Path, layout: Layout, damage: Damage, named: str
+def test_ranks_that_train_well_hold_equal_copies_and_what_differs_is_named(
+    pool: RankPool, tmp_path: Path, layout: Layout, damages: dict[Damage, str]
 ) -> None:
     """The copies are those of data ranks, tensor ranks, groups of heads and pipeline ends."""
     run = layout.run()
-    expected = pool.run(run.grid.world_size, trained, run, tiny_corpus(run, tmp_path), damage)
-    assert len(set(expected)) == 1 and expected[0] is not None, "all ranks end, with the same words"
-    assert expected[0].startswith(f"after step {STEPS + 1}, copies that must be equal differ: the ")
-    assert named in expected[0]
-    assert f"They were last equal after step {STEPS}" in expected[0]
+    ranks = pool.run(run.grid.world_size, trained, run, tiny_corpus(run, tmp_path), [*damages])
+    assert all(messages == ranks[0] for messages in ranks), "all ranks end, with the same words"
+    for message, named in zip(ranks[0], damages.values(), strict=True):
+        assert message.startswith(f"after step {STEPS + 1}, copies that must be equal differ: the ")
+        assert named in message
+        assert f"They were last equal after step {STEPS}" in message

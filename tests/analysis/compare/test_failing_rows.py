@@ -1,10 +1,10 @@
 """A row that fails reports this, and the next one runs."""
 
+import multiprocessing
 import threading
 import time
 from pathlib import Path
 
-import psutil
 import pytest
 
 from megaspeed.analysis.compare.result import Row
@@ -12,7 +12,8 @@ from megaspeed.analysis.compare.rows import train_rows, zero_rows
 from megaspeed.config.resolve import Run
 from tests.support.tiny import tiny_corpus, tiny_run
 
-pytestmark = pytest.mark.ranks
+# The pool starts the process that all ranks are forked from.
+pytestmark = pytest.mark.usefixtures("pool")
 
 TEXT = Path(__file__).parents[3] / "LICENSE"
 HUGE = {"vocab_size": 10**8, "hidden_size": 2**15}
@@ -67,16 +68,16 @@ def kill_a_rank() -> None:
     """As soon as this process has started one."""
     give_up = time.monotonic() + _SECONDS_TO_START
     while time.monotonic() < give_up:
-        for process in psutil.Process().children():
-            if any("spawn_main" in word for word in process.cmdline()):
+        for process in multiprocessing.active_children():
+            if process.daemon:  # and no rank of the pool
                 process.kill()
                 return
-        time.sleep(0.1)
+        time.sleep(0.01)
 
 
 @pytest.mark.timeout(300)
 def test_a_row_that_takes_too_long_is_ended(tmp_path: Path) -> None:
-    late, refused = rows_of(tiny_run(TEXT), tmp_path, timeout_seconds=1.0)
+    late, refused = rows_of(tiny_run(TEXT), tmp_path, timeout_seconds=0.1)
     assert late.status == "failed" and late.reason is not None
-    assert late.reason.startswith("not finished after 1 s; raise --timeout")
+    assert late.reason.startswith("not finished after 0.1 s; raise --timeout")
     assert refused.status == "refused"
