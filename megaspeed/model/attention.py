@@ -204,7 +204,6 @@ class Attention(nn.Module):
         self.query_norm = modules.get("attention.query_norm")
         self.key_norm = modules.get("attention.key_norm")
         self.output = modules["attention.output"]
-        self.window = config.sliding_window
         self.dropout = SampleDropout(
             config.attention_dropout, name=f"{name}.attention.dropout", seed=seed
         )
@@ -223,13 +222,10 @@ class Attention(nn.Module):
             x: normalised hidden states.
             samples: (B,) int64, the sample indices; None if there is no dropout.
             angles: of rotary positions; None if the model has other positions.
-            mask: (B, 1, S, S), added to the scores; if omitted, each token attends to the sliding
-                window, or to itself and all earlier tokens.
+            mask: (S, S) or (B, 1, S, S), added to the scores; if omitted, each token attends to
+                itself and all earlier tokens.
         """
         qkv = self.qkv(x)  # (B, S, (H + 2 H_kv) K)
-        sequence = qkv.shape[1]
-        if mask is None and self.window is not None and self.window < sequence:
-            mask = window_mask(sequence, self.window, qkv.dtype, qkv.device)
         if self.dropout.active:
             attend = partial(self._attend_with_dropout, samples=samples, angles=angles, mask=mask)
             return self.compose(attend, self.output, qkv)

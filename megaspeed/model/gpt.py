@@ -22,7 +22,14 @@ from torch.utils.checkpoint import checkpoint
 
 from megaspeed.config.model import ModelConfig
 from megaspeed.config.run import Recomputation
-from megaspeed.model.attention import Angles, Attention, RotaryAngles, attention_mask, positions_in
+from megaspeed.model.attention import (
+    Angles,
+    Attention,
+    RotaryAngles,
+    attention_mask,
+    positions_in,
+    window_mask,
+)
 from megaspeed.model.dropout import SampleDropout
 from megaspeed.model.parameters import Row, block_rows, embedding_rows, head_rows, layer_count
 from megaspeed.model.recomputation import Compose, keeping, recomputing
@@ -227,7 +234,11 @@ class GPT(nn.Module):
         angles = None
         if self.angles is not None:
             angles = self.angles.of(positions, sequence, x.dtype, x.device)
-        mask = None if documents is None else attention_mask(documents, x.dtype, self.window)
+        mask = None
+        if documents is not None:
+            mask = attention_mask(documents, x.dtype, self.window)
+        elif self.window is not None and self.window < sequence:
+            mask = window_mask(sequence, self.window, x.dtype, x.device)
         for name, block in self.blocks.items():
             if name in self.checkpointed and self.training:
                 inputs = (x, samples, angles, mask)

@@ -33,7 +33,7 @@ What other processes did meanwhile is unknown."""
 class Activity:
     """The phases that this rank is in, its current piece of work, and how far it has come.
 
-    The main thread writes it. Other threads may read it at any time.
+    The main thread writes it, or a thread that it waits for. Other threads may read it at any time.
     """
 
     def __init__(self) -> None:

@@ -182,6 +182,12 @@ class ZeroEngine:
             scale = float(self._optimizer.loss_scale)  # a received gradient is already multiplied
             output = output if scale == 1.0 else output * scale
         torch.autograd.backward(output, gradient)
+        if missing := [self.names[parameter] for parameter in self.gradients.missing()]:
+            raise RuntimeError(
+                "Every parameter must have a gradient in every micro-batch, because all ranks "
+                f"reduce the same buckets, but these have none: {', '.join(sorted(missing))}. Use "
+                "the parameter in every forward, if need be multiplied by zero."
+            )
         if self._gathers is not None:
             self._gathers.end_backward()
         self.after_backward()

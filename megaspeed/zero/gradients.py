@@ -65,7 +65,7 @@ class _Bucket:
     start: int  # where the first parameter begins in the complete gradient
     end: int  # where the last parameter ends
     gradients: dict[nn.Parameter, Tensor] = field(default_factory=dict)  # not reduced yet
-    missing: int = 0  # number of gradients that this backward has not computed yet
+    missing: set[nn.Parameter] = field(default_factory=set)  # not computed yet in this backward
     is_filled: bool = False  # whether the partition has gradients of this step
 
 
@@ -148,6 +148,7 @@ class Gradients:
         self._axis, self._tensor_axis = context.dp_group, context.tp_group
         self._axis_ranks = dist.get_process_group_ranks(context.dp_group)
         self._dp = context.dp_size
+        self._averages_later = self._dp > 1 and not self._rules.divides_first
         self._own_part = context.dp_rank if self._rules.parts > 1 else 0
         self._groups = [
             self._make_group(index) for index in range(len(master_partitions(optimizer)))
@@ -192,7 +193,15 @@ class Gradients:
         if self._is_first:
             self._begin_step()
         for bucket in self._buckets:
-            bucket.missing = len(bucket.parameters)
+            bucket.missing = set(bucket.parameters)
+
+    def missing(self) -> list[nn.Parameter]:
+        """The parameters of which the last backward has computed no gradient.
+
+        Their buckets have not been sent. Empty if everything is sent at the end of the step.
+        """
+        sends = self._rules.overlaps and self._is_last if self._rules.is_complete else True
+        return [p for bucket in self._buckets for p in bucket.missing if sends]
 
     def reduce(self) -> None:
         """Complete the reduction. Afterwards the partition is the average over the data axis.
@@ -209,7 +218,7 @@ class Gradients:
                 for bucket in self._buckets:
                     self._send(bucket)
             self._receive()
-            if self._dp > 1 and not self._rules.divides_first:
+            if self._averages_later and not self._rules.is_offloaded:
                 torch._foreach_div_([group.own for group in self._groups], self._dp)
         with self._timeline.part("tensor"):
             for group in self._partial:
@@ -296,9 +305,9 @@ class Gradients:
                 self._sums[parameter].add_(gradient)
             else:
                 bucket.gradients[parameter] = gradient
-        bucket.missing -= 1
+        bucket.missing.discard(parameter)
         is_whole = self._is_last and self._rules.overlaps if self._rules.is_complete else True
-        if bucket.missing == 0 and is_whole:
+        if not bucket.missing and is_whole:
             with self._timeline.part("data"):
                 self._send(bucket)
 
@@ -381,6 +390,8 @@ class Gradients:
 
     def _add(self, message: _Message) -> None:
         received = message.received
+        if self._averages_later and self._rules.is_offloaded:
+            received = received / self._dp  # not on the host, which would wait for the copy
         own = message.bucket.group.own.narrow(0, message.start, received.numel())
         if message.bucket.is_filled and own.device != received.device:
             # The device adds, so the host does not wait for it.

@@ -19,8 +19,7 @@ So at most two layers are gathered at a time, even if the host is far ahead of t
 These hooks replace those of DeepSpeed 0.19.8, which gathers each module separately, in an order
 that it records (partitioned_param_coordinator.py). With several micro-batches in flight the order
 never matches the record, so nothing is gathered ahead, and a hook on every module takes longer than
-the computation of a small module. As in DeepSpeed, gradients are reduced one parameter at a time.
-(DeepSpeed's "leaf modules" would hold all gradients of a block before they are reduced together.)
+the computation of a small module.
 """
 
 import functools

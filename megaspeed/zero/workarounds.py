@@ -75,9 +75,9 @@ def always_the_zero_optimizer() -> Iterator[None]:
     """An engine built within this block uses ``DeepSpeedZeroOptimizer`` for stages 1 and 2.
 
     runtime/engine.py:2304-2310: bf16 parameters with fp32 gradient accumulation at ZeRO-1 select
-    ``BF16_Optimizer``. It keeps gradients elsewhere, has no ``coalesce_grad_reduction``, and its
-    norm masks other parameters than at the other stages. ``DeepSpeedZeroOptimizer`` can do the same
-    (it is used if the optimizer is offloaded), so stages 1 and 2 are one code path.
+    ``BF16_Optimizer``. It takes gradients from elsewhere, and its norm masks other parameters than
+    at the other stages. ``DeepSpeedZeroOptimizer`` can do the same (it is used if the optimizer is
+    offloaded), so stages 1 and 2 are one code path.
 
     runtime/engine.py:2298-2304: DeepSpeed would also warn that a subclass of torch's AdamW, which
     it does not know by name, is untested.

@@ -1,6 +1,7 @@
 """Gradients are exact however they are accumulated and reduced, and are held once."""
 
 import functools
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from megaspeed.analysis.watched_step import WatchedZero, measure
 from megaspeed.config.resolve import Run
 from megaspeed.data.corpus import PreparedCorpus
 from megaspeed.topology.launch import LaunchEnvironment
-from tests.support.rank_pool import RankPool
+from tests.support.rank_pool import RankFailure, RankPool
 from tests.support.tiny import tiny_corpus
 from tests.zero.one_rank import LEARNING_RATE, OFFLOAD, one_rank, small_run
 from tests.zero.test_workarounds import BF16_IN_FP32, are_equal, first_step, reference_of
@@ -71,6 +72,39 @@ def test_gradients_equal_those_of_one_process(
     (gradients, norms), *_ = pool.run(dp, gradients_of_two_steps, run, corpus)
     assert are_equal(gradients, reference)
     assert norms == pytest.approx(reference.grad_norms, rel=1e-5)
+
+
+def step_without_positions(launch: LaunchEnvironment, run: Run, corpus: PreparedCorpus) -> float:
+    """The second micro-batch does not use the learned positions."""
+    with one_rank(launch, run, corpus) as rank:
+        embedding: Any = rank.engine.module.embedding
+        forward, calls = embedding.forward, itertools.count()
+
+        def skipping(tokens: Tensor, *others: Any) -> Tensor:
+            if next(calls) != 1:
+                return forward(tokens, *others)
+            found: Tensor = embedding.tokens(tokens)
+            return found
+
+        embedding.forward = skipping
+        return rank.train_step(0).grad_norm
+
+
+@pytest.mark.parametrize(
+    ("stage", "reduction", "overlap"), [(1, PER_STEP, True), (2, PER_MICRO_BATCH, False)]
+)
+def test_a_parameter_without_a_gradient_is_named(
+    pool: RankPool, text: Path, cache: Path, stage: int, reduction: str, overlap: bool
+) -> None:
+    """Its bucket would never be sent, and other gradients would be lost with it."""
+    run = small_run(
+        text,
+        dp=2,
+        zero_optimization={"stage": stage, "overlap_comm": overlap},
+        parallel={"gradient_reduction": reduction},
+    )
+    with pytest.raises(RankFailure, match=r"have none: embedding\.positions\.weight"):
+        pool.run(2, step_without_positions, run, tiny_corpus(run, cache))
 
 
 def share_of_rounded_elements(launch: LaunchEnvironment, run: Run, corpus: PreparedCorpus) -> float:

@@ -99,6 +99,12 @@ def _refusal(peer: PeerName, run: Run) -> str | None:
             )
     if peer in ("ddp", "fsdp2"):
         return None
+    parallel = config.parallel
+    if parallel.activation_checkpointing == "selective" or parallel.recomputed_blocks is not None:
+        return (
+            "it recomputes complete blocks, all or none; set parallel.activation_checkpointing to "
+            '"none" or "full", and remove parallel.recomputed_blocks'
+        )
     if run.zero_stage == 0 and run.precision == "bf16" and run.accumulation_dtype == "fp32":
         return (
             "DeepSpeed adds gradients of bf16 weights in fp32 only with ZeRO, but "
