@@ -14,6 +14,7 @@ import json
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,12 +26,12 @@ from megaspeed.analysis.verification.verify import ParallelRun, compare, train_r
 from megaspeed.config.resolve import Run
 from megaspeed.data.corpus import PreparedCorpus
 from megaspeed.model.dropout import MaskShard, SampleDropout
-from megaspeed.tensor_parallel import layers, parallelize
+from megaspeed.tensor_parallel import layers
 from megaspeed.tensor_parallel.collectives import reduce_from_tensor_axis
 from megaspeed.tensor_parallel.layers import RowParallelLinear
 from megaspeed.topology.launch import LaunchEnvironment
 from megaspeed.training import worker
-from megaspeed.zero import build, engine
+from megaspeed.zero import build, engine, gradients
 from megaspeed.zero.engine import ZeroEngine
 from tests.support.rank_pool import RankPool
 from tests.support.tiny import short_documents, tiny_corpus, tiny_run
@@ -86,7 +87,8 @@ def only_the_last_micro_batch_survives() -> AbstractContextManager[None]:
 
 
 def nothing_is_averaged_over_the_data_axis() -> AbstractContextManager[None]:
-    return replaced(engine, "average_over_replicas", lambda _: lambda *_: None)
+    done = SimpleNamespace(wait=lambda: None)
+    return replaced(gradients.comm, "all_reduce", lambda _: lambda *_args, **_more: done)
 
 
 def tied_gradients_are_not_summed() -> AbstractContextManager[None]:
@@ -148,7 +150,7 @@ def later_pipeline_stages_do_not_receive_documents() -> AbstractContextManager[N
 
 def the_norm_of_each_head_keeps_its_ranks_gradient() -> AbstractContextManager[None]:
     # The weight is replicated, but each rank applies it to its own heads.
-    return replaced(parallelize, "_norm_of_a_part", lambda _: lambda norm, _axis: norm)
+    return replaced(build, "gradient_is_partial", lambda _: lambda _parameter, **_axis: False)
 
 
 # --- where each shows -----------------------------------------------------------------------------
