@@ -18,6 +18,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from deepspeed import comm
 from torch import Tensor
 
 from megaspeed.analysis.verification.comparison import LARGEST_WIDENING, Comparison, Difference
@@ -31,7 +32,7 @@ from megaspeed.tensor_parallel.collectives import reduce_from_tensor_axis
 from megaspeed.tensor_parallel.layers import RowParallelLinear
 from megaspeed.topology.launch import LaunchEnvironment
 from megaspeed.training import worker
-from megaspeed.zero import build, engine, gradients
+from megaspeed.zero import build, engine
 from megaspeed.zero.engine import ZeroEngine
 from tests.support.rank_pool import RankPool
 from tests.support.tiny import short_documents, tiny_corpus, tiny_run
@@ -88,7 +89,7 @@ def only_the_last_micro_batch_survives() -> AbstractContextManager[None]:
 
 def nothing_is_averaged_over_the_data_axis() -> AbstractContextManager[None]:
     done = SimpleNamespace(wait=lambda: None)
-    return replaced(gradients.comm, "all_reduce", lambda _: lambda *_args, **_more: done)
+    return replaced(comm, "all_reduce", lambda _: lambda *_args, **_more: done)
 
 
 def tied_gradients_are_not_summed() -> AbstractContextManager[None]:
