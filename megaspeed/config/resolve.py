@@ -83,6 +83,20 @@ class Run:
         return reduced_once or self.grid.dp == 1
 
     @property
+    def reduction_dtype(self) -> Precision:
+        """The number type in which gradients are reduced over the data axis."""
+        return self.config.communication_data_type or self.accumulation_dtype
+
+    @property
+    def copies_gradients(self) -> bool:
+        """Whether gradients are copied to be reduced; if not, complete gradients are sent."""
+        dtype = self.reduction_dtype
+        # A sum of fp16 numbers could be too large for fp16, so a copy is divided first.
+        is_divided_first = dtype == "fp16" and self.grid.dp > 1
+        is_another = dtype != self.accumulation_dtype or is_divided_first
+        return self.zero_stage == 3 or not self.keeps_complete_gradients or is_another
+
+    @property
     def run_dir(self) -> Path:
         """The folder that the run writes to."""
         return Path(self.config.training.run_dir or default_run_dir(self.name))

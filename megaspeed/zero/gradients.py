@@ -102,22 +102,18 @@ class _Rules:
         """The rules of ``run``."""
         zero, dp = run.config.zero_optimization, run.grid.dp
         is_stage3, is_complete = run.zero_stage == 3, run.keeps_complete_gradients
-        dtype = DTYPES[run.accumulation_dtype]
-        sent_dtype = DTYPES[run.config.communication_data_type or run.accumulation_dtype]
-        divides_first = sent_dtype == torch.float16 and dp > 1
-        is_sent_itself = is_complete and sent_dtype == dtype and not divides_first
         multi_rank = zero.use_multi_rank_bucket_allreduce and not is_stage3
         return cls(
             parts=1 if run.zero_stage == 0 else dp,
             is_stage3=is_stage3,
             is_complete=is_complete,
             is_offloaded=zero.offloads_optimizer,
-            dtype=dtype,
-            sent_dtype=sent_dtype,
+            dtype=DTYPES[run.accumulation_dtype],
+            sent_dtype=DTYPES[run.reduction_dtype],
             uses_all_reduce=run.zero_stage == 0 or multi_rank or not zero.reduce_scatter,
             overlaps=bool(zero.overlap_comm) and dp > 1,
-            divides_first=divides_first,
-            sends_copies=is_stage3 or not is_sent_itself,
+            divides_first=run.reduction_dtype == "fp16" and dp > 1,
+            sends_copies=run.copies_gradients,
             autograd_adds=is_complete and run.precision == run.accumulation_dtype and not is_stage3,
         )
 
@@ -165,7 +161,7 @@ class Gradients:
             for parameter in self._bucket_of:
                 parameter.register_post_accumulate_grad_hook(self._take)
         self._is_first = True
-        self._is_last = False
+        self._sends_in_backward = False
         self._in_flight: list[_Message] = []
         fragments = [
             (held.group, GradientFragment(held.parameter, held.start, self._values_of(held)))
@@ -189,19 +185,19 @@ class Gradients:
 
     def begin_backward(self, *, last: bool) -> None:
         """Called before each backward. ``last``: whether it is the last one of the step."""
-        self._is_last = last
         if self._is_first:
             self._begin_step()
-        for bucket in self._buckets:
-            bucket.missing = set(bucket.parameters)
+        self._sends_in_backward = not self._rules.is_complete or (self._rules.overlaps and last)
+        if self._sends_in_backward:
+            for bucket in self._buckets:
+                bucket.missing = set(bucket.parameters)
 
     def missing(self) -> list[nn.Parameter]:
         """The parameters of which the last backward has computed no gradient.
 
         Their buckets have not been sent. Empty if everything is sent at the end of the step.
         """
-        sends = self._rules.overlaps and self._is_last if self._rules.is_complete else True
-        return [p for bucket in self._buckets for p in bucket.missing if sends]
+        return [parameter for bucket in self._buckets for parameter in bucket.missing]
 
     def reduce(self) -> None:
         """Complete the reduction. Afterwards the partition is the average over the data axis.
@@ -262,9 +258,8 @@ class Gradients:
         return _Group(parameters=parameters, starts=starts, ends=ends, complete=complete, own=own)
 
     def _make_buckets(self, group: _Group, zero: ZeroConfig) -> Iterator[_Bucket]:
-        members_of_buckets = [
-            range(len(group.parameters))
-        ]  # without a copy, all of it is sent together
+        # Without a copy, everything is sent together.
+        members_of_buckets = [range(len(group.parameters))]
         if self._rules.sends_copies or self._rules.overlaps:
             sizes = [end - start for start, end in zip(group.starts, group.ends, strict=True)]
             members_of_buckets = zero.buckets(sizes)
@@ -306,8 +301,7 @@ class Gradients:
             else:
                 bucket.gradients[parameter] = gradient
         bucket.missing.discard(parameter)
-        is_whole = self._is_last and self._rules.overlaps if self._rules.is_complete else True
-        if not bucket.missing and is_whole:
+        if self._sends_in_backward and not bucket.missing:
             with self._timeline.part("data"):
                 self._send(bucket)
 

@@ -190,10 +190,8 @@ def gradient_buckets(
 
     On a CPU (``on_host``) gloo's reduce-scatter makes another copy.
     """
-    sent = run.config.communication_data_type or run.accumulation_dtype
-    complete, dp = run.keeps_complete_gradients, run.grid.dp
-    is_in_place = run.zero_stage < 3 and sent == run.accumulation_dtype and sent != "fp16"
-    if dp == 1 or (complete and is_in_place):
+    sent, complete, dp = run.reduction_dtype, run.keeps_complete_gradients, run.grid.dp
+    if dp == 1 or not run.copies_gradients:
         return []
     buckets = []
     for group in get_args(OptimizerGroup):

@@ -252,7 +252,7 @@ def _add_data_axis(messages: Messages, run: Run, pipeline_stage: int) -> None:
 def _gradient_messages(run: Run, parameters: list[LocalParameter]) -> list[tuple[Collective, int]]:
     """The collectives that sum gradients, each with the bytes of its messages in one step."""
     zero, dp = run.config.zero_optimization, run.grid.dp
-    number_bytes = BYTES_OF[run.config.communication_data_type or run.accumulation_dtype]
+    number_bytes = BYTES_OF[run.reduction_dtype]
     if not run.keeps_complete_gradients:
         number_bytes *= run.batch.gradient_accumulation_steps
     if run.zero_stage == 3:
