@@ -12,7 +12,7 @@ A GPT with all layers is the complete model. A GPT with some of them is one pipe
 parameters keep their full names. Nothing here depends on ranks or collectives.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 
 import torch
@@ -151,6 +151,10 @@ class Block(nn.Module):
         return x + self.mlp_dropout(self.compose(self.mlp_norm, self.mlp, x), samples)
 
 
+LossOfHidden = Callable[[Tensor, nn.Module], Tensor]
+"""(output of the last norm (B, S, D), the projection) -> loss."""
+
+
 class Head(nn.Module):
     """The last norm, and the projection to the vocabulary without a bias."""
 
@@ -160,9 +164,10 @@ class Head(nn.Module):
         self.norm = modules["norm"]
         self.output = modules["output"]
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Map ``x`` (B, S, D) to logits (B, S, V)."""
-        return self.output(self.norm(x))
+    def forward(self, x: Tensor, loss: LossOfHidden | None = None) -> Tensor:
+        """Map ``x`` (B, S, D) to logits (B, S, V), or to ``loss(norm(x), output)``."""
+        x = self.norm(x)
+        return self.output(x) if loss is None else loss(x, self.output)
 
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -213,7 +218,11 @@ class GPT(nn.Module):
             self.head.output.weight = self.embedding.tokens.weight
 
     def forward(
-        self, x: Tensor, samples: Tensor | None = None, documents: Tensor | None = None
+        self,
+        x: Tensor,
+        samples: Tensor | None = None,
+        documents: Tensor | None = None,
+        loss: LossOfHidden | None = None,
     ) -> Tensor:
         """Run these layers.
 
@@ -223,9 +232,11 @@ class GPT(nn.Module):
                 no dropout.
             documents: (B, S), the number of each token's document (see ``attention.py``); if
                 omitted, each row is one document.
+            loss: what the head computes instead of logits.
 
         Returns:
-            Logits (B, S, V) if the last layer is the head, else hidden states (B, S, D).
+            Logits (B, S, V) or the loss if the last layer is the head, else hidden states
+            (B, S, D).
         """
         positions = None if documents is None else positions_in(documents)
         sequence = x.shape[1] * (1 if self.embedding is not None else self.sequence_parts)
@@ -245,7 +256,7 @@ class GPT(nn.Module):
                 x = checkpoint(block, *inputs, use_reentrant=False, preserve_rng_state=False)
             else:
                 x = block(x, samples, angles, mask)
-        return x if self.head is None else self.head(x)
+        return x if self.head is None else self.head(x, loss)
 
     def layer_modules(self) -> list[nn.Module]:
         """The layers, in the order of the forward pass."""

@@ -44,16 +44,12 @@ _PARTS: dict[type, Part] = {
 }
 """The part of a step that an instruction is timed as; "pipeline" for all others."""
 
-LossFunction = Callable[[Tensor, Tensor], Tensor]
-
 
 class StageEngine(Protocol):
     """The engine of one pipeline stage."""
 
-    def forward(
-        self, micro_batch: int, x: Tensor, samples: Tensor, documents: Tensor | None
-    ) -> Tensor:
-        """Run the layers of the stage."""
+    def forward(self, micro_batch: int, x: Tensor, batch: MicroBatch) -> Tensor:
+        """Run the layers of the stage on ``x``. The last stage returns the sum of the losses."""
 
     def backward(
         self,
@@ -63,7 +59,7 @@ class StageEngine(Protocol):
         *,
         last: bool,
     ) -> None:
-        """Back-propagate from a loss (``gradient`` is None) or from the edge of an output."""
+        """Back-propagate from the loss (``gradient`` is None) or from the edge of an output."""
 
     def reduce_gradients(self) -> None:
         """Sum the gradients over the data axis."""
@@ -81,9 +77,6 @@ class Executor:
         engine: the engine of this stage.
         neighbours: the links to the previous and next stage.
         load: micro-batch index -> rows of this data rank, the same on every pipeline stage.
-        loss_function: (output of the last stage, targets) -> (B, S) losses, zero for targets that
-            are not counted.
-        loss_scale: the sum of a micro-batch's losses is multiplied by it before backward.
         micro_batches: how many there are.
         take_step: called at ``OptimizerStep`` with the sum of this rank's losses (an fp32 scalar),
             or None if this is not the last stage.
@@ -97,8 +90,6 @@ class Executor:
         neighbours: Neighbours,
         *,
         load: Callable[[int], MicroBatch],
-        loss_function: LossFunction,
-        loss_scale: float,
         micro_batches: int,
         take_step: Callable[[Tensor | None], None] = lambda loss_sum: None,
         activity: Activity | None = None,
@@ -110,8 +101,6 @@ class Executor:
         self._engine = engine
         self._neighbours = neighbours
         self._load = load
-        self._loss_function = loss_function
-        self._loss_scale = loss_scale
         self._backwards_left = micro_batches
         self._batches: dict[int, MicroBatch] = {}
         self._inputs: dict[int, Tensor] = {}
@@ -184,13 +173,14 @@ class Executor:
             with self._timeline.part("pipeline"):
                 self._neighbours.before.finish()
             x = self._inputs[m].requires_grad_(torch.is_grad_enabled())
-        self._outputs[m] = self._engine.forward(m, x, batch.samples, batch.documents)
+        output = self._engine.forward(m, x, batch)
         if self._neighbours.after is None:
-            loss = self._loss_function(self._outputs.pop(m), batch.targets).sum()
-            self.losses[m] = loss.detach()
-            self._ends[m] = loss * self._loss_scale
-        elif torch.is_grad_enabled():
-            self._ends[m] = get_gradient_edge(self._outputs[m])
+            self.losses[m] = output.detach()
+            self._ends[m] = output
+        else:
+            self._outputs[m] = output
+            if torch.is_grad_enabled():
+                self._ends[m] = get_gradient_edge(output)
         if not torch.is_grad_enabled():
             self._inputs.pop(m, None)
             self._ends.pop(m, None)

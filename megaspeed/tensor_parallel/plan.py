@@ -14,6 +14,9 @@ from megaspeed.model.parameters import Parameter
 _VOCABULARY_ROW_MULTIPLE = 8
 """A multiple of 16 bytes in bf16, which tensor cores need for full speed."""
 
+_LOGITS_OF_A_CHUNK = 2**27
+"""At most 8 bytes each, so 1 GiB: 1,024 tokens of a vocabulary of 128k."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterShard:
@@ -80,6 +83,17 @@ def vocabulary_rows_per_rank(vocab_size: int, size: int) -> int:
         math.ceil(math.ceil(vocab_size / size) / _VOCABULARY_ROW_MULTIPLE)
         * _VOCABULARY_ROW_MULTIPLE
     )
+
+
+def tokens_of_a_chunk(tokens: int, columns: int) -> int:
+    """How many tokens' logits exist at once, if a rank has ``columns`` logits of each token.
+
+    Chunks are equally long if a small number of them divides ``tokens``, so that compiled code has
+    one shape. A GPU needs some 1,000 rows for an efficient product.
+    """
+    chunks = max(1, math.ceil(tokens * columns / _LOGITS_OF_A_CHUNK))
+    even = (count for count in range(chunks, 2 * chunks) if tokens % count == 0)
+    return math.ceil(tokens / next(even, chunks))
 
 
 def key_value_replicas(config: ModelConfig, size: int) -> int:

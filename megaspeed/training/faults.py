@@ -5,7 +5,7 @@
 
     raise     RuntimeError                      stop      the process is stopped (SIGSTOP)
     memory    allocates too much memory         slow      sleeps for `seconds` (3) each time
-    hang      sleeps forever                    nan       the stage's output becomes NaN
+    hang      sleeps forever                    nan       the stage's last hidden state becomes NaN
     kill      the process is killed (SIGKILL)   corrupt   one master weight gets another value
     disk      no file of the process may grow past 32 KiB, so a save fails as on a full disk
 
@@ -82,7 +82,8 @@ def inject_into_model(activity: Activity, rank: int, engine: ZeroEngine) -> None
             is_due.clear()
             return output * torch.nan
 
-        engine.module.register_forward_hook(poison)
+        modules = dict(engine.module.named_modules())
+        modules.get("head.norm", engine.module).register_forward_hook(poison)
         fault.inject(activity, is_due.set)
 
 

@@ -1,15 +1,15 @@
-"""The layers of one rank, its optimizer and its loss function.
+"""The layers of one rank, its optimizer and its loss.
 
 GPT(layers of this pipeline stage) --parallelize--> zero.build_engine --> ZeroEngine
 GPT(all layers) --------------------------------------------------------> baselines of `compare`
 """
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from megaspeed.config.deepspeed_keys import OptimizerConfig
 from megaspeed.config.model import ModelConfig
@@ -18,7 +18,7 @@ from megaspeed.config.run import TrainingConfig
 from megaspeed.model.gpt import GPT
 from megaspeed.model.parameters import parameter_named
 from megaspeed.tensor_parallel.collectives import TensorAxis
-from megaspeed.tensor_parallel.layers import vocab_parallel_cross_entropy
+from megaspeed.tensor_parallel.loss import VocabParallelLoss
 from megaspeed.tensor_parallel.plan import vocabulary_rows_per_rank
 from megaspeed.topology.context import ParallelContext
 
@@ -82,16 +82,13 @@ def make_optimizer(
     return _AdamW(groups, lr=params.lr, betas=params.betas, eps=params.eps, fused=True)
 
 
-def make_loss_function(run: Run, axis: TensorAxis) -> Callable[[Tensor, Tensor], Tensor]:
-    """Returns a function of this rank's logits (B, S, V/tp) and the targets (B, S).
-
-    The function returns the loss of each token (B, S), in nats, the same on all tensor ranks.
-    """
+def vocab_parallel_loss(run: Run, axis: TensorAxis) -> VocabParallelLoss:
+    """The loss of the last pipeline stage, over this rank's rows of the vocabulary."""
     vocab_size = run.config.model.vocab_size
     rows = vocabulary_rows_per_rank(vocab_size, axis.size)
     start = axis.rank * rows
     vocabulary = range(min(start, vocab_size), min(start + rows, vocab_size))
-    return lambda logits, targets: vocab_parallel_cross_entropy(logits, targets, vocabulary, axis)
+    return VocabParallelLoss(vocabulary, axis)
 
 
 def backward_scale(run: Run) -> float:

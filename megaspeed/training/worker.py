@@ -28,12 +28,12 @@ from megaspeed.training.compilation import Compilation, agree_to_compile
 from megaspeed.training.faults import inject_into_model
 from megaspeed.training.rank_model import (
     backward_scale,
-    make_loss_function,
     make_optimizer,
     parameter_groups,
     plain_model,
     set_matmul_precision,
     tensor_axis,
+    vocab_parallel_loss,
 )
 from megaspeed.zero.build import build_engine
 from megaspeed.zero.engine import StepOutcome
@@ -99,6 +99,8 @@ class Worker:
             ),
             parameter_groups=lambda named: parameter_groups(named, model, optimizer),
             make_optimizer=lambda groups: make_optimizer(groups, optimizer),
+            loss=vocab_parallel_loss(run, axis),
+            loss_scale=backward_scale(run),
         )
         inject_into_model(context.activity, context.rank, self.engine)
         schedule = SCHEDULES[run.config.parallel.schedule]
@@ -108,7 +110,6 @@ class Worker:
         self._neighbours = self._connect()
         context.activity.pending = self._neighbours.pending
         self._losses: dict[int, Tensor] = {}
-        self._loss_function = make_loss_function(run, axis)
         compiles, self.uncompiled_reason = agree_to_compile(run, context)
         """Why nothing is compiled although ``training.compile`` is auto; None if there is no reason
         to report."""
@@ -117,7 +118,8 @@ class Worker:
         if compiles:
             self.compilation = Compilation(context.activity)
             self.compilation.compile_blocks(module)
-            self._loss_function = self.compilation.compiled(self._loss_function)
+            loss = self.engine.loss
+            loss.of_chunk = self.compilation.compiled(loss.of_chunk)
 
     def train_step(
         self, load: Load, learning_rate: float, stop_signal: Callable[[], int] = lambda: 0
@@ -141,9 +143,7 @@ class Worker:
         def take_step(loss_sum: Tensor | None) -> None:
             outcomes.append(self.engine.step(loss_sum, learning_rate, note))
 
-        executor = self._executor(
-            load, micro_batches, scale=backward_scale(self.run), take_step=take_step
-        )
+        executor = self._executor(load, micro_batches, take_step)
         self.engine.train(True)
         executor.run(self._program)
         self._losses = executor.losses
@@ -169,7 +169,7 @@ class Worker:
     @torch.no_grad()
     def evaluate(self, load: Load, micro_batches: int, predicted_tokens: int) -> float:
         """Mean loss over ``predicted_tokens`` targets, without dropout and without a step."""
-        executor = self._executor(load, micro_batches, scale=1.0)
+        executor = self._executor(load, micro_batches)
         self.engine.train(False)
         pp_size, pp_rank = self.context.pp_size, self.context.pp_rank
         executor.run(stage_program(forward_only, pp_size, pp_rank, micro_batches))
@@ -191,16 +191,12 @@ class Worker:
         self,
         load: Load,
         micro_batches: int,
-        *,
-        scale: float,
         take_step: Callable[[Tensor | None], None] = lambda loss_sum: None,
     ) -> Executor:
         return Executor(
             self.engine,
             self._neighbours,
             load=load,
-            loss_function=self._loss_function,
-            loss_scale=scale,
             micro_batches=micro_batches,
             take_step=take_step,
             activity=self.context.activity,

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from megaspeed.config.resolve import Run
 from megaspeed.model.gpt import DTYPES, GPT
 from megaspeed.model.parameters import EMBEDDING_WEIGHT, HEAD_WEIGHT, parameter_named
+from megaspeed.tensor_parallel.loss import VocabParallelLoss
 from megaspeed.tensor_parallel.parallelize import materialize
 from megaspeed.tensor_parallel.plan import ParameterShard, gradient_is_partial
 from megaspeed.topology.context import ParallelContext
@@ -127,6 +128,8 @@ def build_engine(
     initial_value: Callable[[str], Tensor],
     parameter_groups: Callable[[Mapping[str, nn.Parameter]], list[dict[str, Any]]],
     make_optimizer: OptimizerFactory,
+    loss: VocabParallelLoss,
+    loss_scale: float,
 ) -> ZeroEngine:
     """This rank's engine over ``model``.
 
@@ -138,6 +141,8 @@ def build_engine(
         initial_value: full name -> initial value of this rank's shard.
         parameter_groups: (full name -> parameter) -> parameter groups of the optimizer.
         make_optimizer: parameter groups -> optimizer.
+        loss: the loss of the last pipeline stage.
+        loss_scale: the gradients are those of the loss multiplied by it.
     """
     _prepare_deepspeed(context)
     json = deepspeed_json(run)
@@ -169,6 +174,8 @@ def build_engine(
         owned_elements=_owned_elements(parameters, shards, tied, context),
         tied=tied,
         partial=partial,
+        loss=loss,
+        loss_scale=loss_scale,
     )
 
 

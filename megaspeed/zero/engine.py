@@ -13,6 +13,7 @@ gathers ZeRO-3's parameters. DeepSpeed's engine is not called in a step: its for
 step run Python code for every parameter and module.
 """
 
+import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,6 +24,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
 from megaspeed.config.resolve import Run
+from megaspeed.model.micro_batch import MicroBatch
+from megaspeed.model.parameters import HEAD_WEIGHT
+from megaspeed.tensor_parallel.loss import VocabParallelLoss
 from megaspeed.topology.context import ParallelContext
 from megaspeed.zero.gradients import Gradients
 from megaspeed.zero.layer_gathers import LayerGathers
@@ -94,6 +98,8 @@ class ZeroEngine:
         tied: the weight that this rank shares with another pipeline stage; None if there is none.
         partial: the parameters of whose gradient each tensor rank computes a part, in optimizer
             groups of their own.
+        loss: the loss of the last pipeline stage.
+        loss_scale: the gradients are those of the loss multiplied by it.
     """
 
     def __init__(
@@ -105,12 +111,17 @@ class ZeroEngine:
         owned_elements: Mapping[nn.Parameter, int],
         tied: nn.Parameter | None,
         partial: Sequence[nn.Parameter],
+        loss: VocabParallelLoss,
+        loss_scale: float,
     ) -> None:
         self._engine = engine
         self._optimizer = engine.optimizer
         self._context = context
         self._owned_elements = owned_elements
         self._tied = tied
+        self.loss = loss
+        """The loss of the last pipeline stage."""
+        self._loss_scale = loss_scale
         self._replicated = run.zero_stage == 0
         self.names = {parameter: name for name, parameter in engine.module.named_parameters()}
         """Full name of each of this rank's parameters."""
@@ -129,7 +140,10 @@ class ZeroEngine:
         keep_parameter_views(self._optimizer)
         if run.zero_stage == 3:
             self._gathers = LayerGathers(engine.module, context, run.config.zero_optimization)
-        self.gradients = Gradients(self._optimizer, run, context, partial=partial)
+        head_weight = [p for p, name in self.names.items() if name == HEAD_WEIGHT]
+        self.gradients = Gradients(
+            self._optimizer, run, context, partial=partial, without_autograd=head_weight
+        )
         """This rank's gradients."""
         self._owned_squares = OwnedSquares(self.gradients.fragments, owned_elements)
 
@@ -144,20 +158,28 @@ class ZeroEngine:
         """DeepSpeed's ZeRO optimizer."""
         return self._optimizer
 
-    def forward(
-        self, micro_batch: int, x: Tensor, samples: Tensor, documents: Tensor | None
-    ) -> Tensor:
-        """Run this rank's layers on one micro-batch. Returns logits or hidden states.
+    def forward(self, micro_batch: int, x: Tensor, batch: MicroBatch) -> Tensor:
+        """Run this rank's layers on one micro-batch.
 
         Args:
             micro_batch: its index.
             x: token ids (B, S) on the first pipeline stage, hidden states (B, S, D) on the others.
-            samples: (B,), the sample indices. They determine the dropout masks.
-            documents: (B, S), the number of each token's document; None if a row is one document.
+            batch: its rows. Their sample indices determine the dropout masks.
+
+        Returns:
+            The sum of the losses on the last pipeline stage, hidden states on the others.
         """
+        if torch.is_grad_enabled():
+            self.gradients.begin_forward()
         if self._gathers is not None:
             self._gathers.begin_forward()
-        output: Tensor = self.module(x, samples, documents)
+        loss = functools.partial(
+            self.loss,
+            targets=batch.targets,
+            scale=self._loss_scale * float(self._optimizer.loss_scale),
+            gradient_sum=self.gradients.sum_of,
+        )
+        output: Tensor = self.module(x, batch.samples, batch.documents, loss)
         return output
 
     def backward(
@@ -172,15 +194,12 @@ class ZeroEngine:
 
         Args:
             micro_batch: its index.
-            output: on the last pipeline stage the loss, a scalar; on the others the graph's edge at
-                the output of ``forward``, which may have been sent and freed.
+            output: on the last pipeline stage the output of ``forward``; on the others its edge of
+                the graph, because it may have been sent and freed.
             gradient: with respect to the output of ``forward``; None for the loss.
             last: whether this is the last micro-batch of the step.
         """
         self.gradients.begin_backward(last=last)
-        if isinstance(output, Tensor) and gradient is None:
-            scale = float(self._optimizer.loss_scale)  # a received gradient is already multiplied
-            output = output if scale == 1.0 else output * scale
         torch.autograd.backward(output, gradient)
         if missing := [self.names[parameter] for parameter in self.gradients.missing()]:
             raise RuntimeError(

@@ -3,6 +3,8 @@
     complete      autograd --add--> complete gradient      --reduce--> partition of this rank
     partitioned   autograd -------> gradients of a bucket  --reduce--> partition of this rank, added
 
+The gradient of the head's weight comes from the forward of the loss instead (``sum_of``).
+
 ZeRO-0 and 1 accumulate the complete gradient, and reduce it once a step. ZeRO-2 and 3 do the same
 with ``gradient_reduction: per_step``. With ``per_micro_batch`` they keep only the partition: a
 bucket is reduced as soon as a backward has computed its gradients.
@@ -127,6 +129,7 @@ class Gradients:
         context: this rank's groups.
         partial: the parameters of whose gradient each tensor rank computes a part, in groups of
             their own.
+        without_autograd: the parameters whose gradient is added to ``sum_of`` alone.
     """
 
     def __init__(
@@ -136,6 +139,7 @@ class Gradients:
         context: ParallelContext,
         *,
         partial: Sequence[nn.Parameter] = (),
+        without_autograd: Sequence[nn.Parameter] = (),
     ) -> None:
         self._rules = _Rules.of(run)
         self._optimizer = optimizer
@@ -160,6 +164,7 @@ class Gradients:
         if self._rules.overlaps or not self._rules.autograd_adds:
             for parameter in self._bucket_of:
                 parameter.register_post_accumulate_grad_hook(self._take)
+        self._without_autograd = frozenset(without_autograd)
         self._is_first = True
         self._sends_in_backward = False
         self._in_flight: list[_Message] = []
@@ -183,14 +188,32 @@ class Gradients:
             if group.complete is not None:
                 yield group.complete
 
-    def begin_backward(self, *, last: bool) -> None:
-        """Called before each backward. ``last``: whether it is the last one of the step."""
+    def begin_forward(self) -> None:
+        """Called before each forward that a backward will follow."""
         if self._is_first:
             self._begin_step()
+
+    def sum_of(self, parameter: nn.Parameter) -> Tensor:
+        """Where a forward adds the gradient of ``parameter``, outside of autograd.
+
+        Autograd computes another part of the gradient in the backward, or none if
+        ``without_autograd`` contains the parameter.
+        """
+        if parameter in self._sums:
+            return self._sums[parameter]
+        gradients = self._bucket_of[parameter].gradients
+        if parameter not in gradients:
+            gradients[parameter] = self._zeros_like(parameter)
+        return gradients[parameter]
+
+    def begin_backward(self, *, last: bool) -> None:
+        """Called before each backward. ``last``: whether it is the last one of the step."""
         self._sends_in_backward = not self._rules.is_complete or (self._rules.overlaps and last)
         if self._sends_in_backward:
             for bucket in self._buckets:
-                bucket.missing = set(bucket.parameters)
+                bucket.missing = set(bucket.parameters) - self._without_autograd
+                if not bucket.missing:
+                    self._send_in_backward(bucket)
 
     def missing(self) -> list[nn.Parameter]:
         """The parameters of which the last backward has computed no gradient.
@@ -298,12 +321,17 @@ class Gradients:
             parameter.grad = None
             if self._rules.is_complete:
                 self._sums[parameter].add_(gradient)
+            elif parameter in bucket.gradients:  # the part of ``sum_of``
+                bucket.gradients[parameter].add_(gradient)
             else:
                 bucket.gradients[parameter] = gradient
         bucket.missing.discard(parameter)
         if self._sends_in_backward and not bucket.missing:
-            with self._timeline.part("data"):
-                self._send(bucket)
+            self._send_in_backward(bucket)
+
+    def _send_in_backward(self, bucket: _Bucket) -> None:
+        with self._timeline.part("data"):
+            self._send(bucket)
 
     def _send(self, bucket: _Bucket) -> None:
         """Start the reduction of a bucket. Without overlap, copies are reduced one at a time."""
@@ -326,7 +354,7 @@ class Gradients:
         if complete is not None and not self._rules.is_stage3:
             return complete[bucket.start : bucket.end].to(self._rules.sent_dtype)
         shape = (self._dp, elements // self._dp) if self._rules.is_stage3 else (elements,)
-        gradients = [bucket.gradients.pop(p) for p in bucket.parameters if complete is None]
+        gradients = [self._pop(bucket, p) for p in bucket.parameters if complete is None]
         if len(gradients) == 1 and gradients[0].numel() == elements:
             return gradients[0].to(self._rules.sent_dtype).reshape(shape)
         packed = torch.empty(shape, dtype=self._rules.sent_dtype, device=self._device)
@@ -336,11 +364,22 @@ class Gradients:
             torch.cat([part.view(self._dp, -1) for part in parts], dim=1, out=packed)
             return packed
         flat = [gradient.reshape(-1) for gradient in gradients]
+        if len({gradient.dtype for gradient in flat}) > 1:  # one is of ``sum_of``
+            flat = [gradient.to(self._rules.sent_dtype) for gradient in flat]
         if self._rules.is_stage3:
             torch._chunk_cat(flat, 0, self._dp, out=packed)
         else:
             torch.cat(flat, out=packed)
         return packed
+
+    def _pop(self, bucket: _Bucket, parameter: Any) -> Tensor:
+        gradient = bucket.gradients.pop(parameter, None)
+        # If all forwards precede the first backward, it has sent the sum of all micro-batches.
+        return self._zeros_like(parameter) if gradient is None else gradient
+
+    def _zeros_like(self, parameter: Any) -> Tensor:
+        shape = parameter.ds_shape if self._rules.is_stage3 else parameter.shape
+        return torch.zeros(shape, dtype=self._rules.dtype, device=self._device)
 
     def _pieces(self, bucket: _Bucket, packed: Tensor) -> _Message:
         """ZeRO 0 to 2: reduce each piece of the bucket to the rank that owns it."""

@@ -1,12 +1,13 @@
 """ZeRO-3: gathers the parameters of one layer at a time.
 
     forward     embedding > block 0 > block 1 > ... > head
-    backward    head > ... > block 1 > block 0 > embedding, which gathers nothing
+    backward    the head's norm > ... > block 1 > block 0 > embedding, which gathers nothing
 
 A layer is gathered when a pass enters it, and freed when the pass leaves it. While it computes, the
 next layer of the pass is gathered, if there is room for both. So each pass gathers each layer once.
-(The backward of the embedding gathers nothing, because it reads no weight.) A block that is
-recomputed in a backward is gathered already.
+(The backward of the embedding gathers nothing, because it reads no weight. That of the head gathers
+only its norm, because the forward of the loss computes the gradients.) A block that is recomputed
+in a backward is gathered already.
 
 Persistent parameters (``stage3_param_persistence_threshold``) are gathered together when the first
 pass after an optimizer step begins, and stay gathered until the next step.
@@ -162,14 +163,15 @@ class LayerGathers:
         layers = model.layer_modules()
         persistent: list[Any] = [p for p in model.parameters() if _is_persistent(p)]
         self._persistent = GatheredLayer(persistent, context.dp_group, context.device)
-        self._layers = [
-            GatheredLayer(
-                [p for p in layer.parameters() if not _is_persistent(p)],
-                context.dp_group,
-                context.device,
-            )
-            for layer in layers
-        ]
+
+        def gathered(layer: nn.Module) -> GatheredLayer:
+            parameters = [p for p in layer.parameters() if not _is_persistent(p)]
+            return GatheredLayer(parameters, context.dp_group, context.device)
+
+        self._layers = [gathered(layer) for layer in layers]
+        self._layers_in_backward = list(self._layers)
+        if model.head is not None:
+            self._layers_in_backward[-1] = gathered(model.head.norm)
         self._first_in_backward = 0 if model.embedding is None else 1
         self._config = config
         self._current: GatheredLayer | None = None
@@ -197,7 +199,7 @@ class LayerGathers:
 
     def _before_forward(self, index: int, layer: nn.Module, inputs: Any) -> None:
         if not _in_backward():
-            self._enter(index, range(index + 1, len(self._layers)))
+            self._enter(self._layers[index:])
 
     def _after_forward(self, index: int, layer: nn.Module, inputs: Any, output: Tensor) -> None:
         if _in_backward():
@@ -209,21 +211,22 @@ class LayerGathers:
     def _before_backward(self, index: int, gradient: Tensor) -> None:
         self._leave()
         if index >= self._first_in_backward:
-            self._enter(index, range(index - 1, self._first_in_backward - 1, -1))
+            self._enter(self._layers_in_backward[self._first_in_backward : index + 1][::-1])
         else:
             # Autograd compares a gradient's shape with its parameter's.
             self._layers[index].give_shapes()
             self._current = self._layers[index]
 
-    def _enter(self, index: int, following: range) -> None:
-        layer = self._layers[index]
+    def _enter(self, layers: Sequence[GatheredLayer]) -> None:
+        """Gather the first of the layers, and start to gather the next one."""
+        layer = layers[0]
         if not layer.is_started:
             self._start(layer)
         self._finish(layer)
         self._current = layer
-        for later in following[:1]:
-            if self._config.prefetches(layer.elements, self._layers[later].elements):
-                self._start(self._layers[later])
+        for later in layers[1:2]:
+            if self._config.prefetches(layer.elements, later.elements):
+                self._start(later)
 
     def _leave(self) -> None:
         if self._current is not None:

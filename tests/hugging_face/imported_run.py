@@ -33,21 +33,22 @@ def train_imported(
 def whole_logits(rank: SavedRun, context: ParallelContext) -> Tensor | None:
     """Logits (rows, S, V) of the first step's samples, on rank 0."""
     worker, shape = rank.worker, rank.inputs.shape
-    run, loss_function = worker.run, worker._loss_function
+    run, loss = worker.run, worker.engine.loss
     seen: list[Tensor] = []
 
-    def look(logits: Tensor, targets: Tensor) -> Tensor:
-        seen.append(logits.clone())
-        return loss_function(logits, targets)
+    def look(logits: Tensor, targets: Tensor, scales: Tensor | None) -> Tensor:
+        sequence = run.config.data.sequence_length
+        seen.append(logits.clone().unflatten(0, (-1, sequence)))
+        return loss.cross_entropy(logits, targets, scales)
 
-    worker._loss_function = look
+    loss.of_chunk = look
     rows = run.batch.train_batch_size
     worker.evaluate(
         rank.inputs.load(0),
         shape.gradient_accumulation_steps,
         rows * run.config.data.sequence_length,
     )
-    worker._loss_function = loss_function
+    loss.of_chunk = loss.cross_entropy
     own = {(row, context.tp_rank): logits for row, logits in _rows_of(seen, shape)}
     everyones: list[dict[tuple[int, int], Tensor]] = [{} for _ in range(context.grid.world_size)]
     dist.all_gather_object(everyones, own, context.world_group)

@@ -105,9 +105,7 @@ class NotingEngine:
         self._group = group
         self._other_end = other_end
 
-    def forward(
-        self, micro_batch: int, x: Tensor, samples: Tensor, documents: Tensor | None
-    ) -> Tensor:
+    def forward(self, micro_batch: int, x: Tensor, batch: MicroBatch) -> Tensor:
         self._notes.actions.append(Compute(f"forward {micro_batch}"))
         self._notes.collective(self._notes.data, f"gather for forward {micro_batch}")
         self._notes.actions.append(Compute(f"forward {micro_batch}"))
@@ -178,8 +176,6 @@ def noted(
             NotingEngine(notes, group, other_end),
             neighbours,
             load=load,
-            loss_function=lambda output, targets: output * targets,
-            loss_scale=1.0,
             micro_batches=micro_batches,
         )
         with torch.set_grad_enabled(training):

@@ -27,6 +27,7 @@ from megaspeed.analysis.verification.verify import ParallelRun, compare, train_r
 from megaspeed.config.resolve import Run
 from megaspeed.data.corpus import PreparedCorpus
 from megaspeed.model.dropout import MaskShard, SampleDropout
+from megaspeed.model.micro_batch import MicroBatch
 from megaspeed.tensor_parallel import layers
 from megaspeed.tensor_parallel.collectives import reduce_from_tensor_axis
 from megaspeed.tensor_parallel.layers import RowParallelLinear
@@ -138,11 +139,11 @@ def later_pipeline_stages_do_not_receive_documents() -> AbstractContextManager[N
             self: ZeroEngine,
             micro_batch: int,
             x: Tensor,
-            samples: Tensor,
-            documents: Tensor | None,
+            batch: MicroBatch,
         ) -> Tensor:
-            received = documents if self._context.is_first_pipeline_stage else None
-            return forward(self, micro_batch, x, samples, received)
+            if not self._context.is_first_pipeline_stage:
+                batch = dataclasses.replace(batch, documents=None)
+            return forward(self, micro_batch, x, batch)
 
         return attend
 

@@ -33,7 +33,6 @@ from megaspeed.topology.launch import LaunchEnvironment
 from tests.support.rank_pool import RankPool
 
 ROWS, WIDTH = 2, 3
-LOSS_SCALE = 0.25
 
 
 def make_stage(pipeline_stage: int) -> nn.Module:
@@ -56,14 +55,15 @@ def load(micro_batch: int) -> MicroBatch:
 
 
 def loss_function(output: Tensor, counted: Tensor) -> Tensor:
-    return output.square() * counted
+    return (output.square() * counted).sum()
 
 
 class PlainEngine:
     """A stage that torch alone runs. It remembers, weakly, every tensor of each forward."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, *, is_last: bool) -> None:
         self.module = module
+        self.is_last = is_last
         self.tensors: dict[int, list[weakref.ref[Tensor]]] = {}
         self.outputs: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self.samples: list[Tensor] = []
@@ -71,9 +71,7 @@ class PlainEngine:
         self.last_flags: list[bool] = []
         self.reductions: list[str] = []
 
-    def forward(
-        self, micro_batch: int, x: Tensor, samples: Tensor, documents: Tensor | None
-    ) -> Tensor:
+    def forward(self, micro_batch: int, x: Tensor, batch: MicroBatch) -> Tensor:
         seen: list[Tensor] = [x]
         hooks = [
             layer.register_forward_hook(lambda _layer, _inputs, output: seen.append(output))
@@ -82,8 +80,10 @@ class PlainEngine:
         output: Tensor = self.module(x)
         for hook in hooks:
             hook.remove()
-        self.samples.append(samples)
-        self.documents.append(documents)
+        if self.is_last:
+            output = loss_function(output, batch.targets)
+        self.samples.append(batch.samples)
+        self.documents.append(batch.documents)
         self.tensors[micro_batch] = [weakref.ref(tensor) for tensor in seen]
         self.outputs[micro_batch] = weakref.ref(output.untyped_storage())
         return output
@@ -143,13 +143,11 @@ def run_stage(launch: LaunchEnvironment, schedule: str | None, micro_batches: in
         stage, stages = context.pp_rank, context.pp_size
         run: Callable[..., Any] = forward_only if schedule is None else SCHEDULES[schedule]
         neighbours = connect(context)
-        engine = PlainEngine(make_stage(stage))
+        engine = PlainEngine(make_stage(stage), is_last=stage == stages - 1)
         executor = Executor(
             engine,
             neighbours,
             load=load,
-            loss_function=loss_function,
-            loss_scale=LOSS_SCALE,
             micro_batches=micro_batches,
         )
         held: list[Held] = []
@@ -190,9 +188,9 @@ def one_process(stages: int, micro_batches: int) -> tuple[Tensor, list[Tensor | 
     """(sum of the losses, gradients of all parameters) of all stages in one process."""
     model = nn.Sequential(*map(make_stage, range(stages)))
     batches = [load(m) for m in range(micro_batches)]
-    losses = [loss_function(model(batch.tokens), batch.targets).sum() for batch in batches]
+    losses = [loss_function(model(batch.tokens), batch.targets) for batch in batches]
     total = torch.stack(losses).sum()
-    (total * LOSS_SCALE).backward()
+    total.backward()
     return total.detach(), [p.grad for p in model.parameters()]
 
 

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megaspeed.model.dropout import MaskShard, SampleDropout
-from megaspeed.tensor_parallel import collectives, layers, plan
+from megaspeed.tensor_parallel import collectives, layers, loss, plan
 from megaspeed.tensor_parallel.collectives import TensorAxis, all_reduce
 from megaspeed.tensor_parallel.layers import RowParallelLinear
 
@@ -32,6 +32,8 @@ def gradient_not_summed_on_entry(patch: pytest.MonkeyPatch, axis: TensorAxis) ->
     """The backward of f, or of the gather, passes on what this rank alone has."""
     patch.setattr(layers, "copy_to_tensor_axis", lambda x, axis: x)
     patch.setattr(layers, "reduce_scatter_sum", collectives._own_chunk)
+    own = collectives._own_chunk if axis.sequence_parallel else collectives._identity
+    patch.setattr(loss, "_summed", own)
 
 
 def gradient_summed_on_leaving(patch: pytest.MonkeyPatch, axis: TensorAxis) -> None:

@@ -8,6 +8,7 @@ The shards are put together here by the ranges of the plan alone, so that nothin
 test takes part in judging it.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -15,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from megaspeed.config.model import ModelConfig
 from megaspeed.config.run import Recomputation
@@ -24,7 +25,7 @@ from megaspeed.model.micro_batch import NOT_COUNTED
 from megaspeed.model.parameters import EMBEDDING_WEIGHT, HEAD_WEIGHT, parameter_named
 from megaspeed.tensor_parallel import plan
 from megaspeed.tensor_parallel.collectives import TensorAxis
-from megaspeed.tensor_parallel.layers import vocab_parallel_cross_entropy
+from megaspeed.tensor_parallel.loss import VocabParallelLoss
 from megaspeed.tensor_parallel.parallelize import materialize, parallelize
 from megaspeed.tensor_parallel.plan import ParameterShard
 from megaspeed.topology.context import ParallelContext
@@ -161,11 +162,32 @@ def _step_on_rank(context: ParallelContext, case: Case) -> RankStep:
         model, shards = _parallel_model(case, axis)
         vocabulary = shards.get(HEAD_WEIGHT, shards[EMBEDDING_WEIGHT]).rows[0]
         tokens, targets = batch(case.config)
-        logits = model(tokens, SAMPLES)
-        losses = vocab_parallel_cross_entropy(logits, targets, vocabulary, axis)
-        step = _backward(model, logits, losses, targets)
+        step = _loss_step(model, tokens, targets, vocabulary, axis)
         _sum_partial_gradients(step.gradients, case, axis)
         return RankStep(step, shards, vocabulary)
+
+
+def _loss_step(
+    model: GPT, tokens: Tensor, targets: Tensor, vocabulary: range, axis: TensorAxis
+) -> Step:
+    loss = VocabParallelLoss(vocabulary, axis)
+    seen: list[Tensor] = []
+
+    def of_chunk(logits: Tensor, targets: Tensor, scales: Tensor | None) -> Tensor:
+        seen.append(logits.clone())
+        seen.append(loss.cross_entropy(logits, targets, scales))
+        return seen[-1]
+
+    def gradient_sum(weight: nn.Parameter) -> Tensor:
+        weight.grad = torch.zeros_like(weight)
+        return weight.grad
+
+    loss.of_chunk = of_chunk
+    scale = 1 / float((targets != NOT_COUNTED).sum())
+    of_hidden = functools.partial(loss, targets=targets, scale=scale, gradient_sum=gradient_sum)
+    model(tokens, SAMPLES, None, of_hidden).backward()
+    logits, losses = seen
+    return Step(logits.view(*targets.shape, -1), losses.view_as(targets), _gradients(model))
 
 
 def _sum_partial_gradients(gradients: dict[str, Tensor], case: Case, axis: TensorAxis) -> None:
@@ -202,9 +224,13 @@ def _cut(full: Tensor, shard: ParameterShard) -> Tensor:
 
 def _backward(model: GPT, logits: Tensor, losses: Tensor, targets: Tensor) -> Step:
     (losses.sum() / (targets != NOT_COUNTED).sum()).backward()
+    return Step(logits.detach(), losses.detach(), _gradients(model))
+
+
+def _gradients(model: GPT) -> dict[str, Tensor]:
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     assert len(gradients) == len(list(model.parameters())), "a parameter has no gradient"
-    return Step(logits.detach(), losses.detach(), gradients)
+    return gradients
 
 
 def _error(value: Tensor, reference: Tensor) -> float:

@@ -64,7 +64,10 @@ def watched(names: dict[int, str], events: list[str]) -> Iterator[None]:
 
 
 def events_of_a_step(launch: LaunchEnvironment, run: Run, corpus: PreparedCorpus) -> str:
-    """Of this rank's first step, with its pipeline stage's layers named e, 0, 1, ..., h."""
+    """Of this rank's first step, with its pipeline stage's layers named e, 0, 1, ..., h.
+
+    n is the head's norm, which is all that a backward needs of the head.
+    """
     events: list[str] = []
     blocks = run.config.model.num_hidden_layers
     model = ["e", *map(str, range(blocks)), "h"]
@@ -72,13 +75,14 @@ def events_of_a_step(launch: LaunchEnvironment, run: Run, corpus: PreparedCorpus
     own = layers_of_stages(run)[launch.rank * pp // ranks]
     # The first GatheredLayer holds what stays whole.
     names = {0: "kept"} | {1 + index: model[layer] for index, layer in enumerate(own)}
+    names[1 + len(own)] = "n"
     with watched(names, events), one_rank(launch, run, corpus) as rank:
         rank.train_step(0)
     return " ".join(events)
 
 
 FORWARD = "+e e +0 -e 0 +1 -0 1 +h -1 h -h"
-BACKWARD = "+h h +1 -h 1 +0 -1 0 -0 -e"
+BACKWARD = "+n n +1 -n 1 +0 -1 0 -0 -e"
 KEPT = "+kept kept"
 
 
@@ -114,14 +118,20 @@ def test_the_middle_of_a_pipeline_and_what_stays_whole(
     assert middle == f"{KEPT} {forward} {forward} {backward} {backward}"
 
 
-@pytest.mark.parametrize("zero_changes", [ONE_BY_ONE, {"stage3_max_live_parameters": 20_000}])
+@pytest.mark.parametrize(
+    ("zero_changes", "end"),
+    [
+        (ONE_BY_ONE, "+n n -n +2 2 -2 +1"),
+        ({"stage3_max_live_parameters": 20_000}, "+n n +2 -n 2 -2 +1"),
+    ],
+)
 def test_nothing_is_fetched_ahead_if_configured_or_if_there_is_no_room(
-    pool: RankPool, text: Path, cache: Path, zero_changes: dict[str, int]
+    pool: RankPool, text: Path, cache: Path, zero_changes: dict[str, int], end: str
 ) -> None:
-    """A block has 12,704 elements, the embedding 10,496 and the head 9,792."""
+    """A block has 12,704 elements, the embedding 10,496, the head 9,792 and its norm 64."""
     run = small_run(text, dp=2, gradient_accumulation_steps=1, **zero(**zero_changes))
     events = pool.run(2, events_of_a_step, run, tiny_corpus(run, cache))[0]
-    assert events.startswith("+e e -e +0 0 -0 +1 1 -1 +2 2 -2 +h h -h +h h -h +2 2 -2 +1")
+    assert events.startswith(f"+e e -e +0 0 -0 +1 1 -1 +2 2 -2 +h h -h {end}")
 
 
 def test_there_is_room_for_exactly_so_many(pool: RankPool, text: Path, cache: Path) -> None:
@@ -129,7 +139,7 @@ def test_there_is_room_for_exactly_so_many(pool: RankPool, text: Path, cache: Pa
     bound = {"stage3_max_live_parameters": 10_496 + 12_704}
     run = small_run(text, dp=2, gradient_accumulation_steps=1, **zero(**bound))
     events = pool.run(2, events_of_a_step, run, tiny_corpus(run, cache))[0]
-    assert events.startswith("+e e +0 -e 0 -0 +1 1 -1 +2 2 +h -2 h -h +h h +2 -h 2 -2 +1")
+    assert events.startswith("+e e +0 -e 0 -0 +1 1 -1 +2 2 +h -2 h -h +n n +2 -n 2 -2 +1")
 
 
 # --- memory ---------------------------------------------------------------------------------------

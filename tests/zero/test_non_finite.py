@@ -67,31 +67,36 @@ def put_an_infinity(rank: OneRank) -> str:
     return rank.engine.names[fragment.parameter]
 
 
-def change_losses(rank: OneRank, change: Callable[[Tensor], Tensor]) -> None:
-    """Of the second data index alone."""
-    function = rank.worker._loss_function
+def change_losses(rank: OneRank, change: Callable[[Tensor, Tensor], Tensor]) -> None:
+    """(losses, their gradient) -> losses, of the second data index alone."""
+    loss = rank.engine.loss
+
+    def changed(logits: Tensor, targets: Tensor, scales: Tensor | None) -> Tensor:
+        losses = loss.cross_entropy(logits, targets, scales)
+        return change(losses, logits)
+
     if rank.context.dp_rank == 1:
-        rank.worker._loss_function = lambda logits, targets: change(function(logits, targets))
+        loss.of_chunk = changed
 
 
 def three_bad_steps_and_a_good_one(
     launch: LaunchEnvironment, run: Run, corpus: PreparedCorpus
 ) -> Outcome:
     with one_rank(launch, run, corpus) as rank:
-        loss_function = rank.worker._loss_function
+        loss = rank.engine.loss
         poisoned: list[str] = []
         if launch.rank == BAD_RANK:
             rank.engine.before_step = lambda: poisoned.append(put_an_infinity(rank))
         infinite_gradient = skip(rank, 0)
         rank.engine.before_step = lambda: None
 
-        change_losses(rank, lambda losses: losses + math.nan)  # its gradient is finite
+        change_losses(rank, lambda losses, _: losses + math.nan)
         nan_loss_alone = skip(rank, 1)
-        rank.worker._loss_function = loss_function
+        loss.of_chunk = loss.cross_entropy
 
-        change_losses(rank, lambda losses: losses * math.nan)
+        change_losses(rank, lambda losses, gradient: losses + gradient.mul_(math.nan).sum())
         nan_everywhere = skip(rank, 2)
-        rank.worker._loss_function = loss_function
+        loss.of_chunk = loss.cross_entropy
 
         good = without_memory(rank.train_step(3))
         fresh = OneRank(Worker(run, rank.context), rank.loader)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from megaspeed.config.resolve import Run
 from megaspeed.data.corpus import PreparedCorpus
+from megaspeed.model.micro_batch import MicroBatch
 from megaspeed.topology.launch import LaunchEnvironment
 from tests.support.rank_pool import RankPool
 from tests.support.tiny import tiny_corpus
@@ -24,10 +25,8 @@ def outputs_during_backwards(
         outputs: list[weakref.ref[torch.UntypedStorage]] = []
         seen: list[tuple[int, int]] = []
 
-        def watched(
-            micro_batch: int, x: Tensor, samples: Tensor, documents: Tensor | None
-        ) -> Tensor:
-            output = forward(micro_batch, x, samples, documents)
+        def watched(micro_batch: int, x: Tensor, batch: MicroBatch) -> Tensor:
+            output = forward(micro_batch, x, batch)
             outputs.append(weakref.ref(output.untyped_storage()))
             return output
 

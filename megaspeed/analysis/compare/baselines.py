@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.device_mesh import DeviceMesh
@@ -41,14 +42,12 @@ from megaspeed.analysis.watched_step import Held
 from megaspeed.config.resolve import Run
 from megaspeed.model.gpt import GPT, Block
 from megaspeed.model.initialization import initial_slice
-from megaspeed.model.micro_batch import MicroBatch
+from megaspeed.model.micro_batch import NOT_COUNTED, MicroBatch
 from megaspeed.model.parameters import logical_name
-from megaspeed.tensor_parallel.collectives import TensorAxis
 from megaspeed.tensor_parallel.parallelize import materialize
 from megaspeed.topology.context import ParallelContext
 from megaspeed.training.rank_model import (
     backward_scale,
-    make_loss_function,
     make_optimizer,
     parameter_groups,
     plain_model,
@@ -77,7 +76,6 @@ class BaselineWorker:
             run.config.optimizer,
         )
         self._after_backward: Callable[[], None] = lambda: None
-        self._loss_function = make_loss_function(run, TensorAxis(group=None, rank=0, size=1))
 
     def train_step(self, load: Load, learning_rate: float) -> StepResult:
         """One optimizer step on the micro-batches that ``load`` returns. A collective."""
@@ -99,7 +97,12 @@ class BaselineWorker:
     def _forward_backward(self, load: Load, m: int) -> Tensor:
         batch = load(m)
         logits = self.engine.forward(batch)  # (B, S, V)
-        loss = self._loss_function(logits, batch.targets).sum()
+        loss = F.cross_entropy(
+            logits.flatten(0, 1).float(),
+            batch.targets.flatten(),
+            ignore_index=NOT_COUNTED,
+            reduction="sum",
+        )
         del logits  # the graph keeps what backward needs
         (loss * backward_scale(self.run)).backward()
         self._after_backward()

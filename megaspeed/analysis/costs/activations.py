@@ -28,8 +28,7 @@ returns. If attention has dropout, it keeps nothing of the attention except the 
 
 A compiled block keeps the same, but no silu(gate), so 3 F instead of 4 F, and on a CPU its norms
 are fused, too. This is exact without sequence parallelism and attention dropout. With one of them,
-a compiled block keeps at most this. A compiled loss in 16 bits also keeps at most what is
-predicted: the logits instead of their fp32 softmax.
+a compiled block keeps at most this.
 
 With full recomputation, a block keeps only its output, and its backward first recomputes the rest
 (section 5 of the paper, "full recomputation": 2 s b h a layer).
@@ -51,9 +50,16 @@ from megaspeed.analysis.costs.memory import BYTES_OF
 from megaspeed.config.resolve import Run
 from megaspeed.config.run import Recomputation
 from megaspeed.model.parameters import parameter_named
-from megaspeed.tensor_parallel.plan import shard_of, vocabulary_rows_per_rank
+from megaspeed.tensor_parallel.plan import (
+    shard_of,
+    tokens_of_a_chunk,
+    vocabulary_rows_per_rank,
+)
 
 _FP32, _INT64 = 4, 8
+
+_OF_A_TOKENS_LOSS = 2 * _INT64 + 8 * _FP32
+"""Bytes for each token of a chunk: its target's row, maximum, sum, factors, and the like."""
 
 _HASHING = 2 * 4
 """Bytes an element while a dropout mask is computed: the int32 hash, and a shifted copy of it."""
@@ -83,11 +89,6 @@ class LayerMemory:
     # Working memory at the backward's peak, in addition to ``kept``, without gradients of
     # parameters.
     backward_working: int
-    # The part of ``kept`` that is freed when the loss has been differentiated: the softmax in the
-    # head.
-    kept_until_loss: int = 0
-    # Working memory while the loss is differentiated, in addition to ``kept``.
-    loss_backward_working: int = 0
 
 
 class Activations:
@@ -242,17 +243,31 @@ class Activations:
         return self._angles(sequence) + (sequence**2 * self._a if is_masked else 0)
 
     def head(self) -> LayerMemory:
-        """The final norm, logits (n, V/T), and the cross-entropy, whose softmax is fp32."""
+        """The final norm, and the loss (``tensor_parallel/loss.py``), which keeps one gradient.
+
+        Forward is highest while a chunk of logits is differentiated, or when the gradient of the
+        hidden states is summed over the tensor axis.
+        """
         columns = vocabulary_rows_per_rank(self._model.vocab_size, self._tp)
-        logits, softmax = self._n * columns * self._a, self._n * columns * _FP32
-        # For each token: the row of its target, whether this rank has the row, whether it counts.
-        targets = self._n * (_INT64 + 2)
+        tokens = tokens_of_a_chunk(self._n, columns)
+        logits = tokens * columns * self._a
+        weight = columns * self._model.hidden_size
+        # The fp32 copy of 16-bit logits, or a product that is added to a gradient of another type.
+        copy = 0 if self._a == _FP32 else tokens * columns * _FP32
+        is_added = self._run.accumulation_dtype == self._run.precision
+        product = 0 if is_added else weight * self._a
+        of_tokens = self._n * _FP32 + tokens * _OF_A_TOKENS_LOSS
+        chunk = logits + max(copy, product) + of_tokens
+        # The output of the norm, for all tokens, and the gradient of it, which is kept.
+        rows = self._hidden
+        if self._splits_sequence:
+            rows = self._gathered + self._full - self._hidden
+            chunk = max(chunk, self._column_parallel_backward() - self._full)
+        norm = 0 if self._fused_norm else 3 * self._m * self._model.hidden_size * _FP32
         return LayerMemory(
-            kept=self._norm_kept() + softmax + targets,
-            forward_working=max(logits, self._gathered),
-            backward_working=logits + self._column_parallel_backward(),
-            kept_until_loss=softmax,
-            loss_backward_working=logits,
+            kept=self._norm_kept(),
+            forward_working=rows + chunk,
+            backward_working=self._hidden + norm,
         )
 
     def _norm_kept(self) -> int:

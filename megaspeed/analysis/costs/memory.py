@@ -111,6 +111,25 @@ def local_parameters(run: Run, pipeline_stage: int) -> list[LocalParameter]:
     ]
 
 
+def head_weight(parameters: Sequence[LocalParameter]) -> LocalParameter | None:
+    """The weight of the head, which may be that of the embedding; None if they have no head."""
+    if all(parameter.layer != "head" for parameter in parameters):
+        return None
+    named = {parameter.name: parameter for parameter in parameters}
+    return named.get(HEAD_WEIGHT) or named[EMBEDDING_WEIGHT]
+
+
+def head_gradient_bytes(run: Run, parameters: Sequence[LocalParameter]) -> int:
+    """Bytes of the head's gradient until it is reduced; 0 if it is added to a complete gradient.
+
+    The forward of the loss computes it, in the type in which gradients are accumulated.
+    """
+    weight = head_weight(parameters)
+    if weight is None or run.keeps_complete_gradients:
+        return 0
+    return weight.elements * BYTES_OF[run.accumulation_dtype]
+
+
 def elements_of(parameters: Iterable[LocalParameter]) -> int:
     """Number of elements of all parameters, without ZeRO's padding."""
     return sum(parameter.elements for parameter in parameters)
@@ -179,7 +198,7 @@ class Bucket:
     """Parameters whose gradients are reduced together."""
 
     names: frozenset[str]
-    gradient_bytes: int  # as a backward computes them
+    gradient_bytes: int  # as a backward computes them, without the head's
     packed_bytes: int  # the copy that is sent, and what is received at ZeRO-3
 
 
@@ -193,7 +212,7 @@ def gradient_buckets(
     sent, complete, dp = run.reduction_dtype, run.keeps_complete_gradients, run.grid.dp
     if dp == 1 or not run.copies_gradients:
         return []
-    buckets = []
+    buckets, of_the_loss = [], head_weight(parameters)
     for group in get_args(OptimizerGroup):
         members = [p for p in parameters if p.group == group]
         padded = [
@@ -202,11 +221,9 @@ def gradient_buckets(
         for bucket in run.config.zero_optimization.buckets(padded):
             own = [members[index] for index in bucket]
             elements = sum(padded[index] for index in bucket)
+            dtype = run.accumulation_dtype if own[0] == of_the_loss else run.precision
             is_sent_itself = (
-                not complete
-                and len(own) == 1
-                and own[0].elements == elements
-                and sent == run.precision
+                not complete and len(own) == 1 and own[0].elements == elements and sent == dtype
             )
             copied = 0 if is_sent_itself else elements
             received = 0
@@ -215,7 +232,8 @@ def gradient_buckets(
             buckets.append(
                 Bucket(
                     names=frozenset(p.name for p in own),
-                    gradient_bytes=elements_of(own) * BYTES_OF[run.precision],
+                    gradient_bytes=elements_of(p for p in own if p != of_the_loss)
+                    * BYTES_OF[run.precision],
                     packed_bytes=(copied + received) * BYTES_OF[sent],
                 )
             )
@@ -280,7 +298,8 @@ def gathered_in_pass(
 ) -> list[GatheredBytes]:
     """Gathered bytes at each layer, in the order of the forward pass for both directions.
 
-    Forward gathers every layer once, backward every layer except the embedding:
+    Forward gathers every layer once, backward every layer except the embedding and the weight of
+    the head, whose gradient the forward of the loss computes:
 
         partition of every rank --all-gather--> arriving --copy--> the layer's parameters
 
@@ -290,8 +309,8 @@ def gathered_in_pass(
     """
     zero, dp = run.config.zero_optimization, run.grid.dp
     by_layer = _gathered_by_layer(run, parameters)
-    if direction == "backward" and "embedding" in by_layer:
-        by_layer["embedding"] = []
+    if direction == "backward":
+        by_layer = _needed_in_backward(by_layer, parameters)
     layers = list(by_layer.values())
     if run.zero_stage < 3 or (dp == 1 and (on_host or not zero.offloads_parameters)):
         return [GatheredBytes() for _ in layers]
@@ -313,15 +332,30 @@ def gathered_in_pass(
 def gathered_elements_of_a_step(run: Run, parameters: Sequence[LocalParameter]) -> int:
     """ZeRO-3: padded elements that a rank with these parameters gathers in an optimizer step.
 
-    A step of M micro-batches gathers M (2 P - E) + K elements (Rajbhandari et al. 2020, section
+    A step of M micro-batches gathers M (2 P - E - H) + K elements (Rajbhandari et al. 2020, section
     7.2.2, has 2 P). K is the size of the parameters that stay gathered, P the size of all others,
-    and E the part of P in the embedding. A tied weight counts in the embedding and in the head.
+    and E and H the parts of P in the embedding and in the weight of the head. A tied weight counts
+    in the embedding and in the head.
     """
-    layers = _gathered_by_layer(run, parameters)
-    padded = {name: _padded(run, layer) for name, layer in layers.items()}
-    each_micro_batch = 2 * sum(padded.values()) - padded.get("embedding", 0)
+    forward = _gathered_by_layer(run, parameters)
+    backward = _needed_in_backward(forward, parameters)
+    passes = (*forward.values(), *backward.values())
+    each_micro_batch = sum(_padded(run, layer) for layer in passes)
     kept = _padded(run, _stay_gathered(run, parameters))
     return run.batch.gradient_accumulation_steps * each_micro_batch + kept
+
+
+def _needed_in_backward(
+    layers: Mapping[str, list[LocalParameter]], parameters: Sequence[LocalParameter]
+) -> dict[str, list[LocalParameter]]:
+    """Of the parameters that a forward gathers, by layer, those that a backward gathers again."""
+    needed = dict(layers)
+    if "embedding" in layers:
+        needed["embedding"] = []
+    if "head" in layers:
+        weight = head_weight(parameters)
+        needed["head"] = [parameter for parameter in layers["head"] if parameter != weight]
+    return needed
 
 
 def _gathered_by_layer(

@@ -33,11 +33,13 @@ from megaspeed.analysis.costs.memory import (
     gathered_in_pass,
     gradient_buckets,
     gradient_copy_bytes,
+    head_gradient_bytes,
+    head_weight,
     local_parameters,
     model_states,
 )
 from megaspeed.config.resolve import Run
-from megaspeed.model.parameters import EMBEDDING_WEIGHT, HEAD_WEIGHT, layer_count, layer_name
+from megaspeed.model.parameters import HEAD_WEIGHT, layer_count, layer_name
 from megaspeed.pipeline.partition import layers_of_stages
 from megaspeed.pipeline.schedules import SCHEDULES, peak_micro_batches_in_flight
 
@@ -105,6 +107,7 @@ class _Step:
         self._layers = _layers(run, pipeline_stage, self._parameters, device_type)
         self._hidden = hidden_bytes(run)
         self._shared = Activations(run, device_type).shared()
+        self._head_gradient = head_gradient_bytes(run, self._parameters)
         self._element = BYTES_OF[run.precision]
         self._buckets = gradient_buckets(run, self._parameters, on_host=on_host)
         self._in_flight = peak_micro_batches_in_flight(
@@ -152,12 +155,10 @@ class _Step:
             with ledger.briefly("communication_buffers", gathered.at_work):
                 ledger.touch("communication_buffers", gathered.arriving)
                 with ledger.briefly("communication_buffers", gathered.ahead):
-                    if not memory.kept_until_loss:
-                        ledger.hold("activations", memory.kept)
+                    ledger.hold("activations", memory.kept)
+                    if layer.is_head:
+                        ledger.hold("communication_buffers", self._head_gradient)
                     ledger.touch("activations", memory.forward_working)
-            if memory.kept_until_loss:  # the head's weight is freed before the loss
-                ledger.hold("activations", memory.kept)
-                ledger.touch("activations", memory.forward_working)
         return ledger
 
     def _backward(self, *, others: int, first: bool) -> _Ledger:
@@ -167,43 +168,26 @@ class _Step:
             ledger.hold("activations", self._hidden)  # the received gradient
         if not (self._first_stage or first):
             ledger.hold("activations", self._hidden)  # the previous gradient, still in flight
-        waiting = self._tied_gradient()
-        reductions = _Reductions(self._run, self._buckets, ledger)
+        reductions = _Reductions(self._run, self._parameters, self._buckets, ledger)
         for layer in reversed(self._layers):
-            memory = layer.memory
-            if memory.kept_until_loss:
-                ledger.touch("activations", memory.loss_backward_working)
-                ledger.free("activations", memory.kept_until_loss)
-                ledger.hold("gradients", waiting)
             with ledger.briefly("communication_buffers", layer.backward.at_work):
                 ledger.touch("communication_buffers", layer.backward.arriving)
             at_work = layer.backward.at_work + layer.backward.ahead
             with ledger.briefly("communication_buffers", at_work):
                 with (
-                    ledger.briefly("activations", memory.backward_working),
+                    ledger.briefly("activations", layer.memory.backward_working),
                     ledger.briefly("gradients", self._fresh_gradient(layer)),
-                    # The embedding's part of a tied gradient, and the sum of both.
-                    ledger.briefly("gradients", waiting if layer is self._layers[0] else 0),
                 ):
                     pass
-                ledger.free("activations", memory.kept - memory.kept_until_loss)
+                ledger.free("activations", layer.memory.kept)
                 for parameter in reversed(layer.parameters):
                     reductions.compute(parameter)
         return ledger
 
     def _fresh_gradient(self, layer: "_Layer") -> int:
-        """The layer's largest gradient, before it is added to the sum."""
-        return self._element * max(parameter.elements for parameter in layer.parameters)
-
-    def _tied_gradient(self) -> int:
-        """The head's part of a tied weight's gradient, which autograd keeps until the embedding's
-        part is computed.
-        """
-        names = {parameter.name for parameter in self._parameters}
-        if EMBEDDING_WEIGHT not in names or HEAD_WEIGHT in names or not self._last_stage:
-            return 0
-        tied = next(p for p in self._parameters if p.name == EMBEDDING_WEIGHT)
-        return tied.elements * self._element
+        """The layer's largest gradient that autograd computes, before it is added to the sum."""
+        computed = (p.elements for p in layer.parameters if p.name != HEAD_WEIGHT)
+        return self._element * max(computed)
 
     def _reduction(self) -> _Ledger:
         """Memory of the reduction: complete gradients, and the copy of a bucket."""
@@ -223,7 +207,13 @@ class _Step:
 class _Reductions:
     """Gradients that wait for their bucket, and the copy that is being reduced, in a backward."""
 
-    def __init__(self, run: Run, buckets: Sequence[Bucket], ledger: _Ledger) -> None:
+    def __init__(
+        self,
+        run: Run,
+        parameters: Sequence[LocalParameter],
+        buckets: Sequence[Bucket],
+        ledger: _Ledger,
+    ) -> None:
         self._overlaps = bool(run.config.zero_optimization.overlap_comm)
         self._is_complete = run.keeps_complete_gradients
         self._element = BYTES_OF[run.precision]
@@ -231,13 +221,18 @@ class _Reductions:
         self._bucket_of = {name: bucket for bucket in buckets for name in bucket.names}
         self._missing = {id(bucket): len(bucket.names) for bucket in buckets}
         self._in_flight = 0
+        self._head_weight = head_weight(parameters)
+        self._head_gradient = head_gradient_bytes(run, parameters)
+        # The forward of the loss has computed it.
+        ledger.hold("communication_buffers", self._head_gradient)
 
     def compute(self, parameter: LocalParameter) -> None:
         """Backward has computed the gradient of this parameter."""
         bucket = self._bucket_of.get(parameter.name)
         if bucket is None:
             return
-        if not self._is_complete:
+        is_of_the_loss = parameter == self._head_weight
+        if not self._is_complete and not is_of_the_loss:
             self._ledger.hold("gradients", parameter.elements * self._element)
         self._missing[id(bucket)] -= 1
         if self._missing[id(bucket)] > 0 or (self._is_complete and not self._overlaps):
@@ -247,6 +242,8 @@ class _Reductions:
         self._in_flight = bucket.packed_bytes
         if not self._is_complete:
             self._ledger.free("gradients", bucket.gradient_bytes)
+            if self._head_weight is not None and self._head_weight.name in bucket.names:
+                self._ledger.free("communication_buffers", self._head_gradient)
         if not self._overlaps:
             self._ledger.free("communication_buffers", self._in_flight)
             self._in_flight = 0
@@ -258,6 +255,7 @@ class _Layer:
     parameters: Sequence[LocalParameter]
     forward: GatheredBytes
     backward: GatheredBytes
+    is_head: bool
 
 
 def _layers(
@@ -281,10 +279,10 @@ def _layers(
             memory = next(blocks)
         else:
             memory = activations.head()
-        name = layer_name(run.config.model, layer)
-        layers.append(_Layer(memory, own[name], forward[index], backward[index]))
+        name, is_head = layer_name(run.config.model, layer), layer == layers_in_all - 1
+        layers.append(_Layer(memory, own[name], forward[index], backward[index], is_head))
     last, output = layers[-1].memory, hidden_bytes(run)
-    if last.kept_until_loss == 0:  # not the head: its output is freed once the next stage has it
+    if not layers[-1].is_head:  # its output is freed once the next stage has it
         sent = replace(last, kept=last.kept - output, forward_working=last.forward_working + output)
         layers[-1] = replace(layers[-1], memory=sent)
     return layers

@@ -120,7 +120,7 @@ def _add_tensor_axis(messages: Messages, run: Run, pipeline_stage: int) -> None:
                               forward                       backward
         block                 2 all-reduce h (g)            2 all-reduce h (f)
         embedding             1 all-reduce h (g)
-        head                                                1 all-reduce h (f)
+        head                  1 all-reduce h (f): the forward computes this gradient
         loss                  all-reduce 3 numbers a token  (Shoeybi et al. 2019, section 3)
 
     with sequence parallelism (Korthikanti et al. 2022, section 4.2.2)
@@ -128,7 +128,7 @@ def _add_tensor_axis(messages: Messages, run: Run, pipeline_stage: int) -> None:
         block                 2 all-gather, 2 reduce-       4 all-gather (2 of them gather inputs
                               scatter h                     once more, for dA), 2 reduce-scatter h
         embedding             1 all-reduce h                1 all-gather h
-        head                  1 all-gather h                1 all-gather, 1 reduce-scatter h
+        head                  1 all-gather, 1 reduce-scatter h
 
     and an all-reduce of the gradients of key/value heads that several ranks hold. Once a step, the
     partition of gradients of which each tensor rank computes a part is all-reduced: with sequence
@@ -152,7 +152,7 @@ def _add_tensor_axis(messages: Messages, run: Run, pipeline_stage: int) -> None:
     h = full_hidden_bytes(run)
     if parallel.sequence_parallel:
         add("all_reduce", has_embedding * h)
-        add("all_gather", (blocks * 6 + again * 2 + has_embedding + 2 * has_head) * h)
+        add("all_gather", (blocks * 6 + again * 2 + has_embedding + has_head) * h)
         add("reduce_scatter", (blocks * 4 + again + has_head) * h)
     else:
         add("all_reduce", (blocks * 4 + again + has_embedding + has_head) * h)
@@ -230,11 +230,11 @@ def _add_data_axis(messages: Messages, run: Run, pipeline_stage: int) -> None:
         3       reduce-scatter P                     all-gather P in each pass            3 x
 
     ``parallel.gradient_reduction`` sets whether gradients are reduced once a step or once a
-    micro-batch; the right column is for one reduction. At stage 3 a backward does not gather the
-    embedding. Gradients are sent in the type in which they are accumulated, or in
-    ``communication_data_type``. Parameters are sent in their own type. Before a gather, every
-    optimizer group is padded to a multiple of 2 x dp at ZeRO-1 and 2, and every parameter to a
-    multiple of dp at ZeRO-3.
+    micro-batch; the right column is for one reduction. At stage 3 a backward gathers neither the
+    embedding nor the weight of the head. Gradients are sent in the type in which they are
+    accumulated, or in ``communication_data_type``. Parameters are sent in their own type. Before a
+    gather, every optimizer group is padded to a multiple of 2 x dp at ZeRO-1 and 2, and every
+    parameter to a multiple of dp at ZeRO-3.
     """
     dp = run.grid.dp
     parameters = local_parameters(run, pipeline_stage)

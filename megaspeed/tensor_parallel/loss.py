@@ -1,0 +1,188 @@
+"""The projection to the vocabulary and its cross-entropy, which store no logits.
+
+    x (B, S, D) -> rows (n, D) --chunk by chunk--> logits (c, V/tp) -> losses (c,)
+                                                   gradient of the logits, in their memory
+                                                     -> gradient of x, kept for the backward
+                                                     -> added to the gradient of the weight
+
+Logits are the largest activation of a model with a large vocabulary. Everything that a backward
+would compute from them is known in the forward: the loss is a sum, so the gradient of each token's
+loss is a constant factor. So each chunk of logits is differentiated when it is computed, and then
+overwritten. Liger Kernel (Hsu et al. 2024, section 3.2, "FusedLinearCrossEntropy") does the same.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megaspeed.model.micro_batch import NOT_COUNTED
+from megaspeed.tensor_parallel.collectives import (
+    TensorAxis,
+    all_gather_sequence,
+    reduce_scatter_sum,
+)
+from megaspeed.tensor_parallel.plan import tokens_of_a_chunk
+
+GradientSum = Callable[[nn.Parameter], Tensor]
+"""A parameter -> the tensor to which its gradient is added, in fp32 or in the parameter's type."""
+
+
+class VocabParallelLoss:
+    """Sum of the losses of a micro-batch, from hidden states and the weight of the head.
+
+    Args:
+        vocabulary: the token ids of this rank's rows of the weight; the rows after them are
+            padding.
+        axis: the tensor axis.
+    """
+
+    def __init__(self, vocabulary: range, axis: TensorAxis) -> None:
+        self.axis = axis
+        self._vocabulary = vocabulary
+        self.of_chunk = self.cross_entropy
+        """``cross_entropy``, or its compiled form."""
+
+    def __call__(
+        self,
+        x: Tensor,
+        projection: nn.Module,
+        targets: Tensor,
+        *,
+        scale: float,
+        gradient_sum: GradientSum,
+    ) -> Tensor:
+        """Compute the loss and, if gradients are enabled, the gradients of ``scale`` times it.
+
+        Args:
+            x: (B, S, D), or (B, S/tp, D) with sequence parallelism.
+            projection: its ``weight`` is (columns, D); it has no bias.
+            targets: (B, S) token ids of the full vocabulary, or ``NOT_COUNTED``.
+            scale: a factor of the gradients alone.
+            gradient_sum: returns where to add the gradient of the weight.
+
+        Returns:
+            The sum of the losses in nats, an fp32 scalar, the same on every rank of the axis. Its
+            backward must start from this scalar: the gradient of ``x`` is known already.
+        """
+        weight = projection.weight
+        assert isinstance(weight, nn.Parameter)
+        total = gradient_sum(weight) if torch.is_grad_enabled() else None
+        loss: Tensor = _Loss.apply(x, weight.detach(), targets, scale, self, total)
+        return loss
+
+    def cross_entropy(self, logits: Tensor, targets: Tensor, scales: Tensor | None) -> Tensor:
+        """The loss of every token, in fp32, without gathering the logits.
+
+            loss = log(sum_j exp(z_j - m)) - (z_t - m),  m = max_j z_j,  for logits z and target t
+
+        Each rank reduces over its own columns first, so only three numbers a token are
+        communicated: first m, then the sum and z_t - m (Shoeybi et al. 2019, section 3). The
+        gradient, softmax - one-hot, is local.
+
+        Args:
+            logits: (n, columns), this rank's columns; padding does not affect the loss. They are
+                replaced by the gradient of the sum of ``scales`` times losses.
+            targets: (n,).
+            scales: (n,), zero for targets that are not counted. If None, the content of ``logits``
+                is undefined afterwards.
+
+        Returns:
+            (n,) losses, the same on every rank of the axis; zero if a target is not counted.
+        """
+        width = len(self._vocabulary)
+        z = logits[:, :width]
+        maximum = self._row_maximum(z).float()
+        local = targets - self._vocabulary.start
+        here = (local >= 0) & (local < width)
+        local = local.masked_fill(~here, 0).unsqueeze(-1)
+        target_logit = torch.zeros_like(maximum)
+        if width:
+            target_logit = (z.gather(-1, local).squeeze(-1) - maximum).masked_fill(~here, 0.0)
+        # In place where that is exact. A copy in fp32 is the only other tensor of this size.
+        exponentials = (z if z.dtype == torch.float32 else z.float()).sub_(maximum.unsqueeze(-1))
+        exponentials.exp_()
+        sums = torch.stack((exponentials.sum(dim=-1), target_logit))
+        if self.axis.size > 1:
+            with self.axis.timed():
+                dist.all_reduce(sums, group=self.axis.group)
+        if scales is not None:
+            factors = scales / sums[0]
+            exponentials.mul_(factors.unsqueeze(-1))  # softmax times scale
+            if exponentials is not z:
+                z.copy_(exponentials)
+            if width:
+                at_target = (target_logit.exp() * factors - scales).unsqueeze(-1).to(z.dtype)
+                elsewhere = z.gather(-1, local)  # this rank does not have the target
+                z.scatter_(-1, local, torch.where(here.unsqueeze(-1), at_target, elsewhere))
+            logits[:, width:] = 0.0
+        return (sums[0].log() - sums[1]).masked_fill(targets == NOT_COUNTED, 0.0)
+
+    def _row_maximum(self, z: Tensor) -> Tensor:
+        """max_j z_j over the columns of all ranks. A rank with only padding contributes -inf."""
+        maximum = z.amax(dim=-1) if z.shape[-1] else z.new_full(z.shape[:-1], float("-inf"))
+        if self.axis.size > 1:
+            with self.axis.timed():
+                dist.all_reduce(maximum, op=dist.ReduceOp.MAX, group=self.axis.group)
+        return maximum
+
+
+class _Loss(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,  # detached: autograd computes no gradient of it
+        targets: Tensor,
+        scale: float,
+        loss: VocabParallelLoss,
+        weight_gradient: Tensor | None,
+    ) -> Tensor:
+        axis = loss.axis
+        hidden = all_gather_sequence(x, axis) if axis.sequence_parallel else x  # (B, S, D)
+        rows, targets = hidden.flatten(0, 1), targets.flatten()
+        gradient, scales = None, None
+        if weight_gradient is not None:
+            gradient = torch.empty_like(rows)
+            scales = (targets != NOT_COUNTED).float() * scale
+        total = rows.new_zeros((), dtype=torch.float32)
+        size = tokens_of_a_chunk(len(rows), len(weight))
+        for start in range(0, len(rows), size):
+            chunk = slice(start, start + size)
+            logits = rows[chunk] @ weight.t()
+            of_chunk = None if scales is None else scales[chunk]
+            total += loss.of_chunk(logits, targets[chunk], of_chunk).sum()
+            if gradient is not None and weight_gradient is not None:
+                torch.mm(logits, weight, out=gradient[chunk])
+                _add_product(weight_gradient, logits, rows[chunk])
+            del logits  # before those of the next chunk are computed
+        if gradient is not None:
+            ctx.save_for_backward(_summed(gradient.view_as(hidden), axis))
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
+        (gradient,) = ctx.saved_tensors
+        return gradient, None, None, None, None, None
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """Add a^T b to ``total``. A product of 16-bit numbers is rounded before it is added in fp32."""
+    if total.dtype == a.dtype:
+        total.addmm_(a.t(), b)
+    else:
+        total.add_(a.t() @ b)
+
+
+def _summed(gradient: Tensor, axis: TensorAxis) -> Tensor:
+    """The sum over the axis of what each rank's columns contribute; with sequence parallelism, this
+    rank's part of it. May overwrite ``gradient``.
+    """
+    if axis.sequence_parallel:
+        return reduce_scatter_sum(gradient, axis)
+    if axis.size > 1:
+        with axis.timed():
+            dist.all_reduce(gradient, group=axis.group)
+    return gradient
