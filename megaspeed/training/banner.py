@@ -13,13 +13,14 @@
 The columns `dp 0`, `dp 1`, ... list the tensor ranks of each data rank.
 """
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from rich.table import Table
 from rich.text import Text
 
-from megaspeed.config.resolve import Run, describe_recomputation, dropout_warning
+from megaspeed.config.resolve import Precision, Run, describe_recomputation, dropout_warning
 from megaspeed.model.gpt import DTYPES
 from megaspeed.model.parameters import layer_count, training_flops_per_token
 from megaspeed.pipeline.partition import layers_of_stages, parameters_of_stages
@@ -36,6 +37,8 @@ The function is in ``analysis``, which imports this folder. So the caller passes
 BANNER_WIDTH = 120
 """Columns of the banner if it does not go to a terminal."""
 
+_PRODUCT_SIZE = 384
+_WORTH_A_NOTE = 1.2
 _MOST_STAGES = 6
 _MOST_DATA_RANKS = 4
 
@@ -87,11 +90,36 @@ def _describe_operations(run: Run, device: torch.device, device_name: str) -> st
     flops = training_flops_per_token(run.config.model, run.config.data.sequence_length)
     count = f"{flops / 1e6:,.4g} MFLOP a token"
     if device.type == "cpu":
-        return count
+        slower = 1.0 if run.precision == "fp32" else time_of_products(run.precision)
+        if slower < _WORTH_A_NOTE:
+            return count
+        return (
+            f"{count}; a product takes {slower:.1f} times as long in {run.precision} as in fp32 on "
+            "this CPU, so fp32 would be faster"
+        )
     peak = peak_flops_per_second(device, run.precision)
     if peak is None:
         return f"{count}; no MFU, because the peak of {device_name} in {run.precision} is unknown"
     return f"{count}; MFU of {peak / 1e12:,.1f} TFLOP/s a rank (data sheet, dense)"
+
+
+def time_of_products(precision: Precision) -> float:
+    """Time of a matrix product in this precision over that in fp32, on this CPU.
+
+    CPUs with AVX512-BF16 but without AMX may be slower in bf16. Takes a few milliseconds.
+    """
+
+    def seconds(dtype: torch.dtype) -> float:
+        a = torch.ones(_PRODUCT_SIZE, _PRODUCT_SIZE, dtype=dtype)
+        a @ a  # the first product of a type makes its kernel
+        times = []
+        for _ in range(5):
+            start = time.perf_counter()
+            a @ a
+            times.append(time.perf_counter() - start)
+        return min(times)
+
+    return seconds(DTYPES[precision]) / seconds(torch.float32)
 
 
 def _stage_table(run: Run, predicted_peaks: Sequence[int] | None) -> Table:

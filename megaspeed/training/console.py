@@ -8,9 +8,11 @@ import math
 import os
 import signal
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from typing import Self
 
+import psutil
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import (
@@ -101,6 +103,17 @@ def describe_start(start: Start, run: Run) -> list[str]:
         if start.rate_change is not None:
             lines.append(f"[yellow]warning:[/yellow] {escape(start.rate_change)}")
     return lines
+
+
+def describe_start_up(phases: Mapping[str, float]) -> str:
+    """Where the seconds since the start of this process went, by phase; the rest is imports.
+
+    The meeting of the ranks is a part of the rest. Phases under 0.1 s are not named.
+    """
+    total = time.time() - psutil.Process().create_time()
+    parts = {"imports": total - sum(phases.values()), **phases}
+    named = [f"{phase} {seconds:.1f}" for phase, seconds in parts.items() if seconds >= 0.1]
+    return escape(f"start-up took {total:.1f} s: {', '.join(named)}")
 
 
 def describe_spare_ranks(run: Run) -> str:

@@ -18,6 +18,7 @@ from megaspeed.analysis.verification.reference import ReferenceRun, train_refere
 from megaspeed.analysis.verification.verify import ParallelRun, compare, train_rank, whole_batch
 from megaspeed.config.resolve import Run
 from megaspeed.data.corpus import PreparedCorpus
+from megaspeed.tensor_parallel import plan
 from megaspeed.topology.launch import LaunchEnvironment
 from tests.parallel.covering import (
     LAYOUTS,
@@ -235,6 +236,39 @@ def test_fp16_with_a_constant_loss_scale_stays_within_its_bound(
     layout = {"pp": 2, "dp": 2, "tp": 2}
     run = tiny_run(TEXT, **layout, device_type="cuda", fp16=fp16, zero_optimization=zero)
     comparison = train_and_compare(pool, references, run, FEW_STEPS, train_rank_in_fp16)
+    assert comparison.equal, comparison.largest
+
+
+def train_rank_in_chunks(
+    launch: LaunchEnvironment, run: Run, corpus: PreparedCorpus, steps: int
+) -> ParallelRun | None:
+    """With the logits of a few tokens in memory at a time."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plan, "_LOGITS_OF_A_CHUNK", 1000)
+        return train_rank(launch, run, corpus, steps)
+
+
+@pytest.mark.parametrize("layout", [(1, 1, 1), (2, 2, 1), (1, 2, 2)], ids=str)
+def test_logits_in_chunks_change_nothing(
+    layout: tuple[int, int, int], pool: RankPool, references: References
+) -> None:
+    pp, dp, tp = layout
+    run = tiny_run(
+        TEXT,
+        pp=pp,
+        dp=dp,
+        tp=tp,
+        parallel={
+            "schedule": "gpipe",
+            "sequence_parallel": tp > 1,
+            "gradient_reduction": "per_micro_batch" if dp > 1 else "per_step",
+        },
+        zero_optimization={"stage": 0 if dp == 1 else 2 + (tp > 1)},
+    )
+    columns = plan.vocabulary_rows_per_rank(run.config.model.vocab_size, tp)
+    tokens = run.batch.micro_batch_size * run.config.data.sequence_length
+    assert tokens * columns > 3 * 1000, "more than three chunks"
+    comparison = train_and_compare(pool, references, run, FEW_STEPS, train_rank_in_chunks)
     assert comparison.equal, comparison.largest
 
 

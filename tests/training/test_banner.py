@@ -3,13 +3,21 @@
 from io import StringIO
 from pathlib import Path
 
+import pytest
 import torch
 from rich.console import Console
 
 from megaspeed.analysis.planning.prediction import predict_peak_bytes, predict_peaks
 from megaspeed.config.resolve import Run
 from megaspeed.model.parameters import training_flops_per_token
-from megaspeed.training.banner import BANNER_WIDTH, PredictPeaks, banner, describe_attention
+from megaspeed.training import banner as banner_module
+from megaspeed.training.banner import (
+    BANNER_WIDTH,
+    PredictPeaks,
+    banner,
+    describe_attention,
+    time_of_products,
+)
 from tests.support.tiny import tiny_run
 
 TEXT = Path(__file__).parents[2] / "LICENSE"
@@ -81,3 +89,14 @@ def test_attention_is_described_with_the_reason() -> None:
     assert dropping.startswith("written out, not fused, because model.attention_dropout is 0.1")
     documents = describe_attention(tiny_run(TEXT, data={"reset_at_documents": True}))
     assert documents.startswith(f"{fused}, with a mask for data.reset_at_documents")
+
+
+def test_a_cpu_that_multiplies_faster_in_fp32_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = tiny_run(TEXT, bf16={"enabled": True})
+    assert 0.01 < time_of_products("bf16") < 100
+    monkeypatch.setattr(banner_module, "time_of_products", lambda precision: 2.54)
+    note = "a product takes 2.5 times as long in bf16 as in fp32 on this CPU, so fp32 would be"
+    assert any(note in line for line in printed(run))
+    assert not any("as long" in line for line in printed(tiny_run(TEXT)))
+    monkeypatch.setattr(banner_module, "time_of_products", lambda precision: 0.4)
+    assert not any("as long" in line for line in printed(run))

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import re
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from megaspeed.training.console import (
     describe_save,
     describe_slow_rank,
     describe_start,
+    describe_start_up,
     describe_step,
 )
 from megaspeed.training.metrics import PartMetrics
@@ -182,3 +184,10 @@ def test_a_save_that_may_outlast_the_launchers_patience_is_warned_of() -> None:
     line = describe_late_save(61.0, torchrun | longer) or ""
     assert "kills its ranks after 60 s" in line
     assert line.endswith("or raise TORCH_ELASTIC_SHUTDOWN_TIMEOUT[/yellow]")
+
+
+def test_a_start_up_is_divided_into_its_phases() -> None:
+    line = shown(describe_start_up({"creating the process groups": 0.02, "loading [b]/x": 0.5}))
+    assert re.fullmatch(r"start-up took [0-9.]+ s: imports [0-9.]+, loading \[b\]/x 0\.5", line), (
+        line
+    )

@@ -1,13 +1,15 @@
-"""Cross-entropy over a split vocabulary is torch's cross-entropy, without gathering logits."""
+"""The loss over a split vocabulary is torch's cross-entropy, and gathers and keeps no logits."""
 
 from dataclasses import dataclass
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
+from megaspeed.analysis.allocations import AllocationLog
 from megaspeed.model.micro_batch import NOT_COUNTED
+from megaspeed.tensor_parallel import plan
 from megaspeed.tensor_parallel.collectives import TensorAxis
 from megaspeed.tensor_parallel.loss import VocabParallelLoss
 from megaspeed.tensor_parallel.plan import vocabulary_rows_per_rank
@@ -176,3 +178,99 @@ def test_no_message_of_a_whole_step_is_as_large_as_a_ranks_logits(
     tokens, hidden, columns = 3 * 8, 32, 152
     largest = max(message.elements for message in pool.run(2, messages_of_a_step, case)[0])
     assert largest == tokens * hidden < tokens * columns  # a hidden state, as in every block
+
+
+# --- chunks ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class HeadStep:
+    """The loss of hidden states, and the gradients of a multiple of it."""
+
+    loss: Tensor
+    x_gradient: Tensor
+    weight_gradient: Tensor
+
+
+SCALE = 0.25
+
+
+def head_of(tokens: int, vocab_size: int, dtype: torch.dtype) -> tuple[Tensor, nn.Linear, Tensor]:
+    """(hidden states (2, S, D), projection, targets (2, S)); the first target is not counted."""
+    generator = torch.Generator().manual_seed(tokens)
+    width = 16
+    projection = nn.utils.skip_init(nn.Linear, width, vocab_size, bias=False, dtype=dtype)
+    with torch.no_grad():
+        projection.weight.normal_(generator=generator)
+    x = torch.randn(2, tokens // 2, width, generator=generator).to(dtype).requires_grad_()
+    targets = torch.randint(vocab_size, (2, tokens // 2), generator=generator)
+    targets[0, 0] = NOT_COUNTED
+    return x, projection, targets
+
+
+def our_step(x: Tensor, projection: nn.Linear, targets: Tensor, total: Tensor) -> HeadStep:
+    loss = VocabParallelLoss(range(projection.out_features), TensorAxis(None, 0, 1))
+    value = loss(x, projection, targets, scale=SCALE, gradient_sum=lambda _: total)
+    value.backward()
+    assert x.grad is not None and projection.weight.grad is None
+    return HeadStep(value.detach(), x.grad, total)
+
+
+def torchs_step(x: Tensor, projection: nn.Linear, targets: Tensor) -> HeadStep:
+    """In fp32, from the same values."""
+    x, weight = (t.detach().float().requires_grad_() for t in (x, projection.weight))
+    logits = (x @ weight.t()).flatten(0, 1)
+    value = F.cross_entropy(logits, targets.flatten(), ignore_index=NOT_COUNTED, reduction="sum")
+    (SCALE * value).backward()
+    assert x.grad is not None and weight.grad is not None
+    return HeadStep(value.detach(), x.grad, weight.grad)
+
+
+@pytest.mark.parametrize("tokens_in_a_chunk", [24, 12, 5, 1])
+@pytest.mark.parametrize(("dtype", "rtol"), [(torch.float32, 1e-5), (torch.bfloat16, 2.0**-6)])
+def test_chunks_are_torchs_loss_and_gradients_and_add_to_what_is_there(
+    dtype: torch.dtype, rtol: float, tokens_in_a_chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plan, "_LOGITS_OF_A_CHUNK", tokens_in_a_chunk * 33)
+    x, projection, targets = head_of(24, 33, dtype)
+    before = torch.ones(33, x.shape[-1])
+    ours = our_step(x, projection, targets, before.clone())
+    expected = torchs_step(x, projection, targets)
+    torch.testing.assert_close(ours.loss, expected.loss, rtol=rtol, atol=0)
+    for mine, theirs in (
+        (ours.x_gradient.float(), expected.x_gradient),
+        (ours.weight_gradient - before, expected.weight_gradient),
+    ):
+        assert float((mine - theirs).norm()) < rtol * float(theirs.norm())
+
+
+def test_chunks_are_equally_long_if_possible(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan, "_LOGITS_OF_A_CHUNK", 1000)
+    assert plan.tokens_of_a_chunk(96, 10) == 96, "960 logits are one chunk"
+    assert plan.tokens_of_a_chunk(96, 50) == 16, "6 chunks, because 5 would not be equal"
+    assert plan.tokens_of_a_chunk(97, 50) == 20, "a prime number"
+    assert plan.tokens_of_a_chunk(4, 5000) == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_at_128k_tokens_of_vocabulary_only_a_chunk_of_logits_exists(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    vocab_size, tokens, chunk = 2**17, 64, 8
+    monkeypatch.setattr(plan, "_LOGITS_OF_A_CHUNK", chunk * vocab_size)
+    x, projection, targets = head_of(tokens, vocab_size, dtype)
+    total = torch.zeros(vocab_size, x.shape[-1])
+    our_step(x, projection, targets, total)
+    x.grad = None
+    loss = VocabParallelLoss(range(vocab_size), TensorAxis(None, 0, 1))
+    log = AllocationLog(x.device)
+    log.claim("parameters", [x, projection.weight, targets, total])
+    with log:
+        value = loss(x, projection, targets, scale=1.0, gradient_sum=lambda _: total)
+        kept = log.live().activations
+        value.backward()
+    assert kept <= x.nbytes + 8, "the gradient of the hidden states, and the loss"
+    product = 0 if dtype == torch.float32 else projection.weight.nbytes
+    of_logits = log.peak().activations - kept - product
+    bytes_a_logit = 4 if dtype == torch.float32 else 6
+    assert of_logits < 1.001 * bytes_a_logit * chunk * vocab_size
