@@ -41,7 +41,12 @@ from megaspeed.topology.activity import Activity, Timeline
 from megaspeed.topology.grid import Axis, Coordinates, Grid, TopologyError
 from megaspeed.topology.launch import LaunchEnvironment
 from megaspeed.topology.meeting import GroupError, open_store
-from megaspeed.topology.process_settings import allow_open_files, default_settings, gloo_interface
+from megaspeed.topology.process_settings import (
+    allow_open_files,
+    compiler_threads,
+    default_settings,
+    gloo_interface,
+)
 
 _DISK_TIMEOUTS = 4  # how many times longer a rank may wait for another rank's disk
 _SECONDS_TO_ABORT = 5.0
@@ -326,6 +331,7 @@ def _prepare_process(grid: Grid, launch: LaunchEnvironment) -> torch.device:
         )
     on_gpu = torch.cuda.is_available()
     os.environ.update(default_settings(os.environ, "cuda" if on_gpu else "cpu"))
+    os.environ.update(compiler_threads(launch, os.environ))
     os.environ.update(gloo_interface(launch, os.environ))
     allow_open_files(launch.rank, launch.world_size)
     if not on_gpu:

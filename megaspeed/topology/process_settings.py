@@ -9,6 +9,7 @@ the rank. ``torchfrtrace`` reads the files of all ranks and names the collective
 """
 
 import ipaddress
+import os
 import resource
 import socket
 from collections.abc import Mapping
@@ -58,6 +59,17 @@ def default_settings(environ: Mapping[str, str], device_type: DeviceType) -> dic
         for name, value, gpu_only, other_names in _SETTINGS
         if (device_type == "cuda" or not gpu_only) and not {name, *other_names} & environ.keys()
     }
+
+
+def compiler_threads(launch: LaunchEnvironment, environ: Mapping[str, str]) -> dict[str, str]:
+    """TORCHINDUCTOR_COMPILE_THREADS for this process: its share of the machine's processors.
+
+    By default each rank starts up to 32 compiling processes. Empty if the variable is set.
+    """
+    if "TORCHINDUCTOR_COMPILE_THREADS" in environ:
+        return {}
+    share = len(os.sched_getaffinity(0)) // launch.local_world_size
+    return {"TORCHINDUCTOR_COMPILE_THREADS": str(min(32, max(1, share)))}
 
 
 def use_device(device: torch.device) -> None:

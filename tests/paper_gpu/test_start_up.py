@@ -1,5 +1,6 @@
 """Start-up at thousands of ranks: the calls that all ranks make together are few and quick."""
 
+import os
 import resource
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from megaspeed.topology.grid import Grid, TopologyError
 from megaspeed.topology.launch import LaunchEnvironment
 from megaspeed.topology.process_settings import (
     allow_open_files,
+    compiler_threads,
     default_settings,
     open_files_of,
 )
@@ -141,6 +143,19 @@ def test_what_is_set_on_a_gpu_unless_the_user_has_set_it() -> None:
 def test_a_variable_that_the_user_has_set_stays(set_by_user: str, left_alone: str) -> None:
     assert left_alone not in default_settings({set_by_user: ""}, "cuda")
     assert len(default_settings({set_by_user: ""}, "cuda")) == 3
+
+
+def test_the_ranks_of_a_machine_share_its_processors_to_compile(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(128)))
+    for ranks, threads in ((1, 32), (8, 16), (500, 1)):
+        launch = LaunchEnvironment(
+            rank=0, world_size=ranks, local_rank=0, local_world_size=ranks, source="test"
+        )
+        expected = {"TORCHINDUCTOR_COMPILE_THREADS": str(threads)}
+        assert compiler_threads(launch, {}) == expected
+        assert compiler_threads(launch, {"TORCHINDUCTOR_COMPILE_THREADS": "4"}) == {}
 
 
 def test_torch_reads_the_allocators_variable_after_it_is_imported() -> None:
