@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from megaspeed.model.documents import Documents
 from megaspeed.model.micro_batch import MicroBatch
 from megaspeed.pipeline.p2p import Neighbours
 from megaspeed.pipeline.schedules import (
@@ -51,7 +52,7 @@ class StageEngine(Protocol):
     """The engine of one pipeline stage."""
 
     def forward(
-        self, micro_batch: int, x: Tensor, samples: Tensor, documents: Tensor | None
+        self, micro_batch: int, x: Tensor, samples: Tensor, documents: Documents | None
     ) -> Tensor:
         """Run the layers of the stage."""
 

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
 from megaspeed.config.resolve import Run
+from megaspeed.model.documents import Documents
 from megaspeed.topology.context import ParallelContext
 from megaspeed.zero.gradients import Gradients
 from megaspeed.zero.layer_gathers import LayerGathers
@@ -145,7 +146,7 @@ class ZeroEngine:
         return self._optimizer
 
     def forward(
-        self, micro_batch: int, x: Tensor, samples: Tensor, documents: Tensor | None
+        self, micro_batch: int, x: Tensor, samples: Tensor, documents: Documents | None
     ) -> Tensor:
         """Run this rank's layers on one micro-batch. Returns logits or hidden states.
 
@@ -153,7 +154,7 @@ class ZeroEngine:
             micro_batch: its index.
             x: token ids (B, S) on the first pipeline stage, hidden states (B, S, D) on the others.
             samples: (B,), the sample indices. They determine the dropout masks.
-            documents: (B, S), the number of each token's document; None if a row is one document.
+            documents: to which attention is confined; None if each row is one document.
         """
         if self._gathers is not None:
             self._gathers.begin_forward()

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from megaspeed.model.documents import Documents
 from megaspeed.model.micro_batch import MicroBatch
 from megaspeed.pipeline.executor import Executor
 from megaspeed.pipeline.p2p import Neighbours
@@ -106,7 +107,7 @@ class NotingEngine:
         self._other_end = other_end
 
     def forward(
-        self, micro_batch: int, x: Tensor, samples: Tensor, documents: Tensor | None
+        self, micro_batch: int, x: Tensor, samples: Tensor, documents: Documents | None
     ) -> Tensor:
         self._notes.actions.append(Compute(f"forward {micro_batch}"))
         self._notes.collective(self._notes.data, f"gather for forward {micro_batch}")

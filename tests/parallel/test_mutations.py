@@ -26,6 +26,7 @@ from megaspeed.analysis.verification.reference import ReferenceRun, train_refere
 from megaspeed.analysis.verification.verify import ParallelRun, compare, train_rank, whole_batch
 from megaspeed.config.resolve import Run
 from megaspeed.data.corpus import PreparedCorpus
+from megaspeed.model.documents import Documents
 from megaspeed.model.dropout import MaskShard, SampleDropout
 from megaspeed.tensor_parallel import layers
 from megaspeed.tensor_parallel.collectives import reduce_from_tensor_axis
@@ -139,7 +140,7 @@ def later_pipeline_stages_do_not_receive_documents() -> AbstractContextManager[N
             micro_batch: int,
             x: Tensor,
             samples: Tensor,
-            documents: Tensor | None,
+            documents: Documents | None,
         ) -> Tensor:
             received = documents if self._context.is_first_pipeline_stage else None
             return forward(self, micro_batch, x, samples, received)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from megaspeed.config.resolve import Run
 from megaspeed.data.corpus import PreparedCorpus
+from megaspeed.model.documents import Documents
 from megaspeed.topology.launch import LaunchEnvironment
 from tests.support.rank_pool import RankPool
 from tests.support.tiny import tiny_corpus
@@ -25,7 +26,7 @@ def outputs_during_backwards(
         seen: list[tuple[int, int]] = []
 
         def watched(
-            micro_batch: int, x: Tensor, samples: Tensor, documents: Tensor | None
+            micro_batch: int, x: Tensor, samples: Tensor, documents: Documents | None
         ) -> Tensor:
             output = forward(micro_batch, x, samples, documents)
             outputs.append(weakref.ref(output.untyped_storage()))
