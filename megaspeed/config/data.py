@@ -74,7 +74,8 @@ class DataConfig(Section):
     """Tokens of one sample; at most model.max_position_embeddings."""
     reset_at_documents: bool = False
     """Whether attention and positions restart at every document of a sample, so that no token sees
-    another document's text."""
+    another document's text. This needs a mask, instead of FlashAttention, only with attention
+    dropout, in fp32 on a GPU, and with a sliding window on a CPU."""
     seed: int = Field(default=1234, ge=0, lt=2**63)
     """Seed of the sampling order."""
 

@@ -112,7 +112,8 @@ class ModelConfig(Section):
     all query heads and one for all key heads. If omitted: the family's."""
     sliding_window: int | None = Field(default=None, gt=0, le=LARGEST_LENGTH)
     """Each token attends to this many tokens, itself included; null for all earlier ones. A
-    sequence that is longer needs a mask, which flash attention cannot take."""
+    sequence that is longer needs a mask of S x S on a CPU and in fp32; on a GPU in 16 bits, it does
+    not."""
     max_position_embeddings: int = Field(gt=0, le=LARGEST_LENGTH)
     """Longest sequence the model can take, in tokens."""
     tie_word_embeddings: bool
@@ -133,6 +134,22 @@ class ModelConfig(Section):
     """Scaling of the rotary frequencies; null for none."""
     initializer_range: float = Field(default=0.02, gt=0)
     """Standard deviation of initial weights."""
+
+    def attends_without_mask(self, device_type: str, element_bytes: int) -> bool:
+        """Whether attention within documents or a window needs no mask (`model/documents.py`).
+
+        Attention with dropout is written out. torch's FlashAttention for CPUs has no window. That
+        for GPUs takes 16-bit numbers and heads of a multiple of 8, up to 256.
+
+        Args:
+            device_type: "cpu" or "cuda".
+            element_bytes: of queries, keys and values.
+        """
+        if self.attention_dropout > 0.0:
+            return False
+        if device_type == "cpu":
+            return self.sliding_window is None
+        return element_bytes == 2 and self.head_dim <= 256 and self.head_dim % 8 == 0
 
     @model_validator(mode="before")
     @classmethod

@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from megaspeed.data.corpus import PreparedCorpus
 from megaspeed.data.mixture import Mixture
 from megaspeed.data.sampler import Rows, TrainingOrder, ValidationOrder
+from megaspeed.model.documents import Documents
 from megaspeed.model.micro_batch import NOT_COUNTED, PADDING_SAMPLE, MicroBatch
 from megaspeed.topology.process_settings import use_device
 
@@ -81,7 +82,9 @@ def read_micro_batch(
     tokens = both[:, :-1].contiguous()
     documents = None
     if end_of_text is not None:
-        documents = (tokens == end_of_text).cumsum(dim=1, dtype=torch.int32)
+        begins = tokens == end_of_text
+        begins[len(rows) :] = False  # a padding row is one document
+        documents = Documents.beginning_at(begins)
     return MicroBatch(
         tokens=tokens,
         targets=targets,

@@ -9,20 +9,8 @@ The rows of ``qkv.weight`` are all query heads, then all key heads, then all val
 tensor split takes consecutive heads from each of the three sections. With H_kv < H, H / H_kv query
 heads share one key/value head (Ainslie et al. 2023, GQA).
 
-Several documents may be packed into one row. With "." for end-of-text, which starts a document:
-
-    tokens       b  c  .  d  e  f  .  g
-    documents    0  0  1  1  1  1  2  2        the number of each token's document
-    positions    0  1  0  1  2  3  0  1        its position in the document
-
-    b   x                          Each token attends only to its own document, so its prediction
-    c   x  x                       is the same as if the document (or the part of it that is in the
-    .         x                    row) were alone in the row.
-    d         x  x
-    e         x  x  x
-    f         x  x  x  x
-    .                     x
-    g                     x  x
+Several documents may be packed into one row, and confine attention and positions: see
+``documents.py``.
 """
 
 import math
@@ -34,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megaspeed.config.model import ModelConfig, RopeScaling
+from megaspeed.model.documents import varlen_attention
 from megaspeed.model.dropout import SampleDropout
 from megaspeed.model.recomputation import Compose, keeping
 
@@ -132,37 +121,24 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
 
-def positions_in(documents: Tensor) -> Tensor:
-    """The position of each token in its document, (B, S) int64.
-
-    Args:
-        documents: (B, S), the number of each token's document, which is contiguous in the row.
-    """
-    places = torch.arange(documents.shape[1], device=documents.device)
-    begins = torch.ones_like(documents, dtype=torch.bool)
-    begins[:, 1:] = documents[:, 1:] != documents[:, :-1]
-    return places - torch.where(begins, places, 0).cummax(dim=1).values
-
-
-def attention_mask(documents: Tensor, dtype: torch.dtype, window: int | None = None) -> Tensor:
+def attention_mask(positions: Tensor, dtype: torch.dtype, window: int | None = None) -> Tensor:
     """The mask that is added to the attention scores: 0 if a query attends to a key, else -inf.
 
     All blocks share it. With a boolean mask, each block would convert it and save its own copy for
     backward.
 
     Args:
-        documents: (B, S), the number of each token's document.
+        positions: (B, S), of each token in its document.
         dtype: of queries and keys.
         window: how many tokens a query attends to, including itself; None for all earlier ones.
 
     Returns:
         (B, 1, S, S), the same for all heads; dim 2 is the query's position, dim 3 the key's.
     """
-    seen = documents.unsqueeze(2) == documents.unsqueeze(1)  # (B, S, S)
-    seen.tril_()
-    if window is not None:
-        seen.triu_(1 - window)
-    return _additive(seen, dtype).unsqueeze(1)
+    places = torch.arange(positions.shape[1], device=positions.device)
+    first = places - (positions if window is None else positions.clamp(max=window - 1))
+    seen = places >= first.unsqueeze(2)  # (B, S, S)
+    return _additive(seen.tril_(), dtype).unsqueeze(1)
 
 
 @lru_cache(maxsize=1)
@@ -200,6 +176,7 @@ class Attention(nn.Module):
         self.query_heads = config.num_attention_heads
         self.key_value_heads = config.num_key_value_heads
         self.head_dim = config.head_dim
+        self.window = config.sliding_window
         self.qkv = modules["attention.qkv"]
         self.query_norm = modules.get("attention.query_norm")
         self.key_norm = modules.get("attention.key_norm")
@@ -215,6 +192,7 @@ class Attention(nn.Module):
         samples: Tensor | None,
         angles: Angles | None = None,
         mask: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
     ) -> Tensor:
         """Map ``x`` (B, S, D) to (B, S, D).
 
@@ -224,15 +202,15 @@ class Attention(nn.Module):
             angles: of rotary positions; None if the model has other positions.
             mask: (S, S) or (B, 1, S, S), added to the scores; if omitted, each token attends to
                 itself and all earlier tokens.
+            cu_seqlens: of the documents to which attention is confined (``documents.py``), instead
+                of a mask.
         """
         qkv = self.qkv(x)  # (B, S, (H + 2 H_kv) K)
         if self.dropout.active:
             attend = partial(self._attend_with_dropout, samples=samples, angles=angles, mask=mask)
             return self.compose(attend, self.output, qkv)
-        mixed = self.compose(
-            partial(self._heads, angles=angles), partial(self._attend, mask=mask), qkv
-        )
-        return self.output(mixed)
+        attend = partial(self._attend, mask=mask, cu_seqlens=cu_seqlens)
+        return self.output(self.compose(partial(self._heads, angles=angles), attend, qkv))
 
     def _heads(self, qkv: Tensor, angles: Angles | None) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values, each (B, heads, S, K), normalised and rotated."""
@@ -249,7 +227,12 @@ class Attention(nn.Module):
             q, k = rotate(q, *angles), rotate(k, *angles)
         return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    def _attend(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None
+    ) -> Tensor:
+        if cu_seqlens is not None:
+            q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+            return varlen_attention(q, k, v, cu_seqlens, self.window)
         grouped = self.query_heads != self.key_value_heads
         mixed = F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped
@@ -265,14 +248,17 @@ class Attention(nn.Module):
     ) -> Tensor:
         """Unfused attention with dropout. A fused kernel's dropout mask depends on the layout."""
         q, k, v = self._heads(qkv, angles)
-        group = self.query_heads // self.key_value_heads
-        k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
-        scores = q @ k.transpose(-2, -1) / math.sqrt(self.head_dim)  # (B, H, S, S)
+        sequence = q.shape[2]
+        # The rows of the query heads that share a key/value head: (B, H_kv, H / H_kv S, K).
+        q = q.unflatten(1, (self.key_value_heads, -1)).flatten(2, 3)
+        scores = q @ k.transpose(-2, -1) / math.sqrt(self.head_dim)
+        scores = scores.view(len(q), self.query_heads, sequence, sequence)
         if mask is None:
             future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
             scores = scores.masked_fill(future, float("-inf"))
         else:
             scores = scores + mask
         scores = scores.softmax(dim=-1, dtype=torch.float32)  # frees the scores before dropout
-        mixed = self.dropout(scores.to(q.dtype), samples) @ v
+        weights = self.dropout(scores.to(q.dtype), samples).view(*q.shape[:3], sequence)
+        mixed = (weights @ v).view(len(q), self.query_heads, sequence, self.head_dim)
         return mixed.transpose(1, 2).flatten(2)  # (B, S, H K)

@@ -27,9 +27,9 @@ from megaspeed.model.attention import (
     Attention,
     RotaryAngles,
     attention_mask,
-    positions_in,
     window_mask,
 )
+from megaspeed.model.documents import Documents, attends_without_mask, boundaries_of_rows
 from megaspeed.model.dropout import SampleDropout
 from megaspeed.model.parameters import Row, block_rows, embedding_rows, head_rows, layer_count
 from megaspeed.model.recomputation import Compose, keeping, recomputing
@@ -144,9 +144,12 @@ class Block(nn.Module):
         samples: Tensor | None,
         angles: Angles | None = None,
         mask: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
     ) -> Tensor:
         """Map ``x`` (B, S, D) to (B, S, D). For the other arguments see ``Attention``."""
-        attention = partial(self.attention, samples=samples, angles=angles, mask=mask)
+        attention = partial(
+            self.attention, samples=samples, angles=angles, mask=mask, cu_seqlens=cu_seqlens
+        )
         x = x + self.attention_dropout(self.compose(self.attention_norm, attention, x), samples)
         return x + self.mlp_dropout(self.compose(self.mlp_norm, self.mlp, x), samples)
 
@@ -199,7 +202,7 @@ class GPT(nn.Module):
         super().__init__()
         layers = range(layer_count(config)) if layers is None else layers
         last = layer_count(config) - 1
-        self.window = config.sliding_window
+        self.model_config = config
         self.angles = RotaryAngles(config) if config.positions == "rotary" else None
         self.sequence_parts = 1
         """How many ranks share the hidden states of a sequence between layers. ``parallelize`` sets
@@ -221,7 +224,7 @@ class GPT(nn.Module):
         self,
         x: Tensor,
         samples: Tensor | None = None,
-        documents: Tensor | None = None,
+        documents: Documents | None = None,
         loss: LossOfHidden | None = None,
     ) -> Tensor:
         """Run these layers.
@@ -230,32 +233,39 @@ class GPT(nn.Module):
             x: tokens (B, S) if the first layer is the embedding, else hidden states (B, S, D).
             samples: (B,) int64, the sample indices, which determine dropout masks; None if there is
                 no dropout.
-            documents: (B, S), the number of each token's document (see ``attention.py``); if
-                omitted, each row is one document.
+            documents: to which attention and positions are confined; if omitted, each row is one
+                document.
             loss: what the head computes instead of logits.
 
         Returns:
             Logits (B, S, V) or the loss if the last layer is the head, else hidden states
             (B, S, D).
         """
-        positions = None if documents is None else positions_in(documents)
+        positions = None if documents is None else documents.positions
         sequence = x.shape[1] * (1 if self.embedding is not None else self.sequence_parts)
         if self.embedding is not None:
             x = self.embedding(x, samples, positions)
         angles = None
         if self.angles is not None:
             angles = self.angles.of(positions, sequence, x.dtype, x.device)
-        mask = None
+        window, mask, cu_seqlens = self.model_config.sliding_window, None, None
+        needs_mask = not attends_without_mask(self.model_config, x.device, x.dtype)
         if documents is not None:
-            mask = attention_mask(documents, x.dtype, self.window)
-        elif self.window is not None and self.window < sequence:
-            mask = window_mask(sequence, self.window, x.dtype, x.device)
+            if needs_mask:
+                mask = attention_mask(documents.positions, x.dtype, window)
+            else:
+                cu_seqlens = documents.cu_seqlens
+        elif window is not None and window < sequence:
+            if needs_mask:
+                mask = window_mask(sequence, window, x.dtype, x.device)
+            else:
+                cu_seqlens = boundaries_of_rows(len(x), sequence, x.device)
         for name, block in self.blocks.items():
             if name in self.checkpointed and self.training:
-                inputs = (x, samples, angles, mask)
+                inputs = (x, samples, angles, mask, cu_seqlens)
                 x = checkpoint(block, *inputs, use_reentrant=False, preserve_rng_state=False)
             else:
-                x = block(x, samples, angles, mask)
+                x = block(x, samples, angles, mask, cu_seqlens)
         return x if self.head is None else self.head(x, loss)
 
     def layer_modules(self) -> list[nn.Module]:

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megaspeed.model.documents import Documents
+
 NOT_COUNTED = -100  # the target that torch's cross_entropy ignores
 PADDING_SAMPLE = -1
 
@@ -22,9 +24,8 @@ class MicroBatch:
     """(B, S) int64; the token after each token, or NOT_COUNTED. Used by the last stage."""
     samples: Tensor
     """(B,) int64; index of each row in the stream, or PADDING_SAMPLE. It determines dropout."""
-    documents: Tensor | None = None
-    """(B, S) int32; the number of each token's document in its row, which determines the attention
-    mask. None if each row is one document."""
+    documents: Documents | None = None
+    """To which attention and positions are confined; None if each row is one document."""
 
     def to(self, device: torch.device) -> MicroBatch:
         """A copy on `device`. The host does not wait for a copy from pinned memory."""
@@ -35,5 +36,5 @@ class MicroBatch:
         return self._moved(lambda tensor: tensor.pin_memory())
 
     def _moved(self, move: Callable[[Tensor], Tensor]) -> MicroBatch:
-        documents = None if self.documents is None else move(self.documents)
+        documents = None if self.documents is None else self.documents.moved(move)
         return MicroBatch(move(self.tokens), move(self.targets), move(self.samples), documents)

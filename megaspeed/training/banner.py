@@ -21,6 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 from megaspeed.config.resolve import Precision, Run, describe_recomputation, dropout_warning
+from megaspeed.model.documents import attends_without_mask
 from megaspeed.model.gpt import DTYPES
 from megaspeed.model.parameters import layer_count, training_flops_per_token
 from megaspeed.pipeline.partition import layers_of_stages, parameters_of_stages
@@ -62,7 +63,7 @@ def banner(
     yield _stage_table(run, None if predict_peaks is None else predict_peaks(run))
     if predict_peaks is not None:
         yield Text("peak: predicted memory of one rank, as in megaspeed plan; only tensors")
-    yield Text(f"attention: {describe_attention(run)}")
+    yield Text(f"attention: {describe_attention(run, device)}")
     if parallel.activation_checkpointing != "none":
         yield Text(f"activations: {describe_recomputation(parallel)}")
     yield Text(f"operations: {_describe_operations(run, device, on)}")
@@ -70,7 +71,7 @@ def banner(
     yield Text(f"files: {run.run_dir}{services}")
 
 
-def describe_attention(run: Run) -> str:
+def describe_attention(run: Run, device: torch.device) -> str:
     """Which attention kernel this run uses. If it is not the fastest one, also the reason."""
     model, data = run.config.model, run.config.data
     if model.attention_dropout > 0:
@@ -80,10 +81,14 @@ def describe_attention(run: Run) -> str:
         )
     fused = "scaled_dot_product_attention, fused"
     if data.reset_at_documents:
-        return f"{fused}, with a mask for data.reset_at_documents (so not FlashAttention)"
-    if model.sliding_window is not None and model.sliding_window < data.sequence_length:
-        return f"{fused}, with a mask for model.sliding_window (so not FlashAttention)"
-    return fused
+        key = "data.reset_at_documents"
+    elif model.sliding_window is not None and model.sliding_window < data.sequence_length:
+        key = "model.sliding_window"
+    else:
+        return fused
+    if attends_without_mask(model, device, DTYPES[run.precision]):
+        return f"FlashAttention, with no mask for {key}"
+    return f"{fused}, with a mask for {key} (so not FlashAttention)"
 
 
 def _describe_operations(run: Run, device: torch.device, device_name: str) -> str:

@@ -69,6 +69,8 @@ class Compilation:
         # forward. With elimination of common subexpressions, torch would keep it.
         autograd_config.cse = False
         autograd_config.joint_custom_pass = _keep_collectives_of_backward
+        # The number of documents is the only size that varies (model/documents.py).
+        torch.compiler.config.dynamic_sources = "L['cu_seqlens']"
         torch.compiler.reset()  # removes the callbacks of an earlier worker, too
         callback_handler.register_start_callback(self._begin)
         callback_handler.register_end_callback(self._end)

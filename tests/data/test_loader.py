@@ -167,9 +167,10 @@ def test_rows_mark_their_documents_if_attention_restarts_at_each(tmp_path: Path)
         for each in (corpus, resetting)
     )
     assert plain.documents is None
-    assert reset.documents is not None and reset.documents.tolist() == [[1] * S]
+    assert reset.documents is not None and reset.documents.cu_seqlens.tolist() == [0, S]
     (evaluated,) = ValidationLoader(resetting, LoaderShape(1, 1, 0, 1), eval_batches=1)
-    assert evaluated.documents is not None and evaluated.documents.tolist() == [[1] * S]
+    assert evaluated.documents is not None
+    assert evaluated.documents.positions.tolist() == [list(range(S))]
 
 
 def test_without_held_out_documents_an_evaluation_is_empty(corpus: PreparedCorpus) -> None:
@@ -235,14 +236,22 @@ def test_end_of_text_opens_the_document_that_follows_it() -> None:
     batch = read(END)
     assert batch.tokens[0].tolist() == [5, 6, END, 7, 8, END, END, 4]
     assert batch.documents is not None
-    assert batch.documents[0].tolist() == [0, 0, 1, 1, 1, 2, 3, 3]
-    assert batch.documents[1].tolist() == [1] * 8
+    assert batch.documents.positions[0].tolist() == [0, 1, 0, 1, 2, 0, 0, 1]
+    assert batch.documents.positions[1].tolist() == [0, 1, 2, 3, 4, 5, 6, 7]
+    assert batch.documents.cu_seqlens.tolist() == [0, 2, 5, 6, 8, 16, 24]
+
+
+def test_a_padding_row_is_one_document() -> None:
+    batch = read(0)  # the id of padding
+    assert batch.documents is not None
+    assert batch.documents.cu_seqlens.tolist() == [0, 8, 16, 24]
 
 
 def test_every_target_is_of_the_document_that_predicts_it_or_its_end() -> None:
     batch = read(END)
     assert batch.documents is not None
-    predicting, of_target = batch.documents[:, :-1], batch.documents[:, 1:]
+    numbers = (batch.documents.positions == 0).cumsum(dim=1)
+    predicting, of_target = numbers[:, :-1], numbers[:, 1:]
     targets = batch.targets[:, :-1]
     goes_on = (targets != END) & (targets != NOT_COUNTED)
     assert torch.equal(predicting[goes_on], of_target[goes_on])
@@ -262,9 +271,10 @@ def test_tokens_and_targets_do_not_depend_on_documents() -> None:
 def test_a_batch_moves_with_its_samples_and_documents() -> None:
     moved = read(END).to(torch.device("meta"))
     assert moved.documents is not None
-    tensors = (moved.tokens, moved.targets, moved.samples, moved.documents)
+    positions, cu_seqlens = moved.documents.positions, moved.documents.cu_seqlens
+    tensors = (moved.tokens, moved.targets, moved.samples, positions, cu_seqlens)
     assert {tensor.device.type for tensor in tensors} == {"meta"}
-    assert moved.documents.shape == moved.tokens.shape
+    assert positions.shape == moved.tokens.shape
     assert read(None).to(torch.device("meta")).documents is None
 
 

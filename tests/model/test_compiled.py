@@ -21,6 +21,7 @@ from megaspeed.analysis.costs.activations import Activations
 from megaspeed.config.model import ModelConfig
 from megaspeed.config.run import Recomputation
 from megaspeed.model.attention import Angles
+from megaspeed.model.documents import boundaries_of_rows
 from megaspeed.model.dropout import SampleDropout
 from megaspeed.model.gpt import DTYPES, GPT
 from megaspeed.tensor_parallel.parallelize import materialize, parallelize
@@ -132,6 +133,10 @@ def bytes_kept(compiles: bool, **changes: Any) -> tuple[int, int]:
         x = torch.randn(rows, sequence // model.sequence_parts, width, dtype=dtype)
         x.requires_grad_()
         others = [*model.parameters(), *model.buffers(), *(angles or ())]
+        cu_seqlens = None
+        if run.config.data.reset_at_documents:
+            cu_seqlens = boundaries_of_rows(rows, sequence, context.device)
+            others.append(cu_seqlens)
         not_counted = {tensor.untyped_storage().data_ptr() for tensor in others}
         kept: dict[int, Tensor] = {}
 
@@ -140,7 +145,7 @@ def bytes_kept(compiles: bool, **changes: Any) -> tuple[int, int]:
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            y = model.blocks["0"](x, torch.arange(rows), angles)
+            y = model.blocks["0"](x, torch.arange(rows), angles, None, cu_seqlens)
         y.backward(torch.ones_like(y))
     counted = [t for storage, t in kept.items() if storage not in not_counted]
     predicted = Activations(run, context.device.type).block().kept
@@ -157,8 +162,9 @@ COMPILED = {"training": {"compile": True}}
         {"model": GPT2 | {"residual_dropout": 0.1}, "tp": 2},
         {"model": LLAMA},
         {"model": LLAMA, "bf16": {"enabled": False}},
+        {"model": LLAMA, "data": {"reset_at_documents": True}},
     ],
-    ids=["gpt2", "gpt2-dropout-tp2", "llama", "llama-fp32"],
+    ids=["gpt2", "gpt2-dropout-tp2", "llama", "llama-fp32", "llama-documents"],
 )
 def test_a_compiled_block_keeps_what_is_predicted(changes: dict[str, Any]) -> None:
     kept, predicted = bytes_kept(True, **changes, **COMPILED)

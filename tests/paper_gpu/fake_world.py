@@ -21,6 +21,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megaspeed.config.loading import parse_config
 from megaspeed.config.resolve import Run, resolve_run
+from megaspeed.model.documents import Documents
 from megaspeed.model.micro_batch import MicroBatch
 from megaspeed.topology import context
 from megaspeed.topology.context import ParallelContext
@@ -61,10 +62,17 @@ def paper_run(*, pp: int = 1, dp: int = 1, tp: int = 1, **changes: Any) -> Run:
 
 
 def batches(run: Run) -> Callable[[int], MicroBatch]:
-    """Micro-batches of some tokens, already on the device."""
+    """Micro-batches of some tokens, already on the device; with documents of 6, 10 and 16 tokens
+    if attention restarts at each.
+    """
     shape = (run.batch.micro_batch_size, run.config.data.sequence_length)
     tokens = torch.arange(shape[0] * shape[1]).view(shape) % run.config.model.vocab_size
-    batch = MicroBatch(tokens=tokens, targets=tokens.clone(), samples=torch.arange(shape[0]))
+    documents = None
+    if run.config.data.reset_at_documents:
+        begins = torch.zeros(shape, dtype=torch.bool)
+        begins[0, 6] = True
+        documents = Documents.beginning_at(begins)
+    batch = MicroBatch(tokens, tokens.clone(), torch.arange(shape[0]), documents)
     return lambda micro_batch: batch
 
 

@@ -42,12 +42,13 @@ def paper_step(pool: RankPool, *, rank: int = 0, **changes: Any) -> PaperStep:
 def step_of(launch: LaunchEnvironment, rank: int, changes: dict[str, Any]) -> PaperStep:
     """The same within a job of the rank pool."""
     run = paper_run(**changes)
+    load = batches(run)
     with paper_accelerator() as accelerator, fake_rank(run, rank) as worker:
         for _ in range(2):
-            worker.train_step(batches(run), 1e-3)
+            worker.train_step(load, 1e-3)
         accelerator.waits.clear()
         with Recorder() as recorder:
-            result = worker.train_step(batches(run), 1e-3)
+            result = worker.train_step(load, 1e-3)
     return PaperStep(
         device_waits=accelerator.device_waits,
         event_waits=accelerator.event_waits,

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
+from megaspeed.model.documents import Documents
 from megaspeed.model.micro_batch import MicroBatch
 from megaspeed.pipeline.executor import Executor
 from megaspeed.pipeline.p2p import Neighbours
@@ -50,7 +51,7 @@ def load(micro_batch: int) -> MicroBatch:
         tokens=x,
         targets=counted,
         samples=torch.tensor([2 * micro_batch, 2 * micro_batch + 1]),
-        documents=torch.full((ROWS, WIDTH), micro_batch),
+        documents=Documents.beginning_at(torch.arange(WIDTH).expand(ROWS, WIDTH) == micro_batch),
     )
 
 
@@ -67,7 +68,7 @@ class PlainEngine:
         self.tensors: dict[int, list[weakref.ref[Tensor]]] = {}
         self.outputs: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self.samples: list[Tensor] = []
-        self.documents: list[Tensor | None] = []
+        self.documents: list[Documents | None] = []
         self.last_flags: list[bool] = []
         self.reductions: list[str] = []
 
@@ -131,7 +132,7 @@ class StageRecord:
     gradients: list[Tensor | None]
     held: list[Held]
     samples: list[Tensor]
-    documents: list[Tensor | None]
+    documents: list[Documents | None]
     last_flags: list[bool]
     reductions: list[str]
 
@@ -212,7 +213,9 @@ def test_every_stage_receives_samples_documents_the_last_micro_batch_and_when_to
 ) -> None:
     for record in pool.run(2, run_stage, schedule, 3):
         assert [s.tolist() for s in record.samples] == [[0, 1], [2, 3], [4, 5]]
-        torch.testing.assert_close(record.documents, [load(m).documents for m in range(3)])
+        for m, documents in enumerate(record.documents):
+            assert documents is not None
+            torch.testing.assert_close(vars(documents), vars(load(m).documents))
         assert record.last_flags == [False, False, True]
         assert record.reductions == ["data axis", "tied"]
 

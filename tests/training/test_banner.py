@@ -83,12 +83,14 @@ def test_without_a_prediction_no_peak_is_shown() -> None:
 
 
 def test_attention_is_described_with_the_reason() -> None:
-    fused = "scaled_dot_product_attention, fused"
-    assert describe_attention(tiny_run(TEXT)) == fused
-    dropping = describe_attention(tiny_run(TEXT, model={"attention_dropout": 0.1}))
+    fused, cpu = "scaled_dot_product_attention, fused", torch.device("cpu")
+    assert describe_attention(tiny_run(TEXT), cpu) == fused
+    dropping = describe_attention(tiny_run(TEXT, model={"attention_dropout": 0.1}), cpu)
     assert dropping.startswith("written out, not fused, because model.attention_dropout is 0.1")
-    documents = describe_attention(tiny_run(TEXT, data={"reset_at_documents": True}))
-    assert documents.startswith(f"{fused}, with a mask for data.reset_at_documents")
+    documents = tiny_run(TEXT, data={"reset_at_documents": True})
+    assert describe_attention(documents, cpu).startswith("FlashAttention, with no mask for data.")
+    on_gpu = describe_attention(documents, torch.device("cuda"))  # in fp32
+    assert on_gpu.startswith(f"{fused}, with a mask for data.reset_at_documents")
 
 
 def test_a_cpu_that_multiplies_faster_in_fp32_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:

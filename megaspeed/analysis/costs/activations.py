@@ -33,14 +33,18 @@ a compiled block keeps at most this.
 With full recomputation, a block keeps only its output, and its backward first recomputes the rest
 (section 5 of the paper, "full recomputation": 2 s b h a layer).
 
-If attention stays within a document, every rank also computes, from its own micro-batch,
+If attention stays within a document (``model/documents.py``), every rank also has, from its own
+micro-batch,
 
-    positions   (B, S)         8 bytes each
-    mask        (B, 1, S, S)   in the model's precision, the same for all heads
+    positions   (B, S)         4 bytes each
     angles      (B, S, 1, K)   cosines and sines of rotary positions, in the model's precision
+    mask        (B, 1, S, S)   in the model's precision, the same for all heads; only if needed
 
-and keeps them until the backward of its first block is done (``model/attention.py``). Otherwise the
-angles are (S, 1, K), and stay for the run.
+and keeps them until the backward of its first block is done. Otherwise the angles are (S, 1, K),
+and stay for the run. Without a mask, a block keeps as much as in a row of one document. Its
+backward on a GPU sums the queries' gradients in fp32, with 128 rows of padding for each document.
+This is less than the MLP's part of the backward, so it is not counted, unless documents have far
+less than 128 tokens on average.
 """
 
 from dataclasses import dataclass, replace
@@ -56,7 +60,7 @@ from megaspeed.tensor_parallel.plan import (
     vocabulary_rows_per_rank,
 )
 
-_FP32, _INT64 = 4, 8
+_FP32, _INT32, _INT64 = 4, 4, 8
 
 _OF_A_TOKENS_LOSS = 2 * _INT64 + 8 * _FP32
 """Bytes for each token of a chunk: its target's row, maximum, sum, factors, and the like."""
@@ -121,6 +125,8 @@ class Activations:
         self._residual_hashing = 0
         if model.residual_dropout > 0.0:
             self._residual_hashing = self._m * model.hidden_size * _HASHING
+        self._has_documents = run.config.data.reset_at_documents
+        self._needs_mask = not model.attends_without_mask(device_type, self._a)
         # Elements of the attention matrices (B, H/T, S, S).
         heads = model.num_attention_heads // tp
         self._attention_weights = self._n * run.config.data.sequence_length * heads
@@ -201,16 +207,19 @@ class Activations:
             mlp + activation + silu + self._gathered,
             mlp - up + hidden + self._column_parallel_backward(),
             norm + self._norm_kept() - up,
-            again + mix + qkv - up,
             again + head_norm - up,
         ]
-        if model.attention_dropout > 0.0:
+        if model.attention_dropout == 0.0:
+            backward.append(again + mix + qkv - up)
+        else:
             # Queries, keys and values, the fp32 softmax, and its dropout or the output twice.
             softmax, cast = (self._attention_weights * size for size in (_FP32, self._a))
             dropping = self._attention_weights * _HASHING + (cast if self._a < _FP32 else 0)
-            forward.append(3 * mix + softmax + max(dropping, 2 * mix) - hidden - up)
+            forward.append(qkv + softmax + max(dropping, 2 * mix) - hidden - up)
             # The mask replaces the weights after dropout.
             backward.append(again + self._attention_weights * _HASHING - up)
+            # The gradients of queries, keys and values replace the weights.
+            backward.append(again + qkv - softmax - cast - up)
         return LayerMemory(
             kept=2 * hidden + qkv + core + up,
             forward_working=max(forward),
@@ -220,12 +229,15 @@ class Activations:
     def first_block(self) -> LayerMemory:
         """The first block of a pipeline stage, with the mask and the positions if there are any."""
         block = self.block()
-        if not self._run.config.data.reset_at_documents:
+        if not self._has_documents:
             return block
+        positions = self._n * _INT32 + self._angles(self._n)
+        if not self._needs_mask:
+            return replace(block, kept=block.kept + positions)
         pairs = self._n * self._run.config.data.sequence_length
         return replace(
             block,
-            kept=block.kept + pairs * self._a + self._n * _INT64 + self._angles(self._n),
+            kept=block.kept + pairs * self._a + positions,
             # Before the block runs: one byte for each pair of tokens, true if both are in one
             # document.
             forward_working=max(block.forward_working, pairs - block.kept),
@@ -237,9 +249,9 @@ class Activations:
         If attention stays within a document, each micro-batch has its own angles and mask.
         """
         sequence, window = self._run.config.data.sequence_length, self._model.sliding_window
-        if self._run.config.data.reset_at_documents:
+        if self._has_documents:
             return 0
-        is_masked = window is not None and window < sequence
+        is_masked = self._needs_mask and window is not None and window < sequence
         return self._angles(sequence) + (sequence**2 * self._a if is_masked else 0)
 
     def head(self) -> LayerMemory:
@@ -303,10 +315,10 @@ class Activations:
             row_statistics = n * heads * _FP32
             elements = n * (features + changed + mixed)
             return elements * self._a + row_statistics + norms
-        # Without the fused kernel (model/attention.py): copies of queries and repeated keys and
-        # values, the output, the fp32 softmax, and the weights after dropout.
+        # Without the fused kernel (model/attention.py): copies of queries, keys and values, the
+        # output, the fp32 softmax, and the weights after dropout.
         squares = self._attention_weights * (_FP32 + self._a)
-        elements = n * (4 * mixed + (features if self._head_norms_keep_qkv else 0))
+        elements = n * (mixed + features + (features if self._head_norms_keep_qkv else 0))
         return elements * self._a + squares + norms
 
     @property

@@ -22,6 +22,7 @@ from rich.table import Table
 from torch import Tensor
 
 from megaspeed.analysis.units import table_of
+from megaspeed.model.documents import Documents
 from megaspeed.model.micro_batch import MicroBatch
 
 
@@ -176,15 +177,15 @@ def shuffled(batch: Sequence[MicroBatch], seed: int) -> list[MicroBatch]:
     tokens = torch.cat([part.tokens for part in batch])
     targets = torch.cat([part.targets for part in batch])
     samples = torch.cat([part.samples for part in batch])
-    stated = [part.documents for part in batch if part.documents is not None]
-    documents = torch.cat(stated) if stated else None
+    stated = [part.documents.positions for part in batch if part.documents is not None]
+    begins = torch.cat(stated) == 0 if stated else None
     order = torch.randperm(len(samples), generator=torch.Generator().manual_seed(seed))
     return [
         MicroBatch(
             tokens=tokens[rows],
             targets=targets[rows],
             samples=samples[rows],
-            documents=None if documents is None else documents[rows],
+            documents=None if begins is None else Documents.beginning_at(begins[rows]),
         )
         for rows in order.split(len(batch[0].samples))
     ]

@@ -12,7 +12,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from megaspeed.analysis.allocations import AllocationLog
 from megaspeed.analysis.costs.activations import Activations, hidden_bytes, tokens_of
 from megaspeed.config.resolve import Run
-from megaspeed.model.attention import RotaryAngles, attention_mask, positions_in
+from megaspeed.model.attention import RotaryAngles, attention_mask
+from megaspeed.model.documents import Documents, attends_without_mask
 from megaspeed.model.gpt import Block
 from megaspeed.model.recomputation import keeping, recomputing
 from megaspeed.training.rank_model import plain_model
@@ -95,14 +96,17 @@ def run_block(run: Run, precision: str) -> tuple[int, int, int]:
     shape = (run.batch.micro_batch_size, run.config.data.sequence_length, model.hidden_size)
     x = torch.randn(shape, dtype=DTYPES[precision], requires_grad=True)
     samples = torch.arange(shape[0])
-    positions, mask = None, None
+    positions, mask, cu_seqlens = None, None, None
     if run.config.data.reset_at_documents:
-        documents = torch.arange(shape[1]).expand(shape[:2]) // 5
-        positions, mask = positions_in(documents), attention_mask(documents, x.dtype)
+        begins = torch.arange(shape[1]).expand(shape[:2]) % 5 == 0
+        documents = Documents.beginning_at(begins)
+        positions, cu_seqlens = documents.positions, documents.cu_seqlens
+        if not attends_without_mask(model, x.device, x.dtype):
+            mask, cu_seqlens = attention_mask(positions, x.dtype), None
     angles = None
     if model.positions == "rotary":
         angles = RotaryAngles(model).of(positions, shape[1], x.dtype, x.device)
-    y = block(x, samples, angles, mask)
+    y = block(x, samples, angles, mask, cu_seqlens)
     y.backward(gradient := torch.randn_like(y))  # first uses make constants
     for parameter in block.parameters():
         parameter.grad = None
@@ -113,7 +117,7 @@ def run_block(run: Run, precision: str) -> tuple[int, int, int]:
     for parameter in block.parameters():
         parameter.register_hook(lambda g: log.claim("gradients", [g]))
     with log:
-        y = block(x, samples, angles, mask)
+        y = block(x, samples, angles, mask, cu_seqlens)
         kept, forward = log.live().activations, log.peak().activations
         y.backward(gradient)
     return kept, forward, log.peak().activations
@@ -182,16 +186,27 @@ def test_a_compiled_block_recomputes_the_same() -> None:
     torch.testing.assert_close(compiled, eager)
 
 
-def test_the_first_block_of_a_stage_keeps_a_mask_of_s_squared_for_each_sample() -> None:
-    """B S^2 elements, and 8 bytes a token for the positions; nothing if rows are not reset."""
-    plain = tiny_run(TEXT, **BF16)
-    run = tiny_run(TEXT, data={"reset_at_documents": True}, **BF16)
-    layers = Activations(run, "cuda")
+@pytest.mark.parametrize("bf16", [True, False])
+def test_the_first_block_of_a_stage_keeps_positions_and_a_mask_only_in_fp32(bf16: bool) -> None:
+    """4 bytes a token for the positions. In fp32 on a GPU, 4 B S^2 bytes for the mask."""
+    precision: dict[str, Any] = {"bf16": {"enabled": bf16}}
+    run = tiny_run(TEXT, data={"reset_at_documents": True}, **precision)
     rows, sequence = run.batch.micro_batch_size, run.config.data.sequence_length
-    added = layers.first_block().kept - layers.block().kept
-    assert added == rows * (2 * sequence**2 + 8 * sequence)
-    layers = Activations(plain, "cuda")
+    for device_type, has_mask in (("cuda", not bf16), ("cpu", False)):
+        layers = Activations(run, device_type)
+        added = layers.first_block().kept - layers.block().kept
+        assert added == rows * (4 * sequence + (4 * sequence**2 if has_mask else 0))
+    layers = Activations(tiny_run(TEXT, **precision), "cuda")
     assert layers.first_block() == layers.block()
+
+
+@pytest.mark.parametrize("bf16", [True, False])
+def test_a_window_has_a_mask_on_a_cpu_and_in_fp32(bf16: bool) -> None:
+    model = {**GPT2, "sliding_window": 4}
+    run = tiny_run(TEXT, model=model, bf16={"enabled": bf16})
+    mask = run.config.data.sequence_length**2 * (2 if bf16 else 4)
+    assert Activations(run, "cpu").shared() == mask
+    assert Activations(run, "cuda").shared() == (0 if bf16 else mask)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

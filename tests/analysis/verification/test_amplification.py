@@ -16,6 +16,7 @@ from megaspeed.analysis.verification.comparison import (
 )
 from megaspeed.analysis.verification.reference import train_reference
 from megaspeed.analysis.verification.verify import train_shuffled, whole_batch
+from megaspeed.model.documents import Documents
 from megaspeed.model.micro_batch import MicroBatch
 from tests.support.tiny import short_documents, tiny_corpus, tiny_run
 
@@ -82,10 +83,11 @@ def test_shuffled_samples_are_the_same_rows_in_another_order() -> None:
             tokens=tokens[rows],
             targets=tokens[rows] + 100,
             samples=torch.arange(rows.start, rows.stop),
-            documents=(tokens[rows] % 2).int(),
+            documents=Documents.beginning_at(tokens[rows] % 7 == 0),
         )
         for rows in (slice(0, 2), slice(2, 4), slice(4, 6))
     ]
+    documents = Documents.beginning_at(tokens % 7 == 0)
     again = shuffled(parts, seed=1)
     assert [len(part.samples) for part in again] == [2, 2, 2]
     samples = torch.cat([part.samples for part in again]).tolist()
@@ -95,7 +97,7 @@ def test_shuffled_samples_are_the_same_rows_in_another_order() -> None:
             assert torch.equal(part.tokens[row], tokens[sample])
             assert torch.equal(part.targets[row], tokens[sample] + 100)
             assert part.documents is not None
-            assert torch.equal(part.documents[row], (tokens[sample] % 2).int())
+            assert torch.equal(part.documents.positions[row], documents.positions[sample])
 
     def order(seed: int) -> list[int]:
         return torch.cat([part.samples for part in shuffled(parts, seed=seed)]).tolist()

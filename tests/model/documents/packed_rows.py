@@ -7,6 +7,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from megaspeed.config.model import ModelConfig
+from megaspeed.model.documents import Documents
 from megaspeed.model.gpt import GPT
 from tests.model.test_transformers_equality import (
     Weights,
@@ -26,10 +27,12 @@ SHAPES = {
 }
 
 
-def numbers(lengths: tuple[tuple[int, ...], ...]) -> Tensor:
-    """(B, S): 0 for the first document of a row, 1 for the next ..."""
-    rows = [torch.repeat_interleave(torch.arange(len(row)), torch.tensor(row)) for row in lengths]
-    return torch.stack(rows)
+def packed(lengths: tuple[tuple[int, ...], ...]) -> Documents:
+    """Documents of these lengths, by row."""
+    begins = torch.zeros(len(lengths), sum(lengths[0]), dtype=torch.bool)
+    for row, of_row in zip(begins, lengths, strict=True):
+        row[torch.tensor((0, *of_row[:-1])).cumsum(0)] = True
+    return Documents.beginning_at(begins)
 
 
 def pieces(x: Tensor) -> list[Tensor]:
@@ -41,7 +44,7 @@ def pieces(x: Tensor) -> list[Tensor]:
     ]
 
 
-DOCUMENTS = numbers(LENGTHS)
+DOCUMENTS = packed(LENGTHS)
 
 
 def stock_of(config: ModelConfig) -> PreTrainedModel:

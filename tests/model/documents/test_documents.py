@@ -5,20 +5,21 @@ last one. Its logits and gradients are those of the pieces, each given to the mo
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from megaspeed.config.model import ModelConfig
-from megaspeed.model.attention import attention_mask, positions_in, window_mask
+from megaspeed.model.attention import attention_mask, window_mask
+from megaspeed.model.documents import Documents
 from megaspeed.model.gpt import GPT
 from tests.model.documents.packed_rows import (
     DOCUMENTS,
     difference,
-    numbers,
     ours,
+    packed,
     pieces,
     stock_of,
     tokens_of,
@@ -32,16 +33,19 @@ PLAINLY_WRONG = 1e-2
 # --- by hand --------------------------------------------------------------------------------------
 
 
-def test_positions_count_within_each_document() -> None:
-    # Numbers begin anywhere and need not be consecutive.
-    documents = torch.tensor([[0, 0, 1, 1, 1, 1, 2, 2], [7, 9, 9, 9, 3, 4, 4, 4]])
-    assert positions_in(documents).tolist() == [[0, 1, 0, 1, 2, 3, 0, 1], [0, 0, 1, 2, 0, 0, 1, 2]]
-    assert positions_in(torch.zeros(1, 5, dtype=torch.int32)).tolist() == [[0, 1, 2, 3, 4]]
+def test_positions_and_lengths_are_of_each_document() -> None:
+    begins = torch.tensor([[0, 0, 1, 0, 0, 0, 1, 0], [1, 1, 0, 0, 1, 1, 0, 1]]) == 1
+    documents = Documents.beginning_at(begins)
+    assert documents.positions.tolist() == [[0, 1, 0, 1, 2, 3, 0, 1], [0, 0, 1, 2, 0, 0, 1, 0]]
+    assert documents.cu_seqlens.tolist() == [0, 2, 6, 8, 9, 12, 13, 15, 16]
+    assert {x.dtype for x in (documents.positions, documents.cu_seqlens)} == {torch.int32}
+    one = Documents.beginning_at(torch.zeros(1, 5, dtype=torch.bool))
+    assert (one.positions.tolist(), one.cu_seqlens.tolist()) == ([[0, 1, 2, 3, 4]], [0, 5])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_a_token_sees_its_document_up_to_itself(dtype: torch.dtype) -> None:
-    mask = attention_mask(torch.tensor([[0, 0, 1, 1, 1, 2], [4, 4, 4, 4, 4, 4]]), dtype)
+    mask = attention_mask(packed(((2, 3, 1), (6,))).positions, dtype)
     assert mask.shape == (2, 1, 6, 6)
     assert mask.dtype == dtype
     assert set(mask.unique().tolist()) == {0.0, float("-inf")}
@@ -98,7 +102,7 @@ def test_a_row_of_one_document_is_a_row_without_documents(
 ) -> None:
     model, tokens = ours(config, stock), tokens_of(config)
     whole = model(tokens)
-    one = model(tokens, documents=torch.full_like(tokens, 3))
+    one = model(tokens, documents=packed(((24,),) * 3))
     assert float((one - whole).abs().max() / whole.abs().max()) < ROUNDING
 
 
@@ -107,9 +111,10 @@ def test_what_stands_in_another_document_changes_no_bit(
     config: ModelConfig, stock: PreTrainedModel
 ) -> None:
     model, tokens = ours(config, stock), tokens_of(config)
-    others = torch.where(DOCUMENTS == 1, (tokens + 1) % config.vocab_size, tokens)
+    second = (DOCUMENTS.positions == 0).cumsum(dim=1) == 2
+    others = torch.where(second, (tokens + 1) % config.vocab_size, tokens)
     before, after = (model(x, documents=DOCUMENTS) for x in (tokens, others))
-    elsewhere = DOCUMENTS != 1
+    elsewhere = ~second
     assert torch.equal(before[elsewhere], after[elsewhere])
     assert not torch.equal(before[~elsewhere], after[~elsewhere])
 
@@ -117,42 +122,29 @@ def test_what_stands_in_another_document_changes_no_bit(
 # --- the comparison notices -----------------------------------------------------------------------
 
 
-def all_that_is_not_later(documents: Tensor, dtype: torch.dtype, window: None) -> Tensor:
-    return attention_mask(torch.zeros_like(documents), dtype)
+def places_in_the_row(documents: Documents) -> Documents:
+    positions = torch.arange(24, dtype=torch.int32).expand(3, 24)
+    return replace(documents, positions=positions)
 
 
-def later_ones_of_the_document_too(documents: Tensor, dtype: torch.dtype, window: None) -> Tensor:
-    same = documents.unsqueeze(2) == documents.unsqueeze(1)
-    return torch.zeros(same.shape, dtype=dtype).masked_fill(~same, float("-inf")).unsqueeze(1)
+def one_document_too_long(documents: Documents) -> Documents:
+    cu_seqlens = documents.cu_seqlens.clone()
+    cu_seqlens[3] += 1
+    return replace(documents, cu_seqlens=cu_seqlens)
 
 
-def places_in_the_row(documents: Tensor) -> Tensor:
-    return torch.arange(documents.shape[1]).expand_as(documents)
-
-
-def transposed_mask(documents: Tensor, dtype: torch.dtype, window: None) -> Tensor:
-    return attention_mask(documents, dtype).transpose(2, 3)
-
-
-WRONG = {
-    "the mask of one document": ("attention_mask", all_that_is_not_later),
-    "a mask that is not causal": ("attention_mask", later_ones_of_the_document_too),
-    "a transposed mask": ("attention_mask", transposed_mask),
-    "positions in the row": ("positions_in", places_in_the_row),
-}
+def rows_of_one_document(documents: Documents) -> Documents:
+    return replace(documents, cu_seqlens=24 * torch.arange(4, dtype=torch.int32))
 
 
 @torch.no_grad()
-@pytest.mark.parametrize(("name", "wrong"), WRONG.values(), ids=WRONG.keys())
-def test_a_mistake_is_noticed(
-    name: str, wrong: Callable[..., Tensor], monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("wrong", [places_in_the_row, one_document_too_long, rows_of_one_document])
+def test_a_mistake_is_noticed(wrong: Callable[[Documents], Documents]) -> None:
     # Learned positions; rotary ones matter by their differences alone, which are the same anywhere.
     stock = stock_of(gpt2())
     model, tokens = ours(gpt2(), stock), tokens_of(gpt2())
     alone = [stock(piece).logits for piece in pieces(tokens)]
-    monkeypatch.setattr("megaspeed.model.gpt." + name, wrong)
-    assert difference(model(tokens, documents=DOCUMENTS), alone) > PLAINLY_WRONG
+    assert difference(model(tokens, documents=wrong(DOCUMENTS)), alone) > PLAINLY_WRONG
 
 
 @torch.no_grad()
@@ -162,20 +154,21 @@ def test_without_documents_a_row_differs(config: ModelConfig, stock: PreTrainedM
 
 
 @torch.no_grad()
-def test_rotary_angles_are_those_of_the_document(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rotary_angles_are_those_of_the_document() -> None:
     """Only differences of rotary positions matter, but far from 0 an angle has lost digits."""
     config = llama(max_position_embeddings=4016)
     model, piece = ours(config, stock_of(config)), random_tokens(config, batch=1, sequence=8)
     row = torch.cat((piece, torch.zeros(1, 4000, dtype=torch.int64), piece), dim=1)
+    documents = packed(((8, 4000, 8),))
 
-    def moved_by_distance() -> float:
-        logits = model(row, documents=numbers(((8, 4000, 8),)))
+    def moved_by_distance(documents: Documents) -> float:
+        logits = model(row, documents=documents)
         near, _, far = logits.split([8, 4000, 8], dim=1)
         return float((near - far).abs().max() / near.abs().max())
 
-    assert moved_by_distance() < 1e-6
-    monkeypatch.setattr("megaspeed.model.gpt.positions_in", places_in_the_row)
-    assert moved_by_distance() > 3e-6
+    assert moved_by_distance(documents) < 1e-6
+    in_the_row = replace(documents, positions=torch.arange(4016).unsqueeze(0))
+    assert moved_by_distance(in_the_row) > 3e-6
 
 
 def test_a_mask_of_a_window_made_in_inference_mode_serves_a_later_step() -> None:

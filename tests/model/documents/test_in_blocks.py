@@ -79,7 +79,6 @@ def test_without_documents_neither_mask_nor_positions_are_made(
         raise AssertionError("made although no documents were given")
 
     monkeypatch.setattr("megaspeed.model.gpt.attention_mask", unwanted)
-    monkeypatch.setattr("megaspeed.model.gpt.positions_in", unwanted)
     masks: list[object] = []
     fused = torch.nn.functional.scaled_dot_product_attention
 

@@ -1,0 +1,335 @@
+"""Attention within documents on a GPU: one kernel for a block, no host read, one compiled graph.
+
+torch's operator (`torch.nn.attention.varlen`) has no kernel for a CPU. Here it gets one, written
+from FlashAttention's documentation, so that all else of the GPU's path runs: its arguments, its
+autograd, recomputation, shards and the compiler.
+"""
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.nn.attention import varlen
+
+from megaspeed.analysis.verification.reference import train_reference
+from megaspeed.analysis.verification.verify import ParallelRun, train_rank, whole_batch
+from megaspeed.config.model import ModelConfig
+from megaspeed.config.resolve import Run
+from megaspeed.config.run import Recomputation
+from megaspeed.data.corpus import PreparedCorpus
+from megaspeed.model.documents import Documents, boundaries_of_rows
+from megaspeed.model.gpt import GPT
+from megaspeed.topology.activity import Activity
+from megaspeed.topology.launch import LaunchEnvironment
+from megaspeed.training.compilation import Compilation
+from tests.model.documents.packed_rows import LENGTHS, packed
+from tests.model.tiny_gpt import gpt2, gradients, initialized, llama
+from tests.paper_gpu.fake_world import LLAMA
+from tests.paper_gpu.paper_step import PaperStep, step_of
+from tests.paper_gpu.test_attention import every_model
+from tests.support.rank_pool import RankPool
+from tests.support.tiny import LLAMA as TINY_LLAMA
+from tests.support.tiny import short_documents, tiny_corpus, tiny_run
+
+
+def weights_of(
+    q: Tensor, k: Tensor, cu_seqlens: Tensor, window: list[int]
+) -> tuple[Tensor, Tensor]:
+    """The softmax (H, T, T) of q and k (T, H, K), and the logarithms (H, T) of its sums.
+
+    A window (left, right) is of the keys before and after a query; -1 is unlimited.
+    """
+    places = torch.arange(len(q))
+    number = torch.searchsorted(cu_seqlens, places, right=True)
+    before = places.unsqueeze(1) - places
+    left, right = (len(q) if side < 0 else side for side in window)
+    seen = (number.unsqueeze(1) == number) & (before <= left) & (-before <= right)
+    scores = torch.einsum("qhd,khd->hqk", q.float(), k.float()) / math.sqrt(q.shape[-1])
+    scores = scores.masked_fill(~seen, float("-inf"))
+    return scores.softmax(-1), scores.logsumexp(-1)
+
+
+def shared(x: Tensor, heads: int) -> Tensor:
+    """Key or value heads (T, H_kv, K), once for each query head."""
+    return x.float().repeat_interleave(heads // x.shape[1], dim=1)
+
+
+@varlen._varlen_attn.register_kernel("cpu")
+def forward_kernel(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor,
+    cu_k: Tensor,
+    max_q: int,
+    max_k: int,
+    is_causal: bool,
+    scale: None,
+    window: list[int],
+    grouped: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    assert max_q == max_k and scale is None
+    assert cu_seqlens.data_ptr() == cu_k.data_ptr() and cu_seqlens.dtype == torch.int32
+    assert is_causal == (window == [-1, 0]) and grouped == (q.shape[1] != k.shape[1])
+    weights, sums = weights_of(q, shared(k, q.shape[1]), cu_seqlens, window)
+    out = torch.einsum("hqk,khd->qhd", weights, shared(v, q.shape[1]))
+    return out.to(q.dtype).contiguous(), sums, torch.zeros(2, dtype=torch.uint64)
+
+
+@varlen._varlen_attn_backward.register_kernel("cpu")
+def backward_kernel(
+    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor, *options: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    cu_seqlens, window = options[0], options[-1]
+    keys, values, gradient = shared(k, q.shape[1]), shared(v, q.shape[1]), gradient.float()
+    weights, _ = weights_of(q, keys, cu_seqlens, window)
+    of_weights = torch.einsum("qhd,khd->hqk", gradient, values)
+    inner = (gradient * out).sum(-1).T.unsqueeze(-1)
+    of_scores = weights * (of_weights - inner) / math.sqrt(q.shape[-1])
+    of_q = torch.einsum("hqk,khd->qhd", of_scores, keys)
+    of_k = torch.einsum("hqk,qhd->khd", of_scores, q.float())
+    of_v = torch.einsum("hqk,qhd->khd", weights, gradient)
+    grouped = [x.unflatten(1, (k.shape[1], -1)).sum(2) for x in (of_k, of_v)]
+    return tuple(x.to(q.dtype).contiguous() for x in (of_q, *grouped))
+
+
+@contextmanager
+def path(name: str) -> Iterator[None]:
+    """Attention to documents as on a "cpu", as on a "gpu" in 16 bits, or with a "mask"."""
+    with pytest.MonkeyPatch.context() as patch:
+        if name != "cpu":
+            patch.setattr("megaspeed.model.gpt.attends_without_mask", lambda *_: name == "gpu")
+        if name == "gpu":
+            patch.setattr("megaspeed.model.documents._is_on_cpu", lambda _: False)
+        yield
+
+
+CONFIGS = {
+    "gpt2": gpt2(),
+    "llama": llama(),
+    "one key/value head": llama(num_key_value_heads=1),
+    "head norms": llama(qk_norm=True),
+    "a window": llama(sliding_window=3),
+    "a window of one": llama(sliding_window=1),
+    "a window longer than the row": llama(sliding_window=30),
+}
+# A row may end with a document of one token, be one document, or begin with several of one token.
+ROWS = packed((*LENGTHS, (23, 1)))
+OTHERS = [packed(((24,),) * 4), packed(((1,) * 24,) * 4), packed(((2, 22),) * 4)]
+
+
+def trained(
+    config: ModelConfig,
+    documents: Documents | None,
+    device: torch.device | None = None,
+    **options: Any,
+) -> list[Tensor]:
+    """Logits and gradients in fp32; on a device, in bf16."""
+    boundaries_of_rows.cache_clear()
+    model = initialized(config, **options)
+    tokens = torch.arange(96).view(4, 24) * 7 % config.vocab_size
+    if device is not None:
+        model, tokens = model.to(device, torch.bfloat16), tokens.to(device)
+        if documents is not None:
+            documents = documents.moved(lambda tensor: tensor.to(device))
+    logits = model(tokens, None, documents)
+    (logits * torch.linspace(-1, 1, logits.shape[-1], device=device)).sum().backward()
+    return [x.float() for x in (logits.detach(), *gradients(model).values())]
+
+
+def largest_difference(some: list[Tensor], others: list[Tensor]) -> float:
+    """Of the norms, relative to the norm; absolute if that is below 1."""
+    pairs = zip(some, others, strict=True)
+    return max(float((a - b).norm() / b.norm().clamp(min=1.0)) for a, b in pairs)
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
+def test_without_a_mask_logits_and_gradients_are_those_with_one(config: ModelConfig) -> None:
+    for documents in (ROWS, *OTHERS):
+        with path("mask"):
+            expected = trained(config, documents)
+        for name in ("cpu", "gpu"):
+            with path(name):
+                assert largest_difference(trained(config, documents), expected) < 1e-6
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
+def test_torchs_own_kernel_agrees_with_the_mask(config: ModelConfig) -> None:
+    device = torch.device("cuda")
+    for documents in (ROWS, OTHERS[2], None):
+        found = trained(config, documents, device)
+        with path("mask"):
+            expected = trained(config, documents, device)
+        assert largest_difference(found, expected) < 3e-2
+
+
+def test_a_window_in_rows_of_one_document_needs_no_mask() -> None:
+    config = llama(sliding_window=3)
+    with path("mask"):
+        expected = trained(config, None)
+    with path("gpu"):
+        assert largest_difference(trained(config, None), expected) < 1e-6
+        assert boundaries_of_rows.cache_info().currsize == 1
+        boundaries_of_rows.cache_clear()
+        with torch.inference_mode():
+            initialized(config)(torch.zeros(4, 24, dtype=torch.int64))
+        model = initialized(config)
+        model(torch.zeros(4, 24, dtype=torch.int64)).sum().backward()
+        assert boundaries_of_rows.cache_info().hits == 1
+
+
+@pytest.mark.parametrize("recomputation", ["selective", "full"])
+@pytest.mark.parametrize("name", ["cpu", "gpu"])
+def test_recomputed_blocks_give_the_same_bits(name: str, recomputation: Recomputation) -> None:
+    with path(name):
+        expected = trained(llama(), ROWS)
+        found = trained(llama(), ROWS, recomputation=recomputation)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_a_wrong_boundary_is_noticed() -> None:
+    with path("mask"):
+        expected = trained(llama(), ROWS)
+    ROWS.cu_seqlens[2] += 1
+    for name in ("cpu", "gpu"):
+        with path(name):
+            assert largest_difference(trained(llama(), ROWS), expected) > 1e-2
+    ROWS.cu_seqlens[2] -= 1
+
+
+@pytest.mark.parametrize("heads", [4, 2])
+def test_the_operator_for_cpus_keeps_torchs_rules(heads: int) -> None:
+    q, k, v = (torch.randn(24, n, 8, requires_grad=True) for n in (4, heads, heads))
+    torch.library.opcheck(
+        torch.ops.megaspeed.document_attention.default, (q, k, v, packed(((5, 1, 18),)).cu_seqlens)
+    )
+
+
+@pytest.mark.parametrize("recomputation", ["none", "selective"])
+@pytest.mark.parametrize("name", ["cpu", "gpu"])
+def test_any_number_of_documents_is_one_graph(name: str, recomputation: Recomputation) -> None:
+    Compilation(Activity())
+    compiler = CompileCounterWithBackend("aot_eager")
+    eager, compiled = (initialized(llama(), recomputation=recomputation) for _ in range(2))
+    for block in compiled.blocks.values():
+        block.forward = torch.compile(
+            block.forward, fullgraph=True, dynamic=False, backend=compiler
+        )
+    tokens = torch.arange(96).view(4, 24)
+    with path(name):
+        for documents in (*OTHERS, ROWS):
+            results = []
+            for model in (eager, compiled):
+                logits = model(tokens, None, documents)
+                logits.square().mean().backward()
+                results.append([logits.detach(), *gradients(model).values()])
+                model.zero_grad()
+            assert largest_difference(results[1], results[0]) < 1e-6
+    assert compiler.frame_count == 1
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("config", every_model().values(), ids=every_model().keys())
+def test_torch_takes_the_shapes_of_every_preset(config: ModelConfig) -> None:
+    """On the meta device, as the compiler sees them. `flash_api.cpp` of torch states what a GPU's
+    kernel requires; the last line is what its 16-byte loads rely on.
+    """
+    with torch.device("meta"):
+        model = GPT(config).to(torch.bfloat16)
+        tokens = torch.zeros(2, 16, dtype=torch.int64)
+    documents = packed(((5, 11), (16,))).moved(lambda tensor: tensor.to("meta"))
+    calls: list[tuple[Tensor, ...]] = []
+    with pytest.MonkeyPatch.context() as patch:
+        attend = varlen.varlen_attn
+
+        def watched(*args: Any, **options: Any) -> Any:
+            calls.append(args[:5])
+            return attend(*args, **options)
+
+        patch.setattr(varlen, "varlen_attn", watched)
+        model(tokens, None, documents).sum().backward()
+    ((*operands, cu_seqlens, _),) = calls  # one a layer
+    assert cu_seqlens.dtype == torch.int32 and cu_seqlens.is_contiguous()
+    key_value_heads = config.num_key_value_heads
+    heads_of_operands = (config.num_attention_heads, key_value_heads, key_value_heads)
+    for x, heads in zip(operands, heads_of_operands, strict=True):
+        assert x.dtype == torch.bfloat16 and x.shape == (32, heads, config.head_dim)
+        assert config.head_dim % 8 == 0 and config.head_dim <= 256 and x.stride(2) == 1
+        assert all(n % 8 == 0 for n in (x.stride(0), x.stride(1), x.storage_offset()))
+    assert len(gradients(model)) > 0
+
+
+SELECTIVE = {"sequence_parallel": True, "activation_checkpointing": "selective"}
+
+
+def train_as_on_a_gpu(
+    launch: LaunchEnvironment, run: Run, corpus: PreparedCorpus
+) -> ParallelRun | None:
+    with path("gpu"):
+        return train_rank(launch, run, corpus, steps=2)
+
+
+def test_a_layout_is_one_process_with_a_mask(pool: RankPool, tmp_path: Path) -> None:
+    run = tiny_run(
+        short_documents(Path(__file__).parents[2] / "LICENSE", tmp_path),
+        pp=2,
+        tp=2,
+        model={**TINY_LLAMA, "sliding_window": 6},
+        parallel=SELECTIVE,
+        data={"reset_at_documents": True},
+        zero_optimization={"stage": 2},
+    )
+    corpus = tiny_corpus(run, tmp_path / "cache")
+    found, *_ = pool.run(4, train_as_on_a_gpu, run, corpus)
+    assert found is not None
+    with path("mask"):
+        expected = train_reference(run, partial(whole_batch, run, corpus), steps=2)
+    assert found.losses == pytest.approx(expected.losses, rel=1e-6)
+    assert found.grad_norms == pytest.approx(expected.grad_norms, rel=1e-5)
+
+
+def step_as_on_a_gpu(launch: LaunchEnvironment, rank: int, changes: dict[str, Any]) -> PaperStep:
+    with path("gpu"):
+        return step_of(launch, rank, changes)
+
+
+RESET: dict[str, Any] = {"model": LLAMA, "data": {"reset_at_documents": True}}
+
+
+@pytest.mark.parametrize(
+    ("rank", "layout"),
+    [
+        (0, {"dp": 2, "tp": 2, "zero_optimization": {"stage": 3}}),
+        (3, {"pp": 2, "tp": 2, "parallel": SELECTIVE}),
+        (0, {"model": {**LLAMA, "sliding_window": 4}}),
+    ],
+    ids=["zero3", "second-stage-selective", "window"],
+)
+def test_no_pass_reads_the_documents_from_the_device(
+    pool: RankPool, rank: int, layout: dict[str, Any]
+) -> None:
+    (step,) = pool.run(1, step_as_on_a_gpu, rank, {**RESET, **layout})
+    assert step.device_waits == {}
+    ((place, count),) = step.reads.items()
+    assert "exchange" in place and count == 1
+
+
+def test_a_block_launches_two_kernels_more_than_in_a_row_of_one_document(pool: RankPool) -> None:
+    """They are torch's gradients of zero, for the operator's results that nothing uses."""
+    of_block = []
+    for changes in ({"model": LLAMA}, RESET):
+        models = ({**LLAMA, "num_hidden_layers": blocks} for blocks in (1, 2))
+        (one,), (two,) = (
+            pool.run(1, step_as_on_a_gpu, 0, {**changes, "model": model}) for model in models
+        )
+        of_block.append(two.launches - one.launches)
+    micro_batches = 2
+    assert of_block[1] - of_block[0] == 2 * micro_batches
