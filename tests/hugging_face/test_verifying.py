@@ -68,7 +68,7 @@ def test_a_model_takes_prompts_of_up_to_512_tokens() -> None:
 def shifted(by: float, dtype: torch.dtype = torch.float32) -> Callable[..., Tensor]:
     """A forward pass of the head that adds ``by`` to one logit if it computes in ``dtype``."""
 
-    def forward(self: Head, x: Tensor) -> Tensor:
+    def forward(self: Head, x: Tensor, loss: None) -> Tensor:
         logits: Tensor = self.output(self.norm(x))
         logits[..., 5] += by if x.dtype == dtype else 0.0
         return logits
