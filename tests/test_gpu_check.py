@@ -105,7 +105,7 @@ def test_on_a_gpu_fp16_is_verified_with_a_constant_loss_scale(tmp_path: Path) ->
         if section.labels["kind"] == "verify" and section.not_run is None
     ]
     assert [command[command.index("--device") + 1] for command in verified] == ["cuda", "cuda"]
-    assert "bf16.enabled=true" in verified[0]
+    assert {"bf16.enabled=true", "data.reset_at_documents=true"} <= set(verified[0])
     assert {"fp16.enabled=true", "fp16.loss_scale=1024"} <= set(verified[1])
 
 
