@@ -115,7 +115,7 @@ class Worker:
         self.compilation: Compilation | None = None
         """None if nothing is compiled."""
         if compiles:
-            self.compilation = Compilation(context.activity)
+            self.compilation = Compilation(context.activity, keeps_order=run.grid.tp > 1)
             self.compilation.compile_blocks(module)
             self._loss_function = self.compilation.compiled(self._loss_function)
 
