@@ -225,7 +225,7 @@ class Worker:
         if context.pp_group is None:
             return Neighbours(before=None, after=None)
         sequence = run.config.data.sequence_length
-        if run.config.parallel.sequence_parallel:
+        if run.sequence_parallel:
             sequence //= context.tp_size
         return Neighbours.connect(
             context.pp_group,
