@@ -12,8 +12,8 @@ are split, and f and g become
     input of a column-parallel layer       forward all-gather       backward reduce-scatter
     reduce_scatter_sequence                forward reduce-scatter   backward all-gather
 
-f is a part of ``layers.column_parallel_linear``, because its backward overlaps with matrix products.
-``split_sequence`` takes this rank's part of an activation that is the same on all ranks.
+f is a part of ``layers.column_parallel_linear``, because its backward overlaps with products of
+matrices. ``split_sequence`` takes this rank's part of an activation that all ranks have.
 
 Hidden states are (B, S, D). Of the B S tokens in this order, rank r of tp has the r-th B S / tp:
 

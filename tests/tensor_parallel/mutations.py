@@ -2,7 +2,6 @@
 
 from importlib import import_module
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
