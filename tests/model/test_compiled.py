@@ -241,7 +241,9 @@ def test_a_compiled_backward_multiplies_while_it_communicates(split: bool) -> No
     gradient; while an input is gathered again, the product of its gradient.
     """
     Compilation(Activity(), keeps_order=True)
-    run = paper_run(tp=2, model=GPT2, parallel={"sequence_parallel": split}, **COMPILED)
+    parallel = {"sequence_parallel": split}
+    changes: dict[str, Any] = {"model": GPT2, "parallel": parallel, **COMPILED}
+    run = paper_run(tp=2, **changes)
     with fake_context(run.grid, rank=0) as context:
         model = plain_model(run)
         parallelize(model, run.config.model, tensor_axis(run, context))

@@ -1,4 +1,4 @@
-"""A column-parallel layer's backward multiplies while it communicates."""
+"""Collectives of a block copy nothing, and overlap with products in the backward."""
 
 from typing import Any
 
@@ -8,8 +8,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megaspeed.tensor_parallel.collectives import Pending, TensorAxis
 from megaspeed.tensor_parallel.layers import column_parallel_linear
+from megaspeed.tensor_parallel.parallelize import materialize, parallelize
 from megaspeed.topology.grid import Grid
-from tests.paper_gpu.fake_world import fake_context
+from megaspeed.training.rank_model import plain_model, tensor_axis
+from tests.paper_gpu.fake_world import GPT2, fake_context, paper_run
+from tests.paper_gpu.recorder import Recorder
 
 
 class Order(TorchDispatchMode):
@@ -58,3 +61,25 @@ def test_products_of_gradients_are_between_a_collective_and_its_wait(
         with Order(monkeypatch) as recorded:
             y.backward(torch.ones_like(y))
     assert recorded.calls == order
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_no_collective_of_a_block_copies_what_it_sends_or_receives(split: bool) -> None:
+    """With several samples. Transposed copies were 20 for each block and micro-batch."""
+    changes: dict[str, Any] = {"model": GPT2, "parallel": {"sequence_parallel": split}}
+    run = paper_run(tp=2, **changes)
+    with fake_context(run.grid, rank=0) as context:
+        model = plain_model(run)
+        shards = parallelize(model, run.config.model, tensor_axis(run, context))
+        materialize(
+            model,
+            lambda name: torch.zeros(shards[name].local_shape),
+            device=context.device,
+            dtype=torch.bfloat16,
+        )
+        x = torch.ones(3, 16 // model.sequence_parts, 32, dtype=torch.bfloat16, requires_grad=True)
+        with Recorder() as recorder:
+            y = model.blocks["0"](x, None)
+            y.backward(torch.ones_like(y))
+    assert len(recorder.messages) == (10 if split else 4)
+    assert not {"clone", "copy_", "_to_copy"} & recorder.launches.keys()
