@@ -41,8 +41,9 @@ _PATHS = {
 class Run:
     """A run on a number of processes.
 
-    `config` is resolved: it states the data degree, all batch keys, the gradient reduction, the run
-    folder, ZeRO's bucket sizes and the scheduler's numbers. Learning rates are scaled.
+    `config` is resolved: it states the data degree, all batch keys, the gradient reduction, whether
+    the sequence is split, the run folder, ZeRO's bucket sizes and the scheduler's numbers. Learning
+    rates are scaled.
     """
 
     config: RunConfig
@@ -70,6 +71,11 @@ class Run:
     def zero_stage(self) -> int:
         """0 to 3."""
         return self.config.zero_optimization.stage
+
+    @property
+    def sequence_parallel(self) -> bool:
+        """Whether activations between blocks are split over the tensor axis."""
+        return self.config.parallel.sequence_parallel is True and self.grid.tp > 1
 
     @property
     def accumulation_dtype(self) -> Precision:
@@ -143,7 +149,11 @@ def resolve_run(
             "train_micro_batch_size_per_gpu": batch.micro_batch_size,
             "gradient_accumulation_steps": batch.gradient_accumulation_steps,
             "parallel": config.parallel.model_copy(
-                update={"data": grid.dp, "gradient_reduction": reduction}
+                update={
+                    "data": grid.dp,
+                    "gradient_reduction": reduction,
+                    "sequence_parallel": _splits_sequence(config, device_type),
+                }
             ),
             "training": _resolve_training(config, name, batch),
             "optimizer": _resolve_optimizer(config, scaling),
@@ -160,6 +170,14 @@ def _gradient_reduction(config: RunConfig) -> GradientReduction:
     if config.parallel.gradient_reduction != "auto":
         return config.parallel.gradient_reduction
     return "per_step" if config.zero_optimization.stage < 2 else "per_micro_batch"
+
+
+def _splits_sequence(config: RunConfig, device_type: str) -> bool:
+    """auto: on CUDA, where the additional gathers overlap with products, if the parts are equal."""
+    stated, tp = config.parallel.sequence_parallel, config.parallel.tensor
+    if stated != "auto":
+        return stated
+    return device_type == "cuda" and tp > 1 and config.data.sequence_length % tp == 0
 
 
 def _precision(config: RunConfig) -> Precision:

@@ -215,7 +215,7 @@ def sequence_fits_positions(model: ModelConfig, data: DataConfig) -> Iterator[st
 def tensor_divides_sequence(parallel: ParallelConfig, data: DataConfig) -> Iterator[str]:
     """With sequence parallelism, tensor ranks hold equal parts of the sequence."""
     length, tp = data.sequence_length, parallel.tensor
-    if parallel.sequence_parallel and length % tp:
+    if parallel.sequence_parallel is True and length % tp:
         yield (
             f"data.sequence_length {length} must be divisible by parallel.tensor {tp} if "
             "parallel.sequence_parallel is true, because tensor ranks hold equal parts of the "

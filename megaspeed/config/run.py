@@ -27,9 +27,10 @@ class ParallelConfig(Section):
     """true: more processes may be started than the layout uses. The spare ranks wait until the run
     ends. With data "auto", data is the largest degree that fits the batch. false: the number of
     processes must fit."""
-    sequence_parallel: bool = False
-    """Split activations between blocks along the sequence over the tensor axis;
-    data.sequence_length must be divisible by tensor."""
+    sequence_parallel: Literal["auto"] | bool = "auto"
+    """Split activations between blocks over the tensor axis; data.sequence_length must be divisible
+    by tensor. auto: on CUDA, if it is divisible. A rank keeps less for backward, which gathers some
+    inputs once more while it computes."""
     schedule: Literal["gpipe", "1f1b"] = "1f1b"
     """Order of forwards and backwards in the pipeline. 1f1b keeps at most `pipeline` micro-batches
     in memory, gpipe all of them."""

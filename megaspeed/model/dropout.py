@@ -36,14 +36,15 @@ _LOWBIAS32 = (0x7FEB352D, 0x846CA68B - 2**32)
 
 @dataclass(frozen=True, kw_only=True)
 class MaskShard:
-    """The part of the full mask that a rank applies: chunk ``index`` of ``count`` along dim 0 of a
-    sample.
+    """The part of the full mask that a rank applies: part ``index`` of ``count`` equal ones.
 
-    For a hidden state (S, D) this is the sequence, for attention probabilities (H, S, S) the heads.
+    Each sample of attention probabilities (H, S, S) is split by heads. Hidden states (B, S, D) are
+    split by tokens, all samples together (``across_samples``).
     """
 
     index: int = 0
     count: int = 1
+    across_samples: bool = False
 
 
 class SampleDropout(nn.Module):
@@ -76,7 +77,8 @@ class SampleDropout(nn.Module):
         """Drop elements of ``x`` (B, ..., C), and divide the others by 1 - probability.
 
         Args:
-            x: row b is this rank's part of sample ``samples[b]``.
+            x: row b is this rank's part of sample ``samples[b]``; or all of ``x`` is this rank's
+                part of all samples, if the mask is split across samples.
             samples: (B,) int64, on the device of ``x``; None if the dropout is not active.
         """
         if not self.active:
@@ -112,8 +114,13 @@ class _Drop(torch.autograd.Function):
 
 def _drop(x: Tensor, key: Tensor, samples: Tensor, shard: MaskShard, probability: float) -> Tensor:
     rows = math.prod(x.shape[1:-1])
-    first = shard.index * rows
-    words = row_words(key, samples, range(first, first + rows), full_rows=shard.count * rows)
+    full_rows = shard.count * rows
+    if shard.across_samples:
+        every = row_words(key, samples, range(full_rows), full_rows=full_rows)
+        words = every.view(-1).chunk(shard.count)[shard.index]
+    else:
+        first = shard.index * rows
+        words = row_words(key, samples, range(first, first + rows), full_rows=full_rows)
     threshold = min(round(probability * 2**32), 2**32 - 1)
     kept = element_hashes(words, x.shape[-1]).ge_(threshold - 2**31)  # 1 or 0, in place
     return kept.view(x.shape).to(x.dtype).mul_(x).mul_(1.0 / (1.0 - probability))
@@ -137,7 +144,7 @@ def row_words(key: Tensor, samples: Tensor, rows: range, *, full_rows: int) -> T
 
 
 def element_hashes(words: Tensor, columns: int) -> Tensor:
-    """A hash (B, rows, columns) int32 for each element; ``words`` (B, rows) are those of the rows.
+    """A hash (..., columns) int32 for each element; ``words`` (...) are those of the rows.
 
     This is lowbias32 with the upper half of the word as a second key. It omits the first xor-shift,
     because it would only map the random word to another one, and the last xor-shift, because it

@@ -1,19 +1,29 @@
-"""Conjugate collectives: each one's backward is the other's forward.
+"""Collectives over the tensor axis, and the functions of autograd that are made of them.
 
-Column- and row-parallel layers come in pairs (Shoeybi et al. 2019, Megatron-LM, section 3):
+Column- and row-parallel layers come in pairs (Shoeybi et al. 2019, Megatron-LM, section 3), between
+two conjugate functions: each one's backward is the other's forward.
 
-    f = copy_to_tensor_axis      forward identity              backward all-reduce
-    g = reduce_from_tensor_axis  forward all-reduce            backward identity
+    f = input of a column-parallel layer   forward identity         backward all-reduce
+    g = reduce_from_tensor_axis            forward all-reduce       backward identity
 
 With sequence parallelism (Korthikanti et al. 2022, section 4.2.2), activations between the pairs
-are split along the sequence, and f and g become
+are split, and f and g become
 
-    gathered_linear (its input)  forward all-gather            backward reduce-scatter
-    reduce_scatter_sequence      forward reduce-scatter        backward all-gather
+    input of a column-parallel layer       forward all-gather       backward reduce-scatter
+    reduce_scatter_sequence                forward reduce-scatter   backward all-gather
 
-``split_sequence`` takes this rank's part of an activation that is the same on all ranks.
-Hidden states are (B, S, D), the sequence is dim 1. Every function is the identity on an axis of one
-rank.
+f is a part of ``layers.column_parallel_linear``, because its backward overlaps with products of
+matrices. ``split_sequence`` takes this rank's part of an activation that all ranks have.
+
+Hidden states are (B, S, D). Of the B S tokens in this order, rank r of tp has the r-th B S / tp:
+
+    tokens of B 2, S 4     a b c d | e f g h
+    parts of tp 4          a b | c d | e f | g h     each (B, S/tp, D), although a row of it
+                                                     is not a part of a row of the batch
+
+So the parts lie one after another in memory, and no collective needs a transposed copy. All that is
+computed between the pairs is computed for each token alone, except masks of dropout, which know
+where a part is (``MaskShard``). Every function is the identity on an axis of one rank.
 """
 
 from collections.abc import Callable
@@ -44,24 +54,69 @@ class TensorAxis:
             return nullcontext()
         return self.timeline.part("tensor")
 
+    @property
+    def name(self) -> str:
+        """The name by which compiled code finds the group."""
+        assert self.group is not None, "an axis of several ranks has a group"
+        return self.group.group_name
+
 
 _Collective = Callable[[Tensor, TensorAxis], Tensor]
-
-_SEQUENCE_DIM = 1
 
 # torch 2.13 deprecates the old names of these two collectives; torch 2.11 has only the old names.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
+# torch.compile translates only collectives that are waited for at once to these. Here, the wait is
+# an operation of its own, which stays where it is in the compiled graph.
+_compiled: Any = torch.ops._c10d_functional
 
-def copy_to_tensor_axis(x: Tensor, axis: TensorAxis) -> Tensor:
-    """f: returns ``x``; sums its gradient over the axis. For inputs of column-parallel layers."""
-    return x if axis.size == 1 else _Conjugate.apply(x, axis, _identity, all_reduce)
+
+class Pending:
+    """A collective that has been started. Computation may continue until ``wait``."""
+
+    def __init__(self, result: Tensor, work: Any, axis: TensorAxis) -> None:
+        self._result, self._work, self._axis = result, work, axis
+
+    def wait(self) -> Tensor:
+        """The result. On a GPU, the current stream waits, and the host does not."""
+        if torch.compiler.is_compiling():
+            waited: Tensor = _compiled.wait_tensor(self._result)
+            return waited
+        with self._axis.timed():
+            self._work.wait()
+        return self._result
+
+
+def start_all_reduce(x: Tensor, axis: TensorAxis) -> Pending:
+    """Start to sum ``x``, which is contiguous, over the axis in place."""
+    if torch.compiler.is_compiling():  # the compiler decides whether it is in place
+        return Pending(_compiled.all_reduce(x, "sum", axis.name), None, axis)
+    return Pending(x, dist.all_reduce(x, group=axis.group, async_op=True), axis)
+
+
+def start_all_gather(part: Tensor, axis: TensorAxis) -> Pending:
+    """Start to concatenate the ranks' parts (n/tp, ...) to (n, ...)."""
+    part = part.contiguous()
+    if torch.compiler.is_compiling():
+        return Pending(_compiled.all_gather_into_tensor(part, axis.size, axis.name), None, axis)
+    full = part.new_empty((len(part) * axis.size, *part.shape[1:]))
+    return Pending(full, _all_gather(full, part, group=axis.group, async_op=True), axis)
+
+
+def start_reduce_scatter(full: Tensor, axis: TensorAxis) -> Pending:
+    """Start to compute this rank's (n/tp, ...) of the sum over the axis of ``full`` (n, ...)."""
+    full = full.contiguous()
+    if torch.compiler.is_compiling():
+        part = _compiled.reduce_scatter_tensor(full, "sum", axis.size, axis.name)
+        return Pending(part, None, axis)
+    part = full.new_empty((len(full) // axis.size, *full.shape[1:]))
+    return Pending(part, _reduce_scatter(part, full, group=axis.group, async_op=True), axis)
 
 
 def reduce_from_tensor_axis(x: Tensor, axis: TensorAxis) -> Tensor:
-    """g: sums ``x`` over the axis; keeps its gradient. For outputs of row-parallel layers."""
-    return x if axis.size == 1 else _Conjugate.apply(x, axis, all_reduce, _identity)
+    """g: sums ``x`` over the axis, in place. For outputs of row-parallel layers."""
+    return x if axis.size == 1 else _Sum.apply(x, axis)
 
 
 def reduce_scatter_sequence(x: Tensor, axis: TensorAxis) -> Tensor:
@@ -75,42 +130,42 @@ def split_sequence(x: Tensor, axis: TensorAxis) -> Tensor:
     """This rank's (B, S/tp, D) of a replicated ``x`` (B, S, D); the gradient is gathered."""
     if axis.size == 1:
         return x
-    return _Conjugate.apply(x, axis, _own_chunk, all_gather_sequence)
-
-
-def all_reduce(x: Tensor, axis: TensorAxis) -> Tensor:
-    """A new tensor with the sum of ``x`` over the axis; no gradient."""
-    total = x.clone(memory_format=torch.contiguous_format)
-    with axis.timed():
-        dist.all_reduce(total, group=axis.group)
-    return total
+    return _Conjugate.apply(x, axis, _own_part, all_gather_sequence)
 
 
 def all_gather_sequence(x: Tensor, axis: TensorAxis) -> Tensor:
     """The ranks' parts (B, S/tp, ...) as one (B, S, ...); no gradient."""
-    # The collective concatenates along dim 0, so the sequence is moved there and back.
-    part = x.transpose(0, _SEQUENCE_DIM).contiguous()
-    full = part.new_empty((part.shape[0] * axis.size, *part.shape[1:]))
-    with axis.timed():
-        _all_gather(full, part, group=axis.group)
-    return full.transpose(0, _SEQUENCE_DIM).contiguous()
+    batch, sequence = x.shape[:2]
+    full = start_all_gather(x.flatten(0, 1), axis).wait()
+    return full.view(batch, sequence * axis.size, *x.shape[2:])
 
 
 def reduce_scatter_sum(x: Tensor, axis: TensorAxis) -> Tensor:
     """This rank's (B, S/tp, ...) of the sum over the axis of ``x`` (B, S, ...); no gradient."""
-    full = x.transpose(0, _SEQUENCE_DIM).contiguous()
-    part = full.new_empty((full.shape[0] // axis.size, *full.shape[1:]))
-    with axis.timed():
-        _reduce_scatter(part, full, group=axis.group)
-    return part.transpose(0, _SEQUENCE_DIM).contiguous()
+    batch, sequence = x.shape[:2]
+    part = start_reduce_scatter(x.flatten(0, 1), axis).wait()
+    return part.view(batch, sequence // axis.size, *x.shape[2:])
 
 
-def _own_chunk(x: Tensor, axis: TensorAxis) -> Tensor:
-    return x.chunk(axis.size, dim=_SEQUENCE_DIM)[axis.rank].contiguous()
+def _own_part(x: Tensor, axis: TensorAxis) -> Tensor:
+    batch, sequence = x.shape[:2]
+    part = x.flatten(0, 1).chunk(axis.size)[axis.rank]
+    # A copy, because a view would keep the memory of the other parts.
+    return part.clone().view(batch, sequence // axis.size, *x.shape[2:])
 
 
-def _identity(x: Tensor, axis: TensorAxis) -> Tensor:
-    return x.view_as(x)
+class _Sum(torch.autograd.Function):
+    """Sums over the axis; keeps the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: TensorAxis) -> Tensor:
+        if not torch.compiler.is_compiling():
+            ctx.mark_dirty(x)
+        return start_all_reduce(x, axis).wait()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
 
 
 class _Conjugate(torch.autograd.Function):

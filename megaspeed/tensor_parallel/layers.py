@@ -17,17 +17,25 @@ from torch import Tensor, nn
 from megaspeed.tensor_parallel.collectives import (
     TensorAxis,
     all_gather_sequence,
-    copy_to_tensor_axis,
     reduce_from_tensor_axis,
     reduce_scatter_sequence,
-    reduce_scatter_sum,
+    start_all_gather,
+    start_all_reduce,
+    start_reduce_scatter,
 )
 
 _META = torch.device("meta")
 
 
-def gathered_linear(x: Tensor, weight: Tensor, bias: Tensor | None, axis: TensorAxis) -> Tensor:
-    """A linear layer on an input that is split along the sequence.
+def column_parallel_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, axis: TensorAxis
+) -> Tensor:
+    """A linear layer whose weight is split by rows, so that each rank has a part of its output.
+
+        forward    y = x A^T + b
+        backward   dx = all-reduce(dy A),  dA = dy^T x,  db = sum(dy)
+
+    With sequence parallelism, the input is split, too:
 
         forward    y = gather(x) A^T + b
         backward   dx = reduce-scatter(dy A),  dA = dy^T gather(x),  db = sum(dy)
@@ -35,31 +43,42 @@ def gathered_linear(x: Tensor, weight: Tensor, bias: Tensor | None, axis: Tensor
     The input is gathered again in backward, so a rank saves only (B, S/tp, in) for it. Without
     this, sequence parallelism would save little memory (Korthikanti et al. 2022, section 4.2.2).
 
+    Backward communicates while it multiplies: the input is gathered during dy A, and dx is summed
+    while dA and db are computed. So neither takes time if the products take longer.
+
     Returns:
         (B, S, rows of ``weight``).
     """
     if axis.size == 1:
         return F.linear(x, weight, bias)
-    return _GatheredLinear.apply(x, weight, bias, axis)
+    return _ColumnParallelLinear.apply(x, weight, bias, axis)
 
 
-class _GatheredLinear(torch.autograd.Function):
+class _ColumnParallelLinear(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, axis: TensorAxis
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.axis, ctx.has_bias = axis, bias is not None
-        return F.linear(all_gather_sequence(x, axis), weight, bias)
+        return F.linear(all_gather_sequence(x, axis) if axis.sequence_parallel else x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor | None, None]:
         x, weight = ctx.saved_tensors
+        axis: TensorAxis = ctx.axis
         rows = gradient.flatten(0, 1)  # (B S, rows)
-        inputs = all_gather_sequence(x, ctx.axis).flatten(0, 1)  # (B S, in)
-        x_gradient = reduce_scatter_sum(gradient @ weight, ctx.axis)
+        inputs = x.flatten(0, 1)  # (B S, in) or (B S / tp, in)
+        if axis.sequence_parallel:
+            gathering = start_all_gather(inputs, axis)
+            x_gradient = rows @ weight
+            inputs = gathering.wait()
+            summing = start_reduce_scatter(x_gradient, axis)
+        else:
+            summing = start_all_reduce(rows @ weight, axis)
+        weight_gradient = rows.t() @ inputs
         bias_gradient = rows.sum(0) if ctx.has_bias else None
-        return x_gradient, rows.t() @ inputs, bias_gradient, None
+        return summing.wait().view(x.shape), weight_gradient, bias_gradient, None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,9 +156,7 @@ class ColumnParallelLinear(nn.Module):
         if self.shared_rows is not None:
             weight = sum_shared_rows(weight, self.shared_rows, self.axis)
             bias = None if bias is None else sum_shared_rows(bias, self.shared_rows, self.axis)
-        if self.axis.sequence_parallel:
-            return gathered_linear(x, weight, bias, self.axis)
-        return F.linear(copy_to_tensor_axis(x, self.axis), weight, bias)
+        return column_parallel_linear(x, weight, bias, self.axis)
 
 
 class RowParallelLinear(nn.Module):

@@ -215,8 +215,7 @@ def _localize_block(block: Block, config: ModelConfig, axis: TensorAxis) -> None
     attention = block.attention
     attention.query_heads = config.num_attention_heads // axis.size
     attention.key_value_heads = max(1, config.num_key_value_heads // axis.size)
-    shard = MaskShard(index=axis.rank, count=axis.size)
-    attention.dropout.shard = shard  # the heads
+    attention.dropout.shard = MaskShard(index=axis.rank, count=axis.size)
     if axis.sequence_parallel:
-        block.attention_dropout.shard = shard  # the sequence
-        block.mlp_dropout.shard = shard
+        tokens = MaskShard(index=axis.rank, count=axis.size, across_samples=True)
+        block.attention_dropout.shard = block.mlp_dropout.shard = tokens

@@ -248,7 +248,7 @@ def layout_of(run: Run) -> Layout:
         tp=run.grid.tp,
         zero_stage=run.zero_stage,
         schedule=run.config.parallel.schedule,
-        sequence_parallel=run.config.parallel.sequence_parallel,
+        sequence_parallel=run.sequence_parallel,
         precision=run.precision,
     )
 

@@ -53,9 +53,12 @@ class Compilation:
 
     Args:
         activity: the phase "compiling" may take longer than other phases.
+        keeps_order: whether operations stay in the order in which they were traced, so that
+            collectives overlap with the products that follow them. Otherwise torch may change it,
+            which saves a few kernels, and moves the products away.
     """
 
-    def __init__(self, activity: Activity) -> None:
+    def __init__(self, activity: Activity, *, keeps_order: bool = False) -> None:
         self.seconds = 0.0
         """Seconds of compilation until now."""
         self._activity = activity
@@ -63,6 +66,7 @@ class Compilation:
         self._start = 0.0
         # These imports take two seconds.
         import torch._functorch.config as autograd_config
+        import torch._inductor.config as inductor_config
         from torch._dynamo.callback import callback_handler
 
         # What a backward computes again (a gathered input, a dropout mask) must not be kept by the
@@ -71,6 +75,7 @@ class Compilation:
         autograd_config.joint_custom_pass = _keep_collectives_of_backward
         # The number of documents is the only size that varies (model/documents.py).
         torch.compiler.config.dynamic_sources = "L['cu_seqlens']"
+        inductor_config.reorder_for_peak_memory = not keeps_order
         torch.compiler.reset()  # removes the callbacks of an earlier worker, too
         callback_handler.register_start_callback(self._begin)
         callback_handler.register_end_callback(self._end)

@@ -29,7 +29,7 @@ def tensor_axis(run: Run, context: ParallelContext) -> TensorAxis:
         group=context.tp_group,
         rank=context.tp_rank,
         size=context.tp_size,
-        sequence_parallel=run.config.parallel.sequence_parallel and context.tp_size > 1,
+        sequence_parallel=run.sequence_parallel,
         timeline=context.timeline,
     )
 

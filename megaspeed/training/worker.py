@@ -116,7 +116,7 @@ class Worker:
         self.compilation: Compilation | None = None
         """None if nothing is compiled."""
         if compiles:
-            self.compilation = Compilation(context.activity)
+            self.compilation = Compilation(context.activity, keeps_order=run.grid.tp > 1)
             self.compilation.compile_blocks(module)
             loss = self.engine.loss
             loss.of_chunk = self.compilation.compiled(loss.of_chunk)
@@ -221,7 +221,7 @@ class Worker:
         if context.pp_group is None:
             return Neighbours(before=None, after=None)
         sequence = run.config.data.sequence_length
-        if run.config.parallel.sequence_parallel:
+        if run.sequence_parallel:
             sequence //= context.tp_size
         return Neighbours.connect(
             context.pp_group,

@@ -194,8 +194,7 @@ def _tied_across_stages(run: Run, parameters: Mapping[str, nn.Parameter]) -> nn.
 
 
 def _partial_gradients(run: Run, parameters: Mapping[str, nn.Parameter]) -> list[nn.Parameter]:
-    model, size = run.config.model, run.grid.tp
-    split = run.config.parallel.sequence_parallel
+    model, size, split = run.config.model, run.grid.tp, run.sequence_parallel
     return [
         parameter
         for name, parameter in parameters.items()

@@ -7,7 +7,9 @@ The gradient of the head's weight comes from the forward of the loss instead (``
 
 ZeRO-0 and 1 accumulate the complete gradient, and reduce it once a step. ZeRO-2 and 3 do the same
 with ``gradient_reduction: per_step``. With ``per_micro_batch`` they keep only the partition: a
-bucket is reduced as soon as a backward has computed its gradients.
+bucket is reduced as soon as a backward has computed its gradients. Only buckets of norms and biases
+are summed over the micro-batches first, and reduced once a step: they are so small that a
+collective for each micro-batch costs time, and the sum no memory to speak of.
 
 A bucket is a list of consecutive parameters with at most ``reduce_bucket_size`` elements, or one
 larger parameter. With ``overlap_comm`` it is reduced while the backward continues. A complete
@@ -24,6 +26,7 @@ followed by its backward, which is not so in a pipeline.
 """
 
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -66,8 +69,11 @@ class _Bucket:
     parameters: Sequence[Any]
     start: int  # where the first parameter begins in the complete gradient
     end: int  # where the last parameter ends
+    shape: tuple[int, ...]  # of packed gradients: flat; ZeRO-3: a row for each rank
+    total: Tensor | None  # of the micro-batches, packed; None if each of them is reduced
     gradients: dict[nn.Parameter, Tensor] = field(default_factory=dict)  # not reduced yet
     missing: set[nn.Parameter] = field(default_factory=set)  # not computed yet in this backward
+    is_due: bool = True  # whether it is reduced in this backward
     is_filled: bool = False  # whether the partition has gradients of this step
 
 
@@ -96,6 +102,7 @@ class _Rules:
     overlaps: bool
     divides_first: bool  # a sum of fp16 numbers could be too large for fp16
     sends_copies: bool  # otherwise the complete gradient is sent as it is
+    sums_vectors: bool  # whether gradients of norms and biases are summed over the micro-batches
     # whether autograd adds to ``grad`` in place. It does so in the dtype of the parameter.
     autograd_adds: bool
 
@@ -116,6 +123,7 @@ class _Rules:
             overlaps=bool(zero.overlap_comm) and dp > 1,
             divides_first=run.reduction_dtype == "fp16" and dp > 1,
             sends_copies=run.copies_gradients,
+            sums_vectors=not is_complete and run.batch.gradient_accumulation_steps > 1,
             autograd_adds=is_complete and run.precision == run.accumulation_dtype and not is_stage3,
         )
 
@@ -187,6 +195,9 @@ class Gradients:
             yield group.own
             if group.complete is not None:
                 yield group.complete
+        for bucket in self._buckets:
+            if bucket.total is not None:
+                yield bucket.total
 
     def begin_forward(self) -> None:
         """Called before each forward that a backward will follow."""
@@ -212,6 +223,7 @@ class Gradients:
         if self._sends_in_backward:
             for bucket in self._buckets:
                 bucket.missing = set(bucket.parameters) - self._without_autograd
+                bucket.is_due = last or bucket.total is None
                 if not bucket.missing:
                     self._send_in_backward(bucket)
 
@@ -289,7 +301,15 @@ class Gradients:
         for members in members_of_buckets:
             parameters = group.parameters[members.start : members.stop]
             start, end = group.starts[members.start], group.ends[members.stop - 1]
-            yield _Bucket(group, parameters, start, end)
+            elements = end - start
+            shape = (self._dp, elements // self._dp) if self._rules.is_stage3 else (elements,)
+            total = None
+            if self._rules.sums_vectors and all(map(self._is_vector, parameters)):
+                total = torch.zeros(shape, dtype=self._rules.dtype, device=self._device)
+            yield _Bucket(group, parameters, start, end, shape, total)
+
+    def _is_vector(self, parameter: Any) -> bool:
+        return len(parameter.ds_shape if self._rules.is_stage3 else parameter.shape) == 1
 
     def _values_of(self, held: HeldRange) -> Tensor:
         return self._groups[held.group].own.narrow(0, held.offset, held.length)
@@ -309,6 +329,8 @@ class Gradients:
                 group.complete.zero_()
         for bucket in self._buckets:
             bucket.is_filled = False
+            if bucket.total is not None:
+                bucket.total.zero_()
         if self._rules.autograd_adds:
             for parameter, total in self._sums.items():
                 parameter.grad = total
@@ -327,7 +349,10 @@ class Gradients:
                 bucket.gradients[parameter] = gradient
         bucket.missing.discard(parameter)
         if self._sends_in_backward and not bucket.missing:
-            self._send_in_backward(bucket)
+            if bucket.total is not None:
+                bucket.total.add_(self._packed_gradients(bucket, gradient.dtype))
+            if bucket.is_due:
+                self._send_in_backward(bucket)
 
     def _send_in_backward(self, bucket: _Bucket) -> None:
         with self._timeline.part("data"):
@@ -349,23 +374,28 @@ class Gradients:
 
     def _packed(self, bucket: _Bucket) -> Tensor:
         """The bucket's gradients: flat, or at ZeRO-3 (dp, elements / dp), one row for each rank."""
-        elements = bucket.end - bucket.start
         complete = bucket.group.complete
         if complete is not None and not self._rules.is_stage3:
             return complete[bucket.start : bucket.end].to(self._rules.sent_dtype)
-        shape = (self._dp, elements // self._dp) if self._rules.is_stage3 else (elements,)
-        gradients = [self._pop(bucket, p) for p in bucket.parameters if complete is None]
-        if len(gradients) == 1 and gradients[0].numel() == elements:
-            return gradients[0].to(self._rules.sent_dtype).reshape(shape)
-        packed = torch.empty(shape, dtype=self._rules.sent_dtype, device=self._device)
-        if complete is not None:
-            sizes = [self._dp * parameter.partition_numel() for parameter in bucket.parameters]
-            parts = complete[bucket.start : bucket.end].split(sizes)
-            torch.cat([part.view(self._dp, -1) for part in parts], dim=1, out=packed)
-            return packed
+        if bucket.total is not None:
+            return bucket.total.to(self._rules.sent_dtype)
+        if complete is None:
+            return self._packed_gradients(bucket, self._rules.sent_dtype)
+        packed = torch.empty(bucket.shape, dtype=self._rules.sent_dtype, device=self._device)
+        sizes = [self._dp * parameter.partition_numel() for parameter in bucket.parameters]
+        parts = complete[bucket.start : bucket.end].split(sizes)
+        torch.cat([part.view(self._dp, -1) for part in parts], dim=1, out=packed)
+        return packed
+
+    def _packed_gradients(self, bucket: _Bucket, dtype: torch.dtype) -> Tensor:
+        """The gradients of one micro-batch, in the same shape."""
+        gradients = [self._pop(bucket, parameter) for parameter in bucket.parameters]
+        if len(gradients) == 1 and gradients[0].numel() == math.prod(bucket.shape):
+            return gradients[0].to(dtype).reshape(bucket.shape)
+        packed = torch.empty(bucket.shape, dtype=dtype, device=self._device)
         flat = [gradient.reshape(-1) for gradient in gradients]
         if len({gradient.dtype for gradient in flat}) > 1:  # one is of ``sum_of``
-            flat = [gradient.to(self._rules.sent_dtype) for gradient in flat]
+            flat = [gradient.to(dtype) for gradient in flat]
         if self._rules.is_stage3:
             torch._chunk_cat(flat, 0, self._dp, out=packed)
         else:

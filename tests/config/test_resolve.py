@@ -48,6 +48,24 @@ def test_gradients_are_reduced_so_that_the_stage_keeps_its_promise(
     assert stated.gradient_reduction == "per_step"
 
 
+@pytest.mark.parametrize(
+    ("settings", "device_type", "splits"),
+    [
+        ((), "cuda", True),
+        ((), "cpu", False),
+        (("parallel.sequence_parallel=true",), "cpu", True),
+        (("parallel.sequence_parallel=false",), "cuda", False),
+        (("data.sequence_length=31",), "cuda", False),
+        (("parallel.tensor=1",), "cuda", False),
+    ],
+)
+def test_the_sequence_is_split_on_cuda_if_it_can_be(
+    settings: tuple[str, ...], device_type: str, splits: bool
+) -> None:
+    run = resolve("parallel.tensor=2", *settings, world_size=2, device_type=device_type)
+    assert run.sequence_parallel is run.config.parallel.sequence_parallel is splits
+
+
 def test_precision_is_one_word() -> None:
     assert resolve().precision == "fp32"
     assert resolve("bf16.enabled=true").precision == "bf16"

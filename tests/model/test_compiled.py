@@ -184,8 +184,8 @@ class NotCompiled(Exception):
     """The code of a graph is known, and it is not to be compiled."""
 
 
-def kernels_of(block: torch.nn.Module, *inputs: Any) -> int:
-    """Kernels that Inductor's code for a forward and its backward calls: its own and torch's."""
+def calls_of(block: torch.nn.Module, *inputs: Any) -> tuple[list[str], list[str]]:
+    """What Inductor's code for a forward and its backward calls: its own kernels and torch's."""
     codes: list[str] = []
 
     def only_write(graph: GraphLowering) -> Any:
@@ -208,9 +208,13 @@ def kernels_of(block: torch.nn.Module, *inputs: Any) -> int:
             backend=lambda graph, example: compile_fx(graph, example, inner_compile=inner),
         )
         forward(*inputs).sum().backward()
-    assert len(codes) == 2, "a forward and a backward"
-    call = re.compile(r"^ +(?:\w+ = )?(?:extern_kernels\.|cpp_fused|torch\.ops\.)", re.MULTILINE)
-    return sum(len(call.findall(code[code.rindex("def call(") :])) for code in codes)
+    call = re.compile(
+        r"^ +(?:\w+ = )?(extern_kernels\.\w+|cpp_fused|torch\.ops\.[\w.]+)", re.MULTILINE
+    )
+    forward_calls, backward_calls = (
+        call.findall(code[code.rindex("def call(") :]) for code in codes
+    )
+    return forward_calls, backward_calls
 
 
 @pytest.mark.parametrize(
@@ -234,4 +238,36 @@ def test_kernels_of_a_block_and_micro_batch(
     with Recorder() as recorder:
         model.blocks["0"](x, None, angles).backward(torch.ones_like(x))
     assert sum(recorder.launches.values()) <= uncompiled
-    assert kernels_of(model.blocks["0"], x, None, angles) <= compiled
+    assert sum(map(len, calls_of(model.blocks["0"], x, None, angles))) <= compiled
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_a_compiled_backward_multiplies_while_it_communicates(split: bool) -> None:
+    """Between the start of a sum over the tensor axis and its end, the product of the weight's
+    gradient; while an input is gathered again, the product of its gradient.
+    """
+    Compilation(Activity(), keeps_order=True)
+    parallel = {"sequence_parallel": split}
+    changes: dict[str, Any] = {"model": GPT2, "parallel": parallel, **COMPILED}
+    run = paper_run(tp=2, **changes)
+    with fake_context(run.grid, rank=0) as context:
+        model = plain_model(run)
+        parallelize(model, run.config.model, tensor_axis(run, context))
+        block = model.blocks["0"].to_empty(device="cpu").to(torch.bfloat16)
+        x = torch.randn(2, 16 // model.sequence_parts, 32, dtype=torch.bfloat16, requires_grad=True)
+        _, backward = calls_of(block, x, None)
+    names = {
+        "all_reduce_": "sum",
+        "reduce_scatter_tensor": "sum",
+        "all_gather_into_tensor": "gather",
+    }
+    order = [
+        names.get(call.split(".")[-2], call.split(".")[-1 if "mm" in call else -2])
+        for call in backward
+        if "c10d" in call or call.endswith(".mm")
+    ]
+    column = ["gather", "mm", "wait_tensor", "sum", "mm", "wait_tensor"]
+    row = ["gather", "wait_tensor", "mm", "mm"]
+    if not split:
+        column, row = ["mm", "sum", "mm", "wait_tensor"], ["mm", "mm"]
+    assert order == [*row, *column] * 2

@@ -98,6 +98,15 @@ def test_shards_are_chunks_of_the_full_mask(count: int) -> None:
         assert torch.equal(mask(sharded, [4, 9], *chunk.shape[1:]), chunk)
 
 
+@pytest.mark.parametrize("count", [2, 4])
+def test_shards_across_samples_are_parts_of_all_their_rows(count: int) -> None:
+    full = mask(dropout(), [4, 9, 5], 8, 16)
+    for index, rows in enumerate(full.view(count, -1, 16)):
+        sharded = dropout()
+        sharded.shard = MaskShard(index=index, count=count, across_samples=True)
+        assert torch.equal(mask(sharded, [4, 9, 5], 8 // count, 16).view(-1, 16), rows)
+
+
 class LargestTensor(TorchDispatchMode):
     """How many elements the largest tensor has that any operation returns."""
 

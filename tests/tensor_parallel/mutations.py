@@ -1,6 +1,7 @@
 """Errors that are easily made in tensor parallelism, each as a patch of the code in a rank."""
 
 from importlib import import_module
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from megaspeed.model.dropout import MaskShard, SampleDropout
 from megaspeed.tensor_parallel import collectives, layers, loss, plan
-from megaspeed.tensor_parallel.collectives import TensorAxis, all_reduce
+from megaspeed.tensor_parallel.collectives import Pending, TensorAxis, start_all_reduce
 from megaspeed.tensor_parallel.layers import RowParallelLinear
 
 # By name, because the package has a function of the module's name.
@@ -30,14 +31,25 @@ def bias_before_the_sum(patch: pytest.MonkeyPatch, axis: TensorAxis) -> None:
 
 def gradient_not_summed_on_entry(patch: pytest.MonkeyPatch, axis: TensorAxis) -> None:
     """The backward of f, or of the gather, passes on what this rank alone has."""
-    patch.setattr(layers, "copy_to_tensor_axis", lambda x, axis: x)
-    patch.setattr(layers, "reduce_scatter_sum", collectives._own_chunk)
-    own = collectives._own_chunk if axis.sequence_parallel else collectives._identity
-    patch.setattr(loss, "_summed", own)
+    done = SimpleNamespace(wait=lambda: None)
+
+    def own_part(full: Tensor, axis: TensorAxis) -> Pending:
+        return Pending(full.chunk(axis.size)[axis.rank], done, axis)
+
+    patch.setattr(layers, "start_all_reduce", lambda x, axis: Pending(x, done, axis))
+    patch.setattr(layers, "start_reduce_scatter", own_part)
+
+    def own_part_of_loss(gradient: Tensor, axis: TensorAxis) -> Tensor:
+        return collectives._own_part(gradient, axis) if axis.sequence_parallel else gradient
+
+    patch.setattr(loss, "_summed", own_part_of_loss)
 
 
 def gradient_summed_on_leaving(patch: pytest.MonkeyPatch, axis: TensorAxis) -> None:
     """The backward of g sums gradients that are complete on every rank already."""
+
+    def all_reduce(x: Tensor, axis: TensorAxis) -> Tensor:
+        return start_all_reduce(x.clone(), axis).wait()
 
     def reduce(x: Tensor, axis: TensorAxis) -> Tensor:
         return collectives._Conjugate.apply(x, axis, all_reduce, all_reduce)
@@ -51,10 +63,11 @@ def gradient_not_gathered_at_the_split(patch: pytest.MonkeyPatch, axis: TensorAx
     def pad(gradient: Tensor, axis: TensorAxis) -> Tensor:
         parts = [torch.zeros_like(gradient) for _ in range(axis.size)]
         parts[axis.rank] = gradient
-        return torch.cat(parts, dim=1)
+        batch, sequence, width = gradient.shape
+        return torch.cat(parts).view(batch, axis.size * sequence, width)
 
     def split(x: Tensor, axis: TensorAxis) -> Tensor:
-        return collectives._Conjugate.apply(x, axis, collectives._own_chunk, pad)
+        return collectives._Conjugate.apply(x, axis, collectives._own_part, pad)
 
     patch.setattr(_PARALLELIZE, "split_sequence", split)
 
@@ -74,13 +87,13 @@ def first_mask_shard_everywhere(patch: pytest.MonkeyPatch, axis: TensorAxis) -> 
     patch.setattr(
         _PARALLELIZE,
         "MaskShard",
-        lambda index, count: MaskShard(index=0, count=count),
+        lambda index, count, **split: MaskShard(index=0, count=count, **split),
     )
 
 
 def mask_of_the_local_shape(patch: pytest.MonkeyPatch, axis: TensorAxis) -> None:
     """Every rank draws a mask of its local shape, as if it were the full shape."""
-    patch.setattr(_PARALLELIZE, "MaskShard", lambda index, count: MaskShard())
+    patch.setattr(_PARALLELIZE, "MaskShard", lambda **_shard: MaskShard())
 
 
 def another_mask_on_each_rank(patch: pytest.MonkeyPatch, axis: TensorAxis) -> None:

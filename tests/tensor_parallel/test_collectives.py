@@ -1,7 +1,7 @@
 """Each collective does what its name says, and its backward is the forward of its conjugate."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -9,12 +9,15 @@ from torch import Tensor
 
 from megaspeed.tensor_parallel.collectives import (
     TensorAxis,
-    copy_to_tensor_axis,
     reduce_from_tensor_axis,
     reduce_scatter_sequence,
     split_sequence,
 )
-from megaspeed.tensor_parallel.layers import SharedRows, gathered_linear, sum_shared_rows
+from megaspeed.tensor_parallel.layers import (
+    SharedRows,
+    column_parallel_linear,
+    sum_shared_rows,
+)
 from megaspeed.topology.context import ParallelContext
 from megaspeed.topology.grid import Grid
 from megaspeed.topology.launch import LaunchEnvironment
@@ -31,15 +34,25 @@ def of_rank(rank: int, *shape: int) -> Tensor:
     return torch.randint(-99, 100, shape, generator=generator).float()
 
 
-def gather_sequence(x: Tensor, axis: TensorAxis) -> Tensor:
-    """The gather that a column-parallel layer begins with, seen through a unit matrix."""
-    return gathered_linear(x, torch.eye(D), None, axis)
+def copy(x: Tensor, axis: TensorAxis) -> Tensor:
+    """f, which a column-parallel layer begins with, seen through a unit matrix."""
+    return column_parallel_linear(x, torch.eye(D), None, axis)
+
+
+def gather(x: Tensor, axis: TensorAxis) -> Tensor:
+    """The same with sequence parallelism."""
+    return column_parallel_linear(x, torch.eye(D), None, replace(axis, sequence_parallel=True))
+
+
+def reduce(x: Tensor, axis: TensorAxis) -> Tensor:
+    """g. It overwrites its input."""
+    return reduce_from_tensor_axis(x.clone(), axis)
 
 
 COLLECTIVES: dict[str, Collective] = {
-    "copy": copy_to_tensor_axis,
-    "reduce": reduce_from_tensor_axis,
-    "gather": gather_sequence,
+    "copy": copy,
+    "reduce": reduce,
+    "gather": gather,
     "reduce-scatter": reduce_scatter_sequence,
     "split": split_sequence,
 }
@@ -86,12 +99,16 @@ def test_each_forward_is_worked_out_from_all_inputs(results: list[dict[str, Both
     inputs = [of_rank(rank, B, S, D) for rank in range(size)]
     total = torch.stack(inputs).sum(dim=0)
     for rank, of in enumerate(results):
-        own = slice(rank * S // size, (rank + 1) * S // size)
         assert torch.equal(of["copy"].forward, inputs[rank])
         assert torch.equal(of["reduce"].forward, total)
-        assert torch.equal(of["gather"].forward, torch.cat(inputs, dim=1))
-        assert torch.equal(of["reduce-scatter"].forward, total[:, own])
-        assert torch.equal(of["split"].forward, inputs[rank][:, own])
+        assert torch.equal(of["gather"].forward, torch.cat(inputs).view(B, -1, D))
+        assert torch.equal(of["reduce-scatter"].forward, part(total, rank, size))
+        assert torch.equal(of["split"].forward, part(inputs[rank], rank, size))
+
+
+def part(x: Tensor, rank: int, size: int) -> Tensor:
+    """The r-th of so many equal parts of all B S tokens, in the order of memory."""
+    return x.reshape(size, B, S // size, D)[rank]
 
 
 @pytest.mark.parametrize(

@@ -81,7 +81,7 @@ def full_hidden_bytes(run: Run) -> int:
 
 def hidden_bytes(run: Run) -> int:
     """The part of the hidden states that one rank has between layers."""
-    return full_hidden_bytes(run) // (run.grid.tp if run.config.parallel.sequence_parallel else 1)
+    return full_hidden_bytes(run) // (run.grid.tp if run.sequence_parallel else 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,17 +111,17 @@ class Activations:
         self._is_compiled = run.config.training.compiles_on(device_type)
         self._fused_rms_norm = self._on_gpu or self._is_compiled
         self._fused_norm = self._fused_rms_norm or model.norm == "layer_norm"
-        self._splits_sequence = run.config.parallel.sequence_parallel and tp > 1
+        self._splits_sequence = run.sequence_parallel
         self._n = tokens_of(run)
         self._m = self._n // tp if self._splits_sequence else self._n
         self._a = BYTES_OF[run.precision]
         self._full, self._hidden = full_hidden_bytes(run), hidden_bytes(run)
-        # The output of a row-parallel layer before and after the sum over the tensor axis.
-        self._summed = self._full * (2 if tp > 1 else 1)
-        # Sequence parallelism: a layer's gathered input, and its copy with the batch outermost. A
-        # collective needs the sequence dim first. With one sample, no copy is needed for this.
-        copies = 2 if run.batch.micro_batch_size > 1 else 1
-        self._gathered = copies * self._full if self._splits_sequence else 0
+        # Sequence parallelism: a layer's gathered input, and gloo's copy of what a reduce-scatter
+        # is passed.
+        self._gathered = self._full if self._splits_sequence else 0
+        self._gloo_copy = 0 if self._on_gpu else self._gathered
+        # The output of a row-parallel layer. It is summed in place, or scattered.
+        self._summed = self._full + self._gloo_copy
         self._residual_hashing = 0
         if model.residual_dropout > 0.0:
             self._residual_hashing = self._m * model.hidden_size * _HASHING
@@ -141,7 +141,8 @@ class Activations:
             hashing = self._n * self._model.hidden_size * _HASHING
         return LayerMemory(
             kept=ids + masks + self._hidden,
-            forward_working=max(self._summed, hashing),
+            # The rows of this rank's tokens; then also the sum, of which a part is kept.
+            forward_working=max(self._full + self._gathered, hashing),
             backward_working=self._full + hashing,
         )
 
@@ -273,8 +274,8 @@ class Activations:
         # The output of the norm, for all tokens, and the gradient of it, which is kept.
         rows = self._hidden
         if self._splits_sequence:
-            rows = self._gathered + self._full - self._hidden
-            chunk = max(chunk, self._column_parallel_backward() - self._full)
+            rows = self._gathered + self._full
+            chunk = max(chunk, self._hidden + self._gloo_copy)
         norm = 0 if self._fused_norm else 3 * self._m * self._model.hidden_size * _FP32
         return LayerMemory(
             kept=self._norm_kept(),
@@ -351,13 +352,10 @@ class Activations:
     def _column_parallel_backward(self) -> int:
         """Working memory of the backward of a column-parallel layer.
 
-        It is the gradient of the input, before and after the sum over the tensor axis. With
+        It is the gradient of the input, which is summed in place over the tensor axis. With
         sequence parallelism, the input is also gathered once more.
         """
-        if not self._splits_sequence:
-            return self._summed
-        gloo_copy = 0 if self._on_gpu else self._full  # of the input of a reduce-scatter
-        return self._full + self._gathered + gloo_copy
+        return self._full + self._gathered + self._gloo_copy
 
     def _mlp_gradients(self) -> int:
         """Working memory of the backward of an MLP, in addition to what its forward kept."""

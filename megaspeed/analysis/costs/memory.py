@@ -15,7 +15,8 @@ The predictions here are more exact than the paper's table:
 - P counts the parameters of one pipeline stage, as tensor shards with vocabulary padding.
 - DeepSpeed pads flat groups (stages 0 to 2) or each parameter (stage 3).
 - At stage 3, small parameters stay gathered on every rank.
-- At stages 2 and 3, complete gradients stay on every rank if they are reduced once a step.
+- At stages 2 and 3, complete gradients stay on every rank if they are reduced once a step. Those of
+  norms and biases always are, if a step has several micro-batches.
 - Runs in fp32 hold master weights too, because DeepSpeed keeps a separate copy in every precision.
 - Offloaded states are in host memory and do not count.
 """
@@ -91,7 +92,7 @@ def local_parameters(run: Run, pipeline_stage: int) -> list[LocalParameter]:
     """
     model = run.config.model
     shared = model.tie_word_embeddings and run.grid.pp > 1
-    split = run.config.parallel.sequence_parallel
+    split = run.sequence_parallel
 
     def group_of(parameter: Parameter) -> OptimizerGroup:
         if shared and parameter.name in (EMBEDDING_WEIGHT, HEAD_WEIGHT):
@@ -163,11 +164,9 @@ def model_states(
     own = _own_elements(run, parameters)
     states = own * _OPTIMIZER_BYTES
     partition = own * BYTES_OF[run.accumulation_dtype]
-    complete = 0
-    if run.keeps_complete_gradients:
-        complete = _complete_elements(run, parameters) * BYTES_OF[run.accumulation_dtype]
-        if run.zero_stage < 3 or run.grid.dp == 1:
-            partition = 0  # a part of the complete gradient
+    complete = _complete_elements(run, parameters) * BYTES_OF[run.accumulation_dtype]
+    if run.keeps_complete_gradients and (run.zero_stage < 3 or run.grid.dp == 1):
+        partition = 0  # a part of the complete gradient
     if run.config.zero_optimization.offloads_optimizer:
         partition = own * BYTES_OF["fp32"] if on_host else 0
         states = states if on_host else 0
@@ -179,11 +178,23 @@ def model_states(
 
 
 def _complete_elements(run: Run, parameters: Sequence[LocalParameter]) -> int:
-    """Elements of the complete flat gradient, including padding."""
+    """Elements of the complete gradients that a rank accumulates, including padding."""
+    summed = [p for p in parameters if is_summed_over_step(run, p)]
     if run.zero_stage == 3:
-        return _padded(run, parameters)
+        return _padded(run, summed)
+    if not run.keeps_complete_gradients:
+        return elements_of(summed)
     owners = 1 if run.zero_stage == 0 else run.grid.dp
     return sum(flat_group_elements(parameters, owners).values())
+
+
+def is_summed_over_step(run: Run, parameter: LocalParameter) -> bool:
+    """Whether a gradient is summed over the micro-batches of a step before it is reduced.
+
+    Otherwise it is reduced in every micro-batch.
+    """
+    several = run.batch.gradient_accumulation_steps > 1
+    return run.keeps_complete_gradients or (several and len(parameter.shape) == 1)
 
 
 def gradient_copy_bytes(run: Run, parameters: Sequence[LocalParameter]) -> int:
@@ -209,7 +220,7 @@ def gradient_buckets(
 
     On a CPU (``on_host``) gloo's reduce-scatter makes another copy.
     """
-    sent, complete, dp = run.reduction_dtype, run.keeps_complete_gradients, run.grid.dp
+    sent, dp = run.reduction_dtype, run.grid.dp
     if dp == 1 or not run.copies_gradients:
         return []
     buckets, of_the_loss = [], head_weight(parameters)
@@ -221,10 +232,14 @@ def gradient_buckets(
         for bucket in run.config.zero_optimization.buckets(padded):
             own = [members[index] for index in bucket]
             elements = sum(padded[index] for index in bucket)
-            dtype = run.accumulation_dtype if own[0] == of_the_loss else run.precision
-            is_sent_itself = (
-                not complete and len(own) == 1 and own[0].elements == elements and sent == dtype
+            is_summed = is_summed_over_step(run, own[0])
+            # The sum of norms' and biases' gradients has the layout in which it is sent.
+            has_layout = not run.keeps_complete_gradients and (
+                is_summed or (len(own) == 1 and own[0].elements == elements)
             )
+            in_sum = is_summed or own[0] == of_the_loss
+            dtype = run.accumulation_dtype if in_sum else run.precision
+            is_sent_itself = has_layout and sent == dtype
             copied = 0 if is_sent_itself else elements
             received = 0
             if run.zero_stage == 3 and run.config.zero_optimization.reduce_scatter:

@@ -28,6 +28,7 @@ from megaspeed.analysis.costs.memory import (
     elements_of,
     flat_group_elements,
     gathered_elements_of_a_step,
+    is_summed_over_step,
     local_parameters,
     partition_elements,
 )
@@ -150,7 +151,7 @@ def _add_tensor_axis(messages: Messages, run: Run, pipeline_stage: int) -> None:
         messages.add("tp", collective, micro_batches * message_bytes, ranks=tp)
 
     h = full_hidden_bytes(run)
-    if parallel.sequence_parallel:
+    if run.sequence_parallel:
         add("all_reduce", has_embedding * h)
         add("all_gather", (blocks * 6 + again * 2 + has_embedding + has_head) * h)
         add("reduce_scatter", (blocks * 4 + again + has_head) * h)
@@ -230,11 +231,12 @@ def _add_data_axis(messages: Messages, run: Run, pipeline_stage: int) -> None:
         3       reduce-scatter P                     all-gather P in each pass            3 x
 
     ``parallel.gradient_reduction`` sets whether gradients are reduced once a step or once a
-    micro-batch; the right column is for one reduction. At stage 3 a backward gathers neither the
-    embedding nor the weight of the head. Gradients are sent in the type in which they are
-    accumulated, or in ``communication_data_type``. Parameters are sent in their own type. Before a
-    gather, every optimizer group is padded to a multiple of 2 x dp at ZeRO-1 and 2, and every
-    parameter to a multiple of dp at ZeRO-3.
+    micro-batch; those of norms and biases always are reduced once a step. The right column is for
+    one reduction. At stage 3 a backward gathers neither the embedding nor the weight of the head.
+    Gradients are sent in the type in which they are accumulated, or in
+    ``communication_data_type``. Parameters are sent in their own type. Before a gather, every
+    optimizer group is padded to a multiple of 2 x dp at ZeRO-1 and 2, and every parameter to a
+    multiple of dp at ZeRO-3.
     """
     dp = run.grid.dp
     parameters = local_parameters(run, pipeline_stage)
@@ -252,14 +254,14 @@ def _add_data_axis(messages: Messages, run: Run, pipeline_stage: int) -> None:
 def _gradient_messages(run: Run, parameters: list[LocalParameter]) -> list[tuple[Collective, int]]:
     """The collectives that sum gradients, each with the bytes of its messages in one step."""
     zero, dp = run.config.zero_optimization, run.grid.dp
-    number_bytes = BYTES_OF[run.reduction_dtype]
-    if not run.keeps_complete_gradients:
-        number_bytes *= run.batch.gradient_accumulation_steps
+    sent_bytes = 0
+    for parameter in parameters:
+        padded = dp * partition_elements(parameter, dp)
+        elements = padded if run.zero_stage == 3 else parameter.elements
+        times = 1 if is_summed_over_step(run, parameter) else run.batch.gradient_accumulation_steps
+        sent_bytes += times * elements * BYTES_OF[run.reduction_dtype]
     if run.zero_stage == 3:
-        elements = sum(dp * partition_elements(p, dp) for p in parameters)
-        collective: Collective = "reduce_scatter" if zero.reduce_scatter else "all_reduce"
-        return [(collective, elements * number_bytes)]
+        return [("reduce_scatter" if zero.reduce_scatter else "all_reduce", sent_bytes)]
     # With these keys, every rank receives every gradient.
     everywhere = zero.use_multi_rank_bucket_allreduce or not zero.reduce_scatter
-    collective = "all_reduce" if everywhere or run.zero_stage == 0 else "reduce"
-    return [(collective, elements_of(parameters) * number_bytes)]
+    return [("all_reduce" if everywhere or run.zero_stage == 0 else "reduce", sent_bytes)]

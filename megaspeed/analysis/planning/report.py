@@ -69,7 +69,7 @@ def summary(plan: Plan) -> Iterator[str]:
         f"{run.config.data.sequence_length:,} tokens; a data rank has "
         f"{counted(batch.gradient_accumulation_steps, 'micro-batch')} of {batch.micro_batch_size:,}"
     )
-    sequence = "on" if run.config.parallel.sequence_parallel else "off"
+    sequence = "on" if run.sequence_parallel else "off"
     yield (
         f"activations: {describe_recomputation(run.config.parallel)}; "
         f"sequence parallelism {sequence}"

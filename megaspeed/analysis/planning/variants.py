@@ -56,7 +56,7 @@ class Settings:
     micro_batch_size: int
     activation_checkpointing: Recomputation
     recomputed_blocks: int | None
-    sequence_parallel: bool
+    sequence_parallel: Literal["auto"] | bool
     schedule: Literal["gpipe", "1f1b"]
     gradient_reduction: Literal["auto", "per_step", "per_micro_batch"]
 
@@ -75,7 +75,7 @@ class Training:
 
     @property
     def settings(self) -> Settings:
-        """The settings of the run. A gradient reduction of "auto" stays "auto"."""
+        """The settings of the run. What follows from other settings ("auto") stays "auto"."""
         run, parallel = self.run, self.run.config.parallel
         return Settings(
             pp=run.grid.pp,
@@ -85,7 +85,7 @@ class Training:
             micro_batch_size=run.batch.micro_batch_size,
             activation_checkpointing=parallel.activation_checkpointing,
             recomputed_blocks=parallel.recomputed_blocks,
-            sequence_parallel=parallel.sequence_parallel,
+            sequence_parallel=self.stated.parallel.sequence_parallel,
             schedule=parallel.schedule,
             gradient_reduction=self.stated.parallel.gradient_reduction,
         )
@@ -296,7 +296,9 @@ def _changes(s: Settings, blocks: int, gpus_per_node: int) -> dict[_Fields, list
 
     complete_gradients = s.zero_stage >= 2 and s.gradient_reduction == "per_step"
     return {
-        ("sequence_parallel",): one(s.tp > 1 and not s.sequence_parallel, sequence_parallel=True),
+        ("sequence_parallel",): one(
+            s.tp > 1 and s.sequence_parallel is False, sequence_parallel=True
+        ),
         ("schedule",): one(s.pp > 1 and s.schedule == "gpipe", schedule="1f1b"),
         ("zero_stage",): one(s.dp > 1 and s.zero_stage == 0, zero_stage=1),
         ("activation_checkpointing", "recomputed_blocks"): _more_recomputation(s, blocks),
@@ -314,7 +316,9 @@ def _changes(s: Settings, blocks: int, gpus_per_node: int) -> dict[_Fields, list
             replace(_at(s, pp=s.pp, tp=tp), sequence_parallel=sequence_parallel)
             for tp in divisors(gpus_per_node)
             if tp > s.tp and s.world_size % (s.pp * tp) == 0
-            for sequence_parallel in (s.sequence_parallel, True)
+            for sequence_parallel in dict.fromkeys(
+                (s.sequence_parallel, s.sequence_parallel or True)
+            )
         ],
         ("pp",): [
             _at(s, pp=pp, tp=s.tp) for pp in divisors(s.world_size // s.tp) if s.pp < pp <= blocks

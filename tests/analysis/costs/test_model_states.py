@@ -54,33 +54,44 @@ def states_of(**changes: Any) -> tuple[MemoryBytes, int]:
     return model_states(run, parameters), elements_of(parameters)
 
 
+# GPT2 of 3 blocks and width 32: two norms a block and the last one, and the biases of attention's
+# qkv and output and of the MLP's up and down.
+VECTORS = 3 * (4 * 32 + 96 + 32 + 128 + 32) + 2 * 32
 BF16 = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "bf16"}}
 
 
 @pytest.mark.parametrize(
-    ("stage", "changes", "parameter", "gradient", "state"),
+    ("stage", "changes", "parameter", "gradient", "vector", "state"),
     [
-        (0, {}, 4, 4, 12),
-        (1, {}, 4, 4, 12 / 2),
-        (2, {}, 4, 4 / 2, 12 / 2),
-        (3, {}, 4 / 2, 4 / 2, 12 / 2),
-        (0, BF16, 2, 2, 12),
-        (1, BF16, 2, 2, 12 / 2),
-        (2, BF16, 2, 2 / 2, 12 / 2),
-        (3, BF16, 2 / 2, 2 / 2, 12 / 2),
-        (1, {"bf16": {"enabled": True}}, 2, 4, 12 / 2),
-        (2, {"bf16": {"enabled": True}}, 2, 4 / 2, 12 / 2),
-        (2, {"parallel": {"gradient_reduction": "per_step"}}, 4, 4, 12 / 2),
-        (3, {"parallel": {"gradient_reduction": "per_step"}}, 4 / 2, 4 + 4 / 2, 12 / 2),
+        (0, {}, 4, 4, 0, 12),
+        (1, {}, 4, 4, 0, 12 / 2),
+        (2, {}, 4, 4 / 2, 4, 12 / 2),
+        (3, {}, 4 / 2, 4 / 2, 4, 12 / 2),
+        (0, BF16, 2, 2, 0, 12),
+        (1, BF16, 2, 2, 0, 12 / 2),
+        (2, BF16, 2, 2 / 2, 2, 12 / 2),
+        (3, BF16, 2 / 2, 2 / 2, 2, 12 / 2),
+        (1, {"bf16": {"enabled": True}}, 2, 4, 0, 12 / 2),
+        (2, {"bf16": {"enabled": True}}, 2, 4 / 2, 4, 12 / 2),
+        (3, {"gradient_accumulation_steps": 1}, 4 / 2, 4 / 2, 0, 12 / 2),
+        (2, {"parallel": {"gradient_reduction": "per_step"}}, 4, 4, 0, 12 / 2),
+        (3, {"parallel": {"gradient_reduction": "per_step"}}, 4 / 2, 4 + 4 / 2, 0, 12 / 2),
     ],
 )
 def test_bytes_a_parameter(
-    stage: int, changes: dict[str, Any], parameter: float, gradient: float, state: float
+    stage: int,
+    changes: dict[str, Any],
+    parameter: float,
+    gradient: float,
+    vector: float,
+    state: float,
 ) -> None:
+    """``vector``: of a bias or a norm, whose gradients are summed before they are reduced."""
     states, elements = states_of(dp=2, zero_optimization={"stage": stage}, **changes)
     # Padding: at most 4 elements a group, or half an element a parameter.
     assert states.parameters == pytest.approx(parameter * elements, abs=200)
-    assert states.gradients == pytest.approx(gradient * elements, abs=200)
+    gradients = gradient * elements + vector * VECTORS
+    assert states.gradients == pytest.approx(gradients, abs=200)
     assert states.optimizer_states == pytest.approx(state * elements, abs=1000)
 
 
@@ -102,5 +113,6 @@ def test_offloaded_states_do_not_count_if_the_device_holds_none() -> None:
     states, _ = states_of(
         dp=2, zero_optimization={"stage": 2, "offload_optimizer": {"device": "cpu"}}
     )
-    assert states.optimizer_states == states.gradients == 0
+    assert states.optimizer_states == 0
+    assert states.gradients == 4 * VECTORS
     assert states.parameters > 0

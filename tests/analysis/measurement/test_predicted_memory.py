@@ -107,7 +107,8 @@ def test_states_of_every_zero_stage(
         a_share = pytest.approx(1 / dp, rel=0.02)
         the_same = pytest.approx(1, rel=0.001)
         assert zero1.optimizer_states / zero0.optimizer_states == a_share
-        assert zero2.gradients / zero1.gradients == a_share
+        # A rank also holds the complete sums of norms and biases, 3 % of these small models.
+        assert zero2.gradients / zero1.gradients == pytest.approx(1 / dp + 0.03, abs=0.01)
         assert zero3.parameters / zero2.parameters == a_share
         assert zero1.parameters / zero0.parameters == the_same
         assert zero2.parameters / zero1.parameters == the_same

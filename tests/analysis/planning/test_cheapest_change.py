@@ -18,7 +18,11 @@ def peak_of(training: Training) -> int:
 @pytest.mark.parametrize(
     ("settings", "world_size", "change"),
     [
-        (("parallel.tensor=2",), 2, "parallel.sequence_parallel=true"),
+        (
+            ("parallel.tensor=2", "parallel.sequence_parallel=false"),
+            2,
+            "parallel.sequence_parallel=true",
+        ),
         (("parallel.pipeline=2", "parallel.schedule=gpipe"), 2, "parallel.schedule=1f1b"),
         ((), 2, "zero_optimization.stage=1"),
         (("zero_optimization.stage=1",), 2, "parallel.activation_checkpointing=selective"),
