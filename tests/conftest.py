@@ -1,5 +1,6 @@
 """What every test may ask for."""
 
+import gc
 import os
 import signal
 from collections.abc import Iterator
@@ -18,6 +19,13 @@ def pytest_configure() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     # And `nohup` ignores the end of the terminal.
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    """The garbage collector need not look again and again at what all imports have made."""
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -25,8 +25,10 @@ import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from multiprocessing import forkserver
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import psutil
 import torch.distributed as dist
@@ -67,10 +69,12 @@ class Forked:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(IMPORTED_ONCE)
         hangup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
-        given = (self.args, folder, dict(environment), out, err, ranks, keeps_store, hangup)
-        self._process = context.Process(target=_run, args=given)
         with environment_with(RANK_VARIABLES):  # for the process that all others are forked from
-            self._process.start()
+            forkserver.ensure_running()
+        server = forkserver._forkserver._forkserver_address  # type: ignore[attr-defined]
+        given = (self.args, folder, dict(environment), out, err, ranks, keeps_store, hangup)
+        self._process = context.Process(target=_run, args=(*given, server))
+        self._process.start()
         assert self._process.pid is not None
         self.pid: int = self._process.pid
         _started.append(self)
@@ -143,8 +147,10 @@ def _run(
     ranks: int,
     keeps_store: bool,
     hangup_is_ignored: bool,
+    server: str,
 ) -> None:
     os.setsid()
+    _fork_from(server)
     # As after `nohup`; the process that this one was forked from may have been started by one.
     signal.signal(signal.SIGHUP, signal.SIG_IGN if hangup_is_ignored else signal.SIG_DFL)
     os.chdir(folder)
@@ -160,6 +166,13 @@ def _run(
     if ranks == 1:
         _run_python(arguments)
     sys.exit(_launch(arguments, ranks, keeps_store))
+
+
+def _fork_from(address: str) -> None:
+    """What the program forks comes from the same process as the program, and starts warm, too."""
+    client: Any = forkserver._forkserver  # type: ignore[attr-defined]
+    client._forkserver_address = address
+    client.ensure_running = lambda: None
 
 
 def _run_python(arguments: list[str]) -> None:
