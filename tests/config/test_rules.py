@@ -244,6 +244,17 @@ def test_a_scaled_rate_has_a_base_and_a_base_scales() -> None:
     assert 'no effect with training.lr_scaling "none"' in only_problem(both[1])
 
 
+def test_a_learning_rate_is_scaled_to_a_number_above_0_and_at_most_1e20() -> None:
+    scaled = ("training.lr_scaling=linear", "training.base_batch_size=1")
+    assert problems("optimizer.params.lr=6e18", *scaled) == []
+    assert only_problem("optimizer.params.lr=1e19", *scaled).startswith(
+        "optimizer.params.lr 1e+19 is scaled to 1.6e+20 (training.lr_scaling linear, "
+        "train_batch_size 16, training.base_batch_size 1), but it must be above 0"
+    )
+    small = only_problem("optimizer.params.lr=5e-324", scaled[0], "training.base_batch_size=1000")
+    assert "is scaled to 0.0 " in small
+
+
 @pytest.mark.parametrize("setting", ["train", "validation"])
 def test_weights_are_stated_for_all_sources_of_a_list_or_for_none(setting: str) -> None:
     heavy, light = {"path": "a.txt", "weight": 3}, {"path": "b.txt", "weight": 0.5}
