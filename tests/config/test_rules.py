@@ -246,13 +246,13 @@ def test_a_scaled_rate_has_a_base_and_a_base_scales() -> None:
 
 def test_a_learning_rate_is_scaled_to_a_number_above_0_and_at_most_1e20() -> None:
     scaled = ("training.lr_scaling=linear", "training.base_batch_size=1")
-    assert problems("optimizer.params.lr=6e18", *scaled) == []
-    assert only_problem("optimizer.params.lr=1e19", *scaled).startswith(
+    assert problems("optimizer.params.lr=6e18", *scaled, world_size=1) == []
+    assert only_problem("optimizer.params.lr=1e19", *scaled, world_size=1).startswith(
         "optimizer.params.lr 1e+19 is scaled to 1.6e+20 (training.lr_scaling linear, "
         "train_batch_size 16, training.base_batch_size 1), but it must be above 0"
     )
-    small = only_problem("optimizer.params.lr=5e-324", scaled[0], "training.base_batch_size=1000")
-    assert "is scaled to 0.0 " in small
+    tiny = ("optimizer.params.lr=5e-324", scaled[0], "training.base_batch_size=1000")
+    assert "is scaled to 0.0 " in only_problem(*tiny, world_size=1)
 
 
 @pytest.mark.parametrize("setting", ["train", "validation"])

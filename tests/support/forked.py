@@ -26,16 +26,14 @@ import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from multiprocessing import forkserver
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import psutil
 import torch.distributed as dist
 
+from tests.support.fork_server import start_fork_server, use_fork_server
 from tests.support.launched import free_port
-from tests.support.rank_pool import IMPORTED_ONCE, RANK_VARIABLES, environment_with
 
 _SECONDS_TO_END = 15
 
@@ -67,13 +65,10 @@ class Forked:
         keeps_store: bool = False,
     ) -> None:
         self.args = list(map(str, arguments))
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(IMPORTED_ONCE)
+        server = start_fork_server()
         hangup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
-        with environment_with(RANK_VARIABLES):  # for the process that all others are forked from
-            forkserver.ensure_running()
-        server = forkserver._forkserver._forkserver_address  # type: ignore[attr-defined]
         given = (self.args, folder, dict(environment), out, err, ranks, keeps_store, hangup)
+        context = multiprocessing.get_context("forkserver")
         self._process = context.Process(target=_run, args=(*given, server))
         self._process.start()
         assert self._process.pid is not None
@@ -151,7 +146,7 @@ def _run(
     server: str,
 ) -> None:
     os.setsid()
-    _fork_from(server)
+    use_fork_server(server)  # so that what the program forks starts warm, too
     # As after `nohup`; the process that this one was forked from may have been started by one.
     signal.signal(signal.SIGHUP, signal.SIG_IGN if hangup_is_ignored else signal.SIG_DFL)
     os.chdir(folder)
@@ -167,13 +162,6 @@ def _run(
     if ranks == 1:
         _run_python(arguments)
     sys.exit(_launch(arguments, ranks, keeps_store))
-
-
-def _fork_from(address: str) -> None:
-    """What the program forks comes from the same process as the program, and starts warm, too."""
-    client: Any = forkserver._forkserver  # type: ignore[attr-defined]
-    client._forkserver_address = address
-    client.ensure_running = lambda: None
 
 
 def _show_command_line(words: Sequence[str]) -> None:
