@@ -97,7 +97,7 @@ def test_all_is_fine_under_a_launcher(tmp_path: Path) -> None:
 def test_all_is_fine_with_a_spare_rank_and_an_agent_that_keeps_the_store(tmp_path: Path) -> None:
     """As torchrun's does."""
     config, out = lay_out(tmp_path, parallel={"pipeline": 2, "spare_ranks": True}), tmp_path / "out"
-    command = [*DOCTOR, "--config", config, "--json", tmp_path / "doctor.json"]
+    command: list[str | Path] = [*DOCTOR, "--config", config, "--json", tmp_path / "doctor.json"]
     agent = Forked(command, tmp_path, VARIABLES, out, out, ranks=3, keeps_store=True)
     assert agent.wait(SECONDS) == 0, out.read_text()
     check_that_all_is_fine(out.read_text(), tmp_path, [("pp", 1), ("world", 1)])

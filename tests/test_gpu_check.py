@@ -4,6 +4,7 @@ import argparse
 import importlib.util
 import os
 import re
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -209,7 +210,7 @@ def test_a_check_that_is_ended_ends_its_command(tmp_path: Path) -> None:
     out = tmp_path / "out"
     check = Forked([tmp_path / "program.py"], tmp_path, os.environ, out, out)
     children = wait_for(lambda: psutil.Process(check.pid).children())
-    check.terminate()
+    check.send_signal(signal.SIGTERM)
     assert check.wait(60) != 0
     psutil.wait_procs(children, timeout=10)
     assert not any(child.is_running() for child in children)

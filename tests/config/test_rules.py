@@ -1,8 +1,12 @@
 """Rules for several keys: each message has the rule, the numbers and the valid values."""
 
+from collections.abc import Iterator
+
 import pytest
 
+from megaspeed.config import rules
 from megaspeed.config.loading import parse_config
+from megaspeed.config.model import ModelConfig
 from tests.config.small import only_problem, problems, small
 
 LLAMA = ("model.architecture=llama", "model.intermediate_size=384")
@@ -268,3 +272,16 @@ def test_weights_are_stated_for_all_sources_of_a_list_or_for_none(setting: str) 
 def test_the_pure_config_is_checked_without_a_world() -> None:
     parse_config(small(train_batch_size=17))  # 17 is odd and the micro-batch 2: a law of the world
     assert len(problems(train_batch_size=17, world_size=1)) == 1
+
+
+def test_only_a_key_that_is_wrong_itself_lets_a_rule_be_skipped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A misspelt name in a rule was taken for one, and the rule never applied."""
+
+    def misspelt(model: ModelConfig) -> Iterator[str]:
+        yield f"{model.hidden_siz}"  # type: ignore[attr-defined]
+
+    monkeypatch.setattr(rules, "_RULES", [(misspelt, ("model",))])
+    with pytest.raises(AttributeError, match="hidden_siz"):
+        problems()

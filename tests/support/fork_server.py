@@ -51,7 +51,7 @@ RANK_VARIABLES = {
     "TORCH_CPP_LOG_LEVEL": "ERROR",  # as in a run
 }
 
-_client: Any = forkserver._forkserver  # type: ignore[attr-defined]
+_client: Any = forkserver._forkserver
 
 
 def start_fork_server() -> str:
