@@ -453,21 +453,26 @@ def carry_out(section: Section, end: float | None) -> None:
         return
     log = section.figures_file.with_suffix(".log")
     start = time.monotonic()
+    process = start_process(list(map(str, section.command)), log)
+    try:
+        with suppress(subprocess.TimeoutExpired):
+            section.code = process.wait(left)
+    finally:
+        end_process_group(process)
+    section.seconds = time.monotonic() - start
+    section.output = log.read_text(errors="replace")
+
+
+def start_process(command: list[str], log: Path) -> subprocess.Popen[bytes]:
+    """Starts a command in a process group of its own, which writes to ``log``."""
     with log.open("w") as output:
-        process = subprocess.Popen(
-            list(map(str, section.command)),
+        return subprocess.Popen(
+            command,
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-        try:
-            with suppress(subprocess.TimeoutExpired):
-                section.code = process.wait(left)
-        finally:
-            end_process_group(process)
-    section.seconds = time.monotonic() - start
-    section.output = log.read_text(errors="replace")
 
 
 def end_process_group(process: subprocess.Popen[bytes]) -> None:

@@ -100,6 +100,6 @@ def test_launchers_that_disagree_are_reported_once(
     tmp_path: Path, workshop: Workshop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SLURM_NTASKS", "16")
-    reported = launched("torchrun", tmp_path / "launch", "--config", str(workshop.write({})))
+    reported = launched("forked", tmp_path / "launch", "--config", str(workshop.write({})))
     message = "the world size is 2 from RANK/WORLD_SIZE, but SLURM_NTASKS=16"
-    assert reported.count(message) == TIMES["torchrun"]
+    assert reported.count(message) == TIMES["forked"]

@@ -26,13 +26,9 @@ CONFIG: dict[str, Any] = {
 }
 SECONDS = 120.0
 DOCTOR = ("-m", "megaspeed.cli", "doctor")
+VARIABLES = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(300)]
-
-
-def torchrun(ranks: int) -> list[str | Path]:
-    options = ["--nproc-per-node", str(ranks), "--master-port", str(free_port())]
-    return [sys.executable, "-m", "torch.distributed.run", *options, "-m", "megaspeed.cli"]
 
 
 def deepspeed(ranks: int) -> list[str | Path]:
@@ -70,13 +66,10 @@ def start(
     place = {"RANK": rank, "WORLD_SIZE": world_size, "LOCAL_RANK": rank}
     variables = {**place, "LOCAL_WORLD_SIZE": world_size, "MASTER_PORT": port}
     environment = {
-        **os.environ,
+        **VARIABLES,
         **{name: str(value) for name, value in variables.items()},
         "MASTER_ADDR": "127.0.0.1",
         "MEGASPEED_CACHE": str(config.parent / "cache"),
-        "CUDA_VISIBLE_DEVICES": "",
-        "OMP_NUM_THREADS": "1",
-        "COLUMNS": "200",
     }
     command = [*program, "--config", config, *options]
     out = config.parent / f"out-{rank}"
@@ -93,25 +86,21 @@ def ended(ranks: list[Rank]) -> list[tuple[int, str]]:
     return [(code, rank.out.read_text()) for code, rank in zip(codes, ranks, strict=True)]
 
 
-@pytest.mark.parametrize(
-    ("command", "degrees", "groups"),
-    [
-        (torchrun(3), {"pipeline": 2, "spare_ranks": True}, [("pp", 1), ("world", 1)]),
-        (deepspeed(2), {}, [("dp", 1), ("world", 1)]),
-    ],
-    ids=["torchrun and a spare rank", "deepspeed"],
-)
-def test_all_is_fine_under_a_launcher(
-    command: list[str | Path],
-    degrees: dict[str, Any],
-    groups: list[tuple[str, int]],
-    tmp_path: Path,
-) -> None:
-    config = lay_out(tmp_path, parallel=degrees)
+def test_all_is_fine_under_a_launcher(tmp_path: Path) -> None:
+    config = lay_out(tmp_path)
     options: list[str | Path] = ["doctor", "--config", config, "--json", tmp_path / "doctor.json"]
-    launched = launch([*command, *options], tmp_path, tmp_path / "runs")
+    launched = launch([*deepspeed(2), *options], tmp_path, tmp_path / "runs")
     assert launched.code == 0, launched.out + launched.err
-    check_that_all_is_fine(launched.out, tmp_path, groups)
+    check_that_all_is_fine(launched.out, tmp_path, [("dp", 1), ("world", 1)])
+
+
+def test_all_is_fine_with_a_spare_rank_and_an_agent_that_keeps_the_store(tmp_path: Path) -> None:
+    """As torchrun's does."""
+    config, out = lay_out(tmp_path, parallel={"pipeline": 2, "spare_ranks": True}), tmp_path / "out"
+    command: list[str | Path] = [*DOCTOR, "--config", config, "--json", tmp_path / "doctor.json"]
+    agent = Forked(command, tmp_path, VARIABLES, out, out, ranks=3, keeps_store=True)
+    assert agent.wait(SECONDS) == 0, out.read_text()
+    check_that_all_is_fine(out.read_text(), tmp_path, [("pp", 1), ("world", 1)])
 
 
 def test_all_is_fine_with_every_axis(tmp_path: Path) -> None:

@@ -9,7 +9,6 @@ import os
 import re
 import signal
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -72,7 +71,8 @@ class Job:
     """A run under a launcher; every process that it starts can be found and is ended with it.
 
     Where it does not matter which launcher it is, the ranks are forked (`tests/support/forked.py`),
-    by "agent" as if it were torchrun's agent, which keeps the store.
+    by "agent" as if it were torchrun's agent, which keeps the store. Other launchers are forked,
+    too, and start their ranks as always.
     """
 
     def __init__(
@@ -104,29 +104,17 @@ class Job:
         self._out, self._err = folder / "out", folder / "err"
         command = ["--config", str(folder / "tiny.json")]
         command += [*arguments, "--set", *changes] if changes else arguments
-        self.launcher: Forked | subprocess.Popen[bytes]
-        if launcher in ("forked", "agent"):
-            self.launcher = Forked(
-                [SCRIPT, *command],
-                folder,
-                environment,
-                self._out,
-                self._err,
-                ranks,
-                keeps_store=launcher == "agent",
-            )
-        else:
-            start = [*_launcher(launcher, ranks), *launcher_options]
-            start += [] if launcher == "megaspeed" else [str(SCRIPT)]
-            with self._out.open("w") as out, self._err.open("w") as err:
-                self.launcher = subprocess.Popen(
-                    [*start, *command],
-                    cwd=folder,
-                    env=environment,
-                    stdout=out,
-                    stderr=err,
-                    start_new_session=True,
-                )
+        start = [*_launcher(launcher, ranks), *launcher_options]
+        start += [] if launcher == "megaspeed" else [str(SCRIPT)]
+        self.launcher = Forked(
+            [*start, *command],
+            folder,
+            environment,
+            self._out,
+            self._err,
+            ranks if launcher in ("forked", "agent") else 1,
+            keeps_store=launcher == "agent",
+        )
         self._since = time.monotonic()
 
     def processes(self) -> list[psutil.Process]:
@@ -180,14 +168,17 @@ class Job:
 
 
 def _launcher(name: str, ranks: int) -> list[str]:
+    """The arguments of Python, but for the script."""
     port = str(free_port())
+    if name in ("forked", "agent"):
+        return []
     if name == "deepspeed":
         program = str(Path(sys.executable).with_name("deepspeed"))
         return [program, "--num_accelerators", str(ranks), "--master_port", port]
     if name == "torchrun":
         options = ["--nproc-per-node", str(ranks), "--master-port", port]
-        return [sys.executable, "-m", "torch.distributed.run", *options]
-    return [sys.executable, "-m", "megaspeed.cli", "train", "--world-size", str(ranks)]
+        return ["-m", "torch.distributed.run", *options]
+    return ["-m", "megaspeed.cli", "train", "--world-size", str(ranks)]
 
 
 @pytest.mark.parametrize(("launcher", "rank"), [("torchrun", 0), ("megaspeed", 1)])
@@ -294,7 +285,6 @@ def test_ranks_0_and_1_that_stop_together_are_missed_by_the_others(
     """
     job = Job(tmp_path, launcher, "parallel.pipeline=3", ranks=3)
     job.wait_until_training()
-    assert isinstance(job.launcher, Forked)
     first, second, _ = job.launcher.ranks()
     first.suspend()
     second.suspend()
@@ -388,8 +378,8 @@ def test_ctrl_c_and_a_closed_terminal_save(
 
 def test_ctrl_c_in_a_long_step_saves_although_the_launcher_has_gone(tmp_path: Path) -> None:
     """DeepSpeed's runner ends at once, and the ranks took its end for the second Ctrl-C."""
-    fault = "slow rank=1 step=4 work=Backward(micro_batch=0 seconds=5"
-    job = Job(tmp_path, "deepspeed", fault=fault)
+    fault = "slow rank=0 step=4 work=Backward(micro_batch=0 seconds=5"
+    job = Job(tmp_path, "deepspeed", fault=fault, ranks=1)
     job.wait_until_training()
     os.killpg(job.launcher.pid, signal.SIGINT)
     ended = job.ended()

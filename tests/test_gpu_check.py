@@ -2,8 +2,9 @@
 
 import argparse
 import importlib.util
+import os
 import re
-import subprocess
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -13,7 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.support.forked import run_forked
+from tests.support.forked import Forked
 
 pytestmark = pytest.mark.ranks
 
@@ -52,10 +53,22 @@ def rows_of(report: str, heading: str) -> list[list[str]]:
 
 
 @pytest.mark.timeout(900)
-def test_the_report_of_a_machine_without_a_gpu(tmp_path: Path) -> None:
+def test_the_report_of_a_machine_without_a_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In one test, because the check takes long. No figure of it may be taken for a GPU's."""
-    ended = run_forked([SCRIPT, "--out", tmp_path], tmp_path, 900)
-    assert ended.returncode == 0, ended.stdout + ended.stderr
+    variables = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    variables["MEGASPEED_CACHE"] = str(tmp_path / "cache")
+
+    def start_forked(command: list[str], log: Path) -> Forked:
+        assert command[0] == str(gpu_check.MEGASPEED) and gpu_check.MEGASPEED.exists()
+        return Forked(["-m", "megaspeed.cli", *command[1:]], tmp_path, variables, log, log)
+
+    monkeypatch.setattr(gpu_check, "start_process", start_forked)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.syspath_prepend(SCRIPT.parent)  # for the process that looks for GPUs
+    monkeypatch.setattr(sys, "argv", [str(SCRIPT), "--out", str(tmp_path)])
+    assert gpu_check.main() == 0, (tmp_path / "report.md").read_text()
     report = (tmp_path / "report.md").read_text()
     check_the_first_line(report)
     check_that_bf16_is_verified_and_fp16_states_why_it_is_not(report)
@@ -193,9 +206,11 @@ def test_a_check_that_is_ended_ends_its_command(tmp_path: Path) -> None:
         "with g.ended_on_termination():\n"
         "    g.carry_out(section, None)\n"
     )
-    check = subprocess.Popen([sys.executable, "-c", program], stderr=subprocess.PIPE)
+    (tmp_path / "program.py").write_text(program)
+    out = tmp_path / "out"
+    check = Forked([tmp_path / "program.py"], tmp_path, os.environ, out, out)
     children = wait_for(lambda: psutil.Process(check.pid).children())
-    check.terminate()
+    check.send_signal(signal.SIGTERM)
     assert check.wait(60) != 0
     psutil.wait_procs(children, timeout=10)
     assert not any(child.is_running() for child in children)

@@ -240,13 +240,13 @@ class TrafficLog(TorchDispatchMode):
         if function.namespace not in _NAMESPACES or operator in _SENDING_NOTHING:
             return function(*args, **(kwargs or {}))
         if operator not in _COUNTED:
-            raise NotImplementedError(
+            raise RuntimeError(
                 f"Every collective must be counted, but {operator} is not known. Add it to the "
                 f"table of {__name__}: which collective it is, and which argument is its message."
             )
         group = _group_in(args)
         if group.size() > 1 and group.group_name not in self._axes:
-            raise NotImplementedError(
+            raise RuntimeError(
                 f"Every collective runs along an axis, but {operator} runs over ranks "
                 f"{dist.get_process_group_ranks(group)}, but no axis of this rank has that group."
             )

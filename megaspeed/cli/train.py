@@ -11,6 +11,7 @@ failed. So what a rank reports is the last thing on the console.
 
 import argparse
 import contextlib
+import gc
 import logging
 import os
 import signal
@@ -88,6 +89,7 @@ def train_rank(arguments: Sequence[str] | None = None, *, as_command: bool = Fal
     if _STOPPED in os.environ:
         sys.exit(128 + int(os.environ[_STOPPED]))
     _silence_torch()
+    gc.disable()  # what imports make lives as long as the process
     launchers = launcher_processes()  # one that ends while torch is loaded would not be found later
     from megaspeed.topology.process_end import end_process, keep_output_open
     from megaspeed.training.restarts import run_supervised
@@ -97,6 +99,8 @@ def train_rank(arguments: Sequence[str] | None = None, *, as_command: bool = Fal
         from megaspeed.analysis.planning.prediction import predict_peaks
         from megaspeed.training.pretrain import main
 
+        gc.freeze()
+        gc.enable()
         return main(
             arguments,
             as_command=as_command,

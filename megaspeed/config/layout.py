@@ -20,11 +20,12 @@ from typing import Any
 from megaspeed.config.deepspeed_keys import (
     DeepSpeedKeys,
     Fp16Config,
+    OptimizerConfig,
 )
 from megaspeed.config.errors import ConfigError
 from megaspeed.config.rules import check, divisors, listed, nearest, rule
 from megaspeed.config.run import ParallelConfig, TrainingConfig
-from megaspeed.config.section import LARGEST_ACCUMULATION
+from megaspeed.config.section import LARGEST_ACCUMULATION, LARGEST_NUMBER
 from megaspeed.topology.grid import Grid
 
 
@@ -214,6 +215,29 @@ def batch_multiplies(parallel: ParallelConfig, stated: StatedBatch, world: World
             f"{batch.train_batch_size:,} / (train_micro_batch_size_per_gpu "
             f"{batch.micro_batch_size:,} x dp {grid.dp})) must be at most "
             f"{LARGEST_ACCUMULATION:,}; raise train_micro_batch_size_per_gpu"
+        )
+
+
+@rule
+def scaled_learning_rate_is_a_rate(
+    optimizer: OptimizerConfig,
+    training: TrainingConfig,
+    parallel: ParallelConfig,
+    stated: StatedBatch,
+    world: World,
+) -> Iterator[str]:
+    """The scaled learning rate has the bounds of the stated one."""
+    grid = find_grid(parallel, stated, world)
+    batch = None if grid is None else solve_batch(stated, grid.dp)
+    if batch is None or training.lr_scaling == "none" or training.base_batch_size is None:
+        return
+    rate = optimizer.params.lr * training.lr_factor(batch.train_batch_size)
+    if not 0 < rate <= LARGEST_NUMBER:
+        yield (
+            f"optimizer.params.lr {optimizer.params.lr} is scaled to {rate} "
+            f"(training.lr_scaling {training.lr_scaling}, train_batch_size "
+            f"{batch.train_batch_size}, training.base_batch_size {training.base_batch_size}), but "
+            f"it must be above 0 and at most {LARGEST_NUMBER:g}; state another rate"
         )
 
 

@@ -7,7 +7,6 @@ rule is skipped if one of them is not known, or if it reads a key that is wrong 
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
 from typing import Any
 
 from megaspeed.config.data import DataConfig
@@ -27,6 +26,7 @@ from megaspeed.config.deepspeed_keys import (
 )
 from megaspeed.config.model import PRESETS, ModelConfig
 from megaspeed.config.run import ParallelConfig, TrainingConfig
+from megaspeed.config.section import Section
 
 Rule = Callable[..., Iterator[str]]
 
@@ -45,9 +45,18 @@ def check(known: Mapping[str, Any]) -> list[str]:
     messages: list[str] = []
     for function, names in _RULES:
         if known.keys() >= set(names):
-            with suppress(AttributeError):  # it reads a key that is wrong itself
+            try:
                 messages += function(*(known[name] for name in names))
+            except AttributeError as error:
+                if not _is_absent_key(error):
+                    raise
     return messages
+
+
+def _is_absent_key(error: AttributeError) -> bool:
+    """Whether a rule has read a key that is wrong itself, and so is missing from its section."""
+    section = type(error.obj)
+    return issubclass(section, Section) and error.name in section.model_fields
 
 
 def divisors(number: int) -> list[int]:

@@ -1,8 +1,12 @@
 """Rules for several keys: each message has the rule, the numbers and the valid values."""
 
+from collections.abc import Iterator
+
 import pytest
 
+from megaspeed.config import rules
 from megaspeed.config.loading import parse_config
+from megaspeed.config.model import ModelConfig
 from tests.config.small import only_problem, problems, small
 
 LLAMA = ("model.architecture=llama", "model.intermediate_size=384")
@@ -244,6 +248,17 @@ def test_a_scaled_rate_has_a_base_and_a_base_scales() -> None:
     assert 'no effect with training.lr_scaling "none"' in only_problem(both[1])
 
 
+def test_a_learning_rate_is_scaled_to_a_number_above_0_and_at_most_1e20() -> None:
+    scaled = ("training.lr_scaling=linear", "training.base_batch_size=1")
+    assert problems("optimizer.params.lr=6e18", *scaled, world_size=1) == []
+    assert only_problem("optimizer.params.lr=1e19", *scaled, world_size=1).startswith(
+        "optimizer.params.lr 1e+19 is scaled to 1.6e+20 (training.lr_scaling linear, "
+        "train_batch_size 16, training.base_batch_size 1), but it must be above 0"
+    )
+    tiny = ("optimizer.params.lr=5e-324", scaled[0], "training.base_batch_size=1000")
+    assert "is scaled to 0.0 " in only_problem(*tiny, world_size=1)
+
+
 @pytest.mark.parametrize("setting", ["train", "validation"])
 def test_weights_are_stated_for_all_sources_of_a_list_or_for_none(setting: str) -> None:
     heavy, light = {"path": "a.txt", "weight": 3}, {"path": "b.txt", "weight": 0.5}
@@ -257,3 +272,16 @@ def test_weights_are_stated_for_all_sources_of_a_list_or_for_none(setting: str) 
 def test_the_pure_config_is_checked_without_a_world() -> None:
     parse_config(small(train_batch_size=17))  # 17 is odd and the micro-batch 2: a law of the world
     assert len(problems(train_batch_size=17, world_size=1)) == 1
+
+
+def test_only_a_key_that_is_wrong_itself_lets_a_rule_be_skipped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A misspelt name in a rule was taken for one, and the rule never applied."""
+
+    def misspelt(model: ModelConfig) -> Iterator[str]:
+        yield f"{model.hidden_siz}"  # type: ignore[attr-defined]
+
+    monkeypatch.setattr(rules, "_RULES", [(misspelt, ("model",))])
+    with pytest.raises(AttributeError, match="hidden_siz"):
+        problems()

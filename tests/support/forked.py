@@ -17,6 +17,7 @@ Tests of a launcher itself, and of what it prints, start it in its own way.
 
 import atexit
 import contextlib
+import ctypes
 import io
 import multiprocessing
 import os
@@ -31,8 +32,8 @@ from types import ModuleType
 import psutil
 import torch.distributed as dist
 
+from tests.support.fork_server import start_fork_server, use_fork_server
 from tests.support.launched import free_port
-from tests.support.rank_pool import IMPORTED_ONCE, RANK_VARIABLES, environment_with
 
 _SECONDS_TO_END = 15
 
@@ -64,13 +65,12 @@ class Forked:
         keeps_store: bool = False,
     ) -> None:
         self.args = list(map(str, arguments))
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(IMPORTED_ONCE)
+        server = start_fork_server()
         hangup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
         given = (self.args, folder, dict(environment), out, err, ranks, keeps_store, hangup)
-        self._process = context.Process(target=_run, args=given)
-        with environment_with(RANK_VARIABLES):  # for the process that all others are forked from
-            self._process.start()
+        context = multiprocessing.get_context("forkserver")
+        self._process = context.Process(target=_run, args=(*given, server))
+        self._process.start()
         assert self._process.pid is not None
         self.pid: int = self._process.pid
         _started.append(self)
@@ -143,8 +143,10 @@ def _run(
     ranks: int,
     keeps_store: bool,
     hangup_is_ignored: bool,
+    server: str,
 ) -> None:
     os.setsid()
+    use_fork_server(server)  # so that what the program forks starts warm, too
     # As after `nohup`; the process that this one was forked from may have been started by one.
     signal.signal(signal.SIGHUP, signal.SIG_IGN if hangup_is_ignored else signal.SIG_DFL)
     os.chdir(folder)
@@ -162,9 +164,18 @@ def _run(
     sys.exit(_launch(arguments, ranks, keeps_store))
 
 
+def _show_command_line(words: Sequence[str]) -> None:
+    """Writes the command line that other processes see, by which ranks recognize a launcher."""
+    fields = Path("/proc/self/stat").read_text().rsplit(")", 1)[1].split()
+    start, end = map(int, fields[45:47])
+    text = "".join(f"{word}\0" for word in words).encode()
+    ctypes.memmove(start, text[: end - start].ljust(end - start, b"\0"), end - start)
+
+
 def _run_python(arguments: list[str]) -> None:
     """As the interpreter with these arguments; does not return."""
     sys.orig_argv = [sys.executable, *arguments]
+    _show_command_line(sys.orig_argv)
     main = ModuleType("__main__")
     # As multiprocessing does; what its processes send back may be of the second name.
     sys.modules["__main__"] = sys.modules["__mp_main__"] = main

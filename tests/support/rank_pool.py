@@ -22,10 +22,8 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
@@ -35,39 +33,10 @@ from typing import Self, TypeVar
 import torch.distributed as dist
 
 from megaspeed.topology.launch import LaunchEnvironment
+from tests.support.fork_server import start_fork_server
 from tests.support.rank_worker import STACK_SIGNAL, Job, Outcome, serve
 
 T = TypeVar("T")
-
-# Every rank is forked from one process that has imported these, which takes seconds, once.
-IMPORTED_ONCE = [
-    "tests.support.rank_worker",
-    "torch._dynamo",
-    "megaspeed.analysis.verification.verify",
-    "megaspeed.analysis.doctor.examination",
-    "megaspeed.analysis.planning.prediction",
-    "megaspeed.analysis.watched_step",
-    "megaspeed.training.pretrain",
-    "megaspeed.training.restarts",
-    "matplotlib.backends.backend_agg",
-    # DeepSpeed imports these at its first engine.
-    "deepspeed.runtime.superoffload.superoffload_stage3",
-    "deepspeed.module_inject.auto_ep_layer",
-    "megaspeed.checkpoint.inspection",
-    "megaspeed.training.pretrain",
-    "matplotlib.backends.backend_agg",
-    "matplotlib.figure",
-    "torch.utils.serialization.config",
-    "tests.support.frozen_imports",
-]
-
-# Ranks share the machine's few cores, and see no GPU, so that a test is the same on every machine.
-RANK_VARIABLES = {
-    "OMP_NUM_THREADS": "1",
-    "CUDA_VISIBLE_DEVICES": "",
-    "DS_ACCELERATOR": "cpu",
-    "TORCH_CPP_LOG_LEVEL": "ERROR",  # as in a run
-}
 
 _SECONDS_TO_WRITE_STACKS = 1.0
 
@@ -100,11 +69,9 @@ class RankPool:
         self._ranks: dict[int, _Rank] = {}
         self._logs = tempfile.TemporaryDirectory(prefix="ranks-")
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(IMPORTED_ONCE)
 
     def __enter__(self) -> Self:
-        with environment_with(RANK_VARIABLES):  # the process that ranks are forked from inherits it
-            forkserver.ensure_running()
+        start_fork_server()
         return self
 
     def __exit__(
@@ -263,14 +230,3 @@ def _stacks(ranks: list[_Rank]) -> str:
 def _written(rank: _Rank) -> str:
     text = rank.log.read_text(errors="replace") if rank.log.exists() else ""
     return f"\nWhat it wrote:\n{text}" if text else ""
-
-
-@contextmanager
-def environment_with(variables: Mapping[str, str]) -> Iterator[None]:
-    before = dict(os.environ)
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
