@@ -194,6 +194,7 @@ def allocates_for_communication(module: str) -> bool | None:
     if module.startswith(("deepspeed.runtime.zero.", "deepspeed.runtime.comm.")):
         return True
     own = (
+        "megaspeed.zero.buckets",
         "megaspeed.zero.gradients",
         "megaspeed.zero.layer_gathers",
         "megaspeed.zero.reductions",

@@ -1,0 +1,236 @@
+"""Reduces buckets of gradients over the data axis.
+
+    gradients of a bucket --pack--> one tensor --reduce--> this rank's part --add--> partition
+
+    ZeRO 0, 1, 2   flat                     each piece is reduced to the rank that owns it
+    ZeRO 3         (dp, elements / dp)      a reduce-scatter: row r is the part of rank r
+
+A bucket is a list of consecutive parameters with at most ``reduce_bucket_size`` elements, or one
+larger parameter.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from deepspeed import comm
+from torch import Tensor, nn
+
+from megaspeed.config.resolve import Run
+from megaspeed.model.gpt import DTYPES
+from megaspeed.topology.context import ParallelContext
+
+
+@dataclass(frozen=True, kw_only=True)
+class Group:
+    """The flat gradient of a parameter group of the optimizer (ZeRO-3: of a sub-group)."""
+
+    parameters: Sequence[Any]  # in the order of the flat tensor; with DeepSpeed's attributes
+    starts: Sequence[int]  # where each parameter begins in the complete gradient
+    ends: Sequence[int]
+    complete: Tensor | None  # None if only the partition is kept
+    own: Tensor  # this rank's partition
+
+
+@dataclass
+class Bucket:
+    """Consecutive parameters of a group, which are reduced together."""
+
+    group: Group
+    parameters: Sequence[Any]
+    start: int  # where the first parameter begins in the complete gradient
+    end: int  # where the last parameter ends
+    shape: tuple[int, ...]  # of packed gradients: flat; ZeRO-3: a row for each rank
+    total: Tensor | None  # of the micro-batches, packed; None if each of them is reduced
+    gradients: dict[nn.Parameter, Tensor] = field(default_factory=dict)  # not reduced yet
+    missing: set[nn.Parameter] = field(default_factory=set)  # not computed yet in this backward
+    is_due: bool = True  # whether it is reduced in this backward
+    is_filled: bool = False  # whether the partition has gradients of this step
+
+
+@dataclass(frozen=True)
+class _Message:
+    """A bucket that is being reduced."""
+
+    bucket: Bucket
+    works: Sequence[Any]
+    sent: Tensor  # must not be freed before the works have ended
+    received: Tensor  # this rank's part of the sum
+    start: int  # of ``received`` in this rank's partition
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rules:
+    """How the gradients of a run are accumulated and sent."""
+
+    parts: int  # of the flat gradient; each data rank owns one, at ZeRO-0 all own everything
+    is_stage3: bool
+    is_complete: bool  # whether a complete gradient is accumulated
+    is_offloaded: bool  # whether the partition is in host memory
+    dtype: torch.dtype
+    sent_dtype: torch.dtype
+    uses_all_reduce: bool
+    overlaps: bool
+    # Gradients are averaged over the data ranks before the sum, because a sum of fp16 numbers could
+    # be too large for fp16, or the sum is divided.
+    divides_first: bool
+    averages_later: bool
+    sends_copies: bool  # otherwise the complete gradient is sent as it is
+    sums_vectors: bool  # whether gradients of norms and biases are summed over the micro-batches
+    # whether autograd adds to ``grad`` in place. It does so in the dtype of the parameter.
+    autograd_adds: bool
+
+    @classmethod
+    def of(cls, run: Run) -> "Rules":
+        """The rules of ``run``."""
+        zero, dp = run.config.zero_optimization, run.grid.dp
+        is_stage3, is_complete = run.zero_stage == 3, run.keeps_complete_gradients
+        divides_first = run.reduction_dtype == "fp16" and dp > 1
+        multi_rank = zero.use_multi_rank_bucket_allreduce and not is_stage3
+        return cls(
+            parts=1 if run.zero_stage == 0 else dp,
+            is_stage3=is_stage3,
+            is_complete=is_complete,
+            is_offloaded=zero.offloads_optimizer,
+            dtype=DTYPES[run.accumulation_dtype],
+            sent_dtype=DTYPES[run.reduction_dtype],
+            uses_all_reduce=run.zero_stage == 0 or multi_rank or not zero.reduce_scatter,
+            overlaps=bool(zero.overlap_comm) and dp > 1,
+            divides_first=divides_first,
+            averages_later=dp > 1 and not divides_first,
+            sends_copies=run.copies_gradients,
+            sums_vectors=not is_complete and run.batch.gradient_accumulation_steps > 1,
+            autograd_adds=is_complete and run.precision == run.accumulation_dtype and not is_stage3,
+        )
+
+
+def shape_of(parameter: Any) -> torch.Size:
+    """The shape of a parameter, which ZeRO-3 may have partitioned."""
+    shape: torch.Size = getattr(parameter, "ds_shape", parameter.shape)
+    return shape
+
+
+class Reducer:
+    """Sends buckets, and adds what it receives to this rank's partition.
+
+    Args:
+        rules: of the run.
+        context: this rank's groups.
+    """
+
+    def __init__(self, rules: Rules, context: ParallelContext) -> None:
+        self._rules = rules
+        self._device = context.device
+        self._axis = context.dp_group
+        self._axis_ranks = dist.get_process_group_ranks(context.dp_group)
+        self._dp = context.dp_size
+        self.own_part = context.dp_rank if rules.parts > 1 else 0
+        """The index of the part of each flat gradient that this rank owns."""
+        self._in_flight: list[_Message] = []
+
+    def send(self, bucket: Bucket) -> None:
+        """Start the reduction of a bucket. Without overlap, copies are reduced one at a time."""
+        if self._rules.sends_copies:
+            self.receive()
+        packed = self._packed(bucket)
+        if self._rules.divides_first:
+            packed = packed / self._dp
+        start = self._start_rows if self._rules.is_stage3 else self._start_pieces
+        self._in_flight.append(start(bucket, packed))
+        if self._rules.sends_copies and not self._rules.overlaps:
+            self.receive()
+
+    def receive(self) -> None:
+        """Wait for all messages, and add what this rank owns to its partition."""
+        for message in self._in_flight:
+            for work in message.works:
+                work.wait()
+            if self._rules.sends_copies or self._rules.is_offloaded:
+                self._add(message)
+        self._in_flight.clear()
+
+    def pack(self, bucket: Bucket, dtype: torch.dtype) -> Tensor:
+        """The gradients of one micro-batch, in the shape of the bucket. The bucket forgets them."""
+        gradients = [self._pop(bucket, parameter) for parameter in bucket.parameters]
+        if len(gradients) == 1 and gradients[0].numel() == math.prod(bucket.shape):
+            return gradients[0].to(dtype).reshape(bucket.shape)
+        packed = torch.empty(bucket.shape, dtype=dtype, device=self._device)
+        flat = [gradient.reshape(-1) for gradient in gradients]
+        if len({gradient.dtype for gradient in flat}) > 1:  # one is of ``sum_of``
+            flat = [gradient.to(dtype) for gradient in flat]
+        if self._rules.is_stage3:
+            torch._chunk_cat(flat, 0, self._dp, out=packed)
+        else:
+            torch.cat(flat, out=packed)
+        return packed
+
+    def _packed(self, bucket: Bucket) -> Tensor:
+        """The bucket's gradients: flat, or at ZeRO-3 (dp, elements / dp), one row for each rank."""
+        complete = bucket.group.complete
+        if complete is not None and not self._rules.is_stage3:
+            return complete[bucket.start : bucket.end].to(self._rules.sent_dtype)
+        if bucket.total is not None:
+            return bucket.total.to(self._rules.sent_dtype)
+        if complete is None:
+            return self.pack(bucket, self._rules.sent_dtype)
+        packed = torch.empty(bucket.shape, dtype=self._rules.sent_dtype, device=self._device)
+        sizes = [self._dp * parameter.partition_numel() for parameter in bucket.parameters]
+        parts = complete[bucket.start : bucket.end].split(sizes)
+        torch.cat([part.view(self._dp, -1) for part in parts], dim=1, out=packed)
+        return packed
+
+    def _pop(self, bucket: Bucket, parameter: Any) -> Tensor:
+        gradient = bucket.gradients.pop(parameter, None)
+        if gradient is not None:
+            return gradient
+        # All forwards preceded the first backward, which has sent the sum of all micro-batches.
+        return torch.zeros(shape_of(parameter), dtype=self._rules.dtype, device=self._device)
+
+    def _start_pieces(self, bucket: Bucket, packed: Tensor) -> _Message:
+        """ZeRO 0 to 2: reduce each piece of the bucket to the rank that owns it."""
+        works = self._start_all_reduce(packed)
+        part = bucket.group.own.numel()
+        received, start = packed[:0], 0
+        for owner in range(bucket.start // part, -(-bucket.end // part)):
+            first = max(bucket.start, owner * part)
+            end = min(bucket.end, (owner + 1) * part)
+            piece = packed[first - bucket.start : end - bucket.start]
+            if self._dp > 1 and not self._rules.uses_all_reduce:
+                rank = self._axis_ranks[owner]
+                works.append(comm.reduce(piece, dst=rank, group=self._axis, async_op=True))
+            if owner == self.own_part:
+                received, start = piece, first - owner * part
+        return _Message(bucket, works, packed, received, start)
+
+    def _start_rows(self, bucket: Bucket, packed: Tensor) -> _Message:
+        """ZeRO-3: reduce-scatter the rows of the bucket."""
+        works = self._start_all_reduce(packed)
+        received = packed[self.own_part]
+        if self._dp > 1 and not self._rules.uses_all_reduce:
+            received = torch.empty_like(received)
+            sent = packed.view(-1)
+            works.append(comm.reduce_scatter_fn(received, sent, group=self._axis, async_op=True))
+        return _Message(bucket, works, packed, received, bucket.start // self._dp)
+
+    def _start_all_reduce(self, packed: Tensor) -> list[Any]:
+        if self._dp == 1 or not self._rules.uses_all_reduce:
+            return []
+        return [comm.all_reduce(packed, group=self._axis, async_op=True)]
+
+    def _add(self, message: _Message) -> None:
+        received = message.received
+        if self._rules.averages_later and self._rules.is_offloaded:
+            received = received / self._dp  # not on the host, which would wait for the copy
+        own = message.bucket.group.own.narrow(0, message.start, received.numel())
+        if message.bucket.is_filled and own.device != received.device:
+            # The device adds, so the host does not wait for it.
+            received = received.to(own.dtype) + own.to(received.device, non_blocking=True)
+            own.copy_(received, non_blocking=True)
+        elif message.bucket.is_filled:
+            own.add_(received)
+        else:
+            own.copy_(received, non_blocking=True)
+        message.bucket.is_filled = True
