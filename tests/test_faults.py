@@ -250,7 +250,7 @@ def test_a_run_that_hangs_names_who_is_missing(
     assert ended.code != 0 and ended.seconds < HANG_SECONDS + SECONDS_TO_END
     missing = "did not answer" if kind == "stop" else "did not arrive where the others wait"
     assert re.search(rf"no progress for \d+ s: rank 1 {missing}", ended.err), ended.err
-    assert "rank 0: step 4, Backward(micro_batch=0), waiting in gloo:all_reduce of (3, 16, " in (
+    assert "rank 0: step 4, Backward(micro_batch=0), waiting in gloo:all_reduce of (48, " in (
         ended.err
     )
     assert "in the world group of ranks 0, 1" in ended.err

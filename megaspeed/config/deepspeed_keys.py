@@ -91,13 +91,14 @@ class ZeroConfig(Section):
         has_room = bound is None or current + following <= bound
         return has_room and self.stage3_prefetch_bucket_size != 0
 
-    def buckets(self, sizes: Sequence[int]) -> list[range]:
+    def buckets(self, sizes: Sequence[int], alone: int | None = None) -> list[range]:
         """The parameters of an optimizer group that are reduced together, in backward order.
 
         Each bucket has at most ``reduce_bucket_size`` elements, or one parameter.
 
         Args:
             sizes: elements of each parameter.
+            alone: the index of a parameter that shares its bucket with no other; None for none.
 
         Returns:
             Ranges of indices into ``sizes``.
@@ -106,7 +107,8 @@ class ZeroConfig(Section):
         buckets = []
         end, elements = len(sizes), 0
         for index in reversed(range(len(sizes))):
-            if elements and elements + sizes[index] > self.reduce_bucket_size:
+            is_full = elements + sizes[index] > self.reduce_bucket_size
+            if elements and (is_full or alone in (index, index + 1)):
                 buckets.append(range(index + 1, end))
                 end, elements = index + 1, 0
             elements += sizes[index]

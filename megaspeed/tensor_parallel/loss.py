@@ -110,13 +110,17 @@ class VocabParallelLoss:
                 dist.all_reduce(sums, group=self.axis.group)
         if scales is not None:
             factors = scales / sums[0]
+            at_target = (target_logit.exp() * factors - scales).unsqueeze(-1)
+            here = here.unsqueeze(-1)
             exponentials.mul_(factors.unsqueeze(-1))  # softmax times scale
-            if exponentials is not z:
-                z.copy_(exponentials)
-            if width:
-                at_target = (target_logit.exp() * factors - scales).unsqueeze(-1).to(z.dtype)
-                elsewhere = z.gather(-1, local)  # this rank does not have the target
-                z.scatter_(-1, local, torch.where(here.unsqueeze(-1), at_target, elsewhere))
+            if torch.compiler.is_compiling():  # a scatter would need another tensor of this size
+                columns = torch.arange(width, device=z.device)
+                z.copy_(torch.where((columns == local) & here, at_target, exponentials))
+            elif width:  # in fp32, because torch's scatter on a CPU copies 16-bit numbers
+                elsewhere = exponentials.gather(-1, local)  # another rank has the target
+                exponentials.scatter_(-1, local, torch.where(here, at_target, elsewhere))
+                if exponentials is not z:
+                    z.copy_(exponentials)
             logits[:, width:] = 0.0
         return (sums[0].log() - sums[1]).masked_fill(targets == NOT_COUNTED, 0.0)
 

@@ -14,8 +14,9 @@ from megaspeed.model.parameters import Parameter
 _VOCABULARY_ROW_MULTIPLE = 8
 """A multiple of 16 bytes in bf16, which tensor cores need for full speed."""
 
-_LOGITS_OF_A_CHUNK = 2**27
-"""At most 8 bytes each, so 1 GiB: 1,024 tokens of a vocabulary of 128k."""
+_LOGITS_OF_A_CHUNK = 2**28
+"""6 bytes each in 16 bits, so 1.5 GiB: 2,048 tokens of a vocabulary of 128k. With fewer tokens, it
+would take as long to add to the weight's gradient after each chunk as to compute the product."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +90,7 @@ def tokens_of_a_chunk(tokens: int, columns: int) -> int:
     """How many tokens' logits exist at once, if a rank has ``columns`` logits of each token.
 
     Chunks are equally long if a small number of them divides ``tokens``, so that compiled code has
-    one shape. A GPU needs some 1,000 rows for an efficient product.
+    one shape.
     """
     chunks = max(1, math.ceil(tokens * columns / _LOGITS_OF_A_CHUNK))
     even = (count for count in range(chunks, 2 * chunks) if tokens % count == 0)

@@ -68,8 +68,12 @@ def compiler_threads(launch: LaunchEnvironment, environ: Mapping[str, str]) -> d
     """
     if "TORCHINDUCTOR_COMPILE_THREADS" in environ:
         return {}
-    share = len(os.sched_getaffinity(0)) // launch.local_world_size
-    return {"TORCHINDUCTOR_COMPILE_THREADS": str(min(32, max(1, share)))}
+    processors = os.cpu_count() or 1
+    own = processors
+    if hasattr(os, "sched_getaffinity"):  # on Linux. A launcher may have divided them already.
+        own = len(os.sched_getaffinity(0))
+    share = min(32, own, max(1, processors // launch.local_world_size))
+    return {"TORCHINDUCTOR_COMPILE_THREADS": str(share)}
 
 
 def use_device(device: torch.device) -> None:

@@ -54,6 +54,7 @@ def banner(
     yield Text(
         f"{run.name}: {grid} = {_counted(grid.world_size, 'rank', 'ranks')} on {on}, "
         f"ZeRO-{run.zero_stage}, {run.precision}"
+        + (", sequence parallelism" if run.sequence_parallel else "")
     )
     yield Text(
         f"step: {batch.train_batch_size:,} samples of {run.config.data.sequence_length:,} tokens; "
@@ -87,7 +88,7 @@ def describe_attention(run: Run, device: torch.device) -> str:
     else:
         return fused
     if attends_without_mask(model, device, DTYPES[run.precision]):
-        return f"FlashAttention, with no mask for {key}"
+        return f"FlashAttention, without a mask for {key}"
     return f"{fused}, with a mask for {key} (so not FlashAttention)"
 
 
@@ -111,7 +112,7 @@ def _describe_operations(run: Run, device: torch.device, device_name: str) -> st
 def time_of_products(precision: Precision) -> float:
     """Time of a matrix product in this precision over that in fp32, on this CPU.
 
-    CPUs with AVX512-BF16 but without AMX may be slower in bf16. Takes a few milliseconds.
+    CPUs with AVX512-BF16 but without AMX may be slower in bf16. Takes 10 ms in bf16.
     """
 
     def seconds(dtype: torch.dtype) -> float:

@@ -209,9 +209,10 @@ class Job:
                 print_line(self.console, line)
             if start.is_end_of(run):
                 return None
-            for part in banner(run, context.device, self.predict_peaks):
-                width = None if self.console.is_terminal else BANNER_WIDTH
-                self.console.print(part, width=width, soft_wrap=isinstance(part, Text))
+            if not self.console.quiet:
+                for part in banner(run, context.device, self.predict_peaks):
+                    width = None if self.console.is_terminal else BANNER_WIDTH
+                    self.console.print(part, width=width, soft_wrap=isinstance(part, Text))
             with (
                 during("building the model", timeouts=START_UP_TIMEOUTS),
                 self._memory_explained(context, None),

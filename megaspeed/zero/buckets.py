@@ -154,13 +154,11 @@ class Reducer:
 
     def pack(self, bucket: Bucket, dtype: torch.dtype) -> Tensor:
         """The gradients of one micro-batch, in the shape of the bucket. The bucket forgets them."""
-        gradients = [self._pop(bucket, parameter) for parameter in bucket.parameters]
+        gradients = [bucket.gradients.pop(parameter) for parameter in bucket.parameters]
         if len(gradients) == 1 and gradients[0].numel() == math.prod(bucket.shape):
             return gradients[0].to(dtype).reshape(bucket.shape)
         packed = torch.empty(bucket.shape, dtype=dtype, device=self._device)
         flat = [gradient.reshape(-1) for gradient in gradients]
-        if len({gradient.dtype for gradient in flat}) > 1:  # one is of ``sum_of``
-            flat = [gradient.to(dtype) for gradient in flat]
         if self._rules.is_stage3:
             torch._chunk_cat(flat, 0, self._dp, out=packed)
         else:
@@ -181,13 +179,6 @@ class Reducer:
         parts = complete[bucket.start : bucket.end].split(sizes)
         torch.cat([part.view(self._dp, -1) for part in parts], dim=1, out=packed)
         return packed
-
-    def _pop(self, bucket: Bucket, parameter: Any) -> Tensor:
-        gradient = bucket.gradients.pop(parameter, None)
-        if gradient is not None:
-            return gradient
-        # All forwards preceded the first backward, which has sent the sum of all micro-batches.
-        return torch.zeros(shape_of(parameter), dtype=self._rules.dtype, device=self._device)
 
     def _start_pieces(self, bucket: Bucket, packed: Tensor) -> _Message:
         """ZeRO 0 to 2: reduce each piece of the bucket to the rank that owns it."""

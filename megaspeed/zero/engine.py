@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
 from megaspeed.config.resolve import Run
+from megaspeed.model.gpt import GPT
 from megaspeed.model.micro_batch import MicroBatch
 from megaspeed.model.parameters import HEAD_WEIGHT
 from megaspeed.tensor_parallel.loss import VocabParallelLoss
@@ -140,9 +141,14 @@ class ZeroEngine:
         keep_parameter_views(self._optimizer)
         if run.zero_stage == 3:
             self._gathers = LayerGathers(engine.module, context, run.config.zero_optimization)
-        head_weight = [p for p, name in self.names.items() if name == HEAD_WEIGHT]
+        head_weight = _head_weight(engine.module)
         self.gradients = Gradients(
-            self._optimizer, run, context, partial=partial, without_autograd=head_weight
+            self._optimizer,
+            run,
+            context,
+            partial=partial,
+            head_weight=head_weight,
+            head_is_tied=head_weight is not None and self.names[head_weight] != HEAD_WEIGHT,
         )
         """This rank's gradients."""
         self._owned_squares = OwnedSquares(self.gradients.fragments, owned_elements)
@@ -310,3 +316,12 @@ class ZeroEngine:
             return math.nan
         copies = self._context.dp_size if self._replicated else 1
         return math.sqrt(sum(squares) / copies)
+
+
+def _head_weight(model: GPT) -> nn.Parameter | None:
+    """The weight of the output projection; None if this rank has no head."""
+    if model.head is None:
+        return None
+    weight = model.head.output.weight
+    assert isinstance(weight, nn.Parameter)
+    return weight

@@ -55,7 +55,10 @@ class Gradients:
         context: this rank's groups.
         partial: the parameters of whose gradient each tensor rank computes a part, in groups of
             their own.
-        without_autograd: the parameters whose gradient is added to ``sum_of`` alone.
+        head_weight: the weight whose gradient the forward of the loss adds to ``sum_of``; None if
+            this rank has no head.
+        head_is_tied: whether the weight is also that of this rank's embedding. Then autograd
+            computes another part of its gradient.
     """
 
     def __init__(
@@ -65,7 +68,8 @@ class Gradients:
         context: ParallelContext,
         *,
         partial: Sequence[nn.Parameter] = (),
-        without_autograd: Sequence[nn.Parameter] = (),
+        head_weight: nn.Parameter | None = None,
+        head_is_tied: bool = False,
     ) -> None:
         self._rules = Rules.of(run)
         self._optimizer = optimizer
@@ -74,6 +78,7 @@ class Gradients:
         self._tensor_axis = context.tp_group
         self._dp = context.dp_size
         self._reducer = Reducer(self._rules, context)
+        self._head_weight = head_weight
         self._groups = [
             self._make_group(index) for index in range(len(master_partitions(optimizer)))
         ]
@@ -88,7 +93,7 @@ class Gradients:
         if self._rules.overlaps or not self._rules.autograd_adds:
             for parameter in self._bucket_of:
                 parameter.register_post_accumulate_grad_hook(self._take)
-        self._without_autograd = frozenset(without_autograd)
+        self._without_autograd = set() if head_is_tied else {head_weight}
         self._is_first = True
         self._sends_in_backward = False
         fragments = [
@@ -120,11 +125,7 @@ class Gradients:
             self._begin_step()
 
     def sum_of(self, parameter: nn.Parameter) -> Tensor:
-        """Where a forward adds the gradient of ``parameter``, outside of autograd.
-
-        Autograd computes another part of the gradient in the backward, or none if
-        ``without_autograd`` contains the parameter.
-        """
+        """Where the forward of the loss adds the gradient of the head's weight."""
         if parameter in self._sums:
             return self._sums[parameter]
         gradients = self._bucket_of[parameter].gradients
@@ -139,7 +140,9 @@ class Gradients:
             for bucket in self._buckets:
                 bucket.missing = set(bucket.parameters) - self._without_autograd
                 bucket.is_due = last or bucket.total is None
-                if not bucket.missing:
+                # If all forwards precede the first backward, it sends the sum of all micro-batches.
+                has_gradients = self._rules.is_complete or bool(bucket.gradients)
+                if not bucket.missing and has_gradients:
                     self._send_in_backward(bucket)
 
     def missing(self) -> list[nn.Parameter]:
@@ -209,7 +212,10 @@ class Gradients:
         members_of_buckets = [range(len(group.parameters))]
         if self._rules.sends_copies or self._rules.overlaps:
             sizes = [end - start for start, end in zip(group.starts, group.ends, strict=True)]
-            members_of_buckets = zero.buckets(sizes)
+            # The gradient of the head's weight has another type until it is reduced.
+            of_head = (i for i, p in enumerate(group.parameters) if p is self._head_weight)
+            alone = None if self._rules.is_complete else next(of_head, None)
+            members_of_buckets = zero.buckets(sizes, alone)
         for members in members_of_buckets:
             parameters = group.parameters[members.start : members.stop]
             start, end = group.starts[members.start], group.ends[members.stop - 1]

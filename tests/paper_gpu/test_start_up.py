@@ -148,8 +148,9 @@ def test_a_variable_that_the_user_has_set_stays(set_by_user: str, left_alone: st
 def test_the_ranks_of_a_machine_share_its_processors_to_compile(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(128)))
-    for ranks, threads in ((1, 32), (8, 16), (500, 1)):
+    monkeypatch.setattr(os, "cpu_count", lambda: 128)
+    for ranks, own, threads in ((1, 128, 32), (8, 128, 16), (8, 12, 12), (500, 128, 1)):
+        monkeypatch.setattr(os, "sched_getaffinity", lambda process, own=own: set(range(own)))
         launch = LaunchEnvironment(
             rank=0, world_size=ranks, local_rank=0, local_world_size=ranks, source="test"
         )

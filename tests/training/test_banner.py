@@ -88,7 +88,7 @@ def test_attention_is_described_with_the_reason() -> None:
     dropping = describe_attention(tiny_run(TEXT, model={"attention_dropout": 0.1}), cpu)
     assert dropping.startswith("written out, not fused, because model.attention_dropout is 0.1")
     documents = tiny_run(TEXT, data={"reset_at_documents": True})
-    assert describe_attention(documents, cpu).startswith("FlashAttention, with no mask for data.")
+    assert describe_attention(documents, cpu).startswith("FlashAttention, without a mask for data.")
     on_gpu = describe_attention(documents, torch.device("cuda"))  # in fp32
     assert on_gpu.startswith(f"{fused}, with a mask for data.reset_at_documents")
 

@@ -265,8 +265,9 @@ class Activations:
         tokens = tokens_of_a_chunk(self._n, columns)
         logits = tokens * columns * self._a
         weight = columns * self._model.hidden_size
-        # The fp32 copy of 16-bit logits, or a product that is added to a gradient of another type.
-        copy = 0 if self._a == _FP32 else tokens * columns * _FP32
+        # The fp32 copy of the logits, or a product that is added to a gradient of another type.
+        is_in_place = self._a == _FP32 and not self._is_compiled
+        copy = 0 if is_in_place else tokens * columns * _FP32
         is_added = self._run.accumulation_dtype == self._run.precision
         product = 0 if is_added else weight * self._a
         of_tokens = self._n * _FP32 + tokens * _OF_A_TOKENS_LOSS

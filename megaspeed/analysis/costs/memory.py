@@ -229,7 +229,10 @@ def gradient_buckets(
         padded = [
             dp * partition_elements(p, dp) if run.zero_stage == 3 else p.elements for p in members
         ]
-        for bucket in run.config.zero_optimization.buckets(padded):
+        alone = None
+        if of_the_loss in members and not run.keeps_complete_gradients:
+            alone = members.index(of_the_loss)
+        for bucket in run.config.zero_optimization.buckets(padded, alone):
             own = [members[index] for index in bucket]
             elements = sum(padded[index] for index in bucket)
             is_summed = is_summed_over_step(run, own[0])

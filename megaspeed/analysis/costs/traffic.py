@@ -17,6 +17,7 @@ for clusters of workstations", section 3; Rajbhandari et al. 2020, ZeRO, section
     send                     S
 """
 
+import math
 from collections import Counter
 from collections.abc import Mapping
 from typing import Literal
@@ -33,8 +34,9 @@ from megaspeed.analysis.costs.memory import (
     partition_elements,
 )
 from megaspeed.config.resolve import Run
-from megaspeed.model.parameters import block_rows, layer_count
+from megaspeed.model.parameters import HEAD_WEIGHT, block_rows, layer_count
 from megaspeed.pipeline.partition import layers_of_stages
+from megaspeed.pipeline.schedules import SCHEDULES, peak_micro_batches_in_flight
 from megaspeed.tensor_parallel.plan import key_value_replicas
 
 Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "reduce", "broadcast", "send"]
@@ -259,9 +261,21 @@ def _gradient_messages(run: Run, parameters: list[LocalParameter]) -> list[tuple
         padded = dp * partition_elements(parameter, dp)
         elements = padded if run.zero_stage == 3 else parameter.elements
         times = 1 if is_summed_over_step(run, parameter) else run.batch.gradient_accumulation_steps
+        if parameter.name == HEAD_WEIGHT and times > 1:
+            times = math.ceil(times / _forwards_before_a_backward(run))
         sent_bytes += times * elements * BYTES_OF[run.reduction_dtype]
     if run.zero_stage == 3:
         return [("reduce_scatter" if zero.reduce_scatter else "all_reduce", sent_bytes)]
     # With these keys, every rank receives every gradient.
     everywhere = zero.use_multi_rank_bucket_allreduce or not zero.reduce_scatter
     return [("all_reduce" if everywhere or run.zero_stage == 0 else "reduce", sent_bytes)]
+
+
+def _forwards_before_a_backward(run: Run) -> int:
+    """Micro-batches whose forwards precede the first backward on the last pipeline stage.
+
+    The first backward sends the gradient of the head's weight of all of them.
+    """
+    schedule, stages = SCHEDULES[run.config.parallel.schedule], run.grid.pp
+    micro_batches = run.batch.gradient_accumulation_steps
+    return peak_micro_batches_in_flight(schedule, stages, stages - 1, micro_batches)
