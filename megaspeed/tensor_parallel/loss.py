@@ -5,10 +5,10 @@
                                                      -> gradient of x, kept for the backward
                                                      -> added to the gradient of the weight
 
-Logits are the largest activation of a model with a large vocabulary. Everything that a backward
-would compute from them is known in the forward: the loss is a sum, so the gradient of each token's
-loss is a constant factor. So each chunk of logits is differentiated when it is computed, and then
-overwritten. Liger Kernel (Hsu et al. 2024, section 3.2, "FusedLinearCrossEntropy") does the same.
+Logits are the largest activation of a model with a large vocabulary. Their gradient needs nothing
+from the backward, because the loss of a step is the sum over all tokens times a known factor. So
+each chunk of logits is differentiated as soon as it is computed, and its gradient overwrites it.
+Liger Kernel (Hsu et al. 2024, section 3.2, "FusedLinearCrossEntropy") does the same.
 """
 
 from collections.abc import Callable
