@@ -50,7 +50,7 @@ def test_kernels_of_a_block(
 
 
 @pytest.mark.parametrize(
-    ("stage", "collectives", "event_waits"), [(0, 3, 0), (1, 7, 0), (2, 13, 0), (3, 21, 0)]
+    ("stage", "collectives", "event_waits"), [(0, 3, 0), (1, 7, 0), (2, 15, 0), (3, 23, 0)]
 )
 def test_collectives_of_a_step_of_two_blocks(
     pool: RankPool, stage: int, collectives: int, event_waits: int
