@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from megaspeed.analysis.planning.machines import (
+from megaspeed.topology.devices import (
     DEVICES,
     USABLE_FRACTION,
     DeviceError,
