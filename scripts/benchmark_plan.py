@@ -18,12 +18,13 @@ The columns (blank ones get the value in brackets):
 
     gpu, n_gpus, fact_gpn [8], fact_nic     GPUs a node, GB/s of the network for each GPU [usual]
     layers hidden heads kv_heads [heads] ffn mlp_mats (2 GELU, 3 SwiGLU) vocab seq_len
-    tp pp vp [1] dp mbs gbs_seqs            degrees, sequences of a micro-batch and of a step
+    tp pp vp cp [1] dp mbs gbs_seqs         degrees, sequences of a micro-batch and of a step
     zero_stage [0] fact_fsdp                ZeRO-3 if fact_fsdp
-    recompute, precision, fact_flash        none, selective, full; bf16, fp16, fp8; none, fa1 to fa3
+    recompute, precision                    none, selective, full; bf16, fp16, fp8
+    fact_flash, fact_fused [1]              none, fa1, fa2, fa3; whether softmax is one kernel
     fact_sp fact_async_tp fact_overlap fact_scatter_gather fact_gbytes [4] fact_part framework
     d_iter_time_s                           reported seconds of a step
-    id src model usable cp                  a row that is not usable or has cp above 1 is left out
+    id src model usable                     a row that is not usable is left out
 """
 
 import argparse
@@ -135,7 +136,7 @@ def read_runs(rows: Iterable[Row]) -> tuple[list[Published], dict[str, str]]:
     runs, refused = [], {}
     for number, row in enumerate(rows):
         name = row.get("id") or f"row {number + 1}"
-        if row.get("usable", "True") != "True":
+        if (row.get("usable") or "True") != "True":
             refused[name] = row.get("why_not") or "not usable"
             continue
         try:
@@ -151,8 +152,6 @@ def published_run(row: Row, name: str) -> Published:
     Raises:
         ValueError, KeyError: a column is missing or has no number; the GPU is unknown.
     """
-    if _number(row, "cp", 1) > 1:
-        raise ValueError("context parallelism is not modelled")
     device = _device(row["gpu"])
     work = _workload(row)
     stated = row.get("d_iter_time_s")
@@ -199,8 +198,9 @@ def _workload(row: Row) -> Workload:
     }
     model = ModelConfig.model_validate(shape)
     tp, pp = _number(row, "tp", 1), _number(row, "pp", 1)
-    dp = _number(row, "dp", _number(row, "n_gpus") // (tp * pp))
-    grid = Grid(pp=pp, dp=dp, tp=tp)
+    context = _number(row, "cp", 1)
+    dp = _number(row, "dp", _number(row, "n_gpus") // (tp * pp * context))
+    grid = Grid(pp=pp, dp=dp * context, tp=tp)
     size = _number(row, "mbs")
     micro_batches = max(1, round(_number(row, "gbs_seqs") / (dp * size)))
     recomputation, share = _recomputation(row)
@@ -217,10 +217,12 @@ def _workload(row: Row) -> Workload:
         micro_batches=micro_batches,
         blocks_of_stages=_blocks(model, row, pp),
         chunks=_number(row, "vp", 1),
+        context=context,
         zero_stage=3 if _flag(row, "fact_fsdp") else stage,
         precision=_precision(row["precision"]),
         gradient_bytes=gradient_bytes,
         attention=_attention(row["fact_flash"]),
+        fuses_softmax=row.get("fact_fused") not in ("False", "0", "0.0"),
         recomputation=recomputation,
         recomputed_share=share,
         sequence_parallel=_flag(row, "fact_sp") and tp > 1,

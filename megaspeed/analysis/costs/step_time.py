@@ -251,9 +251,12 @@ class _Rates:
 
         FlashAttention computes half of the square, and 2.5 times that in the backward, which
         computes the scores again (Dao 2023, section 4.1). If there are fewer blocks of queries
-        than processors, the others wait. Without FlashAttention, the whole square is computed
-        and written: each product reads or writes one matrix of S x S for each head, softmax and
-        dropout read and write it, and a mask of one byte (Korthikanti et al. 2022, figure 3).
+        than processors, the others wait. With context parallelism, the exchange of keys and values
+        is hidden (Liu et al. 2023, Ring Attention, section 3).
+
+        Without FlashAttention, the whole square is computed and written: each product reads or
+        writes one matrix of S x S for each head, softmax and dropout read and write it, and a mask
+        of one byte (Korthikanti et al. 2022, figure 3).
         """
         work, model, tp = self.work, self.work.model, self.work.grid.tp
         device = self.cluster.device
@@ -263,7 +266,9 @@ class _Rates:
             scores = work.tokens * work.sequence_length * model.num_attention_heads / tp
             matrix = scores * self.width / self.memory
             product = max(flops / 2 / rate, matrix)
-            return 2 * product + 4.5 * matrix, 4 * product + 5.5 * matrix
+            unfused = 0 if work.fuses_softmax else 4  # scale and mask read and write it, too
+            forward, backward = (4.5 + unfused) * matrix, (5.5 + unfused) * matrix
+            return 2 * product + forward, 4 * product + backward
         window = min(model.sliding_window or work.sequence_length, work.sequence_length)
         kept = window * (1 - window / (2 * work.sequence_length)) / work.sequence_length
         shares = _ATTENTION_RATE[work.attention]
@@ -271,7 +276,7 @@ class _Rates:
         if work.attention != "fa3" and device.name.split("-")[0] in _ASYNCHRONOUS:
             slower /= _OLD_KERNEL
         heads = work.micro_batch_size * model.num_attention_heads / tp
-        blocks = heads * math.ceil(work.sequence_length / _ROWS_OF_A_BLOCK)
+        blocks = heads * math.ceil(work.sequence_length / work.context / _ROWS_OF_A_BLOCK)
         slower *= max(1.0, device.processors / blocks)
         if model.head_dim % 8:
             slower *= _SLOW_HEAD

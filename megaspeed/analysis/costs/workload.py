@@ -57,10 +57,12 @@ class Workload:
     micro_batches: int  # of a step, on each data rank
     blocks_of_stages: tuple[int, ...]  # the embedding is on the first stage, the head on the last
     chunks: int = 1  # parts of the model on each stage, of an interleaved schedule
+    context: int = 1  # parts of a sequence, each on its own data rank (context parallelism)
     zero_stage: int = 0
     precision: Precision = "bf16"
     gradient_bytes: int = 4  # of an element of a reduced gradient
     attention: Attention = "fa2"
+    fuses_softmax: bool = True  # without FlashAttention: scale, mask and softmax are one kernel
     recomputation: RecomputedPart = "none"
     recomputed_share: float = 1.0  # of the blocks
     sequence_parallel: bool = False
@@ -72,8 +74,8 @@ class Workload:
 
     @property
     def tokens(self) -> int:
-        """Tokens of a micro-batch."""
-        return self.micro_batch_size * self.sequence_length
+        """Tokens of a micro-batch on one rank, before the tensor axis splits them."""
+        return self.micro_batch_size * self.sequence_length // self.context
 
     @property
     def element_bytes(self) -> int:
