@@ -46,8 +46,8 @@ class Constants:
 FITTED = Constants(products=0.94, pointwise=3.1)
 """Fitted to 297 published runs of 12 sources: llm-foundry, torchtitan, Narayanan et al. 2021,
 Korthikanti et al. 2022, nanotron, Megatron-LM, nanoGPT. If one source is left out, ``products`` is
-0.91 to 0.95 and ``pointwise`` 2.8 to 3.5. With constants fitted to the other sources, the error
-of a source's runs is 4.2 % in the median and 12.8 % at the 90th percentile.
+0.91 to 0.94 and ``pointwise`` 2.8 to 3.3. With constants fitted to the other sources, the error
+of a run is 4.2 % in the median and 12.0 % at the 90th percentile.
 
     python scripts/benchmark_plan.py ROWS.csv --leave-one-out
 """
@@ -297,6 +297,8 @@ class _Rates:
             swiglu             3 F            5 F
 
         A gradient of a weight is added to its sum: it is read, and the sum is read and written.
+        ZeRO-3 copies each gathered weight out of the message, in both passes, and each gradient
+        into one.
         In fp8, both operands of each product are read to find their largest number and again to be
         converted, and written: 5 bytes an element.
         """
@@ -311,6 +313,9 @@ class _Rates:
         weights = sum(product.n * product.k for product in products)
         if work.zero_stage < 3:
             backward += weights * (self.width + 2 * work.gradient_bytes) / self.memory
+        elif work.grid.dp > 1:
+            forward += weights * 2 * self.width / self.memory
+            backward += weights * (3 * self.width + work.gradient_bytes) / self.memory
         if work.precision == "fp8":
             inputs = sum(product.m * product.k for product in products)
             outputs = sum(product.m * product.n for product in products)
@@ -357,12 +362,16 @@ def product_seconds(
 
     The result is divided into tiles of 256 x 128, each computed by one processor, in waves: a wave
     that is not full takes as long as a full one (NVIDIA, "Matrix Multiplication Background User's
-    Guide", sections 3.1 and 3.2). If there are fewer tiles than processors, k is divided too.
+    Guide", sections 3.1 and 3.2). To fill the waves, k can be divided into parts of at least 1,024,
+    whose results are written in fp32 and read again to be added (the same, section 2.2: split-K).
     """
     m, n, k = product
     tiles = min(math.ceil(m / a) * math.ceil(n / b) for a, b in ((256, 128), (128, 256)))
-    parts = max(1, processors // tiles) if k >= 4096 else 1
-    waves = tiles * parts / processors
-    computing = product.flops / rate * math.ceil(waves) / waves
+
+    def computing(parts: int) -> float:
+        waves = tiles * parts / processors
+        sums = 8 * parts * m * n / memory if parts > 1 else 0.0
+        return product.flops / rate * math.ceil(waves) / waves + sums
+
     moving = width * (m * k + k * n + m * n) / memory
-    return max(computing, moving)
+    return max(min(computing(parts) for parts in range(1, 1 + min(8, max(1, k // 1024)))), moving)
