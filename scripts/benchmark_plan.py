@@ -140,8 +140,10 @@ def read_runs(rows: Iterable[Row]) -> tuple[list[Published], dict[str, str]]:
             refused[name] = row.get("why_not") or "not usable"
             continue
         try:
-            runs.append(published_run(row, name))
-        except (ValueError, KeyError) as error:
+            run = published_run(row, name)
+            predict_step_time(run.work, run.cluster)
+            runs.append(run)
+        except (ValueError, KeyError, ZeroDivisionError) as error:
             refused[name] = f"{type(error).__name__}: {error}".splitlines()[0]
     return runs, refused
 

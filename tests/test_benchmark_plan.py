@@ -114,6 +114,7 @@ def test_a_row_that_cannot_be_predicted_is_named_with_the_reason(
     bad = [
         {**good, "id": "abacus", "gpu": "Abacus"},
         {**good, "id": "shapeless", "layers": ""},
+        {**good, "id": "too early", "precision": "fp8"},
         {**good, "id": "excluded", "usable": "False", "why_not": "two runs in one"},
     ]
     code, figures = benchmark(tmp_path, [{**good, "usable": "True"}, *bad])
@@ -121,5 +122,6 @@ def test_a_row_that_cannot_be_predicted_is_named_with_the_reason(
     out = capsys.readouterr().out
     assert "abacus: DeviceError: there is no device called 'abacus'" in out
     assert "shapeless: ValueError: the column layers is blank" in out
+    assert "too early: ValueError: the table of devices has no rate of fp8 on a100-80gb" in out
     assert "excluded: two runs in one" in out
     assert benchmark(tmp_path, bad)[0] == 2

@@ -9,9 +9,9 @@ Bytes and hops are exact; the constants are NCCL's own and data sheets'.
 
 import math
 from dataclasses import dataclass
+from typing import Literal
 
 from megaspeed.analysis.costs.workload import Cluster, Workload, block_parameters
-from megaspeed.topology.grid import Axis
 
 LINK_EFFICIENCY = 0.78
 """Bus bandwidth of a large collective over the data sheet's bandwidth: NCCL's tuning model limits
@@ -62,7 +62,8 @@ class Network:
         """Activations and their gradients between stages.
 
         Each stage waits for two exchanges, one with each neighbour, for each micro-batch and chunk
-        (Narayanan et al. 2021, sections 2.2 and 4.1: a tensor rank sends its part).
+        (Narayanan et al. 2021, sections 2.2 and 4.1: a tensor rank sends its part). A message to
+        another node uses the network of one GPU.
         """
         work, pp = self.work, self.work.grid.pp
         if pp == 1:
@@ -70,8 +71,11 @@ class Network:
         message: float = work.tokens * work.model.hidden_size * work.element_bytes
         if work.splits_messages or work.sequence_parallel:
             message /= work.grid.tp
-        bandwidth, hop = self.link("pp")[2:]
-        wire = message / bandwidth + hop + _START
+        cluster = self.cluster
+        within_node = work.grid.world_size <= cluster.gpus_per_node
+        bandwidth = cluster.device.link_bandwidth if within_node else cluster.network_bandwidth
+        hop = _HOP_WITHIN_NODE if within_node else _HOP_BETWEEN_NODES
+        wire = message / (LINK_EFFICIENCY * 1e9 * bandwidth) + hop + _START
         return 2 * wire * work.chunks * (work.micro_batches + pp - 1)
 
     def dp(self, stage: int, forward: float, backward: float) -> float:
@@ -117,14 +121,14 @@ class Network:
             gather = self.collective("dp", parameters * work.element_bytes, rounds=1)
         return work.reductions * reduction + gather
 
-    def collective(self, axis: Axis, message: float, *, rounds: int) -> float:
+    def collective(self, axis: Literal["dp", "tp"], message: float, *, rounds: int) -> float:
         """Seconds of an all-gather or reduce-scatter (1 round), or of an all-reduce (2 rounds).
 
         n ranks on N nodes form a ring. Each sends rounds x (n-1)/n of the message in
         rounds x (n-1) hops, of which rounds x (N-1) are between nodes. For an all-reduce, NCCL uses
         a tree if its hops take less time (NCCL, src/graph/tuning.cc).
         """
-        ranks, nodes, bandwidth, _ = self.link(axis)
+        ranks, nodes, bandwidth = self.ring(axis)
         between = nodes - 1
         hops = (ranks - 1 - between) * _HOP_WITHIN_NODE + between * _HOP_BETWEEN_NODES
         if rounds == 2:
@@ -133,22 +137,21 @@ class Network:
             hops = min(hops, tree)
         return _START + rounds * (hops + (ranks - 1) / ranks * message / bandwidth)
 
-    def link(self, axis: Axis) -> tuple[int, int, float, float]:
-        """Ranks and nodes of a group, bytes a second of its ring, and seconds of its longest hop.
+    def ring(self, axis: Literal["dp", "tp"]) -> tuple[int, int, float]:
+        """Ranks and nodes of a group, and bytes a second of its ring.
 
         A ring enters and leaves each node once, through the network of all GPUs that the group has
         there, so k ranks on a node have k times the bandwidth of one.
         """
         grid, cluster = self.work.grid, self.cluster
-        stride = {"pp": grid.dp * grid.tp, "dp": grid.tp, "tp": 1}[axis]
-        ranks = {"pp": grid.pp, "dp": grid.dp, "tp": grid.tp}[axis]
+        stride = grid.tp if axis == "dp" else 1
+        ranks = grid.size_along(axis)
         together = max(1, min(ranks, cluster.gpus_per_node // stride))
         nodes = math.ceil(ranks / together)
-        bandwidth, hop = cluster.device.link_bandwidth, _HOP_WITHIN_NODE
+        bandwidth = cluster.device.link_bandwidth
         if nodes > 1:
             bandwidth = min(bandwidth, together * cluster.network_bandwidth)
-            hop = _HOP_BETWEEN_NODES
-        return ranks, nodes, LINK_EFFICIENCY * 1e9 * bandwidth, hop
+        return ranks, nodes, LINK_EFFICIENCY * 1e9 * bandwidth
 
 
 def _added(communication: float, computation: float) -> float:

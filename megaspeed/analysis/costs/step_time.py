@@ -163,6 +163,9 @@ def predict_step_time(work: Workload, cluster: Cluster, constants: Constants = F
 
     (Narayanan et al. 2021, section 2.2, for unequal stages). With c chunks the fill and the drain
     take 1/c of that.
+
+    Raises:
+        ValueError: the device cannot compute in this precision.
     """
     rates = _Rates(work, cluster, constants)
     layers = Layers(rates.embedding(), rates.block(), rates.head())
@@ -349,9 +352,11 @@ class _Rates:
 
 def _sustained(device: Device, precision: Precision) -> float:
     """10^12 operations a second of a large product."""
-    if precision == "fp32":
-        return device.peak_fp32
-    return device.sustained_8 if precision == "fp8" else device.sustained_16
+    rates = {"fp32": device.peak_fp32, "fp8": device.sustained_8}
+    rate = rates.get(precision, device.sustained_16)
+    if rate == 0:
+        raise ValueError(f"the table of devices has no rate of {precision} on {device.name}")
+    return rate
 
 
 @lru_cache(maxsize=1 << 16)
