@@ -51,9 +51,10 @@ def plan(
         ConfigError: with all mistakes in the configuration.
         DeviceError: no such accelerator is known.
     """
-    from megaspeed.analysis.planning.machines import GPUS_PER_NODE, device_named
+    from megaspeed.analysis.planning.machines import GPUS_PER_NODE
     from megaspeed.analysis.planning.plan import plan
     from megaspeed.analysis.planning.variants import Training
+    from megaspeed.topology.devices import device_named
 
     settings = _as_settings(overrides)
     run = load_run(

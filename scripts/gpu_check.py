@@ -36,14 +36,13 @@ import numpy as np
 import torch
 
 from megaspeed.analysis.local_ranks import ended_on_termination
-from megaspeed.analysis.planning.machines import USABLE_FRACTION
 from megaspeed.analysis.planning.prediction import predict_peak_bytes
 from megaspeed.config.errors import ConfigError
 from megaspeed.config.loading import load_run
 from megaspeed.config.resolve import Run
 from megaspeed.model.parameters import training_flops_per_token
+from megaspeed.topology.devices import USABLE_FRACTION, peak_by_name
 from megaspeed.topology.grid import Grid
-from megaspeed.training.metrics import peak_by_name
 
 ROOT = Path(__file__).resolve().parents[1]
 MEGASPEED = Path(sys.executable).with_name("megaspeed")

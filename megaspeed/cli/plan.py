@@ -5,9 +5,10 @@ import shutil
 from collections.abc import Iterator
 from typing import Any
 
-from megaspeed.analysis.planning.machines import GPUS_PER_NODE, Device, DeviceError, device_named
+from megaspeed.analysis.planning.machines import GPUS_PER_NODE
 from megaspeed.cli.options import EXIT_DONE, add_command, load, positive, say, write_json
 from megaspeed.config.loading import read_config
+from megaspeed.topology.devices import Device, DeviceError, device_named
 
 _NARROWEST = 80
 """The width of the terminal that is assumed, in columns."""

@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import json
 import math
-import re
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ import torch
 
 from megaspeed.config.resolve import Precision
 from megaspeed.topology.activity import OWN_WORK, PARTS
+from megaspeed.topology.devices import peak_by_name
 
 _LONGEST_LINE = 1 << 20
 """In bytes. A longer line is not a record: even 10,000 pipeline stages need only 150 kB."""
@@ -188,34 +188,6 @@ def _step_of(line: bytes) -> int:
     return step if isinstance(step, int) else -1
 
 
-# Dense tensor-core TFLOP/s in bf16 (fp16 is the same), without 2:4 sparsity, from NVIDIA's data
-# sheets. If a name states no variant, the number is that of the SXM variant. The first name that
-# matches the device's name is used, so longer names come first. A $ marks the end of the name: an
-# RTX 4090 Laptop GPU is not an RTX 4090.
-_BF16_TFLOPS = {
-    r"GB200": 2500.0,
-    r"B200": 2250.0,
-    r"GH200": 989.4,
-    r"H200 NVL": 835.0,
-    r"H200": 989.4,
-    r"H100 PCIe": 756.0,
-    r"H100 NVL": 835.0,
-    r"H100": 989.4,
-    r"H800 PCIe": 756.0,
-    r"H800": 989.4,
-    r"A100": 311.8,
-    r"A800": 311.8,
-    r"L40S": 362.0,
-    r"L4": 121.0,
-    r"A40": 149.7,
-    r"A10": 125.0,
-    r"RTX 4090$": 165.2,
-    r"RTX 3090$": 71.0,
-    r"V100-PCIE": 112.0,
-    r"V100": 125.0,
-}
-
-
 def peak_flops_per_second(device: torch.device, precision: Precision) -> float | None:
     """The device's dense peak in a run's precision, for model FLOPs utilization (MFU).
 
@@ -224,13 +196,3 @@ def peak_flops_per_second(device: torch.device, precision: Precision) -> float |
     if device.type != "cuda" or precision == "fp32":
         return None
     return peak_by_name(torch.cuda.get_device_name(device))
-
-
-def peak_by_name(device_name: str) -> float | None:
-    """The peak of the device that the driver calls, for example, "NVIDIA H100 80GB HBM3"."""
-    found = (
-        rate * 1e12
-        for pattern, rate in _BF16_TFLOPS.items()
-        if re.search(rf"\b{pattern}(?!\w)", device_name)
-    )
-    return next(found, None)

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from megaspeed.analysis.planning.machines import DEVICES
 from megaspeed.analysis.planning.prediction import predict_peak_bytes
 from megaspeed.config.loading import read_config
 from megaspeed.config.model import ModelConfig
+from megaspeed.topology.devices import DEVICES
 from tests.config.small import load
 
 FOLDER = Path(__file__).parents[2] / "ds_configs"

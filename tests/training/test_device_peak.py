@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from megaspeed.training.metrics import peak_by_name, peak_flops_per_second
+from megaspeed.topology.devices import peak_by_name
+from megaspeed.training.metrics import peak_flops_per_second
 
 
 @pytest.mark.parametrize(
@@ -23,6 +24,7 @@ from megaspeed.training.metrics import peak_by_name, peak_flops_per_second
         ("NVIDIA GeForce RTX 4090", 165.2),
         ("Tesla V100-SXM2-32GB", 125.0),
         ("Tesla V100-PCIE-16GB", 112.0),
+        ("AMD Instinct MI300X", 1307.4),
     ],
 )
 def test_known_devices(name: str, tflops: float) -> None:
@@ -37,9 +39,9 @@ def test_known_devices(name: str, tflops: float) -> None:
         "NVIDIA A10G",
         "NVIDIA L40",
         "NVIDIA H20",
+        "AMD Instinct MI300A",
         "NVIDIA GeForce RTX 3090 Ti",
         "NVIDIA GeForce RTX 4090 Laptop GPU",
-        "AMD Instinct MI300X",
     ],
 )
 def test_a_name_that_only_resembles_a_known_one_has_no_peak(name: str) -> None:

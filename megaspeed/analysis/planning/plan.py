@@ -19,7 +19,7 @@ from typing import Any
 
 from megaspeed.analysis.costs.memory import elements_of, local_parameters
 from megaspeed.analysis.costs.traffic import by_axis
-from megaspeed.analysis.planning.machines import USABLE_FRACTION, Device, RankMap, map_ranks
+from megaspeed.analysis.planning.machines import RankMap, map_ranks
 from megaspeed.analysis.planning.prediction import (
     Prediction,
     StagePrediction,
@@ -33,6 +33,7 @@ from megaspeed.config.errors import ConfigError
 from megaspeed.config.resolve import Run
 from megaspeed.config.rules import divisors
 from megaspeed.pipeline.partition import layers_of_stages, parameters_of_stages
+from megaspeed.topology.devices import USABLE_FRACTION, Device
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from rich.table import Table
 
-from megaspeed.analysis.planning.machines import USABLE_FRACTION, AxisMap
+from megaspeed.analysis.planning.machines import AxisMap
 from megaspeed.analysis.planning.plan import Layout, Plan, WhatIf
 from megaspeed.analysis.planning.prediction import (
     AlikeStages,
@@ -23,6 +23,7 @@ from megaspeed.analysis.units import (
 )
 from megaspeed.config.resolve import GradientReduction, describe_recomputation, dropout_warning
 from megaspeed.pipeline.schedules import SCHEDULES, peak_micro_batches_in_flight
+from megaspeed.topology.devices import USABLE_FRACTION
 
 SHOWN_LAYOUTS = 12
 """Rows of each ranking of a what-if. The JSON has all layouts."""

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from megaspeed.analysis.planning.machines import Device, device_named
 from megaspeed.analysis.planning.plan import plan
 from megaspeed.analysis.planning.report import summary
 from megaspeed.cli import main
+from megaspeed.topology.devices import Device, device_named
 from tests.analysis.planning.tiny_runs import FOLDER, WORLD_SIZES, from_file, tiny
 
 GB = 10**9

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from megaspeed.analysis.planning.machines import DEVICES
 from megaspeed.cli import main
+from megaspeed.topology.devices import DEVICES
 from tests.analysis.planning.tiny_runs import FOLDER
 
 pytestmark = pytest.mark.slow

@@ -7,9 +7,9 @@ import pytest
 
 from megaspeed.analysis.costs.stage_memory import predict_memory
 from megaspeed.analysis.costs.traffic import predict_traffic
-from megaspeed.analysis.planning.machines import Device
 from megaspeed.analysis.planning.plan import Layout, WhatIf, what_if
 from megaspeed.config.errors import ConfigError
+from megaspeed.topology.devices import Device
 from tests.analysis.planning.tiny_runs import from_file, tiny, tiny_file
 
 Figures = dict[tuple[int, int, int, int, str], tuple[int, int]]

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from megaspeed.analysis.planning.machines import (
+from megaspeed.topology.devices import (
     DEVICES,
     USABLE_FRACTION,
     DeviceError,
@@ -26,6 +26,16 @@ def test_no_device_has_more_gib_or_fewer_gb_than_its_name_states(name: str) -> N
     lowest, highest = int(stated[1]) * 10**9, int(stated[1]) * 2**30
     assert lowest < DEVICES[name].memory_bytes <= highest
     assert DEVICES[name].name == name
+
+
+@pytest.mark.parametrize("name", DEVICES)
+def test_sustained_rates_are_a_plausible_part_of_the_peak(name: str) -> None:
+    device = DEVICES[name]
+    assert 0.45 < device.sustained_16 / device.peak_16 < 0.9
+    assert (device.sustained_8 > 0) == (device.peak_8 > 0)
+    assert device.sustained_8 <= 0.81 * device.peak_8
+    assert device.memory_bandwidth > device.link_bandwidth > device.network_bandwidth > 0
+    assert device.processors >= 40 and device.peak_fp32 < device.peak_16
 
 
 def test_memory_that_no_tensor_uses_is_reserved() -> None:

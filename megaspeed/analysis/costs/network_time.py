@@ -1,0 +1,160 @@
+"""Seconds that a rank waits for others: tensor parallelism, pipeline messages, the data axis.
+
+A collective is a ring of NCCL's (src/graph/tuning.cc):
+
+    seconds = start + hops x seconds of a hop + bytes sent / bandwidth
+
+Bytes and hops are exact; the constants are NCCL's own and data sheets'.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from megaspeed.analysis.costs.workload import Cluster, Workload, block_parameters
+
+LINK_EFFICIENCY = 0.78
+"""Bus bandwidth of a large collective over the data sheet's bandwidth: NCCL's tuning model limits
+rings on A100 with NVSwitch to 235 of 300 GB/s (src/graph/tuning.cc)."""
+
+_HOP_WITHIN_NODE, _HOP_BETWEEN_NODES, _HOP_OF_TREE, _START = 3.4e-6, 14e-6, 28e-6, 8.4e-6
+"""Seconds of one hop of a ring, of a tree, and of the start of a collective, with NCCL's Simple
+protocol (src/graph/tuning.cc: hwLat and baseLat)."""
+
+SLOWDOWN_BY_OVERLAP = 0.189
+"""Computation is slower by this fraction while a collective runs beside it, because both use
+processors, memory and power (Lee et al. 2025, arXiv 2507.03114, abstract: 18.9 % in the mean)."""
+
+_EXPOSED_TP = 0.5
+"""What is left of a tp collective that runs beside a product. Its first part comes before the
+product and the last part of another after it; torchtitan's asynchronous tp hides about half."""
+
+
+@dataclass(frozen=True)
+class Network:
+    """The communication of one workload on one cluster."""
+
+    work: Workload
+    cluster: Cluster
+
+    def tp(self) -> tuple[float, float]:
+        """Two all-reduces of (tokens, D) in each pass (Shoeybi et al. 2019, section 3).
+
+        With sequence parallelism these are a reduce-scatter and an all-gather each, and the
+        backward gathers the two inputs once more, while it computes the gradient of the product's
+        input (Korthikanti et al. 2022, section 4.2.2). Within a node, collectives can overlap with
+        products in parts (``overlaps_tp``).
+        """
+        work, tp = self.work, self.work.grid.tp
+        if tp == 1:
+            return 0.0, 0.0
+        message = work.tokens * work.model.hidden_size * work.element_bytes
+        if work.sequence_parallel:
+            one = self.collective("tp", message, rounds=1)
+            forward, backward = 4 * one, (4 + 2 * SLOWDOWN_BY_OVERLAP) * one
+        else:
+            forward = backward = 2 * self.collective("tp", message, rounds=2)
+        within_node = tp <= self.cluster.gpus_per_node
+        share = _EXPOSED_TP if work.overlaps_tp and within_node else 1.0
+        return share * forward, share * backward
+
+    def p2p(self) -> float:
+        """Activations and their gradients between stages.
+
+        Each stage waits for two exchanges, one with each neighbour, for each micro-batch and chunk
+        (Narayanan et al. 2021, sections 2.2 and 4.1: a tensor rank sends its part). A message to
+        another node uses the network of one GPU.
+        """
+        work, pp = self.work, self.work.grid.pp
+        if pp == 1:
+            return 0.0
+        message: float = work.tokens * work.model.hidden_size * work.element_bytes
+        if work.splits_messages or work.sequence_parallel:
+            message /= work.grid.tp
+        cluster = self.cluster
+        within_node = work.grid.world_size <= cluster.gpus_per_node
+        bandwidth = cluster.device.link_bandwidth if within_node else cluster.network_bandwidth
+        hop = _HOP_WITHIN_NODE if within_node else _HOP_BETWEEN_NODES
+        wire = message / (LINK_EFFICIENCY * 1e9 * bandwidth) + hop + _START
+        return 2 * wire * work.chunks * (work.micro_batches + pp - 1)
+
+    def dp(self, stage: int, forward: float, backward: float) -> float:
+        """What the data axis adds to the step.
+
+        Args:
+            stage: the pipeline stage.
+            forward: seconds of a block's forward.
+            backward: seconds of its backward.
+
+        ZeRO 0: an all-reduce of gradients; 1, 2: a reduce-scatter, and an all-gather of
+        parameters after the step; 3: each layer is gathered in the forward and in the backward,
+        and its gradients are reduced, in each micro-batch (Rajbhandari et al. 2020, section 7).
+
+        A collective that overlaps adds what is longer than the computation beside it, and slows
+        that computation by ``SLOWDOWN_BY_OVERLAP``.
+        """
+        work = self.work
+        if work.grid.dp == 1:
+            return 0.0
+        blocks, count = work.blocks_of_stages[stage], work.micro_batches
+        if work.zero_stage == 3:
+            weights = block_parameters(work.model) / work.grid.tp
+            gather = self.collective("dp", weights * work.element_bytes, rounds=1)
+            reduce = self.collective("dp", weights * work.gradient_bytes, rounds=1)
+            if not work.overlaps_dp:
+                return blocks * (2 * count * gather + work.reductions * reduce)
+            in_forward = _added(gather, forward)
+            reduced = reduce * work.reductions / count  # in each micro-batch, in the mean
+            in_backward = _added(gather + reduced, backward)
+            return count * blocks * (in_forward + in_backward) + gather + reduce
+        parameters = work.parameters_of_rank(stage)
+        gradients = parameters * work.gradient_bytes
+        buckets = max(1, math.ceil(gradients / work.bucket_bytes))
+        rounds = 2 if work.zero_stage == 0 else 1
+        reduction = buckets * self.collective("dp", gradients / buckets, rounds=rounds)
+        if work.overlaps_dp:
+            window = blocks * backward
+            last = reduction / buckets  # of the layers that the backward reaches last
+            reduction = last + _added(reduction - last, window)
+        gather = 0.0
+        if work.zero_stage > 0:
+            gather = self.collective("dp", parameters * work.element_bytes, rounds=1)
+        return work.reductions * reduction + gather
+
+    def collective(self, axis: Literal["dp", "tp"], message: float, *, rounds: int) -> float:
+        """Seconds of an all-gather or reduce-scatter (1 round), or of an all-reduce (2 rounds).
+
+        n ranks on N nodes form a ring. Each sends rounds x (n-1)/n of the message in
+        rounds x (n-1) hops, of which rounds x (N-1) are between nodes. For an all-reduce, NCCL uses
+        a tree if its hops take less time (NCCL, src/graph/tuning.cc).
+        """
+        ranks, nodes, bandwidth = self.ring(axis)
+        between = nodes - 1
+        hops = (ranks - 1 - between) * _HOP_WITHIN_NODE + between * _HOP_BETWEEN_NODES
+        if rounds == 2:
+            levels = math.ceil(math.log2(nodes))
+            tree = (ranks / nodes - 1 + levels) * _HOP_OF_TREE
+            hops = min(hops, tree)
+        return _START + rounds * (hops + (ranks - 1) / ranks * message / bandwidth)
+
+    def ring(self, axis: Literal["dp", "tp"]) -> tuple[int, int, float]:
+        """Ranks and nodes of a group, and bytes a second of its ring.
+
+        A ring enters and leaves each node once, through the network of all GPUs that the group has
+        there, so k ranks on a node have k times the bandwidth of one.
+        """
+        grid, cluster = self.work.grid, self.cluster
+        stride = grid.tp if axis == "dp" else 1
+        ranks = grid.size_along(axis)
+        together = max(1, min(ranks, cluster.gpus_per_node // stride))
+        nodes = math.ceil(ranks / together)
+        bandwidth = cluster.device.link_bandwidth
+        if nodes > 1:
+            bandwidth = min(bandwidth, together * cluster.network_bandwidth)
+        return ranks, nodes, LINK_EFFICIENCY * 1e9 * bandwidth
+
+
+def _added(communication: float, computation: float) -> float:
+    """What a collective adds to the computation beside it."""
+    together = min(communication, computation)
+    return communication - together + SLOWDOWN_BY_OVERLAP * together

@@ -1,0 +1,178 @@
+"""What all ranks compute and send in one optimizer step, as plain numbers.
+
+A ``Workload`` is the input of the model of the step time (``step_time``). It is made from a
+resolved run (``workload_of``), or from the facts of a published run
+(``scripts/benchmark_plan.py``).
+Its matrix products derive from the table of the model, as its FLOPs do.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal, NamedTuple
+
+from megaspeed.analysis.costs.memory import BYTES_OF
+from megaspeed.config.model import ModelConfig
+from megaspeed.config.resolve import Run
+from megaspeed.model.parameters import Row, block_rows, head_rows, layer_count, parameters_of
+from megaspeed.pipeline.partition import layers_of_stages
+from megaspeed.topology.devices import Device
+from megaspeed.topology.grid import Grid
+
+Attention = Literal["none", "fa1", "fa2", "fa3"]
+"""The kernel: none writes the matrix of scores to memory; the others are FlashAttention 1 to 3."""
+
+RecomputedPart = Literal["none", "selective", "attention", "operations", "full"]
+"""What the backward of a block computes again.
+
+    none        nothing
+    selective   norms, activation functions, rotations: what is not a product
+    attention   the attention between its products (Korthikanti et al. 2022, section 5)
+    operations  every second product, and what is not a product (torchtitan's "selective op")
+    full        all, with its collectives
+"""
+
+
+Precision = Literal["fp32", "bf16", "fp16", "fp8"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """The machines. Rank r is on node r // gpus_per_node."""
+
+    device: Device
+    gpus_per_node: int = 8
+    network_bandwidth: float  # GB/s for each GPU, one way
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """What all ranks compute and send in one optimizer step."""
+
+    model: ModelConfig
+    sequence_length: int
+    grid: Grid
+    micro_batch_size: int  # sequences
+    micro_batches: int  # of a step, on each data rank
+    blocks_of_stages: tuple[int, ...]  # the embedding is on the first stage, the head on the last
+    chunks: int = 1  # parts of the model on each stage, of an interleaved schedule
+    context: int = 1  # parts of a sequence, each on its own data rank (context parallelism)
+    zero_stage: int = 0
+    precision: Precision = "bf16"
+    gradient_bytes: int = 4  # of an element of a reduced gradient
+    attention: Attention = "fa2"
+    fuses_softmax: bool = True  # without FlashAttention: scale, mask and softmax are one kernel
+    recomputation: RecomputedPart = "none"
+    recomputed_share: float = 1.0  # of the blocks
+    sequence_parallel: bool = False
+    splits_messages: bool = False  # whether a tensor rank sends its part to the next stage
+    overlaps_tp: bool = False  # whether tp collectives run beside products
+    overlaps_dp: bool = False  # whether gradients are reduced while the backward continues
+    reductions: int = 1  # of all gradients in a step: 1, or as many as micro-batches
+    bucket_bytes: float = math.inf  # of gradients that are reduced together
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a micro-batch on one rank, before the tensor axis splits them."""
+        return self.micro_batch_size * self.sequence_length // self.context
+
+    @property
+    def element_bytes(self) -> int:
+        """Of an activation; in fp8 only the operands of products are smaller."""
+        return 4 if self.precision == "fp32" else 2
+
+    def parameters_of_rank(self, stage: int) -> float:
+        """Parameters of a rank of this stage."""
+        model = self.model
+        table = model.vocab_size * model.hidden_size
+        ends = (stage == 0) + (stage == self.grid.pp - 1)
+        if self.grid.pp == 1 and model.tie_word_embeddings:
+            ends = 1
+        blocks = self.blocks_of_stages[stage] * block_parameters(model)
+        return (blocks + ends * table) / self.grid.tp
+
+
+class Product(NamedTuple):
+    """A matrix product of (m, k) by (k, n)."""
+
+    m: int
+    n: int
+    k: int
+
+    @property
+    def flops(self) -> int:
+        """Multiplications and additions."""
+        return 2 * self.m * self.n * self.k
+
+    @property
+    def backward(self) -> tuple["Product", "Product"]:
+        """The gradients of the input (m, k) and of the weight (n, k)."""
+        return Product(self.m, self.k, self.n), Product(self.n, self.k, self.m)
+
+
+def workload_of(run: Run) -> Workload:
+    """What a resolved run computes on GPUs.
+
+    Attention with dropout, and in fp32, does not use FlashAttention (``model/attention.py``).
+    """
+    config, model, zero = run.config, run.config.model, run.config.zero_optimization
+    head = layer_count(model) - 1
+    blocks = tuple(
+        len(layers) - (0 in layers) - (head in layers) for layers in layers_of_stages(run)
+    )
+    parallel, count = config.parallel, run.batch.gradient_accumulation_steps
+    recomputed = parallel.recomputed_blocks or max(blocks)
+    is_fused = run.precision != "fp32" and model.attention_dropout == 0.0
+    overlaps = run.zero_stage == 3 if zero.overlap_comm is None else zero.overlap_comm
+    assert zero.reduce_bucket_size is not None, "a resolved run states it"
+    gradient_bytes = BYTES_OF[run.reduction_dtype]
+    return Workload(
+        model=model,
+        sequence_length=config.data.sequence_length,
+        grid=run.grid,
+        micro_batch_size=run.batch.micro_batch_size,
+        micro_batches=count,
+        blocks_of_stages=blocks,
+        zero_stage=run.zero_stage,
+        precision=run.precision,
+        gradient_bytes=gradient_bytes,
+        attention="fa2" if is_fused else "none",
+        recomputation=parallel.activation_checkpointing,
+        recomputed_share=min(1.0, recomputed / max(blocks)),
+        sequence_parallel=run.sequence_parallel,
+        overlaps_dp=overlaps,
+        reductions=1 if run.keeps_complete_gradients else count,
+        bucket_bytes=zero.reduce_bucket_size * gradient_bytes,
+    )
+
+
+def block_products(model: ModelConfig, tokens: int, tp: int) -> Iterator[Product]:
+    """The products of a block's forward on one tensor rank, without those within the attention.
+
+    Column-parallel weights have 1/tp of the rows, row-parallel weights 1/tp of the columns.
+    """
+    return (_of_row(row, tokens, tp) for row in block_rows(model).values() if row.kind == "linear")
+
+
+def head_product(model: ModelConfig, tokens: int, tp: int) -> Product:
+    """The product of the head's forward on one tensor rank."""
+    return _of_row(head_rows(model)["output"], tokens, tp)
+
+
+def attention_flops(model: ModelConfig, sequence_length: int, tokens: int, tp: int) -> float:
+    """FLOPs of scores and mix of a block's forward, over the full square."""
+    return 4 * tokens * sequence_length * model.num_attention_heads * model.head_dim / tp
+
+
+def _of_row(row: Row, tokens: int, tp: int) -> Product:
+    assert row.columns is not None, "a linear module has a matrix"
+    if row.split == "columns":
+        return Product(tokens, row.rows, math.ceil(row.columns / tp))
+    return Product(tokens, math.ceil(row.rows / tp), row.columns)
+
+
+@lru_cache(maxsize=64)
+def block_parameters(model: ModelConfig) -> int:
+    """Parameters of a block."""
+    return sum(p.elements for p in parameters_of(model, range(1, 2)).values())

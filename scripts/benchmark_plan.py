@@ -1,0 +1,437 @@
+"""Compares predicted step times with published runs.
+
+    python scripts/benchmark_plan.py ROWS.csv [--leave-one-out] [--fit] [--json OUT]
+
+Each row of the CSV is one run: its shape, layout and GPU, and its step time. A row without a step
+time is predicted only. Errors are predicted / reported - 1, printed by source and by GPU.
+
+``--fit`` prints the two constants that fit the rows best: those with the smallest mean of
+|log(predicted / reported)|, in which a source of n rows counts sqrt(n). ``--leave-one-out`` fits
+them once for each source, to the rows of all others, and reports the error on the source that was
+left out. The spread of these fits is the interval of the constants.
+
+Layouts of one model on the same GPUs, with the same sequences and batch, are a group. For each
+group the fastest layout by prediction is compared with the fastest by report, beside the layout
+that sends the fewest bytes.
+
+The columns (blank ones get the value in brackets):
+
+    gpu, n_gpus, fact_gpn [8], fact_nic     GPUs a node, GB/s of the network for each GPU [usual]
+    layers hidden heads kv_heads [heads] ffn mlp_mats (2 GELU, 3 SwiGLU) vocab seq_len
+    tp pp vp cp [1] dp mbs gbs_seqs         degrees, sequences of a micro-batch and of a step
+    zero_stage [0] fact_fsdp                ZeRO-3 if fact_fsdp
+    recompute, precision                    none, selective, full; bf16, fp16, fp8
+    fact_flash, fact_fused [1]              none, fa1, fa2, fa3; whether softmax is one kernel
+    fact_sp fact_async_tp fact_overlap fact_scatter_gather fact_gbytes [4] fact_part framework
+    d_iter_time_s                           reported seconds of a step
+    id src model usable                     a row that is not usable is left out
+"""
+
+import argparse
+import csv
+import itertools
+import json
+import math
+import statistics
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from megaspeed.analysis.costs.step_time import FITTED, Constants, StepTime, predict_step_time
+from megaspeed.analysis.costs.traffic import bytes_sent
+from megaspeed.analysis.costs.workload import (
+    Attention,
+    Cluster,
+    Precision,
+    RecomputedPart,
+    Workload,
+)
+from megaspeed.config.model import ModelConfig
+from megaspeed.model.parameters import forward_flops_per_token
+from megaspeed.pipeline.partition import partition_layers
+from megaspeed.topology.devices import DEVICES, Device, DeviceError, device_named
+from megaspeed.topology.grid import Grid
+
+PRODUCTS = [round(0.80 + 0.01 * step, 2) for step in range(21)]
+POINTWISE = [round(1.6 + 0.1 * step, 1) for step in range(30)]
+"""The values of the two constants that a fit tries."""
+
+_BUCKET_BYTES = {"nanotron": 25 * 2**20, "nanoGPT": 25 * 2**20}
+"""Of frameworks that reduce gradients with torch's DistributedDataParallel: its default, 25 MiB."""
+
+_MEGATRON_BUCKET = 40e6
+"""Elements of a bucket of Megatron-Core, if it overlaps reductions with the backward."""
+
+_SXM_94_GB = "h100-96gb"
+"""The SXM H100 with 94 or 96 GB has HBM2e. The table's h100-94gb is the NVL card."""
+
+Row = Mapping[str, str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Published:
+    """A published run, and what the model needs to predict it."""
+
+    id: str
+    source: str
+    gpu: str
+    group: str  # layouts of one model on the same GPUs, with the same batch
+    work: Workload
+    cluster: Cluster
+    seconds: float | None  # reported
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Prints the tables; 2 if the file has no row that can be predicted."""
+    options = _parser().parse_args(arguments)
+    with options.rows.open(newline="", encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    runs, refused = read_runs(rows)
+    for name, reason in refused.items():
+        print(f"not predicted: {name}: {reason}")
+    if not runs:
+        print(f"{options.rows}: no row can be predicted", file=sys.stderr)
+        return 2
+    timed = [run for run in runs if run.seconds is not None]
+    constants: dict[str, Constants] = {}
+    chosen = FITTED
+    if options.fit or options.leave_one_out:
+        fits = Fits(timed)
+        chosen = fits.best(timed)
+        if options.leave_one_out:
+            for source in sorted({run.source for run in timed}):
+                constants[source] = fits.best([run for run in timed if run.source != source])
+    show_constants(chosen, constants)
+    predicted = {
+        run.id: predict_step_time(run.work, run.cluster, constants.get(run.source, chosen))
+        for run in runs
+    }
+    errors = {run.id: predicted[run.id].total / run.seconds - 1 for run in timed if run.seconds}
+    summary: dict[str, object] = {"constants": asdict(chosen)}
+    if timed:
+        summary["errors"] = show_errors(timed, errors)
+        summary["layouts"] = show_layouts(timed, predicted)
+    else:
+        for run in runs:
+            print(f"{run.id:<20} {predicted[run.id].total:10.4f} s")
+    if options.json:
+        each = [as_json(run, predicted[run.id]) for run in runs]
+        options.json.write_text(json.dumps({**summary, "runs": each}, indent=1) + "\n")
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description="Compare predicted step times with published runs")
+    parser.add_argument("rows", type=Path, metavar="ROWS.csv")
+    parser.add_argument("--leave-one-out", action="store_true", help="fit without each source")
+    parser.add_argument("--fit", action="store_true", help="fit the two constants to all rows")
+    parser.add_argument("--json", type=Path, metavar="OUT", help="write predictions and errors")
+    return parser
+
+
+def read_runs(rows: Iterable[Row]) -> tuple[list[Published], dict[str, str]]:
+    """The runs that can be predicted, and id -> reason of the others."""
+    runs, refused = [], {}
+    for number, row in enumerate(rows):
+        name = row.get("id") or f"row {number + 1}"
+        if (row.get("usable") or "True") != "True":
+            refused[name] = row.get("why_not") or "not usable"
+            continue
+        try:
+            run = published_run(row, name)
+            predict_step_time(run.work, run.cluster)
+            runs.append(run)
+        except (ValueError, KeyError, ZeroDivisionError) as error:
+            refused[name] = f"{type(error).__name__}: {error}".splitlines()[0]
+    return runs, refused
+
+
+def published_run(row: Row, name: str) -> Published:
+    """The run of a row.
+
+    Raises:
+        ValueError, KeyError: a column is missing or has no number; the GPU is unknown.
+    """
+    device = _device(row["gpu"])
+    work = _workload(row)
+    stated = row.get("d_iter_time_s")
+    keys = ("src", "model", "gpu", "n_gpus", "seq_len", "gbs_seqs")
+    return Published(
+        id=name,
+        source=row.get("src") or "unknown",
+        gpu=row["gpu"],
+        group=" ".join(row.get(key, "") for key in keys),
+        work=work,
+        cluster=Cluster(
+            device=device,
+            gpus_per_node=_number(row, "fact_gpn", 8),
+            network_bandwidth=float(row.get("fact_nic") or device.network_bandwidth),
+        ),
+        seconds=float(stated) if stated else None,
+    )
+
+
+def _device(name: str) -> Device:
+    lower = name.lower()
+    if lower.startswith(("h100-94gb", "h100-96gb")):
+        return device_named(_SXM_94_GB)
+    try:
+        return device_named(lower)
+    except DeviceError:
+        for row, device in DEVICES.items():
+            if row.startswith(lower):
+                return device
+        raise
+
+
+def _workload(row: Row) -> Workload:
+    heads = _number(row, "heads")
+    shape = {
+        "architecture": "llama" if _number(row, "mlp_mats") == 3 else "gpt2",
+        "vocab_size": _number(row, "vocab"),
+        "hidden_size": _number(row, "hidden"),
+        "num_hidden_layers": _number(row, "layers"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": _number(row, "kv_heads", heads),
+        "intermediate_size": _number(row, "ffn"),
+        "max_position_embeddings": _number(row, "seq_len"),
+    }
+    model = ModelConfig.model_validate(shape)
+    tp, pp = _number(row, "tp", 1), _number(row, "pp", 1)
+    context = _number(row, "cp", 1)
+    dp = _number(row, "dp", _number(row, "n_gpus") // (tp * pp * context))
+    grid = Grid(pp=pp, dp=dp * context, tp=tp)
+    size = _number(row, "mbs")
+    micro_batches = max(1, round(_number(row, "gbs_seqs") / (dp * size)))
+    recomputation, share = _recomputation(row)
+    framework, stage = row.get("framework", ""), _number(row, "zero_stage", 0)
+    overlaps, gradient_bytes = _flag(row, "fact_overlap"), _number(row, "fact_gbytes", 4)
+    bucket = float(_BUCKET_BYTES.get(framework, math.inf))
+    if overlaps and framework not in _BUCKET_BYTES:
+        bucket = _MEGATRON_BUCKET * gradient_bytes
+    return Workload(
+        model=model,
+        sequence_length=_number(row, "seq_len"),
+        grid=grid,
+        micro_batch_size=size,
+        micro_batches=micro_batches,
+        blocks_of_stages=_blocks(model, row, pp),
+        chunks=_number(row, "vp", 1),
+        context=context,
+        zero_stage=3 if _flag(row, "fact_fsdp") else stage,
+        precision=_precision(row["precision"]),
+        gradient_bytes=gradient_bytes,
+        attention=_attention(row["fact_flash"]),
+        fuses_softmax=row.get("fact_fused") not in ("False", "0", "0.0"),
+        recomputation=recomputation,
+        recomputed_share=share,
+        sequence_parallel=_flag(row, "fact_sp") and tp > 1,
+        splits_messages=_flag(row, "fact_scatter_gather"),
+        overlaps_tp=_flag(row, "fact_async_tp"),
+        overlaps_dp=overlaps,
+        reductions=micro_batches if _flag(row, "fact_fsdp") or stage == 3 else 1,
+        bucket_bytes=bucket,
+    )
+
+
+def _blocks(model: ModelConfig, row: Row, stages: int) -> tuple[int, ...]:
+    """Blocks of each stage: balanced with the head's operations, or the same number on each."""
+    layers = model.num_hidden_layers
+    if row.get("fact_part") == "balanced":
+        costs = forward_flops_per_token(model, _number(row, "seq_len"))
+        parts = partition_layers([int(cost) for cost in costs], stages)
+        return tuple(len(part) - (0 in part) - (layers + 1 in part) for part in parts)
+    return tuple(layers // stages + (stage < layers % stages) for stage in range(stages))
+
+
+def _recomputation(row: Row) -> tuple[RecomputedPart, float]:
+    """What is recomputed, and the share of blocks.
+
+    "selective" is torchtitan's list of operations, or its every second layer, and Megatron's
+    attention elsewhere.
+    """
+    stated = row["recompute"]
+    if stated.startswith("full"):
+        return "full", 1.0
+    if stated.startswith("none"):
+        return "none", 1.0
+    if "selective layer" in stated:
+        return "full", 0.5
+    return ("operations" if row.get("framework") == "torchtitan" else "attention"), 1.0
+
+
+def _precision(stated: str) -> Precision:
+    if "fp8" in stated:
+        return "fp8"
+    return "fp16" if stated.startswith("fp16") else "bf16"
+
+
+def _attention(stated: str) -> Attention:
+    kernels: dict[str, Attention] = {"none": "none", "fa1": "fa1", "fa2": "fa2", "fa3": "fa3"}
+    if stated not in kernels:
+        raise ValueError(f"the attention kernel {stated!r} is none of {', '.join(kernels)}")
+    return kernels[stated]
+
+
+def _number(row: Row, column: str, default: int | None = None) -> int:
+    stated = row.get(column)
+    if not stated:
+        if default is None:
+            raise ValueError(f"the column {column} is blank")
+        return default
+    return int(float(stated))
+
+
+def _flag(row: Row, column: str) -> bool:
+    return row.get(column, "") in ("True", "1", "1.0")
+
+
+class Fits:
+    """Predicts all runs once for each pair of constants, so that every fit is a look-up."""
+
+    def __init__(self, runs: Sequence[Published]) -> None:
+        self._distances = {
+            (products, pointwise): {
+                run.id: self._distance(run, Constants(products=products, pointwise=pointwise))
+                for run in runs
+            }
+            for products, pointwise in itertools.product(PRODUCTS, POINTWISE)
+        }
+
+    @staticmethod
+    def _distance(run: Published, constants: Constants) -> float:
+        assert run.seconds is not None, "only runs with a time are fitted"
+        predicted = predict_step_time(run.work, run.cluster, constants).total
+        return abs(math.log(predicted / run.seconds))
+
+    def best(self, runs: Sequence[Published]) -> Constants:
+        """The constants with the smallest weighted mean distance."""
+        counts: dict[str, int] = defaultdict(int)
+        for run in runs:
+            counts[run.source] += 1
+        weights = {run.id: 1 / math.sqrt(counts[run.source]) for run in runs}
+
+        def mean(pair: tuple[float, float]) -> float:
+            distances = self._distances[pair]
+            return sum(weight * distances[name] for name, weight in weights.items())
+
+        products, pointwise = min(self._distances, key=mean)
+        return Constants(products=products, pointwise=pointwise)
+
+
+def show_constants(chosen: Constants, fits: Mapping[str, Constants]) -> None:
+    """Prints each constant, and its range over the fits that leave one source out."""
+    for name, value in asdict(chosen).items():
+        values = [getattr(each, name) for each in fits.values()]
+        spread = f"   {min(values):g} to {max(values):g} without one source" if values else ""
+        print(f"{name:<12} {value:g}{spread}")
+
+
+def show_errors(runs: Sequence[Published], errors: Mapping[str, float]) -> dict[str, object]:
+    """Prints the errors by source and GPU; returns all figures."""
+    by_source = _grouped(runs, lambda run: run.source)
+    by_gpu = _grouped(runs, lambda run: run.gpu)
+    figures: dict[str, dict[str, float]] = {}
+    print(f"\n{'':<24} {'runs':>5} {'median':>8} {'p90':>8} {'mean bias':>10}")
+    for name, members in [*by_source.items(), *by_gpu.items(), ("all", list(runs))]:
+        signed = [errors[run.id] for run in members]
+        sizes = [abs(error) for error in signed]
+        figures[name] = {
+            "runs": len(members),
+            "median": statistics.median(sizes),
+            "p90": _quantile(sizes, 0.9),
+            "bias": statistics.fmean(signed),
+        }
+        row = figures[name]
+        print(
+            f"{name:<24} {len(members):>5} {row['median']:>8.1%} {row['p90']:>8.1%} "
+            f"{row['bias']:>+10.1%}"
+        )
+    mean = statistics.fmean(figures[source]["median"] for source in by_source)
+    print(f"mean of the medians of {len(by_source)} sources: {mean:.1%}")
+    return {"groups": figures, "mean_of_source_medians": mean}
+
+
+def show_layouts(
+    runs: Sequence[Published], predicted: Mapping[str, StepTime]
+) -> dict[str, dict[str, int]]:
+    """Prints how well layouts are ordered: by predicted time, and by bytes sent."""
+    groups = [group for group in _grouped(runs, lambda run: run.group).values() if len(group) > 1]
+    orders: dict[str, Callable[[Published], float]] = {
+        "predicted time": lambda run: predicted[run.id].total,
+        "fewest bytes": lambda run: sent_bytes(run.work),
+    }
+    figures = {}
+    for name, order in orders.items():
+        within = [_seconds(min(group, key=order)) < 1.05 * _fastest(group) for group in groups]
+        right = pairs = 0
+        for one, other in itertools.chain(*(itertools.combinations(g, 2) for g in groups)):
+            difference = math.log(_seconds(one) / _seconds(other))
+            if abs(difference) > 0.05:
+                pairs += 1
+                right += difference * (order(one) - order(other)) > 0
+        figures[name] = {
+            "groups": len(groups),
+            "first_within_5_percent": sum(within),
+            "pairs": pairs,
+            "ordered_right": right,
+        }
+        print(
+            f"layouts by {name}: first choice within 5 % of the best in {sum(within)} of "
+            f"{len(groups)} groups; {right} of {pairs} pairs ordered right"
+        )
+    return figures
+
+
+def sent_bytes(work: Workload) -> float:
+    """Bytes that a rank of the first stage sends in a step, on all axes together."""
+    grid, count = work.grid, work.micro_batches
+    message = work.tokens * work.model.hidden_size * work.element_bytes
+    blocks = work.blocks_of_stages[0]
+    tensor = count * blocks * bytes_sent("all_reduce", 4 * message, grid.tp)
+    pipeline = 2 * count * work.chunks * message * (grid.pp > 1)
+    parameters = work.parameters_of_rank(0)
+    gradients = work.reductions * parameters * work.gradient_bytes
+    gathers = 2 * count if work.zero_stage == 3 else 1
+    data = bytes_sent("reduce", int(gradients), grid.dp)
+    data += bytes_sent("all_gather", int(gathers * parameters * work.element_bytes), grid.dp)
+    return tensor + pipeline + data
+
+
+def as_json(run: Published, time: StepTime) -> dict[str, object]:
+    """The prediction of one run."""
+    figures: dict[str, object] = {"id": run.id, "predicted_seconds": time.total}
+    return {**figures, "reported_seconds": run.seconds, "terms": time.terms}
+
+
+def _seconds(run: Published) -> float:
+    assert run.seconds is not None, "only runs with a time are compared"
+    return run.seconds
+
+
+def _fastest(runs: Iterable[Published]) -> float:
+    return min(map(_seconds, runs))
+
+
+def _grouped(
+    runs: Iterable[Published], key: Callable[[Published], str]
+) -> dict[str, list[Published]]:
+    groups: dict[str, list[Published]] = {}
+    for run in runs:
+        groups.setdefault(key(run), []).append(run)
+    return groups
+
+
+def _quantile(values: Sequence[float], fraction: float) -> float:
+    """The quantile, interpolated between neighbours."""
+    ordered = sorted(values)
+    position = fraction * (len(ordered) - 1)
+    below = math.floor(position)
+    above = min(below + 1, len(ordered) - 1)
+    return ordered[below] + (position - below) * (ordered[above] - ordered[below])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,243 @@
+"""The predicted time of a step: its products are the model's FLOPs, its terms add up, and physics.
+
+Predictions are compared with published runs in ``tests/test_benchmark_plan.py``.
+"""
+
+import dataclasses
+import math
+import time
+
+import pytest
+
+from megaspeed.analysis.costs.step_time import StepTime, predict_step_time, product_seconds
+from megaspeed.analysis.costs.workload import (
+    Cluster,
+    Product,
+    Workload,
+    attention_flops,
+    block_products,
+    head_product,
+    workload_of,
+)
+from megaspeed.config.model import ModelConfig
+from megaspeed.model.parameters import forward_flops_per_token
+from megaspeed.pipeline.schedules import SCHEDULES
+from megaspeed.pipeline.simulation import bubble_fraction
+from megaspeed.topology.devices import device_named
+from megaspeed.topology.grid import Grid
+from tests.analysis.planning.tiny_runs import FOLDER, WORLD_SIZES, from_file, tiny
+
+LENGTH = 2048
+MODELS: dict[str, dict[str, object]] = {
+    "gpt": {"architecture": "gpt2", "preset": "gpt3-175b"},
+    "llama": {"architecture": "llama", "num_key_value_heads": 8, "intermediate_size": 14336},
+    "qwen": {"architecture": "qwen3", "num_key_value_heads": 16, "intermediate_size": 12288},
+}
+
+
+def model(name: str = "llama", **changes: object) -> ModelConfig:
+    shape = {
+        "vocab_size": 128256,
+        "hidden_size": 4096,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "max_position_embeddings": LENGTH,
+    }
+    return ModelConfig.model_validate(
+        {**({} if name == "gpt" else shape), **MODELS[name], **changes}
+    )
+
+
+def workload(pp: int = 1, dp: int = 8, tp: int = 1, **changes: object) -> Workload:
+    shape = changes.pop("model", None) or model()
+    assert isinstance(shape, ModelConfig)
+    work = Workload(
+        model=shape,
+        sequence_length=LENGTH,
+        grid=Grid(pp=pp, dp=dp, tp=tp),
+        micro_batch_size=1,
+        micro_batches=8,
+        blocks_of_stages=(shape.num_hidden_layers // pp,) * pp,
+    )
+    return dataclasses.replace(work, **changes)  # type: ignore[arg-type]
+
+
+def cluster(name: str = "h100-80gb", **changes: float) -> Cluster:
+    device = dataclasses.replace(device_named(name), **changes)  # type: ignore[arg-type]
+    return Cluster(device=device, network_bandwidth=device.network_bandwidth)
+
+
+def predict(work: Workload) -> StepTime:
+    return predict_step_time(work, cluster())
+
+
+WORKLOADS = {
+    "one rank": workload(dp=1),
+    "zero 0": workload(dp=32),
+    "zero 1, in buckets": workload(dp=32, zero_stage=1, bucket_bytes=25e6),
+    "zero 1, overlapped": workload(dp=32, zero_stage=1, overlaps_dp=True, bucket_bytes=160e6),
+    "zero 2": workload(dp=32, zero_stage=2, reductions=8),
+    "zero 3": workload(dp=64, zero_stage=3, overlaps_dp=True, reductions=8),
+    "zero 3, not overlapped": workload(dp=64, zero_stage=3, reductions=8),
+    "tensor": workload(tp=8, dp=4),
+    "tensor across nodes": workload(tp=16, dp=2),
+    "sequence": workload(tp=8, dp=4, sequence_parallel=True),
+    "tensor, overlapped": workload(tp=8, dp=4, sequence_parallel=True, overlaps_tp=True),
+    "pipeline": workload(pp=4, dp=2, tp=8, splits_messages=True),
+    "chunks": workload(pp=4, dp=2, tp=8, chunks=2),
+    "uneven": workload(pp=4, dp=2, tp=8, blocks_of_stages=(9, 8, 8, 7)),
+    "context": workload(dp=16, context=4),
+    "full": workload(recomputation="full"),
+    "fp32": workload(precision="fp32", attention="none"),
+    "fp8": workload(precision="fp8"),
+    "no flash attention": workload(attention="none", recomputation="attention"),
+}
+
+
+@pytest.mark.parametrize("tp", [1, 4])
+@pytest.mark.parametrize("name", MODELS)
+def test_the_products_of_all_tensor_ranks_are_the_flops_of_the_model(name: str, tp: int) -> None:
+    config = model(name)
+    _, block, *_, head = forward_flops_per_token(config, LENGTH)
+    tokens = 3 * LENGTH
+    products = list(block_products(config, tokens, tp))
+    flops = sum(product.flops for product in products)
+    attention = attention_flops(config, LENGTH, tokens, tp)
+    assert tp * (flops + attention) == block * tokens
+    # The vocabulary is padded to the same number of rows on each rank.
+    padded = tp * math.ceil(config.vocab_size / tp) / config.vocab_size
+    assert tp * head_product(config, tokens, tp).flops == pytest.approx(padded * head * tokens)
+    backward = sum(each.flops for product in products for each in product.backward)
+    assert backward == 2 * flops
+
+
+@pytest.mark.parametrize("name", WORKLOADS)
+def test_the_terms_are_not_negative_and_add_up(name: str) -> None:
+    step = predict(WORKLOADS[name])
+    assert all(seconds >= 0 for seconds in step.terms.values())
+    assert step.total == pytest.approx(sum(step.terms.values()))
+    work = WORKLOADS[name]
+    last = (work.grid.pp == 1) * (step.layers.embedding.both + step.layers.head.both)
+    blocks = max(work.blocks_of_stages)
+    slowest = step.products + step.attention + step.pointwise + step.recomputation + step.tp
+    own = work.micro_batches * (blocks * step.layers.block.both + last)
+    assert slowest + step.head == pytest.approx(own, rel=0.15), "the head may be on that stage"
+
+
+@pytest.mark.parametrize("name", WORKLOADS)
+@pytest.mark.parametrize(
+    "figure",
+    ["sustained_16", "sustained_8", "peak_16", "peak_fp32", "memory_bandwidth", "link_bandwidth"],
+)
+def test_a_faster_device_is_never_slower(name: str, figure: str) -> None:
+    work, base = WORKLOADS[name], cluster()
+    faster = cluster(**{figure: 2 * getattr(base.device, figure)})
+    # Shorter computation hides less of a collective, but both together are not longer.
+    assert predict_step_time(work, faster).total <= predict_step_time(work, base).total
+
+
+@pytest.mark.parametrize("name", WORKLOADS)
+def test_a_faster_network_is_never_slower(name: str) -> None:
+    base = cluster()
+    faster = dataclasses.replace(base, network_bandwidth=2 * base.network_bandwidth)
+    before, after = (predict_step_time(WORKLOADS[name], each) for each in (base, faster))
+    assert after.total <= before.total
+    assert (after.total < before.total) == (WORKLOADS[name].grid.world_size > 8)
+
+
+def test_a_pipeline_waits_as_long_as_its_schedule_says() -> None:
+    """(P - 1) / (M + P - 1) of the time, if all stages are equal."""
+    small = model(vocab_size=8)  # the head takes no time
+    step = predict(workload(pp=4, dp=1, model=small, micro_batches=6))
+    busy = step.products + step.attention + step.pointwise
+    fraction = bubble_fraction(SCHEDULES["1f1b"], 4, 6)
+    assert step.bubble / (busy + step.bubble) == pytest.approx(fraction, rel=0.01)
+
+
+def test_chunks_divide_the_bubble_and_multiply_the_messages() -> None:
+    one, two = (predict(workload(pp=4, dp=1, chunks=chunks)) for chunks in (1, 2))
+    assert two.bubble == pytest.approx(one.bubble / 2)
+    assert two.p2p == pytest.approx(2 * one.p2p)
+
+
+def test_the_slowest_stage_determines_an_uneven_pipeline() -> None:
+    even, uneven = (
+        predict(workload(pp=2, dp=1, blocks_of_stages=blocks)) for blocks in ((16, 16), (20, 12))
+    )
+    assert uneven.products == pytest.approx(even.products * 20 / 16)
+
+
+def test_more_recomputation_takes_more_time() -> None:
+    times = [
+        predict(workload(recomputation=each)).total
+        for each in ("none", "selective", "operations", "full")
+    ]
+    assert times == sorted(times) and len(set(times)) == 4
+    full, half = (
+        predict(workload(recomputation="full", recomputed_share=share)).recomputation
+        for share in (1.0, 0.5)
+    )
+    block = predict(workload()).layers.block
+    assert full == pytest.approx(8 * 32 * block.forward)
+    assert half == pytest.approx(full / 2)
+
+
+def test_a_head_size_that_flash_attention_does_not_take_is_four_times_as_slow() -> None:
+    sizes = (128, 124)
+    fast, slow = (predict(workload(model=model(head_dim=size))).attention / size for size in sizes)
+    assert slow == pytest.approx(4 * fast)
+
+
+def test_context_parallelism_divides_the_work_of_a_sequence() -> None:
+    complete, part = (
+        predict(workload(context=parts, micro_batch_size=4)).layers.block for parts in (1, 4)
+    )
+    assert sum(part.attention) == pytest.approx(sum(complete.attention) / 4)
+
+
+def test_small_tensor_parallel_collectives_are_limited_by_latency() -> None:
+    """A ring of 8 GPUs takes 7 hops of 3.4 us and a start of 8.4 us even for no bytes."""
+    tiny_tokens = workload(tp=8, dp=1, sequence_parallel=True, sequence_length=8)
+    assert predict(tiny_tokens).layers.block.tp[0] > 4 * (7 * 3.4e-6 + 8.4e-6)
+
+
+def test_a_product_of_few_tiles_wastes_most_processors() -> None:
+    rate, memory, processors = 1e15, 1e20, 132
+    full = Product(256 * processors, 128, 1024)
+    assert product_seconds(full, rate, memory, processors, 2) == pytest.approx(full.flops / rate)
+    one = Product(256, 128, 1024)
+    assert product_seconds(one, rate, memory, processors, 2) == pytest.approx(
+        processors * one.flops / rate
+    )
+    moved = product_seconds(Product(4096, 4096, 1), 1e30, 1e12, processors, 2)
+    assert moved == pytest.approx(2 * (4096 * 4096 + 2 * 4096) / 1e12)
+
+
+def test_a_resolved_run_gives_its_layout() -> None:
+    overrides = ("parallel.pipeline=2", "parallel.tensor=2", "zero_optimization.stage=2")
+    training = tiny(*overrides, world_size=8)
+    work, run = workload_of(training.run), training.run
+    assert work.grid == Grid(pp=2, dp=2, tp=2)
+    assert (work.tokens, work.precision) == (
+        run.batch.micro_batch_size * run.config.data.sequence_length,
+        run.precision,
+    )
+    assert sum(work.blocks_of_stages) == run.config.model.num_hidden_layers
+    assert work.reductions == work.micro_batches == run.batch.gradient_accumulation_steps
+
+
+@pytest.mark.parametrize("name", WORLD_SIZES)
+def test_every_example_has_a_time(name: str) -> None:
+    run = from_file(FOLDER / f"{name}.json", world_size=WORLD_SIZES[name]).run
+    step = predict_step_time(workload_of(run), cluster("a100-80gb"))
+    assert 0 < step.total < math.inf
+
+
+def test_2000_layouts_are_predicted_in_seconds() -> None:
+    run = from_file(FOLDER / "mt_nlg_530b.json", world_size=4480).run
+    work, machines = workload_of(run), cluster("a100-80gb")
+    began = time.process_time()
+    for size in range(2000):
+        layout = dataclasses.replace(work, micro_batch_size=1 + size % 50, micro_batches=1 + size)
+        predict_step_time(layout, machines)
+    assert time.process_time() - began < 15

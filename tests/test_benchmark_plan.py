@@ -1,0 +1,127 @@
+"""Predicted step times against published runs, by the script that compares them."""
+
+import csv
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SCRIPT = Path(__file__).parents[1] / "scripts" / "benchmark_plan.py"
+
+COLUMNS = """
+id src gpu n_gpus layers hidden heads kv_heads ffn mlp_mats vocab seq_len tp pp vp dp mbs gbs_seqs
+zero_stage fact_fsdp recompute precision fact_flash fact_sp fact_gbytes fact_overlap framework
+d_iter_time_s
+""".split()  # noqa: SIM905
+
+# Narayanan et al. 2021 (arXiv 2104.04473), Table 1: 145.6B, 148 TFLOP/s with full recomputation.
+# Korthikanti et al. 2022 (arXiv 2205.05198), Table 5: 175B, 13.75 s.
+# llm-foundry, scripts/train/benchmarking/README.md: MPT-30b on 256 H100, 2,148 tokens/s/GPU.
+# torchtitan, benchmarks/llama3_h100_202412: Llama 3.1 8B, 6,667 tokens/s/GPU on H100 of 500 W.
+# nanotron, docs/benchmark.md: 3.57B, MFU 46.68 % on 8 H100.
+RUNS = """
+nara narayanan A100-80GB 1536 80 12288 96 96 49152 2 51200 2048 8 8 2 24 2 2304 0 . full fp16 none . 4 . Megatron-LM 24.8174
+kort korthikanti A100-80GB 64 96 12288 96 96 49152 2 51200 2048 8 8 3 1 1 64 0 . selective bf16 none 1 4 . Megatron-LM 13.75
+mpt foundry H100-80GB 256 48 7168 56 56 28672 2 50368 2048 1 1 1 256 8 2048 3 1 full bf16 fa1 . 2 1 llm-foundry 7.6276
+llama titan H100-96GB-HBM2e-500W 8 32 4096 32 8 14336 3 128256 8192 1 1 1 8 2 16 3 1 selective bf16 fa2 . 4 1 torchtitan 2.4575
+3b nanotron H100-80GB 8 28 3072 32 32 8192 3 131072 4096 1 2 1 4 2 256 1 . none bf16 fa2 . 4 . nanotron 7.2841
+"""  # noqa: E501
+
+LAYOUTS = """
+a one A100-80GB 64 40 5120 40 40 13824 3 32000 2048 2 1 1 32 1 256 1 . none bf16 fa2 . 4 . x 4.0
+b one A100-80GB 64 40 5120 40 40 13824 3 32000 2048 8 1 1 8 1 256 1 . none bf16 fa2 . 4 . x 6.0
+"""
+"""Two layouts of one model. The times are invented; the order is that of every published search."""
+
+
+def rows(text: str) -> list[dict[str, str]]:
+    lines = [line.replace(" .", " ").split(" ") for line in text.strip().splitlines()]
+    return [dict(zip(COLUMNS, line, strict=True)) for line in lines]
+
+
+def benchmark(folder: Path, stated: list[dict[str, str]], *options: str) -> Any:
+    """The exit code of the script, and the JSON that it writes."""
+    spec = importlib.util.spec_from_file_location("benchmark_plan", SCRIPT)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["benchmark_plan"] = module  # its dataclasses look themselves up
+    spec.loader.exec_module(module)
+    file, out = folder / "rows.csv", folder / "out.json"
+    with file.open("w", newline="", encoding="utf-8") as stream:
+        writer = csv.DictWriter(stream, sorted({key for row in stated for key in row}))
+        writer.writeheader()
+        writer.writerows(stated)
+    code = module.main([str(file), "--json", str(out), *options])
+    return code, json.loads(out.read_text()) if out.exists() else None
+
+
+def test_published_runs_are_predicted_within_15_percent(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, figures = benchmark(tmp_path, rows(RUNS))
+    assert code == 0
+    for run in figures["runs"]:
+        ratio = run["predicted_seconds"] / run["reported_seconds"]
+        assert 0.85 < ratio < 1.15, (run["id"], ratio)
+        assert sum(run["terms"].values()) == pytest.approx(run["predicted_seconds"])
+    errors = figures["errors"]["groups"]
+    assert errors["all"]["runs"] == 5 and errors["H100-80GB"]["runs"] == 2
+    assert "mean of the medians of 5 sources" in capsys.readouterr().out
+
+
+def test_each_source_is_predicted_with_constants_fitted_to_the_others(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, figures = benchmark(tmp_path, rows(RUNS), "--leave-one-out")
+    assert figures["errors"]["groups"]["all"]["median"] < 0.15
+    out = capsys.readouterr().out
+    assert out.count("without one source") == 2
+
+
+def test_the_fit_is_not_worse_than_the_constants_in_the_code(tmp_path: Path) -> None:
+    _, stated = benchmark(tmp_path, rows(RUNS))
+    _, fitted = benchmark(tmp_path, rows(RUNS), "--fit")
+    assert fitted["constants"] != stated["constants"]
+
+    def mean(figures: Any) -> float:
+        sources = [figures["errors"]["groups"][row["src"]]["median"] for row in rows(RUNS)]
+        return sum(sources) / len(sources)
+
+    assert mean(fitted) <= mean(stated) + 0.005  # the fit minimises the logarithm of the ratio
+
+
+def test_layouts_are_ordered_by_predicted_time_and_by_bytes(tmp_path: Path) -> None:
+    _, figures = benchmark(tmp_path, rows(LAYOUTS))
+    right = {"groups": 1, "first_within_5_percent": 1, "pairs": 1, "ordered_right": 1}
+    assert figures["layouts"]["predicted time"] == right
+
+
+def test_runs_without_a_time_are_only_predicted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, figures = benchmark(tmp_path, [{**row, "d_iter_time_s": ""} for row in rows(RUNS)])
+    assert "errors" not in figures and len(figures["runs"]) == 5
+    assert capsys.readouterr().out.count(" s\n") == 5
+
+
+def test_a_row_that_cannot_be_predicted_is_named_with_the_reason(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    good, *_ = rows(RUNS)
+    bad = [
+        {**good, "id": "abacus", "gpu": "Abacus"},
+        {**good, "id": "shapeless", "layers": ""},
+        {**good, "id": "too early", "precision": "fp8"},
+        {**good, "id": "excluded", "usable": "False", "why_not": "two runs in one"},
+    ]
+    code, figures = benchmark(tmp_path, [{**good, "usable": "True"}, *bad])
+    assert code == 0 and [run["id"] for run in figures["runs"]] == ["nara"]
+    out = capsys.readouterr().out
+    assert "abacus: DeviceError: there is no device called 'abacus'" in out
+    assert "shapeless: ValueError: the column layers is blank" in out
+    assert "too early: ValueError: the table of devices has no rate of fp8 on a100-80gb" in out
+    assert "excluded: two runs in one" in out
+    assert benchmark(tmp_path, bad)[0] == 2
