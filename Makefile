@@ -12,7 +12,7 @@ TEST_PROCESSES ?= 3
 
 # Recipes find the tools of the environment by name, and so do the ranks that they launch.
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
-# Tests start a hundred programs, and each would compile megaspeed again.
+# With this variable set, each of the hundred programs that tests start would compile megaspeed again.
 unexport PYTHONDONTWRITEBYTECODE
 INSTALLED := .venv/.installed
 # DeepSpeed's launcher warns twice if it finds no GPU by itself.

@@ -270,7 +270,7 @@ def verify_sections(
 ) -> Iterator[Section]:
     """bf16 and fp16 of a tiny model at one layout, against one process.
 
-    In bf16 attention is confined to documents, which on a GPU is a kernel of its own.
+    In bf16, attention stays within documents, because a GPU has a separate kernel for this.
     """
     documents = json.dumps([str(ROOT / "megaspeed" / "**" / "*.py")])
     config = write_config(options.out / "verify.json", {**TINY_GPT2, "train_batch_size": 16})
@@ -463,7 +463,7 @@ def carry_out(section: Section, end: float | None) -> None:
 
 
 def start_process(command: list[str], log: Path) -> subprocess.Popen[bytes]:
-    """Starts a command in a process group of its own, which writes to ``log``."""
+    """Starts a command in a process group of its own. Its output goes to ``log``."""
     with log.open("w") as output:
         return subprocess.Popen(
             command,

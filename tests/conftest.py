@@ -34,7 +34,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """The garbage collector need not look again and again at what all imports have made."""
+    """Lets the garbage collector ignore all objects that imports have made."""
     gc.freeze()
     gc.enable()
 

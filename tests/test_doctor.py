@@ -95,7 +95,7 @@ def test_all_is_fine_under_a_launcher(tmp_path: Path) -> None:
 
 
 def test_all_is_fine_with_a_spare_rank_and_an_agent_that_keeps_the_store(tmp_path: Path) -> None:
-    """As torchrun's does."""
+    """torchrun's agent keeps the store, too."""
     config, out = lay_out(tmp_path, parallel={"pipeline": 2, "spare_ranks": True}), tmp_path / "out"
     command: list[str | Path] = [*DOCTOR, "--config", config, "--json", tmp_path / "doctor.json"]
     agent = Forked(command, tmp_path, VARIABLES, out, out, ranks=3, keeps_store=True)
@@ -172,7 +172,7 @@ time.sleep(600)
 
 
 def test_a_rank_that_stops_on_the_way_is_named_in_time(tmp_path: Path) -> None:
-    """It came, and answers nothing afterwards: no step waits for it forever."""
+    """The rank joins, and then stops answering. No step waits for it forever."""
     config, port = lay_out(tmp_path / "run"), free_port()
     before = time.monotonic()
     (tmp_path / "stuck.py").write_text(STUCK)

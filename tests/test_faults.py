@@ -72,7 +72,7 @@ class Job:
 
     Where it does not matter which launcher it is, the ranks are forked (`tests/support/forked.py`),
     by "agent" as if it were torchrun's agent, which keeps the store. Other launchers are forked,
-    too, and start their ranks as always.
+    too, but start their ranks as new programs.
     """
 
     def __init__(
@@ -168,7 +168,7 @@ class Job:
 
 
 def _launcher(name: str, ranks: int) -> list[str]:
-    """The arguments of Python, but for the script."""
+    """The command line between Python and the script."""
     port = str(free_port())
     if name in ("forked", "agent"):
         return []
@@ -260,7 +260,7 @@ def test_a_run_that_hangs_names_who_is_missing(
 def test_a_pipeline_stage_that_hangs_is_named_by_the_message_that_does_not_come(
     tmp_path: Path,
 ) -> None:
-    """Rank 0 has sent micro-batch 0, and was said to wait until that message is done."""
+    """Rank 0 has sent micro-batch 0. Once, the report was that rank 0 waits for that message."""
     fault = "hang rank=0 step=4 work='Forward(micro_batch=1'"
     job = Job(tmp_path, "agent", "parallel.pipeline=2", fault=fault)
     ended = job.ended()

@@ -51,7 +51,7 @@ def last_step(run_dir: Path) -> int:
 
 
 def ranks_of(job: Job) -> list[psutil.Process]:
-    """Of the attempt that is under way; no supervisor."""
+    """The ranks of the current attempt, without supervisors."""
     return [one for one in job.processes() if "TORCHELASTIC_RESTART_COUNT" in one.environ()]
 
 
@@ -140,7 +140,7 @@ def test_random_kills_of_random_ranks_leave_no_trace_in_the_losses(
 
 @pytest.mark.parametrize("launcher", ["torchrun", "forked"])
 def test_a_run_that_always_fails_at_one_step_ends(tmp_path: Path, launcher: Launcher) -> None:
-    """By torchrun's agent, and by a supervisor."""
+    """torchrun's agent or a supervisor ends it."""
     supervised = launcher == "forked"
     job = Job(
         tmp_path,

@@ -89,7 +89,7 @@ def train_rank(arguments: Sequence[str] | None = None, *, as_command: bool = Fal
     if _STOPPED in os.environ:
         sys.exit(128 + int(os.environ[_STOPPED]))
     _silence_torch()
-    gc.disable()  # what imports make lives as long as the process
+    gc.disable()  # the objects that imports make live as long as the process
     launchers = launcher_processes()  # one that ends while torch is loaded would not be found later
     from megaspeed.topology.process_end import end_process, keep_output_open
     from megaspeed.training.restarts import run_supervised

@@ -74,8 +74,9 @@ class DataConfig(Section):
     """Tokens of one sample; at most model.max_position_embeddings."""
     reset_at_documents: bool = False
     """Whether attention and positions restart at every document of a sample, so that no token sees
-    another document's text. This needs a mask, instead of FlashAttention, only with attention
-    dropout, in fp32 on a GPU, and with a sliding window on a CPU."""
+    another document's text. FlashAttention does this without a mask. A mask is needed with
+    attention dropout, on a GPU in fp32 or if FlashAttention does not support the GPU or the head
+    size, and on a CPU with a sliding window."""
     seed: int = Field(default=1234, ge=0, lt=2**63)
     """Seed of the sampling order."""
 

@@ -98,7 +98,7 @@ class ZeroConfig(Section):
 
         Args:
             sizes: elements of each parameter.
-            alone: the index of a parameter that shares its bucket with no other; None for none.
+            alone: index of a parameter that gets a bucket of its own; None if there is none.
 
         Returns:
             Ranges of indices into ``sizes``.

@@ -226,7 +226,7 @@ def scaled_learning_rate_is_a_rate(
     stated: StatedBatch,
     world: World,
 ) -> Iterator[str]:
-    """The scaled learning rate has the bounds of the stated one."""
+    """The scaled learning rate must be within the same bounds as the stated one."""
     grid = find_grid(parallel, stated, world)
     batch = None if grid is None else solve_batch(stated, grid.dp)
     if batch is None or training.lr_scaling == "none" or training.base_batch_size is None:
@@ -237,7 +237,7 @@ def scaled_learning_rate_is_a_rate(
             f"optimizer.params.lr {optimizer.params.lr} is scaled to {rate} "
             f"(training.lr_scaling {training.lr_scaling}, train_batch_size "
             f"{batch.train_batch_size}, training.base_batch_size {training.base_batch_size}), but "
-            f"it must be above 0 and at most {LARGEST_NUMBER:g}; state another rate"
+            f"it must be above 0 and at most {LARGEST_NUMBER:g}; choose another rate"
         )
 
 

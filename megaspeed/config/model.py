@@ -111,9 +111,9 @@ class ModelConfig(Section):
     """Whether each head's queries and keys pass an RMSNorm before the rotation, with one weight for
     all query heads and one for all key heads. If omitted: the family's."""
     sliding_window: int | None = Field(default=None, gt=0, le=LARGEST_LENGTH)
-    """Each token attends to this many tokens, itself included; null for all earlier ones. A
-    sequence that is longer needs a mask of S x S on a CPU and in fp32; on a GPU in 16 bits, it does
-    not."""
+    """Each token attends to this many tokens, itself included; null for all earlier ones. If the
+    sequence is longer, attention needs a mask of S x S, unless a GPU can use FlashAttention (in 16
+    bits, without attention dropout)."""
     max_position_embeddings: int = Field(gt=0, le=LARGEST_LENGTH)
     """Longest sequence the model can take, in tokens."""
     tie_word_embeddings: bool
@@ -138,8 +138,9 @@ class ModelConfig(Section):
     def attends_without_mask(self, device_type: str, element_bytes: int) -> bool:
         """Whether attention within documents or a window needs no mask (`model/documents.py`).
 
-        Attention with dropout is written out. torch's FlashAttention for CPUs has no window. That
-        for GPUs takes 16-bit numbers and heads of a multiple of 8, up to 256.
+        Attention with dropout uses no fused kernel, so it needs a mask. torch's FlashAttention for
+        CPUs supports no window. Its FlashAttention for GPUs supports 16-bit numbers, and head sizes
+        that are multiples of 8 up to 256.
 
         Args:
             device_type: "cpu" or "cuda".

@@ -173,7 +173,7 @@ def _gradient_reduction(config: RunConfig) -> GradientReduction:
 
 
 def _splits_sequence(config: RunConfig, device_type: str) -> bool:
-    """auto: on CUDA, where the additional gathers overlap with products, if the parts are equal."""
+    """auto: true on CUDA if the parts are equal. There, the added gathers overlap with products."""
     stated, tp = config.parallel.sequence_parallel, config.parallel.tensor
     if stated != "auto":
         return stated

@@ -54,7 +54,7 @@ def check(known: Mapping[str, Any]) -> list[str]:
 
 
 def _is_absent_key(error: AttributeError) -> bool:
-    """Whether a rule has read a key that is wrong itself, and so is missing from its section."""
+    """Whether a rule read a key that its section lacks because the key's value is wrong."""
     section = type(error.obj)
     return issubclass(section, Section) and error.name in section.model_fields
 
@@ -262,7 +262,7 @@ def one_precision(bf16: Bf16Config, fp16: Fp16Config) -> Iterator[str]:
 def gradients_are_summed_in_the_models_type_or_fp32(
     data_types: DataTypesConfig, bf16: Bf16Config, fp16: Fp16Config
 ) -> Iterator[str]:
-    """A sum of gradients has at least the digits of the gradients."""
+    """A sum of gradients is at least as precise as the gradients."""
     if data_types.grad_accum_dtype == "bf16" and not bf16.enabled:
         computed = "fp16" if fp16.enabled else "fp32"
         yield (

@@ -28,9 +28,9 @@ class ParallelConfig(Section):
     ends. With data "auto", data is the largest degree that fits the batch. false: the number of
     processes must fit."""
     sequence_parallel: Literal["auto"] | bool = "auto"
-    """Split activations between blocks over the tensor axis; data.sequence_length must be divisible
-    by tensor. auto: on CUDA, if it is divisible. A rank keeps less for backward, which gathers some
-    inputs once more while it computes."""
+    """Whether activations between blocks are split over the tensor axis. This saves memory, but the
+    backward gathers some inputs again while it computes. If true, data.sequence_length must be
+    divisible by tensor. auto: true on CUDA if it is divisible, otherwise false."""
     schedule: Literal["gpipe", "1f1b"] = "1f1b"
     """Order of forwards and backwards in the pipeline. 1f1b keeps at most `pipeline` micro-batches
     in memory, gpipe all of them."""

@@ -9,8 +9,8 @@ The rows of ``qkv.weight`` are all query heads, then all key heads, then all val
 tensor split takes consecutive heads from each of the three sections. With H_kv < H, H / H_kv query
 heads share one key/value head (Ainslie et al. 2023, GQA).
 
-Several documents may be packed into one row, and confine attention and positions: see
-``documents.py``.
+Several documents may be packed into one row. Then attention and positions may restart at each
+document (``documents.py``).
 """
 
 import math
@@ -128,7 +128,7 @@ def attention_mask(positions: Tensor, dtype: torch.dtype, window: int | None = N
     backward.
 
     Args:
-        positions: (B, S), of each token in its document.
+        positions: (B, S), the position of each token in its document.
         dtype: of queries and keys.
         window: how many tokens a query attends to, including itself; None for all earlier ones.
 
@@ -202,8 +202,8 @@ class Attention(nn.Module):
             angles: of rotary positions; None if the model has other positions.
             mask: (S, S) or (B, 1, S, S), added to the scores; if omitted, each token attends to
                 itself and all earlier tokens.
-            cu_seqlens: of the documents to which attention is confined (``documents.py``), instead
-                of a mask.
+            cu_seqlens: where documents begin, if attention stays within each document without a
+                mask (``documents.py``).
         """
         qkv = self.qkv(x)  # (B, S, (H + 2 H_kv) K)
         if self.dropout.active:
@@ -249,7 +249,7 @@ class Attention(nn.Module):
         """Unfused attention with dropout. A fused kernel's dropout mask depends on the layout."""
         q, k, v = self._heads(qkv, angles)
         sequence = q.shape[2]
-        # The rows of the query heads that share a key/value head: (B, H_kv, H / H_kv S, K).
+        # The rows of all query heads that share a key/value head: (B, H_kv, (H / H_kv) S, K).
         q = q.unflatten(1, (self.key_value_heads, -1)).flatten(2, 3)
         scores = q @ k.transpose(-2, -1) / math.sqrt(self.head_dim)
         scores = scores.view(len(q), self.query_heads, sequence, sequence)

@@ -15,19 +15,20 @@ With "." for end-of-text, which starts a document:
     .                     x
     g                     x  x
 
-The loader of each pipeline stage computes ``positions`` and ``cu_seqlens`` on the host. So they are
-not sent between stages, and no pass reads them from a GPU. Attention has three forms:
+The loader of each pipeline stage computes ``positions`` and ``cu_seqlens`` on the host. So stages
+do not send them to each other, and the host never waits to read them from a GPU. Attention has
+three forms:
 
     GPU, 16 bits    one FlashAttention kernel for all documents (``torch.nn.attention.varlen``)
     CPU             one call of torch's FlashAttention kernel for each document
     otherwise       a mask (B, 1, S, S) that is added to the scores (``attention.py``)
 
-``ModelConfig.attends_without_mask`` states when the mask is needed. The first form also serves a
-sliding window in rows of one document, for which other fused kernels need a mask.
+``attends_without_mask`` decides between them. The first form is also used for a sliding window if
+each row is one document, because other fused kernels need a mask for a window.
 
-The first two forms are operators that torch's compiler does not look into. The length of
-``cu_seqlens`` is the only size that varies, and no result has this size. So a compiled block is not
-compiled again.
+The first two forms are operators that torch's compiler does not trace into. The number of documents
+changes from one micro-batch to the next, but only ``cu_seqlens`` has a size that depends on it. So
+a block is compiled once.
 """
 
 import inspect
@@ -51,14 +52,16 @@ class Documents:
     positions: Tensor
     """(B, S) int32; the position of each token in its document."""
     cu_seqlens: Tensor
-    """(N + 1,) int32; where each of the N documents begins in the B S tokens of all rows, and B S.
-    The name is FlashAttention's: cumulative lengths of sequences."""
+    """(N + 1,) int32; where each of the N documents begins among the B S tokens of all rows, and at
+    the end B S. FlashAttention uses this name, for "cumulative sequence lengths"."""
 
     @classmethod
     def beginning_at(cls, begins: Tensor) -> "Documents":
-        """Documents from (B, S) bool in host memory: whether a token is the first of a document.
+        """Make documents from the tokens at which they begin.
 
-        A row's first token always is.
+        Args:
+            begins: (B, S) bool in host memory, true if a token is the first of a document. The
+                first token of a row always counts as true.
         """
         begins = begins.clone()
         begins[:, 0] = True
@@ -69,12 +72,12 @@ class Documents:
         return cls(positions.to(torch.int32), cu_seqlens.to(torch.int32))
 
     def moved(self, move: Callable[[Tensor], Tensor]) -> "Documents":
-        """A copy to which ``move`` moved each tensor."""
+        """A copy, with ``move`` applied to each tensor."""
         return Documents(move(self.positions), move(self.cu_seqlens))
 
 
 def attends_without_mask(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> bool:
-    """``ModelConfig.attends_without_mask``, unless the GPU or torch lacks what that needs."""
+    """``ModelConfig.attends_without_mask``, if this GPU and this torch support it."""
     if not config.attends_without_mask(device.type, dtype.itemsize):
         return False
     return device.type != "cuda" or _has_flash_attention(device)
@@ -90,8 +93,8 @@ def _has_flash_attention(device: torch.device) -> bool:
 
 @lru_cache(maxsize=1)
 def boundaries_of_rows(rows: int, sequence: int, device: torch.device) -> Tensor:
-    """``cu_seqlens`` of rows of one document. It is cached for all blocks."""
-    # A later step saves it for backward. An inference tensor cannot be saved.
+    """``cu_seqlens`` if each row is one document. Cached, because all micro-batches use it."""
+    # A later step saves it for backward, and torch cannot save an inference tensor.
     with torch.inference_mode(False):
         return sequence * torch.arange(rows + 1, dtype=torch.int32, device=device)
 
@@ -102,7 +105,7 @@ def varlen_attention(
     """Causal attention within each document.
 
     Args:
-        q: (B, S, H, K); its rows may have any stride, as in ``k`` and ``v``.
+        q: (B, S, H, K); like ``k`` and ``v``, it may be a part of a larger tensor.
         k: (B, S, H_kv, K)
         v: (B, S, H_kv, K)
         cu_seqlens: see ``Documents``.
@@ -157,7 +160,7 @@ torch.library.define(
 
 @torch.library.impl(_OPERATOR, "cpu")
 def _attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
-    """The output (B S, H, K), and the logarithms (H, B S) of the sums of the softmax, in fp32."""
+    """The output (B S, H, K), and the logarithm of each softmax's sum (H, B S), in fp32."""
     lengths = cu_seqlens.diff().tolist()
     of_documents = zip(*(_split(x, lengths) for x in (q, k, v)), strict=True)
     results = [_flash_forward(*qkv, _NO_DROPOUT, _CAUSAL) for qkv in of_documents]
@@ -210,7 +213,7 @@ torch.library.register_autograd(_OPERATOR, _differentiate, setup_context=_save)
 
 
 def _split(x: Tensor, lengths: Sequence[int]) -> Sequence[Tensor]:
-    """``x`` (B S, heads, K) as one (1, heads, length, K) for each document."""
+    """``x`` (B S, heads, K), split into one (1, heads, length, K) for each document."""
     return x.transpose(0, 1).unsqueeze(0).split(lengths, dim=2)
 
 

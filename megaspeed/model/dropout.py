@@ -36,10 +36,11 @@ _LOWBIAS32 = (0x7FEB352D, 0x846CA68B - 2**32)
 
 @dataclass(frozen=True, kw_only=True)
 class MaskShard:
-    """The part of the full mask that a rank applies: part ``index`` of ``count`` equal ones.
+    """The part of the full mask that a rank applies: part ``index`` of ``count`` equal parts.
 
-    Each sample of attention probabilities (H, S, S) is split by heads. Hidden states (B, S, D) are
-    split by tokens, all samples together (``across_samples``).
+    The attention probabilities (H, S, S) of each sample are split by heads. Hidden states (B, S, D)
+    are split by tokens; with ``across_samples``, the B S tokens of all samples are split as one
+    sequence.
     """
 
     index: int = 0

@@ -233,9 +233,9 @@ class GPT(nn.Module):
             x: tokens (B, S) if the first layer is the embedding, else hidden states (B, S, D).
             samples: (B,) int64, the sample indices, which determine dropout masks; None if there is
                 no dropout.
-            documents: to which attention and positions are confined; if omitted, each row is one
+            documents: attention and positions stay within each of them; if omitted, each row is one
                 document.
-            loss: what the head computes instead of logits.
+            loss: the head computes this instead of logits.
 
         Returns:
             Logits (B, S, V) or the loss if the last layer is the head, else hidden states

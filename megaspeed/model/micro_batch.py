@@ -25,7 +25,7 @@ class MicroBatch:
     samples: Tensor
     """(B,) int64; index of each row in the stream, or PADDING_SAMPLE. It determines dropout."""
     documents: Documents | None = None
-    """To which attention and positions are confined; None if each row is one document."""
+    """Attention and positions stay within each of them; None if each row is one document."""
 
     def to(self, device: torch.device) -> MicroBatch:
         """A copy on `device`. The host does not wait for a copy from pinned memory."""

@@ -1,29 +1,30 @@
-"""Collectives over the tensor axis, and the functions of autograd that are made of them.
+"""Collectives over the tensor axis, and autograd functions that use them.
 
-Column- and row-parallel layers come in pairs (Shoeybi et al. 2019, Megatron-LM, section 3), between
-two conjugate functions: each one's backward is the other's forward.
+Column- and row-parallel layers come in pairs (Shoeybi et al. 2019, Megatron-LM, section 3). A pair
+begins with f and ends with g. These two are conjugate: each one's backward is the other's forward.
 
     f = input of a column-parallel layer   forward identity         backward all-reduce
     g = reduce_from_tensor_axis            forward all-reduce       backward identity
 
 With sequence parallelism (Korthikanti et al. 2022, section 4.2.2), activations between the pairs
-are split, and f and g become
+are split over the axis, and f and g become
 
     input of a column-parallel layer       forward all-gather       backward reduce-scatter
     reduce_scatter_sequence                forward reduce-scatter   backward all-gather
 
-f is a part of ``layers.column_parallel_linear``, because its backward overlaps with products of
-matrices. ``split_sequence`` takes this rank's part of an activation that all ranks have.
+f is a part of ``layers.column_parallel_linear``, because its backward overlaps with matrix
+products. ``split_sequence`` takes this rank's part of an activation that all ranks have.
 
-Hidden states are (B, S, D). Of the B S tokens in this order, rank r of tp has the r-th B S / tp:
+Hidden states are (B, S, D). The B S tokens are split into tp equal parts, row after row:
 
-    tokens of B 2, S 4     a b c d | e f g h
-    parts of tp 4          a b | c d | e f | g h     each (B, S/tp, D), although a row of it
-                                                     is not a part of a row of the batch
+    rows of B 2, S 4       a b c d | e f g h
+    parts of tp 4          a b | c d | e f | g h     part r is on rank r
 
-So the parts lie one after another in memory, and no collective needs a transposed copy. All that is
-computed between the pairs is computed for each token alone, except masks of dropout, which know
-where a part is (``MaskShard``). Every function is the identity on an axis of one rank.
+So the parts lie one after another in memory, and no collective needs a transposed copy. A part has
+the shape (B, S/tp, D), although its row b need not be a part of row b of the batch. This changes no
+result, because everything between the pairs is computed for each token separately. Only dropout
+masks depend on where a token is (``MaskShard``). Every function is the identity on an axis of one
+rank.
 """
 
 from collections.abc import Callable
@@ -67,13 +68,13 @@ _Collective = Callable[[Tensor, TensorAxis], Tensor]
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-# torch.compile translates only collectives that are waited for at once to these. Here, the wait is
-# an operation of its own, which stays where it is in the compiled graph.
+# torch.compile translates a collective to these operations only if the wait follows at once. Called
+# directly, they leave the wait as an operation of its own, which keeps its place in the graph.
 _compiled: Any = torch.ops._c10d_functional
 
 
 class Pending:
-    """A collective that has been started. Computation may continue until ``wait``."""
+    """A collective that has been started. Its result may be used only after ``wait``."""
 
     def __init__(self, result: Tensor, work: Any, axis: TensorAxis) -> None:
         self._result, self._work, self._axis = result, work, axis
@@ -89,7 +90,7 @@ class Pending:
 
 
 def start_all_reduce(x: Tensor, axis: TensorAxis) -> Pending:
-    """Start to sum ``x``, which is contiguous, over the axis in place."""
+    """Start to sum ``x`` over the axis, in place. ``x`` must be contiguous."""
     if torch.compiler.is_compiling():  # the compiler decides whether it is in place
         return Pending(_compiled.all_reduce(x, "sum", axis.name), None, axis)
     return Pending(x, dist.all_reduce(x, group=axis.group, async_op=True), axis)
@@ -115,7 +116,7 @@ def start_reduce_scatter(full: Tensor, axis: TensorAxis) -> Pending:
 
 
 def reduce_from_tensor_axis(x: Tensor, axis: TensorAxis) -> Tensor:
-    """g: sums ``x`` over the axis, in place. For outputs of row-parallel layers."""
+    """g: sums ``x`` over the axis, in place unless compiled. For outputs of row-parallel layers."""
     return x if axis.size == 1 else _Sum.apply(x, axis)
 
 
@@ -155,7 +156,7 @@ def _own_part(x: Tensor, axis: TensorAxis) -> Tensor:
 
 
 class _Sum(torch.autograd.Function):
-    """Sums over the axis; keeps the gradient."""
+    """Sums ``x`` over the axis; the gradient of ``x`` is that of the sum."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: TensorAxis) -> Tensor:

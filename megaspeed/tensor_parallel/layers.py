@@ -35,7 +35,7 @@ def column_parallel_linear(
         forward    y = x A^T + b
         backward   dx = all-reduce(dy A),  dA = dy^T x,  db = sum(dy)
 
-    With sequence parallelism, the input is split, too:
+    With sequence parallelism, the input is also split:
 
         forward    y = gather(x) A^T + b
         backward   dx = reduce-scatter(dy A),  dA = dy^T gather(x),  db = sum(dy)
@@ -43,8 +43,9 @@ def column_parallel_linear(
     The input is gathered again in backward, so a rank saves only (B, S/tp, in) for it. Without
     this, sequence parallelism would save little memory (Korthikanti et al. 2022, section 4.2.2).
 
-    Backward communicates while it multiplies: the input is gathered during dy A, and dx is summed
-    while dA and db are computed. So neither takes time if the products take longer.
+    The backward communicates while it multiplies. With sequence parallelism, the input is gathered
+    while dy A is computed. In both cases, dx is summed while dA and db are computed. If the
+    products take longer than the collectives, the collectives add no time.
 
     Returns:
         (B, S, rows of ``weight``).

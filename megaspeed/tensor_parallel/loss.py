@@ -5,9 +5,9 @@
                                                      -> gradient of x, kept for the backward
                                                      -> added to the gradient of the weight
 
-Logits are the largest activation of a model with a large vocabulary. Their gradient needs nothing
-from the backward, because the loss of a step is the sum over all tokens times a known factor. So
-each chunk of logits is differentiated as soon as it is computed, and its gradient overwrites it.
+Logits are the largest activation of a model with a large vocabulary. The loss of a step is the sum
+over all tokens times a known factor. So the gradient of the logits is known in the forward: each
+chunk of logits is differentiated as soon as it is computed, and its gradient overwrites it.
 Liger Kernel (Hsu et al. 2024, section 3.2, "FusedLinearCrossEntropy") does the same.
 """
 
@@ -60,12 +60,13 @@ class VocabParallelLoss:
             x: (B, S, D), or (B, S/tp, D) with sequence parallelism.
             projection: its ``weight`` is (columns, D); it has no bias.
             targets: (B, S) token ids of the full vocabulary, or ``NOT_COUNTED``.
-            scale: a factor of the gradients alone.
-            gradient_sum: returns where to add the gradient of the weight.
+            scale: multiplies the gradients, but not the loss that is returned.
+            gradient_sum: returns the tensor to which the gradient of the weight is added.
 
         Returns:
-            The sum of the losses in nats, an fp32 scalar, the same on every rank of the axis. Its
-            backward must start from this scalar: the gradient of ``x`` is known already.
+            The sum of the losses in nats, an fp32 scalar, the same on every rank of the axis. Call
+            ``backward`` on this scalar itself. Any other factor of it would be ignored, because the
+            gradient of ``x`` is already computed.
         """
         weight = projection.weight
         assert isinstance(weight, nn.Parameter)
@@ -84,7 +85,7 @@ class VocabParallelLoss:
 
         Args:
             logits: (n, columns), this rank's columns; padding does not affect the loss. They are
-                replaced by the gradient of the sum of ``scales`` times losses.
+                replaced by their gradient, that of the sum of ``scales`` times the losses.
             targets: (n,).
             scales: (n,), zero for targets that are not counted. If None, the content of ``logits``
                 is undefined afterwards.
@@ -101,7 +102,7 @@ class VocabParallelLoss:
         target_logit = torch.zeros_like(maximum)
         if width:
             target_logit = (z.gather(-1, local).squeeze(-1) - maximum).masked_fill(~here, 0.0)
-        # In place where that is exact. A copy in fp32 is the only other tensor of this size.
+        # In place if the logits are fp32. Otherwise, a copy in fp32 is the only other such tensor.
         exponentials = (z if z.dtype == torch.float32 else z.float()).sub_(maximum.unsqueeze(-1))
         exponentials.exp_()
         sums = torch.stack((exponentials.sum(dim=-1), target_logit))
@@ -181,8 +182,10 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 def _summed(gradient: Tensor, axis: TensorAxis) -> Tensor:
-    """The sum over the axis of what each rank's columns contribute; with sequence parallelism, this
-    rank's part of it. May overwrite ``gradient``.
+    """The sum over the axis of ``gradient``, which each rank has computed from its own columns.
+
+    With sequence parallelism, the result is this rank's part of the sum. May overwrite
+    ``gradient``.
     """
     if axis.sequence_parallel:
         return reduce_scatter_sum(gradient, axis)

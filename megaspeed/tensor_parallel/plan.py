@@ -15,8 +15,9 @@ _VOCABULARY_ROW_MULTIPLE = 8
 """A multiple of 16 bytes in bf16, which tensor cores need for full speed."""
 
 _LOGITS_OF_A_CHUNK = 2**28
-"""6 bytes each in 16 bits, so 1.5 GiB: 2,048 tokens of a vocabulary of 128k. With fewer tokens, it
-would take as long to add to the weight's gradient after each chunk as to compute the product."""
+"""The most logits that exist at once. In 16 bits each takes 6 bytes, so all take 1.5 GiB. For a
+vocabulary of 128k, this is 2,048 tokens. With fewer tokens in a chunk, adding to the weight's
+gradient would take as long as computing the product."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,10 +88,10 @@ def vocabulary_rows_per_rank(vocab_size: int, size: int) -> int:
 
 
 def tokens_of_a_chunk(tokens: int, columns: int) -> int:
-    """How many tokens' logits exist at once, if a rank has ``columns`` logits of each token.
+    """The tokens of a chunk, if a rank has ``columns`` logits of each token.
 
-    Chunks are equally long if a small number of them divides ``tokens``, so that compiled code has
-    one shape.
+    If possible with less than twice as many chunks as necessary, all chunks have the same length.
+    Then compiled code has one shape.
     """
     chunks = max(1, math.ceil(tokens * columns / _LOGITS_OF_A_CHUNK))
     even = (count for count in range(chunks, 2 * chunks) if tokens % count == 0)

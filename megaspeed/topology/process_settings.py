@@ -64,13 +64,14 @@ def default_settings(environ: Mapping[str, str], device_type: DeviceType) -> dic
 def compiler_threads(launch: LaunchEnvironment, environ: Mapping[str, str]) -> dict[str, str]:
     """TORCHINDUCTOR_COMPILE_THREADS for this process: its share of the machine's processors.
 
-    By default each rank starts up to 32 compiling processes. Empty if the variable is set.
+    Without this limit, each rank would start up to 32 compiler processes. If the variable is
+    already set, the result is empty.
     """
     if "TORCHINDUCTOR_COMPILE_THREADS" in environ:
         return {}
     processors = os.cpu_count() or 1
     own = processors
-    if hasattr(os, "sched_getaffinity"):  # on Linux. A launcher may have divided them already.
+    if hasattr(os, "sched_getaffinity"):  # on Linux; a launcher may have divided them
         own = len(os.sched_getaffinity(0))
     share = min(32, own, max(1, processors // launch.local_world_size))
     return {"TORCHINDUCTOR_COMPILE_THREADS": str(share)}

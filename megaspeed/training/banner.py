@@ -73,7 +73,7 @@ def banner(
 
 
 def describe_attention(run: Run, device: torch.device) -> str:
-    """Which attention kernel this run uses. If it is not the fastest one, also the reason."""
+    """Which attention kernel this run uses, and if it is not the fastest one, why."""
     model, data = run.config.model, run.config.data
     if model.attention_dropout > 0:
         return (
@@ -110,14 +110,15 @@ def _describe_operations(run: Run, device: torch.device, device_name: str) -> st
 
 
 def time_of_products(precision: Precision) -> float:
-    """Time of a matrix product in this precision over that in fp32, on this CPU.
+    """How many times as long a matrix product takes in this precision as in fp32, on this CPU.
 
-    CPUs with AVX512-BF16 but without AMX may be slower in bf16. Takes 10 ms in bf16.
+    CPUs with AVX512-BF16 but without AMX may be slower in bf16. In bf16 this measurement takes
+    10 ms.
     """
 
     def seconds(dtype: torch.dtype) -> float:
         a = torch.ones(_PRODUCT_SIZE, _PRODUCT_SIZE, dtype=dtype)
-        a @ a  # the first product of a type makes its kernel
+        a @ a  # not timed: the first product of a dtype also makes its kernel
         times = []
         for _ in range(5):
             start = time.perf_counter()

@@ -53,9 +53,9 @@ class Compilation:
 
     Args:
         activity: the phase "compiling" may take longer than other phases.
-        keeps_order: whether operations stay in the order in which they were traced, so that
-            collectives overlap with the products that follow them. Otherwise torch may change it,
-            which saves a few kernels, and moves the products away.
+        keeps_order: whether operations stay in the order in which they were traced. Then
+            collectives overlap with the products that follow them. Otherwise torch may reorder
+            operations. This saves a few kernels, but collectives may no longer overlap.
     """
 
     def __init__(self, activity: Activity, *, keeps_order: bool = False) -> None:

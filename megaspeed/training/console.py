@@ -106,11 +106,12 @@ def describe_start(start: Start, run: Run) -> list[str]:
 
 
 def describe_start_up(phases: Mapping[str, float]) -> str:
-    """Where the seconds since the start of this process went, by phase.
+    """How long the start of this process took, in total and by phase.
 
-    The rest is imports and the meeting of the ranks. Phases under 0.1 s are not named.
+    Time outside of all phases is imports and the meeting of the ranks. Phases under 0.1 s are not
+    listed.
     """
-    # psutil's creation time is up to a second wrong. Linux counts ticks since the machine started.
+    # psutil's creation time can be wrong by a second. Linux counts ticks since the machine started.
     ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
     total = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
     parts = {"imports and meeting": total - sum(phases.values()), **phases}

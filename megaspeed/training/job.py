@@ -235,7 +235,7 @@ class Job:
 
     @contextmanager
     def _during(self, phase: str, *, timeouts: float) -> Iterator[None]:
-        """A phase of the start-up, whose seconds are reported."""
+        """A phase of the start-up. Its duration is reported when training begins."""
         start = time.perf_counter()
         with self.activity.during(phase, timeouts=timeouts):
             yield

@@ -2,7 +2,8 @@
 
     gradients of a bucket --pack--> one tensor --reduce--> this rank's part --add--> partition
 
-    ZeRO 0, 1, 2   flat                     each piece is reduced to the rank that owns it
+    ZeRO 0         flat                     an all-reduce: every rank owns everything
+    ZeRO 1, 2      flat                     each piece is reduced to the rank that owns it
     ZeRO 3         (dp, elements / dp)      a reduce-scatter: row r is the part of rank r
 
 A bucket is a list of consecutive parameters with at most ``reduce_bucket_size`` elements, or one
@@ -44,11 +45,11 @@ class Bucket:
     start: int  # where the first parameter begins in the complete gradient
     end: int  # where the last parameter ends
     shape: tuple[int, ...]  # of packed gradients: flat; ZeRO-3: a row for each rank
-    total: Tensor | None  # of the micro-batches, packed; None if each of them is reduced
+    total: Tensor | None  # sum over the micro-batches, packed; None if each of them is reduced
     gradients: dict[nn.Parameter, Tensor] = field(default_factory=dict)  # not reduced yet
     missing: set[nn.Parameter] = field(default_factory=set)  # not computed yet in this backward
     is_due: bool = True  # whether it is reduced in this backward
-    is_filled: bool = False  # whether the partition has gradients of this step
+    is_filled: bool = False  # whether the partition contains gradients of this step
 
 
 @dataclass(frozen=True)
@@ -74,8 +75,8 @@ class Rules:
     sent_dtype: torch.dtype
     uses_all_reduce: bool
     overlaps: bool
-    # Gradients are averaged over the data ranks before the sum, because a sum of fp16 numbers could
-    # be too large for fp16, or the sum is divided.
+    # The mean over the data ranks. Either gradients are divided by dp before they are summed,
+    # because a sum of fp16 numbers could be too large for fp16, or the sum is divided by dp.
     divides_first: bool
     averages_later: bool
     sends_copies: bool  # otherwise the complete gradient is sent as it is
@@ -117,7 +118,7 @@ class Reducer:
     """Sends buckets, and adds what it receives to this rank's partition.
 
     Args:
-        rules: of the run.
+        rules: the rules of the run.
         context: this rank's groups.
     """
 
@@ -132,7 +133,7 @@ class Reducer:
         self._in_flight: list[_Message] = []
 
     def send(self, bucket: Bucket) -> None:
-        """Start the reduction of a bucket. Without overlap, copies are reduced one at a time."""
+        """Start to reduce a bucket. Without overlap, a copy is received before ``send`` returns."""
         if self._rules.sends_copies:
             self.receive()
         packed = self._packed(bucket)
@@ -153,7 +154,7 @@ class Reducer:
         self._in_flight.clear()
 
     def pack(self, bucket: Bucket, dtype: torch.dtype) -> Tensor:
-        """The gradients of one micro-batch, in the shape of the bucket. The bucket forgets them."""
+        """Remove the gradients of one micro-batch from the bucket, and return them in its shape."""
         gradients = [bucket.gradients.pop(parameter) for parameter in bucket.parameters]
         if len(gradients) == 1 and gradients[0].numel() == math.prod(bucket.shape):
             return gradients[0].to(dtype).reshape(bucket.shape)

@@ -200,8 +200,8 @@ class ZeroEngine:
 
         Args:
             micro_batch: its index.
-            output: on the last pipeline stage the output of ``forward``; on the others its edge of
-                the graph, because it may have been sent and freed.
+            output: on the last pipeline stage the loss that ``forward`` returned; on the others the
+                graph's edge at the output, because the output may have been sent and freed.
             gradient: with respect to the output of ``forward``; None for the loss.
             last: whether this is the last micro-batch of the step.
         """

@@ -7,9 +7,9 @@ The gradient of the head's weight comes from the forward of the loss instead (``
 
 ZeRO-0 and 1 accumulate the complete gradient, and reduce it once a step. ZeRO-2 and 3 do the same
 with ``gradient_reduction: per_step``. With ``per_micro_batch`` they keep only the partition: a
-bucket is reduced as soon as a backward has computed its gradients. Only buckets of norms and biases
-are summed over the micro-batches first, and reduced once a step: they are so small that a
-collective for each micro-batch costs time, and the sum no memory to speak of.
+bucket is reduced as soon as a backward has computed its gradients. Buckets of norms and biases are
+an exception: they are summed over the micro-batches, and reduced once a step. They are small, so
+the sum takes little memory, and it saves a collective in every other micro-batch.
 
 With ``overlap_comm`` a bucket is reduced while the backward continues. A complete gradient is then
 reduced during the last backward of a step. ``buckets`` states how a bucket is reduced.
@@ -55,10 +55,10 @@ class Gradients:
         context: this rank's groups.
         partial: the parameters of whose gradient each tensor rank computes a part, in groups of
             their own.
-        head_weight: the weight whose gradient the forward of the loss adds to ``sum_of``; None if
+        head_weight: the head's weight, whose gradient the forward of the loss computes; None if
             this rank has no head.
-        head_is_tied: whether the weight is also that of this rank's embedding. Then autograd
-            computes another part of its gradient.
+        head_is_tied: whether this rank's embedding has the same weight. Then autograd computes the
+            embedding's part of the gradient.
     """
 
     def __init__(
@@ -120,12 +120,12 @@ class Gradients:
                 yield bucket.total
 
     def begin_forward(self) -> None:
-        """Called before each forward that a backward will follow."""
+        """Called before each forward that is followed by a backward."""
         if self._is_first:
             self._begin_step()
 
     def sum_of(self, parameter: nn.Parameter) -> Tensor:
-        """Where the forward of the loss adds the gradient of the head's weight."""
+        """The tensor to which the forward of the loss adds the gradient of the head's weight."""
         if parameter in self._sums:
             return self._sums[parameter]
         gradients = self._bucket_of[parameter].gradients
@@ -140,7 +140,7 @@ class Gradients:
             for bucket in self._buckets:
                 bucket.missing = set(bucket.parameters) - self._without_autograd
                 bucket.is_due = last or bucket.total is None
-                # If all forwards precede the first backward, it sends the sum of all micro-batches.
+                # If all forwards precede the first backward, the sum of all micro-batches is sent.
                 has_gradients = self._rules.is_complete or bool(bucket.gradients)
                 if not bucket.missing and has_gradients:
                     self._send_in_backward(bucket)
@@ -212,7 +212,7 @@ class Gradients:
         members_of_buckets = [range(len(group.parameters))]
         if self._rules.sends_copies or self._rules.overlaps:
             sizes = [end - start for start, end in zip(group.starts, group.ends, strict=True)]
-            # The gradient of the head's weight has another type until it is reduced.
+            # Until it is reduced, the gradient of the head's weight has another dtype.
             of_head = (i for i, p in enumerate(group.parameters) if p is self._head_weight)
             alone = None if self._rules.is_complete else next(of_head, None)
             members_of_buckets = zero.buckets(sizes, alone)
@@ -261,7 +261,7 @@ class Gradients:
             parameter.grad = None
             if self._rules.is_complete:
                 self._sums[parameter].add_(gradient)
-            elif parameter in bucket.gradients:  # the part of ``sum_of``
+            elif parameter in bucket.gradients:  # a tied weight: the head's part, see ``sum_of``
                 bucket.gradients[parameter].add_(gradient)
             else:
                 bucket.gradients[parameter] = gradient

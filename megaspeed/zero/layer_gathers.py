@@ -5,9 +5,9 @@
 
 A layer is gathered when a pass enters it, and freed when the pass leaves it. While it computes, the
 next layer of the pass is gathered, if there is room for both. So each pass gathers each layer once.
-(The backward of the embedding gathers nothing, because it reads no weight. That of the head gathers
-only its norm, because the forward of the loss computes the gradients.) A block that is recomputed
-in a backward is gathered already.
+(The backward of the embedding gathers nothing, because it reads no weight. The backward of the head
+gathers only the norm, because the forward of the loss computes the gradients of the projection.) A
+block that is recomputed in a backward is gathered already.
 
 Persistent parameters (``stage3_param_persistence_threshold``) are gathered together when the first
 pass after an optimizer step begins, and stay gathered until the next step.
@@ -218,7 +218,7 @@ class LayerGathers:
             self._current = self._layers[index]
 
     def _enter(self, layers: Sequence[GatheredLayer]) -> None:
-        """Gather the first of the layers, and start to gather the next one."""
+        """Gather the first of the layers, and start to gather the next one if there is room."""
         layer = layers[0]
         if not layer.is_started:
             self._start(layer)

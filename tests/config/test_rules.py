@@ -277,7 +277,7 @@ def test_the_pure_config_is_checked_without_a_world() -> None:
 def test_only_a_key_that_is_wrong_itself_lets_a_rule_be_skipped(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A misspelt name in a rule was taken for one, and the rule never applied."""
+    """A misspelt name in a rule once counted as an absent key, so the rule was always skipped."""
 
     def misspelt(model: ModelConfig) -> Iterator[str]:
         yield f"{model.hidden_siz}"  # type: ignore[attr-defined]

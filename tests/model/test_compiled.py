@@ -174,7 +174,7 @@ def test_a_compiled_block_keeps_what_is_predicted(changes: dict[str, Any]) -> No
 
 @pytest.mark.parametrize("model", [GPT2, LLAMA], ids=["gpt2", "llama"])
 def test_with_sequence_parallelism_a_compiled_block_gathers_again(model: dict[str, Any]) -> None:
-    """Two inputs of n D elements each, gathered, would be kept if backward did not gather them."""
+    """Otherwise, the block would keep two gathered inputs of n D elements each."""
     changes = {"model": model, "tp": 2, "parallel": {"sequence_parallel": True}}
     kept, predicted = bytes_kept(True, **changes, **COMPILED)
     assert 0.7 * predicted < kept <= predicted
@@ -185,7 +185,7 @@ class NotCompiled(Exception):
 
 
 def calls_of(block: torch.nn.Module, *inputs: Any) -> tuple[list[str], list[str]]:
-    """What Inductor's code for a forward and its backward calls: its own kernels and torch's."""
+    """The kernels, Inductor's own and torch's, that its code calls in a forward and a backward."""
     codes: list[str] = []
 
     def only_write(graph: GraphLowering) -> Any:
@@ -197,7 +197,7 @@ def calls_of(block: torch.nn.Module, *inputs: Any) -> tuple[list[str], list[str]
             compile_fx_inner(part, example, **options)
         return make_boxed_func(part)
 
-    # Without vector instructions, which a compiler would be asked for.
+    # Without vector instructions: to find out which ones exist, Inductor would need a compiler.
     options = {"fx_graph_cache": False, "cpp.simdlen": 1}
     with pytest.MonkeyPatch.context() as patch, inductor_config.patch(options):
         patch.setattr(GraphLowering, "compile_to_module", only_write)
@@ -225,7 +225,7 @@ def calls_of(block: torch.nn.Module, *inputs: Any) -> tuple[list[str], list[str]
 def test_kernels_of_a_block_and_micro_batch(
     config: ModelConfig, uncompiled: int, compiled: int
 ) -> None:
-    """Budgets, which may only be lowered. 12 of them (Llama: 12) multiply matrices, 2 attend.
+    """Budgets, which may only be lowered. 12 compiled kernels are matrix products, 2 are attention.
 
     These are the kernels of Inductor's CPU code. On a GPU, the gradient of the fused projection is
     one kernel, not one for each of query, key and value.
@@ -243,8 +243,8 @@ def test_kernels_of_a_block_and_micro_batch(
 
 @pytest.mark.parametrize("split", [False, True])
 def test_a_compiled_backward_multiplies_while_it_communicates(split: bool) -> None:
-    """Between the start of a sum over the tensor axis and its end, the product of the weight's
-    gradient; while an input is gathered again, the product of its gradient.
+    """The weight's gradient is computed while the input's gradient is summed over the tensor axis.
+    The input's gradient is computed while the input is gathered again.
     """
     Compilation(Activity(), keeps_order=True)
     parallel = {"sequence_parallel": split}

@@ -62,8 +62,9 @@ def paper_run(*, pp: int = 1, dp: int = 1, tp: int = 1, **changes: Any) -> Run:
 
 
 def batches(run: Run) -> Callable[[int], MicroBatch]:
-    """Micro-batches of some tokens, already on the device; with documents of 6, 10 and 16 tokens
-    if attention restarts at each.
+    """Micro-batches of fixed tokens, already on the device.
+
+    If attention restarts at each document, the documents have 6, 10 and 16 tokens.
     """
     shape = (run.batch.micro_batch_size, run.config.data.sequence_length)
     tokens = torch.arange(shape[0] * shape[1]).view(shape) % run.config.model.vocab_size

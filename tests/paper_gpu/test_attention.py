@@ -1,7 +1,7 @@
 """A GPU can take torch's flash kernel for the attention of every preset, at tp 1 and 2.
 
-Attention dropout is the exception: it is written out. For separate documents and windows, see
-`test_varlen.py`.
+Attention with dropout is the exception: it uses no fused kernel. `test_varlen.py` tests separate
+documents and windows.
 
 Which kernel a GPU takes cannot be seen on a CPU: torch's own `can_use_flash_attention` is false in
 a build without CUDA. What the kernel requires of its arguments can be seen. The filters are listed

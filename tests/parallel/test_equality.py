@@ -242,7 +242,7 @@ def test_fp16_with_a_constant_loss_scale_stays_within_its_bound(
 def train_rank_in_chunks(
     launch: LaunchEnvironment, run: Run, corpus: PreparedCorpus, steps: int
 ) -> ParallelRun | None:
-    """With the logits of a few tokens in memory at a time."""
+    """Train with the logits of only a few tokens in memory at a time."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(plan, "_LOGITS_OF_A_CHUNK", 1000)
         return train_rank(launch, run, corpus, steps)

@@ -1,11 +1,11 @@
-"""The process that ranks and warm programs are forked from, with everything imported that they use.
+"""The process that ranks and test programs are forked from. It has imported all that they use.
 
     python -m pytest -n 3 --start--> fork server --fork--> rank 0, rank 1, a launcher, ...
             |                             ^
             +--start--> worker 0, 1, 2 ---+ its address
 
-multiprocessing starts one for each process that forks. Here the workers of pytest-xdist and what is
-forked for them share one, because its imports take seconds.
+By default, multiprocessing starts a fork server for each process that forks. Here, the workers of
+pytest-xdist and the programs that they start share one, because its imports take seconds.
 """
 
 import multiprocessing
@@ -55,7 +55,7 @@ _client: Any = forkserver._forkserver
 
 
 def start_fork_server() -> str:
-    """The address of the fork server, which is started if this process knows of none."""
+    """Starts a fork server if this process has none. Returns its address."""
     multiprocessing.get_context("forkserver").set_forkserver_preload(IMPORTED_ONCE)
     with environment_with(RANK_VARIABLES):
         _client.ensure_running()
@@ -64,8 +64,8 @@ def start_fork_server() -> str:
 
 
 def use_fork_server(address: str) -> None:
-    """Lets multiprocessing in this process fork from a server that another process has started."""
-    if _client._forkserver_alive_fd is None:  # a pipe that the server's own end does not depend on
+    """Makes multiprocessing in this process use a fork server that another process started."""
+    if _client._forkserver_alive_fd is None:  # a pipe that does not keep the server alive
         _, _client._forkserver_alive_fd = os.pipe()
     _client._forkserver_address = address
     _client.ensure_running = lambda: None

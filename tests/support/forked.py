@@ -165,7 +165,7 @@ def _run(
 
 
 def _show_command_line(words: Sequence[str]) -> None:
-    """Writes the command line that other processes see, by which ranks recognize a launcher."""
+    """Changes the command line that other processes see. Ranks recognize a launcher by it."""
     fields = Path("/proc/self/stat").read_text().rsplit(")", 1)[1].split()
     start, end = map(int, fields[45:47])
     text = "".join(f"{word}\0" for word in words).encode()

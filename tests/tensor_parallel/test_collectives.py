@@ -35,7 +35,7 @@ def of_rank(rank: int, *shape: int) -> Tensor:
 
 
 def copy(x: Tensor, axis: TensorAxis) -> Tensor:
-    """f, which a column-parallel layer begins with, seen through a unit matrix."""
+    """f: a column-parallel layer with a unit matrix as its weight."""
     return column_parallel_linear(x, torch.eye(D), None, axis)
 
 
@@ -107,7 +107,7 @@ def test_each_forward_is_worked_out_from_all_inputs(results: list[dict[str, Both
 
 
 def part(x: Tensor, rank: int, size: int) -> Tensor:
-    """The r-th of so many equal parts of all B S tokens, in the order of memory."""
+    """Part ``rank`` of ``size`` equal parts of all B S tokens, in the order of memory."""
     return x.reshape(size, B, S // size, D)[rank]
 
 

@@ -1,4 +1,4 @@
-"""The loss over a split vocabulary is torch's cross-entropy, and gathers and keeps no logits."""
+"""The loss over a split vocabulary equals torch's cross-entropy. It gathers and keeps no logits."""
 
 from dataclasses import dataclass
 
@@ -217,7 +217,7 @@ def our_step(x: Tensor, projection: nn.Linear, targets: Tensor, total: Tensor) -
 
 
 def torchs_step(x: Tensor, projection: nn.Linear, targets: Tensor) -> HeadStep:
-    """In fp32, from the same values."""
+    """The same step with torch's cross-entropy, in fp32."""
     x, weight = (t.detach().float().requires_grad_() for t in (x, projection.weight))
     logits = (x @ weight.t()).flatten(0, 1)
     value = F.cross_entropy(logits, targets.flatten(), ignore_index=NOT_COUNTED, reduction="sum")

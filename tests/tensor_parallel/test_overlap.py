@@ -1,4 +1,4 @@
-"""Collectives of a block copy nothing, and overlap with products in the backward."""
+"""A block copies nothing for its collectives, and overlaps them with products in the backward."""
 
 from typing import Any
 
@@ -65,7 +65,7 @@ def test_products_of_gradients_are_between_a_collective_and_its_wait(
 
 @pytest.mark.parametrize("split", [False, True])
 def test_no_collective_of_a_block_copies_what_it_sends_or_receives(split: bool) -> None:
-    """With several samples. Transposed copies were 20 for each block and micro-batch."""
+    """With several samples, version 0.1 made 20 copies for each block and micro-batch."""
     changes: dict[str, Any] = {"model": GPT2, "parallel": {"sequence_parallel": split}}
     run = paper_run(tp=2, **changes)
     with fake_context(run.grid, rank=0) as context:

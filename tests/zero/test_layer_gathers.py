@@ -64,9 +64,10 @@ def watched(names: dict[int, str], events: list[str]) -> Iterator[None]:
 
 
 def events_of_a_step(launch: LaunchEnvironment, run: Run, corpus: PreparedCorpus) -> str:
-    """Of this rank's first step, with its pipeline stage's layers named e, 0, 1, ..., h.
+    """The gathers, uses and releases of layers in this rank's first step.
 
-    n is the head's norm, which is all that a backward needs of the head.
+    Layers are named e (embedding), 0, 1, ... (blocks) and h (head). n is the head's norm, which is
+    the only part of the head that a backward gathers.
     """
     events: list[str] = []
     blocks = run.config.model.num_hidden_layers

@@ -68,7 +68,7 @@ def put_an_infinity(rank: OneRank) -> str:
 
 
 def change_losses(rank: OneRank, change: Callable[[Tensor, Tensor], Tensor]) -> None:
-    """(losses, their gradient) -> losses, of the second data index alone."""
+    """Replace the losses of data rank 1. ``change``: (losses, gradient of logits) -> losses."""
     loss = rank.engine.loss
 
     def changed(logits: Tensor, targets: Tensor, scales: Tensor | None) -> Tensor:

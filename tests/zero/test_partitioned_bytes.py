@@ -4,7 +4,8 @@ between ...          parameters    gradients         optimizer state
 steps                stage 3       -                 stages 1, 2, 3
 micro-batches        stage 3       stages 2, 3       stages 1, 2, 3
 
-The gradients of norms and biases are few. At stages 2 and 3, a rank also holds their sum.
+At stages 2 and 3, a rank also holds the complete sum of the gradients of norms and biases. This is
+small.
 """
 
 from collections.abc import Iterable
@@ -94,8 +95,8 @@ def test_zero3_holds_its_share_of_the_parameters_between_steps_and_no_more(
 def gradient_bytes_of_two_steps(
     launch: LaunchEnvironment, run: Run, corpus: PreparedCorpus
 ) -> tuple[list[int], int, int]:
-    """(bytes held after each backward but a step's last, elements of this rank's module, those of
-    its norms and biases).
+    """(bytes held after each backward except the last of a step, elements of this rank's module,
+    elements of its norms and biases).
     """
     with one_rank(launch, run, corpus) as rank:
         shapes = [getattr(p, "ds_shape", p.shape) for p in rank.engine.module.parameters()]

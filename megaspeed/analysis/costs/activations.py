@@ -41,10 +41,10 @@ micro-batch,
     mask        (B, 1, S, S)   in the model's precision, the same for all heads; only if needed
 
 and keeps them until the backward of its first block is done. Otherwise the angles are (S, 1, K),
-and stay for the run. Without a mask, a block keeps as much as in a row of one document. Its
-backward on a GPU sums the queries' gradients in fp32, with 128 rows of padding for each document.
-This is less than the MLP's part of the backward, so it is not counted, unless documents have far
-less than 128 tokens on average.
+and stay for the run. Without a mask, a block keeps as much as if each row were one document. On a
+GPU, its backward sums the queries' gradients in fp32, with 128 rows of padding for each document.
+This memory is not counted. It is less than the working memory of the MLP's backward, unless
+documents have far fewer than 128 tokens on average.
 """
 
 from dataclasses import dataclass, replace
@@ -63,7 +63,7 @@ from megaspeed.tensor_parallel.plan import (
 _FP32, _INT32, _INT64 = 4, 4, 8
 
 _OF_A_TOKENS_LOSS = 2 * _INT64 + 8 * _FP32
-"""Bytes for each token of a chunk: its target's row, maximum, sum, factors, and the like."""
+"""Bytes for each token of a chunk of the loss: its target, maximum, sum, factors and others."""
 
 _HASHING = 2 * 4
 """Bytes an element while a dropout mask is computed: the int32 hash, and a shifted copy of it."""
@@ -116,8 +116,8 @@ class Activations:
         self._m = self._n // tp if self._splits_sequence else self._n
         self._a = BYTES_OF[run.precision]
         self._full, self._hidden = full_hidden_bytes(run), hidden_bytes(run)
-        # Sequence parallelism: a layer's gathered input, and gloo's copy of what a reduce-scatter
-        # is passed.
+        # Sequence parallelism: a layer's gathered input, and gloo's copy of the input of a
+        # reduce-scatter.
         self._gathered = self._full if self._splits_sequence else 0
         self._gloo_copy = 0 if self._on_gpu else self._gathered
         # The output of a row-parallel layer. It is summed in place, or scattered.
@@ -256,10 +256,11 @@ class Activations:
         return self._angles(sequence) + (sequence**2 * self._a if is_masked else 0)
 
     def head(self) -> LayerMemory:
-        """The final norm, and the loss (``tensor_parallel/loss.py``), which keeps one gradient.
+        """The final norm and the loss (``tensor_parallel/loss.py``).
 
-        Forward is highest while a chunk of logits is differentiated, or when the gradient of the
-        hidden states is summed over the tensor axis.
+        The loss keeps only the gradient of its input. The forward needs most memory while a chunk
+        of logits is differentiated, or while the gradient of the hidden states is summed over the
+        tensor axis.
         """
         columns = vocabulary_rows_per_rank(self._model.vocab_size, self._tp)
         tokens = tokens_of_a_chunk(self._n, columns)
@@ -272,7 +273,7 @@ class Activations:
         product = 0 if is_added else weight * self._a
         of_tokens = self._n * _FP32 + tokens * _OF_A_TOKENS_LOSS
         chunk = logits + max(copy, product) + of_tokens
-        # The output of the norm, for all tokens, and the gradient of it, which is kept.
+        # The output of the norm, for all tokens, and its gradient, which is kept.
         rows = self._hidden
         if self._splits_sequence:
             rows = self._gathered + self._full

@@ -15,8 +15,8 @@ The predictions here are more exact than the paper's table:
 - P counts the parameters of one pipeline stage, as tensor shards with vocabulary padding.
 - DeepSpeed pads flat groups (stages 0 to 2) or each parameter (stage 3).
 - At stage 3, small parameters stay gathered on every rank.
-- At stages 2 and 3, complete gradients stay on every rank if they are reduced once a step. Those of
-  norms and biases always are, if a step has several micro-batches.
+- At stages 2 and 3, complete gradients stay on every rank if they are reduced once a step. With
+  several micro-batches, the gradients of norms and biases are always reduced once a step.
 - Runs in fp32 hold master weights too, because DeepSpeed keeps a separate copy in every precision.
 - Offloaded states are in host memory and do not count.
 """
@@ -113,7 +113,7 @@ def local_parameters(run: Run, pipeline_stage: int) -> list[LocalParameter]:
 
 
 def head_weight(parameters: Sequence[LocalParameter]) -> LocalParameter | None:
-    """The weight of the head, which may be that of the embedding; None if they have no head."""
+    """The weight of the head, which may be the embedding's; None if no parameter is the head's."""
     if all(parameter.layer != "head" for parameter in parameters):
         return None
     named = {parameter.name: parameter for parameter in parameters}
@@ -121,9 +121,10 @@ def head_weight(parameters: Sequence[LocalParameter]) -> LocalParameter | None:
 
 
 def head_gradient_bytes(run: Run, parameters: Sequence[LocalParameter]) -> int:
-    """Bytes of the head's gradient until it is reduced; 0 if it is added to a complete gradient.
+    """Bytes of the sum of the head's gradients; 0 if they are added to a complete gradient.
 
-    The forward of the loss computes it, in the type in which gradients are accumulated.
+    The forward of the loss adds to the sum, and a backward reduces it. The sum has the type in
+    which gradients are accumulated.
     """
     weight = head_weight(parameters)
     if weight is None or run.keeps_complete_gradients:
@@ -316,8 +317,8 @@ def gathered_in_pass(
 ) -> list[GatheredBytes]:
     """Gathered bytes at each layer, in the order of the forward pass for both directions.
 
-    Forward gathers every layer once, backward every layer except the embedding and the weight of
-    the head, whose gradient the forward of the loss computes:
+    A forward gathers every layer once. A backward gathers neither the embedding nor the weight of
+    the head, because the forward of the loss computes the head's gradient. A gather is
 
         partition of every rank --all-gather--> arriving --copy--> the layer's parameters
 
@@ -352,8 +353,8 @@ def gathered_elements_of_a_step(run: Run, parameters: Sequence[LocalParameter]) 
 
     A step of M micro-batches gathers M (2 P - E - H) + K elements (Rajbhandari et al. 2020, section
     7.2.2, has 2 P). K is the size of the parameters that stay gathered, P the size of all others,
-    and E and H the parts of P in the embedding and in the weight of the head. A tied weight counts
-    in the embedding and in the head.
+    E the part of P in the embedding, and H the part of P that is the weight of the head. A tied
+    weight counts twice in P: in the embedding and in the head.
     """
     forward = _gathered_by_layer(run, parameters)
     backward = _needed_in_backward(forward, parameters)
@@ -366,7 +367,7 @@ def gathered_elements_of_a_step(run: Run, parameters: Sequence[LocalParameter]) 
 def _needed_in_backward(
     layers: Mapping[str, list[LocalParameter]], parameters: Sequence[LocalParameter]
 ) -> dict[str, list[LocalParameter]]:
-    """Of the parameters that a forward gathers, by layer, those that a backward gathers again."""
+    """The parameters that a backward gathers, from those of a forward; both are by layer."""
     needed = dict(layers)
     if "embedding" in layers:
         needed["embedding"] = []

@@ -233,7 +233,7 @@ def _add_data_axis(messages: Messages, run: Run, pipeline_stage: int) -> None:
         3       reduce-scatter P                     all-gather P in each pass            3 x
 
     ``parallel.gradient_reduction`` sets whether gradients are reduced once a step or once a
-    micro-batch; those of norms and biases always are reduced once a step. The right column is for
+    micro-batch. Those of norms and biases are always reduced once a step. The right column is for
     one reduction. At stage 3 a backward gathers neither the embedding nor the weight of the head.
     Gradients are sent in the type in which they are accumulated, or in
     ``communication_data_type``. Parameters are sent in their own type. Before a gather, every
@@ -272,9 +272,9 @@ def _gradient_messages(run: Run, parameters: list[LocalParameter]) -> list[tuple
 
 
 def _forwards_before_a_backward(run: Run) -> int:
-    """Micro-batches whose forwards precede the first backward on the last pipeline stage.
+    """How many forwards precede the first backward on the last pipeline stage.
 
-    The first backward sends the gradient of the head's weight of all of them.
+    The first backward sends the sum of their gradients of the head's weight.
     """
     schedule, stages = SCHEDULES[run.config.parallel.schedule], run.grid.pp
     micro_batches = run.batch.gradient_accumulation_steps

@@ -10,8 +10,9 @@ resolved for the variant.
 
 Changes are tried in the order of their cost. They keep the train batch and the world size:
 
-    sequence parallelism     nothing: an all-reduce becomes a reduce-scatter and an all-gather
-                             (Korthikanti et al. 2022, section 4.2.2)
+    sequence parallelism     little: an all-reduce becomes a reduce-scatter and an all-gather, and
+                             a backward gathers some inputs again while it computes (Korthikanti
+                             et al. 2022, section 4.2.2)
     1f1b instead of gpipe    nothing: the same bubble (Narayanan et al. 2021, section 2.2.1)
     ZeRO-1 instead of 0      nothing: as many bytes as an all-reduce (ZeRO, section 7.2)
     selective recomputation  a few percent: norms and activation functions once more (Korthikanti
@@ -75,7 +76,7 @@ class Training:
 
     @property
     def settings(self) -> Settings:
-        """The settings of the run. What follows from other settings ("auto") stays "auto"."""
+        """The settings of the run. Gradient reduction and sequence parallelism may be "auto"."""
         run, parallel = self.run, self.run.config.parallel
         return Settings(
             pp=run.grid.pp,

@@ -86,7 +86,7 @@ def test_bytes_a_parameter(
     vector: float,
     state: float,
 ) -> None:
-    """``vector``: of a bias or a norm, whose gradients are summed before they are reduced."""
+    """``vector``: whether it is a bias or a norm, whose gradients are summed over a step."""
     states, elements = states_of(dp=2, zero_optimization={"stage": stage}, **changes)
     # Padding: at most 4 elements a group, or half an element a parameter.
     assert states.parameters == pytest.approx(parameter * elements, abs=200)

@@ -28,7 +28,7 @@ SHAPES = {
 
 
 def packed(lengths: tuple[tuple[int, ...], ...]) -> Documents:
-    """Documents of these lengths, by row."""
+    """Documents with these lengths; one tuple of lengths for each row."""
     begins = torch.zeros(len(lengths), sum(lengths[0]), dtype=torch.bool)
     for row, of_row in zip(begins, lengths, strict=True):
         row[torch.tensor((0, *of_row[:-1])).cumsum(0)] = True
