@@ -249,8 +249,8 @@ def _blocks(model: ModelConfig, row: Row, stages: int) -> tuple[int, ...]:
 def _recomputation(row: Row) -> tuple[RecomputedPart, float]:
     """What is recomputed, and the share of blocks.
 
-    "selective" is torchtitan's list of operations, or its every second layer, and Megatron's
-    attention elsewhere.
+    For torchtitan, "selective" is a list of operations, or every second layer. For others, it is
+    the attention, as in Megatron-LM.
     """
     stated = row["recompute"]
     if stated.startswith("full"):
@@ -289,7 +289,7 @@ def _flag(row: Row, column: str) -> bool:
 
 
 class Fits:
-    """Predicts all runs once for each pair of constants, so that every fit is a look-up."""
+    """Predicts all runs once for each pair of constants. A fit then only looks up the results."""
 
     def __init__(self, runs: Sequence[Published]) -> None:
         self._distances = {

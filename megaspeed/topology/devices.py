@@ -21,7 +21,7 @@ Sources:
                  "Machine Learning Engineering", table of maximum achievable matmul FLOPS). At a
                  power limit, dynamic power grows as the cube of the clock: the H100 with 96 GB has
                  500 W, so 720 x (500/700)^(1/3) = 644. Another part of a measured chip has the same
-                 fraction of its peak. The rest: 0.8 of the peak, as most parts that are measured.
+                 fraction of its peak. All others: 0.8 of the peak, as for most measured parts.
     HBM, links   data sheets. A link is one way, to all GPUs of the node together: NVLink, Infinity
                  Fabric, or PCIe of a card, as a bridge connects only pairs of cards.
     SMs          data sheets; compute units of AMD
@@ -46,7 +46,7 @@ pp, dp, tp and the world), and holes between blocks of torch's caching allocator
 
 
 class DeviceError(ValueError):
-    """The table has no such accelerator."""
+    """The table does not list this accelerator."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,7 +130,7 @@ def device_named(name: str) -> Device:
     """The accelerator of that name. Case is ignored.
 
     Raises:
-        DeviceError: with the nearest name and all names.
+        DeviceError: the table does not list it. The message has the nearest name and all names.
     """
     device = DEVICES.get(name.lower())
     if device is None:

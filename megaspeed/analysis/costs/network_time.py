@@ -1,10 +1,10 @@
 """Seconds that a rank waits for others: tensor parallelism, pipeline messages, the data axis.
 
-A collective is a ring of NCCL's (src/graph/tuning.cc):
+The time of a collective is that of a ring in NCCL (src/graph/tuning.cc):
 
     seconds = start + hops x seconds of a hop + bytes sent / bandwidth
 
-Bytes and hops are exact; the constants are NCCL's own and data sheets'.
+Bytes and hops are exact. The constants are from NCCL's source code and from data sheets.
 """
 
 import math
@@ -14,20 +14,21 @@ from typing import Literal
 from megaspeed.analysis.costs.workload import Cluster, Workload, block_parameters
 
 LINK_EFFICIENCY = 0.78
-"""Bus bandwidth of a large collective over the data sheet's bandwidth: NCCL's tuning model limits
-rings on A100 with NVSwitch to 235 of 300 GB/s (src/graph/tuning.cc)."""
+"""Bus bandwidth of a large collective, as a fraction of the data sheet's bandwidth. NCCL's tuning
+model limits rings on A100 with NVSwitch to 235 of 300 GB/s (src/graph/tuning.cc)."""
 
 _HOP_WITHIN_NODE, _HOP_BETWEEN_NODES, _HOP_OF_TREE, _START = 3.4e-6, 14e-6, 28e-6, 8.4e-6
 """Seconds of one hop of a ring, of a tree, and of the start of a collective, with NCCL's Simple
 protocol (src/graph/tuning.cc: hwLat and baseLat)."""
 
 SLOWDOWN_BY_OVERLAP = 0.189
-"""Computation is slower by this fraction while a collective runs beside it, because both use
-processors, memory and power (Lee et al. 2025, arXiv 2507.03114, abstract: 18.9 % in the mean)."""
+"""Computation takes longer by this fraction while a collective runs beside it, because both use
+processors, memory and power (Lee et al. 2025, arXiv 2507.03114, abstract: 18.9 % on average)."""
 
 _EXPOSED_TP = 0.5
-"""What is left of a tp collective that runs beside a product. Its first part comes before the
-product and the last part of another after it; torchtitan's asynchronous tp hides about half."""
+"""The fraction of a tp collective's time that remains if it runs beside products in parts. The
+first part precedes all products, or the last part follows them. torchtitan's asynchronous tensor
+parallelism hides about half."""
 
 
 @dataclass(frozen=True)
@@ -38,12 +39,12 @@ class Network:
     cluster: Cluster
 
     def tp(self) -> tuple[float, float]:
-        """Two all-reduces of (tokens, D) in each pass (Shoeybi et al. 2019, section 3).
+        """Seconds of a block's forward and backward: each has two all-reduces of (tokens, D).
 
-        With sequence parallelism these are a reduce-scatter and an all-gather each, and the
-        backward gathers the two inputs once more, while it computes the gradient of the product's
-        input (Korthikanti et al. 2022, section 4.2.2). Within a node, collectives can overlap with
-        products in parts (``overlaps_tp``).
+        (Shoeybi et al. 2019, section 3.) With sequence parallelism, each all-reduce becomes a
+        reduce-scatter and an all-gather. The backward also gathers two inputs again, while it
+        computes the gradients of these inputs (Korthikanti et al. 2022, section 4.2.2). Within a
+        node, collectives can overlap with products in parts (``overlaps_tp``).
         """
         work, tp = self.work, self.work.grid.tp
         if tp == 1:
@@ -59,7 +60,7 @@ class Network:
         return share * forward, share * backward
 
     def p2p(self) -> float:
-        """Activations and their gradients between stages.
+        """Seconds of sending activations and their gradients between stages.
 
         Each stage waits for two exchanges, one with each neighbour, for each micro-batch and chunk
         (Narayanan et al. 2021, sections 2.2 and 4.1: a tensor rank sends its part). A message to
@@ -86,12 +87,12 @@ class Network:
             forward: seconds of a block's forward.
             backward: seconds of its backward.
 
-        ZeRO 0: an all-reduce of gradients; 1, 2: a reduce-scatter, and an all-gather of
-        parameters after the step; 3: each layer is gathered in the forward and in the backward,
-        and its gradients are reduced, in each micro-batch (Rajbhandari et al. 2020, section 7).
+        ZeRO-0 has an all-reduce of gradients. ZeRO-1 and 2 have a reduce-scatter, and an all-gather
+        of parameters after the step. ZeRO-3 gathers each layer in the forward and in the backward
+        of each micro-batch, and reduces its gradients (Rajbhandari et al. 2020, section 7).
 
-        A collective that overlaps adds what is longer than the computation beside it, and slows
-        that computation by ``SLOWDOWN_BY_OVERLAP``.
+        If a collective overlaps with computation, only the part that takes longer than the
+        computation is added. It also slows the computation by ``SLOWDOWN_BY_OVERLAP``.
         """
         work = self.work
         if work.grid.dp == 1:
@@ -104,7 +105,7 @@ class Network:
             if not work.overlaps_dp:
                 return blocks * (2 * count * gather + work.reductions * reduce)
             in_forward = _added(gather, forward)
-            reduced = reduce * work.reductions / count  # in each micro-batch, in the mean
+            reduced = reduce * work.reductions / count  # for each micro-batch, on average
             in_backward = _added(gather + reduced, backward)
             return count * blocks * (in_forward + in_backward) + gather + reduce
         parameters = work.parameters_of_rank(stage)
@@ -138,7 +139,7 @@ class Network:
         return _START + rounds * (hops + (ranks - 1) / ranks * message / bandwidth)
 
     def ring(self, axis: Literal["dp", "tp"]) -> tuple[int, int, float]:
-        """Ranks and nodes of a group, and bytes a second of its ring.
+        """Numbers of ranks and nodes of a group, and the bandwidth of its ring in bytes a second.
 
         A ring enters and leaves each node once, through the network of all GPUs that the group has
         there, so k ranks on a node have k times the bandwidth of one.
@@ -155,6 +156,6 @@ class Network:
 
 
 def _added(communication: float, computation: float) -> float:
-    """What a collective adds to the computation beside it."""
+    """Seconds that a collective adds to the computation beside it."""
     together = min(communication, computation)
     return communication - together + SLOWDOWN_BY_OVERLAP * together

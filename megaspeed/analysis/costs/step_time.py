@@ -5,10 +5,10 @@
     block     = forward + backward + recomputed part of the forward
     forward   = products + attention + pointwise + tp
 
-Nothing here is measured. ``FITTED`` has the only two constants that are fitted to published runs;
-all others are figures of data sheets, papers and source code, stated beside each constant. Each
-function states the law of its term. The closed form of the pipeline needs nothing but the times of
-the layers (``StepTime.layers``), so a simulation of a schedule can use the same times.
+The prediction runs nothing. Only the two constants in ``FITTED`` are fitted to published runs. All
+others are from data sheets, papers and source code, stated beside each constant. Each function
+states the formula of its term. The formula of the pipeline needs only the times of the layers
+(``StepTime.layers``), so a simulation of a schedule can use the same times.
 
 This is plain arithmetic: a prediction takes a fraction of a millisecond, and loads no torch.
 """
@@ -36,8 +36,8 @@ class Constants:
     """What is fitted to published runs."""
 
     products: float
-    """Rate of matrix products in training, as a fraction of the device's sustained rate: it is
-    measured for one large product at a time, with cool chips."""
+    """Rate of matrix products in training, as a fraction of the device's sustained rate. The
+    sustained rate is measured with one large product at a time, on a cool chip."""
     pointwise: float
     """Bytes that kernels other than products move, as a multiple of the least possible. It is above
     1 because not all of them are fused, some compute in fp32, and small ones do not fill a GPU."""
@@ -47,7 +47,7 @@ FITTED = Constants(products=0.94, pointwise=3.1)
 """Fitted to 297 published runs of 12 sources: llm-foundry, torchtitan, Narayanan et al. 2021,
 Korthikanti et al. 2022, nanotron, Megatron-LM, nanoGPT. If one source is left out, ``products`` is
 0.91 to 0.94 and ``pointwise`` 2.8 to 3.3. With constants fitted to the other sources, the error
-of a run is 4.2 % in the median and 12.0 % at the 90th percentile.
+of a run has a median of 4.2 % and a 90th percentile of 12.0 %.
 
     python scripts/benchmark_plan.py ROWS.csv --leave-one-out
 """
@@ -71,7 +71,8 @@ _ROWS_OF_A_BLOCK = 128
 """Queries that one processor computes at a time (Dao 2023, section 3.2)."""
 
 _SLOW_HEAD = 4.0
-"""FlashAttention needs head sizes that are a multiple of 8. Others fall back to slower kernels."""
+"""FlashAttention needs head sizes that are multiples of 8. For other sizes, the attention takes
+this many times as long."""
 
 
 class Again(NamedTuple):
@@ -140,7 +141,7 @@ class StepTime:
     tp: float  # collectives that the rank waits for
     bubble: float  # waits for other pipeline stages
     p2p: float  # sends between pipeline stages
-    dp: float  # what the data axis adds: exposed collectives, and slower computation beside others
+    dp: float  # exposed collectives of the data axis, and the slowdown of computation by others
     optimizer: float
 
     @property
@@ -157,7 +158,7 @@ class StepTime:
 def predict_step_time(work: Workload, cluster: Cluster, constants: Constants = FITTED) -> StepTime:
     """Predicts the step time of the rank that determines it.
 
-    The slowest pipeline stage works without pause between the fill and the drain of the pipeline:
+    Between the fill and the drain of the pipeline, the slowest stage always computes:
 
         time = sum of all stages' times + (micro-batches - 1) x slowest stage
 
@@ -254,12 +255,12 @@ class _Rates:
 
         FlashAttention computes half of the square, and 2.5 times that in the backward, which
         computes the scores again (Dao 2023, section 4.1). If there are fewer blocks of queries
-        than processors, the others wait. With context parallelism, the exchange of keys and values
-        is hidden (Liu et al. 2023, Ring Attention, section 3).
+        than processors, the other processors are idle. With context parallelism, the exchange of
+        keys and values is hidden (Liu et al. 2023, Ring Attention, section 3).
 
-        Without FlashAttention, the whole square is computed and written: each product reads or
-        writes one matrix of S x S for each head, softmax and dropout read and write it, and a mask
-        of one byte (Korthikanti et al. 2022, figure 3).
+        Without FlashAttention, the full square is computed and written. Each product reads or
+        writes one matrix of S x S for each head. Softmax and dropout read and write it, and dropout
+        also has a mask of one byte (Korthikanti et al. 2022, figure 3).
         """
         work, model, tp = self.work, self.work.model, self.work.grid.tp
         device = self.cluster.device
@@ -290,8 +291,8 @@ class _Rates:
     def pointwise(self, products: list[Product]) -> tuple[float, float]:
         """Everything between the products, limited by memory.
 
-        The least elements that are read and written for each token, forward and backward, with one
-        fused kernel for each:
+        The table shows how many elements are read and written for each token in the forward and in
+        the backward, at least: if each line is one fused kernel.
 
             norm               2 D            3 D        two of each in a block
             residual sum       3 D            3 D
@@ -299,11 +300,11 @@ class _Rates:
             gelu               2 F            3 F
             swiglu             3 F            5 F
 
-        A gradient of a weight is added to its sum: it is read, and the sum is read and written.
-        ZeRO-3 copies each gathered weight out of the message, in both passes, and each gradient
-        into one.
-        In fp8, both operands of each product are read to find their largest number and again to be
-        converted, and written: 5 bytes an element.
+        The gradient of a weight is added to its sum: the gradient is read, and the sum is read and
+        written. ZeRO-3 instead copies each gathered weight out of the receive buffer in both
+        passes, and each gradient into a send buffer. In fp8, both operands of each product are read
+        twice in 16 bits, to find the largest number and to convert them, and are written in 8 bits:
+        5 bytes an element.
         """
         work, model, tp = self.work, self.work.model, self.work.grid.tp
         hidden = model.hidden_size / (tp if work.sequence_parallel else 1)
@@ -351,7 +352,7 @@ class _Rates:
 
 
 def _sustained(device: Device, precision: Precision) -> float:
-    """10^12 operations a second of a large product."""
+    """The rate of a large product, in 10^12 operations a second."""
     rates = {"fp32": device.peak_fp32, "fp8": device.sustained_8}
     rate = rates.get(precision, device.sustained_16)
     if rate == 0:

@@ -1,9 +1,8 @@
 """What all ranks compute and send in one optimizer step, as plain numbers.
 
-A ``Workload`` is the input of the model of the step time (``step_time``). It is made from a
-resolved run (``workload_of``), or from the facts of a published run
-(``scripts/benchmark_plan.py``).
-Its matrix products derive from the table of the model, as its FLOPs do.
+A ``Workload`` is the input of the prediction of the step time (``step_time``). It is made from a
+resolved run (``workload_of``), or from a published run (``scripts/benchmark_plan.py``). Its matrix
+products are read from the table of the model's parameters, as its FLOPs are.
 """
 
 import math
@@ -21,7 +20,8 @@ from megaspeed.topology.devices import Device
 from megaspeed.topology.grid import Grid
 
 Attention = Literal["none", "fa1", "fa2", "fa3"]
-"""The kernel: none writes the matrix of scores to memory; the others are FlashAttention 1 to 3."""
+"""The kernel. fa1, fa2 and fa3 are FlashAttention 1 to 3. "none" is none of them: the matrix of
+scores is written to memory."""
 
 RecomputedPart = Literal["none", "selective", "attention", "operations", "full"]
 """What the backward of a block computes again.
@@ -79,7 +79,7 @@ class Workload:
 
     @property
     def element_bytes(self) -> int:
-        """Of an activation; in fp8 only the operands of products are smaller."""
+        """Bytes of an activation's element. In fp8 only the operands of products are smaller."""
         return 4 if self.precision == "fp32" else 2
 
     def parameters_of_rank(self, stage: int) -> float:
@@ -114,7 +114,7 @@ class Product(NamedTuple):
 def workload_of(run: Run) -> Workload:
     """What a resolved run computes on GPUs.
 
-    Attention with dropout, and in fp32, does not use FlashAttention (``model/attention.py``).
+    FlashAttention is not used in fp32 or with attention dropout (``model/attention.py``).
     """
     config, model, zero = run.config, run.config.model, run.config.zero_optimization
     head = layer_count(model) - 1
@@ -161,7 +161,7 @@ def head_product(model: ModelConfig, tokens: int, tp: int) -> Product:
 
 
 def attention_flops(model: ModelConfig, sequence_length: int, tokens: int, tp: int) -> float:
-    """FLOPs of scores and mix of a block's forward, over the full square."""
+    """FLOPs of the two products in the attention of a block's forward, without a causal mask."""
     return 4 * tokens * sequence_length * model.num_attention_heads * model.head_dim / tp
 
 
