@@ -44,9 +44,9 @@ class Constants:
 
 
 FITTED = Constants(products=0.94, pointwise=3.1)
-"""Fitted to 297 published runs of 12 sources: llm-foundry, torchtitan, Narayanan et al. 2021,
-Korthikanti et al. 2022, nanotron, Megatron-LM, nanoGPT. If one source is left out, ``products`` is
-0.91 to 0.94 and ``pointwise`` 2.8 to 3.3. With constants fitted to the other sources, the error
+"""Fitted to 297 published runs in 12 tables of llm-foundry, torchtitan, Narayanan et al. 2021,
+Korthikanti et al. 2022, nanotron, Megatron-LM and nanoGPT. If one table is left out, ``products``
+is 0.91 to 0.94 and ``pointwise`` 2.8 to 3.3. With constants fitted to the other tables, the error
 of a run has a median of 4.2 % and a 90th percentile of 12.0 %.
 
     python scripts/benchmark_plan.py ROWS.csv --leave-one-out
