@@ -3,8 +3,8 @@
     3d: pp 2 x dp 2 x tp 2 = 8 ranks on cpu, ZeRO-3, fp32
     step: 32 samples of 128 tokens; each data rank takes 4 micro-batches of 4, 1f1b
     stage  layers                 parameters  weights      peak  dp 0 | dp 1
-        0  embedding, blocks 0-2     883,584  3.4 MiB  21.5 MiB  0 1 | 2 3
-        1  block 3, head             198,528  0.8 MiB   9.7 MiB  4 5 | 6 7
+        0  embedding, blocks 0-2     883,584  3.4 MiB  21.1 MiB  0 1 | 2 3
+        1  block 3, head             198,528  0.8 MiB  10.4 MiB  4 5 | 6 7
     peak: predicted memory of one rank, as in megaspeed plan; only tensors
     attention: scaled_dot_product_attention, fused
     operations: 7.041 MFLOP a token
