@@ -39,6 +39,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import numpy as np
+
 from megaspeed.analysis.costs.step_time import FITTED, Constants, StepTime, predict_step_time
 from megaspeed.analysis.costs.traffic import bytes_sent
 from megaspeed.analysis.costs.workload import (
@@ -341,7 +343,7 @@ def show_errors(runs: Sequence[Published], errors: Mapping[str, float]) -> dict[
         figures[name] = {
             "runs": len(members),
             "median": statistics.median(sizes),
-            "p90": _quantile(sizes, 0.9),
+            "p90": float(np.quantile(sizes, 0.9)),
             "bias": statistics.fmean(signed),
         }
         row = figures[name]
@@ -422,15 +424,6 @@ def _grouped(
     for run in runs:
         groups.setdefault(key(run), []).append(run)
     return groups
-
-
-def _quantile(values: Sequence[float], fraction: float) -> float:
-    """The quantile, interpolated between neighbours."""
-    ordered = sorted(values)
-    position = fraction * (len(ordered) - 1)
-    below = math.floor(position)
-    above = min(below + 1, len(ordered) - 1)
-    return ordered[below] + (position - below) * (ordered[above] - ordered[below])
 
 
 if __name__ == "__main__":

@@ -94,13 +94,23 @@ class Run:
         return self.config.communication_data_type or self.accumulation_dtype
 
     @property
+    def divides_gradients_first(self) -> bool:
+        """Whether gradients are divided before the sum, which could be too large for fp16."""
+        return self.reduction_dtype == "fp16" and self.grid.dp > 1
+
+    @property
     def copies_gradients(self) -> bool:
         """Whether gradients are copied to be reduced; if not, complete gradients are sent."""
-        dtype = self.reduction_dtype
-        # A sum of fp16 numbers could be too large for fp16, so a copy is divided first.
-        is_divided_first = dtype == "fp16" and self.grid.dp > 1
-        is_another = dtype != self.accumulation_dtype or is_divided_first
+        is_another = self.reduction_dtype != self.accumulation_dtype or self.divides_gradients_first
         return self.zero_stage == 3 or not self.keeps_complete_gradients or is_another
+
+    @property
+    def sums_vector_gradients(self) -> bool:
+        """Whether only gradients of norms and biases are summed over the micro-batches of a step,
+        and those of matrices are reduced in each micro-batch.
+        """
+        several = self.batch.gradient_accumulation_steps > 1
+        return several and not self.keeps_complete_gradients
 
     @property
     def run_dir(self) -> Path:

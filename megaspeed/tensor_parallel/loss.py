@@ -23,6 +23,7 @@ from megaspeed.tensor_parallel.collectives import (
     TensorAxis,
     all_gather_sequence,
     reduce_scatter_sum,
+    start_all_reduce,
 )
 from megaspeed.tensor_parallel.plan import tokens_of_a_chunk
 
@@ -189,7 +190,4 @@ def _summed(gradient: Tensor, axis: TensorAxis) -> Tensor:
     """
     if axis.sequence_parallel:
         return reduce_scatter_sum(gradient, axis)
-    if axis.size > 1:
-        with axis.timed():
-            dist.all_reduce(gradient, group=axis.group)
-    return gradient
+    return gradient if axis.size == 1 else start_all_reduce(gradient, axis).wait()

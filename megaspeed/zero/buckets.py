@@ -89,7 +89,6 @@ class Rules:
         """The rules of ``run``."""
         zero, dp = run.config.zero_optimization, run.grid.dp
         is_stage3, is_complete = run.zero_stage == 3, run.keeps_complete_gradients
-        divides_first = run.reduction_dtype == "fp16" and dp > 1
         multi_rank = zero.use_multi_rank_bucket_allreduce and not is_stage3
         return cls(
             parts=1 if run.zero_stage == 0 else dp,
@@ -100,10 +99,10 @@ class Rules:
             sent_dtype=DTYPES[run.reduction_dtype],
             uses_all_reduce=run.zero_stage == 0 or multi_rank or not zero.reduce_scatter,
             overlaps=bool(zero.overlap_comm) and dp > 1,
-            divides_first=divides_first,
-            averages_later=dp > 1 and not divides_first,
+            divides_first=run.divides_gradients_first,
+            averages_later=dp > 1 and not run.divides_gradients_first,
             sends_copies=run.copies_gradients,
-            sums_vectors=not is_complete and run.batch.gradient_accumulation_steps > 1,
+            sums_vectors=run.sums_vector_gradients,
             autograd_adds=is_complete and run.precision == run.accumulation_dtype and not is_stage3,
         )
 

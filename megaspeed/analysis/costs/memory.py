@@ -194,8 +194,8 @@ def is_summed_over_step(run: Run, parameter: LocalParameter) -> bool:
 
     Otherwise it is reduced in every micro-batch.
     """
-    several = run.batch.gradient_accumulation_steps > 1
-    return run.keeps_complete_gradients or (several and len(parameter.shape) == 1)
+    is_vector = len(parameter.shape) == 1
+    return run.keeps_complete_gradients or (run.sums_vector_gradients and is_vector)
 
 
 def gradient_copy_bytes(run: Run, parameters: Sequence[LocalParameter]) -> int:
@@ -385,9 +385,9 @@ def _gathered_by_layer(
     layers: dict[str, list[LocalParameter]] = {}
     for parameter in parameters:
         layers.setdefault(parameter.layer, []).append(parameter)
-    named = {parameter.name: parameter for parameter in parameters}
-    if "head" in layers and HEAD_WEIGHT not in named:
-        layers["head"].append(named[EMBEDDING_WEIGHT])
+    weight = head_weight(parameters)
+    if weight is not None and weight not in layers["head"]:
+        layers["head"].append(weight)
     return {name: [p for p in layer if p.name not in kept] for name, layer in layers.items()}
 
 
