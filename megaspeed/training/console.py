@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Self
 
+import psutil
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import (
@@ -111,12 +112,18 @@ def describe_start_up(phases: Mapping[str, float]) -> str:
     Time outside of all phases is imports and the meeting of the ranks. Phases under 0.1 s are not
     listed.
     """
-    # psutil's creation time can be wrong by a second. Linux counts ticks since the machine started.
-    ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
-    total = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+    total = _seconds_of_this_process()
     parts = {"imports and meeting": total - sum(phases.values()), **phases}
     named = [f"{phase} {seconds:.1f}" for phase, seconds in parts.items() if seconds >= 0.1]
     return escape(f"start-up took {total:.1f} s: {', '.join(named)}")
+
+
+def _seconds_of_this_process() -> float:
+    if sys.platform != "linux":
+        return float(time.time() - psutil.Process().create_time())
+    # On Linux, psutil can be wrong by a second. The system counts ticks since the machine started.
+    ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
 
 
 def describe_spare_ranks(run: Run) -> str:
