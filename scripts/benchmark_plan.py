@@ -69,6 +69,12 @@ _MEGATRON_BUCKET = 40e6
 _SXM_94_GB = "h100-96gb"
 """The SXM H100 with 94 or 96 GB has HBM2e. The table's h100-94gb is the NVL card."""
 
+_NEEDED = (
+    *("gpu", "n_gpus", "layers", "hidden", "heads", "ffn", "mlp_mats", "vocab", "seq_len"),
+    *("mbs", "gbs_seqs", "recompute", "precision", "fact_flash"),
+)
+"""Columns without which no row can be predicted."""
+
 Row = Mapping[str, str]
 
 
@@ -88,8 +94,20 @@ class Published:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Prints the tables; 2 if the file has no row that can be predicted."""
     options = _parser().parse_args(arguments)
-    with options.rows.open(newline="", encoding="utf-8") as file:
-        rows = list(csv.DictReader(file))
+    try:
+        with options.rows.open(newline="", encoding="utf-8") as file:
+            rows = list(csv.DictReader(file))
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        print(f"{options.rows} cannot be read as CSV: {error}", file=sys.stderr)
+        return 2
+    missing = [column for column in _NEEDED if rows and column not in rows[0]]
+    if missing:
+        print(
+            f"{options.rows} has no column {', '.join(missing)}; the first lines of "
+            "scripts/benchmark_plan.py list all columns",
+            file=sys.stderr,
+        )
+        return 2
     runs, refused = read_runs(rows)
     for name, reason in refused.items():
         print(f"not predicted: {name}: {reason}")

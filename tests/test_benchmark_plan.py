@@ -3,6 +3,7 @@
 import csv
 import importlib.util
 import json
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -125,3 +126,21 @@ def test_a_row_that_cannot_be_predicted_is_named_with_the_reason(
     assert "too early: ValueError: the table of devices has no rate of fp8 on a100-80gb" in out
     assert "excluded: two runs in one" in out
     assert benchmark(tmp_path, bad)[0] == 2
+
+
+def test_a_file_without_the_columns_is_refused_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, figures = benchmark(tmp_path, [{"id": "a", "gpu": "H100-80GB"}] * 9)
+    assert code == 2 and figures is None
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "rows.csv has no column n_gpus, layers, hidden" in line
+
+
+def test_a_file_that_cannot_be_read_is_refused_without_a_traceback(tmp_path: Path) -> None:
+    absent = tmp_path / "absent.csv"
+    command = [sys.executable, str(SCRIPT), str(absent)]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert ended.returncode == 2
+    assert ended.stderr.startswith(f"{absent} cannot be read as CSV: ")
+    assert len(ended.stderr.splitlines()) == 1
