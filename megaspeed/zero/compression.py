@@ -55,6 +55,9 @@ class Compressor(Protocol):
     def keep(self) -> None:
         """The step was taken: what it has learnt is used in the next one."""
 
+    def tensors(self) -> Iterator[Tensor]:
+        """The memory that is held from step to step."""
+
     def factors(self) -> Iterator[tuple[torch.nn.Parameter, Tensor]]:
         """State of the method for each parameter, equal on all data ranks."""
 
@@ -121,6 +124,9 @@ class Int8:
 
     def keep(self) -> None:
         pass
+
+    def tensors(self) -> Iterator[Tensor]:
+        return iter(())
 
     def factors(self) -> Iterator[tuple[torch.nn.Parameter, Tensor]]:
         return iter(())
@@ -264,6 +270,9 @@ class PowerSgd:
 
     def keep(self) -> None:
         self._right.copy_(self._next)
+
+    def tensors(self) -> Iterator[Tensor]:
+        yield from (self._initial, self._right, self._next)
 
     def factors(self) -> Iterator[tuple[torch.nn.Parameter, Tensor]]:
         for batch, right in zip(self._all_batches(), self._parts(self._right, 1), strict=True):

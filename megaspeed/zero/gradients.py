@@ -129,6 +129,8 @@ class Gradients:
                 yield group.complete
             if group.feedback is not None:
                 yield group.feedback
+        if self._compressor is not None:
+            yield from self._compressor.tensors()
         for bucket in self._buckets:
             if bucket.total is not None:
                 yield bucket.total

@@ -31,6 +31,8 @@ BF16 = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "bf16"}}
 FP32_SUMS = {**BF16, "data_types": {"grad_accum_dtype": "fp32"}}
 UNTIED = {"model": {"tie_word_embeddings": False}}
 RECOMPUTED = {"parallel": {"activation_checkpointing": "full"}}
+INT8 = {"parallel": {"gradient_compression": {"type": "int8"}}}
+POWER_SGD = {"parallel": {"gradient_compression": {"type": "powersgd", "start_step": 1}}}
 SELECTIVE = {"parallel": {"activation_checkpointing": "selective"}}
 # Rows so long that the masks are a large part of the activations.
 RESET = {
@@ -128,6 +130,15 @@ PEAKS: dict[str, tuple[tuple[int, int, int], list[dict[str, Any]]]] = {
             *({**FEW_TOKENS, "zero_optimization": {"stage": stage}} for stage in range(4)),
             {**FEW_TOKENS, **BF16, "zero_optimization": {"stage": 2}},
             {**FEW_TOKENS, **FP32_SUMS, "zero_optimization": {"stage": 3}},
+        ],
+    ),
+    "compressed gradients, few tokens": (
+        (1, 2, 1),
+        [
+            *({**FEW_TOKENS, **INT8, "zero_optimization": {"stage": stage}} for stage in range(4)),
+            {**FEW_TOKENS, **POWER_SGD, "zero_optimization": {"stage": 0}},
+            {**FEW_TOKENS, **POWER_SGD, "zero_optimization": {"stage": 1}},
+            {**FEW_TOKENS, **POWER_SGD, "zero_optimization": {"stage": 3}},
         ],
     ),
     "recomputation, large vocabulary, dropout": (
