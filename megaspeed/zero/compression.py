@@ -55,6 +55,9 @@ class Compressor(Protocol):
     def keep(self) -> None:
         """The step was taken: what it has learnt is used in the next one."""
 
+    def forget(self) -> None:
+        """Begin as before the first step."""
+
     def tensors(self) -> Iterator[Tensor]:
         """The memory that is held from step to step."""
 
@@ -123,6 +126,9 @@ class Int8:
         return True
 
     def keep(self) -> None:
+        pass
+
+    def forget(self) -> None:
         pass
 
     def tensors(self) -> Iterator[Tensor]:
@@ -270,6 +276,9 @@ class PowerSgd:
 
     def keep(self) -> None:
         self._right.copy_(self._next)
+
+    def forget(self) -> None:
+        self._right.copy_(self._initial)
 
     def tensors(self) -> Iterator[Tensor]:
         yield from (self._initial, self._right, self._next)

@@ -217,6 +217,14 @@ class Gradients:
                 if group.feedback is not None and group.complete is not None:
                     torch.div(group.complete, self._loss_scale, out=group.feedback)
 
+    def forget(self) -> None:
+        """Set the state of compressed gradients to that before the first step."""
+        for group in self._compressed:
+            if group.feedback is not None:
+                group.feedback.zero_()
+        if self._compressor is not None:
+            self._compressor.forget()
+
     def feedback(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
         """What this rank has not sent yet of each compressed gradient: (parameter, flat view)."""
         for group in self._compressed:
