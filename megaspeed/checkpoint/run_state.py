@@ -115,9 +115,7 @@ class RunState(Section):
                 f"{error.errors()[0]['msg']}"
             ) from error
         layout = self.layout
-        return compression_tensors(
-            model, compression, pp=layout.pp, dp=layout.dp, tp=layout.tp
-        )
+        return compression_tensors(model, compression, pp=layout.pp, dp=layout.dp, tp=layout.tp)
 
     @property
     def origin(self) -> str:

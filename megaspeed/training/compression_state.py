@@ -67,7 +67,9 @@ def load_compression(
         pieces: list[Piece] = []
         read: list[tuple[torch.Tensor, torch.Tensor]] = []
         for name, values in feedback.items():
-            for source in (name, HEAD_WEIGHT) if joins_ends and name == EMBEDDING_WEIGHT else (name,):
+            for source in (
+                (name, HEAD_WEIGHT) if joins_ends and name == EMBEDDING_WEIGHT else (name,)
+            ):
                 tensor = key(f"{FEEDBACK}{rank}", source)
                 if tensor in there:
                     read.append((values, torch.zeros_like(values)))

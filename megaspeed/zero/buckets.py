@@ -35,7 +35,9 @@ class Group:
     complete: Tensor | None  # None if only the partition is kept
     own: Tensor  # this rank's partition
     is_compressed: bool = False  # ``own`` then has memory of its own
-    feedback: Tensor | None = None  # what was not sent, without loss scale, as ``complete``; or None
+    feedback: Tensor | None = (
+        None  # what was not sent, without loss scale, as ``complete``; or None
+    )
 
 
 @dataclass

@@ -13,22 +13,23 @@ complete gradient, and after the reduction the rest of it is the new feedback.
     powersgd   a matrix of n x m as the product of (n, rank) and (rank, m), which are all-reduced
                (Vogels et al. 2019, "PowerSGD", algorithms 1 and 2)
 
-Both are linear or exact in infinities and NaN: if an element is not finite on any rank, neither is
-the mean. torch's hooks for DDP reduce its buckets while a backward runs, each without the others,
-and wait for the device (torch 2.13, powerSGD_hook.py, ``decompress``). DeepSpeed's kernels for int8
-must be compiled, and have no feedback. So only torch's orthogonalisation is used.
+Neither hides an infinity or NaN: if an element is not finite on any rank, neither is the mean.
+Nothing is launched for each parameter, and the host does not wait for the device.
+
+torch's hooks belong to DDP's buckets, and its PowerSGD waits for the device (torch 2.13,
+powerSGD_hook.py, ``decompress``). DeepSpeed 0.19.8 compiles its kernels, and has no feedback
+(runtime/comm/coalesced_collectives.py). So only torch's orthogonalisation is used.
 """
 
 import itertools
 import math
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import _orthogonalize_gram_schmidt
 
 from megaspeed.config.resolve import Run
@@ -40,7 +41,8 @@ _LEVELS = 127
 _SMALLEST = torch.finfo(torch.float32).tiny
 
 _SMALL_NORM = 1e-16
-"""A column is divided by its norm plus this number. The squares of smaller numbers are 0 in fp32."""
+"""A column is divided by its norm plus this number, because squares of much smaller numbers are 0
+in fp32."""
 
 
 class Compressor(Protocol):
@@ -61,7 +63,7 @@ class Compressor(Protocol):
     def tensors(self) -> Iterator[Tensor]:
         """The memory that is held from step to step."""
 
-    def factors(self) -> Iterator[tuple[torch.nn.Parameter, Tensor]]:
+    def factors(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
         """State of the method for each parameter, equal on all data ranks."""
 
 
@@ -79,7 +81,8 @@ def quantized(values: Tensor) -> tuple[Tensor, Tensor]:
     """Whole numbers from -127 to 127, and the scales by which to multiply them.
 
     An element differs from the product by at most half of its block's scale, which is 1/127 of the
-    block's largest absolute value. If an element is not finite, neither is the scale.
+    block's largest absolute value (or by at most 1.5e-36, if that is smaller). If an element is not
+    finite, neither is the scale.
 
     Args:
         values: (..., block), fp32.
@@ -134,7 +137,7 @@ class Int8:
     def tensors(self) -> Iterator[Tensor]:
         return iter(())
 
-    def factors(self) -> Iterator[tuple[torch.nn.Parameter, Tensor]]:
+    def factors(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
         return iter(())
 
     def reduce(self, groups: Sequence[Group]) -> None:
@@ -188,45 +191,44 @@ class Int8:
 # --- PowerSGD -------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Batch:
-    """Matrices of one shape that follow each other at equal distances in a flat gradient."""
+    """Matrices of one shape (n, m) that follow each other at equal distances in a flat gradient."""
 
-    parameters: Sequence[torch.nn.Parameter]
     shape: tuple[int, int]
-    start: int
-    distance: int
+    parameters: list[nn.Parameter] = field(default_factory=list)
+    starts: list[int] = field(default_factory=list)
+
+    @property
+    def distance(self) -> int:
+        """Elements from the beginning of one matrix to that of the next."""
+        return self.starts[1] - self.starts[0] if len(self.starts) > 1 else math.prod(self.shape)
+
+    def continues(self, start: int) -> bool:
+        """Whether a matrix that begins at ``start`` is at the same distance from the last one."""
+        return len(self.starts) == 1 or start - self.starts[-1] == self.distance
 
     def of(self, flat: Tensor) -> Tensor:
         """The matrices as a view (matrices, n, m) of the flat gradient."""
-        (rows, columns), start = self.shape, flat.storage_offset() + self.start
-        size = (len(self.parameters), rows, columns)
-        return flat.as_strided(size, (self.distance, columns, 1), start)
+        size, step = (len(self.starts), *self.shape), (self.distance, self.shape[1], 1)
+        return flat.as_strided(size, step, flat.storage_offset() + self.starts[0])
 
 
 def batches_of(group: Group) -> list[_Batch]:
-    """All matrices of a group, in as few batches as possible.
+    """All matrices of a group, in few batches.
 
     Blocks of the model have equal matrices at equal distances, so their number does not matter.
     """
-    by_shape: dict[tuple[int, int], list[tuple[int, torch.nn.Parameter]]] = defaultdict(list)
+    batches: list[_Batch] = []
+    latest: dict[tuple[int, int], _Batch] = {}
     for parameter, start in zip(group.parameters, group.starts, strict=True):
         rows, columns = shape_of(parameter)
-        by_shape[rows, columns].append((start, parameter))
-    batches = []
-    for shape, members in by_shape.items():
-        while members:
-            distance = members[1][0] - members[0][0] if len(members) > 1 else math.prod(shape)
-            first = members[0][0]
-            equal = itertools.takewhile(
-                lambda each, first=first, distance=distance: (
-                    each[1][0] == first + each[0] * distance
-                ),
-                enumerate(members),
-            )
-            count = sum(1 for _ in equal)
-            own, members = members[:count], members[count:]
-            batches.append(_Batch([parameter for _, parameter in own], shape, first, distance))
+        batch = latest.get((rows, columns))
+        if batch is None or not batch.continues(start):
+            batch = latest[rows, columns] = _Batch((rows, columns))
+            batches.append(batch)
+        batch.parameters.append(parameter)
+        batch.starts.append(start)
     return batches
 
 
@@ -283,7 +285,7 @@ class PowerSgd:
     def tensors(self) -> Iterator[Tensor]:
         yield from (self._initial, self._right, self._next)
 
-    def factors(self) -> Iterator[tuple[torch.nn.Parameter, Tensor]]:
+    def factors(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
         for batch, right in zip(self._all_batches(), self._parts(self._right, 1), strict=True):
             yield from zip(batch.parameters, right, strict=True)
 
@@ -336,9 +338,7 @@ class PowerSgd:
         """Views (matrices, n, rank) of all P, or with side 1 (matrices, m, rank) of all Q."""
         return [
             part.view(len(batch.parameters), batch.shape[side], self._rank_of)
-            for batch, part in zip(
-                self._all_batches(), flat.split(self._sizes(side)), strict=True
-            )
+            for batch, part in zip(self._all_batches(), flat.split(self._sizes(side)), strict=True)
         ]
 
 

@@ -184,7 +184,7 @@ class Gradients:
                     if not (self._compresses and bucket.group.is_compressed):
                         self._reducer.send(bucket)
             self._reducer.receive()
-            if self._compresses:
+            if self._compresses and self._compressor is not None:
                 self._compressor.reduce(self._compressed)
             if self._rules.averages_later and not self._rules.is_offloaded:
                 sums = (g for g in self._groups if not (self._compresses and g.is_compressed))

@@ -46,8 +46,8 @@ Category = Literal[
 OptimizerGroup = Literal["tied", "partial", "not compressed", "decaying", "other"]
 """The parameter groups of DeepSpeed's optimizer: a weight that two pipeline stages share,
 parameters whose gradient is summed over the tensor axis, matrices that are not compressed although
-others are, other parameters with weight decay, and the rest. At ZeRO-1 and 2, each group is one flat tensor, split into dp equal partitions. At ZeRO-3,
-each parameter is split separately."""
+others are, other parameters with weight decay, and the rest. At ZeRO-1 and 2, each group is one
+flat tensor, split into dp equal partitions. At ZeRO-3, each parameter is split separately."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -244,7 +244,9 @@ def compression_buffer_bytes(run: Run, parameters: Sequence[LocalParameter]) -> 
         product = _complete_elements(run, compressed) if run.zero_stage > 0 else 0
         return (left + product) * BYTES_OF["fp32"]
     block = method.block
-    elements = dp * max(math.ceil(columns / block) * block for columns in int8_columns(run, compressed))
+    elements = dp * max(
+        math.ceil(columns / block) * block for columns in int8_columns(run, compressed)
+    )
     message = elements // block * (block + BYTES_OF["fp32"])
     return elements * 2 * BYTES_OF["fp32"] + 2 * message
 

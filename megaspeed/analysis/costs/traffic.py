@@ -239,10 +239,10 @@ def _add_data_axis(messages: Messages, run: Run, pipeline_stage: int) -> None:
     ``parallel.gradient_reduction`` sets whether gradients are reduced once a step or once a
     micro-batch. Those of norms and biases are always reduced once a step. The right column is for
     one reduction. At stage 3 a backward gathers neither the embedding nor the weight of the head.
-    Gradients are sent in the type in which they are accumulated, or in
-    ``communication_data_type``, or compressed. Parameters are sent in their own type. Before a gather, every
-    optimizer group is padded to a multiple of 2 x dp at ZeRO-1 and 2, and every parameter to a
-    multiple of dp at ZeRO-3.
+    Gradients are sent in the type in which they are accumulated, in ``communication_data_type``, or
+    compressed (``_compressed_messages``). Parameters are sent in their own type. Before a gather,
+    every optimizer group is padded to a multiple of 2 x dp at ZeRO-1 and 2, and every parameter to
+    a multiple of dp at ZeRO-3.
     """
     dp = run.grid.dp
     parameters = local_parameters(run, pipeline_stage)
@@ -283,9 +283,9 @@ def _compressed_messages(
 ) -> Iterator[tuple[Collective, int]]:
     """The collectives of compressed gradients, once a step (``zero/compression.py``).
 
-        int8        all-to-all of blocks and their scales; at ZeRO-0 then an all-gather of the same
-        powersgd    all-reduce of P and of Q: rank x (n + m) numbers in fp32 for a matrix (n, m).
-                    Steps before ``start_step`` send more.
+    int8        all-to-all of blocks and their scales; at ZeRO-0 then an all-gather of the same
+    powersgd    all-reduce of P and of Q: rank x (n + m) numbers in fp32 for a matrix (n, m).
+                Steps before ``start_step`` send more.
     """
     method = run.compression
     if method is None:
