@@ -20,7 +20,7 @@ for clusters of workstations", section 3; Rajbhandari et al. 2020, ZeRO, section
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Literal
 
 from megaspeed.analysis.costs.activations import full_hidden_bytes, hidden_bytes, tokens_of
@@ -115,6 +115,19 @@ def predict_traffic(run: Run, pipeline_stage: int) -> Traffic:
     report = world_size * _NUMBERS_OF_A_REPORT * _FP64_BYTES
     messages.add("world", "all_reduce", report, ranks=world_size)
     return messages.traffic()
+
+
+def compressed_share(run: Run, pipeline_stage: int) -> float:
+    """Bytes sent for compressed gradients and all others, as a fraction of those without."""
+    dp, parameters = run.grid.dp, local_parameters(run, pipeline_stage)
+
+    def sent(messages: Iterable[tuple[Collective, int]]) -> int:
+        return sum(bytes_sent(collective, size, dp) for collective, size in messages)
+
+    plain = sent(_gradient_messages(run, parameters))
+    beside = [parameter for parameter in parameters if not parameter.is_compressed]
+    compressed = sent(_gradient_messages(run, beside)) + sent(_compressed_messages(run, parameters))
+    return compressed / plain if plain else 1.0
 
 
 def _add_tensor_axis(messages: Messages, run: Run, pipeline_stage: int) -> None:

@@ -201,6 +201,49 @@ def test_compressed_gradients(
     assert_predicted(pool, cache, run_of(layout, changes))
 
 
+GPT2_SMALL = {
+    "vocab_size": 50257,
+    "hidden_size": 768,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 12,
+    "max_position_embeddings": 1024,
+}
+
+
+def gradients_sent(stage: int, how: Any) -> int:
+    """Bytes that a rank of GPT-2 with 8 data ranks sends for its gradients."""
+    run = run_of(
+        (1, 8, 1),
+        {
+            "model": GPT2_SMALL,
+            "train_batch_size": 16,
+            "zero_optimization": {"stage": stage},
+            "parallel": {"gradient_compression": how, "gradient_reduction": "per_step"},
+        },
+    )
+    of_parameters = ("all_gather",) if stage else ()
+    sent = predict_traffic(run, 0).items()
+    return sum(size for (axis, kind), size in sent if axis == "dp" and kind not in of_parameters)
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_int8_sends_at_most_27_percent_of_fp32(stage: int) -> None:
+    share = gradients_sent(stage, {"type": "int8"}) / gradients_sent(stage, "none")
+    assert 0.25 < share < 0.27
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_powersgd_sends_two_thin_matrices(stage: int) -> None:
+    """GPT-2: embeddings of 50,257 and 1,024 rows, and 4 matrices in each of 12 blocks."""
+    width, rank = 768, 4
+    thin = (50257 + width) + (1024 + width) + 12 * (4 + 2 + 5 + 5) * width
+    vectors = 12 * (2 * 2 + 3 + 1 + 4 + 1) * width + 2 * width
+    rounds = 2 if stage == 0 else 1
+    expected = FP32_BYTES * 7 * (2 * rank * thin + rounds * vectors) / 8
+    sent = gradients_sent(stage, {"type": "powersgd", "rank": rank})
+    assert sent == pytest.approx(expected, rel=1e-4)
+
+
 # --- ZeRO-3's parameters --------------------------------------------------------------------------
 
 
