@@ -231,9 +231,10 @@ def int8_columns(run: Run, parameters: Sequence[LocalParameter]) -> list[int]:
 def compression_buffer_bytes(run: Run, parameters: Sequence[LocalParameter]) -> int:
     """The most memory that compressing a part of the gradients takes, besides their state.
 
-    int8 holds for the elements of a part: their sum with the feedback in fp32, and either the whole
-    numbers in fp32 and in 8 bits, or the sent and the received message and the latter in fp32.
-    PowerSGD holds P, and from ZeRO-1 on the complete product.
+    int8 holds the sum with the feedback of a part of the gradients in fp32, the sent and the
+    received message, the latter in fp32, and the sum of its dp rows. At ZeRO-0 it later holds the
+    message of one row, that row twice, and what it has gathered, as a message and in fp32.
+    PowerSGD holds P, and from ZeRO-1 on the complete product. At ZeRO-3 it copies its partition.
     """
     method, dp = run.compression, run.grid.dp
     compressed = [parameter for parameter in parameters if parameter.is_compressed]
@@ -242,13 +243,17 @@ def compression_buffer_bytes(run: Run, parameters: Sequence[LocalParameter]) -> 
     if method.type == "powersgd":
         left = method.rank * sum(parameter.shape[0] for parameter in compressed)
         product = _complete_elements(run, compressed) if run.zero_stage > 0 else 0
-        return (left + product) * BYTES_OF["fp32"]
+        copied = _own_elements(run, compressed) if run.zero_stage == 3 else 0
+        return (left + product + copied) * BYTES_OF["fp32"]
     block = method.block
     elements = dp * max(
         math.ceil(columns / block) * block for columns in int8_columns(run, compressed)
     )
     message = elements // block * (block + BYTES_OF["fp32"])
-    return elements * 2 * BYTES_OF["fp32"] + 2 * message
+    numbers = elements * BYTES_OF["fp32"]
+    reducing = 2 * numbers + 2 * message + numbers // dp
+    gathering = 2 * numbers + message + (message + 2 * numbers) // dp
+    return max(reducing, gathering) if run.zero_stage == 0 else reducing
 
 
 def _complete_elements(run: Run, parameters: Sequence[LocalParameter]) -> int:

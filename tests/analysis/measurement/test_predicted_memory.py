@@ -119,6 +119,21 @@ def test_states_of_every_zero_stage(
         assert zero3.optimizer_states / zero1.optimizer_states == pytest.approx(1, rel=0.02)
 
 
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("how", [INT8, POWER_SGD], ids=("int8", "powersgd"))
+def test_states_of_compressed_gradients(
+    pool: RankPool, text: Path, cache: Path, how: dict[str, Any]
+) -> None:
+    """Feedback is another fp32 gradient, and the reduced one has memory of its own."""
+    for zero_stage in (0, 1, 3):
+        run = tiny_run(text, dp=2, **merge(how, {"zero_optimization": {"stage": zero_stage}}))
+        (ranks,) = measured_by_stage(pool, run, cache)
+        predicted = predict_memory(run, 0, device_type="cpu").states
+        for rank in ranks:
+            assert states_only(rank.states) == pytest.approx(states_only(predicted), rel=0.005)
+            assert rank.states.gradients > 1.8 * rank.states.parameters
+
+
 PEAKS: dict[str, tuple[tuple[int, int, int], list[dict[str, Any]]]] = {
     "many tokens": (
         (1, 2, 1),
