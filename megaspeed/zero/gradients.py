@@ -94,6 +94,7 @@ class Gradients:
         if self._compressed:
             self._compressor = make_compressor(run, context, self._compressed)
         self._compresses = False  # in this step
+        self._loss_scale = 1.0  # of this step
         self.steps_taken = 0
         """Optimizer steps that were not skipped."""
         zero = run.config.zero_optimization
