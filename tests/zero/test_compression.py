@@ -152,10 +152,11 @@ def test_int8_is_the_mean_within_half_a_scale(
     assert bound / 10 < error <= 1.0001 * bound
 
 
-def one_large_element_in_each_block(step: int, rank: int) -> Tensor:
-    """All others are less than half of a block's scale."""
+def small_elements_beside_large_ones(step: int, rank: int) -> Tensor:
+    """On data rank 0, most elements of a block are less than half of its scale."""
     values = torch.full((sum(map(math.prod, SHAPES)),), 0.2)
-    values[:: BLOCK // 2] = 127.0
+    if rank == 0:
+        values[:: BLOCK // 2] = 127.0
     return values
 
 
@@ -164,15 +165,15 @@ def test_without_feedback_small_elements_are_never_sent(
     pool: RankPool, text: Path, stage: int
 ) -> None:
     steps, worst = 20, []
+    small = small_elements_beside_large_ones(0, 0) < 1
     for feedback in (True, False):
         run = constructed_run(text, 2, stage, {**INT8, "error_feedback": feedback})
-        ranks = pool.run(2, means_of, run, one_large_element_in_each_block, steps)
-        sent = sum(whole_of(run, ranks, step) for step in range(steps))
-        assert isinstance(sent, Tensor)
-        small = one_large_element_in_each_block(0, 0) < 1
+        ranks = pool.run(2, means_of, run, small_elements_beside_large_ones, steps)
+        sent = torch.stack([whole_of(run, ranks, step) for step in range(steps)]).sum(0)
         worst.append(float((sent[small] - steps * 0.2).abs().max()))
-    assert worst[0] < 1.1, "at most a scale is left, at ZeRO-0 of two roundings"
-    assert worst[1] == pytest.approx(steps * 0.2), "nothing was sent"
+    assert worst[0] < 0.6, "half a scale of data rank 0 and of the sum, divided by 2"
+    # At ZeRO-0 the sum is rounded, too, so those of data rank 1 are also lost.
+    assert worst[1] == pytest.approx(steps * (0.2 if stage == 0 else 0.1), rel=0.01)
 
 
 @pytest.mark.parametrize("how", [INT8, POWER_SGD], ids=lambda how: how["type"])
@@ -329,7 +330,8 @@ def copies_differ_by(launch: LaunchEnvironment, run: Run, corpus: PreparedCorpus
         ((2, 2, 2), 3, {**LLAMA, "num_hidden_layers": 2}),
     ],
 )
-@pytest.mark.parametrize("how", [INT8, POWER_SGD], ids=lambda how: how["type"])
+# Blocks that contain elements of two matrices.
+@pytest.mark.parametrize("how", [{**INT8, "block": 100}, POWER_SGD], ids=lambda how: how["type"])
 def test_all_copies_are_equal(
     pool: RankPool,
     text: Path,
