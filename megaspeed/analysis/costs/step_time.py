@@ -21,6 +21,7 @@ from typing import NamedTuple
 from megaspeed.analysis.costs.network_time import Network
 from megaspeed.analysis.costs.workload import (
     Cluster,
+    HostTime,
     Precision,
     Product,
     Workload,
@@ -119,6 +120,16 @@ class LayerTime:
         """Seconds of a forward and a backward."""
         return self.forward + self.backward
 
+    def scaled(self, factor: float) -> "LayerTime":
+        """All times, multiplied by the same factor."""
+        return LayerTime(
+            products=_times(self.products, factor),
+            attention=_times(self.attention, factor),
+            pointwise=_times(self.pointwise, factor),
+            tp=_times(self.tp, factor),
+            recomputation=self.recomputation * factor,
+        )
+
 
 class Layers(NamedTuple):
     """The time of each kind of layer."""
@@ -143,6 +154,7 @@ class StepTime:
     p2p: float  # sends between pipeline stages
     dp: float  # exposed collectives of the data axis, and the slowdown of computation by others
     optimizer: float
+    host: float = 0.0  # Python and torch's dispatcher; 0 on GPUs, which compute meanwhile
 
     @property
     def terms(self) -> dict[str, float]:
@@ -154,6 +166,12 @@ class StepTime:
         """Seconds of the step."""
         return sum(self.terms.values())
 
+    def scaled(self, factor: float) -> "StepTime":
+        """All times, multiplied by the same factor."""
+        layers = Layers(*(layer.scaled(factor) for layer in self.layers))
+        terms = {name: factor * seconds for name, seconds in self.terms.items()}
+        return StepTime(layers=layers, **terms)
+
 
 def predict_step_time(work: Workload, cluster: Cluster, constants: Constants = FITTED) -> StepTime:
     """Predicts the step time of the rank that determines it.
@@ -163,16 +181,25 @@ def predict_step_time(work: Workload, cluster: Cluster, constants: Constants = F
         time = sum of all stages' times + (micro-batches - 1) x slowest stage
 
     (Narayanan et al. 2021, section 2.2, for unequal stages). With c chunks the fill and the drain
-    take 1/c of that.
+    take 1/c of that. On a measured machine, the stages' times include that of the host.
+
+    Args:
+        work: what the ranks compute and send.
+        cluster: the machines. If they were measured, no constant is used.
+        constants: what is fitted to published runs.
 
     Raises:
         ValueError: the device cannot compute in this precision.
     """
     rates = _Rates(work, cluster, constants)
+    host = HostTime(block=0.0, micro_batch=0.0, step=0.0)
+    if cluster.measured is not None:
+        host = cluster.measured.host
     layers = Layers(rates.embedding(), rates.block(), rates.head())
     last = work.grid.pp - 1
     times = [
-        blocks * layers.block.both
+        blocks * (layers.block.both + host.block)
+        + host.micro_batch
         + (stage == 0) * layers.embedding.both
         + (stage == last) * layers.head.both
         for stage, blocks in enumerate(work.blocks_of_stages)
@@ -196,23 +223,34 @@ def predict_step_time(work: Workload, cluster: Cluster, constants: Constants = F
         p2p=rates.network.p2p(),
         dp=rates.network.dp(slowest, block.forward, block.backward),
         optimizer=rates.optimizer(slowest),
+        host=count * (blocks * host.block + host.micro_batch) + host.step,
     )
+
+
+def predict_block(work: Workload, cluster: Cluster, constants: Constants = FITTED) -> LayerTime:
+    """Predicts one block of one micro-batch."""
+    return _Rates(work, cluster, constants).block()
 
 
 class _Rates:
     """The times of the parts of a step, of one workload on one cluster."""
 
     def __init__(self, work: Workload, cluster: Cluster, constants: Constants) -> None:
-        self.work, self.cluster, self.constants = work, cluster, constants
+        self.work, self.cluster, self.measured = work, cluster, cluster.measured
         device = cluster.device
         self.network = Network(work, cluster)
+        efficiency = MEMORY_EFFICIENCY
+        if self.measured is not None:
+            constants = Constants(products=1.0, pointwise=self.measured.pointwise)
+            efficiency = 1.0
+        self.constants = constants
         self.rate = constants.products * 1e12 * _sustained(device, work.precision)
         self.head_rate = (
             constants.products
             * 1e12
             * _sustained(device, "bf16" if work.precision == "fp8" else work.precision)
         )
-        self.memory = MEMORY_EFFICIENCY * 1e9 * device.memory_bandwidth
+        self.memory = efficiency * 1e9 * device.memory_bandwidth
         self.width = work.element_bytes
 
     def linear(self, product: Product, rate: float) -> tuple[float, float]:
@@ -275,6 +313,9 @@ class _Rates:
             return 2 * product + forward, 4 * product + backward
         window = min(model.sliding_window or work.sequence_length, work.sequence_length)
         kept = window * (1 - window / (2 * work.sequence_length)) / work.sequence_length
+        if self.measured is not None:
+            forward_rate, backward_rate = self.measured.attention
+            return kept * flops / forward_rate, 2.5 * kept * flops / backward_rate
         shares = _ATTENTION_RATE[work.attention]
         slower = 1.0
         if work.attention != "fa3" and device.name.split("-")[0] in _ASYNCHRONOUS:
@@ -348,7 +389,13 @@ class _Rates:
         """AdamW: reads and writes master weight and two moments in fp32 (24 bytes), reads the
         gradient for its norm and for the update (8), writes the 16-bit weight (2)."""
         owners = self.work.grid.dp if self.work.zero_stage > 0 else 1
+        if self.measured is not None:
+            return self.measured.optimizer * self.work.parameters_of_rank(stage) / owners
         return 34 * self.work.parameters_of_rank(stage) / owners / self.memory
+
+
+def _times(seconds: tuple[float, float], factor: float) -> tuple[float, float]:
+    return seconds[0] * factor, seconds[1] * factor
 
 
 def _sustained(device: Device, precision: Precision) -> float:
