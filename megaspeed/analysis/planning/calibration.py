@@ -179,33 +179,32 @@ def _last_start(folder: Path) -> tuple[int, int]:
     return (steps[-1] if steps else 0), len(steps)
 
 
-def _check_device(
-    folder: Path, run: Run, cluster: Cluster, records: list[dict[str, Any]]
-) -> None:
-    """The metrics state MFU only on a GPU whose peak is known, and not in fp32."""
+def _check_device(folder: Path, run: Run, cluster: Cluster, records: list[dict[str, Any]]) -> None:
+    """Checks the peak of the run's device, which is operations a second / MFU.
+
+    The metrics state no MFU on a CPU, in fp32, and on a GPU whose peak is not known. Devices of the
+    same peak, such as H100 and H200, cannot be told apart.
+    """
     device = cluster.device
     peaks = [
         record["tflops_per_rank"] / record["mfu"]
         for record in records
         if _is_positive(record.get("mfu")) and _is_positive(record.get("tflops_per_rank"))
     ]
-    if cluster.measured is None and run.precision != "fp32" and records and not peaks:
-        raise CalibrationError(
-            f"{folder} states no MFU, so its run did not train on a {device.name}, the device of "
-            "the plan; name a run that did, or omit --calibrate"
-        )
-    if not peaks:
+    if not peaks and (cluster.measured is not None or run.precision == "fp32" or not records):
         return
-    peak = statistics.median(peaks)
-    if cluster.measured is not None or abs(peak / device.peak_16 - 1) > _SAME_PEAK:
-        stated = "a CPU" if cluster.measured is not None else f"{device.peak_16:g} TFLOP/s"
-        raise CalibrationError(
-            f"the run in {folder} trained on a GPU with a peak of {peak:.0f} TFLOP/s, but the "
-            f"device of the plan, {device.name}, is {stated}; name a run on the same device"
-            if cluster.measured is not None
-            else f"the run in {folder} trained on a GPU with a peak of {peak:.0f} TFLOP/s, but the "
-            f"device of the plan, {device.name}, has {stated}; name a run on the same device"
-        )
+    if not peaks:
+        trained = "on a CPU, or on a GPU whose peak is not known"
+    else:
+        peak = statistics.median(peaks)
+        if cluster.measured is None and abs(peak / device.peak_16 - 1) < _SAME_PEAK:
+            return
+        trained = f"on a GPU with a peak of {peak:.0f} TFLOP/s"
+    peak_of_plan = "" if cluster.measured is not None else f" ({device.peak_16:.0f} TFLOP/s)"
+    raise CalibrationError(
+        f"the run in {folder} trained {trained}, but the plan is for {device.name}{peak_of_plan}; "
+        "name a run on the same device"
+    )
 
 
 def _is_positive(value: object) -> bool:
