@@ -46,11 +46,11 @@ from megaspeed.training.worker import Worker
 from megaspeed.zero.reductions import sum_of_squares
 
 _TIMEOUT_SECONDS = 150.0
-_ROUNDS = 7
-_SECONDS = 0.07
-"""How long each operation is repeated in a round, at least."""
+_ROUNDS = range(3, 8)
+_SECONDS, _SECONDS_OF_ALL = 0.07, 5.0
+"""How long each operation is repeated in a round, at least, and all rounds, if these are enough."""
 _LARGE_BYTES = 2 << 20
-_REPEATS_OF_MESSAGES = 24
+_REPEATS_OF_MESSAGES = 32
 _STEPS, _WARM_UP_STEPS = 16, 4
 _ELEMENTS = 1 << 24
 """Of a tensor that is read or written once: 64 MiB in fp32, more than a core's cache."""
@@ -227,9 +227,12 @@ def _cpu_seconds(
     speed changes all of them. All ranks measure the same operation at the same time.
     """
     times: dict[str, list[float]] = {name: [] for name in operations}
+    began = time.perf_counter()
     for operation in operations.values():
         operation()
-    for _, (name, operation) in itertools.product(range(_ROUNDS), operations.items()):
+    once = _slowest(time.perf_counter() - began, group)
+    rounds = min(max(_ROUNDS.start, int(_SECONDS_OF_ALL / once)), _ROUNDS.stop - 1)
+    for _, (name, operation) in itertools.product(range(rounds), operations.items()):
         dist.barrier(group)
         start, began, repeats = time.process_time(), time.perf_counter(), 0
         while repeats == 0 or time.perf_counter() - began < _SECONDS:
@@ -298,7 +301,7 @@ def _wall_seconds(call: Callable[[], object], group: dist.ProcessGroup) -> float
         start = time.perf_counter()
         call()
         times.append(time.perf_counter() - start)
-    own = torch.tensor(statistics.median(times), dtype=torch.float64)
+    own = torch.tensor(_fast(times), dtype=torch.float64)
     dist.all_reduce(own, group=group)
     return float(own) / dist.get_world_size(group)
 

@@ -8,7 +8,7 @@
 
 ``megaspeed.analysis.cpu_speed`` is that program. It runs as many processes at the same time as the
 run has ranks, because they share cores and memory. It needs torch, so it is another process. This
-module states what it measures (``block_run``, ``small_runs``), and computes from its figures what
+module states what is measured (``block_run``, ``small_runs``), and computes from its figures what
 ``predict_step_time`` needs. What it measures are parts of a run, never the run itself.
 """
 
@@ -33,10 +33,7 @@ from megaspeed.config.loading import parse_config
 from megaspeed.config.resolve import Run, resolve_run
 from megaspeed.topology.devices import Device
 
-TOKENS = 512
-"""Tokens of the block that is measured."""
-
-_WIDTH = 512
+_LARGEST_WIDTH, _MOST_TOKENS = 768, 1024
 _SMALL_WIDTH, _SMALL_LENGTH, _SMALL_HEADS = 64, 16, 4
 SMALL_SIZES = ((1, 2), (5, 2), (5, 6))
 """Blocks and micro-batches of the three small runs."""
@@ -49,26 +46,25 @@ class CpuSpeedError(RuntimeError):
 
 
 def block_run(run: Run) -> Run:
-    """The run of one block that is measured: the model's features at a fixed width.
+    """The run of one block that is measured, with the shapes of a micro-batch of the run.
 
-    The attention's kernel depends on the sequence length and the head size, so these are kept, up
-    to 2,048 tokens.
+    Rates depend on the shapes, because of caches. So a block has the run's width up to 768, and the
+    tokens of its micro-batch up to 1,024.
     """
-    model = run.config.model
-    heads = max(1, _WIDTH // model.head_dim)
-    width = heads * model.head_dim
-    ratio = model.intermediate_size / model.hidden_size
-    groups = model.num_attention_heads // model.num_key_value_heads
-    length = min(run.config.data.sequence_length, 2048)
-    shape = {
-        "hidden_size": width,
-        "num_hidden_layers": 1,
-        "num_attention_heads": heads,
-        "num_key_value_heads": heads // groups if heads % groups == 0 else heads,
-        "intermediate_size": round(ratio * width),
-        "head_dim": model.head_dim,
-    }
-    rows = max(1, TOKENS // length)
+    model, shape = run.config.model, {"num_hidden_layers": 1}
+    length = min(run.config.data.sequence_length, _MOST_TOKENS)
+    if model.hidden_size > _LARGEST_WIDTH:
+        heads = max(1, _LARGEST_WIDTH // model.head_dim)
+        shared = max(1, model.num_attention_heads // model.num_key_value_heads)
+        width = heads * model.head_dim
+        shape |= {
+            "hidden_size": width,
+            "num_attention_heads": heads,
+            "num_key_value_heads": heads // shared if heads % shared == 0 else heads,
+            "intermediate_size": round(model.intermediate_size / model.hidden_size * width),
+            "head_dim": model.head_dim,
+        }
+    rows = min(run.batch.micro_batch_size, max(1, _MOST_TOKENS // length))
     return _changed(run, shape, length, rows=rows, micro_batches=1, zero_stage=1, ranks=1)
 
 

@@ -79,10 +79,18 @@ def test_a_host_that_takes_no_time_is_not_negative() -> None:
 
 
 def test_what_is_measured_is_not_the_run() -> None:
-    run = run_of("model.hidden_size=384", "model.num_attention_heads=6", "model.head_dim=64")
-    model, one = run.config.model, block_run(run).config.model
-    assert (one.hidden_size, one.num_hidden_layers, one.head_dim) == (512, 1, model.head_dim)
-    assert {(r.grid.dp, r.zero_stage) for r in small_runs(run)} == {(2, 3)}
+    """One block of at most 768 x 1,024 tokens, and runs of another width."""
+    wide = run_of("model.preset=llama-3-8b", "data.sequence_length=8192")
+    for run in (run_of(), wide):
+        block = block_run(run)
+        one, model = block.config.model, run.config.model
+        assert one.num_hidden_layers == 1 and one.head_dim == model.head_dim
+        assert one.hidden_size == min(768, model.hidden_size)
+        tokens = block.batch.micro_batch_size * block.config.data.sequence_length
+        assert tokens == min(1024, run.batch.micro_batch_size * run.config.data.sequence_length)
+        assert {(r.grid.dp, r.zero_stage) for r in small_runs(run)} == {(2, 3)}
+        assert all(r.config.model.hidden_size != model.hidden_size for r in small_runs(run))
+    assert (one.num_attention_heads, one.num_key_value_heads) == (6, 6)
 
 
 @pytest.mark.slow
