@@ -94,9 +94,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _train(
-    config: Path, overrides: Sequence[str], ranks: int, steps: int, folder: Path
-) -> Path:
+def _train(config: Path, overrides: Sequence[str], ranks: int, steps: int, folder: Path) -> Path:
     """Trains some steps, and returns the folder of the run."""
     run_dir = folder / "run"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]

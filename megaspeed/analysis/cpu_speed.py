@@ -75,13 +75,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 log=Path(folder) / "log",
                 timeout_seconds=_TIMEOUT_SECONDS,
             )
-    except ConfigError as error:
-        print(error, file=sys.stderr)
-        return 2
-    except RanksFailed as error:
-        print(error, file=sys.stderr)
-        return 1
-    print(json.dumps(figures[0]))
+    except (ConfigError, RanksFailed) as error:
+        sys.stderr.write(f"{error}\n")
+        return 2 if isinstance(error, ConfigError) else 1
+    sys.stdout.write(json.dumps(figures[0]) + "\n")
     return 0
 
 

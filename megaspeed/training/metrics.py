@@ -16,6 +16,7 @@ from megaspeed.config.resolve import Precision
 from megaspeed.topology.activity import OWN_WORK, PARTS
 from megaspeed.topology.devices import peak_by_name
 
+
 @dataclass(frozen=True, kw_only=True)
 class StepMetrics:
     """One optimizer step, in full precision."""

@@ -12,7 +12,7 @@ import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard, cast
 
 from megaspeed.analysis.costs.step_time import StepTime, predict_step_time
 from megaspeed.analysis.costs.workload import Cluster, Workload, workload_of
@@ -163,9 +163,7 @@ def _steps(folder: Path) -> Iterator[dict[str, Any]]:
             "(training.run_dir)"
         )
     for record in _records(file):
-        seconds = record.get("step_time_seconds")
-        is_number = isinstance(seconds, int | float) and not isinstance(seconds, bool)
-        if is_number and 0 < seconds < math.inf:
+        if _is_positive(record.get("step_time_seconds")):
             yield record
 
 
@@ -186,11 +184,8 @@ def _check_device(folder: Path, run: Run, cluster: Cluster, records: list[dict[s
     same peak, such as H100 and H200, cannot be told apart.
     """
     device = cluster.device
-    peaks = [
-        record["tflops_per_rank"] / record["mfu"]
-        for record in records
-        if _is_positive(record.get("mfu")) and _is_positive(record.get("tflops_per_rank"))
-    ]
+    rates = ((record.get("tflops_per_rank"), record.get("mfu")) for record in records)
+    peaks = [rate / mfu for rate, mfu in rates if _is_positive(rate) and _is_positive(mfu)]
     if not peaks and (cluster.measured is not None or run.precision == "fp32" or not records):
         return
     if not peaks:
@@ -207,8 +202,8 @@ def _check_device(folder: Path, run: Run, cluster: Cluster, records: list[dict[s
     )
 
 
-def _is_positive(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
+def _is_positive(value: object) -> TypeGuard[float]:
+    return type(value) in (int, float) and 0 < cast(float, value) < math.inf
 
 
 def _counted(run: Run, records: list[dict[str, Any]], begin: int) -> Iterator[float]:

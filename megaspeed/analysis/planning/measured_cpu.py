@@ -193,9 +193,7 @@ def cluster_of(run: Run, figures: Mapping[str, Any]) -> Cluster:
         host=HostTime(block=0.0, micro_batch=0.0, step=0.0),
     )
     ranks = run.grid.world_size
-    cluster = Cluster(
-        device=device, gpus_per_node=ranks, network_bandwidth=0.0, measured=measured
-    )
+    cluster = Cluster(device=device, gpus_per_node=ranks, network_bandwidth=0.0, measured=measured)
 
     def with_(**changes: Any) -> Cluster:
         assert cluster.measured is not None

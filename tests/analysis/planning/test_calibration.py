@@ -92,9 +92,7 @@ def test_the_factor_is_the_median_step_over_the_prediction(tmp_path: Path) -> No
     predicted = predict_step_time(workload_of(run), A100)
     assert found.measured_seconds == pytest.approx(1.1)
     assert found.factor == pytest.approx(1.1 / predicted.total)
-    assert (found.low, found.high) == pytest.approx(
-        (1.0 / predicted.total, 1.2 / predicted.total)
-    )
+    assert (found.low, found.high) == pytest.approx((1.0 / predicted.total, 1.2 / predicted.total))
     assert found.steps == 35 - calibration.WARM_UP_STEPS
     assert predicted.scaled(found.factor).total == pytest.approx(1.1)
     assert f"{found.steps} steps" in str(found)

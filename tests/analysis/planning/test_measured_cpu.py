@@ -40,9 +40,7 @@ FIGURES: dict[str, Any] = {
 
 
 def run_of(*overrides: str, ranks: int = 2, config: str = "zero3") -> Run:
-    return load_run(
-        FOLDER / f"{config}.json", overrides, world_size=ranks, world_source="the test"
-    )
+    return load_run(FOLDER / f"{config}.json", overrides, world_size=ranks, world_source="the test")
 
 
 def machine(run: Run, pointwise: float, host: HostTime) -> Cluster:
@@ -125,9 +123,7 @@ def test_ranks_that_share_processors_are_measured_so(tmp_path: Path) -> None:
     assert 0.3 < shared["products"] / alone["products"] < 0.7
 
 
-def test_a_failed_measurement_is_one_line(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_failed_measurement_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def failed(program: str) -> str:
         monkeypatch.setattr(sys, "executable", program)
         with pytest.raises(CpuSpeedError) as caught:
