@@ -29,7 +29,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megaspeed.analysis.costs.workload import attention_flops, block_products, workload_of
+from megaspeed.analysis.costs.network_time import HOPS
+from megaspeed.analysis.costs.workload import (
+    Message,
+    Wire,
+    attention_flops,
+    block_products,
+    workload_of,
+)
 from megaspeed.analysis.local_ranks import RanksFailed, run_on_ranks
 from megaspeed.analysis.planning.measured_cpu import block_run, small_runs
 from megaspeed.config.document import add_config_options
@@ -87,12 +94,14 @@ def measure_rank(launch: LaunchEnvironment, run: Run) -> dict[str, Any]:
 
     Rates are in operations or bytes a second, times in seconds.
     """
-    with ParallelContext.create(run.grid, launch, timeout_seconds=_TIMEOUT_SECONDS) as context:
+    small = small_runs(run)
+    grid = small[0].grid  # all ranks are data ranks
+    with ParallelContext.create(grid, launch, timeout_seconds=_TIMEOUT_SECONDS) as context:
         block = _Block(block_run(run))
         group = context.world_group
         times = _wall_times(_cpu_seconds(block.operations(), group), group)
-        messages = _messages(context) if launch.world_size > 1 else {}
-        small = [_step_seconds(each, context) for each in small_runs(run)]
+        messages = _messages(group) if launch.world_size > 1 else {}
+        steps = [_step_seconds(each, context) for each in small]
     return {
         "processors": _processors(),
         "memory_bytes": psutil.virtual_memory().total // launch.world_size,
@@ -105,7 +114,7 @@ def measure_rank(launch: LaunchEnvironment, run: Run) -> dict[str, Any]:
         "block": times["block"],
         "optimizer": times["optimizer"] / _ELEMENTS,
         "messages": messages,
-        "small_steps": small,
+        "small_steps": steps,
     }
 
 
@@ -239,29 +248,44 @@ def _cpu_seconds(
     return {name: statistics.median(each) for name, each in times.items()}
 
 
-def _messages(context: ParallelContext) -> dict[str, tuple[float, float]]:
-    """Message -> latency of a hop, bytes a second (``costs.workload.Wire``)."""
-    group, ranks = context.world_group, context.grid.world_size
-    own = context.rank
-    elements = _LARGE_BYTES // 4 // ranks * ranks
-    hops = {"all_reduce": 2 * (ranks - 1), "send": 1}
-    found = {}
-    for kind in ("all_reduce", "all_gather", "reduce_scatter", "reduce", "send"):
-        hop = hops.get(kind, ranks - 1)
-        times = []
-        for size in (ranks, elements):
-            complete, part = torch.zeros(size), torch.zeros(size // ranks)
-            calls: dict[str, Callable[[], object]] = {
-                "all_reduce": partial(dist.all_reduce, complete, group=group),
-                "all_gather": partial(dist.all_gather_into_tensor, complete, part, group=group),
-                "reduce_scatter": partial(dist.reduce_scatter_tensor, part, complete, group=group),
-                "reduce": partial(_reduce_parts, complete, group),
-                "send": partial(_there_and_back, complete, own, group),
-            }
-            times.append(_wall_seconds(calls[kind], group) / (2 if kind == "send" else 1))
-        latency, sent = times[0] / hop, elements * 4 * hop / (1 if kind == "send" else ranks)
-        found[kind] = latency, sent / max(times[1] - times[0], 1e-9)
+def _messages(group: dist.ProcessGroup) -> dict[Message, Wire]:
+    """The time of each kind of message.
+
+    Before each call a rank computes, as in training: ranks then arrive at different times, and
+    other data is in the cache. Small and large messages take turns, so that a change of the
+    machine's speed changes both.
+    """
+    ranks = dist.get_world_size(group)
+    sizes = (ranks, _LARGE_BYTES // 4 // ranks * ranks)
+    calls = {(kind, size): call for size in sizes for kind, call in _calls_of(size, group).items()}
+    a, b = torch.randn(512, 512), torch.randn(512, 512)
+    times: dict[tuple[Message, int], list[float]] = {each: [] for each in calls}
+    dist.barrier(group)
+    for _, (each, call) in itertools.product(range(_REPEATS_OF_MESSAGES), calls.items()):
+        for _ in range(4):
+            b = (a @ b).clamp_(-1, 1)
+        start = time.perf_counter()
+        call()
+        times[each].append(time.perf_counter() - start)
+    found: dict[Message, Wire] = {}
+    for kind, hops in HOPS.items():
+        small, large = (_mean(_fast(times[kind, size]), group) for size in sizes)
+        sent = 4 * sizes[1] * hops(ranks) / (1 if kind == "send" else ranks)
+        # If other programs hide the difference, at least a tenth of the time is for the bytes.
+        found[kind] = Wire(small / hops(ranks), sent / max(large - small, large / 10))
     return found
+
+
+def _calls_of(size: int, group: dist.ProcessGroup) -> dict[Message, Callable[[], object]]:
+    """Each kind of message with this many elements in all."""
+    complete, part = torch.zeros(size), torch.zeros(size // dist.get_world_size(group))
+    return {
+        "all_reduce": partial(dist.all_reduce, complete, group=group),
+        "all_gather": partial(dist.all_gather_into_tensor, complete, part, group=group),
+        "reduce_scatter": partial(dist.reduce_scatter_tensor, part, complete, group=group),
+        "reduce": partial(_reduce_parts, complete, group),
+        "send": partial(_send_to_the_next, complete, group),
+    }
 
 
 def _reduce_parts(complete: Tensor, group: dist.ProcessGroup) -> None:
@@ -276,31 +300,13 @@ def _reduce_parts(complete: Tensor, group: dist.ProcessGroup) -> None:
         work.wait()
 
 
-def _there_and_back(message: Tensor, rank: int, group: dist.ProcessGroup) -> None:
-    """The first two ranks send a message to each other, one after the other."""
+def _send_to_the_next(message: Tensor, group: dist.ProcessGroup) -> None:
+    """The first rank sends to the second. The others only compute."""
+    rank = dist.get_rank(group)
     if rank == 0:
         dist.send(message, 1, group=group)
-        dist.recv(message, 1, group=group)
     elif rank == 1:
         dist.recv(message, 0, group=group)
-        dist.send(message, 0, group=group)
-
-
-def _wall_seconds(call: Callable[[], object], group: dist.ProcessGroup) -> float:
-    """Seconds of a call, the mean over the ranks. Before each call a rank computes, as in training:
-    ranks then arrive at different times, and other data is in the cache."""
-    a, b = torch.randn(512, 512), torch.randn(512, 512)
-    times = []
-    dist.barrier(group)
-    for _ in range(_REPEATS_OF_MESSAGES):
-        for _ in range(4):
-            b = (a @ b).clamp_(-1, 1)
-        start = time.perf_counter()
-        call()
-        times.append(time.perf_counter() - start)
-    own = torch.tensor(_fast(times), dtype=torch.float64)
-    dist.all_reduce(own, group=group)
-    return float(own) / dist.get_world_size(group)
 
 
 def _step_seconds(run: Run, context: ParallelContext) -> float:
@@ -326,6 +332,12 @@ def _slowest(seconds: float, group: dist.ProcessGroup) -> float:
     of_all = torch.tensor(seconds, dtype=torch.float64)
     dist.all_reduce(of_all, op=dist.ReduceOp.MAX, group=group)
     return float(of_all)
+
+
+def _mean(seconds: float, group: dist.ProcessGroup) -> float:
+    of_all = torch.tensor(seconds, dtype=torch.float64)
+    dist.all_reduce(of_all, group=group)
+    return float(of_all) / dist.get_world_size(group)
 
 
 def _wall_times(own: Mapping[str, float], group: dist.ProcessGroup) -> dict[str, float]:

@@ -9,7 +9,9 @@ measured (``Cluster.measured``).
 """
 
 import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Literal
 
 from megaspeed.analysis.costs.workload import Cluster, Message, Workload, block_parameters
@@ -30,6 +32,19 @@ _EXPOSED_TP = 0.5
 """The fraction of a tp collective's time that remains if it runs beside products in parts. The
 first part precedes all products, or the last part follows them. torchtitan's asynchronous tensor
 parallelism hides about half."""
+
+
+HOPS: Mapping[Message, Callable[[int], int]] = MappingProxyType(
+    {
+        "all_reduce": lambda ranks: 2 * (ranks - 1),
+        "all_gather": lambda ranks: ranks - 1,
+        "reduce_scatter": lambda ranks: ranks - 1,
+        "reduce": lambda ranks: ranks - 1,
+        "send": lambda ranks: 1,
+    }
+)
+"""Hops of a message in a ring of so many ranks. In each hop of a collective, a rank sends one part
+of the message."""
 
 
 @dataclass(frozen=True)
@@ -144,12 +159,11 @@ class Network:
         rounds x (n-1) hops, of which rounds x (N-1) are between nodes. For an all-reduce, NCCL uses
         a tree if its hops take less time (NCCL, src/graph/tuning.cc).
         """
-        rounds = 2 if kind == "all_reduce" else 1
         measured = self.cluster.measured
         if measured is not None:
             ranks, wire = self.work.grid.size_along(axis), measured.messages[kind]
-            sent = (ranks - 1) / ranks * message
-            return rounds * ((ranks - 1) * wire.latency + sent / wire.bandwidth)
+            return HOPS[kind](ranks) * (wire.latency + message / ranks / wire.bandwidth)
+        rounds = 2 if kind == "all_reduce" else 1
         ranks, nodes, bandwidth = self.ring(axis)
         between = nodes - 1
         hops = (ranks - 1 - between) * _HOP_WITHIN_NODE + between * _HOP_BETWEEN_NODES
