@@ -7,8 +7,8 @@
 
 The prediction runs nothing. Only the two constants in ``FITTED`` are fitted to published runs. All
 others are from data sheets, papers and source code, stated beside each constant. Each function
-states the formula of its term. The formula of the pipeline needs only the times of the layers
-(``StepTime.layers``), so a simulation of a schedule can use the same times.
+states the formula of its term. ``pipeline_time`` replaces the formulas of bubble and p2p by a
+simulation of the schedule with the same times of layers.
 
 This is plain arithmetic: a prediction takes a fraction of a millisecond, and loads no torch.
 """
@@ -158,25 +158,14 @@ class StepTime:
 def predict_step_time(work: Workload, cluster: Cluster, constants: Constants = FITTED) -> StepTime:
     """Predicts the step time of the rank that determines it.
 
-    Between the fill and the drain of the pipeline, the slowest stage always computes:
-
-        time = sum of all stages' times + (micro-batches - 1) x slowest stage
-
-    (Narayanan et al. 2021, section 2.2, for unequal stages). With c chunks the fill and the drain
-    take 1/c of that.
-
     Raises:
         ValueError: the device cannot compute in this precision.
     """
     rates = _Rates(work, cluster, constants)
     layers = Layers(rates.embedding(), rates.block(), rates.head())
     last = work.grid.pp - 1
-    times = [
-        blocks * layers.block.both
-        + (stage == 0) * layers.embedding.both
-        + (stage == last) * layers.head.both
-        for stage, blocks in enumerate(work.blocks_of_stages)
-    ]
+    forward, backward = stage_times(work, layers)
+    times = [sum(both) for both in zip(forward, backward, strict=True)]
     slowest = max(range(len(times)), key=times.__getitem__)
     blocks, count = work.blocks_of_stages[slowest], work.micro_batches
     block = layers.block
@@ -192,11 +181,57 @@ def predict_step_time(work: Workload, cluster: Cluster, constants: Constants = F
         head=count * (slowest == last) * layers.head.both,
         recomputation=count * blocks * block.recomputation,
         tp=of_step(block.tp),
-        bubble=(sum(times) - times[slowest]) / work.chunks,
+        bubble=_bubble(work, forward, backward),
         p2p=rates.network.p2p(),
         dp=rates.network.dp(slowest, block.forward, block.backward),
         optimizer=rates.optimizer(slowest),
     )
+
+
+def stage_times(work: Workload, layers: Layers) -> tuple[list[float], list[float]]:
+    """Seconds of the forward and of the backward of each stage for one micro-batch."""
+    embedding, block, head = layers
+    ends = [
+        (blocks, stage == 0, stage == work.grid.pp - 1)
+        for stage, blocks in enumerate(work.blocks_of_stages)
+    ]
+    return (
+        [b * block.forward + e * embedding.forward + h * head.forward for b, e, h in ends],
+        [b * block.backward + e * embedding.backward + h * head.backward for b, e, h in ends],
+    )
+
+
+def _bubble(work: Workload, forward: list[float], backward: list[float]) -> float:
+    """What waiting for other stages adds to the slowest stage's own work.
+
+    With gpipe, the slowest forward and then the slowest backward set the pace:
+
+        time = sum of all stages' times + (micro-batches - 1) x (slowest forward + slowest backward)
+
+    (Narayanan et al. 2021, section 2.2, for unequal stages). With c chunks the fill and the drain
+    take 1/c of the sum.
+
+    With 1f1b, a stage cannot start before the first micro-batch has passed the stages before it,
+    and these need their backward of the last micro-batch after it. From a forward to its gradient,
+    a micro-batch passes the k stages after it twice. A stage waits for that at its first and at its
+    last gradient, and runs k forwards or k backwards meanwhile. The step takes as long as the stage
+    that ends last.
+    """
+    times = [sum(both) for both in zip(forward, backward, strict=True)]
+    count, own = work.micro_batches, work.micro_batches * max(times)
+    if work.chunks > 1:
+        return (sum(times) - max(times)) / work.chunks
+    if work.schedule == "gpipe":
+        return sum(times) + (count - 1) * (max(forward) + max(backward)) - own
+    ends = []
+    for stage, time in enumerate(times):
+        after = len(times) - 1 - stage
+        wait = passed = sum(times[stage + 1 :])
+        if count > after:
+            first, last = passed - after * forward[stage], passed - after * backward[stage]
+            wait = min(passed, max(0.0, first) + max(0.0, last))
+        ends.append(sum(times[:stage]) + count * time + wait)
+    return max(ends) - own
 
 
 class _Rates:
