@@ -18,7 +18,8 @@ FILES = sorted(file for file in FOLDER.glob("*.json") if not file.name.endswith(
 
 def test_the_files_exist() -> None:
     small = {"base", "zero0", "zero1", "zero2", "zero3", "zero3_offload", "3d"}
-    large = {"gpt2_1.5b", "zero_7.5b", "llama2_70b", "llama2_70b_64", "gpt3_175b", "mt_nlg_530b"}
+    large = {"gpt2_1.5b", "zero_7.5b", "llama2_70b", "llama2_70b_64", "llama3_70b"}
+    large |= {"gpt3_175b", "mt_nlg_530b"}
     assert small | large <= {file.stem for file in FILES}
 
 
@@ -50,6 +51,7 @@ def test_3d_is_two_by_two_by_two() -> None:
         ("zero_7.5b", 64, (1, 64, 1), 1),
         ("llama2_70b_64", 64, (1, 64, 1), 4),
         ("llama2_70b", 2048, (1, 256, 8), 1),
+        ("llama3_70b", 64, (4, 4, 4), 128),
         ("gpt3_175b", 4096, (8, 64, 8), 24),
         ("mt_nlg_530b", 4480, (35, 16, 8), 120),
     ],
@@ -68,6 +70,7 @@ def test_the_large_files_have_their_published_layouts(
         ("gpt3_175b", 1536 * 2048, 300e9),
         ("mt_nlg_530b", 1920 * 2048, 270e9),
         ("llama2_70b", 4 * 2**20, 2e12),
+        ("llama3_70b", 4 * 2**20, 15e12),
     ],
 )
 def test_the_large_files_train_on_the_published_number_of_tokens(

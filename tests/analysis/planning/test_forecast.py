@@ -1,0 +1,66 @@
+"""What follows from a step time."""
+
+from dataclasses import replace
+
+import pytest
+
+from megaspeed.analysis.costs.workload import workload_of
+from megaspeed.analysis.planning.forecast import PARTS, forecast
+from megaspeed.config.resolve import Run
+from tests.analysis.planning.tiny_runs import FOLDER, a100s, from_file, tiny
+
+
+def run_of(name: str, world_size: int, *overrides: str) -> Run:
+    return from_file(FOLDER / f"{name}.json", *overrides, world_size=world_size).run
+
+
+def test_every_term_is_in_one_part() -> None:
+    made = forecast(run_of("gpt3_175b", 1024), a100s())
+    listed = [name for names in PARTS.values() for name in names]
+    assert sorted(listed) == sorted(made.step.terms)
+    assert sum(made.parts().values()) == pytest.approx(made.seconds)
+
+
+def test_mfu_is_that_of_korthikantis_formula() -> None:
+    """Korthikanti et al. 2022, appendix A: 72 B L S H^2 (1 + S / 6H + V / 12LH) FLOPs a step."""
+    run = run_of("gpt3_175b", 1024)
+    made, model = forecast(run, a100s()), run.config.model
+    batch, length = run.batch.train_batch_size, run.config.data.sequence_length
+    hidden, layers = model.hidden_size, model.num_hidden_layers
+    terms = 1 + length / (6 * hidden) + model.vocab_size / (12 * layers * hidden)
+    flops = 72 * batch * layers * length * hidden**2 * terms
+    full, causal = made.mfu(), made.mfu(causal=True)
+    assert full is not None and causal is not None
+    assert full == pytest.approx(flops / made.seconds / (1024 * 311.8e12), rel=1e-3)
+    assert 0.9 * full < causal < full
+    assert made.tokens_per_second == pytest.approx(batch * length / made.seconds)
+
+
+def test_the_interval_holds_what_would_be_predicted_that_far_off() -> None:
+    made = forecast(run_of("gpt3_175b", 1024), a100s())
+    low, high = made.interval
+    assert low < made.seconds < high
+    assert made.seconds / low - 1 == pytest.approx(0.12)
+    assert 1 - made.seconds / high == pytest.approx(0.12)
+    assert list(made.warnings()) == []
+
+
+def test_a_short_step_is_less_certain() -> None:
+    made = forecast(tiny("bf16.enabled=true", world_size=1).run, a100s())
+    assert made.seconds < 0.5 and made.error > 0.3
+    assert any("shorter than 0.5 s" in warning for warning in made.warnings())
+
+
+def test_a_slow_network_is_warned_of() -> None:
+    run = run_of("llama2_70b_64", 64)
+    slow = replace(a100s(), network_bandwidth=1.0)
+    assert forecast(run, a100s()).communication < 0.3 < forecast(run, slow).communication
+    assert any("communication takes" in each for each in forecast(run, slow).warnings())
+
+
+def test_a_head_size_that_flash_attention_does_not_like_is_warned_of() -> None:
+    stated = ("bf16.enabled=true", "model.hidden_size=120")
+    run = tiny(*stated, world_size=1).run
+    assert run.config.model.head_dim == 10 and workload_of(run).attention == "fa2"
+    warnings = list(forecast(run, a100s()).warnings())
+    assert any("head size of 10 is no multiple of 8" in each for each in warnings)
