@@ -97,6 +97,8 @@ def run_plan(options: argparse.Namespace) -> int:
     """Prints the plan. The exit code is 0 whether the run fits or not."""
     # Imported here, because other commands do not need them.
     from megaspeed.analysis.planning.cluster import read_cluster
+    from megaspeed.analysis.planning.forecast import TrainingTime
+    from megaspeed.analysis.planning.goodput import predict_goodput
     from megaspeed.analysis.planning.plan import plan
     from megaspeed.analysis.planning.report import report, what_if_report
     from megaspeed.analysis.planning.variants import Training
@@ -117,7 +119,17 @@ def run_plan(options: argparse.Namespace) -> int:
     )
     planned = plan(training, cluster, stated.gpus_per_node)
     figures = planned.as_json()
-    show(report(planned))
+    training_time = None
+    if planned.forecast is not None:
+        run = planned.run
+        training_time = TrainingTime(
+            forecast=planned.forecast,
+            tokens=options.tokens or run.config.training.steps * run.tokens_per_step,
+            goodput=predict_goodput(run, planned.forecast.seconds, stated.operations),
+            dollars_per_gpu_hour=stated.dollars_per_gpu_hour,
+        )
+        figures["training"] = training_time.as_json()
+    show(report(planned, training_time))
     found = None
     if cluster is not None and (options.what_if or options.write):
         found = what_if(training, cluster, options.largest_tensor)

@@ -27,8 +27,8 @@ processors, memory and power (Lee et al. 2025, arXiv 2507.03114, abstract: 18.9 
 
 _EXPOSED_TP = 0.5
 """The fraction of a tp collective's time that remains if it runs beside products in parts. The
-first part precedes all products, or the last part follows them. torchtitan's asynchronous tensor
-parallelism hides about half."""
+first part precedes all products, or the last part follows them. An assumption, for torchtitan's
+asynchronous tensor parallelism."""
 
 
 @dataclass(frozen=True)

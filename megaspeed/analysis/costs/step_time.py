@@ -53,7 +53,8 @@ of a run has a median of 4.2 % and a 90th percentile of 12.0 %.
 """
 
 MEMORY_EFFICIENCY = 0.85
-"""Achieved share of the data sheet's memory bandwidth (BabelStream's triad on A100 and H100)."""
+"""Achieved share of the data sheet's memory bandwidth. An assumption: a triad over long vectors
+reaches about 0.9, and the tensors of a training are shorter."""
 
 _ATTENTION_RATE = {"fa1": (0.40, 0.30), "fa2": (0.62, 0.50), "fa3": (0.65, 0.50)}
 """Forward and backward rate of a causal kernel, as a fraction of the peak. FlashAttention 1: 30 to

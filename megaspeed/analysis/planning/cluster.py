@@ -10,6 +10,7 @@ from typing import Any
 from pydantic import Field, ValidationError
 
 from megaspeed.analysis.costs.workload import Cluster
+from megaspeed.analysis.planning.goodput import Operations
 from megaspeed.analysis.planning.machines import GPUS_PER_NODE
 from megaspeed.config.document import JsonSyntaxError, read_json_object
 from megaspeed.config.errors import ConfigError
@@ -36,6 +37,8 @@ class ClusterConfig(Section):
     own system."""
     dollars_per_gpu_hour: float | None = Field(default=None, ge=0)
     """Price of one accelerator for one hour."""
+    operations: Operations = Operations()
+    """Failures and storage, for the goodput of a long run."""
 
     @property
     def gpus(self) -> int | None:

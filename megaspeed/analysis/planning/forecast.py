@@ -4,6 +4,7 @@ Run, Cluster --> StepTime --> tokens a second, MFU, warnings
 tokens of the training, goodput, price --> days, GPU-hours, dollars
 """
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 from megaspeed.analysis.costs.pipeline_time import with_timetable
 from megaspeed.analysis.costs.step_time import StepTime, predict_step_time
 from megaspeed.analysis.costs.workload import Cluster, workload_of
+from megaspeed.analysis.planning.goodput import Goodput
 from megaspeed.config.resolve import Run
 from megaspeed.model.parameters import training_flops_per_token
 
@@ -28,7 +30,7 @@ MUCH_COMMUNICATION = 0.3
 SHORT_STEP = 0.5
 """Seconds."""
 
-SECONDS_OF_A_DAY = 86_400
+_SECONDS_OF_A_DAY = 86_400
 
 PARTS: Mapping[str, Sequence[str]] = {
     "compute": ("products", "attention", "pointwise", "head"),
@@ -125,6 +127,51 @@ class Forecast:
             "mfu_causal": self.mfu(causal=True),
             "communication_fraction": self.communication,
             "warnings": list(self.warnings()),
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingTime:
+    """The wall-clock time of a complete training, and what it costs."""
+
+    forecast: Forecast
+    tokens: int
+    goodput: Goodput
+    dollars_per_gpu_hour: float | None = None
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps."""
+        return math.ceil(self.tokens / self.forecast.run.tokens_per_step)
+
+    @property
+    def days(self) -> float:
+        """Days from the first start to the end; infinite if the run fails before each save."""
+        seconds = self.steps * self.forecast.seconds
+        goodput = self.goodput.total
+        return seconds / goodput / _SECONDS_OF_A_DAY if goodput > 0 else math.inf
+
+    @property
+    def gpu_hours(self) -> float:
+        """Hours of all devices of the grid."""
+        return 24 * self.days * self.forecast.run.grid.world_size
+
+    @property
+    def dollars(self) -> float | None:
+        """The cost; None if no price is stated."""
+        price = self.dollars_per_gpu_hour
+        return None if price is None else price * self.gpu_hours
+
+    def as_json(self) -> dict[str, Any]:
+        """All figures as JSON values."""
+        ends = math.isfinite(self.days)
+        return {
+            "tokens": self.tokens,
+            "steps": self.steps,
+            "days": self.days if ends else None,
+            "gpu_hours": self.gpu_hours if ends else None,
+            "dollars": self.dollars if ends else None,
+            "goodput": self.goodput.as_json(),
         }
 
 

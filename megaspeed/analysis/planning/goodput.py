@@ -11,10 +11,13 @@ optimum checkpoint interval"): sqrt(2 x seconds of a save x mean time between fa
 """
 
 import math
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from typing import Any
 
+from pydantic import Field
+
 from megaspeed.config.resolve import Run
+from megaspeed.config.section import Section
 from megaspeed.pipeline.partition import parameters_of_stages
 
 _SAVED_BYTES = 12
@@ -24,30 +27,20 @@ _FORWARD = 1 / 3
 """The fraction of a step that a forward takes: a backward has twice its products."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Operations:
-    """What a run does not know about its machines."""
+class Operations(Section):
+    """What a run does not know about its machines: the object ``operations`` of a cluster."""
 
-    failures_per_gpu_hour: float = 419 / (54 * 24 * 16_384)
+    failures_per_gpu_hour: float = Field(default=419 / (54 * 24 * 16_384), ge=0)
     """Failures that end the run. Llama 3: 419 unexpected interruptions in 54 days on 16,384 H100
     (Dubey et al. 2024, section 3.3.4), one in 50,677 GPU-hours."""
-    restart_seconds: float = 600.0
+    restart_seconds: float = Field(default=600.0, ge=0)
     """From a failure to the first step, without loading: notice it, replace a node, start the
     ranks, compile. An assumption; a rank that does not respond is noticed after
     ``hang_timeout_seconds``, which is 300."""
-    storage_bandwidth: float = 10.0
+    storage_bandwidth: float = Field(default=10.0, gt=0)
     """GB/s with which all ranks together write or read a checkpoint. An assumption."""
-    copy_bandwidth: float = 20.0
+    copy_bandwidth: float = Field(default=20.0, gt=0)
     """GB/s from a GPU to host memory, over PCIe. An assumption: 16 lanes of PCIe 4 have 32."""
-
-    def __post_init__(self) -> None:
-        """Raises ValueError if a figure is impossible."""
-        for each in fields(self):
-            value = getattr(self, each.name)
-            least_allowed = each.name in ("failures_per_gpu_hour", "restart_seconds")
-            if not (math.isfinite(value) and (value > 0 or (value == 0 and least_allowed))):
-                least = "0 or more" if least_allowed else "above 0"
-                raise ValueError(f"{each.name} must be {least} and finite, not {value}")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,11 +1,12 @@
 """A plan and its what-if as lines and tables. The tables fit 80 columns."""
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from rich.table import Table
 
 from megaspeed.analysis.costs.reserved_memory import Verdict
-from megaspeed.analysis.planning.forecast import Forecast
+from megaspeed.analysis.planning.forecast import Forecast, TrainingTime
 from megaspeed.analysis.planning.machines import AxisMap
 from megaspeed.analysis.planning.plan import Plan, PlannedZero
 from megaspeed.analysis.planning.prediction import AlikeStages, alike_stages, sent_along
@@ -46,13 +47,15 @@ _REDUCTIONS: Mapping[GradientReduction, str] = {
 }
 
 
-def report(plan: Plan) -> Iterator[str | Table]:
-    """The lines and tables of a complete plan."""
+def report(plan: Plan, training: TrainingTime | None = None) -> Iterator[str | Table]:
+    """The lines and tables of a complete plan, and of the complete training if it is stated."""
     yield from summary(plan)
     for part in (_ranks, _stages, _memory, _traffic):
         yield ""
         yield from part(plan)
     yield from _time(plan)
+    if training is not None:
+        yield from _training(training)
     yield ""
     for planned in plan.zero_stages:
         for refusal in planned.refusals:
@@ -295,6 +298,39 @@ def _throughput(forecast: Forecast) -> Iterator[str]:
         line += f", MFU {full:.1%}; {causal:.1%} if causal attention counts half"
     yield line
     yield from (f"warning: {warning}" for warning in forecast.warnings())
+
+
+def _training(training: TrainingTime) -> Iterator[str]:
+    """Days and cost of a complete training, and what its goodput loses."""
+    goodput, world_size = training.goodput, training.forecast.run.grid.world_size
+    low, high = (bound / training.forecast.seconds for bound in training.forecast.interval)
+    days = training.days
+    yield ""
+    yield f"Training on {short_count(training.tokens)} tokens, {counted(training.steps, 'step')}"
+    if not math.isfinite(days):
+        yield "it never ends: failures come more often than saves; reduce training.save_interval"
+        return
+    yield f"{_rounded(days)} days, {_rounded(low * days)} to {_rounded(high * days)}"
+    cost = f"{training.gpu_hours:,.0f} hours of {counted(world_size, 'GPU')} together"
+    if training.dollars is not None:
+        cost += f", ${training.dollars:,.0f}"
+    yield cost
+    lost = {
+        "validation": goodput.validation,
+        "saves": goodput.saves,
+        "restarts": goodput.restarts,
+    }
+    parts = ", ".join(f"{name} {1 - kept:.1%}" for name, kept in lost.items())
+    yield f"goodput {goodput.total:.1%}; lost: {parts}"
+    if goodput.best_save_interval is not None:
+        yield (
+            f"a failure every {_rounded(goodput.hours_between_failures)} hours; best "
+            f"training.save_interval: {goodput.best_save_interval:,} steps"
+        )
+
+
+def _rounded(number: float) -> str:
+    return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
 
 
 def _verdict(plan: Plan) -> Iterator[str]:

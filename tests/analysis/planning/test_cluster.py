@@ -44,6 +44,22 @@ def test_all_mistakes_are_listed_at_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("storage_bandwidth", 0, "wanted more than 0"),
+        ("restart_seconds", -1, "wanted at least 0"),
+        ("failures_per_gpu_hour", "often", "wanted a number"),
+        ("failures", 1, "operations.failures is an unknown key"),
+    ],
+)
+def test_impossible_operations_are_refused(
+    name: str, value: Any, message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        read_cluster(written(tmp_path, operations={name: value}), {})
+
+
+@pytest.mark.parametrize(
     ("text", "message"),
     [("{", "is not JSON"), ("[]", "object"), ('{"nodes": 1, "nodes": 2}', "duplicate key")],
 )

@@ -1,11 +1,14 @@
 """What follows from a step time."""
 
+import json
+import math
 from dataclasses import replace
 
 import pytest
 
 from megaspeed.analysis.costs.workload import workload_of
-from megaspeed.analysis.planning.forecast import PARTS, forecast
+from megaspeed.analysis.planning.forecast import PARTS, TrainingTime, forecast
+from megaspeed.analysis.planning.goodput import Operations, predict_goodput
 from megaspeed.config.resolve import Run
 from tests.analysis.planning.tiny_runs import FOLDER, a100s, from_file, tiny
 
@@ -64,3 +67,23 @@ def test_a_head_size_that_flash_attention_does_not_like_is_warned_of() -> None:
     assert run.config.model.head_dim == 10 and workload_of(run).attention == "fa2"
     warnings = list(forecast(run, a100s()).warnings())
     assert any("head size of 10 is no multiple of 8" in each for each in warnings)
+
+
+def test_days_and_cost_follow_from_the_goodput() -> None:
+    made = forecast(run_of("gpt3_175b", 1024), a100s())
+    goodput = predict_goodput(made.run, made.seconds)
+    time = TrainingTime(forecast=made, tokens=10**12, goodput=goodput, dollars_per_gpu_hour=2.0)
+    seconds = 10**12 / made.tokens_per_second / goodput.total
+    assert time.days == pytest.approx(seconds / 86_400, rel=1e-5)
+    assert time.gpu_hours == pytest.approx(1024 * seconds / 3600, rel=1e-5)
+    assert time.dollars == pytest.approx(2 * time.gpu_hours)
+    free = replace(time, dollars_per_gpu_hour=None)
+    assert free.dollars is None
+
+
+def test_a_training_that_never_ends_is_valid_json() -> None:
+    made = forecast(run_of("gpt3_175b", 1024, "training.save_interval=0"), a100s())
+    hopeless = predict_goodput(made.run, made.seconds, Operations(failures_per_gpu_hour=1e3))
+    time = TrainingTime(forecast=made, tokens=10**12, goodput=hopeless)
+    assert time.days == math.inf
+    assert json.loads(json.dumps(time.as_json(), allow_nan=False))["days"] is None
