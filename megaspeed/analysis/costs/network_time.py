@@ -30,8 +30,8 @@ processors, memory and power (Lee et al. 2025, arXiv 2507.03114, abstract: 18.9 
 
 _EXPOSED_TP = 0.5
 """The fraction of a tp collective's time that remains if it runs beside products in parts. The
-first part precedes all products, or the last part follows them. torchtitan's asynchronous tensor
-parallelism hides about half."""
+first part precedes all products, or the last part follows them. An assumption, for torchtitan's
+asynchronous tensor parallelism."""
 
 
 HOPS: Mapping[Message, Callable[[int], int]] = MappingProxyType(
@@ -86,24 +86,28 @@ class Network:
         """Seconds of sending activations and their gradients between stages.
 
         Each stage waits for two exchanges, one with each neighbour, for each micro-batch and chunk
-        (Narayanan et al. 2021, sections 2.2 and 4.1: a tensor rank sends its part). A message to
-        another node uses the network of one GPU.
+        (Narayanan et al. 2021, section 2.2).
         """
         work, pp = self.work, self.work.grid.pp
         if pp == 1:
             return 0.0
+        return 2 * self.message() * work.chunks * (work.micro_batches + pp - 1)
+
+    def message(self) -> float:
+        """Seconds of a message between two stages: the activations of a micro-batch.
+
+        A tensor rank may send only its part (Narayanan et al. 2021, section 4.1). A message to
+        another node uses the network of one GPU.
+        """
+        work = self.work
         message: float = work.tokens * work.model.hidden_size * work.element_bytes
         if work.splits_messages or work.sequence_parallel:
             message /= work.grid.tp
-        return 2 * self.send(message) * work.chunks * (work.micro_batches + pp - 1)
-
-    def send(self, message: float) -> float:
-        """Seconds of a message from one stage to the next."""
         cluster = self.cluster
         if cluster.measured is not None:
             wire = cluster.measured.messages["send"]
             return wire.latency + message / wire.bandwidth
-        within_node = self.work.grid.world_size <= cluster.gpus_per_node
+        within_node = work.grid.world_size <= cluster.gpus_per_node
         bandwidth = cluster.device.link_bandwidth if within_node else cluster.network_bandwidth
         hop = _HOP_WITHIN_NODE if within_node else _HOP_BETWEEN_NODES
         return message / (LINK_EFFICIENCY * 1e9 * bandwidth) + hop + _START

@@ -7,8 +7,8 @@
 
 The prediction runs nothing. Only the two constants in ``FITTED`` are fitted to published runs. All
 others are from data sheets, papers and source code, stated beside each constant. Each function
-states the formula of its term. The formula of the pipeline needs only the times of the layers
-(``StepTime.layers``), so a simulation of a schedule can use the same times.
+states the formula of its term. ``pipeline_time`` replaces the formulas of bubble and p2p by a
+simulation of the schedule with the same times of layers.
 
 This is plain arithmetic: a prediction takes a fraction of a millisecond, and loads no torch.
 """
@@ -54,7 +54,8 @@ of a run has a median of 4.2 % and a 90th percentile of 12.0 %.
 """
 
 MEMORY_EFFICIENCY = 0.85
-"""Achieved share of the data sheet's memory bandwidth (BabelStream's triad on A100 and H100)."""
+"""Achieved share of the data sheet's memory bandwidth. An assumption: a triad over long vectors
+reaches about 0.9, and the tensors of a training are shorter."""
 
 _ATTENTION_RATE = {"fa1": (0.40, 0.30), "fa2": (0.62, 0.50), "fa3": (0.65, 0.50)}
 """Forward and backward rate of a causal kernel, as a fraction of the peak. FlashAttention 1: 30 to
@@ -103,17 +104,19 @@ class LayerTime:
     pointwise: tuple[float, float] = (0.0, 0.0)
     tp: tuple[float, float] = (0.0, 0.0)
     recomputation: float = 0.0  # of the backward
+    host: float = 0.0  # half of it in each pass
 
     @property
     def forward(self) -> float:
         """Seconds of a forward."""
-        return self.products[0] + self.attention[0] + self.pointwise[0] + self.tp[0]
+        device = self.products[0] + self.attention[0] + self.pointwise[0] + self.tp[0]
+        return device + self.host / 2
 
     @property
     def backward(self) -> float:
         """Seconds of a backward with what it computes again."""
         own = self.products[1] + self.attention[1] + self.pointwise[1] + self.tp[1]
-        return own + self.recomputation
+        return own + self.recomputation + self.host / 2
 
     @property
     def both(self) -> float:
@@ -128,6 +131,7 @@ class LayerTime:
             pointwise=_times(self.pointwise, factor),
             tp=_times(self.tp, factor),
             recomputation=self.recomputation * factor,
+            host=self.host * factor,
         )
 
 
@@ -176,13 +180,6 @@ class StepTime:
 def predict_step_time(work: Workload, cluster: Cluster, constants: Constants = FITTED) -> StepTime:
     """Predicts the step time of the rank that determines it.
 
-    Between the fill and the drain of the pipeline, the slowest stage always computes:
-
-        time = sum of all stages' times + (micro-batches - 1) x slowest stage
-
-    (Narayanan et al. 2021, section 2.2, for unequal stages). With c chunks the fill and the drain
-    take 1/c of that. On a measured machine, the stages' times include that of the host.
-
     Args:
         work: what the ranks compute and send.
         cluster: the machines. If they were measured, no constant is used.
@@ -192,18 +189,10 @@ def predict_step_time(work: Workload, cluster: Cluster, constants: Constants = F
         ValueError: the device cannot compute in this precision.
     """
     rates = _Rates(work, cluster, constants)
-    host = HostTime(block=0.0, micro_batch=0.0, step=0.0)
-    if cluster.measured is not None:
-        host = cluster.measured.host
     layers = Layers(rates.embedding(), rates.block(), rates.head())
     last = work.grid.pp - 1
-    times = [
-        blocks * (layers.block.both + host.block)
-        + host.micro_batch
-        + (stage == 0) * layers.embedding.both
-        + (stage == last) * layers.head.both
-        for stage, blocks in enumerate(work.blocks_of_stages)
-    ]
+    forward, backward = stage_times(work, layers)
+    times = [sum(both) for both in zip(forward, backward, strict=True)]
     slowest = max(range(len(times)), key=times.__getitem__)
     blocks, count = work.blocks_of_stages[slowest], work.micro_batches
     block = layers.block
@@ -219,17 +208,63 @@ def predict_step_time(work: Workload, cluster: Cluster, constants: Constants = F
         head=count * (slowest == last) * layers.head.both,
         recomputation=count * blocks * block.recomputation,
         tp=of_step(block.tp),
-        bubble=(sum(times) - times[slowest]) / work.chunks,
+        bubble=_bubble(work, forward, backward),
         p2p=rates.network.p2p(),
         dp=rates.network.dp(slowest, block.forward, block.backward),
         optimizer=rates.optimizer(slowest),
-        host=count * (blocks * host.block + host.micro_batch) + host.step,
+        host=count * blocks * block.host + rates.host.step + count * rates.host.micro_batch,
     )
 
 
 def predict_block(work: Workload, cluster: Cluster, constants: Constants = FITTED) -> LayerTime:
     """Predicts one block of one micro-batch."""
     return _Rates(work, cluster, constants).block()
+
+
+def stage_times(work: Workload, layers: Layers) -> tuple[list[float], list[float]]:
+    """Seconds of the forward and of the backward of each stage for one micro-batch."""
+    embedding, block, head = layers
+    ends = [
+        (blocks, stage == 0, stage == work.grid.pp - 1)
+        for stage, blocks in enumerate(work.blocks_of_stages)
+    ]
+    return (
+        [b * block.forward + e * embedding.forward + h * head.forward for b, e, h in ends],
+        [b * block.backward + e * embedding.backward + h * head.backward for b, e, h in ends],
+    )
+
+
+def _bubble(work: Workload, forward: list[float], backward: list[float]) -> float:
+    """What waiting for other stages adds to the slowest stage's own work.
+
+    With gpipe, the slowest forward and then the slowest backward set the pace:
+
+        time = sum of all stages' times + (micro-batches - 1) x (slowest forward + slowest backward)
+
+    (Narayanan et al. 2021, section 2.2, for unequal stages). With c chunks the fill and the drain
+    take 1/c of the sum.
+
+    With 1f1b, a stage cannot start before the first micro-batch has passed the stages before it,
+    and these need their backward of the last micro-batch after it. From a forward to its gradient,
+    a micro-batch passes the k stages after it twice. A stage waits for that at its first and at its
+    last gradient, and runs k forwards or k backwards meanwhile. The step takes as long as the stage
+    that ends last.
+    """
+    times = [sum(both) for both in zip(forward, backward, strict=True)]
+    count, own = work.micro_batches, work.micro_batches * max(times)
+    if work.chunks > 1:
+        return (sum(times) - max(times)) / work.chunks
+    if work.schedule == "gpipe":
+        return sum(times) + (count - 1) * (max(forward) + max(backward)) - own
+    ends = []
+    for stage, time in enumerate(times):
+        after = len(times) - 1 - stage
+        wait = passed = sum(times[stage + 1 :])
+        if count > after:
+            first, last = passed - after * forward[stage], passed - after * backward[stage]
+            wait = min(passed, max(0.0, first) + max(0.0, last))
+        ends.append(sum(times[:stage]) + count * time + wait)
+    return max(ends) - own
 
 
 class _Rates:
@@ -240,7 +275,9 @@ class _Rates:
         device = cluster.device
         self.network = Network(work, cluster)
         efficiency = MEMORY_EFFICIENCY
+        self.host = HostTime(block=0.0, micro_batch=0.0, step=0.0)
         if self.measured is not None:
+            self.host = self.measured.host
             constants = Constants(products=1.0, pointwise=self.measured.pointwise)
             efficiency = 1.0
         self.constants = constants
@@ -286,6 +323,7 @@ class _Rates:
             pointwise=forward.pointwise,
             tp=forward.tp,
             recomputation=work.recomputed_share * recomputed,
+            host=self.host.block,
         )
 
     def attention(self) -> tuple[float, float]:

@@ -94,6 +94,7 @@ class Workload:
     micro_batch_size: int  # sequences
     micro_batches: int  # of a step, on each data rank
     blocks_of_stages: tuple[int, ...]  # the embedding is on the first stage, the head on the last
+    schedule: str = "1f1b"  # gpipe or 1f1b
     chunks: int = 1  # parts of the model on each stage, of an interleaved schedule
     context: int = 1  # parts of a sequence, each on its own data rank (context parallelism)
     zero_stage: int = 0
@@ -174,6 +175,7 @@ def workload_of(run: Run, device_type: str = "cuda") -> Workload:
         micro_batch_size=run.batch.micro_batch_size,
         micro_batches=count,
         blocks_of_stages=blocks,
+        schedule=parallel.schedule,
         zero_stage=run.zero_stage,
         precision=run.precision,
         gradient_bytes=gradient_bytes,

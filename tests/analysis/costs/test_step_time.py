@@ -277,7 +277,7 @@ def test_the_host_takes_its_time_beside_the_processors(
     blocks = 6 // work.grid.pp
     assert step.host == pytest.approx(5e-3 + 8 * (2e-3 + blocks * 1e-3))
     assert idle.host == 0
-    waits = (2e-3 + blocks * 1e-3) * (work.grid.pp - 1)  # for the host of the other stage
+    waits = blocks * 1e-3 * (work.grid.pp - 1)  # for the host of the other stage
     assert step.total - idle.total == pytest.approx(step.host + waits)
     assert predict(work).host == 0, "a GPU computes meanwhile"
 

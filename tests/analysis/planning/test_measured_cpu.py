@@ -66,8 +66,10 @@ def test_a_machine_is_recovered_from_the_times_that_it_takes(overrides: tuple[st
     block = predict_block(workload_of(block_run(run), "cpu"), true).both
     found = cluster_of(run, {**FIGURES, "block": block, "small_steps": steps})
     assert found.measured is not None
-    assert found.measured.pointwise == pytest.approx(2.5)
-    assert dataclasses.astuple(found.measured.host) == pytest.approx(dataclasses.astuple(host))
+    assert found.measured.pointwise == pytest.approx(2.5, rel=1e-3)
+    assert dataclasses.astuple(found.measured.host) == pytest.approx(
+        dataclasses.astuple(host), rel=1e-2
+    )
 
 
 def test_a_host_that_takes_no_time_is_not_negative() -> None:
