@@ -10,8 +10,10 @@ from typing import Any
 
 from megaspeed.analysis.planning.cluster import ClusterConfig
 from megaspeed.analysis.planning.machines import GPUS_PER_NODE
+from megaspeed.analysis.units import counted
 from megaspeed.cli.options import (
     EXIT_DONE,
+    EXIT_FAILED,
     add_command,
     load,
     new_file,
@@ -94,7 +96,7 @@ _UNITS = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
 
 def run_plan(options: argparse.Namespace) -> int:
-    """Prints the plan. The exit code is 0 whether the run fits or not."""
+    """Prints the plan. The exit code is 0 whether the run fits or not; 1 if nothing is written."""
     # Imported here, because other commands do not need them.
     from megaspeed.analysis.planning.cluster import read_cluster
     from megaspeed.analysis.planning.forecast import TrainingTime
@@ -107,14 +109,15 @@ def run_plan(options: argparse.Namespace) -> int:
 
     keys = ("device", "nodes", "gpus_per_node", "nic_gbps", "dollars_per_gpu_hour")
     stated = read_cluster(options.cluster, {key: getattr(options, key) for key in keys})
-    _set_world_size(options, stated)
+    world_source = _set_world_size(options, stated)
     cluster = stated.cluster()
     wants = [name for name in ("what_if", "write", "picture", "tokens") if getattr(options, name)]
     if cluster is None and wants:
-        name = wants[0].replace("_", "-")
-        raise ConfigError([f"--{name} needs times: add --device h100-80gb"], "the command line")
+        raise _wrong(f"--{wants[0].replace('_', '-')} needs times: add --device h100-80gb")
+    if options.write and options.write.exists() and options.write.samefile(options.config):
+        raise _wrong(f"--write {options.write} is the file that it would extend; name another")
     training = Training(
-        run=load(options, device_type="cuda"),
+        run=load(options, "cuda", world_source),
         stated=read_config(options.config, options.overrides),
     )
     planned = plan(training, cluster, stated.gpus_per_node)
@@ -130,7 +133,7 @@ def run_plan(options: argparse.Namespace) -> int:
         )
         figures["training"] = training_time.as_json()
     show(report(planned, training_time))
-    found = None
+    found, code = None, EXIT_DONE
     if cluster is not None and (options.what_if or options.write):
         found = what_if(training, cluster, options.largest_tensor)
         figures["what_if"] = found.as_json()
@@ -139,12 +142,17 @@ def run_plan(options: argparse.Namespace) -> int:
             changes = [*options.overrides, *found.best.set_text]
             _write_config(options.write, options.config, changes)
             say(f"written: {options.write}")
+        elif options.write:
+            say(
+                f"{options.write} is not written: no variant fits {cluster.device.name}", error=True
+            )
+            code = EXIT_FAILED
     if options.picture:
         from megaspeed.analysis.planning.charts import draw_parts
 
         draw_parts(planned, found, options.picture)
     write_json(options, figures)
-    return EXIT_DONE
+    return code
 
 
 def _write_config(file: Path, extended: Path, changes: Sequence[str]) -> None:
@@ -165,23 +173,28 @@ def _put(values: dict[str, Any], changes: Mapping[str, Any]) -> None:
             values[key] = value
 
 
-def _set_world_size(options: argparse.Namespace, stated: ClusterConfig) -> None:
-    """The ranks of all GPUs, if their number is not stated."""
-    if options.world_size is None:
-        if stated.gpus is None:
-            raise ConfigError(
-                ["the number of ranks is missing: add --world-size, or --nodes"], "the command line"
-            )
+def _set_world_size(options: argparse.Namespace, stated: ClusterConfig) -> str:
+    """Sets the number of ranks to that of all devices, if it is not stated.
+
+    Returns:
+        The option that states it.
+    """
+    if options.world_size is None and stated.gpus is not None:
         options.world_size = stated.gpus
-    elif stated.gpus is not None and options.world_size > stated.gpus:
-        raise ConfigError(
-            [
-                f"--world-size {options.world_size:,} needs more than the {stated.gpus:,} devices "
-                f"of {stated.nodes:,} nodes with {stated.gpus_per_node:,} each; add nodes, or omit "
-                "--nodes"
-            ],
-            "the command line",
+        return "--nodes"
+    if options.world_size is None:
+        raise _wrong("the number of ranks is missing: add --world-size, or --nodes")
+    if stated.nodes is not None and options.world_size > stated.nodes * stated.gpus_per_node:
+        raise _wrong(
+            f"--world-size {options.world_size:,} needs more than the {stated.gpus:,} devices of "
+            f"{counted(stated.nodes, 'node')} with {stated.gpus_per_node:,} each; add nodes, or "
+            "omit --nodes"
         )
+    return "--world-size"
+
+
+def _wrong(problem: str) -> ConfigError:
+    return ConfigError([problem], "the command line")
 
 
 def run_schedule(options: argparse.Namespace) -> int:

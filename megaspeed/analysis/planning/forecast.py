@@ -32,6 +32,8 @@ SHORT_STEP = 0.5
 
 _SECONDS_OF_A_DAY = 86_400
 
+_WITHOUT_BF16 = ("v100", "t4")
+
 PARTS: Mapping[str, Sequence[str]] = {
     "compute": ("products", "attention", "pointwise", "head"),
     "recomputation": ("recomputation",),
@@ -112,6 +114,9 @@ class Forecast:
                 f"the step is shorter than {SHORT_STEP} s; the time that the host needs to start "
                 "kernels is not predicted"
             )
+        device = self.cluster.device.name
+        if self.run.precision == "bf16" and device.startswith(_WITHOUT_BF16):
+            yield f"{device} does not compute in bf16; the time is that of fp16"
         head_dim = self.run.config.model.head_dim
         if head_dim % 8 and workload_of(self.run).attention != "none":
             yield f"attention is slow: a head size of {head_dim} is no multiple of 8"

@@ -38,6 +38,7 @@ _SHORT_VERDICTS: Mapping[Verdict | None, str] = {
 SHOWN_LAYOUTS = 12
 """Rows of each ranking of a what-if. The JSON has all layouts."""
 
+_SHOWN_PARTS = 3
 _LONGEST_GROUP = 28
 _CONFIGURED = "* as configured"
 _REDUCED = "gradients are reduced each"
@@ -452,8 +453,10 @@ def _best(found: WhatIf) -> Iterator[str]:
 
 
 def _why(best: Forecast, other: Forecast) -> str:
-    """How much less time ``best`` takes, and the parts that differ most."""
-    saved = {part: other.parts()[part] - seconds for part, seconds in best.parts().items()}
-    most, least = max(saved, key=saved.__getitem__), min(saved, key=saved.__getitem__)
-    text = f"by {other.seconds / best.seconds - 1:.0%}:\n    {saved[most]:.2g} s less {most}"
-    return text + (f", {-saved[least]:.2g} s more {least}" if saved[least] < 0 else "")
+    """How much faster ``best`` is, and the parts of the step that differ most."""
+    more = {part: seconds - other.parts()[part] for part, seconds in best.parts().items()}
+    most = sorted(more, key=lambda part: abs(more[part]), reverse=True)[:_SHOWN_PARTS]
+    differ = [
+        f"{part} {more[part]:+.2g} s" for part in most if abs(more[part]) > 0.005 * best.seconds
+    ]
+    return f"by {other.seconds / best.seconds - 1:.0%}:\n    {', '.join(differ)}"
