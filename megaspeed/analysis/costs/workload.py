@@ -83,6 +83,11 @@ class Cluster:
     network_bandwidth: float  # GB/s for each GPU, one way
     measured: Measured | None = None  # None for GPUs
 
+    @property
+    def device_type(self) -> str:
+        """What a run on these machines is resolved for: "cpu" or "cuda"."""
+        return "cuda" if self.measured is None else "cpu"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:

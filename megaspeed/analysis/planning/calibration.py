@@ -82,7 +82,7 @@ def calibrate(
     Raises:
         CalibrationError: the folder has no such run, or too few steps.
     """
-    run = _run_of(folder, "cpu" if cluster.measured is not None else "cuda")
+    run = _run_of(folder, cluster.device_type)
     begin, starts = _last_start(folder)
     records = list(_steps(folder))
     _check_device(folder, run, cluster, records)
@@ -95,7 +95,7 @@ def calibrate(
             "validation, do not count; train more steps, or save less often"
         )
     try:
-        predicted = predict(workload_of(run, _type_of(cluster)), cluster).total
+        predicted = predict(workload_of(run, cluster.device_type), cluster).total
     except ValueError as error:
         raise CalibrationError(f"{folder} cannot be predicted: {error}") from error
     low, median, high = statistics.quantiles(seconds, n=4, method="inclusive")
@@ -108,10 +108,6 @@ def calibrate(
         measured_seconds=median,
         predicted_seconds=predicted,
     )
-
-
-def _type_of(cluster: Cluster) -> str:
-    return "cuda" if cluster.measured is None else "cpu"
 
 
 def _run_of(folder: Path, device_type: str) -> Run:

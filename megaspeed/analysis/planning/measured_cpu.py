@@ -39,7 +39,7 @@ SMALL_SIZES = ((1, 2), (5, 2), (5, 6))
 """Blocks and micro-batches of the three small runs."""
 
 _IDLE = HostTime(block=0.0, micro_batch=0.0, step=0.0)
-_ROUNDS = 8
+_TURNS = 8  # after which the figures of the test change by less than 0.1 %
 _TIMEOUT_SECONDS = 180.0
 
 
@@ -171,8 +171,8 @@ def cluster_of(run: Run, figures: Mapping[str, Any]) -> Cluster:
 
     The time of a block that is neither products nor attention is pointwise, and gives the multiple
     ``Measured.pointwise``. What the model cannot explain of the steps of the small runs is the
-    host's: with b blocks and m micro-batches, step + m (micro_batch + b block). Each of both is also
-    in the measurement of the other, so they are computed in turns.
+    host's: with b blocks and m micro-batches, step + m (micro_batch + b block). Each of both is
+    also in the measurement of the other, so they are computed in turns.
 
     Args:
         run: the run to be predicted.
@@ -206,7 +206,7 @@ def cluster_of(run: Run, figures: Mapping[str, Any]) -> Cluster:
 
     block = workload_of(block_run(run), "cpu")
     small = [workload_of(each, "cpu") for each in small_runs(run)]
-    for _ in range(_ROUNDS):
+    for _ in range(_TURNS):
         without, once = (
             predict_block(block, with_(pointwise=pointwise)).both for pointwise in (0.0, 1.0)
         )
