@@ -38,31 +38,31 @@ def plan(
     world_size: int,
     overrides: Overrides = (),
     device: str | None = None,
+    cluster: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """The figures of ``megaspeed plan --json``: layers, bubble, memory and traffic. Runs nothing.
+    """The figures of ``megaspeed plan --json``: layers, memory, traffic, time. Runs nothing.
 
     Args:
         path: the JSON file of the run.
         world_size: number of processes of the run.
         overrides: changes of single keys.
         device: an accelerator such as ``"h100-80gb"``, whose memory the run must fit.
+        cluster: other keys of the JSON of ``megaspeed plan --cluster``, such as ``"nic_gbps"``.
 
     Raises:
-        ConfigError: with all mistakes in the configuration.
-        DeviceError: no such accelerator is known.
+        ConfigError: with all mistakes in the configuration or in the cluster.
     """
-    from megaspeed.analysis.planning.machines import GPUS_PER_NODE
+    from megaspeed.analysis.planning.cluster import read_cluster
     from megaspeed.analysis.planning.plan import plan
     from megaspeed.analysis.planning.variants import Training
-    from megaspeed.topology.devices import device_named
 
     settings = _as_settings(overrides)
     run = load_run(
         path, settings, world_size=world_size, world_source="world_size", device_type="cuda"
     )
     training = Training(run=run, stated=read_config(path, settings))
-    known = None if device is None else device_named(device)
-    figures: dict[str, Any] = plan(training, known, GPUS_PER_NODE).as_json()
+    machines = read_cluster(None, {**(cluster or {}), "device": device})
+    figures: dict[str, Any] = plan(training, machines.cluster(), machines.gpus_per_node).as_json()
     return figures
 
 

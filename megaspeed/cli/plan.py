@@ -1,14 +1,31 @@
 """Commands that compute figures of a run without starting it: ``plan`` and ``schedule``."""
 
 import argparse
+import json
+import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+from megaspeed.analysis.planning.cluster import ClusterConfig
 from megaspeed.analysis.planning.machines import GPUS_PER_NODE
-from megaspeed.cli.options import EXIT_DONE, add_command, load, positive, say, write_json
+from megaspeed.analysis.units import counted
+from megaspeed.cli.options import (
+    EXIT_DONE,
+    EXIT_FAILED,
+    add_command,
+    load,
+    new_file,
+    not_negative,
+    positive,
+    say,
+    write_json,
+)
+from megaspeed.config.document import parse_override
+from megaspeed.config.errors import ConfigError
 from megaspeed.config.loading import read_config
-from megaspeed.topology.devices import Device, DeviceError, device_named
+from megaspeed.files.paths import path_argument
 
 _NARROWEST = 80
 """The width of the terminal that is assumed, in columns."""
@@ -16,57 +33,168 @@ _NARROWEST = 80
 
 def add_to(commands: Any) -> None:
     """Adds both commands and their options."""
-    parser = add_command(commands, "plan", run_plan, "predict memory and traffic of a run")
-    parser.add_argument(
-        "--device", type=_device, metavar="NAME", help="accelerator, such as h100-80gb"
+    parser = add_command(
+        commands,
+        "plan",
+        run_plan,
+        "predict memory, traffic and time of a run",
+        needs_world_size=False,
     )
-    parser.add_argument(
+    add_option = parser.add_argument
+    add_option("--device", metavar="NAME", help="accelerator, such as h100-80gb, or cpu")
+    add_option("--nodes", type=positive, metavar="N", help="nodes of the cluster")
+    add_option(
         "--gpus-per-node",
         type=positive,
-        default=GPUS_PER_NODE,
         metavar="K",
         help=f"devices of one node ({GPUS_PER_NODE})",
     )
-    parser.add_argument(
-        "--what-if", action="store_true", help="rank every layout of this world size that fits"
+    add_option(
+        "--nic-gbps",
+        type=not_negative,
+        metavar="GBPS",
+        help="network of each device, one way, in Gb/s (that of the vendor's system)",
     )
-    parser.add_argument(
+    add_option("--dollars-per-gpu-hour", type=not_negative, metavar="D", help="price, for the cost")
+    add_option(
+        "--cluster",
+        type=path_argument,
+        metavar="FILE",
+        help="JSON with the five keys above, with underscores; options replace its keys",
+    )
+    add_option(
+        "--tokens", type=_tokens, metavar="T", help="length of the training, such as 300B or 1.4T"
+    )
+    add_option(
+        "--what-if", action="store_true", help="rank every layout of these ranks that fits by time"
+    )
+    add_option(
         "--largest-tensor",
         type=positive,
         metavar="T",
         help="largest tensor group of --what-if, in ranks (--gpus-per-node)",
     )
+    add_option(
+        "--write", type=new_file, metavar="FILE", help="write the best layout's configuration"
+    )
+    add_option("--picture", type=new_file, metavar="PNG", help="draw the parts of the step time")
     add_command(commands, "schedule", run_schedule, "print the pipeline's timetable")
 
 
-def _device(name: str) -> Device:
-    try:
-        return device_named(name)
-    except DeviceError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
+def _tokens(text: str) -> int:
+    """A number of tokens on the command line: 2000000, 300B, 1.4T."""
+    number, unit = text, 1
+    if text[-1:].upper() in _UNITS:
+        number, unit = text[:-1], _UNITS[text[-1].upper()]
+    tokens = round(not_negative(number) * unit)
+    if tokens < 1:
+        raise argparse.ArgumentTypeError("it must be at least 1")
+    return tokens
+
+
+_UNITS = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
 
 def run_plan(options: argparse.Namespace) -> int:
-    """Prints the plan. The exit code is 0 whether the run fits or not."""
+    """Prints the plan. The exit code is 0 whether the run fits or not; 1 if nothing is written."""
     # Imported here, because other commands do not need them.
-    from megaspeed.analysis.planning.plan import plan, what_if
+    from megaspeed.analysis.planning.cluster import read_cluster
+    from megaspeed.analysis.planning.forecast import TrainingTime
+    from megaspeed.analysis.planning.goodput import predict_goodput
+    from megaspeed.analysis.planning.plan import plan
     from megaspeed.analysis.planning.report import report, what_if_report
     from megaspeed.analysis.planning.variants import Training
+    from megaspeed.analysis.planning.what_if import what_if
     from megaspeed.analysis.units import show
 
+    keys = ("device", "nodes", "gpus_per_node", "nic_gbps", "dollars_per_gpu_hour")
+    stated = read_cluster(options.cluster, {key: getattr(options, key) for key in keys})
+    world_source = _set_world_size(options, stated)
+    cluster = stated.cluster()
+    wants = [name for name in ("what_if", "write", "picture", "tokens") if getattr(options, name)]
+    if cluster is None and wants:
+        raise _wrong(f"--{wants[0].replace('_', '-')} needs times: add --device h100-80gb")
+    if options.write and options.write.exists() and options.write.samefile(options.config):
+        raise _wrong(f"--write {options.write} is the file that it would extend; name another")
     training = Training(
-        run=load(options, device_type="cuda"),
+        run=load(options, "cuda", world_source),
         stated=read_config(options.config, options.overrides),
     )
-    planned = plan(training, options.device, options.gpus_per_node)
+    planned = plan(training, cluster, stated.gpus_per_node)
     figures = planned.as_json()
-    show(report(planned))
-    if options.what_if:
-        found = what_if(training, options.device, options.gpus_per_node, options.largest_tensor)
+    training_time = None
+    if planned.forecast is not None:
+        run = planned.run
+        training_time = TrainingTime(
+            forecast=planned.forecast,
+            tokens=options.tokens or run.config.training.steps * run.tokens_per_step,
+            goodput=predict_goodput(run, planned.forecast.seconds, stated.operations),
+            dollars_per_gpu_hour=stated.dollars_per_gpu_hour,
+        )
+        figures["training"] = training_time.as_json()
+    show(report(planned, training_time))
+    found, code = None, EXIT_DONE
+    if cluster is not None and (options.what_if or options.write):
+        found = what_if(training, cluster, options.largest_tensor)
         figures["what_if"] = found.as_json()
-        show(what_if_report(found, planned))
+        show(what_if_report(found))
+        if options.write and found.best is not None:
+            changes = [*options.overrides, *found.best.set_text]
+            _write_config(options.write, options.config, changes)
+            say(f"written: {options.write}")
+        elif options.write:
+            say(
+                f"{options.write} is not written: no variant fits {cluster.device.name}", error=True
+            )
+            code = EXIT_FAILED
+    if options.picture:
+        from megaspeed.analysis.planning.charts import draw_parts
+
+        draw_parts(planned, found, options.picture)
     write_json(options, figures)
-    return EXIT_DONE
+    return code
+
+
+def _write_config(file: Path, extended: Path, changes: Sequence[str]) -> None:
+    """Writes a configuration that extends a file and states the changes of ``--set``."""
+    values: dict[str, Any] = {"extends": os.path.relpath(extended, file.parent)}
+    for change in changes:
+        tree, _ = parse_override(change)
+        _put(values, tree)
+    file.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+
+
+def _put(values: dict[str, Any], changes: Mapping[str, Any]) -> None:
+    """Replaces values. Unlike in a merge, null stays: it removes a key of the extended file."""
+    for key, value in changes.items():
+        if isinstance(value, dict) and isinstance(values.get(key), dict):
+            _put(values[key], value)
+        else:
+            values[key] = value
+
+
+def _set_world_size(options: argparse.Namespace, stated: ClusterConfig) -> str:
+    """Sets the number of ranks to that of all devices, if it is not stated.
+
+    Returns:
+        The option that states it.
+    """
+    if options.world_size is None and stated.gpus is not None:
+        options.world_size = stated.gpus
+        return "--nodes"
+    if options.world_size is None:
+        raise _wrong("the number of ranks is missing: add --world-size, or --nodes")
+    if stated.nodes is not None and options.world_size > stated.nodes * stated.gpus_per_node:
+        raise _wrong(
+            f"--world-size {options.world_size:,} needs more than the {stated.gpus:,} devices of "
+            f"{counted(stated.nodes, 'node')} with {stated.gpus_per_node:,} each; add nodes, or "
+            "omit --nodes"
+        )
+    return "--world-size"
+
+
+def _wrong(problem: str) -> ConfigError:
+    return ConfigError([problem], "the command line")
 
 
 def run_schedule(options: argparse.Namespace) -> int:

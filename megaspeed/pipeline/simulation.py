@@ -10,10 +10,12 @@ For each micro-batch, a stage runs each of these exactly once, in the order of t
 After all of them come reduce gradients, reduce tied gradients and, at the very end, the optimizer
 step.
 
-In the simulation, forward and backward take whole clock ticks, everything else takes none. A stage
-waits at each send, receive or exchange until its neighbour reaches the matching one; then both
-continue. The executor, gloo and NCCL wait for no more than that, even with a device synchronisation
-at any place. So a schedule that completes here completes there, too.
+In the simulation, a forward, a backward and a message take the times in ``Durations``, everything
+else takes none. A stage waits at each send, receive or exchange until its neighbour reaches the
+matching one. Then the message is sent: a stage that receives waits for it, and a stage that only
+sends continues at once. The executor, gloo and NCCL wait for no more than the neighbour and the
+message, even with a device synchronisation at any place. So a schedule that completes here
+completes there, too.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -46,9 +48,22 @@ from megaspeed.pipeline.schedules import (
     peer,
 )
 
-# A backward computes the gradients of inputs and of weights: twice the matrix products of a
-# forward.
-_TICKS = {Forward: 1, Backward: 2}
+
+@dataclass(frozen=True, kw_only=True)
+class Durations:
+    """What one micro-batch takes on each pipeline stage, in any unit of time."""
+
+    forward: Sequence[float]  # of each stage
+    backward: Sequence[float]  # of each stage
+    message: float = 0  # between two stages: latency and transfer
+
+    @classmethod
+    def in_ticks(cls, pipeline_stages: int) -> "Durations":
+        """Equal stages, in whole clock ticks. A backward computes the gradients of inputs and of
+        weights: twice the matrix products of a forward.
+        """
+        return cls(forward=[1] * pipeline_stages, backward=[2] * pipeline_stages)
+
 
 _NEEDS: Mapping[type[MicroBatchInstruction], tuple[type[MicroBatchInstruction], ...]] = {
     LoadMicroBatch: (),
@@ -66,11 +81,11 @@ _REDUCTIONS = (ReduceGradients(), ReduceTiedGradients())
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A forward or backward, and its clock ticks [start, end)."""
+    """A forward or backward, and its time [start, end)."""
 
     instruction: Forward | Backward
-    start: int
-    end: int
+    start: float
+    end: float
 
 
 @dataclass(slots=True)
@@ -79,14 +94,15 @@ class _Stage:
 
     number: int
     program: StageProgram
+    takes: Mapping[type[Instruction], float]  # a forward and a backward
     position: int = -1
-    clock: int = 0
+    clock: float = 0
     spans: list[Span] = field(default_factory=list)
     messages: Batch | None = None
     """The send, receive or exchange that the stage waits for; None at the end of the program."""
 
-    def resume(self, clock: int) -> None:
-        """Continue at tick `clock`, until the next batch of messages."""
+    def resume(self, clock: float) -> None:
+        """Continue at this time, until the next batch of messages."""
         self.clock, self.messages = clock, None
         for position in range(self.position + 1, len(self.program)):
             instruction = self.program[position]
@@ -94,7 +110,7 @@ class _Stage:
                 self.position, self.messages = position, instruction
                 return
             if isinstance(instruction, Forward | Backward):
-                start, self.clock = self.clock, self.clock + _TICKS[type(instruction)]
+                start, self.clock = self.clock, self.clock + self.takes[type(instruction)]
                 self.spans.append(Span(instruction, start, self.clock))
 
     @property
@@ -109,19 +125,7 @@ def check_schedule(schedule: Schedule, pipeline_stages: int, micro_batches: int)
     Every stage must obey the rules of this file, two neighbours must send and receive in the same
     order, and there must be no deadlock, even if each stage waits for every message at once.
     """
-    simulate(schedule, pipeline_stages, micro_batches)
-
-
-def simulate(schedule: Schedule, pipeline_stages: int, micro_batches: int) -> list[list[Span]]:
-    """Check a schedule as `check_schedule` does; return the spans of each stage."""
-    if pipeline_stages < 1 or micro_batches < 1:
-        raise ScheduleError(
-            "A schedule needs at least one pipeline stage and one micro-batch, not "
-            f"{pipeline_stages} and {micro_batches}."
-        )
-    programs = [
-        list(schedule(pipeline_stages, stage, micro_batches)) for stage in range(pipeline_stages)
-    ]
+    programs = _programs(schedule, pipeline_stages, micro_batches)
     trains = any(
         isinstance(instruction, BackwardInstruction | StepInstruction)
         for program in programs
@@ -129,13 +133,21 @@ def simulate(schedule: Schedule, pipeline_stages: int, micro_batches: int) -> li
     )
     for number, program in enumerate(programs):
         _check_stage(program, (number, pipeline_stages), micro_batches, trains)
-    surrounded = zip([[], *programs[:-1]], programs, [*programs[1:], []], strict=True)
-    stages = [
-        _Stage(number, form_exchanges(program, number, before=before, after=after))
-        for number, (before, program, after) in enumerate(surrounded)
-    ]
-    _run_together(stages)
-    return [stage.spans for stage in stages]
+    _run_together(programs, Durations.in_ticks(pipeline_stages))
+
+
+def simulate(
+    schedule: Schedule,
+    pipeline_stages: int,
+    micro_batches: int,
+    durations: Durations | None = None,
+) -> list[list[Span]]:
+    """The spans of each stage, by default in whole clock ticks (``Durations.in_ticks``).
+
+    Raises `ScheduleError` if there is a deadlock. Only `check_schedule` checks the other rules.
+    """
+    programs = _programs(schedule, pipeline_stages, micro_batches)
+    return _run_together(programs, durations or Durations.in_ticks(pipeline_stages))
 
 
 def bubble_fraction(schedule: Schedule, pipeline_stages: int, micro_batches: int) -> float:
@@ -145,7 +157,7 @@ def bubble_fraction(schedule: Schedule, pipeline_stages: int, micro_batches: int
     (Huang et al. 2019, section 2.3).
     """
     timeline = simulate(schedule, pipeline_stages, micro_batches)
-    available = pipeline_stages * _ticks(timeline)
+    available = pipeline_stages * length(timeline)
     busy = sum(span.end - span.start for spans in timeline for span in spans)
     return (available - busy) / available
 
@@ -161,14 +173,15 @@ def format_grid(schedule: Schedule, pipeline_stages: int, micro_batches: int) ->
         pipeline stage 1  .  F0 B0 B0 F1 B1 B1 F2 B2 B2 .  .
     """
     timeline = simulate(schedule, pipeline_stages, micro_batches)
-    ticks = _ticks(timeline)
+    ticks = int(length(timeline))
     rows = [("tick", [str(tick) for tick in range(ticks)])]
     for stage, spans in enumerate(timeline):
         cells = ["."] * ticks
         for span in spans:
             letter = "F" if isinstance(span.instruction, Forward) else "B"
             name = f"{letter}{span.instruction.micro_batch}"
-            cells[span.start : span.end] = [name] * (span.end - span.start)
+            start, end = int(span.start), int(span.end)
+            cells[start:end] = [name] * (end - start)
         rows.append((f"pipeline stage {stage}", cells))
 
     label_width = max(len(label) for label, _ in rows)
@@ -179,7 +192,8 @@ def format_grid(schedule: Schedule, pipeline_stages: int, micro_batches: int) ->
     )
 
 
-def _ticks(timeline: Sequence[Sequence[Span]]) -> int:
+def length(timeline: Sequence[Sequence[Span]]) -> float:
+    """The time from the first forward to the end of the last forward or backward."""
     return max(spans[-1].end for spans in timeline)
 
 
@@ -233,19 +247,42 @@ def _check_stage(
                 )
 
 
-def _run_together(stages: Sequence[_Stage]) -> None:
+def _programs(
+    schedule: Schedule, pipeline_stages: int, micro_batches: int
+) -> list[list[Instruction]]:
+    if pipeline_stages < 1 or micro_batches < 1:
+        raise ScheduleError(
+            "A schedule needs at least one pipeline stage and one micro-batch, not "
+            f"{pipeline_stages} and {micro_batches}."
+        )
+    return [
+        list(schedule(pipeline_stages, stage, micro_batches)) for stage in range(pipeline_stages)
+    ]
+
+
+def _run_together(programs: Sequence[list[Instruction]], times: Durations) -> list[list[Span]]:
     """Run all stages to the end of their programs."""
+    surrounded = zip([[], *programs[:-1]], programs, [*programs[1:], []], strict=True)
+    stages = [
+        _Stage(
+            number,
+            form_exchanges(program, number, before=before, after=after),
+            {Forward: times.forward[number], Backward: times.backward[number]},
+        )
+        for number, (before, program, after) in enumerate(surrounded)
+    ]
     for stage in stages:
         stage.resume(0)
     links = list(pairwise(stages))
     while any(stage.messages for stage in stages):
         # A list, not a generator, so that all links are tried.
-        if not any([_pass_messages(before, after) for before, after in links]):
+        if not any([_pass_messages(before, after, times.message) for before, after in links]):
             _refuse_another_order(links)
             raise ScheduleError(_deadlock(stages))
+    return [stage.spans for stage in stages]
 
 
-def _pass_messages(before: _Stage, after: _Stage) -> bool:
+def _pass_messages(before: _Stage, after: _Stage, message: float) -> bool:
     """Let two neighbours continue while they wait for each other. Returns whether they did."""
     passed = False
     while (
@@ -254,8 +291,9 @@ def _pass_messages(before: _Stage, after: _Stage) -> bool:
         and after.messages == other_end(before.messages)
     ):
         clock = max(before.clock, after.clock)
-        before.resume(clock)
-        after.resume(clock)
+        for stage in (before, after):
+            only_sends = isinstance(stage.messages, SendInstruction)
+            stage.resume(clock if only_sends else clock + message)
         passed = True
     return passed
 

@@ -1,7 +1,5 @@
 """The table of accelerators: memory, rates of matrix products, bandwidths. Plain numbers, no torch.
 
-    usable_bytes = USABLE_FRACTION x memory_bytes
-
 The number in a name is the vendor's ("80 GB"). It is the size of the memory chips in GiB. Error
 correction and firmware use a part of it. ``memory_bytes`` is the rest, which the driver reports
 (``nvidia-smi`` in MiB, ``rocm-smi`` in bytes). An "80 GB" H100 has 81,559 MiB = 79.6 GiB =
@@ -36,14 +34,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-USABLE_FRACTION = 0.92
-"""The fraction of a device's memory that a plan may use.
-
-The rest is for memory that is not predicted: the CUDA context and loaded kernels (about
-0.5 GiB), workspaces of the matrix library, NCCL's buffers (some hundred MiB for each communicator:
-pp, dp, tp and the world), and holes between blocks of torch's caching allocator (a few percent).
-"""
-
 
 class DeviceError(ValueError):
     """The table does not list this accelerator."""
@@ -64,11 +54,6 @@ class Device:
     link_bandwidth: float = 0.0  # to the other GPUs of the node, one way
     network_bandwidth: float = 0.0  # to other nodes, one way, usual for each GPU
     processors: int = 0  # streaming multiprocessors (NVIDIA), compute units (AMD)
-
-    @property
-    def usable_bytes(self) -> int:
-        """Memory that the tensors of a run may use."""
-        return int(USABLE_FRACTION * self.memory_bytes)
 
 
 _COLUMNS = (

@@ -1,4 +1,4 @@
-"""check_schedule passes the schedules we have and refuses each way to break one."""
+"""check_schedule passes our schedules, and refuses each way to break one; simulate in seconds."""
 
 import re
 from collections.abc import Callable, Iterator
@@ -23,7 +23,7 @@ from megaspeed.pipeline.schedules import (
     gpipe,
     one_forward_one_backward,
 )
-from megaspeed.pipeline.simulation import check_schedule
+from megaspeed.pipeline.simulation import Durations, check_schedule, length, simulate
 
 Edit = Callable[[list[Instruction]], list[Instruction]]
 
@@ -257,3 +257,37 @@ def test_a_load_between_a_send_and_its_receive_deadlocks() -> None:
 def test_an_empty_pipeline_is_refused(pipeline_stages: int, micro_batches: int) -> None:
     with pytest.raises(ScheduleError, match="at least one pipeline stage and one micro-batch"):
         check_schedule(gpipe, pipeline_stages, micro_batches)
+
+
+def test_a_message_delays_what_receives_it_and_not_what_sends_it() -> None:
+    durations = Durations(forward=[1, 2], backward=[3, 4], message=0.5)
+    spans = [
+        [(span.start, span.end) for span in stage] for stage in simulate(gpipe, 2, 2, durations)
+    ]
+    assert spans == [
+        [(0, 1), (1, 2), (10.5, 13.5), (14.5, 17.5)],
+        # The second message starts when the first forward has ended, because only then the stage
+        # asks for it.
+        [(1.5, 3.5), (4, 6), (6, 10), (10, 14)],
+    ]
+
+
+def test_an_exchange_delays_both_stages_once() -> None:
+    durations = Durations(forward=[1, 1], backward=[2, 2], message=0.25)
+    first, last = simulate(one_forward_one_backward, 2, 2, durations)
+    # Forward 0, message, forward and backward 0 of the last stage, exchange of gradient 0 and
+    # activation 1, forward and backward 1 of the last stage, message, backward 1.
+    assert last[2].start == 1 + 0.25 + 3 + 0.25
+    assert first[2].start == last[2].start
+    assert length([first, last]) == 1 + 0.25 + 3 + 0.25 + 3 + 0.25 + 2
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_equal_seconds_give_the_timetable_in_ticks(name: str) -> None:
+    ticks = simulate(SCHEDULES[name], 4, 6)
+    seconds = simulate(SCHEDULES[name], 4, 6, Durations(forward=[0.5] * 4, backward=[1.0] * 4))
+    for stage, same in zip(ticks, seconds, strict=True):
+        assert [(span.instruction, span.start / 2) for span in stage] == [
+            (span.instruction, span.start) for span in same
+        ]
+        assert all(isinstance(span.end, int) for span in stage)

@@ -1,4 +1,4 @@
-"""The memory of devices in bytes: what a driver reports, less a reserve."""
+"""The table of devices: memory as a driver reports it, rates, names."""
 
 import re
 
@@ -6,7 +6,6 @@ import pytest
 
 from megaspeed.topology.devices import (
     DEVICES,
-    USABLE_FRACTION,
     DeviceError,
     device_named,
 )
@@ -15,7 +14,6 @@ from megaspeed.topology.devices import (
 def test_an_80_gb_h100_has_81559_mebibytes() -> None:
     device = device_named("h100-80gb")
     assert device.memory_bytes == 81_559 * 1_048_576 == 85_520_809_984
-    assert device.usable_bytes == int(0.92 * 85_520_809_984)
 
 
 @pytest.mark.parametrize("name", DEVICES)
@@ -36,10 +34,6 @@ def test_sustained_rates_are_a_plausible_part_of_the_peak(name: str) -> None:
     assert device.sustained_8 <= 0.81 * device.peak_8
     assert device.memory_bandwidth > device.link_bandwidth > device.network_bandwidth > 0
     assert device.processors >= 40 and device.peak_fp32 < device.peak_16
-
-
-def test_memory_that_no_tensor_uses_is_reserved() -> None:
-    assert 0.9 <= USABLE_FRACTION < 1
 
 
 def test_capital_letters_do_not_matter() -> None:

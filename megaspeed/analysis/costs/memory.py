@@ -24,10 +24,13 @@ The predictions here are more exact than the paper's table:
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from types import MappingProxyType
 from typing import Literal, get_args
 
+from megaspeed.config.model import ModelConfig
 from megaspeed.config.resolve import Precision, Run
+from megaspeed.config.run import Compression
 from megaspeed.model.parameters import EMBEDDING_WEIGHT, HEAD_WEIGHT, Parameter, parameters_of
 from megaspeed.pipeline.partition import layers_of_stages
 from megaspeed.tensor_parallel.plan import gradient_is_partial, is_compressed, shard_of
@@ -80,7 +83,7 @@ class LocalParameter:
     group: OptimizerGroup  # the optimizer group that it is in
     is_compressed: bool = False  # its gradient, before it is sent over the data axis
 
-    @property
+    @cached_property
     def elements(self) -> int:
         """Elements of the local tensor."""
         return math.prod(self.shape)
@@ -91,35 +94,55 @@ def local_parameters(run: Run, pipeline_stage: int) -> list[LocalParameter]:
 
     All data and tensor ranks of the stage have the same shapes.
     """
-    model = run.config.model
-    shared = model.tie_word_embeddings and run.grid.pp > 1
-    split = run.sequence_parallel
-    parameters = parameters_of(model, layers_of_stages(run)[pipeline_stage])
+    layers = layers_of_stages(run)[pipeline_stage]
+    return list(
+        _local_parameters(
+            run.config.model,
+            layers,
+            run.grid.tp,
+            run.grid.pp > 1,
+            run.sequence_parallel,
+            run.compression,
+        )
+    )
+
+
+@lru_cache(maxsize=1024)  # a what-if asks for the same layers a thousand times
+def _local_parameters(
+    model: ModelConfig,
+    layers: range,
+    tp: int,
+    has_pipeline: bool,
+    splits_sequence: bool,
+    compression: Compression | None,
+) -> tuple[LocalParameter, ...]:
+    shared = model.tie_word_embeddings and has_pipeline
+    parameters = parameters_of(model, layers)
     compressed = {
         name
         for name, parameter in parameters.items()
-        if is_compressed(model, parameter, run.compression, size=run.grid.tp)
+        if is_compressed(model, parameter, compression, size=tp)
     }
 
     def group_of(parameter: Parameter) -> OptimizerGroup:
         if shared and parameter.name in (EMBEDDING_WEIGHT, HEAD_WEIGHT):
             return "tied"
-        if gradient_is_partial(parameter, size=run.grid.tp, sequence_parallel=split):
+        if gradient_is_partial(parameter, size=tp, sequence_parallel=splits_sequence):
             return "partial"
         if compressed and len(parameter.shape) > 1 and parameter.name not in compressed:
             return "not compressed"
         return "decaying" if parameter.decays else "other"
 
-    return [
+    return tuple(
         LocalParameter(
             name=name,
             layer=parameter.layer,
-            shape=shard_of(model, parameter, rank=0, size=run.grid.tp).local_shape,
+            shape=shard_of(model, parameter, rank=0, size=tp).local_shape,
             group=group_of(parameter),
             is_compressed=name in compressed,
         )
         for name, parameter in parameters.items()
-    ]
+    )
 
 
 def head_weight(parameters: Sequence[LocalParameter]) -> LocalParameter | None:

@@ -7,8 +7,8 @@
 
 The prediction runs nothing. Only the two constants in ``FITTED`` are fitted to published runs. All
 others are from data sheets, papers and source code, stated beside each constant. Each function
-states the formula of its term. The formula of the pipeline needs only the times of the layers
-(``StepTime.layers``), so a simulation of a schedule can use the same times.
+states the formula of its term. ``pipeline_time`` replaces the formulas of bubble and p2p by a
+simulation of the schedule with the same times of layers.
 
 This is plain arithmetic: a prediction takes a fraction of a millisecond, and loads no torch.
 """
@@ -21,6 +21,7 @@ from typing import NamedTuple
 from megaspeed.analysis.costs.network_time import Network
 from megaspeed.analysis.costs.workload import (
     Cluster,
+    HostTime,
     Precision,
     Product,
     Workload,
@@ -53,7 +54,8 @@ of a run has a median of 4.2 % and a 90th percentile of 12.0 %.
 """
 
 MEMORY_EFFICIENCY = 0.85
-"""Achieved share of the data sheet's memory bandwidth (BabelStream's triad on A100 and H100)."""
+"""Achieved share of the data sheet's memory bandwidth. An assumption: a triad over long vectors
+reaches about 0.9, and the tensors of a training are shorter."""
 
 _ATTENTION_RATE = {"fa1": (0.40, 0.30), "fa2": (0.62, 0.50), "fa3": (0.65, 0.50)}
 """Forward and backward rate of a causal kernel, as a fraction of the peak. FlashAttention 1: 30 to
@@ -102,22 +104,35 @@ class LayerTime:
     pointwise: tuple[float, float] = (0.0, 0.0)
     tp: tuple[float, float] = (0.0, 0.0)
     recomputation: float = 0.0  # of the backward
+    host: float = 0.0  # half of it in each pass
 
     @property
     def forward(self) -> float:
         """Seconds of a forward."""
-        return self.products[0] + self.attention[0] + self.pointwise[0] + self.tp[0]
+        device = self.products[0] + self.attention[0] + self.pointwise[0] + self.tp[0]
+        return device + self.host / 2
 
     @property
     def backward(self) -> float:
         """Seconds of a backward with what it computes again."""
         own = self.products[1] + self.attention[1] + self.pointwise[1] + self.tp[1]
-        return own + self.recomputation
+        return own + self.recomputation + self.host / 2
 
     @property
     def both(self) -> float:
         """Seconds of a forward and a backward."""
         return self.forward + self.backward
+
+    def scaled(self, factor: float) -> "LayerTime":
+        """All times, multiplied by the same factor."""
+        return LayerTime(
+            products=_times(self.products, factor),
+            attention=_times(self.attention, factor),
+            pointwise=_times(self.pointwise, factor),
+            tp=_times(self.tp, factor),
+            recomputation=self.recomputation * factor,
+            host=self.host * factor,
+        )
 
 
 class Layers(NamedTuple):
@@ -143,6 +158,7 @@ class StepTime:
     p2p: float  # sends between pipeline stages
     dp: float  # exposed collectives of the data axis, and the slowdown of computation by others
     optimizer: float
+    host: float = 0.0  # Python and torch's dispatcher; 0 on GPUs, which compute meanwhile
 
     @property
     def terms(self) -> dict[str, float]:
@@ -154,16 +170,20 @@ class StepTime:
         """Seconds of the step."""
         return sum(self.terms.values())
 
+    def scaled(self, factor: float) -> "StepTime":
+        """All times, multiplied by the same factor."""
+        layers = Layers(*(layer.scaled(factor) for layer in self.layers))
+        terms = {name: factor * seconds for name, seconds in self.terms.items()}
+        return StepTime(layers=layers, **terms)
+
 
 def predict_step_time(work: Workload, cluster: Cluster, constants: Constants = FITTED) -> StepTime:
     """Predicts the step time of the rank that determines it.
 
-    Between the fill and the drain of the pipeline, the slowest stage always computes:
-
-        time = sum of all stages' times + (micro-batches - 1) x slowest stage
-
-    (Narayanan et al. 2021, section 2.2, for unequal stages). With c chunks the fill and the drain
-    take 1/c of that.
+    Args:
+        work: what the ranks compute and send.
+        cluster: the machines. If they were measured, no constant is used.
+        constants: what is fitted to published runs.
 
     Raises:
         ValueError: the device cannot compute in this precision.
@@ -171,12 +191,8 @@ def predict_step_time(work: Workload, cluster: Cluster, constants: Constants = F
     rates = _Rates(work, cluster, constants)
     layers = Layers(rates.embedding(), rates.block(), rates.head())
     last = work.grid.pp - 1
-    times = [
-        blocks * layers.block.both
-        + (stage == 0) * layers.embedding.both
-        + (stage == last) * layers.head.both
-        for stage, blocks in enumerate(work.blocks_of_stages)
-    ]
+    forward, backward = stage_times(work, layers)
+    times = [sum(both) for both in zip(forward, backward, strict=True)]
     slowest = max(range(len(times)), key=times.__getitem__)
     blocks, count = work.blocks_of_stages[slowest], work.micro_batches
     block = layers.block
@@ -192,27 +208,86 @@ def predict_step_time(work: Workload, cluster: Cluster, constants: Constants = F
         head=count * (slowest == last) * layers.head.both,
         recomputation=count * blocks * block.recomputation,
         tp=of_step(block.tp),
-        bubble=(sum(times) - times[slowest]) / work.chunks,
+        bubble=_bubble(work, forward, backward),
         p2p=rates.network.p2p(),
         dp=rates.network.dp(slowest, block.forward, block.backward),
         optimizer=rates.optimizer(slowest),
+        host=count * blocks * block.host + rates.host.step + count * rates.host.micro_batch,
     )
+
+
+def predict_block(work: Workload, cluster: Cluster, constants: Constants = FITTED) -> LayerTime:
+    """Predicts one block of one micro-batch."""
+    return _Rates(work, cluster, constants).block()
+
+
+def stage_times(work: Workload, layers: Layers) -> tuple[list[float], list[float]]:
+    """Seconds of the forward and of the backward of each stage for one micro-batch."""
+    embedding, block, head = layers
+    ends = [
+        (blocks, stage == 0, stage == work.grid.pp - 1)
+        for stage, blocks in enumerate(work.blocks_of_stages)
+    ]
+    return (
+        [b * block.forward + e * embedding.forward + h * head.forward for b, e, h in ends],
+        [b * block.backward + e * embedding.backward + h * head.backward for b, e, h in ends],
+    )
+
+
+def _bubble(work: Workload, forward: list[float], backward: list[float]) -> float:
+    """What waiting for other stages adds to the slowest stage's own work.
+
+    With gpipe, the slowest forward and then the slowest backward set the pace:
+
+        time = sum of all stages' times + (micro-batches - 1) x (slowest forward + slowest backward)
+
+    (Narayanan et al. 2021, section 2.2, for unequal stages). With c chunks the fill and the drain
+    take 1/c of the sum.
+
+    With 1f1b, a stage cannot start before the first micro-batch has passed the stages before it,
+    and these need their backward of the last micro-batch after it. From a forward to its gradient,
+    a micro-batch passes the k stages after it twice. A stage waits for that at its first and at its
+    last gradient, and runs k forwards or k backwards meanwhile. The step takes as long as the stage
+    that ends last.
+    """
+    times = [sum(both) for both in zip(forward, backward, strict=True)]
+    count, own = work.micro_batches, work.micro_batches * max(times)
+    if work.chunks > 1:
+        return (sum(times) - max(times)) / work.chunks
+    if work.schedule == "gpipe":
+        return sum(times) + (count - 1) * (max(forward) + max(backward)) - own
+    ends = []
+    for stage, time in enumerate(times):
+        after = len(times) - 1 - stage
+        wait = passed = sum(times[stage + 1 :])
+        if count > after:
+            first, last = passed - after * forward[stage], passed - after * backward[stage]
+            wait = min(passed, max(0.0, first) + max(0.0, last))
+        ends.append(sum(times[:stage]) + count * time + wait)
+    return max(ends) - own
 
 
 class _Rates:
     """The times of the parts of a step, of one workload on one cluster."""
 
     def __init__(self, work: Workload, cluster: Cluster, constants: Constants) -> None:
-        self.work, self.cluster, self.constants = work, cluster, constants
+        self.work, self.cluster, self.measured = work, cluster, cluster.measured
         device = cluster.device
         self.network = Network(work, cluster)
+        efficiency = MEMORY_EFFICIENCY
+        self.host = HostTime(block=0.0, micro_batch=0.0, step=0.0)
+        if self.measured is not None:
+            self.host = self.measured.host
+            constants = Constants(products=1.0, pointwise=self.measured.pointwise)
+            efficiency = 1.0
+        self.constants = constants
         self.rate = constants.products * 1e12 * _sustained(device, work.precision)
         self.head_rate = (
             constants.products
             * 1e12
             * _sustained(device, "bf16" if work.precision == "fp8" else work.precision)
         )
-        self.memory = MEMORY_EFFICIENCY * 1e9 * device.memory_bandwidth
+        self.memory = efficiency * 1e9 * device.memory_bandwidth
         self.width = work.element_bytes
 
     def linear(self, product: Product, rate: float) -> tuple[float, float]:
@@ -248,6 +323,7 @@ class _Rates:
             pointwise=forward.pointwise,
             tp=forward.tp,
             recomputation=work.recomputed_share * recomputed,
+            host=self.host.block,
         )
 
     def attention(self) -> tuple[float, float]:
@@ -275,6 +351,9 @@ class _Rates:
             return 2 * product + forward, 4 * product + backward
         window = min(model.sliding_window or work.sequence_length, work.sequence_length)
         kept = window * (1 - window / (2 * work.sequence_length)) / work.sequence_length
+        if self.measured is not None:
+            forward_rate, backward_rate = self.measured.attention
+            return kept * flops / forward_rate, 2.5 * kept * flops / backward_rate
         shares = _ATTENTION_RATE[work.attention]
         slower = 1.0
         if work.attention != "fa3" and device.name.split("-")[0] in _ASYNCHRONOUS:
@@ -348,7 +427,13 @@ class _Rates:
         """AdamW: reads and writes master weight and two moments in fp32 (24 bytes), reads the
         gradient for its norm and for the update (8), writes the 16-bit weight (2)."""
         owners = self.work.grid.dp if self.work.zero_stage > 0 else 1
+        if self.measured is not None:
+            return self.measured.optimizer * self.work.parameters_of_rank(stage) / owners
         return 34 * self.work.parameters_of_rank(stage) / owners / self.memory
+
+
+def _times(seconds: tuple[float, float], factor: float) -> tuple[float, float]:
+    return seconds[0] * factor, seconds[1] * factor
 
 
 def _sustained(device: Device, precision: Precision) -> float:

@@ -1,8 +1,13 @@
 """Predicts a run before it starts, without tensors, processes or a GPU.
 
-machines.py    accelerators by name, and the placement of ranks on nodes
+cluster.py     the machines, as the user states them
+machines.py    the placement of ranks on nodes
 prediction.py  memory and traffic of every kind of pipeline stage of a run
+forecast.py    the step time of a run: throughput, utilization, warnings
+goodput.py     which part of the time a long run trains: validation, saves, restarts
+plan.py        the complete plan of one run
 variants.py    other degrees, ZeRO stages, micro-batches; the cheapest change if a run does not fit
-plan.py        the complete plan of one run, and every layout of its world size that fits
+what_if.py     every variant on the same ranks that fits, by predicted time
 report.py      a plan and its what-if as lines and tables
+charts.py      the parts of a step as a picture
 """

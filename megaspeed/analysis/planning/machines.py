@@ -15,8 +15,10 @@ sends most should stay within a node.
 import math
 from dataclasses import asdict, dataclass
 from functools import cache
+from itertools import chain, pairwise
 from typing import Any
 
+from megaspeed.analysis.costs.traffic import TrafficAxis
 from megaspeed.topology.grid import AXES, Axis, Grid
 
 GPUS_PER_NODE = 8
@@ -34,6 +36,9 @@ class AxisMap:
     groups: int  # number of groups
     groups_across_nodes: int  # number of groups with ranks on more than one node
     most_nodes: int  # the largest number of nodes on which one group has ranks
+    # The part of its messages that go from one node to another, on average over its ranks. The
+    # ranks of a group form a ring; pipeline stages form a line.
+    between_nodes: float
 
     @property
     def crosses_nodes(self) -> bool:
@@ -54,11 +59,11 @@ class RankMap:
         """Nodes that have at least one rank."""
         return math.ceil(self.grid.world_size / self.gpus_per_node)
 
-    @property
-    def axes_across_nodes(self) -> frozenset[str]:
-        """The axes whose traffic goes over the network, and "world" if there are several nodes."""
-        crossing = {axis.axis for axis in self.axes if axis.crosses_nodes}
-        return frozenset({*crossing, "world"} if self.nodes > 1 else ())
+    def between_nodes(self, axis: TrafficAxis) -> float:
+        """The part of an axis's messages that go from one node to another."""
+        if axis == "world":  # one ring over all nodes
+            return self.nodes / self.grid.world_size if self.nodes > 1 else 0.0
+        return next(each.between_nodes for each in self.axes if each.axis == axis)
 
     def as_json(self) -> dict[str, Any]:
         """The numbers of the map as JSON values, without a list of all ranks."""
@@ -81,6 +86,8 @@ def _map_axis(grid: Grid, axis: Axis, gpus_per_node: int) -> AxisMap:
     groups = grid.groups_along(axis)
     nodes = [len({rank // gpus_per_node for rank in group}) for group in groups]
     first = groups[0]
+    hops = [list(pairwise(group if axis == "pp" else [*group, group[0]])) for group in groups]
+    crossing = sum(a // gpus_per_node != b // gpus_per_node for a, b in chain(*hops))
     return AxisMap(
         axis=axis,
         size=len(first),
@@ -89,4 +96,5 @@ def _map_axis(grid: Grid, axis: Axis, gpus_per_node: int) -> AxisMap:
         groups=len(groups),
         groups_across_nodes=sum(count > 1 for count in nodes),
         most_nodes=max(nodes),
+        between_nodes=crossing / max(1, sum(map(len, hops))),
     )

@@ -1,39 +1,38 @@
-"""The plan of one run: its ranks, its pipeline stages, memory and traffic at each ZeRO stage.
+"""The plan of one run: its ranks, its pipeline stages; memory, traffic and time at each ZeRO stage.
 
 Run --> rank map            which axes cross nodes
     --> pipeline stages     layers, parameters
-    --> ZeRO 0, 1, 2, 3     memory, traffic   (costs.stage_memory, costs.traffic)
-    --> bubble
+    --> ZeRO 0, 1, 2, 3     memory, traffic, step time   (costs.stage_memory, .traffic, .step_time)
     --> fits the device?    if not: the cheapest change
-
-The what-if is every layout of the run's world size: all (pp, dp, tp) whose product is the world
-size, with each ZeRO stage and each kind of recomputation. The train batch, the micro-batch and
-every other key stay as configured. Layouts that break a rule of the configuration are omitted.
-Tensor groups larger than ``largest_tensor`` are omitted, too, because across nodes the collectives
-of every block would go over the network.
 """
 
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 from megaspeed.analysis.costs.memory import elements_of, local_parameters
+from megaspeed.analysis.costs.reserved_memory import (
+    ReservedMemory,
+    Verdict,
+    reserved_memory,
+    usable_bytes,
+    verdict,
+)
 from megaspeed.analysis.costs.traffic import by_axis
-from megaspeed.analysis.planning.machines import RankMap, map_ranks
+from megaspeed.analysis.costs.workload import Cluster
+from megaspeed.analysis.planning.forecast import Forecast, forecast
+from megaspeed.analysis.planning.machines import GPUS_PER_NODE, RankMap, map_ranks
 from megaspeed.analysis.planning.prediction import (
     Prediction,
     StagePrediction,
     alike_stages,
     ideal_bubble,
     predict,
-    sent_along,
 )
-from megaspeed.analysis.planning.variants import CheapestChange, Settings, Training, cheapest_change
+from megaspeed.analysis.planning.variants import CheapestChange, Training, cheapest_change
 from megaspeed.config.errors import ConfigError
 from megaspeed.config.resolve import Run
-from megaspeed.config.rules import divisors
 from megaspeed.pipeline.partition import layers_of_stages, parameters_of_stages
-from megaspeed.topology.devices import USABLE_FRACTION, Device
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +54,10 @@ class PlannedZero:
     zero_stage: int
     prediction: Prediction | None
     refusals: tuple[str, ...] = ()
+    # The following are None if no cluster is known or the layout is refused.
+    forecast: Forecast | None = None
+    reserved: ReservedMemory | None = None  # memory of the fullest rank that no tensor has
+    verdict: Verdict | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +65,7 @@ class Plan:
     """What is known about a run before it starts."""
 
     run: Run
-    device: Device | None  # the accelerator of each rank; None if no device was named
+    cluster: Cluster | None  # the machines; None if no device was named
     ranks: RankMap  # the placement of ranks on nodes
     stages: tuple[PlannedStage, ...]  # all pipeline stages
     zero_stages: tuple[PlannedZero, ...]  # ZeRO 0 to 3 at this layout
@@ -77,25 +80,23 @@ class Plan:
         return own
 
     @property
+    def forecast(self) -> Forecast | None:
+        """The step time of the run as configured; None if no device was named."""
+        return self.zero_stages[self.run.zero_stage].forecast
+
+    @property
     def parameters(self) -> int:
         """Logical parameters of the model."""
         return sum(stage.parameters for stage in self.stages)
 
     @property
-    def fits(self) -> bool | None:
+    def verdict(self) -> Verdict | None:
         """Whether the run as configured fits the device; None if no device was named."""
-        return self.fits_at(self.run.zero_stage)
-
-    def fits_at(self, zero_stage: int) -> bool | None:
-        """Whether the layout fits at this ZeRO stage; None without a device or a prediction."""
-        prediction = self.zero_stages[zero_stage].prediction
-        if self.device is None or prediction is None:
-            return None
-        return prediction.fullest.peak_bytes <= self.device.usable_bytes
+        return self.zero_stages[self.run.zero_stage].verdict
 
     def as_json(self) -> dict[str, Any]:
         """Every figure as JSON values; sizes in bytes, traffic in bytes a step."""
-        grid, device = self.run.grid, self.device
+        grid, cluster = self.run.grid, self.cluster
         return {
             "name": self.run.name,
             "world_size": grid.world_size,
@@ -104,47 +105,46 @@ class Plan:
             "precision": self.run.precision,
             "batch": asdict(self.run.batch),
             "parameters": self.parameters,
-            "device": None
-            if device is None
-            else {
-                "name": device.name,
-                "memory_bytes": device.memory_bytes,
-                "usable_bytes": device.usable_bytes,
-                "usable_fraction": USABLE_FRACTION,
-            },
+            "device": None if cluster is None else asdict(cluster.device),
+            "network_bytes_per_second": None
+            if cluster is None
+            else 1e9 * cluster.network_bandwidth,
             "rank_map": self.ranks.as_json(),
             "pipeline_stages": [
                 {**asdict(stage), "layers": [stage.layers.start, stage.layers.stop]}
                 for stage in self.stages
             ],
             "bubble_fraction": self.bubble,
-            "zero_stages": [
-                {**_zero_as_json(planned), "fits": self.fits_at(planned.zero_stage)}
-                for planned in self.zero_stages
-            ],
-            "fits": self.fits,
+            "zero_stages": [_zero_as_json(planned) for planned in self.zero_stages],
+            "verdict": self.verdict,
             "cheapest_change": None if self.change is None else self.change.as_json(),
         }
 
 
-def plan(training: Training, device: Device | None, gpus_per_node: int) -> Plan:
-    """Plans a training on nodes of ``gpus_per_node`` GPUs.
+def plan(training: Training, cluster: Cluster | None, gpus_per_node: int = GPUS_PER_NODE) -> Plan:
+    """Plans a training. Without a cluster, there is no time, and nothing is said about fitting.
 
-    If a device is named and the run does not fit it, the plan has the cheapest change.
+    Args:
+        training: the run, and what its variants are resolved from.
+        cluster: the machines, if they are known. If the run does not fit them, the plan has the
+            cheapest change.
+        gpus_per_node: for the placement of ranks, if there is no cluster.
     """
     run = training.run
+    per_node = gpus_per_node if cluster is None else cluster.gpus_per_node
     planned = Plan(
         run=run,
-        device=device,
-        ranks=map_ranks(run.grid, gpus_per_node),
+        cluster=cluster,
+        ranks=map_ranks(run.grid, per_node),
         stages=_stages(run),
-        zero_stages=tuple(_at_zero_stage(training, zero_stage) for zero_stage in range(4)),
+        zero_stages=tuple(_at_zero_stage(training, stage, cluster) for stage in range(4)),
         bubble=ideal_bubble(run),
         change=None,
     )
-    if device is None or planned.fits:
+    if cluster is None or planned.verdict == "fits":
         return planned
-    return replace(planned, change=cheapest_change(training, device.usable_bytes, gpus_per_node))
+    usable = partial(usable_bytes, device=cluster.device, gpus_per_node=per_node)
+    return replace(planned, change=cheapest_change(training, usable, per_node))
 
 
 def _stages(run: Run) -> tuple[PlannedStage, ...]:
@@ -165,18 +165,33 @@ def _stages(run: Run) -> tuple[PlannedStage, ...]:
     return tuple(stages)
 
 
-def _at_zero_stage(training: Training, zero_stage: int) -> PlannedZero:
+def _at_zero_stage(training: Training, zero_stage: int, cluster: Cluster | None) -> PlannedZero:
     try:
-        variant = training.under(replace(training.settings, zero_stage=zero_stage))
+        run = training.under(replace(training.settings, zero_stage=zero_stage))
     except ConfigError as error:
         return PlannedZero(zero_stage=zero_stage, prediction=None, refusals=error.problems)
-    return PlannedZero(zero_stage=zero_stage, prediction=predict(variant))
+    prediction = predict(run, training.device_type)
+    planned = PlannedZero(zero_stage=zero_stage, prediction=prediction)
+    if cluster is None:
+        return planned
+    peak = prediction.fullest.peak_bytes
+    reserved = reserved_memory(run, cluster.device, cluster.gpus_per_node, peak)
+    return replace(
+        planned,
+        forecast=forecast(run, cluster, simulates=True),
+        reserved=reserved,
+        verdict=verdict(peak, reserved, cluster.device),
+    )
 
 
 def _zero_as_json(planned: PlannedZero) -> dict[str, Any]:
     prediction = planned.prediction
     if prediction is None:
-        return {"zero_stage": planned.zero_stage, "refused": list(planned.refusals)}
+        return {
+            "zero_stage": planned.zero_stage,
+            "verdict": None,
+            "refused": list(planned.refusals),
+        }
 
     def stage_as_json(stage: StagePrediction) -> dict[str, Any]:
         return {
@@ -186,131 +201,15 @@ def _zero_as_json(planned: PlannedZero) -> dict[str, Any]:
             "traffic": by_axis(stage.traffic),
         }
 
+    forecast, reserved = planned.forecast, planned.reserved
     return {
         "zero_stage": planned.zero_stage,
+        "verdict": planned.verdict,
+        "time": None if forecast is None else forecast.as_json(),
+        "reserved_bytes": None if reserved is None else asdict(reserved),
         "gradient_reduction": prediction.run.gradient_reduction,
         "model_state_bytes": prediction.heaviest.state_bytes,
         "peak_bytes": prediction.fullest.peak_bytes,
         "sent_bytes": prediction.busiest.sent_bytes,
         "pipeline_stages": [stage_as_json(stage) for stage in prediction.stages],
     }
-
-
-@dataclass(frozen=True, kw_only=True)
-class Layout:
-    """One layout of the run, with its figures."""
-
-    run: Run  # the run in this layout
-    peak_bytes: int  # the peak of the fullest rank
-    sent_bytes: int  # what the busiest rank sends in one step
-    sent_across_nodes_bytes: int  # the part of ``sent_bytes`` along axes that cross nodes
-    bubble: float  # the ideal pipeline bubble, as a fraction of the step
-    # What to type after ``--set`` to get it; empty for the layout as configured.
-    set_text: tuple[str, ...]
-    is_best: bool = False  # whether it is Pareto-optimal in peak and sent bytes
-
-    def as_json(self) -> dict[str, Any]:
-        """The figures as JSON values."""
-        grid = self.run.grid
-        return {
-            "pp": grid.pp,
-            "dp": grid.dp,
-            "tp": grid.tp,
-            "zero_stage": self.run.zero_stage,
-            "activation_checkpointing": self.run.config.parallel.activation_checkpointing,
-            "recomputed_blocks": self.run.config.parallel.recomputed_blocks,
-            "micro_batches": self.run.batch.gradient_accumulation_steps,
-            "peak_bytes": self.peak_bytes,
-            "sent_bytes": self.sent_bytes,
-            "sent_across_nodes_bytes": self.sent_across_nodes_bytes,
-            "bubble_fraction": self.bubble,
-            "is_pareto_optimal": self.is_best,
-            "set": list(self.set_text),
-        }
-
-
-@dataclass(frozen=True, kw_only=True)
-class WhatIf:
-    """The layouts of a world size."""
-
-    # The layouts that fit the device, least memory first; all if no device is named.
-    layouts: tuple[Layout, ...]
-    too_large: int  # number of layouts that do not fit
-    refused: int  # number of layouts that break a rule of the configuration
-    # The smallest peak of all layouts that are not refused; None if all are.
-    least_peak_bytes: int | None
-
-    def as_json(self) -> dict[str, Any]:
-        """The figures as JSON values."""
-        return {
-            "layouts": [layout.as_json() for layout in self.layouts],
-            "too_large": self.too_large,
-            "refused": self.refused,
-            "least_peak_bytes": self.least_peak_bytes,
-        }
-
-
-def what_if(
-    training: Training, device: Device | None, gpus_per_node: int, largest_tensor: int | None = None
-) -> WhatIf:
-    """Every layout of the run's world size that fits the device; if none is named, every layout.
-
-    Tensor groups have at most ``largest_tensor`` ranks; if it is None, at most a node's GPUs.
-    """
-    layouts: list[Layout] = []
-    peaks: list[int] = []
-    refused = 0
-    for settings in _layouts_of(training, largest_tensor or gpus_per_node):
-        try:
-            variant = training.under(settings)
-        except ConfigError:
-            refused += 1
-            continue
-        prediction = predict(variant)
-        peak, traffic = prediction.fullest.peak_bytes, prediction.busiest.traffic
-        peaks.append(peak)
-        if device is not None and peak > device.usable_bytes:
-            continue
-        across = map_ranks(variant.grid, gpus_per_node).axes_across_nodes
-        layouts.append(
-            Layout(
-                run=variant,
-                peak_bytes=peak,
-                sent_bytes=sum(traffic.values()),
-                sent_across_nodes_bytes=sent_along(traffic, across),
-                bubble=ideal_bubble(variant),
-                set_text=training.set_text(settings),
-            )
-        )
-    return WhatIf(
-        layouts=tuple(_marked(layouts)),
-        too_large=len(peaks) - len(layouts),
-        refused=refused,
-        least_peak_bytes=min(peaks, default=None),
-    )
-
-
-def _layouts_of(training: Training, largest_tensor: int) -> Iterator[Settings]:
-    """Every combination of degrees, ZeRO stage and recomputation, valid or not."""
-    world_size = training.settings.world_size
-    for tp in divisors(world_size):
-        for pp in divisors(world_size // tp):
-            if tp > largest_tensor or pp > training.stated.model.num_hidden_layers:
-                continue
-            degrees = replace(training.settings, pp=pp, dp=world_size // (pp * tp), tp=tp)
-            for zero_stage in range(4):
-                at_stage = replace(degrees, zero_stage=zero_stage)
-                yield replace(at_stage, activation_checkpointing="none", recomputed_blocks=None)
-                yield replace(at_stage, activation_checkpointing="selective")
-                yield replace(at_stage, activation_checkpointing="full")
-
-
-def _marked(layouts: list[Layout]) -> Iterator[Layout]:
-    """The layouts by peak, then by sent bytes, with the Pareto-optimal ones marked."""
-    best: tuple[int, int] | None = None
-    for layout in sorted(layouts, key=lambda layout: (layout.peak_bytes, layout.sent_bytes)):
-        point = layout.peak_bytes, layout.sent_bytes
-        is_best = best is None or point == best or point[1] < best[1]
-        if is_best:
-            best = point
-        yield replace(layout, is_best=is_best)

@@ -81,12 +81,12 @@ class Prediction:
         return max(self.stages, key=lambda stage: stage.sent_bytes)
 
 
-def predict(run: Run) -> Prediction:
-    """Memory and traffic of the first pipeline stage of each kind."""
+def predict(run: Run, device_type: str = "cuda") -> Prediction:
+    """Memory and traffic of the first pipeline stage of each kind, on "cuda" or "cpu"."""
     stages = tuple(
         StagePrediction(
             pipeline_stage=stage,
-            memory=predict_memory(run, stage),
+            memory=predict_memory(run, stage, device_type=device_type),
             traffic=predict_traffic(run, stage),
         )
         for stage in _first_of_each_kind(run)

@@ -1,17 +1,17 @@
 """A plan and its what-if as lines and tables. The tables fit 80 columns."""
 
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from rich.table import Table
 
+from megaspeed.analysis.costs.reserved_memory import Verdict
+from megaspeed.analysis.planning.forecast import Forecast, TrainingTime
 from megaspeed.analysis.planning.machines import AxisMap
-from megaspeed.analysis.planning.plan import Layout, Plan, WhatIf
-from megaspeed.analysis.planning.prediction import (
-    AlikeStages,
-    Prediction,
-    alike_stages,
-    sent_along,
-)
+from megaspeed.analysis.planning.plan import Plan, PlannedZero
+from megaspeed.analysis.planning.prediction import AlikeStages, alike_stages, sent_along
+from megaspeed.analysis.planning.variants import CheapestChange
+from megaspeed.analysis.planning.what_if import Layout, WhatIf
 from megaspeed.analysis.units import (
     GIB,
     counted,
@@ -23,11 +23,22 @@ from megaspeed.analysis.units import (
 )
 from megaspeed.config.resolve import GradientReduction, describe_recomputation, dropout_warning
 from megaspeed.pipeline.schedules import SCHEDULES, peak_micro_batches_in_flight
-from megaspeed.topology.devices import USABLE_FRACTION
+
+_VERDICTS: Mapping[Verdict | None, str] = {
+    "fits": "FITS",
+    "tight": "TIGHT",
+    "does not fit": "DOES NOT FIT",
+}
+_SHORT_VERDICTS: Mapping[Verdict | None, str] = {
+    "fits": "fits",
+    "tight": "tight",
+    "does not fit": "too large",
+}
 
 SHOWN_LAYOUTS = 12
 """Rows of each ranking of a what-if. The JSON has all layouts."""
 
+_SHOWN_PARTS = 3
 _LONGEST_GROUP = 28
 _CONFIGURED = "* as configured"
 _REDUCED = "gradients are reduced each"
@@ -37,12 +48,15 @@ _REDUCTIONS: Mapping[GradientReduction, str] = {
 }
 
 
-def report(plan: Plan) -> Iterator[str | Table]:
-    """The lines and tables of a complete plan."""
+def report(plan: Plan, training: TrainingTime | None = None) -> Iterator[str | Table]:
+    """The lines and tables of a complete plan, and of the complete training if it is stated."""
     yield from summary(plan)
     for part in (_ranks, _stages, _memory, _traffic):
         yield ""
         yield from part(plan)
+    yield from _time(plan)
+    if training is not None:
+        yield from _training(training)
     yield ""
     for planned in plan.zero_stages:
         for refusal in planned.refusals:
@@ -159,11 +173,13 @@ def _layers(alike: AlikeStages) -> str:
 
 def _memory(plan: Plan) -> Iterator[str | Table]:
     """The memory of the fullest rank and the peaks of all pipeline stages, by ZeRO stage."""
-    predictions = [planned.prediction for planned in plan.zero_stages]
+    predictions = [each.prediction for each in plan.zero_stages]
     unit = memory_unit(each.fullest.peak_bytes for each in predictions if each is not None)
     kinds = alike_stages(plan.run)
 
-    def cells(prediction: Prediction) -> dict[str, str]:
+    def cells(planned: PlannedZero) -> dict[str, str]:
+        prediction, reserved = planned.prediction, planned.reserved
+        assert prediction is not None, "only for stages that are not refused"
         peak = prediction.fullest.memory.peak
         figures = {
             _REDUCED: _REDUCTIONS[prediction.run.gradient_reduction],
@@ -175,25 +191,39 @@ def _memory(plan: Plan) -> Iterator[str | Table]:
             "  activations": unit.of(peak.activations),
             "  communication buffers": unit.of(peak.communication_buffers),
         }
-        if plan.device is not None:
-            figures["peak, of usable memory"] = f"{peak.total / plan.device.usable_bytes:.0%}"
-            figures["fits"] = "yes" if peak.total <= plan.device.usable_bytes else "no"
+        if reserved is not None:
+            figures["beside it"] = unit.of(reserved.total)
+            figures |= {
+                "  CUDA and its kernels": unit.of(reserved.context),
+                "  buffers of NCCL": unit.of(reserved.nccl),
+                "  workspace of cuBLAS": unit.of(reserved.workspace),
+                "  holes in the allocator": unit.of(reserved.fragmentation),
+            }
+            assert plan.cluster is not None, "memory is reserved on a device"
+            share = (peak.total + reserved.total) / plan.cluster.device.memory_bytes
+            figures["both, of the device"] = f"{share:.0%}"
+            figures["verdict"] = _SHORT_VERDICTS[planned.verdict]
         if len(kinds) > 1:
             for alike, stage in zip(kinds, prediction.stages, strict=True):
                 stages = "stages" if len(alike.pipeline_stages) > 1 else "stage"
                 figures[f"peak of {stages} {_numbers(alike)}"] = unit.of(stage.peak_bytes)
         return figures
 
-    columns = [None if each is None else cells(each) for each in predictions]
     yield f"Memory in {unit.name} of the rank that holds the most"
-    table = table_of(
-        left=("",), right=[_zero_stage(plan, zero_stage) for zero_stage in range(len(columns))]
-    )
-    for name in cells(plan.prediction):
-        missing = "refused" if name == _REDUCED else "-"
-        table.add_row(name, *(missing if each is None else each[name] for each in columns))
-    yield table
+    yield _by_zero_stage(plan, cells)
     yield f"{_CONFIGURED}; model states: parameters, gradients and optimizer states"
+
+
+def _by_zero_stage(plan: Plan, cells: Callable[[PlannedZero], Mapping[str, str]]) -> Table:
+    """A table with a column for each ZeRO stage. ``cells`` is name of the row -> text."""
+    columns = [None if each.prediction is None else cells(each) for each in plan.zero_stages]
+    table = table_of(left=("",), right=[_zero_stage(plan, stage) for stage in range(len(columns))])
+    own = columns[plan.run.zero_stage]
+    assert own is not None, "the run itself was accepted"
+    for index, name in enumerate(own):
+        missing = "-" if index else "refused"
+        table.add_row(name, *(missing if each is None else each[name] for each in columns))
+    return table
 
 
 def _zero_stage(plan: Plan, zero_stage: int) -> str:
@@ -201,43 +231,138 @@ def _zero_stage(plan: Plan, zero_stage: int) -> str:
 
 
 def _traffic(plan: Plan) -> Iterator[str | Table]:
-    """What the busiest rank sends in one step, by axis: a row for each ZeRO stage."""
+    """What the busiest rank sends in one step, by axis and by kind of link."""
     predictions = [each.prediction for each in plan.zero_stages if each.prediction is not None]
     unit = traffic_unit(each.busiest.sent_bytes for each in predictions)
     yield f"Traffic in {unit.name} that the busiest rank sends in one step"
-    table = table_of(left=("",), right=("tp", "dp", "pp", "all ranks", "together", "across nodes"))
+    table = table_of(
+        left=("",), right=("tp", "dp", "pp", "all ranks", "within a node", "between nodes")
+    )
     for each in predictions:
         sent = each.busiest
+        between = sum(
+            int(plan.ranks.between_nodes(axis) * size) for (axis, _), size in sent.traffic.items()
+        )
         cells = [sent_along(sent.traffic, (axis,)) for axis in ("tp", "dp", "pp", "world")]
-        cells += [sent.sent_bytes, sent_along(sent.traffic, plan.ranks.axes_across_nodes)]
+        cells += [sent.sent_bytes - between, between]
         table.add_row(_zero_stage(plan, each.run.zero_stage), *map(unit.of, cells))
     yield table
+    yield f"{_CONFIGURED}; between nodes: on average over the ranks of a group"
+
+
+def _time(plan: Plan) -> Iterator[str | Table]:
+    """The step time by its terms and ZeRO stages, and what follows from it."""
+    if plan.forecast is None:
+        return
+    longest = max(each.forecast.seconds for each in plan.zero_stages if each.forecast is not None)
+    unit, size = ("s", 1.0) if longest >= 10 else ("ms", 1e-3)
+
+    def cells(planned: PlannedZero) -> dict[str, str]:
+        assert planned.forecast is not None, "every stage that is not refused has a forecast"
+        terms = {name: seconds for name, seconds in planned.forecast.step.terms.items()}
+        figures = {"step": planned.forecast.seconds}
+        figures |= {f"  {TERMS[name]}": seconds for name, seconds in terms.items()}
+        return {name: f"{seconds / size:,.4g}" for name, seconds in figures.items()}
+
+    yield ""
+    yield f"Time in {unit} of one step"
+    yield _by_zero_stage(plan, cells)
     yield _CONFIGURED
+    yield from _throughput(plan.forecast)
+
+
+TERMS: Mapping[str, str] = {
+    "products": "matrix products of blocks",
+    "attention": "attention",
+    "pointwise": "pointwise operations",
+    "head": "head and loss",
+    "recomputation": "recomputation",
+    "tp": "tensor-parallel collectives",
+    "bubble": "pipeline bubble",
+    "p2p": "sends between stages",
+    "dp": "data-parallel collectives",
+    "optimizer": "optimizer",
+    "host": "host",
+}
+"""Term of a step -> its name."""
+
+
+def _throughput(forecast: Forecast) -> Iterator[str]:
+    low, high = forecast.interval
+    yield (
+        f"step: {forecast.seconds:.3g} s; with the error of nine of ten published runs, {low:.3g} "
+        f"to {high:.3g} s"
+    )
+    line = f"throughput: {forecast.tokens_per_second:,.0f} tokens/s"
+    full, causal = forecast.mfu(), forecast.mfu(causal=True)
+    if full is not None and causal is not None:
+        line += f", MFU {full:.1%}; {causal:.1%} if causal attention counts half"
+    yield line
+    yield from (f"warning: {warning}" for warning in forecast.warnings())
+
+
+def _training(training: TrainingTime) -> Iterator[str]:
+    """Days and cost of a complete training, and what its goodput loses."""
+    goodput, world_size = training.goodput, training.forecast.run.grid.world_size
+    low, high = (bound / training.forecast.seconds for bound in training.forecast.interval)
+    days = training.days
+    yield ""
+    yield f"Training on {short_count(training.tokens)} tokens, {counted(training.steps, 'step')}"
+    if not math.isfinite(days):
+        yield "it never ends: failures come more often than saves; reduce training.save_interval"
+        return
+    yield f"{_rounded(days)} days, {_rounded(low * days)} to {_rounded(high * days)}"
+    cost = f"{training.gpu_hours:,.0f} hours of {counted(world_size, 'GPU')} together"
+    if training.dollars is not None:
+        cost += f", ${training.dollars:,.0f}"
+    yield cost
+    lost = {
+        "validation": goodput.validation,
+        "saves": goodput.saves,
+        "restarts": goodput.restarts,
+    }
+    parts = ", ".join(f"{name} {1 - kept:.1%}" for name, kept in lost.items())
+    yield f"goodput {goodput.total:.1%}; lost: {parts}"
+    if goodput.best_save_interval is not None:
+        yield (
+            f"a failure every {_rounded(goodput.hours_between_failures)} hours; best "
+            f"training.save_interval: {goodput.best_save_interval:,} steps"
+        )
+
+
+def _rounded(number: float) -> str:
+    return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
 
 
 def _verdict(plan: Plan) -> Iterator[str]:
     """Whether the run fits; if not, the cheapest change that makes it fit."""
+    own = plan.zero_stages[plan.run.zero_stage]
     peak = readable_memory(plan.prediction.fullest.peak_bytes)
-    if plan.device is None:
-        yield f"predicted peak {peak} a rank; to see whether it fits, add --device h100-80gb"
+    if plan.cluster is None or own.reserved is None:
+        yield (
+            f"predicted peak {peak} a rank; to see whether it fits and how long a step takes, add "
+            "--device h100-80gb"
+        )
         return
-    device, usable = plan.device, plan.device.usable_bytes
-    word = "FITS" if plan.fits else "DOES NOT FIT"
-    yield f"{word}: predicted peak {peak} a rank, of {GIB.named(usable)} usable"
+    device, reserved = plan.cluster.device, own.reserved
+    total = GIB.named(plan.prediction.fullest.peak_bytes + reserved.total)
+    yield f"{_VERDICTS[plan.verdict]}: predicted peak {peak} a rank"
     yield (
-        f"usable: the {GIB.named(device.memory_bytes)} of {device.name}, less "
-        f"{1 - USABLE_FRACTION:.0%} for CUDA, NCCL and fragmentation"
+        f"with CUDA, NCCL and the allocator: {total} of {GIB.named(device.memory_bytes)} "
+        f"({device.name})"
     )
-    if plan.fits:
-        return
-    change = plan.change
-    assert change is not None, "plan() searches for a change if the run does not fit"
+    if plan.verdict == "tight":
+        yield "tight: it fits only if torch's allocator leaves smaller holes than usual"
+    if plan.change is not None:
+        yield from _change(plan, plan.change)
+
+
+def _change(plan: Plan, change: CheapestChange) -> Iterator[str]:
     text = f"--set {' '.join(change.set_text)}" if change.set_text else "nothing else"
     changed_peak = readable_memory(change.peak_bytes)
     if not change.fits:
         yield (
-            f"no change makes it fit; the smallest run found needs {changed_peak} a rank, "
-            f"{readable_memory(change.peak_bytes - usable)} too much "
+            f"no change makes it fit; the smallest run found has a peak of {changed_peak} a rank "
             f"({counted(change.world_size, 'rank')}, {text})"
         )
     elif change.world_size == plan.run.grid.world_size:
@@ -249,64 +374,89 @@ def _verdict(plan: Plan) -> Iterator[str]:
         )
 
 
-def what_if_report(found: WhatIf, plan: Plan) -> Iterator[str | Table]:
-    """The layouts with the least memory, those with the least traffic, and how many are omitted."""
-    if found.layouts:
-        yield from _layouts("least memory", found.layouts)
-        by_traffic = sorted(found.layouts, key=lambda layout: layout.sent_bytes)
-        yield from _layouts("least traffic", by_traffic)
+def what_if_report(found: WhatIf) -> Iterator[str | Table]:
+    """The fastest layouts, the Pareto front of time and memory, and why the best is the best."""
     yield ""
     if found.layouts:
-        yield "best: no other layout has both less memory and less traffic (Pareto-optimal)"
+        grids = found.fastest_of_each_grid()
+        yield f"What if: the fastest variant of each of {counted(len(grids), 'layout')} that fits"
+        yield from _layouts(grids)
+        pareto = [layout for layout in found.layouts if layout.is_pareto]
+        yield ""
+        yield "What if: no other variant has both less time and less memory (Pareto-optimal)"
+        yield from _layouts(pareto)
+        yield ""
+        yield from _best(found)
     elif found.least_peak_bytes is not None:
-        yield f"the smallest layout needs {readable_memory(found.least_peak_bytes)} a rank"
-    verb = "fit" if plan.device is not None else "are possible"
+        yield f"the smallest variant needs {readable_memory(found.least_peak_bytes)} a rank"
     yield (
-        f"{len(found.layouts):,} layouts {verb}, {found.too_large:,} are too large, "
+        f"{len(found.layouts):,} variants fit, {found.too_large:,} are too large, "
         f"{found.refused:,} break rules of the configuration"
     )
-    yield (
-        f"all with micro-batches of {plan.run.batch.micro_batch_size}; for others, "
-        "--set train_micro_batch_size_per_gpu=N"
-    )
 
 
-def _layouts(order: str, layouts: Sequence[Layout]) -> Iterator[str | Table]:
+def _layouts(layouts: Sequence[Layout]) -> Iterator[str | Table]:
     shown = layouts[:SHOWN_LAYOUTS]
     memory = memory_unit(layout.peak_bytes for layout in shown)
-    traffic = traffic_unit(layout.sent_bytes for layout in shown)
-    yield ""
-    yield f"What if: the {len(shown)} of {len(layouts):,} layouts with the {order}"
     table = table_of(
         right=(
             "pp",
             "dp",
             "tp",
             "ZeRO",
-            "recom-\npute",
+            "reduce\neach",
+            "recompute",
             "micro-\nbatches",
+            "of\nsize",
+            "step\ns",
+            "MFU",
             f"peak\n{memory.name}",
-            f"sent\n{traffic.name}",
-            "across\nnodes",
-            "bubble",
-            "best",
-        )
+        ),
     )
+    table.add_column("", no_wrap=True)
     for layout in shown:
-        grid = layout.run.grid
+        run, grid, mfu = layout.run, layout.run.grid, layout.forecast.mfu()
         table.add_row(
             str(grid.pp),
             str(grid.dp),
             str(grid.tp),
-            f"{layout.run.zero_stage}{'' if layout.set_text else ' *'}",
-            layout.run.config.parallel.activation_checkpointing,
-            f"{layout.run.batch.gradient_accumulation_steps:,}",
+            f"{run.zero_stage}{'' if layout.set_text else ' *'}",
+            "step" if run.keeps_complete_gradients else "micro",
+            run.config.parallel.activation_checkpointing,
+            f"{run.batch.gradient_accumulation_steps:,}",
+            f"{run.batch.micro_batch_size:,}",
+            f"{layout.seconds:.3g}",
+            "" if mfu is None else f"{mfu:.0%}",
             memory.of(layout.peak_bytes),
-            traffic.of(layout.sent_bytes),
-            traffic.of(layout.sent_across_nodes_bytes),
-            f"{layout.bubble:.1%}",
-            "best" if layout.is_best else "",
+            "tight" if layout.verdict == "tight" else "",
         )
     yield table
     if not all(layout.set_text for layout in shown):
         yield _CONFIGURED
+
+
+def _best(found: WhatIf) -> Iterator[str]:
+    """The best variant, how to get it, and why it is faster than the next layout."""
+    best = found.best
+    assert best is not None, "there are layouts"
+    yield f"best: {best.run.grid}, ZeRO-{best.run.zero_stage}: {best.seconds:.3g} s a step"
+    others = [each for each in found.fastest_of_each_grid() if each.run.grid != best.run.grid]
+    if others:
+        yield f"  faster than {others[0].run.grid} " + _why(best.forecast, others[0].forecast)
+    if not best.set_text:
+        yield "  it is the run as configured"
+        return
+    for own in found.layouts:
+        if not own.set_text:
+            yield "  faster than the run as configured " + _why(best.forecast, own.forecast)
+    yield f"  --set {' '.join(best.set_text)}"
+
+
+def _why(best: Forecast, other: Forecast) -> str:
+    """How much faster ``best`` is, and the parts of the step that differ most."""
+    more = {part: seconds - other.parts()[part] for part, seconds in best.parts().items()}
+    most = sorted(more, key=lambda part: abs(more[part]), reverse=True)[:_SHOWN_PARTS]
+    differ = [
+        f"{part} {more[part]:+.2g} s" for part in most if abs(more[part]) > 0.005 * best.seconds
+    ]
+    return f"by {other.seconds / best.seconds - 1:.0%}:\n    {', '.join(differ)}"

@@ -31,7 +31,7 @@ fits, changes that it does not need are undone, the most expensive first.
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import cache, partial
@@ -73,6 +73,7 @@ class Training:
 
     stated: RunConfig  # the configuration of the file and the command line; values may be "auto"
     run: Run  # the configuration, resolved for the planned number of ranks
+    device_type: Literal["cuda", "cpu"] = "cuda"
 
     @property
     def settings(self) -> Settings:
@@ -151,7 +152,7 @@ class Training:
             name=self.run.name,
             world_size=world_size,
             world_source="the plan",
-            device_type="cuda",
+            device_type=self.device_type,
         )
 
 
@@ -196,8 +197,10 @@ class CheapestChange:
         return {"fits": self.fits, "set": list(figures.pop("set_text")), **figures}
 
 
-def cheapest_change(training: Training, usable_bytes: int, gpus_per_node: int) -> CheapestChange:
-    """The cheapest change that reduces the peak to at most ``usable_bytes`` a rank."""
+def cheapest_change(
+    training: Training, usable_bytes: Callable[[Run], int], gpus_per_node: int
+) -> CheapestChange:
+    """The cheapest change after which the peak of a run is at most ``usable_bytes`` of that run."""
     search = _Search(training, usable_bytes, gpus_per_node)
     found = search.alone() or search.together() or search.with_more_ranks()
     settings = found or search.smallest
@@ -234,8 +237,10 @@ _Fields = tuple[str, ...]
 class _Search:
     """Searches for a change of one run. Settings that the configuration refuses do not fit."""
 
-    def __init__(self, training: Training, usable_bytes: int, gpus_per_node: int) -> None:
-        self._usable_bytes = usable_bytes
+    def __init__(
+        self, training: Training, usable_bytes: Callable[[Run], int], gpus_per_node: int
+    ) -> None:
+        self._training, self._usable_bytes = training, usable_bytes
         self._start = training.settings
         blocks = training.stated.model.num_hidden_layers
         self._changes = partial(_changes, blocks=blocks, gpus_per_node=gpus_per_node)
@@ -284,7 +289,8 @@ class _Search:
         return settings
 
     def _fits(self, settings: Settings) -> bool:
-        return self._peak_bytes(settings) <= self._usable_bytes
+        peak = self._peak_bytes(settings)
+        return peak < inf and peak <= self._usable_bytes(self._training.under(settings))
 
 
 def _changes(s: Settings, blocks: int, gpus_per_node: int) -> dict[_Fields, list[Settings]]:

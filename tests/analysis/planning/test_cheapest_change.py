@@ -1,5 +1,6 @@
 """The cheapest change really fits, and is the cheapest in the documented order."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -7,8 +8,14 @@ import pytest
 
 from megaspeed.analysis.planning.prediction import predict_peak_bytes
 from megaspeed.analysis.planning.variants import Training, cheapest_change
+from megaspeed.config.resolve import Run
 from megaspeed.config.run import Recomputation
 from tests.analysis.planning.tiny_runs import FOLDER, from_file, tiny, tiny_file
+
+
+def at_most(usable_bytes: int) -> Callable[[Run], int]:
+    """The same usable bytes for every variant."""
+    return lambda _: usable_bytes
 
 
 def peak_of(training: Training) -> int:
@@ -54,7 +61,7 @@ def test_one_byte_too_many_is_mended_by_the_cheapest_change(
     # Long sequences and a small vocabulary, so that the blocks' activations are what fills a rank.
     shape = {"model": {"max_position_embeddings": 256, "vocab_size": 64}}
     training = tiny(*settings, "data.sequence_length=256", world_size=world_size, **shape)
-    found = cheapest_change(training, peak_of(training) - 1, 8)
+    found = cheapest_change(training, at_most(peak_of(training) - 1), 8)
     assert (found.fits, found.set_text, found.world_size) == (True, (change,), world_size)
 
 
@@ -74,7 +81,7 @@ def test_the_change_fits_when_it_is_typed(
     file = tiny_file(tmp_path, *settings)
     training = from_file(file, world_size=world_size)
     usable = peak_of(training) * tenths // 10
-    found = cheapest_change(training, usable, 8)
+    found = cheapest_change(training, at_most(usable), 8)
     typed = from_file(file, *found.set_text, world_size=found.world_size)
     assert peak_of(typed) == found.peak_bytes
     assert found.fits is (found.peak_bytes <= usable)
@@ -92,7 +99,7 @@ def test_as_few_blocks_as_possible_are_recomputed_in_full() -> None:
         variant = replace(training.settings, activation_checkpointing=kind, recomputed_blocks=count)
         peaks.append(int(training.peak_bytes(variant)))
         if peaks.index(min(peaks)) == len(peaks) - 1:  # each cheaper one needs more memory
-            change = cheapest_change(training, peaks[-1], 8).set_text
+            change = cheapest_change(training, at_most(peaks[-1]), 8).set_text
             number = () if count is None else (f"parallel.recomputed_blocks={count}",)
             assert change == (f"parallel.activation_checkpointing={kind}", *number)
             found.append((kind, count))
@@ -110,7 +117,7 @@ def test_a_stated_number_of_recomputed_blocks_is_removed_by_null() -> None:
 def test_more_ranks_are_proposed_only_if_no_setting_is_enough() -> None:
     training = tiny("train_micro_batch_size_per_gpu=1", world_size=2)
     changes = [
-        cheapest_change(training, peak_of(training) * percent // 100, 8)
+        cheapest_change(training, at_most(peak_of(training) * percent // 100), 8)
         for percent in range(95, 0, -10)
     ]
     sizes = [change.world_size for change in changes if change.fits]
@@ -120,7 +127,7 @@ def test_more_ranks_are_proposed_only_if_no_setting_is_enough() -> None:
 
 def test_a_run_that_cannot_fit_states_the_smallest_size() -> None:
     training = tiny(world_size=2)
-    found = cheapest_change(training, 1000, 8)
+    found = cheapest_change(training, at_most(1000), 8)
     assert not found.fits
     assert 1000 < found.peak_bytes < peak_of(training)
 
@@ -128,12 +135,12 @@ def test_a_run_that_cannot_fit_states_the_smallest_size() -> None:
 def test_tensor_groups_stay_within_a_node() -> None:
     training = tiny("zero_optimization.stage=3", world_size=8)
     for percent in (70, 40, 20):
-        found = cheapest_change(training, peak_of(training) * percent // 100, 2)
+        found = cheapest_change(training, at_most(peak_of(training) * percent // 100), 2)
         assert "parallel.tensor=4" not in found.set_text
 
 
 def test_half_the_micro_batch_of_llama_70b() -> None:
     file = FOLDER / "llama2_70b_64.json"
     training = from_file(file, world_size=64)
-    found = cheapest_change(training, peak_of(training) - 1, 8)
+    found = cheapest_change(training, at_most(peak_of(training) - 1), 8)
     assert found.set_text == ("train_micro_batch_size_per_gpu=2",)

@@ -1,15 +1,16 @@
 """Plans: the ZeRO paper's table, every file of ds_configs, what the configuration refuses."""
 
 import json
+from bisect import bisect_left
 from pathlib import Path
 
 import pytest
 
+from megaspeed.analysis.costs.reserved_memory import usable_bytes
 from megaspeed.analysis.planning.plan import plan
 from megaspeed.analysis.planning.report import summary
 from megaspeed.cli import main
-from megaspeed.topology.devices import Device, device_named
-from tests.analysis.planning.tiny_runs import FOLDER, WORLD_SIZES, from_file, tiny
+from tests.analysis.planning.tiny_runs import FOLDER, WORLD_SIZES, a100s, from_file, tiny
 
 GB = 10**9
 
@@ -19,7 +20,7 @@ def test_the_zero_papers_table_1() -> None:
 
     16, 4 + 12/64, 2 + 14/64 and 16/64 bytes a parameter (figure 1); the model has 7.46B.
     """
-    planned = plan(from_file(FOLDER / "zero_7.5b.json", world_size=64), None, 8)
+    planned = plan(from_file(FOLDER / "zero_7.5b.json", world_size=64), None)
     psi = 7.5
     paper = (16 * psi, (4 + 12 / 64) * psi, (2 + 14 / 64) * psi, 16 / 64 * psi)
     assert [f"{gigabytes:.1f}" for gigabytes in paper] == ["120.0", "31.4", "16.6", "1.9"]
@@ -40,9 +41,9 @@ def test_every_file_plans_and_checks_at_its_world_size(
     file, world_size = FOLDER / f"{name}.json", WORLD_SIZES[name]
     assert main(["check", "--config", str(file), "--world-size", str(world_size)]) == 0
     assert "no problem found" in capsys.readouterr().out
-    planned = plan(from_file(file, world_size=world_size), device_named("a100-80gb"), 8)
+    planned = plan(from_file(file, world_size=world_size), a100s())
     assert planned.run.grid.world_size == world_size
-    assert planned.fits is True and planned.change is None
+    assert planned.verdict == "fits" and planned.change is None
 
 
 @pytest.mark.parametrize(
@@ -52,6 +53,7 @@ def test_every_file_plans_and_checks_at_its_world_size(
         ("mt_nlg_530b", (35, 16, 8), 1, 529.6e9),
         ("llama2_70b", (1, 256, 8), 3, 68.98e9),
         ("llama2_70b_64", (1, 64, 1), 3, 68.98e9),
+        ("llama3_70b", (4, 4, 4), 1, 70.55e9),
         ("zero_7.5b", (1, 64, 1), 2, 7.464e9),
         ("gpt2_1.5b", (1, 8, 1), 1, 1.5576e9),
     ],
@@ -59,16 +61,16 @@ def test_every_file_plans_and_checks_at_its_world_size(
 def test_the_large_files_are_what_they_are_called(
     name: str, degrees: tuple[int, int, int], zero_stage: int, parameters: float
 ) -> None:
-    planned = plan(from_file(FOLDER / f"{name}.json", world_size=WORLD_SIZES[name]), None, 8)
+    planned = plan(from_file(FOLDER / f"{name}.json", world_size=WORLD_SIZES[name]), None)
     run = planned.run
     assert (run.grid.pp, run.grid.dp, run.grid.tp) == degrees
     assert run.zero_stage == zero_stage
     assert planned.parameters == pytest.approx(parameters, rel=1e-3)
-    assert planned.ranks.axes_across_nodes.isdisjoint({"tp"})
+    assert planned.ranks.between_nodes("tp") == 0
 
 
 def test_pipeline_stages_cover_the_layers_and_the_parameters() -> None:
-    planned = plan(from_file(FOLDER / "mt_nlg_530b.json", world_size=4480), None, 8)
+    planned = plan(from_file(FOLDER / "mt_nlg_530b.json", world_size=4480), None)
     assert [stage.pipeline_stage for stage in planned.stages] == list(range(35))
     layers = [layer for stage in planned.stages for layer in stage.layers]
     assert layers == list(range(107))
@@ -82,7 +84,7 @@ def test_pipeline_stages_cover_the_layers_and_the_parameters() -> None:
 
 
 def test_a_zero_stage_that_the_configuration_refuses_states_why() -> None:
-    planned = plan(from_file(FOLDER / "zero3_offload.json", world_size=4), None, 8)
+    planned = plan(from_file(FOLDER / "zero3_offload.json", world_size=4), None)
     reasons = {zero.zero_stage: " ".join(zero.refusals) for zero in planned.zero_stages}
     assert "offload_param moves partitioned parameters, which only stage 3 has" in reasons[1]
     assert "offload_optimizer moves partitioned optimizer states" in reasons[0]
@@ -90,44 +92,44 @@ def test_a_zero_stage_that_the_configuration_refuses_states_why() -> None:
     assert planned.zero_stages[2].prediction is None
     assert planned.zero_stages[3].prediction is not None
     figures = planned.as_json()["zero_stages"]
-    assert figures[2]["refused"] and figures[2]["fits"] is None
+    assert figures[2]["refused"] and figures[2]["verdict"] is None
 
 
 def test_without_a_device_nothing_is_stated_about_fitting() -> None:
-    planned = plan(tiny(world_size=4), None, 8)
-    assert planned.fits is None and planned.change is None
-    assert planned.as_json()["fits"] is None
-    assert all(zero["fits"] is None for zero in planned.as_json()["zero_stages"])
+    planned = plan(tiny(world_size=4), None)
+    assert planned.verdict is None and planned.change is None and planned.forecast is None
+    figures = planned.as_json()
+    assert figures["verdict"] is None
+    assert all(zero["verdict"] is None and zero["time"] is None for zero in figures["zero_stages"])
 
 
-def test_a_run_fits_up_to_the_usable_bytes_and_not_one_beyond() -> None:
+def test_one_byte_decides_whether_a_run_fits_or_fits_tightly() -> None:
     training = tiny(world_size=4)
-    peak = plan(training, None, 8).prediction.fullest.peak_bytes
-    for usable, fits in ((peak, True), (peak - 1, False)):
-        planned = plan(training, exactly(usable), 8)
-        assert planned.fits is fits
-        assert (planned.change is None) is fits
+    peak = plan(training, a100s()).prediction.fullest.peak_bytes
+
+    def fits(memory_bytes: int) -> bool:
+        return plan(training, a100s(memory_bytes=memory_bytes)).verdict == "fits"
+
+    sizes = range(peak, a100s().device.memory_bytes)
+    memory = sizes[bisect_left(sizes, True, key=fits)]
+    for memory_bytes, word in ((memory, "fits"), (memory - 1, "tight")):
+        planned = plan(training, a100s(memory_bytes=memory_bytes))
+        assert planned.verdict == word
+        assert (planned.change is None) is (word == "fits")
+    assert abs(usable_bytes(training.run, a100s(memory_bytes=memory).device, 8) - peak) <= 1
+    assert plan(training, a100s(memory_bytes=peak)).verdict == "does not fit"
 
 
 def test_an_fp16_run_is_planned_without_a_gpu() -> None:
-    assert plan(tiny("fp16.enabled=true", world_size=2), None, 8).run.precision == "fp16"
+    assert plan(tiny("fp16.enabled=true", world_size=2), None).run.precision == "fp16"
 
 
 def test_a_plan_names_what_dropout_costs() -> None:
     dropout = "model.attention_dropout=0.1"
-    lines = [list(summary(plan(tiny(*each), None, 8))) for each in ((dropout,), ())]
+    lines = [list(summary(plan(tiny(*each), None))) for each in ((dropout,), ())]
     named = [line for line in lines[0] if "without its fused kernel" in line]
     assert len(named) == 1 and "model.attention_dropout=0" in named[0]
     assert lines[1] == [line for line in lines[0] if line not in named]
-
-
-def exactly(usable_bytes: int) -> Device:
-    """A device with this many usable bytes."""
-    for memory_bytes in range(int(usable_bytes / 0.92) - 2, int(usable_bytes / 0.92) + 3):
-        device = Device(name="tiny", memory_bytes=memory_bytes)
-        if device.usable_bytes == usable_bytes:
-            return device
-    raise AssertionError("rounding leaves out less than every second number")
 
 
 def test_a_plan_takes_the_largest_layout_and_names_the_spare_ranks(

@@ -1,5 +1,8 @@
 """Rank maps of small grids, drawn by hand."""
 
+from typing import get_args
+
+from megaspeed.analysis.costs.traffic import TrafficAxis
 from megaspeed.analysis.planning.machines import AxisMap, map_ranks
 from megaspeed.topology.grid import Axis, Grid
 
@@ -17,13 +20,15 @@ def test_the_example_of_the_docstring() -> None:
     assert (tp.first_group, tp.stride, tp.crosses_nodes) == ((0, 1, 2, 3), 1, False)
     assert (dp.first_group, dp.stride, dp.most_nodes) == ((0, 4, 8, 12), 4, 2)
     assert (pp.first_group, pp.stride, pp.most_nodes) == ((0, 16), 16, 2)
-    assert ranks.axes_across_nodes == {"dp", "pp", "world"}
+    # Hops of the rings 0 4 8 12, and of the world's 4 nodes; each line 0 16 is one hop.
+    parts: dict[TrafficAxis, float] = {"tp": 0.0, "dp": 2 / 4, "pp": 1.0, "world": 4 / 32}
+    assert {axis: ranks.between_nodes(axis) for axis in parts} == parts
 
 
 def test_everything_within_one_node() -> None:
     ranks = map_ranks(Grid(2, 2, 2), 8)
     assert ranks.nodes == 1
-    assert ranks.axes_across_nodes == frozenset()
+    assert {ranks.between_nodes(axis) for axis in get_args(TrafficAxis)} == {0.0}
     assert not any(axis.crosses_nodes for axis in ranks.axes)
 
 
@@ -54,7 +59,8 @@ def test_pipeline_stages_can_share_a_node() -> None:
 def test_530b_keeps_tensor_groups_within_a_node_and_lists_no_more_than_first_groups() -> None:
     ranks = map_ranks(Grid(35, 16, 8), 8)
     assert ranks.nodes == 560
-    assert ranks.axes_across_nodes == {"pp", "dp", "world"}
+    assert ranks.between_nodes("tp") == 0.0
+    assert ranks.between_nodes("dp") == ranks.between_nodes("pp") == 1.0
     figures = ranks.as_json()["axes"]
     assert figures["tp"]["first_group"] == [0, 1, 2, 3, 4, 5, 6, 7]
     assert figures["dp"]["first_group"] == list(range(0, 128, 8))

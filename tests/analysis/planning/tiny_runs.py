@@ -1,12 +1,15 @@
-"""Small trainings for plans, of 12 heads and 4 blocks, and those of ds_configs."""
+"""Small trainings for plans, of 12 heads and 4 blocks, those of ds_configs, and clusters."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from megaspeed.analysis.costs.workload import Cluster
 from megaspeed.analysis.planning.variants import Training
 from megaspeed.config.loading import parse_config, read_config
 from megaspeed.config.resolve import resolve_run
 from megaspeed.config.run import RunConfig
+from megaspeed.topology.devices import DEVICES
 from tests.config.small import patch, small, write
 
 FOLDER = Path(__file__).parents[3] / "ds_configs"
@@ -23,6 +26,7 @@ WORLD_SIZES = {
     "zero_7.5b": 64,
     "llama2_70b_64": 64,
     "llama2_70b": 2048,
+    "llama3_70b": 64,
     "gpt3_175b": 4096,
     "mt_nlg_530b": 4480,
 }
@@ -51,3 +55,13 @@ def _training(stated: RunConfig, name: str, world_size: int) -> Training:
 def tiny_file(folder: Path, *overrides: str) -> Path:
     """The tiny run as a file."""
     return write(folder / "tiny.json", small(**patch(*overrides)))
+
+
+def a100s(gpus_per_node: int = 8, memory_bytes: int | None = None) -> Cluster:
+    """A cluster of A100s with 80 GB, or with as many bytes as stated."""
+    device = DEVICES["a100-80gb"]
+    return Cluster(
+        device=replace(device, memory_bytes=memory_bytes or device.memory_bytes),
+        gpus_per_node=gpus_per_node,
+        network_bandwidth=device.network_bandwidth,
+    )

@@ -1,0 +1,224 @@
+"""Memory of a GPU that no tensor of the run holds, and whether the run fits beside it.
+
+    nvidia-smi = predicted tensors + context + NCCL + workspace + fragmentation
+
+    fits           all of it is within the memory that the driver reports
+    tight          it is, without the allowance for fragmentation
+    does not fit   otherwise
+
+NCCL's sizes are from its source code (release 2.30, src/init.cc, src/transport, src/graph). Only
+the number of channels is measured, because NCCL finds it by a search of the machine's topology.
+
+What this leaves out: other processes on the GPU, profilers, NCCL's plug-ins, and what a second
+library such as a fused optimizer allocates. Frameworks that create more groups, or that do not use
+expandable segments, reserve several GB more: each group within a node of A100 takes 0.5 to 0.8 GiB.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from megaspeed.config.resolve import Run
+from megaspeed.topology.devices import Device
+
+Verdict = Literal["fits", "tight", "does not fit"]
+
+_MIB = 2**20
+
+CONTEXT = (426 + 256) * _MIB
+"""The driver's context, and the code of loaded kernels. An empty context of torch 2.10 with CUDA 13
+takes 426 MiB (unsloth-zoo, pull request 1053: nvidia-smi on an RTX 6000 Ada), of torch 2.1 about
+400 MB (pytorch, issue 109888). Kernels are loaded when they are first used; the 256 MiB for those
+of a training are an assumption."""
+
+FRAGMENTATION = 0.04
+"""Holes in torch's caching allocator, as a fraction of the peak. An assumption for expandable
+segments, which ``topology.process_settings`` turns on. Without them, up to 43 % of the memory was
+lost (Huang et al. 2025, arXiv 2507.16274, abstract)."""
+
+_WORKSPACES = 2
+"""cuBLAS has one workspace for each thread and stream with products: the main thread's forward, and
+autograd's thread for the backward. torch takes them from its allocator, but no tensor has them."""
+
+_RING = (2 + 10) * _MIB
+"""A connection of one channel with the ranks before and after it. The receiver has buffers of three
+protocols: 4 MiB (Simple), 4.69 MiB (LL128) and 0.5 MiB (LL). The sender has flags. On A100, the
+sender has the first of these buffers. Each allocation is rounded up to 2 MiB (computeBuffSizes in
+src/init.cc, p2pSendSetup and p2pRecvSetup in src/transport/p2p.cc)."""
+
+_RING_TO_A_NODE = 8 * _MIB
+"""What a connection to another node has in addition: the sender also has 8.7 MiB (sendProxyConnect
+in src/transport/net.cc)."""
+
+_TREE_TO_A_NODE = 3 * (10 + 10) * _MIB - _RING
+"""A tree's connections to a parent and two children on other nodes, instead of a neighbour."""
+
+_SHARED_STEPS = 16
+_CHUNK_WITHIN_NODE, _CHUNK_BETWEEN_NODES = 2**19, 2**17
+"""Of the buffer for sends and receives that all channels of a communicator share: 16 chunks for
+each channel, of 512 KiB over NVLink and 128 KiB otherwise (sharedNetBuffersInit in
+src/transport/net.cc). A communicator of one rank has it too (NVIDIA/nccl, issue 2363)."""
+
+_NVLS_CHANNELS = {"h100": 16, "h200": 16, "h800": 16, "gh200": 16, "b200": 24, "gb200": 24}
+_NVLS_BYTES = 2 * 8 * 128 * 1024
+"""Reductions in the switch (NVLS): two buffers of 8 x 128 KiB for each channel and each rank of the
+node (ncclNvlsBufferSetup in src/transport/nvls.cc)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReservedMemory:
+    """Bytes of one GPU beyond the tensors of the run."""
+
+    context: int  # of CUDA, with loaded kernels
+    nccl: int  # buffers of all communicators
+    workspace: int  # of the matrix library
+    fragmentation: int  # an allowance
+
+    @property
+    def certain(self) -> int:
+        """What is allocated in any case: all but the allowance for fragmentation."""
+        return self.context + self.nccl + self.workspace
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return self.certain + self.fragmentation
+
+
+def reserved_memory(
+    run: Run, device: Device, gpus_per_node: int, peak_bytes: int
+) -> ReservedMemory:
+    """What a rank of this run reserves beside tensors of ``peak_bytes``. On a CPU, nothing."""
+    if device.name == "cpu":
+        return ReservedMemory(context=0, nccl=0, workspace=0, fragmentation=0)
+    return ReservedMemory(
+        context=CONTEXT,
+        nccl=nccl_bytes(run, device, gpus_per_node),
+        workspace=_WORKSPACES * _workspace_bytes(device),
+        fragmentation=int(FRAGMENTATION * peak_bytes),
+    )
+
+
+def verdict(peak_bytes: int, reserved: ReservedMemory, device: Device) -> Verdict:
+    """Whether tensors of ``peak_bytes`` and the reserved memory fit the device."""
+    if peak_bytes + reserved.total <= device.memory_bytes:
+        return "fits"
+    return "tight" if peak_bytes + reserved.certain <= device.memory_bytes else "does not fit"
+
+
+def usable_bytes(run: Run, device: Device, gpus_per_node: int) -> int:
+    """The largest peak with which this run "fits" the device; 0 if none does."""
+    left = device.memory_bytes - reserved_memory(run, device, gpus_per_node, 0).certain
+    if device.name == "cpu":
+        return left
+    return max(0, int(left / (1 + FRAGMENTATION)))
+
+
+def nccl_bytes(run: Run, device: Device, gpus_per_node: int) -> int:
+    """Buffers of all NCCL communicators of a rank (``topology.context`` lists the groups).
+
+    The data axis has a communicator even if it has one rank. ZeRO-0 has one more of one rank
+    (``zero.build``). An axis of all ranks uses the world's communicator, except the pipeline's.
+    """
+    grid = run.grid
+    world, beside_pp = grid.world_size, grid.tp * grid.dp
+    groups = [(world, 1)]  # ranks, and the distance between two of them
+    if 1 < grid.tp < world:
+        groups.append((grid.tp, 1))
+    if grid.dp < world:
+        groups.append((grid.dp, grid.tp))
+    if grid.pp > 1:
+        groups.append((grid.pp, beside_pp))
+    if run.zero_stage == 0 and grid.dp > 1:
+        groups.append((1, 1))
+    total = sum(
+        communicator_bytes(ranks, _ranks_of_node(ranks, stride, gpus_per_node), device)
+        for ranks, stride in groups
+    )
+    return total + _sends_of_pipeline(grid.pp, beside_pp, gpus_per_node, device)
+
+
+def communicator_bytes(ranks: int, ranks_of_node: int, device: Device) -> int:
+    """Buffers of one communicator that has used its rings, its trees and NVLS.
+
+    Args:
+        ranks: of the group.
+        ranks_of_node: how many of them are on one node.
+        device: the GPU.
+
+    On each channel, a rank of a ring has one connection to the next rank and one to the one before.
+    A tree within a node is a chain, and adds the opposite direction if there are more than two
+    ranks. A ring or a tree leaves a node at one of its ranks.
+
+    Measured on 4 A100 with NVLink: 544 MiB for 2 ranks, 688 MiB for 4 (NVIDIA/nccl, issue 964).
+    For 2 ranks this is 256 + 24 x 12 = 544 MiB. For 4 ranks, it is 832 MiB at a rank within the
+    chain. A rank at its end, which was measured, has half of the tree: 688 MiB.
+    """
+    channels = _channels(ranks, ranks_of_node, device)
+    shared = _shared_bytes(channels, ranks == ranks_of_node, device)
+    if ranks == 1:
+        return shared
+    each = _RING * (2 if ranks > 2 else 1)
+    if ranks > ranks_of_node:
+        each += (_RING_TO_A_NODE + _TREE_TO_A_NODE * (ranks > 2)) // ranks_of_node
+    nvls = 0
+    if ranks_of_node > 1 and _has_switch(device):
+        nvls = _NVLS_CHANNELS[_generation(device)] * _NVLS_BYTES * ranks_of_node
+    return shared + channels * each + nvls
+
+
+def _ranks_of_node(ranks: int, stride: int, gpus_per_node: int) -> int:
+    return max(1, min(ranks, gpus_per_node // stride))
+
+
+def _sends_of_pipeline(pp: int, stride: int, gpus_per_node: int, device: Device) -> int:
+    """Connections for sends. Within a node, each channel has one with each of two neighbours, and
+    all channels are used. Between nodes, they share a second buffer of the communicator.
+    """
+    if pp == 1:
+        return 0
+    together = _ranks_of_node(pp, stride, gpus_per_node)
+    channels = _channels(pp, together, device)
+    within = min(2, together - 1) * _power_of_two(channels) * _RING
+    return within + _shared_bytes(channels, pp == together, device) * (pp > together)
+
+
+def _channels(ranks: int, ranks_of_node: int, device: Device) -> int:
+    """Channels of collectives, as NCCL prints them with NCCL_DEBUG=INFO.
+
+    24 on A100 and H100 within a node; 16 on 8 GPUs of several nodes, 8 on 2 GPUs (NVIDIA/nccl,
+    issues 1189 and 1538). These are assumptions: 24 on MI300X, 12 on V100, and 4 without NVLink or
+    with one GPU a node.
+    """
+    if ranks > ranks_of_node:
+        return min(16, 4 * ranks_of_node)
+    return 24 if device.link_bandwidth >= 200 else 12 if device.link_bandwidth >= 100 else 4
+
+
+def _shared_bytes(channels: int, within_node: bool, device: Device) -> int:
+    over_links = within_node and device.link_bandwidth >= 100
+    chunk = _CHUNK_WITHIN_NODE if over_links else _CHUNK_BETWEEN_NODES
+    return _power_of_two(channels) * _SHARED_STEPS * chunk
+
+
+def _power_of_two(channels: int) -> int:
+    """The channels of sends: a power of two (ncclTopoComputeP2pChannels in src/graph/paths.cc)."""
+    return 1 << (channels - 1).bit_length()
+
+
+def _has_switch(device: Device) -> bool:
+    return _generation(device) in _NVLS_CHANNELS and device.link_bandwidth >= 200
+
+
+def _generation(device: Device) -> str:
+    return device.name.split("-")[0]
+
+
+def _workspace_bytes(device: Device) -> int:
+    """A workspace of cuBLAS: 32 MiB on Hopper, 8.1 MiB on other NVIDIA devices, 128 MiB of hipBLAS
+    on MI300X (pytorch, aten/src/ATen/cuda/CublasHandlePool.cpp, parseChosenWorkspaceSize).
+    """
+    generation = _generation(device)
+    if generation == "mi300x":
+        return 128 * _MIB
+    is_hopper = generation in ("h100", "h200", "h800", "gh200")
+    return 32 * _MIB if is_hopper else 8 * _MIB + 128 * 1024

@@ -1,0 +1,192 @@
+"""What follows from a predicted step time: throughput, utilization, days and cost.
+
+Run, Cluster --> StepTime --> tokens a second, MFU, warnings
+tokens of the training, goodput, price --> days, GPU-hours, dollars
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megaspeed.analysis.costs.pipeline_time import with_timetable
+from megaspeed.analysis.costs.step_time import StepTime, predict_step_time
+from megaspeed.analysis.costs.workload import Cluster, workload_of
+from megaspeed.analysis.planning.goodput import Goodput
+from megaspeed.config.resolve import Run
+from megaspeed.model.parameters import training_flops_per_token
+
+TYPICAL_ERROR = 0.12
+"""Nine of ten published runs are within this error, with constants that are fitted to other tables
+(``scripts/benchmark_plan.py --leave-one-out``)."""
+
+LARGE_ERROR = 0.31
+"""The same of the 10 published runs with more than ``MUCH_COMMUNICATION``, and of the 10 with steps
+below ``SHORT_STEP``."""
+
+MUCH_COMMUNICATION = 0.3
+"""Share of a step."""
+
+SHORT_STEP = 0.5
+"""Seconds."""
+
+_SECONDS_OF_A_DAY = 86_400
+
+_WITHOUT_BF16 = ("v100", "t4")
+
+PARTS: Mapping[str, Sequence[str]] = {
+    "compute": ("products", "attention", "pointwise", "head"),
+    "recomputation": ("recomputation",),
+    "tensor parallel": ("tp",),
+    "pipeline bubble": ("bubble",),
+    "pipeline sends": ("p2p",),
+    "data parallel": ("dp",),
+    "optimizer": ("optimizer",),
+}
+"""Part of a step -> the terms of ``StepTime`` in it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Forecast:
+    """The predicted step of a run on a cluster."""
+
+    run: Run
+    cluster: Cluster
+    step: StepTime
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of a step."""
+        return self.step.total
+
+    @property
+    def error(self) -> float:
+        """Nine of ten published runs are within this error: predicted / measured - 1."""
+        is_far = self.communication > MUCH_COMMUNICATION or self.seconds < SHORT_STEP
+        return LARGE_ERROR if is_far else TYPICAL_ERROR
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """Seconds between which the step is, if it is one of these nine."""
+        return self.seconds / (1 + self.error), self.seconds / (1 - self.error)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens of all data ranks a second."""
+        return self.run.tokens_per_step / self.seconds
+
+    @property
+    def communication(self) -> float:
+        """Share of the step in which ranks wait for messages, without the bubble."""
+        return (self.step.tp + self.step.p2p + self.step.dp) / self.seconds
+
+    def parts(self) -> dict[str, float]:
+        """Part of the step -> its seconds. They add up to ``seconds``."""
+        terms = self.step.terms
+        return {part: sum(terms[name] for name in names) for part, names in PARTS.items()}
+
+    def mfu(self, *, causal: bool = False) -> float | None:
+        """Model FLOPs utilization (Chowdhery et al. 2022, PaLM, section 4.1).
+
+        Useful operations a second as a fraction of the devices' dense peak. Operations that are
+        computed again do not count. Attention counts as the full square, or the half that a causal
+        mask leaves. None if the table has no peak of the run's precision.
+        """
+        device = self.cluster.device
+        peak = device.peak_fp32 if self.run.precision == "fp32" else device.peak_16
+        if peak == 0:
+            return None
+        config = self.run.config
+        length = config.data.sequence_length
+        # The FLOPs of attention are proportional to the length.
+        flops = training_flops_per_token(config.model, length // 2 if causal else length)
+        return flops * self.tokens_per_second / (self.run.grid.world_size * peak * 1e12)
+
+    def warnings(self) -> Iterator[str]:
+        """What slows the step or makes the prediction less certain."""
+        if self.communication > MUCH_COMMUNICATION:
+            yield (
+                f"communication takes {self.communication:.0%} of the step; above "
+                f"{MUCH_COMMUNICATION:.0%} the prediction is less certain"
+            )
+        if self.seconds < SHORT_STEP:
+            yield (
+                f"the step is shorter than {SHORT_STEP} s; the time that the host needs to start "
+                "kernels is not predicted"
+            )
+        device = self.cluster.device.name
+        if self.run.precision == "bf16" and device.startswith(_WITHOUT_BF16):
+            yield f"{device} does not compute in bf16; the time is that of fp16"
+        head_dim = self.run.config.model.head_dim
+        if head_dim % 8 and workload_of(self.run).attention != "none":
+            yield f"attention is slow: a head size of {head_dim} is no multiple of 8"
+
+    def as_json(self) -> dict[str, Any]:
+        """All figures as JSON values."""
+        return {
+            "seconds": self.seconds,
+            "interval_seconds": list(self.interval),
+            "terms_seconds": self.step.terms,
+            "tokens_per_second": self.tokens_per_second,
+            "mfu": self.mfu(),
+            "mfu_causal": self.mfu(causal=True),
+            "communication_fraction": self.communication,
+            "warnings": list(self.warnings()),
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingTime:
+    """The wall-clock time of a complete training, and what it costs."""
+
+    forecast: Forecast
+    tokens: int
+    goodput: Goodput
+    dollars_per_gpu_hour: float | None = None
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps."""
+        return math.ceil(self.tokens / self.forecast.run.tokens_per_step)
+
+    @property
+    def days(self) -> float:
+        """Days from the first start to the end; infinite if the run fails before each save."""
+        seconds = self.steps * self.forecast.seconds
+        goodput = self.goodput.total
+        return seconds / goodput / _SECONDS_OF_A_DAY if goodput > 0 else math.inf
+
+    @property
+    def gpu_hours(self) -> float:
+        """Hours of all devices of the grid."""
+        return 24 * self.days * self.forecast.run.grid.world_size
+
+    @property
+    def dollars(self) -> float | None:
+        """The cost; None if no price is stated."""
+        price = self.dollars_per_gpu_hour
+        return None if price is None else price * self.gpu_hours
+
+    def as_json(self) -> dict[str, Any]:
+        """All figures as JSON values."""
+        ends = math.isfinite(self.days)
+        return {
+            "tokens": self.tokens,
+            "steps": self.steps,
+            "days": self.days if ends else None,
+            "gpu_hours": self.gpu_hours if ends else None,
+            "dollars": self.dollars if ends else None,
+            "goodput": self.goodput.as_json(),
+        }
+
+
+def forecast(run: Run, cluster: Cluster, *, simulates: bool = False) -> Forecast:
+    """Predicts the step of a run by formulas, or with a simulation of its schedule.
+
+    A simulation takes up to a second.
+    """
+    work = workload_of(run)
+    step = predict_step_time(work, cluster)
+    if simulates:
+        step = with_timetable(step, work, cluster)
+    return Forecast(run=run, cluster=cluster, step=step)

@@ -1,0 +1,149 @@
+"""Goodput: the fraction of the wall-clock time of a long run in which it trains.
+
+    goodput = validation x saves x restarts      the fraction that each of them leaves
+
+    validation   a validation is the forward of ``eval_batches`` batches
+    saves        the training waits for a save, or for the copy to host memory (``async_save``)
+    restarts     a failure costs the time to start again, and what was trained since the last save
+
+The save interval that loses least is a hint (Young 1974, "A first order approximation to the
+optimum checkpoint interval"): sqrt(2 x seconds of a save x mean time between failures).
+"""
+
+import math
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from pydantic import Field
+
+from megaspeed.config.resolve import Run
+from megaspeed.config.section import Section
+from megaspeed.pipeline.partition import parameters_of_stages
+
+_SAVED_BYTES = 12
+"""Of a parameter in a checkpoint: master weight and two moments in fp32 (docs/checkpoints.md)."""
+
+_FORWARD = 1 / 3
+"""The fraction of a step that a forward takes: a backward has twice its products."""
+
+
+class Operations(Section):
+    """What a run does not know about its machines: the object ``operations`` of a cluster."""
+
+    failures_per_gpu_hour: float = Field(default=419 / (54 * 24 * 16_384), ge=0)
+    """Failures that end the run. Llama 3: 419 unexpected interruptions in 54 days on 16,384 H100
+    (Dubey et al. 2024, section 3.3.4), one in 50,677 GPU-hours."""
+    restart_seconds: float = Field(default=600.0, ge=0)
+    """From a failure to the first step, without loading: notice it, replace a node, start the
+    ranks, compile. An assumption; a rank that does not respond is noticed after
+    ``hang_timeout_seconds``, which is 300."""
+    storage_bandwidth: float = Field(default=10.0, gt=0)
+    """GB/s with which all ranks together write or read a checkpoint. An assumption."""
+    copy_bandwidth: float = Field(default=20.0, gt=0)
+    """GB/s from a GPU to host memory, over PCIe. An assumption: 16 lanes of PCIe 4 have 32."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Goodput:
+    """Fractions of the wall-clock time, each between 0 and 1, and what they follow from."""
+
+    validation: float  # what validations leave
+    saves: float  # what saves leave of that
+    restarts: float  # what failures leave of that
+    save_seconds: float  # for which the training waits at each save
+    hours_between_failures: float  # of the whole run, on average; infinite if there are none
+    best_save_interval: int | None  # steps; None without failures
+
+    @property
+    def total(self) -> float:
+        """The fraction of the time in which the run trains."""
+        return self.validation * self.saves * self.restarts
+
+    def as_json(self) -> dict[str, Any]:
+        """The same as JSON values."""
+        hours = self.hours_between_failures
+        return {
+            **asdict(self),
+            "hours_between_failures": hours if math.isfinite(hours) else None,
+            "total": self.total,
+        }
+
+
+def predict_goodput(
+    run: Run, step_seconds: float, operations: Operations | None = None, forward: float = _FORWARD
+) -> Goodput:
+    """The goodput of a run with this step time.
+
+    Args:
+        run: its intervals, layout and model.
+        step_seconds: of one training step.
+        operations: failures and storage.
+        forward: the fraction of a step that a forward of its batch takes.
+
+    An interval of 0, or one longer than the run, is the length of the run.
+    """
+    assert step_seconds > 0, "a step takes time"
+    operations = operations or Operations()
+    training = run.config.training
+
+    def steps_between(interval: int) -> int:
+        return min(interval or training.steps, training.steps)
+
+    validates = run.config.data.validation is not None or run.config.data.validation_fraction > 0
+    validation = validates * training.eval_batches * forward * step_seconds
+    trained = steps_between(training.eval_interval) * step_seconds
+    after_validation = trained / (trained + validation)
+
+    step = step_seconds / after_validation
+    between_saves = steps_between(training.save_interval) * step
+    stored = _SAVED_BYTES * sum(parameters_of_stages(run))
+    storage = stored / (1e9 * operations.storage_bandwidth)
+    save = _blocking(run, storage, stored, between_saves, operations)
+    interval = between_saves + save
+
+    rate = operations.failures_per_gpu_hour * run.grid.world_size / 3600
+    between_failures = 1 / rate if rate > 0 else math.inf
+    return Goodput(
+        validation=after_validation,
+        saves=between_saves / interval,
+        restarts=_without_failures(
+            interval, between_failures, operations.restart_seconds + storage
+        ),
+        save_seconds=save,
+        hours_between_failures=between_failures / 3600,
+        best_save_interval=(
+            max(1, round(math.sqrt(2 * save * between_failures) / step)) if rate > 0 else None
+        ),
+    )
+
+
+def _blocking(
+    run: Run, storage: float, stored: float, between_saves: float, operations: Operations
+) -> float:
+    """Seconds for which the training waits at a save.
+
+    In the background, it waits for the copy of what a rank writes. If the save before is still in
+    progress, it waits for that, too.
+    """
+    if not run.config.training.async_save:
+        return storage
+    grid = run.grid
+    writers = grid.world_size if run.zero_stage > 0 else grid.pp * grid.tp
+    copy = stored / writers / (1e9 * operations.copy_bandwidth)
+    return copy + max(0.0, storage - between_saves)
+
+
+def _without_failures(interval: float, between_failures: float, restart: float) -> float:
+    """The time of an interval between saves without failures, as a fraction of that with failures.
+
+    If failures come at random, an interval of I seconds takes (M + R) (exp(I / M) - 1) seconds with
+    a mean time M between failures and R seconds to start again (Daly 2006, "A higher order estimate
+    of the optimum checkpoint interval", section 2). For short intervals this is I (1 + R/M)
+    (1 + I / 2M): on average, half an interval is lost.
+    """
+    if math.isinf(between_failures):
+        return 1.0
+    ratio = interval / between_failures
+    if ratio > 500:  # the exponential is too large for a number
+        return 0.0
+    return interval / ((between_failures + restart) * math.expm1(ratio))

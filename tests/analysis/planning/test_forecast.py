@@ -1,0 +1,89 @@
+"""What follows from a step time."""
+
+import json
+import math
+from dataclasses import replace
+
+import pytest
+
+from megaspeed.analysis.costs.workload import workload_of
+from megaspeed.analysis.planning.forecast import PARTS, TrainingTime, forecast
+from megaspeed.analysis.planning.goodput import Operations, predict_goodput
+from megaspeed.config.resolve import Run
+from tests.analysis.planning.tiny_runs import FOLDER, a100s, from_file, tiny
+
+
+def run_of(name: str, world_size: int, *overrides: str) -> Run:
+    return from_file(FOLDER / f"{name}.json", *overrides, world_size=world_size).run
+
+
+def test_every_term_is_in_one_part() -> None:
+    made = forecast(run_of("gpt3_175b", 1024), a100s())
+    listed = [name for names in PARTS.values() for name in names]
+    assert sorted(listed) == sorted(made.step.terms)
+    assert sum(made.parts().values()) == pytest.approx(made.seconds)
+
+
+def test_mfu_is_that_of_korthikantis_formula() -> None:
+    """Korthikanti et al. 2022, appendix A: 72 B L S H^2 (1 + S / 6H + V / 12LH) FLOPs a step."""
+    run = run_of("gpt3_175b", 1024)
+    made, model = forecast(run, a100s()), run.config.model
+    batch, length = run.batch.train_batch_size, run.config.data.sequence_length
+    hidden, layers = model.hidden_size, model.num_hidden_layers
+    terms = 1 + length / (6 * hidden) + model.vocab_size / (12 * layers * hidden)
+    flops = 72 * batch * layers * length * hidden**2 * terms
+    full, causal = made.mfu(), made.mfu(causal=True)
+    assert full is not None and causal is not None
+    assert full == pytest.approx(flops / made.seconds / (1024 * 311.8e12), rel=1e-3)
+    assert 0.9 * full < causal < full
+    assert made.tokens_per_second == pytest.approx(batch * length / made.seconds)
+
+
+def test_the_interval_holds_what_would_be_predicted_that_far_off() -> None:
+    made = forecast(run_of("gpt3_175b", 1024), a100s())
+    low, high = made.interval
+    assert low < made.seconds < high
+    assert made.seconds / low - 1 == pytest.approx(0.12)
+    assert 1 - made.seconds / high == pytest.approx(0.12)
+    assert list(made.warnings()) == []
+
+
+def test_a_short_step_is_less_certain() -> None:
+    made = forecast(tiny("bf16.enabled=true", world_size=1).run, a100s())
+    assert made.seconds < 0.5 and made.error > 0.3
+    assert any("shorter than 0.5 s" in warning for warning in made.warnings())
+
+
+def test_a_slow_network_is_warned_of() -> None:
+    run = run_of("llama2_70b_64", 64)
+    slow = replace(a100s(), network_bandwidth=1.0)
+    assert forecast(run, a100s()).communication < 0.3 < forecast(run, slow).communication
+    assert any("communication takes" in each for each in forecast(run, slow).warnings())
+
+
+def test_a_head_size_that_flash_attention_does_not_like_is_warned_of() -> None:
+    stated = ("bf16.enabled=true", "model.hidden_size=120")
+    run = tiny(*stated, world_size=1).run
+    assert run.config.model.head_dim == 10 and workload_of(run).attention == "fa2"
+    warnings = list(forecast(run, a100s()).warnings())
+    assert any("head size of 10 is no multiple of 8" in each for each in warnings)
+
+
+def test_days_and_cost_follow_from_the_goodput() -> None:
+    made = forecast(run_of("gpt3_175b", 1024), a100s())
+    goodput = predict_goodput(made.run, made.seconds)
+    time = TrainingTime(forecast=made, tokens=10**12, goodput=goodput, dollars_per_gpu_hour=2.0)
+    seconds = 10**12 / made.tokens_per_second / goodput.total
+    assert time.days == pytest.approx(seconds / 86_400, rel=1e-5)
+    assert time.gpu_hours == pytest.approx(1024 * seconds / 3600, rel=1e-5)
+    assert time.dollars == pytest.approx(2 * time.gpu_hours)
+    free = replace(time, dollars_per_gpu_hour=None)
+    assert free.dollars is None
+
+
+def test_a_training_that_never_ends_is_valid_json() -> None:
+    made = forecast(run_of("gpt3_175b", 1024, "training.save_interval=0"), a100s())
+    hopeless = predict_goodput(made.run, made.seconds, Operations(failures_per_gpu_hour=1e3))
+    time = TrainingTime(forecast=made, tokens=10**12, goodput=hopeless)
+    assert time.days == math.inf
+    assert json.loads(json.dumps(time.as_json(), allow_nan=False))["days"] is None
