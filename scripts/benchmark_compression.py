@@ -35,7 +35,7 @@ from megaspeed.training.worker import Worker
 
 ROOT = Path(__file__).parents[1]
 DATA_RANKS = 4
-POWER_SGD: dict[str, Any] = {"type": "powersgd", "rank": 4}
+POWER_SGD: dict[str, Any] = {"type": "powersgd", "rank": 16}
 METHODS: Mapping[str, Any] = {
     "none": "none",
     "int8": {"type": "int8"},
