@@ -7,19 +7,26 @@
 
 First, ``planning.measured_cpu`` measures the machine, once for each number of ranks and ZeRO stage.
 Then torchrun trains each layout with ``scripts/pretrain.py``. The measured time is the median of
-its steps, as ``plan --calibrate`` reads it. Other programs on the machine make steps slower, and so
-the error larger.
+its steps, as ``plan --calibrate`` reads it.
+
+Other programs on the machine make the steps slower, and their part is not in the prediction. The
+last column states how many processors they used while a layout trained; only rows with about 0
+show the error of the prediction.
 """
 
 import argparse
 import json
 import os
+import resource
 import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
+
+import psutil
 
 from megaspeed.analysis.costs.workload import Cluster
 from megaspeed.analysis.planning.calibration import (
@@ -59,7 +66,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rows: list[dict[str, object]] = []
     errors = []
     clusters: dict[tuple[int, int], Cluster] = {}
-    print(f"{'':<18} {'predicted':>10} {'measured':>10} {'quartiles':>16} {'error':>8}")
+    print(
+        f"{'':<18} {'predicted':>10} {'measured':>10} {'quartiles':>16} {'error':>8} {'others':>7}"
+    )
     try:
         for zero in ZERO_STAGES:
             config = FOLDER / "ds_configs" / f"zero{zero}.json"
@@ -73,13 +82,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     for note in notes:
                         print(note)
                 with tempfile.TemporaryDirectory(prefix="megaspeed-cpu-") as folder:
+                    begin = _clocks()
                     run_dir = _train(config, overrides, ranks, options.steps, Path(folder))
+                    wall, all_programs, own = (b - a for a, b in zip(begin, _clocks(), strict=True))
                     found = calibrate(run_dir, clusters[ranks, zero])
+                others = max(0.0, all_programs - own) / wall
                 errors.append(abs(1 / found.factor - 1))
-                rows.append(_show(f"{name}, ZeRO-{zero}", found))
-    except (CpuSpeedError, CalibrationError, ConfigError, TrainingFailed) as error:
+                rows.append(_show(f"{name}, ZeRO-{zero}", found, others))
+    except (CpuSpeedError, CalibrationError, TrainingFailed) as error:
         print(error, file=sys.stderr)
-        return 2 if isinstance(error, ConfigError) else 1
+        return 1
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return 2
     print(f"error: median {statistics.median(errors):.1%}, largest {max(errors):.1%}")
     if options.json:
         options.json.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
@@ -111,12 +126,22 @@ def _train(config: Path, overrides: Sequence[str], ranks: int, steps: int, folde
     return run_dir
 
 
-def _show(name: str, found: Calibration) -> dict[str, object]:
+def _clocks() -> tuple[float, float, float]:
+    """Wall time, CPU time of all programs, and of the processes that this one has waited for."""
+    total, own = psutil.cpu_times(), resource.getrusage(resource.RUSAGE_CHILDREN)
+    return time.time(), total.user + total.system + total.nice, own.ru_utime + own.ru_stime
+
+
+def _show(name: str, found: Calibration, others: float) -> dict[str, object]:
     predicted, measured = found.predicted_seconds, found.measured_seconds
     quartiles = f"{found.low * predicted:.2f} to {found.high * predicted:.2f}"
     error = predicted / measured - 1
-    print(f"{name:<18} {predicted:>8.2f} s {measured:>8.2f} s {quartiles:>16} {error:>+8.1%}")
-    return {"name": name, "error": error, **found.as_json()}
+    print(
+        f"{name:<18} {predicted:>8.2f} s {measured:>8.2f} s {quartiles:>16} {error:>+8.1%} "
+        f"{others:>7.2f}",
+        flush=True,
+    )
+    return {"name": name, "error": error, "others": others, **found.as_json()}
 
 
 if __name__ == "__main__":

@@ -5,11 +5,10 @@ import json
 import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
-from megaspeed.analysis.planning.cluster import ClusterConfig
-from megaspeed.analysis.planning.machines import GPUS_PER_NODE
 from megaspeed.analysis.units import counted
 from megaspeed.cli.options import (
     EXIT_DONE,
@@ -25,7 +24,13 @@ from megaspeed.cli.options import (
 from megaspeed.config.document import parse_override
 from megaspeed.config.errors import ConfigError
 from megaspeed.config.loading import read_config
+from megaspeed.config.resolve import Run
 from megaspeed.files.paths import path_argument
+
+if TYPE_CHECKING:  # imported where they are needed, because other commands do not need them
+    from megaspeed.analysis.costs.workload import Cluster
+    from megaspeed.analysis.planning.cluster import ClusterConfig
+    from megaspeed.analysis.planning.variants import Training
 
 _NARROWEST = 80
 """The width of the terminal that is assumed, in columns."""
@@ -47,7 +52,7 @@ def add_to(commands: Any) -> None:
         "--gpus-per-node",
         type=positive,
         metavar="K",
-        help=f"devices of one node ({GPUS_PER_NODE})",
+        help="devices of one node (8)",
     )
     add_option(
         "--nic-gbps",
@@ -77,6 +82,12 @@ def add_to(commands: Any) -> None:
     add_option(
         "--write", type=new_file, metavar="FILE", help="write the best layout's configuration"
     )
+    add_option(
+        "--calibrate",
+        type=path_argument,
+        metavar="RUN",
+        help="folder of a run on such devices: multiply all times by measured / predicted of it",
+    )
     add_option("--picture", type=new_file, metavar="PNG", help="draw the parts of the step time")
     add_command(commands, "schedule", run_schedule, "print the pipeline's timetable")
 
@@ -97,29 +108,21 @@ _UNITS = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
 def run_plan(options: argparse.Namespace) -> int:
     """Prints the plan. The exit code is 0 whether the run fits or not; 1 if nothing is written."""
-    # Imported here, because other commands do not need them.
-    from megaspeed.analysis.planning.cluster import read_cluster
     from megaspeed.analysis.planning.forecast import TrainingTime
     from megaspeed.analysis.planning.goodput import predict_goodput
+    from megaspeed.analysis.planning.measured_cpu import CpuSpeedError
     from megaspeed.analysis.planning.plan import plan
     from megaspeed.analysis.planning.report import report, what_if_report
-    from megaspeed.analysis.planning.variants import Training
     from megaspeed.analysis.planning.what_if import what_if
     from megaspeed.analysis.units import show
 
-    keys = ("device", "nodes", "gpus_per_node", "nic_gbps", "dollars_per_gpu_hour")
-    stated = read_cluster(options.cluster, {key: getattr(options, key) for key in keys})
-    world_source = _set_world_size(options, stated)
-    cluster = stated.cluster()
-    wants = [name for name in ("what_if", "write", "picture", "tokens") if getattr(options, name)]
-    if cluster is None and wants:
-        raise _wrong(f"--{wants[0].replace('_', '-')} needs times: add --device h100-80gb")
-    if options.write and options.write.exists() and options.write.samefile(options.config):
-        raise _wrong(f"--write {options.write} is the file that it would extend; name another")
-    training = Training(
-        run=load(options, "cuda", world_source),
-        stated=read_config(options.config, options.overrides),
-    )
+    stated = _stated_cluster(options)
+    training = _training(options, stated)
+    try:
+        cluster = _cluster(options, stated, training.run)
+    except CpuSpeedError as error:
+        say(f"megaspeed plan: {error}", error=True)
+        return EXIT_FAILED
     planned = plan(training, cluster, stated.gpus_per_node)
     figures = planned.as_json()
     training_time = None
@@ -155,6 +158,68 @@ def run_plan(options: argparse.Namespace) -> int:
     return code
 
 
+def _stated_cluster(options: argparse.Namespace) -> "ClusterConfig":
+    """The cluster of the file and the options, with what other options need."""
+    from megaspeed.analysis.planning.cluster import read_cluster
+
+    keys = ("device", "nodes", "gpus_per_node", "nic_gbps", "dollars_per_gpu_hour")
+    stated = read_cluster(options.cluster, {key: getattr(options, key) for key in keys})
+    wants = ("what_if", "write", "picture", "tokens", "calibrate")
+    wanted = next((name for name in wants if getattr(options, name)), None)
+    if stated.device is None and wanted is not None:
+        raise _wrong(f"--{wanted.replace('_', '-')} needs times: add --device h100-80gb")
+    if options.write and options.write.exists() and options.write.samefile(options.config):
+        raise _wrong(f"--write {options.write} is the file that it would extend; name another")
+    return stated
+
+
+def _training(options: argparse.Namespace, stated: "ClusterConfig") -> "Training":
+    """The run on the stated number of ranks, or on all devices."""
+    from megaspeed.analysis.planning.cluster import CPU
+    from megaspeed.analysis.planning.variants import Training
+
+    world_source = "--world-size"
+    if options.world_size is None:
+        if stated.gpus is None:
+            raise _wrong("the number of ranks is missing: add --world-size, or --nodes")
+        options.world_size, world_source = stated.gpus, "--nodes"
+    elif stated.gpus is not None and options.world_size > stated.gpus:
+        raise _wrong(
+            f"--world-size {options.world_size:,} needs more than the {stated.gpus:,} devices of "
+            f"{counted(stated.nodes or 0, 'node')} with {stated.gpus_per_node:,} each; add nodes, "
+            "or omit --nodes"
+        )
+    device_type: Literal["cuda", "cpu"] = "cpu" if stated.device == CPU else "cuda"
+    return Training(
+        run=load(options, device_type, world_source),
+        stated=read_config(options.config, options.overrides),
+        device_type=device_type,
+    )
+
+
+def _cluster(options: argparse.Namespace, stated: "ClusterConfig", run: Run) -> "Cluster | None":
+    """The figures of the machines: of the table, or measured; calibrated if that is asked for."""
+    from megaspeed.analysis.planning.calibration import calibrate
+    from megaspeed.analysis.planning.cluster import CPU
+    from megaspeed.analysis.planning.measured_cpu import measure_cpu
+
+    cluster = stated.cluster()
+    if stated.device == CPU:
+        say(f"measuring this machine with {counted(run.grid.world_size, 'rank')}")
+        cluster, notes = measure_cpu(run)
+        for note in notes:
+            say(f"note: {note}")
+    if cluster is not None and options.calibrate:
+        calibration = calibrate(options.calibrate, cluster)
+        cluster = replace(cluster, calibration=calibration.factor)
+        say(str(calibration))
+    return cluster
+
+
+def _wrong(problem: str) -> ConfigError:
+    return ConfigError([problem], "the command line")
+
+
 def _write_config(file: Path, extended: Path, changes: Sequence[str]) -> None:
     """Writes a configuration that extends a file and states the changes of ``--set``."""
     values: dict[str, Any] = {"extends": os.path.relpath(extended, file.parent)}
@@ -171,30 +236,6 @@ def _put(values: dict[str, Any], changes: Mapping[str, Any]) -> None:
             _put(values[key], value)
         else:
             values[key] = value
-
-
-def _set_world_size(options: argparse.Namespace, stated: ClusterConfig) -> str:
-    """Sets the number of ranks to that of all devices, if it is not stated.
-
-    Returns:
-        The option that states it.
-    """
-    if options.world_size is None and stated.gpus is not None:
-        options.world_size = stated.gpus
-        return "--nodes"
-    if options.world_size is None:
-        raise _wrong("the number of ranks is missing: add --world-size, or --nodes")
-    if stated.nodes is not None and options.world_size > stated.nodes * stated.gpus_per_node:
-        raise _wrong(
-            f"--world-size {options.world_size:,} needs more than the {stated.gpus:,} devices of "
-            f"{counted(stated.nodes, 'node')} with {stated.gpus_per_node:,} each; add nodes, or "
-            "omit --nodes"
-        )
-    return "--world-size"
-
-
-def _wrong(problem: str) -> ConfigError:
-    return ConfigError([problem], "the command line")
 
 
 def run_schedule(options: argparse.Namespace) -> int:

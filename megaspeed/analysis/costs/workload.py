@@ -83,6 +83,7 @@ class Cluster:
     gpus_per_node: int = 8
     network_bandwidth: float  # GB/s for each GPU, one way
     measured: Measured | None = None  # None for GPUs
+    calibration: float = 1.0  # all times are multiplied by it (planning.calibration)
 
     @property
     def device_type(self) -> str:

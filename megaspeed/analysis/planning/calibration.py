@@ -34,8 +34,11 @@ _SAME_PEAK = 0.02
 """MFU and operations a second give the peak of the run's device, up to this fraction."""
 
 
-class CalibrationError(ValueError):
-    """The folder gives no factor. The text is one line with the reason and what to do."""
+class CalibrationError(ConfigError):
+    """The folder gives no factor. The text has the reason and what to do."""
+
+    def __init__(self, problem: str) -> None:
+        super().__init__([problem], "the calibration")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -151,7 +151,7 @@ def measure_cpu(run: Run) -> tuple[Cluster, tuple[str, ...]]:
             )
         except (OSError, subprocess.TimeoutExpired) as error:
             raise CpuSpeedError(f"this machine's speed could not be measured: {error}") from error
-    lines = done.stderr.strip().splitlines() or ["it printed nothing"]
+    lines = done.stderr.strip().splitlines() or [f"it ended with exit code {done.returncode}"]
     if done.returncode:
         raise CpuSpeedError(f"this machine's speed could not be measured: {lines[-1]}")
     try:
