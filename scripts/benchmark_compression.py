@@ -130,10 +130,9 @@ def draw(options: argparse.Namespace, curves: Mapping[tuple[str, int], dict[int,
 
 
 def print_step_times(options: argparse.Namespace) -> None:
-    print("| ZeRO | compression | sent over dp | " + " | ".join(
-        f"{speed:g} MB/s: measured, predicted" for speed in options.megabytes_per_second
-    ) + " |")  # fmt: skip
-    print("|---|---|---|" + "---|" * len(options.megabytes_per_second))
+    bandwidths = [f"{speed:g} MB/s: measured, predicted" for speed in options.megabytes_per_second]
+    head = ["ZeRO", "compression", "sent over dp", "no waits", *bandwidths]
+    print(f"| {' | '.join(head)} |\n|{'---|' * len(head)}")
     for stage in options.stages:
         for name, how in LINK_METHODS.items():
             settings = [
@@ -144,16 +143,14 @@ def print_step_times(options: argparse.Namespace) -> None:
             run = load_run(options.config, settings, world_size=DATA_RANKS, world_source="script")
             corpus = prepare_corpus(run.config.data, run.config.model.vocab_size)
             speeds = [0.0, *options.megabytes_per_second]
-            times = run_on_ranks(
-                step_times, run, corpus, speeds, options.steps,
-                world_size=DATA_RANKS, device_type="cpu",
-            )[0]  # fmt: skip
+            work = (step_times, run, corpus, speeds, options.steps)
+            unhindered, *times = run_on_ranks(*work, world_size=DATA_RANKS, device_type="cpu")[0]
             sent = sum(size for (axis, _), size in predict_traffic(run, 0).items() if axis == "dp")
-            cells = [
-                f"{measured * 1e3:.0f} ms, {(times[0] + sent / speed / 1e6) * 1e3:.0f} ms"
-                for measured, speed in zip(times[1:], speeds[1:], strict=True)
-            ]
-            print(f"| {stage} | {name} | {sent / 1e6:.2f} MB | {' | '.join(cells)} |", flush=True)
+            cells = [f"{stage}", name, f"{sent / 1e6:.2f} MB", f"{unhindered * 1e3:.0f} ms"]
+            for measured, speed in zip(times, options.megabytes_per_second, strict=True):
+                predicted = unhindered + sent / speed / 1e6
+                cells.append(f"{measured * 1e3:.0f} ms, {predicted * 1e3:.0f} ms")
+            print(f"| {' | '.join(cells)} |", flush=True)
 
 
 def step_times(

@@ -104,7 +104,8 @@ class RunState(Section):
 
         Raises CheckpointError if the configuration names no valid compression.
         """
-        stated = self.config.get("parallel", {}).get("gradient_compression")
+        parallel = self.config.get("parallel")
+        stated = parallel.get("gradient_compression") if isinstance(parallel, dict) else None
         if self.layout is None or not isinstance(stated, dict):
             return {}
         try:
