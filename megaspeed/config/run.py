@@ -162,7 +162,8 @@ class TrainingConfig(Section):
     async_save: bool = False
     """Copy a checkpoint to host memory and write it while training continues. From the first save
     to the end of the run, this takes 12 bytes of host memory for each parameter that a rank writes,
-    and 4 for each element of a compressed gradient that it has not sent. If the rank trains on a GPU, the memory is page-locked."""
+    and 4 for each compressed element of its gradient. If the rank trains on a GPU, the memory is
+    page-locked."""
 
     def compiles_on(self, device_type: str) -> bool:
         """Whether blocks are to be compiled on "cpu" or "cuda", if nothing is missing there."""
