@@ -1,4 +1,4 @@
-"""Accumulates the gradients of a step, and reduces them over the data axis.
+r"""Accumulates the gradients of a step, and reduces them over the data axis.
 
     complete      autograd --add--> complete gradient      --reduce--> partition of this rank
     partitioned   autograd -------> gradients of a bucket  --reduce--> partition of this rank, added
@@ -13,6 +13,12 @@ the sum takes little memory, and it saves a collective in every other micro-batc
 
 With ``overlap_comm`` a bucket is reduced while the backward continues. A complete gradient is then
 reduced during the last backward of a step. ``buckets`` states how a bucket is reduced.
+
+A compressed gradient (``compression``) is complete, too. A step adds it to what the step before has
+not sent, and what it does not send itself stays in ``complete`` until ``end_step`` copies it:
+
+    feedback --x loss scale--> complete --autograd adds, reduce--> what was not sent --> feedback
+                                                   \-> partition: the mean
 
 The gradient of an optimizer group is one flat tensor with the layout of DeepSpeed's master weights:
 
