@@ -119,6 +119,8 @@ def predict_traffic(run: Run, pipeline_stage: int) -> Traffic:
 
 def compressed_share(run: Run, pipeline_stage: int) -> float:
     """Bytes sent for compressed gradients and all others, as a fraction of those without."""
+    if run.compression is None:
+        return 1.0
     dp, parameters = run.grid.dp, local_parameters(run, pipeline_stage)
 
     def sent(messages: Iterable[tuple[Collective, int]]) -> int:
