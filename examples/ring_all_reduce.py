@@ -15,15 +15,15 @@ receives one from the rank before it. For N = 4, the table states which chunk a 
     rank 3       2    1    0            3    2    1
 
 Follow chunk 0 from row to row. Rank 1 sends its own values. Rank 2 adds its own and sends a sum of
-two, rank 3 a sum of three. Rank 0 adds its own: chunk 0 is complete. At that time rank r has the
-complete chunk r. The second half sends the complete chunks once around the ring.
+two, rank 3 a sum of three. Rank 0 adds its own: chunk 0 is complete. Now each rank r has the
+complete chunk r. The second half sends the complete chunks around the ring, and adds nothing.
 
 A rank sends 2 (N - 1) messages, each with 1 / N of the vector:
 
     seconds = 2 (N - 1) / N x bytes / bandwidth + 2 (N - 1) x latency
 
-No all-reduce can send fewer bytes: Patarasuk and Yuan, Bandwidth optimal all-reduce algorithms for
-clusters of workstations, 2009, doi:10.1016/j.jpdc.2008.09.002.
+In any all-reduce, the busiest rank sends at least as many bytes: Patarasuk and Yuan, Bandwidth
+optimal all-reduce algorithms for clusters of workstations, 2009, doi:10.1016/j.jpdc.2008.09.002.
 """
 
 import argparse
@@ -31,6 +31,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import matplotlib.pyplot as plt
@@ -85,24 +86,23 @@ COLUMNS = ("ranks", "bytes", "ring", "library", "formula")
 Row = tuple[int, int, float, float, float]
 
 
-def milliseconds(work: Callable[..., object], *tensors: torch.Tensor) -> float:
-    """Of ``work(*tensors)``: on the slowest rank, the median of 5 rounds after a first one."""
-    calls = min(20, 1 + 2**20 // tensors[0].nbytes)
-    rounds = []
-    for _ in range(6):
-        dist.barrier()
-        start = time.perf_counter()
-        for _ in range(calls):
-            work(*tensors)
-        if tensors[0].is_cuda:
-            torch.cuda.synchronize()
-        rounds.append(1000 * (time.perf_counter() - start) / calls)
-    slowest = torch.tensor(rounds[1:], device=tensors[0].device)
-    dist.all_reduce(slowest, dist.ReduceOp.MAX)
-    return slowest.median().item()
+def milliseconds(calls: Sequence[Callable[[], object]], device: torch.device) -> list[float]:
+    """Of each call, in turns: the median of 10 rounds, each as slow as its slowest rank."""
+    rounds = torch.zeros(10, len(calls), device=device)
+    for times in rounds:
+        for n, call in enumerate(calls):
+            dist.barrier()
+            start = time.perf_counter()
+            for _ in range(4):
+                call()
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+            times[n] = 1000 * (time.perf_counter() - start) / 4
+    dist.all_reduce(rounds, dist.ReduceOp.MAX)
+    return rounds.median(dim=0).values.tolist()
 
 
-def measure(launch: LaunchEnvironment, counts: list[int]) -> list[Row]:
+def measure(launch: LaunchEnvironment, counts: Sequence[int]) -> list[Row]:
     """Checks and times the ring on this rank, for vectors of so many fp32 elements."""
     ranks, device = launch.world_size, torch.device("cpu")
     if torch.cuda.device_count() >= launch.local_world_size:
@@ -110,14 +110,7 @@ def measure(launch: LaunchEnvironment, counts: list[int]) -> list[Row]:
         torch.cuda.set_device(device)
     backend = "nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, rank=launch.rank, world_size=ranks)
-
-    # One step with a small and with a large message. All ranks send at once, as in the ring.
-    latency = per_byte = 0.0
-    if ranks > 1:
-        small, large = (torch.zeros(2, n, device=device) for n in (1, 2**20))
-        latency = milliseconds(exchange, *small)
-        per_byte = max(0.0, milliseconds(exchange, *large) - latency) / large[0].nbytes
-
+    small, large = (torch.zeros(2, n, device=device) for n in (1, 2**20))
     rows = []
     for count in counts:
         ours = torch.randint(-8, 9, (count,), device=device).float()  # exact in every order
@@ -126,7 +119,12 @@ def measure(launch: LaunchEnvironment, counts: list[int]) -> list[Row]:
         dist.all_reduce(theirs)
         if not torch.equal(ours, theirs):
             raise ArithmeticError(f"the ring's sum of {count} elements is not the library's")
-        ring, library = milliseconds(ring_all_reduce, zeros), milliseconds(dist.all_reduce, zeros)
+        calls = [partial(ring_all_reduce, zeros), partial(dist.all_reduce, zeros)]
+        if ranks > 1:  # a small and a large message, sent by all ranks at once, as in a step
+            calls += [partial(exchange, *small), partial(exchange, *large)]
+        ring, library, *one_step = milliseconds(calls, device)
+        latency, of_large = one_step or (0.0, 0.0)
+        per_byte = max(0.0, of_large - latency) / large[0].nbytes
         formula = 2 * (ranks - 1) * (zeros.nbytes / ranks * per_byte + latency)
         rows.append((ranks, zeros.nbytes, ring, library, formula))
     dist.destroy_process_group()
@@ -171,7 +169,7 @@ def main() -> None:
     sizes = [2**n for n in range(8, 23, 2)]
     parser.add_argument("--ranks", type=int, nargs="+", default=[4], help="under torchrun, ignored")
     parser.add_argument("--elements", type=int, nargs="+", default=sizes)
-    parser.add_argument("--pictures", type=Path, metavar="FOLDER")
+    parser.add_argument("--pictures", type=Path, metavar="FOLDER", help="where to draw")
     options = parser.parse_args()
     for name, most in (("ranks", 64), ("elements", 2**28)):
         for number in getattr(options, name):
