@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megaspeed.config.document import JsonSyntaxError, read_json_object
-from megaspeed.files.json_values import leaves
-from megaspeed.training.metrics import read_records
+from megaspeed.files.json_values import leaves, read_records
 from megaspeed.training.run_folder import CONFIG, METRICS, PARTS, STARTS
 
 _LARGEST, _LARGEST_STEP = 1e100, 10**12

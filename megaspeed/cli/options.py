@@ -42,13 +42,15 @@ def add_command(
     return parser
 
 
-def load(options: argparse.Namespace, device_type: str = "cpu") -> Run:
+def load(
+    options: argparse.Namespace, device_type: str = "cpu", world_source: str = "--world-size"
+) -> Run:
     """The run of ``--config``, ``--set`` and ``--world-size``.
 
     Raises:
         ConfigError: with every problem, those of the data section included.
     """
-    world = World(options.world_size, "--world-size", device_type)
+    world = World(options.world_size, world_source, device_type)
     return load_run_and_data(options.config, options.overrides, world)
 
 

@@ -5,13 +5,14 @@ import json
 import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
-from megaspeed.analysis.planning.cluster import ClusterConfig
-from megaspeed.analysis.planning.machines import GPUS_PER_NODE
+from megaspeed.analysis.units import counted
 from megaspeed.cli.options import (
     EXIT_DONE,
+    EXIT_FAILED,
     add_command,
     load,
     new_file,
@@ -23,7 +24,13 @@ from megaspeed.cli.options import (
 from megaspeed.config.document import parse_override
 from megaspeed.config.errors import ConfigError
 from megaspeed.config.loading import read_config
+from megaspeed.config.resolve import Run
 from megaspeed.files.paths import path_argument
+
+if TYPE_CHECKING:  # imported where they are needed, because other commands do not need them
+    from megaspeed.analysis.costs.workload import Cluster
+    from megaspeed.analysis.planning.cluster import ClusterConfig
+    from megaspeed.analysis.planning.variants import Training
 
 _NARROWEST = 80
 """The width of the terminal that is assumed, in columns."""
@@ -45,7 +52,7 @@ def add_to(commands: Any) -> None:
         "--gpus-per-node",
         type=positive,
         metavar="K",
-        help=f"devices of one node ({GPUS_PER_NODE})",
+        help="devices of one node (8)",
     )
     add_option(
         "--nic-gbps",
@@ -75,6 +82,12 @@ def add_to(commands: Any) -> None:
     add_option(
         "--write", type=new_file, metavar="FILE", help="write the best layout's configuration"
     )
+    add_option(
+        "--calibrate",
+        type=path_argument,
+        metavar="RUN",
+        help="folder of a run on such devices: multiply all times by measured / predicted of it",
+    )
     add_option("--picture", type=new_file, metavar="PNG", help="draw the parts of the step time")
     add_command(commands, "schedule", run_schedule, "print the pipeline's timetable")
 
@@ -94,29 +107,22 @@ _UNITS = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
 
 def run_plan(options: argparse.Namespace) -> int:
-    """Prints the plan. The exit code is 0 whether the run fits or not."""
-    # Imported here, because other commands do not need them.
-    from megaspeed.analysis.planning.cluster import read_cluster
+    """Prints the plan. The exit code is 0 whether the run fits or not; 1 if nothing is written."""
     from megaspeed.analysis.planning.forecast import TrainingTime
     from megaspeed.analysis.planning.goodput import predict_goodput
+    from megaspeed.analysis.planning.measured_cpu import CpuSpeedError
     from megaspeed.analysis.planning.plan import plan
     from megaspeed.analysis.planning.report import report, what_if_report
-    from megaspeed.analysis.planning.variants import Training
     from megaspeed.analysis.planning.what_if import what_if
     from megaspeed.analysis.units import show
 
-    keys = ("device", "nodes", "gpus_per_node", "nic_gbps", "dollars_per_gpu_hour")
-    stated = read_cluster(options.cluster, {key: getattr(options, key) for key in keys})
-    _set_world_size(options, stated)
-    cluster = stated.cluster()
-    wants = [name for name in ("what_if", "write", "picture", "tokens") if getattr(options, name)]
-    if cluster is None and wants:
-        name = wants[0].replace("_", "-")
-        raise ConfigError([f"--{name} needs times: add --device h100-80gb"], "the command line")
-    training = Training(
-        run=load(options, device_type="cuda"),
-        stated=read_config(options.config, options.overrides),
-    )
+    stated = _stated_cluster(options)
+    training = _training(options, stated)
+    try:
+        cluster = _cluster(options, stated, training.run)
+    except CpuSpeedError as error:
+        say(f"megaspeed plan: {error}", error=True)
+        return EXIT_FAILED
     planned = plan(training, cluster, stated.gpus_per_node)
     figures = planned.as_json()
     training_time = None
@@ -130,7 +136,7 @@ def run_plan(options: argparse.Namespace) -> int:
         )
         figures["training"] = training_time.as_json()
     show(report(planned, training_time))
-    found = None
+    found, code = None, EXIT_DONE
     if cluster is not None and (options.what_if or options.write):
         found = what_if(training, cluster, options.largest_tensor)
         figures["what_if"] = found.as_json()
@@ -139,12 +145,79 @@ def run_plan(options: argparse.Namespace) -> int:
             changes = [*options.overrides, *found.best.set_text]
             _write_config(options.write, options.config, changes)
             say(f"written: {options.write}")
+        elif options.write:
+            say(
+                f"{options.write} is not written: no variant fits {cluster.device.name}", error=True
+            )
+            code = EXIT_FAILED
     if options.picture:
         from megaspeed.analysis.planning.charts import draw_parts
 
         draw_parts(planned, found, options.picture)
     write_json(options, figures)
-    return EXIT_DONE
+    return code
+
+
+def _stated_cluster(options: argparse.Namespace) -> "ClusterConfig":
+    """The cluster of the file and the options, with what other options need."""
+    from megaspeed.analysis.planning.cluster import read_cluster
+
+    keys = ("device", "nodes", "gpus_per_node", "nic_gbps", "dollars_per_gpu_hour")
+    stated = read_cluster(options.cluster, {key: getattr(options, key) for key in keys})
+    wants = ("what_if", "write", "picture", "tokens", "calibrate")
+    wanted = next((name for name in wants if getattr(options, name)), None)
+    if stated.device is None and wanted is not None:
+        raise _wrong(f"--{wanted.replace('_', '-')} needs times: add --device h100-80gb")
+    if options.write and options.write.exists() and options.write.samefile(options.config):
+        raise _wrong(f"--write {options.write} is the file that it would extend; name another")
+    return stated
+
+
+def _training(options: argparse.Namespace, stated: "ClusterConfig") -> "Training":
+    """The run on the stated number of ranks, or on all devices."""
+    from megaspeed.analysis.planning.cluster import CPU
+    from megaspeed.analysis.planning.variants import Training
+
+    world_source = "--world-size"
+    if options.world_size is None:
+        if stated.gpus is None:
+            raise _wrong("the number of ranks is missing: add --world-size, or --nodes")
+        options.world_size, world_source = stated.gpus, "--nodes"
+    elif stated.gpus is not None and options.world_size > stated.gpus:
+        raise _wrong(
+            f"--world-size {options.world_size:,} needs more than the {stated.gpus:,} devices of "
+            f"{counted(stated.nodes or 0, 'node')} with {stated.gpus_per_node:,} each; add nodes, "
+            "or omit --nodes"
+        )
+    device_type: Literal["cuda", "cpu"] = "cpu" if stated.device == CPU else "cuda"
+    return Training(
+        run=load(options, device_type, world_source),
+        stated=read_config(options.config, options.overrides),
+        device_type=device_type,
+    )
+
+
+def _cluster(options: argparse.Namespace, stated: "ClusterConfig", run: Run) -> "Cluster | None":
+    """The figures of the machines: of the table, or measured; calibrated if that is asked for."""
+    from megaspeed.analysis.planning.calibration import calibrate
+    from megaspeed.analysis.planning.cluster import CPU
+    from megaspeed.analysis.planning.measured_cpu import measure_cpu
+
+    cluster = stated.cluster()
+    if stated.device == CPU:
+        say(f"measuring this machine with {counted(run.grid.world_size, 'rank')}")
+        cluster, notes = measure_cpu(run)
+        for note in notes:
+            say(f"note: {note}")
+    if cluster is not None and options.calibrate:
+        calibration = calibrate(options.calibrate, cluster)
+        cluster = replace(cluster, calibration=calibration.factor)
+        say(str(calibration))
+    return cluster
+
+
+def _wrong(problem: str) -> ConfigError:
+    return ConfigError([problem], "the command line")
 
 
 def _write_config(file: Path, extended: Path, changes: Sequence[str]) -> None:
@@ -163,25 +236,6 @@ def _put(values: dict[str, Any], changes: Mapping[str, Any]) -> None:
             _put(values[key], value)
         else:
             values[key] = value
-
-
-def _set_world_size(options: argparse.Namespace, stated: ClusterConfig) -> None:
-    """The ranks of all GPUs, if their number is not stated."""
-    if options.world_size is None:
-        if stated.gpus is None:
-            raise ConfigError(
-                ["the number of ranks is missing: add --world-size, or --nodes"], "the command line"
-            )
-        options.world_size = stated.gpus
-    elif stated.gpus is not None and options.world_size > stated.gpus:
-        raise ConfigError(
-            [
-                f"--world-size {options.world_size:,} needs more than the {stated.gpus:,} devices "
-                f"of {stated.nodes:,} nodes with {stated.gpus_per_node:,} each; add nodes, or omit "
-                "--nodes"
-            ],
-            "the command line",
-        )
 
 
 def run_schedule(options: argparse.Namespace) -> int:

@@ -5,7 +5,7 @@ import dataclasses
 import json
 import math
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, Self
@@ -15,9 +15,6 @@ import torch
 from megaspeed.config.resolve import Precision
 from megaspeed.topology.activity import OWN_WORK, PARTS
 from megaspeed.topology.devices import peak_by_name
-
-_LONGEST_LINE = 1 << 20
-"""In bytes. A longer line is not a record: even 10,000 pipeline stages need only 150 kB."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,28 +137,6 @@ class MetricsFile:
 
 def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def read_records(file: Path) -> Iterator[dict[str, Any] | None]:
-    """The object of each line of a metrics file; None for a line that is not an object.
-
-    A run that was killed may have left an incomplete line. A damaged file may have a line of any
-    length, so at most 1 MiB of a line is in memory. Reading stops at 1 MiB of zeros: it is a hole
-    in a sparse file, which may be larger than any disk.
-    """
-    with file.open("rb") as stream:
-        while line := stream.readline(_LONGEST_LINE):
-            is_complete = True
-            while len(line) == _LONGEST_LINE and not line.endswith(b"\n"):
-                is_complete = False
-                line = stream.readline(_LONGEST_LINE) if any(line) else b""
-            try:
-                record = json.loads(line) if is_complete else None
-            except (ValueError, RecursionError):
-                record = None
-            yield record if isinstance(record, dict) else None
-            if not line:
-                return
 
 
 def records_up_to(step: int, lines: bytes) -> bytes:

@@ -23,7 +23,8 @@ from typing import Any, Self
 from megaspeed.config.errors import ConfigError
 from megaspeed.config.resolve import Run
 from megaspeed.config.run import ReportTo
-from megaspeed.training.metrics import Metrics, PartMetrics, read_records
+from megaspeed.files.json_values import read_records
+from megaspeed.training.metrics import Metrics, PartMetrics
 from megaspeed.training.run_folder import TENSORBOARD, WANDB
 
 CLOSING_SECONDS = 30.0

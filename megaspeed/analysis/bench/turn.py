@@ -23,11 +23,12 @@ from megaspeed.checkpoint.run_state import Progress
 from megaspeed.checkpoint.writing import SaveReport
 from megaspeed.config.resolve import Precision, Run
 from megaspeed.data.corpus import PreparedCorpus
+from megaspeed.files.json_values import read_records
 from megaspeed.model.gpt import DTYPES
 from megaspeed.topology.context import ParallelContext
 from megaspeed.topology.launch import LaunchEnvironment
 from megaspeed.training.checkpointing import Checkpointing
-from megaspeed.training.metrics import peak_flops_per_second, read_records
+from megaspeed.training.metrics import peak_flops_per_second
 from megaspeed.training.pretrain import main as train_main
 from megaspeed.training.run_folder import METRICS
 from megaspeed.training.step_inputs import StepInputs

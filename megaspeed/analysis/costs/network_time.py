@@ -4,14 +4,17 @@ The time of a collective is that of a ring in NCCL (src/graph/tuning.cc):
 
     seconds = start + hops x seconds of a hop + bytes sent / bandwidth
 
-Bytes and hops are exact. The constants are from NCCL's source code and from data sheets.
+Bytes and hops are exact. The constants are from NCCL's source code and from data sheets, or
+measured (``Cluster.measured``).
 """
 
 import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Literal
 
-from megaspeed.analysis.costs.workload import Cluster, Workload, block_parameters
+from megaspeed.analysis.costs.workload import Cluster, Message, Workload, block_parameters
 
 LINK_EFFICIENCY = 0.78
 """Bus bandwidth of a large collective, as a fraction of the data sheet's bandwidth. NCCL's tuning
@@ -31,12 +34,30 @@ first part precedes all products, or the last part follows them. An assumption, 
 asynchronous tensor parallelism."""
 
 
+HOPS: Mapping[Message, Callable[[int], int]] = MappingProxyType(
+    {
+        "all_reduce": lambda ranks: 2 * (ranks - 1),
+        "all_gather": lambda ranks: ranks - 1,
+        "reduce_scatter": lambda ranks: ranks - 1,
+        "reduce": lambda ranks: ranks - 1,
+        "send": lambda ranks: 1,
+    }
+)
+"""Hops of a message in a ring of so many ranks. In each hop of a collective, a rank sends one part
+of the message."""
+
+
 @dataclass(frozen=True)
 class Network:
     """The communication of one workload on one cluster."""
 
     work: Workload
     cluster: Cluster
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether collectives can run beside computation. On CPUs, the same cores do both."""
+        return self.cluster.measured is None
 
     def tp(self) -> tuple[float, float]:
         """Seconds of a block's forward and backward: each has two all-reduces of (tokens, D).
@@ -51,10 +72,12 @@ class Network:
             return 0.0, 0.0
         message = work.tokens * work.model.hidden_size * work.element_bytes
         if work.sequence_parallel:
-            one = self.collective("tp", message, rounds=1)
-            forward, backward = 4 * one, (4 + 2 * SLOWDOWN_BY_OVERLAP) * one
+            gather = self.collective("tp", "all_gather", message)
+            both = gather + self.collective("tp", "reduce_scatter", message)
+            again = 2 * (SLOWDOWN_BY_OVERLAP if self.overlaps else 1.0) * gather
+            forward, backward = 2 * both, 2 * both + again
         else:
-            forward = backward = 2 * self.collective("tp", message, rounds=2)
+            forward = backward = 2 * self.collective("tp", "all_reduce", message)
         within_node = tp <= self.cluster.gpus_per_node
         share = _EXPOSED_TP if work.overlaps_tp and within_node else 1.0
         return share * forward, share * backward
@@ -81,6 +104,9 @@ class Network:
         if work.splits_messages or work.sequence_parallel:
             message /= work.grid.tp
         cluster = self.cluster
+        if cluster.measured is not None:
+            wire = cluster.measured.messages["send"]
+            return wire.latency + message / wire.bandwidth
         within_node = work.grid.world_size <= cluster.gpus_per_node
         bandwidth = cluster.device.link_bandwidth if within_node else cluster.network_bandwidth
         hop = _HOP_WITHIN_NODE if within_node else _HOP_BETWEEN_NODES
@@ -105,11 +131,12 @@ class Network:
         if work.grid.dp == 1:
             return 0.0
         blocks, count = work.blocks_of_stages[stage], work.micro_batches
+        overlaps = work.overlaps_dp and self.overlaps
         if work.zero_stage == 3:
             weights = block_parameters(work.model) / work.grid.tp
-            gather = self.collective("dp", weights * work.element_bytes, rounds=1)
-            reduce = self.collective("dp", weights * work.gradient_bytes, rounds=1)
-            if not work.overlaps_dp:
+            gather = self.collective("dp", "all_gather", weights * work.element_bytes)
+            reduce = self.collective("dp", "reduce_scatter", weights * work.gradient_bytes)
+            if not overlaps:
                 return blocks * (2 * count * gather + work.reductions * reduce)
             in_forward = _added(gather, forward)
             reduced = reduce * work.reductions / count  # for each micro-batch, on average
@@ -118,24 +145,29 @@ class Network:
         parameters = work.parameters_of_rank(stage)
         gradients = parameters * work.gradient_bytes
         buckets = max(1, math.ceil(gradients / work.bucket_bytes))
-        rounds = 2 if work.zero_stage == 0 else 1
-        reduction = buckets * self.collective("dp", gradients / buckets, rounds=rounds)
-        if work.overlaps_dp:
+        kind: Message = "all_reduce" if work.zero_stage == 0 else "reduce"
+        reduction = buckets * self.collective("dp", kind, gradients / buckets)
+        if overlaps:
             window = blocks * backward
             last = reduction / buckets  # of the layers that the backward reaches last
             reduction = last + _added(reduction - last, window)
         gather = 0.0
         if work.zero_stage > 0:
-            gather = self.collective("dp", parameters * work.element_bytes, rounds=1)
+            gather = self.collective("dp", "all_gather", parameters * work.element_bytes)
         return work.reductions * reduction + gather
 
-    def collective(self, axis: Literal["dp", "tp"], message: float, *, rounds: int) -> float:
-        """Seconds of an all-gather or reduce-scatter (1 round), or of an all-reduce (2 rounds).
+    def collective(self, axis: Literal["dp", "tp"], kind: Message, message: float) -> float:
+        """Seconds of an all-reduce (2 rounds), or of another collective (1 round).
 
         n ranks on N nodes form a ring. Each sends rounds x (n-1)/n of the message in
         rounds x (n-1) hops, of which rounds x (N-1) are between nodes. For an all-reduce, NCCL uses
         a tree if its hops take less time (NCCL, src/graph/tuning.cc).
         """
+        measured = self.cluster.measured
+        if measured is not None:
+            ranks, wire = self.work.grid.size_along(axis), measured.messages[kind]
+            return HOPS[kind](ranks) * (wire.latency + message / ranks / wire.bandwidth)
+        rounds = 2 if kind == "all_reduce" else 1
         ranks, nodes, bandwidth = self.ring(axis)
         between = nodes - 1
         hops = (ranks - 1 - between) * _HOP_WITHIN_NODE + between * _HOP_BETWEEN_NODES

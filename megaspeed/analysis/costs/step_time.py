@@ -21,6 +21,7 @@ from typing import NamedTuple
 from megaspeed.analysis.costs.network_time import Network
 from megaspeed.analysis.costs.workload import (
     Cluster,
+    HostTime,
     Precision,
     Product,
     Workload,
@@ -103,22 +104,35 @@ class LayerTime:
     pointwise: tuple[float, float] = (0.0, 0.0)
     tp: tuple[float, float] = (0.0, 0.0)
     recomputation: float = 0.0  # of the backward
+    host: float = 0.0  # half of it in each pass
 
     @property
     def forward(self) -> float:
         """Seconds of a forward."""
-        return self.products[0] + self.attention[0] + self.pointwise[0] + self.tp[0]
+        device = self.products[0] + self.attention[0] + self.pointwise[0] + self.tp[0]
+        return device + self.host / 2
 
     @property
     def backward(self) -> float:
         """Seconds of a backward with what it computes again."""
         own = self.products[1] + self.attention[1] + self.pointwise[1] + self.tp[1]
-        return own + self.recomputation
+        return own + self.recomputation + self.host / 2
 
     @property
     def both(self) -> float:
         """Seconds of a forward and a backward."""
         return self.forward + self.backward
+
+    def scaled(self, factor: float) -> "LayerTime":
+        """All times, multiplied by the same factor."""
+        return LayerTime(
+            products=_times(self.products, factor),
+            attention=_times(self.attention, factor),
+            pointwise=_times(self.pointwise, factor),
+            tp=_times(self.tp, factor),
+            recomputation=self.recomputation * factor,
+            host=self.host * factor,
+        )
 
 
 class Layers(NamedTuple):
@@ -144,6 +158,7 @@ class StepTime:
     p2p: float  # sends between pipeline stages
     dp: float  # exposed collectives of the data axis, and the slowdown of computation by others
     optimizer: float
+    host: float = 0.0  # Python and torch's dispatcher; 0 on GPUs, which compute meanwhile
 
     @property
     def terms(self) -> dict[str, float]:
@@ -155,9 +170,20 @@ class StepTime:
         """Seconds of the step."""
         return sum(self.terms.values())
 
+    def scaled(self, factor: float) -> "StepTime":
+        """All times, multiplied by the same factor."""
+        layers = Layers(*(layer.scaled(factor) for layer in self.layers))
+        terms = {name: factor * seconds for name, seconds in self.terms.items()}
+        return StepTime(layers=layers, **terms)
+
 
 def predict_step_time(work: Workload, cluster: Cluster, constants: Constants = FITTED) -> StepTime:
     """Predicts the step time of the rank that determines it.
+
+    Args:
+        work: what the ranks compute and send.
+        cluster: the machines. If they were measured, no constant is used.
+        constants: what is fitted to published runs.
 
     Raises:
         ValueError: the device cannot compute in this precision.
@@ -186,7 +212,13 @@ def predict_step_time(work: Workload, cluster: Cluster, constants: Constants = F
         p2p=rates.network.p2p(),
         dp=rates.network.dp(slowest, block.forward, block.backward),
         optimizer=rates.optimizer(slowest),
+        host=count * blocks * block.host + rates.host.step + count * rates.host.micro_batch,
     )
+
+
+def predict_block(work: Workload, cluster: Cluster, constants: Constants = FITTED) -> LayerTime:
+    """Predicts one block of one micro-batch."""
+    return _Rates(work, cluster, constants).block()
 
 
 def stage_times(work: Workload, layers: Layers) -> tuple[list[float], list[float]]:
@@ -239,16 +271,23 @@ class _Rates:
     """The times of the parts of a step, of one workload on one cluster."""
 
     def __init__(self, work: Workload, cluster: Cluster, constants: Constants) -> None:
-        self.work, self.cluster, self.constants = work, cluster, constants
+        self.work, self.cluster, self.measured = work, cluster, cluster.measured
         device = cluster.device
         self.network = Network(work, cluster)
+        efficiency = MEMORY_EFFICIENCY
+        self.host = HostTime(block=0.0, micro_batch=0.0, step=0.0)
+        if self.measured is not None:
+            self.host = self.measured.host
+            constants = Constants(products=1.0, pointwise=self.measured.pointwise)
+            efficiency = 1.0
+        self.constants = constants
         self.rate = constants.products * 1e12 * _sustained(device, work.precision)
         self.head_rate = (
             constants.products
             * 1e12
             * _sustained(device, "bf16" if work.precision == "fp8" else work.precision)
         )
-        self.memory = MEMORY_EFFICIENCY * 1e9 * device.memory_bandwidth
+        self.memory = efficiency * 1e9 * device.memory_bandwidth
         self.width = work.element_bytes
 
     def linear(self, product: Product, rate: float) -> tuple[float, float]:
@@ -284,6 +323,7 @@ class _Rates:
             pointwise=forward.pointwise,
             tp=forward.tp,
             recomputation=work.recomputed_share * recomputed,
+            host=self.host.block,
         )
 
     def attention(self) -> tuple[float, float]:
@@ -311,6 +351,9 @@ class _Rates:
             return 2 * product + forward, 4 * product + backward
         window = min(model.sliding_window or work.sequence_length, work.sequence_length)
         kept = window * (1 - window / (2 * work.sequence_length)) / work.sequence_length
+        if self.measured is not None:
+            forward_rate, backward_rate = self.measured.attention
+            return kept * flops / forward_rate, 2.5 * kept * flops / backward_rate
         shares = _ATTENTION_RATE[work.attention]
         slower = 1.0
         if work.attention != "fa3" and device.name.split("-")[0] in _ASYNCHRONOUS:
@@ -384,7 +427,13 @@ class _Rates:
         """AdamW: reads and writes master weight and two moments in fp32 (24 bytes), reads the
         gradient for its norm and for the update (8), writes the 16-bit weight (2)."""
         owners = self.work.grid.dp if self.work.zero_stage > 0 else 1
+        if self.measured is not None:
+            return self.measured.optimizer * self.work.parameters_of_rank(stage) / owners
         return 34 * self.work.parameters_of_rank(stage) / owners / self.memory
+
+
+def _times(seconds: tuple[float, float], factor: float) -> tuple[float, float]:
+    return seconds[0] * factor, seconds[1] * factor
 
 
 def _sustained(device: Device, precision: Precision) -> float:

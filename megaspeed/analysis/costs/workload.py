@@ -6,7 +6,7 @@ products are read from the table of the model's parameters, as its FLOPs are.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal, NamedTuple
@@ -21,7 +21,7 @@ from megaspeed.topology.grid import Grid
 
 Attention = Literal["none", "fa1", "fa2", "fa3"]
 """The kernel. fa1, fa2 and fa3 are FlashAttention 1 to 3. "none" is none of them: the matrix of
-scores is written to memory."""
+scores is written to memory. On a measured machine, fa2 is what torch uses there."""
 
 RecomputedPart = Literal["none", "selective", "attention", "operations", "full"]
 """What the backward of a block computes again.
@@ -37,6 +37,43 @@ RecomputedPart = Literal["none", "selective", "attention", "operations", "full"]
 Precision = Literal["fp32", "bf16", "fp16", "fp8"]
 
 
+Message = Literal["all_reduce", "all_gather", "reduce_scatter", "reduce", "send"]
+"""What ranks exchange. "reduce" sends each part of a message to the rank that owns it."""
+
+
+class Wire(NamedTuple):
+    """The time of one kind of message."""
+
+    latency: float  # seconds of one hop
+    bandwidth: float  # bytes a second that a rank sends
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostTime:
+    """Seconds of Python and of torch's dispatcher, at any size of the tensors.
+
+    A GPU computes while its host prepares the next operations. A CPU does one after the other.
+    """
+
+    block: float  # forward and backward of one block, for each micro-batch
+    micro_batch: float  # the rest of a micro-batch
+    step: float  # the rest of a step
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """What was measured of a machine, instead of the constants of GPUs and of NCCL.
+
+    The rates of ``Cluster.device`` are then those of training, not those of a data sheet.
+    """
+
+    pointwise: float  # as ``Constants.pointwise``
+    attention: tuple[float, float]  # operations a second below the diagonal, forward and backward
+    optimizer: float  # seconds of the optimizer for each parameter
+    messages: Mapping[Message, Wire]  # empty if only one rank was measured
+    host: HostTime
+
+
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
     """The machines. Rank r is on node r // gpus_per_node."""
@@ -44,6 +81,13 @@ class Cluster:
     device: Device
     gpus_per_node: int = 8
     network_bandwidth: float  # GB/s for each GPU, one way
+    measured: Measured | None = None  # None for GPUs
+    calibration: float = 1.0  # all times are multiplied by it (planning.calibration)
+
+    @property
+    def device_type(self) -> str:
+        """What a run on these machines is resolved for: "cpu" or "cuda"."""
+        return "cuda" if self.measured is None else "cpu"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,10 +156,11 @@ class Product(NamedTuple):
         return Product(self.m, self.k, self.n), Product(self.n, self.k, self.m)
 
 
-def workload_of(run: Run) -> Workload:
-    """What a resolved run computes on GPUs.
+def workload_of(run: Run, device_type: str = "cuda") -> Workload:
+    """What a resolved run computes on "cuda" or "cpu".
 
-    FlashAttention is not used in fp32 or with attention dropout (``model/attention.py``).
+    FlashAttention is not used with attention dropout, and on GPUs not in fp32
+    (``model/attention.py``).
     """
     config, model, zero = run.config, run.config.model, run.config.zero_optimization
     head = layer_count(model) - 1
@@ -124,7 +169,8 @@ def workload_of(run: Run) -> Workload:
     )
     parallel, count = config.parallel, run.batch.gradient_accumulation_steps
     recomputed = parallel.recomputed_blocks or max(blocks)
-    is_fused = run.precision != "fp32" and model.attention_dropout == 0.0
+    takes_type = run.precision != "fp32" or device_type == "cpu"
+    is_fused = takes_type and model.attention_dropout == 0.0
     overlaps = run.zero_stage == 3 if zero.overlap_comm is None else zero.overlap_comm
     assert zero.reduce_bucket_size is not None, "a resolved run states it"
     gradient_bytes = BYTES_OF[run.reduction_dtype]

@@ -71,7 +71,7 @@ def read_cluster(file: Path | None, stated: Mapping[str, Any]) -> ClusterConfig:
         wrong = file_problem(file)
         try:
             if wrong is not None:
-                raise JsonSyntaxError(f"{file} {wrong}")
+                raise JsonSyntaxError(f"{file} {wrong}; name a JSON file")
             values, duplicates = read_json_object(file)
             problems = [duplicate.message for duplicate in duplicates]
         except JsonSyntaxError as error:

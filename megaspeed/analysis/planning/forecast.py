@@ -32,6 +32,8 @@ SHORT_STEP = 0.5
 
 _SECONDS_OF_A_DAY = 86_400
 
+_WITHOUT_BF16 = ("v100", "t4")
+
 PARTS: Mapping[str, Sequence[str]] = {
     "compute": ("products", "attention", "pointwise", "head"),
     "recomputation": ("recomputation",),
@@ -40,6 +42,7 @@ PARTS: Mapping[str, Sequence[str]] = {
     "pipeline sends": ("p2p",),
     "data parallel": ("dp",),
     "optimizer": ("optimizer",),
+    "host": ("host",),
 }
 """Part of a step -> the terms of ``StepTime`` in it."""
 
@@ -60,8 +63,15 @@ class Forecast:
     @property
     def error(self) -> float:
         """Nine of ten published runs are within this error: predicted / measured - 1."""
-        is_far = self.communication > MUCH_COMMUNICATION or self.seconds < SHORT_STEP
-        return LARGE_ERROR if is_far else TYPICAL_ERROR
+        return LARGE_ERROR if self._is_short or self._waits_much else TYPICAL_ERROR
+
+    @property
+    def _is_short(self) -> bool:
+        return self.seconds < SHORT_STEP and self.cluster.measured is None
+
+    @property
+    def _waits_much(self) -> bool:
+        return self.communication > MUCH_COMMUNICATION
 
     @property
     def interval(self) -> tuple[float, float]:
@@ -102,18 +112,25 @@ class Forecast:
 
     def warnings(self) -> Iterator[str]:
         """What slows the step or makes the prediction less certain."""
-        if self.communication > MUCH_COMMUNICATION:
+        if self._waits_much:
             yield (
                 f"communication takes {self.communication:.0%} of the step; above "
                 f"{MUCH_COMMUNICATION:.0%} the prediction is less certain"
             )
-        if self.seconds < SHORT_STEP:
+        if self._is_short:
             yield (
                 f"the step is shorter than {SHORT_STEP} s; the time that the host needs to start "
                 "kernels is not predicted"
             )
+        device = self.cluster.device.name
+        if self.run.precision == "bf16" and device.startswith(_WITHOUT_BF16):
+            yield f"{device} does not compute in bf16; the time is that of fp16"
         head_dim = self.run.config.model.head_dim
-        if head_dim % 8 and workload_of(self.run).attention != "none":
+        if (
+            self.cluster.measured is None
+            and head_dim % 8
+            and workload_of(self.run, self.cluster.device_type).attention != "none"
+        ):
             yield f"attention is slow: a head size of {head_dim} is no multiple of 8"
 
     def as_json(self) -> dict[str, Any]:
@@ -180,8 +197,8 @@ def forecast(run: Run, cluster: Cluster, *, simulates: bool = False) -> Forecast
 
     A simulation takes up to a second.
     """
-    work = workload_of(run)
+    work = workload_of(run, cluster.device_type)
     step = predict_step_time(work, cluster)
     if simulates:
         step = with_timetable(step, work, cluster)
-    return Forecast(run=run, cluster=cluster, step=step)
+    return Forecast(run=run, cluster=cluster, step=step.scaled(cluster.calibration))

@@ -94,9 +94,10 @@ def predict(run: Run, device_type: str = "cuda") -> Prediction:
     return Prediction(run=run, stages=stages)
 
 
-def predict_peak_bytes(run: Run) -> int:
-    """The peak of the rank with the highest peak."""
-    return max(predict_memory(run, stage).peak.total for stage in _first_of_each_kind(run))
+def predict_peak_bytes(run: Run, device_type: str = "cuda") -> int:
+    """The peak of the rank with the highest peak, on "cuda" or "cpu"."""
+    stages = _first_of_each_kind(run)
+    return max(predict_memory(run, stage, device_type=device_type).peak.total for stage in stages)
 
 
 def predict_peaks(run: Run) -> list[int]:

@@ -38,6 +38,7 @@ _SHORT_VERDICTS: Mapping[Verdict | None, str] = {
 SHOWN_LAYOUTS = 12
 """Rows of each ranking of a what-if. The JSON has all layouts."""
 
+_SHOWN_PARTS = 3
 _LONGEST_GROUP = 28
 _CONFIGURED = "* as configured"
 _REDUCED = "gradients are reduced each"
@@ -191,13 +192,14 @@ def _memory(plan: Plan) -> Iterator[str | Table]:
             "  communication buffers": unit.of(peak.communication_buffers),
         }
         if reserved is not None:
-            figures["beside it"] = unit.of(reserved.total)
-            figures |= {
-                "  CUDA and its kernels": unit.of(reserved.context),
-                "  buffers of NCCL": unit.of(reserved.nccl),
-                "  workspace of cuBLAS": unit.of(reserved.workspace),
-                "  holes in the allocator": unit.of(reserved.fragmentation),
-            }
+            if reserved.total:
+                figures |= {
+                    "beside it": unit.of(reserved.total),
+                    "  CUDA and its kernels": unit.of(reserved.context),
+                    "  buffers of NCCL": unit.of(reserved.nccl),
+                    "  workspace of cuBLAS": unit.of(reserved.workspace),
+                    "  holes in the allocator": unit.of(reserved.fragmentation),
+                }
             assert plan.cluster is not None, "memory is reserved on a device"
             share = (peak.total + reserved.total) / plan.cluster.device.memory_bytes
             figures["both, of the device"] = f"{share:.0%}"
@@ -288,10 +290,13 @@ TERMS: Mapping[str, str] = {
 
 def _throughput(forecast: Forecast) -> Iterator[str]:
     low, high = forecast.interval
-    yield (
-        f"step: {forecast.seconds:.3g} s; with the error of nine of ten published runs, {low:.3g} "
-        f"to {high:.3g} s"
-    )
+    if forecast.cluster.measured is not None:
+        yield f"step: {forecast.seconds:.3g} s on this machine, as it was measured"
+    else:
+        yield (
+            f"step: {forecast.seconds:.3g} s; with the error of nine of ten published runs, "
+            f"{low:.3g} to {high:.3g} s"
+        )
     line = f"throughput: {forecast.tokens_per_second:,.0f} tokens/s"
     full, causal = forecast.mfu(), forecast.mfu(causal=True)
     if full is not None and causal is not None:
@@ -302,16 +307,24 @@ def _throughput(forecast: Forecast) -> Iterator[str]:
 
 def _training(training: TrainingTime) -> Iterator[str]:
     """Days and cost of a complete training, and what its goodput loses."""
-    goodput, world_size = training.goodput, training.forecast.run.grid.world_size
-    low, high = (bound / training.forecast.seconds for bound in training.forecast.interval)
-    days = training.days
+    goodput, forecast = training.goodput, training.forecast
     yield ""
     yield f"Training on {short_count(training.tokens)} tokens, {counted(training.steps, 'step')}"
-    if not math.isfinite(days):
+    if not math.isfinite(training.days):
         yield "it never ends: failures come more often than saves; reduce training.save_interval"
         return
-    yield f"{_rounded(days)} days, {_rounded(low * days)} to {_rounded(high * days)}"
-    cost = f"{training.gpu_hours:,.0f} hours of {counted(world_size, 'GPU')} together"
+    hours = 24 * training.days
+    unit, size = (
+        ("days", 24) if hours >= 48 else ("hours", 1) if hours >= 2 else ("minutes", 1 / 60)
+    )
+    duration = f"{_rounded(hours / size)} {unit}"
+    if forecast.cluster.measured is not None:
+        yield duration
+        return
+    low, high = (hours / size * bound / forecast.seconds for bound in forecast.interval)
+    yield f"{duration}, {_rounded(low)} to {_rounded(high)}"
+    gpus = counted(forecast.run.grid.world_size, "GPU")
+    cost = f"{training.gpu_hours:,.0f} hours of {gpus} together"
     if training.dollars is not None:
         cost += f", ${training.dollars:,.0f}"
     yield cost
@@ -344,12 +357,10 @@ def _verdict(plan: Plan) -> Iterator[str]:
         )
         return
     device, reserved = plan.cluster.device, own.reserved
-    total = GIB.named(plan.prediction.fullest.peak_bytes + reserved.total)
     yield f"{_VERDICTS[plan.verdict]}: predicted peak {peak} a rank"
-    yield (
-        f"with CUDA, NCCL and the allocator: {total} of {GIB.named(device.memory_bytes)} "
-        f"({device.name})"
-    )
+    beside = "with CUDA, NCCL and the allocator: " if reserved.total else ""
+    total = GIB.named(plan.prediction.fullest.peak_bytes + reserved.total)
+    yield f"{beside}{total} of {GIB.named(device.memory_bytes)} ({device.name})"
     if plan.verdict == "tight":
         yield "tight: it fits only if torch's allocator leaves smaller holes than usual"
     if plan.change is not None:
@@ -452,8 +463,10 @@ def _best(found: WhatIf) -> Iterator[str]:
 
 
 def _why(best: Forecast, other: Forecast) -> str:
-    """How much less time ``best`` takes, and the parts that differ most."""
-    saved = {part: other.parts()[part] - seconds for part, seconds in best.parts().items()}
-    most, least = max(saved, key=saved.__getitem__), min(saved, key=saved.__getitem__)
-    text = f"by {other.seconds / best.seconds - 1:.0%}:\n    {saved[most]:.2g} s less {most}"
-    return text + (f", {-saved[least]:.2g} s more {least}" if saved[least] < 0 else "")
+    """How much faster ``best`` is, and the parts of the step that differ most."""
+    more = {part: seconds - other.parts()[part] for part, seconds in best.parts().items()}
+    most = sorted(more, key=lambda part: abs(more[part]), reverse=True)[:_SHOWN_PARTS]
+    differ = [
+        f"{part} {more[part]:+.2g} s" for part in most if abs(more[part]) > 0.005 * best.seconds
+    ]
+    return f"by {other.seconds / best.seconds - 1:.0%}:\n    {', '.join(differ)}"

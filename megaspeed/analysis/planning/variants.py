@@ -110,7 +110,7 @@ class Training:
     def peak_bytes(self, settings: Settings) -> float:
         """The predicted peak with these settings; infinite if the configuration refuses them."""
         try:
-            return predict_peak_bytes(self.under(settings))
+            return predict_peak_bytes(self.under(settings), self.device_type)
         except ConfigError:
             return inf
 
@@ -208,7 +208,7 @@ def cheapest_change(
         fits=found is not None,
         set_text=training.set_text(settings),
         world_size=settings.world_size,
-        peak_bytes=predict_peak_bytes(training.under(settings)),
+        peak_bytes=predict_peak_bytes(training.under(settings), training.device_type),
     )
 
 
@@ -219,7 +219,7 @@ def single_changes(training: Training, gpus_per_node: int) -> list[tuple[int, tu
         The bytes that each change frees and what to type after ``--set``, the largest first.
     """
     start = training.settings
-    peak = predict_peak_bytes(training.run)
+    peak = predict_peak_bytes(training.run, training.device_type)
     best: list[tuple[int, tuple[str, ...]]] = []
     blocks = training.stated.model.num_hidden_layers
     for attempts in _changes(start, blocks, gpus_per_node).values():

@@ -120,7 +120,7 @@ def what_if(training: Training, cluster: Cluster, largest_tensor: int | None = N
             except ConfigError:
                 refused += 1
                 continue
-            peak = predict_peak_bytes(run)
+            peak = predict_peak_bytes(run, training.device_type)
             least_peak_bytes = min(peak, least_peak_bytes or peak)
             reserved = reserved_memory(run, cluster.device, cluster.gpus_per_node, peak)
             word = verdict(peak, reserved, cluster.device)

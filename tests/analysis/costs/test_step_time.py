@@ -12,7 +12,11 @@ import pytest
 from megaspeed.analysis.costs.step_time import StepTime, predict_step_time, product_seconds
 from megaspeed.analysis.costs.workload import (
     Cluster,
+    HostTime,
+    Measured,
+    Message,
     Product,
+    Wire,
     Workload,
     attention_flops,
     block_products,
@@ -23,7 +27,7 @@ from megaspeed.config.model import ModelConfig
 from megaspeed.model.parameters import forward_flops_per_token
 from megaspeed.pipeline.schedules import SCHEDULES
 from megaspeed.pipeline.simulation import bubble_fraction
-from megaspeed.topology.devices import device_named
+from megaspeed.topology.devices import Device, device_named
 from megaspeed.topology.grid import Grid
 from tests.analysis.planning.tiny_runs import FOLDER, WORLD_SIZES, from_file, tiny
 
@@ -65,6 +69,41 @@ def workload(pp: int = 1, dp: int = 8, tp: int = 1, **changes: object) -> Worklo
 def cluster(name: str = "h100-80gb", **changes: float) -> Cluster:
     device = dataclasses.replace(device_named(name), **changes)  # type: ignore[arg-type]
     return Cluster(device=device, network_bandwidth=device.network_bandwidth)
+
+
+HOST = HostTime(block=1e-3, micro_batch=2e-3, step=5e-3)
+
+
+def processors(host: HostTime = HOST) -> Cluster:
+    """Two ranks on a CPU of 0.1 TFLOP/s and 10 GB/s, as a micro-benchmark measures it."""
+    kinds: tuple[Message, ...] = ("all_reduce", "all_gather", "reduce_scatter", "reduce", "send")
+    measured = Measured(
+        pointwise=3.0,
+        attention=(4e10, 5e10),
+        optimizer=7e-9,
+        messages=dict.fromkeys(kinds, Wire(latency=1e-3, bandwidth=1e9)),
+        host=host,
+    )
+    device = Device(
+        name="cpu", memory_bytes=1 << 34, peak_fp32=0.1, memory_bandwidth=10, processors=1
+    )
+    return Cluster(device=device, gpus_per_node=2, network_bandwidth=0.0, measured=measured)
+
+
+SMALL = model(
+    "gpt",
+    preset=None,
+    vocab_size=2000,
+    hidden_size=384,
+    num_hidden_layers=6,
+    num_attention_heads=6,
+    max_position_embeddings=LENGTH,
+)
+
+
+def on_processors(**changes: object) -> Workload:
+    layout: dict[str, object] = {"model": SMALL, "sequence_length": 256, "precision": "fp32"}
+    return workload(**{"dp": 1, **layout, **changes})  # type: ignore[arg-type]
 
 
 def predict(work: Workload) -> StepTime:
@@ -224,6 +263,51 @@ def test_a_resolved_run_gives_its_layout() -> None:
     )
     assert sum(work.blocks_of_stages) == run.config.model.num_hidden_layers
     assert work.reductions == work.micro_batches == run.batch.gradient_accumulation_steps
+
+
+@pytest.mark.parametrize("layout", [{}, {"dp": 2}, {"pp": 2}, {"tp": 2}])
+@pytest.mark.parametrize("zero_stage", [1, 3])
+def test_the_host_takes_its_time_beside_the_processors(
+    layout: dict[str, int], zero_stage: int
+) -> None:
+    """step + micro-batches x (micro-batch + blocks x block), on one stage."""
+    work = on_processors(**layout, zero_stage=zero_stage, overlaps_dp=zero_stage == 3)
+    step = predict_step_time(work, processors())
+    idle = predict_step_time(work, processors(host=HostTime(block=0, micro_batch=0, step=0)))
+    blocks = 6 // work.grid.pp
+    assert step.host == pytest.approx(5e-3 + 8 * (2e-3 + blocks * 1e-3))
+    assert idle.host == 0
+    waits = blocks * 1e-3 * (work.grid.pp - 1)  # for the host of the other stage
+    assert step.total - idle.total == pytest.approx(step.host + waits)
+    assert predict(work).host == 0, "a GPU computes meanwhile"
+
+
+def test_messages_of_processors_take_latency_and_bandwidth() -> None:
+    """Two ranks: an all-reduce is two rounds of one hop, each with half of the message."""
+    work = on_processors(tp=2)
+    one = 2 * (1e-3 + 256 * 384 * 4 / 2 / 1e9)
+    assert predict_step_time(work, processors()).layers.block.tp == pytest.approx((2 * one,) * 2)
+    sent = predict_step_time(on_processors(pp=2), processors()).p2p
+    assert sent == pytest.approx(2 * (8 + 1) * (1e-3 + 256 * 384 * 4 / 1e9))
+
+
+def test_processors_cannot_compute_while_they_communicate() -> None:
+    times = {
+        overlaps: predict_step_time(
+            on_processors(dp=2, zero_stage=3, overlaps_dp=overlaps, reductions=8), processors()
+        ).dp
+        for overlaps in (True, False)
+    }
+    assert times[True] == times[False] > 6 * 8 * 3 * 1e-3
+
+
+def test_a_scaled_prediction_has_the_same_shares() -> None:
+    step = predict_step_time(on_processors(tp=2), processors())
+    twice = step.scaled(2.0)
+    assert twice.total == pytest.approx(2 * step.total)
+    assert twice.terms == {name: 2 * seconds for name, seconds in step.terms.items()}
+    assert twice.layers.block.both == pytest.approx(2 * step.layers.block.both)
+    assert twice.layers.head.both == pytest.approx(2 * step.layers.head.both)
 
 
 @pytest.mark.parametrize("name", WORLD_SIZES)

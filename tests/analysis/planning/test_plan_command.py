@@ -133,6 +133,26 @@ def test_the_best_configuration_is_written_and_gives_the_run_that_was_predicted(
     assert own["verdict"] == "fits"
 
 
+def test_nothing_is_written_if_nothing_fits(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    best = tmp_path / "best.json"
+    options = ("--config", str(FOLDER / "mt_nlg_530b.json"), "--world-size", "280")
+    assert main(["plan", *options, "--device", "t4-16gb", "--write", str(best)]) == 1
+    assert "is not written: no variant fits t4-16gb" in capsys.readouterr().err
+    assert not best.exists()
+
+
+def test_a_configuration_is_not_replaced_by_one_that_extends_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "run.json"
+    file.write_bytes((FOLDER / "base.json").read_bytes())
+    options = ("--config", str(file), "--world-size", "2", "--device", "h100-80gb")
+    assert main(["plan", *options, "--write", str(file)]) == 2
+    assert "is the file that it would extend; name another" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
