@@ -19,7 +19,7 @@ def what_if_report(found: WhatIf) -> Iterator[str | Table]:
     yield ""
     if found.layouts:
         grids = found.fastest_of_each_grid()
-        yield f"What if: the fastest variant of each of {counted(len(grids), 'layout')} that fits"
+        yield f"What if: the fastest variant that fits, for each of {counted(len(grids), 'layout')}"
         yield from _layouts(grids)
         pareto = [layout for layout in found.layouts if layout.is_pareto]
         yield ""

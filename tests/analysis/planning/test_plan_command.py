@@ -94,7 +94,7 @@ def test_the_json_has_every_variant_of_a_what_if(
     figures = tmp_path / "plan.json"
     options = (*TWO_BY_TWO_BY_TWO, "--device", "a100-80gb", "--what-if", "--json", str(figures))
     out = printed(capsys, *options)
-    assert "the fastest variant of each of" in out and "Pareto-optimal" in out
+    assert "the fastest variant that fits, for each of" in out and "Pareto-optimal" in out
     written = json.loads(figures.read_text())
     layouts = written["what_if"]["layouts"]
     assert f"{len(layouts):,} variants fit, 0 are too large" in out
