@@ -58,20 +58,20 @@ def add_to(commands: Any) -> None:
         "--nic-gbps",
         type=not_negative,
         metavar="GBPS",
-        help="network of each device, one way, in Gb/s (that of the vendor's system)",
+        help="network bandwidth of each device, one way, in Gb/s (that of the vendor's system)",
     )
-    add_option("--dollars-per-gpu-hour", type=not_negative, metavar="D", help="price, for the cost")
+    add_option("--dollars-per-gpu-hour", type=not_negative, metavar="D", help="price of a device")
     add_option(
         "--cluster",
         type=path_argument,
         metavar="FILE",
-        help="JSON with the five keys above, with underscores; options replace its keys",
+        help="JSON of the machines (docs/planning.md); options replace its keys",
     )
     add_option(
         "--tokens", type=_tokens, metavar="T", help="length of the training, such as 300B or 1.4T"
     )
     add_option(
-        "--what-if", action="store_true", help="rank every layout of these ranks that fits by time"
+        "--what-if", action="store_true", help="list every variant that fits, the fastest first"
     )
     add_option(
         "--largest-tensor",
@@ -80,13 +80,13 @@ def add_to(commands: Any) -> None:
         help="largest tensor group of --what-if, in ranks (--gpus-per-node)",
     )
     add_option(
-        "--write", type=new_file, metavar="FILE", help="write the best layout's configuration"
+        "--write", type=new_file, metavar="FILE", help="write the best variant as a configuration"
     )
     add_option(
         "--calibrate",
         type=path_argument,
         metavar="RUN",
-        help="folder of a run on such devices: multiply all times by measured / predicted of it",
+        help="folder of a run on such devices; its measured / predicted time multiplies all times",
     )
     add_option("--picture", type=new_file, metavar="PNG", help="draw the parts of the step time")
     add_command(commands, "schedule", run_schedule, "print the pipeline's timetable")
@@ -160,7 +160,7 @@ def run_plan(options: argparse.Namespace) -> int:
 
 
 def _stated_cluster(options: argparse.Namespace) -> "ClusterConfig":
-    """The cluster of the file and the options, with what other options need."""
+    """The cluster of the file and the options, if it has what other options need."""
     from megaspeed.analysis.planning.cluster import read_cluster
 
     keys = ("device", "nodes", "gpus_per_node", "nic_gbps", "dollars_per_gpu_hour")
@@ -168,9 +168,11 @@ def _stated_cluster(options: argparse.Namespace) -> "ClusterConfig":
     wants = ("what_if", "write", "picture", "tokens", "calibrate")
     wanted = next((name for name in wants if getattr(options, name)), None)
     if stated.device is None and wanted is not None:
-        raise _wrong(f"--{wanted.replace('_', '-')} needs times: add --device h100-80gb")
+        raise _wrong(f"--{wanted.replace('_', '-')} needs step times: add --device h100-80gb")
     if options.write and options.write.exists() and options.write.samefile(options.config):
-        raise _wrong(f"--write {options.write} is the file that it would extend; name another")
+        raise _wrong(
+            f"--write {options.write} is the configuration that it would extend; name another file"
+        )
     return stated
 
 
@@ -199,7 +201,7 @@ def _training(options: argparse.Namespace, stated: "ClusterConfig") -> "Training
 
 
 def _cluster(options: argparse.Namespace, stated: "ClusterConfig", run: Run) -> "Cluster | None":
-    """The figures of the machines: of the table, or measured; calibrated if that is asked for."""
+    """The figures of the machines, from the table or measured, and calibrated with --calibrate."""
     from megaspeed.analysis.planning.calibration import calibrate
     from megaspeed.analysis.planning.cluster import CPU
     from megaspeed.analysis.planning.measured_cpu import measure_cpu

@@ -2,9 +2,9 @@
 
     factor = median of the measured steps / predicted step
 
-The run's folder has its resolved configuration and the seconds of each step. The factor is for runs
-like this one on the same machines: whatever the model does not know, such as a slow network, is in
-it.
+The run's folder has its resolved configuration and the seconds of each step. The factor holds for
+similar runs on the same machines. It includes all effects that the prediction does not know, such
+as a slow network.
 """
 
 import math
@@ -26,16 +26,18 @@ CONFIG, METRICS, STARTS = "config.json", "metrics.jsonl", "starts.jsonl"
 """Files of a run's folder (``training/run_folder.py``)."""
 
 WARM_UP_STEPS = 5
-"""Steps after each start that are left out: memory is allocated, and kernels are chosen."""
+"""Steps after each start that do not count, because they allocate memory and choose kernels."""
 
 FEWEST_STEPS = 10
+"""Number of steps that a calibration needs."""
 
 _SAME_PEAK = 0.02
-"""MFU and operations a second give the peak of the run's device, up to this fraction."""
+"""The peak that follows from MFU and operations a second may differ by this fraction from the peak
+in the table."""
 
 
 class CalibrationError(ConfigError):
-    """The folder gives no factor. The text has the reason and what to do."""
+    """The folder gives no factor. The text states the reason and the mend."""
 
     def __init__(self, problem: str) -> None:
         super().__init__([problem], "the calibration")
@@ -48,7 +50,7 @@ class Calibration:
     folder: Path
     factor: float  # median of the measured steps / predicted
     low: float  # with the first quartile of the measured steps
-    high: float  # with the third
+    high: float  # with the third quartile
     steps: int  # number of measured steps
     measured_seconds: float  # their median
     predicted_seconds: float
@@ -78,9 +80,9 @@ def calibrate(
     neither do the steps after them.
 
     Args:
-        folder: of a run that has trained on the machines of ``cluster``.
+        folder: the folder of a run that has trained on such machines.
         cluster: the machines of the plan.
-        predict: the model of the step time that the plan uses.
+        predict: predicts the step time.
 
     Raises:
         CalibrationError: the folder has no such run, or too few steps.
@@ -145,7 +147,7 @@ def _run_of(folder: Path, device_type: str) -> Run:
 
 
 def _records(file: Path) -> Iterator[dict[str, Any]]:
-    """The records with a step, in the order of the file. Damaged lines are left out."""
+    """The records with a step, in the order of the file. Damaged lines are omitted."""
     try:
         for record in read_records(file):
             if record is not None and type(record.get("step")) is int:
@@ -167,7 +169,7 @@ def _steps(folder: Path) -> Iterator[dict[str, Any]]:
 
 
 def _last_start(folder: Path) -> tuple[int, int]:
-    """The step after which the run started last, and how often it started.
+    """The step after which the run last started, and how often it has started.
 
     Runs before version 0.2 recorded no starts.
     """
@@ -180,7 +182,7 @@ def _check_device(folder: Path, run: Run, cluster: Cluster, records: list[dict[s
     """Checks the peak of the run's device, which is operations a second / MFU.
 
     The metrics state no MFU on a CPU, in fp32, and on a GPU whose peak is not known. Devices of the
-    same peak, such as H100 and H200, cannot be told apart.
+    same peak, such as H100 and H200, cannot be distinguished.
     """
     device = cluster.device
     rates = ((record.get("tflops_per_rank"), record.get("mfu")) for record in records)

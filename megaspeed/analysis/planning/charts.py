@@ -1,4 +1,4 @@
-"""A picture of where the time of a step goes, predicted."""
+"""A picture of the predicted parts of the step time."""
 
 from pathlib import Path
 
@@ -14,7 +14,8 @@ _MOST_BARS = 8
 def draw_parts(plan: Plan, found: WhatIf | None, picture: Path) -> None:
     """Writes a PNG with a bar for each forecast, divided into the parts of its step.
 
-    The bars are the run at each ZeRO stage, or the fastest variants of a what-if.
+    The bars are the fastest variants of ``found``. If there are none, each bar is a ZeRO stage of
+    the run.
     """
     # Imported here: matplotlib takes long to import.
     from matplotlib.backends.backend_agg import FigureCanvasAgg

@@ -33,8 +33,8 @@ class ClusterConfig(Section):
     gpus_per_node: int = Field(default=GPUS_PER_NODE, gt=0, le=LARGEST_WORLD)
     """Accelerators of one node."""
     nic_gbps: float | None = Field(default=None, gt=0)
-    """Network of each accelerator, in Gb/s and in one direction. If omitted: that of the vendor's
-    own system."""
+    """Network bandwidth of each accelerator, in Gb/s in one direction. If omitted: that of the
+    vendor's own system."""
     dollars_per_gpu_hour: float | None = Field(default=None, ge=0)
     """Price of one accelerator for one hour."""
     operations: Operations = Operations()
@@ -46,7 +46,7 @@ class ClusterConfig(Section):
         return None if self.nodes is None else self.nodes * self.gpus_per_node
 
     def cluster(self) -> Cluster | None:
-        """The figures of the machines; None if no device of the table is named."""
+        """The figures of the machines; None if no device is named, or the device is cpu."""
         if self.device is None or self.device == CPU:
             return None
         device = device_named(self.device)

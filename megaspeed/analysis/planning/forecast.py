@@ -1,4 +1,4 @@
-"""What follows from a predicted step time: throughput, utilization, days and cost.
+"""Throughput, utilization, days and cost, computed from a predicted step time.
 
 Run, Cluster --> StepTime --> tokens a second, MFU, warnings
 tokens of the training, goodput, price --> days, GPU-hours, dollars
@@ -17,15 +17,15 @@ from megaspeed.config.resolve import Run
 from megaspeed.model.parameters import training_flops_per_token
 
 TYPICAL_ERROR = 0.12
-"""Nine of ten published runs are within this error, with constants that are fitted to other tables
+"""Nine of ten published runs are within this error, with constants fitted to other tables
 (``scripts/benchmark_plan.py --leave-one-out``)."""
 
 LARGE_ERROR = 0.31
-"""The same of the 10 published runs with more than ``MUCH_COMMUNICATION``, and of the 10 with steps
-below ``SHORT_STEP``."""
+"""The same for the 10 published runs with more than ``MUCH_COMMUNICATION``, and for the 10 with
+steps below ``SHORT_STEP``."""
 
 MUCH_COMMUNICATION = 0.3
-"""Share of a step."""
+"""Fraction of a step that collectives and sends take."""
 
 SHORT_STEP = 0.5
 """Seconds."""
@@ -62,7 +62,7 @@ class Forecast:
 
     @property
     def error(self) -> float:
-        """Nine of ten published runs are within this error: predicted / measured - 1."""
+        """The error (predicted / measured - 1) that nine of ten published runs do not exceed."""
         return LARGE_ERROR if self._is_short or self._waits_much else TYPICAL_ERROR
 
     @property
@@ -131,7 +131,7 @@ class Forecast:
             and head_dim % 8
             and workload_of(self.run, self.cluster.device_type).attention != "none"
         ):
-            yield f"attention is slow: a head size of {head_dim} is no multiple of 8"
+            yield f"attention is slow: a head size of {head_dim} is not a multiple of 8"
 
     def as_json(self) -> dict[str, Any]:
         """All figures as JSON values."""
@@ -193,9 +193,10 @@ class TrainingTime:
 
 
 def forecast(run: Run, cluster: Cluster, *, simulates: bool = False) -> Forecast:
-    """Predicts the step of a run by formulas, or with a simulation of its schedule.
+    """Predicts the step of a run.
 
-    A simulation takes up to a second.
+    If ``simulates``, bubble and p2p come from a simulation of the schedule, which takes up to a
+    second. Otherwise formulas give them.
     """
     work = workload_of(run, cluster.device_type)
     step = predict_step_time(work, cluster)

@@ -4,10 +4,12 @@
 
     validation   a validation is the forward of ``eval_batches`` batches
     saves        the training waits for a save, or for the copy to host memory (``async_save``)
-    restarts     a failure costs the time to start again, and what was trained since the last save
+    restarts     a failure costs the time to restart, and the training since the last save
 
-The save interval that loses least is a hint (Young 1974, "A first order approximation to the
-optimum checkpoint interval"): sqrt(2 x seconds of a save x mean time between failures).
+The plan also states the save interval that loses the least time (Young 1974, "A first order
+approximation to the optimum checkpoint interval"):
+
+    sqrt(2 x seconds of a save x mean time between failures)
 """
 
 import math
@@ -21,37 +23,38 @@ from megaspeed.config.section import Section
 from megaspeed.pipeline.partition import parameters_of_stages
 
 _SAVED_BYTES = 12
-"""Of a parameter in a checkpoint: master weight and two moments in fp32 (docs/checkpoints.md)."""
+"""Bytes of a parameter in a checkpoint: master weight and two moments in fp32
+(docs/checkpoints.md)."""
 
 _FORWARD = 1 / 3
-"""The fraction of a step that a forward takes: a backward has twice its products."""
+"""The fraction of a step that a forward takes: a backward has twice as many products."""
 
 
 class Operations(Section):
-    """What a run does not know about its machines: the object ``operations`` of a cluster."""
+    """Failures and storage of the machines: the object ``operations`` of a cluster."""
 
     failures_per_gpu_hour: float = Field(default=419 / (54 * 24 * 16_384), ge=0)
-    """Failures that end the run. Llama 3: 419 unexpected interruptions in 54 days on 16,384 H100
-    (Dubey et al. 2024, section 3.3.4), one in 50,677 GPU-hours."""
+    """Rate of failures that end the run. Llama 3: 419 unexpected interruptions in 54 days on 16,384
+    H100 (Dubey et al. 2024, section 3.3.4), one in 50,677 GPU-hours."""
     restart_seconds: float = Field(default=600.0, ge=0)
-    """From a failure to the first step, without loading: notice it, replace a node, start the
-    ranks, compile. An assumption; a rank that does not respond is noticed after
-    ``hang_timeout_seconds``, which is 300."""
+    """Seconds from a failure to the next step, without loading: the failure is noticed, a node is
+    replaced, ranks start and compile. An assumption. A rank that does not respond is noticed after
+    ``training.hang_timeout_seconds``, by default 300."""
     storage_bandwidth: float = Field(default=10.0, gt=0)
-    """GB/s with which all ranks together write or read a checkpoint. An assumption."""
+    """GB/s at which all ranks together write or read a checkpoint. An assumption."""
     copy_bandwidth: float = Field(default=20.0, gt=0)
     """GB/s from a GPU to host memory, over PCIe. An assumption: 16 lanes of PCIe 4 have 32."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Goodput:
-    """Fractions of the wall-clock time, each between 0 and 1, and what they follow from."""
+    """Fractions of the wall-clock time, each between 0 and 1, and figures behind them."""
 
-    validation: float  # what validations leave
-    saves: float  # what saves leave of that
-    restarts: float  # what failures leave of that
+    validation: float  # the fraction that validations leave
+    saves: float  # the fraction of it that saves leave
+    restarts: float  # the fraction of that which failures leave
     save_seconds: float  # for which the training waits at each save
-    hours_between_failures: float  # of the whole run, on average; infinite if there are none
+    hours_between_failures: float  # of all ranks, on average; infinite if there are none
     best_save_interval: int | None  # steps; None without failures
 
     @property
@@ -60,7 +63,7 @@ class Goodput:
         return self.validation * self.saves * self.restarts
 
     def as_json(self) -> dict[str, Any]:
-        """The same as JSON values."""
+        """All figures as JSON values."""
         hours = self.hours_between_failures
         return {
             **asdict(self),
@@ -75,12 +78,12 @@ def predict_goodput(
     """The goodput of a run with this step time.
 
     Args:
-        run: its intervals, layout and model.
+        run: the run, with its intervals, layout and model.
         step_seconds: of one training step.
         operations: failures and storage.
         forward: the fraction of a step that a forward of its batch takes.
 
-    An interval of 0, or one longer than the run, is the length of the run.
+    An interval of 0, or one longer than the run, counts as the length of the run.
     """
     assert step_seconds > 0, "a step takes time"
     operations = operations or Operations()
@@ -122,8 +125,8 @@ def _blocking(
 ) -> float:
     """Seconds for which the training waits at a save.
 
-    In the background, it waits for the copy of what a rank writes. If the save before is still in
-    progress, it waits for that, too.
+    With ``async_save``, it waits while a rank copies its part to host memory. If the previous save
+    is still in progress, it waits for that, too.
     """
     if not run.config.training.async_save:
         return storage
@@ -137,7 +140,7 @@ def _without_failures(interval: float, between_failures: float, restart: float) 
     """The time of an interval between saves without failures, as a fraction of that with failures.
 
     If failures come at random, an interval of I seconds takes (M + R) (exp(I / M) - 1) seconds with
-    a mean time M between failures and R seconds to start again (Daly 2006, "A higher order estimate
+    a mean time M between failures and R seconds to restart (Daly 2006, "A higher order estimate
     of the optimum checkpoint interval", section 2). For short intervals this is I (1 + R/M)
     (1 + I / 2M): on average, half an interval is lost.
     """

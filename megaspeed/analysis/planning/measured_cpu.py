@@ -1,15 +1,15 @@
-"""The device ``cpu``: this machine, as a program of a few seconds measures it.
+"""The device ``cpu``: this machine, measured by a program of about 15 seconds.
 
     products, attention      operations a second in the shapes of a block
-    a block                  what is left of its time is pointwise: norms, activations, sums
+    a block                  the rest of its time is pointwise: norms, activations, sums
     the optimizer's update   seconds for each parameter
     messages                 latency and bandwidth of each collective of gloo
-    three small runs         what is left of their steps is time of the host
+    three small runs         the rest of their steps is time of the host
 
 ``megaspeed.analysis.cpu_speed`` is that program. It runs as many processes at the same time as the
 run has ranks, because they share cores and memory. It needs torch, so it is another process. This
-module states what is measured (``block_run``, ``small_runs``), and computes from its figures what
-``predict_step_time`` needs. What it measures are parts of a run, never the run itself.
+module states what is measured (``block_run``, ``small_runs``), and computes the arguments of
+``predict_step_time`` from the figures. Only parts of the run are measured, never the run itself.
 """
 
 import dataclasses
@@ -39,7 +39,7 @@ SMALL_SIZES = ((1, 2), (5, 2), (5, 6))
 """Blocks and micro-batches of the three small runs."""
 
 _IDLE = HostTime(block=0.0, micro_batch=0.0, step=0.0)
-_TURNS = 8  # after which the figures of the test change by less than 0.1 %
+_TURNS = 8  # after them, the figures of the test change by less than 0.1 %
 _TIMEOUT_SECONDS = 180.0
 
 
@@ -48,10 +48,10 @@ class CpuSpeedError(RuntimeError):
 
 
 def block_run(run: Run) -> Run:
-    """The run of one block that is measured, with the shapes of a micro-batch of the run.
+    """The measured run of one block, with the shapes of a micro-batch of the run.
 
-    Rates depend on the shapes, because of caches. So a block has the run's width up to 768, and the
-    tokens of its micro-batch up to 1,024.
+    Rates depend on the shapes, because of caches. So the block has the run's width, but at most
+    768, and the tokens of its micro-batch, but at most 1,024.
     """
     model, shape = run.config.model, {"num_hidden_layers": 1}
     length = min(run.config.data.sequence_length, _MOST_TOKENS)
@@ -71,7 +71,7 @@ def block_run(run: Run) -> Run:
 
 
 def small_runs(run: Run) -> list[Run]:
-    """The small runs that are measured: data parallel over all ranks, at the run's ZeRO stage."""
+    """The measured small runs: data parallel over all ranks, at the run's ZeRO stage."""
     heads = _SMALL_HEADS
     shared = run.config.model.num_key_value_heads < run.config.model.num_attention_heads
     shape = {
@@ -106,7 +106,7 @@ def _changed(
     zero_stage: int,
     ranks: int,
 ) -> Run:
-    """The run with another model, batch and layout: only a data axis."""
+    """The run with another model and batch, and a layout with only a data axis."""
     values = run.as_json()
     model = {**values["model"], **shape}
     model.pop("preset", None)
@@ -131,10 +131,10 @@ def _changed(
 
 
 def measure_cpu(run: Run) -> tuple[Cluster, tuple[str, ...]]:
-    """Measures this machine with as many processes as the run has ranks; takes some 15 seconds.
+    """Measures this machine with as many processes as the run has ranks; takes about 15 seconds.
 
     Returns:
-        The machine, and sentences about what makes it differ from the run's.
+        The machine, and notes for the user.
 
     Raises:
         CpuSpeedError: the measurement failed.
@@ -161,7 +161,7 @@ def measure_cpu(run: Run) -> tuple[Cluster, tuple[str, ...]]:
     notes = []
     if figures["processors"] < ranks:
         notes.append(
-            f"{ranks} ranks share {figures['processors']} processors, and were measured so"
+            f"{ranks} ranks share {figures['processors']} processors; the measurement did the same"
         )
     return cluster_of(run, figures), tuple(notes)
 
@@ -170,9 +170,10 @@ def cluster_of(run: Run, figures: Mapping[str, Any]) -> Cluster:
     """The machine, from what ``cpu_speed`` measured.
 
     The time of a block that is neither products nor attention is pointwise, and gives the multiple
-    ``Measured.pointwise``. What the model cannot explain of the steps of the small runs is the
-    host's: with b blocks and m micro-batches, step + m (micro_batch + b block). Each of both is
-    also in the measurement of the other, so they are computed in turns.
+    ``Measured.pointwise``. The time of the small runs that the prediction does not explain is the
+    host's. With b blocks and m micro-batches, it is step + m (micro_batch + b block). The measured
+    block contains time of the host, and the small runs contain pointwise operations. So both are
+    computed in turns.
 
     Args:
         run: the run to be predicted.

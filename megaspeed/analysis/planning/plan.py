@@ -56,7 +56,7 @@ class PlannedZero:
     refusals: tuple[str, ...] = ()
     # The following are None if no cluster is known or the layout is refused.
     forecast: Forecast | None = None
-    reserved: ReservedMemory | None = None  # memory of the fullest rank that no tensor has
+    reserved: ReservedMemory | None = None  # memory of the fullest rank besides tensors
     verdict: Verdict | None = None
 
 
@@ -122,10 +122,10 @@ class Plan:
 
 
 def plan(training: Training, cluster: Cluster | None, gpus_per_node: int = GPUS_PER_NODE) -> Plan:
-    """Plans a training. Without a cluster, there is no time, and nothing is said about fitting.
+    """Plans a training. Without a cluster, the plan has neither times nor a verdict.
 
     Args:
-        training: the run, and what its variants are resolved from.
+        training: the run, and the configuration that its variants are resolved from.
         cluster: the machines, if they are known. If the run does not fit them, the plan has the
             cheapest change.
         gpus_per_node: for the placement of ranks, if there is no cluster.

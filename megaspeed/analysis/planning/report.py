@@ -44,7 +44,7 @@ _REDUCTIONS: Mapping[GradientReduction, str] = {
 
 
 def report(plan: Plan, training: TrainingTime | None = None) -> Iterator[str | Table]:
-    """The lines and tables of a complete plan, and of the complete training if it is stated."""
+    """The lines and tables of a plan, and of the complete training if it is given."""
     yield from summary(plan)
     for part in (_ranks, _stages, _memory, _traffic):
         yield ""
@@ -189,7 +189,7 @@ def _memory(plan: Plan) -> Iterator[str | Table]:
         if reserved is not None:
             if reserved.total:
                 figures |= {
-                    "beside it": unit.of(reserved.total),
+                    "besides tensors": unit.of(reserved.total),
                     "  CUDA and its kernels": unit.of(reserved.context),
                     "  buffers of NCCL": unit.of(reserved.nccl),
                     "  workspace of cuBLAS": unit.of(reserved.workspace),
@@ -197,7 +197,7 @@ def _memory(plan: Plan) -> Iterator[str | Table]:
                 }
             assert plan.cluster is not None, "memory is reserved on a device"
             share = (peak.total + reserved.total) / plan.cluster.device.memory_bytes
-            figures["both, of the device"] = f"{share:.0%}"
+            figures["share of the device"] = f"{share:.0%}"
             figures["verdict"] = _SHORT_VERDICTS[planned.verdict]
         if len(kinds) > 1:
             for alike, stage in zip(kinds, prediction.stages, strict=True):
@@ -247,7 +247,7 @@ def _traffic(plan: Plan) -> Iterator[str | Table]:
 
 
 def _time(plan: Plan) -> Iterator[str | Table]:
-    """The step time by its terms and ZeRO stages, and what follows from it."""
+    """The step time by its terms and ZeRO stages, and the throughput."""
     if plan.forecast is None:
         return
     longest = max(each.forecast.seconds for each in plan.zero_stages if each.forecast is not None)
@@ -286,7 +286,7 @@ TERMS: Mapping[str, str] = {
 def _throughput(forecast: Forecast) -> Iterator[str]:
     low, high = forecast.interval
     if forecast.cluster.measured is not None:
-        yield f"step: {forecast.seconds:.3g} s on this machine, as it was measured"
+        yield f"step: {forecast.seconds:.3g} s, from the measured speed of this machine"
     else:
         yield (
             f"step: {forecast.seconds:.3g} s; with the error of nine of ten published runs, "
@@ -301,7 +301,7 @@ def _throughput(forecast: Forecast) -> Iterator[str]:
 
 
 def _training(training: TrainingTime) -> Iterator[str]:
-    """Days and cost of a complete training, and what its goodput loses."""
+    """Days and cost of a complete training, and the time that its goodput loses."""
     goodput, forecast = training.goodput, training.forecast
     yield ""
     yield f"Training on {short_count(training.tokens)} tokens, {counted(training.steps, 'step')}"

@@ -1,12 +1,13 @@
-"""Every variant of a training on the same ranks that fits, by predicted step time.
+"""Every variant of a training on the same ranks that fits, the fastest first.
 
 Variants differ in degrees (pp, dp, tp), ZeRO stage, gradient reduction, schedule, recomputation and
 micro-batch. Model, data, optimizer and ``train_batch_size`` stay the same. Variants that break a
-rule of the configuration are omitted. So are tensor groups larger than ``largest_tensor``, because
-across nodes the collectives of every block would go over the network.
+rule of the configuration are omitted. So are tensor groups larger than ``largest_tensor``. By
+default, that is the size of a node: across nodes, the collectives of every block would go over the
+network.
 
-Micro-batches are powers of two, and the configured one. A larger one needs more memory, so once a
-size does not fit, larger ones are not tried.
+The sizes of micro-batches are powers of two, and the configured size. A larger micro-batch needs
+more memory. So if a size does not fit, larger ones are not tried.
 """
 
 from collections.abc import Iterator
@@ -32,10 +33,10 @@ class Layout:
 
     settings: Settings
     forecast: Forecast
-    peak_bytes: int  # predicted tensors of the fullest rank
+    peak_bytes: int  # predicted peak of the tensors of the fullest rank
     verdict: Verdict
     set_text: tuple[str, ...]  # what to type after ``--set``; empty for the run as configured
-    is_pareto: bool = False  # whether no other has both less time and less memory
+    is_pareto: bool = False  # whether no other variant has both less time and less memory
 
     @property
     def run(self) -> Run:
@@ -82,7 +83,7 @@ class WhatIf:
 
     @property
     def best(self) -> Layout | None:
-        """The fastest that fits; if none fits with a reserve, the fastest that fits tightly."""
+        """The fastest with the verdict "fits"; if there is none, the fastest that is "tight"."""
         return next(
             (layout for layout in self.layouts if layout.verdict == "fits"),
             self.layouts[0] if self.layouts else None,
@@ -145,7 +146,7 @@ def what_if(training: Training, cluster: Cluster, largest_tensor: int | None = N
 
 
 def _variants(training: Training, largest_tensor: int) -> Iterator[list[Settings]]:
-    """All combinations, valid or not. Those that differ in the micro-batch alone are together."""
+    """All combinations, valid or not. Those that differ only in the micro-batch are one list."""
     own = training.settings
     for pp, dp, tp in _degrees(training, largest_tensor):
         samples = training.run.batch.train_batch_size // dp

@@ -66,7 +66,7 @@ def test_a_head_size_that_flash_attention_does_not_like_is_warned_of() -> None:
     run = tiny(*stated, world_size=1).run
     assert run.config.model.head_dim == 10 and workload_of(run).attention == "fa2"
     warnings = list(forecast(run, a100s()).warnings())
-    assert any("head size of 10 is no multiple of 8" in each for each in warnings)
+    assert any("head size of 10 is not a multiple of 8" in each for each in warnings)
 
 
 def test_days_and_cost_follow_from_the_goodput() -> None:

@@ -150,14 +150,14 @@ def test_a_configuration_is_not_replaced_by_one_that_extends_it(
     file.write_bytes((FOLDER / "base.json").read_bytes())
     options = ("--config", str(file), "--world-size", "2", "--device", "h100-80gb")
     assert main(["plan", *options, "--write", str(file)]) == 2
-    assert "is the file that it would extend; name another" in capsys.readouterr().err
+    assert "is the configuration that it would extend; name another" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--what-if",), "--what-if needs times: add --device h100-80gb"),
-        (("--tokens", "1T"), "--tokens needs times"),
+        (("--what-if",), "--what-if needs step times: add --device h100-80gb"),
+        (("--tokens", "1T"), "--tokens needs step times"),
         (("--nodes", "1", "--world-size", "16"), "needs more than the 8 devices of 1 node"),
         ((), "the number of ranks is missing: add --world-size, or --nodes"),
         (("--device", "h100", "--nodes", "1"), "there is no device called 'h100'"),
