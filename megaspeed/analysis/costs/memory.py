@@ -81,7 +81,7 @@ class LocalParameter:
     layer: str  # name of its layer, such as "blocks.3"
     shape: tuple[int, ...]  # of the local tensor, tensor-parallel padding included
     group: OptimizerGroup  # the optimizer group that it is in
-    is_compressed: bool = False  # its gradient, before it is sent over the data axis
+    is_compressed: bool = False  # whether its gradient is compressed for the data axis
 
     @cached_property
     def elements(self) -> int:
@@ -201,7 +201,7 @@ def model_states(
     complete = _complete_elements(run, parameters) * BYTES_OF[run.accumulation_dtype]
     compressed = [parameter for parameter in parameters if parameter.is_compressed]
     if run.keeps_complete_gradients and (run.zero_stage < 3 or run.grid.dp == 1):
-        # Except for compressed gradients, a part of the complete gradient.
+        # The partition is a part of the complete gradient, except for compressed gradients.
         partition = _own_elements(run, compressed) * BYTES_OF["fp32"]
     if run.config.zero_optimization.offloads_optimizer:
         partition = own * BYTES_OF["fp32"] if on_host else 0
@@ -214,9 +214,9 @@ def model_states(
 
 
 def _compression_state_bytes(run: Run, compressed: Sequence[LocalParameter]) -> int:
-    """What is kept from step to step: the feedback, and three times PowerSGD's Q.
+    """Bytes kept from step to step: the feedback, and three copies of PowerSGD's Q.
 
-    Q is kept as it was at first, as the last step used it, and as the next one will.
+    The copies are the initial Q, the Q of the last step, and the Q that the next step will use.
     """
     method = run.compression
     if method is None:
@@ -228,9 +228,9 @@ def _compression_state_bytes(run: Run, compressed: Sequence[LocalParameter]) -> 
 
 
 def int8_columns(run: Run, parameters: Sequence[LocalParameter]) -> list[int]:
-    """The columns of each part of the gradients that is compressed to int8 and sent together.
+    """The number of columns of each part of the gradients that int8 compresses and sends together.
 
-    Each part has a row for each data rank.
+    Each part is a matrix with a row for each data rank.
     """
     zero, dp = run.config.zero_optimization, run.grid.dp
     compressed = [parameter for parameter in parameters if parameter.is_compressed]
@@ -252,11 +252,13 @@ def int8_columns(run: Run, parameters: Sequence[LocalParameter]) -> list[int]:
 
 
 def compression_buffer_bytes(run: Run, parameters: Sequence[LocalParameter]) -> int:
-    """The most memory that compressing a part of the gradients takes, besides their state.
+    """The most bytes that compression needs at one time, besides what it keeps between steps.
 
-    int8 holds the sum with the feedback of a part of the gradients in fp32, the sent and the
-    received message, the latter in fp32, and the sum of its dp rows. At ZeRO-0 it later holds the
-    message of one row, that row twice, and what it has gathered, as a message and in fp32.
+    int8 processes one part of the gradients at a time. For the reduction, it holds the part in
+    fp32, the message that it sends, the message that it receives, the received message in fp32, and
+    the sum of its dp rows. At ZeRO-0 it then gathers: it holds the part and the gathered message in
+    fp32, the gathered message, and of one row the message and two fp32 copies.
+
     PowerSGD holds P, and from ZeRO-1 on the complete product. At ZeRO-3 it copies its partition.
     """
     method, dp = run.compression, run.grid.dp

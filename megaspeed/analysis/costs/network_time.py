@@ -43,8 +43,8 @@ HOPS: Mapping[Message, Callable[[int], int]] = MappingProxyType(
         "send": lambda ranks: 1,
     }
 )
-"""Hops of a message in a ring of so many ranks. In each hop of a collective, a rank sends one part
-of the message."""
+"""Kind of message -> its hops in a ring, as a function of the number of ranks. In each hop of a
+collective, a rank sends one part of the message."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ class Network:
         return 2 * self.message() * work.chunks * (work.micro_batches + pp - 1)
 
     def message(self) -> float:
-        """Seconds of a message between two stages: the activations of a micro-batch.
+        """Seconds of one message between two stages: the activations of a micro-batch.
 
         A tensor rank may send only its part (Narayanan et al. 2021, section 4.1). A message to
         another node uses the network of one GPU.
@@ -124,7 +124,8 @@ class Network:
         of parameters after the step. ZeRO-3 gathers each layer in the forward and in the backward
         of each micro-batch, and reduces its gradients (Rajbhandari et al. 2020, section 7).
 
-        Compressed gradients send ``sent_share`` of that. The time to compress them is not added.
+        Compressed gradients take the fraction ``sent_share`` of these bytes. The time to compress
+        them is not included.
 
         If a collective overlaps with computation, only the part that takes longer than the
         computation is added. It also slows the computation by ``SLOWDOWN_BY_OVERLAP``.

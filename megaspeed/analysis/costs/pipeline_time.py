@@ -1,12 +1,12 @@
-"""The bubble and the messages of a step, from a simulation of the run's own schedule.
+"""The bubble and the messages of a step, from a simulation of the run's schedule.
 
     first forward ................................................ last backward
     slowest stage:   its own work    + bubble                 + p2p
                      all other terms   simulated without        what messages add to
                                        messages, less own work  the simulation
 
-The closed forms of ``step_time`` need microseconds. A simulation needs milliseconds, and up to a
-second for 35 stages, but it has no assumption about the schedule.
+The formulas of ``step_time`` take microseconds. A simulation takes milliseconds, or up to a second
+for 35 stages, but it assumes nothing about the schedule.
 """
 
 from collections.abc import Sequence
@@ -19,14 +19,14 @@ from megaspeed.pipeline.schedules import SCHEDULES
 from megaspeed.pipeline.simulation import Durations, length, simulate
 
 _SIMULATED = 6
-"""After this many micro-batches for each stage, each further micro-batch takes the same time. For
-random stages and messages, the error of a step is below 0.2 %."""
+"""This many micro-batches for each stage are simulated. Each further micro-batch takes the same
+time. With random times of stages and messages, the error of a step is below 0.2 %."""
 
 
 def with_timetable(step: StepTime, work: Workload, cluster: Cluster) -> StepTime:
-    """The same step with the bubble and p2p that a simulation of its schedule has.
+    """The same step with bubble and p2p from a simulation of its schedule.
 
-    A schedule with chunks cannot be simulated, and keeps the closed forms.
+    A schedule with chunks cannot be simulated. It keeps the results of the formulas.
     """
     if work.grid.pp == 1 or work.chunks > 1:
         return step
@@ -44,9 +44,9 @@ def pipeline_seconds(
     """Seconds from the first forward of a step to its last backward.
 
     Args:
-        work: its grid, schedule and micro-batches.
-        forward: seconds of each stage for one micro-batch.
-        backward: the same.
+        work: the grid, the schedule and the number of micro-batches are used.
+        forward: seconds of the forward of one micro-batch on each stage.
+        backward: the same for the backward.
         message: seconds of a message between two stages.
     """
     pp, count = work.grid.pp, work.micro_batches

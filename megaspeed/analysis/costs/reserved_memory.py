@@ -1,16 +1,16 @@
-"""Memory of a GPU that no tensor of the run holds, and whether the run fits beside it.
+"""Memory of a GPU besides the tensors of the run, and whether both together fit.
 
     nvidia-smi = predicted tensors + context + NCCL + workspace + fragmentation
 
-    fits           all of it is within the memory that the driver reports
-    tight          it is, without the allowance for fragmentation
+    fits           all of it is at most the memory that the driver reports
+    tight          this holds only without the allowance for fragmentation
     does not fit   otherwise
 
 NCCL's sizes are from its source code (release 2.30, src/init.cc, src/transport, src/graph). Only
 the number of channels is measured, because NCCL finds it by a search of the machine's topology.
 
-What this leaves out: other processes on the GPU, profilers, NCCL's plug-ins, and what a second
-library such as a fused optimizer allocates. Frameworks that create more groups, or that do not use
+Not included are other processes on the GPU, profilers, NCCL's plug-ins, and memory of a second
+library such as a fused optimizer. Frameworks that create more groups, or that do not use
 expandable segments, reserve several GB more: each group within a node of A100 takes 0.5 to 0.8 GiB.
 """
 
@@ -37,7 +37,7 @@ lost (Huang et al. 2025, arXiv 2507.16274, abstract)."""
 
 _WORKSPACES = 2
 """cuBLAS has one workspace for each thread and stream with products: the main thread's forward, and
-autograd's thread for the backward. torch takes them from its allocator, but no tensor has them."""
+autograd's thread for the backward. torch's allocator provides them, but they are in no tensor."""
 
 _RING = (2 + 10) * _MIB
 """A connection of one channel with the ranks before and after it. The receiver has buffers of three
@@ -46,16 +46,17 @@ sender has the first of these buffers. Each allocation is rounded up to 2 MiB (c
 src/init.cc, p2pSendSetup and p2pRecvSetup in src/transport/p2p.cc)."""
 
 _RING_TO_A_NODE = 8 * _MIB
-"""What a connection to another node has in addition: the sender also has 8.7 MiB (sendProxyConnect
-in src/transport/net.cc)."""
+"""Additional bytes of a connection to another node: the sender also has a buffer of 8.7 MiB
+(sendProxyConnect in src/transport/net.cc)."""
 
 _TREE_TO_A_NODE = 3 * (10 + 10) * _MIB - _RING
-"""A tree's connections to a parent and two children on other nodes, instead of a neighbour."""
+"""Additional bytes of a tree, which has connections to a parent and two children on other nodes
+instead of a connection to a neighbour."""
 
 _SHARED_STEPS = 16
 _CHUNK_WITHIN_NODE, _CHUNK_BETWEEN_NODES = 2**19, 2**17
-"""Of the buffer for sends and receives that all channels of a communicator share: 16 chunks for
-each channel, of 512 KiB over NVLink and 128 KiB otherwise (sharedNetBuffersInit in
+"""All channels of a communicator share a buffer for sends and receives. It has 16 chunks for each
+channel, of 512 KiB over NVLink and 128 KiB otherwise (sharedNetBuffersInit in
 src/transport/net.cc). A communicator of one rank has it too (NVIDIA/nccl, issue 2363)."""
 
 _NVLS_CHANNELS = {"h100": 16, "h200": 16, "h800": 16, "gh200": 16, "b200": 24, "gb200": 24}
@@ -70,7 +71,7 @@ class ReservedMemory:
 
     context: int  # of CUDA, with loaded kernels
     nccl: int  # buffers of all communicators
-    workspace: int  # of the matrix library
+    workspace: int  # of the library for matrix products
     fragmentation: int  # an allowance
 
     @property
@@ -141,8 +142,8 @@ def communicator_bytes(ranks: int, ranks_of_node: int, device: Device) -> int:
     """Buffers of one communicator that has used its rings, its trees and NVLS.
 
     Args:
-        ranks: of the group.
-        ranks_of_node: how many of them are on one node.
+        ranks: number of ranks of the group.
+        ranks_of_node: number of them on one node.
         device: the GPU.
 
     On each channel, a rank of a ring has one connection to the next rank and one to the one before.
@@ -150,8 +151,9 @@ def communicator_bytes(ranks: int, ranks_of_node: int, device: Device) -> int:
     ranks. A ring or a tree leaves a node at one of its ranks.
 
     Measured on 4 A100 with NVLink: 544 MiB for 2 ranks, 688 MiB for 4 (NVIDIA/nccl, issue 964).
-    For 2 ranks this is 256 + 24 x 12 = 544 MiB. For 4 ranks, it is 832 MiB at a rank within the
-    chain. A rank at its end, which was measured, has half of the tree: 688 MiB.
+    For 2 ranks, this function returns 256 + 24 x 12 = 544 MiB. For 4 ranks, it returns the 832 MiB
+    of a rank within the chain. The measured rank is at the end of the chain, and has half of the
+    tree: 688 MiB.
     """
     channels = _channels(ranks, ranks_of_node, device)
     shared = _shared_bytes(channels, ranks == ranks_of_node, device)
@@ -171,8 +173,10 @@ def _ranks_of_node(ranks: int, stride: int, gpus_per_node: int) -> int:
 
 
 def _sends_of_pipeline(pp: int, stride: int, gpus_per_node: int, device: Device) -> int:
-    """Connections for sends. Within a node, each channel has one with each of two neighbours, and
-    all channels are used. Between nodes, they share a second buffer of the communicator.
+    """Bytes of the connections for sends.
+
+    Within a node, all channels are used, each with a connection to each of at most two neighbours.
+    Between nodes, the channels share a second buffer of the communicator.
     """
     if pp == 1:
         return 0
@@ -185,9 +189,9 @@ def _sends_of_pipeline(pp: int, stride: int, gpus_per_node: int, device: Device)
 def _channels(ranks: int, ranks_of_node: int, device: Device) -> int:
     """Channels of collectives, as NCCL prints them with NCCL_DEBUG=INFO.
 
-    24 on A100 and H100 within a node; 16 on 8 GPUs of several nodes, 8 on 2 GPUs (NVIDIA/nccl,
-    issues 1189 and 1538). These are assumptions: 24 on MI300X, 12 on V100, and 4 without NVLink or
-    with one GPU a node.
+    24 on A100 and H100 within a node, 16 on several nodes with 8 GPUs each, 8 on several nodes with
+    2 GPUs each (NVIDIA/nccl, issues 1189 and 1538). The others are assumptions: 24 on MI300X, 12 on
+    V100, and 4 without NVLink or with one GPU a node.
     """
     if ranks > ranks_of_node:
         return min(16, 4 * ranks_of_node)

@@ -8,7 +8,7 @@
 The prediction runs nothing. Only the two constants in ``FITTED`` are fitted to published runs. All
 others are from data sheets, papers and source code, stated beside each constant. Each function
 states the formula of its term. ``pipeline_time`` replaces the formulas of bubble and p2p by a
-simulation of the schedule with the same times of layers.
+simulation of the schedule.
 
 This is plain arithmetic: a prediction takes a fraction of a millisecond, and loads no torch.
 """
@@ -182,8 +182,8 @@ def predict_step_time(work: Workload, cluster: Cluster, constants: Constants = F
 
     Args:
         work: what the ranks compute and send.
-        cluster: the machines. If they were measured, no constant is used.
-        constants: what is fitted to published runs.
+        cluster: the machines. If they were measured, ``constants`` is not used.
+        constants: the two fitted constants.
 
     Raises:
         ValueError: the device cannot compute in this precision.
@@ -235,7 +235,7 @@ def stage_times(work: Workload, layers: Layers) -> tuple[list[float], list[float
 
 
 def _bubble(work: Workload, forward: list[float], backward: list[float]) -> float:
-    """What waiting for other stages adds to the slowest stage's own work.
+    """Seconds that waiting for other stages adds to the slowest stage's own work.
 
     With gpipe, the slowest forward and then the slowest backward set the pace:
 
@@ -244,11 +244,11 @@ def _bubble(work: Workload, forward: list[float], backward: list[float]) -> floa
     (Narayanan et al. 2021, section 2.2, for unequal stages). With c chunks the fill and the drain
     take 1/c of the sum.
 
-    With 1f1b, a stage cannot start before the first micro-batch has passed the stages before it,
-    and these need their backward of the last micro-batch after it. From a forward to its gradient,
-    a micro-batch passes the k stages after it twice. A stage waits for that at its first and at its
-    last gradient, and runs k forwards or k backwards meanwhile. The step takes as long as the stage
-    that ends last.
+    With 1f1b, a stage starts when the first micro-batch has passed the stages before it. After its
+    own last backward, these stages run their backwards of the last micro-batch. A stage has k
+    stages after it. Between a forward and a backward of the stage, a micro-batch passes these k
+    stages twice. The stage waits for this at its first and at its last backward. Meanwhile it runs
+    k forwards or k backwards. The step takes as long as the stage for which all this takes longest.
     """
     times = [sum(both) for both in zip(forward, backward, strict=True)]
     count, own = work.micro_batches, work.micro_batches * max(times)

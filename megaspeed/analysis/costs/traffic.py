@@ -118,7 +118,7 @@ def predict_traffic(run: Run, pipeline_stage: int) -> Traffic:
 
 
 def compressed_share(run: Run, pipeline_stage: int) -> float:
-    """Bytes sent for compressed gradients and all others, as a fraction of those without."""
+    """Bytes sent for all gradients, as a fraction of the bytes without compression."""
     if run.compression is None:
         return 1.0
     dp, parameters = run.grid.dp, local_parameters(run, pipeline_stage)
@@ -298,7 +298,7 @@ def _compressed_messages(
 ) -> Iterator[tuple[Collective, int]]:
     """The collectives of compressed gradients, once a step (``zero/compression.py``).
 
-    int8        all-to-all of blocks and their scales; at ZeRO-0 then an all-gather of the same
+    int8        all-to-all of blocks and their scales; then at ZeRO-0 an all-gather of as many bytes
     powersgd    all-reduce of P and of Q: rank x (n + m) numbers in fp32 for a matrix (n, m).
                 Steps before ``start_step`` send more.
     """

@@ -22,7 +22,7 @@ from megaspeed.topology.grid import Grid
 
 Attention = Literal["none", "fa1", "fa2", "fa3"]
 """The kernel. fa1, fa2 and fa3 are FlashAttention 1 to 3. "none" is none of them: the matrix of
-scores is written to memory. On a measured machine, fa2 is what torch uses there."""
+scores is written to memory. On a measured machine, "fa2" is the kernel that torch uses there."""
 
 RecomputedPart = Literal["none", "selective", "attention", "operations", "full"]
 """What the backward of a block computes again.
@@ -39,19 +39,19 @@ Precision = Literal["fp32", "bf16", "fp16", "fp8"]
 
 
 Message = Literal["all_reduce", "all_gather", "reduce_scatter", "reduce", "send"]
-"""What ranks exchange. "reduce" sends each part of a message to the rank that owns it."""
+"""The kinds of messages. "reduce" sends each part of a message to the rank that owns it."""
 
 
 class Wire(NamedTuple):
     """The time of one kind of message."""
 
     latency: float  # seconds of one hop
-    bandwidth: float  # bytes a second that a rank sends
+    bandwidth: float  # bytes that a rank sends in one second
 
 
 @dataclass(frozen=True, kw_only=True)
 class HostTime:
-    """Seconds of Python and of torch's dispatcher, at any size of the tensors.
+    """Seconds of Python and of torch's dispatcher, which do not depend on the size of tensors.
 
     A GPU computes while its host prepares the next operations. A CPU does one after the other.
     """
@@ -63,9 +63,9 @@ class HostTime:
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """What was measured of a machine, instead of the constants of GPUs and of NCCL.
+    """Figures measured on a machine. They replace the constants of GPUs and of NCCL.
 
-    The rates of ``Cluster.device`` are then those of training, not those of a data sheet.
+    The rates of ``Cluster.device`` are then measured, too, and are not those of a data sheet.
     """
 
     pointwise: float  # as ``Constants.pointwise``
@@ -107,7 +107,7 @@ class Workload:
     zero_stage: int = 0
     precision: Precision = "bf16"
     gradient_bytes: int = 4  # of an element of a reduced gradient
-    sent_share: float = 1.0  # of the bytes of gradients that are sent, if they are compressed
+    sent_share: float = 1.0  # sent bytes of gradients, as a fraction of those without compression
     attention: Attention = "fa2"
     fuses_softmax: bool = True  # without FlashAttention: scale, mask and softmax are one kernel
     recomputation: RecomputedPart = "none"
@@ -161,7 +161,7 @@ class Product(NamedTuple):
 def workload_of(run: Run, device_type: str = "cuda") -> Workload:
     """What a resolved run computes on "cuda" or "cpu".
 
-    FlashAttention is not used with attention dropout, and on GPUs not in fp32
+    With attention dropout, FlashAttention is not used. On GPUs, it is not used in fp32 either
     (``model/attention.py``).
     """
     config, model, zero = run.config, run.config.model, run.config.zero_optimization
