@@ -10,8 +10,8 @@ They follow from the model alone. An imported model that was not trained yet has
     feedback0.blocks.0.mlp.up.weight     (F, D)   what data rank 0 has not sent, feedback1, ...
     factor0.blocks.0.mlp.up.weight       (D, r)   PowerSGD's Q of tensor rank 0, factor1, ...
 
-The first and the last pipeline stage each have them of a tied weight, under the name of the
-embedding and of the head.
+The first and the last pipeline stage each have these tensors for a tied weight, under the names of
+the embedding and of the head.
 
     flat range of a tensor shard  --boxes-->  pieces  --writing, reading-->  files
 
@@ -48,7 +48,8 @@ KINDS = (WEIGHTS, "exp_avg", "exp_avg_sq")
 """Master weights, and Adam's first and second moment (Kingma and Ba 2015, algorithm 1)."""
 
 FEEDBACK, FACTOR = "feedback", "factor"
-"""State of compressed gradients, followed by a data rank and by a tensor rank."""
+"""Kinds of state of compressed gradients. In a name, the data rank follows the first, the tensor
+rank the second."""
 
 BYTES_PER_ELEMENT = 4
 """Every tensor is fp32."""
@@ -86,7 +87,7 @@ def expected_tensors(model: ModelConfig, kinds: Sequence[str] = KINDS) -> dict[s
 def compression_tensors(
     model: ModelConfig, compression: Compression | None, *, pp: int, dp: int, tp: int
 ) -> dict[str, Shape]:
-    """Name in the checkpoint -> shape of the tensors that compression adds, saved at a layout."""
+    """Name in the checkpoint -> shape of the tensors that compression adds at a layout."""
     matrices = {
         name: parameter
         for name, parameter in parameters_of(model).items()

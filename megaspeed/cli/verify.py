@@ -52,8 +52,8 @@ def run(options: argparse.Namespace) -> int:
         run = _without_compression(run)
         name = compression if isinstance(compression, str) else compression.type
         say(
-            f'parallel.gradient_compression "{name}" trains approximately like one process, so '
-            'this layout is verified with "none"'
+            f'with parallel.gradient_compression "{name}", a run is close but not equal to one '
+            'process, so this layout is verified with "none"'
         )
     corpus = prepare_corpus(run.config.data, run.config.model.vocab_size)
     try:

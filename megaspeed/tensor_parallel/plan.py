@@ -85,9 +85,10 @@ def is_compressed(
 ) -> bool:
     """Whether the gradient of a parameter is compressed before it is sent over the data axis.
 
-    Vectors are not: they are small. Nor is a matrix of which each tensor rank has a copy: its
-    gradient would be compressed together with that of other matrices, and the copies would differ.
-    PowerSGD must send less than the matrix (Vogels et al. 2019, section 3).
+    Vectors are not compressed, because they are small. A matrix of which each tensor rank has a
+    copy is not compressed either: a block may also contain elements of other matrices, so the
+    copies would differ. PowerSGD compresses a matrix only if it sends less than the matrix (Vogels
+    et al. 2019, section 3).
     """
     is_copied = size > 1 and parameter.split == "replicated"
     if compression is None or len(parameter.shape) == 1 or is_copied:

@@ -3,12 +3,14 @@
     the run has             feedback                              PowerSGD's Q
     the same dp, pp, tp     the same on each rank                 the same
     another dp              each rank gets the mean of all        the same
-    another pp or tp        each rank gets its part of it         another tp: as at the first step
-    no compression, dp 1    is dropped: nobody would send it      is dropped
+    another pp              each rank gets its part of it         the same
+    another tp              each rank gets its part of it         as before the first step
+    no compression, dp 1    is dropped: no step would send it     is dropped
 
-The mean over the data ranks of the next step's gradients contains the mean of the feedback, so all
-that was not sent is still sent. A tied weight on two pipeline stages has feedback on both. If one
-rank holds it now, it gets the sum; if two hold it now, the first gets all.
+A step sends the mean over the data ranks of gradient and feedback. So if each rank gets the mean of
+the feedback, all that was not sent is still sent. A tied weight on two pipeline stages has feedback
+on both. If one stage holds the weight now, it gets the sum. If the weight was on one stage and is
+on two now, the first stage gets all.
 """
 
 from collections.abc import Iterator
@@ -24,7 +26,7 @@ from megaspeed.training.worker import Worker
 
 
 def compression_pieces(worker: Worker) -> Iterator[Piece]:
-    """What this rank writes to a checkpoint: views of its state."""
+    """The pieces that this rank writes to a checkpoint: views of its state."""
     context, engine = worker.context, worker.engine
     for parameter, values in engine.gradients.feedback():
         name = engine.names[parameter]
@@ -38,11 +40,11 @@ def compression_pieces(worker: Worker) -> Iterator[Piece]:
 def load_compression(
     worker: Worker, checkpoint: Path, saved: RunState, group: dist.ProcessGroup
 ) -> None:
-    """Load what a checkpoint has of this rank's state. All ranks of ``group`` call this together.
+    """Load this rank's state from a checkpoint. All ranks of ``group`` call this together.
 
     Args:
         worker: this rank before its first step.
-        checkpoint: its checksums are correct.
+        checkpoint: its folder, with correct checksums.
         saved: its run state.
         group: all ranks.
     """

@@ -34,10 +34,9 @@ class Group:
     ends: Sequence[int]
     complete: Tensor | None  # None if only the partition is kept
     own: Tensor  # this rank's partition
-    is_compressed: bool = False  # ``own`` then has memory of its own
-    feedback: Tensor | None = (
-        None  # what was not sent, without loss scale, as ``complete``; or None
-    )
+    is_compressed: bool = False  # if so, ``own`` does not share memory with ``complete``
+    # What was not sent, without loss scale, with the layout of ``complete``. None without feedback.
+    feedback: Tensor | None = None
 
 
 @dataclass

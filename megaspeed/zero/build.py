@@ -217,7 +217,7 @@ def _compressed_gradients(run: Run, parameters: Mapping[str, nn.Parameter]) -> l
 def _matrices_beside(
     run: Run, parameters: Mapping[str, nn.Parameter], compressed: Sequence[nn.Parameter]
 ) -> list[nn.Parameter]:
-    """The matrices that are not compressed, if others are."""
+    """The matrices that are not compressed; none if the run compresses nothing."""
     model, ids = run.config.model, {id(parameter) for parameter in compressed}
     return [
         parameter

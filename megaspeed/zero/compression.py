@@ -1,24 +1,24 @@
-"""Sends less than the gradients of matrices over the data axis.
+"""Compresses the gradients of matrices before they are sent over the data axis.
 
     gradients of a step + feedback = sum --compress--> messages --reduce--> mean of what was sent
                                      sum - what this rank sent = feedback for the next step
 
 Error feedback (Seide et al. 2014, "1-bit stochastic gradient descent", section 3): what a step does
-not send, a later step does. A step starts to add its gradients to the feedback, so both are in the
-complete gradient, and after the reduction the rest of it is the new feedback.
+not send, a later step sends. The complete gradient starts as the feedback, and the step adds its
+gradients. The reduction leaves in it what was not sent, which is the new feedback.
 
-    int8       blocks of 8-bit integers with an fp32 scale; each rank adds the parts that it owns in
+    int8       blocks of 8-bit integers with an fp32 scale. Each rank sums the parts that it owns in
                fp32 (as ZeRO++ does: Wang et al. 2023, section 3.3). At ZeRO-0 it then sends the sum
-               to all ranks as such blocks, too.
+               to all ranks, also as such blocks.
     powersgd   a matrix of n x m as the product of (n, rank) and (rank, m), which are all-reduced
                (Vogels et al. 2019, "PowerSGD", algorithms 1 and 2)
 
-Neither hides an infinity or NaN: if an element is not finite on any rank, neither is the mean.
-Nothing is launched for each parameter, and the host does not wait for the device.
+Neither hides an infinity or NaN: if an element is not finite on one rank, the mean is not finite.
+No kernel is launched for a single parameter, and the host does not wait for the device.
 
-torch's hooks belong to DDP's buckets, and its PowerSGD waits for the device (torch 2.13,
-powerSGD_hook.py, ``decompress``). DeepSpeed 0.19.8 compiles its kernels, and has no feedback
-(runtime/comm/coalesced_collectives.py). So only torch's orthogonalisation is used.
+Why not a library: torch's hooks need DDP's buckets, and its PowerSGD waits for the device (torch
+2.13, powerSGD_hook.py, ``decompress``). DeepSpeed 0.19.8 compiles its kernels, and has no feedback
+(runtime/comm/coalesced_collectives.py). So only torch's orthogonalization is used.
 """
 
 import itertools
@@ -41,8 +41,8 @@ _LEVELS = 127
 _SMALLEST = torch.finfo(torch.float32).tiny
 
 _SMALL_NORM = 1e-16
-"""A column is divided by its norm plus this number, because squares of much smaller numbers are 0
-in fp32."""
+"""A column is divided by its norm plus this number, so a column of zeros stays zero. The squares of
+much smaller numbers are 0 in fp32."""
 
 
 class Compressor(Protocol):
@@ -52,23 +52,23 @@ class Compressor(Protocol):
         """Whether step ``step``, counted from 1 without skipped steps, is compressed."""
 
     def reduce(self, groups: Sequence[Group]) -> None:
-        """Write the mean to each group's partition, and leave in ``complete`` what was not sent."""
+        """Write the mean to each group's ``own``, and leave in ``complete`` what was not sent."""
 
     def keep(self) -> None:
-        """The step was taken: what it has learnt is used in the next one."""
+        """Use the state of this step in the next one. Called after a step that was not skipped."""
 
     def forget(self) -> None:
-        """Begin as before the first step."""
+        """Reset the state to that before the first step."""
 
     def tensors(self) -> Iterator[Tensor]:
-        """The memory that is held from step to step."""
+        """The tensors that are held from step to step."""
 
     def factors(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
-        """State of the method for each parameter, equal on all data ranks."""
+        """(parameter, state of the method for it), equal on all data ranks."""
 
 
 def make_compressor(run: Run, context: ParallelContext, groups: Sequence[Group]) -> Compressor:
-    """The compressor of ``groups``, if the run compresses."""
+    """The compressor of ``groups``, for a run that compresses."""
     if isinstance(run.compression, PowerSgdCompression):
         return PowerSgd(run, context, groups)
     return Int8(run, context)
@@ -81,8 +81,8 @@ def quantized(values: Tensor) -> tuple[Tensor, Tensor]:
     """Whole numbers from -127 to 127, and the scales by which to multiply them.
 
     An element differs from the product by at most half of its block's scale, which is 1/127 of the
-    block's largest absolute value (or by at most 1.5e-36, if that is smaller). If an element is not
-    finite, neither is the scale.
+    block's largest absolute value. If the scale is below fp32's smallest normal number, the
+    difference is at most 1.5e-36. If an element is not finite, the scale is not finite.
 
     Args:
         values: (..., block), fp32.
@@ -106,10 +106,10 @@ def unpacked(message: Tensor) -> Tensor:
 
 
 class Int8:
-    """Reduces blocks of 8-bit integers.
+    """Reduces gradients as blocks of 8-bit integers.
 
-    The complete gradient is a matrix with a row for each data rank, which owns it. Some columns at
-    a time, about ``reduce_bucket_size`` elements, are sent:
+    The complete gradient is a matrix with a row for each data rank, which owns that row. Columns of
+    about ``reduce_bucket_size`` elements together are sent at a time:
 
         columns --quantize--> all-to-all: row r to rank r --sum in fp32--> partition
 
@@ -146,7 +146,7 @@ class Int8:
                 self._reduce(rows, own)
 
     def _parts(self, group: Group) -> Iterator[tuple[list[Tensor], Tensor]]:
-        """(columns of the complete gradient: (dp, width) each, their place in the partition)."""
+        """(columns of the complete gradient, (dp, width) each; their place in the partition)."""
         assert group.complete is not None
         if self._stage == 3:
             sizes = [end - start for start, end in zip(group.starts, group.ends, strict=True)]
@@ -158,7 +158,7 @@ class Int8:
             return
         matrix = group.complete.view(self._dp, -1)
         columns = matrix.shape[1]
-        # At ZeRO-0 the partition is everything, with the padding of the complete gradient after it.
+        # At ZeRO-0 the partition is complete, and its memory also has the padding after it.
         own = group.own if self._stage else group.own.as_strided(matrix.shape, (columns, 1))
         width = self._zero.columns_sent_together(self._dp, self._block)
         for start in range(0, columns, width):
@@ -193,7 +193,7 @@ class Int8:
 
 @dataclass
 class _Batch:
-    """Matrices of one shape (n, m) that follow each other at equal distances in a flat gradient."""
+    """Matrices of one shape (n, m) at equal distances in a flat gradient."""
 
     shape: tuple[int, int]
     parameters: list[nn.Parameter] = field(default_factory=list)
@@ -217,7 +217,8 @@ class _Batch:
 def batches_of(group: Group) -> list[_Batch]:
     """All matrices of a group, in few batches.
 
-    Blocks of the model have equal matrices at equal distances, so their number does not matter.
+    Blocks of the model have equal matrices at equal distances, so the number of batches does not
+    depend on the number of blocks.
     """
     batches: list[_Batch] = []
     latest: dict[tuple[int, int], _Batch] = {}
@@ -235,10 +236,9 @@ def batches_of(group: Group) -> list[_Batch]:
 def orthogonalize(matrices: Tensor) -> None:
     """Make the columns of each matrix orthonormal, in place.
 
-    Gram-Schmidt with torch's kernels for all matrices together, twice: what remains of a column
-    that depends on those before it is a rounding error, which is not orthogonal to them after one
-    pass (Giraud et al. 2005, "The loss of orthogonality in the Gram-Schmidt process": two passes
-    are enough).
+    Gram-Schmidt with torch's kernels, for all matrices together. It runs twice. If a column depends
+    on those before it, the first pass leaves a rounding error, which is not orthogonal to them. Two
+    passes are enough (Giraud et al. 2005, "The loss of orthogonality in the Gram-Schmidt process").
 
     Args:
         matrices: (matrices, n, rank), fp32.
@@ -250,7 +250,7 @@ def orthogonalize(matrices: Tensor) -> None:
 class PowerSgd:
     """All-reduces two thin matrices instead of each gradient.
 
-        P = sum (n, m) x Q of the step before     --all-reduce, orthogonalize--> P
+        P = sum (n, m) x Q of the previous step   --all-reduce, orthogonalize--> P
         Q = sum transposed (m, n) x P             --all-reduce, mean-----------> Q
         mean = P x Q transposed                   on every rank, the same bits
 
@@ -267,7 +267,7 @@ class PowerSgd:
         self._stage, self._device = run.zero_stage, context.device
         self._batches = [batches_of(group) for group in groups]
         elements = sum(self._sizes(1))
-        # The same on every data rank. On the host, so that the device does not matter.
+        # The same on every data rank. Computed on the host, so that all devices have the same.
         generator = torch.Generator().manual_seed(run.config.training.seed)
         self._initial = torch.randn(elements, generator=generator).to(self._device)
         self._right = self._initial.clone()  # Q of all matrices, flat
@@ -300,7 +300,7 @@ class PowerSgd:
         for matrices, p, q, initial in zip(
             sums, lefts, self._parts(self._right, 1), self._parts(self._initial, 1), strict=True
         ):
-            # A gradient of zeros leaves a Q of zeros, with which all later products would be zero.
+            # A gradient of zeros makes Q zero. Then all later products would be zero, too.
             is_lost = torch.linalg.vector_norm(q, dim=1, keepdim=True) == 0
             torch.bmm(matrices, torch.where(is_lost, initial, q), out=p)
         dist.all_reduce(left, group=self._axis)
@@ -335,7 +335,7 @@ class PowerSgd:
         ]
 
     def _parts(self, flat: Tensor, side: int) -> list[Tensor]:
-        """Views (matrices, n, rank) of all P, or with side 1 (matrices, m, rank) of all Q."""
+        """Views (matrices, n, rank) of all P, or (matrices, m, rank) of all Q if ``side`` is 1."""
         return [
             part.view(len(batch.parameters), batch.shape[side], self._rank_of)
             for batch, part in zip(self._all_batches(), flat.split(self._sizes(side)), strict=True)

@@ -14,8 +14,9 @@ the sum takes little memory, and it saves a collective in every other micro-batc
 With ``overlap_comm`` a bucket is reduced while the backward continues. A complete gradient is then
 reduced during the last backward of a step. ``buckets`` states how a bucket is reduced.
 
-A compressed gradient (``compression``) is complete, too. A step adds it to what the step before has
-not sent, and what it does not send itself stays in ``complete`` until ``end_step`` copies it:
+A compressed gradient (``compression``) is complete, too. It starts as the feedback, which is what
+the previous step has not sent. What this step does not send stays in ``complete`` until
+``end_step`` copies it to the feedback:
 
     feedback --x loss scale--> complete --autograd adds, reduce--> what was not sent --> feedback
                                                    \-> partition: the mean
@@ -213,7 +214,7 @@ class Gradients:
         self._optimizer.averaged_gradients.update(enumerate(self._partitions))
 
     def end_step(self, *, taken: bool) -> None:
-        """Called after each optimizer step. A step that is not ``taken`` changes no feedback."""
+        """Called after each optimizer step. A step that was skipped changes no feedback."""
         if not taken:
             return
         self.steps_taken += 1
@@ -233,7 +234,7 @@ class Gradients:
             self._compressor.forget()
 
     def feedback(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
-        """What this rank has not sent yet of each compressed gradient: (parameter, flat view)."""
+        """(parameter, flat view of the part of its gradient that this rank has not sent yet)."""
         for group in self._compressed:
             if group.feedback is not None:
                 for parameter, start in zip(group.parameters, group.starts, strict=True):

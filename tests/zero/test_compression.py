@@ -76,9 +76,9 @@ Means = list[Tensor]
 def means_of(
     launch: LaunchEnvironment, run: Run, gradient: Callable[[int, int], Tensor], steps: int
 ) -> Means:
-    """The means that this rank receives of ``gradient(step, data rank)``, flat, of each step.
+    """The flat mean of ``gradient(step, data rank)`` that this rank receives in each step.
 
-    At ZeRO-1 to 3 they are the partitions of this rank.
+    At ZeRO-1 to 3, it is the partition of this rank.
     """
     dp, stage = run.grid.dp, run.zero_stage
     parameters = [nn.Parameter(torch.zeros(shape)) for shape in SHAPES]
@@ -282,7 +282,7 @@ def test_the_warm_start_approaches_the_best_matrix_of_the_rank(pool: RankPool, t
 
 
 @pytest.mark.parametrize("stage", [0, 1, 3])
-def test_powersgd_sends_everything_in_time_only_with_feedback(
+def test_powersgd_sends_everything_over_time_only_with_feedback(
     pool: RankPool, text: Path, stage: int
 ) -> None:
     steps, exact = 40, (normal(0, 0) + normal(0, 1)) / 2

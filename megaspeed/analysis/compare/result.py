@@ -206,8 +206,8 @@ class ComparisonResult:
     def disagreements(self) -> list[str]:
         """Each row whose last loss differs from the first row's, with both numbers.
 
-        If the first row's loss is not finite, only this is reported. If gradients are compressed,
-        losses agree only approximately, so each must just be finite.
+        If the first row's loss is not finite, only this is reported. With compressed gradients,
+        losses agree only approximately, so they must only be finite.
         """
         if not self.done:
             return []

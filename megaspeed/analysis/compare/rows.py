@@ -89,8 +89,8 @@ def _row(
 ) -> Row:
     """A row that trains ``run`` at this ZeRO stage.
 
-    If ``reduction`` is None, gradients are reduced once a step. PowerSGD compresses from step 1 on,
-    because these steps are measured.
+    If ``reduction`` is None, gradients are reduced once a step. PowerSGD starts at step 1, because
+    the first steps are measured.
     """
     label = name if reduction is None else f"{name} {reduction}"
     config = run.config

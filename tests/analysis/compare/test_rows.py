@@ -64,7 +64,7 @@ def test_a_row_differs_from_the_run_in_stage_and_reduction_alone() -> None:
         assert after == before
 
 
-def test_compressed_gradients_are_reduced_once_a_step_and_from_the_first_on() -> None:
+def test_compressed_gradients_are_reduced_once_a_step_from_the_first_step() -> None:
     how = {"type": "powersgd", "start_step": 20}
     rows = zero_rows(run(dp=2, parallel={"gradient_compression": how}), [0, 3], "cpu")
     assert [row.label for row in rows] == ["ZeRO-0", "ZeRO-3"]
