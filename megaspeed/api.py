@@ -46,8 +46,9 @@ def plan(
         path: the JSON file of the run.
         world_size: number of processes of the run.
         overrides: changes of single keys.
-        device: an accelerator such as ``"h100-80gb"``, whose memory the run must fit.
-        cluster: other keys of the JSON of ``megaspeed plan --cluster``, such as ``"nic_gbps"``.
+        device: an accelerator such as ``"h100-80gb"``. If omitted: no times and no verdict.
+        cluster: other keys of the JSON that ``megaspeed plan --cluster`` reads, such as
+            ``"nic_gbps"``.
 
     Raises:
         ConfigError: with all mistakes in the configuration or in the cluster.

@@ -97,7 +97,7 @@ class Run:
 
     @property
     def compression(self) -> Compression | None:
-        """How the gradients of matrices are compressed; None if they are sent as numbers."""
+        """How the gradients of matrices are compressed; None if they are not."""
         stated = self.config.parallel.gradient_compression
         return None if isinstance(stated, str) or self.grid.dp == 1 else stated
 

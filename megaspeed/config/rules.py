@@ -275,7 +275,7 @@ def gradients_are_summed_in_the_models_type_or_fp32(
 def one_type_of_messages(
     parallel: ParallelConfig, communication_data_type: str | None
 ) -> Iterator[str]:
-    """Only one key states what is sent."""
+    """Only one key may state what is sent for a gradient."""
     compression = parallel.gradient_compression
     if communication_data_type is not None and compression != "none":
         name = compression if isinstance(compression, str) else compression.type
@@ -290,7 +290,7 @@ def one_type_of_messages(
 def compression_has_complete_gradients(
     parallel: ParallelConfig, zero_optimization: ZeroConfig
 ) -> Iterator[str]:
-    """Compression starts when the sum of a step is complete on each rank."""
+    """Compression needs the complete sum of a step on each rank."""
     compression = parallel.gradient_compression
     if isinstance(compression, str):
         return
@@ -298,8 +298,8 @@ def compression_has_complete_gradients(
     stage = zero_optimization.stage
     if parallel.gradient_reduction == "per_micro_batch" and stage >= 2:
         yield (
-            f"{name} compresses the complete gradient of a step, which zero_optimization.stage "
-            f'{stage} with parallel.gradient_reduction "per_micro_batch" keeps on no rank; set '
+            f"{name} compresses the complete gradient of a step, but with zero_optimization.stage "
+            f'{stage} and parallel.gradient_reduction "per_micro_batch" no rank keeps it; set '
             'parallel.gradient_reduction to "per_step" or "auto"'
         )
     if zero_optimization.overlap_comm:
@@ -314,7 +314,7 @@ def compression_has_complete_gradients(
 def compression_has_fp32_sums(
     parallel: ParallelConfig, data_types: DataTypesConfig
 ) -> Iterator[str]:
-    """What was not sent is small beside the gradient to which it is added."""
+    """What was not sent is much smaller than the gradient to which it is added."""
     compression = parallel.gradient_compression
     if not isinstance(compression, str) and data_types.grad_accum_dtype != "fp32":
         yield (
@@ -329,7 +329,7 @@ def compression_has_fp32_sums(
 def compressed_matrices_have_no_copies(
     model: ModelConfig, parallel: ParallelConfig
 ) -> Iterator[str]:
-    """Copies of a key/value head on several tensor ranks stay equal."""
+    """Copies of a key/value head on several tensor ranks must stay equal."""
     compression, shared, tp = (
         parallel.gradient_compression,
         model.num_key_value_heads,

@@ -18,30 +18,30 @@ class Int8Compression(Section):
     """Gradients of matrices are reduced in blocks of 8-bit integers."""
 
     type: Literal["int8"]
-    """Blocks of 8-bit integers, each with one fp32 scale."""
+    """Matrices are sent as blocks of 8-bit integers, each block with one fp32 scale."""
     block: int = Field(default=256, ge=16, le=65536)
     """Number of elements that share a scale. A block sends block + 4 bytes."""
     error_feedback: bool = True
-    """Add what a step did not send to the gradient of the next step."""
+    """Whether to add what a step did not send to the gradient of the next step."""
 
 
 class PowerSgdCompression(Section):
     """Gradients of matrices are reduced as products of two thin matrices (Vogels et al. 2019)."""
 
     type: Literal["powersgd"]
-    """Each matrix as the product of two thin ones."""
+    """Each matrix is sent as two thin matrices, whose product approximates it."""
     rank: int = Field(default=4, gt=0, le=1024)
-    """Columns of the two thin matrices. A matrix of n x m sends rank x (n + m) numbers instead of
-    n x m; if that is not less, it is sent as it is."""
+    """Columns of the two thin matrices. For a matrix of n x m, rank x (n + m) numbers are sent
+    instead of n x m. If that is not less, the matrix is sent as it is."""
     start_step: int = Field(default=10, gt=0)
-    """The first step that is compressed; skipped steps do not count. Gradients change quickly in
-    the first steps."""
+    """The first step that is compressed. Skipped steps do not count. Steps before it send complete
+    gradients, because gradients change quickly at first."""
     error_feedback: bool = True
-    """Add what a step did not send to the gradient of the next step."""
+    """Whether to add what a step did not send to the gradient of the next step."""
 
 
 Compression = Int8Compression | PowerSgdCompression
-"""What needs the complete gradient of a step."""
+"""The methods that need the complete gradient of a step."""
 
 
 class ParallelConfig(Section):
@@ -66,14 +66,14 @@ class ParallelConfig(Section):
     in memory, gpipe all of them."""
     gradient_reduction: Literal["auto", "per_step", "per_micro_batch"] = "auto"
     """When gradients are reduced over dp: once a step (least traffic) or after every micro-batch
-    (least memory). auto: per_step for ZeRO 0 and 1 and if gradient_compression needs it, otherwise
-    per_micro_batch."""
+    (least memory). auto: per_step for ZeRO 0 and 1, and for gradient_compression int8 or powersgd;
+    otherwise per_micro_batch."""
     gradient_compression: (
         Literal["none", "bf16"] | Annotated[Compression, Field(discriminator="type")]
     ) = "none"
-    """What is sent over the data axis instead of gradients. bf16: the same as
-    communication_data_type. {"type": "int8"} and {"type": "powersgd"} compress matrices; vectors
-    are sent as they are. They train approximately like one process, not equally."""
+    """How gradients are sent over the data axis. none: as they are. bf16: in bf16, as with
+    communication_data_type. {"type": "int8"} and {"type": "powersgd"} compress matrices, and send
+    vectors as they are. The training is then close to that of one process, but not equal."""
     activation_checkpointing: Recomputation = "none"
     """What a block computes again in the backward pass instead of keeping it. selective: norms,
     activation functions, rotary positions, and attention that has dropout; the block keeps its

@@ -48,7 +48,7 @@ _TYPES: Mapping[str, tuple[str, ...]] = {
     "scheduler": SCHEDULER_TYPES,
     "parallel.gradient_compression": ("int8", "powersgd"),
 }
-"""The types of each section that has several."""
+"""Key of a section that has several types -> their names."""
 
 _WANTED: Mapping[str, str] = {
     "int_type": "a whole number",

@@ -303,9 +303,9 @@ def test_every_stage_compresses(how: str, stage: int) -> None:
 def test_a_gradient_that_is_reduced_in_parts_is_not_compressed(stage: int) -> None:
     each = ("parallel.gradient_reduction=per_micro_batch", f"zero_optimization.stage={stage}")
     assert only_problem(INT8, *each) == (
-        'parallel.gradient_compression "int8" compresses the complete gradient of a step, which '
-        f'zero_optimization.stage {stage} with parallel.gradient_reduction "per_micro_batch" keeps '
-        'on no rank; set parallel.gradient_reduction to "per_step" or "auto"'
+        'parallel.gradient_compression "int8" compresses the complete gradient of a step, but '
+        f'with zero_optimization.stage {stage} and parallel.gradient_reduction "per_micro_batch" '
+        'no rank keeps it; set parallel.gradient_reduction to "per_step" or "auto"'
     )
     assert problems("parallel.gradient_compression=bf16", *each) == []
     assert problems(INT8, each[0], "zero_optimization.stage=1") == []
