@@ -5,7 +5,7 @@
 
 Each of N ranks has a vector. Afterwards each rank has the sum of all. The ranks form a ring and cut
 their vectors into N chunks. In each step, each rank sends one chunk to the rank after it, and
-receives one from the rank before it. For N = 4, the table states which chunk a rank sends:
+receives one from the rank before it. For N = 4, the table shows which chunk a rank sends:
 
               reduce-scatter: add    all-gather: copy
     step         0    1    2            3    4    5
@@ -15,8 +15,9 @@ receives one from the rank before it. For N = 4, the table states which chunk a 
     rank 3       2    1    0            3    2    1
 
 Follow chunk 0 from row to row. Rank 1 sends its own values. Rank 2 adds its own and sends a sum of
-two, rank 3 a sum of three. Rank 0 adds its own: chunk 0 is complete. Now each rank r has the
-complete chunk r. The second half sends the complete chunks around the ring, and adds nothing.
+two. Rank 3 sends a sum of three. Rank 0 adds its own values, and chunk 0 is complete. After these
+steps, each rank r has the complete chunk r. The second half sends the complete chunks around the
+ring, and adds nothing.
 
 A rank sends 2 (N - 1) messages, each with 1 / N of the vector:
 
@@ -43,7 +44,7 @@ from megaspeed.topology.launch import LaunchEnvironment, LaunchError, read_launc
 
 
 def chunk_sent(rank: int, step: int, ranks: int) -> int:
-    """The table above."""
+    """The chunk in the table above."""
     return (rank - 1 - step) % ranks
 
 
@@ -57,7 +58,7 @@ def exchange(sent: torch.Tensor, received: torch.Tensor) -> None:
 
 
 def reduce_scatter(chunks: Sequence[torch.Tensor]) -> None:
-    """Completes chunk r of rank r: the sum of all ranks' chunks r. The others are unfinished."""
+    """Completes chunk r of rank r, the sum of all ranks' chunks r. Others are partial sums."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     for step in range(ranks - 1):
         arriving = chunks[chunk_sent(rank - 1, step, ranks)]
@@ -87,7 +88,7 @@ Row = tuple[int, int, float, float, float]
 
 
 def milliseconds(calls: Sequence[Callable[[], object]], device: torch.device) -> list[float]:
-    """Of each call, in turns: the median of 10 rounds, each as slow as its slowest rank."""
+    """Milliseconds of each call, timed in turns: median of 10 rounds, in each the slowest rank."""
     rounds = torch.zeros(10, len(calls), device=device)
     for times in rounds:
         for n, call in enumerate(calls):
@@ -103,7 +104,7 @@ def milliseconds(calls: Sequence[Callable[[], object]], device: torch.device) ->
 
 
 def measure(launch: LaunchEnvironment, counts: Sequence[int]) -> list[Row]:
-    """Checks and times the ring on this rank, for vectors of so many fp32 elements."""
+    """Checks and times the ring on this rank. ``counts`` are numbers of fp32 elements."""
     ranks, device = launch.world_size, torch.device("cpu")
     if torch.cuda.device_count() >= launch.local_world_size:
         device = torch.device("cuda", launch.local_rank)
@@ -132,7 +133,7 @@ def measure(launch: LaunchEnvironment, counts: Sequence[int]) -> list[Row]:
 
 
 def draw_steps(ranks: int, file: Path) -> None:
-    """Who sends which chunk when: a row for each rank, a column for each step."""
+    """Draws which chunk each rank sends: a row for each rank, a column for each step."""
     steps = range(2 * (ranks - 1))
     sent = [[chunk_sent(rank, step, ranks) for step in steps] for rank in range(ranks)]
     figure, axes = plt.subplots(figsize=(1 + 1.1 * len(steps), 0.5 + 0.4 * ranks))
@@ -149,7 +150,7 @@ def draw_steps(ranks: int, file: Path) -> None:
 
 
 def draw_times(rows: Sequence[Row], file: Path) -> None:
-    """Milliseconds by bytes: a panel for each number of ranks."""
+    """Draws milliseconds by bytes: a panel for each number of ranks."""
     numbers = sorted({row[0] for row in rows})
     size = (1 + 2.7 * len(numbers), 3)
     figure, panels = plt.subplots(1, len(numbers), figsize=size, sharey=True, squeeze=False)
@@ -167,7 +168,7 @@ def main() -> None:
     """Measures each number of ranks, prints the times, and draws them if a folder is given."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     sizes = [2**n for n in range(8, 23, 2)]
-    parser.add_argument("--ranks", type=int, nargs="+", default=[4], help="under torchrun, ignored")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[4], help="ignored under torchrun")
     parser.add_argument("--elements", type=int, nargs="+", default=sizes)
     parser.add_argument("--pictures", type=Path, metavar="FOLDER", help="where to draw")
     options = parser.parse_args()

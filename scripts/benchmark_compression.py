@@ -7,9 +7,9 @@
 Markdown table of the validation losses, relative to those without compression, and draws them into
 validation.png in the folder. A run that has finished is not repeated.
 
-``link`` waits in each collective of the data axis for as long as its bytes would take on a link of
-the given bandwidth, and prints measured and predicted step times. The prediction is the step time
-without the waits, plus predicted bytes / bandwidth.
+``link`` emulates a slow link: after each collective of the data axis, a rank waits for as long as
+its bytes would take at the given bandwidth. It prints measured and predicted step times. The
+prediction is the step time without the waits, plus predicted bytes / bandwidth.
 """
 
 import argparse
@@ -106,7 +106,7 @@ def train_once(options: argparse.Namespace, name: str, seed: int) -> dict[int, f
 
 
 def draw(options: argparse.Namespace, curves: Mapping[tuple[str, int], dict[int, float]]) -> None:
-    """A line for each method, the mean over the seeds, and a dot for each seed at its end."""
+    """Draws a line for each method, the mean over the seeds, and a dot for the end of each seed."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

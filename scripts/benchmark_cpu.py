@@ -5,13 +5,13 @@
     layouts     1 rank; 2 ranks: dp 2, pp 2, tp 2
     ZeRO        1 and 3
 
-First, ``planning.measured_cpu`` measures the machine, once for each number of ranks and ZeRO stage.
-Then torchrun trains each layout with ``scripts/pretrain.py``. The measured time is the median of
-its steps, as ``plan --calibrate`` reads it.
+``planning.measured_cpu`` measures the machine, once for each number of ranks and ZeRO stage.
+torchrun trains each layout with ``scripts/pretrain.py``. The measured time is the median of its
+steps, as ``plan --calibrate`` reads it.
 
-Other programs on the machine make the steps slower, and their part is not in the prediction. The
-last column states how many processors they used while a layout trained; only rows with about 0
-show the error of the prediction.
+Other programs on the machine make the steps slower, but do not change the prediction. The last
+column shows how many processors they used while a layout trained. Only rows with about 0 show the
+error of the prediction.
 """
 
 import argparse
@@ -51,7 +51,7 @@ MODEL = (
     *("model.num_hidden_layers=6", "model.hidden_size=384", "model.num_attention_heads=6"),
     *("data.sequence_length=256", "train_micro_batch_size_per_gpu=2", "train_batch_size=16"),
 )
-"""A step of some 2 s on one core."""
+"""A step of about 2 s on one core."""
 
 ZERO_STAGES = (1, 3)
 
@@ -61,7 +61,7 @@ class TrainingFailed(RuntimeError):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Prints a row for each layout; 1 if one could not be measured, 2 if the options are wrong."""
+    """Prints a row for each layout. The exit code is 1 if one fails, 2 if the options are wrong."""
     options = _parser().parse_args(arguments)
     rows: list[dict[str, object]] = []
     errors = []
@@ -103,9 +103,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description="Compare predicted and measured steps on CPUs")
-    parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="of all layouts")
+    parser.add_argument(
+        "--set", nargs="+", default=[], metavar="KEY=VALUE", help="keys of all layouts"
+    )
     parser.add_argument("--steps", type=int, default=20, help="steps of each layout (20)")
-    parser.add_argument("--json", type=Path, metavar="OUT", help="write the figures there too")
+    parser.add_argument(
+        "--json", type=Path, metavar="OUT", help="also write the figures to this file"
+    )
     return parser
 
 

@@ -65,7 +65,7 @@ def sums_are_the_librarys(launch: LaunchEnvironment) -> torch.Tensor:
 
 
 def bytes_that_are_sent(launch: LaunchEnvironment, dtype: torch.dtype) -> int:
-    """By this process to its sockets, as the kernel counts them."""
+    """Bytes that this process writes to its sockets, as the operating system counts them."""
     ring = start(launch)
     vector = torch.zeros(BIG, dtype=dtype)
     ring.ring_all_reduce(vector)

@@ -5,10 +5,10 @@
 All ranks measure the same at the same time, because they share cores and memory. Operations are
 measured in the process's own CPU time, so another program on the machine does not disturb them. If
 there are fewer processors than ranks, each rank has a part of one, and this time is multiplied.
-Messages and steps are measured in wall time. The fastest quarter counts, because other programs can
-only make them slower.
+Messages and steps are measured in wall time. Their first quartile counts, because other programs
+can only make them slower.
 
-``planning.measured_cpu`` states the shapes, and computes the terms of the step time.
+``planning.measured_cpu`` states the shapes, and predicts step times from the figures.
 """
 
 import argparse
@@ -55,16 +55,17 @@ from megaspeed.zero.reductions import sum_of_squares
 _TIMEOUT_SECONDS = 150.0
 _ROUNDS = range(3, 8)
 _SECONDS, _SECONDS_OF_ALL = 0.07, 5.0
-"""How long each operation is repeated in a round, at least, and all rounds, if these are enough."""
+"""A round repeats each operation for at least the first time. The number of rounds, 3 to 7, is such
+that single calls of all operations take at most the second time in all rounds, if 3 suffice."""
 _LARGE_BYTES = 2 << 20
 _REPEATS_OF_MESSAGES = 32
 _STEPS, _WARM_UP_STEPS = 16, 4
 _ELEMENTS = 1 << 24
-"""Of a tensor that is read or written once: 64 MiB in fp32, more than a core's cache."""
+"""Elements of a tensor that is read or written once: 64 MiB in fp32, more than a core's cache."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Prints the figures; 2 if the run is wrong, 1 if a rank failed."""
+    """Prints the figures. The exit code is 2 if the run is wrong, 1 if a rank failed."""
     parser = argparse.ArgumentParser(description="Measure the speed of this machine's processors")
     add_config_options(parser)
     parser.add_argument("--ranks", type=int, required=True, help="processes at the same time")
@@ -90,9 +91,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def measure_rank(launch: LaunchEnvironment, run: Run) -> dict[str, Any]:
-    """What one rank measures. All ranks return the same: the mean over the ranks.
+    """The figures of this machine, the same on all ranks: means over the ranks.
 
-    Rates are in operations or bytes a second, times in seconds.
+    The steps of the small runs are those of the slowest rank. Rates are in operations or bytes a
+    second, times in seconds.
     """
     small = small_runs(run)
     grid = small[0].grid  # all ranks are data ranks
@@ -136,7 +138,7 @@ class _Block:
         ]
 
     def operations(self) -> dict[str, Callable[[], object]]:
-        """Name -> what is measured under it."""
+        """Name of a figure -> the operation that is measured."""
         attend, attend_back = self._attention()
         return {
             "products": self._multiply,
@@ -207,8 +209,8 @@ class _Block:
         return lambda: torch.add(a, b, out=c)
 
     def _optimizer(self) -> Callable[[], object]:
-        """The passes over all parameters in a step: sums are set to zero, their squares are added,
-        they are clipped, AdamW, the new weights are copied."""
+        """The passes over all parameters in a step: the sum of squares of the gradients, clipping,
+        AdamW, a copy of the new weights, and gradients set to zero."""
         master, total = torch.randn(_ELEMENTS), torch.randn(_ELEMENTS)
         weights = torch.empty(_ELEMENTS, dtype=self.dtype)
         master.grad = total
@@ -227,10 +229,10 @@ class _Block:
 def _cpu_seconds(
     operations: Mapping[str, Callable[[], object]], group: dist.ProcessGroup
 ) -> dict[str, float]:
-    """Seconds of CPU time of one call of each operation, the median of several rounds.
+    """CPU seconds of one call of each operation, the median of several rounds.
 
-    In each round all operations are measured one after the other, so that a change of the machine's
-    speed changes all of them. All ranks measure the same operation at the same time.
+    In each round, all operations are measured one after the other, so that a change of the
+    machine's speed changes all of them. All ranks measure the same operation at the same time.
     """
     times: dict[str, list[float]] = {name: [] for name in operations}
     began = time.perf_counter()
@@ -251,8 +253,8 @@ def _cpu_seconds(
 def _messages(group: dist.ProcessGroup) -> dict[Message, Wire]:
     """The time of each kind of message.
 
-    Before each call a rank computes, as in training: ranks then arrive at different times, and
-    other data is in the cache. Small and large messages take turns, so that a change of the
+    Before each call, a rank computes, as in training. So ranks arrive at different times, and other
+    data is in the cache. Small and large messages take turns, so that a change of the
     machine's speed changes both.
     """
     ranks = dist.get_world_size(group)
@@ -271,13 +273,13 @@ def _messages(group: dist.ProcessGroup) -> dict[Message, Wire]:
     for kind, hops in HOPS.items():
         small, large = (_mean(_fast(times[kind, size]), group) for size in sizes)
         sent = 4 * sizes[1] * hops(ranks) / (1 if kind == "send" else ranks)
-        # If other programs hide the difference, at least a tenth of the time is for the bytes.
+        # Other programs may hide the difference. So at least a tenth of the time is for the bytes.
         found[kind] = Wire(small / hops(ranks), sent / max(large - small, large / 10))
     return found
 
 
 def _calls_of(size: int, group: dist.ProcessGroup) -> dict[Message, Callable[[], object]]:
-    """Each kind of message with this many elements in all."""
+    """Kind of message -> a call that sends it. The complete message has ``size`` elements."""
     complete, part = torch.zeros(size), torch.zeros(size // dist.get_world_size(group))
     return {
         "all_reduce": partial(dist.all_reduce, complete, group=group),

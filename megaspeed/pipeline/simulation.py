@@ -10,8 +10,8 @@ For each micro-batch, a stage runs each of these exactly once, in the order of t
 After all of them come reduce gradients, reduce tied gradients and, at the very end, the optimizer
 step.
 
-In the simulation, a forward, a backward and a message take the times in ``Durations``, everything
-else takes none. A stage waits at each send, receive or exchange until its neighbour reaches the
+In the simulation, a forward, a backward and a message take the times in ``Durations``. Everything
+else takes no time. A stage waits at each send, receive or exchange until its neighbour reaches the
 matching one. Then the message is sent: a stage that receives waits for it, and a stage that only
 sends continues at once. The executor, gloo and NCCL wait for no more than the neighbour and the
 message, even with a device synchronisation at any place. So a schedule that completes here
@@ -51,16 +51,18 @@ from megaspeed.pipeline.schedules import (
 
 @dataclass(frozen=True, kw_only=True)
 class Durations:
-    """What one micro-batch takes on each pipeline stage, in any unit of time."""
+    """The times of one micro-batch, in any unit."""
 
-    forward: Sequence[float]  # of each stage
-    backward: Sequence[float]  # of each stage
-    message: float = 0  # between two stages: latency and transfer
+    forward: Sequence[float]  # on each pipeline stage
+    backward: Sequence[float]  # on each pipeline stage
+    message: float = 0  # between two pipeline stages: latency and transfer
 
     @classmethod
     def in_ticks(cls, pipeline_stages: int) -> "Durations":
-        """Equal stages, in whole clock ticks. A backward computes the gradients of inputs and of
-        weights: twice the matrix products of a forward.
+        """Equal pipeline stages, in whole clock ticks.
+
+        A backward takes two ticks, because it computes the gradients of inputs and of weights:
+        twice as many matrix products as a forward, which takes one.
         """
         return cls(forward=[1] * pipeline_stages, backward=[2] * pipeline_stages)
 
@@ -94,7 +96,7 @@ class _Stage:
 
     number: int
     program: StageProgram
-    takes: Mapping[type[Instruction], float]  # a forward and a backward
+    takes: Mapping[type[Instruction], float]  # times of a forward and of a backward
     position: int = -1
     clock: float = 0
     spans: list[Span] = field(default_factory=list)

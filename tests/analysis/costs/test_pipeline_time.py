@@ -1,4 +1,4 @@
-"""The closed form of the pipeline beside a simulation of its schedule."""
+"""The closed form of the pipeline, compared with a simulation of its schedule."""
 
 import random
 import time
@@ -64,8 +64,8 @@ def cluster(network_bandwidth: float = 50.0) -> Cluster:
 def test_the_closed_form_of_the_bubble_is_that_of_the_timetable(
     blocks: str, schedule: str, micro_batches: int, vocab_size: int
 ) -> None:
-    """Exactly for gpipe. For 1f1b within 2 % of the time of the pipeline, or up to 11 % too long if
-    there are fewer micro-batches than stages and the stages are unequal.
+    """For gpipe, both are equal. For 1f1b, they differ by less than 2 % of the pipeline's time. With
+    fewer micro-batches than stages, the closed form is up to 11 % too long.
     """
     work = workload(
         vocab_size,
@@ -93,7 +93,8 @@ def test_the_closed_form_of_messages_is_at_most_twice_as_long(
     blocks: str, schedule: str, micro_batches: int, vocab_size: int
 ) -> None:
     """The closed form lets each stage wait for two messages a micro-batch. The first and the last
-    stage have one neighbour, and a stage that waits anyway loses nothing. It is never too short.
+    stage have one neighbour, and a stage that waits anyway loses nothing. So the closed form is
+    never too short.
     """
     work = workload(
         vocab_size,
@@ -107,7 +108,7 @@ def test_the_closed_form_of_messages_is_at_most_twice_as_long(
     assert step.total / simulated.total - 1 < (0.02 if micro_batches >= work.grid.pp else 0.11)
 
 
-def test_slow_messages_take_as_long_as_the_closed_form_says_between_equal_stages() -> None:
+def test_slow_messages_between_equal_stages_take_the_time_of_the_closed_form() -> None:
     work = workload(8, blocks_of_stages=(4,) * 8, micro_batches=64)
     step = predict_step_time(work, cluster(1.0))
     simulated = with_timetable(step, work, cluster(1.0))

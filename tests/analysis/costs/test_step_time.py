@@ -281,7 +281,7 @@ def test_a_resolved_run_gives_its_layout() -> None:
 
 @pytest.mark.parametrize("layout", [{}, {"dp": 2}, {"pp": 2}, {"tp": 2}])
 @pytest.mark.parametrize("zero_stage", [1, 3])
-def test_the_host_takes_its_time_beside_the_processors(
+def test_the_time_of_the_host_is_added_to_that_of_the_processors(
     layout: dict[str, int], zero_stage: int
 ) -> None:
     """step + micro-batches x (micro-batch + blocks x block), on one stage."""

@@ -142,14 +142,14 @@ def test_a_cpu_run_is_predicted_on_the_measured_machine(tmp_path: Path) -> None:
     assert found.predicted_seconds == predict_step_time(workload_of(run, "cpu"), CPU).total
 
 
-def test_damaged_lines_are_left_out(tmp_path: Path) -> None:
+def test_damaged_lines_are_omitted(tmp_path: Path) -> None:
     folder = write_run(tmp_path, trained(), steady(30))
     with (folder / run_folder.METRICS).open("a") as file:
         file.write('[1]\n{"step": 31, "step_time_seconds": null}\n{"step": "x"}\n{"step": 32, "st')
     assert calibrate(folder, A100).steps == 25
 
 
-def test_what_is_wrong_with_a_folder(tmp_path: Path) -> None:
+def test_a_folder_without_a_usable_run_is_refused(tmp_path: Path) -> None:
     run = trained()
     assert "is not a folder" in refused(tmp_path / "none")
     empty = tmp_path / "empty"

@@ -1,4 +1,4 @@
-"""What follows from a step time."""
+"""Throughput, MFU, days and cost from a step time."""
 
 import json
 import math
@@ -39,7 +39,7 @@ def test_mfu_is_that_of_korthikantis_formula() -> None:
     assert made.tokens_per_second == pytest.approx(batch * length / made.seconds)
 
 
-def test_the_interval_holds_what_would_be_predicted_that_far_off() -> None:
+def test_a_step_at_an_end_of_the_interval_has_the_stated_error() -> None:
     made = forecast(run_of("gpt3_175b", 1024), a100s())
     low, high = made.interval
     assert low < made.seconds < high
@@ -54,14 +54,14 @@ def test_a_short_step_is_less_certain() -> None:
     assert any("shorter than 0.5 s" in warning for warning in made.warnings())
 
 
-def test_a_slow_network_is_warned_of() -> None:
+def test_a_slow_network_gives_a_warning() -> None:
     run = run_of("llama2_70b_64", 64)
     slow = replace(a100s(), network_bandwidth=1.0)
     assert forecast(run, a100s()).communication < 0.3 < forecast(run, slow).communication
     assert any("communication takes" in each for each in forecast(run, slow).warnings())
 
 
-def test_a_head_size_that_flash_attention_does_not_like_is_warned_of() -> None:
+def test_a_head_size_that_is_slow_in_flash_attention_gives_a_warning() -> None:
     stated = ("bf16.enabled=true", "model.hidden_size=120")
     run = tiny(*stated, world_size=1).run
     assert run.config.model.head_dim == 10 and workload_of(run).attention == "fa2"

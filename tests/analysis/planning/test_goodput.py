@@ -1,4 +1,4 @@
-"""The fraction of the time in which a long run trains, beside figures worked by hand."""
+"""The fraction of the time in which a long run trains, compared with figures worked by hand."""
 
 import json
 import math

@@ -112,7 +112,7 @@ def test_two_ranks_are_measured_and_predicted() -> None:
 @pytest.mark.slow
 @pytest.mark.ranks
 @pytest.mark.timeout(200)
-def test_ranks_that_share_processors_are_measured_so(tmp_path: Path) -> None:
+def test_ranks_that_share_processors_are_measured_together(tmp_path: Path) -> None:
     """One processor for two ranks: each has half of it."""
     processor = str(min(os.sched_getaffinity(0)))
     figures = []

@@ -104,7 +104,7 @@ def test_if_nothing_fits_the_smallest_is_still_reported(file: Path, brute: Figur
     assert found.least_peak_bytes == min(peak for _, peak in brute.values())
 
 
-def test_the_pareto_front_has_those_that_no_other_beats(file: Path, brute: Figures) -> None:
+def test_the_pareto_front_has_the_variants_that_no_other_beats(file: Path, brute: Figures) -> None:
     found = what_if(from_file(file, world_size=8), a100s())
 
     def is_beaten(point: tuple[float, int]) -> bool:
