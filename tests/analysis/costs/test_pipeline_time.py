@@ -64,8 +64,8 @@ def cluster(network_bandwidth: float = 50.0) -> Cluster:
 def test_the_closed_form_of_the_bubble_is_that_of_the_timetable(
     blocks: str, schedule: str, micro_batches: int, vocab_size: int
 ) -> None:
-    """For gpipe, both are equal. For 1f1b, they differ by less than 2 % of the pipeline's time. With
-    fewer micro-batches than stages, the closed form is up to 11 % too long.
+    """For gpipe, both are equal. For 1f1b, they differ by less than 2 % of the pipeline's time.
+    With fewer micro-batches than stages, the closed form is up to 11 % too long.
     """
     work = workload(
         vocab_size,
