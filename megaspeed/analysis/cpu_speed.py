@@ -33,6 +33,7 @@ from megaspeed.analysis.costs.network_time import HOPS
 from megaspeed.analysis.costs.workload import (
     Message,
     Wire,
+    attended_tokens,
     attention_flops,
     block_products,
     workload_of,
@@ -128,8 +129,7 @@ class _Block:
         products = list(block_products(self.model, self.work.tokens, 1))
         self.products_flops = 3 * sum(product.flops for product in products)
         length = self.work.sequence_length
-        window = min(self.model.sliding_window or length, length)
-        kept = window * (1 - window / (2 * length)) / length
+        kept = attended_tokens(self.model, length) / length
         self.attention_flops = kept * attention_flops(self.model, length, self.work.tokens, 1)
         self._products = [
             (self._random(m, k), self._random(n, k), self._random(m, n)) for m, n, k in products

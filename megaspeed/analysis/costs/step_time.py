@@ -25,6 +25,7 @@ from megaspeed.analysis.costs.workload import (
     Precision,
     Product,
     Workload,
+    attended_tokens,
     attention_flops,
     block_products,
     head_product,
@@ -349,8 +350,7 @@ class _Rates:
             unfused = 0 if work.fuses_softmax else 4  # scale and mask read and write it, too
             forward, backward = (4.5 + unfused) * matrix, (5.5 + unfused) * matrix
             return 2 * product + forward, 4 * product + backward
-        window = min(model.sliding_window or work.sequence_length, work.sequence_length)
-        kept = window * (1 - window / (2 * work.sequence_length)) / work.sequence_length
+        kept = attended_tokens(model, work.sequence_length) / work.sequence_length
         if self.measured is not None:
             forward_rate, backward_rate = self.measured.attention
             return kept * flops / forward_rate, 2.5 * kept * flops / backward_rate

@@ -5,8 +5,8 @@ micro-batch. Model, data, optimizer and ``train_batch_size`` stay the same. Vari
 rule of the configuration are omitted. So are tensor groups larger than ``largest_tensor``, because
 across nodes the collectives of every block would go over the network.
 
-Micro-batches are powers of two, and the configured one. A larger one needs more memory, so once a
-size does not fit, larger ones are not tried.
+Micro-batches are powers of two, and the configured one. Larger ones need more memory (or, in a few
+cases, 0.1 % less), so once a size does not fit, larger ones are not tried.
 """
 
 from collections.abc import Iterator
@@ -75,7 +75,7 @@ class WhatIf:
     """The variants of a training."""
 
     layouts: tuple[Layout, ...]  # those that fit, the fastest first
-    too_large: int  # number of those that do not fit
+    too_large: int  # number of those that do not fit, with all larger micro-batches
     refused: int  # number of those that break a rule of the configuration
     # The smallest peak of all that are not refused; None if all are.
     least_peak_bytes: int | None
