@@ -89,9 +89,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 others = max(0.0, all_programs - own) / wall
                 errors.append(abs(1 / found.factor - 1))
                 rows.append(_show(f"{name}, ZeRO-{zero}", found, others))
-    except (CpuSpeedError, CalibrationError, ConfigError, TrainingFailed) as error:
+    except (CpuSpeedError, CalibrationError, TrainingFailed) as error:
         print(error, file=sys.stderr)
-        return 2 if isinstance(error, ConfigError) else 1
+        return 1
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return 2
     print(f"error: median {statistics.median(errors):.1%}, largest {max(errors):.1%}")
     if options.json:
         options.json.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")

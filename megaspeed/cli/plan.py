@@ -112,8 +112,9 @@ def run_plan(options: argparse.Namespace) -> int:
     from megaspeed.analysis.planning.goodput import predict_goodput
     from megaspeed.analysis.planning.measured_cpu import CpuSpeedError
     from megaspeed.analysis.planning.plan import plan
-    from megaspeed.analysis.planning.report import report, what_if_report
+    from megaspeed.analysis.planning.report import report
     from megaspeed.analysis.planning.what_if import what_if
+    from megaspeed.analysis.planning.what_if_report import what_if_report
     from megaspeed.analysis.units import show
 
     stated = _stated_cluster(options)

@@ -1,15 +1,16 @@
 """Predicts a run before it starts, without tensors, processes or a GPU.
 
-cluster.py     the machines, as the user states them
-measured_cpu.py  this machine as a cluster, measured by another process
-machines.py    the placement of ranks on nodes
-prediction.py  memory and traffic of every kind of pipeline stage of a run
-forecast.py    the step time of a run: throughput, utilization, warnings
-calibration.py one factor from the steps of a real run
-goodput.py     which part of the time a long run trains: validation, saves, restarts
-plan.py        the complete plan of one run
-variants.py    other degrees, ZeRO stages, micro-batches; the cheapest change if a run does not fit
-what_if.py     every variant on the same ranks that fits, by predicted time
-report.py      a plan and its what-if as lines and tables
-charts.py      the parts of a step as a picture
+cluster.py         the machines, as the user states them
+measured_cpu.py    this machine as a cluster, measured by another process
+machines.py        the placement of ranks on nodes
+prediction.py      memory and traffic of every kind of pipeline stage of a run
+forecast.py        the step time of a run: throughput, utilization, days, cost
+calibration.py     one factor from the steps of a real run
+goodput.py         which part of the time a long run trains: validation, saves, restarts
+plan.py            the complete plan of one run
+variants.py        other settings of a run; the cheapest change if it does not fit
+what_if.py         every variant on the same ranks that fits, by predicted time
+report.py          a plan as lines and tables
+what_if_report.py  a what-if as lines and tables
+charts.py          the parts of a step as a picture
 """

@@ -1,7 +1,7 @@
-"""A plan and its what-if as lines and tables. The tables fit 80 columns."""
+"""A plan as lines and tables. The tables fit 80 columns."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 
 from rich.table import Table
 
@@ -11,7 +11,6 @@ from megaspeed.analysis.planning.machines import AxisMap
 from megaspeed.analysis.planning.plan import Plan, PlannedZero
 from megaspeed.analysis.planning.prediction import AlikeStages, alike_stages, sent_along
 from megaspeed.analysis.planning.variants import CheapestChange
-from megaspeed.analysis.planning.what_if import Layout, WhatIf
 from megaspeed.analysis.units import (
     GIB,
     counted,
@@ -35,10 +34,6 @@ _SHORT_VERDICTS: Mapping[Verdict | None, str] = {
     "does not fit": "too large",
 }
 
-SHOWN_LAYOUTS = 12
-"""Rows of each ranking of a what-if. The JSON has all layouts."""
-
-_SHOWN_PARTS = 3
 _LONGEST_GROUP = 28
 _CONFIGURED = "* as configured"
 _REDUCED = "gradients are reduced each"
@@ -382,91 +377,3 @@ def _change(plan: Plan, change: CheapestChange) -> Iterator[str]:
             f"cheapest change: --world-size {change.world_size} {text}   (peak {changed_peak}; "
             f"no setting is enough on {counted(plan.run.grid.world_size, 'rank')})"
         )
-
-
-def what_if_report(found: WhatIf) -> Iterator[str | Table]:
-    """The fastest layouts, the Pareto front of time and memory, and why the best is the best."""
-    yield ""
-    if found.layouts:
-        grids = found.fastest_of_each_grid()
-        yield f"What if: the fastest variant of each of {counted(len(grids), 'layout')} that fits"
-        yield from _layouts(grids)
-        pareto = [layout for layout in found.layouts if layout.is_pareto]
-        yield ""
-        yield "What if: no other variant has both less time and less memory (Pareto-optimal)"
-        yield from _layouts(pareto)
-        yield ""
-        yield from _best(found)
-    elif found.least_peak_bytes is not None:
-        yield f"the smallest variant needs {readable_memory(found.least_peak_bytes)} a rank"
-    yield (
-        f"{len(found.layouts):,} variants fit, {found.too_large:,} are too large, "
-        f"{found.refused:,} break rules of the configuration"
-    )
-
-
-def _layouts(layouts: Sequence[Layout]) -> Iterator[str | Table]:
-    shown = layouts[:SHOWN_LAYOUTS]
-    memory = memory_unit(layout.peak_bytes for layout in shown)
-    table = table_of(
-        right=(
-            "pp",
-            "dp",
-            "tp",
-            "ZeRO",
-            "reduce\neach",
-            "recompute",
-            "micro-\nbatches",
-            "of\nsize",
-            "step\ns",
-            "MFU",
-            f"peak\n{memory.name}",
-        ),
-    )
-    table.add_column("", no_wrap=True)
-    for layout in shown:
-        run, grid, mfu = layout.run, layout.run.grid, layout.forecast.mfu()
-        table.add_row(
-            str(grid.pp),
-            str(grid.dp),
-            str(grid.tp),
-            f"{run.zero_stage}{'' if layout.set_text else ' *'}",
-            "step" if run.keeps_complete_gradients else "micro",
-            run.config.parallel.activation_checkpointing,
-            f"{run.batch.gradient_accumulation_steps:,}",
-            f"{run.batch.micro_batch_size:,}",
-            f"{layout.seconds:.3g}",
-            "" if mfu is None else f"{mfu:.0%}",
-            memory.of(layout.peak_bytes),
-            "tight" if layout.verdict == "tight" else "",
-        )
-    yield table
-    if not all(layout.set_text for layout in shown):
-        yield _CONFIGURED
-
-
-def _best(found: WhatIf) -> Iterator[str]:
-    """The best variant, how to get it, and why it is faster than the next layout."""
-    best = found.best
-    assert best is not None, "there are layouts"
-    yield f"best: {best.run.grid}, ZeRO-{best.run.zero_stage}: {best.seconds:.3g} s a step"
-    others = [each for each in found.fastest_of_each_grid() if each.run.grid != best.run.grid]
-    if others:
-        yield f"  faster than {others[0].run.grid} " + _why(best.forecast, others[0].forecast)
-    if not best.set_text:
-        yield "  it is the run as configured"
-        return
-    for own in found.layouts:
-        if not own.set_text:
-            yield "  faster than the run as configured " + _why(best.forecast, own.forecast)
-    yield f"  --set {' '.join(best.set_text)}"
-
-
-def _why(best: Forecast, other: Forecast) -> str:
-    """How much faster ``best`` is, and the parts of the step that differ most."""
-    more = {part: seconds - other.parts()[part] for part, seconds in best.parts().items()}
-    most = sorted(more, key=lambda part: abs(more[part]), reverse=True)[:_SHOWN_PARTS]
-    differ = [
-        f"{part} {more[part]:+.2g} s" for part in most if abs(more[part]) > 0.005 * best.seconds
-    ]
-    return f"by {other.seconds / best.seconds - 1:.0%}:\n    {', '.join(differ)}"

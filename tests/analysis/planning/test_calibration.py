@@ -71,7 +71,7 @@ def starts(folder: Path, *steps: int) -> None:
 def refused(folder: Path, cluster: Cluster = A100) -> str:
     with pytest.raises(CalibrationError) as caught:
         calibrate(folder, cluster)
-    text = str(caught.value)
+    (text,) = caught.value.problems
     assert "\n" not in text
     return text
 

@@ -134,5 +134,5 @@ def test_a_failed_measurement_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_p
         return str(caught.value)
 
     assert "No such file" in failed(str(tmp_path / "python"))
-    assert "it printed nothing" in failed("/bin/false")
+    assert "it ended with exit code 1" in failed("/bin/false")
     assert "printed no JSON" in failed("/bin/echo")
