@@ -171,17 +171,28 @@ class ScalingResult:
         """The row that the others are compared with: the smallest one that has figures."""
         return next(iter(self.done), None)
 
+    @property
+    def is_limited(self) -> bool:
+        """Whether sharing processors limits the efficiency of any row."""
+        return any(self.most_efficiency(row) < 1 for row in self.done)
+
     def most_efficiency(self, row: Row) -> float:
         """What efficiency cannot exceed, because ranks share the processors; 1 if they do not."""
         assert self.base is not None, "a row has figures"
         return self._processors_of_a_rank(row) / self._processors_of_a_rank(self.base)
 
     def _processors_of_a_rank(self, row: Row) -> float:
+        """At most one for each of its threads."""
         record = row.record
         assert record is not None, "it has figures"
         if record.device != "CPU":
             return 1.0
         return min(record.threads, self.processors / row.ranks)
+
+    def _shares_processors(self, row: Row) -> bool:
+        record = row.record
+        assert record is not None, "it has figures"
+        return record.device == "CPU" and row.ranks * record.threads > self.processors
 
     @property
     def notes(self) -> Iterator[str]:
@@ -200,13 +211,14 @@ class ScalingResult:
         if self.base is not None and self.base is not self.rows[0]:
             ranks = counted(self.base.ranks, "rank")
             yield f"efficiency is relative to {ranks}, the fewest that trained"
-        sharing = [row for row in self.done if self.most_efficiency(row) < 1]
+        sharing = [row for row in self.done if self._shares_processors(row)]
         if sharing:
+            most = ', and efficiency is at most what "at most" states' * self.is_limited
             yield (
-                f"{' and '.join(str(row.ranks) for row in sharing)} ranks share "
-                f"{self.processors} processors, so tokens/s cannot grow with the ranks, and "
-                'efficiency is at most what "at most" states. The figures show the cost of '
-                "communication and of sharing on this machine, not the scaling of a cluster."
+                f"{', '.join(str(row.ranks) for row in sharing)} ranks share {self.processors} "
+                f"processors, so tokens/s cannot grow with the ranks{most}. The figures show the "
+                "cost of communication and of sharing on this machine, not the scaling of a "
+                "cluster."
             )
 
 

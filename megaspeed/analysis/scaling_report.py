@@ -71,9 +71,8 @@ def as_markdown(result: ScalingResult, picture: str | None) -> str:
 def _summary(result: ScalingResult) -> Iterator[str]:
     headings = ["ranks", "batch", "step ms", "tokens/s", "efficiency"]
     predicts = _base_prediction(result) is not None
-    shares = any(result.most_efficiency(row) < 1 for row in result.done)
     headings += ["predicted"] if predicts else []
-    headings += ["at most"] if shares else []
+    headings += ["at most"] if result.is_limited else []
 
     def cells(row: Row) -> list[str]:
         step, base = row.measured, None if result.base is None else result.base.measured
@@ -86,7 +85,7 @@ def _summary(result: ScalingResult) -> Iterator[str]:
         figures.append(_percent(step.efficiency(base)))
         if predicts:
             figures.append(_predicted_efficiency(result, row))
-        if shares:
+        if result.is_limited:
             figures.append(_percent(result.most_efficiency(row)))
         return [*first, *figures]
 
@@ -267,9 +266,11 @@ def _draw_speeds(result: ScalingResult, axes: Any) -> None:
     base, ranks = result.base.measured, [row.ranks for row in result.done]
     ideal = [base.tokens_per_second * each / base.ranks for each in ranks]
     axes.plot(ranks, ideal, "--", color="0.5", linewidth=1, label="efficiency 100 %")
-    most = [result.most_efficiency(row) for row in result.done]
-    if min(most) < 1:
-        limits = [speed * share for speed, share in zip(ideal, most, strict=True)]
+    if result.is_limited:
+        limits = [
+            speed * result.most_efficiency(row)
+            for speed, row in zip(ideal, result.done, strict=True)
+        ]
         text = f"at most, with {result.processors} processors"
         axes.plot(ranks, limits, ":", color="0.2", linewidth=1, label=text)
     predicted = [row.predicted for row in result.done if row.predicted]

@@ -4,6 +4,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -149,6 +150,12 @@ def test_ranks_that_share_processors_cannot_be_efficient() -> None:
     assert note.startswith("4 ranks share 2 processors, so tokens/s cannot grow")
     text = as_markdown(result, None)
     assert "at most" in text and max(map(len, text.splitlines())) <= 80
+    all_share = shared(processors=1)
+    assert [all_share.most_efficiency(row) for row in all_share.rows] == [1, 0.5, 0.25]
+    alone = replace(result, rows=result.rows[2:])
+    assert alone.most_efficiency(alone.rows[0]) == 1, "it is the base"
+    (note,) = alone.notes
+    assert note.startswith("4 ranks share 2 processors") and "at most" not in note
     assert list(shared(processors=4).notes) == []
     threads = shared(processors=4, threads=2)
     assert [threads.most_efficiency(row) for row in threads.rows] == [1, 1, 0.5]
